@@ -1,0 +1,17 @@
+"""CapsNet on CIFAR-10.
+
+    python main.py --config=configs/capsnet_cifar.py --workdir=runs/capsnet_cifar
+
+Published (thesis, table 4.1): 66.36 % after 20 epochs, 240 s an epoch on one P100.
+Measured: MEASURED
+"""
+
+from configs import default
+
+
+def get_config():
+    config = default.get_config()
+    config.data.name = "cifar10"
+    config.model.name = "capsnet"
+    config.model.lanes = ""
+    return config

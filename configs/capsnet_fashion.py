@@ -1,0 +1,17 @@
+"""CapsNet on Fashion-MNIST.
+
+    python main.py --config=configs/capsnet_fashion.py --workdir=runs/capsnet_fashion
+
+Published (thesis, table 4.1): 91.30 % after 20 epochs, 220 s an epoch on one P100.
+Measured: MEASURED
+"""
+
+from configs import default
+
+
+def get_config():
+    config = default.get_config()
+    config.data.name = "fashion_mnist"
+    config.model.name = "capsnet"
+    config.model.lanes = ""
+    return config

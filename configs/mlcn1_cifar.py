@@ -1,0 +1,16 @@
+"""MLCN, 4 lanes mlcn1 of width 4, on CIFAR-10.
+
+    python main.py --config=configs/mlcn1_cifar.py --workdir=runs/mlcn1_cifar
+
+Published (thesis, table 4.1): 63.88 % after 20 epochs, 54 s an epoch on one P100 (mlcn1:w2*32: 66.56 %, 205 s).
+Measured: MEASURED
+"""
+
+from configs import default
+
+
+def get_config():
+    config = default.get_config()
+    config.data.name = "cifar10"
+    config.model.lanes = "mlcn1:w4*4"
+    return config

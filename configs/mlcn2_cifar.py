@@ -1,0 +1,16 @@
+"""MLCN, 4 lanes mlcn2 of width 4, on CIFAR-10.
+
+    python main.py --config=configs/mlcn2_cifar.py --workdir=runs/mlcn2_cifar
+
+Published (thesis, table 4.1): 69.05 % after 20 epochs, 53 s an epoch on one P100 (mlcn2:w2*32: 75.18 %, 204 s).
+Measured: MEASURED
+"""
+
+from configs import default
+
+
+def get_config():
+    config = default.get_config()
+    config.data.name = "cifar10"
+    config.model.lanes = "mlcn2:w4*4"
+    return config

@@ -1,0 +1,18 @@
+"""MLCN with 8 lanes mlcn2 of width 4 on CIFAR-100.
+
+    python main.py --config=configs/mlcn2_cifar100.py --workdir=runs/mlcn2_cifar100
+    ... --config.data.label_kind=coarse    # 20 classes in place of 100
+
+Published row: none.
+Measured: MEASURED
+"""
+
+from configs import default
+
+
+def get_config():
+    config = default.get_config()
+    config.data.name = "cifar100"
+    config.data.label_kind = "fine"
+    config.model.lanes = "mlcn2:w4*8"
+    return config

@@ -1,0 +1,16 @@
+"""MLCN, 2 lanes mlcn2 of width 4, on MNIST.
+
+    python main.py --config=configs/mlcn2_mnist.py --workdir=runs/mlcn2_mnist
+
+Published row: none.
+Measured: MEASURED
+"""
+
+from configs import default
+
+
+def get_config():
+    config = default.get_config()
+    config.data.name = "mnist"
+    config.model.lanes = "mlcn2:w4*2"
+    return config

@@ -1,0 +1,136 @@
+"""Test accuracy after each epoch, mean over seeds, beside a plain TensorFlow implementation of the same lanes.
+
+    python -m experiments.learning_curves --workdir=runs/learning_curves --seeds=0,1,2 \
+        --rows=fashion_mlcn2_2x4,cifar_mlcn2_4x4 --fashion_dir=FOLDER --cifar_dir=FOLDER
+
+Trains as published (Adam 1e-3 times 0.9 per epoch, batch 100, no augmentation, `published` lane routing) and
+writes `experiments/results/learning_curves.json` and `.png` after every run. A finished run is not repeated, an
+unfinished one is resumed. The test set is scored after each epoch for the record and chooses nothing.
+"""
+
+import json
+import logging
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import app, flags
+
+from mlcn_jax import devices
+from mlcn_jax.config import RunConfig, write_json
+from mlcn_jax.metrics import read_rows
+from mlcn_jax.train import train
+
+REPOSITORY = Path(__file__).parents[1]
+RESULTS = REPOSITORY / "experiments" / "results"
+
+# (config, lanes, epochs, test accuracy in % of the TensorFlow implementation after each epoch, one seed)
+ROWS: dict[str, tuple[str, str, int, tuple[float, ...]]] = {
+    "fashion_mlcn2_2x4": ("mlcn2_fashion", "mlcn2:w4*2", 20, ()),
+    "fashion_mlcn1_4x4": ("mlcn1_fashion", "mlcn1:w4*4", 3, (84.62, 86.77, 87.64)),
+    "fashion_mlcn2_4x4": ("mlcn2_fashion", "mlcn2:w4*4", 3, (85.21, 87.40, 87.79)),
+    "cifar_mlcn1_4x4": ("mlcn1_cifar", "mlcn1:w4*4", 3, (44.15, 47.03, 47.82)),
+    "cifar_mlcn2_4x4": ("mlcn2_cifar", "mlcn2:w4*4", 20, (43.86, 49.14, 52.76)),
+}
+
+_WORKDIR = flags.DEFINE_string("workdir", "runs/learning_curves", "Folder of the runs, one a row and seed.")
+_ROWS = flags.DEFINE_list("rows", list(ROWS), "Rows to train.")
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds to train each row with.")
+_NUM_EPOCHS = flags.DEFINE_integer("num_epochs", 0, "At most so many epochs; 0 is the row's own number.")
+_FASHION_DIR = flags.DEFINE_string("fashion_dir", "", "config.data.dir of Fashion-MNIST; empty downloads it.")
+_CIFAR_DIR = flags.DEFINE_string("cifar_dir", "", "config.data.dir of CIFAR-10; empty downloads it.")
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    unknown = [row for row in _ROWS.value if row not in ROWS]
+    if unknown:
+        raise app.UsageError(f"--rows: {', '.join(unknown)} unknown; there are {', '.join(ROWS)}")
+    logging.getLogger("mlcn_jax").setLevel(logging.INFO)
+    devices.keep_compiled_programs()
+    for seed in _SEEDS.value:
+        for row in _ROWS.value:
+            record(row, int(seed))
+    draw(read_results())
+
+
+def read_results() -> dict[str, Any]:
+    path = RESULTS / "learning_curves.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def record(row: str, seed: int) -> None:
+    """Trains one row with one seed and adds its curve to the results."""
+    config_name, lanes, num_epochs, peer = ROWS[row]
+    values = runpy.run_path(str(REPOSITORY / "configs" / f"{config_name}.py"))["get_config"]().to_dict()
+    config = RunConfig.from_dict(values).replace(
+        {
+            "model.lanes": lanes,
+            "model.prior_bias": False,
+            "data.dir": _FASHION_DIR.value if row.startswith("fashion") else _CIFAR_DIR.value,
+            "train.num_epochs": min(num_epochs, _NUM_EPOCHS.value or num_epochs),
+            "train.seed": seed,
+            "train.test_every_epoch": True,
+        }
+    )
+    workdir = Path(_WORKDIR.value) / row / f"seed{seed}"
+    summary = train(config, workdir)
+    curve = [100 * r["accuracy"] for r in read_rows(workdir / "metrics.jsonl") if r["split"] == "test"]
+    results = read_results()
+    entry = results.setdefault(row, {"lanes": lanes, "tensorflow_accuracy": list(peer), "runs": {}})
+    entry["data"] = summary["data"]
+    entry["runs"][str(seed)] = {
+        "test_accuracy_per_epoch": curve,
+        "images_per_second": summary["images_per_second"],
+        "steps_timed": summary["steps_this_session"],
+        "peak_memory_bytes": summary["peak_memory_bytes"],
+        **{name: summary[name] for name in ("device", "cpu_count", "versions", "config_hash")},
+    }
+    curves = common_epochs(entry)
+    entry["num_runs"] = len(curves)
+    entry["mean_accuracy_per_epoch"] = curves.mean(axis=0).round(2).tolist()
+    entry["spread_per_epoch"] = (curves.max(axis=0) - curves.min(axis=0)).round(2).tolist()
+    entry["mean_minus_tensorflow"] = [
+        round(mean - theirs, 2) for mean, theirs in zip(entry["mean_accuracy_per_epoch"], peer, strict=False)
+    ]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    write_json(RESULTS / "learning_curves.json", results)
+
+
+def common_epochs(entry: dict[str, Any]) -> np.ndarray:
+    """Test accuracy in %, [runs, epochs], up to the last epoch that every run has."""
+    curves = [run["test_accuracy_per_epoch"] for run in entry["runs"].values()]
+    return np.array([curve[: min(map(len, curves))] for curve in curves])
+
+
+def draw(results: dict[str, Any]) -> None:
+    """One panel a dataset: mean curves with the range over seeds, the longest run dotted, TensorFlow's points."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    for axes, (prefix, title) in zip(
+        figure.subplots(1, 2), (("fashion", "Fashion-MNIST"), ("cifar", "CIFAR-10")), strict=True
+    ):
+        rows = [(name, entry) for name, entry in results.items() if name.startswith(prefix)]
+        notes = {entry["data"]["bytes"] for _, entry in rows}
+        axes.set_title(title + (" (JPEG copy)" if prefix == "cifar" and notes == {"not official"} else ""))
+        for i, (_, entry) in enumerate(rows):
+            curves = common_epochs(entry)
+            longest = max((run["test_accuracy_per_epoch"] for run in entry["runs"].values()), key=len)
+            axes.plot(range(1, len(longest) + 1), longest, ":", color=f"C{i}")
+            epochs = np.arange(1, curves.shape[1] + 1)
+            axes.plot(epochs, curves.mean(axis=0), "o-", color=f"C{i}", label=f"{entry['lanes']}, {len(curves)} seeds")
+            axes.fill_between(epochs, curves.min(axis=0), curves.max(axis=0), color=f"C{i}", alpha=0.2)
+            peer = entry["tensorflow_accuracy"]
+            if peer:
+                axes.plot(range(1, len(peer) + 1), peer, "x", color=f"C{i}", label="same, TensorFlow, 1 seed")
+        axes.set_xlabel("epoch")
+        axes.set_ylabel("test accuracy, %")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.legend(fontsize=8)
+    figure.savefig(RESULTS / "learning_curves.png", dpi=120)
+
+
+if __name__ == "__main__":
+    app.run(main)

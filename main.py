@@ -1,0 +1,120 @@
+"""Trains, evaluates and describes capsule networks.
+
+    python main.py --config=configs/mlcn2_cifar.py --workdir=runs/mlcn2 --config.train.batch_size=300
+    python main.py --mode=evaluate --workdir=runs/mlcn2
+    python main.py --mode=describe --config=configs/capsnet_mnist.py
+    python main.py --mode=sweep --config=configs/quickstart.py --workdir=runs/sweep \
+        --sweep='train.learning_rate=1e-3,3e-4;train.seed=0,1,2'
+
+The same training command resumes an unfinished run. A config file is Python that is executed: run only those
+you trust. Exit codes: 0 done, 2 input that cannot be used, 3 the loss is not finite or a point of a sweep
+failed, 75 stopped by SIGTERM or Ctrl-C after saving a checkpoint.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from absl import app, flags
+from absl import logging as absl_logging
+from ml_collections import config_flags
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import launch
+
+if TYPE_CHECKING:
+    from mlcn_jax.config import RunConfig
+
+EXIT_FAILED, EXIT_STOPPED = 3, 75
+MODES = ("train", "evaluate", "describe", "sweep")
+_CONFIGS = Path(__file__).parent / "configs"
+
+_CONFIG = config_flags.DEFINE_config_file("config", str(_CONFIGS / "default.py"), "Python file with get_config().")
+_WORKDIR = flags.DEFINE_string("workdir", "", "Folder of the run: configuration, checkpoints, metrics, pictures.")
+_MODE = flags.DEFINE_string("mode", "train", f"One of {', '.join(MODES)}.")
+_SWEEP = flags.DEFINE_string("sweep", "", "Grid of a sweep, such as 'train.learning_rate=1e-3,3e-4;train.seed=0,1'.")
+
+
+def main(argv: list[str]) -> int:
+    mode, workdir = _MODE.value, Path(_WORKDIR.value)
+    if len(argv) > 1:
+        raise InputError(f"unknown argument {argv[1]!r}: flags are written --name=value, see python main.py --help")
+    if mode not in MODES:
+        raise InputError(f"--mode={mode} is not one of {', '.join(MODES)}")
+    if _SWEEP.value and mode != "sweep":
+        raise InputError("--sweep needs --mode=sweep")
+    if not _WORKDIR.value and mode != "describe":
+        raise InputError(f"--mode={mode} needs --workdir=FOLDER")
+
+    # Slow to load, and only now needed: a mistaken flag has been answered at once.
+    from mlcn_jax import cost, devices, evaluate, sweep, train
+
+    config = _run_config(mode, workdir)
+    devices.keep_compiled_programs()
+    try:
+        if mode == "train":
+            _print_summary(workdir, train.train(config, workdir))
+        elif mode == "evaluate":
+            print(json.dumps(evaluate.evaluate_workdir(config, workdir), indent=2))
+        elif mode == "describe":
+            print(json.dumps(cost.describe(config), indent=2))
+        else:
+            rows = sweep.sweep(config, workdir, _SWEEP.value)
+            print(sweep.table(rows))
+            return EXIT_FAILED if any("error" in row for row in rows) else 0
+    except train.Stopped as stopped:
+        print(f"{stopped}; run the same command again to go on", file=sys.stderr)
+        return EXIT_STOPPED
+    except train.Diverged as diverged:
+        print(f"error: {diverged}", file=sys.stderr)
+        return EXIT_FAILED
+    return 0
+
+
+def _run_config(mode: str, workdir: Path) -> "RunConfig":
+    """The configuration of `--config` and its overrides; without `--config`, the one stored in the workdir."""
+    from mlcn_jax.config import RunConfig, read_stored
+
+    flag = flags.FLAGS["config"]
+    if flag.present:
+        file = config_flags.get_config_filename(flag)
+        if not Path(file).is_file():
+            raise InputError(f"--config={file} is no file; there are {_config_files()}")
+        return RunConfig.from_dict(_CONFIG.value.to_dict())
+    if mode in ("evaluate", "describe") and _WORKDIR.value:
+        return read_stored(workdir).replace(config_flags.get_override_values(flag))
+    raise InputError(f"--mode={mode} needs --config=FILE; there are {_config_files()}")
+
+
+def _config_files() -> str:
+    return ", ".join(f"{_CONFIGS.name}/{file.name}" for file in sorted(_CONFIGS.glob("*.py")))
+
+
+def _print_summary(workdir: Path, summary: dict) -> None:
+    print(f"test accuracy {summary['test_accuracy']:.2%}, loss {summary['test_loss']:.4f}")
+    for what, name in (
+        ("model", "checkpoints"),
+        ("metrics", "metrics.jsonl"),
+        ("summary", "summary.json"),
+        ("reconstructions", "reconstructions.png"),
+        ("confusion matrix", "confusion.png"),
+    ):
+        print(f"{what:<17}{workdir / name}")
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+    absl_logging.set_verbosity(absl_logging.WARNING)  # orbax reports every file at the level below
+    try:
+        return flags.FLAGS(argv)
+    except AttributeError as error:  # what ml_collections raises for a field that a config does not have
+        given = [arg.partition("=")[0] for arg in argv if arg.startswith("--config.")]
+        raise InputError(
+            f"{error} is no field of the configuration ({', '.join(given)}): configs/default.py lists all fields"
+        ) from error
+    except (flags.Error, OSError) as error:
+        raise InputError(str(error)) from error
+
+
+if __name__ == "__main__":
+    launch(lambda: app.run(main, flags_parser=_parse_flags))

@@ -1,0 +1,131 @@
+"""Capsules as pure functions: squash, dynamic routing, lengths and masking.
+
+Symbols follow Sabour et al. 2017: `u` primary capsules, `u_hat` prediction vectors, `b` routing logits,
+`c` coupling coefficients, `s` total input, `v` class capsules. Norms and softmax are computed in float32
+whatever the type of the inputs.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def squash(s: Float[Array, "*shape dim"]) -> Float[Array, "*shape dim"]:
+    """Shrinks each vector to a length in [0, 1), keeping its direction.
+
+    `v = |s|^2 / (1 + |s|^2) * s / |s|`, written as `s * |s| / (1 + |s|^2)`, which needs no division by a
+    length; value and gradient are exactly zero at s = 0.
+
+    Args:
+      s: vectors along the last axis.
+
+    Returns:
+      Vectors of the same shape and type.
+
+    Source: Sabour et al. 2017, eq. 1.
+    """
+    s32 = s.astype(jnp.float32)
+    squared = jnp.sum(jnp.square(s32), axis=-1, keepdims=True)
+    return (s32 * (_sqrt(squared) / (1.0 + squared))).astype(s.dtype)
+
+
+def lengths(v: Float[Array, "*shape dim"]) -> Float[Array, "*shape"]:
+    """Euclidean length of each capsule in float32, with gradient zero (not NaN) at v = 0.
+
+    For class capsules these are the class probabilities (Sabour et al. 2017, section 3).
+    """
+    return _sqrt(jnp.sum(jnp.square(v.astype(jnp.float32)), axis=-1))
+
+
+def _sqrt(x: Array) -> Array:
+    """Square root whose gradient at 0 is 0; the inner `where` keeps inf out of the backward pass."""
+    positive = x > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1.0)), 0.0)
+
+
+def mask_classes(
+    v: Float[Array, "batch classes dim"], classes: Int[Array, " batch"]
+) -> Float[Array, "batch classes dim"]:
+    """Zeroes every capsule but the one of the given class (Sabour et al. 2017, section 4.1)."""
+    keep = jax.nn.one_hot(classes, v.shape[1], dtype=v.dtype)
+    return v * keep[:, :, None]
+
+
+def dynamic_routing(
+    u: Float[Array, "batch in_capsules in_dim"],
+    weights: Float[Array, "in_capsules out_capsules in_dim out_dim"],
+    num_routing_iters: int,
+    prior_bias: Float[Array, "in_capsules out_capsules"] | None = None,
+) -> Float[Array, "batch out_capsules out_dim"]:
+    """Routes primary capsules to output capsules by agreement.
+
+    Each iteration computes `c = softmax_j(b)`, `s_j = sum_i c_ij u_hat_ji`, `v_j = squash(s_j)` and
+    `b_ij += u_hat_ji . v_j`, with `u_hat_ji = u_i W_ij`. Gradients flow through every iteration.
+
+    Two identities save work and memory. The first coupling is the same for the whole batch, so the first `s` is
+    one matrix product. And where `out_dim > in_dim`, `u_hat`, the largest array, is never built: `s_j` is
+    `sum_i (c_ij u_i) W_ij` and the agreement is `u_i . (W_ij v_j)`.
+
+    Args:
+      u: primary capsules.
+      weights: one transformation matrix for each pair of input and output capsule.
+      num_routing_iters: how often coupling is computed; 3 in the paper. At least 1.
+      prior_bias: start value of `b`, shared by the batch; None is zero everywhere.
+
+    Returns:
+      Class capsules `v`, in the type of `u`.
+
+    Source: Sabour et al. 2017, eq. 2, 3 and procedure 1.
+    """
+    batch, num_in, in_dim = u.shape
+    _, num_out, _, out_dim = weights.shape
+
+    if out_dim > in_dim:
+        by_class = weights.transpose(1, 0, 2, 3)  # [j, i, in_dim, out_dim]
+
+        def total_input(c):
+            weighted = c.transpose(2, 0, 1)[..., None].astype(u.dtype) * u[None]  # [j, batch, i, in_dim]
+            s = jnp.einsum("jbid,jidm->jbm", weighted, by_class, preferred_element_type=jnp.float32)
+            return s.transpose(1, 0, 2)
+
+        def agreement(v):
+            back = jnp.einsum("bjm,jidm->jbid", v, by_class)
+            return jnp.sum((back * u[None]).astype(jnp.float32), axis=-1).transpose(1, 2, 0)
+
+    else:
+        u_hat = jnp.einsum("bid,ijdm->bijm", u, weights)
+
+        def total_input(c):
+            return jnp.einsum("bij,bijm->bjm", c.astype(u.dtype), u_hat, preferred_element_type=jnp.float32)
+
+        def agreement(v):
+            return jnp.einsum("bjm,bijm->bij", v, u_hat, preferred_element_type=jnp.float32)
+
+    b = jnp.zeros((num_in, num_out)) if prior_bias is None else prior_bias.astype(jnp.float32)
+    coupled = weights * jax.nn.softmax(b, axis=-1)[:, :, None, None].astype(weights.dtype)
+    flat = coupled.transpose(0, 2, 1, 3).reshape(num_in * in_dim, num_out * out_dim)
+    s = jnp.dot(u.reshape(batch, -1), flat, preferred_element_type=jnp.float32)
+    s = s.reshape(batch, num_out, out_dim)
+    b = b[None]
+    for _ in range(num_routing_iters - 1):
+        b = b + agreement(squash(s).astype(u.dtype))
+        s = total_input(jax.nn.softmax(b, axis=-1))
+    return squash(s).astype(u.dtype)
+
+
+def single_capsule(
+    u: Float[Array, "batch in_capsules in_dim"], weights: Float[Array, "in_capsules in_dim out_dim"]
+) -> Float[Array, "batch out_dim"]:
+    """Routes primary capsules to one output capsule.
+
+    A softmax over a single output capsule is always 1, so routing by agreement, whatever the number of
+    iterations or the prior bias, comes down to `squash(sum_i u_i W_i)`: one matrix product. This is what a
+    lane computes as published (do Rosario et al. 2019).
+
+    Returns:
+      The output capsule, in the type of `u`.
+    """
+    batch, num_in, in_dim = u.shape
+    flat = weights.reshape(num_in * in_dim, -1)
+    s = jnp.dot(u.reshape(batch, -1), flat, preferred_element_type=jnp.float32)
+    return squash(s).astype(u.dtype)

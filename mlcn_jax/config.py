@@ -1,0 +1,232 @@
+"""The configuration of a run: checked, stored in the workdir, and compared with what is stored there."""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlcn_jax import data
+from mlcn_jax.errors import InputError
+from mlcn_jax.model import ModelSpec
+
+OPTIMIZERS = ("adam", "adamw")
+
+# What may differ when a run is resumed; anything else would make it another run.
+_FREE_ON_RESUME = {
+    "data.dir",
+    "data.cache_dir",
+    "train.num_epochs",
+    "train.num_steps",
+    "train.checkpoint_every",
+    "train.log_every",
+    "train.test_every_epoch",
+    "profile",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSettings:
+    """Which images, and what is done to them; `configs/default.py` describes each field."""
+
+    name: str
+    dir: str
+    cache_dir: str
+    label_kind: str
+    image_size: int
+    test_fraction: float
+    validation_fraction: float
+    max_shift: int
+    flip: bool
+
+    def __post_init__(self):
+        _check(self.max_shift >= 0, "data.max_shift", self.max_shift, "0 pixels or more")
+
+    def shape(self) -> tuple[tuple[int, int, int], int]:
+        """Height, width and channels of the images, and the number of classes."""
+        if self.name in data.SHAPES:
+            image_shape, num_classes = data.SHAPES[self.name]
+            return image_shape, 20 if self.name == "cifar100" and self.label_kind == "coarse" else num_classes
+        dataset = self.load()
+        return dataset.train.images.shape[1:], len(dataset.class_names)
+
+    def load(self) -> data.Dataset:
+        """Loads the images; raises InputError where they cannot be used."""
+        return data.load(
+            self.name,
+            directory=self.dir,
+            cache_dir=self.cache_dir,
+            label_kind=self.label_kind,
+            image_size=self.image_size,
+            test_fraction=self.test_fraction,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSettings:
+    """How to train; `configs/default.py` describes each field."""
+
+    batch_size: int
+    num_epochs: int
+    num_steps: int
+    optimizer: str
+    learning_rate: float
+    lr_decay: float
+    warmup_epochs: float
+    weight_decay: float
+    clip_norm: float
+    reconstruction_weight: float
+    seed: int
+    checkpoint_every: int
+    log_every: int
+    test_every_epoch: bool
+
+    def __post_init__(self):
+        for field in ("batch_size", "num_epochs", "log_every"):
+            _check(getattr(self, field) >= 1, f"train.{field}", getattr(self, field), "1 or more")
+        for field in (
+            *("num_steps", "checkpoint_every", "warmup_epochs", "weight_decay", "clip_norm"),
+            *("reconstruction_weight", "seed"),
+        ):
+            _check(getattr(self, field) >= 0, f"train.{field}", getattr(self, field), "0 or more")
+        _check(self.learning_rate > 0, "train.learning_rate", self.learning_rate, "above 0")
+        _check(0 < self.lr_decay <= 1, "train.lr_decay", self.lr_decay, "in (0, 1]")
+        _check(self.optimizer in OPTIMIZERS, "train.optimizer", self.optimizer, " or ".join(OPTIMIZERS))
+
+
+def _check(good: bool, field: str, value: Any, expected: str) -> None:
+    if not good:
+        raise InputError(f"{field} is {value!r}; it must be {expected}")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """A whole run.
+
+    Attributes:
+      data, train: settings of that part.
+      model: the fields of `model.ModelSpec` that the data does not decide.
+      init_from: workdir whose best checkpoint gives the start values; empty for random ones.
+      profile: whether to write a profiler trace of a few steps.
+    """
+
+    data: DataSettings
+    model: Mapping[str, Any]
+    train: TrainSettings
+    init_from: str
+    profile: bool
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "RunConfig":
+        """Reads the nested dictionary of a config file or of `config.json`.
+
+        Raises:
+          InputError: a field is unknown, missing or out of range.
+        """
+        try:
+            model = dict(values["model"])
+            model["decoder"] = tuple(model["decoder"])
+            return cls(
+                data=DataSettings(**values["data"]),
+                model=model,
+                train=TrainSettings(**values["train"]),
+                init_from=values["init_from"],
+                profile=values["profile"],
+            )
+        except (KeyError, TypeError) as error:
+            raise InputError(
+                f"the configuration does not have the fields of configs/default.py: {error}; start a config file "
+                "from default.get_config() and change values, adding and removing none"
+            ) from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """The nested dictionary that `from_dict` reads, ready for JSON."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    def replace(self, changes: Mapping[str, Any]) -> "RunConfig":
+        """This configuration with some fields changed, such as `{"train.seed": 1}`; text is read as the field's type.
+
+        Raises:
+          InputError: a field does not exist, or a value does not fit it.
+        """
+        values = self.to_dict()
+        for field, value in changes.items():
+            *parents, last = field.split(".")
+            part: Any = values
+            for name in parents:
+                part = part.get(name) if isinstance(part, dict) else None
+            if not isinstance(part, dict) or last not in part or isinstance(part[last], dict):
+                nearest = difflib.get_close_matches(field, _flat(values), n=1)
+                hint = f"; did you mean {nearest[0]}?" if nearest else ""
+                raise InputError(f"there is no field {field!r} in configs/default.py{hint}")
+            part[last] = _read_as(part[last], value, field) if isinstance(value, str) else value
+        return RunConfig.from_dict(values)
+
+    def hash(self) -> str:
+        """SHA-256 of the configuration, 16 hexadecimal digits; places of files are left out."""
+        values = _flat(self.to_dict())
+        kept = {k: v for k, v in values.items() if k not in ("data.dir", "data.cache_dir")}
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+    def model_spec(self, image_shape: tuple[int, int, int], num_classes: int) -> ModelSpec:
+        """The model for images of that shape and that many classes."""
+        return ModelSpec(image_shape=image_shape, num_classes=num_classes, **self.model)
+
+    def check_resumable(self, stored: "RunConfig", workdir: Path) -> None:
+        """Raises InputError naming every field in which this run and the one stored in `workdir` differ."""
+        mine, theirs = _flat(self.to_dict()), _flat(stored.to_dict())
+        rows = [
+            f"  {field}: {theirs[field]!r} there, {mine[field]!r} now"
+            for field in mine
+            if field not in _FREE_ON_RESUME and mine[field] != theirs[field]
+        ]
+        if rows:
+            raise InputError(
+                f"{workdir} holds a run with another configuration:\n"
+                + "\n".join(rows)
+                + "\ngive the same values to resume it, or another --workdir (with --config.init_from="
+                + f"{workdir} to start from its weights)"
+            )
+
+
+def _read_as(old: Any, text: str, field: str) -> Any:
+    if isinstance(old, str):
+        return text
+    try:
+        if isinstance(old, bool):
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if isinstance(old, list):
+            return [int(item) for item in text.strip("()").split(",") if item.strip()]
+        return type(old)(text)
+    except (ValueError, KeyError):
+        kind = "a list of int" if isinstance(old, list) else type(old).__name__
+        raise InputError(f"{field}: {text!r} is not {kind}") from None
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in values.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value})
+    return flat
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON so that the file is either the old one or the new one, whatever happens."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(partial, path)
+
+
+def read_stored(workdir: Path) -> RunConfig:
+    """The configuration that a run stored in its workdir.
+
+    Raises:
+      InputError: there is none.
+    """
+    path = workdir / "config.json"
+    if not path.exists():
+        raise InputError(f"{workdir} holds no run (no config.json): give the --workdir of one that was started")
+    return RunConfig.from_dict(json.loads(path.read_text()))

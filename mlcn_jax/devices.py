@@ -1,0 +1,76 @@
+"""What this machine is: devices, versions, memory, and where compiled programs are kept."""
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import resource
+import sys
+from pathlib import Path
+
+import jax
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def environment() -> dict:
+    """Device and versions, to stand beside every measured figure."""
+    device = jax.devices()[0]
+    return {
+        "device": _cpu_model() if device.platform == "cpu" else device.device_kind,
+        "platform": device.platform,
+        "num_devices": jax.device_count(),
+        "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "versions": {
+            "python": platform.python_version(),
+            **{package: importlib.metadata.version(package) for package in _PACKAGES},
+        },
+    }
+
+
+def peak_memory_bytes() -> int:
+    """Most memory held so far: of the accelerator where it counts it, of this process otherwise."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return int(stats["peak_bytes_in_use"])
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def keep_compiled_programs() -> Path | None:
+    """Keeps compiled programs in a folder between runs, where that is safe, and returns the folder.
+
+    A program compiled for one CPU can crash on another, so the folder's name holds a digest of this CPU's
+    features; where they cannot be read (other systems than Linux), programs for the CPU are not kept.
+    `JAX_COMPILATION_CACHE_DIR`, where set, is left to decide.
+    """
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    features = _cpu_features()
+    if jax.default_backend() == "cpu" and not features:
+        return None
+    digest = hashlib.sha256(f"{platform.machine()} {features}".encode()).hexdigest()[:12]
+    root = Path(os.environ.get("MLCN_JAX_CACHE", Path.home() / ".cache" / "mlcn_jax"))
+    folder = root / f"compiled-{digest}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    return folder
+
+
+def _cpu_features() -> str:
+    return _cpuinfo("flags") or _cpuinfo("Features")
+
+
+def _cpu_model() -> str:
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _cpuinfo(field: str) -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")

@@ -1,0 +1,171 @@
+"""Scores over a whole split, and the pictures drawn from them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mlcn_jax import capsules, conv, data, losses
+from mlcn_jax.checkpoint import load_trained
+from mlcn_jax.config import RunConfig
+from mlcn_jax.errors import InputError
+from mlcn_jax.model import ModelSpec, apply_model
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Scores of a split; `confusion[t, p]` counts images of class t that were taken for class p."""
+
+    loss: float
+    confusion: np.ndarray
+
+    @property
+    def accuracy(self) -> float:
+        """Share of images whose longest class capsule is that of their class."""
+        return float(np.trace(self.confusion) / self.confusion.sum())
+
+    @property
+    def accuracy_per_class(self) -> list[float]:
+        """Accuracy among the images of each class; NaN for a class without images."""
+        counts = self.confusion.sum(axis=1)
+        correct = np.diag(self.confusion)
+        return [float(c / n) if n else float("nan") for c, n in zip(correct, counts, strict=True)]
+
+
+def to_pixels(images: jax.Array) -> jax.Array:
+    """uint8 pixels as float32 in [0, 1]."""
+    return images.astype(jnp.float32) / 255.0
+
+
+def make_evaluator(spec: ModelSpec, reconstruction_weight: float) -> Callable[[dict, data.Split, int], Scores]:
+    """A function `(params, split, batch_size) -> Scores` that compiles once.
+
+    The loss is that of training: the mean over images of margin loss plus weighted reconstruction loss, with
+    the true class masked. Accuracy looks at the lengths alone.
+    """
+    options = conv.compiler_options(jax.default_backend())
+
+    @functools.partial(jax.jit, compiler_options=options)
+    def sums(params, images, labels, mask):
+        pixels = to_pixels(images)
+        v, reconstructions = apply_model(spec, params, pixels, labels)
+        class_lengths = capsules.lengths(v)
+        loss = losses.margin_loss(class_lengths, labels)
+        loss += reconstruction_weight * losses.reconstruction_loss(reconstructions, pixels)
+        truth = jax.nn.one_hot(labels, spec.num_classes) * mask[:, None]
+        predicted = jax.nn.one_hot(jnp.argmax(class_lengths, axis=-1), spec.num_classes)
+        return jnp.sum(loss * mask), truth.T @ predicted
+
+    def evaluate(params: dict, split: data.Split, batch_size: int) -> Scores:
+        loss, confusion = 0.0, np.zeros((spec.num_classes, spec.num_classes))
+        for batch in data.padded_batches(split, batch_size):
+            batch_loss, batch_confusion = jax.device_get(sums(params, *jax.device_put(batch)))
+            loss += float(batch_loss)
+            confusion += batch_confusion
+        return Scores(loss / len(split.labels), confusion.astype(np.int64))
+
+    return evaluate
+
+
+def evaluate_workdir(config: RunConfig, workdir: Path) -> dict[str, Any]:
+    """Scores the best checkpoint of a workdir on the test set of `config`, and draws the pictures anew.
+
+    Raises:
+      InputError: the workdir holds no trained model, or the images do not fit it.
+    """
+    trained = load_trained(workdir)
+    dataset = config.data.load()
+    shape, expected = dataset.test.images.shape[1:], trained.spec.image_shape
+    if shape != expected or dataset.class_names != trained.class_names:
+        raise InputError(
+            f"the model in {workdir} takes {expected} images of {len(trained.class_names)} classes, {dataset.name} "
+            f"has {shape} images of {len(dataset.class_names)}: evaluate on data like what it was trained on"
+        )
+    evaluator = make_evaluator(trained.spec, config.train.reconstruction_weight)
+    scores = evaluator(trained.params, dataset.test, config.train.batch_size)
+    write_pictures(workdir, trained.spec, trained.params, dataset, scores)
+    return {
+        "test_accuracy": scores.accuracy,
+        "test_loss": scores.loss,
+        "test_accuracy_per_class": dict(zip(dataset.class_names, scores.accuracy_per_class, strict=True)),
+        "step": trained.step,
+        "images": len(dataset.test.labels),
+        "data": {"name": dataset.name, **dataset.provenance},
+    }
+
+
+def write_pictures(workdir: Path, spec: ModelSpec, params: dict, dataset: data.Dataset, scores: Scores) -> None:
+    """Draws `confusion.png` and `reconstructions.png` of the test set."""
+    save_confusion(workdir / "confusion.png", scores, dataset.class_names)
+    save_reconstructions(workdir / "reconstructions.png", spec, params, dataset.test, dataset.class_names)
+
+
+def save_confusion(path: Path, scores: Scores, class_names: Sequence[str]) -> None:
+    """Draws the confusion matrix, each row as shares of its class, with the accuracy of each class."""
+    from matplotlib.figure import Figure
+
+    n = len(class_names)
+    shares = scores.confusion / np.maximum(1, scores.confusion.sum(axis=1, keepdims=True))
+    size = max(5.0, 0.45 * n + 2.5) if n <= 40 else 16.0
+    figure = Figure(figsize=(size, size), layout="constrained")
+    axes = figure.subplots()
+    picture = axes.imshow(shares, cmap="viridis", vmin=0, vmax=1)
+    names = [f"{name}  {a:.1%}" for name, a in zip(class_names, scores.accuracy_per_class, strict=True)]
+    font = 9 if n <= 40 else 5
+    axes.set_xticks(range(n), class_names, rotation=90, fontsize=font)
+    axes.set_yticks(range(n), names, fontsize=font)
+    axes.set_xlabel("predicted class")
+    axes.set_ylabel("true class, and its accuracy")
+    axes.set_title(f"accuracy {scores.accuracy:.2%}")
+    if n <= 20:
+        for t, p in np.argwhere(scores.confusion > 0):
+            color = "black" if shares[t, p] > 0.6 else "white"
+            axes.text(p, t, scores.confusion[t, p], ha="center", va="center", fontsize=7, color=color)
+    figure.colorbar(picture, ax=axes, shrink=0.8, label="share of the true class")
+    figure.savefig(path, dpi=120)
+
+
+def save_reconstructions(
+    path: Path,
+    spec: ModelSpec,
+    params: dict,
+    split: data.Split,
+    class_names: Sequence[str],
+    per_class: int = 8,
+) -> None:
+    """Draws images of up to 10 classes above their reconstructions from the predicted class's capsule.
+
+    A prediction that is wrong is named in red.
+    """
+    from matplotlib.figure import Figure
+
+    classes = range(min(10, spec.num_classes))
+    chosen = np.concatenate([np.flatnonzero(split.labels == k)[: per_class // 2] for k in classes])
+    images, labels = split.images[chosen], split.labels[chosen]
+
+    @jax.jit
+    def reconstruct(params, images):
+        v, reconstructions = apply_model(spec, params, to_pixels(images))
+        return jnp.argmax(capsules.lengths(v), axis=-1), reconstructions
+
+    predicted, reconstructions = jax.device_get(reconstruct(params, images))
+    columns = per_class
+    rows = -(-len(chosen) // columns)
+    figure = Figure(figsize=(1.3 * columns, 2.9 * rows), layout="constrained")
+    axes = figure.subplots(2 * rows, columns, squeeze=False)
+    for ax in axes.flat:
+        ax.axis("off")
+    for i in range(len(chosen)):
+        above, below = axes[2 * (i // columns), i % columns], axes[2 * (i // columns) + 1, i % columns]
+        above.imshow(images[i].squeeze(), cmap="gray", vmin=0, vmax=255)
+        above.set_title(class_names[labels[i]], fontsize=7)
+        below.imshow(reconstructions[i].squeeze(), cmap="gray", vmin=0, vmax=1)
+        right = predicted[i] == labels[i]
+        below.set_title(class_names[predicted[i]], fontsize=7, color="black" if right else "red")
+    figure.suptitle("test images, and below each its reconstruction from the class predicted", fontsize=9)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,254 @@
+"""Lanes: what one is, how a list of them is written, and equal ones run as a group under vmap.
+
+A lane is a pure function from images to one number per class. Lanes share no parameters and no
+activations: a group of equal lanes is `jax.vmap` of one lane over stacked parameters.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from mlcn_jax import capsules, conv
+from mlcn_jax.errors import InputError
+
+PRIMARY_DIM = 8
+LANE_ROUTINGS = ("published", "per_class")
+_glorot = nn.initializers.glorot_uniform()
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneSpec:
+    """What one lane is: `kind` is a key of `LANE_KINDS`; `width` and `depth` are method-defined integers >= 1.
+
+    Cost grows linearly with depth and about quadratically with width.
+    """
+
+    kind: str
+    width: int
+    depth: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.kind}:w{self.width}d{self.depth}"
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneGroup:
+    """`count` equal lanes, run as one vmapped function."""
+
+    spec: LaneSpec
+    count: int
+
+    @property
+    def name(self) -> str:
+        """Key of the group's stacked parameters, such as `mlcn1_w4d1`."""
+        return str(self.spec).replace(":", "_")
+
+
+def parse_lanes(text: str) -> tuple[LaneGroup, ...]:
+    """Reads a list of lanes such as `"mlcn1:w4*8"` or `"mlcn1:w2d1*2, mlcn2:w4d3"`.
+
+    Each entry is `KIND:wWIDTH[dDEPTH][*COUNT]`; depth and count are 1 where left out. Equal lanes are joined
+    into one group, at the place of the first of them.
+
+    Raises:
+      InputError: the text is not such a list; the message points at the place.
+    """
+    counts: dict[LaneSpec, int] = {}
+    start = 0
+    for entry in text.split(","):
+        spec, count = _parse_entry(text, entry, start)
+        counts[spec] = counts.get(spec, 0) + count
+        start += len(entry) + 1
+    return tuple(LaneGroup(spec, count) for spec, count in counts.items())
+
+
+def _parse_entry(text: str, entry: str, start: int) -> tuple[LaneSpec, int]:
+    position = len(entry) - len(entry.lstrip())
+    entry = entry.rstrip()
+
+    def take(pattern: str, expected: str) -> str:
+        nonlocal position
+        match = re.compile(pattern).match(entry, position)
+        if match is None:
+            pointer = " " * (start + position) + "^"
+            raise InputError(
+                f"model.lanes: expected {expected} at character {start + position + 1}\n"
+                f"  {text}\n  {pointer}\n"
+                "a list of lanes looks like mlcn1:w4*8 or mlcn1:w2d1*2,mlcn2:w4d3 (KIND:wWIDTHdDEPTH*COUNT)"
+            )
+        position = match.end()
+        return match.group()
+
+    known = sorted(LANE_KINDS, key=len, reverse=True)
+    kind = take("(?:" + "|".join(known) + ")(?![A-Za-z0-9_])", "a lane kind (" + ", ".join(LANE_KINDS) + ")")
+    take(":", "':'")
+    take("w", "'w' and a width")
+    width = int(take("[1-9][0-9]*", "a width of 1 or more"))
+    depth = count = 1
+    if entry[position : position + 1] == "d":
+        take("d", "'d'")
+        depth = int(take("[1-9][0-9]*", "a depth of 1 or more"))
+    if entry[position : position + 1] == "*":
+        take(r"\*", "'*'")
+        count = int(take("[1-9][0-9]*", "a count of 1 or more"))
+    take("$", "'d' and a depth, '*' and a count, ',' or the end")
+    return LaneSpec(kind, width, depth), count
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneSettings:
+    """What all lanes of a model have in common.
+
+    Attributes:
+      num_classes: classes K; a lane returns K numbers per image.
+      lane_routing: `published`, one output capsule of K dimensions, or `per_class`, K capsules of one dimension.
+      num_routing_iters: routing iterations; changes nothing under `published`.
+      prior_bias: trainable start value of the routing logits; counted but without effect under `published`.
+      dtype: type of the convolutions and matrix products.
+      conv_algorithm: a key of `conv.ALGORITHMS`, or `auto`.
+    """
+
+    num_classes: int
+    lane_routing: str = "published"
+    num_routing_iters: int = 3
+    prior_bias: bool = True
+    dtype: DTypeLike = jnp.float32
+    conv_algorithm: str = "auto"
+
+
+class Conv(nn.Module):
+    """Convolution with bias: Glorot-uniform kernel, zero bias, as Keras starts them."""
+
+    features: int
+    kernel_size: int
+    stride: int = 1
+    padding: str = "VALID"
+    dtype: DTypeLike = jnp.float32
+    algorithm: str = "auto"
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "batch h w cin"]) -> Float[Array, "batch h2 w2 cout"]:
+        shape = (self.kernel_size, self.kernel_size, x.shape[-1], self.features)
+        kernel = self.param("kernel", _glorot, shape).astype(self.dtype)
+        bias = self.param("bias", nn.initializers.zeros, (self.features,)).astype(self.dtype)
+        y = conv.conv2d(x, kernel, stride=self.stride, padding=self.padding, algorithm=self.algorithm)
+        return y + bias[None, None, None]
+
+
+class PointwiseThenConv(nn.Module):
+    """A 1x1 separable convolution followed by a 9x9 one, no activation between, computed as one convolution.
+
+    Both are linear, so their product is a 9x9 convolution that reads the image's few channels in place of the
+    `pointwise_features` in between: the same function of the same parameters at a fraction of the work.
+    """
+
+    pointwise_features: int
+    features: int
+    dtype: DTypeLike = jnp.float32
+    algorithm: str = "auto"
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "batch h w cin"]) -> Float[Array, "batch h2 w2 cout"]:
+        middle = self.pointwise_features
+        depthwise = self.param("depthwise", nn.initializers.ones, (x.shape[-1],))
+        pointwise = self.param("pointwise", _glorot, (x.shape[-1], middle))
+        pointwise_bias = self.param("pointwise_bias", nn.initializers.zeros, (middle,))
+        kernel = self.param("kernel", _glorot, (9, 9, middle, self.features))
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+
+        joint_kernel = jnp.einsum("cm,hwmo->hwco", depthwise[:, None] * pointwise, kernel)
+        joint_bias = bias + jnp.einsum("m,hwmo->o", pointwise_bias, kernel)
+        y = conv.conv2d(x, joint_kernel.astype(self.dtype), algorithm=self.algorithm)
+        return y + joint_bias.astype(self.dtype)[None, None, None]
+
+
+def _mlcn1(images: Array, spec: LaneSpec, conv_fields: dict[str, Any]) -> Array:
+    x = Conv(features=16 * spec.width, kernel_size=9, name="conv1", **conv_fields)(images)
+    return _primary_features(nn.relu(x), spec, conv_fields)
+
+
+def _mlcn2(images: Array, spec: LaneSpec, conv_fields: dict[str, Any]) -> Array:
+    x = PointwiseThenConv(4 * spec.width, features=8 * spec.width, name="conv1", **conv_fields)(images)
+    return _primary_features(nn.relu(x), spec, conv_fields)
+
+
+def _primary_features(x: Array, spec: LaneSpec, conv_fields: dict[str, Any]) -> Array:
+    """The layers that depth adds, then the convolution that makes 2 * width capsules at each place."""
+    for i in range(1, spec.depth):
+        deeper = Conv(features=x.shape[-1], kernel_size=3, padding="SAME", name=f"deep{i}", **conv_fields)
+        x = nn.relu(deeper(x))
+    filters = 2 * spec.width * PRIMARY_DIM
+    return Conv(features=filters, kernel_size=9, stride=2, name="primary", **conv_fields)(x)
+
+
+# A lane kind turns [batch, height, width, channels] images into [batch, h, w, n * PRIMARY_DIM] features, which
+# become the lane's primary capsules. It is one function (images, spec, conv_fields) that declares Linen layers,
+# where `conv_fields` are the type and algorithm to give to each convolution, and one line here.
+LANE_KINDS: dict[str, Callable[[Array, LaneSpec, dict[str, Any]], Array]] = {"mlcn1": _mlcn1, "mlcn2": _mlcn2}
+
+
+def primary_capsules(
+    features: Float[Array, "batch h w filters"], capsule_dim: int = PRIMARY_DIM
+) -> Float[Array, "batch capsules dim"]:
+    """Cuts the filters of each place into capsules and squashes them."""
+    return capsules.squash(features.reshape(features.shape[0], -1, capsule_dim))
+
+
+class Lane(nn.Module):
+    """One lane: images to one number per class, as a pure function of its parameters.
+
+    Call `Lane(spec, settings).init(key, images)["params"]` and `.apply({"params": params}, images)`.
+    """
+
+    spec: LaneSpec
+    settings: LaneSettings
+
+    @nn.compact
+    def __call__(self, images: Float[Array, "batch h w channels"]) -> Float[Array, "batch classes"]:
+        s = self.settings
+        conv_fields: dict[str, Any] = {"dtype": s.dtype, "algorithm": s.conv_algorithm}
+        u = primary_capsules(LANE_KINDS[self.spec.kind](images.astype(s.dtype), self.spec, conv_fields))
+        num_primary = u.shape[1]
+        weights = self.param("capsule_weights", _glorot, (num_primary, PRIMARY_DIM, s.num_classes))
+        weights = weights.astype(s.dtype)
+        num_output = s.num_classes if s.lane_routing == "per_class" else 1
+        prior_bias = None
+        if s.prior_bias:
+            prior_bias = self.param("prior_bias", nn.initializers.zeros, (num_primary, num_output))
+
+        if s.lane_routing == "published":
+            return capsules.single_capsule(u, weights)
+        per_class = weights.transpose(0, 2, 1)[..., None]
+        return capsules.dynamic_routing(u, per_class, s.num_routing_iters, prior_bias)[..., 0]
+
+
+def init_group(
+    key: Array, group: LaneGroup, first_lane: int, settings: LaneSettings, images: Array
+) -> dict[str, Array]:
+    """Parameters of a group, each array with a leading axis of one entry per lane.
+
+    A lane's start values depend on `key` and on its place in the model (`first_lane` plus its place in the
+    group) alone, so that they are the same however lanes are grouped or placed.
+    """
+    lane = Lane(group.spec, settings)
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(first_lane + jnp.arange(group.count))
+    return jax.vmap(lambda k: lane.init(k, images)["params"])(keys)
+
+
+def apply_group(
+    params: dict[str, Array], group: LaneGroup, settings: LaneSettings, images: Float[Array, "batch h w c"]
+) -> Float[Array, "batch classes lanes"]:
+    """Columns of a group's lanes: one function, vmapped over the leading axis of `params`."""
+    lane = Lane(group.spec, settings)
+
+    def column(lane_params: dict) -> Array:
+        return lane.apply({"params": lane_params}, images)  # type: ignore[return-value]
+
+    return jax.vmap(column, out_axes=-1)(params)

@@ -1,0 +1,231 @@
+"""CapsNet and MLCN with their decoder, built from a `ModelSpec`."""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mlcn_jax import capsules, conv
+from mlcn_jax import lanes as lanes_lib
+from mlcn_jax.errors import InputError
+
+MODELS = ("mlcn", "capsnet")
+COMPUTE_DTYPES = ("float32", "bfloat16")
+_CAPSNET_FILTERS = 256
+_CAPSNET_CLASS_DIM = 16
+_MIN_SIZE = 17  # a 9x9 convolution leaves 9 pixels, a second one with stride 2 leaves 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """Everything that decides what a model computes.
+
+    Attributes:
+      name: `mlcn` or `capsnet`.
+      image_shape: height, width, channels.
+      num_classes: number of classes K.
+      lanes: for `mlcn`, the lanes as text (`lanes.parse_lanes`); empty for `capsnet`.
+      num_routing_iters: iterations of dynamic routing.
+      lane_routing: `published` or `per_class` (`lanes.LaneSettings`).
+      prior_bias: whether routing logits have a trainable start value.
+      decoder: sizes of the decoder's hidden layers.
+      lane_dropout: chance that a lane is left out of the classification loss of a training step.
+      compute_dtype: type of convolutions and matrix products; norms, softmax and losses stay float32.
+      conv: a key of `conv.ALGORITHMS`, or `auto`.
+
+    Raises:
+      InputError: a value is out of range, unknown, or does not fit the others.
+    """
+
+    name: str
+    image_shape: tuple[int, int, int]
+    num_classes: int
+    lanes: str = ""
+    num_routing_iters: int = 3
+    lane_routing: str = "published"
+    prior_bias: bool = True
+    decoder: tuple[int, ...] = (512, 1024)
+    lane_dropout: float = 0.0
+    compute_dtype: str = "float32"
+    conv: str = "auto"
+
+    def __post_init__(self):
+        for field, known in (
+            ("name", MODELS),
+            ("lane_routing", lanes_lib.LANE_ROUTINGS),
+            ("compute_dtype", COMPUTE_DTYPES),
+            ("conv", ("auto", *conv.ALGORITHMS)),
+        ):
+            value = getattr(self, field)
+            if value not in known:
+                raise InputError(f"model.{field} is {value!r}; it must be one of {', '.join(known)}")
+        height, width, _ = self.image_shape
+        if min(height, width) < _MIN_SIZE:
+            raise InputError(
+                f"images of {height}x{width} pixels are too small for two 9x9 convolutions, the second with "
+                f"stride 2: they need at least {_MIN_SIZE}x{_MIN_SIZE}; for a folder of images set a larger "
+                "--config.data.image_size"
+            )
+        if self.num_classes < 2:
+            raise InputError(f"a classifier needs at least 2 classes, got {self.num_classes}")
+        if self.num_routing_iters < 1:
+            raise InputError(f"model.num_routing_iters is {self.num_routing_iters}; it must be 1 or more")
+        if not 0.0 <= self.lane_dropout < 1.0:
+            raise InputError(f"model.lane_dropout is {self.lane_dropout}; it must be in [0, 1)")
+        if not self.decoder or min(self.decoder) < 1:
+            raise InputError(f"model.decoder is {self.decoder}; it needs one or more sizes of 1 or more")
+        if self.name == "mlcn":
+            lanes_lib.parse_lanes(self.lanes)
+        elif self.lanes or self.lane_dropout:
+            raise InputError("CapsNet has no lanes: leave model.lanes empty and model.lane_dropout at 0")
+
+    @property
+    def lane_groups(self) -> tuple[lanes_lib.LaneGroup, ...]:
+        """The lanes, grouped; empty for CapsNet."""
+        return lanes_lib.parse_lanes(self.lanes) if self.name == "mlcn" else ()
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.compute_dtype)
+
+    @property
+    def lane_settings(self) -> lanes_lib.LaneSettings:
+        return lanes_lib.LaneSettings(
+            num_classes=self.num_classes,
+            lane_routing=self.lane_routing,
+            num_routing_iters=self.num_routing_iters,
+            prior_bias=self.prior_bias,
+            dtype=self.dtype,
+            conv_algorithm=self.conv,
+        )
+
+
+class CapsNetEncoder(nn.Module):
+    """Images to class capsules of 16 dimensions (Sabour et al. 2017, section 4)."""
+
+    spec: ModelSpec
+
+    @nn.compact
+    def __call__(self, images: Float[Array, "batch h w channels"]) -> Float[Array, "batch classes 16"]:
+        spec = self.spec
+        conv_fields: dict[str, Any] = {"dtype": spec.dtype, "algorithm": spec.conv}
+        x = images.astype(spec.dtype)
+        x = nn.relu(lanes_lib.Conv(_CAPSNET_FILTERS, kernel_size=9, name="conv1", **conv_fields)(x))
+        x = lanes_lib.Conv(_CAPSNET_FILTERS, kernel_size=9, stride=2, name="primary", **conv_fields)(x)
+        u = lanes_lib.primary_capsules(x)
+        shape = (u.shape[1], spec.num_classes, u.shape[2], _CAPSNET_CLASS_DIM)
+        weights = self.param("capsule_weights", nn.initializers.glorot_uniform(), shape).astype(spec.dtype)
+        prior_bias = None
+        if spec.prior_bias:
+            prior_bias = self.param("prior_bias", nn.initializers.zeros, shape[:2])
+        return capsules.dynamic_routing(u, weights, spec.num_routing_iters, prior_bias)
+
+
+class MLCNEncoder(nn.Module):
+    """Images to class capsules, one dimension from each lane (do Rosario et al. 2019, section III)."""
+
+    spec: ModelSpec
+
+    @nn.compact
+    def __call__(self, images: Float[Array, "batch h w channels"]) -> Float[Array, "batch classes lanes"]:
+        settings = self.spec.lane_settings
+        columns, first_lane = [], 0
+        for group in self.spec.lane_groups:
+            params = self.param(group.name, lanes_lib.init_group, group, first_lane, settings, images)
+            columns.append(lanes_lib.apply_group(params, group, settings, images))
+            first_lane += group.count
+        return jnp.concatenate(columns, axis=-1)
+
+
+class Decoder(nn.Module):
+    """Masked class capsules to an image with pixels in [0, 1] (Sabour et al. 2017, figure 2)."""
+
+    spec: ModelSpec
+
+    @nn.compact
+    def __call__(self, masked: Float[Array, "batch classes dim"]) -> Float[Array, "batch h w channels"]:
+        dense: dict[str, Any] = {"dtype": self.spec.dtype, "kernel_init": nn.initializers.glorot_uniform()}
+        x = masked.reshape(masked.shape[0], -1)
+        for i, size in enumerate(self.spec.decoder):
+            x = nn.relu(nn.Dense(size, name=f"hidden{i + 1}", **dense)(x))
+        height, width, channels = self.spec.image_shape
+        x = nn.Dense(height * width * channels, name="pixels", **dense)(x)
+        return nn.sigmoid(x).reshape(-1, height, width, channels)
+
+
+class CapsuleNetwork(nn.Module):
+    """A capsule encoder with its decoder."""
+
+    spec: ModelSpec
+
+    def setup(self) -> None:
+        encoder = CapsNetEncoder if self.spec.name == "capsnet" else MLCNEncoder
+        self.encoder = encoder(self.spec)
+        self.decoder = Decoder(self.spec)
+
+    def encode(self, images: Float[Array, "batch h w channels"]) -> Float[Array, "batch classes dim"]:
+        """Class capsules; the length of row k is the probability of class k."""
+        return self.encoder(images)
+
+    def reconstruct(
+        self, class_capsules: Float[Array, "batch classes dim"], classes: Int[Array, " batch"]
+    ) -> Float[Array, "batch h w channels"]:
+        """Images as the decoder sees them in the capsule of each given class."""
+        return self.decoder(capsules.mask_classes(class_capsules, classes))
+
+    def __call__(
+        self, images: Float[Array, "batch h w channels"], classes: Int[Array, " batch"] | None = None
+    ) -> tuple[Float[Array, "batch classes dim"], Float[Array, "batch h w channels"]]:
+        """Class capsules and reconstructions.
+
+        Args:
+          images: pixels in [0, 1].
+          classes: whose capsules to reconstruct from, the true classes in training; None takes the longest.
+        """
+        v = self.encode(images)
+        if classes is None:
+            classes = jnp.argmax(capsules.lengths(v), axis=-1)
+        return v, self.reconstruct(v, classes)
+
+
+def init_params(spec: ModelSpec, key: Array) -> dict:
+    """Start values of all parameters: `{"encoder": ..., "decoder": ...}`."""
+    images = jnp.zeros((1, *spec.image_shape))
+    return CapsuleNetwork(spec).init(key, images, jnp.zeros((1,), jnp.int32))["params"]
+
+
+def apply_model(
+    spec: ModelSpec,
+    params: dict,
+    images: Float[Array, "batch h w channels"],
+    classes: Int[Array, " batch"] | None = None,
+) -> tuple[Float[Array, "batch classes dim"], Float[Array, "batch h w channels"]]:
+    """`CapsuleNetwork.__call__` as a pure function of its parameters: class capsules and reconstructions."""
+    return CapsuleNetwork(spec).apply({"params": params}, images, classes)  # type: ignore[return-value]
+
+
+def drop_lanes(key: Array, v: Float[Array, "batch classes lanes"], rate: float) -> Float[Array, "batch classes lanes"]:
+    """Zeroes each lane's column for the whole batch with chance `rate` and scales the others by 1 / (1 - rate).
+
+    Only the classification loss sees the result; reconstruction sees all lanes.
+
+    Source: do Rosario 2021 (thesis), chapter 4; drawn per batch as in its public code.
+    """
+    keep = jax.random.bernoulli(key, 1.0 - rate, (v.shape[-1],))
+    return v * (keep / (1.0 - rate)).astype(v.dtype)[None, None]
+
+
+def count_parameters(spec: ModelSpec) -> dict[str, int | list[int]]:
+    """Parameters by part, without computing any: `total`, `decoder`, and `per_lane`, in the order of the lanes."""
+    params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
+
+    def size(tree) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+    per_lane = []
+    for group in spec.lane_groups:
+        per_lane += [size(params["encoder"][group.name]) // group.count] * group.count
+    return {"total": size(params), "decoder": size(params["decoder"]), "per_lane": per_lane}

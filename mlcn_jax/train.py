@@ -1,0 +1,378 @@
+"""The training step and the loop around it."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+
+from mlcn_jax import capsules, conv, data, devices, evaluate, losses
+from mlcn_jax.checkpoint import Checkpoints, Trained, load_trained, write_model
+from mlcn_jax.config import RunConfig, TrainSettings, read_stored, write_json
+from mlcn_jax.errors import InputError
+from mlcn_jax.metrics import MetricsWriter, Progress
+from mlcn_jax.model import ModelSpec, apply_model, count_parameters, drop_lanes, init_params
+
+_log = logging.getLogger(__name__)
+
+_PROFILED_STEPS = 5
+
+
+class Stopped(Exception):
+    """Training was asked to stop (SIGTERM or Ctrl-C) and saved a checkpoint first."""
+
+
+class Diverged(Exception):
+    """The loss or its gradient is no longer finite."""
+
+
+@flax.struct.dataclass
+class TrainState:
+    """All that a training step changes; its random numbers follow from the seed and `step`."""
+
+    step: Array
+    params: dict
+    optimizer: optax.OptState
+
+
+def make_optimizer(settings: TrainSettings, steps_per_epoch: int) -> optax.GradientTransformation:
+    """Adam as published, its rate multiplied by `lr_decay` after each epoch, or AdamW with warm-up and cosine.
+
+    Adam's epsilon is 1e-7, the default of Keras, with which the published results were made.
+    """
+    if settings.optimizer == "adam":
+        rate = optax.exponential_decay(settings.learning_rate, steps_per_epoch, settings.lr_decay, staircase=True)
+        optimizer = optax.adam(rate, eps=1e-7)
+    else:
+        num_steps = settings.num_epochs * steps_per_epoch
+        warmup = min(round(settings.warmup_epochs * steps_per_epoch), num_steps - 1)
+        rate = optax.warmup_cosine_decay_schedule(0.0, settings.learning_rate, warmup, num_steps)
+        optimizer = optax.adamw(rate, weight_decay=settings.weight_decay)
+    if settings.clip_norm:
+        optimizer = optax.chain(optax.clip_by_global_norm(settings.clip_norm), optimizer)
+    return optimizer
+
+
+def make_train_step(
+    spec: ModelSpec,
+    optimizer: optax.GradientTransformation,
+    *,
+    reconstruction_weight: float,
+    seed: int,
+    max_shift: int = 0,
+    flip: bool = False,
+) -> Callable[[TrainState, Array, Array], tuple[TrainState, dict[str, Array]]]:
+    """The function `(state, images, labels) -> (state, metrics)`, pure and not yet jitted.
+
+    `images` are uint8 [batch, height, width, channels]. Metrics are float32 scalars over the batch: `loss`,
+    `margin`, `reconstruction`, `accuracy`, and `grad_norm`, the gradient's global norm before clipping. The
+    loss is margin + reconstruction_weight * reconstruction. Augmentation and lane dropout draw from a key made
+    of `seed` and `state.step`.
+    """
+
+    def loss_fn(params, images, labels, key):
+        v, reconstructions = apply_model(spec, params, images, labels)
+        seen = drop_lanes(key, v, spec.lane_dropout) if spec.lane_dropout else v
+        class_lengths = capsules.lengths(seen)
+        margin = jnp.mean(losses.margin_loss(class_lengths, labels))
+        reconstruction = jnp.mean(losses.reconstruction_loss(reconstructions, images))
+        accuracy = jnp.mean(jnp.argmax(class_lengths, axis=-1) == labels)
+        loss = margin + reconstruction_weight * reconstruction
+        return loss, {"margin": margin, "reconstruction": reconstruction, "accuracy": accuracy}
+
+    def train_step(state, images, labels):
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        augment_key, lane_key = jax.random.split(key)
+        images = evaluate.to_pixels(images)
+        if max_shift or flip:
+            images = data.augment(augment_key, images, max_shift=max_shift, flip=flip)
+        (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, images, labels, lane_key)
+        updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+        return TrainState(state.step + 1, params, optimizer_state), metrics
+
+    return train_step
+
+
+def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
+    """Trains, scores the test set and returns the summary that it writes to `workdir/summary.json`.
+
+    A workdir that holds a run is resumed from its newest checkpoint that verifies, and ends with the same
+    parameters as a run that was never stopped.
+
+    Raises:
+      InputError: something given cannot be used; what the workdir holds is left as it is.
+      Stopped: a signal asked to stop; a checkpoint was saved.
+      Diverged: the loss is not finite; earlier checkpoints are kept.
+    """
+    settings = config.train
+    _check_writable(workdir)
+    dataset = config.data.load()
+    train_split, validation = data.split_validation(dataset.train, config.data.validation_fraction, settings.seed)
+    steps_per_epoch = data.steps_per_epoch(len(train_split.labels), settings.batch_size)
+    num_steps = settings.num_epochs * steps_per_epoch
+    if settings.num_steps:
+        num_steps = min(num_steps, settings.num_steps)
+    spec = config.model_spec(dataset.train.images.shape[1:], len(dataset.class_names))
+
+    with contextlib.ExitStack() as stack:
+        checkpoints = Checkpoints(workdir / "checkpoints")
+        stack.callback(checkpoints.close)
+        optimizer = make_optimizer(settings, steps_per_epoch)
+        state = _start_state(config, spec, optimizer, checkpoints, workdir)
+        start = int(state.step)
+        write_json(workdir / "config.json", config.to_dict())
+        write_model(workdir, spec, dataset.class_names)
+        finished = _finished_summary(workdir, config, start)
+        if start >= num_steps and finished:
+            _log.info("%s is finished: %d steps", workdir, start)
+            return finished
+
+        step_fn = make_train_step(
+            spec,
+            optimizer,
+            reconstruction_weight=settings.reconstruction_weight,
+            seed=settings.seed,
+            max_shift=config.data.max_shift,
+            flip=config.data.flip,
+        )
+        batches = data.Batches(train_split.images, train_split.labels, settings.batch_size, settings.seed)
+        compiled, compile_seconds = _compile(step_fn, state, batches.at(start))
+        evaluator = evaluate.make_evaluator(spec, settings.reconstruction_weight)
+        writer = MetricsWriter(workdir, start)
+        stack.callback(writer.close)
+        progress = Progress(start, num_steps, steps_per_epoch)
+        stack.callback(progress.close)
+        log = _StepLog(writer, progress, settings.batch_size, settings.log_every, start)
+        stop = stack.enter_context(_StopSignals())
+        trace = stack.enter_context(contextlib.ExitStack())
+        first_profiled = start + max(0, min(10, num_steps - start - _PROFILED_STEPS))
+
+        def score(split_name: str, split: data.Split, step: int) -> evaluate.Scores:
+            scores = evaluator(state.params, split, settings.batch_size)
+            writer.write(step, split_name, {"loss": scores.loss, "accuracy": scores.accuracy})
+            progress.say(f"step {step}  {split_name} loss {scores.loss:.4f}  accuracy {scores.accuracy:.2%}")
+            return scores
+
+        def save(step: int, validate: bool) -> None:
+            accuracy = score("validation", validation, step).accuracy if validate else None
+            facts = {"model": dataclasses.asdict(spec), "config_hash": config.hash()}
+            parts = {"params": state.params, "optimizer": state.optimizer}
+            checkpoints.save(step, parts, facts, accuracy)
+
+        with jax.transfer_guard("disallow"):  # every transfer below is an explicit one
+            for step in range(start + 1, num_steps + 1):
+                if config.profile and step == first_profiled + 1:
+                    trace.enter_context(jax.profiler.trace(str(workdir / "profile")))
+                state, metrics = compiled(state, *jax.device_put(batches.at(step - 1)))
+                log.add(step, metrics)
+                if step == first_profiled + _PROFILED_STEPS:
+                    log.flush()
+                    trace.close()
+                at_end_of_epoch = step % steps_per_epoch == 0
+                due = step % (settings.checkpoint_every or steps_per_epoch) == 0 or step == num_steps
+                if due or stop.requested or (at_end_of_epoch and settings.test_every_epoch):
+                    with log.paused():
+                        if due or stop.requested:
+                            save(step, validate=due and len(validation.labels) > 0)
+                        if at_end_of_epoch and settings.test_every_epoch:
+                            score("test", dataset.test, step)
+                if stop.requested and step < num_steps:
+                    checkpoints.wait()
+                    raise Stopped(f"stopped by {stop.requested} after step {step} of {num_steps}")
+        checkpoints.wait()
+        progress.close()
+
+        params, best_step = state.params, num_steps
+        if len(validation.labels):
+            like = {"params": params}
+            restored, facts = checkpoints.restore(like, best=True)
+            params, best_step = restored["params"], facts["step"]
+        scores = evaluator(params, dataset.test, settings.batch_size)
+        evaluate.write_pictures(workdir, spec, params, dataset, scores)
+        summary = {
+            "test_accuracy": scores.accuracy,
+            "test_loss": scores.loss,
+            "test_accuracy_per_class": dict(zip(dataset.class_names, scores.accuracy_per_class, strict=True)),
+            "best_step": best_step,
+            "steps": num_steps,
+            "steps_this_session": num_steps - start,
+            "images_per_second": log.images_per_second,
+            "compile_seconds": compile_seconds,
+            "parameters": count_parameters(spec)["total"],
+            "peak_memory_bytes": devices.peak_memory_bytes(),
+            "data": {"name": dataset.name, "train_images": len(train_split.labels), **dataset.provenance},
+            "config_hash": config.hash(),
+            **devices.environment(),
+        }
+        write_json(workdir / "summary.json", summary)
+        return summary
+
+
+def _check_writable(workdir: Path) -> None:
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        probe = workdir / ".writable"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise InputError(
+            f"--workdir={workdir} cannot be written ({error.strerror}): give a folder on a disk with free space in "
+            "which you may write"
+        ) from error
+
+
+def _finished_summary(workdir: Path, config: RunConfig, step: int) -> dict | None:
+    path = workdir / "summary.json"
+    if not path.exists():
+        return None
+    summary = json.loads(path.read_text())
+    return summary if summary["steps"] == step else None
+
+
+def _start_state(
+    config: RunConfig,
+    spec: ModelSpec,
+    optimizer: optax.GradientTransformation,
+    checkpoints: Checkpoints,
+    workdir: Path,
+) -> TrainState:
+    """The state to start from.
+
+    1. The newest checkpoint of this workdir that verifies; its stored configuration must be this one.
+    2. `config.init_from`: the best parameters of another workdir, with a fresh optimizer.
+    3. Random parameters from `config.train.seed`.
+    """
+    key = jax.random.key(config.train.seed)
+    shapes = jax.eval_shape(lambda k: init_params(spec, k), key)
+    if checkpoints.exist():
+        config.check_resumable(read_stored(workdir), workdir)
+        like = {"params": shapes, "optimizer": jax.eval_shape(optimizer.init, shapes)}
+        restored, facts = checkpoints.restore(like)
+        _log.info("resuming from step %d", facts["step"])
+        return TrainState(jnp.asarray(facts["step"], jnp.int32), restored["params"], restored["optimizer"])
+    params = jax.jit(lambda k: init_params(spec, k))(key)
+    if config.init_from:
+        params = _adapt(params, spec, load_trained(Path(config.init_from)))
+    return TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
+
+
+def _adapt(params: dict, spec: ModelSpec, trained: Trained) -> dict:
+    """`trained` parameters where they fit; arrays that depend on a differing number of classes stay as they are."""
+    mine, theirs = dataclasses.asdict(spec), dataclasses.asdict(trained.spec)
+    shaping = ("name", "image_shape", "lanes", "lane_routing", "prior_bias", "decoder")
+    rows = [f"  {f}: {theirs[f]!r} there, {mine[f]!r} now" for f in shaping if mine[f] != theirs[f]]
+    if rows:
+        raise InputError("config.init_from names a model of another shape:\n" + "\n".join(rows))
+    fresh = []
+
+    def choose(path, mine, theirs):
+        if mine.shape == theirs.shape:
+            return theirs
+        fresh.append(jax.tree_util.keystr(path, simple=True, separator="/"))
+        return mine
+
+    adapted = jax.tree_util.tree_map_with_path(choose, params, trained.params)
+    if fresh:
+        _log.info("another number of classes: %s start from random values", ", ".join(fresh))
+    return adapted
+
+
+def _compile(step_fn: Callable, state: TrainState, batch: tuple) -> tuple[Callable, float]:
+    """The step, compiled ahead so that it never compiles again, with its state donated; and the seconds taken."""
+    options = conv.compiler_options(jax.default_backend())
+    started = time.monotonic()
+    compiled = jax.jit(step_fn, donate_argnums=0, compiler_options=options).lower(state, *batch).compile()
+    return compiled, time.monotonic() - started
+
+
+class _StepLog:
+    """Collects the metrics of steps, one step late so that the device is never waited for, and reports them."""
+
+    def __init__(self, writer: MetricsWriter, progress: Progress, batch_size: int, every: int, start: int):
+        self._writer, self._progress = writer, progress
+        self._batch_size, self._every = batch_size, every
+        self._pending: tuple[int, dict[str, Array]] | None = None
+        self._window: list[dict[str, float]] = []
+        self._images = 0
+        self._seconds = 0.0  # spent on the steps looked at, without what was paused for
+        self._window_seconds = 0.0
+        self._mark = time.monotonic()
+
+    def add(self, step: int, metrics: dict[str, Array]) -> None:
+        """Takes the metrics of a step just dispatched; looks at those of the step before."""
+        self.flush()
+        self._pending = (step, metrics)
+
+    def flush(self) -> None:
+        """Waits for the newest step and looks at its metrics."""
+        if self._pending is None:
+            return
+        step, metrics = self._pending
+        self._pending = None
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        now = time.monotonic()
+        self._seconds += now - self._mark
+        self._window_seconds += now - self._mark
+        self._mark = now
+        self._images += self._batch_size
+        if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
+            raise Diverged(
+                f"step {step}: the loss is {values['loss']} and the norm of its gradient {values['grad_norm']}; "
+                "checkpoints of earlier steps are kept. Try a smaller --config.train.learning_rate or a "
+                "--config.train.clip_norm in another --workdir, with --config.init_from to keep what was learned"
+            )
+        self._window.append(values)
+        self._progress.advance(step)
+        if step % self._every == 0:
+            self._report(step)
+
+    def _report(self, step: int) -> None:
+        mean = {name: sum(v[name] for v in self._window) / len(self._window) for name in self._window[0]}
+        mean["images_per_second"] = self._batch_size * len(self._window) / self._window_seconds
+        self._window, self._window_seconds = [], 0.0
+        self._writer.write(step, "train", mean)
+        self._progress.report(step, mean)
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Looks at every step dispatched, then leaves out the time that the block takes."""
+        self.flush()
+        yield
+        self._mark = time.monotonic()
+
+    @property
+    def images_per_second(self) -> float:
+        """Training throughput so far, without compilation, evaluation and the saving of checkpoints."""
+        return self._images / self._seconds if self._seconds else 0.0
+
+
+class _StopSignals:
+    """Notes SIGTERM and the first Ctrl-C in `requested`; a second Ctrl-C interrupts at once."""
+
+    requested = ""
+
+    def __enter__(self):
+        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def _note(self, number, frame):
+        self.requested = signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def __exit__(self, *error):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,42 @@
+"""Settings of the whole suite, and a run small enough to train in seconds."""
+
+import os
+import runpy
+from pathlib import Path
+
+# Before the package is used: compiled programs are shared by the tests and the commands that they start.
+REPOSITORY = Path(__file__).parents[1]
+os.environ["MLCN_JAX_CACHE"] = str(REPOSITORY / ".pytest_cache" / "mlcn_jax")
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+from mlcn_jax import devices  # noqa: E402
+from mlcn_jax.config import RunConfig  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+devices.keep_compiled_programs()
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def tiny() -> RunConfig:
+    """Two small lanes on the digits, 20 steps of 50 images."""
+    values = runpy.run_path(str(REPOSITORY / "configs" / "default.py"))["get_config"]().to_dict()
+    return RunConfig.from_dict(values).replace(TINY)
+
+
+TINY = {
+    "model.lanes": "mlcn1:w1*2",
+    "model.decoder": "16,16",
+    "train.batch_size": 50,
+    "train.num_steps": 20,
+    "train.checkpoint_every": 5,
+    "train.log_every": 5,
+}

@@ -1,0 +1,91 @@
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from mlcn_jax import config as config_lib
+from mlcn_jax import cost
+from mlcn_jax.config import RunConfig
+from mlcn_jax.errors import InputError
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_describes_a_model(path):
+    config = RunConfig.from_dict(runpy.run_path(str(path))["get_config"]().to_dict())
+    described = cost.describe(config)
+    assert described["parameters"] > 0
+    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_the_configs_asked_for_are_there():
+    expected = {f"{m}_{d}" for m in ("capsnet", "mlcn1", "mlcn2") for d in ("mnist", "fashion", "cifar")}
+    assert expected | {"default", "quickstart", "mlcn2_cifar100"} <= {path.stem for path in CONFIGS}
+
+
+def test_changes_are_read_as_the_type_of_their_field(tiny):
+    changed = tiny.replace({"train.seed": "3", "data.flip": "true", "model.decoder": "(7, 9)", "train.clip_norm": "1"})
+    assert changed.train.seed == 3
+    assert changed.data.flip is True
+    assert changed.model["decoder"] == (7, 9)
+    assert changed.train.clip_norm == 1.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("train.learning_rat", "1", "no field 'train.learning_rat'.*did you mean train.learning_rate"),
+        ("train", "1", "no field 'train'"),
+        ("train.seed.x", "1", "no field"),
+        ("train.seed", "one", "'one' is not int"),
+        ("data.flip", "maybe", "is not bool"),
+        ("model.decoder", "a,b", "is not a list of int"),
+        ("train.batch_size", 0, "train.batch_size is 0; it must be 1 or more"),
+        ("train.learning_rate", -1.0, "train.learning_rate is -1.0; it must be above 0"),
+        ("train.learning_rate", float("nan"), "train.learning_rate is nan"),
+        ("train.lr_decay", 0.0, "train.lr_decay"),
+        ("train.seed", -1, "train.seed is -1"),
+        ("train.optimizer", "sgd", "'sgd'; it must be adam or adamw"),
+        ("data.max_shift", -2, "data.max_shift"),
+    ],
+)
+def test_bad_changes_are_refused(tiny, field, value, message):
+    with pytest.raises(InputError, match=message):
+        tiny.replace({field: value})
+
+
+def test_a_config_without_a_field_is_refused(tiny):
+    values = tiny.to_dict()
+    del values["train"]["seed"]
+    with pytest.raises(InputError, match="seed"):
+        RunConfig.from_dict(values)
+
+
+def test_a_workdir_refuses_another_configuration_and_names_every_field(tiny):
+    other = tiny.replace({"model.lanes": "mlcn2:w1*2", "train.batch_size": 25, "train.num_epochs": 99})
+    with pytest.raises(InputError) as error:
+        other.check_resumable(tiny, Path("W"))
+    message = str(error.value)
+    assert "model.lanes: 'mlcn1:w1*2' there, 'mlcn2:w1*2' now" in message
+    assert "train.batch_size: 50 there, 25 now" in message
+    assert "num_epochs" not in message
+
+
+def test_a_longer_run_from_another_folder_may_resume(tiny):
+    longer = tiny.replace({"train.num_steps": 40, "data.dir": "elsewhere", "train.checkpoint_every": 7})
+    longer.check_resumable(tiny, Path("W"))
+
+
+def test_hash_ignores_places_only(tiny):
+    assert tiny.replace({"data.dir": "elsewhere"}).hash() == tiny.hash()
+    assert tiny.replace({"train.seed": 1}).hash() != tiny.hash()
+
+
+def test_json_is_replaced_whole(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    config_lib.write_json(path, {"old": 1})
+    with pytest.raises(TypeError):
+        config_lib.write_json(path, {"new": object()})
+    assert json.loads(path.read_text()) == {"old": 1}
