@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from absl import app, flags
-from absl import logging as absl_logging
 from ml_collections import config_flags
 
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.launch import launch
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def main(argv: list[str]) -> int:
     except train.Stopped as stopped:
         print(f"{stopped}; run the same command again to go on", file=sys.stderr)
         return EXIT_STOPPED
-    except train.Diverged as diverged:
+    except Diverged as diverged:
         print(f"error: {diverged}", file=sys.stderr)
         return EXIT_FAILED
     return 0
@@ -104,7 +103,6 @@ def _print_summary(workdir: Path, summary: dict) -> None:
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
-    absl_logging.set_verbosity(absl_logging.WARNING)  # orbax reports every file at the level below
     try:
         return flags.FLAGS(argv)
     except AttributeError as error:  # what ml_collections raises for a field that a config does not have

@@ -9,7 +9,6 @@ unfinished one is resumed. The test set is scored after each epoch for the recor
 """
 
 import json
-import logging
 import runpy
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ from absl import app, flags
 
 from mlcn_jax import devices
 from mlcn_jax.config import RunConfig, write_json
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import launch
 from mlcn_jax.metrics import read_rows
 from mlcn_jax.train import train
 
@@ -46,8 +47,7 @@ def main(argv: list[str]) -> None:
     del argv
     unknown = [row for row in _ROWS.value if row not in ROWS]
     if unknown:
-        raise app.UsageError(f"--rows: {', '.join(unknown)} unknown; there are {', '.join(ROWS)}")
-    logging.getLogger("mlcn_jax").setLevel(logging.INFO)
+        raise InputError(f"--rows: {', '.join(unknown)} unknown; there are {', '.join(ROWS)}")
     devices.keep_compiled_programs()
     for seed in _SEEDS.value:
         for row in _ROWS.value:
@@ -133,4 +133,4 @@ def draw(results: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    launch(lambda: app.run(main))

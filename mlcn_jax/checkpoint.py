@@ -186,10 +186,11 @@ class _WriteErrors:
 
     def __exit__(self, kind, error, traceback):
         if isinstance(error, Exception):
+            text = str(error).strip()
+            reason = "no space left on device" if "No space left" in text else text.splitlines()[0][:200]
             raise InputError(
-                f"a checkpoint could not be written to {self._directory} "
-                f"({str(error).strip().splitlines()[0][:200]}): free disk space or mend the permissions, then run "
-                "the same command again; it resumes from the newest checkpoint that verifies"
+                f"a checkpoint could not be written to {self._directory}: {reason}. Free disk space or mend the "
+                "permissions, then run the same command again; it resumes from the newest checkpoint that verifies"
             ) from error
 
 

@@ -1,9 +1,13 @@
-"""The one exception for input that cannot be used."""
+"""The exceptions that a user meets."""
 
 
 class InputError(ValueError):
     """Something the user gave cannot be used.
 
-    The message says what was given, what is expected and how to mend it. `main.py` prints it as one
-    line, without a traceback, and exits with code 2.
+    The message says what was given, what is expected and how to mend it. `launch.launch` prints it without a
+    traceback and exits with code 2.
     """
+
+
+class Diverged(ArithmeticError):
+    """The loss or its gradient is no longer finite."""

@@ -131,41 +131,34 @@ def save_confusion(path: Path, scores: Scores, class_names: Sequence[str]) -> No
 
 
 def save_reconstructions(
-    path: Path,
-    spec: ModelSpec,
-    params: dict,
-    split: data.Split,
-    class_names: Sequence[str],
-    per_class: int = 8,
+    path: Path, spec: ModelSpec, params: dict, split: data.Split, class_names: Sequence[str], examples: int = 4
 ) -> None:
-    """Draws images of up to 10 classes above their reconstructions from the predicted class's capsule.
+    """Draws, for up to 10 classes, a column of images, each above its reconstruction from the predicted class.
 
     A prediction that is wrong is named in red.
     """
     from matplotlib.figure import Figure
-
-    classes = range(min(10, spec.num_classes))
-    chosen = np.concatenate([np.flatnonzero(split.labels == k)[: per_class // 2] for k in classes])
-    images, labels = split.images[chosen], split.labels[chosen]
 
     @jax.jit
     def reconstruct(params, images):
         v, reconstructions = apply_model(spec, params, to_pixels(images))
         return jnp.argmax(capsules.lengths(v), axis=-1), reconstructions
 
-    predicted, reconstructions = jax.device_get(reconstruct(params, images))
-    columns = per_class
-    rows = -(-len(chosen) // columns)
-    figure = Figure(figsize=(1.3 * columns, 2.9 * rows), layout="constrained")
-    axes = figure.subplots(2 * rows, columns, squeeze=False)
+    columns = min(10, spec.num_classes)
+    figure = Figure(figsize=(1.15 * columns, 2.5 * examples), layout="constrained")
+    figure.suptitle("test images, and below each its reconstruction from the predicted class's capsule", fontsize=9)
+    axes = figure.subplots(2 * examples, columns, squeeze=False)
     for ax in axes.flat:
         ax.axis("off")
-    for i in range(len(chosen)):
-        above, below = axes[2 * (i // columns), i % columns], axes[2 * (i // columns) + 1, i % columns]
-        above.imshow(images[i].squeeze(), cmap="gray", vmin=0, vmax=255)
-        above.set_title(class_names[labels[i]], fontsize=7)
-        below.imshow(reconstructions[i].squeeze(), cmap="gray", vmin=0, vmax=1)
-        right = predicted[i] == labels[i]
-        below.set_title(class_names[predicted[i]], fontsize=7, color="black" if right else "red")
-    figure.suptitle("test images, and below each its reconstruction from the class predicted", fontsize=9)
-    figure.savefig(path, dpi=120)
+    for label in range(columns):
+        images = split.images[split.labels == label][:examples]
+        if not len(images):
+            continue
+        predicted, reconstructions = jax.device_get(reconstruct(params, images))
+        for i in range(len(images)):
+            above, below = axes[2 * i, label], axes[2 * i + 1, label]
+            above.imshow(images[i].squeeze(), cmap="gray", vmin=0, vmax=255)
+            above.set_title(class_names[label], fontsize=7)
+            below.imshow(reconstructions[i].squeeze(), cmap="gray", vmin=0, vmax=1)
+            below.set_title(class_names[predicted[i]], fontsize=7, color="black" if predicted[i] == label else "red")
+    figure.savefig(path, dpi=110)

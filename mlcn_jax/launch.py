@@ -1,9 +1,12 @@
 """How a command starts and ends: memory pages, log lines, and errors as one message."""
 
+import errno
 import logging
 import os
 import sys
 from collections.abc import Callable
+
+from absl import logging as absl_logging
 
 from mlcn_jax.errors import InputError
 
@@ -11,8 +14,10 @@ EXIT_INPUT = 2
 
 
 def launch(command: Callable[[], None]) -> None:
-    """Runs `command`; an InputError is printed as one message, without a traceback, and exits with code 2."""
+    """Runs `command`; an InputError or a full disk is one message, without a traceback, and exit code 2."""
     _restart_with_huge_pages()
+    sys.unraisablehook = _unraisable
+    absl_logging.set_verbosity(absl_logging.FATAL)  # orbax reports every file, and errors that are reported here
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     ours = logging.getLogger("mlcn_jax")
@@ -23,6 +28,11 @@ def launch(command: Callable[[], None]) -> None:
         command()
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_INPUT)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"error: {error}: free disk space, then run the same command again; it resumes", file=sys.stderr)
         sys.exit(EXIT_INPUT)
 
 
@@ -36,3 +46,9 @@ def _restart_with_huge_pages() -> None:
     if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
         os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
         os.execv(sys.executable, sys.orig_argv)
+
+
+def _unraisable(failure: "sys.UnraisableHookArgs") -> None:
+    """Leaves out what tensorstore prints after a failed write, which is reported where it is raised."""
+    if str(failure.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(failure)

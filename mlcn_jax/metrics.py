@@ -1,13 +1,19 @@
-"""What is written while training: `metrics.jsonl`, TensorBoard events, and a progress bar or log lines."""
+"""What is measured and written while training: `metrics.jsonl`, TensorBoard, a progress bar or log lines."""
 
+import contextlib
 import json
 import logging
+import math
 import sys
 import time
 from pathlib import Path
 
+import jax
 import tensorboardX
+from jaxtyping import Array
 from tqdm import tqdm
+
+from mlcn_jax.errors import Diverged
 
 _log = logging.getLogger(__name__)
 
@@ -91,3 +97,77 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+class StepLog:
+    """Collects the metrics of steps, one step late so that the device is never waited for, and reports them."""
+
+    def __init__(self, writer: MetricsWriter, progress: Progress, batch_size: int, every: int, start: int):
+        self._writer, self._progress = writer, progress
+        self._batch_size, self._every = batch_size, every
+        self._pending: tuple[int, dict[str, Array]] | None = None
+        self._window: list[dict[str, float]] = []
+        self._images = 0
+        self._seconds = 0.0  # spent on the steps looked at, without what was paused for
+        self._window_seconds = 0.0
+        self._input_seconds = 0.0
+        self._mark = time.monotonic()
+
+    def add(self, step: int, metrics: dict[str, Array]) -> None:
+        """Takes the metrics of a step just dispatched; looks at those of the step before."""
+        self.flush()
+        self._pending = (step, metrics)
+
+    def flush(self) -> None:
+        """Waits for the newest step and looks at its metrics."""
+        if self._pending is None:
+            return
+        step, metrics = self._pending
+        self._pending = None
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        now = time.monotonic()
+        self._seconds += now - self._mark
+        self._window_seconds += now - self._mark
+        self._mark = now
+        self._images += self._batch_size
+        if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
+            raise Diverged(
+                f"step {step}: the loss is {values['loss']} and the norm of its gradient {values['grad_norm']}; "
+                "checkpoints of earlier steps are kept. Try a smaller --config.train.learning_rate or a "
+                "--config.train.clip_norm in another --workdir, with --config.init_from to keep what was learned"
+            )
+        self._window.append(values)
+        self._progress.advance(step)
+        if step % self._every == 0:
+            self._report(step)
+
+    def _report(self, step: int) -> None:
+        mean = {name: sum(v[name] for v in self._window) / len(self._window) for name in self._window[0]}
+        mean["images_per_second"] = self._batch_size * len(self._window) / self._window_seconds
+        self._window, self._window_seconds = [], 0.0
+        self._writer.write(step, "train", mean)
+        self._progress.report(step, mean)
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Looks at every step dispatched, then leaves out the time that the block takes."""
+        self.flush()
+        yield
+        self._mark = time.monotonic()
+
+    @contextlib.contextmanager
+    def timing_input(self):
+        """Adds the block's time to that of making batches."""
+        started = time.monotonic()
+        yield
+        self._input_seconds += time.monotonic() - started
+
+    @property
+    def input_share(self) -> float:
+        """Time of making batches over the time of the steps; it is hidden behind the step before while below 1."""
+        return self._input_seconds / self._seconds if self._seconds else 0.0
+
+    @property
+    def images_per_second(self) -> float:
+        """Training throughput so far, without compilation, evaluation and the saving of checkpoints."""
+        return self._images / self._seconds if self._seconds else 0.0

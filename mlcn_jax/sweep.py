@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mlcn_jax.config import RunConfig, write_json
-from mlcn_jax.errors import InputError
-from mlcn_jax.train import Diverged, train
+from mlcn_jax.errors import Diverged, InputError
+from mlcn_jax.train import train
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import math
 import signal
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from mlcn_jax import capsules, conv, data, devices, evaluate, losses
 from mlcn_jax.checkpoint import Checkpoints, Trained, load_trained, write_model
 from mlcn_jax.config import RunConfig, TrainSettings, read_stored, write_json
 from mlcn_jax.errors import InputError
-from mlcn_jax.metrics import MetricsWriter, Progress
+from mlcn_jax.metrics import MetricsWriter, Progress, StepLog
 from mlcn_jax.model import ModelSpec, apply_model, count_parameters, drop_lanes, init_params
 
 _log = logging.getLogger(__name__)
@@ -31,10 +30,6 @@ _PROFILED_STEPS = 5
 
 class Stopped(Exception):
     """Training was asked to stop (SIGTERM or Ctrl-C) and saved a checkpoint first."""
-
-
-class Diverged(Exception):
-    """The loss or its gradient is no longer finite."""
 
 
 @flax.struct.dataclass
@@ -155,7 +150,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         stack.callback(writer.close)
         progress = Progress(start, num_steps, steps_per_epoch)
         stack.callback(progress.close)
-        log = _StepLog(writer, progress, settings.batch_size, settings.log_every, start)
+        log = StepLog(writer, progress, settings.batch_size, settings.log_every, start)
         stop = stack.enter_context(_StopSignals())
         trace = stack.enter_context(contextlib.ExitStack())
         first_profiled = start + max(0, min(10, num_steps - start - _PROFILED_STEPS))
@@ -176,7 +171,9 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             for step in range(start + 1, num_steps + 1):
                 if config.profile and step == first_profiled + 1:
                     trace.enter_context(jax.profiler.trace(str(workdir / "profile")))
-                state, metrics = compiled(state, *jax.device_put(batches.at(step - 1)))
+                with log.timing_input():
+                    images, labels = jax.device_put(batches.at(step - 1))
+                state, metrics = compiled(state, images, labels)
                 log.add(step, metrics)
                 if step == first_profiled + _PROFILED_STEPS:
                     log.flush()
@@ -210,6 +207,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             "steps": num_steps,
             "steps_this_session": num_steps - start,
             "images_per_second": log.images_per_second,
+            "input_share": log.input_share,
             "compile_seconds": compile_seconds,
             "parameters": count_parameters(spec)["total"],
             "peak_memory_bytes": devices.peak_memory_bytes(),
@@ -296,67 +294,6 @@ def _compile(step_fn: Callable, state: TrainState, batch: tuple) -> tuple[Callab
     started = time.monotonic()
     compiled = jax.jit(step_fn, donate_argnums=0, compiler_options=options).lower(state, *batch).compile()
     return compiled, time.monotonic() - started
-
-
-class _StepLog:
-    """Collects the metrics of steps, one step late so that the device is never waited for, and reports them."""
-
-    def __init__(self, writer: MetricsWriter, progress: Progress, batch_size: int, every: int, start: int):
-        self._writer, self._progress = writer, progress
-        self._batch_size, self._every = batch_size, every
-        self._pending: tuple[int, dict[str, Array]] | None = None
-        self._window: list[dict[str, float]] = []
-        self._images = 0
-        self._seconds = 0.0  # spent on the steps looked at, without what was paused for
-        self._window_seconds = 0.0
-        self._mark = time.monotonic()
-
-    def add(self, step: int, metrics: dict[str, Array]) -> None:
-        """Takes the metrics of a step just dispatched; looks at those of the step before."""
-        self.flush()
-        self._pending = (step, metrics)
-
-    def flush(self) -> None:
-        """Waits for the newest step and looks at its metrics."""
-        if self._pending is None:
-            return
-        step, metrics = self._pending
-        self._pending = None
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        now = time.monotonic()
-        self._seconds += now - self._mark
-        self._window_seconds += now - self._mark
-        self._mark = now
-        self._images += self._batch_size
-        if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
-            raise Diverged(
-                f"step {step}: the loss is {values['loss']} and the norm of its gradient {values['grad_norm']}; "
-                "checkpoints of earlier steps are kept. Try a smaller --config.train.learning_rate or a "
-                "--config.train.clip_norm in another --workdir, with --config.init_from to keep what was learned"
-            )
-        self._window.append(values)
-        self._progress.advance(step)
-        if step % self._every == 0:
-            self._report(step)
-
-    def _report(self, step: int) -> None:
-        mean = {name: sum(v[name] for v in self._window) / len(self._window) for name in self._window[0]}
-        mean["images_per_second"] = self._batch_size * len(self._window) / self._window_seconds
-        self._window, self._window_seconds = [], 0.0
-        self._writer.write(step, "train", mean)
-        self._progress.report(step, mean)
-
-    @contextlib.contextmanager
-    def paused(self):
-        """Looks at every step dispatched, then leaves out the time that the block takes."""
-        self.flush()
-        yield
-        self._mark = time.monotonic()
-
-    @property
-    def images_per_second(self) -> float:
-        """Training throughput so far, without compilation, evaluation and the saving of checkpoints."""
-        return self._images / self._seconds if self._seconds else 0.0
 
 
 class _StopSignals:

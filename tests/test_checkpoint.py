@@ -123,7 +123,7 @@ def test_a_failed_write_is_one_clear_error(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoints._manager, "save", full)
-    with pytest.raises(InputError, match=r"No space left on device.*run the same command again"):
+    with pytest.raises(InputError, match=r"no space left on device.*run the same command again"):
         checkpoints.save(1, state_of(1), {})
     monkeypatch.undo()
     checkpoints.close()

@@ -14,7 +14,7 @@ import pytest
 from mlcn_jax import config as config_lib
 from mlcn_jax import data, losses, model, train
 from mlcn_jax.checkpoint import Checkpoints, load_trained
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.metrics import read_rows
 
 SPEC = model.ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2,mlcn2:w1", decoder=(6,))
@@ -232,7 +232,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(tiny
         return step
 
     monkeypatch.setattr(train, "make_train_step", make)
-    with pytest.raises(train.Diverged, match="step 13: the loss is nan"):
+    with pytest.raises(Diverged, match="step 13: the loss is nan"):
         train.train(tiny, tmp_path)
     assert load_trained(tmp_path).step == 10
     assert not (tmp_path / "summary.json").exists()
