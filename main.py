@@ -12,20 +12,18 @@ failed, 75 stopped by SIGTERM or Ctrl-C after saving a checkpoint.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from absl import app, flags
 from ml_collections import config_flags
 
-from mlcn_jax.errors import Diverged, InputError
-from mlcn_jax.launch import launch
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import EXIT_FAILED, launch
 
 if TYPE_CHECKING:
     from mlcn_jax.config import RunConfig
 
-EXIT_FAILED, EXIT_STOPPED = 3, 75
 MODES = ("train", "evaluate", "describe", "sweep")
 _CONFIGS = Path(__file__).parent / "configs"
 
@@ -51,23 +49,16 @@ def main(argv: list[str]) -> int:
 
     config = _run_config(mode, workdir)
     devices.keep_compiled_programs()
-    try:
-        if mode == "train":
-            _print_summary(workdir, train.train(config, workdir))
-        elif mode == "evaluate":
-            print(json.dumps(evaluate.evaluate_workdir(config, workdir), indent=2))
-        elif mode == "describe":
-            print(json.dumps(cost.describe(config), indent=2))
-        else:
-            rows = sweep.sweep(config, workdir, _SWEEP.value)
-            print(sweep.table(rows))
-            return EXIT_FAILED if any("error" in row for row in rows) else 0
-    except train.Stopped as stopped:
-        print(f"{stopped}; run the same command again to go on", file=sys.stderr)
-        return EXIT_STOPPED
-    except Diverged as diverged:
-        print(f"error: {diverged}", file=sys.stderr)
-        return EXIT_FAILED
+    if mode == "train":
+        _print_summary(workdir, train.train(config, workdir))
+    elif mode == "evaluate":
+        print(json.dumps(evaluate.evaluate_workdir(config, workdir), indent=2))
+    elif mode == "describe":
+        print(json.dumps(cost.describe(config), indent=2))
+    else:
+        rows = sweep.sweep(config, workdir, _SWEEP.value)
+        print(sweep.table(rows))
+        return EXIT_FAILED if any("error" in row for row in rows) else 0
     return 0
 
 

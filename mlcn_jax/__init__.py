@@ -1,0 +1,1 @@
+"""Multi-lane capsule networks (MLCN) in JAX and Flax."""

@@ -11,3 +11,7 @@ class InputError(ValueError):
 
 class Diverged(ArithmeticError):
     """The loss or its gradient is no longer finite."""
+
+
+class Stopped(Exception):
+    """A command was asked to stop (SIGTERM or Ctrl-C) and saved what it had first."""

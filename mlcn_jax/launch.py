@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from absl import logging as absl_logging
 
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import Diverged, InputError, Stopped
 
-EXIT_INPUT = 2
+EXIT_INPUT, EXIT_FAILED, EXIT_STOPPED = 2, 3, 75
 
 
 def launch(command: Callable[[], None]) -> None:
-    """Runs `command`; an InputError or a full disk is one message, without a traceback, and exit code 2."""
+    """Runs `command`; what a user can mend (bad input, a full disk) ends it with one message and an exit code."""
     _restart_with_huge_pages()
     sys.unraisablehook = _unraisable
     absl_logging.set_verbosity(absl_logging.FATAL)  # orbax reports every file, and errors that are reported here
@@ -27,13 +27,20 @@ def launch(command: Callable[[], None]) -> None:
     try:
         command()
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_INPUT)
+        _exit(EXIT_INPUT, f"error: {error}")
+    except Diverged as error:
+        _exit(EXIT_FAILED, f"error: {error}")
+    except Stopped as stopped:
+        _exit(EXIT_STOPPED, f"{stopped}; run the same command again to go on")
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        print(f"error: {error}: free disk space, then run the same command again; it resumes", file=sys.stderr)
-        sys.exit(EXIT_INPUT)
+        _exit(EXIT_INPUT, f"error: {error}: free disk space, then run the same command again; it resumes")
+
+
+def _exit(code: int, message: str) -> None:
+    print(message, file=sys.stderr)
+    sys.exit(code)
 
 
 def _restart_with_huge_pages() -> None:

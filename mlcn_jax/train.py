@@ -19,17 +19,13 @@ from jaxtyping import Array
 from mlcn_jax import capsules, conv, data, devices, evaluate, losses
 from mlcn_jax.checkpoint import Checkpoints, Trained, load_trained, write_model
 from mlcn_jax.config import RunConfig, TrainSettings, read_stored, write_json
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import InputError, Stopped
 from mlcn_jax.metrics import MetricsWriter, Progress, StepLog
 from mlcn_jax.model import ModelSpec, apply_model, count_parameters, drop_lanes, init_params
 
 _log = logging.getLogger(__name__)
 
 _PROFILED_STEPS = 5
-
-
-class Stopped(Exception):
-    """Training was asked to stop (SIGTERM or Ctrl-C) and saved a checkpoint first."""
 
 
 @flax.struct.dataclass

@@ -14,7 +14,7 @@ import pytest
 from mlcn_jax import config as config_lib
 from mlcn_jax import data, losses, model, train
 from mlcn_jax.checkpoint import Checkpoints, load_trained
-from mlcn_jax.errors import Diverged, InputError
+from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.metrics import read_rows
 
 SPEC = model.ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2,mlcn2:w1", decoder=(6,))
@@ -209,7 +209,7 @@ def test_sigterm_saves_and_the_rest_follows(tiny, tmp_path):
 
     threading.Thread(target=stop_soon).start()
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(train.Stopped, match="SIGTERM after step"):
+    with pytest.raises(Stopped, match="SIGTERM after step"):
         train.train(config, tmp_path / "parts")
     assert signal.getsignal(signal.SIGTERM) is before
     saved = load_trained(tmp_path / "parts").step
