@@ -1,6 +1,6 @@
 # make train, make test: each sets up .venv and does its job. CUDA=0 or CUDA=1 overrides what is detected.
 PYTHON ?= python3
-CUDA ?= $(shell nvidia-smi >/dev/null 2>&1 && echo 1 || echo 0)
+override CUDA := $(if $(filter 0 1,$(CUDA)),$(CUDA),$(shell nvidia-smi >/dev/null 2>&1 && echo 1 || echo 0))
 REQUIREMENTS := $(if $(filter 1,$(CUDA)),requirements-cuda12.txt,requirements.txt)
 STAMP := .venv/installed-$(REQUIREMENTS)
 RUN := .venv/bin/python
@@ -19,12 +19,13 @@ lint: setup
 	$(RUN) -m mypy
 
 setup: $(STAMP)
+	@echo "environment: .venv with $(REQUIREMENTS) (CUDA=0 takes the CPU, CUDA=1 a GPU)"
 
 # A changed list of pins, or a change between CPU and CUDA, makes the environment anew.
 $(STAMP): requirements.txt requirements-cuda12.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.12 ..."; exit 1; }
-	@echo "installing $(REQUIREMENTS) into .venv (make CUDA=0 takes the CPU, CUDA=1 a GPU)"
+	@echo "installing $(REQUIREMENTS) into .venv"
 	$(PYTHON) -m venv --clear .venv
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r $(REQUIREMENTS)
 	@touch $(STAMP)

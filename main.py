@@ -34,7 +34,7 @@ _SWEEP = flags.DEFINE_string("sweep", "", "Grid of a sweep, such as 'train.learn
 
 
 def main(argv: list[str]) -> int:
-    mode, workdir = _MODE.value, Path(_WORKDIR.value)
+    mode, workdir = _MODE.value, Path(_WORKDIR.value).expanduser()
     if len(argv) > 1:
         raise InputError(f"unknown argument {argv[1]!r}: flags are written --name=value, see python main.py --help")
     if mode not in MODES:
@@ -96,8 +96,10 @@ def _print_summary(workdir: Path, summary: dict) -> None:
 def _parse_flags(argv: list[str]) -> list[str]:
     try:
         return flags.FLAGS(argv)
-    except AttributeError as error:  # what ml_collections raises for a field that a config does not have
+    except (AttributeError, KeyError) as error:  # what ml_collections raises for a field that a config does not have
         given = [arg.partition("=")[0] for arg in argv if arg.startswith("--config.")]
+        if not given:
+            raise
         raise InputError(
             f"{error} is no field of the configuration ({', '.join(given)}): configs/default.py lists all fields"
         ) from error

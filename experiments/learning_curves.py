@@ -84,7 +84,6 @@ def record(row: str, seed: int) -> None:
         "test_accuracy_per_epoch": curve,
         "images_per_second": summary["images_per_second"],
         "steps_timed": summary["steps_this_session"],
-        "peak_memory_bytes": summary["peak_memory_bytes"],
         **{name: summary[name] for name in ("device", "cpu_count", "versions", "config_hash")},
     }
     curves = common_epochs(entry)

@@ -14,14 +14,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from mlcn_jax.config import write_json
+from mlcn_jax.config import read_json
 from mlcn_jax.errors import InputError
 from mlcn_jax.model import ModelSpec, init_params
 
 _log = logging.getLogger(__name__)
 
 _KEEP_NEWEST = 2  # so that one is left when the newest fails its checksum
-_METRIC = "validation_accuracy"
+_ACCURACY = "validation_accuracy"
 _UNRANKED = -1.0  # below every accuracy
 _PARTS = ("params", "optimizer")
 
@@ -36,47 +36,45 @@ class Checkpoints:
         """Opens `directory`, and makes it where needed unless `read_only`."""
         self._directory = Path(directory).absolute()
         self._read_only = read_only
-        policy = checkpoint_managers.AnyPreservationPolicy(
-            [
-                checkpoint_managers.LatestN(_KEEP_NEWEST),
-                checkpoint_managers.BestN(get_metric_fn=lambda m: m[_METRIC], n=1),
-            ]
-        )
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policy,
-            best_fn=lambda metrics: metrics[_METRIC],  # what makes the manager store metrics
+            preservation_policy=checkpoint_managers.AnyPreservationPolicy(
+                [checkpoint_managers.LatestN(_KEEP_NEWEST), _KeepBest(self)]
+            ),
             create=not read_only,
             read_only=read_only,
             cleanup_tmp_directories=not read_only,
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options, item_names=(*_PARTS, "facts"))
+        self._accuracies = {step: self._stored_accuracy(step) for step in self._manager.all_steps()}
+
+    def exist(self) -> bool:
+        """Whether any checkpoint was ever finished here, damaged ones included."""
+        return bool(self._manager.all_steps()) or any(self._directory.glob("*.damaged*"))
+
+    def best_step(self) -> int:
+        """The step of highest validation accuracy, the newest of equals."""
+        return max(self._accuracies, key=lambda step: (self._accuracies[step], step))
 
     def save(self, step: int, state: dict[str, Any], facts: dict, validation_accuracy: float | None = None) -> None:
         """Starts saving `state` and returns; the caller may donate or overwrite its buffers at once.
 
         Args:
-          step: number of training steps done; one that was saved before is not saved again.
+          step: number of training steps done.
           state: the trees `params` and `optimizer`.
           facts: small JSON-able facts to keep beside the state.
-          validation_accuracy: ranks the checkpoint; None leaves it out of the ranking.
+          validation_accuracy: ranks the checkpoint; None ranks it below all that have one.
 
         Raises:
           InputError: the checkpoint before this one could not be written, as on a full disk.
         """
-        if step in self._manager.all_steps():
-            return
         copy = {name: jax.tree.map(np.array, jax.device_get(state[name])) for name in _PARTS}
         digests = {name: _sha256(tree) for name, tree in copy.items()}
-        facts = {**facts, "step": step, "sha256": digests, _METRIC: validation_accuracy}
+        facts = {**facts, "step": step, "sha256": digests, _ACCURACY: validation_accuracy}
         items = {name: ocp.args.StandardSave(tree) for name, tree in copy.items()}
-        metrics = {_METRIC: _UNRANKED if validation_accuracy is None else validation_accuracy}
+        signed = ocp.args.JsonSave({"facts": facts, "sha256": _sha256_of_json(facts)})
         with _WriteErrors(self._directory):
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(**items, facts=ocp.args.JsonSave(facts)),
-                metrics=metrics,
-                force=True,
-            )
+            self._accuracies[step] = _rank(facts)
+            self._manager.save(step, args=ocp.args.Composite(**items, facts=signed), force=True)
 
     def wait(self) -> None:
         """Blocks until what was started is on disk.
@@ -86,10 +84,6 @@ class Checkpoints:
         """
         with _WriteErrors(self._directory):
             self._manager.wait_until_finished()
-
-    def exist(self) -> bool:
-        """Whether any checkpoint was ever finished here, damaged ones included."""
-        return bool(self._manager.all_steps()) or any(self._directory.glob("*.damaged"))
 
     def restore(self, like: dict[str, Any], *, best: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
         """The newest (or best) state that verifies, with its facts.
@@ -107,7 +101,7 @@ class Checkpoints:
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         if best:
-            steps.sort(key=lambda step: (self._manager.metrics(step) or {}).get(_METRIC, _UNRANKED), reverse=True)
+            steps.sort(key=lambda step: self._accuracies[step], reverse=True)
         for step in steps:
             try:
                 return self._restore(step, like)
@@ -115,25 +109,44 @@ class Checkpoints:
                 reason = str(error).strip().split("\n")[0][:200]
                 _log.warning("checkpoint of step %d does not verify and is skipped: %s", step, reason)
                 self._set_aside(step)
+        if not self.exist():
+            raise InputError(f"{self._directory} holds no checkpoint yet: train until one is saved")
         raise InputError(
-            f"no checkpoint in {self._directory} verifies ({len(steps)} tried): put one back from a copy, or train "
-            "in another --workdir to start afresh"
+            f"no checkpoint in {self._directory} verifies: put one back from a copy, or train in another --workdir "
+            "to start afresh"
         )
 
-    def _restore(self, step: int, like: dict[str, Any]) -> tuple[dict[str, Any], dict]:
+    def _restore(self, step: int, like: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        facts = self._facts(step)
         items = {name: ocp.args.StandardRestore(tree) for name, tree in like.items()}
-        restored = self._manager.restore(step, args=ocp.args.Composite(**items, facts=ocp.args.JsonRestore()))
+        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         for name in like:
-            found, expected = _sha256(jax.device_get(restored[name])), restored["facts"]["sha256"][name]
+            found, expected = _sha256(jax.device_get(restored[name])), facts["sha256"][name]
             if found != expected:
                 raise ValueError(f"SHA-256 of its {name} is {found[:12]}..., expected {expected[:12]}...")
-        return {name: jax.tree.map(jnp.array, restored[name]) for name in like}, restored["facts"]
+        return {name: jax.tree.map(jnp.array, restored[name]) for name in like}, facts
+
+    def _facts(self, step: int) -> dict[str, Any]:
+        args = ocp.args.Composite(facts=ocp.args.JsonRestore())
+        signed = self._manager.restore(step, args=args)["facts"]
+        facts = signed["facts"]
+        if _sha256_of_json(facts) != signed["sha256"] or facts["step"] != step:
+            raise ValueError("its facts do not have the SHA-256 stored with them")
+        return facts
+
+    def _stored_accuracy(self, step: int) -> float:
+        try:
+            return _rank(self._facts(step))
+        except Exception:  # damaged: to be found, and told, when it is restored
+            return _UNRANKED
 
     def _set_aside(self, step: int) -> None:
         damaged = self._directory / str(step)
-        if not self._read_only and damaged.exists():
-            damaged.rename(self._directory / f"{step}.damaged")
-            self._manager.reload()
+        if self._read_only or not damaged.exists():
+            return
+        names = (self._directory / f"{step}.damaged{suffix}" for suffix in ("", *(f"-{i}" for i in range(1, 1000))))
+        damaged.rename(next(name for name in names if not name.exists()))
+        self._manager.reload()
 
     def close(self) -> None:
         """Waits for a save under way and frees the background threads."""
@@ -151,9 +164,13 @@ class Trained:
     step: int
 
 
-def write_model(workdir: Path, spec: ModelSpec, class_names: Sequence[str]) -> None:
-    """Stores in `model.json` what is needed to use the parameters without the data."""
-    write_json(workdir / "model.json", {"spec": dataclasses.asdict(spec), "class_names": list(class_names)})
+def describe_model(spec: ModelSpec, class_names: Sequence[str], data_digest: str) -> dict[str, Any]:
+    """What `model.json` holds: all that is needed to use the parameters, and the SHA-256 of what they learn from."""
+    return {
+        "spec": {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(spec).items()},
+        "class_names": list(class_names),
+        "training_images_sha256": data_digest,
+    }
 
 
 def load_trained(workdir: Path) -> Trained:
@@ -164,15 +181,18 @@ def load_trained(workdir: Path) -> Trained:
     """
     path = workdir / "model.json"
     if not path.exists():
-        raise InputError(f"{workdir} holds no trained model: give the --workdir of a run that saved a checkpoint")
-    stored = json.loads(path.read_text())
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored["spec"].items()}
-    spec = ModelSpec(**fields)
+        raise InputError(f"{workdir} holds no trained model: give the workdir of a run that saved a checkpoint")
+    stored = read_json(path)
+    try:
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored["spec"].items()}
+        spec, class_names = ModelSpec(**fields), tuple(stored["class_names"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is not what this version writes ({error}): put it back from a copy") from error
     like = {"params": jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))}
     checkpoints = Checkpoints(workdir / "checkpoints", read_only=True)
     restored, facts = checkpoints.restore(like, best=True)
     checkpoints.close()
-    return Trained(spec, tuple(stored["class_names"]), restored["params"], facts["step"])
+    return Trained(spec, class_names, restored["params"], facts["step"])
 
 
 class _WriteErrors:
@@ -192,6 +212,25 @@ class _WriteErrors:
                 f"a checkpoint could not be written to {self._directory}: {reason}. Free disk space or mend the "
                 "permissions, then run the same command again; it resumes from the newest checkpoint that verifies"
             ) from error
+
+
+class _KeepBest:
+    """Preservation policy: the best checkpoint stays, however old it is."""
+
+    def __init__(self, checkpoints: Checkpoints):
+        self._checkpoints = checkpoints
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        del context
+        return [checkpoint.step == self._checkpoints.best_step() for checkpoint in checkpoints]
+
+
+def _rank(facts: dict[str, Any]) -> float:
+    return _UNRANKED if facts[_ACCURACY] is None else facts[_ACCURACY]
+
+
+def _sha256_of_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(state: Any) -> str:

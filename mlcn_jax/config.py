@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,9 +93,28 @@ class TrainSettings:
             *("reconstruction_weight", "seed"),
         ):
             _check(getattr(self, field) >= 0, f"train.{field}", getattr(self, field), "0 or more")
+        _check(self.seed < 2**32, "train.seed", self.seed, "below 2**32")
         _check(self.learning_rate > 0, "train.learning_rate", self.learning_rate, "above 0")
         _check(0 < self.lr_decay <= 1, "train.lr_decay", self.lr_decay, "in (0, 1]")
         _check(self.optimizer in OPTIMIZERS, "train.optimizer", self.optimizer, " or ".join(OPTIMIZERS))
+
+
+def _check_fields(section: str, cls: type, values: Mapping[str, Any]) -> None:
+    """Raises InputError where `values` are not all fields of `cls`, each of its type, that data does not decide."""
+    types = {f.name: f.type for f in dataclasses.fields(cls) if f.name not in ("image_shape", "num_classes")}
+    for name in sorted(set(types) ^ set(values)):
+        what = "is missing" if name in types else "is no field"
+        raise InputError(f"{section}.{name} {what}; configs/default.py lists all fields")
+    for name, value in values.items():
+        expected = types[name]
+        if expected is float:
+            good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        elif expected in (int, str, bool):
+            good = type(value) is expected
+        else:
+            good = all(type(item) is int for item in value)
+        expected_name = getattr(expected, "__name__", "numbers")
+        _check(good, f"{section}.{name}", value, f"of type {expected_name}")
 
 
 def _check(good: bool, field: str, value: Any, expected: str) -> None:
@@ -129,6 +149,12 @@ class RunConfig:
         try:
             model = dict(values["model"])
             model["decoder"] = tuple(model["decoder"])
+            for section, cls_of, given in (
+                ("data", DataSettings, values["data"]),
+                ("model", ModelSpec, model),
+                ("train", TrainSettings, values["train"]),
+            ):
+                _check_fields(section, cls_of, given)
             return cls(
                 data=DataSettings(**values["data"]),
                 model=model,
@@ -136,11 +162,10 @@ class RunConfig:
                 init_from=values["init_from"],
                 profile=values["profile"],
             )
-        except (KeyError, TypeError) as error:
-            raise InputError(
-                f"the configuration does not have the fields of configs/default.py: {error}; start a config file "
-                "from default.get_config() and change values, adding and removing none"
-            ) from error
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"the configuration does not have the form of configs/default.py: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """The nested dictionary that `from_dict` reads, ready for JSON."""
@@ -166,9 +191,10 @@ class RunConfig:
         return RunConfig.from_dict(values)
 
     def hash(self) -> str:
-        """SHA-256 of the configuration, 16 hexadecimal digits; places of files are left out."""
+        """SHA-256 of all that decides the result, 16 hexadecimal digits."""
         values = _flat(self.to_dict())
-        kept = {k: v for k, v in values.items() if k not in ("data.dir", "data.cache_dir")}
+        free = _FREE_ON_RESUME - {"train.num_epochs", "train.num_steps"}
+        kept = {k: v for k, v in values.items() if k not in free}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
     def model_spec(self, image_shape: tuple[int, int, int], num_classes: int) -> ModelSpec:
@@ -178,10 +204,13 @@ class RunConfig:
     def check_resumable(self, stored: "RunConfig", workdir: Path) -> None:
         """Raises InputError naming every field in which this run and the one stored in `workdir` differ."""
         mine, theirs = _flat(self.to_dict()), _flat(stored.to_dict())
+        free = _FREE_ON_RESUME
+        if self.train.optimizer == "adamw":  # its rate depends on where the run ends
+            free = free - {"train.num_epochs"}
         rows = [
             f"  {field}: {theirs[field]!r} there, {mine[field]!r} now"
             for field in mine
-            if field not in _FREE_ON_RESUME and mine[field] != theirs[field]
+            if field not in free and mine[field] != theirs[field]
         ]
         if rows:
             raise InputError(
@@ -220,6 +249,14 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(partial, path)
 
 
+def read_json(path: Path) -> Any:
+    """Reads JSON; raises InputError where the file is not JSON."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise InputError(f"{path} is damaged ({error}): put it back from a copy, or use another workdir") from error
+
+
 def read_stored(workdir: Path) -> RunConfig:
     """The configuration that a run stored in its workdir.
 
@@ -229,4 +266,7 @@ def read_stored(workdir: Path) -> RunConfig:
     path = workdir / "config.json"
     if not path.exists():
         raise InputError(f"{workdir} holds no run (no config.json): give the --workdir of one that was started")
-    return RunConfig.from_dict(json.loads(path.read_text()))
+    try:
+        return RunConfig.from_dict(read_json(path))
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error

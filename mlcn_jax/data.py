@@ -6,6 +6,7 @@ are int32 [n]; what is fed to a network is scaled to [0, 1] by the user of the b
 
 import dataclasses
 import difflib
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -253,6 +254,13 @@ def _hold_out(split: Split, fraction: float, seed: int, class_names: Sequence[st
         count = min(max(round(fraction * len(members)), 1), len(members) - 1)
         held_out[rng.permutation(members)[:count]] = True
     return split[~held_out], split[held_out]
+
+
+def digest(split: Split) -> str:
+    """SHA-256 of the images and labels, 16 hexadecimal digits."""
+    content = hashlib.sha256(np.ascontiguousarray(split.images).data)
+    content.update(np.ascontiguousarray(split.labels).data)
+    return content.hexdigest()[:16]
 
 
 def steps_per_epoch(num_examples: int, batch_size: int) -> int:

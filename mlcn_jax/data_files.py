@@ -144,7 +144,10 @@ def read_files(name: str, directory: str, cache_dir: str) -> tuple[dict[str, byt
             contents |= _cached(source, folder / remote) or _download(name, source, folder / remote)
     if difference:
         return contents, {"bytes": "not official", "note": difference}
-    return contents, {"bytes": "official", "note": "Every file has the official SHA-256."}
+    return contents, {
+        "bytes": "official",
+        "note": "The SHA-256 of the files, or of their archive, is the official one.",
+    }
 
 
 def _from_directory(name: str, source: Source, root: Path) -> tuple[dict[str, bytes], str]:

@@ -30,11 +30,19 @@ class Scores:
         return float(np.trace(self.confusion) / self.confusion.sum())
 
     @property
-    def accuracy_per_class(self) -> list[float]:
-        """Accuracy among the images of each class; NaN for a class without images."""
+    def accuracy_per_class(self) -> list[float | None]:
+        """Accuracy among the images of each class; None for a class without images."""
         counts = self.confusion.sum(axis=1)
         correct = np.diag(self.confusion)
-        return [float(c / n) if n else float("nan") for c, n in zip(correct, counts, strict=True)]
+        return [float(c / n) if n else None for c, n in zip(correct, counts, strict=True)]
+
+    def to_dict(self, class_names: Sequence[str]) -> dict[str, Any]:
+        """The scores of a test set, ready for JSON."""
+        return {
+            "test_accuracy": self.accuracy,
+            "test_loss": self.loss,
+            "test_accuracy_per_class": dict(zip(class_names, self.accuracy_per_class, strict=True)),
+        }
 
 
 def to_pixels(images: jax.Array) -> jax.Array:
@@ -90,9 +98,7 @@ def evaluate_workdir(config: RunConfig, workdir: Path) -> dict[str, Any]:
     scores = evaluator(trained.params, dataset.test, config.train.batch_size)
     write_pictures(workdir, trained.spec, trained.params, dataset, scores)
     return {
-        "test_accuracy": scores.accuracy,
-        "test_loss": scores.loss,
-        "test_accuracy_per_class": dict(zip(dataset.class_names, scores.accuracy_per_class, strict=True)),
+        **scores.to_dict(dataset.class_names),
         "step": trained.step,
         "images": len(dataset.test.labels),
         "data": {"name": dataset.name, **dataset.provenance},
@@ -115,7 +121,10 @@ def save_confusion(path: Path, scores: Scores, class_names: Sequence[str]) -> No
     figure = Figure(figsize=(size, size), layout="constrained")
     axes = figure.subplots()
     picture = axes.imshow(shares, cmap="viridis", vmin=0, vmax=1)
-    names = [f"{name}  {a:.1%}" for name, a in zip(class_names, scores.accuracy_per_class, strict=True)]
+    names = [
+        name if a is None else f"{name}  {a:.1%}"
+        for name, a in zip(class_names, scores.accuracy_per_class, strict=True)
+    ]
     font = 9 if n <= 40 else 5
     axes.set_xticks(range(n), class_names, rotation=90, fontsize=font)
     axes.set_yticks(range(n), names, fontsize=font)

@@ -45,6 +45,9 @@ class LaneGroup:
     spec: LaneSpec
     count: int
 
+    def __str__(self) -> str:
+        return f"{self.spec}*{self.count}"
+
     @property
     def name(self) -> str:
         """Key of the group's stacked parameters, such as `mlcn1_w4d1`."""
@@ -235,7 +238,7 @@ def init_group(
     """Parameters of a group, each array with a leading axis of one entry per lane.
 
     A lane's start values depend on `key` and on its place in the model (`first_lane` plus its place in the
-    group) alone, so that they are the same however lanes are grouped or placed.
+    group), not on how many lanes the group has.
     """
     lane = Lane(group.spec, settings)
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(first_lane + jnp.arange(group.count))

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -32,6 +33,12 @@ def launch(command: Callable[[], None]) -> None:
         _exit(EXIT_FAILED, f"error: {error}")
     except Stopped as stopped:
         _exit(EXIT_STOPPED, f"{stopped}; run the same command again to go on")
+    except KeyboardInterrupt:
+        _exit(128 + signal.SIGINT, "interrupted")
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        _exit(EXIT_INPUT, f"error: not enough memory ({str(error).splitlines()[0]}): take a smaller batch or model")
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

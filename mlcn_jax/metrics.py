@@ -47,15 +47,13 @@ class MetricsWriter:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Rows of a `metrics.jsonl`; none where there is no file. A half-written last row is left out."""
-    if not path.exists():
-        return []
+    """Rows of a `metrics.jsonl`; none where there is no file. Damaged rows are left out."""
     rows = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
     return rows
 
 
@@ -102,11 +100,12 @@ class Progress:
 class StepLog:
     """Collects the metrics of steps, one step late so that the device is never waited for, and reports them."""
 
-    def __init__(self, writer: MetricsWriter, progress: Progress, batch_size: int, every: int, start: int):
+    def __init__(self, writer: MetricsWriter, progress: Progress, batch_size: int, every: int):
         self._writer, self._progress = writer, progress
         self._batch_size, self._every = batch_size, every
         self._pending: tuple[int, dict[str, Array]] | None = None
         self._window: list[dict[str, float]] = []
+        self._step = 0
         self._images = 0
         self._seconds = 0.0  # spent on the steps looked at, without what was paused for
         self._window_seconds = 0.0
@@ -136,10 +135,17 @@ class StepLog:
                 "checkpoints of earlier steps are kept. Try a smaller --config.train.learning_rate or a "
                 "--config.train.clip_norm in another --workdir, with --config.init_from to keep what was learned"
             )
+        self._step = step
         self._window.append(values)
         self._progress.advance(step)
         if step % self._every == 0:
             self._report(step)
+
+    def finish(self) -> None:
+        """Reports the steps since the last report."""
+        self.flush()
+        if self._window:
+            self._report(self._step)
 
     def _report(self, step: int) -> None:
         mean = {name: sum(v[name] for v in self._window) / len(self._window) for name in self._window[0]}
@@ -168,6 +174,6 @@ class StepLog:
         return self._input_seconds / self._seconds if self._seconds else 0.0
 
     @property
-    def images_per_second(self) -> float:
+    def images_per_second(self) -> float | None:
         """Training throughput so far, without compilation, evaluation and the saving of checkpoints."""
-        return self._images / self._seconds if self._seconds else 0.0
+        return self._images / self._seconds if self._seconds else None

@@ -1,6 +1,7 @@
 """Grids of runs: one workdir a point, resumable, with one table at the end."""
 
 import csv
+import hashlib
 import itertools
 import logging
 from pathlib import Path
@@ -67,7 +68,9 @@ def sweep(config: RunConfig, workdir: Path, text: str) -> list[dict[str, Any]]:
 
 
 def _safe(value: str) -> str:
-    return "".join(c if c.isalnum() or c in "._-+" else "_" for c in value)
+    """The value as part of a folder's name; where characters had to be replaced, with a digest that tells it apart."""
+    safe = "".join(c if c.isalnum() or c in "._-+" else "_" for c in value)
+    return safe if safe == value else f"{safe}-{hashlib.sha256(value.encode()).hexdigest()[:6]}"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -81,5 +84,5 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _number(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.4g}"
+def _number(value: float | None) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

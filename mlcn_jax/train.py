@@ -1,9 +1,9 @@
 """The training step and the loop around it."""
 
 import contextlib
-import dataclasses
-import json
+import fcntl
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -17,9 +17,9 @@ import optax
 from jaxtyping import Array
 
 from mlcn_jax import capsules, conv, data, devices, evaluate, losses
-from mlcn_jax.checkpoint import Checkpoints, Trained, load_trained, write_model
-from mlcn_jax.config import RunConfig, TrainSettings, read_stored, write_json
-from mlcn_jax.errors import InputError, Stopped
+from mlcn_jax.checkpoint import Checkpoints, Trained, describe_model, load_trained
+from mlcn_jax.config import RunConfig, TrainSettings, read_json, read_stored, write_json
+from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.metrics import MetricsWriter, Progress, StepLog
 from mlcn_jax.model import ModelSpec, apply_model, count_parameters, drop_lanes, init_params
 
@@ -104,30 +104,36 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
     parameters as a run that was never stopped.
 
     Raises:
-      InputError: something given cannot be used; what the workdir holds is left as it is.
+      InputError: something given cannot be used; the run that the workdir holds is left as it is.
       Stopped: a signal asked to stop; a checkpoint was saved.
       Diverged: the loss is not finite; earlier checkpoints are kept.
     """
     settings = config.train
-    _check_writable(workdir)
-    dataset = config.data.load()
-    train_split, validation = data.split_validation(dataset.train, config.data.validation_fraction, settings.seed)
-    steps_per_epoch = data.steps_per_epoch(len(train_split.labels), settings.batch_size)
-    num_steps = settings.num_epochs * steps_per_epoch
-    if settings.num_steps:
-        num_steps = min(num_steps, settings.num_steps)
-    spec = config.model_spec(dataset.train.images.shape[1:], len(dataset.class_names))
-
     with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(_StopSignals())
+        stack.enter_context(_lock(workdir))
+        dataset = config.data.load()
+        train_split, validation = data.split_validation(dataset.train, config.data.validation_fraction, settings.seed)
+        steps_per_epoch = data.steps_per_epoch(len(train_split.labels), settings.batch_size)
+        spec = config.model_spec(dataset.train.images.shape[1:], len(dataset.class_names))
+        optimizer = make_optimizer(settings, steps_per_epoch)
+
         checkpoints = Checkpoints(workdir / "checkpoints")
         stack.callback(checkpoints.close)
-        optimizer = make_optimizer(settings, steps_per_epoch)
-        state = _start_state(config, spec, optimizer, checkpoints, workdir)
+        model_facts = describe_model(spec, dataset.class_names, data.digest(train_split))
+        if checkpoints.exist():
+            config.check_resumable(read_stored(workdir), workdir)
+            _check_same_model(workdir, model_facts)
+        state = _start_state(config, spec, optimizer, checkpoints)
         start = int(state.step)
+        num_steps = settings.num_epochs * steps_per_epoch
+        if settings.num_steps:
+            num_steps = min(num_steps, settings.num_steps)
+        num_steps = max(num_steps, start)
         write_json(workdir / "config.json", config.to_dict())
-        write_model(workdir, spec, dataset.class_names)
-        finished = _finished_summary(workdir, config, start)
-        if start >= num_steps and finished:
+        write_json(workdir / "model.json", model_facts)
+        finished = _finished_summary(workdir, start)
+        if start == num_steps and finished:
             _log.info("%s is finished: %d steps", workdir, start)
             return finished
 
@@ -146,23 +152,24 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         stack.callback(writer.close)
         progress = Progress(start, num_steps, steps_per_epoch)
         stack.callback(progress.close)
-        log = StepLog(writer, progress, settings.batch_size, settings.log_every, start)
-        stop = stack.enter_context(_StopSignals())
+        log = StepLog(writer, progress, settings.batch_size, settings.log_every)
         trace = stack.enter_context(contextlib.ExitStack())
         first_profiled = start + max(0, min(10, num_steps - start - _PROFILED_STEPS))
 
-        def score(split_name: str, split: data.Split, step: int) -> evaluate.Scores:
-            scores = evaluator(state.params, split, settings.batch_size)
+        def score(split_name: str, split: data.Split, params: dict, step: int) -> evaluate.Scores:
+            scores = evaluator(params, split, settings.batch_size)
             writer.write(step, split_name, {"loss": scores.loss, "accuracy": scores.accuracy})
             progress.say(f"step {step}  {split_name} loss {scores.loss:.4f}  accuracy {scores.accuracy:.2%}")
             return scores
 
         def save(step: int, validate: bool) -> None:
-            accuracy = score("validation", validation, step).accuracy if validate else None
-            facts = {"model": dataclasses.asdict(spec), "config_hash": config.hash()}
+            if not jax.device_get(_all_finite(state.params)):
+                raise Diverged(f"the parameters are not finite after step {step}; earlier checkpoints are kept")
+            accuracy = score("validation", validation, state.params, step).accuracy if validate else None
             parts = {"params": state.params, "optimizer": state.optimizer}
-            checkpoints.save(step, parts, facts, accuracy)
+            checkpoints.save(step, parts, {"config_hash": config.hash()}, accuracy)
 
+        stop.check(f"before step {start + 1}")
         with jax.transfer_guard("disallow"):  # every transfer below is an explicit one
             for step in range(start + 1, num_steps + 1):
                 if config.profile and step == first_profiled + 1:
@@ -174,31 +181,32 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
                 if step == first_profiled + _PROFILED_STEPS:
                     log.flush()
                     trace.close()
-                at_end_of_epoch = step % steps_per_epoch == 0
-                due = step % (settings.checkpoint_every or steps_per_epoch) == 0 or step == num_steps
-                if due or stop.requested or (at_end_of_epoch and settings.test_every_epoch):
+                test_due = settings.test_every_epoch and step % steps_per_epoch == 0
+                save_due = step % (settings.checkpoint_every or steps_per_epoch) == 0 or step == num_steps
+                if test_due or save_due or stop.requested:
                     with log.paused():
-                        if due or stop.requested:
-                            save(step, validate=due and len(validation.labels) > 0)
-                        if at_end_of_epoch and settings.test_every_epoch:
-                            score("test", dataset.test, step)
-                if stop.requested and step < num_steps:
+                        if test_due:  # before the save: what a checkpoint follows is on disk already
+                            score("test", dataset.test, state.params, step)
+                        if save_due or stop.requested:
+                            save(step, validate=save_due and len(validation.labels) > 0)
+                if step < num_steps and stop.requested:
+                    log.finish()
                     checkpoints.wait()
-                    raise Stopped(f"stopped by {stop.requested} after step {step} of {num_steps}")
+                    stop.check(f"after step {step} of {num_steps}")
+        log.finish()
         checkpoints.wait()
         progress.close()
 
         params, best_step = state.params, num_steps
         if len(validation.labels):
-            like = {"params": params}
-            restored, facts = checkpoints.restore(like, best=True)
+            restored, facts = checkpoints.restore({"params": params}, best=True)
             params, best_step = restored["params"], facts["step"]
         scores = evaluator(params, dataset.test, settings.batch_size)
+        if not math.isfinite(scores.loss):
+            raise Diverged(f"the test loss is {scores.loss} after step {best_step}; checkpoints are kept")
         evaluate.write_pictures(workdir, spec, params, dataset, scores)
         summary = {
-            "test_accuracy": scores.accuracy,
-            "test_loss": scores.loss,
-            "test_accuracy_per_class": dict(zip(dataset.class_names, scores.accuracy_per_class, strict=True)),
+            **scores.to_dict(dataset.class_names),
             "best_step": best_step,
             "steps": num_steps,
             "steps_this_session": num_steps - start,
@@ -212,62 +220,94 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             **devices.environment(),
         }
         write_json(workdir / "summary.json", summary)
+        stop.check(f"after the end of {workdir}")
         return summary
 
 
-def _check_writable(workdir: Path) -> None:
+@contextlib.contextmanager
+def _lock(workdir: Path):
+    """Makes `workdir` and holds it for this process.
+
+    Raises:
+      InputError: it cannot be written, or another process trains in it.
+    """
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        probe = workdir / ".writable"
-        probe.write_text("")
-        probe.unlink()
+        file = (workdir / ".lock").open("w")
     except OSError as error:
         raise InputError(
             f"--workdir={workdir} cannot be written ({error.strerror}): give a folder on a disk with free space in "
             "which you may write"
         ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"another process trains in {workdir}: wait for it, stop it, or give another --workdir"
+            ) from error
+        yield
 
 
-def _finished_summary(workdir: Path, config: RunConfig, step: int) -> dict | None:
-    path = workdir / "summary.json"
-    if not path.exists():
+@jax.jit
+def _all_finite(params: dict) -> Array:
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]))
+
+
+def _check_same_model(workdir: Path, mine: dict[str, Any]) -> None:
+    """Raises InputError where `model.json` is of other images, classes or training data than `mine`."""
+    theirs = read_json(workdir / "model.json")
+    rows = [f"  {name}: {theirs.get(name)} there, {mine[name]} now" for name in mine if theirs.get(name) != mine[name]]
+    if rows:
+        raise InputError(
+            f"{workdir} holds a run on other data:\n"
+            + "\n".join(rows)
+            + "\nresume it with the data it started with, or train in another --workdir (with --config.init_from="
+            + f"{workdir} to start from its weights)"
+        )
+
+
+def _finished_summary(workdir: Path, step: int) -> dict | None:
+    """The summary of a run that ended at `step`, if it is there and whole."""
+    try:
+        summary = read_json(workdir / "summary.json")
+    except (FileNotFoundError, InputError):
         return None
-    summary = json.loads(path.read_text())
-    return summary if summary["steps"] == step else None
+    return summary if isinstance(summary, dict) and summary.get("steps") == step else None
 
 
 def _start_state(
-    config: RunConfig,
-    spec: ModelSpec,
-    optimizer: optax.GradientTransformation,
-    checkpoints: Checkpoints,
-    workdir: Path,
+    config: RunConfig, spec: ModelSpec, optimizer: optax.GradientTransformation, checkpoints: Checkpoints
 ) -> TrainState:
     """The state to start from.
 
-    1. The newest checkpoint of this workdir that verifies; its stored configuration must be this one.
+    1. The newest checkpoint of this workdir that verifies.
     2. `config.init_from`: the best parameters of another workdir, with a fresh optimizer.
     3. Random parameters from `config.train.seed`.
     """
     key = jax.random.key(config.train.seed)
-    shapes = jax.eval_shape(lambda k: init_params(spec, k), key)
     if checkpoints.exist():
-        config.check_resumable(read_stored(workdir), workdir)
-        like = {"params": shapes, "optimizer": jax.eval_shape(optimizer.init, shapes)}
-        restored, facts = checkpoints.restore(like)
+        shapes = jax.eval_shape(lambda k: init_params(spec, k), key)
+        restored, facts = checkpoints.restore({"params": shapes, "optimizer": jax.eval_shape(optimizer.init, shapes)})
         _log.info("resuming from step %d", facts["step"])
         return TrainState(jnp.asarray(facts["step"], jnp.int32), restored["params"], restored["optimizer"])
     params = jax.jit(lambda k: init_params(spec, k))(key)
     if config.init_from:
-        params = _adapt(params, spec, load_trained(Path(config.init_from)))
+        params = _adapt(params, spec, load_trained(Path(config.init_from).expanduser()))
     return TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
 
 
 def _adapt(params: dict, spec: ModelSpec, trained: Trained) -> dict:
     """`trained` parameters where they fit; arrays that depend on a differing number of classes stay as they are."""
-    mine, theirs = dataclasses.asdict(spec), dataclasses.asdict(trained.spec)
-    shaping = ("name", "image_shape", "lanes", "lane_routing", "prior_bias", "decoder")
-    rows = [f"  {f}: {theirs[f]!r} there, {mine[f]!r} now" for f in shaping if mine[f] != theirs[f]]
+
+    def shape_of(spec: ModelSpec) -> dict[str, Any]:
+        same = {name: getattr(spec, name) for name in ("name", "image_shape", "lane_routing", "prior_bias", "decoder")}
+        return {"lanes": ",".join(map(str, spec.lane_groups)), **same}
+
+    theirs, mine = shape_of(trained.spec), shape_of(spec)
+    rows = [
+        f"  {field}: {theirs[field]!r} there, {mine[field]!r} now" for field in mine if mine[field] != theirs[field]
+    ]
     if rows:
         raise InputError("config.init_from names a model of another shape:\n" + "\n".join(rows))
     fresh = []
@@ -305,6 +345,11 @@ class _StopSignals:
         self.requested = signal.Signals(number).name
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def check(self, when: str) -> None:
+        """Raises Stopped if a signal has come."""
+        if self.requested:
+            raise Stopped(f"stopped by {self.requested} {when}")
 
     def __exit__(self, *error):
         for number, handler in self._before.items():

@@ -1,4 +1,6 @@
+import json
 import logging
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +72,45 @@ def test_saving_then_donating_saves_what_was_there(tmp_path):
     checkpoints.close()
 
 
+@pytest.mark.parametrize("part", ["params", "optimizer"])
+def test_content_that_reads_well_but_is_not_what_was_saved_is_skipped(tmp_path, caplog, part):
+    """What the storage layer cannot notice: whole files, of another state."""
+    save_all(tmp_path / "a", {1: None, 2: None}).close()
+    save_all(tmp_path / "b", {3: None}).close()
+    shutil.rmtree(tmp_path / "a" / "2" / part)
+    shutil.copytree(tmp_path / "b" / "3" / part, tmp_path / "a" / "2" / part)
+    checkpoints = Checkpoints(tmp_path / "a")
+    assert checkpoints.restore(LIKE)[1]["step"] == 1
+    assert f"SHA-256 of its {part}" in caplog.text
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("change", [("step", 7), ("validation_accuracy", 0.99)])
+def test_facts_are_verified(tmp_path, change):
+    save_all(tmp_path, {1: 0.5, 2: 0.4}).close()
+    path = tmp_path / "2" / "facts" / "metadata"
+    stored = json.loads(path.read_text())
+    stored["facts"][change[0]] = change[1]
+    path.write_text(json.dumps(stored))
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.restore(LIKE, best=True)[1]["step"] == 1
+    assert checkpoints.restore(LIKE)[1]["step"] == 1
+    checkpoints.close()
+
+
+def test_any_damaged_file_leaves_the_one_before(tmp_path):
+    save_all(tmp_path / "whole", {1: None, 2: None}).close()
+    for path in sorted((tmp_path / "whole" / "2").rglob("*")):
+        if path.is_file():
+            shutil.copytree(tmp_path / "whole", tmp_path / "damaged", dirs_exist_ok=True)
+            (tmp_path / "damaged" / path.relative_to(tmp_path / "whole")).write_bytes(b"")
+            checkpoints = Checkpoints(tmp_path / "damaged")
+            restored, facts = checkpoints.restore(LIKE)
+            jax.tree.map(np.testing.assert_array_equal, restored, state_of(facts["step"]))
+            checkpoints.close()
+            shutil.rmtree(tmp_path / "damaged")
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "empty"])
 def test_a_damaged_checkpoint_is_skipped_and_the_one_before_used(tmp_path, damage, caplog):
     save_all(tmp_path, {1: None, 2: None}).close()
@@ -93,6 +134,11 @@ def test_a_damaged_checkpoint_is_skipped_and_the_one_before_used(tmp_path, damag
     checkpoints.save(2, state_of(2), {})  # its place is free again
     checkpoints.wait()
     assert checkpoints.restore(LIKE)[1]["step"] == 2
+    checkpoints.close()
+    for path in data_files(tmp_path / "2" / "params"):  # and may be damaged again
+        path.unlink()
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.restore(LIKE)[1]["step"] == 1
     checkpoints.close()
 
 

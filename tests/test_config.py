@@ -86,6 +86,38 @@ def test_hash_ignores_places_only(tiny):
 def test_json_is_replaced_whole(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
     config_lib.write_json(path, {"old": 1})
-    with pytest.raises(TypeError):
-        config_lib.write_json(path, {"new": object()})
+    write_text = Path.write_text
+
+    def disk_full(self, text):
+        write_text(self, text[: len(text) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", disk_full)
+    with pytest.raises(OSError, match="No space left"):
+        config_lib.write_json(path, {"new": 2})
     assert json.loads(path.read_text()) == {"old": 1}
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "message"),
+    [
+        ("model", "lane", "mlcn1:w1", "model.lane is no field"),
+        ("model", "decoder", ["a"], "model.decoder"),
+        ("model", "num_routing_iters", None, "model.num_routing_iters is None"),
+        ("model", "prior_bias", 1, "of type bool"),
+        ("train", "seed", 2**32, "below 2"),
+        ("train", "batch_size", 1.5, "of type int"),
+        ("train", "warmup_epochs", float("inf"), "train.warmup_epochs"),
+    ],
+)
+def test_a_config_file_of_another_form_is_refused(tiny, section, field, value, message):
+    values = tiny.to_dict()
+    values[section][field] = value
+    with pytest.raises(InputError, match=message):
+        RunConfig.from_dict(values)
+
+
+def test_adamw_may_not_change_where_it_ends(tiny):
+    stored = tiny.replace({"train.optimizer": "adamw"})
+    with pytest.raises(InputError, match=r"train\.num_epochs"):
+        stored.replace({"train.num_epochs": 50}).check_resumable(stored, Path("W"))

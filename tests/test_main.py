@@ -1,6 +1,7 @@
 """The command line, as a user meets it: each command is a process of its own."""
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -23,8 +24,8 @@ def command(*args):
     return [sys.executable, "main.py", *map(str, args)]
 
 
-def run(*args):
-    return subprocess.run(command(*args), cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+def run(*args, env=None):
+    return subprocess.run(command(*args), cwd=REPOSITORY, capture_output=True, text=True, timeout=240, env=env)
 
 
 def test_train_evaluate_describe(tmp_path):
@@ -82,10 +83,13 @@ def test_bad_input_gets_one_clear_error(args, parts, tmp_path):
 
 
 def test_no_network_and_no_files_says_what_to_put_where(tmp_path):
-    args = (QUICKSTART, f"--workdir={tmp_path}", "--config.data.name=mnist", f"--config.data.dir={tmp_path}")
-    result = run(*args)
+    """Proxies that lead nowhere stand for a missing network."""
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    args = (QUICKSTART, f"--workdir={tmp_path}", "--config.data.name=mnist", f"--config.data.cache_dir={tmp_path}")
+    result = run(*args, env={**os.environ, **nowhere})
     assert result.returncode == 2
     assert "train-images-idx3-ubyte" in result.stderr
+    assert "could not be downloaded" in result.stderr
     assert "--config.data.dir" in result.stderr
 
 

@@ -14,13 +14,14 @@ def test_rows_after_the_resumed_step_and_a_half_written_one_are_dropped(tmp_path
     writer.close()
     path = tmp_path / "metrics.jsonl"
     with path.open("a") as file:
+        file.write('3\n{"a": 1}\n{"step": 15, "split": "train", "loss": 9.0}\n')  # damaged, and one more row
         file.write('{"step": 40, "spl')  # killed while writing
     writer = MetricsWriter(tmp_path, 20)
     writer.write(30, "train", {"loss": 7.0})
     writer.close()
     rows = read_rows(path)
-    assert [(row["step"], row["loss"]) for row in rows] == [(10, 0.1), (20, 0.05), (30, 7.0)]
-    assert path.read_text().count("\n") == 3
+    assert [(row["step"], row["loss"]) for row in rows] == [(10, 0.1), (20, 0.05), (15, 9.0), (30, 7.0)]
+    assert path.read_text().count("\n") == 4
     assert list((tmp_path / "tensorboard").iterdir())
 
 

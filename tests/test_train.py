@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import json
 import os
@@ -12,8 +13,8 @@ import optax
 import pytest
 
 from mlcn_jax import config as config_lib
-from mlcn_jax import data, losses, model, train
-from mlcn_jax.checkpoint import Checkpoints, load_trained
+from mlcn_jax import data, evaluate, losses, model, train
+from mlcn_jax.checkpoint import load_trained
 from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.metrics import read_rows
 
@@ -152,11 +153,12 @@ def test_adamw_warms_up_and_ends_at_zero(tiny):
     assert moves[5:] == sorted(moves[5:], reverse=True)
 
 
-def test_clipping_bounds_the_step(tiny):
+def test_clipping_bounds_the_gradient_that_adam_sees(tiny):
     optimizer = train.make_optimizer(tiny.replace({"train.clip_norm": 0.5}).train, 10)
-    huge = {"a": jnp.full(4, 1e20)}
-    updates, _ = optimizer.update(huge, optimizer.init(huge), huge)
-    assert np.all(np.isfinite(updates["a"]))
+    gradient = {"a": jnp.array([3.0, 4.0])}
+    _, state = optimizer.update(gradient, optimizer.init(gradient), gradient)
+    first_moment = optax.tree.get(state, "mu")["a"]  # a tenth of the gradient after one step
+    np.testing.assert_allclose(first_moment, [0.03, 0.04], rtol=1e-5)
 
 
 def test_a_few_hundred_steps_learn_the_digits(tiny, tmp_path):
@@ -185,9 +187,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tiny, tmp_path, changes):
     train.train(config.replace({"train.num_steps": 13}), tmp_path / "parts")
     train.train(config, tmp_path / "parts")
     assert_same_bits(params_of(tmp_path / "whole"), params_of(tmp_path / "parts"))
-    whole, parts = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
-    kept = [[(r["step"], r["split"]) for r in rows if r["split"] == "train"] for rows in (whole, parts)]
-    assert kept[0] == kept[1]
+    losses_of = [
+        {r["step"]: r["loss"] for r in read_rows(tmp_path / name / "metrics.jsonl")} for name in ("whole", "parts")
+    ]
+    assert losses_of[0][5] == losses_of[1][5]
+    assert losses_of[0][10] == losses_of[1][10]
+    assert losses_of[0][20] == losses_of[1][20]
 
 
 def test_a_finished_run_is_not_run_again(tiny, tmp_path):
@@ -197,13 +202,28 @@ def test_a_finished_run_is_not_run_again(tiny, tmp_path):
     assert (tmp_path / "summary.json").stat().st_mtime_ns == stamp
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.json"])
+def test_a_damaged_file_is_named(tiny, tmp_path, name):
+    train.train(tiny.replace({"train.num_steps": 5}), tmp_path)
+    (tmp_path / name).write_text('{"a')
+    with pytest.raises(InputError, match=f"{name} is damaged"):
+        evaluate.evaluate_workdir(config_lib.read_stored(tmp_path), tmp_path)
+
+
+def test_a_damaged_summary_is_made_again(tiny, tmp_path):
+    first = train.train(tiny, tmp_path)
+    (tmp_path / "summary.json").write_text('{"a')
+    assert train.train(tiny, tmp_path)["test_accuracy"] == first["test_accuracy"]
+
+
 def test_sigterm_saves_and_the_rest_follows(tiny, tmp_path):
     config = tiny.replace({"train.checkpoint_every": 0, "train.num_steps": 60})
     train.train(config, tmp_path / "whole")
 
     def stop_soon():
         path = tmp_path / "parts" / "metrics.jsonl"
-        while not (path.exists() and path.stat().st_size):
+        deadline = time.monotonic() + 120
+        while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -280,6 +300,7 @@ def test_fine_tuning_keeps_what_fits(tiny, tmp_path, monkeypatch):
     assert tuned["encoder"]["mlcn1_w1d1"]["capsule_weights"].shape[-1] == 4
     with pytest.raises(InputError, match="another shape:\n  lanes"):
         train.train(config.replace({"model.lanes": "mlcn1:w2*2"}), tmp_path / "other")
+    train.train(config.replace({"model.lanes": "mlcn1:w1d1,mlcn1:w1"}), tmp_path / "same lanes in other words")
 
 
 def test_a_profile_is_written(tiny, tmp_path):
@@ -293,10 +314,50 @@ def test_a_workdir_that_cannot_be_written_is_refused(tiny, tmp_path):
         train.train(tiny, tmp_path / "file" / "sub")
 
 
-def test_stored_checkpoints_say_what_they_hold(tiny, tmp_path):
-    train.train(tiny.replace({"train.num_steps": 5}), tmp_path)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", read_only=True)
-    like = {"params": jax.eval_shape(lambda: params_of(tmp_path))}
-    _, facts = checkpoints.restore(like)
-    checkpoints.close()
-    assert facts["model"]["lanes"] == "mlcn1:w1*2"
+def test_a_run_on_other_data_is_refused_and_left_as_it_is(tiny, tmp_path, monkeypatch):
+    train.train(tiny, tmp_path)
+    load = data.load
+
+    def one_image_less(name, **kwargs):
+        full = load(name, **kwargs)
+        return dataclasses.replace(full, train=full.train[1:])
+
+    monkeypatch.setattr(data, "load", one_image_less)
+    before = {name: (tmp_path / name).read_text() for name in ("config.json", "model.json", "summary.json")}
+    with pytest.raises(InputError, match="a run on other data:\n  training_images_sha256: "):
+        train.train(tiny.replace({"train.num_steps": 30}), tmp_path)
+    assert before == {name: (tmp_path / name).read_text() for name in before}
+
+
+def test_a_workdir_in_use_is_refused(tiny, tmp_path):
+    with train._lock(tmp_path), pytest.raises(InputError, match="another process trains in"):
+        train.train(tiny, tmp_path)
+
+
+def test_parameters_that_are_not_finite_are_never_saved(tiny, tmp_path):
+    """The loss of the last step is that before its update, and says nothing of what is saved."""
+    with pytest.raises(Diverged, match="not finite after step 1"):
+        train.train(tiny.replace({"train.learning_rate": 1e38, "train.num_steps": 1}), tmp_path)
+    with pytest.raises(InputError, match="holds no checkpoint yet"):
+        load_trained(tmp_path)
+
+
+def test_fewer_steps_than_were_made_end_where_the_run_stands(tiny, tmp_path):
+    train.train(tiny.replace({"train.num_steps": 10}), tmp_path)
+    (tmp_path / "summary.json").unlink()
+    summary = train.train(tiny.replace({"train.num_steps": 5}), tmp_path)
+    assert summary["steps"] == summary["best_step"] == load_trained(tmp_path).step == 10
+    assert summary["steps_this_session"] == 0
+
+
+def test_a_signal_before_the_first_step_stops(tiny, tmp_path, monkeypatch):
+    compile_step = train._compile
+
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return compile_step(*args)
+
+    monkeypatch.setattr(train, "_compile", interrupted)
+    with pytest.raises(Stopped, match="SIGINT before step 1"):
+        train.train(tiny, tmp_path)
+    assert not (tmp_path / "summary.json").exists()

@@ -1,0 +1,235 @@
+"""Convolution as products of spectra, in the form y = C ((A x) . (B k)) with constant matrices A, B and C.
+
+A convolution with stride s is a sum of s * s convolutions with stride 1 over the phases of the input (every
+s-th row and column). Over n = outputs + taps - 1 points, circular correlation of a phase gives exactly the
+wanted outputs, and the discrete Fourier transform turns it into one independent product a frequency. Written
+with real numbers, the transforms are products with constant matrices and a complex product is three real
+ones, so that everything is a matrix product: the dot above stands for one over channels and phases, for each
+row of A x. On 20x20 pixels, a 9x9 kernel with stride 2 takes 4.9 times fewer multiplications than directly.
+
+Maps are [points, batch, phases * channels], so no array is transposed between one product and the next.
+"""
+
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+_MAX_POINTS = 1024  # over both axes: B and C are dense in them
+
+
+class Span(NamedTuple):
+    """Sizes along one axis, within one phase: points = outputs + taps - 1."""
+
+    points: int
+    taps: int
+    outputs: int
+
+
+def spans_of(outputs, kernel_shape, stride):
+    """The spans of both image axes."""
+    taps = [-(-k // stride) for k in kernel_shape[:2]]
+    return tuple(Span(o + t - 1, t, o) for o, t in zip(outputs, taps, strict=True))
+
+
+def can_do(outputs, kernel_shape, stride):
+    """Whether the transforms of this shape are of a reasonable size."""
+    first, second = spans_of(outputs, kernel_shape, stride)
+    return first.points * second.points <= _MAX_POINTS
+
+
+def conv2d(x, kernel, stride, pads):
+    """As `conv.conv2d`, for pads ((top, bottom), (left, right))."""
+    sizes = [n + sum(pad) for n, pad in zip(x.shape[1:3], pads, strict=True)]
+    outputs = [(n - k) // stride + 1 for n, k in zip(sizes, kernel.shape[:2], strict=True)]
+    spans = spans_of(outputs, kernel.shape, stride)
+    x = crop_or_pad(x, pads, [stride * span.points for span in spans])
+    return _to_image(spans, _correlate(spans, _phases(spans, x), _kernel_phases(spans, stride, kernel)))
+
+
+def relu_then_correlate(spans, windows, kernel1, bias1, kernel2):
+    """A 9x9 convolution given by what its outputs see, bias, relu, and a second convolution with stride 2.
+
+    Args:
+      spans: those of the second convolution.
+      windows: [batch, 2 * points, 2 * points, taps * taps * channels], for each pixel between the two.
+      kernel1: [taps, taps, channels, features]; bias1: [features].
+      kernel2: [taps, taps, features, channels out].
+
+    Returns:
+      [batch, outputs, outputs, channels out].
+    """
+    kernel1 = kernel1.transpose(3, 0, 1, 2).reshape(bias1.size, -1)
+    rows = _phases(spans, windows).reshape(-1, windows.shape[-1])
+    y = _relu_then_correlate(spans, rows, kernel1, bias1, _kernel_phases(spans, 2, kernel2))
+    return _to_image(spans, y)
+
+
+def crop_or_pad(x, pads, sizes):
+    """x [batch, h, w, c] with `pads` zeros before each image axis, then cut or filled up to `sizes`."""
+    edges = [(lo, size - lo - n, 0) for (lo, _), size, n in zip(pads, sizes, x.shape[1:3], strict=True)]
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *edges, (0, 0, 0)])
+
+
+def matmul(a, b):
+    """a @ b, added up in float32, of the type of a."""
+    return jnp.matmul(a, b, preferred_element_type=jnp.float32).astype(a.dtype)
+
+
+# --- layouts --------------------------------------------------------------------------------------
+
+
+def _phases(spans, x):
+    """[batch, stride * points, stride * points, c] -> [points * points, batch, stride * stride * c]."""
+    n1, n2 = (span.points for span in spans)
+    batch, height, width, channels = x.shape
+    x = x.reshape(batch, n1, height // n1, n2, width // n2, channels).transpose(1, 3, 0, 2, 4, 5)
+    return x.reshape(n1 * n2, batch, -1)
+
+
+def _kernel_phases(spans, stride, kernel):
+    """[k, k, c, cout] -> [taps * taps, stride * stride * c, cout], with zeros for taps that are not there."""
+    t1, t2 = (span.taps for span in spans)
+    kh, kw, channels, cout = kernel.shape
+    kernel = jnp.pad(kernel, ((0, stride * t1 - kh), (0, stride * t2 - kw), (0, 0), (0, 0)))
+    kernel = kernel.reshape(t1, stride, t2, stride, channels, cout).transpose(0, 2, 1, 3, 4, 5)
+    return kernel.reshape(t1 * t2, -1, cout)
+
+
+def _to_image(spans, y):
+    """[outputs * outputs, batch, c] -> [batch, outputs, outputs, c]."""
+    return y.reshape(*(span.outputs for span in spans), *y.shape[1:]).transpose(2, 0, 1, 3)
+
+
+# --- transforms -----------------------------------------------------------------------------------
+
+
+@lru_cache
+def _matrices(spans):
+    """The constant matrices A1, A2, B and C, float64, for real maps, whose spectra have conjugate pairs.
+
+    A = A2 A1 works one axis at a time. A1 [2 m, n1] takes real and imaginary part of m frequencies u of the
+    first axis; those of u = 0 and u = n1 / 2, both real, share one place. A2 [m, 3 n2, 2 n2] transforms the
+    second axis. B is [3 m n2, taps * taps] and C [outputs * outputs, 3 m n2]. Three rows serve one complex
+    product (Gauss): (a + ib)(c + id) = (p - r) + i (p + q) with p = c (a + b), q = a (d - c), r = b (c + d).
+    Rows that are left over are zero.
+    """
+    (n1, t1, o1), (n2, t2, o2) = spans
+    blocks = (n1 + 1) // 2
+    a1 = np.zeros((blocks, 2, n1))
+    a2, b, c = (np.zeros((blocks, 3 * n2, size)) for size in (2 * n2, t1 * t2, o1 * o2))
+
+    def wave(u, v, size1, size2):
+        return np.exp(2j * np.pi * np.add.outer(u * np.arange(size1) / n1, v * np.arange(size2) / n2)).ravel()
+
+    for m in range(blocks):
+        rows = []
+        for part, u in enumerate([m] if m else [0, n1 // 2][: 2 - n1 % 2]):
+            first_axis = wave(u, 0, n1, 1).conj()
+            a1[m, part] = first_axis.real
+            if m:
+                a1[m, 1] = first_axis.imag
+            for v in range(n2 if m else n2 // 2 + 1):
+                x = np.zeros((2, n2), complex)
+                x[part] = wave(0, v, 1, n2).conj()
+                if m:
+                    x[1] = 1j * x[0]
+                x, k, y = x.ravel(), wave(u, v, t1, t2), wave(u, v, o1, o2) / (n1 * n2)
+                if not m and 2 * v % n2 == 0:  # its own conjugate
+                    rows.append((x.real, k.real, y.real))
+                else:
+                    rows.append((x.real + x.imag, k.real, 2 * (y.real - y.imag)))
+                    rows.append((x.real, k.imag - k.real, -2 * y.imag))
+                    rows.append((x.imag, k.real + k.imag, -2 * y.real))
+        for row, entries in enumerate(rows):
+            a2[m, row], b[m, row], c[m, row] = entries
+    return a1.reshape(2 * blocks, n1), a2, b.reshape(-1, t1 * t2), c.reshape(-1, o1 * o2).T
+
+
+def _constants(spans, dtype):
+    return tuple(jnp.asarray(matrix, dtype) for matrix in _matrices(spans))
+
+
+def _apply(matrix, x):
+    """A matrix times the first axis of x."""
+    return matmul(matrix, x.reshape(x.shape[0], -1)).reshape(-1, *x.shape[1:])
+
+
+def _correlate_fwd(spans, x, kernel):
+    a1, a2, b, c = _constants(spans, x.dtype)
+    blocks, _, inputs = a2.shape
+    x_spectrum = matmul(a1, x.reshape(a1.shape[1], -1)).reshape(blocks, inputs, -1)
+    x_spectrum = matmul(a2, x_spectrum).reshape(-1, *x.shape[1:])
+    kernel_spectrum = _apply(b, kernel)
+    return _apply(c, matmul(x_spectrum, kernel_spectrum)), (x_spectrum, kernel_spectrum)
+
+
+def _correlate_bwd(spans, spectra, g):
+    x_spectrum, kernel_spectrum = spectra
+    a1, a2, b, c = _constants(spans, g.dtype)
+    blocks, outputs, _ = a2.shape
+    dx = matmul(_apply(c.T, g), kernel_spectrum.transpose(0, 2, 1))
+    dx = matmul(a2.transpose(0, 2, 1), dx.reshape(blocks, outputs, -1))
+    dx = matmul(a1.T, dx.reshape(a1.shape[0], -1)).reshape(-1, *x_spectrum.shape[1:])
+    # [cout, batch] x [batch, c] runs at twice the rate of its transpose on a CPU
+    dkernel = matmul(_apply(c.T, g.transpose(0, 2, 1)), x_spectrum)
+    return dx, _apply(b.T, dkernel).transpose(0, 2, 1)
+
+
+def _relu_then_correlate_fwd(spans, rows, kernel1, bias1, kernel2):
+    # relu(z + bias) without a constant operand, which would keep XLA from computing it with the product
+    h = jnp.maximum(matmul(rows, kernel1.T), -bias1[None]) + bias1[None]
+    points = spans[0].points * spans[1].points
+    y, spectra = _correlate_fwd(spans, h.reshape(points, -1, kernel2.shape[1]), kernel2)
+    return y, (rows, kernel1, h, spectra)
+
+
+def _relu_then_correlate_bwd(spans, saved, g):
+    rows, kernel1, h, spectra = saved
+    dh, dkernel2 = _correlate_bwd(spans, spectra, g)
+    dh = jnp.where(h > 0, dh.reshape(h.shape), 0)
+    return matmul(dh, kernel1), matmul(dh.T, rows), dh.sum(axis=0), dkernel2
+
+
+# --- gradients and lanes --------------------------------------------------------------------------
+
+
+def _lanes_in_turn(one_lane):
+    """On a CPU `jax.vmap` calls it lane by lane, unrolled, so that the arrays of a lane fit the cache."""
+    function = custom_vmap(one_lane)
+
+    @function.def_vmap
+    def _(size, batched, *args):
+        batched = tuple(batched)
+        if jax.default_backend() == "cpu":
+            lanes = [jax.tree.map(lambda a, b, i=i: a[i] if b else a, args, batched) for i in range(size)]
+            out = jax.tree.map(lambda *parts: jnp.stack(parts), *[function(*lane) for lane in lanes])
+        else:
+            out = jax.vmap(one_lane, jax.tree.map(lambda b: 0 if b else None, batched))(*args)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return function
+
+
+def _with_gradient(forward, backward):
+    """The function of (spans, *arrays) that has this forward and backward pass, each of one lane."""
+
+    @partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def function(spans, *args):
+        return run(forward, spans, *args)[0]
+
+    def run(one_pass, spans, *args):
+        return _lanes_in_turn(partial(one_pass, spans))(*args)
+
+    function.defvjp(partial(run, forward), partial(run, backward))
+    return function
+
+
+# (spans, x [points, batch, c], kernel [taps, c, cout]) -> [outputs, batch, cout]
+_correlate = _with_gradient(_correlate_fwd, _correlate_bwd)
+# (spans, rows [points * batch * phases, window], kernel1 [c1, window], bias1, kernel2) -> likewise
+_relu_then_correlate = _with_gradient(_relu_then_correlate_fwd, _relu_then_correlate_bwd)
