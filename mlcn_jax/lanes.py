@@ -7,7 +7,6 @@ activations: a group of equal lanes is `jax.vmap` of one lane over stacked param
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -126,75 +125,74 @@ class LaneSettings:
     conv_algorithm: str = "auto"
 
 
-class Conv(nn.Module):
-    """Convolution with bias: Glorot-uniform kernel, zero bias, as Keras starts them."""
+class ConvParams(nn.Module):
+    """Kernel and bias of a convolution: Glorot-uniform and zero, as Keras starts them."""
 
-    features: int
-    kernel_size: int
-    stride: int = 1
-    padding: str = "VALID"
+    shape: tuple[int, int, int, int]
     dtype: DTypeLike = jnp.float32
-    algorithm: str = "auto"
 
     @nn.compact
-    def __call__(self, x: Float[Array, "batch h w cin"]) -> Float[Array, "batch h2 w2 cout"]:
-        shape = (self.kernel_size, self.kernel_size, x.shape[-1], self.features)
-        kernel = self.param("kernel", _glorot, shape).astype(self.dtype)
-        bias = self.param("bias", nn.initializers.zeros, (self.features,)).astype(self.dtype)
-        y = conv.conv2d(x, kernel, stride=self.stride, padding=self.padding, algorithm=self.algorithm)
-        return y + bias[None, None, None]
+    def __call__(self) -> tuple[Float[Array, "kh kw cin cout"], Float[Array, " cout"]]:
+        kernel = self.param("kernel", _glorot, self.shape)
+        bias = self.param("bias", nn.initializers.zeros, self.shape[-1:])
+        return kernel.astype(self.dtype), bias.astype(self.dtype)
 
 
-class PointwiseThenConv(nn.Module):
-    """A 1x1 separable convolution followed by a 9x9 one, no activation between, computed as one convolution.
+class JointConvParams(nn.Module):
+    """Kernel and bias of a 1x1 separable convolution and the 9x9 one after it, joined into one 9x9 convolution.
 
-    Both are linear, so their product is a 9x9 convolution that reads the image's few channels in place of the
-    `pointwise_features` in between: the same function of the same parameters at a fraction of the work.
+    There is no activation between the two, so their product is a convolution that reads the image's few channels
+    in place of the `middle` features in between: the same function of the same parameters for less work.
     """
 
-    pointwise_features: int
+    channels: int
+    middle: int
     features: int
     dtype: DTypeLike = jnp.float32
-    algorithm: str = "auto"
 
     @nn.compact
-    def __call__(self, x: Float[Array, "batch h w cin"]) -> Float[Array, "batch h2 w2 cout"]:
-        middle = self.pointwise_features
-        depthwise = self.param("depthwise", nn.initializers.ones, (x.shape[-1],))
-        pointwise = self.param("pointwise", _glorot, (x.shape[-1], middle))
-        pointwise_bias = self.param("pointwise_bias", nn.initializers.zeros, (middle,))
-        kernel = self.param("kernel", _glorot, (9, 9, middle, self.features))
+    def __call__(self) -> tuple[Float[Array, "9 9 cin cout"], Float[Array, " cout"]]:
+        depthwise = self.param("depthwise", nn.initializers.ones, (self.channels,))
+        pointwise = self.param("pointwise", _glorot, (self.channels, self.middle))
+        pointwise_bias = self.param("pointwise_bias", nn.initializers.zeros, (self.middle,))
+        kernel = self.param("kernel", _glorot, (9, 9, self.middle, self.features))
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
-
         joint_kernel = jnp.einsum("cm,hwmo->hwco", depthwise[:, None] * pointwise, kernel)
         joint_bias = bias + jnp.einsum("m,hwmo->o", pointwise_bias, kernel)
-        y = conv.conv2d(x, joint_kernel.astype(self.dtype), algorithm=self.algorithm)
-        return y + joint_bias.astype(self.dtype)[None, None, None]
+        return joint_kernel.astype(self.dtype), joint_bias.astype(self.dtype)
 
 
-def _mlcn1(images: Array, spec: LaneSpec, conv_fields: dict[str, Any]) -> Array:
-    x = Conv(features=16 * spec.width, kernel_size=9, name="conv1", **conv_fields)(images)
-    return _primary_features(nn.relu(x), spec, conv_fields)
+def _mlcn1(images: Array, spec: LaneSpec, settings: LaneSettings) -> Array:
+    shape = (9, 9, images.shape[-1], 16 * spec.width)
+    return _primary_features(images, ConvParams(shape, settings.dtype, name="conv1")(), spec, settings)
 
 
-def _mlcn2(images: Array, spec: LaneSpec, conv_fields: dict[str, Any]) -> Array:
-    x = PointwiseThenConv(4 * spec.width, features=8 * spec.width, name="conv1", **conv_fields)(images)
-    return _primary_features(nn.relu(x), spec, conv_fields)
+def _mlcn2(images: Array, spec: LaneSpec, settings: LaneSettings) -> Array:
+    first = JointConvParams(images.shape[-1], 4 * spec.width, 8 * spec.width, settings.dtype, name="conv1")
+    return _primary_features(images, first(), spec, settings)
 
 
-def _primary_features(x: Array, spec: LaneSpec, conv_fields: dict[str, Any]) -> Array:
-    """The layers that depth adds, then the convolution that makes 2 * width capsules at each place."""
+def _primary_features(
+    images: Array, first: tuple[Array, Array], spec: LaneSpec, settings: LaneSettings
+) -> Float[Array, "batch h w filters"]:
+    """The first convolution, the layers that depth adds, and the one that makes 2 * width capsules at each place."""
+    features = first[0].shape[-1]
+    shape = (9, 9, features, 2 * spec.width * PRIMARY_DIM)
+    primary = ConvParams(shape, settings.dtype, name="primary")()
+    algorithm = settings.conv_algorithm
+    if spec.depth == 1:
+        return conv.lane_convs(images, *first, *primary, algorithm=algorithm)
+    x = nn.relu(conv.conv2d(images, first[0], algorithm=algorithm) + first[1][None, None, None])
     for i in range(1, spec.depth):
-        deeper = Conv(features=x.shape[-1], kernel_size=3, padding="SAME", name=f"deep{i}", **conv_fields)
-        x = nn.relu(deeper(x))
-    filters = 2 * spec.width * PRIMARY_DIM
-    return Conv(features=filters, kernel_size=9, stride=2, name="primary", **conv_fields)(x)
+        kernel, bias = ConvParams((3, 3, features, features), settings.dtype, name=f"deep{i}")()
+        x = nn.relu(conv.conv2d(x, kernel, padding="SAME", algorithm=algorithm) + bias[None, None, None])
+    return conv.conv2d(x, primary[0], stride=2, algorithm=algorithm) + primary[1][None, None, None]
 
 
-# A lane kind turns [batch, height, width, channels] images into [batch, h, w, n * PRIMARY_DIM] features, which
-# become the lane's primary capsules. It is one function (images, spec, conv_fields) that declares Linen layers,
-# where `conv_fields` are the type and algorithm to give to each convolution, and one line here.
-LANE_KINDS: dict[str, Callable[[Array, LaneSpec, dict[str, Any]], Array]] = {"mlcn1": _mlcn1, "mlcn2": _mlcn2}
+# A lane kind turns [batch, height, width, channels] images into [batch, h, w, n * PRIMARY_DIM] features, which become
+# the lane's primary capsules. It is one function (images, spec, settings) that declares its parameters as Linen
+# modules, and one line here.
+LANE_KINDS: dict[str, Callable[[Array, LaneSpec, LaneSettings], Array]] = {"mlcn1": _mlcn1, "mlcn2": _mlcn2}
 
 
 def primary_capsules(
@@ -216,8 +214,7 @@ class Lane(nn.Module):
     @nn.compact
     def __call__(self, images: Float[Array, "batch h w channels"]) -> Float[Array, "batch classes"]:
         s = self.settings
-        conv_fields: dict[str, Any] = {"dtype": s.dtype, "algorithm": s.conv_algorithm}
-        u = primary_capsules(LANE_KINDS[self.spec.kind](images.astype(s.dtype), self.spec, conv_fields))
+        u = primary_capsules(LANE_KINDS[self.spec.kind](images.astype(s.dtype), self.spec, s))
         num_primary = u.shape[1]
         weights = self.param("capsule_weights", _glorot, (num_primary, PRIMARY_DIM, s.num_classes))
         weights = weights.astype(s.dtype)

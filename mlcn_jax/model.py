@@ -111,10 +111,10 @@ class CapsNetEncoder(nn.Module):
     @nn.compact
     def __call__(self, images: Float[Array, "batch h w channels"]) -> Float[Array, "batch classes 16"]:
         spec = self.spec
-        conv_fields: dict[str, Any] = {"dtype": spec.dtype, "algorithm": spec.conv}
-        x = images.astype(spec.dtype)
-        x = nn.relu(lanes_lib.Conv(_CAPSNET_FILTERS, kernel_size=9, name="conv1", **conv_fields)(x))
-        x = lanes_lib.Conv(_CAPSNET_FILTERS, kernel_size=9, stride=2, name="primary", **conv_fields)(x)
+        n = _CAPSNET_FILTERS
+        conv1 = lanes_lib.ConvParams((9, 9, images.shape[-1], n), spec.dtype, name="conv1")()
+        primary = lanes_lib.ConvParams((9, 9, n, n), spec.dtype, name="primary")()
+        x = conv.lane_convs(images.astype(spec.dtype), *conv1, *primary, algorithm=spec.conv)
         u = lanes_lib.primary_capsules(x)
         shape = (u.shape[1], spec.num_classes, u.shape[2], _CAPSNET_CLASS_DIM)
         weights = self.param("capsule_weights", nn.initializers.glorot_uniform(), shape).astype(spec.dtype)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mlcn_jax import lanes, model
+from mlcn_jax import conv, lanes, model
 from mlcn_jax.errors import InputError
 from mlcn_jax.lanes import Lane, LaneGroup, LaneSettings, LaneSpec
 
@@ -68,8 +68,8 @@ def test_a_vmapped_group_equals_a_loop_of_single_lanes(rng, kind, lane_routing):
     def grouped(params):
         return lanes.apply_group(params, group, settings, images)
 
-    np.testing.assert_allclose(grouped(params), loop(params), rtol=1e-5, atol=1e-6)
-    ours, theirs = jax.grad(total(grouped))(params), jax.grad(total(loop))(params)
+    np.testing.assert_allclose(jax.jit(grouped)(params), jax.jit(loop)(params), rtol=1e-5, atol=1e-6)
+    ours, theirs = jax.jit(jax.grad(total(grouped)))(params), jax.jit(jax.grad(total(loop)))(params)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.max(jnp.abs(b))) + 1e-9)
 
@@ -85,7 +85,7 @@ def test_lanes_do_not_see_each_other(rng):
         variables = {"params": {**params, "encoder": encoder}}
         return jnp.sum(network.apply(variables, images, method="encode"), axis=(0, 1))
 
-    jacobian = jax.jacrev(columns)(params["encoder"])
+    jacobian = jax.jit(jax.jacrev(columns))(params["encoder"])
 
     def largest(tree, *index):
         return max(float(jnp.max(jnp.abs(leaf[index]))) for name, leaf in tree.items() if name != "prior_bias")
@@ -104,8 +104,8 @@ def test_lanes_do_not_see_each_other(rng):
 
 def test_mlcn2_first_layers_equal_two_convolutions(rng):
     x = jnp.array(rng.uniform(size=(2, 12, 11, 3)), jnp.float32)
-    layer = lanes.PointwiseThenConv(pointwise_features=4, features=5)
-    params = layer.init(jax.random.key(0), x)["params"]
+    layer = lanes.JointConvParams(channels=3, middle=4, features=5)
+    params = layer.init(jax.random.key(0))["params"]
     params = {k: jnp.array(rng.normal(size=p.shape), jnp.float32) for k, p in params.items()}
 
     def two_steps(params, x):
@@ -117,7 +117,8 @@ def test_mlcn2_first_layers_equal_two_convolutions(rng):
         return y + params["bias"][None, None, None]
 
     def joint(params, x):
-        return layer.apply({"params": params}, x)
+        kernel, bias = layer.apply({"params": params})
+        return conv.conv2d(x, kernel) + bias[None, None, None]
 
     np.testing.assert_allclose(joint(params, x), two_steps(params, x), rtol=1e-4, atol=1e-3)
     ours, theirs = (jax.grad(lambda p, f=f: jnp.mean(jnp.sin(f(p, x) / 30)))(params) for f in (joint, two_steps))
@@ -145,9 +146,10 @@ def test_depth_adds_layers_of_the_width_before():
 
 
 def test_a_new_lane_kind_is_one_function_and_one_line(monkeypatch, rng):
-    def pooled(images, spec, conv_fields):
+    def pooled(images, spec, settings):
         x = nn.avg_pool(images, (4, 4), (4, 4))
-        return lanes.Conv(8 * spec.width, kernel_size=3, name="only", **conv_fields)(x)
+        kernel, bias = lanes.ConvParams((3, 3, x.shape[-1], 8 * spec.width), settings.dtype, name="only")()
+        return conv.conv2d(x, kernel) + bias[None, None, None]
 
     monkeypatch.setitem(lanes.LANE_KINDS, "pooled", pooled)
     spec = model.ModelSpec("mlcn", (20, 20, 1), 4, "pooled:w3*2,mlcn1:w1", decoder=(4,))

@@ -334,9 +334,9 @@ def test_a_workdir_in_use_is_refused(tiny, tmp_path):
         train.train(tiny, tmp_path)
 
 
-def test_parameters_that_are_not_finite_are_never_saved(tiny, tmp_path):
+def test_parameters_without_a_finite_loss_are_never_saved(tiny, tmp_path):
     """The loss of the last step is that before its update, and says nothing of what is saved."""
-    with pytest.raises(Diverged, match="not finite after step 1"):
+    with pytest.raises(Diverged, match="step 1: the loss after it is nan"):
         train.train(tiny.replace({"train.learning_rate": 1e38, "train.num_steps": 1}), tmp_path)
     with pytest.raises(InputError, match="holds no checkpoint yet"):
         load_trained(tmp_path)
