@@ -62,9 +62,9 @@ def dynamic_routing(
     Each iteration computes `c = softmax_j(b)`, `s_j = sum_i c_ij u_hat_ji`, `v_j = squash(s_j)` and
     `b_ij += u_hat_ji . v_j`, with `u_hat_ji = u_i W_ij`. Gradients flow through every iteration.
 
-    Two identities save work and memory. The first coupling is the same for the whole batch, so the first `s` is
-    one matrix product. And where `out_dim > in_dim`, `u_hat`, the largest array, is never built: `s_j` is
-    `sum_i (c_ij u_i) W_ij` and the agreement is `u_i . (W_ij v_j)`.
+    The first coupling is the same for the whole batch, so the first `s` is one matrix product. `u_hat` is made once,
+    in the order in which a batched product over input capsules gives it, so that nothing is transposed; doing
+    without it (`u_hat_ji . v_j = u_i . (W_ij v_j)`) was slower and took more memory (`benchmarks/routing.py`).
 
     Args:
       u: primary capsules.
@@ -80,36 +80,20 @@ def dynamic_routing(
     batch, num_in, in_dim = u.shape
     _, num_out, _, out_dim = weights.shape
 
-    if out_dim > in_dim:
-        by_class = weights.transpose(1, 0, 2, 3)  # [j, i, in_dim, out_dim]
-
-        def total_input(c):
-            weighted = c.transpose(2, 0, 1)[..., None].astype(u.dtype) * u[None]  # [j, batch, i, in_dim]
-            s = jnp.einsum("jbid,jidm->jbm", weighted, by_class, preferred_element_type=jnp.float32)
-            return s.transpose(1, 0, 2)
-
-        def agreement(v):
-            back = jnp.einsum("bjm,jidm->jbid", v, by_class)
-            return jnp.sum((back * u[None]).astype(jnp.float32), axis=-1).transpose(1, 2, 0)
-
-    else:
-        u_hat = jnp.einsum("bid,ijdm->bijm", u, weights)
-
-        def total_input(c):
-            return jnp.einsum("bij,bijm->bjm", c.astype(u.dtype), u_hat, preferred_element_type=jnp.float32)
-
-        def agreement(v):
-            return jnp.einsum("bjm,bijm->bij", v, u_hat, preferred_element_type=jnp.float32)
+    def flat(w):
+        return w.transpose(0, 2, 1, 3).reshape(num_in, in_dim, num_out * out_dim)
 
     b = jnp.zeros((num_in, num_out)) if prior_bias is None else prior_bias.astype(jnp.float32)
-    coupled = weights * jax.nn.softmax(b, axis=-1)[:, :, None, None].astype(weights.dtype)
-    flat = coupled.transpose(0, 2, 1, 3).reshape(num_in * in_dim, num_out * out_dim)
-    s = jnp.dot(u.reshape(batch, -1), flat, preferred_element_type=jnp.float32)
+    coupled = flat(weights * jax.nn.softmax(b, axis=-1)[:, :, None, None].astype(weights.dtype))
+    s = jnp.dot(u.reshape(batch, -1), coupled.reshape(num_in * in_dim, -1), preferred_element_type=jnp.float32)
     s = s.reshape(batch, num_out, out_dim)
-    b = b[None]
+    u_hat = jnp.einsum("bid,idx->ibx", u, flat(weights)).reshape(num_in, batch, num_out, out_dim)
+    b = b[:, None]  # [in_capsules, batch, out_capsules] from now on
     for _ in range(num_routing_iters - 1):
-        b = b + agreement(squash(s).astype(u.dtype))
-        s = total_input(jax.nn.softmax(b, axis=-1))
+        v = squash(s).astype(u.dtype)
+        b = b + jnp.sum(u_hat * v[None], axis=-1, dtype=jnp.float32)
+        c = jax.nn.softmax(b, axis=-1).astype(u.dtype)
+        s = jnp.sum(c[..., None] * u_hat, axis=0, dtype=jnp.float32)
     return squash(s).astype(u.dtype)
 
 

@@ -57,7 +57,7 @@ def test_lengths_have_gradient_zero_at_zero():
     assert not np.any(gradient[1])
 
 
-@pytest.mark.parametrize("out_dim", [1, 4, 16], ids=lambda d: f"out_dim{d}")  # in_dim 4: both forms
+@pytest.mark.parametrize("out_dim", [1, 4, 16], ids=lambda d: f"out_dim{d}")
 @pytest.mark.parametrize("num_iters", [1, 2, 3, 5])
 @pytest.mark.parametrize("with_prior", [False, True])
 def test_routing_equals_the_slow_one(rng, out_dim, num_iters, with_prior):
