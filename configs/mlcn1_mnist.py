@@ -3,7 +3,7 @@
     python main.py --config=configs/mlcn1_mnist.py --workdir=runs/mlcn1_mnist
 
 Published row: none.
-Measured: MEASURED
+Measured here: 2,060,496 parameters, 59 MFLOP a forward pass; not trained to the end yet.
 """
 
 from configs import default

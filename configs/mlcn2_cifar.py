@@ -3,7 +3,7 @@
     python main.py --config=configs/mlcn2_cifar.py --workdir=runs/mlcn2_cifar
 
 Published (thesis, table 4.1): 69.05 % after 20 epochs, 53 s an epoch on one P100 (mlcn2:w2*32: 75.18 %, 204 s).
-Measured: MEASURED
+Measured here: 4,691,084 parameters, 129 MFLOP a forward pass; not trained to the end yet.
 """
 
 from configs import default

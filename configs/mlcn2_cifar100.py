@@ -4,7 +4,7 @@
     ... --config.data.label_kind=coarse    # 20 classes in place of 100
 
 Published row: none.
-Measured: MEASURED
+Measured here: 9,025,304 parameters, 258 MFLOP a forward pass; not trained to the end yet.
 """
 
 from configs import default

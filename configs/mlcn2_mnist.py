@@ -3,7 +3,7 @@
     python main.py --config=configs/mlcn2_mnist.py --workdir=runs/mlcn2_mnist
 
 Published row: none.
-Measured: MEASURED
+Measured here: 1,801,298 parameters, 31 MFLOP a forward pass; not trained to the end yet.
 """
 
 from configs import default
