@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from mlcn_jax import devices
 from mlcn_jax.config import RunConfig, write_json
 from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.train import train
@@ -63,7 +64,7 @@ def sweep(config: RunConfig, workdir: Path, text: str) -> list[dict[str, Any]]:
             row["error"] = str(error)
             _log.error("point %d failed: %s", i, error)
         rows.append(row)
-        write_json(workdir / "sweep.json", rows)
+        write_json(workdir / "sweep.json", {"rows": rows, **devices.environment()})
     return rows
 
 

@@ -32,7 +32,7 @@ def test_a_sweep_trains_every_point_once_and_goes_on_after_a_failure(tiny, tmp_p
     ]
     assert all("error" in row for row in rows[2:])
     assert rows[0]["test_accuracy"] != rows[1]["test_accuracy"] or rows[0]["test_loss"] != rows[1]["test_loss"]
-    assert json.loads((tmp_path / "sweep.json").read_text()) == rows
+    assert json.loads((tmp_path / "sweep.json").read_text())["rows"] == rows
     lines = sweep.table(rows).splitlines()
     assert len(lines) == 6
     assert lines[0].startswith("| train.learning_rate | train.seed | test_accuracy |")
