@@ -141,6 +141,7 @@ class Checkpoints:
             return _UNRANKED
 
     def _set_aside(self, step: int) -> None:
+        del self._accuracies[step]
         damaged = self._directory / str(step)
         if self._read_only or not damaged.exists():
             return

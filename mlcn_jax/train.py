@@ -156,8 +156,8 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         trace = stack.enter_context(contextlib.ExitStack())
         first_profiled = start + max(0, min(10, num_steps - start - _PROFILED_STEPS))
 
-        def score(split_name: str, split: data.Split, params: dict, step: int) -> evaluate.Scores:
-            scores = evaluator(params, split, settings.batch_size)
+        def score(split_name: str, split: data.Split, step: int) -> evaluate.Scores:
+            scores = evaluator(state.params, split, settings.batch_size)
             writer.write(step, split_name, {"loss": scores.loss, "accuracy": scores.accuracy})
             progress.say(f"step {step}  {split_name} loss {scores.loss:.4f}  accuracy {scores.accuracy:.2%}")
             return scores
@@ -167,7 +167,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             loss = evaluator(state.params, data.Split(*batches.at(step - 1)), settings.batch_size).loss
             if not math.isfinite(loss):
                 raise Diverged(f"step {step}: the loss after it is {loss}; checkpoints of earlier steps are kept")
-            accuracy = score("validation", validation, state.params, step).accuracy if validate else None
+            accuracy = score("validation", validation, step).accuracy if validate else None
             parts = {"params": state.params, "optimizer": state.optimizer}
             checkpoints.save(step, parts, {"config_hash": config.hash()}, accuracy)
 
@@ -188,7 +188,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
                 if test_due or save_due or stop.requested:
                     with log.paused():
                         if test_due:  # before the save: what a checkpoint follows is on disk already
-                            score("test", dataset.test, state.params, step)
+                            score("test", dataset.test, step)
                         if save_due or stop.requested:
                             save(step, validate=save_due and len(validation.labels) > 0)
                 if step < num_steps and stop.requested:

@@ -98,6 +98,19 @@ def test_facts_are_verified(tmp_path, change):
     checkpoints.close()
 
 
+def test_a_damaged_best_makes_room_for_the_next_best(tmp_path):
+    save_all(tmp_path, {1: 0.5, 2: 0.9}).close()
+    for path in data_files(tmp_path / "2" / "params"):
+        path.unlink()
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.restore(LIKE)
+    for step, accuracy in {3: 0.4, 4: 0.3, 5: 0.2}.items():
+        checkpoints.save(step, state_of(step), {}, accuracy)
+    checkpoints.wait()
+    assert checkpoints.restore(LIKE, best=True)[1]["step"] == 1
+    checkpoints.close()
+
+
 def test_any_damaged_file_leaves_the_one_before(tmp_path):
     save_all(tmp_path / "whole", {1: None, 2: None}).close()
     for path in sorted((tmp_path / "whole" / "2").rglob("*")):
