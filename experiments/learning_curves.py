@@ -53,6 +53,7 @@ def main(argv: list[str]) -> None:
         for row in _ROWS.value:
             record(row, int(seed))
     draw(read_results())
+    print(table(read_results()))
 
 
 def read_results() -> dict[str, Any]:
@@ -101,6 +102,21 @@ def common_epochs(entry: dict[str, Any]) -> np.ndarray:
     """Test accuracy in %, [runs, epochs], up to the last epoch that every run has."""
     curves = [run["test_accuracy_per_epoch"] for run in entry["runs"].values()]
     return np.array([curve[: min(map(len, curves))] for curve in curves])
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as the README shows them."""
+    lines = ["| data | lanes | seeds | epoch 1 | epoch 2 | epoch 3 | TensorFlow, epochs 1 to 3 | epoch 20, seed 0 |"]
+    lines.append("|" + "---|" * 8)
+    for entry in results.values():
+        copy = " (JPEG copy)" if entry["data"]["bytes"] == "not official" else ""
+        means = [f"{value:.2f}" for value in entry["mean_accuracy_per_epoch"][:3]]
+        peer = ", ".join(f"{value:.2f}" for value in entry["tensorflow_accuracy"]) or "-"
+        first = entry["runs"].get("0", {}).get("test_accuracy_per_epoch", [])
+        last = f"{first[19]:.2f}" if len(first) == 20 else "-"
+        row = [entry["data"]["name"] + copy, f"`{entry['lanes']}`", str(entry["num_runs"]), *means, peer, last]
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
 
 
 def draw(results: dict[str, Any]) -> None:

@@ -95,7 +95,7 @@ def test_no_network_and_no_files_says_what_to_put_where(tmp_path):
 
 def test_killed_at_random_moments_it_ends_with_the_same_parameters(tmp_path):
     """kill -9 while starting, training, or saving; the same command again; bit for bit the same end."""
-    args = (QUICKSTART, *SMALL, "--config.train.num_steps=60", "--config.train.checkpoint_every=3")
+    args = (QUICKSTART, *SMALL, "--config.train.num_steps=90", "--config.train.checkpoint_every=3")
     whole = run(*args, f"--workdir={tmp_path / 'whole'}")
     assert whole.returncode == 0, whole.stderr
 
@@ -111,7 +111,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_parameters(tmp_path):
         if attempt:  # wait for something new in the folder, often a save just begun, so that every attempt gets on
             while process.poll() is None and set(checkpoints.glob("*")) <= before:
                 time.sleep(0.001)
-        time.sleep(moments.uniform(0.0, 0.25))
+        time.sleep(moments.uniform(0.0, 0.15))
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
             kills += 1
@@ -121,7 +121,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_parameters(tmp_path):
             break
     last = run(*args, f"--workdir={workdir}")
     assert last.returncode == 0, last.stderr
-    assert kills >= 3
+    assert kills >= 2
     ours, theirs = (load_trained(Path(tmp_path / name)).params for name in ("whole", "killed"))
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_array_equal(a, b)
