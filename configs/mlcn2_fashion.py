@@ -3,7 +3,7 @@
     python main.py --config=configs/mlcn2_fashion.py --workdir=runs/mlcn2_fashion
 
 Published (thesis, table 4.1): 91.01 % after 20 epochs, 20 s an epoch on one P100 (mlcn2:w4*8: 92.63 %, 92 s).
-Measured here: 1,801,298 parameters, 31 MFLOP a forward pass; not trained to the end yet.
+Measured here: 90.50 % after 20 epochs, one seed; 1,801,298 parameters, 31 MFLOP a forward pass.
 """
 
 from configs import default
