@@ -266,7 +266,7 @@ def _finished_summary(workdir: Path, step: int) -> dict | None:
     """The summary of a run that ended at `step`, if it is there and whole."""
     try:
         summary = read_json(workdir / "summary.json")
-    except (FileNotFoundError, InputError):
+    except InputError:
         return None
     return summary if isinstance(summary, dict) and summary.get("steps") == step else None
 

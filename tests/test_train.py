@@ -210,6 +210,13 @@ def test_a_damaged_file_is_named(tiny, tmp_path, name):
         evaluate.evaluate_workdir(config_lib.read_stored(tmp_path), tmp_path)
 
 
+def test_a_lost_model_file_is_named(tiny, tmp_path):
+    train.train(tiny.replace({"train.num_steps": 5}), tmp_path)
+    (tmp_path / "model.json").unlink()
+    with pytest.raises(InputError, match=r"model\.json is damaged .*No such file"):
+        train.train(tiny, tmp_path)
+
+
 def test_a_damaged_summary_is_made_again(tiny, tmp_path):
     first = train.train(tiny, tmp_path)
     (tmp_path / "summary.json").write_text('{"a')
