@@ -1,18 +1,22 @@
-"""Convolutions as matrix products, so that many lanes on one device stay fast.
+"""Convolutions in forms that stay fast with many lanes on one device.
 
 XLA turns a convolution that is vmapped over its kernels into a grouped convolution, which is slow on every
-backend, and on a CPU its strided input gradient is slow even for one lane. Besides XLA's own (`native`) there
-are two forms made of matrix products only, forward and backward:
+backend, and on a CPU its strided input gradient is slow even for one lane. There are three forms:
+
+* `native` is XLA's own; on a CPU lane by lane, with its input gradient made otherwise. Best on a CPU for small
+  kernels between many channels, and for a few images.
 
 * `im2col` copies what each output pixel sees into a row and multiplies once. Best where that is little, as in
-  the first convolution of a lane, which reads the image, and for a few images.
+  the first convolution of a lane, which reads the image.
 * `fourier` multiplies spectra (`conv_fourier`). Best for large kernels between many channels.
 
 Every function is written for one lane; the caller vmaps.
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import lru_cache, partial
 
 import jax
@@ -23,9 +27,10 @@ from jax import Array, lax
 from mlcn_jax import conv_fourier
 from mlcn_jax.errors import InputError
 
-# Limits of `choose`, measured on a 2-core AVX-512 CPU: batch 1 to 100, 3x3 and 9x9 kernels.
+# Limits of `choose` on a CPU, from benchmarks/conv_algorithms.py on 2 cores with AVX-512.
 _FOURIER_MIN_BATCH = 8  # below, transforming the kernel costs more than the rest
 _FOURIER_MIN_TAPS = 25
+_FEW_CHANNELS = 8  # below, XLA's convolutions are slow
 _IM2COL_MAX_ENTRIES = 2**28  # the copied windows take 1 GiB in float32
 
 
@@ -48,7 +53,7 @@ def conv2d(x: Array, kernel: Array, *, stride: int = 1, padding: str = "VALID", 
     """
     outputs = _num_outputs(x.shape, kernel.shape, stride, padding)
     if algorithm == "auto":
-        algorithm = choose(jax.default_backend(), x.shape, kernel.shape, stride, padding)
+        algorithm = _chosen(x.shape, kernel.shape, stride, padding)
     able = [n for n in ALGORITHMS if n != "fourier" or conv_fourier.can_do(outputs, kernel.shape, stride)]
     if algorithm not in able:
         raise InputError(
@@ -62,15 +67,44 @@ def conv2d(x: Array, kernel: Array, *, stride: int = 1, padding: str = "VALID", 
 def choose(backend: str, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], stride: int, padding: str) -> str:
     """The algorithm for a shape: a fixed rule from measurements, so that runs can be repeated exactly.
 
-    Only the rule for CPUs was measured; elsewhere products are taken over grouped convolutions untimed.
+    Only the rule for CPUs was measured (`benchmarks/conv_algorithms.py`); elsewhere products are taken over
+    grouped convolutions untimed.
     """
     outputs = _num_outputs(x_shape, kernel_shape, stride, padding)
-    batch, taps = x_shape[0], math.prod(kernel_shape[:2])
-    large = batch >= _FOURIER_MIN_BATCH and taps >= _FOURIER_MIN_TAPS and kernel_shape[2] >= 8
-    if backend == "cpu" and large and conv_fourier.can_do(outputs, kernel_shape, stride):
-        return "fourier"
-    entries = batch * math.prod(outputs) * math.prod(kernel_shape[:3])
+    batch, taps, channels = x_shape[0], math.prod(kernel_shape[:2]), kernel_shape[2]
+    if backend == "cpu" and channels >= _FEW_CHANNELS:
+        large = batch >= _FOURIER_MIN_BATCH and taps >= _FOURIER_MIN_TAPS
+        return "fourier" if large and conv_fourier.can_do(outputs, kernel_shape, stride) else "native"
+    entries = batch * math.prod(outputs) * taps * channels
     return "im2col" if entries <= _IM2COL_MAX_ENTRIES else "native"
+
+
+_CHOICES: ContextVar[dict[str, str] | None] = ContextVar("choices", default=None)
+
+
+@contextlib.contextmanager
+def choices(table: dict[str, str]) -> Iterator[None]:
+    """While active, "auto" takes its algorithms from `table`, and adds to it those that `choose` names.
+
+    Kept with a checkpoint, the table makes a resumed run compute the same bits although `choose` has changed.
+    """
+    token = _CHOICES.set(table)
+    try:
+        yield
+    finally:
+        _CHOICES.reset(token)
+
+
+def _chosen(x_shape, kernel_shape, stride, padding):
+    backend, table = jax.default_backend(), _CHOICES.get()
+    sizes = ("x".join(map(str, shape)) for shape in (x_shape, kernel_shape))
+    key = " ".join((backend, *sizes, f"stride {stride}", padding))
+    name = table.get(key) if table is not None else None
+    if name is None:
+        name = choose(backend, x_shape, kernel_shape, stride, padding)
+        if table is not None:
+            table[key] = name
+    return name
 
 
 def lane_convs(
@@ -95,13 +129,15 @@ def lane_convs(
     """
     size = _num_outputs(x.shape, kernel1.shape, 1, "VALID")
     middle = (x.shape[0], *size, bias1.size)
-    if algorithm != "auto" or choose(jax.default_backend(), middle, kernel2.shape, 2, "VALID") != "fourier":
+    if algorithm != "auto" or _chosen(middle, kernel2.shape, 2, "VALID") != "fourier":
         h = jax.nn.relu(conv2d(x, kernel1, algorithm=algorithm) + bias1[None, None, None])
-        return conv2d(h, kernel2, stride=2, algorithm=algorithm) + bias2[None, None, None]
+        y = conv2d(h, kernel2, stride=2, algorithm=algorithm) + bias2[None, None, None]
+        return conv_fourier.keep(h, y)
     spans = conv_fourier.spans_of(_num_outputs(middle, kernel2.shape, 2, "VALID"), kernel2.shape, 2)
     taps = kernel1.shape[:2]
     x = conv_fourier.crop_or_pad(x, ((0, 0), (0, 0)), [2 * s.points + k - 1 for s, k in zip(spans, taps, strict=True)])
-    y = conv_fourier.relu_then_correlate(spans, _windows(taps, 1, x), kernel1, bias1, kernel2)
+    windows = _windows(tuple(k + 1 for k in taps), 2, x)
+    y = conv_fourier.relu_then_correlate(spans, windows, kernel1, bias1, kernel2)
     return y + bias2[None, None, None]
 
 
@@ -134,8 +170,44 @@ def _num_outputs(x_shape, kernel_shape, stride, padding):
 
 
 def _native(x, kernel, stride, pads):
+    convolve = _cpu_convolve if jax.default_backend() == "cpu" else _convolve
+    return convolve(stride, tuple(pads), x, kernel)
+
+
+def _convolve(stride, pads, x, kernel):
     layout = ("NHWC", "HWIO", "NHWC")
     return lax.conv_general_dilated(x, kernel, (stride, stride), pads, dimension_numbers=layout)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _cpu_convolve(stride, pads, x, kernel):
+    """XLA's convolution, lanes in turn; its input gradient on a CPU is 50 times slower than the one below."""
+    return conv_fourier.lanes_in_turn(partial(_convolve, stride, pads))(x, kernel)
+
+
+def _cpu_convolve_fwd(stride, pads, x, kernel):
+    return _cpu_convolve(stride, pads, x, kernel), (x, kernel)
+
+
+def _cpu_convolve_bwd(stride, pads, saved, g):
+    def one_lane(x, kernel, g):
+        taps = kernel.shape[:2]
+        (dkernel,) = jax.vjp(partial(_convolve, stride, pads, x), kernel)[1](g)
+        if stride == 1:
+            pads_of_g = [(k - 1 - lo, k - 1 - hi) for k, (lo, hi) in zip(taps, pads, strict=True)]
+            return _convolve(1, pads_of_g, g, kernel[::-1, ::-1].transpose(0, 1, 3, 2)), dkernel
+        (top, bottom), (left, right) = pads
+        rows = []
+        for row in kernel:
+            seen = conv_fourier.matmul(g, row.reshape(-1, row.shape[-1]).T).reshape(*g.shape[:3], *row.shape[:2])
+            rows.append(_overlap_add(jnp.moveaxis(seen, 3, 0), 2, stride, left + x.shape[2] + right))
+        dx = _overlap_add(rows, 1, stride, top + x.shape[1] + bottom)
+        return dx[:, top : top + x.shape[1], left : left + x.shape[2]], dkernel
+
+    return conv_fourier.lanes_in_turn(one_lane)(*saved, g)
+
+
+_cpu_convolve.defvjp(_cpu_convolve_fwd, _cpu_convolve_bwd)
 
 
 def _im2col(x, kernel, stride, pads):
@@ -175,11 +247,12 @@ def _windows_bwd(taps, stride, shape, g):
 
 def _overlap_add(parts, axis, stride, size):
     """The sum of parts[p], stretched along an axis by the stride and moved by p, in an array of that size."""
-    total = jnp.zeros((), parts.dtype)
+    zero = jnp.zeros((), parts[0].dtype)
+    total = zero
     for p, part in enumerate(parts):
         pads = [(0, 0, 0)] * part.ndim
         pads[axis] = (p, size - p - stride * (part.shape[axis] - 1) - 1, stride - 1)
-        total += lax.pad(part, jnp.zeros((), part.dtype), pads)
+        total += lax.pad(part, zero, pads)
     return total
 
 
