@@ -1,5 +1,6 @@
 """What this machine is: devices, versions, memory, and where compiled programs are kept."""
 
+import ctypes
 import hashlib
 import importlib.metadata
 import os
@@ -35,6 +36,17 @@ def peak_memory_bytes() -> int:
         return int(stats["peak_bytes_in_use"])
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def return_unused_memory() -> None:
+    """Gives memory that the C library holds but does not use back to the system, where the library can.
+
+    Compiling a training step takes hundreds of MiB that nothing needs afterwards.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl does not
+        if trim is not None:
+            trim(0)
 
 
 def keep_compiled_programs() -> Path | None:

@@ -12,11 +12,19 @@ from absl import logging as absl_logging
 from mlcn_jax.errors import Diverged, InputError, Stopped
 
 EXIT_INPUT, EXIT_FAILED, EXIT_STOPPED = 2, 3, 75
+ALLOCATOR_SETTINGS = ":".join(
+    (
+        "glibc.malloc.hugetlb=1",
+        "glibc.malloc.mmap_max=0",  # no buffer is mapped, and so unmapped, by itself
+        f"glibc.malloc.top_pad={2**25}",
+        f"glibc.malloc.trim_threshold={2**34}",
+    )
+)
 
 
 def launch(command: Callable[[], None]) -> None:
     """Runs `command`; what a user can mend (bad input, a full disk) ends it with one message and an exit code."""
-    _restart_with_huge_pages()
+    _restart_with_own_allocator_settings()
     sys.unraisablehook = _unraisable
     absl_logging.set_verbosity(absl_logging.FATAL)  # orbax reports every file, and errors that are reported here
     handler = logging.StreamHandler()
@@ -50,15 +58,15 @@ def _exit(code: int, message: str) -> None:
     sys.exit(code)
 
 
-def _restart_with_huge_pages() -> None:
-    """Starts this process anew with huge memory pages, once, where the C library has them.
+def _restart_with_own_allocator_settings() -> None:
+    """Starts this process anew with other settings of glibc's memory allocator, once, where they are the library's.
 
-    A training step on a CPU spends up to a third of its time in page faults of buffers that XLA allocates and
-    gives back; pages of 2 MiB make them few. glibc reads the setting only when a process starts. A value of
-    `GLIBC_TUNABLES` set by the user is left alone.
+    A step on a CPU spends up to a third of its time in page faults of buffers that XLA allocates and gives back.
+    Pages of 2 MiB make them few, and memory that stays with the process makes them rarer still. glibc reads these
+    settings only when a process starts. A value of `GLIBC_TUNABLES` set by the user is left alone.
     """
     if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
-        os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+        os.environ["GLIBC_TUNABLES"] = ALLOCATOR_SETTINGS
         os.execv(sys.executable, sys.orig_argv)
 
 
