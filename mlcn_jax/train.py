@@ -124,7 +124,8 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         if checkpoints.exist():
             config.check_resumable(read_stored(workdir), workdir)
             _check_same_model(workdir, model_facts)
-        state = _start_state(config, spec, optimizer, checkpoints)
+        state, conv_choices = _start_state(config, spec, optimizer, checkpoints)
+        stack.enter_context(conv.choices(conv_choices))
         start = int(state.step)
         num_steps = settings.num_epochs * steps_per_epoch
         if settings.num_steps:
@@ -146,7 +147,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             flip=config.data.flip,
         )
         batches = data.Batches(train_split.images, train_split.labels, settings.batch_size, settings.seed)
-        compiled, compile_seconds = _compile(step_fn, state, batches.at(start))
+        compiled, compile_seconds = compile_step(step_fn, state, batches.at(start))
         evaluator = evaluate.make_evaluator(spec, settings.reconstruction_weight)
         writer = MetricsWriter(workdir, start)
         stack.callback(writer.close)
@@ -169,7 +170,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
                 raise Diverged(f"step {step}: the loss after it is {loss}; checkpoints of earlier steps are kept")
             accuracy = score("validation", validation, step).accuracy if validate else None
             parts = {"params": state.params, "optimizer": state.optimizer}
-            checkpoints.save(step, parts, {"config_hash": config.hash()}, accuracy)
+            checkpoints.save(step, parts, {"config_hash": config.hash(), "conv": conv_choices}, accuracy)
 
         stop.check(f"before step {start + 1}")
         with jax.transfer_guard("disallow"):  # every transfer below is an explicit one
@@ -273,8 +274,8 @@ def _finished_summary(workdir: Path, step: int) -> dict | None:
 
 def _start_state(
     config: RunConfig, spec: ModelSpec, optimizer: optax.GradientTransformation, checkpoints: Checkpoints
-) -> TrainState:
-    """The state to start from.
+) -> tuple[TrainState, dict[str, str]]:
+    """The state to start from, and the convolution algorithms that the run has used so far (`conv.choices`).
 
     1. The newest checkpoint of this workdir that verifies.
     2. `config.init_from`: the best parameters of another workdir, with a fresh optimizer.
@@ -285,11 +286,12 @@ def _start_state(
         shapes = jax.eval_shape(lambda k: init_params(spec, k), key)
         restored, facts = checkpoints.restore({"params": shapes, "optimizer": jax.eval_shape(optimizer.init, shapes)})
         _log.info("resuming from step %d", facts["step"])
-        return TrainState(jnp.asarray(facts["step"], jnp.int32), restored["params"], restored["optimizer"])
+        state = TrainState(jnp.asarray(facts["step"], jnp.int32), restored["params"], restored["optimizer"])
+        return state, dict(facts.get("conv", {}))
     params = jax.jit(lambda k: init_params(spec, k))(key)
     if config.init_from:
         params = _adapt(params, spec, load_trained(Path(config.init_from).expanduser()))
-    return TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
+    return TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params)), {}
 
 
 def _adapt(params: dict, spec: ModelSpec, trained: Trained) -> dict:
@@ -319,11 +321,12 @@ def _adapt(params: dict, spec: ModelSpec, trained: Trained) -> dict:
     return adapted
 
 
-def _compile(step_fn: Callable, state: TrainState, batch: tuple) -> tuple[Callable, float]:
+def compile_step(step_fn: Callable, state: TrainState, batch: tuple) -> tuple[Callable, float]:
     """The step, compiled ahead so that it never compiles again, with its state donated; and the seconds taken."""
     options = conv.compiler_options(jax.default_backend())
     started = time.monotonic()
     compiled = jax.jit(step_fn, donate_argnums=0, compiler_options=options).lower(state, *batch).compile()
+    devices.return_unused_memory()
     return compiled, time.monotonic() - started
 
 

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from mlcn_jax import config as config_lib
-from mlcn_jax import data, evaluate, losses, model, train
+from mlcn_jax import conv, data, evaluate, losses, model, train
 from mlcn_jax.checkpoint import load_trained
 from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.metrics import read_rows
@@ -195,6 +195,17 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tiny, tmp_path, changes):
     assert losses_of[0][20] == losses_of[1][20]
 
 
+def test_a_resumed_run_keeps_its_convolution_algorithms(tiny, tmp_path, monkeypatch):
+    train.train(tiny, tmp_path / "whole")
+    train.train(tiny.replace({"train.num_steps": 5}), tmp_path / "parts")
+    monkeypatch.setattr(conv, "choose", lambda *shape: "native")  # as a later version might
+    train.train(tiny, tmp_path / "parts")
+    train.train(tiny, tmp_path / "other")
+    assert_same_bits(params_of(tmp_path / "whole"), params_of(tmp_path / "parts"))
+    with pytest.raises(AssertionError):
+        assert_same_bits(params_of(tmp_path / "whole"), params_of(tmp_path / "other"))
+
+
 def test_a_finished_run_is_not_run_again(tiny, tmp_path):
     first = train.train(tiny, tmp_path)
     stamp = (tmp_path / "summary.json").stat().st_mtime_ns
@@ -358,13 +369,13 @@ def test_fewer_steps_than_were_made_end_where_the_run_stands(tiny, tmp_path):
 
 
 def test_a_signal_before_the_first_step_stops(tiny, tmp_path, monkeypatch):
-    compile_step = train._compile
+    compile_step = train.compile_step
 
     def interrupted(*args):
         os.kill(os.getpid(), signal.SIGINT)
         return compile_step(*args)
 
-    monkeypatch.setattr(train, "_compile", interrupted)
+    monkeypatch.setattr(train, "compile_step", interrupted)
     with pytest.raises(Stopped, match="SIGINT before step 1"):
         train.train(tiny, tmp_path)
     assert not (tmp_path / "summary.json").exists()
