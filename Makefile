@@ -1,17 +1,27 @@
-# make train, make test: each sets up .venv and does its job. CUDA=0 or CUDA=1 overrides what is detected.
+# make train, make test, make bench: each sets up what it needs and does its job. CUDA=0 or CUDA=1 overrides what is detected.
 PYTHON ?= python3
 override CUDA := $(if $(filter 0 1,$(CUDA)),$(CUDA),$(shell nvidia-smi >/dev/null 2>&1 && echo 1 || echo 0))
 REQUIREMENTS := $(if $(filter 1,$(CUDA)),requirements-cuda12.txt,requirements.txt)
 STAMP := .venv/installed-$(REQUIREMENTS)
 RUN := .venv/bin/python
 
-.PHONY: setup train test lint
+.PHONY: setup train test lint bench
 
 train: setup
 	$(RUN) main.py --config=configs/quickstart.py --workdir=runs/quickstart
 
 test: lint
 	$(RUN) -m pytest -n 2
+
+# Speed against Keras on TensorFlow and PyTorch, which live in an environment of their own.
+bench: setup .venv-peers/installed
+	$(RUN) -m benchmarks.train_step --peers=keras,torch
+	$(RUN) -m benchmarks.inference --peers=keras,torch
+
+.venv-peers/installed: benchmarks/requirements.txt
+	$(PYTHON) -m venv --clear .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/requirements.txt
+	@touch $@
 
 lint: setup
 	$(RUN) -m ruff check .

@@ -1,0 +1,95 @@
+"""Every convolution algorithm on the shapes of lanes: what `conv.choose` was made from.
+
+    python -m benchmarks.conv_algorithms
+
+Four lanes vmapped over their kernels, forward alone and with both gradients (of the first convolution: the kernel's
+alone, since images need none), in interleaved rounds on the backend at hand. Writes
+`benchmarks/results/conv_algorithms_<backend>.json`.
+"""
+
+import functools
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+
+from benchmarks import peers
+from mlcn_jax import conv, devices
+from mlcn_jax.config import write_json
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import launch
+
+_ROUNDS = flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1)
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "type of the arrays")
+_LANES = 4
+
+CASES = {  # image size, channels in, kernel size, filters, stride, padding
+    "first, 28x28x1": (28, 1, 9, 64, 1, "VALID"),
+    "first, 32x32x3": (32, 3, 9, 64, 1, "VALID"),
+    "primary, 20x20x64": (20, 64, 9, 64, 2, "VALID"),
+    "primary, 24x24x64": (24, 64, 9, 64, 2, "VALID"),
+    "primary, 24x24x32": (24, 32, 9, 32, 2, "VALID"),
+    "depth, 20x20x64": (20, 64, 3, 64, 1, "SAME"),
+}
+_BATCHES = (1, 8, 100)
+
+
+def compile_case(case, batch: int, algorithm: str, gradients: bool):
+    """The compiled function and its arguments; raises InputError where the algorithm cannot do the shape."""
+    size, channels, taps, filters, stride, padding = case
+    first = channels < 8
+    x_key, kernel_key = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(x_key, (*(() if first else (_LANES,)), batch, size, size, channels), _DTYPE.value)
+    kernels = jax.random.normal(kernel_key, (_LANES, taps, taps, channels, filters), _DTYPE.value)
+
+    def forward(x, kernels):
+        one = functools.partial(conv.conv2d, stride=stride, padding=padding, algorithm=algorithm)
+        return jax.vmap(one, in_axes=(None if first else 0, 0))(x, kernels)
+
+    def loss(x, kernels):
+        return jnp.sum(jnp.square(forward(x, kernels).astype(jnp.float32)))
+
+    function = jax.grad(loss, argnums=1 if first else (0, 1)) if gradients else forward
+    options = conv.compiler_options(jax.default_backend())
+    return jax.jit(function, compiler_options=options).lower(x, kernels).compile(), (x, kernels)
+
+
+def measure(case, batch: int, gradients: bool) -> dict[str, float]:
+    """Median milliseconds by algorithm."""
+    programs = {}
+    for name in conv.ALGORITHMS:
+        try:
+            programs[name] = compile_case(case, batch, name, gradients)
+        except InputError:
+            continue
+    milliseconds: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(_ROUNDS.value + 1):
+        for name, (program, arguments) in programs.items():
+            started = time.perf_counter()
+            jax.block_until_ready(program(*arguments))
+            milliseconds[name].append(1000 * (time.perf_counter() - started))
+    return {name: statistics.median(values[1:]) for name, values in milliseconds.items()}
+
+
+def main(argv):
+    del argv
+    backend = jax.default_backend()
+    results = {"rounds": _ROUNDS.value, "dtype": _DTYPE.value, "lanes": _LANES, **devices.environment(), "cases": {}}
+    for name, case in CASES.items():
+        size, channels, taps, filters, stride, padding = case
+        for batch in _BATCHES:
+            shapes = (batch, size, size, channels), (taps, taps, channels, filters)
+            entry = {
+                "chosen": conv.choose(backend, *shapes, stride, padding),
+                "forward_milliseconds": measure(case, batch, gradients=False),
+                "with_gradients_milliseconds": measure(case, batch, gradients=True),
+            }
+            results["cases"][f"{name}, batch {batch}"] = entry
+            print(f"{name}, batch {batch}: {entry}", flush=True)
+            write_json(peers.RESULTS / f"conv_algorithms_{backend}.json", results)
+
+
+if __name__ == "__main__":
+    launch(functools.partial(app.run, main))

@@ -1,0 +1,66 @@
+"""The networks in mlcn_jax: its own training step, compiled as `python main.py` compiles it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import traverse_util
+
+from benchmarks import networks
+from benchmarks.networks import Network
+from mlcn_jax import capsules, conv, devices, evaluate, train
+from mlcn_jax.model import CapsuleNetwork, ModelSpec, init_params
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+
+
+def make_spec(network: Network, dtype: str = "float32") -> ModelSpec:
+    """The network as mlcn_jax's `ModelSpec`. Without prior bias: it is no variable in the peers."""
+    name = "mlcn" if network.lanes else "capsnet"
+    shape, classes = network.image_shape, networks.NUM_CLASSES
+    return ModelSpec(name, shape, classes, network.lanes_text, prior_bias=False, compute_dtype=dtype)
+
+
+def start_weights(network: Network, seed: int = 0) -> dict[str, np.ndarray]:
+    """The weights from which every framework starts, by their path in mlcn_jax's parameters."""
+    params = jax.jit(lambda key: init_params(make_spec(network), key))(jax.random.key(seed))
+    return traverse_util.flatten_dict(jax.device_get(params), sep="/")
+
+
+class Program:
+    """Training and inference of one network, started from given weights."""
+
+    def __init__(self, network: Network, batch: int, weights: dict[str, np.ndarray], variant: str, dtype: str):
+        del batch, variant
+        self.spec = make_spec(network, dtype)
+        self.params = jax.device_put(traverse_util.unflatten_dict(weights, sep="/"))
+        self.compiled = self.state = None
+        self._warm = False
+        options = conv.compiler_options(jax.default_backend())
+        self._infer = jax.jit(self._lengths, compiler_options=options)
+
+    def _lengths(self, params, images):
+        v = CapsuleNetwork(self.spec).apply({"params": params}, evaluate.to_pixels(images), method="encode")
+        return capsules.lengths(v)
+
+    def train(self, images: np.ndarray, labels: np.ndarray):
+        """Takes a training step; returns its loss, which `float` waits for."""
+        batch = jax.device_put((images, labels))
+        if self.compiled is None:
+            optimizer = optax.adam(networks.LEARNING_RATE, eps=networks.EPSILON)
+            step = train.make_train_step(
+                self.spec, optimizer, reconstruction_weight=networks.RECONSTRUCTION_WEIGHT, seed=0
+            )
+            params, self.params = self.params, None  # the step takes them over
+            self.state = train.TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
+            self.compiled, _ = train.compile_step(step, self.state, batch)
+        self.state, metrics = self.compiled(self.state, *batch)
+        return metrics["loss"]
+
+    def infer(self, images: np.ndarray) -> np.ndarray:
+        """Class probabilities [batch, classes]."""
+        probabilities = np.asarray(self._infer(self.params, images))
+        if not self._warm:
+            devices.return_unused_memory()  # as after compiling a training step
+            self._warm = True
+        return probabilities

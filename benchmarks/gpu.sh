@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# All measurements that need a GPU, in one run of about 15 minutes: bash benchmarks/gpu.sh [FOLDER]
+# PYTHON must have this project's requirements (CUDA) and PEERS_PYTHON PyTorch with CUDA; they may be the same.
+# JSON goes to FOLDER, benchmarks/results/gpu where none is given.
+set -eu
+cd "$(dirname "$0")/.."
+python="${PYTHON:-.venv/bin/python}" peers="${PEERS_PYTHON:-.venv-peers/bin/python}"
+out="${1:-benchmarks/results/gpu}"
+mkdir -p "$out"
+export JAX_DEFAULT_MATMUL_PRECISION=tensorfloat32 # as PyTorch in benchmarks/frameworks/in_torch.py
+"$python" -c 'import jax, sys; sys.exit(jax.default_backend() != "gpu" and "jax sees no GPU")'
+for dtype in float32 bfloat16; do
+  "$python" -m benchmarks.train_step --peers=torch --peers_python="$peers" --dtype=$dtype --out="$out/train_step_$dtype.json"
+  "$python" -m benchmarks.inference --peers=torch --peers_python="$peers" --dtype=$dtype --out="$out/inference_$dtype.json"
+done
+"$python" -m benchmarks.conv_algorithms --dtype=bfloat16
+mv benchmarks/results/conv_algorithms_gpu.json "$out/"

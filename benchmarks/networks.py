@@ -1,0 +1,83 @@
+"""The networks that are compared, in terms that every framework understands. Needs no framework itself."""
+
+import dataclasses
+
+from mlcn_jax.errors import InputError
+
+BATCH = 100
+NUM_CLASSES = 10
+LEARNING_RATE = 1e-3
+EPSILON = 1e-12  # of Adam; small, because Keras adds it elsewhere than the others
+RECONSTRUCTION_WEIGHT = 0.392
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A row of the comparison.
+
+    Attributes:
+      kind: `capsnet`, `mlcn1` or `mlcn2`.
+      image_shape: height, width, channels.
+      lanes, width: of MLCN; 0 for CapsNet.
+    """
+
+    kind: str
+    image_shape: tuple[int, int, int]
+    lanes: int = 0
+    width: int = 0
+
+    @property
+    def name(self) -> str:
+        size = "x".join(map(str, self.image_shape))
+        return f"{self.kind}_{self.lanes}x{self.width}_{size}" if self.lanes else f"{self.kind}_{size}"
+
+    @property
+    def title(self) -> str:
+        """As tables name it."""
+        kind = "CapsNet" if self.kind == "capsnet" else f"{self.kind} {self.lanes}x{self.width}"
+        return f"{kind}, {'x'.join(map(str, self.image_shape))}"
+
+    @property
+    def lanes_text(self) -> str:
+        """The lanes as `mlcn_jax.lanes.parse_lanes` reads them."""
+        return f"{self.kind}:w{self.width}*{self.lanes}" if self.lanes else ""
+
+
+FASHION, CIFAR = (28, 28, 1), (32, 32, 3)
+
+# Those with a target, then the other rows of the thesis's table 4.1.
+TARGETS = (
+    Network("mlcn1", FASHION, 4, 4),
+    Network("mlcn1", CIFAR, 4, 4),
+    Network("mlcn1", CIFAR, 32, 2),
+    Network("mlcn2", CIFAR, 4, 4),
+    Network("capsnet", FASHION),
+)
+OTHERS = (
+    Network("capsnet", CIFAR),
+    Network("mlcn2", CIFAR, 32, 2),
+    Network("mlcn1", FASHION, 2, 4),
+    Network("mlcn1", FASHION, 8, 4),
+    Network("mlcn2", FASHION, 2, 4),
+    Network("mlcn2", FASHION, 8, 4),
+)
+NETWORKS = {network.name: network for network in (*TARGETS, *OTHERS)}
+
+# Seconds per epoch of CapsNet over those of each MLCN on one P100 (do Rosario 2021, thesis, table 4.1).
+THESIS_CAPSNET_OVER = {
+    "mlcn1_4x4_32x32x3": 240 / 54,
+    "mlcn1_32x2_32x32x3": 240 / 205,
+    "mlcn2_4x4_32x32x3": 240 / 53,
+    "mlcn2_32x2_32x32x3": 240 / 204,
+    "mlcn1_2x4_28x28x1": 220 / 21,
+    "mlcn1_8x4_28x28x1": 220 / 90,
+    "mlcn2_2x4_28x28x1": 220 / 20,
+    "mlcn2_8x4_28x28x1": 220 / 92,
+}
+
+
+def find(name: str) -> Network:
+    """The network of that name; raises InputError, which names all, where there is none."""
+    if name not in NETWORKS:
+        raise InputError(f"there is no network {name!r}: there are {', '.join(NETWORKS)}")
+    return NETWORKS[name]
