@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# All measurements that need a GPU, in one run of about 15 minutes: bash benchmarks/gpu.sh [FOLDER]
+# All measurements that need a GPU, against PyTorch: bash benchmarks/gpu.sh [FOLDER]
 # PYTHON must have this project's requirements (CUDA) and PEERS_PYTHON PyTorch with CUDA; they may be the same.
+# DTYPES and NETWORKS, where set, shorten it: DTYPES=bfloat16 NETWORKS=mlcn1_4x4_28x28x1,capsnet_28x28x1
 # JSON goes to FOLDER, benchmarks/results/gpu where none is given.
 set -eu
 cd "$(dirname "$0")/.."
@@ -9,9 +10,10 @@ out="${1:-benchmarks/results/gpu}"
 mkdir -p "$out"
 export JAX_DEFAULT_MATMUL_PRECISION=tensorfloat32 # as PyTorch in benchmarks/frameworks/in_torch.py
 "$python" -c 'import jax, sys; sys.exit(jax.default_backend() != "gpu" and "jax sees no GPU")'
-for dtype in float32 bfloat16; do
-  "$python" -m benchmarks.train_step --peers=torch --peers_python="$peers" --dtype=$dtype --out="$out/train_step_$dtype.json"
-  "$python" -m benchmarks.inference --peers=torch --peers_python="$peers" --dtype=$dtype --out="$out/inference_$dtype.json"
+for dtype in ${DTYPES:-float32 bfloat16}; do
+  options=(--peers=torch --peers_python="$peers" --dtype="$dtype" ${NETWORKS:+--networks="$NETWORKS"})
+  "$python" -m benchmarks.train_step "${options[@]}" --nofamilies --out="$out/train_step_$dtype.json"
+  "$python" -m benchmarks.inference "${options[@]}" --out="$out/inference_$dtype.json"
 done
 "$python" -m benchmarks.conv_algorithms --dtype=bfloat16
 mv benchmarks/results/conv_algorithms_gpu.json "$out/"

@@ -1,11 +1,20 @@
-"""How far a training step is from what the machine can do, and which part of it takes longest.
+"""Where a training step stands between this machine's rate of products and its memory bandwidth.
 
     python -m benchmarks.roofline
+    python -m benchmarks.roofline --networks=mlcn1_4x4_28x28x1
 
-For each network with a target: FLOPs of the matrix products in the compiled step, bytes that its operations read and
-write (as XLA counts them: a product that XLA's library fused is one operation), FLOPs of the direct convolutions for
-comparison, and the seconds that these would take at the product rate and memory bandwidth measured in the same run.
-Then a profile of the step by kinds of operation. Writes `benchmarks/results/roofline.json`.
+FLOPs are those of the matrix products and convolutions of the traced step (`cost.matmul_flops`): as it runs, with the
+zeros that pad kernels to four phases and with no gradient of the images, and as plain convolutions would take, which
+is three times the forward pass but for the first convolution, whose input has no gradient.
+
+Bytes are XLA's count of what every operation of the compiled step reads and writes. One that YNN computes counts with
+its operands and results, not with what it keeps inside, and nothing is said about caches, so that a step can be faster
+than the bandwidth roof. Seconds are medians over rounds of a few steps, where images come from host memory as in
+training. The rates are the best of rounds taken in turn with those of the steps, because a shared machine's rates
+change by the minute: products of two shapes, and x + 1 over 256 MiB, read and written.
+
+Parts are shares of the time of XLA's operations, added up, while a few steps are traced; on a CPU two operations can
+run at once. Writes `benchmarks/results/roofline.json`.
 """
 
 import collections
@@ -13,156 +22,184 @@ import dataclasses
 import functools
 import gzip
 import json
-import math
 import re
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from absl import app, flags
 
-from benchmarks import networks, peers
+from benchmarks import networks
 from benchmarks.frameworks import in_mlcn_jax
-from mlcn_jax import conv, cost, devices
+from mlcn_jax import conv, cost, devices, train
 from mlcn_jax.config import write_json
 from mlcn_jax.launch import launch
-from mlcn_jax.model import apply_model, init_params
+
+RESULTS = Path(__file__).parent / "results"
+STEPS = 5  # in a round, and traced
+PRODUCTS = ((2048, 2048, 2048), (14400, 300, 256))  # a large one; the first convolution of an mlcn1 lane on 32x32x3
+COPY_BYTES = 2**28
 
 _NETWORKS = flags.DEFINE_list("networks", [n.name for n in networks.TARGETS], "; ".join(networks.NETWORKS))
-_ROUNDS = flags.DEFINE_integer("rounds", 10, "timed rounds", lower_bound=1)
-_PROFILED_STEPS = 5
-_PRODUCTS = ((2048, 2048, 2048), (14400, 300, 256))  # a large one, and the first convolution of a lane
+_ROUNDS = flags.DEFINE_integer("rounds", 10, "rounds of each network", lower_bound=1)
 
 
-def best_seconds(function, *args, repeats: int = 20) -> float:
-    compiled = jax.jit(function, compiler_options=conv.compiler_options(jax.default_backend())).lower(*args).compile()
-    seconds = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        jax.block_until_ready(compiled(*args))
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+def compile_probes() -> dict[str, tuple[Callable, int]]:
+    """What measures the machine, compiled as the training step is: a call, and its FLOPs or bytes."""
+    options = conv.compiler_options(jax.default_backend())
+
+    def compiled(function, *args):
+        return functools.partial(jax.jit(function, compiler_options=options).lower(*args).compile(), *args)
+
+    probes = {}
+    for rows, depth, columns in PRODUCTS:
+        run = compiled(jnp.matmul, jnp.ones((rows, depth)), jnp.ones((depth, columns)))
+        probes[f"product_{rows}x{depth}x{columns}_flops_per_second"] = run, 2 * rows * depth * columns
+    run = compiled(lambda x: x + 1, jnp.ones(COPY_BYTES // 4))
+    return probes | {"bytes_per_second": (run, 2 * COPY_BYTES)}
 
 
-def machine() -> dict:
-    """FLOP/s of float32 products, and bytes per second of reading and writing a large array."""
-    key = jax.random.key(0)
-    rates = {}
-    for m, k, n in _PRODUCTS:
-        seconds = best_seconds(jnp.matmul, jax.random.normal(key, (m, k)), jax.random.normal(key, (k, n)))
-        rates[f"{m}x{k}x{n}"] = 2 * m * k * n / seconds
-    x = jnp.zeros(2**26)
-    return {
-        "product_flops_per_second": rates,
-        "bytes_per_second": 2 * x.nbytes / best_seconds(lambda x: x + 1, x),
-    }
+def step_flops(spec, state, images, labels) -> int:
+    optimizer = optax.adam(networks.LEARNING_RATE)
+    weight = networks.RECONSTRUCTION_WEIGHT
+    step = train.make_train_step(spec, optimizer, reconstruction_weight=weight, seed=0)
+    return cost.matmul_flops(step, state, images, labels)
 
 
-def compiled_product_flops(hlo: str) -> int:
-    """FLOPs of all dots in a compiled program's text, those inside fusions included."""
-    shapes = {
-        name: [int(n) for n in dims.split(",") if n]
-        for name, dims in re.findall(r"^\s*(?:ROOT )?%?([\w.-]+) = \w+\[([\d,]*)\]", hlo, re.MULTILINE)
-    }
-    total = 0
-    pattern = r"%?([\w.-]+) = \w+\[[\d,]*\]\S* dot\(%?([\w.-]+), .*?lhs_contracting_dims={([\d,]*)}"
-    for name, lhs, dims in re.findall(pattern, hlo):
-        total += 2 * math.prod(shapes[name]) * math.prod(shapes[lhs][int(d)] for d in dims.split(","))
+def traced_microseconds(program, images, labels) -> dict[str, float]:
+    """Time in each operation of the compiled step, by its name there, over a few steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(STEPS):
+                float(program.train(images, labels))
+        (path,) = Path(folder).rglob("*.trace.json.gz")
+        with gzip.open(path) as file:
+            events = json.load(file)["traceEvents"]
+    total = collections.Counter()
+    for event in events:
+        if "hlo_op" in event.get("args", {}) and "dur" in event:
+            total[event["args"]["hlo_op"]] += event["dur"]
     return total
 
 
-def direct_flops(network: networks.Network) -> int:
-    """Of a training step with direct convolutions: thrice the forward pass, less the gradient of the images."""
-    spec = dataclasses.replace(in_mlcn_jax.make_spec(network), conv="native")
-    params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
-    height, width, channels = network.image_shape
-    images = jax.ShapeDtypeStruct((networks.BATCH, height, width, channels), jnp.float32)
-    forward = cost.matmul_flops(lambda p, x: apply_model(spec, p, x), params, images)
-    filters = (
-        256 if network.kind == "capsnet" else network.lanes * network.width * (8 if network.kind == "mlcn2" else 16)
-    )
-    first = 2 * networks.BATCH * (height - 8) * (width - 8) * 81 * channels * filters
-    return 3 * forward - first
+def part_of(network: networks.Network, op_name: str, shape: tuple[int, ...]) -> str:
+    """A part of the step, from where in the model an operation comes from and the shape of its result."""
+    if "/decoder" in op_name:
+        return "decoder"
+    if "/encoder" not in op_name:
+        return "optimizer, losses and the rest"
+    outputs = (network.image_shape[0] - 8 - 9) // 2 + 1
+    points = outputs + 4  # a phase of a 9x9 kernel with stride 2 has 5 taps
+    frequencies = 3 * -(-points // 2) * points
+    capsules = outputs**2 * (2 * network.width if network.lanes else 32)
+    dims = tuple(size for size in shape if size > 1)
+    if {capsules, 8 * capsules} & set(dims):
+        layer = "capsules"
+    elif dims[:1] == (points**2 * networks.BATCH,):
+        layer = "map between the convolutions"
+    elif dims[:2] == (frequencies, networks.BATCH):
+        layer = "spectra of maps"
+    elif dims[:1] == (frequencies,):
+        layer = "spectra of kernels"
+    elif dims[:2] == (outputs**2, networks.BATCH) or dims[:3] == (outputs, outputs, networks.BATCH):
+        layer = "products of spectra, transformed back"
+    else:
+        layer = "other"
+    return f"encoder, {'backward' if 'transpose(jvp' in op_name else 'forward'}: {layer}"
 
 
-def profile(program, batch, hlo: str) -> list[dict]:
-    """Shares of the time that the step's operations take, by kind: name without number, and type of the result."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(_PROFILED_STEPS):
-                float(program.train(*batch))
-        (file,) = Path(folder).rglob("*.trace.json.gz")
-        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-    kinds = dict(re.findall(r"^\s*(?:ROOT )?%?([\w.-]+) = (\(?\w+\[[\d,]*\])", hlo, re.MULTILINE))
-    scopes = dict(re.findall(r'^\s*(?:ROOT )?%?([\w.-]+) = .*?op_name="([^"]*)"', hlo, re.MULTILINE))
-    durations: collections.Counter = collections.Counter()
-    for event in events:
-        operation = event.get("args", {}).get("hlo_op")
-        if operation in kinds and "dur" in event and not operation.startswith("while"):
-            scope = scopes.get(operation, "")
-            part = "decoder" if "decoder" in scope else "encoder" if "encoder" in scope else "optimizer and metrics"
-            direction = "backward" if "transpose(" in scope else "forward" if part != "optimizer and metrics" else ""
-            name = re.sub(r"[.\d]+$", "", operation)
-            durations[f"{part} {direction}".strip(), f"{name} {kinds[operation]}"] += event["dur"]
-    total = sum(durations.values())
-    return [
-        {"part": part, "operation": operation, "share": duration / total}
-        for (part, operation), duration in durations.most_common(12)
-    ]
+def shares(network: networks.Network, hlo: str, microseconds: dict[str, float]) -> tuple[dict, dict]:
+    """Shares of the parts, and of the five kinds of operation (name without number, result) that take longest."""
+    pattern = r"^\s*(?:ROOT )?%?([\w.-]+) = \(?(\w+)\[([\d,]*)\](?:.*?op_name=\"(.*?)\")?"
+    found = {name: rest for name, *rest in re.findall(pattern, hlo, re.MULTILINE)}
+    parts, kinds = collections.Counter(), collections.Counter()
+    for name, duration in microseconds.items():
+        dtype, sizes, op_name = found[name]
+        part = part_of(network, op_name, tuple(map(int, filter(None, sizes.split(",")))))
+        parts[part] += duration
+        kinds[f"{re.sub(r'[.0-9]+$', '', name)} {dtype}[{sizes}], {part}"] += duration
+    total = sum(microseconds.values())
+
+    def largest(counter, number=None):
+        return {name: duration / total for name, duration in counter.most_common(number)}
+
+    return largest(parts), largest(kinds, 5)
 
 
-def measure(network: networks.Network, rates: dict, rounds: int) -> dict:
-    program = in_mlcn_jax.Program(network, networks.BATCH, in_mlcn_jax.start_weights(network), "vmap", "float32")
+def measure(network: networks.Network, probes: dict[str, tuple[Callable, int]]) -> dict:
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (networks.BATCH, *network.image_shape), dtype=np.uint8)
-    batch = images, rng.integers(0, networks.NUM_CLASSES, networks.BATCH, dtype=np.int32)
-    milliseconds = []
-    for _ in range(rounds + 1):
-        started = time.perf_counter()
-        for _ in range(3):
-            loss = program.train(*batch)
-        float(loss)
-        milliseconds.append((time.perf_counter() - started) * 1000 / 3)
-    step_seconds = statistics.median(milliseconds[1:]) / 1000
-    hlo = program.compiled.as_text()
-    flops, moved = compiled_product_flops(hlo), program.compiled.cost_analysis()["bytes accessed"]
-    product_seconds = flops / max(rates["product_flops_per_second"].values())
-    memory_seconds = moved / rates["bytes_per_second"]
-    parts = profile(program, batch, hlo)
+    labels = rng.integers(0, networks.NUM_CLASSES, networks.BATCH, dtype=np.int32)
+    weights = in_mlcn_jax.start_weights(network)
+    program = in_mlcn_jax.Program(network, networks.BATCH, weights, "vmap", "float32")
+
+    def take_steps():
+        return jax.block_until_ready([program.train(images, labels) for _ in range(STEPS)])
+
+    calls = {"step": (take_steps, STEPS), **probes}
+    rates = {name: [] for name in calls}
+    for _ in range(_ROUNDS.value + 1):
+        for name, (call, work) in calls.items():
+            started = time.perf_counter()
+            jax.block_until_ready(call())
+            rates[name].append(work / (time.perf_counter() - started))
+    measured = 1 / statistics.median(rates.pop("step")[1:])  # the first round compiles
+    machine = {name: max(rate[1:]) for name, rate in rates.items()}
+    flops = step_flops(program.spec, program.state, images, labels)
+    plain = step_flops(dataclasses.replace(program.spec, conv="native"), program.state, images, labels)
+    num_bytes = (program.compiled.cost_analysis() or {}).get("bytes accessed")
+    at_products = flops / max(rate for name, rate in machine.items() if name.startswith("product"))
+    at_bandwidth = num_bytes / machine["bytes_per_second"] if num_bytes else None
+    parts, kinds = shares(network, program.compiled.as_text(), traced_microseconds(program, images, labels))
     return {
         "title": network.title,
-        "step_seconds": step_seconds,
+        "seconds": measured,
+        "machine": machine,
         "flops": flops,
-        "direct_flops": direct_flops(network),
-        "bytes": moved,
-        "seconds_at_product_rate": product_seconds,
-        "seconds_at_bandwidth": memory_seconds,
-        "share_of_product_rate": product_seconds / step_seconds,
-        "share_of_bandwidth": memory_seconds / step_seconds,
-        "largest_part": parts[0],
-        "profile": parts,
+        "flops_of_plain_convolutions": plain,
+        "bytes": num_bytes,
+        "seconds_at_product_rate": at_products,
+        "seconds_at_bandwidth": at_bandwidth,
+        "share_of_product_roof": at_products / measured,
+        "share_of_bandwidth_roof": at_bandwidth and at_bandwidth / measured,
+        "binding": "bandwidth" if at_bandwidth and at_bandwidth > at_products else "products",
+        "largest_part": next(iter(parts)),
+        "parts": parts,
+        "largest_kinds": kinds,
     }
+
+
+def table(results: dict) -> str:
+    lines = ["| network | ms | GFLOP | plain GFLOP | GB | of product roof | of bandwidth roof | binds | largest part |"]
+    lines.append("|" + "---|" * 9)
+    for entry in results["networks"].values():
+        part = entry["largest_part"]
+        row = [entry["title"], f"{1000 * entry['seconds']:.1f}"]
+        row += [f"{entry[name] / 1e9:.1f}" for name in ("flops", "flops_of_plain_convolutions")]
+        row.append(f"{entry['bytes'] / 1e9:.2f}" if entry["bytes"] else "-")
+        row.append(f"{entry['share_of_product_roof']:.0%}")
+        row.append(f"{entry['share_of_bandwidth_roof']:.0%}" if entry["bytes"] else "-")
+        row += [entry["binding"], f"{part} ({entry['parts'][part]:.0%})"]
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
 
 
 def main(argv):
     del argv
     chosen = [networks.find(name) for name in _NETWORKS.value]
-    rates = machine()
-    results = {"rounds": _ROUNDS.value, **devices.environment(), "machine": rates, "networks": {}}
+    probes = compile_probes()
+    results = {"rounds": _ROUNDS.value, **devices.environment(), "networks": {}}
+    RESULTS.mkdir(exist_ok=True)
     for network in chosen:
-        results["networks"][network.name] = entry = measure(network, rates, _ROUNDS.value)
-        write_json(peers.RESULTS / "roofline.json", results)
-        print(
-            f"{entry['title']}: {1000 * entry['step_seconds']:.0f} ms; {entry['flops'] / 1e9:.1f} GFLOP (direct "
-            f"{entry['direct_flops'] / 1e9:.1f}), {entry['share_of_product_rate']:.0%} of the product rate; "
-            f"{entry['bytes'] / 1e9:.2f} GB, {entry['share_of_bandwidth']:.0%} of the bandwidth; largest: "
-            "{operation}, {part}, {share:.0%}".format(**entry["largest_part"]),
-            flush=True,
-        )
+        results["networks"][network.name] = measure(network, probes)
+        write_json(RESULTS / "roofline.json", results)
+    print(table(results))
 
 
 if __name__ == "__main__":

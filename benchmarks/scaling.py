@@ -1,130 +1,190 @@
-"""What a training step costs against lanes, width, depth and batch.
+"""Cost of a training step of mlcn1 on 28x28x1 against lanes, width, depth and batch, one at a time.
 
     python -m benchmarks.scaling
+    python -m benchmarks.scaling --sweeps=depth
+    python -m benchmarks.scaling --from_json    # only draws again
 
-mlcn1 on 28x28x1; each sweep changes one of them. Time and memory stand beside what they would be in proportion to the
-FLOPs of the matrix products, from the middle point of the sweep; `exponent` is log(time ratio) / log(FLOPs ratio)
-from the point before, 1 where time grows as FLOPs do. Writes `benchmarks/results/scaling.json` and `scaling.png`.
+All points of a sweep are compiled first and then take turns in rounds. The line in the picture is what a step would
+take if time followed FLOPs (`cost.matmul_flops` of the traced step) at the rate of the sweep's middle point.
+`step_in_curve` is the exponent between neighbours, log(time ratio) / log(FLOPs ratio): 1 where time follows FLOPs.
+Where it jumps, `convolutions`, the algorithms that `conv.choose` named, may say why; the two convolutions of a lane of
+depth 1 are one call of `conv.lane_convs`, which names that of the second alone where it is `fourier`.
+
+Writes `benchmarks/results/scaling.json` after each sweep, which keeps the sweeps that were not asked for, and
+`scaling.png`.
 """
 
 import functools
+import itertools
 import json
 import math
 import statistics
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags
+from matplotlib.figure import Figure
 
-from benchmarks import networks, peers
-from benchmarks.roofline import compiled_product_flops
-from mlcn_jax import devices, train
+from benchmarks import networks
+from mlcn_jax import conv, cost, devices, train
 from mlcn_jax.config import write_json
 from mlcn_jax.launch import launch
 from mlcn_jax.model import ModelSpec, init_params
 
-SWEEPS = {  # what is swept: (value, lanes, batch)
-    "lanes": [(n, f"mlcn1:w2*{n}", 100) for n in (1, 2, 4, 8, 16, 32)],
-    "width": [(w, f"mlcn1:w{w}*4", 100) for w in (1, 2, 3, 4, 6, 8)],
-    "depth": [(d, f"mlcn1:w2d{d}*4", 100) for d in (1, 2, 3, 4, 5)],
-    "batch": [(b, "mlcn1:w2*4", b) for b in (50, 100, 150, 300, 600)],
+RESULTS = Path(__file__).parent / "results"
+TURN_SECONDS = 0.3  # of steps of one point in a round, but at least one step
+
+SWEEPS = {
+    "lanes": (1, 2, 4, 8, 16, 32),
+    "width": (1, 2, 4, 6, 8),
+    "depth": (1, 2, 3, 4, 5),
+    "batch": (50, 100, 150, 300, 600),
 }
-_SWEEPS = flags.DEFINE_list("sweeps", list(SWEEPS), ", ".join(SWEEPS))
-_ROUNDS = flags.DEFINE_integer("rounds", 8, "interleaved rounds", lower_bound=1)
-_REDRAW = flags.DEFINE_bool("redraw", False, "only draw the picture of the results that are there")
+LANES, WIDTH, WIDTH_OF_DEPTHS, DEPTH = 4, 4, 2, 1  # where they are not swept
+TITLES = {
+    "lanes": f"lanes (width {WIDTH}, depth {DEPTH}, batch {networks.BATCH})",
+    "width": f"width ({LANES} lanes, depth {DEPTH}, batch {networks.BATCH})",
+    "depth": f"depth ({LANES} lanes, width {WIDTH_OF_DEPTHS}, batch {networks.BATCH})",
+    "batch": f"batch ({LANES} lanes, width {WIDTH}, depth {DEPTH})",
+}
+
+_SWEEPS = flags.DEFINE_list("sweeps", list(SWEEPS), "what to sweep")
+flags.register_validator("sweeps", lambda names: set(names) <= set(SWEEPS), f"only of {', '.join(SWEEPS)}")
+_ROUNDS = flags.DEFINE_integer("rounds", 10, "interleaved rounds of each sweep", lower_bound=1)
+_FROM_JSON = flags.DEFINE_bool("from_json", False, "only draw what scaling.json holds")
 
 
-class Step:
-    """A compiled training step with its state."""
+class Point:
+    """A compiled training step, its state and its batch."""
 
-    def __init__(self, lanes: str, batch: int):
-        spec = ModelSpec("mlcn", networks.FASHION, networks.NUM_CLASSES, lanes)
-        optimizer = optax.adam(networks.LEARNING_RATE)
-        params = jax.jit(lambda key: init_params(spec, key))(jax.random.key(0))
+    def __init__(self, lanes: int, width: int, depth: int, batch: int):
+        text = f"mlcn1:w{width}d{depth}*{lanes}"
+        spec = ModelSpec("mlcn", networks.FASHION, networks.NUM_CLASSES, text, prior_bias=False)
+        optimizer = optax.adam(networks.LEARNING_RATE, eps=networks.EPSILON)
+        weight = networks.RECONSTRUCTION_WEIGHT
+        step = train.make_train_step(spec, optimizer, reconstruction_weight=weight, seed=0)
+        params = jax.jit(functools.partial(init_params, spec))(jax.random.key(0))
         self.state = train.TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
         rng = np.random.default_rng(0)
-        images = rng.integers(0, 256, (batch, *networks.FASHION), dtype=np.uint8)
-        self.batch = jax.device_put((images, rng.integers(0, networks.NUM_CLASSES, batch, dtype=np.int32)))
-        step = train.make_train_step(spec, optimizer, reconstruction_weight=networks.RECONSTRUCTION_WEIGHT, seed=0)
+        images = rng.integers(0, 256, (batch, *spec.image_shape), dtype=np.uint8)
+        labels = rng.integers(0, networks.NUM_CLASSES, batch, dtype=np.int32)
+        self.batch = jax.device_put((images, labels))
+        self.convolutions = {}
+        with conv.choices(self.convolutions):
+            self.flops = cost.matmul_flops(step, self.state, *self.batch)
         self.compiled, self.compile_seconds = train.compile_step(step, self.state, self.batch)
+        self.memory = self.compiled.memory_analysis()
 
-    def milliseconds(self, steps: int) -> float:
-        """Of a step, after one that is not timed."""
-        for i in range(steps + 1):
+    def seconds(self, steps: int) -> float:
+        """Of one step, as the mean of so many."""
+        started = time.perf_counter()
+        for _ in range(steps):
             self.state, metrics = self.compiled(self.state, *self.batch)
-            if i == 0:
-                float(metrics["loss"])
-                started = time.perf_counter()
         float(metrics["loss"])
-        return 1000 * (time.perf_counter() - started) / steps
+        return (time.perf_counter() - started) / steps
 
 
-def run_sweep(points: list[tuple[int, str, int]], rounds: int) -> list[dict]:
-    steps = [Step(lanes, batch) for _, lanes, batch in points]
-    times = [[step.milliseconds(3) for step in steps] for _ in range(rounds)]
-    rows: list[dict] = []
-    for i, ((value, lanes, batch), step) in enumerate(zip(points, steps, strict=True)):
-        memory = step.compiled.memory_analysis()
-        row = {
-            "value": value,
-            "lanes": lanes,
-            "batch": batch,
-            "milliseconds": statistics.median(row[i] for row in times),
-            "milliseconds_min": min(row[i] for row in times),
-            "compile_seconds": step.compile_seconds,
-            "flops": compiled_product_flops(step.compiled.as_text()),
-            "temporary_bytes": memory.temp_size_in_bytes,
-            "argument_bytes": memory.argument_size_in_bytes,
-        }
-        if rows:
-            before = rows[-1]
-            ratios = row["milliseconds"] / before["milliseconds"], row["flops"] / before["flops"]
-            row["exponent"] = math.log(ratios[0]) / math.log(ratios[1])
-        rows.append(row)
-    return rows
+def make_point(sweep: str, value: int) -> Point:
+    width = WIDTH_OF_DEPTHS if sweep == "depth" else WIDTH
+    return Point(**{"lanes": LANES, "width": width, "depth": DEPTH, "batch": networks.BATCH, sweep: value})
+
+
+def measure(sweep: str) -> dict:
+    points = [make_point(sweep, value) for value in SWEEPS[sweep]]
+    steps = []
+    for point in points:
+        point.seconds(1)  # the first one is slower
+        steps.append(max(1, round(TURN_SECONDS / point.seconds(1))))
+    rounds = [[p.seconds(n) for p, n in zip(points, steps, strict=True)] for _ in range(_ROUNDS.value)]
+    results = []
+    for value, point, seconds in zip(SWEEPS[sweep], points, zip(*rounds, strict=True), strict=True):
+        results.append(
+            {
+                sweep: value,
+                "median_milliseconds": 1000 * statistics.median(seconds),
+                "min_milliseconds": 1000 * min(seconds),
+                "flops": point.flops,
+                "compile_seconds": point.compile_seconds,
+                "temporary_mebibytes": point.memory.temp_size_in_bytes / 2**20,
+                "argument_mebibytes": point.memory.argument_size_in_bytes / 2**20,
+                "convolutions": point.convolutions,
+            }
+        )
+    return {
+        "rounds": _ROUNDS.value,
+        **devices.environment(),
+        "points": results,
+        "step_in_curve": [
+            math.log(b["median_milliseconds"] / a["median_milliseconds"]) / math.log(b["flops"] / a["flops"])
+            for a, b in itertools.pairwise(results)
+        ],
+    }
+
+
+def by_flops(points: list[dict]) -> list[float]:
+    """Milliseconds of each point, were all computed at the rate of the middle one."""
+    middle = points[len(points) // 2]
+    return [middle["median_milliseconds"] * point["flops"] / middle["flops"] for point in points]
+
+
+def table(results: dict) -> str:
+    lines = [
+        "| sweep | value | ms | by FLOPs | exponent | compile s | temporary MiB | arguments MiB |",
+        "|" + "---|" * 8,
+    ]
+    for sweep, entry in results.items():
+        exponents = ["-", *(f"{exponent:.2f}" for exponent in entry["step_in_curve"])]
+        for point, expected, exponent in zip(entry["points"], by_flops(entry["points"]), exponents, strict=True):
+            row = [sweep, str(point[sweep]), f"{point['median_milliseconds']:.1f}", f"{expected:.1f}", exponent]
+            row.append(f"{point['compile_seconds']:.1f}")
+            row += [f"{point[f'{kind}_mebibytes']:.0f}" for kind in ("temporary", "argument")]
+            lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
 
 
 def draw(results: dict) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 6.5), layout="constrained")
-    axes = figure.subplots(2, len(results["sweeps"]), squeeze=False)
-    for (name, rows), (above, below) in zip(results["sweeps"].items(), axes.T, strict=True):
-        values = [row["value"] for row in rows]
-        middle = rows[len(rows) // 2]
-        scale = middle["milliseconds"] / middle["flops"]
-        above.plot(values, [row["flops"] * scale for row in rows], "--", color="gray", label="in proportion to FLOPs")
-        above.plot(values, [row["milliseconds"] for row in rows], "o", label="measured")
-        above.set_title(f"{name}: {rows[0]['lanes']} ... {rows[-1]['lanes']}", fontsize=9)
-        above.set_ylabel("milliseconds per step")
+    """Two by two sweeps: milliseconds beside the line by FLOPs, and below it memory."""
+    figure = Figure(figsize=(10, 9), layout="constrained")
+    panels = figure.subplots(4, 2, height_ratios=(3, 1, 3, 1))
+    for i, sweep in enumerate(SWEEPS):
+        above, below = panels[i // 2 * 2 : i // 2 * 2 + 2, i % 2]
+        if sweep not in results:
+            above.set_visible(False)
+            below.set_visible(False)
+            continue
+        points = results[sweep]["points"]
+        values = [point[sweep] for point in points]
+        above.plot(values, [point["median_milliseconds"] for point in points], "o", label="measured, median")
+        above.plot(values, by_flops(points), label="by FLOPs, at the rate of the middle point")
+        above.set_ylim(bottom=0)
+        above.set_ylabel("ms per step")
+        above.set_title(TITLES[sweep])
         above.legend(fontsize=8)
-        mebibytes = [(row["temporary_bytes"] + row["argument_bytes"]) / 2**20 for row in rows]
-        below.plot(values, mebibytes, "s-", color="C2")
-        below.set_xlabel(name)
-        below.set_ylabel("MiB of the step's buffers")
-        for ax in (above, below):
-            ax.set_ylim(bottom=0)
-            ax.set_xticks(values, values)
-    figure.savefig(peers.RESULTS / "scaling.png", dpi=110)
+        for kind in ("temporary", "argument"):
+            below.plot(values, [point[f"{kind}_mebibytes"] for point in points], "o-", label=kind)
+        below.set_ylim(bottom=0)
+        below.set_ylabel("MiB")
+        below.set_xlabel(sweep)
+        below.legend(fontsize=8)
+        for axes in (above, below):
+            axes.set_xticks(values, [str(value) for value in values])
+    figure.savefig(RESULTS / "scaling.png", dpi=120)
 
 
 def main(argv):
     del argv
-    path = peers.RESULTS / "scaling.json"
-    if _REDRAW.value:
-        draw(json.loads(path.read_text()))
-        return
-    results = {"rounds": _ROUNDS.value, "image_shape": networks.FASHION, **devices.environment(), "sweeps": {}}
-    for name in _SWEEPS.value:
-        results["sweeps"][name] = run_sweep(SWEEPS[name], _ROUNDS.value)
+    path = RESULTS / "scaling.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    RESULTS.mkdir(exist_ok=True)
+    for sweep in [] if _FROM_JSON.value else _SWEEPS.value:
+        results[sweep] = measure(sweep)
         write_json(path, results)
-        for row in results["sweeps"][name]:
-            exponent = f", exponent {row['exponent']:.2f}" if "exponent" in row else ""
-            print(f"{name} {row['value']}: {row['milliseconds']:.1f} ms{exponent}", flush=True)
     draw(results)
+    print(table(results))
 
 
 if __name__ == "__main__":

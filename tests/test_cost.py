@@ -23,6 +23,26 @@ def test_a_loop_counts_every_turn():
     assert cost.matmul_flops(loop, jnp.ones((3, 3))) == 4 * 2 * 27
 
 
+def test_results_that_nothing_reads_cost_nothing():
+    def product(x, y):
+        return x @ y, jax.jit(lambda y: y @ y)(y)
+
+    x = jnp.ones((3, 3))
+    assert cost.matmul_flops(lambda x, y: product(x, y)[0], x, x) == 2 * 27
+    assert cost.matmul_flops(product, x, x) == 2 * 2 * 27
+
+
+def test_gradients_of_a_convolution_cost_as_much_as_itself():
+    def conv(x, kernel):
+        return jax.lax.conv_general_dilated(x, kernel, (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    x, kernel = jnp.ones((2, 13, 13, 3)), jnp.ones((5, 5, 3, 7))
+    forward = cost.matmul_flops(conv, x, kernel)
+    for wanted in (0, 1):
+        grad = jax.grad(lambda *args: jnp.sum(conv(*args) ** 2), argnums=wanted)
+        assert cost.matmul_flops(grad, x, kernel) == 2 * forward
+
+
 def test_vmapped_convolutions_count_each_lane():
     def conv(x, kernel):
         return jax.lax.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
