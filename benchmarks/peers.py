@@ -20,12 +20,17 @@ from mlcn_jax.errors import InputError
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 OURS = "mlcn_jax"
-VARIANTS = {  # tried for each network; the fastest takes part
-    OURS: ("vmap",),
-    "keras": ("graph",),
-    "torch": ("eager", "compiled", "eager_grouped", "compiled_grouped"),
+_TORCH = ("eager", "compiled", "eager_grouped", "compiled_grouped")
+VARIANTS = {  # tried for each network; the fastest takes part. "frozen" compiles the weights in
+    "train": {OURS: ("vmap",), "keras": ("graph",), "torch": _TORCH},
+    "infer": {
+        OURS: ("vmap", "vmap_frozen"),
+        "keras": ("graph",),
+        "torch": (*_TORCH, "compiled_frozen", "compiled_grouped_frozen"),
+    },
 }
 _ROUND_SECONDS = 1.0
+_TRIAL_SECONDS = 0.3  # in which a framework's variants are compared
 _PAUSE_SECONDS = 0.3  # so that another framework's threads have gone to sleep
 _TOLERANCE = 1e-4  # of probabilities, over the largest, and of the loss before the first step
 _LATER_TOLERANCE = 2e-2  # of the losses after one, two and three steps: Adam makes large steps of small differences
@@ -96,7 +101,8 @@ def warm_up(process: Process, do: str) -> dict:
     """Takes a few steps: seconds of the first, `values` (losses or probabilities), and milliseconds of later ones."""
     first = process.ask(do, steps=1)
     more = process.ask(do, steps=3)
-    milliseconds = 1000 * process.ask(do, steps=2)["seconds"] / 2
+    steps = max(2, round(_TRIAL_SECONDS * 3 / more["seconds"]))
+    milliseconds = 1000 * process.ask(do, steps=steps)["seconds"] / steps
     key = "losses" if do == "train" else "probabilities"
     values = first[key] + more[key] if do == "train" else first[key]
     return {"first_seconds": first["seconds"], "values": np.array(values), "milliseconds": milliseconds}
@@ -117,7 +123,7 @@ def compare(network: Network, batch: int, peers: list[str], do: str, rounds: int
     steps: list[int] = []
     for framework in (OURS, *peers):
         trials: dict[str, tuple[Process, dict]] = {}
-        for variant in VARIANTS[framework]:
+        for variant in VARIANTS[do][framework]:
             process = Process(framework, variant, network, batch, dtype, python)
             trials[variant] = process, warm_up(process, do)
         variant, (process, warm) = min(trials.items(), key=lambda item: item[1][1]["milliseconds"])

@@ -79,11 +79,16 @@ class Point:
         self.compiled, self.compile_seconds = train.compile_step(step, self.state, self.batch)
         self.memory = self.compiled.memory_analysis()
 
+    def _step(self) -> dict:
+        self.state, metrics = self.compiled(self.state, *self.batch)
+        return metrics
+
     def seconds(self, steps: int) -> float:
-        """Of one step, as the mean of so many."""
+        """Of one step, as the mean of so many after one that finds the memory of other networks' steps."""
+        float(self._step()["loss"])
         started = time.perf_counter()
         for _ in range(steps):
-            self.state, metrics = self.compiled(self.state, *self.batch)
+            metrics = self._step()
         float(metrics["loss"])
         return (time.perf_counter() - started) / steps
 
@@ -97,7 +102,6 @@ def measure(sweep: str) -> dict:
     points = [make_point(sweep, value) for value in SWEEPS[sweep]]
     steps = []
     for point in points:
-        point.seconds(1)  # the first one is slower
         steps.append(max(1, round(TURN_SECONDS / point.seconds(1))))
     rounds = [[p.seconds(n) for p, n in zip(points, steps, strict=True)] for _ in range(_ROUNDS.value)]
     results = []

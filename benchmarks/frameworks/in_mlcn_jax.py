@@ -31,13 +31,18 @@ class Program:
     """Training and inference of one network, started from given weights."""
 
     def __init__(self, network: Network, batch: int, weights: dict[str, np.ndarray], variant: str, dtype: str):
-        del batch, variant
+        del batch
         self.spec = make_spec(network, dtype)
         self.params = jax.device_put(traverse_util.unflatten_dict(weights, sep="/"))
         self.compiled = self.state = None
         self._warm = False
         options = conv.compiler_options(jax.default_backend())
-        self._infer = jax.jit(self._lengths, compiler_options=options)
+        if variant.endswith("frozen"):
+            weights, self.params = self.params, None
+            self._infer = jax.jit(lambda images: self._lengths(weights, images), compiler_options=options)
+        else:
+            infer = jax.jit(self._lengths, compiler_options=options)
+            self._infer = lambda images: infer(self.params, images)
 
     def _lengths(self, params, images):
         v = CapsuleNetwork(self.spec).apply({"params": params}, evaluate.to_pixels(images), method="encode")
@@ -59,7 +64,7 @@ class Program:
 
     def infer(self, images: np.ndarray) -> np.ndarray:
         """Class probabilities [batch, classes]."""
-        probabilities = np.asarray(self._infer(self.params, images))
+        probabilities = np.asarray(self._infer(images))
         if not self._warm:
             devices.return_unused_memory()  # as after compiling a training step
             self._warm = True

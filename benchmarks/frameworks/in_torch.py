@@ -1,11 +1,13 @@
 """The networks in PyTorch, as one would write them there: one module after the other, lane by lane.
 
 The `grouped` variants compute all lanes at once: their first convolutions as one with more filters, the second
-ones as one grouped convolution, the last products as one batched product. Weights are named as in mlcn_jax.
+ones as one grouped convolution, the last products as one batched product. The `frozen` ones have their weights
+compiled in. Weights are named as in mlcn_jax.
 """
 
 import numpy as np
 import torch
+import torch._inductor.config as inductor
 from torch import nn
 from torch.nn import functional
 
@@ -136,6 +138,7 @@ class Program:
         self.parameters = [*self.encoder.parameters(), *self.decoder.parameters()]
         self.optimizer = torch.optim.Adam(self.parameters, networks.LEARNING_RATE, eps=networks.EPSILON, fused=True)
         self.dtype = getattr(torch, dtype)
+        inductor.freezing = "frozen" in variant
         wrap = torch.compile if "compiled" in variant else lambda function: function
         self._loss, self._lengths = wrap(self._loss), wrap(self._lengths)
 
