@@ -37,7 +37,7 @@ from absl import app, flags
 
 from benchmarks import networks
 from benchmarks.frameworks import in_mlcn_jax
-from mlcn_jax import conv, cost, devices, train
+from mlcn_jax import conv, cost, devices, train_step
 from mlcn_jax.config import write_json
 from mlcn_jax.launch import launch
 
@@ -68,7 +68,7 @@ def compile_probes() -> dict[str, tuple[Callable, int]]:
 def step_flops(spec, state, images, labels) -> int:
     optimizer = optax.adam(networks.LEARNING_RATE)
     weight = networks.RECONSTRUCTION_WEIGHT
-    step = train.make_train_step(spec, optimizer, reconstruction_weight=weight, seed=0)
+    step = train_step.make_train_step(spec, optimizer, reconstruction_weight=weight, seed=0)
     return cost.matmul_flops(step, state, images, labels)
 
 

@@ -44,6 +44,10 @@ def get_config() -> ConfigDict:
     train.log_every = 50  # steps
     train.test_every_epoch = False  # also score the test set after each epoch, for the record only
 
+    config.parallel = parallel = ConfigDict()
+    parallel.data = 1  # devices over which each batch is split
+    parallel.lane = 1  # devices over which the lanes are split; data times lane devices in all
+
     config.init_from = ""  # workdir whose best weights to start from
     config.profile = False  # write a profiler trace of 5 steps
     return config

@@ -25,6 +25,8 @@ _FREE_ON_RESUME = {
     "train.checkpoint_every",
     "train.log_every",
     "train.test_every_epoch",
+    "parallel.data",
+    "parallel.lane",
     "profile",
 }
 
@@ -99,6 +101,18 @@ class TrainSettings:
         _check(self.optimizer in OPTIMIZERS, "train.optimizer", self.optimizer, " or ".join(OPTIMIZERS))
 
 
+@dataclasses.dataclass(frozen=True)
+class ParallelSettings:
+    """Where to train; `configs/default.py` describes each field. Decides nothing of what is computed."""
+
+    data: int
+    lane: int
+
+    def __post_init__(self):
+        for field in ("data", "lane"):
+            _check(getattr(self, field) >= 1, f"parallel.{field}", getattr(self, field), "1 or more")
+
+
 def _check_fields(section: str, cls: type, values: Mapping[str, Any]) -> None:
     """Raises InputError where `values` are not all fields of `cls`, each of its type, that data does not decide."""
     types = {f.name: f.type for f in dataclasses.fields(cls) if f.name not in ("image_shape", "num_classes")}
@@ -127,7 +141,7 @@ class RunConfig:
     """A whole run.
 
     Attributes:
-      data, train: settings of that part.
+      data, train, parallel: settings of that part.
       model: the fields of `model.ModelSpec` that the data does not decide.
       init_from: workdir whose best checkpoint gives the start values; empty for random ones.
       profile: whether to write a profiler trace of a few steps.
@@ -136,6 +150,7 @@ class RunConfig:
     data: DataSettings
     model: Mapping[str, Any]
     train: TrainSettings
+    parallel: ParallelSettings
     init_from: str
     profile: bool
 
@@ -153,12 +168,14 @@ class RunConfig:
                 ("data", DataSettings, values["data"]),
                 ("model", ModelSpec, model),
                 ("train", TrainSettings, values["train"]),
+                ("parallel", ParallelSettings, values["parallel"]),
             ):
                 _check_fields(section, cls_of, given)
             return cls(
                 data=DataSettings(**values["data"]),
                 model=model,
                 train=TrainSettings(**values["train"]),
+                parallel=ParallelSettings(**values["parallel"]),
                 init_from=values["init_from"],
                 profile=values["profile"],
             )

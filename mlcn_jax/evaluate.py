@@ -1,7 +1,6 @@
 """Scores over a whole split, and the pictures drawn from them."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from mlcn_jax import capsules, conv, data, losses
+from mlcn_jax import capsules, conv, data, losses, parallel
 from mlcn_jax.checkpoint import load_trained
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
@@ -50,18 +50,18 @@ def to_pixels(images: jax.Array) -> jax.Array:
     return images.astype(jnp.float32) / 255.0
 
 
-def make_evaluator(spec: ModelSpec, reconstruction_weight: float) -> Callable[[dict, data.Split, int], Scores]:
+def make_evaluator(
+    spec: ModelSpec, reconstruction_weight: float, mesh: Mesh | None = None
+) -> Callable[[dict, data.Split, int], Scores]:
     """A function `(params, split, batch_size) -> Scores` that compiles once.
 
     The loss is that of training: the mean over images of margin loss plus weighted reconstruction loss, with
-    the true class masked. Accuracy looks at the lengths alone.
+    the true class masked. Accuracy looks at the lengths alone. Over a mesh, `params` lie as `parallel` placed them.
     """
-    options = conv.compiler_options(jax.default_backend())
 
-    @functools.partial(jax.jit, compiler_options=options)
-    def sums(params, images, labels, mask):
+    def sums_of_batch(params, images, labels, mask):
         pixels = to_pixels(images)
-        v, reconstructions = apply_model(spec, params, pixels, labels)
+        v, reconstructions = apply_model(spec, params, pixels, labels, parallel.lane_axis(mesh))
         class_lengths = capsules.lengths(v)
         loss = losses.margin_loss(class_lengths, labels)
         loss += reconstruction_weight * losses.reconstruction_loss(reconstructions, pixels)
@@ -69,10 +69,13 @@ def make_evaluator(spec: ModelSpec, reconstruction_weight: float) -> Callable[[d
         predicted = jax.nn.one_hot(jnp.argmax(class_lengths, axis=-1), spec.num_classes)
         return jnp.sum(loss * mask), truth.T @ predicted
 
+    options = conv.compiler_options(jax.default_backend())
+    sums = jax.jit(parallel.sum_over(mesh, sums_of_batch), compiler_options=options)
+
     def evaluate(params: dict, split: data.Split, batch_size: int) -> Scores:
         loss, confusion = 0.0, np.zeros((spec.num_classes, spec.num_classes))
         for batch in data.padded_batches(split, batch_size):
-            batch_loss, batch_confusion = jax.device_get(sums(params, *jax.device_put(batch)))
+            batch_loss, batch_confusion = jax.device_get(sums(params, *parallel.place_batch(mesh, batch)))
             loss += float(batch_loss)
             confusion += batch_confusion
         return Scores(loss / len(split.labels), confusion.astype(np.int64))

@@ -1,11 +1,18 @@
-"""CapsNet and MLCN with their decoder, built from a `ModelSpec`."""
+"""CapsNet and MLCN with their decoder, built from a `ModelSpec`.
+
+Modules take a `lane_axis`: inside a `shard_map` over that mesh axis each device holds, and computes, its share of the
+lanes and of the decoder's units. Empty, as everywhere else, there is one share.
+"""
 
 import dataclasses
-from typing import Any
+import itertools
+import math
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from mlcn_jax import capsules, conv
@@ -103,6 +110,11 @@ class ModelSpec:
         )
 
 
+def num_shares(lane_axis: str) -> int:
+    """Devices along the axis over which the lanes are spread; 1 without one."""
+    return lax.axis_size(lane_axis) if lane_axis else 1
+
+
 class CapsNetEncoder(nn.Module):
     """Images to class capsules of 16 dimensions (Sabour et al. 2017, section 4)."""
 
@@ -128,43 +140,61 @@ class MLCNEncoder(nn.Module):
     """Images to class capsules, one dimension from each lane (do Rosario et al. 2019, section III)."""
 
     spec: ModelSpec
+    lane_axis: str = ""
 
     @nn.compact
     def __call__(self, images: Float[Array, "batch h w channels"]) -> Float[Array, "batch classes lanes"]:
         settings = self.spec.lane_settings
+        shares = num_shares(self.lane_axis)
         columns, first_lane = [], 0
-        for group in self.spec.lane_groups:
+        for whole in self.spec.lane_groups:
+            group = dataclasses.replace(whole, count=whole.count // shares)
             params = self.param(group.name, lanes_lib.init_group, group, first_lane, settings, images)
             columns.append(lanes_lib.apply_group(params, group, settings, images))
             first_lane += group.count
-        return jnp.concatenate(columns, axis=-1)
+        v = jnp.concatenate(columns, axis=-1)
+        if not self.lane_axis:
+            return v
+        v = lax.all_gather(v, self.lane_axis, axis=2)  # [batch, classes, shares, lanes of a share]
+        ends = itertools.accumulate(column.shape[-1] for column in columns[:-1])
+        parts = jnp.split(v, list(ends), axis=-1)
+        return jnp.concatenate([part.reshape(*part.shape[:2], -1) for part in parts], axis=-1)
 
 
 class Decoder(nn.Module):
     """Masked class capsules to an image with pixels in [0, 1] (Sabour et al. 2017, figure 2)."""
 
     spec: ModelSpec
+    lane_axis: str = ""
 
     @nn.compact
     def __call__(self, masked: Float[Array, "batch classes dim"]) -> Float[Array, "batch h w channels"]:
-        dense: dict[str, Any] = {"dtype": self.spec.dtype, "kernel_init": nn.initializers.glorot_uniform()}
         x = masked.reshape(masked.shape[0], -1)
         for i, size in enumerate(self.spec.decoder):
-            x = nn.relu(nn.Dense(size, name=f"hidden{i + 1}", **dense)(x))
-        height, width, channels = self.spec.image_shape
-        x = nn.Dense(height * width * channels, name="pixels", **dense)(x)
-        return nn.sigmoid(x).reshape(-1, height, width, channels)
+            x = self._layer(f"hidden{i + 1}", size, nn.relu, x)
+        x = self._layer("pixels", math.prod(self.spec.image_shape), nn.sigmoid, x)
+        return x.reshape(-1, *self.spec.image_shape)
+
+    def _layer(self, name: str, size: int, activation: Callable[[Array], Array], x: Array) -> Array:
+        """A dense layer; a share of its units where the shares divide it, then gathered."""
+        shares = num_shares(self.lane_axis)
+        split = shares > 1 and size % shares == 0
+        glorot = nn.initializers.glorot_uniform()
+        dense = nn.Dense(size // shares if split else size, dtype=self.spec.dtype, kernel_init=glorot, name=name)
+        x = activation(dense(x))
+        return lax.all_gather(x, self.lane_axis, axis=1, tiled=True) if split else x
 
 
 class CapsuleNetwork(nn.Module):
     """A capsule encoder with its decoder."""
 
     spec: ModelSpec
+    lane_axis: str = ""
 
     def setup(self) -> None:
-        encoder = CapsNetEncoder if self.spec.name == "capsnet" else MLCNEncoder
-        self.encoder = encoder(self.spec)
-        self.decoder = Decoder(self.spec)
+        is_capsnet = self.spec.name == "capsnet"
+        self.encoder = CapsNetEncoder(self.spec) if is_capsnet else MLCNEncoder(self.spec, self.lane_axis)
+        self.decoder = Decoder(self.spec, self.lane_axis)
 
     def encode(self, images: Float[Array, "batch h w channels"]) -> Float[Array, "batch classes dim"]:
         """Class capsules; the length of row k is the probability of class k."""
@@ -202,9 +232,10 @@ def apply_model(
     params: dict,
     images: Float[Array, "batch h w channels"],
     classes: Int[Array, " batch"] | None = None,
+    lane_axis: str = "",
 ) -> tuple[Float[Array, "batch classes dim"], Float[Array, "batch h w channels"]]:
     """`CapsuleNetwork.__call__` as a pure function of its parameters: class capsules and reconstructions."""
-    return CapsuleNetwork(spec).apply({"params": params}, images, classes)  # type: ignore[return-value]
+    return CapsuleNetwork(spec, lane_axis).apply({"params": params}, images, classes)  # type: ignore[return-value]
 
 
 def drop_lanes(key: Array, v: Float[Array, "batch classes lanes"], rate: float) -> Float[Array, "batch classes lanes"]:

@@ -1,100 +1,29 @@
-"""The training step and the loop around it."""
+"""The training loop: start or resume, steps, scores, checkpoints, the summary."""
 
 import contextlib
+import dataclasses
 import fcntl
 import logging
 import math
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array
 
-from mlcn_jax import capsules, conv, data, devices, evaluate, losses
+from mlcn_jax import conv, data, devices, evaluate, parallel
 from mlcn_jax.checkpoint import Checkpoints, Trained, describe_model, load_trained
-from mlcn_jax.config import RunConfig, TrainSettings, read_json, read_stored, write_json
+from mlcn_jax.config import RunConfig, read_json, read_stored, write_json
 from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.metrics import MetricsWriter, Progress, StepLog
-from mlcn_jax.model import ModelSpec, apply_model, count_parameters, drop_lanes, init_params
+from mlcn_jax.model import ModelSpec, count_parameters, init_params
+from mlcn_jax.train_step import MeshRunner, TrainState, make_optimizer
 
 _log = logging.getLogger(__name__)
 
 _PROFILED_STEPS = 5
-
-
-@flax.struct.dataclass
-class TrainState:
-    """All that a training step changes; its random numbers follow from the seed and `step`."""
-
-    step: Array
-    params: dict
-    optimizer: optax.OptState
-
-
-def make_optimizer(settings: TrainSettings, steps_per_epoch: int) -> optax.GradientTransformation:
-    """Adam as published, its rate multiplied by `lr_decay` after each epoch, or AdamW with warm-up and cosine.
-
-    Adam's epsilon is 1e-7, the default of Keras, with which the published results were made.
-    """
-    if settings.optimizer == "adam":
-        rate = optax.exponential_decay(settings.learning_rate, steps_per_epoch, settings.lr_decay, staircase=True)
-        optimizer = optax.adam(rate, eps=1e-7)
-    else:
-        num_steps = settings.num_epochs * steps_per_epoch
-        warmup = min(round(settings.warmup_epochs * steps_per_epoch), num_steps - 1)
-        rate = optax.warmup_cosine_decay_schedule(0.0, settings.learning_rate, warmup, num_steps)
-        optimizer = optax.adamw(rate, weight_decay=settings.weight_decay)
-    if settings.clip_norm:
-        optimizer = optax.chain(optax.clip_by_global_norm(settings.clip_norm), optimizer)
-    return optimizer
-
-
-def make_train_step(
-    spec: ModelSpec,
-    optimizer: optax.GradientTransformation,
-    *,
-    reconstruction_weight: float,
-    seed: int,
-    max_shift: int = 0,
-    flip: bool = False,
-) -> Callable[[TrainState, Array, Array], tuple[TrainState, dict[str, Array]]]:
-    """The function `(state, images, labels) -> (state, metrics)`, pure and not yet jitted.
-
-    `images` are uint8 [batch, height, width, channels]. Metrics are float32 scalars over the batch: `loss`,
-    `margin`, `reconstruction`, `accuracy`, and `grad_norm`, the gradient's global norm before clipping. The
-    loss is margin + reconstruction_weight * reconstruction. Augmentation and lane dropout draw from a key made
-    of `seed` and `state.step`.
-    """
-
-    def loss_fn(params, images, labels, key):
-        v, reconstructions = apply_model(spec, params, images, labels)
-        seen = drop_lanes(key, v, spec.lane_dropout) if spec.lane_dropout else v
-        class_lengths = capsules.lengths(seen)
-        margin = jnp.mean(losses.margin_loss(class_lengths, labels))
-        reconstruction = jnp.mean(losses.reconstruction_loss(reconstructions, images))
-        accuracy = jnp.mean(jnp.argmax(class_lengths, axis=-1) == labels)
-        loss = margin + reconstruction_weight * reconstruction
-        return loss, {"margin": margin, "reconstruction": reconstruction, "accuracy": accuracy}
-
-    def train_step(state, images, labels):
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
-        augment_key, lane_key = jax.random.split(key)
-        images = evaluate.to_pixels(images)
-        if max_shift or flip:
-            images = data.augment(augment_key, images, max_shift=max_shift, flip=flip)
-        (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, images, labels, lane_key)
-        updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
-        metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
-        return TrainState(state.step + 1, params, optimizer_state), metrics
-
-    return train_step
 
 
 def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
@@ -117,6 +46,8 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         steps_per_epoch = data.steps_per_epoch(len(train_split.labels), settings.batch_size)
         spec = config.model_spec(dataset.train.images.shape[1:], len(dataset.class_names))
         optimizer = make_optimizer(settings, steps_per_epoch)
+        parallel.check_split(spec, settings.batch_size, config.parallel.data, config.parallel.lane)
+        mesh = parallel.make_mesh(config.parallel.data, config.parallel.lane)
 
         checkpoints = Checkpoints(workdir / "checkpoints")
         stack.callback(checkpoints.close)
@@ -138,17 +69,19 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             _log.info("%s is finished: %d steps", workdir, start)
             return finished
 
-        step_fn = make_train_step(
+        runner = MeshRunner(
             spec,
             optimizer,
+            mesh,
             reconstruction_weight=settings.reconstruction_weight,
             seed=settings.seed,
             max_shift=config.data.max_shift,
             flip=config.data.flip,
         )
+        runner.start(state)
+        del state
         batches = data.Batches(train_split.images, train_split.labels, settings.batch_size, settings.seed)
-        compiled, compile_seconds = compile_step(step_fn, state, batches.at(start))
-        evaluator = evaluate.make_evaluator(spec, settings.reconstruction_weight)
+        compile_seconds = runner.compile(*batches.at(start))
         writer = MetricsWriter(workdir, start)
         stack.callback(writer.close)
         progress = Progress(start, num_steps, steps_per_epoch)
@@ -158,17 +91,18 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         first_profiled = start + max(0, min(10, num_steps - start - _PROFILED_STEPS))
 
         def score(split_name: str, split: data.Split, step: int) -> evaluate.Scores:
-            scores = evaluator(state.params, split, settings.batch_size)
+            scores = runner.scores(split, settings.batch_size)
             writer.write(step, split_name, {"loss": scores.loss, "accuracy": scores.accuracy})
             progress.say(f"step {step}  {split_name} loss {scores.loss:.4f}  accuracy {scores.accuracy:.2%}")
             return scores
 
         def save(step: int, validate: bool) -> None:
             # The loss of a step is that before its update: what is saved is tried on the newest batch first.
-            loss = evaluator(state.params, data.Split(*batches.at(step - 1)), settings.batch_size).loss
+            loss = runner.scores(data.Split(*batches.at(step - 1)), settings.batch_size).loss
             if not math.isfinite(loss):
                 raise Diverged(f"step {step}: the loss after it is {loss}; checkpoints of earlier steps are kept")
             accuracy = score("validation", validation, step).accuracy if validate else None
+            state = runner.fetch()
             parts = {"params": state.params, "optimizer": state.optimizer}
             checkpoints.save(step, parts, {"config_hash": config.hash(), "conv": conv_choices}, accuracy)
 
@@ -178,8 +112,8 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
                 if config.profile and step == first_profiled + 1:
                     trace.enter_context(jax.profiler.trace(str(workdir / "profile")))
                 with log.timing_input():
-                    images, labels = jax.device_put(batches.at(step - 1))
-                state, metrics = compiled(state, images, labels)
+                    images, labels = runner.place(*batches.at(step - 1))
+                metrics = runner.step(images, labels)
                 log.add(step, metrics)
                 if step == first_profiled + _PROFILED_STEPS:
                     log.flush()
@@ -200,12 +134,13 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         checkpoints.wait()
         progress.close()
 
-        params, best_step = state.params, num_steps
+        state, best_step = runner.fetch(), num_steps
         if len(validation.labels):
-            restored, facts = checkpoints.restore({"params": params}, best=True)
-            params, best_step = restored["params"], facts["step"]
-        scores = evaluator(params, dataset.test, settings.batch_size)
-        evaluate.write_pictures(workdir, spec, params, dataset, scores)
+            restored, facts = checkpoints.restore({"params": state.params}, best=True)
+            state, best_step = dataclasses.replace(state, params=restored["params"]), facts["step"]
+            runner.start(state)
+        scores = runner.scores(dataset.test, settings.batch_size)
+        evaluate.write_pictures(workdir, spec, state.params, dataset, scores)
         summary = {
             **scores.to_dict(dataset.class_names),
             "best_step": best_step,
@@ -319,15 +254,6 @@ def _adapt(params: dict, spec: ModelSpec, trained: Trained) -> dict:
     if fresh:
         _log.info("another number of classes: %s start from random values", ", ".join(fresh))
     return adapted
-
-
-def compile_step(step_fn: Callable, state: TrainState, batch: tuple) -> tuple[Callable, float]:
-    """The step, compiled ahead so that it never compiles again, with its state donated; and the seconds taken."""
-    options = conv.compiler_options(jax.default_backend())
-    started = time.monotonic()
-    compiled = jax.jit(step_fn, donate_argnums=0, compiler_options=options).lower(state, *batch).compile()
-    devices.return_unused_memory()
-    return compiled, time.monotonic() - started
 
 
 class _StopSignals:

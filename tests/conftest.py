@@ -15,7 +15,7 @@ import pytest  # noqa: E402
 from mlcn_jax import devices  # noqa: E402
 from mlcn_jax.config import RunConfig  # noqa: E402
 
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 devices.keep_compiled_programs()
 

@@ -41,7 +41,7 @@ def test_a_sweep_trains_every_point_once_and_goes_on_after_a_failure(tiny, tmp_p
     def forbidden(*args):
         raise AssertionError("a finished point was compiled again")
 
-    monkeypatch.setattr("mlcn_jax.train.compile_step", forbidden)
+    monkeypatch.setattr("mlcn_jax.train_step.compile_step", forbidden)
     again = sweep.sweep(config, tmp_path, "train.learning_rate=1e-3;train.seed=0,1")
     assert again == rows[:2]
 

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from mlcn_jax import config as config_lib
-from mlcn_jax import conv, data, evaluate, losses, model, train
+from mlcn_jax import conv, data, evaluate, losses, model, train, train_step
 from mlcn_jax.checkpoint import load_trained
 from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.metrics import read_rows
@@ -23,7 +23,7 @@ SPEC = model.ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2,mlcn2:w1", decoder=(6
 
 def new_state(spec, optimizer):
     params = jax.jit(functools.partial(model.init_params, spec))(jax.random.key(0))
-    return train.TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    return train_step.TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
 
 def batch(rng, spec=SPEC, size=4):
@@ -43,7 +43,7 @@ def assert_same_bits(a, b):
 def test_a_golden_step(rng):
     """One step against stored numbers."""
     optimizer = optax.adam(1e-3)
-    step = jax.jit(train.make_train_step(SPEC, optimizer, reconstruction_weight=0.392, seed=0))
+    step = jax.jit(train_step.make_train_step(SPEC, optimizer, reconstruction_weight=0.392, seed=0))
     images, labels = batch(rng)
     state, first = step(new_state(SPEC, optimizer), images, labels)
     _, second = step(state, images, labels)
@@ -63,7 +63,7 @@ def test_a_golden_step(rng):
 
 def test_a_second_step_does_not_compile_again(rng):
     optimizer = optax.adam(1e-3)
-    step = jax.jit(train.make_train_step(SPEC, optimizer, reconstruction_weight=0.392, seed=0), donate_argnums=0)
+    step = jax.jit(train_step.make_train_step(SPEC, optimizer, reconstruction_weight=0.392, seed=0), donate_argnums=0)
     state = new_state(SPEC, optimizer)
     for _ in range(3):
         state, _ = step(state, *batch(rng))
@@ -75,7 +75,7 @@ def test_the_loss_is_margin_plus_weighted_reconstruction(rng):
     images, labels = batch(rng)
     optimizer = optax.sgd(0.0)
     state = new_state(SPEC, optimizer)
-    step = train.make_train_step(SPEC, optimizer, reconstruction_weight=2.0, seed=0)
+    step = train_step.make_train_step(SPEC, optimizer, reconstruction_weight=2.0, seed=0)
     _, metrics = jax.jit(step)(state, images, labels)
     apply = jax.jit(functools.partial(model.apply_model, SPEC))
     v, reconstructions = apply(state.params, images / jnp.float32(255), labels)
@@ -92,7 +92,7 @@ def test_lane_dropout_spares_reconstruction(rng):
 
     def moved(weight):
         state = new_state(spec, optimizer)
-        step = train.make_train_step(spec, optimizer, reconstruction_weight=weight, seed=0)
+        step = train_step.make_train_step(spec, optimizer, reconstruction_weight=weight, seed=0)
         after, metrics = jax.jit(step)(state, images, labels)
         kernel = "encoder", "mlcn1_w1d1", "primary", "kernel"
         before, now = state.params, after.params
@@ -114,7 +114,7 @@ def test_augmentation_and_dropout_follow_seed_and_step(rng):
     state = new_state(spec, optimizer)
     steps = {
         seed: jax.jit(
-            train.make_train_step(spec, optimizer, reconstruction_weight=0.1, seed=seed, max_shift=3, flip=True)
+            train_step.make_train_step(spec, optimizer, reconstruction_weight=0.1, seed=seed, max_shift=3, flip=True)
         )
         for seed in (0, 1)
     }
@@ -129,7 +129,7 @@ def test_augmentation_and_dropout_follow_seed_and_step(rng):
 def test_the_learning_rate_falls_once_an_epoch(tiny):
     """One parameter, constant gradient: Adam then moves by the rate itself."""
     settings = tiny.replace({"train.learning_rate": 0.1, "train.lr_decay": 0.5}).train
-    optimizer = train.make_optimizer(settings, steps_per_epoch=3)
+    optimizer = train_step.make_optimizer(settings, steps_per_epoch=3)
     params, moves = jnp.float32(0.0), []
     state = optimizer.init(params)
     for _ in range(7):
@@ -142,7 +142,7 @@ def test_adamw_warms_up_and_ends_at_zero(tiny):
     settings = tiny.replace(
         {"train.optimizer": "adamw", "train.learning_rate": 0.1, "train.num_epochs": 4, "train.weight_decay": 0.0}
     ).train
-    optimizer = train.make_optimizer(settings, steps_per_epoch=5)
+    optimizer = train_step.make_optimizer(settings, steps_per_epoch=5)
     params, moves = jnp.float32(0.0), []
     state = optimizer.init(params)
     for _ in range(21):
@@ -154,7 +154,7 @@ def test_adamw_warms_up_and_ends_at_zero(tiny):
 
 
 def test_clipping_bounds_the_gradient_that_adam_sees(tiny):
-    optimizer = train.make_optimizer(tiny.replace({"train.clip_norm": 0.5}).train, 10)
+    optimizer = train_step.make_optimizer(tiny.replace({"train.clip_norm": 0.5}).train, 10)
     gradient = {"a": jnp.array([3.0, 4.0])}
     _, state = optimizer.update(gradient, optimizer.init(gradient), gradient)
     first_moment = optax.tree.get(state, "mu")["a"]  # a tenth of the gradient after one step
@@ -257,7 +257,7 @@ def test_sigterm_saves_and_the_rest_follows(tiny, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(tiny, tmp_path, monkeypatch):
-    original = train.make_train_step
+    original = train_step.make_train_step
 
     def make(*args, **kwargs):
         step_fn = original(*args, **kwargs)
@@ -269,7 +269,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(tiny
 
         return step
 
-    monkeypatch.setattr(train, "make_train_step", make)
+    monkeypatch.setattr(train_step, "make_train_step", make)
     with pytest.raises(Diverged, match="step 13: the loss is nan"):
         train.train(tiny, tmp_path)
     assert load_trained(tmp_path).step == 10
@@ -369,13 +369,13 @@ def test_fewer_steps_than_were_made_end_where_the_run_stands(tiny, tmp_path):
 
 
 def test_a_signal_before_the_first_step_stops(tiny, tmp_path, monkeypatch):
-    compile_step = train.compile_step
+    compile_step = train_step.compile_step
 
     def interrupted(*args):
         os.kill(os.getpid(), signal.SIGINT)
         return compile_step(*args)
 
-    monkeypatch.setattr(train, "compile_step", interrupted)
+    monkeypatch.setattr(train_step, "compile_step", interrupted)
     with pytest.raises(Stopped, match="SIGINT before step 1"):
         train.train(tiny, tmp_path)
     assert not (tmp_path / "summary.json").exists()

@@ -8,7 +8,7 @@ from flax import traverse_util
 
 from benchmarks import networks
 from benchmarks.networks import Network
-from mlcn_jax import capsules, conv, devices, evaluate, train
+from mlcn_jax import capsules, conv, devices, evaluate, train_step
 from mlcn_jax.model import CapsuleNetwork, ModelSpec, init_params
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
@@ -53,12 +53,12 @@ class Program:
         batch = jax.device_put((images, labels))
         if self.compiled is None:
             optimizer = optax.adam(networks.LEARNING_RATE, eps=networks.EPSILON)
-            step = train.make_train_step(
+            step = train_step.make_train_step(
                 self.spec, optimizer, reconstruction_weight=networks.RECONSTRUCTION_WEIGHT, seed=0
             )
             params, self.params = self.params, None  # the step takes them over
-            self.state = train.TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
-            self.compiled, _ = train.compile_step(step, self.state, batch)
+            self.state = train_step.TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
+            self.compiled, _ = train_step.compile_step(step, self.state, batch)
         self.state, metrics = self.compiled(self.state, *batch)
         return metrics["loss"]
 

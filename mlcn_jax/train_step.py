@@ -1,0 +1,167 @@
+"""One training step: loss, optimizer and update as pure functions, compiled for one device or a mesh of them."""
+
+import time
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from mlcn_jax import capsules, conv, data, devices, evaluate, losses, parallel
+from mlcn_jax.config import TrainSettings
+from mlcn_jax.model import ModelSpec, apply_model, drop_lanes
+
+
+@flax.struct.dataclass
+class TrainState:
+    """All that a training step changes; its random numbers follow from the seed and `step`."""
+
+    step: Array
+    params: dict
+    optimizer: optax.OptState
+
+
+def make_optimizer(settings: TrainSettings, steps_per_epoch: int) -> optax.GradientTransformation:
+    """Adam as published, its rate multiplied by `lr_decay` after each epoch, or AdamW with warm-up and cosine.
+
+    Adam's epsilon is 1e-7, the default of Keras, with which the published results were made.
+    """
+    if settings.optimizer == "adam":
+        rate = optax.exponential_decay(settings.learning_rate, steps_per_epoch, settings.lr_decay, staircase=True)
+        optimizer = optax.adam(rate, eps=1e-7)
+    else:
+        num_steps = settings.num_epochs * steps_per_epoch
+        warmup = min(round(settings.warmup_epochs * steps_per_epoch), num_steps - 1)
+        rate = optax.warmup_cosine_decay_schedule(0.0, settings.learning_rate, warmup, num_steps)
+        optimizer = optax.adamw(rate, weight_decay=settings.weight_decay)
+    if settings.clip_norm:
+        optimizer = optax.chain(optax.clip_by_global_norm(settings.clip_norm), optimizer)
+    return optimizer
+
+
+def make_loss(
+    spec: ModelSpec, reconstruction_weight: float, mesh: Mesh | None = None
+) -> Callable[[dict, Array, Array, Array], tuple[Array, dict[str, Array]]]:
+    """The function `(params, images, labels, key) -> (loss, metrics)`, means over the batch.
+
+    `images` are pixels in [0, 1]; `key` draws the lanes that lane dropout leaves out.
+    """
+
+    def loss_fn(params, images, labels, key):
+        v, reconstructions = apply_model(spec, params, images, labels, parallel.lane_axis(mesh))
+        seen = drop_lanes(key, v, spec.lane_dropout) if spec.lane_dropout else v
+        class_lengths = capsules.lengths(seen)
+        margin = jnp.mean(losses.margin_loss(class_lengths, labels))
+        reconstruction = jnp.mean(losses.reconstruction_loss(reconstructions, images))
+        accuracy = jnp.mean(jnp.argmax(class_lengths, axis=-1) == labels)
+        loss = margin + reconstruction_weight * reconstruction
+        return loss, {"margin": margin, "reconstruction": reconstruction, "accuracy": accuracy}
+
+    return parallel.mean_over(mesh, loss_fn)
+
+
+def make_train_step(
+    spec: ModelSpec,
+    optimizer: optax.GradientTransformation,
+    *,
+    reconstruction_weight: float,
+    seed: int,
+    max_shift: int = 0,
+    flip: bool = False,
+    mesh: Mesh | None = None,
+) -> Callable[[TrainState, Array, Array], tuple[TrainState, dict[str, Array]]]:
+    """The function `(state, images, labels) -> (state, metrics)`, pure and not yet jitted.
+
+    `images` are uint8 [batch, height, width, channels]. Metrics are float32 scalars over the batch: `loss`,
+    `margin`, `reconstruction`, `accuracy`, and `grad_norm`, the gradient's global norm before clipping. The
+    loss is margin + reconstruction_weight * reconstruction. Augmentation and lane dropout draw from a key made
+    of `seed` and `state.step`. Over a mesh (`parallel.make_mesh`) it computes the same of a state and a batch that
+    `parallel` placed there.
+    """
+    loss_fn = make_loss(spec, reconstruction_weight, mesh)
+
+    def train_step(state, images, labels):
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        augment_key, lane_key = jax.random.split(key)
+        images = evaluate.to_pixels(images)
+        if max_shift or flip:
+            images = data.augment(augment_key, images, max_shift=max_shift, flip=flip)
+        (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, images, labels, lane_key)
+        updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+        return TrainState(state.step + 1, params, optimizer_state), metrics
+
+    return train_step
+
+
+def compile_step(step_fn: Callable, state: TrainState, batch: tuple) -> tuple[Callable, float]:
+    """The step, compiled ahead so that it never compiles again, with its state donated; and the seconds taken.
+
+    The new state lies where `state` does.
+    """
+    options = conv.compiler_options(jax.default_backend())
+    started = time.monotonic()
+    where = jax.tree.map(lambda leaf: leaf.sharding, state)
+    jitted = jax.jit(step_fn, donate_argnums=0, compiler_options=options, out_shardings=(where, None))
+    compiled = jitted.lower(state, *batch).compile()
+    devices.return_unused_memory()
+    return compiled, time.monotonic() - started
+
+
+class MeshRunner:
+    """A run's state and what is done with it, on one device or over a mesh, as one program."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh | None,
+        *,
+        reconstruction_weight: float,
+        seed: int,
+        max_shift: int = 0,
+        flip: bool = False,
+    ):
+        self._mesh = mesh
+        self._step = make_train_step(
+            spec,
+            optimizer,
+            reconstruction_weight=reconstruction_weight,
+            seed=seed,
+            max_shift=max_shift,
+            flip=flip,
+            mesh=mesh,
+        )
+        self._evaluate = evaluate.make_evaluator(spec, reconstruction_weight, mesh)
+
+    def start(self, state: TrainState) -> None:
+        """Takes over a state, whole and wherever it lies."""
+        self._state = parallel.place_state(self._mesh, state)
+
+    def compile(self, images: np.ndarray, labels: np.ndarray) -> float:
+        """Compiles the step for batches of that shape; returns the seconds taken."""
+        batch = parallel.place_batch(self._mesh, (images, labels))
+        self._compiled, seconds = compile_step(self._step, self._state, batch)
+        return seconds
+
+    def place(self, images: np.ndarray, labels: np.ndarray) -> tuple[Array, Array]:
+        """Starts bringing a batch to the devices."""
+        return parallel.place_batch(self._mesh, (images, labels))
+
+    def step(self, images: Array, labels: Array) -> dict[str, Array]:
+        """Takes a training step and returns its metrics, before they are computed."""
+        self._state, metrics = self._compiled(self._state, images, labels)
+        return metrics
+
+    def scores(self, split: data.Split, batch_size: int) -> evaluate.Scores:
+        """Scores of the current parameters."""
+        return self._evaluate(self._state.params, split, batch_size)
+
+    def fetch(self) -> TrainState:
+        """The whole state in host memory, valid until the next step."""
+        return parallel.to_host(self._state)
