@@ -45,12 +45,18 @@ def main(argv: list[str]) -> int:
         raise InputError(f"--mode={mode} needs --workdir=FOLDER")
 
     # Slow to load, and only now needed: a mistaken flag has been answered at once.
-    from mlcn_jax import cost, devices, evaluate, sweep, train
+    from mlcn_jax import cost, devices, evaluate, processes, sweep, train
 
     config = _run_config(mode, workdir)
+    if config.parallel.processes != 1 and mode == "train":
+        if config.parallel.processes and not processes.is_watched():
+            return processes.watch(config.parallel)
+        processes.join(config)
     devices.keep_compiled_programs()
     if mode == "train":
-        _print_summary(workdir, train.train(config, workdir))
+        summary = train.train(config, workdir)
+        if processes.is_first():
+            _print_summary(workdir, summary)
     elif mode == "evaluate":
         print(json.dumps(evaluate.evaluate_workdir(config, workdir), indent=2))
     elif mode == "describe":

@@ -47,6 +47,10 @@ def get_config() -> ConfigDict:
     config.parallel = parallel = ConfigDict()
     parallel.data = 1  # devices over which each batch is split
     parallel.lane = 1  # devices over which the lanes are split; data times lane devices in all
+    parallel.processes = 1  # processes of the run, all started here; 0 is as the cluster's environment says
+    parallel.process = -1  # number of the one to start here, where the others are started on other machines
+    parallel.coordinator = ""  # HOST:PORT on the machine of process 0, where there are others
+    parallel.timeout_seconds = 60  # to wait for a process to come, or to be heard of again
 
     config.init_from = ""  # workdir whose best weights to start from
     config.profile = False  # write a profiler trace of 5 steps

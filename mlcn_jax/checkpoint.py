@@ -36,13 +36,20 @@ class Checkpoints:
         """Opens `directory`, and makes it where needed unless `read_only`."""
         self._directory = Path(directory).absolute()
         self._read_only = read_only
+        if not read_only:
+            self._directory.mkdir(parents=True, exist_ok=True)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(
                 [checkpoint_managers.LatestN(_KEEP_NEWEST), _KeepBest(self)]
             ),
-            create=not read_only,
+            create=False,
             read_only=read_only,
             cleanup_tmp_directories=not read_only,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(  # each process by itself
+                primary_host=jax.process_index(),
+                active_processes={jax.process_index()},
+                barrier_sync_key_prefix=f"process{jax.process_index()}",
+            ),
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options, item_names=(*_PARTS, "facts"))
         self._accuracies = {step: self._stored_accuracy(step) for step in self._manager.all_steps()}

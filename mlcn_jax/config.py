@@ -27,6 +27,10 @@ _FREE_ON_RESUME = {
     "train.test_every_epoch",
     "parallel.data",
     "parallel.lane",
+    "parallel.processes",
+    "parallel.process",
+    "parallel.coordinator",
+    "parallel.timeout_seconds",
     "profile",
 }
 
@@ -107,10 +111,16 @@ class ParallelSettings:
 
     data: int
     lane: int
+    processes: int
+    process: int
+    coordinator: str
+    timeout_seconds: int
 
     def __post_init__(self):
-        for field in ("data", "lane"):
-            _check(getattr(self, field) >= 1, f"parallel.{field}", getattr(self, field), "1 or more")
+        for field, least in (("data", 1), ("lane", 1), ("processes", 0), ("process", -1), ("timeout_seconds", 1)):
+            _check(getattr(self, field) >= least, f"parallel.{field}", getattr(self, field), f"{least} or more")
+        if self.process >= 0:
+            _check(self.process < self.processes, "parallel.process", self.process, f"below {self.processes}")
 
 
 def _check_fields(section: str, cls: type, values: Mapping[str, Any]) -> None:
@@ -201,7 +211,7 @@ class RunConfig:
             for name in parents:
                 part = part.get(name) if isinstance(part, dict) else None
             if not isinstance(part, dict) or last not in part or isinstance(part[last], dict):
-                nearest = difflib.get_close_matches(field, _flat(values), n=1)
+                nearest = difflib.get_close_matches(field, flat(values), n=1)
                 hint = f"; did you mean {nearest[0]}?" if nearest else ""
                 raise InputError(f"there is no field {field!r} in configs/default.py{hint}")
             part[last] = _read_as(part[last], value, field) if isinstance(value, str) else value
@@ -209,7 +219,7 @@ class RunConfig:
 
     def hash(self) -> str:
         """SHA-256 of all that decides the result, 16 hexadecimal digits."""
-        values = _flat(self.to_dict())
+        values = flat(self.to_dict())
         free = _FREE_ON_RESUME - {"train.num_epochs", "train.num_steps"}
         kept = {k: v for k, v in values.items() if k not in free}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
@@ -220,7 +230,7 @@ class RunConfig:
 
     def check_resumable(self, stored: "RunConfig", workdir: Path) -> None:
         """Raises InputError naming every field in which this run and the one stored in `workdir` differ."""
-        mine, theirs = _flat(self.to_dict()), _flat(stored.to_dict())
+        mine, theirs = flat(self.to_dict()), flat(stored.to_dict())
         free = _FREE_ON_RESUME
         if self.train.optimizer == "adamw":  # its rate depends on where the run ends
             free = free - {"train.num_epochs"}
@@ -252,11 +262,12 @@ def _read_as(old: Any, text: str, field: str) -> Any:
         raise InputError(f"{field}: {text!r} is not {kind}") from None
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values by their full names, such as `train.seed`."""
+    result = {}
     for key, value in values.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value})
-    return flat
+        result.update(flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value})
+    return result
 
 
 def write_json(path: Path, value: Any) -> None:

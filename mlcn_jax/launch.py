@@ -44,6 +44,8 @@ def launch(command: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         _exit(128 + signal.SIGINT, "interrupted")
     except RuntimeError as error:
+        if "Gloo" in str(error):
+            _exit(EXIT_STOPPED, f"another process of the run is gone ({str(error).splitlines()[0][:100]}...)")
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         _exit(EXIT_INPUT, f"error: not enough memory ({str(error).splitlines()[0]}): take a smaller batch or model")

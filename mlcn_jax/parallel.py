@@ -33,6 +33,11 @@ def make_mesh(data: int, lane: int) -> Mesh | None:
             f"{len(present)} ({present[0].device_kind}): ask for fewer, add processes (parallel.processes), or, to try "
             f"it on a CPU, set JAX_NUM_CPU_DEVICES={data * lane}"
         )
+    if jax.process_count() > 1 and data * lane != len(present):
+        raise InputError(
+            f"parallel.data={data} times parallel.lane={lane} is {data * lane}, and the {jax.process_count()} "
+            f"processes have {len(present)} devices together: every device of every process must have its share"
+        )
     if data * lane == 1:
         return None
     types = (AxisType.Auto, AxisType.Auto)
@@ -106,7 +111,9 @@ def _place(mesh: Mesh, spec: PartitionSpec, leaf: Any) -> Array:
     if sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     host = np.asarray(leaf)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    mine = sharding.addressable_devices_indices_map(host.shape)
+    shards = [jax.device_put(host[index], device) for device, index in mine.items()]
+    return jax.make_array_from_single_device_arrays(host.shape, sharding, shards)
 
 
 def to_host(tree: Any) -> Any:

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import math
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mlcn_jax import conv, data, devices, evaluate, parallel
+from mlcn_jax import conv, data, devices, evaluate, parallel, processes
 from mlcn_jax.checkpoint import Checkpoints, Trained, describe_model, load_trained
 from mlcn_jax.config import RunConfig, read_json, read_stored, write_json
 from mlcn_jax.errors import Diverged, InputError, Stopped
@@ -40,6 +41,9 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
     settings = config.train
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(_StopSignals())
+        if not processes.is_first():
+            logging.getLogger("mlcn_jax").setLevel(logging.WARNING)
+            workdir = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(_lock(workdir))
         dataset = config.data.load()
         train_split, validation = data.split_validation(dataset.train, config.data.validation_fraction, settings.seed)
@@ -56,6 +60,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             config.check_resumable(read_stored(workdir), workdir)
             _check_same_model(workdir, model_facts)
         state, conv_choices = _start_state(config, spec, optimizer, checkpoints)
+        state, conv_choices = processes.arrays_from_first(state), processes.from_first(conv_choices)
         stack.enter_context(conv.choices(conv_choices))
         start = int(state.step)
         num_steps = settings.num_epochs * steps_per_epoch
@@ -64,7 +69,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         num_steps = max(num_steps, start)
         write_json(workdir / "config.json", config.to_dict())
         write_json(workdir / "model.json", model_facts)
-        finished = _finished_summary(workdir, start)
+        finished = processes.from_first(_finished_summary(workdir, start))
         if start == num_steps and finished:
             _log.info("%s is finished: %d steps", workdir, start)
             return finished
@@ -103,6 +108,8 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
                 raise Diverged(f"step {step}: the loss after it is {loss}; checkpoints of earlier steps are kept")
             accuracy = score("validation", validation, step).accuracy if validate else None
             state = runner.fetch()
+            if not processes.is_first():
+                return
             parts = {"params": state.params, "optimizer": state.optimizer}
             checkpoints.save(step, parts, {"config_hash": config.hash(), "conv": conv_choices}, accuracy)
 
@@ -120,13 +127,14 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
                     trace.close()
                 test_due = settings.test_every_epoch and step % steps_per_epoch == 0
                 save_due = step % (settings.checkpoint_every or steps_per_epoch) == 0 or step == num_steps
-                if test_due or save_due or stop.requested:
+                stopping = stop.due(step)
+                if test_due or save_due or stopping:
                     with log.paused():
                         if test_due:  # before the save: what a checkpoint follows is on disk already
                             score("test", dataset.test, step)
-                        if save_due or stop.requested:
+                        if save_due or stopping:
                             save(step, validate=save_due and len(validation.labels) > 0)
-                if step < num_steps and stop.requested:
+                if step < num_steps and stopping:
                     log.finish()
                     checkpoints.wait()
                     stop.check(f"after step {step} of {num_steps}")
@@ -136,11 +144,15 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
 
         state, best_step = runner.fetch(), num_steps
         if len(validation.labels):
-            restored, facts = checkpoints.restore({"params": state.params}, best=True)
-            state, best_step = dataclasses.replace(state, params=restored["params"]), facts["step"]
+            params = state.params
+            if processes.is_first():
+                restored, facts = checkpoints.restore({"params": params}, best=True)
+                params, best_step = restored["params"], facts["step"]
+            state = dataclasses.replace(state, params=processes.arrays_from_first(params))
             runner.start(state)
         scores = runner.scores(dataset.test, settings.batch_size)
-        evaluate.write_pictures(workdir, spec, state.params, dataset, scores)
+        if processes.is_first():
+            evaluate.write_pictures(workdir, spec, state.params, dataset, scores)
         summary = {
             **scores.to_dict(dataset.class_names),
             "best_step": best_step,
@@ -262,8 +274,16 @@ class _StopSignals:
     requested = ""
 
     def __enter__(self):
-        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+        one_process = jax.process_count() == 1
+        signals = (signal.SIGTERM, signal.SIGINT) if one_process else ()
+        self._before = {s: signal.signal(s, self._note) for s in signals}
         return self
+
+    def due(self, step: int) -> bool:
+        """Whether to stop after this step; processes of one run agree on it."""
+        if jax.process_count() > 1 and processes.asked_to_stop(step):
+            self.requested = "SIGTERM"
+        return bool(self.requested)
 
     def _note(self, number, frame):
         self.requested = signal.Signals(number).name

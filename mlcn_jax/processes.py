@@ -1,0 +1,278 @@
+"""Runs of several processes, on one machine or many: started, joined, watched, and ended together.
+
+Process 0 reads and writes the workdir; the others compute. jax cannot go on without one of its processes, so a lost
+process ends the run, and running the command again goes on from the newest checkpoint.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mlcn_jax.config import ParallelSettings, RunConfig, flat
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
+
+_WATCHED = "MLCN_JAX_WATCHED"  # set for processes that `watch` started
+_MAY_DIFFER = ("parallel.process", "data.dir", "data.cache_dir")  # between the processes of a run
+_GRACE_SECONDS = 2.0  # for processes that end for the same reason as the first
+_POLL_SECONDS = 0.1
+
+
+def is_watched() -> bool:
+    """Whether this process was started by `watch`."""
+    return _WATCHED in os.environ
+
+
+def watch(settings: ParallelSettings) -> int:
+    """Starts this command again once for each process that runs on this machine, and returns their exit code.
+
+    With `settings.process` -1 these are all of them, each on its share of the cores. SIGTERM and Ctrl-C are passed on:
+    all processes then save and stop together. If one is lost the others are ended, within seconds on this machine and
+    within `settings.timeout_seconds` where it was on another.
+
+    Raises:
+      InputError: a process of its own number is wanted without a coordinator to meet at.
+    """
+    everywhere = settings.process >= 0
+    if everywhere and not settings.coordinator:
+        raise InputError(
+            f"parallel.process={settings.process} needs parallel.coordinator=HOST:PORT, an address of the machine of "
+            "process 0 that all can reach; without parallel.process all processes start on this machine"
+        )
+    numbers = [settings.process] if everywhere else list(range(settings.processes))
+    coordinator = settings.coordinator or f"127.0.0.1:{_free_port()}"
+    children: dict[int, subprocess.Popen] = {}
+    said = {number: tempfile.TemporaryFile() for number in numbers[1:]}  # noqa: SIM115
+    signals_seen = []
+
+    def pass_on(number, frame):
+        del frame
+        signals_seen.append(number)
+        for child in children.values():
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(signal.SIGTERM if len(signals_seen) == 1 else signal.SIGKILL)
+
+    before = {s: signal.signal(s, pass_on) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        for place, number in enumerate(numbers):
+            flags = [f"--config.parallel.process={number}", f"--config.parallel.coordinator={coordinator}"]
+            children[number] = subprocess.Popen(
+                [sys.executable, *sys.orig_argv[1:], *flags],
+                env={**os.environ, _WATCHED: "1"},
+                stdout=None if number == numbers[0] else subprocess.DEVNULL,
+                stderr=said.get(number),
+                start_new_session=True,
+                preexec_fn=_child_setup(place, len(numbers)),
+            )
+        return _wait(children, settings)
+    finally:
+        for child in children.values():
+            child.kill()
+        for number, child in children.items():
+            code = child.wait()
+            if number in said and code not in (0, -signal.SIGKILL, children[numbers[0]].returncode):
+                said[number].seek(0)
+                print(f"process {number}: {said[number].read().decode(errors='replace')}", file=sys.stderr)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(children: dict[int, subprocess.Popen], settings: ParallelSettings) -> int:
+    """The run's exit code: once a process fails, the others get a moment to end by themselves, and say why."""
+    while all(child.poll() is None for child in children.values()):
+        time.sleep(_POLL_SECONDS)
+    while any(child.poll() is None for child in children.values()) and not any(c.returncode for c in children.values()):
+        time.sleep(_POLL_SECONDS)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while any(child.poll() is None for child in children.values()) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    codes = {number: child.returncode for number, child in children.items() if child.returncode}
+    lost = {number: code for number, code in codes.items() if code not in (EXIT_INPUT, EXIT_FAILED, EXIT_STOPPED)}
+    if not lost:
+        return next(iter(codes.values()), 0)
+    for number, code in lost.items():
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        print(f"error: process {number} of {settings.processes} was lost ({how})", file=sys.stderr)
+    print("run the same command again: it resumes from the newest checkpoint", file=sys.stderr)
+    return EXIT_STOPPED
+
+
+def _child_setup(place: int, count: int) -> Callable[[], None]:
+    def setup() -> None:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive who watches
+            cores = sorted(os.sched_getaffinity(0))
+            if 1 < count <= len(cores):
+                os.sched_setaffinity(0, cores[place * len(cores) // count : (place + 1) * len(cores) // count])
+
+    return setup
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def join(config: RunConfig) -> None:
+    """Makes this process one of a run of several; with `parallel.processes` 0 as the cluster's environment says.
+
+    Raises:
+      InputError: a process does not come within `parallel.timeout_seconds`, or has another configuration.
+    """
+    import jax
+
+    settings = config.parallel
+    from_cluster = settings.processes == 0
+    if not from_cluster:
+        _roll_call(settings)
+    jax.distributed.initialize(
+        coordinator_address=None if from_cluster else settings.coordinator,
+        num_processes=None if from_cluster else settings.processes,
+        process_id=None if from_cluster else settings.process,
+        initialization_timeout=settings.timeout_seconds,
+        heartbeat_timeout_seconds=settings.timeout_seconds,
+    )
+    before = _threads()
+    if jax.default_backend() == "cpu":
+        _make_collectives_yield(_threads() - before)
+    _check_same_config(config)
+
+
+def _roll_call(settings: ParallelSettings) -> None:
+    """Waits until all processes are there; jax itself would abort without saying which is not.
+
+    Process 0 listens at the coordinator's address, before jax does, and answers each of the others once all have come
+    or the time is over.
+
+    Raises:
+      InputError: some did not come; the message names them.
+    """
+    host, _, port = settings.coordinator.rpartition(":")
+    if not host or not port.isdigit():
+        raise InputError(f"parallel.coordinator is {settings.coordinator!r}; it must be HOST:PORT")
+    deadline = time.monotonic() + settings.timeout_seconds
+    if settings.process == 0:
+        problem = _hear_all(host, int(port), settings, deadline)
+    else:
+        problem = _report(host, int(port), settings.process, deadline)
+    if problem:
+        raise InputError(f"{problem}, within parallel.timeout_seconds={settings.timeout_seconds}")
+
+
+def _hear_all(host: str, port: int, settings: ParallelSettings, deadline: float) -> str:
+    missing = set(range(1, settings.processes))
+    here: list[socket.socket] = []
+    try:
+        server = socket.create_server((host, port))
+    except OSError as error:
+        raise InputError(
+            f"process 0 cannot listen at parallel.coordinator={settings.coordinator} ({error.strerror or error}): give "
+            "a free port of this machine, the one on which process 0 runs"
+        ) from error
+    with server:
+        while missing and time.monotonic() < deadline:
+            server.settimeout(max(0.01, deadline - time.monotonic()))
+            with contextlib.suppress(TimeoutError, ValueError, ConnectionError):
+                connection, _ = server.accept()
+                connection.settimeout(1.0)
+                missing.discard(int(connection.recv(16)))
+                here.append(connection)
+    names = ", ".join(map(str, sorted(missing)))
+    problem = f"process {names} of {settings.processes} did not come to {settings.coordinator}" if missing else ""
+    for connection in here:
+        with contextlib.suppress(OSError), connection:
+            connection.sendall(problem.encode())
+    return problem
+
+
+def _report(host: str, port: int, number: int, deadline: float) -> str:
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1.0) as connection:
+            connection.sendall(str(number).encode())
+            connection.settimeout(max(0.01, deadline + 1 - time.monotonic()))
+            return connection.recv(1024).decode()
+        time.sleep(_POLL_SECONDS)
+    return f"process 0 was not found at {host}:{port}"
+
+
+def _make_collectives_yield(threads: set[int]) -> None:
+    """Lets gloo's thread run only while nothing else wants its core.
+
+    It polls without pause while a message waits that this process has not asked for yet, and so takes the core from the
+    computation that would ask: a collective takes up to 30 times as long. Linux alone lets a thread's class be changed.
+    """
+    for thread in threads:
+        with contextlib.suppress(OSError):
+            if "epoll" in Path(f"/proc/self/task/{thread}/wchan").read_text():
+                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+
+
+def _threads() -> set[int]:
+    with contextlib.suppress(OSError):
+        return {int(name) for name in os.listdir("/proc/self/task")}
+    return set()
+
+
+def _check_same_config(config: RunConfig) -> None:
+    mine = {name: value for name, value in flat(config.to_dict()).items() if name not in _MAY_DIFFER}
+    first = from_first(mine)
+    rows = [f"  {name}: {first[name]!r} there, {mine[name]!r} here" for name in mine if first[name] != mine[name]]
+    differ = _gather_flags(bool(rows))
+    if any(differ):
+        who = ", ".join(str(i) for i, is_other in enumerate(differ) if is_other)
+        head = f"process {who} was given another configuration than process 0: give all of them the same"
+        raise InputError("\n".join([head, *rows]))
+
+
+def is_first() -> bool:
+    """Whether this process reads and writes the workdir."""
+    import jax
+
+    return jax.process_index() == 0
+
+
+def from_first(value: Any) -> Any:
+    """Process 0's `value`, which can be written as JSON, in every process."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    if jax.process_count() == 1:
+        return value
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
+    mine = data if is_first() else np.zeros(size, np.uint8)
+    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(mine)).tobytes())
+
+
+def arrays_from_first(tree: Any) -> Any:
+    """Process 0's arrays in every process; the others give arrays of the same shapes and types."""
+    import jax
+    from jax.experimental import multihost_utils
+
+    return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(jax.device_get(tree))
+
+
+def _gather_flags(flag: bool) -> list[bool]:
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    return [bool(x) for x in np.asarray(multihost_utils.process_allgather(np.int32(flag))).reshape(-1)]
+
+
+def asked_to_stop(step: int) -> bool:
+    """Whether all processes are to stop after this step because one of them got SIGTERM; asked at every step."""
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.reached_preemption_sync_point(step)
