@@ -48,6 +48,8 @@ def main(argv: list[str]) -> int:
     from mlcn_jax import cost, devices, evaluate, processes, sweep, train
 
     config = _run_config(mode, workdir)
+    if config.parallel.processes != 1 and mode == "sweep":
+        raise InputError("--mode=sweep runs in one process: leave parallel.processes at 1")
     if config.parallel.processes != 1 and mode == "train":
         if config.parallel.processes and not processes.is_watched():
             return processes.watch(config.parallel)

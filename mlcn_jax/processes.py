@@ -50,7 +50,7 @@ def watch(settings: ParallelSettings) -> int:
             "process 0 that all can reach; without parallel.process all processes start on this machine"
         )
     numbers = [settings.process] if everywhere else list(range(settings.processes))
-    coordinator = settings.coordinator or f"127.0.0.1:{_free_port()}"
+    coordinator = settings.coordinator or f"127.0.0.1:{free_port()}"
     children: dict[int, subprocess.Popen] = {}
     said = {number: tempfile.TemporaryFile() for number in numbers[1:]}  # noqa: SIM115
     signals_seen = []
@@ -88,18 +88,23 @@ def watch(settings: ParallelSettings) -> int:
 
 
 def _wait(children: dict[int, subprocess.Popen], settings: ParallelSettings) -> int:
-    """The run's exit code: once a process fails, the others get a moment to end by themselves, and say why."""
-    while all(child.poll() is None for child in children.values()):
+    """The run's exit code: once a process fails, the others get a moment to end by themselves, and say why.
+
+    Where one was asked to stop, so were all, and process 0 still has a checkpoint to write: they get more time.
+    """
+    failed_at = None
+    while None in (codes := {number: child.poll() for number, child in children.items()}).values():
+        failures = [code for code in codes.values() if code]
+        if failures:
+            failed_at = failed_at or time.monotonic()
+            stopping = set(failures) == {EXIT_STOPPED}
+            if time.monotonic() - failed_at > (settings.timeout_seconds if stopping else _GRACE_SECONDS):
+                break
         time.sleep(_POLL_SECONDS)
-    while any(child.poll() is None for child in children.values()) and not any(c.returncode for c in children.values()):
-        time.sleep(_POLL_SECONDS)
-    deadline = time.monotonic() + _GRACE_SECONDS
-    while any(child.poll() is None for child in children.values()) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-    codes = {number: child.returncode for number, child in children.items() if child.returncode}
-    lost = {number: code for number, code in codes.items() if code not in (EXIT_INPUT, EXIT_FAILED, EXIT_STOPPED)}
+    failed = {number: code for number, code in codes.items() if code}
+    lost = {number: code for number, code in failed.items() if code not in (EXIT_INPUT, EXIT_FAILED, EXIT_STOPPED)}
     if not lost:
-        return next(iter(codes.values()), 0)
+        return next(iter(failed.values()), 0)
     for number, code in lost.items():
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         print(f"error: process {number} of {settings.processes} was lost ({how})", file=sys.stderr)
@@ -118,7 +123,8 @@ def _child_setup(place: int, count: int) -> Callable[[], None]:
     return setup
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nothing listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -212,10 +218,14 @@ def _make_collectives_yield(threads: set[int]) -> None:
     It polls without pause while a message waits that this process has not asked for yet, and so takes the core from the
     computation that would ask: a collective takes up to 30 times as long. Linux alone lets a thread's class be changed.
     """
-    for thread in threads:
-        with contextlib.suppress(OSError):
-            if "epoll" in Path(f"/proc/self/task/{thread}/wchan").read_text():
-                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:  # it may still be on its way to the call by which it is known
+        for thread in threads:
+            with contextlib.suppress(OSError):
+                if "epoll" in Path(f"/proc/self/task/{thread}/wchan").read_text():
+                    os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+                    return
+        time.sleep(0.01)
 
 
 def _threads() -> set[int]:

@@ -1,0 +1,19 @@
+"""What the experiments compute from their measurements."""
+
+from experiments import balance, scaling
+
+
+def test_balance_compares_every_partitioner_with_random_and_the_exact_one():
+    entry = balance.simulate((1.0, 4.0), num_lanes=5, draws=3, seed=0)
+    ratios = entry["mean_makespan_over_exact"]
+    assert ratios["exact"] == 1.0
+    assert min(ratios.values()) >= 1.0 - 1e-9
+    assert entry["mean_random_over_this"]["random"] == 1.0
+    assert entry["proved_optimal"] == 3
+
+
+def test_settings_on_real_cores_are_no_more_than_there_are():
+    rows = scaling.settings(num_cores=2)
+    assert {row.data * row.lane for row in rows if row.where == scaling.REAL} == {1, 2}
+    assert {row.data * row.lane for row in rows if row.where == scaling.OVERSUBSCRIBED} == {2, 4, 8}
+    assert {row.mode for row in rows} == {"capsnet-data", "mlcn-data", "mlcn-lane", "mlcn-hybrid"}
