@@ -15,7 +15,7 @@ from typing import Any
 
 from absl import app, flags
 
-from experiments.learning_curves import RESULTS
+from experiments import RESULTS
 from mlcn_jax import devices
 from mlcn_jax.config import write_json
 from mlcn_jax.launch import launch

@@ -16,15 +16,13 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
+from experiments import REPOSITORY, RESULTS
 from mlcn_jax import devices
 from mlcn_jax.config import RunConfig, write_json
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import launch
 from mlcn_jax.metrics import read_rows
 from mlcn_jax.train import train
-
-REPOSITORY = Path(__file__).parents[1]
-RESULTS = REPOSITORY / "experiments" / "results"
 
 # (config, lanes, epochs, test accuracy in % of the TensorFlow implementation after each epoch, one seed)
 ROWS: dict[str, tuple[str, str, int, tuple[float, ...]]] = {

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from experiments.learning_curves import REPOSITORY, RESULTS
+from experiments import REPOSITORY, RESULTS
 from mlcn_jax import devices, processes
 from mlcn_jax.config import RunConfig, write_json
 from mlcn_jax.errors import InputError

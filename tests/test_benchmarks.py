@@ -3,13 +3,15 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scripts import load_script
 
-from benchmarks import networks, peers, roofline
+from benchmarks import networks, peers
 from benchmarks.frameworks import in_mlcn_jax
 from mlcn_jax import capsules, losses
 from mlcn_jax.errors import InputError
 from mlcn_jax.model import apply_model
 
+roofline = load_script("benchmarks.roofline")
 TINY = networks.Network("mlcn2", (18, 18, 1), lanes=2, width=1)
 
 

@@ -1,6 +1,8 @@
 """What the experiments compute from their measurements."""
 
-from experiments import balance, scaling
+from scripts import load_script
+
+balance, scaling = load_script("experiments.balance"), load_script("experiments.scaling")
 
 
 def test_balance_compares_every_partitioner_with_random_and_the_exact_one():
