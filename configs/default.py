@@ -45,8 +45,12 @@ def get_config() -> ConfigDict:
     train.test_every_epoch = False  # also score the test set after each epoch, for the record only
 
     config.parallel = parallel = ConfigDict()
+    parallel.plan = "mesh"  # mesh, stacks (each device its own lanes), or auto: the fastest by the device profiles
     parallel.data = 1  # devices over which each batch is split
     parallel.lane = 1  # devices over which the lanes are split; data times lane devices in all
+    parallel.partitioner = "greedy"  # that places the lanes of stacks: partition.PARTITIONERS
+    parallel.profile = ""  # files of experiments/profile_device.py, joined by commas; "" takes all devices as equal
+    parallel.platforms = ""  # kinds of devices in one process, such as gpu,cpu (stacks only); "" is jax's default
     parallel.processes = 1  # processes of the run, all started here; 0 is as the cluster's environment says
     parallel.process = -1  # number of the one to start here, where the others are started on other machines
     parallel.coordinator = ""  # HOST:PORT on the machine of process 0, where there are others

@@ -1,31 +1,45 @@
 """How much shorter the makespan gets when unequal lanes are placed with care (do Rosario 2021, thesis, chapter 5).
 
-    python -m experiments.balance
+    python -m experiments.profile_device --cores=1 --output=profile.json
+    python -m experiments.balance --profile=profile.json
 
 Lanes whose width and depth are drawn from 1..5, of cost width^2 * depth, on 4 equal devices and on 4 with the thesis's
 speeds (K80 1, M40 3.1, P100 4.2, V100 6). Many draws, simulated: a device takes the sum of its lanes' costs over its
-speed. Writes `experiments/results/balance.json` and `.png`.
+speed. With a profile of one core also measured: training steps of a few draws, as stacks of two processes of one core
+each, the second of which is stopped for half of the time; placements of a draw take turns. Writes
+`experiments/results/balance.json` and `.png`.
 """
 
 import functools
+import itertools
+import os
 import random
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 from absl import app, flags
 
-from experiments import RESULTS
-from mlcn_jax import devices
+from experiments import RESULTS, workers
+from mlcn_jax import devices, plan
 from mlcn_jax.config import write_json
+from mlcn_jax.lanes import LANE_KINDS
 from mlcn_jax.launch import launch
 from mlcn_jax.partition import PARTITIONERS, Problem, partition, uniform_seconds
 
 SPEEDS = {"4 equal devices": (1.0, 1.0, 1.0, 1.0), "4 unequal devices": (1.0, 3.1, 4.2, 6.0)}
 LANES = (6, 9, 12, 24)
 _LARGEST = 5  # of widths and depths
+_MEASURED_LANES = (6, 12)
+_SLOWNESS = 2.0  # of the second process
+_BATCH = 100
+_TURN_SECONDS = 1.0
 
 _DRAWS = flags.DEFINE_integer("draws", 100, "Lane sets drawn for each number of lanes.", lower_bound=1)
+_PROFILE = flags.DEFINE_string("profile", "", "Profile of one core; without it nothing is measured.")
+_MEASURED_DRAWS = flags.DEFINE_integer("measured_draws", 3, "Lane sets measured for each number.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds in which the placements of a draw take turns.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the draws.")
 
 
@@ -55,6 +69,45 @@ def simulate(speeds: tuple[float, ...], num_lanes: int, draws: int, seed: int) -
         "proved_optimal": proved,
         "draws": draws,
         "exact_seconds": {"median": statistics.median(seconds), "max": max(seconds)},
+    }
+
+
+def measure(num_lanes: int, profile: devices.DeviceProfile, seed: int) -> dict[str, Any]:
+    """Step times of one draw in each partitioner's placement; equal placements are measured once."""
+    rng = random.Random(seed)
+    kinds = [rng.choice(list(LANE_KINDS)) for _ in range(num_lanes)]
+    lanes = [f"{kind}:w{rng.randint(1, _LARGEST)}d{rng.randint(1, _LARGEST)}" for kind in kinds]
+    changes = {"data.name": "fashion_mnist", "model.lanes": ",".join(lanes), "train.batch_size": _BATCH}
+    config = workers.config_of(changes)
+    spec = config.model_spec(*config.data.shape())
+    problem = plan.placement_problem(spec, _BATCH, [profile, profile], ["0", "1"], [1.0, _SLOWNESS])
+    placements = {name: partition(name, problem, seed=seed) for name in PARTITIONERS}
+    while len(set(placements["random"].device_of)) < 2:  # every process needs a lane
+        seed += 1
+        placements["random"] = partition("random", problem, seed=seed)
+    cores = [[core] for core in sorted(os.sched_getaffinity(0))[:2]]
+    groups = {}
+    for placement in placements.values():
+        if placement.device_of not in groups:
+            run = workers.Run(changes, cores, device_of=placement.device_of, slowness=_SLOWNESS)
+            groups[placement.device_of] = workers.Group(run)
+    steps = {device_of: max(2, round(_TURN_SECONDS / group.seconds(1))) for device_of, group in groups.items()}
+    turns = [{at: group.seconds(steps[at]) for at, group in groups.items()} for _ in range(_ROUNDS.value)]
+    for group in groups.values():
+        group.close()
+    by_name = {name: [turn[placement.device_of] for turn in turns] for name, placement in placements.items()}
+    return {
+        "lanes": spec.lanes,
+        "seed": seed,
+        "milliseconds": {name: 1000 * statistics.median(seconds) for name, seconds in by_name.items()},
+        "random_over_this": {
+            name: statistics.median(r / s for r, s in zip(by_name["random"], seconds, strict=True))
+            for name, seconds in by_name.items()
+        },
+        "predicted_random_over_this": {
+            name: placements["random"].makespan_seconds / placement.makespan_seconds
+            for name, placement in placements.items()
+        },
     }
 
 
@@ -90,16 +143,38 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def measured_table(rows: list[dict[str, Any]]) -> str:
+    """The same of measured steps, means over draws, and what was predicted for it."""
+    names = [name for name in PARTITIONERS if name != "random"]
+    head = ["lanes", "", *(name.replace("_", " ") for name in names)]
+    lines = [head, ["---"] * len(head)]
+    for n in _MEASURED_LANES:
+        for what, key in (("measured", "random_over_this"), ("predicted", "predicted_random_over_this")):
+            draws = [row[key] for row in rows if row["num_lanes"] == n]
+            lines.append([str(n), what, *(f"{statistics.mean(draw[name] for draw in draws):.2f}" for name in names)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 def main(argv: list[str]) -> None:
     del argv
     results: dict[str, Any] = {
         title: {str(n): simulate(speeds, n, _DRAWS.value, _SEED.value) for n in LANES}
         for title, speeds in SPEEDS.items()
     }
+    measured: list[dict[str, Any]] = []
     RESULTS.mkdir(exist_ok=True)
-    write_json(RESULTS / "balance.json", {"simulated": results, "seed": _SEED.value, **devices.environment()})
+    about = {"seed": _SEED.value, **devices.environment()}
+    write_json(RESULTS / "balance.json", {"simulated": results, **about})
     draw_picture(results)
     print(table(results))
+    if not _PROFILE.value:
+        return
+    profile = devices.DeviceProfile.load(Path(_PROFILE.value))
+    about |= {"rounds": _ROUNDS.value, "slowness": _SLOWNESS, "batch": _BATCH}
+    for num_lanes, seed in itertools.product(_MEASURED_LANES, range(_MEASURED_DRAWS.value)):
+        measured.append({"num_lanes": num_lanes, **measure(num_lanes, profile, _SEED.value + seed)})
+        write_json(RESULTS / "balance.json", {"simulated": results, "measured": measured, **about})
+    print(measured_table(measured))
 
 
 if __name__ == "__main__":

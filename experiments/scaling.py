@@ -1,41 +1,44 @@
 """Step time of CapsNet and MLCN on more and more devices: batches split, lanes split, and both.
 
-    python -m experiments.scaling
+    python -m experiments.profile_device --cores=1 --output=profile.json
+    python -m experiments.scaling --profile=profile.json
 
-Measured on real cores: processes of one core each, as `main.py --config.parallel.processes=N` starts them. Measured
-oversubscribed: one process whose devices share all cores, which shows what splitting costs, not what it brings. The two
-are never in one line. All settings of a batch size take turns in one run. Speed-ups are over MLCN on one core and over
-CapsNet on one core. Writes `experiments/results/scaling.json` and `.png`.
+Three kinds of points, never in one line. Measured on real cores: processes of one core each, as `main.py
+--config.parallel.processes=N` starts them. Measured oversubscribed: one process whose devices share all cores, which
+shows what splitting costs, not what it brings. Simulated: `plan.predict_mesh` of devices like one core of this machine.
+What is measured takes turns with MLCN and CapsNet on one core, and its speed-ups are over them. Two parts: batch sizes,
+and on two cores the width, depth and number of lanes. Writes `experiments/results/scaling.json` and `.png`.
 """
 
 import dataclasses
 import functools
-import json
 import os
-import runpy
 import statistics
-import subprocess
-import sys
-import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 from absl import app, flags
 
-from experiments import REPOSITORY, RESULTS
-from mlcn_jax import devices, processes
-from mlcn_jax.config import RunConfig, write_json
-from mlcn_jax.errors import InputError
+from experiments import RESULTS, workers
+from mlcn_jax import devices, plan
+from mlcn_jax.config import write_json
 from mlcn_jax.launch import launch
 
-_TURN_SECONDS = 1.0
-REAL, OVERSUBSCRIBED, WHOLE = "real cores", "oversubscribed", "one process on all cores"
+REAL, OVERSUBSCRIBED, SIMULATED, WHOLE = "real cores", "oversubscribed", "simulated", "one process on all cores"
+SWEEPS = {
+    "lanes": {n: f"mlcn1:w4*{n}" for n in (2, 4, 8, 16, 32)},
+    "width": {n: f"mlcn1:w{n}*8" for n in (1, 2, 4, 6)},
+    "depth": {n: f"mlcn1:w2d{n}*8" for n in (1, 2, 3, 5)},
+}
+_COUNTS = (1, 2, 4, 8)
 
+_PROFILE = flags.DEFINE_string("profile", "", "Profile of one core, to simulate by; without it nothing is simulated.")
 _LANES = flags.DEFINE_string("lanes", "mlcn1:w4*8", "Lanes of MLCN.")
 _DATA = flags.DEFINE_string("data", "fashion_mnist", "Dataset whose image shape is taken; images are random.")
 _BATCHES = flags.DEFINE_list("batches", ["100", "150", "300", "600"], "Batch sizes.")
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds in which the settings take turns.", lower_bound=1)
-_WORKER = flags.DEFINE_string("worker", "", "Used by the script itself: a setting as JSON.")
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds in which a setting takes turns with its bases.", lower_bound=1)
+_TURN = flags.DEFINE_float("turn_seconds", 0.7, "Length of a turn, but at least two steps.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,202 +49,185 @@ class Setting:
     data: int
     lane: int
     where: str
+    batch: int
+    lanes: str
 
     @property
-    def name(self) -> str:
-        return f"{self.mode}, {self.data * self.lane} devices, {self.where}"
+    def devices(self) -> int:
+        return self.data * self.lane
+
+    def changes(self, data_name: str) -> dict[str, Any]:
+        """Of `configs/default.py`."""
+        capsnet = self.mode.startswith("capsnet")
+        return {
+            "data.name": data_name,
+            "model.name": "capsnet" if capsnet else "mlcn",
+            "model.lanes": "" if capsnet else self.lanes,
+            "train.batch_size": self.batch,
+            "parallel.data": self.data,
+            "parallel.lane": self.lane,
+        }
+
+    def run(self, data_name: str) -> workers.Run:
+        cores = sorted(os.sched_getaffinity(0))
+        if self.where == REAL:
+            return workers.Run(self.changes(data_name), [[core] for core in cores[: self.devices]])
+        return workers.Run(self.changes(data_name), [cores], devices=self.devices)
 
 
-def settings(num_cores: int) -> list[Setting]:
-    """The settings that this machine can measure."""
-    rows = [Setting(mode, 1, 1, where) for mode in ("capsnet-data", "mlcn-lane") for where in (REAL, WHOLE)]
-    for n in (2, 4, 8):
+def settings(batch: int, lanes: str, num_cores: int) -> list[Setting]:
+    """What is looked at for a batch size: all that this machine can measure, and the simulated ones."""
+    rows = [Setting("capsnet-data", 1, 1, WHOLE, batch, lanes), Setting("mlcn-lane", 1, 1, WHOLE, batch, lanes)]
+    for n in _COUNTS[1:]:
         splits = [("capsnet-data", n, 1), ("mlcn-data", n, 1), ("mlcn-lane", 1, n)]
         splits += [("mlcn-hybrid", 2, n // 2)] if n > 2 else []
-        rows += [
-            Setting(*split, where)
-            for split in splits
-            for where in (REAL, OVERSUBSCRIBED)
-            if n <= num_cores or where != REAL
-        ]
+        for mode, data, lane in splits:
+            for where in (REAL, OVERSUBSCRIBED, SIMULATED):
+                possible = n <= num_cores if where == REAL else where == OVERSUBSCRIBED or mode != "capsnet-data"
+                if possible and batch % data == 0:
+                    rows.append(Setting(mode, data, lane, where, batch, lanes))
     return rows
 
 
-class Group:
-    """The processes of one setting, which wait until they are told to take steps."""
-
-    def __init__(self, setting: Setting, batch: int):
-        self.setting = setting
-        num_devices = setting.data * setting.lane
-        count = num_devices if setting.where == REAL else 1
-        cores = sorted(os.sched_getaffinity(0))
-        port = processes.free_port()
-        self._processes = []
-        for i in range(count):
-            values = dataclasses.asdict(setting) | {"batch": batch, "processes": count, "process": i, "port": port}
-            values["cores"] = [cores[i]] if setting.where == REAL else cores
-            self._processes.append(
-                subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        "experiments.scaling",
-                        f"--worker={json.dumps(values)}",
-                        f"--lanes={_LANES.value}",
-                        f"--data={_DATA.value}",
-                    ],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE if i == 0 else subprocess.DEVNULL,
-                    env={**os.environ, "JAX_NUM_CPU_DEVICES": str(1 if setting.where == REAL else num_devices)},
-                    text=True,
-                    cwd=REPOSITORY,
-                )
-            )
-
-    def seconds(self, steps: int) -> float:
-        """Of one step, as the mean of so many."""
-        for process in self._processes:
-            process.stdin.write(f"{steps}\n")
-            process.stdin.flush()
-        for line in self._processes[0].stdout:
-            if line.startswith("seconds "):
-                return float(line.split()[1])
-        raise InputError(f"a process of {self.setting.name} ended; its message is above")
-
-    def close(self) -> None:
-        for process in self._processes:
-            process.stdin.close()
-        for process in self._processes:
-            process.wait()
+def bases(batch: int, lanes: str) -> dict[str, Setting]:
+    """One core, over which all others are looked at."""
+    return {mode: Setting(f"{mode}-data", 1, 1, REAL, batch, lanes) for mode in ("mlcn", "capsnet")}
 
 
-def work(values: dict[str, Any]) -> None:
-    """Takes as many training steps as each line of standard input says, and prints their mean seconds."""
-    os.sched_setaffinity(0, values["cores"])
-    default = runpy.run_path(str(REPOSITORY / "configs" / "default.py"))["get_config"]().to_dict()
-    capsnet = values["mode"].startswith("capsnet")
-    config = RunConfig.from_dict(default).replace(
-        {
-            "data.name": _DATA.value,
-            "model.name": "capsnet" if capsnet else "mlcn",
-            "model.lanes": "" if capsnet else _LANES.value,
-            "train.batch_size": values["batch"],
-            "parallel.processes": values["processes"],
-            "parallel.process": values["process"] if values["processes"] > 1 else -1,
-            "parallel.coordinator": f"127.0.0.1:{values['port']}",
-        }
-    )
-    if values["processes"] > 1:
-        processes.join(config)
-    import jax
-    import jax.numpy as jnp
-
-    from mlcn_jax import parallel, train_step
-    from mlcn_jax.model import init_params
-
-    image_shape, num_classes = config.data.shape()
-    spec = config.model_spec(image_shape, num_classes)
-    parallel.check_split(spec, values["batch"], values["data"], values["lane"])
-    mesh = parallel.make_mesh(values["data"], values["lane"])
-    optimizer = train_step.make_optimizer(config.train, 1000)
-    runner = train_step.MeshRunner(spec, optimizer, mesh, reconstruction_weight=0.392, seed=0)
-    params = jax.jit(lambda key: init_params(spec, key))(jax.random.key(0))
-    state = train_step.TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
-    runner.start(jax.device_get(state))
-    rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (values["batch"], *image_shape), dtype=np.uint8)
-    labels = rng.integers(0, num_classes, values["batch"], dtype=np.int32)
-    runner.compile(images, labels)
-    for line in sys.stdin:
-        float(runner.step(*runner.place(images, labels))["loss"])  # brings caches and memory back
-        started = time.perf_counter()
-        for _ in range(int(line)):
-            metrics = runner.step(*runner.place(images, labels))
-        float(metrics["loss"])
-        print("seconds", (time.perf_counter() - started) / int(line), flush=True)
-
-
-def measure(batch: int, rounds: int) -> list[dict[str, Any]]:
-    rows = [s for s in settings(len(os.sched_getaffinity(0))) if batch % s.data == 0]
-    groups = [Group(setting, batch) for setting in rows]
-    steps = [max(2, round(_TURN_SECONDS / group.seconds(2))) for group in groups]
-    times = [[group.seconds(n) for group, n in zip(groups, steps, strict=True)] for _ in range(rounds)]
-    for group in groups:
+def measure(rows: Sequence[Setting], over: Mapping[str, Setting]) -> list[dict[str, Any]]:
+    """Each setting's step, and how many times faster it is than the bases, which stay while settings come and go."""
+    base_groups = {name: workers.Group(setting.run(_DATA.value)) for name, setting in over.items()}
+    results = []
+    for setting in rows:
+        group = workers.Group(setting.run(_DATA.value))
+        groups = {**base_groups, "": group}
+        steps = {name: max(2, round(_TURN.value / g.seconds(2))) for name, g in groups.items()}
+        turns = [{name: g.seconds(steps[name]) for name, g in groups.items()} for _ in range(_ROUNDS.value)]
         group.close()
-    by_setting = {setting: list(seconds) for setting, seconds in zip(rows, zip(*times, strict=True), strict=True)}
-    bases = {mode: by_setting[Setting(mode, 1, 1, REAL)] for mode in ("mlcn-lane", "capsnet-data")}
-    whole = by_setting[Setting("mlcn-lane", 1, 1, WHOLE)]
-    return [
-        {
-            **dataclasses.asdict(setting),
-            "batch": batch,
-            "devices": setting.data * setting.lane,
-            "milliseconds": 1000 * statistics.median(seconds),
-            "over_mlcn_on_one_core": _ratio(bases["mlcn-lane"], seconds),
-            "over_capsnet_on_one_core": _ratio(bases["capsnet-data"], seconds),
-            "over_mlcn_in_one_process_on_all_cores": _ratio(whole, seconds),
-        }
-        for setting, seconds in by_setting.items()
-    ]
+        results.append(
+            {
+                **dataclasses.asdict(setting),
+                "devices": setting.devices,
+                "milliseconds": 1000 * statistics.median(turn[""] for turn in turns),
+                **{f"over_{name}_on_one_core": _spread([turn[name] / turn[""] for turn in turns]) for name in over},
+            }
+        )
+        print(table(results[-1:], head=False), flush=True)
+    for group in base_groups.values():
+        group.close()
+    return results
 
 
-def _ratio(base: list[float], seconds: list[float]) -> dict[str, float]:
-    ratios = [b / s for b, s in zip(base, seconds, strict=True)]
+def _spread(ratios: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    ratios = ("over_mlcn_on_one_core", "over_capsnet_on_one_core", "over_mlcn_in_one_process_on_all_cores")
-    head = ["mode", "batch", "devices", "where", "ms", *(name.replace("_", " ") for name in ratios)]
-    lines = [head, ["---"] * len(head)]
-    for row in rows:
-        numbers = [f"{row[name]['median']:.2f}" for name in ratios]
-        lines.append(
-            [row["mode"], str(row["batch"]), str(row["devices"]), row["where"], f"{row['milliseconds']:.0f}", *numbers]
+def simulate(rows: Sequence[Setting], profile: devices.DeviceProfile) -> list[dict[str, Any]]:
+    """Speed-ups of MLCN on devices like that of the profile, over the same on one of them."""
+
+    def seconds(setting: Setting) -> float:
+        config = workers.config_of(setting.changes(_DATA.value))
+        spec = config.model_spec(*config.data.shape())
+        same = [profile] * setting.devices
+        step = plan.predict_mesh(spec, setting.batch, setting.data, setting.lane, same, [1.0] * setting.devices)
+        return step.total_seconds
+
+    results = []
+    for setting in rows:
+        alone = seconds(dataclasses.replace(setting, data=1, lane=1))
+        taken = seconds(setting)
+        ratio = {"over_mlcn_on_one_core": _spread([alone / taken])}
+        results.append(
+            {**dataclasses.asdict(setting), "devices": setting.devices, "milliseconds": 1000 * taken, **ratio}
         )
+    return results
+
+
+def table(rows: Sequence[Mapping[str, Any]], head: bool = True) -> str:
+    names = ("over_mlcn_on_one_core", "over_capsnet_on_one_core")
+    columns = ["batch", "devices", "mode", "lanes", "where", "ms", *(name.replace("_", " ") for name in names)]
+    lines = [columns, ["---"] * len(columns)] if head else []
+    for row in rows:
+        ratios = [f"{row[name]['median']:.2f}" if name in row else "" for name in names]
+        place = [str(row[name]) for name in ("batch", "devices", "mode", "lanes", "where")]
+        lines.append([*place, f"{row['milliseconds']:.0f}", *ratios])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def draw(rows: list[dict[str, Any]]) -> None:
-    """One panel a batch size: speed-up over MLCN on one core, a line for each mode and place of measuring."""
+def draw(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Above a panel for each batch size, below one for each sweep; a line for each mode and kind of point."""
     from matplotlib.figure import Figure
 
-    batches = sorted({row["batch"] for row in rows})
-    figure = Figure(figsize=(4.2 * len(batches), 4.5), layout="constrained")
-    for axes, batch in zip(figure.subplots(1, len(batches), squeeze=False, sharey=True)[0], batches, strict=True):
+    by_batch = results["batches"]
+    batches = sorted({row["batch"] for row in by_batch})
+    figure = Figure(figsize=(14, 8), layout="constrained")
+    above, below = figure.subfigures(2, 1)
+    for axes, batch in zip(above.subplots(1, len(batches), squeeze=False, sharey=True)[0], batches, strict=True):
         for i, mode in enumerate(("capsnet-data", "mlcn-data", "mlcn-lane", "mlcn-hybrid")):
-            for where, style in ((REAL, "o-"), (OVERSUBSCRIBED, "x:")):
-                start = "capsnet-data" if mode == "capsnet-data" else "mlcn-lane"
-                alone = (start, 1, REAL) if where == REAL else (start, 1, WHOLE)
-                points = [r for r in rows if r["batch"] == batch and (r["mode"], r["devices"], r["where"]) == alone]
-                points += [
-                    r for r in rows if (r["batch"], r["mode"], r["where"]) == (batch, mode, where) and r["devices"] > 1
-                ]
-                if len(points) > 1:
-                    values = [r["over_mlcn_on_one_core"]["median"] for r in points]
-                    axes.plot([r["devices"] for r in points], values, style, color=f"C{i}", label=f"{mode}, {where}")
-        axes.set_xticks([1, 2, 4, 8])
+            for where, style in ((REAL, "o-"), (OVERSUBSCRIBED, "x:"), (SIMULATED, ".--")):
+                rows = [r for r in by_batch if (r["batch"], r["mode"], r["where"]) == (batch, mode, where)]
+                base = "capsnet" if mode == "capsnet-data" else "mlcn"
+                points = [(1, 1.0)] if where != OVERSUBSCRIBED else []
+                points += [(r["devices"], r[f"over_{base}_on_one_core"]["median"]) for r in rows]
+                if rows:
+                    axes.plot(*zip(*points, strict=True), style, color=f"C{i}", label=f"{mode}, {where}")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(_COUNTS, map(str, _COUNTS))
+        axes.set_yticks(_COUNTS, map(str, _COUNTS))
         axes.set_title(f"batch {batch}")
         axes.set_xlabel("devices")
-    figure.axes[0].set_ylabel("speed-up over MLCN on one core")
-    figure.axes[0].set_ylim(bottom=0)
-    figure.axes[0].legend(fontsize=7)
-    figure.savefig(RESULTS / "scaling.png", dpi=120)
+    above.axes[0].set_ylabel("speed-up over the same model on one core")
+    above.axes[-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    for axes, (what, values) in zip(below.subplots(1, len(SWEEPS), sharey=True), SWEEPS.items(), strict=True):
+        for n, where, style in ((2, REAL, "o-"), (2, SIMULATED, ".--"), (8, SIMULATED, ".--")):
+            rows = [r for r in results[what] if (r["devices"], r["where"]) == (n, where)]
+            points = [
+                (x, r["over_mlcn_on_one_core"]["median"]) for x, t in values.items() for r in rows if r["lanes"] == t
+            ]
+            if points:
+                axes.plot(*zip(*points, strict=True), style, label=f"mlcn-lane, {n} devices, {where}")
+        axes.set_xlabel({"lanes": "lanes of width 4", "width": "width of 8 lanes", "depth": "depth of 8 lanes"}[what])
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    below.axes[0].set_ylabel("speed-up over one core, batch 100")
+    below.axes[-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(RESULTS / "scaling.png", dpi=110)
 
 
 def main(argv: list[str]) -> None:
     del argv
-    if _WORKER.value:
-        work(json.loads(_WORKER.value))
-        return
-    rows: list[dict[str, Any]] = []
-    RESULTS.mkdir(exist_ok=True)
+    profile = devices.DeviceProfile.load(Path(_PROFILE.value)) if _PROFILE.value else None
+    num_cores = len(os.sched_getaffinity(0))
+    parts: dict[str, list[tuple[list[Setting], dict[str, Setting]]]] = {"batches": []}
     for batch in map(int, _BATCHES.value):
-        rows += measure(batch, _ROUNDS.value)
-        about = {"lanes": _LANES.value, "data": _DATA.value, "rounds": _ROUNDS.value, **devices.environment()}
-        write_json(RESULTS / "scaling.json", {**about, "rows": rows})
-        print(table(rows[-len(settings(len(os.sched_getaffinity(0)))) :]), flush=True)
-    draw(rows)
+        parts["batches"].append((settings(batch, _LANES.value, num_cores), bases(batch, _LANES.value)))
+    places = [(2, REAL)] * (num_cores > 1) + [(2, SIMULATED), (8, SIMULATED)]
+    for what, values in SWEEPS.items():
+        parts[what] = [
+            (
+                [Setting("mlcn-lane", 1, n, where, 100, text) for n, where in places],
+                {"mlcn": Setting("mlcn-data", 1, 1, REAL, 100, text)},
+            )
+            for text in values.values()
+        ]
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in parts}
+    about = {"data": _DATA.value, "rounds": _ROUNDS.value, **devices.environment()}
+    RESULTS.mkdir(exist_ok=True)
+    for name, part in parts.items():
+        for rows, over in part:
+            results[name] += measure([s for s in rows if s.where != SIMULATED], over)
+            if profile:
+                simulated = [s for s in rows if s.where == SIMULATED]
+                results[name] += simulate([s for s in simulated if _divides(s)], profile)
+            write_json(RESULTS / "scaling.json", {**about, **results})
+    draw(results)
+    print(table([row for rows in results.values() for row in rows]))
+
+
+def _divides(setting: Setting) -> bool:
+    """Whether every device gets as many lanes."""
+    return int(setting.lanes.rpartition("*")[2]) % setting.lane == 0
 
 
 if __name__ == "__main__":

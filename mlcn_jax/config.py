@@ -13,8 +13,10 @@ from typing import Any
 from mlcn_jax import data
 from mlcn_jax.errors import InputError
 from mlcn_jax.model import ModelSpec
+from mlcn_jax.partition import PARTITIONERS
 
 OPTIMIZERS = ("adam", "adamw")
+PLANS = ("mesh", "stacks", "auto")
 
 # What may differ when a run is resumed; anything else would make it another run.
 _FREE_ON_RESUME = {
@@ -25,8 +27,12 @@ _FREE_ON_RESUME = {
     "train.checkpoint_every",
     "train.log_every",
     "train.test_every_epoch",
+    "parallel.plan",
     "parallel.data",
     "parallel.lane",
+    "parallel.partitioner",
+    "parallel.profile",
+    "parallel.platforms",
     "parallel.processes",
     "parallel.process",
     "parallel.coordinator",
@@ -109,8 +115,12 @@ class TrainSettings:
 class ParallelSettings:
     """Where to train; `configs/default.py` describes each field. Decides nothing of what is computed."""
 
+    plan: str
     data: int
     lane: int
+    partitioner: str
+    profile: str
+    platforms: str
     processes: int
     process: int
     coordinator: str
@@ -119,6 +129,15 @@ class ParallelSettings:
     def __post_init__(self):
         for field, least in (("data", 1), ("lane", 1), ("processes", 0), ("process", -1), ("timeout_seconds", 1)):
             _check(getattr(self, field) >= least, f"parallel.{field}", getattr(self, field), f"{least} or more")
+        _check(self.plan in PLANS, "parallel.plan", self.plan, " or ".join(PLANS))
+        _check(self.partitioner in PARTITIONERS, "parallel.partitioner", self.partitioner, " or ".join(PARTITIONERS))
+        if self.plan != "mesh":
+            _check(self.data == 1, "parallel.data", self.data, f"1 with parallel.plan={self.plan}")
+        if self.plan == "auto":
+            _check(self.lane == 1, "parallel.lane", self.lane, "1 with parallel.plan=auto, which finds it")
+        if self.platforms:
+            good = self.plan == "stacks" and self.processes == 1
+            _check(good, "parallel.platforms", self.platforms, "empty but with parallel.plan=stacks in one process")
         if self.process >= 0:
             _check(self.process < self.processes, "parallel.process", self.process, f"below {self.processes}")
 

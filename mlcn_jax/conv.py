@@ -96,7 +96,7 @@ def choices(table: dict[str, str]) -> Iterator[None]:
 
 
 def _chosen(x_shape, kernel_shape, stride, padding):
-    backend, table = jax.default_backend(), _CHOICES.get()
+    backend, table = conv_fourier.platform(), _CHOICES.get()
     sizes = ("x".join(map(str, shape)) for shape in (x_shape, kernel_shape))
     key = " ".join((backend, *sizes, f"stride {stride}", padding))
     name = table.get(key) if table is not None else None
@@ -170,7 +170,7 @@ def _num_outputs(x_shape, kernel_shape, stride, padding):
 
 
 def _native(x, kernel, stride, pads):
-    convolve = _cpu_convolve if jax.default_backend() == "cpu" else _convolve
+    convolve = _cpu_convolve if conv_fourier.platform() == "cpu" else _convolve
     return convolve(stride, tuple(pads), x, kernel)
 
 

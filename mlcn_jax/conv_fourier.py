@@ -22,6 +22,12 @@ from jax.custom_batching import custom_vmap
 _MAX_POINTS = 1024  # over both axes: B and C are dense in them
 
 
+def platform():
+    """What the program that is traced will run on."""
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return device.platform if isinstance(device, jax.Device) else jax.default_backend()
+
+
 class Span(NamedTuple):
     """Sizes along one axis, within one phase: points = outputs + taps - 1."""
 
@@ -101,7 +107,7 @@ def lanes_in_turn(one_lane):
     @function.def_vmap
     def _(size, batched, *args):
         batched = tuple(batched)
-        if jax.default_backend() == "cpu":
+        if platform() == "cpu":
             lanes = [jax.tree.map(lambda a, b, i=i: a[i] if b else a, args, batched) for i in range(size)]
             out = jax.tree.map(lambda *parts: jnp.stack(parts), *[function(*lane) for lane in lanes])
         else:

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
 
 from mlcn_jax import capsules, conv, data, losses, parallel
 from mlcn_jax.checkpoint import load_trained
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
-from mlcn_jax.model import ModelSpec, apply_model
+from mlcn_jax.model import ModelSpec, apply_model, encode, reconstruct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,28 +60,50 @@ def make_evaluator(
     the true class masked. Accuracy looks at the lengths alone. Over a mesh, `params` lie as `parallel` placed them.
     """
 
+    lane_axis = parallel.lane_axis(mesh)
+
     def sums_of_batch(params, images, labels, mask):
         pixels = to_pixels(images)
-        v, reconstructions = apply_model(spec, params, pixels, labels, parallel.lane_axis(mesh))
-        class_lengths = capsules.lengths(v)
-        loss = losses.margin_loss(class_lengths, labels)
-        loss += reconstruction_weight * losses.reconstruction_loss(reconstructions, pixels)
-        truth = jax.nn.one_hot(labels, spec.num_classes) * mask[:, None]
-        predicted = jax.nn.one_hot(jnp.argmax(class_lengths, axis=-1), spec.num_classes)
-        return jnp.sum(loss * mask), truth.T @ predicted
+        v = encode(spec, params["encoder"], pixels, lane_axis)
+        return head_sums(spec, reconstruction_weight, params["decoder"], v, pixels, labels, mask, lane_axis)
 
     options = conv.compiler_options(jax.default_backend())
     sums = jax.jit(parallel.sum_over(mesh, sums_of_batch), compiler_options=options)
 
     def evaluate(params: dict, split: data.Split, batch_size: int) -> Scores:
-        loss, confusion = 0.0, np.zeros((spec.num_classes, spec.num_classes))
-        for batch in data.padded_batches(split, batch_size):
-            batch_loss, batch_confusion = jax.device_get(sums(params, *parallel.place_batch(mesh, batch)))
-            loss += float(batch_loss)
-            confusion += batch_confusion
-        return Scores(loss / len(split.labels), confusion.astype(np.int64))
+        return scores_of(split, batch_size, lambda batch: sums(params, *parallel.place_batch(mesh, batch)))
 
     return evaluate
+
+
+def head_sums(
+    spec: ModelSpec,
+    reconstruction_weight: float,
+    decoder: dict,
+    v: Float[Array, "batch classes dim"],
+    pixels: Float[Array, "batch h w channels"],
+    labels: Int[Array, " batch"],
+    mask: Float[Array, " batch"],
+    lane_axis: str = "",
+) -> tuple[Array, Array]:
+    """Sums over the images that `mask` keeps, from their class capsules on: of the losses, and in the confusion."""
+    class_lengths = capsules.lengths(v)
+    loss = losses.margin_loss(class_lengths, labels)
+    reconstructions = reconstruct(spec, decoder, v, labels, lane_axis)
+    loss += reconstruction_weight * losses.reconstruction_loss(reconstructions, pixels)
+    truth = jax.nn.one_hot(labels, spec.num_classes) * mask[:, None]
+    predicted = jax.nn.one_hot(jnp.argmax(class_lengths, axis=-1), spec.num_classes)
+    return jnp.sum(loss * mask), truth.T @ predicted
+
+
+def scores_of(split: data.Split, batch_size: int, sums: Callable[[tuple], tuple[Array, Array]]) -> Scores:
+    """Scores of a split, `sums` giving what `head_sums` does for each of its padded batches."""
+    loss, confusion = 0.0, np.zeros(())
+    for batch in data.padded_batches(split, batch_size):
+        batch_loss, batch_confusion = jax.device_get(sums(batch))
+        loss += float(batch_loss)
+        confusion = confusion + batch_confusion
+    return Scores(loss / len(split.labels), confusion.astype(np.int64))
 
 
 def evaluate_workdir(config: RunConfig, workdir: Path) -> dict[str, Any]:

@@ -238,6 +238,26 @@ def apply_model(
     return CapsuleNetwork(spec, lane_axis).apply({"params": params}, images, classes)  # type: ignore[return-value]
 
 
+def encode(
+    spec: ModelSpec, encoder: dict, images: Float[Array, "batch h w channels"], lane_axis: str = ""
+) -> Float[Array, "batch classes dim"]:
+    """`CapsuleNetwork.encode` as a pure function of the encoder's parameters."""
+    network = CapsuleNetwork(spec, lane_axis)
+    return network.apply({"params": {"encoder": encoder}}, images, method="encode")  # type: ignore[return-value]
+
+
+def reconstruct(
+    spec: ModelSpec,
+    decoder: dict,
+    class_capsules: Float[Array, "batch classes dim"],
+    classes: Int[Array, " batch"],
+    lane_axis: str = "",
+) -> Float[Array, "batch h w channels"]:
+    """`CapsuleNetwork.reconstruct` as a pure function of the decoder's parameters."""
+    network, variables = CapsuleNetwork(spec, lane_axis), {"params": {"decoder": decoder}}
+    return network.apply(variables, class_capsules, classes, method="reconstruct")  # type: ignore[return-value]
+
+
 def drop_lanes(key: Array, v: Float[Array, "batch classes lanes"], rate: float) -> Float[Array, "batch classes lanes"]:
     """Zeroes each lane's column for the whole batch with chance `rate` and scales the others by 1 / (1 - rate).
 

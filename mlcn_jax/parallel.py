@@ -4,7 +4,7 @@ Placement decides where something is computed, never what: parameters, loss and 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,19 @@ def make_mesh(data: int, lane: int) -> Mesh | None:
     Raises:
       InputError: there are fewer devices.
     """
-    present = jax.devices()
+    devices = take_devices(data, lane, jax.devices())
+    if data * lane == 1:
+        return None
+    types = (AxisType.Auto, AxisType.Auto)
+    return jax.make_mesh((data, lane), (DATA_AXIS, LANE_AXIS), types, devices=devices)
+
+
+def take_devices(data: int, lane: int, present: Sequence[jax.Device]) -> list[jax.Device]:
+    """The first `data` times `lane` of the devices present.
+
+    Raises:
+      InputError: there are fewer, or a process would be left without one.
+    """
     if data * lane > len(present):
         raise InputError(
             f"parallel.data={data} times parallel.lane={lane} asks for {data * lane} devices, and there are "
@@ -38,10 +50,7 @@ def make_mesh(data: int, lane: int) -> Mesh | None:
             f"parallel.data={data} times parallel.lane={lane} is {data * lane}, and the {jax.process_count()} "
             f"processes have {len(present)} devices together: every device of every process must have its share"
         )
-    if data * lane == 1:
-        return None
-    types = (AxisType.Auto, AxisType.Auto)
-    return jax.make_mesh((data, lane), (DATA_AXIS, LANE_AXIS), types, devices=present[: data * lane])
+    return list(present[: data * lane])
 
 
 def check_split(spec: ModelSpec, batch_size: int, data: int, lane: int) -> None:

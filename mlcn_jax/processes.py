@@ -23,7 +23,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.launch import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 
 _WATCHED = "MLCN_JAX_WATCHED"  # set for processes that `watch` started
-_MAY_DIFFER = ("parallel.process", "data.dir", "data.cache_dir")  # between the processes of a run
+_MAY_DIFFER = ("parallel.process", "parallel.profile", "data.dir", "data.cache_dir")  # between the processes of a run
 _GRACE_SECONDS = 2.0  # for processes that end for the same reason as the first
 _POLL_SECONDS = 0.1
 
@@ -238,7 +238,7 @@ def _check_same_config(config: RunConfig) -> None:
     mine = {name: value for name, value in flat(config.to_dict()).items() if name not in _MAY_DIFFER}
     first = from_first(mine)
     rows = [f"  {name}: {first[name]!r} there, {mine[name]!r} here" for name in mine if first[name] != mine[name]]
-    differ = _gather_flags(bool(rows))
+    differ = gather(bool(rows))
     if any(differ):
         who = ", ".join(str(i) for i, is_other in enumerate(differ) if is_other)
         head = f"process {who} was given another configuration than process 0: give all of them the same"
@@ -274,11 +274,18 @@ def arrays_from_first(tree: Any) -> Any:
     return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(jax.device_get(tree))
 
 
-def _gather_flags(flag: bool) -> list[bool]:
+def gather(value: Any) -> list[Any]:
+    """The `value` of every process, which can be written as JSON, in every process."""
+    import jax
     import numpy as np
     from jax.experimental import multihost_utils
 
-    return [bool(x) for x in np.asarray(multihost_utils.process_allgather(np.int32(flag))).reshape(-1)]
+    if jax.process_count() == 1:
+        return [json.loads(json.dumps(value))]
+    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(mine.size))).reshape(-1)
+    rows = np.asarray(multihost_utils.process_allgather(np.resize(mine, max(sizes))))
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def asked_to_stop(step: int) -> bool:

@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mlcn_jax import conv, data, devices, evaluate, parallel, processes
+from mlcn_jax import conv, data, devices, evaluate, processes
 from mlcn_jax.checkpoint import Checkpoints, Trained, describe_model, load_trained
 from mlcn_jax.config import RunConfig, read_json, read_stored, write_json
 from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.metrics import MetricsWriter, Progress, StepLog
 from mlcn_jax.model import ModelSpec, count_parameters, init_params
-from mlcn_jax.train_step import MeshRunner, TrainState, make_optimizer
+from mlcn_jax.plan import make_plan, make_runner
+from mlcn_jax.train_step import TrainState, make_optimizer
 
 _log = logging.getLogger(__name__)
 
@@ -50,8 +51,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         steps_per_epoch = data.steps_per_epoch(len(train_split.labels), settings.batch_size)
         spec = config.model_spec(dataset.train.images.shape[1:], len(dataset.class_names))
         optimizer = make_optimizer(settings, steps_per_epoch)
-        parallel.check_split(spec, settings.batch_size, config.parallel.data, config.parallel.lane)
-        mesh = parallel.make_mesh(config.parallel.data, config.parallel.lane)
+        plan = make_plan(config.parallel, spec, settings.batch_size)
 
         checkpoints = Checkpoints(workdir / "checkpoints")
         stack.callback(checkpoints.close)
@@ -74,15 +74,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             _log.info("%s is finished: %d steps", workdir, start)
             return finished
 
-        runner = MeshRunner(
-            spec,
-            optimizer,
-            mesh,
-            reconstruction_weight=settings.reconstruction_weight,
-            seed=settings.seed,
-            max_shift=config.data.max_shift,
-            flip=config.data.flip,
-        )
+        runner = make_runner(plan, config, spec, optimizer)
         runner.start(state)
         del state
         batches = data.Batches(train_split.images, train_split.labels, settings.batch_size, settings.seed)
@@ -119,8 +111,8 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
                 if config.profile and step == first_profiled + 1:
                     trace.enter_context(jax.profiler.trace(str(workdir / "profile")))
                 with log.timing_input():
-                    images, labels = runner.place(*batches.at(step - 1))
-                metrics = runner.step(images, labels)
+                    batch = runner.place(*batches.at(step - 1))
+                metrics = runner.step(*batch)
                 log.add(step, metrics)
                 if step == first_profiled + _PROFILED_STEPS:
                     log.flush()
@@ -165,6 +157,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             "peak_memory_bytes": devices.peak_memory_bytes(),
             "data": {"name": dataset.name, "train_images": len(train_split.labels), **dataset.provenance},
             "config_hash": config.hash(),
+            "parallel": plan.about,
             **devices.environment(),
         }
         write_json(workdir / "summary.json", summary)

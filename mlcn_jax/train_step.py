@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import flax.struct
 import jax
@@ -9,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
 from mlcn_jax import capsules, conv, data, devices, evaluate, losses, parallel
 from mlcn_jax.config import TrainSettings
-from mlcn_jax.model import ModelSpec, apply_model, drop_lanes
+from mlcn_jax.model import ModelSpec, drop_lanes, encode, reconstruct
 
 
 @flax.struct.dataclass
@@ -51,17 +52,49 @@ def make_loss(
     `images` are pixels in [0, 1]; `key` draws the lanes that lane dropout leaves out.
     """
 
+    lane_axis = parallel.lane_axis(mesh)
+
     def loss_fn(params, images, labels, key):
-        v, reconstructions = apply_model(spec, params, images, labels, parallel.lane_axis(mesh))
-        seen = drop_lanes(key, v, spec.lane_dropout) if spec.lane_dropout else v
-        class_lengths = capsules.lengths(seen)
-        margin = jnp.mean(losses.margin_loss(class_lengths, labels))
-        reconstruction = jnp.mean(losses.reconstruction_loss(reconstructions, images))
-        accuracy = jnp.mean(jnp.argmax(class_lengths, axis=-1) == labels)
-        loss = margin + reconstruction_weight * reconstruction
-        return loss, {"margin": margin, "reconstruction": reconstruction, "accuracy": accuracy}
+        v = encode(spec, params["encoder"], images, lane_axis)
+        return head_loss(spec, reconstruction_weight, params["decoder"], v, images, labels, key, lane_axis)
 
     return parallel.mean_over(mesh, loss_fn)
+
+
+def head_loss(
+    spec: ModelSpec,
+    reconstruction_weight: float,
+    decoder: dict,
+    v: Float[Array, "batch classes dim"],
+    images: Float[Array, "batch h w channels"],
+    labels: Int[Array, " batch"],
+    key: Array,
+    lane_axis: str = "",
+) -> tuple[Array, dict[str, Array]]:
+    """What `make_loss` computes, from the class capsules on."""
+    reconstructions = reconstruct(spec, decoder, v, labels, lane_axis)
+    seen = drop_lanes(key, v, spec.lane_dropout) if spec.lane_dropout else v
+    class_lengths = capsules.lengths(seen)
+    margin = jnp.mean(losses.margin_loss(class_lengths, labels))
+    reconstruction = jnp.mean(losses.reconstruction_loss(reconstructions, images))
+    accuracy = jnp.mean(jnp.argmax(class_lengths, axis=-1) == labels)
+    loss = margin + reconstruction_weight * reconstruction
+    return loss, {"margin": margin, "reconstruction": reconstruction, "accuracy": accuracy}
+
+
+def make_input(
+    seed: int, max_shift: int, flip: bool
+) -> Callable[[Array, Array], tuple[Float[Array, "batch h w channels"], Array]]:
+    """The function `(step, images) -> (pixels, key)`: uint8 images as a step sees them, and its key of lane dropout."""
+
+    def prepare(step, images):
+        augment_key, lane_key = jax.random.split(jax.random.fold_in(jax.random.key(seed), step))
+        pixels = evaluate.to_pixels(images)
+        if max_shift or flip:
+            pixels = data.augment(augment_key, pixels, max_shift=max_shift, flip=flip)
+        return pixels, lane_key
+
+    return prepare
 
 
 def make_train_step(
@@ -83,14 +116,11 @@ def make_train_step(
     `parallel` placed there.
     """
     loss_fn = make_loss(spec, reconstruction_weight, mesh)
+    prepare = make_input(seed, max_shift, flip)
 
     def train_step(state, images, labels):
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
-        augment_key, lane_key = jax.random.split(key)
-        images = evaluate.to_pixels(images)
-        if max_shift or flip:
-            images = data.augment(augment_key, images, max_shift=max_shift, flip=flip)
-        (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, images, labels, lane_key)
+        pixels, lane_key = prepare(state.step, images)
+        (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, pixels, labels, lane_key)
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
@@ -149,8 +179,8 @@ class MeshRunner:
         self._compiled, seconds = compile_step(self._step, self._state, batch)
         return seconds
 
-    def place(self, images: np.ndarray, labels: np.ndarray) -> tuple[Array, Array]:
-        """Starts bringing a batch to the devices."""
+    def place(self, images: np.ndarray, labels: np.ndarray) -> tuple[Any, Any]:
+        """Starts bringing a batch to the devices; returns what `step` takes."""
         return parallel.place_batch(self._mesh, (images, labels))
 
     def step(self, images: Array, labels: Array) -> dict[str, Array]:

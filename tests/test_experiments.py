@@ -3,6 +3,7 @@
 from scripts import load_script
 
 balance, scaling = load_script("experiments.balance"), load_script("experiments.scaling")
+simulator_check = load_script("experiments.simulator_check")
 
 
 def test_balance_compares_every_partitioner_with_random_and_the_exact_one():
@@ -15,7 +16,20 @@ def test_balance_compares_every_partitioner_with_random_and_the_exact_one():
 
 
 def test_settings_on_real_cores_are_no_more_than_there_are():
-    rows = scaling.settings(num_cores=2)
-    assert {row.data * row.lane for row in rows if row.where == scaling.REAL} == {1, 2}
+    rows = scaling.settings(100, "mlcn1:w4*8", num_cores=2)
+    assert {row.data * row.lane for row in rows if row.where == scaling.REAL} == {2}
     assert {row.data * row.lane for row in rows if row.where == scaling.OVERSUBSCRIBED} == {2, 4, 8}
     assert {row.mode for row in rows} == {"capsnet-data", "mlcn-data", "mlcn-lane", "mlcn-hybrid"}
+
+
+def test_a_batch_is_only_split_evenly_and_all_that_is_split_is_also_simulated():
+    rows = scaling.settings(150, "mlcn1:w4*8", num_cores=2)
+    assert all(150 % row.data == 0 for row in rows)
+    simulated = {(row.mode, row.devices) for row in rows if row.where == scaling.SIMULATED}
+    assert {("mlcn-data", 2), ("mlcn-lane", 8), ("mlcn-hybrid", 4)} <= simulated
+
+
+def test_the_simulator_is_checked_on_thirty_splits_of_two_devices():
+    rows = simulator_check.configurations()
+    assert len({str(row) for row in rows}) == 30
+    assert all(row["data"] * row["lane"] == 2 for row in rows)

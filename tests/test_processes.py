@@ -64,7 +64,7 @@ def test_two_processes_are_stopped_lost_and_resumed_and_end_as_one_does(tmp_path
     code, _, err = run(tmp_path / "one", {})
     assert code == 0, err
     two = tmp_path / "two"
-    process = start(two, {**TWO, "train.num_steps": 0})
+    process = start(two, {**TWO, "parallel.plan": "stacks", "train.num_steps": 0})
     wait_for_checkpoint(two, 5)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
@@ -81,11 +81,14 @@ def test_two_processes_are_stopped_lost_and_resumed_and_end_as_one_does(tmp_path
     assert time.monotonic() - killed < 20
     assert "error: process 1 of 2 was lost (killed by SIGKILL)\nrun the same command again" in err
 
-    assert run(tmp_path / "fresh", TWO)[0] == 0
-    assert_same(tmp_path / "one", tmp_path / "fresh")
-    summary = json.loads((tmp_path / "fresh" / "summary.json").read_text())
+    for plan in ("stacks", "mesh"):
+        fresh = {**TWO, "parallel.plan": plan}
+        code, _, err = run(tmp_path / plan, fresh)
+        assert code == 0, err
+        assert_same(tmp_path / "one", tmp_path / plan)
+    summary = json.loads((tmp_path / "mesh" / "summary.json").read_text())
     assert summary["num_devices"] == 2
-    code, out, err = run(tmp_path / "fresh", TWO)
+    code, out, err = run(tmp_path / "mesh", fresh)
     assert code == 0
     assert "is finished: 20 steps" in err
     assert out.count("test accuracy") == 1

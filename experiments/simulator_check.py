@@ -1,0 +1,163 @@
+"""The simulator against the machine: predicted and measured steps of two processes of one core each.
+
+    python -m experiments.profile_device --cores=1 --output=profile.json
+    python -m experiments.simulator_check --profile=profile.json
+
+Thirty configurations, none of which the profile was fitted to: lanes of several kinds and sizes in meshes, split by
+batch or by lane, and in stacks, placed greedily or by turns; on equal cores, and with the second process stopped for a
+part of the time, which imitates a slower device. What a shared machine gives changes by the minute, so each prediction
+is scaled by what one lane by itself takes just then in both processes over what the profile says of it. Writes
+`experiments/results/simulator_check.json` and `.png`.
+"""
+
+import functools
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+from experiments import RESULTS, workers
+from mlcn_jax import cost, devices, partition, plan
+from mlcn_jax.config import write_json
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import launch
+
+LANES = (
+    "mlcn1:w4*8",
+    "mlcn1:w2d2*4,mlcn2:w3*4",
+    "mlcn2:w4d2*2,mlcn1:w1*6",
+    "mlcn1:w5,mlcn1:w3d2*2,mlcn2:w2d3,mlcn2:w4*2",
+    "mlcn1:w3*3,mlcn2:w5d2,mlcn1:w1d4*3",
+)
+SLOWNESS = 2.0
+_BATCH = 100
+
+_PROFILE = flags.DEFINE_string("profile", "profile.json", "Profile of one core.")
+_DATA = flags.DEFINE_string("data", "fashion_mnist", "Dataset whose image shape is taken; images are random.")
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns of each configuration.", lower_bound=1)
+_TURN = flags.DEFINE_float("turn_seconds", 1.0, "Length of a turn, but at least two steps.")
+
+
+def configurations() -> list[dict[str, Any]]:
+    """Six for each set of lanes: meshes by batch, and by lane or with other batch sizes; stacks, equal and unequal."""
+    rows = []
+    for lanes in LANES:
+        rows.append({"lanes": lanes, "plan": "mesh", "data": 2, "lane": 1, "slowness": 1.0})
+        even = all(int(entry.partition("*")[2] or 1) % 2 == 0 for entry in lanes.split(","))
+        split = {"data": 1, "lane": 2} if even else {"data": 2, "lane": 1}
+        rows.append({"lanes": lanes, "plan": "mesh", **split, "slowness": 1.0 if even else SLOWNESS})
+        for slowness in (1.0, SLOWNESS):
+            for partitioner in ("greedy", "round_robin"):
+                row = {"lanes": lanes, "plan": "stacks", "partitioner": partitioner, "slowness": slowness}
+                rows.append({**row, "data": 1, "lane": 2})
+    return rows
+
+
+def measure(row: Mapping[str, Any], profile: devices.DeviceProfile) -> dict[str, Any]:
+    """Measured and predicted seconds of a step of one configuration."""
+    changes = {
+        "data.name": _DATA.value,
+        "model.lanes": row["lanes"],
+        "train.batch_size": _BATCH,
+        "parallel.data": row["data"],
+        "parallel.lane": row["lane"],
+    }
+    config = workers.config_of(changes)
+    spec = config.model_spec(*config.data.shape())
+    profiles, placement = [profile, profile], None
+    if row["plan"] == "stacks":
+        problem = plan.placement_problem(spec, _BATCH, profiles, ["0", "1"], [1.0, row["slowness"]])
+        placement = partition.partition(row["partitioner"], problem)
+    cores = [[core] for core in sorted(os.sched_getaffinity(0))[:2]]
+    device_of = placement.device_of if placement else ()
+    group = workers.Group(workers.Run(changes, cores, device_of=device_of, slowness=row["slowness"]))
+    steps = max(2, round(_TURN.value / group.seconds(2)))
+    reference = cost.lane_cost(workers.YARDSTICK.spec, spec.lane_settings, spec.image_shape)
+    yardstick = profile.lane_seconds(reference, _BATCH)
+
+    def predict(slowness: Sequence[float]) -> float:
+        if placement:
+            return plan.predict_stacks(spec, _BATCH, placement, profiles, slowness, "ring").total_seconds
+        return plan.predict_mesh(spec, _BATCH, row["data"], row["lane"], profiles, slowness).total_seconds
+
+    seconds, factors = [], []
+    before = group.yardstick_seconds()
+    for _ in range(_ROUNDS.value):
+        seconds.append(group.seconds(steps))
+        after = group.yardstick_seconds()
+        factors.append([(a + b) / 2 / yardstick for a, b in zip(before, after, strict=True)])
+        before = after
+    group.close()
+    predicted = [predict([first, second * row["slowness"]]) for first, second in factors]
+    return {
+        **row,
+        "measured_seconds": statistics.median(seconds),
+        "predicted_seconds": statistics.median(predicted),
+        "predicted_over_measured": statistics.median(p / s for p, s in zip(predicted, seconds, strict=True)),
+        "slowness_then": statistics.median(map(max, factors)),
+        "planned_seconds": predict([1.0, row["slowness"]]),
+    }
+
+
+def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Errors; and how much longer than the fastest split on equal cores that one takes that `plan.make_plan` picks."""
+    errors = [abs(row["predicted_over_measured"] - 1) for row in rows]
+    longer = {}
+    for lanes in {row["lanes"]: None for row in rows}:
+        equal = [r for r in rows if r["lanes"] == lanes and r["slowness"] == 1]
+        splits = [r for r in equal if r.get("partitioner") != "round_robin"]
+        measured = [r["measured_seconds"] / r["slowness_then"] for r in splits]
+        picked = min(range(len(splits)), key=lambda i: splits[i]["planned_seconds"])
+        longer[lanes] = measured[picked] / min(measured)
+    return {
+        "configurations": len(rows),
+        "mean_error": statistics.mean(errors),
+        "largest_error": max(errors),
+        "planned_over_fastest": longer,
+    }
+
+
+def draw(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Predicted against measured, a mark for each kind of configuration."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5, 5), layout="constrained")
+    axes = figure.subplots()
+    kinds = sorted({(row["plan"], row["slowness"]) for row in rows})
+    for kind, marker in zip(kinds, "osx^v", strict=False):
+        points = [r for r in rows if (r["plan"], r["slowness"]) == kind]
+        name = f"{kind[0]}, {'equal cores' if kind[1] == 1 else f'one {kind[1]:g} times slower'}"
+        x, y = ([1000 * r[f"{what}_seconds"] for r in points] for what in ("measured", "predicted"))
+        axes.plot(x, y, marker, label=name, fillstyle="none")
+    ends = [1000 * extreme(row["measured_seconds"] for row in rows) for extreme in (min, max)]
+    axes.plot(ends, ends, color="gray", linewidth=1)
+    axes.set_xlabel("measured ms a step, two processes of one core")
+    axes.set_ylabel("predicted ms")
+    axes.legend(fontsize=8)
+    figure.savefig(RESULTS / "simulator_check.png", dpi=120)
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    if len(os.sched_getaffinity(0)) < 2:
+        raise InputError("two processes of one core each are measured: this machine gives one core")
+    profile = devices.DeviceProfile.load(Path(_PROFILE.value))
+    rows: list[dict[str, Any]] = []
+    for row in configurations():
+        rows.append(measure(row, profile))
+        print(
+            f"{rows[-1]['predicted_over_measured']:.2f}  {1000 * rows[-1]['measured_seconds']:4.0f} ms  {row}",
+            flush=True,
+        )
+        about = {"batch": _BATCH, "data": _DATA.value, "rounds": _ROUNDS.value, **devices.environment()}
+        RESULTS.mkdir(exist_ok=True)
+        write_json(RESULTS / "simulator_check.json", {**about, **summarize(rows), "rows": rows})
+    draw(rows)
+    print(summarize(rows))
+
+
+if __name__ == "__main__":
+    launch(functools.partial(app.run, main))

@@ -1,0 +1,178 @@
+"""Processes that take training steps when they are told to, so that settings can take turns in one measurement.
+
+Each belongs to a `Group`, which is one run: as many processes as it has, bound to cores of their own.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from experiments import REPOSITORY
+from mlcn_jax import processes
+from mlcn_jax.config import RunConfig
+from mlcn_jax.errors import InputError
+from mlcn_jax.lanes import LaneGroup, LaneSpec
+
+YARDSTICK = LaneGroup(LaneSpec("mlcn1", 3), 1)
+_THROTTLE_PERIOD_SECONDS = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a group measures.
+
+    Attributes:
+      changes: of `configs/default.py`; `parallel` as for `main.py`.
+      cores: of each process, which are as many.
+      devices: of each process.
+      device_of: the device of each lane, in stacks; empty for a mesh.
+      slowness: process 1 runs for this part of the time, inverted: 2 is half of it.
+    """
+
+    changes: Mapping[str, Any]
+    cores: Sequence[Sequence[int]]
+    devices: int = 1
+    device_of: Sequence[int] = ()
+    slowness: float = 1.0
+
+
+def config_of(changes: Mapping[str, Any]) -> RunConfig:
+    """`configs/default.py` with some fields changed."""
+    default = runpy.run_path(str(REPOSITORY / "configs" / "default.py"))["get_config"]().to_dict()
+    return RunConfig.from_dict(default).replace(changes)
+
+
+class Group:
+    """The processes of a run, which wait until they are told to take steps."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        address = {"parallel.processes": len(run.cores), "parallel.coordinator": f"127.0.0.1:{processes.free_port()}"}
+        env = {**os.environ, "JAX_NUM_CPU_DEVICES": str(run.devices)}
+        self._processes = []
+        for i in range(len(run.cores)):
+            mine = {**run.changes, **address, "parallel.process": i} if len(run.cores) > 1 else run.changes
+            values = json.dumps({**dataclasses.asdict(run), "changes": mine, "cores": list(run.cores[i])})
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "experiments.workers", values],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    env=env,
+                    text=True,
+                    cwd=REPOSITORY,
+                )
+            )
+
+    def seconds(self, steps: int) -> float:
+        """Of one step, as the mean of so many; the first call also waits for the processes to be ready."""
+        with self._throttled():
+            return self._ask(str(steps))[0]
+
+    def yardstick_seconds(self) -> list[float]:
+        """Of a step of `YARDSTICK`, now, in all processes at once, none of them interrupted."""
+        return self._ask("yardstick")
+
+    def _ask(self, what: str) -> list[float]:
+        for process in self._processes:
+            process.stdin.write(f"{what}\n")
+            process.stdin.flush()
+        return [self._answer(process) for process in self._processes]
+
+    def _answer(self, process: subprocess.Popen) -> float:
+        for line in process.stdout:
+            if line.startswith("seconds "):
+                return float(line.split()[1])
+        raise InputError("a process ended before it had measured; its message is above")
+
+    @contextlib.contextmanager
+    def _throttled(self) -> Iterator[None]:
+        if self._run.slowness == 1.0:
+            yield
+            return
+        over = threading.Event()
+        pid, running = self._processes[1].pid, _THROTTLE_PERIOD_SECONDS / self._run.slowness
+
+        def interrupt():
+            while not over.wait(running):
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(_THROTTLE_PERIOD_SECONDS - running)
+                os.kill(pid, signal.SIGCONT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.stdin.close()
+        for process in self._processes:
+            process.wait()
+
+
+def _work(values: dict[str, Any]) -> None:
+    """Answers each line of standard input, a number of steps or `yardstick`, with the mean seconds of a step."""
+    os.sched_setaffinity(0, values["cores"])
+    config = config_of(values["changes"])
+    if config.parallel.processes > 1:
+        processes.join(config)
+    import jax
+    import jax.numpy as jnp
+
+    from experiments.profile_device import Lab
+    from mlcn_jax import plan, stacks, train_step
+    from mlcn_jax.model import init_params
+
+    image_shape, num_classes = config.data.shape()
+    spec = config.model_spec(image_shape, num_classes)
+    optimizer = train_step.make_optimizer(config.train, 1000)
+    if values["device_of"]:
+        laid_out = plan.Plan(stacks=stacks.make_stacks(jax.devices(), values["device_of"]), head=jax.devices()[0])
+    else:
+        laid_out = plan.make_plan(config.parallel, spec, config.train.batch_size)
+    runner = plan.make_runner(laid_out, config, spec, optimizer)
+    params = jax.jit(lambda key: init_params(spec, key))(jax.random.key(0))
+    state = train_step.TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
+    runner.start(jax.device_get(state))
+    del params, state
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (config.train.batch_size, *image_shape), dtype=np.uint8)
+    labels = rng.integers(0, num_classes, config.train.batch_size, dtype=np.int32)
+    runner.compile(images, labels)
+    yardstick = cache(lambda: Lab(spec).lane_step(YARDSTICK, config.train.batch_size))
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            metrics = runner.step(*runner.place(images, labels))
+        float(metrics["loss"])
+
+    def yardstick_steps(count: int) -> None:
+        for _ in range(count):
+            yardstick().run()
+
+    for line in sys.stdin:
+        run, count = (steps, int(line)) if line.strip().isdigit() else (yardstick_steps, 20)
+        run(1)  # brings caches and memory back
+        started = time.perf_counter()
+        run(count)
+        print("seconds", (time.perf_counter() - started) / count, flush=True)
+
+
+if __name__ == "__main__":
+    _work(json.loads(sys.argv[1]))

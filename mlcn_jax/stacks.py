@@ -1,0 +1,416 @@
+"""Unequal lanes over devices: each device computes a stack of its own, and only columns and their gradients cross.
+
+A step: every device turns the batch into the columns of its lanes; one device, the head, joins them to class capsules,
+computes the loss, updates the decoder and finds the columns' gradients; every device then updates its lanes by its part
+of them. A device has programs of its own, dispatched without waiting for one another, so devices may differ in kind,
+and holds only its lanes' parameters and optimizer state. In one process columns are copied from device to device;
+several processes gather and scatter them in small collectives.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from mlcn_jax import conv, data, devices, evaluate, train_step
+from mlcn_jax.model import ModelSpec, encode
+from mlcn_jax.train_step import TrainState
+
+_AXIS = "stack"
+_METRICS = ("loss", "margin", "reconstruction", "accuracy", "squares")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """The lanes of one device, by their places in the model, ascending."""
+
+    device: jax.Device
+    lanes: tuple[int, ...]
+
+
+def make_stacks(devices: Sequence[jax.Device], device_of: Sequence[int]) -> tuple[Stack, ...]:
+    """A stack for each device, given the device of each lane; devices without lanes have none."""
+    lanes = [tuple(i for i, d in enumerate(device_of) if d == place) for place in range(len(devices))]
+    return tuple(Stack(device, own) for device, own in zip(devices, lanes, strict=True) if own)
+
+
+def rows_of(spec: ModelSpec, lanes: Sequence[int]) -> dict[str, np.ndarray]:
+    """Where the lanes lie in the stacked parameters of their groups, by the group's name."""
+    rows, first = {}, 0
+    for group in spec.lane_groups:
+        own = np.array([lane - first for lane in lanes if first <= lane < first + group.count], np.int32)
+        if own.size:
+            rows[group.name] = own
+        first += group.count
+    return rows
+
+
+def spec_of(spec: ModelSpec, lanes: Sequence[int]) -> ModelSpec:
+    """The model of some of the lanes."""
+    rows = rows_of(spec, lanes)
+    groups = [f"{group.spec}*{rows[group.name].size}" for group in spec.lane_groups if group.name in rows]
+    return dataclasses.replace(spec, lanes=",".join(groups))
+
+
+def _group_of(path: tuple) -> str:
+    """The lane group that an array of a state belongs to; empty for one that belongs to none."""
+    names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+    return names[names.index("encoder") + 1] if "encoder" in names else ""
+
+
+@flax.struct.dataclass
+class _LaneByLane:
+    """An array of a group of lanes, as one for each lane."""
+
+    lanes: list[Array]
+
+
+class StacksRunner:
+    """As `train_step.MeshRunner`, of lanes in stacks; `clip_norm` is that of the optimizer, 0 without."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        optimizer: optax.GradientTransformation,
+        stacks: Sequence[Stack],
+        head: jax.Device,
+        *,
+        reconstruction_weight: float,
+        seed: int,
+        max_shift: int = 0,
+        flip: bool = False,
+        clip_norm: float = 0.0,
+    ):
+        self._spec, self._optimizer, self._stacks, self._clip_norm = spec, optimizer, stacks, clip_norm
+        self._weight = reconstruction_weight
+        self._prepare = train_step.make_input(seed, max_shift, flip)
+        self._specs = [spec_of(spec, stack.lanes) for stack in stacks]
+        self._most = max(len(stack.lanes) for stack in stacks)
+        order = list(itertools.chain.from_iterable(stack.lanes for stack in stacks))
+        self._place_of = np.argsort(order)  # of each lane among the columns of one stack after the other
+        self._mine = [s for s, stack in enumerate(stacks) if stack.device.process_index == jax.process_index()]
+        self._is_head = head.process_index == jax.process_index()
+        self._head = head
+        exchange = _AmongProcesses if jax.process_count() > 1 else _AmongDevices
+        self._exchange = exchange([stack.device for stack in stacks], head)
+        self._states: dict[int, TrainState] = {}
+        options = [conv.compiler_options(stack.device.platform) for stack in stacks]
+        self._columns_of = {
+            s: jax.jit(lambda e, x, s=s: self._columns(s)(e, evaluate.to_pixels(x)), compiler_options=options[s])
+            for s in self._mine
+        }
+        self._sums = jax.jit(self._head_sums, compiler_options=conv.compiler_options(head.platform))
+
+    # The programs. Columns and their gradients are [1, batch, classes, lanes of the largest stack].
+
+    def _forward(self, s: int) -> Callable:
+        def forward(params, step, images):
+            pixels, _ = self._prepare(step, images)
+            vjp: Any
+            saving = jax.checkpoint(self._columns(s), policy=_save, prevent_cse=False)
+            columns, vjp = jax.vjp(lambda p: saving(p, pixels), params["encoder"])
+            vjp.args_res = [None]  # the parameters, which `backward` is given
+            return columns, self._lane_by_lane(s, vjp)
+
+        return forward
+
+    def _lane_by_lane(self, s: int, vjp: Any) -> Any:
+        """What `backward` needs, where lanes are computed in turn (`conv_fourier.lanes_in_turn`) without copying it."""
+        counts = {group.count for group in self._specs[s].lane_groups}
+
+        def cut(x):
+            by_lane = self._stacks[s].device.platform == "cpu" and x.ndim > 2 and x.shape[0] in counts
+            return _LaneByLane([x[i] for i in range(x.shape[0])]) if by_lane else x
+
+        return jax.tree.map(cut, vjp)
+
+    def _columns(self, s: int) -> Callable:
+        def columns(encoder, pixels):
+            v = encode(self._specs[s], encoder, pixels)
+            return jnp.pad(v, ((0, 0), (0, 0), (0, self._most - v.shape[-1])))[None]
+
+        return columns
+
+    def _backward(self, state, vjp, dcolumns):
+        vjp = jax.tree.map(_whole, vjp, is_leaf=lambda x: isinstance(x, _LaneByLane))
+        vjp.args_res = [state.params["encoder"]]
+        (grads,) = vjp(dcolumns)
+        grads = {"encoder": grads}
+        return grads, _vector(squares=optax.tree.norm(grads, squared=True))
+
+    def _update(self, state, grads, total=None):
+        """The new state; `total` is the sum of all `_vector`s, which clipping alone needs."""
+        if total is not None:
+            scale = jnp.minimum(1.0, self._clip_norm / jnp.sqrt(total[0, -1]))
+            grads = jax.tree.map(lambda g: g * scale, grads)
+        updates, optimizer_state = self._optimizer.update(grads, state.optimizer, state.params)
+        return TrainState(state.step + 1, optax.apply_updates(state.params, updates), optimizer_state)
+
+    def _join(self, columns):
+        """Class capsules of the columns of all stacks."""
+        counts = [len(stack.lanes) for stack in self._stacks]
+        v = jnp.concatenate([columns[s][..., :count] for s, count in enumerate(counts)], axis=-1)
+        return v.reshape(v.shape[-3:])[..., self._place_of]
+
+    def _head_step(self, state, columns, images, labels):
+        pixels, lane_key = self._prepare(state.step, images)
+
+        def loss_fn(decoder, columns):
+            return train_step.head_loss(
+                self._spec, self._weight, decoder, self._join(columns), pixels, labels, lane_key
+            )
+
+        with_gradients = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)
+        (loss, metrics), (grads, dcolumns) = with_gradients(state.params["decoder"], columns)
+        grads = {"decoder": grads}
+        return grads, dcolumns, _vector(loss=loss, squares=optax.tree.norm(grads, squared=True), **metrics)
+
+    def _head_sums(self, params, columns, images, labels, mask):
+        pixels = evaluate.to_pixels(images)
+        loss, confusion = evaluate.head_sums(
+            self._spec, self._weight, params["decoder"], self._join(columns), pixels, labels, mask
+        )
+        return jnp.concatenate([loss[None], confusion.reshape(-1)])[None]
+
+    # What a run does with them.
+
+    def start(self, state: TrainState) -> None:
+        """Takes over a state, whole and wherever it lies."""
+        self._shapes = jax.eval_shape(lambda x: x, state)
+        encoder = state.params["encoder"]
+        for s in self._mine:
+            rows = rows_of(self._spec, self._stacks[s].lanes)
+            share = self._share({"encoder": {name: encoder[name] for name in rows}}, state, rows)
+            self._states[s] = jax.device_put(share, self._stacks[s].device)
+        if self._is_head:
+            self._head_state = jax.device_put(self._share({"decoder": state.params["decoder"]}, state, {}), self._head)
+
+    def _share(self, params: dict, state: TrainState, rows: Mapping[str, np.ndarray]) -> TrainState:
+        """What belongs to some of the parameters: all of an array, or the rows of its group."""
+        whole = dict(jax.tree_util.tree_leaves_with_path(state))
+
+        def pick(path, _):
+            group = _group_of(path)
+            return np.asarray(whole[path])[rows[group]] if group else np.array(whole[path])  # a copy: it is donated
+
+        mine = TrainState(state.step, params, jax.eval_shape(self._optimizer.init, params))
+        return jax.tree_util.tree_map_with_path(pick, mine)
+
+    def compile(self, images: np.ndarray, labels: np.ndarray) -> float:
+        """Compiles the step for batches of that shape; returns the seconds taken."""
+        started = time.monotonic()
+        pixels = jax.ShapeDtypeStruct(images.shape, jnp.float32)
+        # All lanes, so that every process notes the convolution algorithms of all.
+        v = jax.eval_shape(lambda e, x: encode(self._spec, e, x), self._shapes.params["encoder"], pixels)
+        columns = jax.ShapeDtypeStruct((1, *v.shape[:2], self._most), v.dtype)
+        total = (jax.ShapeDtypeStruct((1, len(_METRICS)), jnp.float32),) if self._clip_norm else ()
+        lowered: dict[Any, Any] = {}
+        for s in self._mine:
+            device, state = self._stacks[s].device, self._states[s]
+            forward = _lower(device, self._forward(s), (), state.params, state.step, images)
+            backward = _lower(device, self._backward, (), state, forward.out_info[1], columns)
+            update = _lower(device, self._update, (0,), state, backward.out_info[0], *total)
+            lowered |= {("forward", s): forward, ("backward", s): backward, ("update", s): update}
+        if self._is_head:
+            state, joined = self._head_state, self._exchange.joined(columns)
+            head = _lower(self._head, self._head_step, (), state, joined, images, labels)
+            update = _lower(self._head, self._update, (0,), state, head.out_info[0], *total)
+            lowered |= {("head", -1): head, ("update", -1): update}
+        with ThreadPoolExecutor() as pool:
+            compiled = pool.map(lambda program: program.compile(), lowered.values())
+            self._programs = dict(zip(lowered, compiled, strict=True))
+        devices.return_unused_memory()
+        return time.monotonic() - started
+
+    def place(self, images: np.ndarray, labels: np.ndarray) -> tuple[Any, Any]:
+        """Starts bringing a batch to the devices, images to every one and labels to the head, for `step` to take."""
+        on_stacks = {s: jax.device_put(images, self._stacks[s].device) for s in self._mine}
+        return on_stacks, jax.device_put((images, labels), self._head) if self._is_head else ()
+
+    def step(self, images: dict[int, Array], head_batch: tuple) -> dict[str, Array]:
+        """Takes a training step and returns its metrics, before they are computed."""
+        run, states = self._programs, self._states
+        columns, vjps, grads, vectors = {}, {}, {}, {}
+        dcolumns = from_head = None
+        for s, state in states.items():
+            columns[s], vjps[s] = run["forward", s](state.params, state.step, images[s])
+        joined = self._exchange.gather(columns)
+        if self._is_head:
+            head_grads, dcolumns, from_head = run["head", -1](self._head_state, joined, *head_batch)
+        for s, part in self._exchange.spread(dcolumns, columns).items():
+            grads[s], vectors[s] = run["backward", s](states[s], vjps.pop(s), part)
+        total = self._exchange.total(vectors, from_head, len(_METRICS))
+
+        def update(s: int, state: TrainState, grads: dict) -> TrainState:
+            needed = (self._exchange.copy(total, s),) if self._clip_norm else ()
+            return run["update", s](state, grads, *needed)
+
+        for s in self._mine:
+            states[s] = update(s, states[s], grads[s])
+        if self._is_head:
+            self._head_state = update(-1, self._head_state, head_grads)
+        return _unpack(self._exchange.copy(total, self._mine[0]))
+
+    def scores(self, split: data.Split, batch_size: int) -> evaluate.Scores:
+        """Scores of the current parameters."""
+        size = self._spec.num_classes
+
+        def sums(batch):
+            columns = {}
+            for s, state in self._states.items():
+                device = self._stacks[s].device
+                with jax.default_device(device):
+                    columns[s] = self._columns_of[s](state.params["encoder"], jax.device_put(batch[0], device))
+            joined = self._exchange.gather(columns)
+            vector = None
+            if self._is_head:
+                with jax.default_device(self._head):
+                    vector = self._sums(self._head_state.params, joined, *jax.device_put(batch, self._head))
+            loss, *confusion = jax.device_get(self._exchange.total({}, vector, 1 + size**2))[0]
+            return loss, np.reshape(confusion, (size, size))
+
+        return evaluate.scores_of(split, batch_size, sums)
+
+    def fetch(self) -> TrainState:
+        """The whole state in host memory."""
+        whole = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._shapes)
+        by_path = dict(jax.tree_util.tree_leaves_with_path(whole))
+        if self._is_head:
+            for path, leaf in jax.tree_util.tree_leaves_with_path(jax.device_get(self._head_state)):
+                by_path[path][...] = leaf
+        for s, state in self._states.items():
+            rows = rows_of(self._spec, self._stacks[s].lanes)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(jax.device_get(state)):
+                if _group_of(path):
+                    by_path[path][rows[_group_of(path)]] = leaf
+        return self._exchange.add_up(whole)
+
+
+def _save(primitive: Any, *args: Any, **params: Any) -> bool:
+    """Whether `backward` is given a result: all but constants and the windows of images, which it makes faster."""
+    del args, params
+    return primitive.name not in ("broadcast_in_dim", "gather", "custom_vjp_call")
+
+
+def _lower(device: jax.Device, function: Callable, donated: tuple[int, ...], *args):
+    with jax.default_device(device):
+        options = conv.compiler_options(device.platform)
+        return jax.jit(function, donate_argnums=donated, compiler_options=options).lower(*args)
+
+
+def _whole(x: Any) -> Array:
+    return jnp.stack(x.lanes) if isinstance(x, _LaneByLane) else x
+
+
+def _vector(**metrics) -> Array:
+    """Some of `_METRICS`, or what a stack adds to them, [1, metrics]."""
+    return jnp.stack([metrics.get(name, jnp.zeros(())) for name in _METRICS])[None]
+
+
+@jax.jit
+def _unpack(total):
+    metrics = dict(zip(_METRICS, total[0], strict=True))
+    return metrics | {"grad_norm": jnp.sqrt(metrics.pop("squares"))}
+
+
+@jax.jit
+def _sum(parts):
+    return sum(parts[1:], parts[0])
+
+
+class _AmongDevices:
+    """Columns, their gradients and sums between the devices of one process, copied from one to the other."""
+
+    def __init__(self, devices: Sequence[jax.Device], head: jax.Device):
+        self._devices, self._head = devices, head
+
+    def joined(self, columns: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The shapes of what `gather` returns."""
+        return (columns,) * len(self._devices)
+
+    def gather(self, columns: Mapping[int, Array]) -> tuple[Array, ...]:
+        """The columns of all stacks, on the head."""
+        return tuple(jax.device_put(columns[s], self._head) for s in range(len(self._devices)))
+
+    def spread(self, dcolumns: Any, columns: Mapping[int, Array]) -> dict[int, Array]:
+        """To each stack the gradients of its columns."""
+        del columns
+        return {s: jax.device_put(dcolumns[s], device) for s, device in enumerate(self._devices)}
+
+    def total(self, vectors: Mapping[int, Array], from_head: Any, size: int) -> Array:
+        """The sum of the vectors [1, size] of stacks and head."""
+        del size
+        return _sum([jax.device_put(v, self._head) for v in vectors.values()] + [from_head])
+
+    def copy(self, total: Array, s: int) -> Array:
+        """A total, on the device of a stack, or for -1 on the head."""
+        return jax.device_put(total, self._head if s < 0 else self._devices[s])
+
+    def add_up(self, tree: Any) -> Any:
+        """Arrays of which every process has a part, and zeros elsewhere, whole in every process."""
+        return tree
+
+
+class _AmongProcesses:
+    """The same between several processes, in collectives over a mesh of the stacks' devices; the head has the first."""
+
+    def __init__(self, devices: Sequence[jax.Device], head: jax.Device):
+        assert devices[0] == head
+        self._devices = devices
+        self._known_zeros: dict[tuple, Array] = {}
+        self._mine = [s for s, device in enumerate(devices) if device.process_index == jax.process_index()]
+        self._mesh = Mesh(np.array(devices), (_AXIS,))
+        self._shared, everywhere = (NamedSharding(self._mesh, PartitionSpec(*axis)) for axis in ((_AXIS,), ()))
+        self._all_gather = jax.jit(lambda x: x, out_shardings=everywhere)
+        self._all_reduce = jax.jit(lambda x: jnp.sum(x, axis=0, keepdims=True), out_shardings=everywhere)
+        scatter = partial(jax.lax.psum_scatter, axis_name=_AXIS, scatter_dimension=0, tiled=True)
+        spec = PartitionSpec(_AXIS)
+        self._reduce_scatter = jax.jit(jax.shard_map(scatter, mesh=self._mesh, in_specs=spec, out_specs=spec))
+
+    def _over_mesh(self, parts: Sequence[Array]) -> Array:
+        """One array of the parts of this process's stacks and of those of the others."""
+        shape = (len(self._devices) * parts[0].shape[0], *parts[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, self._shared, list(parts))
+
+    def joined(self, columns: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((len(self._devices), *columns.shape[1:]), columns.dtype)
+
+    def gather(self, columns: Mapping[int, Array]) -> Array:
+        return self._all_gather(self._over_mesh(list(columns.values()))).addressable_data(0)
+
+    def spread(self, dcolumns: Any, columns: Mapping[int, Array]) -> dict[int, Array]:
+        parts = [self._zeros(s, (len(self._devices), *columns[s].shape[1:])) for s in self._mine]
+        if dcolumns is not None:
+            parts[0] = dcolumns
+        scattered = self._reduce_scatter(self._over_mesh(parts))
+        return {s: self.copy(scattered, s) for s in self._mine}
+
+    def total(self, vectors: Mapping[int, Array], from_head: Any, size: int) -> Array:
+        parts = [vectors[s] if s in vectors else self._zeros(s, (1, size)) for s in self._mine]
+        if from_head is not None:
+            parts[0] = _sum([parts[0], from_head])
+        return self._all_reduce(self._over_mesh(parts))
+
+    def copy(self, total: Array, s: int) -> Array:
+        device = self._devices[max(s, 0)]
+        return next(shard.data for shard in total.addressable_shards if shard.device == device)
+
+    def _zeros(self, s: int, shape: tuple[int, ...]) -> Array:
+        if (s, shape) not in self._known_zeros:
+            self._known_zeros[s, shape] = jax.device_put(np.zeros(shape, np.float32), self._devices[s])
+        return self._known_zeros[s, shape]
+
+    def add_up(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: np.sum(multihost_utils.process_allgather(x), axis=0, dtype=x.dtype), tree)
