@@ -16,7 +16,6 @@ import os
 import random
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 from absl import app, flags
@@ -169,7 +168,7 @@ def main(argv: list[str]) -> None:
     print(table(results))
     if not _PROFILE.value:
         return
-    profile = devices.DeviceProfile.load(Path(_PROFILE.value))
+    profile = workers.one_core_profile(_PROFILE.value)
     about |= {"rounds": _ROUNDS.value, "slowness": _SLOWNESS, "batch": _BATCH}
     for num_lanes, seed in itertools.product(_MEASURED_LANES, range(_MEASURED_DRAWS.value)):
         measured.append({"num_lanes": num_lanes, **measure(num_lanes, profile, _SEED.value + seed)})

@@ -19,12 +19,11 @@ import numpy as np
 import numpy.typing as npt
 from absl import app, flags
 
-from experiments import profile_device
+from experiments import RESULTS, profile_device
 from mlcn_jax import cost, devices, lanes
 from mlcn_jax.config import write_json
 from mlcn_jax.launch import launch
 
-RESULTS = Path(__file__).parent / "results"
 _LARGEST = 5  # width and depth
 _GROUPS = "mlcn1:w2d1*2, mlcn2:w4d1*8, mlcn1:w1d3*4, mlcn2:w3d2*2"
 

@@ -28,12 +28,13 @@ import optax
 from absl import app, flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from experiments import REPOSITORY
 from mlcn_jax import conv, cost, data, devices, lanes, processes, train_step
 from mlcn_jax.config import RunConfig
+from mlcn_jax.errors import InputError
 from mlcn_jax.launch import launch
 from mlcn_jax.model import ModelSpec, init_params
 
-REPOSITORY = Path(__file__).parents[1]
 BATCH_SIZES = (50, 100)
 # Widths and depths that are measured: a designed part of 1..5 times 1..5.
 _SIZES = ((1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (1, 2), (3, 2), (5, 2), (2, 3), (4, 3), (1, 5), (3, 5), (5, 4))
@@ -250,7 +251,9 @@ def measure_link(cores: Sequence[int]) -> dict[str, float] | None:
         for i in range(2)
     ]
     printed, _ = [worker.communicate()[0] for worker in workers]
-    return json.loads(printed.splitlines()[-1]) if printed else None
+    if any(worker.returncode for worker in workers):
+        raise InputError("the link could not be measured: one of its two processes failed, its message is above")
+    return json.loads(printed.splitlines()[-1])
 
 
 def _link_worker(process: int, port: int, core: int) -> None:
@@ -280,6 +283,8 @@ def _link(pair: Sequence[jax.Device]) -> dict[str, float]:
             least = min(least, time.perf_counter() - started)
         seconds.append(least)
     few, many = (size / 2 for size in _LINK_BYTES)
+    if seconds[1] <= seconds[0]:
+        raise InputError("the link could not be measured: many bytes took no longer than few; try on a quieter machine")
     bytes_per_second = (many - few) / (seconds[1] - seconds[0])
     return {"latency_seconds": max(0.0, seconds[0] - few / bytes_per_second), "bytes_per_second": bytes_per_second}
 

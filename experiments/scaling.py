@@ -15,7 +15,6 @@ import functools
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from absl import app, flags
@@ -23,6 +22,7 @@ from absl import app, flags
 from experiments import RESULTS, workers
 from mlcn_jax import devices, plan
 from mlcn_jax.config import write_json
+from mlcn_jax.lanes import parse_lanes
 from mlcn_jax.launch import launch
 
 REAL, OVERSUBSCRIBED, SIMULATED, WHOLE = "real cores", "oversubscribed", "simulated", "one process on all cores"
@@ -68,6 +68,10 @@ class Setting:
             "parallel.lane": self.lane,
         }
 
+    def divides(self) -> bool:
+        """Whether each device gets as many lanes and images."""
+        return self.batch % self.data == 0 and all(group.count % self.lane == 0 for group in parse_lanes(self.lanes))
+
     def run(self, data_name: str) -> workers.Run:
         cores = sorted(os.sched_getaffinity(0))
         if self.where == REAL:
@@ -84,8 +88,9 @@ def settings(batch: int, lanes: str, num_cores: int) -> list[Setting]:
         for mode, data, lane in splits:
             for where in (REAL, OVERSUBSCRIBED, SIMULATED):
                 possible = n <= num_cores if where == REAL else where == OVERSUBSCRIBED or mode != "capsnet-data"
-                if possible and batch % data == 0:
-                    rows.append(Setting(mode, data, lane, where, batch, lanes))
+                setting = Setting(mode, data, lane, where, batch, lanes)
+                if possible and setting.divides():
+                    rows.append(setting)
     return rows
 
 
@@ -160,8 +165,9 @@ def draw(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
 
     by_batch = results["batches"]
     batches = sorted({row["batch"] for row in by_batch})
-    figure = Figure(figsize=(14, 8), layout="constrained")
-    above, below = figure.subfigures(2, 1)
+    sweeps = [what for what in SWEEPS if results.get(what)]
+    figure = Figure(figsize=(14, 8 if sweeps else 4), layout="constrained")
+    above, *rest = figure.subfigures(1 + bool(sweeps), 1, squeeze=False)[:, 0]
     for axes, batch in zip(above.subplots(1, len(batches), squeeze=False, sharey=True)[0], batches, strict=True):
         for i, mode in enumerate(("capsnet-data", "mlcn-data", "mlcn-lane", "mlcn-hybrid")):
             for where, style in ((REAL, "o-"), (OVERSUBSCRIBED, "x:"), (SIMULATED, ".--")):
@@ -179,25 +185,30 @@ def draw(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         axes.set_xlabel("devices")
     above.axes[0].set_ylabel("speed-up over the same model on one core")
     above.axes[-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-    for axes, (what, values) in zip(below.subplots(1, len(SWEEPS), sharey=True), SWEEPS.items(), strict=True):
-        for n, where, style in ((2, REAL, "o-"), (2, SIMULATED, ".--"), (8, SIMULATED, ".--")):
-            rows = [r for r in results[what] if (r["devices"], r["where"]) == (n, where)]
-            points = [
-                (x, r["over_mlcn_on_one_core"]["median"]) for x, t in values.items() for r in rows if r["lanes"] == t
-            ]
-            if points:
-                axes.plot(*zip(*points, strict=True), style, label=f"mlcn-lane, {n} devices, {where}")
-        axes.set_xlabel({"lanes": "lanes of width 4", "width": "width of 8 lanes", "depth": "depth of 8 lanes"}[what])
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-    below.axes[0].set_ylabel("speed-up over one core, batch 100")
-    below.axes[-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    for below in rest:
+        panels = below.subplots(1, len(sweeps), squeeze=False, sharey=True)[0]
+        for axes, what in zip(panels, sweeps, strict=True):
+            _draw_sweep(axes, what, results[what])
+        panels[0].set_ylabel("speed-up over one core, batch 100")
+        panels[-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(RESULTS / "scaling.png", dpi=110)
+
+
+def _draw_sweep(axes: Any, what: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    at = {lanes: x for x, lanes in SWEEPS[what].items()}
+    for n, where, style in ((2, REAL, "o-"), (2, SIMULATED, ".--"), (8, SIMULATED, ".--")):
+        same = [row for row in rows if (row["devices"], row["where"]) == (n, where)]
+        points = sorted((at[row["lanes"]], row["over_mlcn_on_one_core"]["median"]) for row in same)
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=f"mlcn-lane, {n} devices, {where}")
+    axes.set_xlabel({"lanes": "lanes of width 4", "width": "width of 8 lanes", "depth": "depth of 8 lanes"}[what])
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
 
 
 def main(argv: list[str]) -> None:
     del argv
-    profile = devices.DeviceProfile.load(Path(_PROFILE.value)) if _PROFILE.value else None
+    profile = workers.one_core_profile(_PROFILE.value) if _PROFILE.value else None
     num_cores = len(os.sched_getaffinity(0))
     parts: dict[str, list[tuple[list[Setting], dict[str, Setting]]]] = {"batches": []}
     for batch in map(int, _BATCHES.value):
@@ -219,15 +230,10 @@ def main(argv: list[str]) -> None:
             results[name] += measure([s for s in rows if s.where != SIMULATED], over)
             if profile:
                 simulated = [s for s in rows if s.where == SIMULATED]
-                results[name] += simulate([s for s in simulated if _divides(s)], profile)
+                results[name] += simulate([s for s in simulated if s.divides()], profile)
             write_json(RESULTS / "scaling.json", {**about, **results})
     draw(results)
     print(table([row for rows in results.values() for row in rows]))
-
-
-def _divides(setting: Setting) -> bool:
-    """Whether every device gets as many lanes."""
-    return int(setting.lanes.rpartition("*")[2]) % setting.lane == 0
 
 
 if __name__ == "__main__":

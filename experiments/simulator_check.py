@@ -14,7 +14,6 @@ import functools
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from absl import app, flags
@@ -22,7 +21,6 @@ from absl import app, flags
 from experiments import RESULTS, workers
 from mlcn_jax import cost, devices, partition, plan
 from mlcn_jax.config import write_json
-from mlcn_jax.errors import InputError
 from mlcn_jax.launch import launch
 
 LANES = (
@@ -142,9 +140,7 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def main(argv: list[str]) -> None:
     del argv
-    if len(os.sched_getaffinity(0)) < 2:
-        raise InputError("two processes of one core each are measured: this machine gives one core")
-    profile = devices.DeviceProfile.load(Path(_PROFILE.value))
+    profile = workers.one_core_profile(_PROFILE.value)
     rows: list[dict[str, Any]] = []
     for row in configurations():
         rows.append(measure(row, profile))

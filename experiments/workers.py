@@ -15,12 +15,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from experiments import REPOSITORY
-from mlcn_jax import processes
+from mlcn_jax import devices, processes
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
 from mlcn_jax.lanes import LaneGroup, LaneSpec
@@ -52,6 +53,20 @@ def config_of(changes: Mapping[str, Any]) -> RunConfig:
     """`configs/default.py` with some fields changed."""
     default = runpy.run_path(str(REPOSITORY / "configs" / "default.py"))["get_config"]().to_dict()
     return RunConfig.from_dict(default).replace(changes)
+
+
+def one_core_profile(path: str) -> devices.DeviceProfile:
+    """The profile of one core of this machine; raises InputError for another one."""
+    profile = devices.DeviceProfile.load(Path(path))
+    cpu = devices.environment()["device"]
+    if (profile.device, profile.cpu_count) != (cpu, 1):
+        raise InputError(
+            f"{path} is of {profile.cpu_count} cores of {profile.device}; one core of {cpu} is expected: "
+            f"python -m experiments.profile_device --cores=1 --output={path}"
+        )
+    if len(os.sched_getaffinity(0)) < 2:
+        raise InputError("two processes of one core each are measured, and there is one core")
+    return profile
 
 
 class Group:

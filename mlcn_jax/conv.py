@@ -152,7 +152,8 @@ def compiler_options(backend: str) -> dict[str, str]:
         return {}
     options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
     try:
-        jax.jit(lambda: jnp.zeros(()), compiler_options=options).lower().compile()
+        with jax.default_device(jax.devices(backend)[0]):
+            jax.jit(lambda: jnp.zeros(()), compiler_options=options).lower().compile()
     except Exception:  # jaxlib versions raise different types for an option that they do not know
         return {}
     return options

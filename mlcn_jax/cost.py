@@ -207,7 +207,7 @@ def compiled_memory_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def describe(config: RunConfig) -> dict[str, Any]:
-    """What a configuration builds: lanes, input shape, parameters, and FLOPs of a forward pass per image.
+    """What a configuration builds: lanes, input shape, parameters, FLOPs of a forward pass per image, costs of a lane.
 
     FLOPs are those of the plain (native) convolution, whatever algorithm runs. The dataset is not read, except
     a folder of images, whose classes must be counted.
@@ -218,12 +218,25 @@ def describe(config: RunConfig) -> dict[str, Any]:
     plain = dataclasses.replace(spec, conv="native")
     params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
     image = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
-    lanes = [str(group.spec) for group in spec.lane_groups for _ in range(group.count)]
+    batch_size = config.train.batch_size
+
+    def costs_of(lane: lanes.LaneSpec) -> dict[str, float]:
+        cost = lane_cost(lane, spec.lane_settings, image_shape)
+        return {
+            "parameters": cost.parameters,
+            "step_flops": cost.step_flops(batch_size),
+            "step_bytes": cost.step_bytes(batch_size),
+            "held_bytes": cost.held_bytes(batch_size),
+            "published_relative_seconds": published_seconds(lane, 1.0),
+            "published_memory_bytes": published_memory_bytes(lane),
+        }
+
     return {
         "model": spec.name,
         "input_shape": list(image_shape),
         "num_classes": num_classes,
-        "lanes": lanes,
+        "lanes": [str(group.spec) for group in spec.lane_groups for _ in range(group.count)],
+        "lane_costs": {str(group.spec): costs_of(group.spec) for group in spec.lane_groups},
         "parameters": counts["total"],
         "parameters_per_lane": counts["per_lane"],
         "parameters_decoder": counts["decoder"],

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 
 from absl import logging as absl_logging
@@ -56,7 +57,15 @@ def launch(command: Callable[[], None]) -> None:
 
 
 def _exit(code: int, message: str) -> None:
-    print(message, file=sys.stderr)
+    print(message, file=sys.stderr, flush=True)
+    jax = sys.modules.get("jax")
+    if code in (EXIT_INPUT, EXIT_FAILED) and jax is not None and jax.distributed.is_initialized():
+        # jax would wait for the other processes of the run, which may never come here.
+        leaving = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+        leaving.start()
+        leaving.join(timeout=1.0)
+        sys.stdout.flush()
+        os._exit(code)
     sys.exit(code)
 
 

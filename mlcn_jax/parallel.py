@@ -67,7 +67,8 @@ def check_split(spec: ModelSpec, batch_size: int, data: int, lane: int) -> None:
     if uneven:
         raise InputError(
             f"parallel.lane={lane} does not divide {', '.join(uneven)}: a mesh needs as many equal lanes on every "
-            f"device. Use parallel.lane={_nearest_divisor(math.gcd(*counts), lane)}, or another number of lanes"
+            f"device. Use parallel.lane={_nearest_divisor(math.gcd(*counts), lane)}, another number of lanes, or "
+            "parallel.plan=stacks, which places lanes one by one"
         )
 
 

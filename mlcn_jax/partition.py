@@ -19,6 +19,10 @@ _UNLIMITED = float("inf")
 _MAX_MULTIPLE = 32  # of the smallest lane's cost in units, where costs are whole numbers of a unit
 
 
+class NoRoom(InputError):
+    """The lanes do not fit the devices' memory."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """Lanes to place.
@@ -120,20 +124,20 @@ def partition(name: str, problem: Problem, *, seed: int = 0, time_limit_seconds:
       time_limit_seconds: after which `exact` returns the best that it has.
 
     Raises:
-      InputError: the name is unknown, or the lanes do not fit; the message names the lane or the device.
+      InputError: the name is unknown; NoRoom: the lanes do not fit, and the message names the lane or the device.
     """
     if name not in PARTITIONERS:
         raise InputError(f"partitioner {name!r} is unknown: use one of {', '.join(PARTITIONERS)}")
     for i, needed in enumerate(problem.memory_bytes):
         if needed > max(problem.limit_bytes):
             device = max(range(problem.num_devices), key=problem.limit_bytes.__getitem__)
-            raise InputError(
+            raise NoRoom(
                 f"{problem.lane_names[i]} needs {_mib(needed)}, more than any device holds (most: "
                 f"{problem.device_names[device]}, {_mib(problem.limit_bytes[device])}): make it narrower or "
                 "shallower, take a smaller batch or a larger device"
             )
     if sum(problem.memory_bytes) > sum(problem.limit_bytes):
-        raise InputError(
+        raise NoRoom(
             f"the lanes need {_mib(sum(problem.memory_bytes))} together, the devices hold "
             f"{_mib(sum(problem.limit_bytes))}: take fewer lanes, a smaller batch or more devices"
         )
@@ -217,7 +221,7 @@ class _Filling:
         devices = [d for d, free in enumerate(self.free_bytes) if needed <= free]
         if not devices:
             most = max(range(len(self.free_bytes)), key=self.free_bytes.__getitem__)
-            raise InputError(
+            raise NoRoom(
                 f"no device has room left for {self._problem.lane_names[lane]}, which needs {_mib(needed)} (most is "
                 f"free on {self._problem.device_names[most]}: {_mib(self.free_bytes[most])}): try the partitioner "
                 "exact, which finds a placement if there is one, or take fewer lanes or a smaller batch"
@@ -324,7 +328,7 @@ def _exact(problem: Problem, time_limit_seconds: float) -> tuple[list[int], floa
     deadline = time.monotonic() + time_limit_seconds
     try:
         start = _greedy(problem, random.Random(0))
-    except InputError:  # it found no room where this may
+    except NoRoom:  # it found none where this may
         start = []
     integers = _integer_costs(problem)
     if integers and start:
@@ -341,16 +345,14 @@ def _exact(problem: Problem, time_limit_seconds: float) -> tuple[list[int], floa
     device_of, status, bound = program.solve(deadline)
     if status == "infeasible":
         largest = max(range(len(problem.seconds)), key=problem.memory_bytes.__getitem__)
-        raise InputError(
+        raise NoRoom(
             f"the lanes do not fit: {_mib(sum(problem.memory_bytes))} in pieces of up to "
             f"{_mib(problem.memory_bytes[largest])} ({problem.lane_names[largest]}) cannot be laid out over "
             + ", ".join(f"{n} ({_mib(b)})" for n, b in zip(problem.device_names, problem.limit_bytes, strict=True))
             + ": take fewer or smaller lanes, a smaller batch or more devices"
         )
     if status == "unknown" and not start:
-        raise InputError(
-            f"no placement was found in {time_limit_seconds} s: give more time, fewer lanes or more memory"
-        )
+        raise NoRoom(f"no placement was found in {time_limit_seconds} s: give more time, fewer lanes or more memory")
     return device_of or start, (bound - slack) * unit, status == "optimal"
 
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +61,26 @@ def make_plan(settings: ParallelSettings, spec: ModelSpec, batch_size: int) -> P
         profiles = _profiles(settings, devices)
         names = [f"{device.device_kind} {device.id}" for device in devices]
         problem = placement_problem(spec, batch_size, profiles, names)
-        return _stacks_plan(spec, devices, partition.partition(settings.partitioner, problem), names)
+        placement = _in_first(lambda: dataclasses.asdict(partition.partition(settings.partitioner, problem)))
+        return _stacks_plan(spec, devices, partition.Placement(**placement), names)
     devices = jax.devices()
     known = [profile for profile in _profiles(settings, devices) if profile is not None]
     if not known:
         raise InputError(f"parallel.plan=auto needs parallel.profile: measure the devices with {_MEASURE}")
-    fastest = min(
-        candidates(spec, batch_size, known, settings.partitioner, jax.process_count()),
-        key=lambda candidate: candidate.step.total_seconds,
-    )
-    _log.info("parallel.plan=auto: %s, %.1f ms a step predicted", _name(fastest), 1000 * fastest.step.total_seconds)
-    if fastest.placement is None:
-        return _mesh_plan(spec, batch_size, fastest.data, fastest.lane)
+
+    def choose() -> dict[str, Any]:
+        found = candidates(spec, batch_size, known, settings.partitioner, jax.process_count())
+        fastest = min(found, key=lambda candidate: candidate.step.total_seconds)
+        return {**dataclasses.asdict(fastest), "seconds": fastest.step.total_seconds}
+
+    fastest = _in_first(choose)
+    data, lane, placement = (fastest[name] for name in ("data", "lane", "placement"))
+    name = f"stacks over {lane} devices" if placement else f"data={data}, lane={lane}"
+    _log.info("parallel.plan=auto: %s, %.1f ms a step predicted", name, 1000 * fastest["seconds"])
+    if placement is None:
+        return _mesh_plan(spec, batch_size, data, lane)
     names = [f"{device.device_kind} {device.id}" for device in devices]
-    return _stacks_plan(spec, devices[: fastest.lane], fastest.placement, names)
+    return _stacks_plan(spec, devices[:lane], partition.Placement(**placement), names)
 
 
 def make_runner(
@@ -105,9 +111,11 @@ def candidates(
             lane = count // data
             with contextlib.suppress(InputError):
                 parallel.check_split(spec, batch_size, data, lane)
+                if not all(_has_room(spec, batch_size // data, lane, profile) for profile in used):
+                    continue
                 found.append(Candidate(data, lane, None, predict_mesh(spec, batch_size, data, lane, used, slowness)))
         problem = placement_problem(spec, batch_size, used, [str(d) for d in range(count)], slowness)
-        with contextlib.suppress(InputError):  # no room
+        with contextlib.suppress(partition.NoRoom):
             placement = partition.partition(partitioner, problem)
             if num_processes == 1 or len(set(placement.device_of)) == count:
                 exchange = "direct" if num_processes == 1 else "ring"
@@ -115,8 +123,8 @@ def candidates(
                 found.append(Candidate(1, count, placement, step))
     if not found:
         raise InputError(
-            f"neither batch nor lanes can be spread over {len(profiles)} devices so that each has a share: take fewer "
-            "processes, another batch size or more lanes"
+            f"neither batch nor lanes can be spread over {len(profiles)} devices so that each has a share and room for "
+            "it: take fewer processes, another batch size or more lanes"
         )
     return found
 
@@ -200,6 +208,19 @@ def placement_problem(
     )
 
 
+def _has_room(spec: ModelSpec, batch_size: int, lane: int, profile: DeviceProfile) -> bool:
+    """Whether a device can hold its share of the lanes; they run in turn, so the work space is that of the largest."""
+    lanes = [_lane_cost(spec, group.spec) for group in spec.lane_groups for _ in range(group.count // lane)]
+    largest = max(lanes, key=lambda one: profile.lane_bytes(one, batch_size))
+    others = sum(one.state_bytes for one in lanes) - largest.state_bytes
+    return profile.lane_bytes(largest, batch_size) + others <= profile.memory_bytes
+
+
+def _in_first(function: Callable[[], Any]) -> Any:
+    """What a function returns in process 0, in every process: each might find another answer, by its own clock."""
+    return processes.everywhere(lambda: function() if processes.is_first() else None)[0]
+
+
 def _lane_cost(spec: ModelSpec, lane: LaneSpec) -> cost.LaneCost:
     return cost.lane_cost(lane, spec.lane_settings, spec.image_shape)
 
@@ -222,35 +243,28 @@ def _mesh_plan(spec: ModelSpec, batch_size: int, data: int, lane: int) -> Plan:
 def _stacks_plan(
     spec: ModelSpec, devices: Sequence[jax.Device], placement: partition.Placement, names: Sequence[str]
 ) -> Plan:
-    device_of = processes.from_first(list(placement.device_of))  # the clock ends `exact`, elsewhere in each process
-    idle = [names[d] for d in range(len(devices)) if d not in device_of]
+    idle = [names[d] for d in range(len(devices)) if d not in placement.device_of]
     if idle and jax.process_count() > 1:
         raise InputError(
             f"{placement.partitioner} gives no lane to {', '.join(idle)}: take fewer processes, more lanes or another "
             "partitioner"
         )
-    stacks = make_stacks(devices, device_of)
+    stacks = make_stacks(devices, placement.device_of)
     lanes = {names[devices.index(stack.device)]: spec_of(spec, stack.lanes).lanes for stack in stacks}
     about = {"plan": "stacks", "partitioner": placement.partitioner, "imbalance": placement.imbalance, "lanes": lanes}
     return Plan(stacks=stacks, head=devices[0], about=about)
 
 
-def _name(candidate: Candidate) -> str:
-    if candidate.placement is not None:
-        return f"stacks over {candidate.lane} devices ({candidate.placement.partitioner})"
-    return f"data={candidate.data}, lane={candidate.lane}"
-
-
 def _present(settings: ParallelSettings) -> list[jax.Device]:
     if not settings.platforms:
         return jax.devices()
-    devices = []
-    for platform in settings.platforms.split(","):
+    devices: list[jax.Device] = []
+    for platform in dict.fromkeys(name.strip() for name in settings.platforms.split(",") if name.strip()):
         try:
-            devices += jax.devices(platform.strip())
+            devices += jax.devices(platform)
         except RuntimeError as error:
             raise InputError(
-                f"parallel.platforms={settings.platforms}: jax finds no {platform.strip()!r} here, it uses "
+                f"parallel.platforms={settings.platforms}: jax finds no {platform!r} here, it uses "
                 f"{jax.default_backend()}; is JAX_PLATFORMS set?"
             ) from error
     return devices
@@ -258,20 +272,20 @@ def _present(settings: ParallelSettings) -> list[jax.Device]:
 
 def _profiles(settings: ParallelSettings, devices: Sequence[jax.Device]) -> list[DeviceProfile | None]:
     """The profile of each device, which every process gives for its own; None for all where there are none."""
-    given = [DeviceProfile.load(Path(name.strip())) for name in settings.profile.split(",") if name.strip()]
-    mine = {
-        str(d): _profile_of(given, device).to_dict() if given else None
-        for d, device in enumerate(devices)
-        if device.process_index == jax.process_index()
-    }
-    found = {d: profile for part in processes.gather(mine) for d, profile in part.items()}
-    profiles = [found[str(d)] and DeviceProfile.from_dict(found[str(d)]) for d in range(len(devices))]
-    if not all(profiles) and (any(profiles) or len({device.device_kind for device in devices}) > 1):
+
+    def read() -> dict[str, Any]:
+        given = [DeviceProfile.load(Path(name.strip())) for name in settings.profile.split(",") if name.strip()]
+        mine = [d for d, device in enumerate(devices) if device.process_index == jax.process_index()]
+        return {str(d): _profile_of(given, devices[d]).to_dict() for d in mine if given}
+
+    found = {int(d): DeviceProfile.from_dict(one) for part in processes.everywhere(read) for d, one in part.items()}
+    missing = [f"{device.device_kind} {device.id}" for d, device in enumerate(devices) if d not in found]
+    if missing and (found or len({device.device_kind for device in devices}) > 1):
         raise InputError(
-            "lanes over devices of different kinds are placed by device profiles, one for each kind: measure them with "
-            f"{_MEASURE} and give --config.parallel.profile=FILE,FILE (each process its own)"
+            f"{', '.join(missing)} without a device profile: devices that differ are balanced by profiles, one for "
+            f"each kind. Measure with {_MEASURE} and give --config.parallel.profile=FILE,FILE (each process its own)"
         )
-    return profiles
+    return [found.get(d) for d in range(len(devices))]
 
 
 def _profile_of(profiles: Sequence[DeviceProfile], device: jax.Device) -> DeviceProfile:

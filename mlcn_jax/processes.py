@@ -288,6 +288,25 @@ def gather(value: Any) -> list[Any]:
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
+def everywhere(function: Callable[[], Any]) -> list[Any]:
+    """What a function returns, which can be written as JSON, in every process.
+
+    Raises:
+      InputError: the function raised it in one process or more; all raise it, so that none is left waiting.
+    """
+    try:
+        mine = {"value": function()}
+    except InputError as error:
+        mine = {"error": str(error)}
+    parts = gather(mine)
+    failed = [i for i, part in enumerate(parts) if "error" in part]
+    if len(parts) == 1 and failed:
+        raise InputError(parts[0]["error"])
+    if failed:
+        raise InputError("\n".join(f"process {i}: {parts[i]['error']}" for i in failed))
+    return [part["value"] for part in parts]
+
+
 def asked_to_stop(step: int) -> bool:
     """Whether all processes are to stop after this step because one of them got SIGTERM; asked at every step."""
     from jax.experimental import multihost_utils

@@ -10,7 +10,7 @@ several processes gather and scatter them in small collectives.
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -249,7 +248,7 @@ class StacksRunner:
         joined = self._exchange.gather(columns)
         if self._is_head:
             head_grads, dcolumns, from_head = run["head", -1](self._head_state, joined, *head_batch)
-        for s, part in self._exchange.spread(dcolumns, columns).items():
+        for s, part in self._exchange.spread(dcolumns, columns):
             grads[s], vectors[s] = run["backward", s](states[s], vjps.pop(s), part)
         total = self._exchange.total(vectors, from_head, len(_METRICS))
 
@@ -261,7 +260,7 @@ class StacksRunner:
             states[s] = update(s, states[s], grads[s])
         if self._is_head:
             self._head_state = update(-1, self._head_state, head_grads)
-        return _unpack(self._exchange.copy(total, self._mine[0]))
+        return _unpack(self._exchange.copy(total, -1 if self._is_head else self._mine[0]))
 
     def scores(self, split: data.Split, batch_size: int) -> evaluate.Scores:
         """Scores of the current parameters."""
@@ -314,6 +313,12 @@ def _whole(x: Any) -> Array:
     return jnp.stack(x.lanes) if isinstance(x, _LaneByLane) else x
 
 
+def _move(x: Array, device: jax.Device) -> Array:
+    """A copy on another device, by way of the host between kinds of devices, which is the one way that jax has."""
+    (here,) = x.devices()
+    return jax.device_put(x if here.platform == device.platform else jax.device_get(x), device)
+
+
 def _vector(**metrics) -> Array:
     """Some of `_METRICS`, or what a stack adds to them, [1, metrics]."""
     return jnp.stack([metrics.get(name, jnp.zeros(())) for name in _METRICS])[None]
@@ -342,21 +347,22 @@ class _AmongDevices:
 
     def gather(self, columns: Mapping[int, Array]) -> tuple[Array, ...]:
         """The columns of all stacks, on the head."""
-        return tuple(jax.device_put(columns[s], self._head) for s in range(len(self._devices)))
+        return tuple(_move(columns[s], self._head) for s in range(len(self._devices)))
 
-    def spread(self, dcolumns: Any, columns: Mapping[int, Array]) -> dict[int, Array]:
-        """To each stack the gradients of its columns."""
+    def spread(self, dcolumns: Any, columns: Mapping[int, Array]) -> Iterator[tuple[int, Array]]:
+        """Each stack with the gradients of its columns; those that have to be waited for come last."""
         del columns
-        return {s: jax.device_put(dcolumns[s], device) for s, device in enumerate(self._devices)}
+        for s in sorted(range(len(self._devices)), key=lambda s: self._devices[s].platform != self._head.platform):
+            yield s, _move(dcolumns[s], self._devices[s])
 
     def total(self, vectors: Mapping[int, Array], from_head: Any, size: int) -> Array:
         """The sum of the vectors [1, size] of stacks and head."""
         del size
-        return _sum([jax.device_put(v, self._head) for v in vectors.values()] + [from_head])
+        return _sum([_move(v, self._head) for v in vectors.values()] + [from_head])
 
     def copy(self, total: Array, s: int) -> Array:
         """A total, on the device of a stack, or for -1 on the head."""
-        return jax.device_put(total, self._head if s < 0 else self._devices[s])
+        return _move(total, self._head if s < 0 else self._devices[s])
 
     def add_up(self, tree: Any) -> Any:
         """Arrays of which every process has a part, and zeros elsewhere, whole in every process."""
@@ -390,15 +396,17 @@ class _AmongProcesses:
     def gather(self, columns: Mapping[int, Array]) -> Array:
         return self._all_gather(self._over_mesh(list(columns.values()))).addressable_data(0)
 
-    def spread(self, dcolumns: Any, columns: Mapping[int, Array]) -> dict[int, Array]:
-        parts = [self._zeros(s, (len(self._devices), *columns[s].shape[1:])) for s in self._mine]
+    def spread(self, dcolumns: Any, columns: Mapping[int, Array]) -> Iterator[tuple[int, Array]]:
+        shape, dtype = (len(self._devices), *columns[self._mine[0]].shape[1:]), columns[self._mine[0]].dtype
+        parts = [self._zeros(s, shape, dtype) for s in self._mine]
         if dcolumns is not None:
             parts[0] = dcolumns
         scattered = self._reduce_scatter(self._over_mesh(parts))
-        return {s: self.copy(scattered, s) for s in self._mine}
+        for s in self._mine:
+            yield s, self.copy(scattered, s)
 
     def total(self, vectors: Mapping[int, Array], from_head: Any, size: int) -> Array:
-        parts = [vectors[s] if s in vectors else self._zeros(s, (1, size)) for s in self._mine]
+        parts = [vectors[s] if s in vectors else self._zeros(s, (1, size), np.float32) for s in self._mine]
         if from_head is not None:
             parts[0] = _sum([parts[0], from_head])
         return self._all_reduce(self._over_mesh(parts))
@@ -407,10 +415,16 @@ class _AmongProcesses:
         device = self._devices[max(s, 0)]
         return next(shard.data for shard in total.addressable_shards if shard.device == device)
 
-    def _zeros(self, s: int, shape: tuple[int, ...]) -> Array:
+    def _zeros(self, s: int, shape: tuple[int, ...], dtype: Any) -> Array:
         if (s, shape) not in self._known_zeros:
-            self._known_zeros[s, shape] = jax.device_put(np.zeros(shape, np.float32), self._devices[s])
+            self._known_zeros[s, shape] = jax.device_put(np.zeros(shape, dtype), self._devices[s])
         return self._known_zeros[s, shape]
 
     def add_up(self, tree: Any) -> Any:
-        return jax.tree.map(lambda x: np.sum(multihost_utils.process_allgather(x), axis=0, dtype=x.dtype), tree)
+
+        def total(x: np.ndarray) -> np.ndarray:
+            parts = [x[None], *[np.zeros_like(x[None])] * (len(self._mine) - 1)]
+            placed = [jax.device_put(part, self._devices[s]) for part, s in zip(parts, self._mine, strict=True)]
+            return jax.device_get(self._all_reduce(self._over_mesh(placed)).addressable_data(0))[0]
+
+        return jax.tree.map(total, tree)

@@ -60,6 +60,9 @@ def test_description_of_a_mixed_model(tiny):
     described = cost.describe(config)
     assert described["lanes"] == ["mlcn1:w2d1", "mlcn1:w2d1", "mlcn2:w4d3"]
     assert described["input_shape"] == [32, 32, 3]
+    assert set(described["lane_costs"]) == {"mlcn1:w2d1", "mlcn2:w4d3"}
+    assert described["lane_costs"]["mlcn2:w4d3"]["parameters"] == described["parameters_per_lane"][2]
+    assert described["lane_costs"]["mlcn2:w4d3"]["published_relative_seconds"] == 4**2 * 3
     assert described["parameters"] == sum(described["parameters_per_lane"]) + described["parameters_decoder"]
     mlcn1_w2 = 2 * (24 * 24 * 81 * 3 * 32 + 8 * 8 * 81 * 32 * 32 + 8 * 8 * 32 * 10)
     # mlcn2 of width 4: the composed first convolution (and the two small products that compose it), two 3x3

@@ -100,7 +100,7 @@ def test_a_run_goes_on_in_another_split_as_if_it_had_never_moved(tiny, tmp_path)
     ("data", "lane", "message"),
     [
         (3, 1, r"parallel.data=3 does not divide train.batch_size=50: use parallel.data=2 or a batch of 51"),
-        (1, 3, r"parallel.lane=3 does not divide mlcn1:w1d1\*2.*parallel.lane=2, or another number"),
+        (1, 3, r"parallel.lane=3 does not divide mlcn1:w1d1\*2.*lane=2, another number .*, or parallel.plan=stacks"),
         (25, 2, "asks for 50 devices, and there are 8"),
     ],
 )

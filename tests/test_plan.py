@@ -6,7 +6,7 @@ import json
 import pytest
 from made_profile import make_profile
 
-from mlcn_jax import partition, plan, train
+from mlcn_jax import cost, partition, plan, train
 from mlcn_jax.errors import InputError
 from mlcn_jax.model import ModelSpec
 
@@ -47,6 +47,13 @@ def test_a_slower_device_gets_fewer_lanes(profile):
     best = fastest(EQUAL, both, 2)
     assert best.placement.device_of.count(0) == 3
     assert best.placement.device_of.count(1) == 1
+
+
+def test_a_mesh_whose_lanes_do_not_fit_is_no_candidate(profile):
+    lane = profile.lane_bytes(cost.lane_cost(EQUAL.lane_groups[0].spec, EQUAL.lane_settings, EQUAL.image_shape), 100)
+    small = dataclasses.replace(profile, memory_bytes=int(lane * 0.9), link=LINK)
+    with pytest.raises(InputError, match="and room for it"):
+        plan.candidates(EQUAL, 100, [small], "greedy", 1)
 
 
 def test_no_split_at_all_is_said(profile):

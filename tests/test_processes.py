@@ -106,6 +106,13 @@ def test_a_process_that_does_not_come_or_differs_is_named(tmp_path):
     assert "train.seed: 0 there, 7 here" in err
     assert "process 1 was given another configuration" in first.communicate(timeout=60)[1]
     assert first.returncode == 2
+    stacks = {**address, "parallel.plan": "stacks"}
+    first = start(tmp_path / "0", {**stacks, "parallel.process": 0})
+    code, _, err = run(tmp_path / "1", {**stacks, "parallel.process": 1, "parallel.profile": "nowhere.json"})
+    assert code == 2
+    assert "error: process 1: nowhere.json cannot be read" in err
+    assert "error: process 1: nowhere.json cannot be read" in first.communicate(timeout=60)[1]
+    assert first.returncode == 2
 
 
 @pytest.mark.parametrize(
