@@ -142,7 +142,7 @@ class ParallelSettings:
             _check(self.process < self.processes, "parallel.process", self.process, f"below {self.processes}")
 
 
-def _check_fields(section: str, cls: type, values: Mapping[str, Any]) -> None:
+def check_fields(section: str, cls: type, values: Mapping[str, Any]) -> None:
     """Raises InputError where `values` are not all fields of `cls`, each of its type, that data does not decide."""
     types = {f.name: f.type for f in dataclasses.fields(cls) if f.name not in ("image_shape", "num_classes")}
     for name in sorted(set(types) ^ set(values)):
@@ -199,7 +199,7 @@ class RunConfig:
                 ("train", TrainSettings, values["train"]),
                 ("parallel", ParallelSettings, values["parallel"]),
             ):
-                _check_fields(section, cls_of, given)
+                check_fields(section, cls_of, given)
             return cls(
                 data=DataSettings(**values["data"]),
                 model=model,

@@ -77,7 +77,16 @@ class _LaneByLane:
 
 
 class StacksRunner:
-    """As `train_step.MeshRunner`, of lanes in stacks; `clip_norm` is that of the optimizer, 0 without."""
+    """As `train_step.MeshRunner`, of lanes in stacks.
+
+    Args:
+      spec, optimizer, reconstruction_weight, seed, max_shift, flip: as there.
+      stacks: the lanes of each device; a device of this process may have several.
+      head: the device that has loss and decoder.
+      clip_norm: that of the optimizer; 0 without.
+      programs: compiled programs of other runners, to use and to add to. These runners may differ in their lanes, in
+        nothing else.
+    """
 
     def __init__(
         self,
@@ -91,12 +100,15 @@ class StacksRunner:
         max_shift: int = 0,
         flip: bool = False,
         clip_norm: float = 0.0,
+        programs: dict[tuple, Any] | None = None,
     ):
         self._spec, self._optimizer, self._stacks, self._clip_norm = spec, optimizer, stacks, clip_norm
         self._weight = reconstruction_weight
         self._prepare = train_step.make_input(seed, max_shift, flip)
         self._specs = [spec_of(spec, stack.lanes) for stack in stacks]
-        self._most = max(len(stack.lanes) for stack in stacks)
+        alike = jax.process_count() > 1  # for collectives
+        most = max(len(stack.lanes) for stack in stacks)
+        self._widths = [most if alike else len(stack.lanes) for stack in stacks]
         order = list(itertools.chain.from_iterable(stack.lanes for stack in stacks))
         self._place_of = np.argsort(order)  # of each lane among the columns of one stack after the other
         self._mine = [s for s, stack in enumerate(stacks) if stack.device.process_index == jax.process_index()]
@@ -105,14 +117,16 @@ class StacksRunner:
         exchange = _AmongProcesses if jax.process_count() > 1 else _AmongDevices
         self._exchange = exchange([stack.device for stack in stacks], head)
         self._states: dict[int, TrainState] = {}
-        options = [conv.compiler_options(stack.device.platform) for stack in stacks]
-        self._columns_of = {
-            s: jax.jit(lambda e, x, s=s: self._columns(s)(e, evaluate.to_pixels(x)), compiler_options=options[s])
-            for s in self._mine
-        }
-        self._sums = jax.jit(self._head_sums, compiler_options=conv.compiler_options(head.platform))
+        self._programs = {} if programs is None else programs
+        self._keys = [
+            (stack.device, own.lanes, width)
+            for stack, own, width in zip(stacks, self._specs, self._widths, strict=True)
+        ]
+        self._model_key = (head, *self._keys, *order)
+        self._head_key = (head, len(order))
 
-    # The programs. Columns and their gradients are [1, batch, classes, lanes of the largest stack].
+    # The programs. Columns and their gradients are [1, batch, classes, lanes], filled up to the lanes of the largest
+    # stack among processes.
 
     def _forward(self, s: int) -> Callable:
         def forward(params, step, images):
@@ -138,7 +152,7 @@ class StacksRunner:
     def _columns(self, s: int) -> Callable:
         def columns(encoder, pixels):
             v = encode(self._specs[s], encoder, pixels)
-            return jnp.pad(v, ((0, 0), (0, 0), (0, self._most - v.shape[-1])))[None]
+            return jnp.pad(v, ((0, 0), (0, 0), (0, self._widths[s] - v.shape[-1])))[None]
 
         return columns
 
@@ -163,24 +177,24 @@ class StacksRunner:
         v = jnp.concatenate([columns[s][..., :count] for s, count in enumerate(counts)], axis=-1)
         return v.reshape(v.shape[-3:])[..., self._place_of]
 
-    def _head_step(self, state, columns, images, labels):
+    def _cut(self, joined, dv):
+        """The gradients of the columns of all stacks, of those of the class capsules."""
+        return jax.linear_transpose(self._join, joined)(dv)[0]
+
+    def _head_step(self, state, v, images, labels):
         pixels, lane_key = self._prepare(state.step, images)
 
-        def loss_fn(decoder, columns):
-            return train_step.head_loss(
-                self._spec, self._weight, decoder, self._join(columns), pixels, labels, lane_key
-            )
+        def loss_fn(decoder, v):
+            return train_step.head_loss(self._spec, self._weight, decoder, v, pixels, labels, lane_key)
 
         with_gradients = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)
-        (loss, metrics), (grads, dcolumns) = with_gradients(state.params["decoder"], columns)
+        (loss, metrics), (grads, dv) = with_gradients(state.params["decoder"], v)
         grads = {"decoder": grads}
-        return grads, dcolumns, _vector(loss=loss, squares=optax.tree.norm(grads, squared=True), **metrics)
+        return grads, dv, _vector(loss=loss, squares=optax.tree.norm(grads, squared=True), **metrics)
 
-    def _head_sums(self, params, columns, images, labels, mask):
+    def _head_sums(self, params, v, images, labels, mask):
         pixels = evaluate.to_pixels(images)
-        loss, confusion = evaluate.head_sums(
-            self._spec, self._weight, params["decoder"], self._join(columns), pixels, labels, mask
-        )
+        loss, confusion = evaluate.head_sums(self._spec, self._weight, params["decoder"], v, pixels, labels, mask)
         return jnp.concatenate([loss[None], confusion.reshape(-1)])[None]
 
     # What a run does with them.
@@ -213,23 +227,28 @@ class StacksRunner:
         pixels = jax.ShapeDtypeStruct(images.shape, jnp.float32)
         # All lanes, so that every process notes the convolution algorithms of all.
         v = jax.eval_shape(lambda e, x: encode(self._spec, e, x), self._shapes.params["encoder"], pixels)
-        columns = jax.ShapeDtypeStruct((1, *v.shape[:2], self._most), v.dtype)
+        columns = [jax.ShapeDtypeStruct((1, *v.shape[:2], width), v.dtype) for width in self._widths]
         total = (jax.ShapeDtypeStruct((1, len(_METRICS)), jnp.float32),) if self._clip_norm else ()
-        lowered: dict[Any, Any] = {}
+        lowered: dict[tuple, Any] = {}
         for s in self._mine:
-            device, state = self._stacks[s].device, self._states[s]
+            device, state, key = self._stacks[s].device, self._states[s], self._keys[s]
+            if ("forward", *key) in self._programs:
+                continue
             forward = _lower(device, self._forward(s), (), state.params, state.step, images)
-            backward = _lower(device, self._backward, (), state, forward.out_info[1], columns)
+            backward = _lower(device, self._backward, (), state, forward.out_info[1], columns[s])
             update = _lower(device, self._update, (0,), state, backward.out_info[0], *total)
-            lowered |= {("forward", s): forward, ("backward", s): backward, ("update", s): update}
-        if self._is_head:
-            state, joined = self._head_state, self._exchange.joined(columns)
-            head = _lower(self._head, self._head_step, (), state, joined, images, labels)
-            update = _lower(self._head, self._update, (0,), state, head.out_info[0], *total)
-            lowered |= {("head", -1): head, ("update", -1): update}
+            lowered |= {("forward", *key): forward, ("backward", *key): backward, ("update", *key): update}
+        if self._is_head and ("join", *self._model_key) not in self._programs:
+            joined = self._exchange.joined(columns)
+            lowered["join", *self._model_key] = _lower(self._head, self._join, (), joined)
+            lowered["cut", *self._model_key] = _lower(self._head, partial(self._cut, joined), (), v)
+        if self._is_head and ("head", *self._head_key) not in self._programs:
+            head = _lower(self._head, self._head_step, (), self._head_state, v, images, labels)
+            update = _lower(self._head, self._update, (0,), self._head_state, head.out_info[0], *total)
+            lowered |= {("head", *self._head_key): head, ("update", *self._head_key): update}
         with ThreadPoolExecutor() as pool:
             compiled = pool.map(lambda program: program.compile(), lowered.values())
-            self._programs = dict(zip(lowered, compiled, strict=True))
+            self._programs |= dict(zip(lowered, compiled, strict=True))
         devices.return_unused_memory()
         return time.monotonic() - started
 
@@ -240,26 +259,28 @@ class StacksRunner:
 
     def step(self, images: dict[int, Array], head_batch: tuple) -> dict[str, Array]:
         """Takes a training step and returns its metrics, before they are computed."""
-        run, states = self._programs, self._states
+        run, keys, states = self._programs, self._keys, self._states
         columns, vjps, grads, vectors = {}, {}, {}, {}
         dcolumns = from_head = None
         for s, state in states.items():
-            columns[s], vjps[s] = run["forward", s](state.params, state.step, images[s])
+            columns[s], vjps[s] = run["forward", *keys[s]](state.params, state.step, images[s])
         joined = self._exchange.gather(columns)
         if self._is_head:
-            head_grads, dcolumns, from_head = run["head", -1](self._head_state, joined, *head_batch)
+            v = run["join", *self._model_key](joined)
+            head_grads, dv, from_head = run["head", *self._head_key](self._head_state, v, *head_batch)
+            dcolumns = run["cut", *self._model_key](dv)
         for s, part in self._exchange.spread(dcolumns, columns):
-            grads[s], vectors[s] = run["backward", s](states[s], vjps.pop(s), part)
+            grads[s], vectors[s] = run["backward", *keys[s]](states[s], vjps.pop(s), part)
         total = self._exchange.total(vectors, from_head, len(_METRICS))
 
-        def update(s: int, state: TrainState, grads: dict) -> TrainState:
+        def update(key: tuple, s: int, state: TrainState, grads: dict) -> TrainState:
             needed = (self._exchange.copy(total, s),) if self._clip_norm else ()
-            return run["update", s](state, grads, *needed)
+            return run["update", *key](state, grads, *needed)
 
         for s in self._mine:
-            states[s] = update(s, states[s], grads[s])
+            states[s] = update(keys[s], s, states[s], grads[s])
         if self._is_head:
-            self._head_state = update(-1, self._head_state, head_grads)
+            self._head_state = update(self._head_key, -1, self._head_state, head_grads)
         return _unpack(self._exchange.copy(total, -1 if self._is_head else self._mine[0]))
 
     def scores(self, split: data.Split, batch_size: int) -> evaluate.Scores:
@@ -270,17 +291,32 @@ class StacksRunner:
             columns = {}
             for s, state in self._states.items():
                 device = self._stacks[s].device
-                with jax.default_device(device):
-                    columns[s] = self._columns_of[s](state.params["encoder"], jax.device_put(batch[0], device))
+                images = jax.device_put(batch[0], device)
+                columns[s] = self._run_there(
+                    device, "columns", self._keys[s], self._pixel_columns(s), state.params["encoder"], images
+                )
             joined = self._exchange.gather(columns)
             vector = None
             if self._is_head:
-                with jax.default_device(self._head):
-                    vector = self._sums(self._head_state.params, joined, *jax.device_put(batch, self._head))
+                v = self._run_there(self._head, "join to score", self._model_key, self._join, joined)
+                on_head = jax.device_put(batch, self._head)
+                vector = self._run_there(
+                    self._head, "sums", self._head_key, self._head_sums, self._head_state.params, v, *on_head
+                )
             loss, *confusion = jax.device_get(self._exchange.total({}, vector, 1 + size**2))[0]
             return loss, np.reshape(confusion, (size, size))
 
         return evaluate.scores_of(split, batch_size, sums)
+
+    def _pixel_columns(self, s: int) -> Callable:
+        return lambda encoder, images: self._columns(s)(encoder, evaluate.to_pixels(images))
+
+    def _run_there(self, device: jax.Device, name: str, key: tuple, function: Callable, *args) -> Any:
+        """Runs a function on a device, compiled the first time that it meets such arguments."""
+        key = (name, *key, *(x.shape for x in jax.tree.leaves(args)))
+        if key not in self._programs:
+            self._programs[key] = _lower(device, function, (), *args).compile()
+        return self._programs[key](*args)
 
     def fetch(self) -> TrainState:
         """The whole state in host memory."""
@@ -341,9 +377,9 @@ class _AmongDevices:
     def __init__(self, devices: Sequence[jax.Device], head: jax.Device):
         self._devices, self._head = devices, head
 
-    def joined(self, columns: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The shapes of what `gather` returns."""
-        return (columns,) * len(self._devices)
+    def joined(self, columns: Sequence[jax.ShapeDtypeStruct]) -> Any:
+        """The shapes of what `gather` returns, given those of the columns of each stack."""
+        return tuple(columns)
 
     def gather(self, columns: Mapping[int, Array]) -> tuple[Array, ...]:
         """The columns of all stacks, on the head."""
@@ -390,8 +426,8 @@ class _AmongProcesses:
         shape = (len(self._devices) * parts[0].shape[0], *parts[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self._shared, list(parts))
 
-    def joined(self, columns: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((len(self._devices), *columns.shape[1:]), columns.dtype)
+    def joined(self, columns: Sequence[jax.ShapeDtypeStruct]) -> Any:
+        return jax.ShapeDtypeStruct((len(self._devices), *columns[0].shape[1:]), columns[0].dtype)
 
     def gather(self, columns: Mapping[int, Array]) -> Array:
         return self._all_gather(self._over_mesh(list(columns.values()))).addressable_data(0)

@@ -45,7 +45,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         if not processes.is_first():
             logging.getLogger("mlcn_jax").setLevel(logging.WARNING)
             workdir = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.enter_context(_lock(workdir))
+        stack.enter_context(hold(workdir))
         dataset = config.data.load()
         train_split, validation = data.split_validation(dataset.train, config.data.validation_fraction, settings.seed)
         steps_per_epoch = data.steps_per_epoch(len(train_split.labels), settings.batch_size)
@@ -166,7 +166,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _lock(workdir: Path):
+def hold(workdir: Path):
     """Makes `workdir` and holds it for this process.
 
     Raises:

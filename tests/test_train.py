@@ -348,7 +348,7 @@ def test_a_run_on_other_data_is_refused_and_left_as_it_is(tiny, tmp_path, monkey
 
 
 def test_a_workdir_in_use_is_refused(tiny, tmp_path):
-    with train._lock(tmp_path), pytest.raises(InputError, match="another process trains in"):
+    with train.hold(tmp_path), pytest.raises(InputError, match="another process trains in"):
         train.train(tiny, tmp_path)
 
 
