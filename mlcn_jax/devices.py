@@ -388,13 +388,14 @@ def return_unused_memory() -> None:
             trim(0)
 
 
-def keep_compiled_programs() -> Path | None:
-    """Keeps compiled programs in a folder between runs, where that is safe, and returns the folder.
+def keep_compiled_programs(least_seconds: float = 1.0) -> Path | None:
+    """Keeps programs that took so long to compile in a folder between runs, where that is safe; returns the folder.
 
     A program compiled for one CPU can crash on another, so the folder's name holds a digest of this CPU's
     features; where they cannot be read (other systems than Linux), programs for the CPU are not kept.
     `JAX_COMPILATION_CACHE_DIR`, where set, is left to decide.
     """
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
     features = _cpu_features()
