@@ -9,160 +9,20 @@ last ones, scores the test set for the best and reports. `--worker` only trains;
 trains, `trials.md`, `trials.json`, `summary.json` and `search.png`.
 """
 
-import contextlib
-import dataclasses
-import fcntl
-import functools
-import logging
-import os
-import random
-import tempfile
-import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-import jax
 from absl import app, flags
 from ml_collections import config_flags
 
-from experiments import REPOSITORY, nas_report
-from mlcn_jax import devices, search, study, train
-from mlcn_jax.config import RunConfig, check_fields, flat
+from experiments import REPOSITORY, nas_report, nas_run
+from mlcn_jax import devices
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import launch
-from mlcn_jax.trials import Trainer
-
-_log = logging.getLogger("mlcn_jax.nas")
 
 _QUICKSTART = str(REPOSITORY / "configs" / "nas_quickstart.py")
 _CONFIG = config_flags.DEFINE_config_file("config", _QUICKSTART, "Python file with get_config(), with search fields.")
 _WORKDIR = flags.DEFINE_string("workdir", "", "Folder of the search: its storage and what comes out.")
 _WORKER = flags.DEFINE_bool("worker", False, "Only train models of a search that was started without this flag.")
-
-_PROCESS_BYTES = 600 * 2**20  # of a worker, without its model
-_FREE = {"data.dir", "data.cache_dir", "model.lanes", "train.num_epochs", "train.num_steps"}
-_FREE |= {"train.checkpoint_every", "train.log_every", "train.test_every_epoch"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Search:
-    """A search that is ready: what it trains, where its mixes come from, and where its trials are kept."""
-
-    config: RunConfig
-    settings: study.SearchSettings
-    trainer: Trainer
-    space: search.Space
-    study: study.Study
-
-
-def read_config(values: Mapping[str, Any]) -> tuple[RunConfig, study.SearchSettings]:
-    """The run and the search of a config such as `configs/nas_quickstart.py`, as a nested dictionary.
-
-    Raises:
-      InputError: a field is unknown, missing or out of range.
-    """
-    if "search" not in values:
-        raise InputError("the config has no search fields: start from configs/nas_quickstart.py")
-    check_fields("search", study.SearchSettings, values["search"])
-    return RunConfig.from_dict(values), study.SearchSettings(**values["search"])
-
-
-def open_search(config: RunConfig, settings: study.SearchSettings, workdir: Path, *, create: bool) -> Search:
-    """Loads the data, counts what lanes cost and opens the storage.
-
-    Raises:
-      InputError: any of this cannot be used.
-    """
-    trainer = Trainer(config, settings.num_epochs, settings.num_repeats, settings.num_images)
-    space = search.make_space(
-        settings.devices,
-        trainer.spec(settings.baseline),
-        config.train.batch_size,
-        kinds=settings.lane_kinds,
-        max_width=settings.max_width,
-        max_depth=settings.max_depth,
-        baseline=settings.baseline,
-        tolerance=settings.tolerance,
-    )
-    facts = {name: value for name, value in flat(config.to_dict()).items() if name.split(".")[0] != "parallel"}
-    facts = {name: value for name, value in facts.items() if name not in _FREE} | study.facts_of(settings)
-    url = settings.storage or f"sqlite:///{workdir.resolve() / 'search.db'}"
-    return Search(config, settings, trainer, space, study.Study(settings, facts, url, create=create))
-
-
-def run(config: RunConfig, settings: study.SearchSettings, workdir: Path) -> dict[str, Any]:
-    """Starts or goes on with a search until all its models are trained, reports, and returns the summary.
-
-    Raises:
-      InputError: something given cannot be used, or no model could be trained; what has finished is kept.
-    """
-    with train.hold(workdir), study.storage_errors(settings.storage or str(workdir)):
-        found = open_search(config, settings, workdir, create=True)
-        with worker_slot(found):
-            started = time.monotonic()
-            found.study.work(
-                found.space,
-                found.trainer.evaluate,
-                to_the_end=True,
-                done=functools.partial(nas_report.write_trials, found, workdir),
-            )
-            wall_seconds = time.monotonic() - started
-            models = found.study.models()
-            nas_report.write_trials(found, workdir)
-            winner = study.best(models)
-            if winner is None:
-                reasons = [model.reason for model in models if model.reason]
-                raise InputError(
-                    "no model was trained to the end; the first failed with " + (reasons or ["no reason"])[0]
-                )
-            test = found.study.noted("test")
-            if not test or test["index"] != winner.index:
-                test = {"index": winner.index, "accuracies": found.trainer.test(winner.lanes)}
-                found.study.note("test", test)
-        session = {"wall_seconds": wall_seconds, "evaluate_seconds": found.study.evaluate_seconds}
-        return nas_report.write(found, workdir, test["accuracies"], session)
-
-
-def work(config: RunConfig, settings: study.SearchSettings, workdir: Path) -> None:
-    """Trains models of a search that another process started, until none waits; raises as `run`."""
-    with study.storage_errors(settings.storage or str(workdir)):
-        if not settings.storage and not (workdir / "search.db").exists():
-            raise InputError(
-                f"{workdir} holds no search: start it without --worker first, or give --config.search.storage"
-            )
-        found = open_search(config, settings, workdir, create=False)
-        with worker_slot(found):
-            found.study.work(found.space, found.trainer.evaluate, to_the_end=False)
-
-
-@contextlib.contextmanager
-def worker_slot(found: Search) -> Iterator[None]:
-    """Waits until this machine bears one more worker: a core and the memory of a model for each, or an accelerator."""
-    rng = random.Random(0)
-    mixes = [found.space.draw(rng) for _ in range(20)]
-    largest = max(sum(one["memory_bytes"] for one in found.space.report(mix)) for mix in mixes)
-    slots, visible = 1, os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-    if jax.default_backend() == "cpu":
-        slots = int(min(devices.num_cores(), devices.usable_memory_bytes() / (2 * largest + _PROCESS_BYTES)))
-    told = False
-    with contextlib.ExitStack() as stack:
-        while True:
-            for i in range(max(1, slots)):
-                path = Path(tempfile.gettempdir()) / f"mlcn_jax-worker-{os.getuid()}-{visible}-{i}.lock"
-                file = path.open("w")
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    file.close()
-                    continue
-                stack.enter_context(file)
-                yield
-                return
-            if not told:
-                _log.info("this machine bears %d workers, which are there: waiting for one to end", max(1, slots))
-                told = True
-            time.sleep(1.0)
 
 
 def main(argv: list[str]) -> None:
@@ -170,13 +30,13 @@ def main(argv: list[str]) -> None:
         raise InputError(f"unknown argument {argv[1]!r}: flags are written --name=value")
     if not _WORKDIR.value:
         raise InputError("give --workdir=FOLDER")
-    config, settings = read_config(_CONFIG.value.to_dict())
+    config, settings = nas_run.read_config(_CONFIG.value.to_dict())
     workdir = Path(_WORKDIR.value).expanduser()
     devices.keep_compiled_programs(least_seconds=0.1)  # workers share them
     if _WORKER.value:
-        work(config, settings, workdir)
+        nas_run.work(config, settings, workdir)
         return
-    summary = run(config, settings, workdir)
+    summary = nas_run.run(config, settings, workdir)
     print(nas_report.told(summary, workdir))
 
 

@@ -11,7 +11,7 @@ from mlcn_jax.config import RunConfig, flat, write_json
 from mlcn_jax.lanes import parse_lanes
 
 if TYPE_CHECKING:
-    from experiments.nas import Search
+    from experiments.nas_run import Search
 
 
 def step_flops(found: "Search", lanes: str) -> float:

@@ -279,7 +279,7 @@ class Study:
                 score = after
                 trial.set_user_attr("score", dataclasses.asdict(score) | {"seconds": seconds})
                 trial.report(score.accuracy, epoch)
-                if trial.should_prune():
+                if epoch < self._settings.num_epochs and trial.should_prune():
                     _log.info("model %d: %.2f %% after epoch %d, stopped early", index, 100 * score.accuracy, epoch)
                     raise optuna.TrialPruned
         except (InputError, Diverged, MemoryError, RuntimeError) as error:

@@ -55,12 +55,20 @@ class Trainer:
       num_epochs: of a trial.
       num_repeats: trainings of each model, from different start values and in different orders of the images.
       num_images: of the training set, a fixed part of each class; 0 takes all.
+      programs: compiled ones of other trainers, to use and to add to, where all but the number of epochs is alike.
 
     Raises:
       InputError: the data cannot be used, or no images are set aside for validation.
     """
 
-    def __init__(self, config: RunConfig, num_epochs: int, num_repeats: int, num_images: int):
+    def __init__(
+        self,
+        config: RunConfig,
+        num_epochs: int,
+        num_repeats: int,
+        num_images: int,
+        programs: dict[tuple, Any] | None = None,
+    ):
         if not config.data.validation_fraction:
             raise InputError(
                 "data.validation_fraction is 0: a search compares models on validation images, since the test set may "
@@ -79,7 +87,7 @@ class Trainer:
         self.train, self.validation = data.split_validation(images, config.data.validation_fraction, settings.seed)
         self.steps_per_epoch = data.steps_per_epoch(len(self.train.labels), settings.batch_size)
         self._optimizer = make_optimizer(dataclasses.replace(settings, num_epochs=num_epochs), self.steps_per_epoch)
-        self._programs: dict[tuple, Any] = {}
+        self._programs = {} if programs is None else programs
 
     def spec(self, lanes_text: str) -> ModelSpec:
         """The model of some lanes."""

@@ -1,0 +1,230 @@
+"""Search methods at equal training seconds, and unequal against equal lanes at equal FLOPs.
+
+    python -m experiments.nas_compare --workdir=runs/nas_compare --data_dir=FOLDER
+
+On a fixed part of Fashion-MNIST, for each seed: random search with `--num_models` models, as published; then the other
+methods with as many training seconds; then every mix of equal lanes that fills the same devices. Sized for two CPU
+cores: few images and epochs, so it says which method finds good mixes for such short trainings. A search that is
+finished is not repeated. Writes `experiments/results/nas_compare.json` and `.png`.
+"""
+
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+from configs import nas_cifar
+from experiments import RESULTS, nas_report, nas_run
+from mlcn_jax import devices, search, study
+from mlcn_jax.config import RunConfig, write_json
+from mlcn_jax.launch import launch
+from mlcn_jax.trials import Trainer
+
+_WORKDIR = flags.DEFINE_string("workdir", "runs/nas_compare", "Folder of the searches, one a method and seed.")
+_DATA_DIR = flags.DEFINE_string("data_dir", "", "config.data.dir of Fashion-MNIST; empty downloads it.")
+_METHODS = flags.DEFINE_list("methods", ["halving", "evolution", "tpe"], "Methods to compare with random search.")
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of mixes, images, start values and order.")
+_NUM_MODELS = flags.DEFINE_integer("num_models", 64, "Models of the random search.", lower_bound=2)
+_MOST_MODELS = 8  # times as many of any other method; its training seconds end it before
+
+
+def configure(seed: int) -> tuple[RunConfig, study.SearchSettings]:
+    """The small setting, of random search."""
+    config = nas_cifar.get_config()
+    config.data.name, config.data.dir, config.data.validation_fraction = "fashion_mnist", _DATA_DIR.value, 0.5
+    config.train.seed = config.search.seed = seed
+    config.search.devices, config.search.baseline, config.search.method = "flops=0.5x*2", "mlcn2:w2d2*4", "random"
+    config.search.max_width, config.search.max_depth = 4, 3
+    config.search.num_models, config.search.num_repeats = _NUM_MODELS.value, 1
+    config.search.num_images, config.search.num_epochs = 2000, 3
+    return nas_run.read_config(config.to_dict())
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    devices.keep_compiled_programs(least_seconds=0.1)
+    workdir = Path(_WORKDIR.value).expanduser()
+    runs: list[dict[str, Any]] = []
+    for seed in map(int, _SEEDS.value):
+        config, settings = configure(seed)
+        programs: dict[tuple, Any] = {}
+        random_run = search_with("random", seed, config, settings, workdir, programs)
+        runs.append(random_run)
+        for method in _METHODS.value:
+            limited = dataclasses.replace(
+                settings,
+                method=method,
+                num_models=_MOST_MODELS * settings.num_models,
+                max_training_seconds=random_run["train_seconds"],
+            )
+            runs.append(search_with(method, seed, config, limited, workdir, programs))
+        runs.append(equal_lanes(seed, config, settings, workdir, programs))
+        result = {"runs": runs, "methods": table(runs), **devices.environment()}
+        write_json(RESULTS / "nas_compare.json", result)
+        draw(result, RESULTS / "nas_compare.png")
+    print(told(result))
+
+
+def search_with(
+    method: str,
+    seed: int,
+    config: RunConfig,
+    settings: study.SearchSettings,
+    workdir: Path,
+    programs: dict[tuple, Any],
+) -> dict[str, Any]:
+    """One search; its models in the order in which they ended."""
+    folder = workdir / f"{method}-{seed}"
+    stored = folder / "run.json"
+    if stored.exists():
+        return json.loads(stored.read_text())
+    summary = nas_run.run(config, settings, folder, programs)
+    rows = json.loads((folder / "trials.json").read_text())
+    baseline = next(row for row in rows if row["model"] == "baseline")
+    rows = sorted((row for row in rows if row["ended"] and row["model"] != "baseline"), key=lambda row: row["ended"])
+    spent, reached = nas_report.best_so_far(rows)
+    run = {
+        "method": method,
+        "seed": seed,
+        "models": summary["models"],
+        "train_seconds": spent[-1] + baseline["train_seconds"],
+        "session": summary["session"],
+        "spent": spent,
+        "best_so_far": reached,
+        "accuracies": [row["accuracy"] for row in rows if row["state"] == "complete"],
+        "step_flops": [row["step_flops"] for row in rows if row["state"] == "complete"],
+        "best": summary["best"],
+        "baseline": baseline["accuracy"],
+    }
+    write_json(stored, run)
+    return run
+
+
+def equal_lanes(
+    seed: int, config: RunConfig, settings: study.SearchSettings, workdir: Path, programs: dict[tuple, Any]
+) -> dict[str, Any]:
+    """Every mix of equal lanes, as many as fit on each device."""
+    stored = workdir / f"equal-{seed}.json"
+    if stored.exists():
+        return json.loads(stored.read_text())
+    trainer = Trainer(config, settings.num_epochs, settings.num_repeats, settings.num_images, programs)
+    space = search.make_space(
+        settings.devices,
+        trainer.spec(settings.baseline),
+        config.train.batch_size,
+        kinds=settings.lane_kinds,
+        max_width=settings.max_width,
+        max_depth=settings.max_depth,
+        baseline=settings.baseline,
+        tolerance=settings.tolerance,
+    )
+    points = []
+    for lane in range(len(space.menu)):
+        counts = [int(bucket.limit * (1 + 1e-9) / bucket.loads[lane]) for bucket in space.buckets]
+        mix = tuple((lane,) * count for count in counts)
+        if any(counts):
+            *_, score = trainer.evaluate(space.text(mix))
+            fill = statistics.fmean(bucket.fill(own) for bucket, own in zip(space.buckets, mix, strict=True))
+            points.append({"lanes": space.text(mix), "accuracy": score.accuracy, "fill": fill})
+    run = {"method": "equal lanes", "seed": seed, "points": points, "accuracies": [p["accuracy"] for p in points]}
+    write_json(stored, run)
+    return run
+
+
+def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each method, means over seeds; how soon it was as good as random search at its end."""
+    seeds = sorted({run["seed"] for run in runs})
+    random_runs = [run for run in runs if run["method"] == "random"]
+    goal = statistics.fmean(run["best_so_far"][-1] for run in random_runs)
+    rows = []
+    for method in dict.fromkeys(run["method"] for run in runs):
+        mine = [run for run in runs if run["method"] == method]
+        row = {
+            "method": method,
+            "seeds": len(seeds),
+            "best": statistics.fmean(max(run["accuracies"]) for run in mine),
+            "mean": statistics.fmean(a for run in mine for a in run["accuracies"]),
+            "trained_to_the_end": statistics.fmean(len(run["accuracies"]) for run in mine),
+        }
+        if "spent" in mine[0]:
+            shares = [i / 200 for i in range(1, 201)]
+            curve = [mean_best(mine, random_runs, share) for share in shares]
+            overheads = [run["session"]["wall_seconds"] / run["session"]["evaluate_seconds"] - 1 for run in mine]
+            row |= {
+                "begun": statistics.fmean(
+                    sum(run["models"].values()) - run["models"].get("waiting", 0) for run in mine
+                ),
+                "test": statistics.fmean(a for run in mine for a in run["best"]["test_accuracies"]),
+                "as_good_as_random_after": next((s for s, a in zip(shares, curve, strict=True) if a >= goal), None),
+                "curve": curve,
+                "overhead": statistics.fmean(overheads),
+            }
+        rows.append(row)
+    return rows
+
+
+def mean_best(runs: list[dict[str, Any]], random_runs: list[dict[str, Any]], share: float) -> float:
+    """Mean over seeds of the best accuracy reached in a share of the random search's training seconds."""
+    reached = []
+    for run, theirs in zip(runs, random_runs, strict=True):
+        pairs = zip(run["spent"], run["best_so_far"], strict=True)
+        reached.append(max((best for spent, best in pairs if spent <= share * theirs["spent"][-1]), default=0.0))
+    return statistics.fmean(reached)
+
+
+def told(result: dict[str, Any]) -> str:
+    """The rows as Markdown."""
+    lines = [
+        "| method | models begun | trained to the end | mean | best | its test accuracy | as good as random after | "
+        "overhead |",
+        "|" + "---|" * 8,
+    ]
+    for row in result["methods"]:
+        after = row.get("as_good_as_random_after")
+        cells = [
+            row["method"],
+            f"{row['begun']:.0f}" if "begun" in row else "",
+            f"{row['trained_to_the_end']:.0f}",
+            f"{row['mean']:.2%}",
+            f"{row['best']:.2%}",
+            f"{row['test']:.2%}" if "test" in row else "",
+            f"{after:.0%} of its seconds" if after else ("not" if "curve" in row else ""),
+            f"{row['overhead']:.1%}" if "overhead" in row else "",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Best so far against training seconds, and what equal and unequal lanes reach."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for row in result["methods"]:
+        if "curve" in row:
+            shares = [100 * (i + 1) / len(row["curve"]) for i in range(len(row["curve"]))]
+            points = [(x, 100 * y) for x, y in zip(shares, row["curve"], strict=True) if y]
+            left.step(*zip(*points, strict=True), where="post", label=row["method"])
+    left.axvline(50, color="gray", lw=0.8, ls=":")
+    left.set(
+        xlabel="training seconds, % of those of the random search",
+        ylabel="best validation accuracy so far, %",
+        title=f"methods, mean of {result['methods'][0]['seeds']} seeds",
+        ylim=(min(100 * row["mean"] for row in result["methods"]) - 1, None),
+    )
+    left.legend()
+    groups = {
+        "random, unequal": [a for run in result["runs"] if run["method"] == "random" for a in run["accuracies"]],
+        "equal": [a for run in result["runs"] if run["method"] == "equal lanes" for a in run["accuracies"]],
+    }
+    right.boxplot([[100 * a for a in group] for group in groups.values()], tick_labels=list(groups), showmeans=True)
+    right.set(ylabel="validation accuracy, %", title="lanes that fill the same FLOPs, all seeds")
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    launch(lambda: app.run(main))
