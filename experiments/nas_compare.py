@@ -18,7 +18,7 @@ from absl import app, flags
 
 from configs import nas_cifar
 from experiments import RESULTS, nas_report, nas_run
-from mlcn_jax import devices, search, study
+from mlcn_jax import devices, study
 from mlcn_jax.config import RunConfig, write_json
 from mlcn_jax.launch import launch
 from mlcn_jax.trials import Trainer
@@ -111,16 +111,7 @@ def equal_lanes(
     if stored.exists():
         return json.loads(stored.read_text())
     trainer = Trainer(config, settings.num_epochs, settings.num_repeats, settings.num_images, programs)
-    space = search.make_space(
-        settings.devices,
-        trainer.spec(settings.baseline),
-        config.train.batch_size,
-        kinds=settings.lane_kinds,
-        max_width=settings.max_width,
-        max_depth=settings.max_depth,
-        baseline=settings.baseline,
-        tolerance=settings.tolerance,
-    )
+    space = nas_run.make_space(config, settings)
     points = []
     for lane in range(len(space.menu)):
         counts = [int(bucket.limit * (1 + 1e-9) / bucket.loads[lane]) for bucket in space.buckets]

@@ -51,6 +51,21 @@ def read_config(values: Mapping[str, Any]) -> tuple[RunConfig, study.SearchSetti
     return RunConfig.from_dict(values), study.SearchSettings(**values["search"])
 
 
+def make_space(config: RunConfig, settings: study.SearchSettings) -> search.Space:
+    """The mixes that fit the devices of a search; raises InputError where there are none."""
+    spec = config.replace({"model.name": "mlcn", "model.lanes": settings.baseline}).model_spec(*config.data.shape())
+    return search.make_space(
+        settings.devices,
+        spec,
+        config.train.batch_size,
+        kinds=settings.lane_kinds,
+        max_width=settings.max_width,
+        max_depth=settings.max_depth,
+        baseline=settings.baseline,
+        tolerance=settings.tolerance,
+    )
+
+
 def open_search(
     config: RunConfig,
     settings: study.SearchSettings,
@@ -65,16 +80,7 @@ def open_search(
       InputError: any of this cannot be used.
     """
     trainer = Trainer(config, settings.num_epochs, settings.num_repeats, settings.num_images, programs)
-    space = search.make_space(
-        settings.devices,
-        trainer.spec(settings.baseline),
-        config.train.batch_size,
-        kinds=settings.lane_kinds,
-        max_width=settings.max_width,
-        max_depth=settings.max_depth,
-        baseline=settings.baseline,
-        tolerance=settings.tolerance,
-    )
+    space = make_space(config, settings)
     facts = {name: value for name, value in flat(config.to_dict()).items() if name.split(".")[0] != "parallel"}
     facts = {name: value for name, value in facts.items() if name not in _FREE} | study.facts_of(settings)
     url = settings.storage or f"sqlite:///{workdir.resolve() / 'search.db'}"

@@ -394,15 +394,26 @@ def _open_storage(url: str, heartbeat_seconds: int) -> "optuna.storages.RDBStora
     engine: dict[str, Any] = {"pool_pre_ping": True}
     if url.startswith("sqlite"):
         engine = {"connect_args": {"timeout": _LOCK_SECONDS}}
-    with storage_errors(url), warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return optuna.storages.RDBStorage(
-            url,
-            engine_kwargs=engine,
-            heartbeat_interval=heartbeat_seconds,
-            grace_period=2 * heartbeat_seconds,
-            heartbeat_stale_trial_callback=_put_back,
-        )
+    try:
+        with storage_errors(url), warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return optuna.storages.RDBStorage(
+                url,
+                engine_kwargs=engine,
+                heartbeat_interval=heartbeat_seconds,
+                grace_period=2 * heartbeat_seconds,
+                heartbeat_stale_trial_callback=_put_back,
+            )
+    except ImportError as error:
+        raise InputError(
+            f"search.storage={_shown(url)} needs a driver that is not installed ({error}); for PostgreSQL: "
+            "pip install 'psycopg[binary]'"
+        ) from error
+    except RuntimeError as error:
+        raise InputError(
+            f"the search's storage {_shown(url)} is of another version of Optuna ({optuna.__version__} is installed): "
+            f"{error}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -410,13 +421,6 @@ def storage_errors(url: str) -> Iterator[None]:
     """Turns what a storage raises into an InputError that says how to mend it; what has finished stays in it."""
     try:
         yield
-    except InputError:
-        raise
-    except ImportError as error:
-        raise InputError(
-            f"search.storage={_shown(url)} needs a driver that is not installed ({error}); for PostgreSQL: "
-            "pip install psycopg2-binary"
-        ) from error
     except sqlalchemy.exc.ArgumentError as error:
         raise InputError(
             f"search.storage={_shown(url)} is no address of a database ({error}): give one such as "
@@ -436,13 +440,6 @@ def storage_errors(url: str) -> Iterator[None]:
         raise InputError(
             f"the search's storage {_shown(url)} cannot be used ({detail}): {hint}. Models that have finished are "
             "kept; the same command goes on"
-        ) from error
-    except RuntimeError as error:
-        if "version" not in str(error):
-            raise
-        raise InputError(
-            f"the search's storage {_shown(url)} is of another version of Optuna ({optuna.__version__} is installed): "
-            f"{error}"
         ) from error
 
 

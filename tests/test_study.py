@@ -9,6 +9,7 @@ import shutil
 import signal
 import sqlite3
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -306,28 +307,33 @@ def test_settings_that_cannot_be_used(changes, message):
 
 
 @pytest.mark.skipif(not shutil.which("initdb"), reason="needs PostgreSQL's programs")
-def test_postgresql_as_storage(tmp_path, tmp_path_factory):
-    pytest.importorskip("psycopg2")
-    if os.getuid() == 0:
-        pytest.skip("PostgreSQL does not run as root")
-    folder, sockets = tmp_path / "db", tmp_path_factory.mktemp("s")
-    subprocess.run(["initdb", "-D", folder, "-U", "me", "--auth=trust"], check=True, capture_output=True)
-    server = subprocess.Popen(
-        ["postgres", "-D", folder, "-k", sockets, "-c", "listen_addresses="], stderr=subprocess.DEVNULL
-    )
-    try:
-        url = f"postgresql://me@/postgres?host={sockets}"
-        deadline = time.monotonic() + 30
-        while True:
+def test_postgresql_as_storage():
+    pytest.importorskip("psycopg")
+    user = "postgres" if os.getuid() == 0 else None  # the server refuses to run as root
+    with tempfile.TemporaryDirectory() as folder:
+        if user:
             try:
-                found = study.Study(SETTINGS, study.facts_of(SETTINGS), url, create=True)
-                break
-            except InputError:
-                assert time.monotonic() < deadline
-                time.sleep(0.3)
-        assert len(run(found)) == 7
-        again = study.Study(SETTINGS, study.facts_of(SETTINGS), url, create=False)
-        assert {model.state for model in again.models()} == {"complete"}
-    finally:
-        server.terminate()
-        server.wait()
+                shutil.chown(folder, user)
+            except LookupError:
+                pytest.skip("PostgreSQL does not run as root, and there is no user for it")
+        data = f"{folder}/data"
+        start = ["initdb", "-D", data, "-U", "me", "--auth=trust"]
+        subprocess.run(start, check=True, capture_output=True, user=user, cwd=folder)
+        arguments = ["postgres", "-D", data, "-k", folder, "-c", "listen_addresses="]
+        server = subprocess.Popen(arguments, stderr=subprocess.DEVNULL, user=user, cwd=folder)
+        try:
+            url = f"postgresql://me@/postgres?host={folder}"
+            deadline = time.monotonic() + 30
+            while True:
+                try:
+                    found = study.Study(SETTINGS, study.facts_of(SETTINGS), url, create=True)
+                    break
+                except InputError:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.3)
+            assert len(run(found)) == 7
+            again = study.Study(SETTINGS, study.facts_of(SETTINGS), url, create=False)
+            assert {model.state for model in again.models()} == {"complete"}
+        finally:
+            server.send_signal(signal.SIGINT)  # does not wait for those who are connected
+            server.wait()

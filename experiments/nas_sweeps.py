@@ -1,0 +1,138 @@
+"""How good the mixes are that devices allow: random searches over FLOPs, memory and number of devices.
+
+    python -m experiments.nas_sweeps --config=configs/nas_cifar.py --workdir=runs/nas_flops --sweep=flops
+    python -m experiments.nas_sweeps --config=configs/nas_cifar.py --workdir=runs/nas_memory --sweep=memory
+    python -m experiments.nas_sweeps --config=configs/nas_cifar.py --workdir=runs/nas_devices --sweep=devices
+
+As figures 6.2 to 6.4 of the thesis: FLOPs of 1, 2, 4 and 8 baselines over 8 devices; memory of 2, 4, 8 and 12 twelfths
+of what unlimited mixes take at 8 baselines, since lanes take less here than there; 4, 8, 16 and 32 devices that share 8
+baselines. Each point is a search in a folder of its own and is not repeated. On a small machine take a smaller baseline
+and few images: --config.search.baseline=mlcn2:w1d1*4 --config.search.num_images=2000 --config.search.num_epochs=3
+--config.search.num_repeats=1 --config.search.num_models=16. Writes `experiments/results/nas_SWEEP.json` and `.png`.
+"""
+
+import dataclasses
+import json
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from experiments import REPOSITORY, RESULTS, nas_run
+from mlcn_jax import devices, study
+from mlcn_jax.config import RunConfig, write_json
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import launch
+
+SWEEPS = {"flops": (1, 2, 4, 8), "memory": (2, 4, 8, 12), "devices": (4, 8, 16, 32)}
+_DEVICES, _BASELINES, _TWELFTHS = 8, 8, 12
+
+_CONFIG = config_flags.DEFINE_config_file("config", str(REPOSITORY / "configs" / "nas_cifar.py"), "A search's config.")
+_WORKDIR = flags.DEFINE_string("workdir", "", "Folder of the searches, one a point.")
+_SWEEP = flags.DEFINE_enum("sweep", "flops", list(SWEEPS), "What differs from point to point.")
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    if not _WORKDIR.value:
+        raise InputError("give --workdir=FOLDER")
+    config, settings = nas_run.read_config(_CONFIG.value.to_dict())
+    sweep, workdir = _SWEEP.value, Path(_WORKDIR.value).expanduser()
+    devices.keep_compiled_programs(least_seconds=0.1)
+    programs: dict[tuple, Any] = {}
+    points: list[dict[str, Any]] = []
+    for value in SWEEPS[sweep]:
+        text = describe(sweep, value, config, settings)
+        points.append(search_at(config, dataclasses.replace(settings, devices=text), workdir / f"{value}", programs))
+        points[-1]["value"] = value
+        result = {
+            "sweep": sweep,
+            "points": points,
+            "search": dataclasses.asdict(settings) | {"storage": ""},
+            "batch_size": config.train.batch_size,
+            "data": config.data.name,
+            **devices.environment(),
+        }
+        write_json(RESULTS / f"nas_{sweep}.json", result)
+        draw(result, RESULTS / f"nas_{sweep}.png")
+    print(told(result))
+
+
+def describe(sweep: str, value: int, config: RunConfig, settings: study.SearchSettings) -> str:
+    """The devices of a point, as text."""
+    if sweep == "flops":
+        return f"flops={value / _DEVICES}x*{_DEVICES}"
+    if sweep == "devices":
+        return f"flops={_BASELINES / value}x*{value}"
+    flops, most = f"flops={_BASELINES / _DEVICES}x", 2**40
+    space = nas_run.make_space(config, dataclasses.replace(settings, devices=f"memory=1TiB {flops}*{_DEVICES}"))
+    rng = random.Random(settings.seed)
+    taken = statistics.fmean(row["memory_bytes"] for _ in range(100) for row in space.report(space.draw(rng)))
+    lane_mib, head_mib = taken * value / _TWELFTHS / 2**20, (most - space.buckets[0].memory_bytes) / 2**20
+    first = f"memory={lane_mib + head_mib:.1f}MiB {flops}"  # it also holds the decoder
+    return f"{first}, memory={lane_mib:.1f}MiB {flops}*{_DEVICES - 1}"
+
+
+def search_at(
+    config: RunConfig, settings: study.SearchSettings, folder: Path, programs: dict[tuple, Any]
+) -> dict[str, Any]:
+    """A search at one point."""
+    summary = nas_run.run(config, settings, folder, programs)
+    rows = json.loads((folder / "trials.json").read_text())
+    done = [row for row in rows if row["state"] == "complete" and row["model"] != "baseline"]
+    return {
+        "devices": settings.devices,
+        "accuracies": [row["accuracy"] for row in done],
+        "step_flops": statistics.fmean(row["step_flops"] for row in done),
+        "fill": statistics.fmean(one["fill"] for row in done for one in row["devices"]),
+        "baseline": summary["baseline_validation_accuracy"],
+        "best": summary["best"],
+        "train_seconds": summary["train_seconds"],
+    }
+
+
+def told(result: dict[str, Any]) -> str:
+    """The points as Markdown."""
+    lines = [f"| {result['sweep']} | models | mean | best | its test accuracy | mean fill |", "|" + "---|" * 6]
+    for point in result["points"]:
+        accuracies = point["accuracies"]
+        lines.append(
+            f"| {point['value']} | {len(accuracies)} | {statistics.fmean(accuracies):.2%} | {max(accuracies):.2%} | "
+            f"{statistics.fmean(point['best']['test_accuracies']):.2%} | {point['fill']:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """A box of all models at each point, their mean and the best."""
+    from matplotlib.figure import Figure
+
+    labels = {
+        "flops": "FLOPs of a step, in baselines",
+        "memory": "memory of each device, twelfths of what unlimited mixes take",
+        "devices": "devices that share 8 baselines",
+    }
+    figure = Figure(figsize=(6.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    points = result["points"]
+    axes.boxplot(
+        [[100 * a for a in point["accuracies"]] for point in points],
+        tick_labels=[str(point["value"]) for point in points],
+        showmeans=True,
+    )
+    axes.plot(range(1, len(points) + 1), [100 * max(point["accuracies"]) for point in points], "r*-", label="best")
+    axes.axhline(100 * points[0]["baseline"], color="gray", ls="--", label=f"baseline {result['search']['baseline']}")
+    axes.set(
+        xlabel=labels[result["sweep"]],
+        ylabel="validation accuracy, %",
+        title=f"{result['data']}, {result['search']['num_models']} random models a point",
+    )
+    axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    launch(lambda: app.run(main))
