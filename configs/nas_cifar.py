@@ -3,6 +3,7 @@
     python -m experiments.nas --config=configs/nas_cifar.py --workdir=runs/nas_cifar
     python -m experiments.nas --config=configs/nas_cifar.py --workdir=runs/nas_cifar --worker    # more, elsewhere
 
+Drawn as published, but that a device is drawn again which is left less than 95 % full (search.tolerance=1.0 does not).
 Published result (thesis, chapter 6): mean model 62.0 %, best found 18.6 % better than before, 64 models of 4 trainings.
 The thesis does not say whether its FLOPs, 1x to 8x those of 4 lanes of width 2 and depth 4, are of each device or of
 all. They are of all here: 4x over 8 devices is 0.5x on each. Sized for a GPU; on a small machine set

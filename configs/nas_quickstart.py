@@ -36,5 +36,5 @@ def get_config():
     search.seed = 0
     search.name = "nas"  # of the search in its storage
     search.storage = ""  # database, such as postgresql://user:password@host/database; "" is a file in the workdir
-    search.heartbeat_seconds = 10  # a worker not heard of for two is taken to be dead
+    search.heartbeat_seconds = 20  # a worker not heard of for two is taken to be dead
     return config

@@ -20,6 +20,7 @@ from configs import nas_cifar
 from experiments import RESULTS, nas_report, nas_run
 from mlcn_jax import devices, study
 from mlcn_jax.config import RunConfig, write_json
+from mlcn_jax.errors import InputError
 from mlcn_jax.launch import launch
 from mlcn_jax.trials import Trainer
 
@@ -28,7 +29,8 @@ _DATA_DIR = flags.DEFINE_string("data_dir", "", "config.data.dir of Fashion-MNIS
 _METHODS = flags.DEFINE_list("methods", ["halving", "evolution", "tpe"], "Methods to compare with random search.")
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of mixes, images, start values and order.")
 _NUM_MODELS = flags.DEFINE_integer("num_models", 64, "Models of the random search.", lower_bound=2)
-_MOST_MODELS = 8  # times as many of any other method; its training seconds end it before
+_FULL = 0.9  # share of the devices' FLOPs that a mix of equal lanes must take to be compared
+_MOST_MODELS = 3  # times as many of any other method; its training seconds end it before
 
 
 def configure(seed: int) -> tuple[RunConfig, study.SearchSettings]:
@@ -78,9 +80,14 @@ def search_with(
 ) -> dict[str, Any]:
     """One search; its models in the order in which they ended."""
     folder = workdir / f"{method}-{seed}"
-    stored = folder / "run.json"
+    stored, models = folder / "run.json", settings.num_models
     if stored.exists():
-        return json.loads(stored.read_text())
+        run = json.loads(stored.read_text())
+        if sum(run["models"].values()) != models:
+            raise InputError(
+                f"{folder} holds a search of {sum(run['models'].values())} models, not {models}: give another --workdir"
+            )
+        return run
     summary = nas_run.run(config, settings, folder, programs)
     rows = json.loads((folder / "trials.json").read_text())
     baseline = next(row for row in rows if row["model"] == "baseline")
@@ -90,7 +97,7 @@ def search_with(
         "method": method,
         "seed": seed,
         "models": summary["models"],
-        "train_seconds": spent[-1] + baseline["train_seconds"],
+        "train_seconds": spent[-1],
         "session": summary["session"],
         "spent": spent,
         "best_so_far": reached,
@@ -106,7 +113,7 @@ def search_with(
 def equal_lanes(
     seed: int, config: RunConfig, settings: study.SearchSettings, workdir: Path, programs: dict[tuple, Any]
 ) -> dict[str, Any]:
-    """Every mix of equal lanes, as many as fit on each device."""
+    """Every mix of equal lanes, as many as fit on each device, that takes most of the FLOPs."""
     stored = workdir / f"equal-{seed}.json"
     if stored.exists():
         return json.loads(stored.read_text())
@@ -116,9 +123,9 @@ def equal_lanes(
     for lane in range(len(space.menu)):
         counts = [int(bucket.limit * (1 + 1e-9) / bucket.loads[lane]) for bucket in space.buckets]
         mix = tuple((lane,) * count for count in counts)
-        if any(counts):
+        fill = statistics.fmean(bucket.fill(own) for bucket, own in zip(space.buckets, mix, strict=True))
+        if fill >= _FULL:
             *_, score = trainer.evaluate(space.text(mix))
-            fill = statistics.fmean(bucket.fill(own) for bucket, own in zip(space.buckets, mix, strict=True))
             points.append({"lanes": space.text(mix), "accuracy": score.accuracy, "fill": fill})
     run = {"method": "equal lanes", "seed": seed, "points": points, "accuracies": [p["accuracy"] for p in points]}
     write_json(stored, run)
@@ -143,7 +150,6 @@ def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if "spent" in mine[0]:
             shares = [i / 200 for i in range(1, 201)]
             curve = [mean_best(mine, random_runs, share) for share in shares]
-            overheads = [run["session"]["wall_seconds"] / run["session"]["evaluate_seconds"] - 1 for run in mine]
             row |= {
                 "begun": statistics.fmean(
                     sum(run["models"].values()) - run["models"].get("waiting", 0) for run in mine
@@ -151,7 +157,6 @@ def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "test": statistics.fmean(a for run in mine for a in run["best"]["test_accuracies"]),
                 "as_good_as_random_after": next((s for s, a in zip(shares, curve, strict=True) if a >= goal), None),
                 "curve": curve,
-                "overhead": statistics.fmean(overheads),
             }
         rows.append(row)
     return rows
@@ -169,9 +174,8 @@ def mean_best(runs: list[dict[str, Any]], random_runs: list[dict[str, Any]], sha
 def told(result: dict[str, Any]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| method | models begun | trained to the end | mean | best | its test accuracy | as good as random after | "
-        "overhead |",
-        "|" + "---|" * 8,
+        "| method | models begun | trained to the end | mean | best | its test accuracy | as good as random after |",
+        "|" + "---|" * 7,
     ]
     for row in result["methods"]:
         after = row.get("as_good_as_random_after")
@@ -183,7 +187,6 @@ def told(result: dict[str, Any]) -> str:
             f"{row['best']:.2%}",
             f"{row['test']:.2%}" if "test" in row else "",
             f"{after:.0%} of its seconds" if after else ("not" if "curve" in row else ""),
-            f"{row['overhead']:.1%}" if "overhead" in row else "",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -213,7 +216,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
         "equal": [a for run in result["runs"] if run["method"] == "equal lanes" for a in run["accuracies"]],
     }
     right.boxplot([[100 * a for a in group] for group in groups.values()], tick_labels=list(groups), showmeans=True)
-    right.set(ylabel="validation accuracy, %", title="lanes that fill the same FLOPs, all seeds")
+    right.set(
+        ylabel="validation accuracy, %", title=f"lanes that take {100 * _FULL:.0f} % of the FLOPs or more, all seeds"
+    )
     figure.savefig(path, dpi=110)
 
 

@@ -3,6 +3,7 @@
 import collections
 import itertools
 import statistics
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +54,10 @@ def rows(found: "Search") -> list[dict[str, Any]]:
     return table
 
 
-def write_trials(found: "Search", workdir: Path) -> None:
-    """Writes `trials.json` and `trials.md`, models in the order of their accuracy."""
+def write_trials(found: "Search", workdir: Path, least_seconds: float = 0.0) -> None:
+    """Writes `trials.json` and `trials.md`, models in the order of their accuracy, unless done so recently."""
+    if time.time() - _modified(workdir / "trials.json") < least_seconds:
+        return
     table = rows(found)
     write_json(workdir / "trials.json", table)
     lines = ["| model | state | from | accuracy | training s | ms a step | GFLOP | fill | lanes |", "|" + "---|" * 9]
@@ -73,6 +76,10 @@ def write_trials(found: "Search", workdir: Path) -> None:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     (workdir / "trials.md").write_text("\n".join(lines) + "\n")
+
+
+def _modified(path: Path) -> float:
+    return path.stat().st_mtime if path.exists() else 0.0
 
 
 def write(found: "Search", workdir: Path, test_accuracies: list[float], session: dict[str, float]) -> dict[str, Any]:
@@ -203,7 +210,7 @@ def draw(found: "Search", table: list[dict[str, Any]], summary: dict[str, Any], 
     )
     spent, reached = best_so_far(table)
     done = [row for row in table if row["state"] == "complete" and row["model"] != "baseline"]
-    baseline = next((row for row in table if row["model"] == "baseline" and row["accuracy"]), None)
+    baseline = next((row for row in table if row["model"] == "baseline" and row["state"] == "complete"), None)
     first = next((i for i, value in enumerate(reached) if value), len(reached))
     for axes, x, label in ((trials, range(1, len(spent) + 1), "models"), (seconds, spent, "training seconds")):
         axes.step(list(x)[first:], [100 * value for value in reached[first:]], where="post", label="best so far")

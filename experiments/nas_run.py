@@ -108,7 +108,7 @@ def run(
                 found.space,
                 found.trainer.evaluate,
                 to_the_end=True,
-                done=functools.partial(nas_report.write_trials, found, workdir),
+                done=functools.partial(nas_report.write_trials, found, workdir, least_seconds=20.0),
             )
             wall_seconds = time.monotonic() - started
             models = found.study.models()
@@ -145,7 +145,7 @@ def worker_slot(found: Search) -> Iterator[None]:
     rng = random.Random(0)
     mixes = [found.space.draw(rng) for _ in range(20)]
     largest = max(sum(one["memory_bytes"] for one in found.space.report(mix)) for mix in mixes)
-    slots, visible = 1, os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    slots, visible = 1, "".join(c for c in os.environ.get("CUDA_VISIBLE_DEVICES", "0") if c.isalnum())
     if jax.default_backend() == "cpu":
         slots = int(min(devices.num_cores(), devices.usable_memory_bytes() / (2 * largest + _PROCESS_BYTES)))
     told = False

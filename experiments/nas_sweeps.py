@@ -46,7 +46,8 @@ def main(argv: list[str]) -> None:
     points: list[dict[str, Any]] = []
     for value in SWEEPS[sweep]:
         text = describe(sweep, value, config, settings)
-        points.append(search_at(config, dataclasses.replace(settings, devices=text), workdir / f"{value}", programs))
+        there = dataclasses.replace(settings, devices=text, name=f"{settings.name} {sweep} {value}")
+        points.append(search_at(config, there, workdir / f"{sweep}-{value}", programs))
         points[-1]["value"] = value
         result = {
             "sweep": sweep,
@@ -124,11 +125,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
         showmeans=True,
     )
     axes.plot(range(1, len(points) + 1), [100 * max(point["accuracies"]) for point in points], "r*-", label="best")
-    axes.axhline(100 * points[0]["baseline"], color="gray", ls="--", label=f"baseline {result['search']['baseline']}")
+    if points[0]["baseline"]:
+        label = f"baseline {result['search']['baseline']}"
+        axes.axhline(100 * points[0]["baseline"], color="gray", ls="--", label=label)
     axes.set(
         xlabel=labels[result["sweep"]],
         ylabel="validation accuracy, %",
-        title=f"{result['data']}, {result['search']['num_models']} random models a point",
+        title=f"{result['data']}, {result['search']['num_models']} models a point, {result['search']['method']}",
     )
     axes.legend()
     figure.savefig(path, dpi=110)

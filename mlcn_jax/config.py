@@ -147,7 +147,8 @@ def check_fields(section: str, cls: type, values: Mapping[str, Any]) -> None:
     types = {f.name: f.type for f in dataclasses.fields(cls) if f.name not in ("image_shape", "num_classes")}
     for name in sorted(set(types) ^ set(values)):
         what = "is missing" if name in types else "is no field"
-        raise InputError(f"{section}.{name} {what}; configs/default.py lists all fields")
+        file = "nas_quickstart" if section == "search" else "default"
+        raise InputError(f"{section}.{name} {what}; configs/{file}.py lists all fields")
     for name, value in values.items():
         expected = types[name]
         if expected is float:

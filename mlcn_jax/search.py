@@ -109,7 +109,8 @@ class Space:
     Args:
       menu: the lanes to choose from.
       buckets: the devices.
-      tolerance: how far below its limit a device's load may stay, and above the mean of all, as a share.
+      tolerance: share of a device's scarcer resource that may stay unused, and by which the fullest device may exceed
+        the mean of all; more than that is left only where no lane is small enough.
 
     Raises:
       InputError: no lane fits any device; the message names the smallest.
@@ -170,7 +171,7 @@ class Space:
         return tuple(tuple(sorted(own)) for own in best)
 
     def mutate(self, rng: random.Random, mix: Mix) -> tuple[Mix, str]:
-        """Another mix, one move away and filled up again, and the name of the move (`MOVES`).
+        """A mix of other lanes, one move away and filled up again, and the name of the move (`MOVES`).
 
         Equal lanes are swapped for others, widened or deepened by one or removed, all of them at once, since one of
         dozens would change too little to be seen; a single lane is added, or moved to another device. Lanes drawn at
@@ -185,7 +186,9 @@ class Space:
                 for lane in kept:
                     weights[lane] += (1 - _NEWCOMERS) / len(kept)
                 found = self.draw(rng, start=tuple(map(tuple, lanes)), weights=weights)
-                if found != mix and self.imbalance(found) <= max(self.tolerance, self.imbalance(mix)):
+                if self.text(found) != self.text(mix) and self.imbalance(found) <= max(
+                    self.tolerance, self.imbalance(mix)
+                ):
                     return found, move
         return self.draw(rng), "draw"
 
@@ -229,7 +232,7 @@ class Space:
         return all(bucket.fits(lanes) for bucket, lanes in zip(self.buckets, mix, strict=True))
 
     def imbalance(self, mix: Mix) -> float:
-        """How much more loaded, for its limit, the fullest device is than the mean of all that hold lanes."""
+        """How much fuller, in its scarcer resource, the fullest device is than the mean of all that hold lanes."""
         fills = [bucket.fill(lanes) for bucket, lanes in zip(self.buckets, mix, strict=True) if lanes]
         return max(fills) / (sum(fills) / len(fills)) - 1
 

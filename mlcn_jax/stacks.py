@@ -122,7 +122,7 @@ class StacksRunner:
             (stack.device, own.lanes, width)
             for stack, own, width in zip(stacks, self._specs, self._widths, strict=True)
         ]
-        self._model_key = (head, *self._keys, *order)
+        self._model_key = (head, *self._widths, "of", *(len(stack.lanes) for stack in stacks), "order", *order)
         self._head_key = (head, len(order))
 
     # The programs. Columns and their gradients are [1, batch, classes, lanes], filled up to the lanes of the largest

@@ -1,17 +1,17 @@
 """A search as an Optuna study: which mix each trial gets, what became of it, and workers that come, die and go.
 
-Every model of a search has an index. Its trial waits in the study's storage until a worker takes it; one whose worker
-is not heard of for two heartbeats is put back. An index thus ends once, whatever happens to workers.
+Every model of a search has an index. Its trial waits in the study's storage until a worker takes it. One whose worker
+is not heard of for two heartbeats fails without a reason, and one process, that which starts the search or goes on with
+it, has such models wait again. An index thus ends once, whatever happens to workers.
 """
 
 import contextlib
 import dataclasses
-import datetime
-import itertools
 import json
 import logging
 import random
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 METHODS = ("random", "evolution", "halving", "tpe", "nsgaii")
 BASELINE = -1  # index of the model that all others are compared with
 _VERSION = 1  # of what is stored
-_MAX_DEATHS = 3  # workers that a model may take with it, by memory that the machine does not have, say
-_PUT_BACK_SECONDS = 2.0  # after which nobody else is about to do it
+_MAX_DEATHS = 5  # workers that a model may take with it, by memory that the machine does not have, say
+_START_SECONDS = 30  # that a worker waits for the search to be started
 _LOCK_SECONDS = 30.0  # to wait for another worker's transaction in SQLite
 _POPULATION, _TOURNAMENT = 8, 5  # of evolution
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -80,7 +80,10 @@ class SearchSettings:
         unknown = [kind for kind in self.lane_kinds if kind not in LANE_KINDS]
         if unknown or not self.lane_kinds:
             raise InputError(f"search.kinds is {self.kinds!r}; it must be some of {', '.join(LANE_KINDS)}")
-        parse_lanes(self.baseline)
+        try:
+            parse_lanes(self.baseline)
+        except InputError as error:
+            raise InputError(f"search.baseline: {error}") from error
 
     @property
     def lane_kinds(self) -> tuple[str, ...]:
@@ -100,7 +103,7 @@ class Model:
       score: after the last epoch that it was trained; None before the first.
       accuracies: after each epoch.
       seconds: of training, compiling and scoring.
-      ended: seconds since 1970 at its end; 0 before.
+      ended: seconds since 1970 after its last epoch; 0 before.
       reason: why it failed.
     """
 
@@ -136,40 +139,52 @@ class Study:
     def __init__(self, settings: SearchSettings, facts: Mapping[str, Any], url: str, *, create: bool):
         self._settings = settings
         self.evaluate_seconds = 0.0  # spent by this process in training and scoring models
+        self._first_seen: dict[int, float] = {}  # trials that run without a heartbeat, perhaps
+        self._lost = False  # whether the last trial was given to another worker meanwhile
         self._storage = _open_storage(url, settings.heartbeat_seconds)
+        shown = _shown(url)
         with storage_errors(url):
-            stored = [name for name in optuna.get_all_study_names(self._storage) if name == settings.name]
+            stored = settings.name in optuna.get_all_study_names(self._storage)
             if not stored and not create:
                 raise InputError(
-                    f"{url} holds no search named {settings.name!r}: start it without --worker first (search.name)"
+                    f"{shown} holds no search named {settings.name!r}: start it without --worker first (search.name)"
                 )
             self._study = optuna.create_study(
                 storage=self._storage,
                 study_name=settings.name,
                 load_if_exists=True,
                 direction="maximize",
-                sampler=self._sampler(),
                 pruner=self._pruner(),
             )
             mine = json.loads(json.dumps({"version": _VERSION, **facts}))
-            theirs = self._study.user_attrs.get("facts")
+            theirs = self.noted("facts")
             if theirs is None and create:
-                self._study.set_user_attr("facts", mine)
+                self.enqueue()
+                self.note("facts", mine)  # after which workers may begin
                 theirs = mine
+            for _ in range(_START_SECONDS):
+                if theirs is not None:
+                    break
+                time.sleep(1.0)
+                theirs = self.noted("facts")
+            else:
+                if theirs is None:
+                    raise InputError(f"{shown}: the search {settings.name!r} was not started: do so without --worker")
         rows = [
-            f"  {field}: {(theirs or {}).get(field)!r} there, {mine.get(field)!r} now"
-            for field in sorted(set(mine) | set(theirs or {}))
-            if (theirs or {}).get(field) != mine.get(field)
+            f"  {field}: {theirs.get(field)!r} there, {mine.get(field)!r} now"
+            for field in sorted(set(mine) | set(theirs))
+            if theirs.get(field) != mine.get(field)
         ]
         if rows:
             raise InputError(
-                f"{url} holds a search named {settings.name!r} with other settings:\n"
+                f"{shown} holds a search named {settings.name!r} with other settings:\n"
                 + "\n".join(rows)
                 + "\ngive the same ones to go on with it, or another search.name or --workdir"
             )
 
-    def _sampler(self) -> "optuna.samplers.BaseSampler":
-        seed = self._settings.seed
+    def _sampler(self, trials: int) -> "optuna.samplers.BaseSampler":
+        """A sampler for the trial after so many, so that neither workers nor sessions repeat each other."""
+        seed = random.Random(f"{self._settings.seed} {trials}").getrandbits(32)
         if self._settings.method == "tpe":
             return optuna.samplers.TPESampler(seed=seed, n_startup_trials=8)
         if self._settings.method == "nsgaii":
@@ -179,7 +194,8 @@ class Study:
     def _pruner(self) -> "optuna.pruners.BasePruner":
         if self._settings.method != "halving":
             return optuna.pruners.NopPruner()
-        return optuna.pruners.SuccessiveHalvingPruner(reduction_factor=self._settings.reduction_factor)
+        factor = self._settings.reduction_factor
+        return optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=factor)
 
     def enqueue(self) -> bool:
         """Makes every model that has no trial wait for a worker, and those whose worker ended without noting a reason.
@@ -189,25 +205,34 @@ class Study:
         Returns:
           Whether any model is still to be trained.
         """
-        known: dict[int, FrozenTrial] = {}
-        for trial in self._trials():
-            known[trial.user_attrs["index"]] = trial
+        latest = {trial.user_attrs["index"]: trial for trial in self._trials()}
         grace, unfinished = 2 * self._settings.heartbeat_seconds, False
-        for index in range(BASELINE, self._settings.num_models):
-            last = known.get(index)
+        for index in range(self._settings.num_models):
+            last = latest.get(index)
             if last is None:
                 self._study.enqueue_trial({}, user_attrs={"index": index})
             elif last.state == TrialState.RUNNING and "model" not in last.user_attrs:
-                if _seconds_since(last.datetime_start) > grace:
-                    # Its worker died before the first heartbeat, without which nobody else would notice.
+                first_seen = self._first_seen.setdefault(last.number, time.monotonic())
+                if time.monotonic() - first_seen > grace:
+                    # Its worker died before the first heartbeat, without which it does not count as dead.
                     self._study.tell(last.number, state=TrialState.FAIL)
             elif last.state == TrialState.FAIL and "reason" not in last.user_attrs:
-                if _seconds_since(last.datetime_complete) > _PUT_BACK_SECONDS:
-                    self._study.enqueue_trial({}, user_attrs=_kept(last))
+                self._put_back(last)
             elif last.state.is_finished():
                 continue
             unfinished = True
         return unfinished
+
+    def _put_back(self, trial: "FrozenTrial") -> None:
+        """Has the model of a trial whose worker died wait again, unless that happened often."""
+        attrs = {"index": trial.user_attrs["index"], "deaths": trial.user_attrs.get("deaths", 0) + 1}
+        if attrs["deaths"] < _MAX_DEATHS:
+            _log.info("model %d goes back: its worker is gone", attrs["index"])
+            self._study.enqueue_trial({}, user_attrs=attrs)
+            return
+        attrs["model"] = trial.user_attrs.get("model", {})
+        attrs["reason"] = f"{attrs['deaths']} workers ended while they trained it; is there too little memory?"
+        self._study.add_trial(optuna.create_trial(state=TrialState.FAIL, user_attrs=attrs))
 
     def work(
         self,
@@ -228,17 +253,30 @@ class Study:
         """
 
         def objective(trial: "optuna.Trial") -> float:
-            return self._run(trial, space, evaluate)
+            self._lost = False
+            try:
+                value = self._run(trial, space, evaluate)
+            except optuna.exceptions.UpdateFinishedTrialError:
+                self._lost = True
+                raise
+            self._lost = self._storage.get_trial(trial._trial_id).state.is_finished()
+            return value
 
+        if to_the_end:
+            self._train_baseline(evaluate)
         while True:
             with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
                 optuna.storages.fail_stale_trials(self._study)
             unfinished = self.enqueue() if to_the_end else False
-            states, spent = {trial.state for trial in self._trials()}, self._spent()
+            trials = self._trials()
+            states, spent = {trial.state for trial in trials}, self._spent(trials)
             if TrialState.WAITING in states and not spent:
+                self._study.sampler = self._sampler(sum(t.state != TrialState.WAITING for t in trials))
                 try:
                     self._study.optimize(objective, n_trials=1, catch=(_Failed,))
-                except optuna.exceptions.UpdateFinishedTrialError:
+                except Exception:
+                    if not self._lost:
+                        raise
                     _log.warning("this worker was not heard of for too long: its model went to another one")
                 done()
             elif unfinished and (not spent or TrialState.RUNNING in states):
@@ -246,10 +284,46 @@ class Study:
             else:
                 return
 
-    def _spent(self) -> bool:
+    def _train_baseline(self, evaluate: Callable[[str], Generator[Score, None, None]]) -> None:
+        """Trains the model that all others are compared with, and keeps its score beside the trials.
+
+        It is no trial, since samplers and pruners would learn from it.
+        """
+        if self.noted("baseline"):
+            return
+        accuracies: list[float] = []
+        found: dict[str, Any] = {"lanes": self._settings.baseline, "accuracies": [], "reason": ""}
+        try:
+            for score, seconds in self._timed(evaluate(self._settings.baseline)):
+                accuracies.append(score.accuracy)
+                found |= {"accuracies": accuracies, "score": _stored(score, seconds)}
+        except _FAILURES as error:
+            found["reason"] = _reason_of(error)
+            _log.warning("the baseline failed (%s): %s", self._settings.baseline, error)
+        else:
+            _log.info("baseline: %.2f %%, %.0f s (%s)", 100 * score.accuracy, seconds, self._settings.baseline)
+        self.note("baseline", found)
+
+    def _timed(self, scores: Generator[Score, None, None]) -> Iterator[tuple[Score, float]]:
+        """Each score with the seconds that it and those before it took."""
+        seconds = 0.0
+        with contextlib.closing(scores):
+            while True:
+                started = time.monotonic()
+                try:
+                    score = next(scores, None)
+                finally:
+                    seconds += time.monotonic() - started
+                    self.evaluate_seconds += time.monotonic() - started
+                if score is None:
+                    return
+                yield score, seconds
+
+    def _spent(self, trials: Sequence["FrozenTrial"]) -> bool:
         """Whether all training seconds are used up."""
         most = self._settings.max_training_seconds
-        return 0 < most <= sum(model.train_seconds for model in self.models())
+        scores = (trial.user_attrs.get("score") for trial in trials)
+        return 0 < most <= sum(score["train_seconds"] for score in scores if score)
 
     def _run(
         self, trial: "optuna.Trial", space: Space, evaluate: Callable[[str], Generator[Score, None, None]]
@@ -257,40 +331,22 @@ class Study:
         if "index" not in trial.user_attrs:
             raise _Failed("another worker took the last trial first")
         index = trial.user_attrs["index"]
-        mix: Mix = ()
-        if index == BASELINE:
-            origin, lanes = "baseline", self._settings.baseline
-        else:
-            mix, origin = self._propose(index, trial, space)
-            lanes = space.text(mix)
+        mix, origin = self._propose(index, trial, space)
+        lanes = space.text(mix)
         self._storage.record_heartbeat(trial._trial_id)  # optuna's thread may not have come to it; see `enqueue`
         trial.set_user_attr("model", {"origin": origin, "lanes": lanes, "mix": mix})
-        seconds, scores, score = 0.0, evaluate(lanes), None
         try:
-            for epoch in itertools.count(1):
-                started = time.monotonic()
-                try:
-                    after = next(scores, None)
-                finally:
-                    seconds += time.monotonic() - started
-                    self.evaluate_seconds += time.monotonic() - started
-                if after is None:
-                    break
-                score = after
-                trial.set_user_attr("score", dataclasses.asdict(score) | {"seconds": seconds})
+            for epoch, (score, seconds) in enumerate(self._timed(evaluate(lanes)), start=1):
+                trial.set_user_attr("score", _stored(score, seconds))
                 trial.report(score.accuracy, epoch)
                 if epoch < self._settings.num_epochs and trial.should_prune():
                     _log.info("model %d: %.2f %% after epoch %d, stopped early", index, 100 * score.accuracy, epoch)
                     raise optuna.TrialPruned
-        except (InputError, Diverged, MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            trial.set_user_attr("reason", f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        except _FAILURES as error:
+            trial.set_user_attr("reason", _reason_of(error))
             _log.warning("model %d failed (%s): %s", index, lanes, error)
+            traceback.clear_frames(error.__traceback__)  # which may hold what there was no memory for
             raise _Failed from error
-        finally:
-            scores.close()
-        assert score is not None, "nothing was trained"
         _log.info("model %d: %.2f %%, %.0f s (%s)", index, 100 * score.accuracy, seconds, lanes)
         return score.accuracy
 
@@ -299,7 +355,7 @@ class Study:
         rng = random.Random(f"{self._settings.seed} {index}")
         if self._settings.method == "evolution":
             ended = [model for model in self.models() if model.state == "complete" and model.index != BASELINE]
-            if len(ended) >= min(_POPULATION, self._settings.num_models // 4):
+            if len(ended) >= max(2, min(_POPULATION, self._settings.num_models // 4)):
                 youngest = sorted(ended, key=lambda model: model.ended)[-_POPULATION:]
                 rivals = rng.sample(youngest, min(_TOURNAMENT, len(youngest)))
                 return space.mutate(rng, max(rivals, key=lambda model: model.accuracies[-1]).mix)
@@ -318,9 +374,21 @@ class Study:
         return [trial for trial in self._study.get_trials(deepcopy=False) if "index" in trial.user_attrs]
 
     def models(self) -> list[Model]:
-        """All models, by index; of one that was put back, its newest trial."""
+        """The baseline, once it was trained, and all models by index; of one that was put back, its newest trial."""
         latest = {trial.user_attrs["index"]: trial for trial in self._trials()}
-        return [_model(latest[index]) for index in sorted(latest)]
+        baseline = self.noted("baseline")
+        first = []
+        if baseline:
+            state = "failed" if baseline["reason"] else "complete"
+            model = {"lanes": baseline["lanes"], "origin": "baseline"}
+            attrs = {
+                "index": BASELINE,
+                "model": model,
+                "score": baseline.get("score", {}),
+                "reason": baseline["reason"],
+            }
+            first = [_model(attrs, state, baseline["accuracies"])]
+        return first + [_model_of(latest[index]) for index in sorted(latest)]
 
     def note(self, name: str, value: Any) -> None:
         """Keeps something beside the trials, ready for JSON."""
@@ -329,6 +397,9 @@ class Study:
     def noted(self, name: str) -> Any:
         """What was kept; None if nothing was."""
         return self._study.user_attrs.get(name)
+
+
+_FAILURES = (InputError, Diverged, MemoryError, RuntimeError)
 
 
 class _Failed(Exception):
@@ -347,47 +418,38 @@ def best(models: Sequence[Model]) -> Model | None:
     return max(complete, key=lambda model: model.accuracies[-1], default=None)
 
 
-def _model(trial: "FrozenTrial") -> Model:
-    attrs, state = trial.user_attrs, trial.state
+def _model_of(trial: "FrozenTrial") -> Model:
     names = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "stopped early", TrialState.FAIL: "failed"}
+    accuracies = [trial.intermediate_values[step] for step in sorted(trial.intermediate_values)]
+    return _model(trial.user_attrs, names.get(trial.state, trial.state.name.lower()), accuracies)
+
+
+def _model(attrs: Mapping[str, Any], state: str, accuracies: Sequence[float]) -> Model:
     model, score = attrs.get("model", {}), dict(attrs.get("score", {}))
-    seconds = score.pop("seconds", 0.0)
+    seconds, ended = score.pop("seconds", 0.0), score.pop("ended", 0.0)
     return Model(
         index=attrs["index"],
-        state=names.get(state, state.name.lower()),
+        state=state,
         lanes=model.get("lanes", ""),
         mix=tuple(tuple(lanes) for lanes in model.get("mix", ())),
         origin=model.get("origin", ""),
         score=Score(**score) if score else None,
-        accuracies=tuple(trial.intermediate_values[step] for step in sorted(trial.intermediate_values)),
+        accuracies=tuple(accuracies),
         seconds=seconds,
-        ended=trial.datetime_complete.timestamp() if trial.datetime_complete else 0.0,
+        ended=ended if state != "running" else 0.0,
         reason=attrs.get("reason", ""),
     )
 
 
-def _seconds_since(moment: "datetime.datetime | None") -> float:
-    return (datetime.datetime.now() - moment).total_seconds() if moment else 0.0
+def _stored(score: Score, seconds: float) -> dict[str, Any]:
+    return dataclasses.asdict(score) | {"seconds": seconds, "ended": time.time()}
 
 
-def _kept(trial: "FrozenTrial") -> dict[str, Any]:
-    return {name: trial.user_attrs[name] for name in ("index", "deaths") if name in trial.user_attrs}
-
-
-def _put_back(study: "optuna.Study", trial: "FrozenTrial") -> None:
-    """Has the model of a trial whose worker died trained again, unless that happened often."""
-    attrs = _kept(trial)
-    newer = study.get_trials(deepcopy=False)[trial.number + 1 :]
-    if "index" not in attrs or any(other.user_attrs.get("index") == attrs["index"] for other in newer):
-        return
-    attrs["deaths"] = attrs.get("deaths", 0) + 1
-    if attrs["deaths"] < _MAX_DEATHS:
-        _log.info("model %d goes back: its worker is gone", attrs["index"])
-        study.enqueue_trial({}, user_attrs=attrs)
-        return
-    attrs["model"] = trial.user_attrs.get("model", {})
-    attrs["reason"] = f"{attrs['deaths']} workers died while they trained it; is there too little memory?"
-    study.add_trial(optuna.create_trial(state=TrialState.FAIL, user_attrs=attrs))
+def _reason_of(error: Exception) -> str:
+    """Why a model failed; raises what is no fault of the model."""
+    if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+        raise error
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no details'])[0]}"
 
 
 def _open_storage(url: str, heartbeat_seconds: int) -> "optuna.storages.RDBStorage":
@@ -402,7 +464,6 @@ def _open_storage(url: str, heartbeat_seconds: int) -> "optuna.storages.RDBStora
                 engine_kwargs=engine,
                 heartbeat_interval=heartbeat_seconds,
                 grace_period=2 * heartbeat_seconds,
-                heartbeat_stale_trial_callback=_put_back,
             )
     except ImportError as error:
         raise InputError(
@@ -428,7 +489,7 @@ def storage_errors(url: str) -> Iterator[None]:
         ) from error
     except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
         cause = error if isinstance(error, sqlalchemy.exc.SQLAlchemyError) else error.__cause__ or error
-        detail = str(getattr(cause, "orig", None) or cause).strip().splitlines()[0]
+        detail = (str(getattr(cause, "orig", None) or cause).strip().splitlines() or [type(cause).__name__])[0]
         if "no column" in detail or "malformed" in detail or "not a database" in detail:
             hint = "it is no storage of a search: give another search.storage or --workdir"
         elif "lock" in detail:

@@ -55,7 +55,7 @@ class Trainer:
       num_epochs: of a trial.
       num_repeats: trainings of each model, from different start values and in different orders of the images.
       num_images: of the training set, a fixed part of each class; 0 takes all.
-      programs: compiled ones of other trainers, to use and to add to, where all but the number of epochs is alike.
+      programs: compiled ones of other trainers of the same settings, to use and to add to.
 
     Raises:
       InputError: the data cannot be used, or no images are set aside for validation.

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from optuna.trial import TrialState
 
 from mlcn_jax import search, study
 from mlcn_jax.errors import Diverged, InputError
@@ -108,7 +109,7 @@ def test_random_mixes_depend_on_the_seed_alone(tmp_path):
 
 
 def test_what_fails_is_noted_with_its_reason_and_the_search_goes_on(tmp_path):
-    errors = iter([Diverged("the loss is nan"), RuntimeError("RESOURCE_EXHAUSTED: out of memory"), MemoryError("no")])
+    errors = iter([Diverged("the loss is nan"), RuntimeError("RESOURCE_EXHAUSTED: out of memory"), MemoryError()])
 
     def evaluate(lanes):
         error = None if lanes == "mlcn1:w1" else next(errors, None)
@@ -121,7 +122,7 @@ def test_what_fails_is_noted_with_its_reason_and_the_search_goes_on(tmp_path):
     assert [model.reason for model in models[1:4]] == [
         "Diverged: the loss is nan",
         "RuntimeError: RESOURCE_EXHAUSTED: out of memory",
-        "MemoryError: no",
+        "MemoryError: no details",
     ]
 
 
@@ -198,14 +199,14 @@ def die_at_work(folder):
 
 def test_a_model_whose_workers_die_again_and_again_fails_with_that_reason(tmp_path):
     context = multiprocessing.get_context("spawn")  # jax has threads, which a fork would lose
-    for _ in range(3):
+    for _ in range(5):
         worker = context.Process(target=die_at_work, args=(tmp_path,))
         worker.start()
         worker.join()
         assert worker.exitcode == -signal.SIGKILL
     models = run(make_study(tmp_path, num_models=1))
     assert [model.state for model in models] == ["complete", "failed"]
-    assert "3 workers died" in models[1].reason
+    assert "5 workers ended" in models[1].reason
 
 
 def test_halving_stops_the_worse_half_early(tmp_path):
@@ -238,9 +239,41 @@ def test_a_planted_better_region_is_found(tmp_path, method):
     assert sum(mine) > sum(theirs) + 0.1, (mine, theirs)
 
 
+def test_genetic_children_have_what_their_parents_have(tmp_path):
+    found = make_study(tmp_path, method="nsgaii", num_models=24)
+    run(found)
+    widths = [trial.params["width"] for trial in found._trials()]
+    assert len(set(widths[:8])) == 8
+    assert set(widths[8:]) & set(widths[:8])  # crossed over, not drawn
+
+
+def test_a_worker_that_was_taken_for_dead_goes_on_with_the_next_model(tmp_path):
+    other = make_study(tmp_path)
+    calls = []
+
+    def evaluate(lanes):
+        calls.append(lanes)
+        if len(calls) == 3:  # the second model
+            (running,) = [t for t in other._study.get_trials() if t.state == TrialState.RUNNING]
+            other._study.tell(running.number, state=TrialState.FAIL)
+        yield from planted(lanes)
+
+    models = run(make_study(tmp_path), evaluate)
+    assert {model.state for model in models} == {"complete"}
+    assert len(models) == 7
+    assert calls[2] in calls[3:]
+    assert len(calls) == 8
+
+
+def test_a_small_evolution_evolves(tmp_path):
+    models = run(make_study(tmp_path, method="evolution", num_models=4))
+    assert [model.origin for model in models[1:3]] == ["draw", "draw"]
+    assert all(model.origin in search.MOVES for model in models[3:])
+
+
 def test_training_seconds_end_a_search_that_then_goes_on(tmp_path):
     models = run(make_study(tmp_path, max_training_seconds=3.0))
-    assert [model.state for model in models] == ["complete"] * 3 + ["waiting"] * 4
+    assert [model.state for model in models] == ["complete"] * 4 + ["waiting"] * 3  # with the baseline
     assert {model.state for model in run(make_study(tmp_path))} == {"complete"}
 
 
