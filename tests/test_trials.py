@@ -1,5 +1,6 @@
 """Trials train as runs do, share compiled programs, and score on validation images."""
 
+import collections
 import math
 
 import jax
@@ -70,10 +71,12 @@ def test_repeats_differ_and_their_geometric_mean_counts():
 
 def test_validation_images_are_not_trained_on_nor_tests():
     trainer = trials.Trainer(make_config(), num_epochs=1, num_repeats=1, num_images=300)
-    seen = {image.tobytes() for image in trainer.train.images}
-    assert len(trainer.train.labels) + len(trainer.validation.labels) == 300
-    assert not seen & {image.tobytes() for image in trainer.validation.images}
-    assert not seen & {image.tobytes() for image in trainer.dataset.test.images}
+
+    def count(split):
+        return collections.Counter(image.tobytes() for image in split.images)
+
+    assert abs(len(trainer.train.labels) + len(trainer.validation.labels) - 300) <= 10  # a part of each class
+    assert count(trainer.train) + count(trainer.validation) <= count(trainer.dataset.train)
 
 
 def test_a_loss_that_is_not_finite_ends_the_trial():
