@@ -487,8 +487,12 @@ def storage_errors(url: str) -> Iterator[None]:
             f"search.storage={_shown(url)} is no address of a database ({error}): give one such as "
             "sqlite:////folder/search.db or postgresql://user:password@host/database"
         ) from error
-    except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-        cause = error if isinstance(error, sqlalchemy.exc.SQLAlchemyError) else error.__cause__ or error
+    except Exception as error:
+        cause: BaseException | None = error  # optuna may raise another error while it handles the storage's
+        while cause is not None and not isinstance(cause, sqlalchemy.exc.SQLAlchemyError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None or isinstance(error, InputError):
+            raise
         detail = (str(getattr(cause, "orig", None) or cause).strip().splitlines() or [type(cause).__name__])[0]
         if "no column" in detail or "malformed" in detail or "not a database" in detail:
             hint = "it is no storage of a search: give another search.storage or --workdir"

@@ -299,6 +299,20 @@ def test_a_locked_storage(tmp_path, monkeypatch):
     assert {model.state for model in run(make_study(tmp_path))} == {"complete"}
 
 
+def test_a_storage_that_fails_while_a_model_is_trained(tmp_path):
+    holder = sqlite3.connect(tmp_path / "search.db", isolation_level=None)
+
+    def evaluate(lanes):
+        if lanes != SETTINGS.baseline:
+            holder.execute("DROP TABLE trial_intermediate_values")
+        yield from planted(lanes)
+
+    found = make_study(tmp_path)
+    refused = pytest.raises(InputError, match=r"cannot be used .*Models that have finished are kept")
+    with refused, study.storage_errors("sqlite:///search.db"):
+        run(found, evaluate)
+
+
 def test_storages_that_cannot_be_used(tmp_path):
     (tmp_path / "search.db").write_text("no database, but text that is long enough to look like one\n" * 100)
     with pytest.raises(InputError, match="it is no storage of a search"):
