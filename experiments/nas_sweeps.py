@@ -7,7 +7,7 @@
 As figures 6.2 to 6.4 of the thesis: FLOPs of 1, 2, 4 and 8 baselines over 8 devices; memory of 2, 4, 8 and 12 twelfths
 of what unlimited mixes take at 8 baselines, since lanes take less here than there; 4, 8, 16 and 32 devices that share 8
 baselines. Each point is a search in a folder of its own and is not repeated. On a small machine take a smaller baseline
-and few images: --config.search.baseline=mlcn2:w1d1*4 --config.search.num_images=2000 --config.search.num_epochs=3
+and few images: --config.search.baseline=mlcn2:w1d1*16 --config.search.num_images=2000 --config.search.num_epochs=3
 --config.search.num_repeats=1 --config.search.num_models=16. Writes `experiments/results/nas_SWEEP.json` and `.png`.
 """
 
