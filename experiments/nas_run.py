@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from experiments import nas_report
-from mlcn_jax import devices, search, study, train
+from mlcn_jax import devices, search, storage, study, train
 from mlcn_jax.config import RunConfig, check_fields, flat
 from mlcn_jax.errors import InputError
 from mlcn_jax.trials import Trainer
@@ -100,7 +100,7 @@ def run(
     Raises:
       InputError: something given cannot be used, or no model could be trained; what has finished is kept.
     """
-    with train.hold(workdir), study.storage_errors(settings.storage or str(workdir)):
+    with train.hold(workdir), storage.storage_errors(settings.storage or str(workdir)):
         found = open_search(config, settings, workdir, create=True, programs=programs)
         with worker_slot(found):
             started = time.monotonic()
@@ -129,7 +129,7 @@ def run(
 
 def work(config: RunConfig, settings: study.SearchSettings, workdir: Path) -> None:
     """Trains models of a search that another process started, until none waits; raises as `run`."""
-    with study.storage_errors(settings.storage or str(workdir)):
+    with storage.storage_errors(settings.storage or str(workdir)):
         if not settings.storage and not (workdir / "search.db").exists():
             raise InputError(
                 f"{workdir} holds no search: start it without --worker first, or give --config.search.storage"

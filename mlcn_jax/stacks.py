@@ -10,7 +10,7 @@ several processes gather and scatter them in small collectives.
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -20,14 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from mlcn_jax import conv, data, devices, evaluate, train_step
+from mlcn_jax import conv, data, devices, evaluate, exchange, train_step
 from mlcn_jax.model import ModelSpec, encode
 from mlcn_jax.train_step import TrainState
 
-_AXIS = "stack"
 _METRICS = ("loss", "margin", "reconstruction", "accuracy", "squares")
 
 
@@ -114,8 +112,8 @@ class StacksRunner:
         self._mine = [s for s, stack in enumerate(stacks) if stack.device.process_index == jax.process_index()]
         self._is_head = head.process_index == jax.process_index()
         self._head = head
-        exchange = _AmongProcesses if jax.process_count() > 1 else _AmongDevices
-        self._exchange = exchange([stack.device for stack in stacks], head)
+        among = exchange.AmongProcesses if jax.process_count() > 1 else exchange.AmongDevices
+        self._exchange = among([stack.device for stack in stacks], head)
         self._states: dict[int, TrainState] = {}
         self._programs = {} if programs is None else programs
         self._keys = [
@@ -349,12 +347,6 @@ def _whole(x: Any) -> Array:
     return jnp.stack(x.lanes) if isinstance(x, _LaneByLane) else x
 
 
-def _move(x: Array, device: jax.Device) -> Array:
-    """A copy on another device, by way of the host between kinds of devices, which is the one way that jax has."""
-    (here,) = x.devices()
-    return jax.device_put(x if here.platform == device.platform else jax.device_get(x), device)
-
-
 def _vector(**metrics) -> Array:
     """Some of `_METRICS`, or what a stack adds to them, [1, metrics]."""
     return jnp.stack([metrics.get(name, jnp.zeros(())) for name in _METRICS])[None]
@@ -364,103 +356,3 @@ def _vector(**metrics) -> Array:
 def _unpack(total):
     metrics = dict(zip(_METRICS, total[0], strict=True))
     return metrics | {"grad_norm": jnp.sqrt(metrics.pop("squares"))}
-
-
-@jax.jit
-def _sum(parts):
-    return sum(parts[1:], parts[0])
-
-
-class _AmongDevices:
-    """Columns, their gradients and sums between the devices of one process, copied from one to the other."""
-
-    def __init__(self, devices: Sequence[jax.Device], head: jax.Device):
-        self._devices, self._head = devices, head
-
-    def joined(self, columns: Sequence[jax.ShapeDtypeStruct]) -> Any:
-        """The shapes of what `gather` returns, given those of the columns of each stack."""
-        return tuple(columns)
-
-    def gather(self, columns: Mapping[int, Array]) -> tuple[Array, ...]:
-        """The columns of all stacks, on the head."""
-        return tuple(_move(columns[s], self._head) for s in range(len(self._devices)))
-
-    def spread(self, dcolumns: Any, columns: Mapping[int, Array]) -> Iterator[tuple[int, Array]]:
-        """Each stack with the gradients of its columns; those that have to be waited for come last."""
-        del columns
-        for s in sorted(range(len(self._devices)), key=lambda s: self._devices[s].platform != self._head.platform):
-            yield s, _move(dcolumns[s], self._devices[s])
-
-    def total(self, vectors: Mapping[int, Array], from_head: Any, size: int) -> Array:
-        """The sum of the vectors [1, size] of stacks and head."""
-        del size
-        return _sum([_move(v, self._head) for v in vectors.values()] + [from_head])
-
-    def copy(self, total: Array, s: int) -> Array:
-        """A total, on the device of a stack, or for -1 on the head."""
-        return _move(total, self._head if s < 0 else self._devices[s])
-
-    def add_up(self, tree: Any) -> Any:
-        """Arrays of which every process has a part, and zeros elsewhere, whole in every process."""
-        return tree
-
-
-class _AmongProcesses:
-    """The same between several processes, in collectives over a mesh of the stacks' devices; the head has the first."""
-
-    def __init__(self, devices: Sequence[jax.Device], head: jax.Device):
-        assert devices[0] == head
-        self._devices = devices
-        self._known_zeros: dict[tuple, Array] = {}
-        self._mine = [s for s, device in enumerate(devices) if device.process_index == jax.process_index()]
-        self._mesh = Mesh(np.array(devices), (_AXIS,))
-        self._shared, everywhere = (NamedSharding(self._mesh, PartitionSpec(*axis)) for axis in ((_AXIS,), ()))
-        self._all_gather = jax.jit(lambda x: x, out_shardings=everywhere)
-        self._all_reduce = jax.jit(lambda x: jnp.sum(x, axis=0, keepdims=True), out_shardings=everywhere)
-        scatter = partial(jax.lax.psum_scatter, axis_name=_AXIS, scatter_dimension=0, tiled=True)
-        spec = PartitionSpec(_AXIS)
-        self._reduce_scatter = jax.jit(jax.shard_map(scatter, mesh=self._mesh, in_specs=spec, out_specs=spec))
-
-    def _over_mesh(self, parts: Sequence[Array]) -> Array:
-        """One array of the parts of this process's stacks and of those of the others."""
-        shape = (len(self._devices) * parts[0].shape[0], *parts[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, self._shared, list(parts))
-
-    def joined(self, columns: Sequence[jax.ShapeDtypeStruct]) -> Any:
-        return jax.ShapeDtypeStruct((len(self._devices), *columns[0].shape[1:]), columns[0].dtype)
-
-    def gather(self, columns: Mapping[int, Array]) -> Array:
-        return self._all_gather(self._over_mesh(list(columns.values()))).addressable_data(0)
-
-    def spread(self, dcolumns: Any, columns: Mapping[int, Array]) -> Iterator[tuple[int, Array]]:
-        shape, dtype = (len(self._devices), *columns[self._mine[0]].shape[1:]), columns[self._mine[0]].dtype
-        parts = [self._zeros(s, shape, dtype) for s in self._mine]
-        if dcolumns is not None:
-            parts[0] = dcolumns
-        scattered = self._reduce_scatter(self._over_mesh(parts))
-        for s in self._mine:
-            yield s, self.copy(scattered, s)
-
-    def total(self, vectors: Mapping[int, Array], from_head: Any, size: int) -> Array:
-        parts = [vectors[s] if s in vectors else self._zeros(s, (1, size), np.float32) for s in self._mine]
-        if from_head is not None:
-            parts[0] = _sum([parts[0], from_head])
-        return self._all_reduce(self._over_mesh(parts))
-
-    def copy(self, total: Array, s: int) -> Array:
-        device = self._devices[max(s, 0)]
-        return next(shard.data for shard in total.addressable_shards if shard.device == device)
-
-    def _zeros(self, s: int, shape: tuple[int, ...], dtype: Any) -> Array:
-        if (s, shape) not in self._known_zeros:
-            self._known_zeros[s, shape] = jax.device_put(np.zeros(shape, dtype), self._devices[s])
-        return self._known_zeros[s, shape]
-
-    def add_up(self, tree: Any) -> Any:
-
-        def total(x: np.ndarray) -> np.ndarray:
-            parts = [x[None], *[np.zeros_like(x[None])] * (len(self._mine) - 1)]
-            placed = [jax.device_put(part, self._devices[s]) for part, s in zip(parts, self._mine, strict=True)]
-            return jax.device_get(self._all_reduce(self._over_mesh(placed)).addressable_data(0))[0]
-
-        return jax.tree.map(total, tree)

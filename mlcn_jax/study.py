@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
+from mlcn_jax import storage
 from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.lanes import LANE_KINDS, parse_lanes
 from mlcn_jax.search import Mix, Space
@@ -23,7 +24,6 @@ from mlcn_jax.trials import Score
 
 try:
     import optuna
-    import sqlalchemy
     from optuna.trial import FrozenTrial, TrialState
 except ImportError as error:
     raise InputError("a search needs Optuna: pip install optuna") from error
@@ -35,7 +35,6 @@ BASELINE = -1  # index of the model that all others are compared with
 _VERSION = 1  # of what is stored
 _MAX_DEATHS = 5  # workers that a model may take with it, by memory that the machine does not have, say
 _START_SECONDS = 30  # that a worker waits for the search to be started
-_LOCK_SECONDS = 30.0  # to wait for another worker's transaction in SQLite
 _POPULATION, _TOURNAMENT = 8, 5  # of evolution
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
 _FREE_ON_RESUME = {"num_models", "max_training_seconds", "storage", "heartbeat_seconds"}
@@ -141,9 +140,9 @@ class Study:
         self.evaluate_seconds = 0.0  # spent by this process in training and scoring models
         self._first_seen: dict[int, float] = {}  # trials that run without a heartbeat, perhaps
         self._lost = False  # whether the last trial was given to another worker meanwhile
-        self._storage = _open_storage(url, settings.heartbeat_seconds)
-        shown = _shown(url)
-        with storage_errors(url):
+        self._storage = storage.open_storage(url, settings.heartbeat_seconds)
+        shown = storage.shown(url)
+        with storage.storage_errors(url):
             stored = settings.name in optuna.get_all_study_names(self._storage)
             if not stored and not create:
                 raise InputError(
@@ -450,67 +449,3 @@ def _reason_of(error: Exception) -> str:
     if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
         raise error
     return f"{type(error).__name__}: {(str(error).splitlines() or ['no details'])[0]}"
-
-
-def _open_storage(url: str, heartbeat_seconds: int) -> "optuna.storages.RDBStorage":
-    engine: dict[str, Any] = {"pool_pre_ping": True}
-    if url.startswith("sqlite"):
-        engine = {"connect_args": {"timeout": _LOCK_SECONDS}}
-    try:
-        with storage_errors(url), warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return optuna.storages.RDBStorage(
-                url,
-                engine_kwargs=engine,
-                heartbeat_interval=heartbeat_seconds,
-                grace_period=2 * heartbeat_seconds,
-            )
-    except ImportError as error:
-        raise InputError(
-            f"search.storage={_shown(url)} needs a driver that is not installed ({error}); for PostgreSQL: "
-            "pip install 'psycopg[binary]'"
-        ) from error
-    except RuntimeError as error:
-        raise InputError(
-            f"the search's storage {_shown(url)} is of another version of Optuna ({optuna.__version__} is installed): "
-            f"{error}"
-        ) from error
-
-
-@contextlib.contextmanager
-def storage_errors(url: str) -> Iterator[None]:
-    """Turns what a storage raises into an InputError that says how to mend it; what has finished stays in it."""
-    try:
-        yield
-    except sqlalchemy.exc.ArgumentError as error:
-        raise InputError(
-            f"search.storage={_shown(url)} is no address of a database ({error}): give one such as "
-            "sqlite:////folder/search.db or postgresql://user:password@host/database"
-        ) from error
-    except Exception as error:
-        cause: BaseException | None = error  # optuna may raise another error while it handles the storage's
-        while cause is not None and not isinstance(cause, sqlalchemy.exc.SQLAlchemyError):
-            cause = cause.__cause__ or cause.__context__
-        if cause is None or isinstance(error, InputError):
-            raise
-        detail = (str(getattr(cause, "orig", None) or cause).strip().splitlines() or [type(cause).__name__])[0]
-        if "no column" in detail or "malformed" in detail or "not a database" in detail:
-            hint = "it is no storage of a search: give another search.storage or --workdir"
-        elif "lock" in detail:
-            hint = "another program holds it: wait for it or end it, and keep SQLite files off network folders"
-        elif "full" in detail:
-            hint = "free disk space"
-        else:
-            hint = "see that the database runs, that its address is right and that you may write there"
-        raise InputError(
-            f"the search's storage {_shown(url)} cannot be used ({detail}): {hint}. Models that have finished are "
-            "kept; the same command goes on"
-        ) from error
-
-
-def _shown(url: str) -> str:
-    """An address without its password."""
-    try:
-        return sqlalchemy.engine.make_url(url).render_as_string(hide_password=True)
-    except sqlalchemy.exc.ArgumentError:
-        return url

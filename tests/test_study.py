@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from optuna.trial import TrialState
 
-from mlcn_jax import search, study
+from mlcn_jax import search, storage, study
 from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.lanes import LaneSpec, parse_lanes
 from mlcn_jax.trials import Score
@@ -289,11 +289,11 @@ def test_other_settings_are_refused_by_name(tmp_path):
 
 
 def test_a_locked_storage(tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "_LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(storage, "_LOCK_SECONDS", 0.2)
     found = make_study(tmp_path)
     holder = sqlite3.connect(tmp_path / "search.db", isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")
-    with pytest.raises(InputError, match="another program holds it"), study.storage_errors("sqlite:///search.db"):
+    with pytest.raises(InputError, match="another program holds it"), storage.storage_errors("sqlite:///search.db"):
         run(found)
     holder.close()
     assert {model.state for model in run(make_study(tmp_path))} == {"complete"}
@@ -309,7 +309,7 @@ def test_a_storage_that_fails_while_a_model_is_trained(tmp_path):
 
     found = make_study(tmp_path)
     refused = pytest.raises(InputError, match=r"cannot be used .*Models that have finished are kept")
-    with refused, study.storage_errors("sqlite:///search.db"):
+    with refused, storage.storage_errors("sqlite:///search.db"):
         run(found, evaluate)
 
 

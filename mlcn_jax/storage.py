@@ -1,0 +1,80 @@
+"""Where a search keeps its trials: a database, opened, and what goes wrong with it told so that it can be mended."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from mlcn_jax.errors import InputError
+
+try:
+    import optuna
+    import sqlalchemy
+except ImportError as error:
+    raise InputError("a search needs Optuna: pip install optuna") from error
+
+_LOCK_SECONDS = 30.0  # to wait for another worker's transaction in SQLite
+
+
+def open_storage(url: str, heartbeat_seconds: int) -> "optuna.storages.RDBStorage":
+    engine: dict[str, Any] = {"pool_pre_ping": True}
+    if url.startswith("sqlite"):
+        engine = {"connect_args": {"timeout": _LOCK_SECONDS}}
+    try:
+        with storage_errors(url), warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return optuna.storages.RDBStorage(
+                url,
+                engine_kwargs=engine,
+                heartbeat_interval=heartbeat_seconds,
+                grace_period=2 * heartbeat_seconds,
+            )
+    except ImportError as error:
+        raise InputError(
+            f"search.storage={shown(url)} needs a driver that is not installed ({error}); for PostgreSQL: "
+            "pip install 'psycopg[binary]'"
+        ) from error
+    except RuntimeError as error:
+        raise InputError(
+            f"the search's storage {shown(url)} is of another version of Optuna ({optuna.__version__} is installed): "
+            f"{error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def storage_errors(url: str) -> Iterator[None]:
+    """Turns what a storage raises into an InputError that says how to mend it; what has finished stays in it."""
+    try:
+        yield
+    except sqlalchemy.exc.ArgumentError as error:
+        raise InputError(
+            f"search.storage={shown(url)} is no address of a database ({error}): give one such as "
+            "sqlite:////folder/search.db or postgresql://user:password@host/database"
+        ) from error
+    except Exception as error:
+        cause: BaseException | None = error  # optuna may raise another error while it handles the storage's
+        while cause is not None and not isinstance(cause, sqlalchemy.exc.SQLAlchemyError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None or isinstance(error, InputError):
+            raise
+        detail = (str(getattr(cause, "orig", None) or cause).strip().splitlines() or [type(cause).__name__])[0]
+        if "no column" in detail or "malformed" in detail or "not a database" in detail:
+            hint = "it is no storage of a search: give another search.storage or --workdir"
+        elif "lock" in detail:
+            hint = "another program holds it: wait for it or end it, and keep SQLite files off network folders"
+        elif "full" in detail:
+            hint = "free disk space"
+        else:
+            hint = "see that the database runs, that its address is right and that you may write there"
+        raise InputError(
+            f"the search's storage {shown(url)} cannot be used ({detail}): {hint}. Models that have finished are "
+            "kept; the same command goes on"
+        ) from error
+
+
+def shown(url: str) -> str:
+    """An address without its password."""
+    try:
+        return sqlalchemy.engine.make_url(url).render_as_string(hide_password=True)
+    except sqlalchemy.exc.ArgumentError:
+        return url
