@@ -31,7 +31,8 @@ def get_config():
     search.num_epochs = 4
     search.num_repeats = 1  # trainings of each model; its accuracy is their geometric mean
     search.num_images = 0  # of the training set, validation images among them; 0 takes all
-    search.reduction_factor = 3  # of halving
+    search.min_epochs = 1  # of halving: before models are first compared
+    search.reduction_factor = 3  # of halving: one model in so many goes on, for so many times the epochs
     search.max_training_seconds = 0.0  # in all, after which no model is begun; 0 has no end
     search.seed = 0
     search.name = "nas"  # of the search in its storage

@@ -138,7 +138,7 @@ def write_config(found: "Search", winner: study.Model, path: Path) -> None:
         "",
         f"    python main.py --config={path} --workdir=FOLDER",
         "",
-        f"Validation accuracy there: {winner.accuracies[-1]:.2%} after {len(winner.accuracies)} epochs of "
+        f"Validation accuracy there: {winner.accuracies[-1]:.2%} after {found.settings.num_epochs} epochs of "
         f"{len(found.trainer.train.labels)} images. Lanes of each device:",
         *placed,
         f"Placed anew over as many: --config.parallel.plan=stacks --config.parallel.lane={len(placed)}",

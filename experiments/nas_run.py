@@ -79,7 +79,9 @@ def open_search(
     Raises:
       InputError: any of this cannot be used.
     """
-    trainer = Trainer(config, settings.num_epochs, settings.num_repeats, settings.num_images, programs)
+    trainer = Trainer(
+        config, settings.num_epochs, settings.num_repeats, settings.num_images, settings.scored_epochs, programs
+    )
     space = make_space(config, settings)
     facts = {name: value for name, value in flat(config.to_dict()).items() if name.split(".")[0] != "parallel"}
     facts = {name: value for name, value in facts.items() if name not in _FREE} | study.facts_of(settings)

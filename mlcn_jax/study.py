@@ -57,6 +57,7 @@ class SearchSettings:
     num_epochs: int
     num_repeats: int
     num_images: int
+    min_epochs: int
     reduction_factor: int
     max_training_seconds: float
     seed: int
@@ -67,7 +68,7 @@ class SearchSettings:
     def __post_init__(self):
         for field, least in (
             *(("max_width", 1), ("max_depth", 1), ("num_models", 1), ("num_epochs", 1), ("num_repeats", 1)),
-            *(("num_images", 0), ("reduction_factor", 2), ("max_training_seconds", 0), ("seed", 0)),
+            *(("num_images", 0), ("min_epochs", 1), ("reduction_factor", 2), ("max_training_seconds", 0), ("seed", 0)),
             ("heartbeat_seconds", 1),
         ):
             if getattr(self, field) < least:
@@ -85,6 +86,13 @@ class SearchSettings:
             raise InputError(f"search.baseline: {error}") from error
 
     @property
+    def scored_epochs(self) -> tuple[int, ...]:
+        """Epochs after which models are compared: the last, and before it those after which `halving` stops some."""
+        rungs = [self.min_epochs * self.reduction_factor**k for k in range(self.num_epochs)]
+        earlier = [epoch for epoch in rungs if epoch < self.num_epochs] if self.method == "halving" else []
+        return (*earlier, self.num_epochs)
+
+    @property
     def lane_kinds(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(kind.strip() for kind in self.kinds.split(",") if kind.strip()))
 
@@ -100,7 +108,7 @@ class Model:
       mix: the lanes of each device, as places in the menu.
       origin: how the mix was found: `draw`, `baseline` or the name of a move.
       score: after the last epoch that it was trained; None before the first.
-      accuracies: after each epoch.
+      accuracies: after each epoch that was scored.
       seconds: of training, compiling and scoring.
       ended: seconds since 1970 after its last epoch; 0 before.
       reason: why it failed.
@@ -193,8 +201,8 @@ class Study:
     def _pruner(self) -> "optuna.pruners.BasePruner":
         if self._settings.method != "halving":
             return optuna.pruners.NopPruner()
-        factor = self._settings.reduction_factor
-        return optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=factor)
+        least, factor = self._settings.min_epochs, self._settings.reduction_factor
+        return optuna.pruners.SuccessiveHalvingPruner(min_resource=least, reduction_factor=factor)
 
     def enqueue(self) -> bool:
         """Makes every model that has no trial wait for a worker, and those whose worker ended without noting a reason.
@@ -245,8 +253,9 @@ class Study:
 
         Args:
           space: of the mixes.
-          evaluate: trains the model of some lanes, given as text, and yields its score after each epoch. What it raises
-            for lack of memory, a loss that is not finite or an `InputError` is noted, and the search goes on.
+          evaluate: trains the model of some lanes, given as text, and yields its score after each of
+            `SearchSettings.scored_epochs`. What it raises for lack of memory, a loss that is not finite or an
+            `InputError` is noted, and the search goes on.
           to_the_end: whether to wait for the trials of other workers, and train those again whose workers die.
           done: called after each trial.
         """
@@ -335,11 +344,11 @@ class Study:
         self._storage.record_heartbeat(trial._trial_id)  # optuna's thread may not have come to it; see `enqueue`
         trial.set_user_attr("model", {"origin": origin, "lanes": lanes, "mix": mix})
         try:
-            for epoch, (score, seconds) in enumerate(self._timed(evaluate(lanes)), start=1):
+            for score, seconds in self._timed(evaluate(lanes)):
                 trial.set_user_attr("score", _stored(score, seconds))
-                trial.report(score.accuracy, epoch)
-                if epoch < self._settings.num_epochs and trial.should_prune():
-                    _log.info("model %d: %.2f %% after epoch %d, stopped early", index, 100 * score.accuracy, epoch)
+                trial.report(score.accuracy, score.epoch)
+                if score.epoch < self._settings.num_epochs and trial.should_prune():
+                    _log.info("model %d: %.2f %%, stopped after epoch %d", index, 100 * score.accuracy, score.epoch)
                     raise optuna.TrialPruned
         except _FAILURES as error:
             trial.set_user_attr("reason", _reason_of(error))

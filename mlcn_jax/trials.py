@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ class Score:
     """How good a model is after some epochs.
 
     Attributes:
+      epoch: how many of them.
       accuracy: geometric mean over the repeats of the share of validation images classified rightly.
       repeats: of each.
       train_seconds: spent in training steps so far, by all repeats.
@@ -35,6 +36,7 @@ class Score:
       steps: training steps so far, of all repeats.
     """
 
+    epoch: int
     accuracy: float
     repeats: tuple[float, ...]
     train_seconds: float
@@ -55,6 +57,7 @@ class Trainer:
       num_epochs: of a trial.
       num_repeats: trainings of each model, from different start values and in different orders of the images.
       num_images: of the training set, a fixed part of each class; 0 takes all.
+      scored_epochs: after which a model is scored, besides the last.
       programs: compiled ones of other trainers of the same settings, to use and to add to.
 
     Raises:
@@ -67,6 +70,7 @@ class Trainer:
         num_epochs: int,
         num_repeats: int,
         num_images: int,
+        scored_epochs: Collection[int] = (),
         programs: dict[tuple, Any] | None = None,
     ):
         if not config.data.validation_fraction:
@@ -75,6 +79,7 @@ class Trainer:
                 "choose nothing; give 0.1, say"
             )
         self._config, self._num_epochs, self._num_repeats = config, num_epochs, num_repeats
+        self._scored_epochs = {*scored_epochs, num_epochs}
         self.dataset = config.data.load()
         settings = config.train
         images = self.dataset.train
@@ -95,7 +100,7 @@ class Trainer:
         return config.model_spec(self.dataset.train.images.shape[1:], len(self.dataset.class_names))
 
     def evaluate(self, lanes_text: str) -> Generator[Score, None, None]:
-        """Trains a model and yields its score after each epoch.
+        """Trains a model and yields its score after each epoch that is to be scored.
 
         Raises:
           Diverged: the loss is not finite.
@@ -131,7 +136,6 @@ class Trainer:
         runner.start(states[0])
         seconds["compile"] = runner.compile(*batches[0].at(0))
         for epoch in range(self._num_epochs):
-            accuracies = []
             for repeat, state in enumerate(states):
                 runner.start(state)
                 started = time.monotonic()
@@ -142,10 +146,13 @@ class Trainer:
                 seconds["train"] += time.monotonic() - started
                 if not math.isfinite(loss):
                     raise Diverged(f"epoch {epoch + 1}, repeat {repeat + 1}: the loss is {loss}")
-                started = time.monotonic()
-                accuracies.append(self._accuracy(runner, states[repeat], self.validation))
-                seconds["score"] += time.monotonic() - started
+            if epoch + 1 not in self._scored_epochs:
+                continue
+            started = time.monotonic()
+            accuracies = [self._accuracy(runner, state, self.validation) for state in states]
+            seconds["score"] += time.monotonic() - started
             score = Score(
+                epoch=epoch + 1,
                 accuracy=math.exp(sum(math.log(max(a, 1e-9)) for a in accuracies) / len(accuracies)),
                 repeats=tuple(accuracies),
                 train_seconds=seconds["train"],

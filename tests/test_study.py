@@ -35,6 +35,7 @@ SETTINGS = study.SearchSettings(
     num_epochs=1,
     num_repeats=1,
     num_images=0,
+    min_epochs=1,
     reduction_factor=2,
     max_training_seconds=0.0,
     seed=0,
@@ -55,7 +56,7 @@ def make_study(folder, create=True, facts=None, **changes):
 
 
 def make_score(accuracy, seconds=1.0):
-    return Score(accuracy, (accuracy,), seconds, 0.0, 0.0, 1)
+    return Score(1, accuracy, (accuracy,), seconds, 0.0, 0.0, 1)
 
 
 def planted(lanes):
@@ -213,7 +214,7 @@ def test_halving_stops_the_worse_half_early(tmp_path):
     def evaluate(lanes):
         (score,) = planted(lanes)
         for epoch in range(1, 5):
-            yield dataclasses.replace(score, train_seconds=float(epoch))
+            yield dataclasses.replace(score, epoch=epoch, train_seconds=float(epoch))
 
     models = run(make_study(tmp_path, method="halving", num_models=24, num_epochs=4), evaluate)[1:]
     complete = [model for model in models if model.state == "complete"]
