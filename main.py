@@ -1,8 +1,9 @@
-"""Trains, evaluates and describes capsule networks.
+"""Trains, evaluates, describes and exports capsule networks.
 
     python main.py --config=configs/mlcn2_cifar.py --workdir=runs/mlcn2 --config.train.batch_size=300
     python main.py --mode=evaluate --workdir=runs/mlcn2
     python main.py --mode=describe --config=configs/capsnet_mnist.py
+    python main.py --mode=export --workdir=runs/mlcn2
     python main.py --mode=sweep --config=configs/quickstart.py --workdir=runs/sweep \
         --sweep='train.learning_rate=1e-3,3e-4;train.seed=0,1,2'
 
@@ -24,7 +25,7 @@ from mlcn_jax.launch import EXIT_FAILED, launch
 if TYPE_CHECKING:
     from mlcn_jax.config import RunConfig
 
-MODES = ("train", "evaluate", "describe", "sweep")
+MODES = ("train", "evaluate", "describe", "sweep", "export")
 _CONFIGS = Path(__file__).parent / "configs"
 
 _CONFIG = config_flags.DEFINE_config_file("config", str(_CONFIGS / "default.py"), "Python file with get_config().")
@@ -45,8 +46,12 @@ def main(argv: list[str]) -> int:
         raise InputError(f"--mode={mode} needs --workdir=FOLDER")
 
     # Slow to load, and only now needed: a mistaken flag has been answered at once.
-    from mlcn_jax import cost, devices, evaluate, processes, sweep, train
+    from mlcn_jax import cost, devices, evaluate, export, processes, sweep, train
 
+    if mode == "export":
+        folder = export.export(workdir)
+        print(f"exported {folder}; use it with: python -m mlcn_jax.predict {folder} IMAGE ...")
+        return 0
     config = _run_config(mode, workdir)
     if config.parallel.processes != 1 and mode == "sweep":
         raise InputError("--mode=sweep runs in one process: leave parallel.processes at 1")

@@ -95,8 +95,23 @@ def choices(table: dict[str, str]) -> Iterator[None]:
         _CHOICES.reset(token)
 
 
+_BATCH: ContextVar[int] = ContextVar("batch", default=0)
+
+
+@contextlib.contextmanager
+def any_batch_as(batch_size: int) -> Iterator[None]:
+    """While active, "auto" takes the algorithms for so many images, where the batch is traced as a symbol."""
+    token = _BATCH.set(batch_size)
+    try:
+        yield
+    finally:
+        _BATCH.reset(token)
+
+
 def _chosen(x_shape, kernel_shape, stride, padding):
     backend, table = conv_fourier.platform(), _CHOICES.get()
+    if _BATCH.get():
+        x_shape = (_BATCH.get(), *x_shape[1:])
     sizes = ("x".join(map(str, shape)) for shape in (x_shape, kernel_shape))
     key = " ".join((backend, *sizes, f"stride {stride}", padding))
     name = table.get(key) if table is not None else None

@@ -10,6 +10,9 @@ row of A x. On 20x20 pixels, a 9x9 kernel with stride 2 takes 4.9 times fewer mu
 Maps are [points, batch, phases * channels], so no array is transposed between one product and the next.
 """
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -22,8 +25,23 @@ from jax.custom_batching import custom_vmap
 _MAX_POINTS = 1024  # over both axes: B and C are dense in them
 
 
+_TRACED_FOR: ContextVar[str] = ContextVar("traced_for", default="")
+
+
+@contextlib.contextmanager
+def traced_for(platform: str) -> Iterator[None]:
+    """While active, programs are traced for another platform, such as `gpu`, than the one here."""
+    token = _TRACED_FOR.set(platform)
+    try:
+        yield
+    finally:
+        _TRACED_FOR.reset(token)
+
+
 def platform():
     """What the program that is traced will run on."""
+    if _TRACED_FOR.get():
+        return _TRACED_FOR.get()
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     return device.platform if isinstance(device, jax.Device) else jax.default_backend()
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int32, UInt8
-from PIL import Image, ImageOps
+from PIL import Image
 from tqdm import tqdm
 
 from mlcn_jax.errors import InputError
+from mlcn_jax.images import upright
 
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 
@@ -85,11 +86,7 @@ def _read_images(paths: Sequence[Path], size: int) -> UInt8[np.ndarray, "n {size
 def _read_image(path: Path, size: int) -> UInt8[np.ndarray, "{size} {size} channels"] | None:
     """One image, of 1 or 3 channels; None if it cannot be read."""
     try:
-        with Image.open(path) as file:
-            image = ImageOps.exif_transpose(file)
-    except Exception:  # a damaged file, above all its EXIF, can surface as almost any exception
+        image = upright(path)
+    except InputError:
         return None
-    if image.mode.startswith("I"):  # 16 bits per pixel, which Pillow clips to 8 instead of scaling.
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    image = image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
     return np.asarray(image.resize((size, size), Image.Resampling.BILINEAR)).reshape(size, size, -1)

@@ -1,14 +1,13 @@
 """How a command starts and ends: memory pages, log lines, and errors as one message."""
 
 import errno
+import importlib.util
 import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
-
-from absl import logging as absl_logging
 
 from mlcn_jax.errors import Diverged, InputError, Stopped
 
@@ -27,7 +26,7 @@ def launch(command: Callable[[], None]) -> None:
     """Runs `command`; what a user can mend (bad input, a full disk) ends it with one message and an exit code."""
     _restart_with_own_allocator_settings()
     sys.unraisablehook = _unraisable
-    absl_logging.set_verbosity(absl_logging.FATAL)  # orbax reports every file, and errors that are reported here
+    _silence_absl()
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     ours = logging.getLogger("mlcn_jax")
@@ -54,6 +53,14 @@ def launch(command: Callable[[], None]) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         _exit(EXIT_INPUT, f"error: {error}: free disk space, then run the same command again; it resumes")
+
+
+def _silence_absl() -> None:
+    """Orbax reports every file by way of absl, and errors that are reported here; predicting needs neither."""
+    if importlib.util.find_spec("absl"):
+        from absl import logging as absl_logging
+
+        absl_logging.set_verbosity(absl_logging.FATAL)
 
 
 def _exit(code: int, message: str) -> None:

@@ -1,0 +1,69 @@
+"""One picture, a file or its bytes, as the pixels that a model takes; what is too large is refused unread.
+
+Needs numpy and Pillow only.
+"""
+
+import io
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from mlcn_jax.errors import InputError
+
+MAX_FILE_BYTES = 64 * 2**20
+MAX_PIXELS = 50_000_000
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
+
+
+def read_pixels(source: Path | bytes, image_shape: tuple[int, int, int]) -> np.ndarray:
+    """A picture in the shape of a model's images, as in training.
+
+    Turned upright as its EXIF orientation says, made gray or RGB, and resized without keeping its proportions. Of
+    an animation the first picture counts; what is transparent counts with the color that it hides.
+
+    Args:
+      source: a file, or what one holds: PNG, JPEG, WebP, BMP or GIF.
+      image_shape: height, width and channels, 1 or 3.
+
+    Returns:
+      uint8 [height, width, channels].
+
+    Raises:
+      InputError: it is no such picture, is damaged, or has more than `MAX_FILE_BYTES` or `MAX_PIXELS`.
+    """
+    height, width, channels = image_shape
+    image = upright(source).convert("L" if channels == 1 else "RGB")
+    return np.asarray(image.resize((width, height), Image.Resampling.BILINEAR)).reshape(image_shape)
+
+
+def upright(source: Path | bytes) -> Image.Image:
+    """A picture turned as its EXIF orientation says, gray if it has no color, else RGB; raises as `read_pixels`."""
+    num_bytes = len(source) if isinstance(source, bytes) else _file_bytes(source)
+    if num_bytes > MAX_FILE_BYTES:
+        raise InputError(f"it has {num_bytes / 2**20:.0f} MiB; at most {MAX_FILE_BYTES // 2**20} MiB are read")
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as file:
+            if file.width * file.height > MAX_PIXELS:
+                raise Image.DecompressionBombError(f"{file.width}x{file.height}")
+            image = ImageOps.exif_transpose(file)
+    except Image.DecompressionBombError as error:
+        raise InputError(
+            f"it has more than {MAX_PIXELS // 10**6} megapixels ({error}): make it smaller first"
+        ) from error
+    except UnidentifiedImageError as error:
+        raise InputError(f"it is no image: {', '.join(FORMATS)} are read") from error
+    except Exception as error:  # a damaged file, above all its EXIF, can surface as almost any exception
+        raise InputError(f"it cannot be read: {str(error).splitlines()[0] if str(error) else error!r}") from error
+    if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow clips to 8 instead of scaling
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
+
+
+def _file_bytes(path: Path) -> int:
+    if not path.exists():
+        raise InputError("there is no such file")
+    if not path.is_file():
+        raise InputError("it is no file")
+    return path.stat().st_size
