@@ -1,1 +1,67 @@
-"""Multi-lane capsule networks (MLCN) in JAX and Flax."""
+"""Multi-lane capsule networks (MLCN) in JAX and Flax.
+
+What is named here is loaded when it is first used, so that classifying with an `Artifact` loads no training code.
+
+    >>> import jax, jax.numpy as jnp, mlcn_jax, optax
+    >>> spec = mlcn_jax.ModelSpec("mlcn", image_shape=(28, 28, 1), num_classes=10, lanes="mlcn1:w1*2,mlcn2:w1d2")
+    >>> mlcn_jax.count_parameters(spec)["per_lane"]
+    [27896, 27896, 19409]
+    >>> params = mlcn_jax.init_params(spec, jax.random.key(0))
+    >>> v, reconstructions = mlcn_jax.apply_model(spec, params, jnp.zeros((5, 28, 28, 1)))
+    >>> v.shape, reconstructions.shape
+    ((5, 10, 3), (5, 28, 28, 1))
+    >>> mlcn_jax.lengths(v).shape
+    (5, 10)
+    >>> optimizer = optax.adam(1e-3)
+    >>> train_step = jax.jit(mlcn_jax.make_train_step(spec, optimizer, reconstruction_weight=0.392, seed=0))
+    >>> state = mlcn_jax.TrainState.create(params, optimizer)
+    >>> images, labels = jnp.zeros((5, 28, 28, 1), jnp.uint8), jnp.array([3, 1, 4, 1, 5])
+    >>> state, metrics = train_step(state, images, labels)
+    >>> int(state.step), sorted(metrics)
+    (1, ['accuracy', 'grad_norm', 'loss', 'margin', 'reconstruction'])
+
+`load_trained(workdir)` reads the best checkpoint of a run of `main.py`, as a `Trained` with `spec`, `params` and
+`class_names`; `Artifact(folder)` a model that `main.py --mode=export` exported, whose `probabilities(images)`
+classifies.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlcn_jax.artifact import Artifact as Artifact
+    from mlcn_jax.capsules import lengths as lengths
+    from mlcn_jax.checkpoint import Trained as Trained
+    from mlcn_jax.checkpoint import load_trained as load_trained
+    from mlcn_jax.errors import InputError as InputError
+    from mlcn_jax.model import ModelSpec as ModelSpec
+    from mlcn_jax.model import apply_model as apply_model
+    from mlcn_jax.model import count_parameters as count_parameters
+    from mlcn_jax.model import init_params as init_params
+    from mlcn_jax.train_step import TrainState as TrainState
+    from mlcn_jax.train_step import make_train_step as make_train_step
+
+_PLACES = {
+    "Artifact": "artifact",
+    "InputError": "errors",
+    "ModelSpec": "model",
+    "TrainState": "train_step",
+    "Trained": "checkpoint",
+    "apply_model": "model",
+    "count_parameters": "model",
+    "init_params": "model",
+    "lengths": "capsules",
+    "load_trained": "checkpoint",
+    "make_train_step": "train_step",
+}
+__all__ = list(_PLACES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACES})

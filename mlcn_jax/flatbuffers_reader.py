@@ -17,7 +17,7 @@ import numpy as np
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """While active, `import flatbuffers` finds the package where it is installed, and this reader where it is not."""
-    if "flatbuffers" in sys.modules or importlib.util.find_spec("flatbuffers"):
+    if importlib.util.find_spec("flatbuffers"):
         yield
         return
     modules = _modules()

@@ -4,6 +4,7 @@ Needs numpy and Pillow only.
 """
 
 import io
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ MAX_FILE_BYTES = 64 * 2**20
 MAX_PIXELS = 50_000_000
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
+
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # MAX_PIXELS is below Pillow's limit
 
 
 def read_pixels(source: Path | bytes, image_shape: tuple[int, int, int]) -> np.ndarray:

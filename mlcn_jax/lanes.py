@@ -61,6 +61,9 @@ def parse_lanes(text: str) -> tuple[LaneGroup, ...]:
 
     Raises:
       InputError: the text is not such a list; the message points at the place.
+
+    >>> [str(group) for group in parse_lanes("mlcn1:w4*2, mlcn2:w1d3, mlcn1:w4")]
+    ['mlcn1:w4d1*3', 'mlcn2:w1d3*1']
     """
     counts: dict[LaneSpec, int] = {}
     start = 0

@@ -3,8 +3,8 @@
     python -m mlcn_jax.predict runs/mlcn2/export image.png photos/ --json
 
 A folder stands for the pictures in it. Prints the class of each picture and its probability
-(`artifact.Artifact.probabilities`). Exit codes: 0 all were classified, 2 input that cannot be used, 3 some pictures could not be read; the others
-are answered.
+(`artifact.Artifact.probabilities`). Exit codes: 0 all were classified, 2 input that cannot be used, 3 some pictures
+could not be read; the others are answered.
 """
 
 import argparse

@@ -231,7 +231,7 @@ def _start_state(
     params = jax.jit(lambda k: init_params(spec, k))(key)
     if config.init_from:
         params = _adapt(params, spec, load_trained(Path(config.init_from).expanduser()))
-    return TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params)), {}
+    return jax.jit(TrainState.create, static_argnums=1)(params, optimizer), {}
 
 
 def _adapt(params: dict, spec: ModelSpec, trained: Trained) -> dict:

@@ -25,6 +25,11 @@ class TrainState:
     params: dict
     optimizer: optax.OptState
 
+    @classmethod
+    def create(cls, params: dict, optimizer: optax.GradientTransformation) -> "TrainState":
+        """The state before the first step."""
+        return cls(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
 
 def make_optimizer(settings: TrainSettings, steps_per_epoch: int) -> optax.GradientTransformation:
     """Adam as published, its rate multiplied by `lr_decay` after each epoch, or AdamW with warm-up and cosine.
