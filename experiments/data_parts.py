@@ -1,0 +1,93 @@
+"""The images that a list of runs shares: all of a dataset, or a fixed part of each class, written to files."""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlcn_jax import data, data_files
+from mlcn_jax.config import DataSettings, read_json, write_json
+from mlcn_jax.errors import InputError
+
+# `data.digest` of training sets that are known, and yet not the official bytes.
+_KNOWN_COPIES = {"29f8e3101e0cb417": "JPEG copy"}
+
+
+def prepare(settings: DataSettings, folder: Path, num_train: int, num_test: int) -> tuple[str, dict[str, Any]]:
+    """The folder with the files of the part, and what is to be told of the images.
+
+    Args:
+      settings: those of the whole dataset: MNIST's kind or CIFAR-10.
+      folder: where the part and the facts are kept, for all runs of a workdir.
+      num_train, num_test: images in the part; 0 takes all.
+
+    Raises:
+      InputError: the images cannot be used, or are not those that `folder` was prepared from.
+    """
+    dataset = settings.load()
+    facts = {
+        "name": dataset.name,
+        "copy": _copy(dataset),
+        **dataset.provenance,
+        "digest": data.digest(dataset.train),
+        "all_train_images": len(dataset.train.labels),
+        "all_test_images": len(dataset.test.labels),
+    }
+    train, test = _part(dataset.train, num_train), _part(dataset.test, num_test)
+    facts |= {"train_images": len(train.labels), "test_images": len(test.labels)}
+    path = folder / f"{dataset.name}.json"
+    if path.exists() and (before := read_json(path)) != facts:
+        rows = [
+            f"  {name}: {before.get(name)} there, {facts[name]} now"
+            for name in facts
+            if before.get(name) != facts[name]
+        ]
+        raise InputError(
+            f"the runs in {folder.parent} were made with other images of {dataset.name}:\n"
+            + "\n".join(rows)
+            + "\ngive the folder with the same files, or another --workdir"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    directory = settings.dir
+    if num_train or num_test:
+        directory = str(folder / dataset.name)
+        _write(dataset.name, Path(directory), train, test)
+    write_json(path, facts)
+    return directory, facts
+
+
+def _copy(dataset: data.Dataset) -> str:
+    if dataset.provenance["bytes"] == "official":
+        return ""
+    return _KNOWN_COPIES.get(data.digest(dataset.train), "not the official bytes")
+
+
+def _part(split: data.Split, num_images: int) -> data.Split:
+    if not num_images or num_images >= len(split.labels):
+        return split
+    return data.split_validation(split, num_images / len(split.labels), seed=0)[1]
+
+
+def _write(name: str, folder: Path, train: data.Split, test: data.Split) -> None:
+    """Writes images in the format of the dataset's official files."""
+    folder.mkdir(exist_ok=True)
+    if name != "cifar10":
+        for part, split in (("train", train), ("t10k", test)):
+            (folder / f"{part}-images-idx3-ubyte").write_bytes(_idx(split.images[..., 0]))
+            (folder / f"{part}-labels-idx1-ubyte").write_bytes(_idx(split.labels))
+        return
+    *train_files, test_file = data_files.SOURCES[name].files
+    batches = np.array_split(np.arange(len(train.labels)), len(train_files))
+    for file, indices in zip(train_files, batches, strict=True):
+        (folder / file).write_bytes(_cifar(train[indices]))
+    (folder / test_file).write_bytes(_cifar(test))
+
+
+def _idx(array: np.ndarray) -> bytes:
+    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+
+
+def _cifar(split: data.Split) -> bytes:
+    planes = split.images.transpose(0, 3, 1, 2).reshape(len(split.labels), -1)
+    return np.concatenate([split.labels[:, np.newaxis].astype(np.uint8), planes], axis=1).tobytes()

@@ -1,0 +1,185 @@
+"""What a list of runs gives: means and spreads, tables as Markdown and pictures, and what was run, where and when."""
+
+import statistics
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from experiments import RESULTS
+from experiments.repeated_runs import Facts, Series
+from mlcn_jax import devices
+from mlcn_jax.config import write_json
+from mlcn_jax.launch import EXIT_FAILED
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SMOKE = "smoke"  # the scale whose results are in no way worth keeping
+_COLORS = {"reached": "#d8f0d8", "below": "#f6dcdc"}
+
+Records = Sequence[dict[str, Any]]
+
+
+def select(records: Records, **facts: Any) -> list[dict[str, Any]]:
+    """The records of the runs with these facts."""
+    return [record for record in records if facts.items() <= record["facts"].items()]
+
+
+def spread(records: Records, name: str) -> dict[str, Any] | None:
+    """Mean and spread of a measured value over the runs that have it; None where none has."""
+    values = [record[name] for record in records if record.get(name) is not None]
+    if not values:
+        return None
+    return {
+        "mean": statistics.fmean(values),
+        "std": statistics.stdev(values) if len(values) > 1 else None,
+        "min": min(values),
+        "max": max(values),
+        "runs": len(values),
+    }
+
+
+def told(records: Records, name: str) -> str:
+    """Mean and spread for a table, or why there is none."""
+    found, failed = spread(records, name), sum("failed" in record for record in records)
+    if found is None:
+        return f"failed ({failed})" if failed else "not run"
+    text = f"{found['mean']:.2f}, 1 run"
+    if found["std"] is not None:
+        least, most = found["min"], found["max"]
+        text = f"{found['mean']:.2f} ± {found['std']:.2f}, {least:.2f} to {most:.2f}, {found['runs']} runs"
+    return text + (f", {failed} failed" if failed else "")
+
+
+def difference(mean: float, published: float, final: bool, tolerance: float = 0.5) -> str:
+    """Points between a mean accuracy and a published one; for runs as long as the published, with a verdict."""
+    points = mean - published
+    name = "reached" if points >= 0 else f"within {tolerance:g}" if points >= -tolerance else "below"
+    return f"{points:+.2f}" + (f" {name}" if final else "")
+
+
+def number(value: float | None) -> str:
+    """A number for a table, with three digits at least; a dash where there is none."""
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def titled(title: str, records: Records) -> str:
+    """The title `DATA, MODEL` of some runs, with a note where the dataset's bytes are not the official ones."""
+    copy = next((f" ({record['data']['copy']})" for record in records if record["data"]["copy"]), "")
+    return title.replace(",", copy + ",", 1)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows])
+
+
+def caption(series: Series, records: Records) -> list[str]:
+    """Sentences on what exactly was run, on which images, where, when and how."""
+    scale = series.scale
+    length = f"epochs: {scale.num_epochs}" + (f", steps: {scale.num_steps}" if scale.num_steps else "")
+    lines = [f"Scale `{scale.name}`, {length}. Runs that have ended: {len(records)}."]
+    for facts in {record["data"]["name"]: record["data"] for record in records}.values():
+        train, test = (
+            f"{facts[f'{part}_images']:,} of {facts[f'all_{part}_images']:,} {part}" for part in ("train", "test")
+        )
+        copy = f" ({facts['copy']})" if facts["copy"] else ""
+        lines.append(f"{facts['name']}{copy}: {train} and {test} images.")
+    for place in dict.fromkeys(_place(record) for record in records):
+        dates = sorted(record["date"] for record in records if _place(record) == place)
+        when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+        lines.append(f"{len(dates)} of the runs on {place}, {when}.")
+    lines += [f"`{command}`" for command in dict.fromkeys(record["command"] for record in records)]
+    return lines
+
+
+def _place(record: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("jax", "python"))
+    cores = f", {record['cpu_count']} cores" if record["platform"] == "cpu" else ""
+    return f"{record['device']}{cores} ({versions})"
+
+
+def write(
+    series: Series, name: str, summary: dict[str, Any], text: str, lines: Sequence[str], figure: "Figure"
+) -> None:
+    """Writes `NAME_SCALE` as JSON, Markdown and PNG to the workdir, and but for the scale `smoke` to the results.
+
+    The JSON holds `summary`, the caption's `lines`, and every run without its configuration, which the workdir has.
+    """
+    records = series.records()
+    runs = [{field: value for field, value in record.items() if field != "config"} for record in records]
+    result = {**series.marker, "caption": list(lines), **summary}
+    for folder in (series.workdir, RESULTS)[: 1 if series.scale.name == SMOKE else 2]:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{name}_{series.scale.name}"
+        write_json(path.with_suffix(".json"), {**result, "runs": runs})
+        path.with_suffix(".md").write_text(text + "\n\n" + "".join(f"- {line}\n" for line in lines))
+        figure.savefig(path.with_suffix(".png"), dpi=120)
+
+
+def draw_table(header: Sequence[str], rows: Sequence[Sequence[str]], lines: Sequence[str]) -> "Figure":
+    """A table as a picture over its caption; cells that reach the published value, or do not, are coloured."""
+    from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
+
+    everything = [[cell.replace(", ", "\n") for cell in row] for row in (header, *rows)]
+    widths = [
+        max(len(line) for cell in column for line in cell.split("\n")) + 2 for column in zip(*everything, strict=True)
+    ]
+    heights = [max(cell.count("\n") + 1 for cell in row) + 0.5 for row in everything]
+    below = _wrapped(lines, int(1.1 * sum(widths)))
+    height = sum(heights) + len(below) + 1.5
+    figure = Figure(figsize=(0.08 * sum(widths), 0.17 * height))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.axis("off")
+    share = sum(heights) / height
+    columns = [width / sum(widths) for width in widths]
+    box = Bbox.from_bounds(0, 1 - share, 1, share)
+    table = axes.table(everything, colWidths=columns, cellLoc="left", bbox=box)
+    table.auto_set_font_size(False)
+    table.set_fontsize(8)
+    for (row, column), cell in table.get_celld().items():
+        cell.set_height(heights[row])
+        cell.set_linewidth(0.3)
+        verdict = everything[row][column].rpartition(" ")[2]
+        if verdict in _COLORS:
+            cell.set_facecolor(_COLORS[verdict])
+    axes.text(0.005, 1 - share - 0.7 / height, "\n".join(below), va="top", fontsize=8, linespacing=1.3)
+    return figure
+
+
+def draw_caption(figure: "Figure", lines: Sequence[str]) -> None:
+    """Adds a caption below a figure with a constrained layout."""
+    text = "\n".join(_wrapped(lines, int(15 * figure.get_figwidth())))
+    figure.supxlabel(text, fontsize=8, x=0.01, ha="left")
+
+
+def _wrapped(lines: Sequence[str], width: int) -> list[str]:
+    return [part for line in lines for part in textwrap.wrap(line, width)]
+
+
+def carry_out(
+    series: Series,
+    runs: Sequence[Facts],
+    minutes: float,
+    text: Callable[[Records], str],
+    report: Callable[[Series], None],
+) -> int:
+    """Trains what has not ended yet, with a report after each run, and prints all there is, whatever ends it.
+
+    Returns:
+      The exit code.
+
+    Raises:
+      InputError, Stopped: as `Series.train`.
+    """
+    series.records()  # refused before anything is trained
+    devices.keep_compiled_programs(least_seconds=0.1)
+    try:
+        series.train(runs, minutes, lambda: report(series))
+        report(series)
+    finally:
+        records = series.records()
+        if records:
+            print(text(records))
+    return EXIT_FAILED if any("failed" in record for record in records) else 0

@@ -1,0 +1,246 @@
+"""A list of trainings for a table or figure: each run once and resumed where it stopped, one JSON a run."""
+
+import dataclasses
+import datetime
+import logging
+import os
+import shutil
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from experiments import data_parts
+from mlcn_jax import devices, train
+from mlcn_jax.config import RunConfig, flat, read_json, write_json
+from mlcn_jax.errors import Diverged, InputError, Stopped
+from mlcn_jax.metrics import read_rows
+
+_log = logging.getLogger("mlcn_jax.repeated_runs")
+
+Facts = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """How much of what was published is run.
+
+    Attributes:
+      name: of the scale.
+      num_epochs: of each run.
+      num_steps: at most, of each run; 0 is no limit.
+      num_train, num_test: images, a fixed part of each class; 0 takes all.
+    """
+
+    name: str
+    num_epochs: int
+    num_steps: int = 0
+    num_train: int = 0
+    num_test: int = 0
+
+
+class Series:
+    """The runs of one script in one workdir.
+
+    A run is told apart by its facts, such as its row and its seed: `configure(**facts)` gives its configuration, whose
+    length the scale decides.
+
+    Args:
+      workdir: folder of the runs.
+      script, version: what may go on with the runs in `workdir`: the same script, in the same version.
+      scale: of all runs in `workdir`.
+      configure: makes a configuration of a run's facts.
+      command: the command line, without folders, for the record.
+      keep_models: whether the checkpoints of a run stay when it has ended.
+
+    Attributes:
+      marker: script, version and scale, kept in `workdir/runs.json`.
+
+    Raises:
+      InputError: `workdir` holds runs of something else.
+    """
+
+    def __init__(
+        self,
+        workdir: Path,
+        script: str,
+        version: int,
+        scale: Scale,
+        configure: Callable[..., RunConfig],
+        command: str,
+        keep_models: bool,
+    ):
+        self.workdir, self.scale, self.command = workdir, scale, command
+        self._configure, self._keep_models = configure, keep_models
+        self._data: dict[str, tuple[str, dict[str, Any]]] = {}
+        self.marker = {"script": script, "version": version, "scale": dataclasses.asdict(scale)}
+        path = workdir / "runs.json"
+        if path.exists() and (stored := read_json(path)) != self.marker:
+            mine, theirs = flat(self.marker), flat(stored)
+            rows = [
+                f"  {name}: {theirs.get(name)!r} there, {mine.get(name)!r} now"
+                for name in mine | theirs
+                if mine.get(name) != theirs.get(name)
+            ]
+            raise InputError(
+                f"{workdir} holds runs of another script, another version of it or another scale:\n"
+                + "\n".join(rows)
+                + "\ntheir results cannot stand beside these: give another --workdir"
+            )
+
+    def records(self) -> list[dict[str, Any]]:
+        """What is known of every run that has ended.
+
+        Raises:
+          InputError: one was made with other settings than its facts stand for now.
+        """
+        found = [(path, read_json(path)) for path in sorted(self.workdir.glob("runs/**/run.json"))]
+        for path, record in found:
+            self._check(path, record)
+        return [record for _, record in found]
+
+    def train(self, runs: Sequence[Facts], minutes: float, done: Callable[[], None]) -> None:
+        """Trains every run that has not ended yet, in the order given; `done` is called after each.
+
+        A run that diverges or finds too little device memory ends with the reason in its record.
+
+        Args:
+          runs: facts of each.
+          minutes: after which the run in progress saves a checkpoint and nothing more is begun; 0 has no end.
+
+        Raises:
+          InputError: a run cannot be trained, or another process trains in the workdir.
+          Stopped: a signal came, or the minutes are over.
+        """
+        with train.hold(self.workdir), _Limit(minutes) as limit:
+            write_json(self.workdir / "runs.json", self.marker)
+            waiting = [facts for facts in runs if not (self._folder(facts) / "run.json").exists()]
+            for i, facts in enumerate(waiting):
+                left = f"{len(runs) - len(waiting) + i} of {len(runs)} runs have ended"
+                limit.check(left)
+                _log.info("%s; next is %s", left, self._folder(facts).relative_to(self.workdir))
+                try:
+                    record = self._train(facts)
+                except Stopped as stopped:
+                    limit.check(left)
+                    raise Stopped(f"{stopped}; {left}") from None
+                write_json(self._folder(facts) / "run.json", record)
+                if not self._keep_models:
+                    shutil.rmtree(self._folder(facts) / "checkpoints", ignore_errors=True)
+                done()
+
+    def _train(self, facts: Facts) -> dict[str, Any]:
+        config, folder = self._config(facts), self._folder(facts)
+        name = config.data.name
+        if name not in self._data:
+            scale = self.scale
+            self._data[name] = data_parts.prepare(config.data, self.workdir / "data", scale.num_train, scale.num_test)
+        directory, data_facts = self._data[name]
+        record = {"facts": dict(facts), "command": self.command, "config_hash": config.hash()}
+        record["config"] = config.replace({"data.dir": "", "data.cache_dir": ""}).to_dict()
+        record |= {"data": data_facts, **devices.environment()}
+        try:
+            summary = train.train(config.replace({"data.dir": directory}), folder)
+        except (Diverged, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            traceback.clear_frames(error.__traceback__)  # which may hold what there was no memory for
+            record["failed"] = str(error).splitlines()[0]
+            _log.error("%s failed: %s; remove its folder to try it again", folder, record["failed"])
+        else:
+            record |= _measured(summary, folder, config.data.validation_fraction > 0)
+            if record["images_per_second"]:
+                record["seconds_per_epoch"] = data_facts["all_train_images"] / record["images_per_second"]
+        return record | {"date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+
+    def _config(self, facts: Facts) -> RunConfig:
+        config = self._configure(**facts)
+        return config.replace({"train.num_epochs": self.scale.num_epochs, "train.num_steps": self.scale.num_steps})
+
+    def _folder(self, facts: Facts) -> Path:
+        names = (value if isinstance(value, str) else f"{name}{value}" for name, value in facts.items())
+        return self.workdir.joinpath("runs", *names)
+
+    def _check(self, path: Path, record: dict[str, Any]) -> None:
+        config, stored = self._config(record["facts"]), RunConfig.from_dict(record["config"])
+        if record["config_hash"] == config.hash():
+            return
+        mine, theirs = flat(config.to_dict()), flat(stored.to_dict())
+        rows = [
+            f"  {field}: {theirs[field]!r} there, {mine[field]!r} now"
+            for field in mine
+            if stored.replace({field: mine[field]}).hash() != stored.hash()
+        ]
+        raise InputError(
+            f"{path} is of a run with other settings:\n"
+            + "\n".join(rows)
+            + f"\nremove {path.parent} to train it again, or give another --workdir"
+        )
+
+
+def _measured(summary: dict[str, Any], folder: Path, validated: bool) -> dict[str, Any]:
+    """What the run of a summary gives; the test accuracy is left out where runs are compared on validation images."""
+    split, rate = "validation" if validated else "test", summary["images_per_second"]
+    curve = [round(100 * row["accuracy"], 4) for row in read_rows(folder / "metrics.jsonl") if row["split"] == split]
+    return {
+        f"{split}_accuracy": curve[-1] if validated else round(100 * summary["test_accuracy"], 4),
+        f"{split}_accuracy_per_epoch": curve,
+        "parameters": summary["parameters"],
+        "steps": summary["steps"],
+        "steps_timed": summary["steps_this_session"],
+        "images_per_second": rate,
+        "compile_seconds": summary["compile_seconds"],
+    }
+
+
+class _Limit:
+    """Asks the run in progress to stop, as SIGTERM does, after so many minutes; notes SIGTERM between runs."""
+
+    def __init__(self, minutes: float):
+        self._minutes, self._over, self._asked = minutes, False, False
+
+    def __enter__(self):
+        self._before = signal.signal(signal.SIGTERM, self._note)
+        self._timer = threading.Timer(60 * self._minutes, self._end)
+        self._timer.daemon = True
+        if self._minutes:
+            self._timer.start()
+        return self
+
+    def _note(self, number, frame):
+        self._asked = True
+
+    def _end(self):
+        self._over = True
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def check(self, left: str) -> None:
+        """Raises Stopped if the minutes are over or SIGTERM came between runs."""
+        if self._over:
+            raise Stopped(f"the {self._minutes:g} minutes are over; {left}")
+        if self._asked:
+            raise Stopped(f"stopped by SIGTERM; {left}")
+
+    def __exit__(self, *error):
+        self._timer.cancel()
+        if self._minutes:
+            self._timer.join()
+        signal.signal(signal.SIGTERM, self._before)
+
+
+def chosen(flag: str, given: Sequence[str], known: Collection[str]) -> list[str]:
+    """`given`, each once; raises InputError where one is not known."""
+    unknown = [name for name in given if name not in known]
+    if unknown or not given:
+        raise InputError(f"--{flag}: {', '.join(unknown) or 'nothing'} is not one of {', '.join(known)}")
+    return list(dict.fromkeys(given))
+
+
+def command_line(script: str, given: Sequence[flags.FlagHolder]) -> str:
+    """The command with those of the flags that were given; its folders are the user's own."""
+    serialized = [flags.FLAGS[flag.name].serialize() for flag in given if flag.present]
+    return " ".join([f"python -m experiments.{script} --workdir=FOLDER", *serialized])

@@ -1,0 +1,199 @@
+"""The thesis's table 4.1: CapsNet, mlcn1 and mlcn2 on CIFAR-10 and Fashion-MNIST, as published and at their best.
+
+    python -m experiments.table_4_1 --workdir=runs/table_4_1 --scale=full --repeats=3
+    python -m experiments.table_4_1 --workdir=runs/table_4_1_cpu --scale=cpu --minutes=60    # the same again goes on
+
+Columns: `published` trains as published; `per_class` routes over classes; `augmented` shifts and flips the images;
+`tuned` has the settings named in `published_rows.TUNED`, which `experiments/table_4_1_tuning.py` compares on validation
+images. CapsNet, the baseline, is trained as published only. The test set is scored for the record and chooses nothing.
+
+Scales: `full` is the published experiment, for a GPU (on two CPU cores a row takes minutes to hours); `cpu` trains for
+3 epochs; `smoke` takes two steps on a few images. A run that has ended is not repeated, one that was stopped is
+resumed, and every run in the workdir is shown, whatever was selected. Writes `table_4_1_SCALE` as JSON, Markdown and
+PNG to the workdir and, but for `smoke`, to `experiments/results/`.
+"""
+
+import functools
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+from experiments.published_rows import COLUMNS, NUM_EPOCHS, PEER, ROWS, changes, columns_of, configure_row
+from experiments.repeated_report import (
+    Records,
+    caption,
+    carry_out,
+    difference,
+    draw_table,
+    markdown,
+    number,
+    select,
+    spread,
+    titled,
+    told,
+    write,
+)
+from experiments.repeated_runs import Scale, Series, chosen, command_line
+from mlcn_jax.config import RunConfig
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import launch
+
+VERSION = 1  # raised with every change after which results cannot stand beside older ones
+SCALES = {
+    "smoke": Scale("smoke", 1, num_steps=2, num_train=600, num_test=100),
+    "cpu": Scale("cpu", 3),
+    "full": Scale("full", NUM_EPOCHS),
+}
+HEADER = (
+    *("", "parameters", "in the thesis", "seconds, an epoch", "thesis, on a P100", "thesis, accuracy"),
+    *COLUMNS,
+)
+
+_WORKDIR = flags.DEFINE_string("workdir", "", "Folder of the runs.")
+_SCALE = flags.DEFINE_string("scale", "cpu", f"One of {', '.join(SCALES)}.")
+_REPEATS = flags.DEFINE_integer("repeats", 1, "Trainings of each row and column, seeds 0, 1, ...", lower_bound=1)
+_ROWS = flags.DEFINE_list("rows", list(ROWS), "Rows to train.")
+_COLUMNS = flags.DEFINE_list("columns", [], "Columns to train; empty: all, and as published only at scale smoke.")
+_MINUTES = flags.DEFINE_float("minutes", 0.0, "Stop after so many, with a checkpoint; 0 goes on.", lower_bound=0.0)
+_FASHION_DIR = flags.DEFINE_string("fashion_dir", "", "config.data.dir of Fashion-MNIST; empty downloads it.")
+_CIFAR_DIR = flags.DEFINE_string("cifar_dir", "", "config.data.dir of CIFAR-10; empty downloads it.")
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) > 1 or not _WORKDIR.value:
+        raise InputError("give --workdir=FOLDER, and every other flag as --name=value")
+    return run(
+        Path(_WORKDIR.value).expanduser(),
+        scale=_SCALE.value,
+        repeats=_REPEATS.value,
+        rows=_ROWS.value,
+        columns=_COLUMNS.value or (COLUMNS[:1] if _SCALE.value == "smoke" else COLUMNS),
+        minutes=_MINUTES.value,
+        directories={"fashion_mnist": _FASHION_DIR.value, "cifar10": _CIFAR_DIR.value},
+        command=command_line("table_4_1", (_SCALE, _REPEATS, _ROWS, _COLUMNS)),
+    )
+
+
+def run(
+    workdir: Path,
+    *,
+    scale: str,
+    repeats: int,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    minutes: float,
+    directories: Mapping[str, str],
+    command: str,
+) -> int:
+    """Trains what has not been trained yet, reports after each run, and returns the exit code."""
+    chosen("scale", [scale], SCALES)
+    rows, columns = chosen("rows", rows, ROWS), chosen("columns", columns, COLUMNS)
+    runs = [
+        {"row": row, "column": column, "seed": seed}
+        for seed in range(repeats)
+        for column in columns
+        for row in rows
+        if column in columns_of(row)
+    ]
+    if not runs:
+        raise InputError(f"CapsNet, the baseline, has the column {COLUMNS[0]} only: there is nothing to train")
+    make_config = functools.partial(configure_run, directories)
+    series = Series(workdir, "table_4_1", VERSION, SCALES[scale], make_config, command, keep_models=True)
+    return carry_out(series, runs, minutes, lambda records: text(records, SCALES[scale]), report)
+
+
+def configure_run(directories: Mapping[str, str], row: str, column: str, seed: int) -> RunConfig:
+    """The run of a row, a column and a seed; the test set is also scored after each epoch."""
+    return configure_row(row, column, directories).replace({"train.seed": seed, "train.test_every_epoch": True})
+
+
+def summarise(records: Records) -> list[dict[str, Any]]:
+    """Each row: what was published, and each column's mean and spread with the difference in points."""
+    rows = []
+    for name, row in ROWS.items():
+        mine = select(records, row=name)
+        accuracy = {column: spread(select(mine, column=column), "test_accuracy") for column in columns_of(name)}
+        seconds = spread(select(mine, column="published"), "seconds_per_epoch")
+        rows.append(
+            {
+                "row": name,
+                "published_accuracy": row.accuracy,
+                "published_seconds_per_epoch": row.seconds,
+                "published_parameters": row.parameters,
+                "parameters": next((record["parameters"] for record in mine if "parameters" in record), None),
+                "seconds_per_epoch": seconds and seconds["mean"],
+                "accuracy": accuracy,
+                "difference": {column: found and found["mean"] - row.accuracy for column, found in accuracy.items()},
+            }
+        )
+    return rows
+
+
+def cells(records: Records, scale: Scale) -> list[list[str]]:
+    """The lines of the table under `HEADER`."""
+    final = scale.num_epochs == NUM_EPOCHS and not scale.num_steps
+    lines = []
+    for row in summarise(records):
+        name, published = row["row"], row["published_accuracy"]
+        line = [
+            titled(ROWS[name].title, select(records, row=name)),
+            number(row["parameters"]),
+            number(row["published_parameters"]),
+        ]
+        line += [number(row["seconds_per_epoch"]), str(row["published_seconds_per_epoch"]), f"{published:.2f}"]
+        for column in COLUMNS:
+            found = row["accuracy"].get(column)
+            cell = told(select(records, row=name, column=column), "test_accuracy")
+            cell += f", {difference(found['mean'], published, final)}" if found else ""
+            line.append(cell if column in columns_of(name) else "-")
+        lines.append(line)
+    return lines
+
+
+def epoch_cells(records: Records) -> list[list[str]]:
+    """Mean test accuracy after each epoch that the TensorFlow implementation has, and the difference from it."""
+    lines = []
+    for name, (lanes, peer) in PEER.items():
+        curves = [r.get("test_accuracy_per_epoch", []) for r in select(records, row=name, column="published")]
+        curves = [curve[: len(peer)] for curve in curves if len(curve) >= len(peer)]
+        if curves:
+            means = map(statistics.fmean, zip(*curves, strict=True))
+            ours = [f"{mean:.2f}, {mean - theirs:+.2f}" for mean, theirs in zip(means, peer, strict=True)]
+            theirs = ", ".join(f"{value:.2f}" for value in peer)
+            title = titled(ROWS[name].title, select(records, row=name))
+            lines.append([title, str(len(curves)), *ours, f"`{lanes}`: {theirs}"])
+    return lines
+
+
+def text(records: Records, scale: Scale) -> str:
+    """The table as Markdown, and a second one where epochs can be compared."""
+    epochs = epoch_cells(records)
+    header = ["published method", "runs", "epoch 1", "epoch 2", "epoch 3", "TensorFlow, one seed"]
+    return markdown(HEADER, cells(records, scale)) + ("\n\n" + markdown(header, epochs) if epochs else "")
+
+
+def report(series: Series) -> None:
+    """Writes the table of every run that has ended."""
+    records = series.records()
+    settings = {data: {column: changes(data, column) for column in COLUMNS} for data in ("cifar10", "fashion_mnist")}
+    lines = [
+        f"Test accuracy in %: mean, standard deviation, least and most; the thesis's after {NUM_EPOCHS} epochs. Its "
+        "parameters count the constant zeros that routing starts from. Seconds: of the published method on all "
+        "training images, at the throughput of its steps.",
+        *caption(series, records),
+        *(
+            f"`{column}` on {data}: {', '.join(f'{field}={value}' for field, value in fields[column].items())}."
+            for data, fields in settings.items()
+            for column in COLUMNS[1:]
+        ),
+    ]
+    summary = {"settings": settings, "rows": summarise(records)}
+    figure = draw_table(HEADER, cells(records, series.scale), lines)
+    write(series, "table_4_1", summary, text(records, series.scale), lines, figure)
+
+
+if __name__ == "__main__":
+    launch(lambda: app.run(main))

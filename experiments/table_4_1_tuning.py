@@ -1,0 +1,141 @@
+"""Settings for the column `tuned` of table 4.1, compared on images set aside from the training set.
+
+    python -m experiments.table_4_1_tuning --workdir=runs/table_4_1_tuning --scale=full
+    python -m experiments.table_4_1_tuning --workdir=runs/table_4_1_tuning --scale=full --candidates=adamw --repeats=3
+
+Trains each of `published_rows.CANDIDATES` on nine tenths of the training images and scores it on the rest after the
+last epoch; the test set takes no part. `published_rows.TUNED` names the one that the table uses. The rows are the
+fastest of each dataset. Scales, resumption and what is written (`table_4_1_tuning_SCALE`) are as in `table_4_1.py`.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from absl import app, flags
+
+from experiments.published_rows import CANDIDATES, NUM_EPOCHS, ROWS, TUNED, changes, configure_row
+from experiments.repeated_report import (
+    Records,
+    caption,
+    carry_out,
+    draw_table,
+    markdown,
+    select,
+    spread,
+    titled,
+    told,
+    write,
+)
+from experiments.repeated_runs import Scale, Series, chosen, command_line
+from mlcn_jax.config import RunConfig
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import launch
+
+VERSION = 1  # raised with every change after which results cannot stand beside older ones
+SCALES = {
+    "smoke": Scale("smoke", 1, num_steps=2, num_train=600, num_test=100),
+    "cpu": Scale("cpu", 3),
+    "full": Scale("full", NUM_EPOCHS),
+}
+_VALIDATION_FRACTION = 0.1
+
+_WORKDIR = flags.DEFINE_string("workdir", "", "Folder of the runs.")
+_SCALE = flags.DEFINE_string("scale", "cpu", f"One of {', '.join(SCALES)}.")
+_REPEATS = flags.DEFINE_integer("repeats", 1, "Trainings of each, seeds 0, 1, ...", lower_bound=1)
+_ROWS = flags.DEFINE_list("rows", ["fashion_mlcn2_2x4", "cifar_mlcn2_4x4"], "Rows of table 4.1 to try them on.")
+_CANDIDATES = flags.DEFINE_list("candidates", list(CANDIDATES), "Settings to try.")
+_MINUTES = flags.DEFINE_float("minutes", 0.0, "Stop after so many, with a checkpoint; 0 goes on.", lower_bound=0.0)
+_FASHION_DIR = flags.DEFINE_string("fashion_dir", "", "config.data.dir of Fashion-MNIST; empty downloads it.")
+_CIFAR_DIR = flags.DEFINE_string("cifar_dir", "", "config.data.dir of CIFAR-10; empty downloads it.")
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) > 1 or not _WORKDIR.value:
+        raise InputError("give --workdir=FOLDER, and every other flag as --name=value")
+    return run(
+        Path(_WORKDIR.value).expanduser(),
+        scale=_SCALE.value,
+        repeats=_REPEATS.value,
+        rows=_ROWS.value,
+        candidates=_CANDIDATES.value,
+        minutes=_MINUTES.value,
+        directories={"fashion_mnist": _FASHION_DIR.value, "cifar10": _CIFAR_DIR.value},
+        command=command_line("table_4_1_tuning", (_SCALE, _REPEATS, _ROWS, _CANDIDATES)),
+    )
+
+
+def run(
+    workdir: Path,
+    *,
+    scale: str,
+    repeats: int,
+    rows: Sequence[str],
+    candidates: Sequence[str],
+    minutes: float,
+    directories: Mapping[str, str],
+    command: str,
+) -> int:
+    """Trains what has not been trained yet, reports after each run, and returns the exit code."""
+    chosen("scale", [scale], SCALES)
+    rows = chosen("rows", rows, [row for row in ROWS if ROWS[row].lanes])
+    candidates = chosen("candidates", candidates, CANDIDATES)
+    runs = [
+        {"row": row, "candidate": candidate, "seed": seed}
+        for seed in range(repeats)
+        for candidate in candidates
+        for row in rows
+    ]
+    make_config = functools.partial(configure_run, directories)
+    series = Series(workdir, "table_4_1_tuning", VERSION, SCALES[scale], make_config, command, keep_models=False)
+    return carry_out(series, runs, minutes, text, report)
+
+
+def configure_run(directories: Mapping[str, str], row: str, candidate: str, seed: int) -> RunConfig:
+    """The run of a row, a candidate and a seed, with images set aside."""
+    fields = {"train.seed": seed, "data.validation_fraction": _VALIDATION_FRACTION}
+    return configure_row(row, candidate, directories).replace(fields)
+
+
+def cells(records: Records) -> tuple[list[str], list[list[str]]]:
+    """Header and lines of the table: a line a candidate, a column a row of table 4.1."""
+    rows = [row for row in ROWS if select(records, row=row)]
+    data = {row: select(records, row=row)[0]["data"]["name"] for row in rows}
+    lines = []
+    for candidate in CANDIDATES:
+        line = [candidate]
+        for row in rows:
+            cell = told(select(records, row=row, candidate=candidate), "validation_accuracy")
+            line.append(cell + (", used" if candidate == TUNED[data[row]] else ""))
+        lines.append(line)
+    return ["validation accuracy in %", *(titled(ROWS[row].title, select(records, row=row)) for row in rows)], lines
+
+
+def text(records: Records) -> str:
+    """The table as Markdown."""
+    return markdown(*cells(records))
+
+
+def report(series: Series) -> None:
+    """Writes the table of every run that has ended."""
+    records = series.records()
+    lines = [
+        "Accuracy on a tenth of the training images after the last epoch: mean, standard deviation, least and most.",
+        *caption(series, records),
+        *(
+            f"`{candidate}`: {', '.join(f'{field}={value}' for field, value in fields.items())}."
+            for candidate, fields in CANDIDATES.items()
+        ),
+    ]
+    results = {
+        row: {c: spread(select(records, row=row, candidate=c), "validation_accuracy") for c in CANDIDATES}
+        for row in ROWS
+        if select(records, row=row)
+    }
+    settings = {name: {candidate: changes(name, candidate) for candidate in CANDIDATES} for name in TUNED}
+    summary = {"settings": settings, "used": TUNED, "rows": results}
+    write(series, "table_4_1_tuning", summary, text(records), lines, draw_table(*cells(records), lines))
+
+
+if __name__ == "__main__":
+    launch(lambda: app.run(main))
