@@ -1,0 +1,96 @@
+"""How fast an exported model answers: one image, batches, and the whole command, beside the model that it came from.
+
+    python -m benchmarks.exported --workdir=runs/mlcn1
+
+From uint8 images in host memory to lengths of class capsules there. The model is jitted here as `main.py` does it; both
+take turns in every round. The command classifies 100 pictures in a process of its own, with starting and compiling.
+Writes `benchmarks/results/exported.json`.
+"""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import app, flags
+from PIL import Image
+
+from benchmarks.peers import RESULTS
+from mlcn_jax import artifact, capsules, checkpoint, conv, devices, evaluate, model
+from mlcn_jax.config import write_json
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import launch
+
+_WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a run that was exported.")
+_ROUNDS = flags.DEFINE_integer("rounds", 10, "Interleaved rounds.", lower_bound=1)
+_BATCHES = (1, artifact.MAX_BATCH)
+_CALLS = {1: 50, artifact.MAX_BATCH: 2}  # of each in a round
+_PICTURES = 100
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    if not _WORKDIR.value:
+        raise InputError("give --workdir=FOLDER of a run that was exported")
+    workdir = Path(_WORKDIR.value).expanduser()
+    exported, trained = artifact.Artifact(workdir / "export"), checkpoint.load_trained(workdir)
+    images = np.random.default_rng(0).integers(0, 256, (max(_BATCHES), *exported.image_shape)).astype(np.uint8)
+
+    def lengths(encoder, images):
+        return capsules.lengths(model.encode(trained.spec, encoder, evaluate.to_pixels(images)))
+
+    jitted = jax.jit(lengths, compiler_options=conv.compiler_options(jax.default_backend()))
+    rows = []
+    for batch in _BATCHES:
+        some = images[:batch]
+        sides: dict[str, Callable] = {
+            "exported": lambda some=some: exported.lengths(some),
+            "model": lambda some=some: np.asarray(jitted(trained.params["encoder"], some)),
+        }
+        error = float(np.abs(sides["exported"]() - sides["model"]()).max())
+        rounds = [{name: seconds(call, _CALLS[batch]) for name, call in sides.items()} for _ in range(_ROUNDS.value)]
+        row = {"batch": batch, "largest_difference": error}
+        for name in sides:
+            row[f"{name}_milliseconds"] = 1000 * statistics.median(one[name] for one in rounds)
+        row["exported_over_model"] = statistics.median(one["exported"] / one["model"] for one in rounds)
+        rows.append(row)
+        print(row, flush=True)
+    result = {
+        "model": trained.spec.lanes or trained.spec.name,
+        "image_shape": trained.spec.image_shape,
+        "rounds": _ROUNDS.value,
+        "inference": rows,
+        "command": {"pictures": _PICTURES, "seconds": command_seconds(workdir / "export", images[:_PICTURES])},
+        **devices.environment(),
+    }
+    print(result["command"])
+    write_json(RESULTS / "exported.json", result)
+
+
+def seconds(call: Callable, calls: int) -> float:
+    """Mean over some calls in a row."""
+    call()
+    started = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - started) / calls
+
+
+def command_seconds(folder: Path, images: np.ndarray) -> float:
+    """Of `mlcn_jax.predict` from its start to its end."""
+    with tempfile.TemporaryDirectory() as pictures:
+        for i, image in enumerate(images):
+            Image.fromarray(image.squeeze()).save(Path(pictures) / f"{i}.png")
+        started = time.perf_counter()
+        command = [sys.executable, "-m", "mlcn_jax.predict", str(folder), pictures, "--json"]
+        subprocess.run(command, check=True, capture_output=True)
+        return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    launch(lambda: app.run(main))
