@@ -5,7 +5,8 @@
 On a fixed part of Fashion-MNIST, for each seed: random search with `--num_models` models, as published; then the other
 methods with as many training seconds; then every mix of equal lanes that fills the same devices. Sized for two CPU
 cores: few images and epochs, so it says which method finds good mixes for such short trainings. The setting, halving's
-`search.min_epochs` above all, was chosen on another seed (10). A search that is finished is not repeated. Writes `experiments/results/nas_compare.json` and `.png`.
+`search.min_epochs` above all, was chosen on another seed (10). A search that is finished is not repeated. Writes
+`experiments/results/nas_compare.json` and `.png`.
 """
 
 import dataclasses
@@ -134,7 +135,10 @@ def equal_lanes(
 
 
 def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each method, means over seeds; how soon it was as good as random search at its end."""
+    """A row for each method, means over seeds; how soon it was as good as random search at its end.
+
+    The latter for each seed, against the best of that seed's random search, and for the mean over seeds.
+    """
     seeds = sorted({run["seed"] for run in runs})
     random_runs = [run for run in runs if run["method"] == "random"]
     goal = statistics.fmean(run["best_so_far"][-1] for run in random_runs)
@@ -155,12 +159,25 @@ def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "begun": statistics.fmean(
                     sum(run["models"].values()) - run["models"].get("waiting", 0) for run in mine
                 ),
+                "overhead": statistics.fmean(
+                    run["session"]["wall_seconds"] / run["session"]["evaluate_seconds"] - 1 for run in mine
+                ),
                 "test": statistics.fmean(a for run in mine for a in run["best"]["test_accuracies"]),
-                "as_good_as_random_after": next((s for s, a in zip(shares, curve, strict=True) if a >= goal), None),
+                "as_good_as_random_after": [reached_after(*pair) for pair in zip(mine, random_runs, strict=True)],
+                "mean_as_good_as_random_after": next(
+                    (s for s, a in zip(shares, curve, strict=True) if a >= goal), None
+                ),
                 "curve": curve,
             }
         rows.append(row)
     return rows
+
+
+def reached_after(run: dict[str, Any], random_run: dict[str, Any]) -> float | None:
+    """Share of the random search's training seconds after which a run was as good as its best; None if it never was."""
+    pairs = zip(run["spent"], run["best_so_far"], strict=True)
+    total, goal = random_run["spent"][-1], random_run["best_so_far"][-1]
+    return next((spent / total for spent, best in pairs if best >= goal), None)
 
 
 def mean_best(runs: list[dict[str, Any]], random_runs: list[dict[str, Any]], share: float) -> float:
@@ -175,11 +192,13 @@ def mean_best(runs: list[dict[str, Any]], random_runs: list[dict[str, Any]], sha
 def told(result: dict[str, Any]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| method | models begun | trained to the end | mean | best | its test accuracy | as good as random after |",
-        "|" + "---|" * 7,
+        "| method | models begun | trained to the end | mean | best | its test accuracy | as good as random after, "
+        "each seed | their mean | the seeds' mean curve after | overhead |",
+        "|" + "---|" * 10,
     ]
     for row in result["methods"]:
-        after = row.get("as_good_as_random_after")
+        each, after = row.get("as_good_as_random_after", []), row.get("mean_as_good_as_random_after")
+        shown = ["never" if share is None else f"{share:.0%}" for share in each]
         cells = [
             row["method"],
             f"{row['begun']:.0f}" if "begun" in row else "",
@@ -187,7 +206,10 @@ def told(result: dict[str, Any]) -> str:
             f"{row['mean']:.2%}",
             f"{row['best']:.2%}",
             f"{row['test']:.2%}" if "test" in row else "",
-            f"{after:.0%} of its seconds" if after else ("not" if "curve" in row else ""),
+            ", ".join(shown),
+            f"{statistics.fmean(each):.0%}" if each and None not in each else "",
+            f"{after:.0%}" if after else ("never" if each else ""),
+            f"{row['overhead']:.1%}" if each else "",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

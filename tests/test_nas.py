@@ -101,5 +101,7 @@ def test_methods_are_compared_at_equal_seconds():
         }
 
     rows = nas_compare.table([run("random", [5.0, 10.0], [0.4, 0.6]), run("evolution", [2.0, 4.0], [0.3, 0.7])])
-    assert [row["as_good_as_random_after"] for row in rows] == [1.0, 0.4]
+    assert [row["as_good_as_random_after"] for row in rows] == [[1.0], [0.4]]
+    assert [row["mean_as_good_as_random_after"] for row in rows] == [1.0, 0.4]
+    assert rows[0]["overhead"] == pytest.approx(0.1)
     assert rows[1]["begun"] == 2
