@@ -185,7 +185,7 @@ def load_trained(workdir: Path) -> Trained:
     """Reads the best checkpoint of a workdir.
 
     Raises:
-      InputError: the workdir holds no trained model, or no checkpoint of it verifies.
+      InputError: the workdir holds no trained model, no checkpoint of it verifies, or it is not of `model.json`.
     """
     path = workdir / "model.json"
     if not path.exists():
@@ -200,6 +200,14 @@ def load_trained(workdir: Path) -> Trained:
     checkpoints = Checkpoints(workdir / "checkpoints", read_only=True)
     restored, facts = checkpoints.restore(like, best=True)
     checkpoints.close()
+    expected = jax.tree_util.tree_leaves_with_path(like["params"])
+    for (where, leaf), found in zip(expected, jax.tree.leaves(restored["params"]), strict=True):
+        if leaf.shape != found.shape:  # orbax gives what is stored
+            name = jax.tree_util.keystr(where, simple=True, separator="/")
+            raise InputError(
+                f"{path} is not of the model in {workdir / 'checkpoints'}: by it {name} has shape {leaf.shape}, stored "
+                f"are {found.shape}: put the file back from a copy"
+            )
     return Trained(spec, class_names, restored["params"], facts["step"])
 
 
