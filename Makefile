@@ -1,11 +1,12 @@
-# make train, make test, make bench: each sets up what it needs and does its job. CUDA=0 or CUDA=1 overrides what is detected.
+# make train, make test, make bench, make onnx: each sets up what it needs and does its job. CUDA=0 or CUDA=1 overrides what is detected.
 PYTHON ?= python3
 override CUDA := $(if $(filter 0 1,$(CUDA)),$(CUDA),$(shell nvidia-smi >/dev/null 2>&1 && echo 1 || echo 0))
 REQUIREMENTS := $(if $(filter 1,$(CUDA)),requirements-cuda12.txt,requirements.txt)
 STAMP := .venv/installed-$(REQUIREMENTS)
 RUN := .venv/bin/python
+WORKDIR = runs/quickstart
 
-.PHONY: setup train test lint bench
+.PHONY: setup train test lint bench onnx
 
 train: setup
 	$(RUN) main.py --config=configs/quickstart.py --workdir=runs/quickstart
@@ -21,6 +22,16 @@ bench: setup .venv-peers/installed
 .venv-peers/installed: benchmarks/requirements.txt
 	$(PYTHON) -m venv --clear .venv-peers
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/requirements.txt
+	@touch $@
+
+# A trained model as ONNX, checked. jax2onnx needs another orbax-checkpoint, so it has an environment of its own.
+onnx: setup .venv-onnx/installed
+	$(RUN) main.py --mode=export --workdir=$(WORKDIR)
+	.venv-onnx/bin/python -m experiments.export_onnx --workdir=$(WORKDIR)
+
+.venv-onnx/installed: requirements-onnx.txt
+	$(PYTHON) -m venv --clear .venv-onnx
+	.venv-onnx/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-onnx.txt
 	@touch $@
 
 lint: setup

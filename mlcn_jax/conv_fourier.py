@@ -110,12 +110,12 @@ def matmul(a, b):
 
 
 def keep(x, y):
-    """y, made from x, in such a way that XLA writes x to memory between the two.
+    """y, made from x, on a CPU in such a way that XLA writes x to memory between the two.
 
     Where no gradient reads x later, XLA's CPU library computes a whole chain of products tile by tile, up to twice as
     slow. A second use of x, which changes nothing, ends the chain.
     """
-    return y + 0 * jnp.nan_to_num(x[(0,) * x.ndim])
+    return y + 0 * jnp.nan_to_num(x[(0,) * x.ndim]) if platform() == "cpu" else y
 
 
 def lanes_in_turn(one_lane):

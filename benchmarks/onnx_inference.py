@@ -1,0 +1,160 @@
+"""Inference of a trained model in ONNX Runtime against mlcn_jax, on a CPU, one image at a time and in batches.
+
+    make onnx WORKDIR=runs/quickstart
+    .venv-onnx/bin/python -m benchmarks.onnx_inference --workdir=runs/quickstart,runs/mlcn2
+
+From uint8 images in host memory to lengths of the class capsules there, which are checked to be equal first, in one
+process with as many threads as it has cores. mlcn_jax takes part as `artifact`, which `mlcn_jax.predict` and
+`mlcn_jax.serve` use and which computes 100 images as 128, and as `frozen`, compiled with its weights as in
+`benchmarks.inference`; ONNX Runtime has them so too. Interleaved rounds, each of about a second for each of the three;
+ratios are medians over rounds. Needs what `experiments.export_onnx` wrote; writes `benchmarks/results/onnx.json`.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from absl import app, flags
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import launch
+
+if TYPE_CHECKING:
+    from experiments.onnx_model import ExportedModel
+
+RESULTS = Path(__file__).parent / "results"
+THEIRS, OURS = "onnxruntime", ("artifact", "frozen")
+_ROUND_SECONDS = 1.0
+_PAUSE_SECONDS = 0.3  # so that the others' threads have gone to sleep
+
+_WORKDIR = flags.DEFINE_list("workdir", [], "workdir whose folder `onnx` holds a model, or several, joined by commas")
+_BATCHES = flags.DEFINE_list("batches", ["1", "100"], "images per call")
+_ROUNDS = flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1)
+_OUT = flags.DEFINE_string("out", str(RESULTS / "onnx.json"), "file to write")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise InputError(f"unknown argument {argv[1]!r}: flags are written --name=value")
+    if not _WORKDIR.value:
+        raise InputError("give --workdir=FOLDER, the workdir of a trained model")
+    if not all(batch.isdecimal() and int(batch) for batch in _BATCHES.value):
+        raise InputError(f"--batches={','.join(_BATCHES.value)}: numbers of images, such as 1,100")
+    batches = [int(batch) for batch in _BATCHES.value]
+    results = compare_all(
+        [Path(name).expanduser() for name in _WORKDIR.value], batches, _ROUNDS.value, Path(_OUT.value)
+    )
+    print(table(results["models"]))
+
+
+def compare_all(workdirs: list[Path], batches: list[int], rounds: int, out: Path) -> dict:
+    """Compares the models of several workdirs, and writes the results after each.
+
+    Raises:
+      InputError: a workdir holds no ONNX model of its export, its model does not compute in float32, a package is not
+        installed, or `out` cannot be written.
+    """
+    # Slow to load, and only now needed: a mistaken flag has been answered at once.
+    from experiments import onnx_model
+    from mlcn_jax import devices
+    from mlcn_jax.config import write_json
+
+    packages = onnx_model.versions()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{out} cannot be written ({error.strerror}): give another --out=FILE") from error
+    results = {"rounds": rounds, "threads": devices.num_cores(), **devices.environment(), "models": []}
+    results["versions"] |= packages
+    for workdir in workdirs:
+        model = onnx_model.read_export(workdir)
+        calls = programs(model, workdir, results["threads"])
+        shape = "x".join(map(str, model.spec.image_shape))
+        for batch in batches:
+            title = f"{model.data.name}, {model.lanes}, {shape}"
+            results["models"].append({"model": title, "batch": batch, **compare(calls, model, batch, rounds)})
+            write_json(out, results)
+    return results
+
+
+def programs(model: "ExportedModel", workdir: Path, threads: int) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
+    """What is compared: functions from images to lengths."""
+    import jax
+
+    from experiments import onnx_model
+    from mlcn_jax import conv
+
+    path = workdir / "onnx" / "model.onnx"
+    if not path.is_file():
+        raise InputError(f"{path} is not there: python -m experiments.export_onnx --workdir={workdir} makes it")
+    if model.spec.compute_dtype != "float32":
+        raise InputError(
+            f"{workdir} computes in {model.spec.compute_dtype}, its ONNX model in float32: nothing to compare"
+        )
+    session = onnx_model.open_session(path, threads)
+    frozen = jax.jit(model.lengths, compiler_options=conv.compiler_options(jax.default_backend()))
+    return {
+        THEIRS: functools.partial(onnx_model.run, session),
+        "artifact": model.artifact.lengths,
+        "frozen": lambda images: np.asarray(frozen(images)),
+    }
+
+
+def compare(calls: dict[str, Callable], model: "ExportedModel", batch: int, rounds: int) -> dict:
+    """Milliseconds of each program on so many images, and how many times as fast as ONNX Runtime ours are."""
+    from experiments import onnx_model
+
+    images = np.random.default_rng(0).integers(0, 256, (batch, *model.spec.image_shape), np.uint8)
+    wanted = calls["artifact"](images)
+    counts = {}
+    for name, call in calls.items():
+        difference = onnx_model.difference(call(images), wanted)
+        if not difference <= onnx_model.TOLERANCE:
+            raise InputError(f"{name} differs from the export by {difference:.2g}: run experiments.export_onnx again")
+        once = min(timed(call, images, 1) for _ in range(3))
+        counts[name] = max(2, round(_ROUND_SECONDS / once))
+    names = list(calls)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for first in range(rounds):
+        for i in range(len(names)):
+            name = names[(first + i) % len(names)]
+            time.sleep(_PAUSE_SECONDS)
+            timed(calls[name], images, 1)  # brings caches and memory back
+            seconds[name].append(timed(calls[name], images, counts[name]))
+    result: dict = {"milliseconds": {name: spread(1000 * np.array(seconds[name])) for name in names}}
+    for name in OURS:
+        result[f"{name}_over_{THEIRS}"] = spread(np.array(seconds[THEIRS]) / np.array(seconds[name]))
+    return result
+
+
+def timed(call: Callable[[np.ndarray], np.ndarray], images: np.ndarray, count: int) -> float:
+    """Seconds of one of so many calls."""
+    started = time.perf_counter()
+    for _ in range(count):
+        call(images)
+    return (time.perf_counter() - started) / count
+
+
+def spread(values: np.ndarray) -> dict[str, float]:
+    return {"median": statistics.median(values.tolist()), "min": float(values.min()), "max": float(values.max())}
+
+
+def table(entries: list[dict]) -> str:
+    """The comparison in Markdown."""
+    lines = [
+        "| model | batch | ONNX Runtime, ms | artifact, ms | frozen, ms | artifact over ONNX Runtime | frozen over |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for entry in entries:
+        milliseconds = [f"{entry['milliseconds'][name]['median']:.2f}" for name in (THEIRS, *OURS)]
+        ratios = [f"{entry[f'{name}_over_{THEIRS}']['median']:.2f}" for name in OURS]
+        lines.append("| " + " | ".join([entry["model"], str(entry["batch"]), *milliseconds, *ratios]) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    launch(functools.partial(app.run, main))
