@@ -1,0 +1,132 @@
+"""Batches of what many ask at the same time: one thread that computes as much at once as waits.
+
+Nobody waits for a batch to fill: an idle thread takes even a single item, and while it computes others gather, which
+then go together. Needs numpy only.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+_TIMED_CALLS = 3  # of each size, of which the fastest counts
+
+
+class Full(Exception):
+    """More would have to wait than may."""
+
+
+class Batcher:
+    """Gives rows of `compute` to coroutines of one event loop.
+
+    Args:
+      compute: takes [n, ...] and gives [n, ...], row by row, in the time of the next power of two; called in one
+        thread.
+      max_batch: most rows of one call, a power of two; 1 turns batching off.
+      max_waiting: most items that wait while others are computed.
+      on_batch: called with the number of items of each batch, in the computing thread.
+
+    Attributes:
+      failed: the last call of `compute` raised.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[np.ndarray], np.ndarray],
+        max_batch: int,
+        max_waiting: int,
+        on_batch: Callable[[int], None] = lambda size: None,
+    ):
+        self.failed = False
+        self._compute, self._max_batch, self._max_waiting, self._on_batch = compute, max_batch, max_waiting, on_batch
+        self._waiting: queue.SimpleQueue = queue.SimpleQueue()
+        self._seconds: dict[int, float] = {}
+        self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
+
+    @property
+    def waiting(self) -> int:
+        """Items that wait."""
+        return self._waiting.qsize()
+
+    def warm_up(self, item: np.ndarray) -> None:
+        """Computes and times batches of 1, 2, 4 ... `max_batch` of an item."""
+        size = 1
+        while size <= self._max_batch:
+            items = np.repeat(item[None], size, axis=0)
+            self._compute(items)
+            self._seconds[size] = min(_seconds(self._compute, items) for _ in range(_TIMED_CALLS))
+            size *= 2
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Starts the thread, for coroutines of `loop`."""
+        self._loop = loop
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread once all that waits is computed."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def submit(self, items: Sequence[np.ndarray]) -> list[asyncio.Future]:
+        """Futures of the rows of some items, or of what `compute` raised; called in the event loop.
+
+        Raises:
+          Full: they are not taken, for more than `max_waiting` would wait.
+        """
+        if self.waiting + len(items) > self._max_waiting:
+            raise Full
+        futures = [self._loop.create_future() for _ in items]
+        for pair in zip(items, futures, strict=True):
+            self._waiting.put(pair)
+        return futures
+
+    def batch_size(self, waiting: int) -> int:
+        """How many of those that wait are taken: all, or fewer where padding to a power of two would cost more."""
+        waiting = min(waiting, self._max_batch)
+        below = 1 << (waiting.bit_length() - 1)
+        above = below if below == waiting else 2 * below
+        if below * self._seconds.get(above, 0) > waiting * self._seconds.get(below, 0):
+            return below
+        return waiting
+
+    def _run(self) -> None:
+        while (pair := self._waiting.get()) is not None:
+            size = self.batch_size(1 + self._waiting.qsize())
+            pairs = [pair]
+            while len(pairs) < size:
+                if (pair := self._waiting.get()) is None:
+                    self._waiting.put(None)  # the last batch; the loop ends after it
+                    break
+                pairs.append(pair)
+            self._take(pairs)
+
+    def _take(self, pairs: list[tuple[np.ndarray, asyncio.Future]]) -> None:
+        try:
+            rows: Iterable = self._compute(np.stack([item for item, _ in pairs]))
+            self.failed = False
+        except Exception as error:
+            rows = [error] * len(pairs)
+            self.failed = True
+        self._on_batch(len(pairs))
+        futures = [future for _, future in pairs]
+        self._loop.call_soon_threadsafe(_deliver, futures, rows)
+
+
+def _deliver(futures: Sequence[asyncio.Future], rows: Iterable) -> None:
+    for future, row in zip(futures, rows, strict=True):
+        if future.done():  # given up
+            continue
+        if isinstance(row, Exception):
+            future.set_exception(row)
+            future.exception()  # or asyncio would report those of a request of which another failed first
+        else:
+            future.set_result(row)
+
+
+def _seconds(compute: Callable[[np.ndarray], np.ndarray], items: np.ndarray) -> float:
+    started = time.perf_counter()
+    compute(items)
+    return time.perf_counter() - started
