@@ -1,10 +1,10 @@
 """How fast an exported model answers: one image, batches, and the whole command, beside the model that it came from.
 
-    python -m benchmarks.exported --workdir=runs/mlcn1
+    python -m benchmarks.exported --workdir=runs/mlcn1,runs/mlcn2
 
 From uint8 images in host memory to lengths of class capsules there. The model is jitted here as `main.py` does it; both
 take turns in every round. The command classifies 100 pictures in a process of its own, with starting and compiling.
-Writes `benchmarks/results/exported.json`.
+Writes `benchmarks/results/exported.json` after each model.
 """
 
 import statistics
@@ -26,10 +26,10 @@ from mlcn_jax.config import write_json
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import launch
 
-_WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a run that was exported.")
+_WORKDIR = flags.DEFINE_list("workdir", [], "Folder of a run that was exported, or several, joined by commas.")
 _ROUNDS = flags.DEFINE_integer("rounds", 10, "Interleaved rounds.", lower_bound=1)
-_BATCHES = (1, artifact.MAX_BATCH)
-_CALLS = {1: 50, artifact.MAX_BATCH: 2}  # of each in a round
+_BATCHES = (1, 8, artifact.MAX_BATCH)
+_CALLS = {1: 50, 8: 20, artifact.MAX_BATCH: 2}  # of each in a round
 _PICTURES = 100
 
 
@@ -37,7 +37,14 @@ def main(argv: list[str]) -> None:
     del argv
     if not _WORKDIR.value:
         raise InputError("give --workdir=FOLDER of a run that was exported")
-    workdir = Path(_WORKDIR.value).expanduser()
+    results = {"rounds": _ROUNDS.value, **devices.environment(), "models": []}
+    for workdir in _WORKDIR.value:
+        results["models"].append(measure(Path(workdir).expanduser()))
+        write_json(RESULTS / "exported.json", results)
+
+
+def measure(workdir: Path) -> dict:
+    """One model's figures."""
     exported, trained = artifact.Artifact(workdir / "export"), checkpoint.load_trained(workdir)
     images = np.random.default_rng(0).integers(0, 256, (max(_BATCHES), *exported.image_shape)).astype(np.uint8)
 
@@ -60,16 +67,14 @@ def main(argv: list[str]) -> None:
         row["exported_over_model"] = statistics.median(one["exported"] / one["model"] for one in rounds)
         rows.append(row)
         print(row, flush=True)
-    result = {
+    command = {"pictures": _PICTURES, "seconds": command_seconds(workdir / "export", images[:_PICTURES])}
+    print(command, flush=True)
+    return {
         "model": trained.spec.lanes or trained.spec.name,
         "image_shape": trained.spec.image_shape,
-        "rounds": _ROUNDS.value,
         "inference": rows,
-        "command": {"pictures": _PICTURES, "seconds": command_seconds(workdir / "export", images[:_PICTURES])},
-        **devices.environment(),
+        "command": command,
     }
-    print(result["command"])
-    write_json(RESULTS / "exported.json", result)
 
 
 def seconds(call: Callable, calls: int) -> float:

@@ -79,7 +79,7 @@ def test_images_of_another_shape_or_type_are_refused(loaded):
 def test_each_number_of_images_gets_its_fastest_function_and_each_platform_has_one(workdir, loaded):
     calls = []
     loaded = artifact.Artifact(workdir / "export")
-    loaded._functions = [(n, lambda w, x, n=n: calls.append(n) or np.zeros((len(x), 10))) for n, _ in loaded._functions]
+    loaded._functions = [(n, lambda x, n=n: calls.append(n) or np.zeros((len(x), 10))) for n, _ in loaded._functions]
     for n in (1, 4, 5, 8, 100):
         loaded.lengths(np.zeros((n, *loaded.image_shape), np.uint8))
     assert calls == [1, 1, 8, 8, 8]
@@ -88,6 +88,15 @@ def test_each_number_of_images_gets_its_fastest_function_and_each_platform_has_o
         exported = jax.export.deserialize(bytearray((workdir / "export" / function["file"]).read_bytes()))
         assert list(exported.platforms) == function["platforms"]
     assert {name for function in manifest["functions"] for name in function["platforms"]} == {"cpu", "cuda"}
+
+
+def test_weights_too_large_to_be_compiled_in_give_the_same(workdir, loaded, rng, monkeypatch):
+    monkeypatch.setattr(artifact, "_COMPILED_IN_BYTES", 0)
+    images = rng.integers(0, 256, (9, *loaded.image_shape)).astype(np.uint8)
+    arguments = artifact.Artifact(workdir / "export")
+    np.testing.assert_allclose(arguments.lengths(images), loaded.lengths(images), atol=1e-5)
+    assert loaded._functions[0][1].lower(images).out_info.shape == (9, 10)  # no weights are asked for
+    assert not hasattr(arguments._functions[0][1], "lower")
 
 
 def test_without_flatbuffers_the_same_is_read(workdir, monkeypatch):
