@@ -84,13 +84,10 @@ class Batcher:
         return futures
 
     def batch_size(self, waiting: int) -> int:
-        """How many of those that wait are taken: all, or fewer where padding to a power of two would cost more."""
-        waiting = min(waiting, self._max_batch)
-        below = 1 << (waiting.bit_length() - 1)
-        above = below if below == waiting else 2 * below
-        if below * self._seconds.get(above, 0) > waiting * self._seconds.get(below, 0):
-            return below
-        return waiting
+        """How many of those that wait are taken: as many as give the most rows a second, by the times of `warm_up`."""
+        usable = [size for size in self._seconds if size < 2 * waiting]  # the last is padded, where it is not `waiting`
+        best = max(usable, key=lambda size: (min(size, waiting) / self._seconds[size], size), default=self._max_batch)
+        return min(best, waiting)
 
     def _run(self) -> None:
         while (pair := self._waiting.get()) is not None:

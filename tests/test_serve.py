@@ -192,7 +192,7 @@ def test_many_clients_get_each_their_own_answer_in_batches(server, pictures, mod
     assert batches < len(pictures)
 
 
-def test_health_description_and_counts(server, model):
+def test_health_description_and_counts(server, pictures, model):
     assert server.ask("GET", "/health") == (200, {"status": "ready"})
     status, answer = server.ask("GET", "/")
     assert status == 200
@@ -203,7 +203,10 @@ def test_health_description_and_counts(server, model):
     server.ask("GET", "/health")
     assert server.metric(counted) == before + 1
     assert server.metric("mlcn_jax_waiting_images") == 0
-    assert server.metric('mlcn_jax_predict_seconds_bucket{le="+Inf"}') > 0
+    asked = 'mlcn_jax_predict_seconds_bucket{le="+Inf"}'
+    before = server.metric(asked)
+    server.ask("POST", "/predict", pictures[0], RAW)
+    assert server.metric(asked) == before + 1
 
 
 def test_what_cannot_be_read_is_named_and_the_others_are_answered(server, pictures, model):
@@ -521,6 +524,12 @@ def test_fewer_are_taken_where_padding_would_cost_more(waiting, taken):
     batcher = Batcher(lambda items: items, 8, 100)
     batcher._seconds = {1: 1.0, 2: 1.2, 4: 2.4, 8: 3.0}
     assert batcher.batch_size(waiting) == taken
+
+
+def test_a_size_that_computes_slowly_is_not_taken():
+    batcher = Batcher(lambda items: items, 8, 100)
+    batcher._seconds = {1: 1.0, 2: 1.2, 4: 10.0, 8: 20.0}
+    assert [batcher.batch_size(waiting) for waiting in (1, 2, 4, 8, 50)] == [1, 2, 2, 2, 2]
 
 
 def test_more_than_may_wait_is_not_taken():
