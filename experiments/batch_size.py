@@ -30,9 +30,8 @@ from experiments.repeated_report import (
     told,
     write,
 )
-from experiments.repeated_runs import Scale, Series, chosen, command_line
+from experiments.repeated_runs import Flags, Scale, Series, chosen
 from mlcn_jax.config import RunConfig
-from mlcn_jax.errors import InputError
 from mlcn_jax.launch import launch
 
 if TYPE_CHECKING:
@@ -47,29 +46,17 @@ SCALES = {
 BATCH_SIZES = ("100", "150", "300", "600")
 HEADER = ("", "batch", "accuracy", "minus that of batch 100", "seconds, an epoch", "times as fast as batch 100")
 
-_WORKDIR = flags.DEFINE_string("workdir", "", "Folder of the runs.")
-_SCALE = flags.DEFINE_string("scale", "cpu", f"One of {', '.join(SCALES)}.")
-_REPEATS = flags.DEFINE_integer("repeats", 1, "Trainings of each row and batch size, seeds 0, 1, ...", lower_bound=1)
+_FLAGS = Flags(SCALES)
 _DEFAULT_ROWS = ["fashion_capsnet", "fashion_mlcn1_8x4", "fashion_mlcn2_8x4"]
 _ROWS = flags.DEFINE_list("rows", _DEFAULT_ROWS, "Rows of table 4.1 to train.")
 _BATCH_SIZES = flags.DEFINE_list("batch_sizes", [], "Batch sizes; empty: all, and 100 and 600 at scale smoke.")
-_MINUTES = flags.DEFINE_float("minutes", 0.0, "Stop after so many, with a checkpoint; 0 goes on.", lower_bound=0.0)
-_FASHION_DIR = flags.DEFINE_string("fashion_dir", "", "config.data.dir of Fashion-MNIST; empty downloads it.")
-_CIFAR_DIR = flags.DEFINE_string("cifar_dir", "", "config.data.dir of CIFAR-10; empty downloads it.")
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) > 1 or not _WORKDIR.value:
-        raise InputError("give --workdir=FOLDER, and every other flag as --name=value")
     return run(
-        Path(_WORKDIR.value).expanduser(),
-        scale=_SCALE.value,
-        repeats=_REPEATS.value,
+        **_FLAGS.asked(argv, "batch_size", (_ROWS, _BATCH_SIZES)),
         rows=_ROWS.value,
-        batch_sizes=_BATCH_SIZES.value or (BATCH_SIZES[::3] if _SCALE.value == "smoke" else BATCH_SIZES),
-        minutes=_MINUTES.value,
-        directories={"fashion_mnist": _FASHION_DIR.value, "cifar10": _CIFAR_DIR.value},
-        command=command_line("batch_size", (_SCALE, _REPEATS, _ROWS, _BATCH_SIZES)),
+        batch_sizes=_BATCH_SIZES.value or (BATCH_SIZES[::3] if _FLAGS.scale.value == "smoke" else BATCH_SIZES),
     )
 
 

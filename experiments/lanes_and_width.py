@@ -30,9 +30,8 @@ from experiments.repeated_report import (
     told,
     write,
 )
-from experiments.repeated_runs import Scale, Series, chosen, command_line
+from experiments.repeated_runs import Flags, Scale, Series, chosen
 from mlcn_jax.config import RunConfig
-from mlcn_jax.errors import InputError
 from mlcn_jax.launch import launch
 
 if TYPE_CHECKING:
@@ -53,31 +52,19 @@ FIGURES = {  # config and title of each panel; its name ends with the kind of th
 LANES, WIDTHS = ("2", "4", "8", "16", "32"), ("1", "2", "4", "8")
 HEADER = ("", "width", "lanes", "parameters", "seconds, an epoch", "accuracy", "thesis")
 
-_WORKDIR = flags.DEFINE_string("workdir", "", "Folder of the runs.")
-_SCALE = flags.DEFINE_string("scale", "cpu", f"One of {', '.join(SCALES)}.")
-_REPEATS = flags.DEFINE_integer("repeats", 1, "Trainings of each model, seeds 0, 1, ...", lower_bound=1)
+_FLAGS = Flags(SCALES)
 _FIGURES = flags.DEFINE_list("figures", list(FIGURES), "Which of the figures' panels.")
 _LANES = flags.DEFINE_list("lanes", [], "Numbers of lanes; empty: all, and 2 at scale smoke.")
 _WIDTHS = flags.DEFINE_list("widths", [], "Widths of the lanes; empty: all, and 1 at scale smoke.")
-_MINUTES = flags.DEFINE_float("minutes", 0.0, "Stop after so many, with a checkpoint; 0 goes on.", lower_bound=0.0)
-_FASHION_DIR = flags.DEFINE_string("fashion_dir", "", "config.data.dir of Fashion-MNIST; empty downloads it.")
-_CIFAR_DIR = flags.DEFINE_string("cifar_dir", "", "config.data.dir of CIFAR-10; empty downloads it.")
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) > 1 or not _WORKDIR.value:
-        raise InputError("give --workdir=FOLDER, and every other flag as --name=value")
-    smoke = _SCALE.value == "smoke"
+    smoke = _FLAGS.scale.value == "smoke"
     return run(
-        Path(_WORKDIR.value).expanduser(),
-        scale=_SCALE.value,
-        repeats=_REPEATS.value,
+        **_FLAGS.asked(argv, "lanes_and_width", (_FIGURES, _LANES, _WIDTHS)),
         figures=_FIGURES.value,
         lanes=_LANES.value or (LANES[:1] if smoke else LANES),
         widths=_WIDTHS.value or (WIDTHS[:1] if smoke else WIDTHS),
-        minutes=_MINUTES.value,
-        directories={"fashion_mnist": _FASHION_DIR.value, "cifar10": _CIFAR_DIR.value},
-        command=command_line("lanes_and_width", (_SCALE, _REPEATS, _FIGURES, _LANES, _WIDTHS)),
     )
 
 

@@ -21,6 +21,7 @@ from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.metrics import read_rows
 
 _log = logging.getLogger("mlcn_jax.repeated_runs")
+flags.disclaim_key_flags()  # `Flags` belong to the script that makes them, whose --help shows them
 
 Facts = Mapping[str, Any]
 
@@ -240,7 +241,42 @@ def chosen(flag: str, given: Sequence[str], known: Collection[str]) -> list[str]
     return list(dict.fromkeys(given))
 
 
-def command_line(script: str, given: Sequence[flags.FlagHolder]) -> str:
-    """The command with those of the flags that were given; its folders are the user's own."""
-    serialized = [flags.FLAGS[flag.name].serialize() for flag in given if flag.present]
-    return " ".join([f"python -m experiments.{script} --workdir=FOLDER", *serialized])
+class Flags:
+    """The flags that every script has, defined for the module that makes this.
+
+    Args:
+      scales: of the script; the flag's default is `cpu`.
+    """
+
+    def __init__(self, scales: Mapping[str, Scale]):
+        self._workdir = flags.DEFINE_string("workdir", "", "Folder of the runs.")
+        self.scale = flags.DEFINE_string("scale", "cpu", f"One of {', '.join(scales)}.")
+        self._repeats = flags.DEFINE_integer("repeats", 1, "Trainings of each, seeds 0, 1, ...", lower_bound=1)
+        self._minutes = flags.DEFINE_float("minutes", 0.0, "Stop after so many, with a checkpoint; 0 goes on.", 0.0)
+        self._fashion_dir = flags.DEFINE_string(
+            "fashion_dir", "", "config.data.dir of Fashion-MNIST; empty downloads it."
+        )
+        self._cifar_dir = flags.DEFINE_string("cifar_dir", "", "config.data.dir of CIFAR-10; empty downloads it.")
+
+    def asked(self, argv: Sequence[str], script: str, others: Sequence[flags.FlagHolder]) -> dict[str, Any]:
+        """Their values, for the script's `run`; its folders are the user's own and left out of `command`.
+
+        Args:
+          argv: of `main`.
+          script: its name.
+          others: flags that only it has.
+
+        Raises:
+          InputError: there is no workdir, or something that is no flag.
+        """
+        if len(argv) > 1 or not self._workdir.value:
+            raise InputError("give --workdir=FOLDER, and every other flag as --name=value")
+        given = [flags.FLAGS[f.name].serialize() for f in (self.scale, self._repeats, *others) if f.present]
+        return {
+            "workdir": Path(self._workdir.value).expanduser(),
+            "scale": self.scale.value,
+            "repeats": self._repeats.value,
+            "minutes": self._minutes.value,
+            "directories": {"fashion_mnist": self._fashion_dir.value, "cifar10": self._cifar_dir.value},
+            "command": " ".join([f"python -m experiments.{script} --workdir=FOLDER", *given]),
+        }

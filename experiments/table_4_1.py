@@ -36,7 +36,7 @@ from experiments.repeated_report import (
     told,
     write,
 )
-from experiments.repeated_runs import Scale, Series, chosen, command_line
+from experiments.repeated_runs import Flags, Scale, Series, chosen
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import launch
@@ -52,28 +52,16 @@ HEADER = (
     *COLUMNS,
 )
 
-_WORKDIR = flags.DEFINE_string("workdir", "", "Folder of the runs.")
-_SCALE = flags.DEFINE_string("scale", "cpu", f"One of {', '.join(SCALES)}.")
-_REPEATS = flags.DEFINE_integer("repeats", 1, "Trainings of each row and column, seeds 0, 1, ...", lower_bound=1)
+_FLAGS = Flags(SCALES)
 _ROWS = flags.DEFINE_list("rows", list(ROWS), "Rows to train.")
 _COLUMNS = flags.DEFINE_list("columns", [], "Columns to train; empty: all, and as published only at scale smoke.")
-_MINUTES = flags.DEFINE_float("minutes", 0.0, "Stop after so many, with a checkpoint; 0 goes on.", lower_bound=0.0)
-_FASHION_DIR = flags.DEFINE_string("fashion_dir", "", "config.data.dir of Fashion-MNIST; empty downloads it.")
-_CIFAR_DIR = flags.DEFINE_string("cifar_dir", "", "config.data.dir of CIFAR-10; empty downloads it.")
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) > 1 or not _WORKDIR.value:
-        raise InputError("give --workdir=FOLDER, and every other flag as --name=value")
     return run(
-        Path(_WORKDIR.value).expanduser(),
-        scale=_SCALE.value,
-        repeats=_REPEATS.value,
+        **_FLAGS.asked(argv, "table_4_1", (_ROWS, _COLUMNS)),
         rows=_ROWS.value,
-        columns=_COLUMNS.value or (COLUMNS[:1] if _SCALE.value == "smoke" else COLUMNS),
-        minutes=_MINUTES.value,
-        directories={"fashion_mnist": _FASHION_DIR.value, "cifar10": _CIFAR_DIR.value},
-        command=command_line("table_4_1", (_SCALE, _REPEATS, _ROWS, _COLUMNS)),
+        columns=_COLUMNS.value or (COLUMNS[:1] if _FLAGS.scale.value == "smoke" else COLUMNS),
     )
 
 

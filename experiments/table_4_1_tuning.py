@@ -27,9 +27,8 @@ from experiments.repeated_report import (
     told,
     write,
 )
-from experiments.repeated_runs import Scale, Series, chosen, command_line
+from experiments.repeated_runs import Flags, Scale, Series, chosen
 from mlcn_jax.config import RunConfig
-from mlcn_jax.errors import InputError
 from mlcn_jax.launch import launch
 
 VERSION = 1  # raised with every change after which results cannot stand beside older ones
@@ -40,28 +39,16 @@ SCALES = {
 }
 _VALIDATION_FRACTION = 0.1
 
-_WORKDIR = flags.DEFINE_string("workdir", "", "Folder of the runs.")
-_SCALE = flags.DEFINE_string("scale", "cpu", f"One of {', '.join(SCALES)}.")
-_REPEATS = flags.DEFINE_integer("repeats", 1, "Trainings of each, seeds 0, 1, ...", lower_bound=1)
+_FLAGS = Flags(SCALES)
 _ROWS = flags.DEFINE_list("rows", ["fashion_mlcn2_2x4", "cifar_mlcn2_4x4"], "Rows of table 4.1 to try them on.")
 _CANDIDATES = flags.DEFINE_list("candidates", list(CANDIDATES), "Settings to try.")
-_MINUTES = flags.DEFINE_float("minutes", 0.0, "Stop after so many, with a checkpoint; 0 goes on.", lower_bound=0.0)
-_FASHION_DIR = flags.DEFINE_string("fashion_dir", "", "config.data.dir of Fashion-MNIST; empty downloads it.")
-_CIFAR_DIR = flags.DEFINE_string("cifar_dir", "", "config.data.dir of CIFAR-10; empty downloads it.")
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) > 1 or not _WORKDIR.value:
-        raise InputError("give --workdir=FOLDER, and every other flag as --name=value")
     return run(
-        Path(_WORKDIR.value).expanduser(),
-        scale=_SCALE.value,
-        repeats=_REPEATS.value,
+        **_FLAGS.asked(argv, "table_4_1_tuning", (_ROWS, _CANDIDATES)),
         rows=_ROWS.value,
         candidates=_CANDIDATES.value,
-        minutes=_MINUTES.value,
-        directories={"fashion_mnist": _FASHION_DIR.value, "cifar10": _CIFAR_DIR.value},
-        command=command_line("table_4_1_tuning", (_SCALE, _REPEATS, _ROWS, _CANDIDATES)),
     )
 
 
