@@ -43,13 +43,13 @@ def read_pixels(source: Path | bytes, image_shape: tuple[int, int, int]) -> np.n
 
 def upright(source: Path | bytes) -> Image.Image:
     """A picture turned as its EXIF orientation says, gray if it has no color, else RGB; raises as `read_pixels`."""
-    num_bytes = len(source) if isinstance(source, bytes) else _file_bytes(source)
-    if num_bytes > MAX_FILE_BYTES:
-        raise InputError(f"it has {num_bytes / 2**20:.0f} MiB; at most {MAX_FILE_BYTES // 2**20} MiB are read")
+    contents = source if isinstance(source, bytes) else _read(source)
+    if len(contents) > MAX_FILE_BYTES:
+        raise _too_large(len(contents))
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as file:
-            if file.width * file.height > MAX_PIXELS:
-                raise Image.DecompressionBombError(f"{file.width}x{file.height}")
+        _check_pixels(*_webp_size(contents))
+        with Image.open(io.BytesIO(contents), formats=FORMATS) as file:
+            _check_pixels(file.width, file.height)
             image = ImageOps.exif_transpose(file)
     except Image.DecompressionBombError as error:
         raise InputError(
@@ -64,9 +64,40 @@ def upright(source: Path | bytes) -> Image.Image:
     return image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
 
 
-def _file_bytes(path: Path) -> int:
-    if not path.exists():
-        raise InputError("there is no such file")
-    if not path.is_file():
-        raise InputError("it is no file")
-    return path.stat().st_size
+def _read(path: Path) -> bytes:
+    try:
+        if not path.is_file():
+            raise InputError("it is no file" if path.exists() else "there is no such file")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise _too_large(path.stat().st_size)
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"it cannot be read: {error.strerror}") from error
+
+
+def _too_large(num_bytes: int) -> InputError:
+    return InputError(f"it has {num_bytes / 2**20:.0f} MiB; at most {MAX_FILE_BYTES // 2**20} MiB are read")
+
+
+def _check_pixels(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise Image.DecompressionBombError(f"{width}x{height}")
+
+
+def _webp_size(contents: bytes) -> tuple[int, int]:
+    """Width and height in the header of a WebP, for which Pillow takes memory as soon as it opens it; or zeros.
+
+    Source: RFC 9649, sections 2.5 to 2.7.
+    """
+    if len(contents) < 30 or contents[:4] != b"RIFF" or contents[8:12] != b"WEBP":
+        return 0, 0
+
+    def number(start: int, stop: int) -> int:
+        return int.from_bytes(contents[start:stop], "little")
+
+    kind = contents[12:16]
+    if kind == b"VP8X":
+        return 1 + number(24, 27), 1 + number(27, 30)
+    if kind == b"VP8L":
+        return 1 + (number(21, 25) & 0x3FFF), 1 + (number(21, 25) >> 14 & 0x3FFF)
+    return number(26, 28) & 0x3FFF, number(28, 30) & 0x3FFF

@@ -1,3 +1,4 @@
+import io
 import struct
 import zlib
 
@@ -64,6 +65,20 @@ def test_a_picture_with_too_many_pixels_is_refused_before_it_is_decoded(monkeypa
             images.read_pixels(huge_png(*size), (28, 28, 1))
 
 
+@pytest.mark.parametrize("kind", [{"lossless": True}, {"lossless": False}, {"save_all": True}])
+def test_a_webp_whose_header_says_too_much_is_not_opened(monkeypatch, kind):
+    file = io.BytesIO()
+    more = {"append_images": [Image.new("RGB", (37, 21), "red")]} if "save_all" in kind else {}
+    Image.new("RGB", (37, 21)).save(file, "WEBP", **kind, **more)
+    assert images.read_pixels(file.getvalue(), (28, 28, 1)).shape == (28, 28, 1)
+    monkeypatch.setattr(images, "MAX_PIXELS", 37 * 21)
+    assert images.upright(file.getvalue()).size == (37, 21)
+    monkeypatch.setattr(images, "MAX_PIXELS", 37 * 21 - 1)
+    monkeypatch.setattr(Image, "open", lambda *a, **k: pytest.fail("opened, which takes memory for all pixels"))
+    with pytest.raises(InputError, match=r"37x21"):
+        images.upright(file.getvalue())
+
+
 def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(images, "MAX_FILE_BYTES", 2**20)
     with (tmp_path / "a.png").open("wb") as file:
@@ -91,3 +106,5 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path):
         images.read_pixels(tmp_path / "a.png", (28, 28, 1))
     with pytest.raises(InputError, match="no file"):
         images.read_pixels(tmp_path, (28, 28, 1))
+    with pytest.raises(InputError, match="cannot be read: File name too long"):
+        images.read_pixels(tmp_path / ("a" * 300), (28, 28, 1))
