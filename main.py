@@ -13,14 +13,15 @@ failed, 75 stopped by SIGTERM or Ctrl-C after saving a checkpoint.
 """
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import EXIT_FAILED, launch
+from mlcn_jax.launch import EXIT_FAILED, launch_app
 
 if TYPE_CHECKING:
     from mlcn_jax.config import RunConfig
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> int:
 
     if mode == "export":
         folder = export.export(workdir)
-        print(f"exported {folder}; use it with: python -m mlcn_jax.predict {folder} IMAGE ...")
+        print(f"exported {folder}; use it with: python -m mlcn_jax.predict {shlex.quote(str(folder))} IMAGE ...")
         return 0
     config = _run_config(mode, workdir)
     if config.parallel.processes != 1 and mode == "sweep":
@@ -106,19 +107,5 @@ def _print_summary(workdir: Path, summary: dict) -> None:
         print(f"{what:<17}{workdir / name}")
 
 
-def _parse_flags(argv: list[str]) -> list[str]:
-    try:
-        return flags.FLAGS(argv)
-    except (AttributeError, KeyError) as error:  # what ml_collections raises for a field that a config does not have
-        given = [arg.partition("=")[0] for arg in argv if arg.startswith("--config.")]
-        if not given:
-            raise
-        raise InputError(
-            f"{error} is no field of the configuration ({', '.join(given)}): configs/default.py lists all fields"
-        ) from error
-    except (flags.Error, OSError) as error:
-        raise InputError(str(error)) from error
-
-
 if __name__ == "__main__":
-    launch(lambda: app.run(main, flags_parser=_parse_flags))
+    launch_app(main)

@@ -13,13 +13,13 @@ import time
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 
 from benchmarks import peers
 from mlcn_jax import conv, devices
 from mlcn_jax.config import write_json
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 
 _ROUNDS = flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "type of the arrays")
@@ -92,4 +92,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    launch(functools.partial(app.run, main))
+    launch_app(main)

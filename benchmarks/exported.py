@@ -17,14 +17,14 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 from PIL import Image
 
 from benchmarks.peers import RESULTS
 from mlcn_jax import artifact, capsules, checkpoint, conv, devices, evaluate, model
 from mlcn_jax.config import write_json
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 
 _WORKDIR = flags.DEFINE_list("workdir", [], "Folder of a run that was exported, or several, joined by commas.")
 _ROUNDS = flags.DEFINE_integer("rounds", 10, "Interleaved rounds.", lower_bound=1)
@@ -98,4 +98,4 @@ def command_seconds(folder: Path, images: np.ndarray) -> float:
 
 
 if __name__ == "__main__":
-    launch(lambda: app.run(main))
+    launch_app(main)

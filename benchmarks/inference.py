@@ -7,15 +7,14 @@ From uint8 images in host memory to class probabilities there; no decoder. Proba
 first. Writes `benchmarks/results/inference.json` after each network.
 """
 
-import functools
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
 from benchmarks import networks, peers
 from mlcn_jax import devices
 from mlcn_jax.config import write_json
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 
 _PEERS = flags.DEFINE_list("peers", ["keras", "torch"], "frameworks to compare with: keras, torch; empty for none")
 _NETWORKS = flags.DEFINE_list("networks", [n.name for n in networks.TARGETS], "; ".join(networks.NETWORKS))
@@ -42,4 +41,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    launch(functools.partial(app.run, main))
+    launch_app(main)

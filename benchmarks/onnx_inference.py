@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 
 if TYPE_CHECKING:
     from experiments.onnx_model import ExportedModel
@@ -147,4 +147,4 @@ def table(entries: list[dict]) -> str:
 
 
 if __name__ == "__main__":
-    launch(functools.partial(app.run, main))
+    launch_app(main)

@@ -33,13 +33,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags
+from absl import flags
 
 from benchmarks import networks
 from benchmarks.frameworks import in_mlcn_jax
 from mlcn_jax import conv, cost, devices, train_step
 from mlcn_jax.config import write_json
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = 5  # in a round, and traced
@@ -203,4 +203,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    launch(functools.partial(app.run, main))
+    launch_app(main)

@@ -7,7 +7,6 @@ Compares `capsules.dynamic_routing` with the procedure as printed (`plain`) and 
 `benchmarks/results/routing.json`.
 """
 
-import functools
 import json
 import statistics
 import time
@@ -15,11 +14,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from absl import app
 
 from mlcn_jax import capsules, conv, devices
 from mlcn_jax.config import write_json
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 
 RESULTS = Path(__file__).parent / "results"
 ROUNDS = 15
@@ -108,4 +106,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    launch(functools.partial(app.run, main))
+    launch_app(main)

@@ -26,13 +26,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags
+from absl import flags
 from matplotlib.figure import Figure
 
 from benchmarks import networks
 from mlcn_jax import conv, cost, devices, train_step
 from mlcn_jax.config import write_json
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 from mlcn_jax.model import ModelSpec, init_params
 
 RESULTS = Path(__file__).parent / "results"
@@ -192,4 +192,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    launch(functools.partial(app.run, main))
+    launch_app(main)

@@ -8,7 +8,6 @@ is answered, with PNG files of random pixels in the shape of the model's images.
 `benchmarks/results/serving.json` after each model.
 """
 
-import functools
 import importlib.metadata
 import io
 import json
@@ -23,12 +22,12 @@ import urllib.request
 from pathlib import Path
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 from PIL import Image
 
 from mlcn_jax.config import write_json
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 
 _ARTIFACTS = flags.DEFINE_list("artifacts", [], "folders that main.py --mode=export wrote")
 _CLIENTS = flags.DEFINE_integer("clients", 32, "connections at a time", lower_bound=1)
@@ -213,4 +212,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    launch(functools.partial(app.run, main))
+    launch_app(main)

@@ -8,16 +8,15 @@ equal. Then interleaved rounds of about a second each. The networks of the thesi
 mlcn_jax alone. Writes `benchmarks/results/train_step.json` after each network.
 """
 
-import functools
 import statistics
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
 from benchmarks import networks, peers
 from mlcn_jax import devices
 from mlcn_jax.config import write_json
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 
 _PEERS = flags.DEFINE_list("peers", ["keras", "torch"], "frameworks to compare with: keras, torch; empty for none")
 _NETWORKS = flags.DEFINE_list("networks", [n.name for n in networks.TARGETS], "; ".join(networks.NETWORKS))
@@ -75,4 +74,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    launch(functools.partial(app.run, main))
+    launch_app(main)

@@ -10,7 +10,6 @@ each, the second of which is stopped for half of the time; placements of a draw 
 `experiments/results/balance.json` and `.png`.
 """
 
-import functools
 import itertools
 import os
 import random
@@ -18,13 +17,13 @@ import statistics
 import time
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from experiments import RESULTS, workers
 from mlcn_jax import devices, plan
 from mlcn_jax.config import write_json
 from mlcn_jax.lanes import LANE_KINDS
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 from mlcn_jax.partition import PARTITIONERS, Problem, partition, uniform_seconds
 
 SPEEDS = {"4 equal devices": (1.0, 1.0, 1.0, 1.0), "4 unequal devices": (1.0, 3.1, 4.2, 6.0)}
@@ -177,4 +176,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch(functools.partial(app.run, main))
+    launch_app(main)

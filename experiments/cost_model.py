@@ -9,7 +9,6 @@ scaled by the one factor that suits them best. Writes `experiments/results/cost_
 `cost_model_stored.json` and `.png`.
 """
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from absl import app, flags
+from absl import flags
 
 from experiments import RESULTS, profile_device
 from mlcn_jax import cost, devices, lanes
 from mlcn_jax.config import write_json
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 
 _LARGEST = 5  # width and depth
 _GROUPS = "mlcn1:w2d1*2, mlcn2:w4d1*8, mlcn1:w1d3*4, mlcn2:w3d2*2"
@@ -165,4 +164,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch(functools.partial(app.run, main))
+    launch_app(main)

@@ -9,17 +9,18 @@ Writes `reconstructions.png` (images of the test set beside their reconstruction
 says how that is measured). CapsNet's 16 dimensions take the place of lanes.
 """
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
+from experiments import make_folder
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 
+_MOST_IMAGES = 100
 _TILE_INCHES = 0.6
 _TITLES = {
     "pixel_change_per_unit": "pixels,\nper unit added",
@@ -43,6 +44,8 @@ def main(argv: list[str]) -> None:
     if _NUM_RANKED.value < 1:
         raise InputError(f"--num_ranked is {_NUM_RANKED.value}; it must be 1 or more")
     numbers = read_numbers(_IMAGES.value)
+    if len(numbers) > _MOST_IMAGES:
+        raise InputError(f"--images has {len(numbers)} numbers; at most {_MOST_IMAGES} are drawn")
 
     from mlcn_jax import devices
 
@@ -75,11 +78,11 @@ def explain_run(
 
     trained, dataset = explain.load_run(workdir, data_dir)
     spec, params, test = trained.spec, trained.params, dataset.test
-    _make_folder(output)
-    indices = indices or explain.first_correct(spec, params, test)
     wrong = [index for index in indices if not 0 <= index < len(test.labels)]
     if wrong:
         raise InputError(f"--images: there is no test image {wrong[0]}; their numbers are 0 to {len(test.labels) - 1}")
+    make_folder(output, "output")
+    indices = indices or explain.first_correct(spec, params, test)
     if not indices:
         raise InputError("no test image is classified correctly: choose images with --images=0,1,2")
 
@@ -99,7 +102,7 @@ def explain_run(
         looked_at.append(row)
     draw_reconstructions(output / "reconstructions.png", looked_at, test.images[list(indices)], reconstructions)
 
-    ranked = np.unique(np.linspace(0, len(test.labels) - 1, num_ranked).round().astype(int))
+    ranked = np.unique(np.linspace(0, len(test.labels) - 1, min(num_ranked, len(test.labels))).round().astype(int))
     ranking = explain.rank(spec, params, test.images[ranked])
     draw_ranking(output / "ranking.png", ranking, len(ranked))
     results = {
@@ -115,15 +118,6 @@ def explain_run(
     }
     write_json(output / "ranking.json", results)
     return results
-
-
-def _make_folder(output: Path) -> None:
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output):
-            pass
-    except OSError as error:
-        raise InputError(f"{output} cannot be written to ({error.strerror}): give another --output=FOLDER") from error
 
 
 def draw_reconstructions(
@@ -202,4 +196,4 @@ def table(ranking: Sequence[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    launch(lambda: app.run(main))
+    launch_app(main)

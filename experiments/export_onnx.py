@@ -13,16 +13,15 @@ once ONNX Runtime gives the model's lengths to 1e-4, for random images and those
 sizes.
 """
 
-import functools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 
 if TYPE_CHECKING:
     from experiments.onnx_model import ExportedModel
@@ -124,4 +123,4 @@ def check(model: "ExportedModel", path: Path, images: dict[str, np.ndarray]) -> 
 
 
 if __name__ == "__main__":
-    launch(functools.partial(app.run, main))
+    launch_app(main)

@@ -7,10 +7,10 @@ Needs Gradio (`pip install gradio`). The page is served to this machine alone an
 
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a training run.")
 _PORT = flags.DEFINE_integer("port", 7860, "Port of the page; 0 takes one that is free.")
@@ -36,4 +36,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch(lambda: app.run(main))
+    launch_app(main)

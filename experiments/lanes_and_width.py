@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from absl import app, flags
+from absl import flags
 
 from experiments.published_rows import NUM_EPOCHS, ROWS, configure
 from experiments.repeated_report import (
@@ -32,7 +32,7 @@ from experiments.repeated_report import (
 )
 from experiments.repeated_runs import Flags, Scale, Series, chosen
 from mlcn_jax.config import RunConfig
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -193,4 +193,4 @@ def report(series: Series) -> None:
 
 
 if __name__ == "__main__":
-    launch(lambda: app.run(main))
+    launch_app(main)

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from experiments import REPOSITORY, RESULTS
 from mlcn_jax import devices
 from mlcn_jax.config import RunConfig, write_json
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 from mlcn_jax.metrics import read_rows
 from mlcn_jax.train import train
 
@@ -146,4 +146,4 @@ def draw(results: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    launch(lambda: app.run(main))
+    launch_app(main)

@@ -11,13 +11,13 @@ trains, `trials.md`, `trials.json`, `summary.json` and `search.png`.
 
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
 from experiments import REPOSITORY, nas_report, nas_run
 from mlcn_jax import devices
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 
 _QUICKSTART = str(REPOSITORY / "configs" / "nas_quickstart.py")
 _CONFIG = config_flags.DEFINE_config_file("config", _QUICKSTART, "Python file with get_config(), with search fields.")
@@ -41,4 +41,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch(lambda: app.run(main))
+    launch_app(main)

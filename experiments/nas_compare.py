@@ -15,14 +15,14 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from configs import nas_cifar
 from experiments import RESULTS, nas_report, nas_run
 from mlcn_jax import devices, study
 from mlcn_jax.config import RunConfig, write_json
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 from mlcn_jax.trials import Trainer
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/nas_compare", "Folder of the searches, one a method and seed.")
@@ -246,4 +246,4 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    launch(lambda: app.run(main))
+    launch_app(main)

@@ -18,14 +18,14 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
 from experiments import REPOSITORY, RESULTS, nas_run
 from mlcn_jax import devices, study
 from mlcn_jax.config import RunConfig, write_json
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 
 SWEEPS = {"flops": (1, 2, 4, 8), "memory": (2, 4, 8, 12), "devices": (4, 8, 16, 32)}
 _DEVICES, _BASELINES, _TWELFTHS = 8, 8, 12
@@ -138,4 +138,4 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    launch(lambda: app.run(main))
+    launch_app(main)

@@ -7,7 +7,6 @@ is bound to some cores needs a profile measured on as many: `--cores=1`.
 """
 
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -25,14 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags
+from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments import REPOSITORY
 from mlcn_jax import conv, cost, data, devices, lanes, processes, train_step
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 from mlcn_jax.model import ModelSpec, init_params
 
 BATCH_SIZES = (50, 100)
@@ -338,4 +337,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch(functools.partial(app.run, main))
+    launch_app(main)

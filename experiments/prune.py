@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
-from experiments import REPOSITORY
+from experiments import REPOSITORY, make_folder
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 
 if TYPE_CHECKING:
     from mlcn_jax.prune import Run
@@ -51,12 +51,16 @@ def main(argv: list[str]) -> None:
         raise InputError(f"unknown argument {argv[1]!r}: flags are written --name=value")
     check_flags(_WORKDIR.value, _KEEP.value, _MAX_DROP.value, _OUTPUT.value)
     workdirs = [Path(name).expanduser() for name in _WORKDIR.value]
+    results = Path(_RESULTS.value).expanduser() if _RESULTS.value else workdirs[0] / "prune"
+    output = Path(_OUTPUT.value).expanduser() if _OUTPUT.value else None
+    if output and results.resolve().is_relative_to(output.resolve()):
+        raise InputError(f"--results={results} is inside of --output={output}, which is made at the end: give another")
     measure_and_prune(
         workdirs,
         order=_ORDER.value,
         rounds=_ROUNDS.value,
-        results=Path(_RESULTS.value).expanduser() if _RESULTS.value else workdirs[0] / "prune",
-        output=Path(_OUTPUT.value).expanduser() if _OUTPUT.value else None,
+        results=results,
+        output=output,
         keep=_KEEP.value,
         max_drop=_MAX_DROP.value,
         data_dir=_DATA_DIR.value,
@@ -119,13 +123,6 @@ def measure_and_prune(
         accuracy = facts["ranking_accuracy"]["after"] if small.ranking_from == "validation" else None
         prune.save_run(small, output, accuracy, {**facts, **about})
         print(told(facts, output, fine_tuning(small, output)))
-
-
-def make_folder(path: Path, flag: str) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written ({error.strerror}): give another --{flag}=FOLDER") from error
 
 
 def analyse(run: "Run", order_name: str, rounds: int) -> dict[str, Any]:
@@ -323,4 +320,4 @@ def draw(path: Path, entries: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    launch(lambda: app.run(main))
+    launch_app(main)

@@ -12,17 +12,16 @@ Writes `experiments/results/published_scaling.json` and `.png`.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from experiments import RESULTS
 from mlcn_jax import cost
 from mlcn_jax.config import write_json
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 from mlcn_jax.model import ModelSpec
 from mlcn_jax.partition import Problem, partition, uniform_seconds
 from mlcn_jax.simulate import ALGORITHMS, Cluster, Link, StepTime, simulate_mesh, simulate_stacks
@@ -255,4 +254,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch(functools.partial(app.run, main))
+    launch_app(main)

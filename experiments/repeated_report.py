@@ -95,7 +95,8 @@ def caption(series: Series, records: Records) -> list[str]:
 
 def _place(record: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("jax", "python"))
-    cores = f", {record['cpu_count']} cores" if record["platform"] == "cpu" else ""
+    count = record["cpu_count"]
+    cores = f", {count} core{'s' * (count > 1)}" if record["platform"] == "cpu" else ""
     return f"{record['device']}{cores} ({versions})"
 
 

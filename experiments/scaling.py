@@ -11,19 +11,18 @@ and on two cores the width, depth and number of lanes. Writes `experiments/resul
 """
 
 import dataclasses
-import functools
 import os
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from experiments import RESULTS, workers
 from mlcn_jax import devices, plan
 from mlcn_jax.config import write_json
 from mlcn_jax.lanes import parse_lanes
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 
 REAL, OVERSUBSCRIBED, SIMULATED, WHOLE = "real cores", "oversubscribed", "simulated", "one process on all cores"
 SWEEPS = {
@@ -237,4 +236,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch(functools.partial(app.run, main))
+    launch_app(main)

@@ -10,18 +10,17 @@ is scaled by what one lane by itself takes just then in both processes over what
 `experiments/results/simulator_check.json` and `.png`.
 """
 
-import functools
 import os
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from experiments import RESULTS, workers
 from mlcn_jax import cost, devices, partition, plan
 from mlcn_jax.config import write_json
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 
 LANES = (
     "mlcn1:w4*8",
@@ -156,4 +155,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch(functools.partial(app.run, main))
+    launch_app(main)

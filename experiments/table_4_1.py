@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from experiments.published_rows import COLUMNS, NUM_EPOCHS, PEER, ROWS, changes, columns_of, configure_row
 from experiments.repeated_report import (
@@ -39,7 +39,7 @@ from experiments.repeated_report import (
 from experiments.repeated_runs import Flags, Scale, Series, chosen
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 
 VERSION = 1  # raised with every change after which results cannot stand beside older ones
 SCALES = {
@@ -184,4 +184,4 @@ def report(series: Series) -> None:
 
 
 if __name__ == "__main__":
-    launch(lambda: app.run(main))
+    launch_app(main)

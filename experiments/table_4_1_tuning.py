@@ -12,7 +12,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
 from experiments.published_rows import CANDIDATES, NUM_EPOCHS, ROWS, TUNED, changes, configure_row
 from experiments.repeated_report import (
@@ -29,7 +29,7 @@ from experiments.repeated_report import (
 )
 from experiments.repeated_runs import Flags, Scale, Series, chosen
 from mlcn_jax.config import RunConfig
-from mlcn_jax.launch import launch
+from mlcn_jax.launch import launch_app
 
 VERSION = 1  # raised with every change after which results cannot stand beside older ones
 SCALES = {
@@ -125,4 +125,4 @@ def report(series: Series) -> None:
 
 
 if __name__ == "__main__":
-    launch(lambda: app.run(main))
+    launch_app(main)

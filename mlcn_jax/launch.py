@@ -12,6 +12,9 @@ from collections.abc import Callable
 from mlcn_jax.errors import Diverged, InputError, Stopped
 
 EXIT_INPUT, EXIT_FAILED, EXIT_STOPPED = 2, 3, 75
+_NO_ACCESS = {
+    getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "EISDIR", "ENOTDIR", "ENAMETOOLONG", "ELOOP")
+}
 ALLOCATOR_SETTINGS = ":".join(
     (
         "glibc.malloc.hugetlb=1",
@@ -49,10 +52,38 @@ def launch(command: Callable[[], None]) -> None:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         _exit(EXIT_INPUT, f"error: not enough memory ({str(error).splitlines()[0]}): take a smaller batch or model")
+    except BrokenPipeError:  # whoever reads the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _exit(EXIT_INPUT, f"error: {error}: free disk space, then run the same command again")
+        if error.errno not in _NO_ACCESS:
             raise
-        _exit(EXIT_INPUT, f"error: {error}: free disk space, then run the same command again; it resumes")
+        _exit(EXIT_INPUT, f"error: {error}: give another file or folder, or make this one accessible")
+
+
+def launch_app(main: Callable[[list[str]], int | None]) -> None:
+    """`launch` of a command whose flags are absl's, which `main` takes what is no flag of."""
+    from absl import app
+
+    launch(lambda: app.run(main, flags_parser=_parse_flags))
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+    from absl import flags
+
+    try:
+        return flags.FLAGS(argv)
+    except (AttributeError, KeyError) as error:  # what ml_collections raises for a field that a config does not have
+        given = [arg.partition("=")[0] for arg in argv if arg.startswith("--config.")]
+        if not given:
+            raise
+        raise InputError(
+            f"{error} is no field of the configuration ({', '.join(given)}): configs/default.py lists all fields"
+        ) from error
+    except (flags.Error, OSError) as error:
+        raise InputError(str(error)) from error
 
 
 def _silence_absl() -> None:

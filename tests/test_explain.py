@@ -188,6 +188,12 @@ def test_an_image_that_does_not_exist_is_named(run, tmp_path, index):
         script.explain_run(run, tmp_path, [0, index], num_ranked=1)
 
 
+def test_more_images_than_there_are_cannot_be_ranked(run, tmp_path):
+    results = script.explain_run(run, tmp_path, [0], num_ranked=10**12)
+    total = results["ranking_images"].split()[2]
+    assert results["ranking_images"].startswith(f"{total} of {total} ")
+
+
 def test_an_output_that_cannot_be_written_is_told_before_any_work(run, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot be written to"):

@@ -248,9 +248,16 @@ def test_flags_that_do_not_fit_are_refused(flags, message):
 
 
 def test_the_command_refuses_with_one_message():
-    command = [sys.executable, "-m", "experiments.prune", "--workdir=none", "--keep=0", "--output=small"]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
-    assert (result.returncode, result.stderr) == (2, "error: --keep=0: at least 1 lane must stay\n")
+    def refused(*flags):
+        command = [sys.executable, "-m", "experiments.prune", "--workdir=none", *flags]
+        result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+        assert result.returncode == 2
+        return result.stderr
+
+    assert refused("--keep=0", "--output=small") == "error: --keep=0: at least 1 lane must stay\n"
+    assert refused("--keep=2", "--output=small", "--results=small/prune").startswith("error: --results=small/prune is ")
+    (line,) = refused("--keep=two").splitlines()
+    assert line.startswith("error: flag --keep=two: ")
 
 
 def test_more_lanes_than_there_are_cannot_be_kept(workdir, tmp_path):
