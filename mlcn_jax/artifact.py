@@ -62,12 +62,18 @@ class Artifact:
 
     def __init__(self, folder: str | Path):
         folder = Path(folder)
-        self.manifest = _verified_manifest(folder)
-        description = json.loads((folder / MODEL).read_text())
-        self.class_names: tuple[str, ...] = tuple(description["class_names"])
-        self.image_shape: tuple[int, int, int] = tuple(description["image_shape"])
+        try:
+            self.manifest = _verified_manifest(folder)
+            description = json.loads((folder / MODEL).read_text())
+            self.class_names: tuple[str, ...] = tuple(description["class_names"])
+            self.image_shape: tuple[int, int, int] = tuple(description["image_shape"])
+            functions = [Function(**function) for function in self.manifest["functions"]]
+            weights = jax.device_put(_read_weights(folder / WEIGHTS))
+        except InputError:
+            raise
+        except Exception as error:  # the files are as the manifest says: somebody wrote both, or they cannot be read
+            raise InputError(f"{folder} cannot be read ({error!r}): export the model again") from error
         platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-        functions = [Function(**function) for function in self.manifest["functions"]]
         functions = [function for function in functions if platform in function.platforms]
         if not functions:
             made_for = sorted({name for f in self.manifest["functions"] for name in f["platforms"]})
@@ -75,7 +81,6 @@ class Artifact:
                 f"{folder} was exported for {', '.join(made_for)} and cannot run on {platform}: set "
                 "JAX_PLATFORMS=cpu, or " + self._again()
             )
-        weights = jax.device_put(_read_weights(folder / WEIGHTS))
         self._functions = [
             (function.min_batch, self._load(folder / function.file, function, weights))
             for function in sorted(functions, key=lambda function: -function.min_batch)
@@ -179,15 +184,18 @@ def _verified_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text())
         version, files = manifest["format"], manifest["files"]
         whole = signed(manifest)["sha256"] == manifest["sha256"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{damaged}: {MANIFEST} is damaged ({error!r}): {mend}") from error
-    if not isinstance(version, int) or version > FORMAT:
+    if isinstance(version, int) and version > FORMAT:
         raise InputError(
             f"{folder} is of format {version}, from a newer mlcn_jax than this one, which reads format {FORMAT}: "
             "update mlcn_jax, or export the model again with this version"
         )
-    if not whole:
+    if not whole or version != FORMAT:
         raise InputError(f"{damaged}: {MANIFEST} was altered: {mend}")
+    unknown = {MODEL, WEIGHTS, *(function["file"] for function in manifest["functions"])} - set(files)
+    if unknown:
+        raise InputError(f"{damaged}: {MANIFEST} does not know {', '.join(sorted(unknown))}: {mend}")
     for name, known in files.items():
         file = folder / name
         if Path(name).name != name or not file.is_file():

@@ -298,10 +298,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Reads JSON; raises InputError where the file is not there or not JSON."""
+    """Reads JSON; raises InputError where the file cannot be read or is not JSON."""
     try:
         return json.loads(path.read_text())
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise InputError(f"{path} is damaged ({error}): put it back from a copy, or use another workdir") from error
 
 

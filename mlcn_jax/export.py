@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -33,11 +34,13 @@ def export(workdir: Path) -> Path:
     """
     trained, config = load_trained(workdir), read_stored(workdir)
     folder = workdir / "export"
+    if folder.exists() and not (folder / artifact.MANIFEST).is_file():
+        raise InputError(f"{folder} is there and no export, which would take its place: move it away")
     with hold(workdir), tempfile.TemporaryDirectory(dir=workdir, prefix=".export-") as temporary:
         made = Path(temporary) / "export"
         made.mkdir()
         write_json(made / "config.json", config.to_dict())
-        _write(trained, made, f"python main.py --mode=export --workdir={workdir}")
+        _write(trained, made, f"python main.py --mode=export --workdir={shlex.quote(str(workdir))}")
         _check(trained, artifact.Artifact(made))
         if folder.exists():
             folder.rename(Path(temporary) / "before")

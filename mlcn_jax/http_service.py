@@ -142,6 +142,10 @@ class Service:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
+        if b"upgrade" in headers:  # after which no body is read
+            raise HTTPException(
+                400, "an Upgrade is not taken: send it without (curl --http1.1)", {"Connection": "close"}
+            )
         find = _finder(headers)
         if self.batcher.waiting >= self.limits.max_queue:
             raise self._full()
@@ -336,7 +340,7 @@ def _check_count(count: int, most: int) -> None:
 
 def _is_small(body: bytes) -> bool:
     """Whether a picture's file and, as its header says, its pixels are few."""
-    if len(body) > _SMALL_BYTES:
+    if len(body) > _SMALL_BYTES or body.startswith(b"RIFF"):  # a WebP is decoded when it is opened
         return False
     try:
         with Image.open(io.BytesIO(body), formats=FORMATS) as image:

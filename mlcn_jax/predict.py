@@ -9,6 +9,7 @@ could not be read; the others are answered.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,11 +57,17 @@ def predict(artifact: "Artifact", files: Sequence[Path], batch_size: int = 64) -
 def _files_of(paths: Sequence[str]) -> list[Path]:
     """The files, and those in folders that look like pictures, by name."""
     files = []
-    for path in map(Path, paths):
-        if not path.is_dir():
+    for given in paths:
+        path = Path(given)
+        if not os.path.isdir(given):
             files.append(path)
             continue
-        inside = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
+        try:
+            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
+        except OSError as error:
+            raise InputError(
+                f"{path} cannot be listed ({error.strerror}): give its files, or another folder"
+            ) from error
         if not inside:
             raise InputError(f"{path} has no files that end in {', '.join(SUFFIXES)}")
         files += inside
@@ -75,6 +82,8 @@ def main() -> None:
     arguments = parser.parse_args()
     files = _files_of(arguments.images)
 
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names may hold any bytes
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or XLA tells of each constant that takes a second to fold
     from mlcn_jax.artifact import Artifact  # slow to load: a mistaken argument has been answered
 
     failed = False

@@ -12,7 +12,7 @@ Prometheus, `GET /` describes the model.
 
 Status codes: 200 some picture was classified; 400 none was, or the request is malformed; 404, 405 there is no such path
 or method; 408 it came too slowly; 413 it has too many bytes or pictures; 415 it is of another type; 429 too much waits,
-try again; 431 its head is too long.
+try again; 431 its head is too long; 500, and 503 of `/health`, the model itself failed.
 
 It listens once the model is ready. SIGTERM and Ctrl-C end it after it has answered what had come. Exit codes: 0 ended
 so, 2 input that cannot be used.
@@ -24,6 +24,7 @@ import importlib.util
 import ipaddress
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -250,6 +251,7 @@ def main() -> None:
     limits = _limits(arguments)
     listener = _bind(arguments.host, arguments.port)
 
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or XLA tells of each constant that takes a second to fold
     from mlcn_jax.artifact import Artifact  # slow to load: a mistaken argument has been answered
     from mlcn_jax.http_service import Service
 

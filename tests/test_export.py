@@ -123,8 +123,9 @@ def test_without_flatbuffers_the_same_is_read(workdir, monkeypatch):
 def test_the_command_needs_no_training_code_and_answers_what_it_can(workdir, pictures):
     (pictures / "bomb.png").write_bytes(huge_png(10_000, 10_001))
     (pictures / "text.jpg").write_text("no picture")
+    name = "a" * 300 + ".png"
     hide = f"import sys, runpy; sys.modules.update(dict.fromkeys({(*TRAINING_CODE, 'flatbuffers')!r}))"
-    arguments = ["predict", str(workdir / "export"), str(pictures), str(pictures / "a.png"), "--json"]
+    arguments = ["predict", str(workdir / "export"), str(pictures), name, str(pictures / "a.png"), "--json"]
     code = f"{hide}; sys.argv = {arguments!r}; runpy.run_module('mlcn_jax.predict', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
     assert done.returncode == 3, done.stderr
@@ -135,6 +136,7 @@ def test_the_command_needs_no_training_code_and_answers_what_it_can(workdir, pic
         "bomb.png",
         "c.png",
         "text.jpg",
+        name,
         "a.png",
     ]
     assert "megapixels" in rows[2]["error"]
@@ -145,7 +147,7 @@ def test_the_command_needs_no_training_code_and_answers_what_it_can(workdir, pic
         assert set(row) == {"file", "class", "probability"}
         assert row["class"] == other["class"]
         assert row["probability"] == pytest.approx(other["probability"], abs=1e-5)
-    assert rows[5] == rows[0]
+    assert rows[6] == rows[0]
 
 
 @pytest.mark.parametrize("name", ["weights.npz", "model.json", "config.json", "inference-cpu-8.jaxexport"])
@@ -170,15 +172,34 @@ def rewrite(folder, **changes):
 
 def test_a_manifest_that_was_altered_is_refused(copied):
     manifest = json.loads((copied / "manifest.json").read_text())
-    for text in (json.dumps(manifest | {"step": 7}), "{", "[]", "{}"):
+    for text in (json.dumps(manifest | {"step": 7}), "{", "[]", "{}", "[" * 200_000):
         (copied / "manifest.json").write_text(text)
         with pytest.raises(InputError, match=r"manifest.json (was altered|is damaged)"):
             artifact.Artifact(copied)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("weights.npz", b""), ("weights.npz", b"PK\x03\x04"), ("model.json", b"{"), ("model.json", b"[]")],
+)
+def test_damage_that_the_manifest_agrees_with_is_one_error(copied, name, content):
+    (copied / name).write_bytes(content)
+    manifest = json.loads((copied / "manifest.json").read_text())
+    known = {"bytes": len(content), "sha256": artifact.sha256_of(copied / name)}
+    rewrite(copied, files={**manifest["files"], name: known})
+    with pytest.raises(InputError, match=r"cannot be read .*: export the model again"):
+        artifact.Artifact(copied)
+    rewrite(copied, files={})
+    with pytest.raises(InputError, match=r"manifest.json does not know .*model.json"):
+        artifact.Artifact(copied)
+
+
 def test_newer_versions_other_platforms_and_other_folders_are_named(copied, tmp_path):
     rewrite(copied, format=2)
     with pytest.raises(InputError, match="format 2, from a newer mlcn_jax"):
+        artifact.Artifact(copied)
+    rewrite(copied, format=0)
+    with pytest.raises(InputError, match=r"manifest\.json was altered"):
         artifact.Artifact(copied)
     rewrite(copied, format=1, functions=[])
     with pytest.raises(InputError, match="cannot run on cpu"):
@@ -189,7 +210,9 @@ def test_newer_versions_other_platforms_and_other_folders_are_named(copied, tmp_
 
 def test_a_file_outside_of_the_folder_is_not_read(copied):
     (copied.parent / "secret").write_text("x")
-    rewrite(copied, files={"../secret": {"bytes": 1, "sha256": artifact.sha256_of(copied.parent / "secret")}})
+    files = json.loads((copied / "manifest.json").read_text())["files"]
+    secret = {"bytes": 1, "sha256": artifact.sha256_of(copied.parent / "secret")}
+    rewrite(copied, files={**files, "../secret": secret})
     with pytest.raises(InputError, match=r"\.\./secret is missing"):
         artifact.Artifact(copied)
 

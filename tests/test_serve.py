@@ -242,6 +242,7 @@ def test_what_cannot_be_read_is_named_and_the_others_are_answered(server, pictur
         (413, "POST", "/predict", JSON, b'{"images": ["", "", "", "", ""]}'),
         (415, "POST", "/predict", {"Content-Type": "text/plain"}, b""),
         (415, "POST", "/predict", {**RAW, "Content-Encoding": "gzip"}, b""),
+        (400, "POST", "/predict", {**RAW, "Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c"}, b"1"),
         (400, "POST", "/predict", JSON, b'{"images": ['),
         (400, "POST", "/predict", JSON, b"\xff"),
         (400, "POST", "/predict", JSON, b'{"images": []}'),
