@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("artifact", help="folder that main.py --mode=export wrote")
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="PNG, JPEG, WebP, BMP or GIF, or a folder of them")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     files = _files_of(arguments.images)
 
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names may hold any bytes

@@ -125,7 +125,7 @@ def test_the_command_needs_no_training_code_and_answers_what_it_can(workdir, pic
     (pictures / "text.jpg").write_text("no picture")
     name = "a" * 300 + ".png"
     hide = f"import sys, runpy; sys.modules.update(dict.fromkeys({(*TRAINING_CODE, 'flatbuffers')!r}))"
-    arguments = ["predict", str(workdir / "export"), str(pictures), name, str(pictures / "a.png"), "--json"]
+    arguments = ["predict", str(workdir / "export"), str(pictures), "--json", name, str(pictures / "a.png")]
     code = f"{hide}; sys.argv = {arguments!r}; runpy.run_module('mlcn_jax.predict', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
     assert done.returncode == 3, done.stderr
