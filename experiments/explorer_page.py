@@ -224,17 +224,24 @@ def listen(port: int) -> socket.socket:
 
 
 def serve(page: "gradio.Blocks", listener: socket.socket) -> None:
-    """Serves the page until Ctrl-C; nothing is shared, and nothing is sent anywhere."""
+    """Says where the page is and serves it until Ctrl-C; nothing is shared, and nothing is sent anywhere."""
     import fastapi
     import gradio as gr
     import uvicorn
+
+    port = listener.getsockname()[1]
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets=None):
+            await super().startup(sockets)
+            print(f"lane explorer: http://{HOST}:{port}  (Ctrl-C ends it)", flush=True)
 
     app = gr.mount_gradio_app(
         fastapi.FastAPI(),
         page,
         path="/",
         server_name=HOST,
-        server_port=listener.getsockname()[1],
+        server_port=port,
         footer_links=[],
         run_history=False,
         max_file_size=images.MAX_FILE_BYTES,
@@ -243,4 +250,4 @@ def serve(page: "gradio.Blocks", listener: socket.socket) -> None:
     )
     # A page that is open holds a connection, and uvicorn would report its end as an error.
     config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
-    uvicorn.Server(config).run(sockets=[listener])
+    Server(config).run(sockets=[listener])

@@ -31,7 +31,6 @@ def main(argv: list[str]) -> None:
     devices.keep_compiled_programs()
     trained, dataset = explain.load_run(Path(_WORKDIR.value).expanduser(), _DATA_DIR.value)
     page = explorer_page.build(explorer_page.Explorer(trained, dataset.test))
-    print(f"lane explorer: http://{explorer_page.HOST}:{listener.getsockname()[1]}  (Ctrl-C ends it)", flush=True)
     explorer_page.serve(page, listener)
 
 

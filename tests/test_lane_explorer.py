@@ -129,11 +129,13 @@ def url(run):
     command = [sys.executable, "-m", "experiments.lane_explorer", f"--workdir={run}", "--port=0"]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     line = process.stdout.readline()
-    assert line, process.communicate()[1]
+    if not line:
+        errors = process.communicate()[1]
+        pytest.fail(f"it ended with exit code {process.returncode}: {errors}")
     yield line.split()[2]
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    assert process.returncode == 130, f"exit code {process.returncode}: {errors}"
     assert errors.strip().endswith("interrupted")
     assert "Traceback" not in errors
 
