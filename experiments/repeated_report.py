@@ -128,14 +128,15 @@ def draw_table(header: Sequence[str], rows: Sequence[Sequence[str]], lines: Sequ
         max(len(line) for cell in column for line in cell.split("\n")) + 2 for column in zip(*everything, strict=True)
     ]
     heights = [max(cell.count("\n") + 1 for cell in row) + 0.5 for row in everything]
-    below = _wrapped(lines, int(1.1 * sum(widths)))
+    characters = max(sum(widths), 100)  # across
+    below = _wrapped(lines, int(1.1 * characters))
     height = sum(heights) + len(below) + 1.5
-    figure = Figure(figsize=(0.08 * sum(widths), 0.17 * height))
+    figure = Figure(figsize=(0.08 * characters, 0.17 * height))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.axis("off")
     share = sum(heights) / height
     columns = [width / sum(widths) for width in widths]
-    box = Bbox.from_bounds(0, 1 - share, 1, share)
+    box = Bbox.from_bounds(0, 1 - share, sum(widths) / characters, share)
     table = axes.table(everything, colWidths=columns, cellLoc="left", bbox=box)
     table.auto_set_font_size(False)
     table.set_fontsize(8)
