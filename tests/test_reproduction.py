@@ -15,9 +15,11 @@ from mlcn_jax import data
 from mlcn_jax.errors import Diverged, InputError, Stopped
 
 table_4_1, tuning = load_script("experiments.table_4_1"), load_script("experiments.table_4_1_tuning")
+lane_collapse = load_script("experiments.lane_collapse")
 lanes_and_width, batch_size = load_script("experiments.lanes_and_width"), load_script("experiments.batch_size")
 
 ROW = "fashion_mlcn2_2x4"
+TUNED = published_rows.TUNED["fashion_mnist"]
 PLACE = {"device": "machine", "platform": "cpu", "cpu_count": 2, "versions": {"jax": "1", "python": "3"}}
 
 
@@ -199,7 +201,7 @@ def test_runs_of_another_version_scale_settings_or_images_are_refused(run, train
     with pytest.raises(InputError, match=r"script: 'table_4_1' there, 'table_4_1_tuning' now"):
         run(tuning, rows=[ROW], candidates=["adamw"])
     with monkeypatch.context() as patch:
-        patch.setitem(published_rows.CANDIDATES["adamw"], "train.learning_rate", 0.5)
+        patch.setitem(published_rows.CANDIDATES[TUNED], "train.learning_rate", 0.5)
         with pytest.raises(InputError, match=r"settings:\n  train.learning_rate: 0.002 there, 0.5 now\nremove"):
             run()
     other = write_files(tmp_path / "other", idx_files(num_train=1300, num_test=200, size=28))
@@ -237,8 +239,8 @@ def test_candidates_are_compared_on_validation_images(run, monkeypatch, tmp_path
         return {**dict.fromkeys(measured, 1), "test_accuracy": 0.9}
 
     monkeypatch.setattr("mlcn_jax.train.train", train)
-    run(tuning, rows=[ROW], candidates=["published", "adamw"])
-    assert "| adamw | 40.00, 1 run, used |" in capsys.readouterr().out
+    run(tuning, rows=[ROW], candidates=["published", TUNED])
+    assert f"| {TUNED} | 40.00, 1 run, used |" in capsys.readouterr().out
     assert "90" not in (tmp_path / "runs" / "table_4_1_tuning_smoke.md").read_text()
 
 
@@ -271,3 +273,26 @@ def test_a_smoke_run_is_stopped_by_the_clock_and_resumed(run, tmp_path):
     assert record["parameters"] == 1_800_722
     assert 0 <= record["test_accuracy"] <= 100
     assert np.isfinite(record["seconds_per_epoch"])
+
+
+def test_a_lane_at_zero_stays_and_others_do_not(tiny):
+    dataset = tiny.data.load()
+    dead = lane_collapse.follow(tiny, dataset, 0.0, 4)
+    assert dead["steps"] == [0, 1, 2, 3, 4]
+    assert not np.any(dead["entries"])
+    assert dead["alive"] == 0
+    alive = lane_collapse.follow(tiny, dataset, 30.0, 4)
+    assert np.all(np.diff(alive["entries"], axis=0))
+    assert alive["alive"] == 2
+    assert 0 <= alive["test_accuracy"] <= 100
+
+
+def test_lane_collapse_writes_after_each_setting_and_names_what_is_unknown(directories, tmp_path):
+    lane_collapse.compare(ROW, ["published", "warm_up"], 2, 0, directories, tmp_path)
+    results = json.loads((tmp_path / f"lane_collapse_{ROW}.json").read_text())
+    assert [run["setting"] for run in results["runs"]] == ["published", "warm_up"]
+    assert (tmp_path / f"lane_collapse_{ROW}.png").stat().st_size > 1000
+    with pytest.raises(InputError, match="--settings: slow is not one of published"):
+        lane_collapse.compare(ROW, ["slow"], 2, 0, directories, tmp_path)
+    with pytest.raises(InputError, match="--row: fashion_capsnet is not one of cifar_mlcn1_4x4"):
+        lane_collapse.compare("fashion_capsnet", ["published"], 2, 0, directories, tmp_path)

@@ -1,0 +1,165 @@
+"""Why MLCN falls short on CIFAR-10: lanes whose entries vanish in the first steps, and what keeps them.
+
+    python -m experiments.lane_collapse
+    python -m experiments.lane_collapse --row=fashion_mlcn1_8x4 --settings=published,warm_up --steps=1000
+
+Trains a row of table 4.1 from the same start with each of `SETTINGS`, for an epoch by default, and follows the mean
+absolute entry of each lane in the class capsules of 500 test images. Near zero squash is s|s|, so that an entry's
+gradient vanishes with it: a lane that is pushed there stays. Writes `lane_collapse_ROW` as JSON and PNG to
+`experiments/results/` after each setting.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+
+from experiments import RESULTS, make_folder
+from experiments.published_rows import ROWS, configure_row
+from experiments.repeated_runs import chosen
+from mlcn_jax import data, devices, evaluate, explain, train_step
+from mlcn_jax.config import RunConfig, write_json
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import launch_app
+from mlcn_jax.model import init_params
+
+# Fields in which each differs from the published method; `scale` multiplies the start values of `capsule_weights`.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "published": {},
+    "larger_start": {"scale": 8.0},
+    "slower": {"train.learning_rate": 1e-4},
+    "faster": {"train.learning_rate": 3e-3},
+    "warm_up": {"train.optimizer": "adamw", "train.warmup_epochs": 1.0},
+    "light_decoder": {"train.reconstruction_weight": 0.0392},
+    "per_class": {"model.lane_routing": "per_class"},
+    "lane_dropout": {"model.lane_dropout": 0.1},
+    "much_lane_dropout": {"model.lane_dropout": 0.5},
+}
+ALIVE = 0.01  # least mean absolute entry of a lane that is not counted as vanished
+_PROBED = 500
+_LOOKS = 40
+
+_ROW = flags.DEFINE_string("row", "cifar_mlcn1_4x4", "Row of table 4.1.")
+_SETTINGS = flags.DEFINE_list("settings", list(SETTINGS), "Settings to try.")
+_STEPS = flags.DEFINE_integer("steps", 0, "Of each training; 0 is an epoch.", lower_bound=0)
+_SEED = flags.DEFINE_integer("seed", 0, "Of start values and batches.")
+_FASHION_DIR = flags.DEFINE_string("fashion_dir", "", "config.data.dir of Fashion-MNIST; empty downloads it.")
+_CIFAR_DIR = flags.DEFINE_string("cifar_dir", "", "config.data.dir of CIFAR-10; empty downloads it.")
+_RESULTS = flags.DEFINE_string("results", str(RESULTS), "Folder to write to.")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise InputError(f"unknown argument {argv[1]!r}: flags are written --name=value")
+    directories = {"fashion_mnist": _FASHION_DIR.value, "cifar10": _CIFAR_DIR.value}
+    compare(_ROW.value, _SETTINGS.value, _STEPS.value, _SEED.value, directories, Path(_RESULTS.value).expanduser())
+
+
+def compare(
+    row: str, settings: Sequence[str], num_steps: int, seed: int, directories: Mapping[str, str], folder: Path
+) -> None:
+    """All that the command does.
+
+    Raises:
+      InputError: the row, a setting, the images or the folder cannot be used.
+    """
+    chosen("row", [row], [name for name in ROWS if ROWS[name].lanes])
+    settings = chosen("settings", settings, SETTINGS)
+    make_folder(folder, "results")
+    published = configure_row(row, "published", directories).replace({"train.seed": seed})
+    dataset = published.data.load()
+    results: dict[str, Any] = {
+        "row": row,
+        "seed": seed,
+        "data": {"name": dataset.name, **dataset.provenance},
+        "alive_above": ALIVE,
+        **devices.environment(),
+        "runs": [],
+    }
+    for name in settings:
+        changes = {field: value for field, value in SETTINGS[name].items() if field != "scale"}
+        found = follow(published.replace(changes), dataset, SETTINGS[name].get("scale", 1.0), num_steps)
+        results["runs"].append({"setting": name, "changes": SETTINGS[name], **found})
+        print(
+            f"{name}: {found['alive']} of {len(found['entries'][-1])} lanes alive after {found['steps'][-1]} steps, "
+            f"test accuracy {found['test_accuracy']:.2f} %",
+            flush=True,
+        )
+        write_json(folder / f"lane_collapse_{row}.json", results)
+        draw(folder / f"lane_collapse_{row}.png", results["runs"], ROWS[row].title)
+
+
+def follow(config: RunConfig, dataset: data.Dataset, scale: float, num_steps: int) -> dict[str, Any]:
+    """Trains, and looks at each lane's entries at steps that are close together at first.
+
+    Args:
+      config: of the run; its seed decides start values and batches.
+      scale: of the start values of `capsule_weights`.
+      num_steps: 0 is an epoch.
+
+    Returns:
+      `steps` that were looked at, `entries` [steps][lanes] there (means of absolute values over images and classes),
+      how many lanes are `alive` at the end, and `test_accuracy` then, in %.
+    """
+    settings, spec = config.train, config.model_spec(dataset.test.images.shape[1:], len(dataset.class_names))
+    epoch = len(dataset.train.labels) // settings.batch_size
+    optimizer = train_step.make_optimizer(settings, epoch)
+    step = jax.jit(
+        train_step.make_train_step(
+            spec, optimizer, reconstruction_weight=settings.reconstruction_weight, seed=settings.seed
+        ),
+        donate_argnums=0,
+    )
+    params = init_params(spec, jax.random.key(settings.seed))
+    params["encoder"] = jax.tree_util.tree_map_with_path(
+        lambda path, value: scale * value if "capsule_weights" in jax.tree_util.keystr(path) else value,
+        params["encoder"],
+    )
+    state = train_step.TrainState.create(params, optimizer)
+    total = num_steps or epoch
+    looks = np.unique(np.geomspace(1, total, _LOOKS).astype(int))
+    rng, probe = np.random.default_rng(settings.seed), dataset.test.images[:_PROBED]
+    entries = [lane_entries(spec, state.params, probe)]
+    for i in range(1, total + 1):
+        chosen_images = rng.integers(0, len(dataset.train.labels), settings.batch_size)
+        state, _ = step(state, dataset.train.images[chosen_images], dataset.train.labels[chosen_images])
+        if i in looks:
+            entries.append(lane_entries(spec, state.params, probe))
+    scores = evaluate.make_evaluator(spec, settings.reconstruction_weight)(state.params, dataset.test, 100)
+    return {
+        "steps": [0, *looks.tolist()],
+        "entries": [values.tolist() for values in entries],
+        "alive": int(np.sum(entries[-1] > ALIVE)),
+        "test_accuracy": 100 * scores.accuracy,
+    }
+
+
+def lane_entries(spec, params: dict, images: np.ndarray) -> np.ndarray:
+    """Mean absolute entry of each lane, over images and classes."""
+    return np.abs(np.asarray(explain.look(spec, params["encoder"], images)[0])).mean(axis=(0, 1))
+
+
+def draw(path: Path, runs: Sequence[dict[str, Any]], title: str) -> None:
+    """A panel for each setting, a line for each lane."""
+    from matplotlib.figure import Figure
+
+    columns = min(3, len(runs))
+    num_rows = -(-len(runs) // columns)
+    figure = Figure(figsize=(4 * columns, 2.6 * num_rows + 0.5), layout="constrained")
+    figure.suptitle(f"{title}: mean absolute entry of each lane, 500 test images")
+    axes = figure.subplots(num_rows, columns, squeeze=False, sharex=True, sharey=True)
+    for ax, run in zip(axes.flat, runs, strict=False):
+        ax.plot(run["steps"], np.maximum(run["entries"], 1e-6))
+        ax.axhline(ALIVE, color="gray", lw=0.8, ls=":")
+        ax.set(xscale="symlog", yscale="log", ylim=(1e-6, 1))
+        ax.set_title(f"{run['setting']}: {run['alive']} alive, {run['test_accuracy']:.1f} %", fontsize=9)
+    for ax in axes[-1]:
+        ax.set_xlabel("step")
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    launch_app(main)
