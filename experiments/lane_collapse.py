@@ -1,14 +1,15 @@
-"""Why MLCN falls short on CIFAR-10: lanes whose entries vanish in the first steps, and what keeps them.
+"""Why MLCN falls short on CIFAR-10: lanes that say the same of every image, and what keeps them from it.
 
     python -m experiments.lane_collapse
     python -m experiments.lane_collapse --row=fashion_mlcn1_8x4 --settings=published,warm_up --steps=1000
 
-Trains a row of table 4.1 from the same start with each of `SETTINGS`, for an epoch by default, and follows the mean
-absolute entry of each lane in the class capsules of 500 test images. Near zero squash is s|s|, so that an entry's
-gradient vanishes with it: a lane that is pushed there stays. Writes `lane_collapse_ROW` as JSON and PNG to
-`experiments/results/` after each setting.
+Trains a row of table 4.1 from the same start with each of `SETTINGS`, for an epoch by default, and follows how much the
+entries of each lane in the class capsules differ between 500 test images. Squash has no gradient in two places: near
+zero, where it is s|s|, and far out, where a lane's length is 1. A lane that is pushed to either stays there, and tells
+images apart no more. Writes `lane_collapse_ROW` as JSON and PNG to `experiments/results/` after each setting.
 """
 
+import datetime
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from absl import flags
 
 from experiments import RESULTS, make_folder
 from experiments.published_rows import ROWS, configure_row
-from experiments.repeated_runs import chosen
+from experiments.repeated_runs import chosen, command
 from mlcn_jax import data, devices, evaluate, explain, train_step
 from mlcn_jax.config import RunConfig, write_json
 from mlcn_jax.errors import InputError
@@ -32,13 +33,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "larger_start": {"scale": 8.0},
     "slower": {"train.learning_rate": 1e-4},
     "faster": {"train.learning_rate": 3e-3},
+    "fastest": {"train.learning_rate": 1e-2},
     "warm_up": {"train.optimizer": "adamw", "train.warmup_epochs": 1.0},
     "light_decoder": {"train.reconstruction_weight": 0.0392},
     "per_class": {"model.lane_routing": "per_class"},
     "lane_dropout": {"model.lane_dropout": 0.1},
     "much_lane_dropout": {"model.lane_dropout": 0.5},
 }
-ALIVE = 0.01  # least mean absolute entry of a lane that is not counted as vanished
+ALIVE = 0.01  # least spread of a lane that counts as alive
 _PROBED = 500
 _LOOKS = 40
 
@@ -55,11 +57,18 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise InputError(f"unknown argument {argv[1]!r}: flags are written --name=value")
     directories = {"fashion_mnist": _FASHION_DIR.value, "cifar10": _CIFAR_DIR.value}
-    compare(_ROW.value, _SETTINGS.value, _STEPS.value, _SEED.value, directories, Path(_RESULTS.value).expanduser())
+    folder, given = Path(_RESULTS.value).expanduser(), command("lane_collapse", (_ROW, _SETTINGS, _STEPS, _SEED))
+    compare(_ROW.value, _SETTINGS.value, _STEPS.value, _SEED.value, directories, folder, given)
 
 
 def compare(
-    row: str, settings: Sequence[str], num_steps: int, seed: int, directories: Mapping[str, str], folder: Path
+    row: str,
+    settings: Sequence[str],
+    num_steps: int,
+    seed: int,
+    directories: Mapping[str, str],
+    folder: Path,
+    command_line: str,
 ) -> None:
     """All that the command does.
 
@@ -76,6 +85,8 @@ def compare(
         "seed": seed,
         "data": {"name": dataset.name, **dataset.provenance},
         "alive_above": ALIVE,
+        "command": command_line,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         **devices.environment(),
         "runs": [],
     }
@@ -84,7 +95,7 @@ def compare(
         found = follow(published.replace(changes), dataset, SETTINGS[name].get("scale", 1.0), num_steps)
         results["runs"].append({"setting": name, "changes": SETTINGS[name], **found})
         print(
-            f"{name}: {found['alive']} of {len(found['entries'][-1])} lanes alive after {found['steps'][-1]} steps, "
+            f"{name}: {found['alive']} of {len(found['spreads'][-1])} lanes alive after {found['steps'][-1]} steps, "
             f"test accuracy {found['test_accuracy']:.2f} %",
             flush=True,
         )
@@ -93,7 +104,7 @@ def compare(
 
 
 def follow(config: RunConfig, dataset: data.Dataset, scale: float, num_steps: int) -> dict[str, Any]:
-    """Trains, and looks at each lane's entries at steps that are close together at first.
+    """Trains, and looks at each lane's spread at steps that are close together at first.
 
     Args:
       config: of the run; its seed decides start values and batches.
@@ -101,8 +112,8 @@ def follow(config: RunConfig, dataset: data.Dataset, scale: float, num_steps: in
       num_steps: 0 is an epoch.
 
     Returns:
-      `steps` that were looked at, `entries` [steps][lanes] there (means of absolute values over images and classes),
-      how many lanes are `alive` at the end, and `test_accuracy` then, in %.
+      `steps` that were looked at, `spreads` [steps][lanes] there, how many lanes are `alive` at the end, and
+      `test_accuracy` then, in %.
     """
     settings, spec = config.train, config.model_spec(dataset.test.images.shape[1:], len(dataset.class_names))
     epoch = len(dataset.train.labels) // settings.batch_size
@@ -122,24 +133,24 @@ def follow(config: RunConfig, dataset: data.Dataset, scale: float, num_steps: in
     total = num_steps or epoch
     looks = np.unique(np.geomspace(1, total, _LOOKS).astype(int))
     rng, probe = np.random.default_rng(settings.seed), dataset.test.images[:_PROBED]
-    entries = [lane_entries(spec, state.params, probe)]
+    spreads = [lane_spreads(spec, state.params, probe)]
     for i in range(1, total + 1):
         chosen_images = rng.integers(0, len(dataset.train.labels), settings.batch_size)
         state, _ = step(state, dataset.train.images[chosen_images], dataset.train.labels[chosen_images])
         if i in looks:
-            entries.append(lane_entries(spec, state.params, probe))
+            spreads.append(lane_spreads(spec, state.params, probe))
     scores = evaluate.make_evaluator(spec, settings.reconstruction_weight)(state.params, dataset.test, 100)
     return {
         "steps": [0, *looks.tolist()],
-        "entries": [values.tolist() for values in entries],
-        "alive": int(np.sum(entries[-1] > ALIVE)),
+        "spreads": [values.tolist() for values in spreads],
+        "alive": int(np.sum(spreads[-1] > ALIVE)),
         "test_accuracy": 100 * scores.accuracy,
     }
 
 
-def lane_entries(spec, params: dict, images: np.ndarray) -> np.ndarray:
-    """Mean absolute entry of each lane, over images and classes."""
-    return np.abs(np.asarray(explain.look(spec, params["encoder"], images)[0])).mean(axis=(0, 1))
+def lane_spreads(spec, params: dict, images: np.ndarray) -> np.ndarray:
+    """Standard deviation of each lane's entries over images, mean over classes."""
+    return np.asarray(explain.look(spec, params["encoder"], images)[0]).std(axis=0).mean(axis=0)
 
 
 def draw(path: Path, runs: Sequence[dict[str, Any]], title: str) -> None:
@@ -149,10 +160,10 @@ def draw(path: Path, runs: Sequence[dict[str, Any]], title: str) -> None:
     columns = min(3, len(runs))
     num_rows = -(-len(runs) // columns)
     figure = Figure(figsize=(4 * columns, 2.6 * num_rows + 0.5), layout="constrained")
-    figure.suptitle(f"{title}: mean absolute entry of each lane, 500 test images")
+    figure.suptitle(f"{title}: how much each lane's entries differ between 500 test images")
     axes = figure.subplots(num_rows, columns, squeeze=False, sharex=True, sharey=True)
     for ax, run in zip(axes.flat, runs, strict=False):
-        ax.plot(run["steps"], np.maximum(run["entries"], 1e-6))
+        ax.plot(run["steps"], np.maximum(run["spreads"], 1e-6))
         ax.axhline(ALIVE, color="gray", lw=0.8, ls=":")
         ax.set(xscale="symlog", yscale="log", ylim=(1e-6, 1))
         ax.set_title(f"{run['setting']}: {run['alive']} alive, {run['test_accuracy']:.1f} %", fontsize=9)

@@ -271,12 +271,17 @@ class Flags:
         """
         if len(argv) > 1 or not self._workdir.value:
             raise InputError("give --workdir=FOLDER, and every other flag as --name=value")
-        given = [flags.FLAGS[f.name].serialize() for f in (self.scale, self._repeats, *others) if f.present]
         return {
             "workdir": Path(self._workdir.value).expanduser(),
             "scale": self.scale.value,
             "repeats": self._repeats.value,
             "minutes": self._minutes.value,
             "directories": {"fashion_mnist": self._fashion_dir.value, "cifar10": self._cifar_dir.value},
-            "command": " ".join([f"python -m experiments.{script} --workdir=FOLDER", *given]),
+            "command": command(f"{script} --workdir=FOLDER", (self.scale, self._repeats, *others)),
         }
+
+
+def command(script: str, holders: Sequence[flags.FlagHolder]) -> str:
+    """The command line of a script, with those of some flags that were given."""
+    given = [flags.FLAGS[holder.name].serialize() for holder in holders if holder.present]
+    return " ".join([f"python -m experiments.{script}", *given])
