@@ -181,12 +181,13 @@ def describe_model(spec: ModelSpec, class_names: Sequence[str], data_digest: str
     }
 
 
-def load_trained(workdir: Path) -> Trained:
+def load_trained(workdir: str | Path) -> Trained:
     """Reads the best checkpoint of a workdir.
 
     Raises:
       InputError: the workdir holds no trained model, no checkpoint of it verifies, or it is not of `model.json`.
     """
+    workdir = Path(workdir).expanduser()
     path = workdir / "model.json"
     if not path.exists():
         raise InputError(f"{workdir} holds no trained model: give the workdir of a run that saved a checkpoint")

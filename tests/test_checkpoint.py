@@ -190,4 +190,4 @@ def test_a_failed_write_is_one_clear_error(tmp_path, monkeypatch):
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(InputError, match="holds no trained model"):
-        load_trained(tmp_path)
+        load_trained(str(tmp_path))
