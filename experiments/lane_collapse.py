@@ -157,9 +157,9 @@ def draw(path: Path, runs: Sequence[dict[str, Any]], title: str) -> None:
     """A panel for each setting, a line for each lane."""
     from matplotlib.figure import Figure
 
-    columns = min(3, len(runs))
+    columns = min(5, len(runs))
     num_rows = -(-len(runs) // columns)
-    figure = Figure(figsize=(4 * columns, 2.6 * num_rows + 0.5), layout="constrained")
+    figure = Figure(figsize=(3.2 * columns, 2.6 * num_rows + 0.5), layout="constrained")
     figure.suptitle(f"{title}: how much each lane's entries differ between 500 test images")
     axes = figure.subplots(num_rows, columns, squeeze=False, sharex=True, sharey=True)
     for ax, run in zip(axes.flat, runs, strict=False):
