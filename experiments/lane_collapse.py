@@ -37,6 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "warm_up": {"train.optimizer": "adamw", "train.warmup_epochs": 1.0},
     "light_decoder": {"train.reconstruction_weight": 0.0392},
     "per_class": {"model.lane_routing": "per_class"},
+    "per_lane": {"model.margin_loss": "per_lane"},
     "lane_dropout": {"model.lane_dropout": 0.1},
     "much_lane_dropout": {"model.lane_dropout": 0.5},
 }

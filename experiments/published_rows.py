@@ -77,6 +77,7 @@ _ADAMW = {
 CANDIDATES: dict[str, dict[str, Any]] = {
     "published": {"augmented": False},
     "per_class": {"augmented": False, "model.lane_routing": "per_class"},
+    "per_lane": {"augmented": False, "model.margin_loss": "per_lane"},
     "light_decoder": {"augmented": False, "train.reconstruction_weight": 0.0392},
     "heavy_decoder": {"augmented": False, "train.reconstruction_weight": 3.92},
     "faster": {"augmented": False, "train.learning_rate": 3e-3},
@@ -88,7 +89,9 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "adamw_not_augmented": {**_ADAMW, "augmented": False},
     "adamw_not_augmented_faster": {**_ADAMW, "augmented": False, "train.learning_rate": 4e-3},
     "adamw_not_augmented_per_class": {**_ADAMW, "augmented": False, "model.lane_routing": "per_class"},
+    "adamw_not_augmented_per_lane": {**_ADAMW, "augmented": False, "model.margin_loss": "per_lane"},
     "adamw_flip": {**_ADAMW, "augmented": False, "data.flip": True},
+    "adamw_flip_per_lane": {**_ADAMW, "augmented": False, "data.flip": True, "model.margin_loss": "per_lane"},
     "adamw_shift": {**_ADAMW, "augmented": False, "data.max_shift": 1},
     "adamw_decay": {**_ADAMW, "train.weight_decay": 0.05},
     "adamw_light_decoder": {**_ADAMW, "train.reconstruction_weight": 0.0392},

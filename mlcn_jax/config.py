@@ -40,6 +40,9 @@ _FREE_ON_RESUME = {
     "profile",
 }
 
+# Fields of `model` that runs stored by an older version lack, with what those runs did; their hashes stay as they were.
+_ADDED: dict[str, Any] = {"margin_loss": "joint"}
+
 
 @dataclasses.dataclass(frozen=True)
 class DataSettings:
@@ -192,7 +195,7 @@ class RunConfig:
           InputError: a field is unknown, missing or out of range.
         """
         try:
-            model = dict(values["model"])
+            model = _ADDED | dict(values["model"])
             model["decoder"] = tuple(model["decoder"])
             for section, cls_of, given in (
                 ("data", DataSettings, values["data"]),
@@ -241,6 +244,7 @@ class RunConfig:
         """SHA-256 of all that decides the result, 16 hexadecimal digits."""
         values = flat(self.to_dict())
         free = _FREE_ON_RESUME - {"train.num_epochs", "train.num_steps"}
+        free |= {f"model.{name}" for name, value in _ADDED.items() if self.model[name] == value}
         kept = {k: v for k, v in values.items() if k not in free}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 

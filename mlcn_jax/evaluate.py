@@ -15,7 +15,7 @@ from mlcn_jax import capsules, conv, data, losses, parallel
 from mlcn_jax.checkpoint import load_trained
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
-from mlcn_jax.model import ModelSpec, apply_model, encode, reconstruct
+from mlcn_jax.model import ModelSpec, apply_model, classification_loss, encode, reconstruct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +87,11 @@ def head_sums(
     lane_axis: str = "",
 ) -> tuple[Array, Array]:
     """Sums over the images that `mask` keeps, from their class capsules on: of the losses, and in the confusion."""
-    class_lengths = capsules.lengths(v)
-    loss = losses.margin_loss(class_lengths, labels)
+    loss = classification_loss(spec, v, labels)
     reconstructions = reconstruct(spec, decoder, v, labels, lane_axis)
     loss += reconstruction_weight * losses.reconstruction_loss(reconstructions, pixels)
     truth = jax.nn.one_hot(labels, spec.num_classes) * mask[:, None]
-    predicted = jax.nn.one_hot(jnp.argmax(class_lengths, axis=-1), spec.num_classes)
+    predicted = jax.nn.one_hot(jnp.argmax(capsules.lengths(v), axis=-1), spec.num_classes)
     return jnp.sum(loss * mask), truth.T @ predicted
 
 

@@ -1,4 +1,6 @@
-"""Margin loss on the class lengths and mean squared error of the reconstruction."""
+"""Margin loss on the class lengths, or on each lane alone, and mean squared error of the reconstruction."""
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,19 @@ def margin_loss(
     present = jnp.square(jnp.maximum(0.0, m_plus - class_lengths))
     absent = jnp.square(jnp.maximum(0.0, class_lengths - m_minus))
     return jnp.sum(target * present + absent_weight * (1.0 - target) * absent, axis=-1)
+
+
+def lane_margin_loss(v: Float[Array, "batch classes lanes"], labels: Int[Array, " batch"]) -> Float[Array, " batch"]:
+    """Margin loss of each image with each lane classifying alone: the mean over the L lanes, in float32.
+
+    Lane l is held to `sqrt(L) |v_kl|`, the length that class capsule k would have if every lane said what lane l does.
+    So lanes that agree give `margin_loss` of their lengths, and one lane alone is the same as both.
+
+    Source: this project. In the published loss, a lane whose entries are small is pushed towards zero by the lengths
+    that the other lanes make, and most lanes end there.
+    """
+    alone = math.sqrt(v.shape[-1]) * jnp.abs(v.astype(jnp.float32))
+    return jnp.mean(jax.vmap(margin_loss, in_axes=(2, None))(alone, labels), axis=0)
 
 
 def reconstruction_loss(

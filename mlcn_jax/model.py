@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from mlcn_jax import capsules, conv
+from mlcn_jax import capsules, conv, losses
 from mlcn_jax import lanes as lanes_lib
 from mlcn_jax.errors import InputError
 
 MODELS = ("mlcn", "capsnet")
+MARGIN_LOSSES = ("joint", "per_lane")
 COMPUTE_DTYPES = ("float32", "bfloat16")
 _CAPSNET_FILTERS = 256
 _CAPSNET_CLASS_DIM = 16
@@ -40,6 +41,7 @@ class ModelSpec:
       prior_bias: whether routing logits have a trainable start value.
       decoder: sizes of the decoder's hidden layers.
       lane_dropout: chance that a lane is left out of the classification loss of a training step.
+      margin_loss: `joint`, of the lengths that all lanes make, as published, or `per_lane` (`classification_loss`).
       compute_dtype: type of convolutions and matrix products; norms, softmax and losses stay float32.
       conv: a key of `conv.ALGORITHMS`, or `auto`.
 
@@ -56,6 +58,7 @@ class ModelSpec:
     prior_bias: bool = True
     decoder: tuple[int, ...] = (512, 1024)
     lane_dropout: float = 0.0
+    margin_loss: str = "joint"
     compute_dtype: str = "float32"
     conv: str = "auto"
 
@@ -63,6 +66,7 @@ class ModelSpec:
         for field, known in (
             ("name", MODELS),
             ("lane_routing", lanes_lib.LANE_ROUTINGS),
+            ("margin_loss", MARGIN_LOSSES),
             ("compute_dtype", COMPUTE_DTYPES),
             ("conv", ("auto", *conv.ALGORITHMS)),
         ):
@@ -86,8 +90,15 @@ class ModelSpec:
             raise InputError(f"model.decoder is {self.decoder}; it needs one or more sizes of 1 or more")
         if self.name == "mlcn":
             lanes_lib.parse_lanes(self.lanes)
-        elif self.lanes or self.lane_dropout:
-            raise InputError("CapsNet has no lanes: leave model.lanes empty and model.lane_dropout at 0")
+            if self.lane_dropout and self.margin_loss == "per_lane":
+                raise InputError(
+                    f"model.lane_dropout is {self.lane_dropout} with model.margin_loss=per_lane, in which each lane "
+                    "learns as if the others were dropped: leave model.lane_dropout at 0, or take margin_loss=joint"
+                )
+        elif self.lanes or self.lane_dropout or self.margin_loss != "joint":
+            raise InputError(
+                "CapsNet has no lanes: leave model.lanes empty, model.lane_dropout at 0 and model.margin_loss joint"
+            )
 
     @property
     def lane_groups(self) -> tuple[lanes_lib.LaneGroup, ...]:
@@ -256,6 +267,15 @@ def reconstruct(
     """`CapsuleNetwork.reconstruct` as a pure function of the decoder's parameters."""
     network, variables = CapsuleNetwork(spec, lane_axis), {"params": {"decoder": decoder}}
     return network.apply(variables, class_capsules, classes, method="reconstruct")  # type: ignore[return-value]
+
+
+def classification_loss(
+    spec: ModelSpec, v: Float[Array, "batch classes dim"], labels: Int[Array, " batch"]
+) -> Float[Array, " batch"]:
+    """Margin loss of each image, of the class lengths or of each lane alone, as `spec.margin_loss` says."""
+    if spec.margin_loss == "per_lane":
+        return losses.lane_margin_loss(v, labels)
+    return losses.margin_loss(capsules.lengths(v), labels)
 
 
 def drop_lanes(key: Array, v: Float[Array, "batch classes lanes"], rate: float) -> Float[Array, "batch classes lanes"]:

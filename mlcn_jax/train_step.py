@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from mlcn_jax import capsules, conv, data, devices, evaluate, losses, parallel
 from mlcn_jax.config import TrainSettings
-from mlcn_jax.model import ModelSpec, drop_lanes, encode, reconstruct
+from mlcn_jax.model import ModelSpec, classification_loss, drop_lanes, encode, reconstruct
 
 
 @flax.struct.dataclass
@@ -79,10 +79,9 @@ def head_loss(
     """What `make_loss` computes, from the class capsules on."""
     reconstructions = reconstruct(spec, decoder, v, labels, lane_axis)
     seen = drop_lanes(key, v, spec.lane_dropout) if spec.lane_dropout else v
-    class_lengths = capsules.lengths(seen)
-    margin = jnp.mean(losses.margin_loss(class_lengths, labels))
+    margin = jnp.mean(classification_loss(spec, seen, labels))
     reconstruction = jnp.mean(losses.reconstruction_loss(reconstructions, images))
-    accuracy = jnp.mean(jnp.argmax(class_lengths, axis=-1) == labels)
+    accuracy = jnp.mean(jnp.argmax(capsules.lengths(seen), axis=-1) == labels)
     loss = margin + reconstruction_weight * reconstruction
     return loss, {"margin": margin, "reconstruction": reconstruction, "accuracy": accuracy}
 

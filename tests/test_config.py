@@ -63,6 +63,13 @@ def test_a_config_without_a_field_is_refused(tiny):
         RunConfig.from_dict(values)
 
 
+def test_a_config_that_an_older_version_stored_is_the_same_run(tiny):
+    values = tiny.to_dict()
+    del values["model"]["margin_loss"]
+    assert RunConfig.from_dict(values) == tiny
+    assert tiny.replace({"model.margin_loss": "per_lane"}).hash() != tiny.hash()
+
+
 def test_a_workdir_refuses_another_configuration_and_names_every_field(tiny):
     other = tiny.replace({"model.lanes": "mlcn2:w1*2", "train.batch_size": 25, "train.num_epochs": 99})
     with pytest.raises(InputError) as error:

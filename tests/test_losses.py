@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mlcn_jax import losses
+from mlcn_jax import capsules, losses
 
 
 def test_margin_loss_by_hand():
@@ -20,9 +20,40 @@ def test_margin_loss_is_zero_inside_the_margins():
     assert not np.any(gradient)
 
 
+def test_lane_margin_loss_is_the_mean_over_lanes_that_classify_alone(rng):
+    v = rng.uniform(-0.7, 0.7, (4, 3, 2)).astype(np.float32)
+    labels = rng.integers(0, 3, 4)
+    expected = np.zeros(4)
+    for image, lane, k in np.ndindex(4, 2, 3):
+        length = np.sqrt(2) * abs(v[image, k, lane])
+        short, long = max(0, 0.9 - length) ** 2, 0.5 * max(0, length - 0.1) ** 2
+        expected[image] += (short if k == labels[image] else long) / 2
+    np.testing.assert_allclose(losses.lane_margin_loss(v, labels), expected, rtol=1e-5)
+
+
+def test_lanes_that_agree_have_the_margin_loss_of_their_lengths(rng):
+    column, labels = rng.uniform(-0.7, 0.7, (4, 3, 1)).astype(np.float32), rng.integers(0, 3, 4)
+    for count in (1, 5):
+        v = np.repeat(column, count, axis=2) * rng.choice([-1, 1], count).astype(np.float32)
+        joint = losses.margin_loss(capsules.lengths(v), labels)
+        np.testing.assert_allclose(losses.lane_margin_loss(v, labels), joint, rtol=1e-5)
+
+
+def test_a_lane_that_says_little_is_not_pushed_to_zero_by_the_others():
+    """The class is 0: a loud lane is wrong about class 1, of which the quiet one says next to nothing."""
+    v, labels = jnp.array([[[0.5, 0.01], [0.8, 0.01]]]), jnp.array([0])
+    push = jax.grad(lambda v: losses.lane_margin_loss(v, labels)[0])(v)
+    joint = jax.grad(lambda v: losses.margin_loss(capsules.lengths(v), labels)[0])(v)
+    assert joint[0, 1, 1] > 0
+    assert push[0, 1, 1] == 0
+    alone = jax.grad(lambda v: losses.lane_margin_loss(v.at[:, :, 0].set(0.3), labels)[0])(v)
+    np.testing.assert_array_equal(alone[..., 1], push[..., 1])
+
+
 def test_losses_are_float32_for_bfloat16_inputs():
     half = jnp.full((2, 3), 0.5, jnp.bfloat16)
     assert losses.margin_loss(half, jnp.array([0, 1])).dtype == jnp.float32
+    assert losses.lane_margin_loss(half[..., None], jnp.array([0, 1])).dtype == jnp.float32
     pixels = jnp.zeros((2, 4, 4, 1), jnp.bfloat16)
     assert losses.reconstruction_loss(pixels, pixels).dtype == jnp.float32
 

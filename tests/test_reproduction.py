@@ -106,6 +106,22 @@ def test_the_table_shows_spread_difference_and_what_is_missing():
     assert shorter[3][6] == "70.00, 1 run, +0.95"
 
 
+@pytest.mark.parametrize(
+    ("script", "scale"),
+    [(table_4_1, "full"), (tuning, "cpu"), (lanes_and_width, "cpu"), (batch_size, "cpu")],
+    ids=["table_4_1", "tuning", "lanes_and_width", "batch_size"],
+)
+def test_what_is_committed_was_trained_with_the_settings_of_today(script, scale, directories):
+    """Also by their hashes, which fields that were added since must leave as they are."""
+    path = repeated_report.RESULTS / f"{script.__name__.split('.')[-1]}_{scale}.json"
+    results = json.loads(path.read_text())
+    assert results["version"] == script.VERSION
+    for record in results["runs"]:
+        config, scale = script.configure_run(directories, **record["facts"]), results["scale"]
+        config = config.replace({"train.num_epochs": scale["num_epochs"], "train.num_steps": scale["num_steps"]})
+        assert config.hash() == record["config_hash"], record["facts"]
+
+
 def test_epochs_are_compared_with_the_peer():
     records = [made_record(50.0, row="cifar_mlcn2_4x4", column="published", seed=seed) for seed in range(3)]
     records[0]["test_accuracy_per_epoch"] = [44.0, 50.0, 52.0, 53.0]
