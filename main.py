@@ -97,6 +97,14 @@ def _config_files() -> str:
 
 def _print_summary(workdir: Path, summary: dict) -> None:
     print(f"test accuracy {summary['test_accuracy']:.2%}, loss {summary['test_loss']:.4f}")
+    from mlcn_jax import evaluate
+
+    spreads = summary.get("lane_spreads", [])  # an older version wrote none
+    if silent := sum(spread < evaluate.ALIVE for spread in spreads):
+        print(
+            f"{silent} of {len(spreads)} lanes say the same of every image (lane_spreads in summary.json): "
+            "python -m experiments.prune removes them, training with --config.model.margin_loss=per_lane avoids them"
+        )
     for what, name in (
         ("model", "checkpoints"),
         ("metrics", "metrics.jsonl"),

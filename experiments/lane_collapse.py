@@ -21,7 +21,7 @@ from absl import flags
 from experiments import RESULTS, make_folder
 from experiments.published_rows import ROWS, configure_row
 from experiments.repeated_runs import chosen, command
-from mlcn_jax import data, devices, evaluate, explain, train_step
+from mlcn_jax import data, devices, evaluate, train_step
 from mlcn_jax.config import RunConfig, write_json
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import launch_app
@@ -41,8 +41,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lane_dropout": {"model.lane_dropout": 0.1},
     "much_lane_dropout": {"model.lane_dropout": 0.5},
 }
-ALIVE = 0.01  # least spread of a lane that counts as alive
-_PROBED = 500
 _LOOKS = 40
 
 _ROW = flags.DEFINE_string("row", "cifar_mlcn1_4x4", "Row of table 4.1.")
@@ -85,7 +83,7 @@ def compare(
         "row": row,
         "seed": seed,
         "data": {"name": dataset.name, **dataset.provenance},
-        "alive_above": ALIVE,
+        "alive_above": evaluate.ALIVE,
         "command": command_line,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         **devices.environment(),
@@ -133,25 +131,20 @@ def follow(config: RunConfig, dataset: data.Dataset, scale: float, num_steps: in
     state = train_step.TrainState.create(params, optimizer)
     total = num_steps or epoch
     looks = np.unique(np.geomspace(1, total, _LOOKS).astype(int))
-    rng, probe = np.random.default_rng(settings.seed), dataset.test.images[:_PROBED]
-    spreads = [lane_spreads(spec, state.params, probe)]
+    rng = np.random.default_rng(settings.seed)
+    spreads = [evaluate.lane_spreads(spec, state.params, dataset.test)]
     for i in range(1, total + 1):
         chosen_images = rng.integers(0, len(dataset.train.labels), settings.batch_size)
         state, _ = step(state, dataset.train.images[chosen_images], dataset.train.labels[chosen_images])
         if i in looks:
-            spreads.append(lane_spreads(spec, state.params, probe))
+            spreads.append(evaluate.lane_spreads(spec, state.params, dataset.test))
     scores = evaluate.make_evaluator(spec, settings.reconstruction_weight)(state.params, dataset.test, 100)
     return {
         "steps": [0, *looks.tolist()],
-        "spreads": [values.tolist() for values in spreads],
-        "alive": int(np.sum(spreads[-1] > ALIVE)),
+        "spreads": spreads,
+        "alive": sum(spread > evaluate.ALIVE for spread in spreads[-1]),
         "test_accuracy": 100 * scores.accuracy,
     }
-
-
-def lane_spreads(spec, params: dict, images: np.ndarray) -> np.ndarray:
-    """Standard deviation of each lane's entries over images, mean over classes."""
-    return np.asarray(explain.look(spec, params["encoder"], images)[0]).std(axis=0).mean(axis=0)
 
 
 def draw(path: Path, runs: Sequence[dict[str, Any]], title: str) -> None:
@@ -165,7 +158,7 @@ def draw(path: Path, runs: Sequence[dict[str, Any]], title: str) -> None:
     axes = figure.subplots(num_rows, columns, squeeze=False, sharex=True, sharey=True)
     for ax, run in zip(axes.flat, runs, strict=False):
         ax.plot(run["steps"], np.maximum(run["spreads"], 1e-6))
-        ax.axhline(ALIVE, color="gray", lw=0.8, ls=":")
+        ax.axhline(evaluate.ALIVE, color="gray", lw=0.8, ls=":")
         ax.set(xscale="symlog", yscale="log", ylim=(1e-6, 1))
         ax.set_title(f"{run['setting']}: {run['alive']} alive, {run['test_accuracy']:.1f} %", fontsize=9)
     for ax in axes[-1]:

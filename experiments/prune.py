@@ -127,11 +127,11 @@ def measure_and_prune(
 
 def analyse(run: "Run", order_name: str, rounds: int) -> dict[str, Any]:
     """Lanes removed alone and one after the other: accuracies in [0, 1], parameters, FLOPs, milliseconds."""
-    from mlcn_jax import prune
+    from mlcn_jax import evaluate, prune
 
     batch_size, lanes = run.config.train.batch_size, run.lanes
     splits = {"ranking": run.ranking, "test": run.test}
-    v = {name: prune.class_capsules(run.spec, run.params, split, batch_size) for name, split in splits.items()}
+    v = {name: evaluate.class_capsules(run.spec, run.params, split, batch_size) for name, split in splits.items()}
     order = prune.ORDERS[order_name](v["ranking"], run.ranking.labels)
     alone = {name: prune.accuracy_without(v[name], split.labels) for name, split in splits.items()}
     curves = {name: prune.accuracy_curve(v[name], split.labels, order) for name, split in splits.items()}

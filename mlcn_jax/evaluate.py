@@ -1,6 +1,7 @@
 """Scores over a whole split, and the pictures drawn from them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from mlcn_jax.checkpoint import load_trained
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
 from mlcn_jax.model import ModelSpec, apply_model, classification_loss, encode, reconstruct
+
+ALIVE = 0.01  # least spread of a lane that tells images apart
+_SPREAD_IMAGES, _SPREAD_BATCH = 500, 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +109,32 @@ def scores_of(split: data.Split, batch_size: int, sums: Callable[[tuple], tuple[
     return Scores(loss / len(split.labels), confusion.astype(np.int64))
 
 
+def class_capsules(
+    spec: ModelSpec, params: dict, split: data.Split, batch_size: int
+) -> Float[np.ndarray, "n classes lanes"]:
+    """Class capsules of every image of a split, in float32."""
+
+    @functools.partial(jax.jit, compiler_options=conv.compiler_options(jax.default_backend()))
+    def capsules_of(encoder, images):
+        return encode(spec, encoder, to_pixels(images))
+
+    batches = data.padded_batches(split, batch_size)
+    v = [np.asarray(capsules_of(params["encoder"], images), np.float32) for images, _, _ in batches]
+    return np.concatenate(v)[: len(split.labels)]
+
+
+def lane_spreads(spec: ModelSpec, params: dict, split: data.Split) -> list[float]:
+    """How much the entries of each lane in the class capsules differ between images, in the order of the columns.
+
+    The standard deviation over the first 500 images, mean over classes; empty for CapsNet. A lane below `ALIVE` says
+    the same of every image: it is near zero or saturated, where squash has almost no gradient, and can be pruned.
+    """
+    if not spec.lane_groups:
+        return []
+    v = class_capsules(spec, params, split[:_SPREAD_IMAGES], _SPREAD_BATCH)
+    return [float(spread) for spread in v.std(axis=0).mean(axis=0)]
+
+
 def evaluate_workdir(config: RunConfig, workdir: Path) -> dict[str, Any]:
     """Scores the best checkpoint of a workdir on the test set of `config`, and draws the pictures anew.
 
@@ -124,6 +154,7 @@ def evaluate_workdir(config: RunConfig, workdir: Path) -> dict[str, Any]:
     write_pictures(workdir, trained.spec, trained.params, dataset, scores)
     return {
         **scores.to_dict(dataset.class_names),
+        "lane_spreads": lane_spreads(trained.spec, trained.params, dataset.test),
         "step": trained.step,
         "images": len(dataset.test.labels),
         "data": {"name": dataset.name, **dataset.provenance},

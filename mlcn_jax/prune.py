@@ -129,20 +129,6 @@ def _state_shapes(config: RunConfig, spec: ModelSpec, steps_per_epoch: int) -> d
     return {"params": params, "optimizer": jax.eval_shape(optimizer.init, params)}
 
 
-def class_capsules(
-    spec: ModelSpec, params: dict, split: data.Split, batch_size: int
-) -> Float[np.ndarray, "n classes lanes"]:
-    """Class capsules of every image of a split, in float32."""
-
-    @functools.partial(jax.jit, compiler_options=conv.compiler_options(jax.default_backend()))
-    def capsules_of(encoder, images):
-        return encode(spec, encoder, evaluate.to_pixels(images))
-
-    batches = data.padded_batches(split, batch_size)
-    v = [np.asarray(capsules_of(params["encoder"], images), np.float32) for images, _, _ in batches]
-    return np.concatenate(v)[: len(split.labels)]
-
-
 def accuracy_without(
     v: Float[np.ndarray, "n classes lanes"], labels: Int[np.ndarray, " n"]
 ) -> Float[np.ndarray, " lanes"]:

@@ -147,6 +147,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             evaluate.write_pictures(workdir, spec, state.params, dataset, scores)
         summary = {
             **scores.to_dict(dataset.class_names),
+            "lane_spreads": evaluate.lane_spreads(spec, state.params, dataset.test),
             "best_step": best_step,
             "steps": num_steps,
             "steps_this_session": num_steps - start,
@@ -193,6 +194,8 @@ def hold(workdir: Path):
 def _check_same_model(workdir: Path, mine: dict[str, Any]) -> None:
     """Raises InputError where `model.json` is of other images, classes or training data than `mine`."""
     theirs = read_json(workdir / "model.json")
+    if isinstance(theirs.get("spec"), dict):  # fields that an older version lacks have been judged by config.json
+        theirs["spec"] = mine["spec"] | theirs["spec"]
     rows = [f"  {name}: {theirs.get(name)} there, {mine[name]} now" for name in mine if theirs.get(name) != mine[name]]
     if rows:
         raise InputError(

@@ -43,6 +43,17 @@ def test_a_class_without_images_has_no_accuracy():
     assert scores.accuracy_per_class[1] is None
 
 
+def test_a_lane_that_says_the_same_of_every_image_has_no_spread(rng, split):
+    params = model.init_params(SPEC, jax.random.key(3))
+    assert min(evaluate.lane_spreads(SPEC, params, split)) > 0
+    for group in params["encoder"].values():  # one pattern of primary capsules, whatever the image, and far out
+        group["primary"]["kernel"] *= 0
+        group["primary"]["bias"] += 1
+        group["capsule_weights"] *= 1e6
+    assert max(evaluate.lane_spreads(SPEC, params, split)) < 1e-6
+    assert np.abs(evaluate.class_capsules(SPEC, params, split, 2)).max() > 10 * evaluate.ALIVE
+
+
 @pytest.mark.parametrize("num_classes", [3, 30])
 def test_pictures_are_drawn(tmp_path, split, num_classes):
     names = [f"class {k}" for k in range(num_classes)]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY, TINY
 
+from mlcn_jax import evaluate
 from mlcn_jax.checkpoint import load_trained
 
 QUICKSTART = "--config=configs/quickstart.py"
@@ -45,6 +46,9 @@ def test_train_evaluate_describe(tmp_path):
     assert evaluated.returncode == 0, evaluated.stderr
     scores = json.loads(evaluated.stdout)
     assert scores["test_accuracy"] == summary["test_accuracy"]
+    assert scores["lane_spreads"] == pytest.approx(summary["lane_spreads"])
+    silent = sum(spread < evaluate.ALIVE for spread in scores["lane_spreads"])
+    assert (f"{silent} of {len(scores['lane_spreads'])} lanes say the same" in trained.stdout) == (silent > 0)
     assert scores["test_loss"] == pytest.approx(summary["test_loss"], rel=1e-6)
     assert (tmp_path / "confusion.png").exists()
 

@@ -96,7 +96,7 @@ def test_computation_falls_with_the_lanes():
 
 
 def test_an_accuracy_of_dropped_columns_is_that_of_the_smaller_model(run):
-    v = prune.class_capsules(run.spec, run.params, run.test, batch_size=50)
+    v = evaluate.class_capsules(run.spec, run.params, run.test, batch_size=50)
     assert v.shape == (len(run.test.labels), 10, 3)
     curve = prune.accuracy_curve(v, run.test.labels, [1, 2, 0])
     smaller = [prune.prune_run(run, kept) for kept in ([0, 1, 2], [0, 2], [0])]

@@ -303,14 +303,6 @@ def test_a_lane_at_zero_stays_and_others_do_not(tiny):
     assert 0 <= alive["test_accuracy"] <= 100
 
 
-def test_a_lane_that_says_the_same_of_every_image_has_no_spread(rng, monkeypatch):
-    v = rng.uniform(-0.3, 0.3, (50, 3, 2))
-    v[..., 0] = 0.3  # saturated: large, and nothing told
-    monkeypatch.setattr(lane_collapse.explain, "look", lambda *args: (v,))
-    same, different = lane_collapse.lane_spreads(None, {"encoder": None}, None)
-    assert same < 1e-9 < lane_collapse.ALIVE < different
-
-
 def test_lane_collapse_writes_after_each_setting_and_names_what_is_unknown(directories, tmp_path):
     lane_collapse.compare(ROW, ["published", "warm_up"], 2, 0, directories, tmp_path, "command")
     results = json.loads((tmp_path / f"lane_collapse_{ROW}.json").read_text())

@@ -179,6 +179,17 @@ def test_a_few_hundred_steps_learn_the_digits(tiny, tmp_path):
         assert (tmp_path / name).stat().st_size > 100
 
 
+def test_a_run_of_an_older_version_goes_on(tiny, tmp_path):
+    train.train(tiny.replace({"train.num_steps": 5}), tmp_path)
+    for name, part in (("config.json", "model"), ("model.json", "spec")):
+        stored = json.loads((tmp_path / name).read_text())
+        del stored[part]["margin_loss"]
+        (tmp_path / name).write_text(json.dumps(stored))
+    with pytest.raises(InputError, match=r"model.margin_loss: 'joint' there, 'per_lane' now"):
+        train.train(tiny.replace({"model.margin_loss": "per_lane"}), tmp_path)
+    assert train.train(tiny.replace({"train.num_steps": 10}), tmp_path)["steps_this_session"] == 5
+
+
 @pytest.mark.parametrize("changes", [{}, {"data.max_shift": 2, "model.lane_dropout": 0.3, "train.optimizer": "adamw"}])
 def test_a_resumed_run_equals_an_uninterrupted_one(tiny, tmp_path, changes):
     config = tiny.replace(changes)
