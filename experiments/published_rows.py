@@ -98,7 +98,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "adamw_per_class": {**_ADAMW, "model.lane_routing": "per_class"},
 }
 TUNED = {"cifar10": "adamw_flip", "fashion_mnist": "adamw_not_augmented"}
-COLUMNS = ("published", "per_class", "augmented", "tuned")
+COLUMNS = ("published", "per_class", "augmented", "tuned", "tuned_per_lane")
 
 
 def columns_of(row: str) -> tuple[str, ...]:
@@ -108,6 +108,8 @@ def columns_of(row: str) -> tuple[str, ...]:
 
 def changes(data_name: str, column: str) -> dict[str, Any]:
     """The fields in which a column, or a candidate for `tuned`, differs from the published method."""
+    if column == "tuned_per_lane":
+        return changes(data_name, "tuned") | {"model.margin_loss": "per_lane"}
     settings = dict(CANDIDATES[TUNED[data_name] if column == "tuned" else column])
     return (AUGMENTED[data_name] if settings.pop("augmented") else {}) | settings
 

@@ -99,9 +99,10 @@ def test_the_table_shows_spread_difference_and_what_is_missing():
         "not run",
         "90.60, 1 run, -0.41 within 0.5",
         "90.40, 1 run, 1 failed, -0.61 below",
+        "not run",
     ]
     assert lines["CIFAR-10 (JPEG copy), mlcn2 4x4"][5] == "70.00, 1 run, +0.95 reached"
-    assert lines["Fashion-MNIST, CapsNet"] == ["-", "8,227,088", "-", "220", "91.30", "not run", "-", "-", "-"]
+    assert lines["Fashion-MNIST, CapsNet"] == ["-", "8,227,088", "-", "220", "91.30", "not run", *"----"]
     shorter = table_4_1.cells(records, table_4_1.SCALES["cpu"])
     assert shorter[3][6] == "70.00, 1 run, +0.95"
 
@@ -120,6 +121,13 @@ def test_what_is_committed_was_trained_with_the_settings_of_today(script, scale,
         config, scale = script.configure_run(directories, **record["facts"]), results["scale"]
         config = config.replace({"train.num_epochs": scale["num_epochs"], "train.num_steps": scale["num_steps"]})
         assert config.hash() == record["config_hash"], record["facts"]
+
+
+@pytest.mark.parametrize("name", published_rows.TUNED)
+def test_the_last_column_is_tuned_with_a_loss_for_each_lane(name):
+    tuned, per_lane = (published_rows.changes(name, column) for column in ("tuned", "tuned_per_lane"))
+    assert per_lane.pop("model.margin_loss") == "per_lane"
+    assert per_lane == tuned
 
 
 def test_epochs_are_compared_with_the_peer():
