@@ -113,14 +113,16 @@ def class_capsules(
     spec: ModelSpec, params: dict, split: data.Split, batch_size: int
 ) -> Float[np.ndarray, "n classes lanes"]:
     """Class capsules of every image of a split, in float32."""
-
-    @functools.partial(jax.jit, compiler_options=conv.compiler_options(jax.default_backend()))
-    def capsules_of(encoder, images):
-        return encode(spec, encoder, to_pixels(images))
-
+    capsules_of = _compiled_encoder(spec)
     batches = data.padded_batches(split, batch_size)
     v = [np.asarray(capsules_of(params["encoder"], images), np.float32) for images, _, _ in batches]
     return np.concatenate(v)[: len(split.labels)]
+
+
+@functools.cache
+def _compiled_encoder(spec: ModelSpec) -> Callable[[dict, np.ndarray], Array]:
+    options = conv.compiler_options(jax.default_backend())
+    return jax.jit(lambda encoder, images: encode(spec, encoder, to_pixels(images)), compiler_options=options)
 
 
 def lane_spreads(spec: ModelSpec, params: dict, split: data.Split) -> list[float]:
