@@ -1,23 +1,31 @@
-"""The thesis's figure 4.9: accuracy and seconds an epoch at batches of 100, 150, 300 and 600, relative to 100.
+"""The thesis's figure 4.9: accuracy and speed of training at batches of 100, 150, 300 and 600, relative to 100.
 
     python -m experiments.batch_size --workdir=runs/batch_size --scale=full --repeats=3
     python -m experiments.batch_size --workdir=runs/batch_size_cpu --scale=cpu --minutes=60
 
-Trains CapsNet and MLCN as published but for the batch; the learning rate stays as it is. Rows are those of
-`published_rows.ROWS`. Scales: `full` is 20 epochs of all images, for a GPU; `cpu` is 3 epochs of all images, an hour or
-two on two cores; `smoke` takes a step of batches of 100 and 600. The figure's own numbers are not at hand, so none are
-shown. Resumption and what is written (`batch_size_SCALE`) are as in `table_4_1.py`.
+Trains CapsNet and MLCN as published but for the batch; the learning rate stays as it is. Speed is measured afterwards,
+a row at a time, in rounds in which its batch sizes take turns at training on as many images, so that what else the
+machine does meets all of them. Rows are those of `published_rows.ROWS`. Scales: `full` is 20 epochs of all images, for
+a GPU; `cpu` is 3 epochs of all images, an hour or two on two cores; `smoke` takes a step of batches of 100 and 600. The
+figure's own numbers are not at hand, so none are shown. Resumption and what is written (`batch_size_SCALE`) are as in
+`table_4_1.py`.
 """
 
+import datetime
 import functools
-from collections.abc import Mapping, Sequence
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+import numpy as np
 from absl import flags
 
 from experiments.published_rows import NUM_EPOCHS, ROWS, configure
 from experiments.repeated_report import (
+    SMOKE,
     Records,
     caption,
     carry_out,
@@ -31,8 +39,10 @@ from experiments.repeated_report import (
     write,
 )
 from experiments.repeated_runs import Flags, Scale, Series, chosen
-from mlcn_jax.config import RunConfig
+from mlcn_jax import devices, train_step
+from mlcn_jax.config import RunConfig, read_json, write_json
 from mlcn_jax.launch import launch_app
+from mlcn_jax.model import init_params
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +54,9 @@ SCALES = {
     "full": Scale("full", NUM_EPOCHS),
 }
 BATCH_SIZES = ("100", "150", "300", "600")
-HEADER = ("", "batch", "accuracy", "minus that of batch 100", "seconds, an epoch", "times as fast as batch 100")
+HEADER = ("", "batch", "accuracy", "minus that of batch 100", "images/s", "times as fast as batch 100")
+_ROUNDS = 7
+_TURN_IMAGES = 1200  # that each batch size trains on in a round
 
 _FLAGS = Flags(SCALES)
 _DEFAULT_ROWS = ["fashion_capsnet", "fashion_mlcn1_8x4", "fashion_mlcn2_8x4"]
@@ -82,7 +94,67 @@ def run(
     ]
     make_config = functools.partial(configure_run, directories)
     series = Series(workdir, "batch_size", VERSION, SCALES[scale], make_config, command, keep_models=False)
-    return carry_out(series, runs, minutes, text, report)
+
+    def measure_speeds():
+        for row in rows:
+            known = set(stored_speeds(workdir).get(row, {}).get("images_per_second", {}))
+            if not known.issuperset(batch_sizes):
+                sizes = [size for size in BATCH_SIZES if size in known.union(batch_sizes)]
+                configs = {size: make_config(row=row, batch_size=int(size), seed=0) for size in sizes}
+                found = {"images_per_second": measure(configs, 1 if scale == SMOKE else _ROUNDS), "command": command}
+                found |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **devices.environment()}
+                write_json(workdir / "speeds.json", stored_speeds(workdir) | {row: found})
+
+    return carry_out(
+        series,
+        runs,
+        minutes,
+        lambda records: text(records, stored_speeds(workdir)),
+        report,
+        measure_speeds,
+    )
+
+
+def stored_speeds(workdir: Path) -> dict[str, Any]:
+    """What was measured for each row: `images_per_second` [batch size][round], and where, when and how."""
+    path = workdir / "speeds.json"
+    return read_json(path) if path.exists() else {}
+
+
+def measure(configs: Mapping[str, RunConfig], rounds: int) -> dict[str, list[float]]:
+    """Images per second of training steps in each of some rounds, on made-up images, by the names of `configs`."""
+    turns = {name: _prepared(config) for name, config in configs.items()}
+    found: dict[str, list[float]] = {name: [] for name in configs}
+    for turn in turns.values():
+        turn()
+    for _ in range(rounds):
+        for name, turn in turns.items():
+            started = time.perf_counter()
+            num_images = turn()
+            found[name].append(num_images / (time.perf_counter() - started))
+    return found
+
+
+def _prepared(config: RunConfig) -> Callable[[], int]:
+    """Trains on `_TURN_IMAGES` images, or a batch if that is more, and returns how many they were."""
+    spec, settings = config.model_spec(*config.data.shape()), config.train
+    optimizer = train_step.make_optimizer(settings, steps_per_epoch=600)
+    weight, size = settings.reconstruction_weight, settings.batch_size
+    runner = train_step.MeshRunner(spec, optimizer, None, reconstruction_weight=weight, seed=settings.seed)
+    runner.start(train_step.TrainState.create(init_params(spec, jax.random.key(0)), optimizer))
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (size, *spec.image_shape), dtype=np.uint8)
+    labels = rng.integers(0, spec.num_classes, size, dtype=np.int32)
+    runner.compile(images, labels)
+    batch, num_steps = runner.place(images, labels), max(1, _TURN_IMAGES // size)
+
+    def turn():
+        for _ in range(num_steps):
+            metrics = runner.step(*batch)
+        jax.block_until_ready(metrics)
+        return num_steps * size
+
+    return turn
 
 
 def configure_run(directories: Mapping[str, str], row: str, batch_size: int, seed: int) -> RunConfig:
@@ -91,48 +163,50 @@ def configure_run(directories: Mapping[str, str], row: str, batch_size: int, see
     return config.replace({"train.batch_size": batch_size, "train.seed": seed})
 
 
-def summarise(records: Records) -> list[dict[str, Any]]:
-    """Each row and batch size: accuracy and seconds an epoch, and both relative to batch 100 where that has ended."""
+def summarise(records: Records, speeds: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Each row and batch size: accuracy and images per second, and both relative to batch 100 where that is known.
+
+    `speedup` is over the rounds in which both were measured side by side: the median, the least and the most.
+    """
     points = []
     for row in ROWS:
-        base: dict[str, Any] = {}
-        for size in map(int, BATCH_SIZES):
-            mine = select(records, row=row, batch_size=size)
-            found = {name: spread(mine, name) for name in ("test_accuracy", "seconds_per_epoch")}
-            means = {name: value and value["mean"] for name, value in found.items()}
-            base = base or means
-            accuracies, seconds = ((base[name], means[name]) for name in found)
+        measured = speeds.get(row, {}).get("images_per_second", {})
+        base = spread(select(records, row=row, batch_size=int(BATCH_SIZES[0])), "test_accuracy")
+        for size in BATCH_SIZES:
+            mine = select(records, row=row, batch_size=int(size))
+            accuracy, rates = spread(mine, "test_accuracy"), measured.get(size, [])
+            ratios = [a / b for a, b in zip(rates, measured.get(BATCH_SIZES[0], []), strict=False)]
             if mine:
                 points.append(
                     {
-                        **{"row": row, "batch_size": size},
-                        **found,
-                        "accuracy_difference": accuracies[1] - accuracies[0] if all(accuracies) else None,
-                        "speedup": seconds[0] / seconds[1] if all(seconds) else None,
+                        **{"row": row, "batch_size": int(size), "test_accuracy": accuracy},
+                        "accuracy_difference": accuracy["mean"] - base["mean"] if accuracy and base else None,
+                        "images_per_second": statistics.median(rates) if rates else None,
+                        "speedup": (statistics.median(ratios), min(ratios), max(ratios)) if ratios else None,
                     }
                 )
     return points
 
 
-def text(records: Records) -> str:
+def text(records: Records, speeds: Mapping[str, Any]) -> str:
     """The table as Markdown."""
     lines = []
-    for point in summarise(records):
+    for point in summarise(records, speeds):
         mine = select(records, row=point["row"], batch_size=point["batch_size"])
-        seconds, difference, speedup = (point[n] for n in ("seconds_per_epoch", "accuracy_difference", "speedup"))
+        difference, speedup = point["accuracy_difference"], point["speedup"]
         line = [titled(ROWS[point["row"]].title, mine), str(point["batch_size"]), told(mine, "test_accuracy")]
-        line += ["-" if difference is None else f"{difference:+.2f}", number(seconds and seconds["mean"])]
-        lines.append([*line, number(speedup)])
+        line += ["-" if difference is None else f"{difference:+.2f}", number(point["images_per_second"])]
+        lines.append([*line, "{:.2f} ({:.2f} to {:.2f})".format(*speedup) if speedup else "-"])
     return markdown(HEADER, lines)
 
 
-def draw(records: Records) -> "Figure":
+def draw(records: Records, speeds: Mapping[str, Any]) -> "Figure":
     """Accuracy, and speed relative to batch 100, against the batch size: a line for each row."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    points = summarise(records)
+    points = summarise(records, speeds)
     for row in dict.fromkeys(point["row"] for point in points):
         title = titled(ROWS[row].title, select(records, row=row))
         mine = [point for point in points if point["row"] == row and point["test_accuracy"]]
@@ -142,24 +216,28 @@ def draw(records: Records) -> "Figure":
             means = [one["mean"] for one in found]
             left.errorbar(sizes, means, yerr=ranges, marker="o", capsize=3, label=title)
             known = [(point["batch_size"], point["speedup"]) for point in mine if point["speedup"]]
-            right.plot([size for size, _ in known], [speedup for _, speedup in known], "o-", label=title)
+            if known:
+                sizes, found = zip(*known, strict=True)
+                ranges = [[mid - low for mid, low, _ in found], [high - mid for mid, _, high in found]]
+                right.errorbar(sizes, [mid for mid, _, _ in found], yerr=ranges, marker="o", capsize=3, label=title)
     left.set(xlabel="batch size", ylabel="test accuracy, %")
-    right.set(xlabel="batch size", ylabel="times as fast an epoch as at batch 100")
+    right.set(xlabel="batch size", ylabel="times as fast as at batch 100")
     left.legend()
     return figure
 
 
 def report(series: Series) -> None:
     """Writes table and figure of every run that has ended."""
-    records = series.records()
+    records, speeds = series.records(), stored_speeds(series.workdir)
     lines = [
-        "Test accuracy in %: mean, standard deviation, least and most. Seconds: of all training images, at the "
-        "throughput of the steps. Trained as published but for the batch size.",
+        "Test accuracy in %: mean, standard deviation, least and most; trained as published but for the batch size. "
+        "Speed, measured by itself: median, least and most of rounds in which the batch sizes of a row took turns.",
         *caption(series, records),
     ]
-    figure = draw(records)
+    figure = draw(records, speeds)
     draw_caption(figure, lines)
-    write(series, "batch_size", {"points": summarise(records)}, text(records), lines, figure)
+    summary = {"points": summarise(records, speeds), "speeds": speeds}
+    write(series, "batch_size", summary, text(records, speeds), lines, figure)
 
 
 if __name__ == "__main__":

@@ -166,8 +166,11 @@ def carry_out(
     minutes: float,
     text: Callable[[Records], str],
     report: Callable[[Series], None],
+    finish: Callable[[], None] = lambda: None,
 ) -> int:
     """Trains what has not ended yet, with a report after each run, and prints all there is, whatever ends it.
+
+    `finish` is called when all have ended, before the last report.
 
     Returns:
       The exit code.
@@ -179,6 +182,7 @@ def carry_out(
     devices.keep_compiled_programs(least_seconds=0.1)
     try:
         series.train(runs, minutes, lambda: report(series))
+        finish()
         report(series)
     finally:
         records = series.records()

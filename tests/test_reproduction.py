@@ -280,12 +280,43 @@ def test_lanes_and_width_covers_both_kinds_and_datasets(run, trained, tmp_path):
 
 
 def test_batch_sizes_are_told_relative_to_100():
-    made = (("fashion_capsnet", 100, 90.0, 100.0), ("fashion_capsnet", 600, 88.0, 40.0), (ROW, 300, 90.0, 5.0))
-    records = [made_record(a, s, row=row, batch_size=size, seed=0) for row, size, a, s in made]
-    points = {(p["row"], p["batch_size"]): p for p in batch_size.summarise(records)}
+    made = (("fashion_capsnet", 100, 90.0), ("fashion_capsnet", 600, 88.0), (ROW, 300, 90.0))
+    records = [made_record(a, row=row, batch_size=size, seed=0) for row, size, a in made]
+    rates = {"fashion_capsnet": {"100": [100.0, 50.0, 100.0], "600": [200.0, 150.0, 250.0]}, ROW: {"300": [7.0]}}
+    speeds = {row: {"images_per_second": found} for row, found in rates.items()}
+    points = {(p["row"], p["batch_size"]): p for p in batch_size.summarise(records, speeds)}
     assert points["fashion_capsnet", 600]["accuracy_difference"] == pytest.approx(-2.0)
-    assert points["fashion_capsnet", 600]["speedup"] == pytest.approx(2.5)
+    assert points["fashion_capsnet", 600]["speedup"] == pytest.approx((2.5, 2.0, 3.0))
+    assert points[ROW, 300]["images_per_second"] == 7.0
     assert points[ROW, 300]["speedup"] is None
+    assert "| 600 | 88.00, 1 run | -2.00 | 200 | 2.50 (2.00 to 3.00) |" in batch_size.text(records, speeds)
+
+
+def test_the_speed_of_a_row_is_measured_once_its_batch_sizes_in_turn(run, trained, tmp_path, monkeypatch):
+    taken = []
+
+    def prepared(config):
+        return lambda: taken.append(config.train.batch_size) or 1200
+
+    monkeypatch.setattr(batch_size, "_prepared", prepared)
+    asked = {"rows": [ROW], "scale": "cpu", "batch_sizes": ["100", "600"]}
+    for _ in range(2):
+        assert run(batch_size, **asked) == 0
+    assert taken == [100, 600] * 8  # 7 rounds after one that is not measured
+    speeds = json.loads((tmp_path / "runs" / "batch_size_cpu.json").read_text())["speeds"]
+    assert [len(rates) for rates in speeds[ROW]["images_per_second"].values()] == [7, 7]
+    run(batch_size, **asked | {"batch_sizes": ["100", "150"]})
+    assert taken[16:] == [100, 150, 600] * 8
+
+
+def test_a_turn_trains_on_as_many_images_whatever_the_batch(tiny, monkeypatch):
+    steps = []
+    step = batch_size.train_step.MeshRunner.step
+    monkeypatch.setattr(batch_size.train_step.MeshRunner, "step", lambda *args: steps.append(1) or step(*args))
+    for size, count in ((100, 12), (1300, 1)):
+        assert batch_size._prepared(tiny.replace({"train.batch_size": size}))() == size * count
+        assert len(steps) == count
+        steps.clear()
 
 
 def test_a_smoke_run_is_stopped_by_the_clock_and_resumed(run, tmp_path):
