@@ -96,14 +96,14 @@ def _config_files() -> str:
 
 
 def _print_summary(workdir: Path, summary: dict) -> None:
-    print(f"test accuracy {summary['test_accuracy']:.2%}, loss {summary['test_loss']:.4f}")
     from mlcn_jax import evaluate
 
+    print(f"test accuracy {summary['test_accuracy']:.2%}, loss {summary['test_loss']:.4f}")
     spreads = summary.get("lane_spreads", [])  # an older version wrote none
     if silent := sum(spread < evaluate.ALIVE for spread in spreads):
         print(
-            f"{silent} of {len(spreads)} lanes say the same of every image (lane_spreads in summary.json): "
-            "python -m experiments.prune removes them, training with --config.model.margin_loss=per_lane avoids them"
+            f"{silent} of {len(spreads)} lanes say the same of every image (lane_spreads in summary.json); what they "
+            f"are worth: python -m experiments.prune --workdir={workdir}"
         )
     for what, name in (
         ("model", "checkpoints"),

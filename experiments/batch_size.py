@@ -4,9 +4,9 @@
     python -m experiments.batch_size --workdir=runs/batch_size_cpu --scale=cpu --minutes=60
 
 Trains CapsNet and MLCN as published but for the batch; the learning rate stays as it is. Speed is measured afterwards,
-a row at a time, in rounds in which its batch sizes take turns at training on as many images, so that what else the
-machine does meets all of them. Rows are those of `published_rows.ROWS`. Scales: `full` is 20 epochs of all images, for
-a GPU; `cpu` is 3 epochs of all images, an hour or two on two cores; `smoke` takes a step of batches of 100 and 600. The
+a row at a time, in rounds in which its batch sizes take turns, so that what else the machine does meets all of them.
+Rows are those of `published_rows.ROWS`. Scales: `full` is 20 epochs of all images, for a GPU; `cpu` is 3 epochs of all
+images, an hour or two on two cores; `smoke` trains for a step of batches of 100 and 600 and measures one round. The
 figure's own numbers are not at hand, so none are shown. Resumption and what is written (`batch_size_SCALE`) are as in
 `table_4_1.py`.
 """
@@ -32,6 +32,7 @@ from experiments.repeated_report import (
     draw_caption,
     markdown,
     number,
+    place,
     select,
     spread,
     titled,
@@ -56,7 +57,7 @@ SCALES = {
 BATCH_SIZES = ("100", "150", "300", "600")
 HEADER = ("", "batch", "accuracy", "minus that of batch 100", "images/s", "times as fast as batch 100")
 _ROUNDS = 7
-_TURN_IMAGES = 1200  # that each batch size trains on in a round
+_TURN_SECONDS = 2.0
 
 _FLAGS = Flags(SCALES)
 _DEFAULT_ROWS = ["fashion_capsnet", "fashion_mlcn1_8x4", "fashion_mlcn2_8x4"]
@@ -95,15 +96,14 @@ def run(
     make_config = functools.partial(configure_run, directories)
     series = Series(workdir, "batch_size", VERSION, SCALES[scale], make_config, command, keep_models=False)
 
-    def measure_speeds():
-        for row in rows:
-            known = set(stored_speeds(workdir).get(row, {}).get("images_per_second", {}))
-            if not known.issuperset(batch_sizes):
-                sizes = [size for size in BATCH_SIZES if size in known.union(batch_sizes)]
-                configs = {size: make_config(row=row, batch_size=int(size), seed=0) for size in sizes}
-                found = {"images_per_second": measure(configs, 1 if scale == SMOKE else _ROUNDS), "command": command}
-                found |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **devices.environment()}
-                write_json(workdir / "speeds.json", stored_speeds(workdir) | {row: found})
+    def add_speeds(row):
+        ended = [record for record in select(series.records(), row=row) if "failed" not in record]
+        sizes = [size for size in BATCH_SIZES if select(ended, batch_size=int(size))]
+        if set(sizes) - set(stored_speeds(workdir).get(row, {}).get("images_per_second", {})):
+            configs = {size: make_config(row=row, batch_size=int(size), seed=0) for size in sizes}
+            found = {"images_per_second": measure(configs, 1 if scale == SMOKE else _ROUNDS), "command": command}
+            found |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **devices.environment()}
+            write_json(workdir / "speeds.json", stored_speeds(workdir) | {row: found})
 
     return carry_out(
         series,
@@ -111,8 +111,14 @@ def run(
         minutes,
         lambda records: text(records, stored_speeds(workdir)),
         report,
-        measure_speeds,
+        [functools.partial(add_speeds, row) for row in rows],
     )
+
+
+def configure_run(directories: Mapping[str, str], row: str, batch_size: int, seed: int) -> RunConfig:
+    """The run of a row, a batch size and a seed."""
+    config = configure(ROWS[row].config, ROWS[row].lanes, directories)
+    return config.replace({"train.batch_size": batch_size, "train.seed": seed})
 
 
 def stored_speeds(workdir: Path) -> dict[str, Any]:
@@ -122,21 +128,27 @@ def stored_speeds(workdir: Path) -> dict[str, Any]:
 
 
 def measure(configs: Mapping[str, RunConfig], rounds: int) -> dict[str, list[float]]:
-    """Images per second of training steps in each of some rounds, on made-up images, by the names of `configs`."""
-    turns = {name: _prepared(config) for name, config in configs.items()}
-    found: dict[str, list[float]] = {name: [] for name in configs}
-    for turn in turns.values():
-        turn()
-    for _ in range(rounds):
-        for name, turn in turns.items():
-            started = time.perf_counter()
-            num_images = turn()
-            found[name].append(num_images / (time.perf_counter() - started))
+    """Images per second of training steps in each of some rounds, on made-up images, by the names of `configs`.
+
+    All take turns in every round, each round beginning with another one. A turn is a step that is not timed, then as
+    many as take `_TURN_SECONDS`.
+    """
+    programs = {}
+    for name, config in configs.items():
+        take_steps = _prepared(config)
+        take_steps(2)
+        programs[name] = take_steps, max(1, round(2 * _TURN_SECONDS / take_steps(2)))
+    found: dict[str, list[float]] = {name: [0.0] * rounds for name in configs}
+    for turn in range(rounds):
+        for name in np.roll(list(configs), -turn):
+            take_steps, count = programs[name]
+            take_steps(1)
+            found[name][turn] = count * configs[name].train.batch_size / take_steps(count)
     return found
 
 
-def _prepared(config: RunConfig) -> Callable[[], int]:
-    """Trains on `_TURN_IMAGES` images, or a batch if that is more, and returns how many they were."""
+def _prepared(config: RunConfig) -> Callable[[int], float]:
+    """A function that trains for so many steps and returns the seconds taken."""
     spec, settings = config.model_spec(*config.data.shape()), config.train
     optimizer = train_step.make_optimizer(settings, steps_per_epoch=600)
     weight, size = settings.reconstruction_weight, settings.batch_size
@@ -146,21 +158,16 @@ def _prepared(config: RunConfig) -> Callable[[], int]:
     images = rng.integers(0, 256, (size, *spec.image_shape), dtype=np.uint8)
     labels = rng.integers(0, spec.num_classes, size, dtype=np.int32)
     runner.compile(images, labels)
-    batch, num_steps = runner.place(images, labels), max(1, _TURN_IMAGES // size)
+    batch = runner.place(images, labels)
 
-    def turn():
-        for _ in range(num_steps):
+    def take_steps(count):
+        started = time.perf_counter()
+        for _ in range(count):
             metrics = runner.step(*batch)
         jax.block_until_ready(metrics)
-        return num_steps * size
+        return time.perf_counter() - started
 
-    return turn
-
-
-def configure_run(directories: Mapping[str, str], row: str, batch_size: int, seed: int) -> RunConfig:
-    """The run of a row, a batch size and a seed."""
-    config = configure(ROWS[row].config, ROWS[row].lanes, directories)
-    return config.replace({"train.batch_size": batch_size, "train.seed": seed})
+    return take_steps
 
 
 def summarise(records: Records, speeds: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -207,19 +214,20 @@ def draw(records: Records, speeds: Mapping[str, Any]) -> "Figure":
     figure = Figure(figsize=(10, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     points = summarise(records, speeds)
-    for row in dict.fromkeys(point["row"] for point in points):
+    for i, row in enumerate(dict.fromkeys(point["row"] for point in points)):
+        color = f"C{i}"
         title = titled(ROWS[row].title, select(records, row=row))
         mine = [point for point in points if point["row"] == row and point["test_accuracy"]]
         if mine:
             sizes, found = zip(*((point["batch_size"], point["test_accuracy"]) for point in mine), strict=True)
             ranges = [[one["mean"] - one["min"] for one in found], [one["max"] - one["mean"] for one in found]]
             means = [one["mean"] for one in found]
-            left.errorbar(sizes, means, yerr=ranges, marker="o", capsize=3, label=title)
+            left.errorbar(sizes, means, yerr=ranges, marker="o", capsize=3, color=color, label=title)
             known = [(point["batch_size"], point["speedup"]) for point in mine if point["speedup"]]
             if known:
                 sizes, found = zip(*known, strict=True)
                 ranges = [[mid - low for mid, low, _ in found], [high - mid for mid, _, high in found]]
-                right.errorbar(sizes, [mid for mid, _, _ in found], yerr=ranges, marker="o", capsize=3, label=title)
+                right.errorbar(sizes, [mid for mid, _, _ in found], yerr=ranges, marker="o", capsize=3, color=color)
     left.set(xlabel="batch size", ylabel="test accuracy, %")
     right.set(xlabel="batch size", ylabel="times as fast as at batch 100")
     left.legend()
@@ -233,6 +241,7 @@ def report(series: Series) -> None:
         "Test accuracy in %: mean, standard deviation, least and most; trained as published but for the batch size. "
         "Speed, measured by itself: median, least and most of rounds in which the batch sizes of a row took turns.",
         *caption(series, records),
+        *(f"Speed of {ROWS[row].title}: on {place(found)}, {found['date']}." for row, found in speeds.items()),
     ]
     figure = draw(records, speeds)
     draw_caption(figure, lines)

@@ -6,7 +6,8 @@
 Trains a row of table 4.1 from the same start with each of `SETTINGS`, for an epoch by default, and follows how much the
 entries of each lane in the class capsules differ between 500 test images. Squash has no gradient in two places: near
 zero, where it is s|s|, and far out, where a lane's length is 1. A lane that is pushed to either stays there, and tells
-images apart no more. Writes `lane_collapse_ROW` as JSON and PNG to `experiments/results/` after each setting.
+images apart no more (`evaluate.lane_spreads`). Writes `lane_collapse_ROW` as JSON and PNG to `experiments/results/`
+after each setting.
 """
 
 import datetime
@@ -132,12 +133,12 @@ def follow(config: RunConfig, dataset: data.Dataset, scale: float, num_steps: in
     total = num_steps or epoch
     looks = np.unique(np.geomspace(1, total, _LOOKS).astype(int))
     rng = np.random.default_rng(settings.seed)
-    spreads = [evaluate.lane_spreads(spec, state.params, dataset.test)]
+    spreads = [evaluate.lane_spreads(spec, state.params, dataset.test, settings.batch_size)]
     for i in range(1, total + 1):
         chosen_images = rng.integers(0, len(dataset.train.labels), settings.batch_size)
         state, _ = step(state, dataset.train.images[chosen_images], dataset.train.labels[chosen_images])
         if i in looks:
-            spreads.append(evaluate.lane_spreads(spec, state.params, dataset.test))
+            spreads.append(evaluate.lane_spreads(spec, state.params, dataset.test, settings.batch_size))
     scores = evaluate.make_evaluator(spec, settings.reconstruction_weight)(state.params, dataset.test, 100)
     return {
         "steps": [0, *looks.tolist()],

@@ -17,7 +17,7 @@ import jax
 
 from experiments import nas_report
 from mlcn_jax import devices, search, storage, study, train
-from mlcn_jax.config import RunConfig, check_fields, flat
+from mlcn_jax.config import RunConfig, check_fields
 from mlcn_jax.errors import InputError
 from mlcn_jax.trials import Trainer
 
@@ -83,7 +83,7 @@ def open_search(
         config, settings.num_epochs, settings.num_repeats, settings.num_images, settings.scored_epochs, programs
     )
     space = make_space(config, settings)
-    facts = {name: value for name, value in flat(config.to_dict()).items() if name.split(".")[0] != "parallel"}
+    facts = {name: value for name, value in config.flat_as_before().items() if name.split(".")[0] != "parallel"}
     facts = {name: value for name, value in facts.items() if name not in _FREE} | study.facts_of(settings)
     url = settings.storage or f"sqlite:///{workdir.resolve() / 'search.db'}"
     return Search(config, settings, trainer, space, study.Study(settings, facts, url, create=create))

@@ -2,7 +2,7 @@
 
 import statistics
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from experiments import RESULTS
@@ -85,15 +85,16 @@ def caption(series: Series, records: Records) -> list[str]:
         )
         copy = f" ({facts['copy']})" if facts["copy"] else ""
         lines.append(f"{facts['name']}{copy}: {train} and {test} images.")
-    for place in dict.fromkeys(_place(record) for record in records):
-        dates = sorted(record["date"] for record in records if _place(record) == place)
+    for where in dict.fromkeys(place(record) for record in records):
+        dates = sorted(record["date"] for record in records if place(record) == where)
         when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-        lines.append(f"{len(dates)} of the runs on {place}, {when}.")
+        lines.append(f"{len(dates)} of the runs on {where}, {when}.")
     lines += [f"`{command}`" for command in dict.fromkeys(record["command"] for record in records)]
     return lines
 
 
-def _place(record: dict[str, Any]) -> str:
+def place(record: Mapping[str, Any]) -> str:
+    """Where a record was made."""
     versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("jax", "python"))
     count = record["cpu_count"]
     cores = f", {count} core{'s' * (count > 1)}" if record["platform"] == "cpu" else ""
@@ -166,11 +167,11 @@ def carry_out(
     minutes: float,
     text: Callable[[Records], str],
     report: Callable[[Series], None],
-    finish: Callable[[], None] = lambda: None,
+    afterwards: Sequence[Callable[[], None]] = (),
 ) -> int:
     """Trains what has not ended yet, with a report after each run, and prints all there is, whatever ends it.
 
-    `finish` is called when all have ended, before the last report.
+    `afterwards` is done when all have ended.
 
     Returns:
       The exit code.
@@ -181,8 +182,7 @@ def carry_out(
     series.records()  # refused before anything is trained
     devices.keep_compiled_programs(least_seconds=0.1)
     try:
-        series.train(runs, minutes, lambda: report(series))
-        finish()
+        series.train(runs, minutes, lambda: report(series), afterwards)
         report(series)
     finally:
         records = series.records()

@@ -104,8 +104,16 @@ class Series:
             self._check(path, record)
         return [record for _, record in found]
 
-    def train(self, runs: Sequence[Facts], minutes: float, done: Callable[[], None]) -> None:
-        """Trains every run that has not ended yet, in the order given; `done` is called after each.
+    def train(
+        self,
+        runs: Sequence[Facts],
+        minutes: float,
+        done: Callable[[], None],
+        afterwards: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        """Trains every run that has not ended yet, in the order given, then does what is to be done `afterwards`.
+
+        `done` is called after each run, and after each thing done afterwards.
 
         A run that diverges or finds too little device memory ends with the reason in its record.
 
@@ -132,6 +140,10 @@ class Series:
                 write_json(self._folder(facts) / "run.json", record)
                 if not self._keep_models:
                     shutil.rmtree(self._folder(facts) / "checkpoints", ignore_errors=True)
+                done()
+            for do in afterwards:
+                limit.check(f"{len(runs)} of {len(runs)} runs have ended")
+                do()
                 done()
 
     def _train(self, facts: Facts) -> dict[str, Any]:

@@ -40,8 +40,8 @@ _FREE_ON_RESUME = {
     "profile",
 }
 
-# Fields of `model` that runs stored by an older version lack, with what those runs did; their hashes stay as they were.
-_ADDED: dict[str, Any] = {"margin_loss": "joint"}
+# Fields of `model` that what an older version stored lacks, with what it stands for there.
+ADDED_TO_MODEL: dict[str, Any] = {"margin_loss": "joint"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +195,7 @@ class RunConfig:
           InputError: a field is unknown, missing or out of range.
         """
         try:
-            model = _ADDED | dict(values["model"])
+            model = ADDED_TO_MODEL | dict(values["model"])
             model["decoder"] = tuple(model["decoder"])
             for section, cls_of, given in (
                 ("data", DataSettings, values["data"]),
@@ -240,12 +240,15 @@ class RunConfig:
             part[last] = _read_as(part[last], value, field) if isinstance(value, str) else value
         return RunConfig.from_dict(values)
 
+    def flat_as_before(self) -> dict[str, Any]:
+        """All fields by their full names, without those that an older version had not and that do what it did."""
+        added = {f"model.{name}" for name, value in ADDED_TO_MODEL.items() if self.model[name] == value}
+        return {name: value for name, value in flat(self.to_dict()).items() if name not in added}
+
     def hash(self) -> str:
         """SHA-256 of all that decides the result, 16 hexadecimal digits."""
-        values = flat(self.to_dict())
         free = _FREE_ON_RESUME - {"train.num_epochs", "train.num_steps"}
-        free |= {f"model.{name}" for name, value in _ADDED.items() if self.model[name] == value}
-        kept = {k: v for k, v in values.items() if k not in free}
+        kept = {k: v for k, v in self.flat_as_before().items() if k not in free}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
     def model_spec(self, image_shape: tuple[int, int, int], num_classes: int) -> ModelSpec:

@@ -31,7 +31,7 @@ def lane_margin_loss(v: Float[Array, "batch classes lanes"], labels: Int[Array, 
     """Margin loss of each image with each lane classifying alone: the mean over the L lanes, in float32.
 
     Lane l is held to `sqrt(L) |v_kl|`, the length that class capsule k would have if every lane said what lane l does.
-    So lanes that agree give `margin_loss` of their lengths, and one lane alone is the same as both.
+    So lanes that agree, or a single one, have the `margin_loss` of their lengths.
 
     Source: this project. In the published loss, a lane whose entries are small is pushed towards zero by the lengths
     that the other lanes make, and most lanes end there.

@@ -93,7 +93,7 @@ class ModelSpec:
             if self.lane_dropout and self.margin_loss == "per_lane":
                 raise InputError(
                     f"model.lane_dropout is {self.lane_dropout} with model.margin_loss=per_lane, in which each lane "
-                    "learns as if the others were dropped: leave model.lane_dropout at 0, or take margin_loss=joint"
+                    "learns to classify without the others: leave model.lane_dropout at 0, or take margin_loss=joint"
                 )
         elif self.lanes or self.lane_dropout or self.margin_loss != "joint":
             raise InputError(

@@ -16,7 +16,7 @@ import optax
 
 from mlcn_jax import conv, data, devices, evaluate, processes
 from mlcn_jax.checkpoint import Checkpoints, Trained, describe_model, load_trained
-from mlcn_jax.config import RunConfig, read_json, read_stored, write_json
+from mlcn_jax.config import ADDED_TO_MODEL, RunConfig, read_json, read_stored, write_json
 from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.metrics import MetricsWriter, Progress, StepLog
 from mlcn_jax.model import ModelSpec, count_parameters, init_params
@@ -142,12 +142,13 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
                 params, best_step = restored["params"], facts["step"]
             state = dataclasses.replace(state, params=processes.arrays_from_first(params))
             runner.start(state)
-        scores = runner.scores(dataset.test, settings.batch_size)
+        scores, spreads = runner.scores(dataset.test, settings.batch_size), []
         if processes.is_first():
             evaluate.write_pictures(workdir, spec, state.params, dataset, scores)
+            spreads = evaluate.lane_spreads(spec, state.params, dataset.test, settings.batch_size)
         summary = {
             **scores.to_dict(dataset.class_names),
-            "lane_spreads": evaluate.lane_spreads(spec, state.params, dataset.test),
+            "lane_spreads": spreads,
             "best_step": best_step,
             "steps": num_steps,
             "steps_this_session": num_steps - start,
@@ -194,8 +195,8 @@ def hold(workdir: Path):
 def _check_same_model(workdir: Path, mine: dict[str, Any]) -> None:
     """Raises InputError where `model.json` is of other images, classes or training data than `mine`."""
     theirs = read_json(workdir / "model.json")
-    if isinstance(theirs.get("spec"), dict):  # fields that an older version lacks have been judged by config.json
-        theirs["spec"] = mine["spec"] | theirs["spec"]
+    if isinstance(theirs.get("spec"), dict):
+        theirs["spec"] = ADDED_TO_MODEL | theirs["spec"]
     rows = [f"  {name}: {theirs.get(name)} there, {mine[name]} now" for name in mine if theirs.get(name) != mine[name]]
     if rows:
         raise InputError(

@@ -6,7 +6,7 @@ import pytest
 
 from mlcn_jax import config as config_lib
 from mlcn_jax import cost
-from mlcn_jax.config import RunConfig
+from mlcn_jax.config import RunConfig, flat
 from mlcn_jax.errors import InputError
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
@@ -67,6 +67,7 @@ def test_a_config_that_an_older_version_stored_is_the_same_run(tiny):
     values = tiny.to_dict()
     del values["model"]["margin_loss"]
     assert RunConfig.from_dict(values) == tiny
+    assert tiny.flat_as_before() == flat(values)
     assert tiny.replace({"model.margin_loss": "per_lane"}).hash() != tiny.hash()
 
 

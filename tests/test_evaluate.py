@@ -43,15 +43,28 @@ def test_a_class_without_images_has_no_accuracy():
     assert scores.accuracy_per_class[1] is None
 
 
-def test_a_lane_that_says_the_same_of_every_image_has_no_spread(rng, split):
+def test_a_lane_that_says_the_same_of_every_image_has_no_spread(split):
     params = model.init_params(SPEC, jax.random.key(3))
-    assert min(evaluate.lane_spreads(SPEC, params, split)) > 0
+    assert min(evaluate.lane_spreads(SPEC, params, split, 2)) > 0
     for group in params["encoder"].values():  # one pattern of primary capsules, whatever the image, and far out
         group["primary"]["kernel"] *= 0
         group["primary"]["bias"] += 1
         group["capsule_weights"] *= 1e6
-    assert max(evaluate.lane_spreads(SPEC, params, split)) < 1e-6
-    assert np.abs(evaluate.class_capsules(SPEC, params, split, 2)).max() > 10 * evaluate.ALIVE
+    assert max(evaluate.lane_spreads(SPEC, params, split, 2)) < 1e-5
+    assert np.abs(evaluate.class_capsules(SPEC, params, split, 2)).max() > 0.1
+
+
+def test_lane_spreads_look_at_all_classes_and_do_not_depend_on_how_many(monkeypatch):
+    """A lane that does its share perfectly, on images that are sorted by class, beside one that is silent."""
+    for num_classes, num_lanes in ((3, 2), (100, 32)):
+        labels = np.repeat(np.arange(num_classes), 600)
+        v = np.zeros((len(labels), num_classes, num_lanes))
+        v[np.arange(len(labels)), labels, 1:] = 0.9 / np.sqrt(num_lanes)
+        monkeypatch.setattr(evaluate, "class_capsules", lambda spec, params, split, size, v=v: v[split.labels])
+        split = Split(np.zeros(len(labels)), np.arange(len(labels)))
+        silent, *others = evaluate.lane_spreads(SPEC, {}, split, 100)
+        assert silent == 0
+        np.testing.assert_allclose(others, 0.9, rtol=0.2)
 
 
 @pytest.mark.parametrize("num_classes", [3, 30])

@@ -12,10 +12,11 @@ import jax
 import numpy as np
 import pytest
 from conftest import REPOSITORY, TINY
+from scripts import load_script
 
-from mlcn_jax import evaluate
 from mlcn_jax.checkpoint import load_trained
 
+main = load_script("main")
 QUICKSTART = "--config=configs/quickstart.py"
 SMALL = [f"--config.{field}={value}" for field, value in TINY.items()]
 
@@ -47,13 +48,22 @@ def test_train_evaluate_describe(tmp_path):
     scores = json.loads(evaluated.stdout)
     assert scores["test_accuracy"] == summary["test_accuracy"]
     assert scores["lane_spreads"] == pytest.approx(summary["lane_spreads"])
-    silent = sum(spread < evaluate.ALIVE for spread in scores["lane_spreads"])
-    assert (f"{silent} of {len(scores['lane_spreads'])} lanes say the same" in trained.stdout) == (silent > 0)
     assert scores["test_loss"] == pytest.approx(summary["test_loss"], rel=1e-6)
     assert (tmp_path / "confusion.png").exists()
 
     described = run("--mode=describe", f"--workdir={tmp_path}")
     assert json.loads(described.stdout)["parameters"] == summary["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [({"lane_spreads": [0.001, 0.3, 0.0]}, "2 of 3 lanes say the same"), ({"lane_spreads": [0.3]}, ""), ({}, "")],
+)
+def test_lanes_that_say_nothing_are_told(capsys, tmp_path, known, said):
+    main._print_summary(tmp_path, {"test_accuracy": 0.5, "test_loss": 1.0} | known)
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert (f"experiments.prune --workdir={tmp_path}" in printed) == bool(said)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import signal
 import time
 import types
 
@@ -118,8 +120,8 @@ def test_what_is_committed_was_trained_with_the_settings_of_today(script, scale,
     results = json.loads(path.read_text())
     assert results["version"] == script.VERSION
     for record in results["runs"]:
-        config, scale = script.configure_run(directories, **record["facts"]), results["scale"]
-        config = config.replace({"train.num_epochs": scale["num_epochs"], "train.num_steps": scale["num_steps"]})
+        length = {f"train.{name}": results["scale"][name] for name in ("num_epochs", "num_steps")}
+        config = script.configure_run(directories, **record["facts"]).replace(length)
         assert config.hash() == record["config_hash"], record["facts"]
 
 
@@ -292,31 +294,54 @@ def test_batch_sizes_are_told_relative_to_100():
     assert "| 600 | 88.00, 1 run | -2.00 | 200 | 2.50 (2.00 to 3.00) |" in batch_size.text(records, speeds)
 
 
-def test_the_speed_of_a_row_is_measured_once_its_batch_sizes_in_turn(run, trained, tmp_path, monkeypatch):
+def test_the_speed_of_a_row_is_measured_once_and_anew_with_another_batch_size(run, trained, tmp_path, monkeypatch):
     taken = []
 
     def prepared(config):
-        return lambda: taken.append(config.train.batch_size) or 1200
+        def take_steps(count):
+            taken.append((config.train.batch_size, count))
+            return count * config.train.batch_size / 150  # seconds: 150 images a second
+
+        return take_steps
 
     monkeypatch.setattr(batch_size, "_prepared", prepared)
     asked = {"rows": [ROW], "scale": "cpu", "batch_sizes": ["100", "600"]}
     for _ in range(2):
         assert run(batch_size, **asked) == 0
-    assert taken == [100, 600] * 8  # 7 rounds after one that is not measured
-    speeds = json.loads((tmp_path / "runs" / "batch_size_cpu.json").read_text())["speeds"]
-    assert [len(rates) for rates in speeds[ROW]["images_per_second"].values()] == [7, 7]
-    run(batch_size, **asked | {"batch_sizes": ["100", "150"]})
-    assert taken[16:] == [100, 150, 600] * 8
+    turns = [taken[4:][i : i + 2] for i in range(0, len(taken) - 4, 2)]
+    small, large = [(100, 1), (100, 3)], [(600, 1), (600, 1)]  # a step that is not timed, then 2 seconds or a step
+    assert turns == [small, large, large, small] * 3 + [small, large]
+    results = json.loads((tmp_path / "runs" / "batch_size_cpu.json").read_text())
+    assert results["speeds"][ROW]["images_per_second"] == {"100": [150.0] * 7, "600": [150.0] * 7}
+    assert any("Speed of Fashion-MNIST, mlcn2 2x4: on" in line for line in results["caption"])
+    taken.clear()
+    run(batch_size, **asked | {"batch_sizes": ["150"]})
+    assert {size for size, _ in taken} == {100, 150, 600}
 
 
-def test_a_turn_trains_on_as_many_images_whatever_the_batch(tiny, monkeypatch):
-    steps = []
-    step = batch_size.train_step.MeshRunner.step
-    monkeypatch.setattr(batch_size.train_step.MeshRunner, "step", lambda *args: steps.append(1) or step(*args))
-    for size, count in ((100, 12), (1300, 1)):
-        assert batch_size._prepared(tiny.replace({"train.batch_size": size}))() == size * count
-        assert len(steps) == count
-        steps.clear()
+def test_speeds_leave_out_what_failed_and_stop_between_rows(run, trained, tmp_path, monkeypatch):
+    def measure(configs, rounds):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {size: [1.0] for size in configs}
+
+    monkeypatch.setattr(batch_size, "measure", measure)
+    failing = batch_size.configure_run
+    trained.raised[1] = Diverged("the loss is nan")
+    monkeypatch.setattr(
+        batch_size,
+        "configure_run",
+        lambda *args, **facts: failing(*args, **facts).replace({"train.seed": int(facts["batch_size"] == 600)}),
+    )
+    with pytest.raises(Stopped, match="stopped by SIGTERM; 4 of 4 runs have ended"):
+        run(batch_size, rows=[ROW, "fashion_mlcn1_2x4"], batch_sizes=["100", "600"])
+    speeds = json.loads((tmp_path / "runs" / "speeds.json").read_text())
+    assert speeds[ROW]["images_per_second"] == {"100": [1.0]}
+    assert len(speeds) == 1
+
+
+def test_steps_are_taken_and_timed(tiny):
+    take_steps = batch_size._prepared(tiny)
+    assert 0 < take_steps(1) < take_steps(40)
 
 
 def test_a_smoke_run_is_stopped_by_the_clock_and_resumed(run, tmp_path):
