@@ -67,6 +67,7 @@ class Artifact:
             description = json.loads((folder / MODEL).read_text())
             self.class_names: tuple[str, ...] = tuple(description["class_names"])
             self.image_shape: tuple[int, int, int] = tuple(description["image_shape"])
+            self._certain_length = float(description.get("certain_length", 1.0))  # which older versions leave out
             functions = [Function(**function) for function in self.manifest["functions"]]
             weights = jax.device_put(_read_weights(folder / WEIGHTS))
         except InputError:
@@ -116,11 +117,13 @@ class Artifact:
         """Probability of each class, the length of its capsule, at most 1; they need not add up to 1.
 
         Lengths are at most 1 in a CapsNet, but a class capsule of L lanes, which are squashed one by one, can be as
-        long as sqrt(L). Arguments, result and errors are those of `lengths`.
+        long as sqrt(L). Where each lane learned to classify alone (`margin_loss` of `per_lane`), it is sqrt(L) that
+        stands for 1: the probability is the root mean square of what the lanes say. Arguments, result and errors are
+        those of `lengths`.
 
         Source: Sabour et al. 2017, section 3.
         """
-        return np.minimum(self.lengths(images), 1)
+        return np.minimum(self.lengths(images) / self._certain_length, 1)
 
     def warm_up(self, most: int = MAX_BATCH) -> None:
         """Compiles the programs for 1, 2, 4 ... images up to `most`."""

@@ -129,15 +129,18 @@ def _compiled_encoder(spec: ModelSpec) -> Callable[[dict, np.ndarray], Array]:
 def lane_spreads(spec: ModelSpec, params: dict, split: data.Split, batch_size: int) -> list[float]:
     """How much the entries of each lane in the class capsules differ between images, in the order of the columns.
 
-    The standard deviation over 500 images of the whole split, mean over classes, times sqrt(classes x lanes): about 0.9
-    of a lane with its share in lengths of 0.9 for the true class and 0 for others. A lane below `ALIVE` says the same
-    of every image: it is near zero or saturated, where squash has almost no gradient. Empty for CapsNet.
+    The standard deviation over 500 images of the whole split, mean over classes, over that of a lane with its share in
+    a model that gives probability 1 to the true class and 0 to others, where classes are equally many. A lane below
+    `ALIVE` says the same of every image: it is near zero or saturated, where squash has almost no gradient. Empty for
+    CapsNet.
     """
     if not spec.lane_groups:
         return []
     evenly = np.unique(np.linspace(0, len(split.labels) - 1, _SPREAD_IMAGES).astype(int))
     v = class_capsules(spec, params, split[evenly], min(batch_size, len(evenly)))
-    return [float(spread) for spread in v.std(axis=0).mean(axis=0) * math.sqrt(v.shape[1] * v.shape[2])]
+    share = spec.certain_length / math.sqrt(v.shape[2])
+    perfect = share * math.sqrt((1 - 1 / spec.num_classes) / spec.num_classes)
+    return [float(spread) / perfect for spread in v.std(axis=0).mean(axis=0)]
 
 
 def evaluate_workdir(config: RunConfig, workdir: Path) -> dict[str, Any]:

@@ -59,6 +59,7 @@ def _write(trained: Trained, folder: Path, command: str) -> None:
         "preprocessing": "upright as EXIF says, gray or RGB, resized (bilinear) to image_shape, uint8; pixels / 255 is "
         "part of the functions",
         "output": "length of each class capsule, float32; the longest is the predicted class",
+        "certain_length": spec.certain_length,
     }
     write_json(folder / artifact.MODEL, description)
     np.savez(folder / artifact.WEIGHTS, **weights)  # type: ignore[arg-type]

@@ -1,7 +1,5 @@
 """Margin loss on the class lengths, or on each lane alone, and mean squared error of the reconstruction."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -28,15 +26,15 @@ def margin_loss(
 
 
 def lane_margin_loss(v: Float[Array, "batch classes lanes"], labels: Int[Array, " batch"]) -> Float[Array, " batch"]:
-    """Margin loss of each image with each lane classifying alone: the mean over the L lanes, in float32.
+    """Margin loss of each image with each lane classifying alone: the mean over lanes, in float32.
 
-    Lane l is held to `sqrt(L) |v_kl|`, the length that class capsule k would have if every lane said what lane l does.
-    So lanes that agree, or a single one, have the `margin_loss` of their lengths.
+    Lane l is held to `|v_kl|`, the length that class capsule k has where there is no other lane. Where L lanes agree on
+    lengths, those of the class capsules are sqrt(L) times as long.
 
     Source: this project. In the published loss, a lane whose entries are small is pushed towards zero by the lengths
-    that the other lanes make, and most lanes end there.
+    that the other lanes make.
     """
-    alone = math.sqrt(v.shape[-1]) * jnp.abs(v.astype(jnp.float32))
+    alone = jnp.abs(v.astype(jnp.float32))
     return jnp.mean(jax.vmap(margin_loss, in_axes=(2, None))(alone, labels), axis=0)
 
 

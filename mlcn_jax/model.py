@@ -106,6 +106,11 @@ class ModelSpec:
         return lanes_lib.parse_lanes(self.lanes) if self.name == "mlcn" else ()
 
     @property
+    def certain_length(self) -> float:
+        """Length of a class capsule that stands for probability 1: sqrt(L) where each of L lanes classifies alone."""
+        return math.sqrt(sum(group.count for group in self.lane_groups)) if self.margin_loss == "per_lane" else 1.0
+
+    @property
     def dtype(self) -> jnp.dtype:
         return jnp.dtype(self.compute_dtype)
 

@@ -54,17 +54,19 @@ def test_a_lane_that_says_the_same_of_every_image_has_no_spread(split):
     assert np.abs(evaluate.class_capsules(SPEC, params, split, 2)).max() > 0.1
 
 
-def test_lane_spreads_look_at_all_classes_and_do_not_depend_on_how_many(monkeypatch):
-    """A lane that does its share perfectly, on images that are sorted by class, beside one that is silent."""
-    for num_classes, num_lanes in ((3, 2), (100, 32)):
-        labels = np.repeat(np.arange(num_classes), 600)
-        v = np.zeros((len(labels), num_classes, num_lanes))
-        v[np.arange(len(labels)), labels, 1:] = 0.9 / np.sqrt(num_lanes)
-        monkeypatch.setattr(evaluate, "class_capsules", lambda spec, params, split, size, v=v: v[split.labels])
-        split = Split(np.zeros(len(labels)), np.arange(len(labels)))
-        silent, *others = evaluate.lane_spreads(SPEC, {}, split, 100)
-        assert silent == 0
-        np.testing.assert_allclose(others, 0.9, rtol=0.2)
+@pytest.mark.parametrize("margin_loss", ["joint", "per_lane"])
+@pytest.mark.parametrize(("num_classes", "num_lanes"), [(3, 2), (100, 32)])
+def test_a_perfect_lane_has_spread_one_whatever_the_model(monkeypatch, num_classes, num_lanes, margin_loss):
+    """Beside one that is silent, on images that are sorted by class."""
+    spec = model.ModelSpec("mlcn", (18, 18, 1), num_classes, f"mlcn1:w1*{num_lanes}", margin_loss=margin_loss)
+    labels = np.repeat(np.arange(num_classes), 600)
+    v = np.zeros((len(labels), num_classes, num_lanes))
+    v[np.arange(len(labels)), labels, 1:] = 1.0 if margin_loss == "per_lane" else 1 / np.sqrt(num_lanes)
+    monkeypatch.setattr(evaluate, "class_capsules", lambda spec, params, split, size: v[split.labels])
+    split = Split(np.zeros(len(labels)), np.arange(len(labels)))
+    silent, *others = evaluate.lane_spreads(spec, {}, split, 100)
+    assert silent == 0
+    np.testing.assert_allclose(others, 1, rtol=0.05)
 
 
 @pytest.mark.parametrize("num_classes", [3, 30])

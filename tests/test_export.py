@@ -68,6 +68,19 @@ def test_an_artifact_computes_what_the_model_does(workdir, loaded, rng, n):
 def test_probabilities_are_lengths_of_at_most_one(loaded, rng, monkeypatch):
     monkeypatch.setattr(loaded, "lengths", lambda images: np.array([[0.2, 1.3]], np.float32))
     np.testing.assert_allclose(loaded.probabilities(np.zeros(1)), [[0.2, 1.0]])
+    monkeypatch.setattr(loaded, "_certain_length", 2.0)
+    np.testing.assert_allclose(loaded.probabilities(np.zeros(1)), [[0.1, 0.65]])
+
+
+def test_where_lanes_classify_alone_a_probability_is_what_they_say_on_average(workdir, tmp_path):
+    trained = checkpoint.load_trained(workdir)
+    count = sum(group.count for group in trained.spec.lane_groups)
+    spec = dataclasses.replace(trained.spec, margin_loss="per_lane")
+    export._write(dataclasses.replace(trained, spec=spec), tmp_path, "command")
+    images = np.zeros((1, *spec.image_shape), np.uint8)
+    loaded = artifact.Artifact(tmp_path)
+    assert count > 1
+    np.testing.assert_allclose(loaded.probabilities(images), loaded.lengths(images) / np.sqrt(count), rtol=1e-6)
 
 
 def test_images_of_another_shape_or_type_are_refused(loaded):
