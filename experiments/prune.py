@@ -12,7 +12,8 @@ Test accuracy stands beside it for the record and chooses nothing. Writes `prune
 
 `--output` is a workdir like any other, with the kept lanes' parameters and optimizer state at the same step: main.py
 evaluates it, and trains on with the command that is printed. That is worth it: without the removed lanes class capsules
-are shorter than the margin loss wants them, so lengths are no probabilities any more until the model is trained again.
+are shorter than the margin loss wants them, so lengths are no probabilities any more until the model is trained again
+(but where `model.margin_loss` is `per_lane`).
 """
 
 import math

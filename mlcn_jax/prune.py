@@ -4,7 +4,8 @@ Only [batch, classes, lanes] crosses lanes: the class capsules of a whole split 
 dropping columns of them. In the smaller model the removed lanes are not computed at all, and the decoder's first layer
 has lost the rows that read them. The other lanes compute what they computed before, so class capsules are shorter than
 the margin loss wants them: the longest one still names the class, but lengths are no probabilities any more until the
-model has been trained on, which its checkpoint allows like any other.
+model has been trained on, which its checkpoint allows like any other. Where each lane learned to classify alone
+(`margin_loss` of `per_lane`), they stay what they are.
 
 Source: do Rosario 2021 (thesis), chapter 4.
 """
