@@ -97,7 +97,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "adamw_light_decoder": {**_ADAMW, "train.reconstruction_weight": 0.0392},
     "adamw_per_class": {**_ADAMW, "model.lane_routing": "per_class"},
 }
-TUNED = {"cifar10": "adamw_flip", "fashion_mnist": "adamw_not_augmented"}
+TUNED = {"cifar10": "adamw_flip", "fashion_mnist": "adamw_shift"}
 COLUMNS = ("published", "per_class", "augmented", "tuned", "tuned_per_lane")
 
 

@@ -85,11 +85,13 @@ def configure_run(directories: Mapping[str, str], row: str, candidate: str, seed
 
 
 def cells(records: Records) -> tuple[list[str], list[list[str]]]:
-    """Header and lines of the table: a line a candidate, a column a row of table 4.1."""
+    """Header and lines of the table: a line for each candidate that was tried, a column for each row of table 4.1."""
     rows = [row for row in ROWS if select(records, row=row)]
     data = {row: select(records, row=row)[0]["data"]["name"] for row in rows}
     lines = []
     for candidate in CANDIDATES:
+        if not select(records, candidate=candidate):
+            continue
         line = [candidate]
         for row in rows:
             cell = told(select(records, row=row, candidate=candidate), "validation_accuracy")
