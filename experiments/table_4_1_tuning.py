@@ -89,15 +89,17 @@ def cells(records: Records) -> tuple[list[str], list[list[str]]]:
     rows = [row for row in ROWS if select(records, row=row)]
     data = {row: select(records, row=row)[0]["data"]["name"] for row in rows}
     lines = []
-    for candidate in CANDIDATES:
-        if not select(records, candidate=candidate):
-            continue
+    for candidate in _tried(records):
         line = [candidate]
         for row in rows:
             cell = told(select(records, row=row, candidate=candidate), "validation_accuracy")
             line.append(cell + (", used" if candidate == TUNED[data[row]] else ""))
         lines.append(line)
     return ["validation accuracy in %", *(titled(ROWS[row].title, select(records, row=row)) for row in rows)], lines
+
+
+def _tried(records: Records) -> list[str]:
+    return [candidate for candidate in CANDIDATES if select(records, candidate=candidate)]
 
 
 def text(records: Records) -> str:
@@ -112,12 +114,12 @@ def report(series: Series) -> None:
         "Accuracy on a tenth of the training images after the last epoch: mean, standard deviation, least and most.",
         *caption(series, records),
         *(
-            f"`{candidate}`: {', '.join(f'{field}={value}' for field, value in fields.items())}."
-            for candidate, fields in CANDIDATES.items()
+            f"`{candidate}`: {', '.join(f'{field}={value}' for field, value in CANDIDATES[candidate].items())}."
+            for candidate in _tried(records)
         ),
     ]
     results = {
-        row: {c: spread(select(records, row=row, candidate=c), "validation_accuracy") for c in CANDIDATES}
+        row: {c: spread(select(records, row=row, candidate=c), "validation_accuracy") for c in _tried(records)}
         for row in ROWS
         if select(records, row=row)
     }
