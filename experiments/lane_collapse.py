@@ -160,7 +160,7 @@ def draw(path: Path, runs: Sequence[dict[str, Any]], title: str) -> None:
     for ax, run in zip(axes.flat, runs, strict=False):
         ax.plot(run["steps"], np.maximum(run["spreads"], 1e-6))
         ax.axhline(evaluate.ALIVE, color="gray", lw=0.8, ls=":")
-        ax.set(xscale="symlog", yscale="log", ylim=(1e-6, 1))
+        ax.set(xscale="symlog", yscale="log", ylim=(1e-6, 3))
         ax.set_title(f"{run['setting']}: {run['alive']} alive, {run['test_accuracy']:.1f} %", fontsize=9)
     for ax in axes[-1]:
         ax.set_xlabel("step")

@@ -89,7 +89,6 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "adamw_not_augmented": {**_ADAMW, "augmented": False},
     "adamw_not_augmented_faster": {**_ADAMW, "augmented": False, "train.learning_rate": 4e-3},
     "adamw_not_augmented_per_class": {**_ADAMW, "augmented": False, "model.lane_routing": "per_class"},
-    "adamw_not_augmented_per_lane": {**_ADAMW, "augmented": False, "model.margin_loss": "per_lane"},
     "adamw_flip": {**_ADAMW, "augmented": False, "data.flip": True},
     "adamw_flip_per_lane": {**_ADAMW, "augmented": False, "data.flip": True, "model.margin_loss": "per_lane"},
     "adamw_shift": {**_ADAMW, "augmented": False, "data.max_shift": 1},
