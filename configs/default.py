@@ -26,6 +26,7 @@ def get_config() -> ConfigDict:
     model.decoder = (512, 1024)  # hidden layers of the decoder
     model.lane_dropout = 0.0  # chance that a lane is left out of a step's classification loss
     model.margin_loss = "joint"  # or per_lane: each lane learns to classify alone
+    model.signed_pixels = False  # the encoder reads pixels in [-1, 1] instead of [0, 1]
     model.compute_dtype = "float32"  # or bfloat16: convolutions and matrix products only
     model.conv = "auto"  # algorithm of the convolutions
 

@@ -77,6 +77,7 @@ _ADAMW = {
 CANDIDATES: dict[str, dict[str, Any]] = {
     "published": {"augmented": False},
     "per_class": {"augmented": False, "model.lane_routing": "per_class"},
+    "signed_pixels": {"augmented": False, "model.signed_pixels": True},
     "per_lane": {"augmented": False, "model.margin_loss": "per_lane"},
     "light_decoder": {"augmented": False, "train.reconstruction_weight": 0.0392},
     "heavy_decoder": {"augmented": False, "train.reconstruction_weight": 3.92},
@@ -91,6 +92,8 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "adamw_not_augmented_per_class": {**_ADAMW, "augmented": False, "model.lane_routing": "per_class"},
     "adamw_flip": {**_ADAMW, "augmented": False, "data.flip": True},
     "adamw_flip_per_lane": {**_ADAMW, "augmented": False, "data.flip": True, "model.margin_loss": "per_lane"},
+    "adamw_signed": {**_ADAMW, "augmented": False, "model.signed_pixels": True},
+    "adamw_flip_signed": {**_ADAMW, "augmented": False, "data.flip": True, "model.signed_pixels": True},
     "adamw_shift": {**_ADAMW, "augmented": False, "data.max_shift": 1},
     "adamw_decay": {**_ADAMW, "train.weight_decay": 0.05},
     "adamw_light_decoder": {**_ADAMW, "train.reconstruction_weight": 0.0392},

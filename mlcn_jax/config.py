@@ -41,7 +41,7 @@ _FREE_ON_RESUME = {
 }
 
 # Fields of `model` that what an older version stored lacks, with what it stands for there.
-ADDED_TO_MODEL: dict[str, Any] = {"margin_loss": "joint"}
+ADDED_TO_MODEL: dict[str, Any] = {"margin_loss": "joint", "signed_pixels": False}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,6 +116,7 @@ class LaneSettings:
       lane_routing: `published`, one output capsule of K dimensions, or `per_class`, K capsules of one dimension.
       num_routing_iters: routing iterations; changes nothing under `published`.
       prior_bias: trainable start value of the routing logits; counted but without effect under `published`.
+      signed_pixels: whether the first convolution reads pixels in [-1, 1] (`first_input`).
       dtype: type of the convolutions and matrix products.
       conv_algorithm: a key of `conv.ALGORITHMS`, or `auto`.
     """
@@ -124,6 +125,7 @@ class LaneSettings:
     lane_routing: str = "published"
     num_routing_iters: int = 3
     prior_bias: bool = True
+    signed_pixels: bool = False
     dtype: DTypeLike = jnp.float32
     conv_algorithm: str = "auto"
 
@@ -198,6 +200,13 @@ def _primary_features(
 LANE_KINDS: dict[str, Callable[[Array, LaneSpec, LaneSettings], Array]] = {"mlcn1": _mlcn1, "mlcn2": _mlcn2}
 
 
+def first_input(
+    images: Float[Array, "batch h w channels"], signed: bool, dtype: DTypeLike
+) -> Float[Array, "batch h w channels"]:
+    """Images as the first convolution reads them: pixels in [0, 1], as published, or where `signed` in [-1, 1]."""
+    return (2.0 * images - 1.0 if signed else images).astype(dtype)
+
+
 def primary_capsules(
     features: Float[Array, "batch h w filters"], capsule_dim: int = PRIMARY_DIM
 ) -> Float[Array, "batch capsules dim"]:
@@ -217,7 +226,7 @@ class Lane(nn.Module):
     @nn.compact
     def __call__(self, images: Float[Array, "batch h w channels"]) -> Float[Array, "batch classes"]:
         s = self.settings
-        u = primary_capsules(LANE_KINDS[self.spec.kind](images.astype(s.dtype), self.spec, s))
+        u = primary_capsules(LANE_KINDS[self.spec.kind](first_input(images, s.signed_pixels, s.dtype), self.spec, s))
         num_primary = u.shape[1]
         weights = self.param("capsule_weights", _glorot, (num_primary, PRIMARY_DIM, s.num_classes))
         weights = weights.astype(s.dtype)

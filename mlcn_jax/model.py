@@ -42,6 +42,8 @@ class ModelSpec:
       decoder: sizes of the decoder's hidden layers.
       lane_dropout: chance that a lane is left out of the classification loss of a training step.
       margin_loss: `joint`, of the lengths that all lanes make, as published, or `per_lane` (`classification_loss`).
+      signed_pixels: whether the encoder reads pixels in [-1, 1] instead of [0, 1]; images and reconstructions are in
+        [0, 1] all the same.
       compute_dtype: type of convolutions and matrix products; norms, softmax and losses stay float32.
       conv: a key of `conv.ALGORITHMS`, or `auto`.
 
@@ -59,6 +61,7 @@ class ModelSpec:
     decoder: tuple[int, ...] = (512, 1024)
     lane_dropout: float = 0.0
     margin_loss: str = "joint"
+    signed_pixels: bool = False
     compute_dtype: str = "float32"
     conv: str = "auto"
 
@@ -121,6 +124,7 @@ class ModelSpec:
             lane_routing=self.lane_routing,
             num_routing_iters=self.num_routing_iters,
             prior_bias=self.prior_bias,
+            signed_pixels=self.signed_pixels,
             dtype=self.dtype,
             conv_algorithm=self.conv,
         )
@@ -142,7 +146,8 @@ class CapsNetEncoder(nn.Module):
         n = _CAPSNET_FILTERS
         conv1 = lanes_lib.ConvParams((9, 9, images.shape[-1], n), spec.dtype, name="conv1")()
         primary = lanes_lib.ConvParams((9, 9, n, n), spec.dtype, name="primary")()
-        x = conv.lane_convs(images.astype(spec.dtype), *conv1, *primary, algorithm=spec.conv)
+        images = lanes_lib.first_input(images, spec.signed_pixels, spec.dtype)
+        x = conv.lane_convs(images, *conv1, *primary, algorithm=spec.conv)
         u = lanes_lib.primary_capsules(x)
         shape = (u.shape[1], spec.num_classes, u.shape[2], _CAPSNET_CLASS_DIM)
         weights = self.param("capsule_weights", nn.initializers.glorot_uniform(), shape).astype(spec.dtype)

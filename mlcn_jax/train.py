@@ -242,15 +242,15 @@ def _adapt(params: dict, spec: ModelSpec, trained: Trained) -> dict:
     """`trained` parameters where they fit; arrays that depend on a differing number of classes stay as they are."""
 
     def shape_of(spec: ModelSpec) -> dict[str, Any]:
-        same = {name: getattr(spec, name) for name in ("name", "image_shape", "lane_routing", "prior_bias", "decoder")}
-        return {"lanes": ",".join(map(str, spec.lane_groups)), **same}
+        same = ("name", "image_shape", "lane_routing", "prior_bias", "signed_pixels", "decoder")
+        return {"lanes": ",".join(map(str, spec.lane_groups)), **{name: getattr(spec, name) for name in same}}
 
     theirs, mine = shape_of(trained.spec), shape_of(spec)
     rows = [
         f"  {field}: {theirs[field]!r} there, {mine[field]!r} now" for field in mine if mine[field] != theirs[field]
     ]
     if rows:
-        raise InputError("config.init_from names a model of another shape:\n" + "\n".join(rows))
+        raise InputError("config.init_from names a model of another shape or input:\n" + "\n".join(rows))
     fresh = []
 
     def choose(path, mine, theirs):

@@ -65,10 +65,11 @@ def test_a_config_without_a_field_is_refused(tiny):
 
 def test_a_config_that_an_older_version_stored_is_the_same_run(tiny):
     values = tiny.to_dict()
-    del values["model"]["margin_loss"]
+    del values["model"]["margin_loss"], values["model"]["signed_pixels"]
     assert RunConfig.from_dict(values) == tiny
     assert tiny.flat_as_before() == flat(values)
-    assert tiny.replace({"model.margin_loss": "per_lane"}).hash() != tiny.hash()
+    for changes in ({"model.margin_loss": "per_lane"}, {"model.signed_pixels": True}):
+        assert tiny.replace(changes).hash() != tiny.hash()
 
 
 def test_a_workdir_refuses_another_configuration_and_names_every_field(tiny):

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,6 +117,17 @@ def test_bad_specs_are_refused(changes, message):
     good = {"name": "mlcn", "image_shape": (18, 18, 1), "num_classes": 3, "lanes": "mlcn1:w1"}
     with pytest.raises(InputError, match=message):
         ModelSpec(**{**good, **changes})
+
+
+@pytest.mark.parametrize("name", ["mlcn", "capsnet"])
+def test_signed_pixels_are_read_as_twice_the_pixels_less_one(rng, name):
+    spec = ModelSpec(name, (18, 18, 2), 3, "mlcn1:w1*2,mlcn2:w1d2" if name == "mlcn" else "", signed_pixels=True)
+    params = model.init_params(spec, jax.random.key(0))
+    images = jnp.array(rng.uniform(size=(4, 18, 18, 2)), jnp.float32)
+    as_published = dataclasses.replace(spec, signed_pixels=False)
+    encoded = model.encode(spec, params["encoder"], images)
+    np.testing.assert_allclose(encoded, model.encode(as_published, params["encoder"], 2 * images - 1), rtol=1e-5)
+    assert not np.allclose(encoded, model.encode(as_published, params["encoder"], images), rtol=0.1)
 
 
 def test_the_smallest_image_works():

@@ -183,7 +183,7 @@ def test_a_run_of_an_older_version_goes_on(tiny, tmp_path):
     train.train(tiny.replace({"train.num_steps": 5}), tmp_path)
     for name, part in (("config.json", "model"), ("model.json", "spec")):
         stored = json.loads((tmp_path / name).read_text())
-        del stored[part]["margin_loss"]
+        del stored[part]["margin_loss"], stored[part]["signed_pixels"]
         (tmp_path / name).write_text(json.dumps(stored))
     with pytest.raises(InputError, match=r"model.margin_loss: 'joint' there, 'per_lane' now"):
         train.train(tiny.replace({"model.margin_loss": "per_lane"}), tmp_path)
@@ -327,8 +327,10 @@ def test_fine_tuning_keeps_what_fits(tiny, tmp_path, monkeypatch):
         np.testing.assert_allclose(ours, theirs, atol=1e-9)
     np.testing.assert_allclose(tuned["decoder"]["hidden2"]["kernel"], donor["decoder"]["hidden2"]["kernel"], atol=1e-9)
     assert tuned["encoder"]["mlcn1_w1d1"]["capsule_weights"].shape[-1] == 4
-    with pytest.raises(InputError, match="another shape:\n  lanes"):
+    with pytest.raises(InputError, match="another shape or input:\n  lanes"):
         train.train(config.replace({"model.lanes": "mlcn1:w2*2"}), tmp_path / "other")
+    with pytest.raises(InputError, match="another shape or input:\n  signed_pixels: False there, True now"):
+        train.train(config.replace({"model.signed_pixels": True}), tmp_path / "other")
     train.train(config.replace({"model.lanes": "mlcn1:w1d1,mlcn1:w1"}), tmp_path / "same lanes in other words")
 
 
