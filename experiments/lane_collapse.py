@@ -39,6 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "light_decoder": {"train.reconstruction_weight": 0.0392},
     "per_class": {"model.lane_routing": "per_class"},
     "per_lane": {"model.margin_loss": "per_lane"},
+    "signed_pixels": {"model.signed_pixels": True},
     "lane_dropout": {"model.lane_dropout": 0.1},
     "much_lane_dropout": {"model.lane_dropout": 0.5},
 }

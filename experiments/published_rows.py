@@ -95,12 +95,13 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "adamw_signed": {**_ADAMW, "augmented": False, "model.signed_pixels": True},
     "adamw_flip_signed": {**_ADAMW, "augmented": False, "data.flip": True, "model.signed_pixels": True},
     "adamw_shift": {**_ADAMW, "augmented": False, "data.max_shift": 1},
+    "adamw_shift_signed": {**_ADAMW, "augmented": False, "data.max_shift": 1, "model.signed_pixels": True},
     "adamw_decay": {**_ADAMW, "train.weight_decay": 0.05},
     "adamw_light_decoder": {**_ADAMW, "train.reconstruction_weight": 0.0392},
     "adamw_per_class": {**_ADAMW, "model.lane_routing": "per_class"},
 }
-TUNED = {"cifar10": "adamw_flip", "fashion_mnist": "adamw_shift"}
-COLUMNS = ("published", "per_class", "augmented", "tuned", "tuned_per_lane")
+TUNED = {"cifar10": "adamw_flip_signed", "fashion_mnist": "adamw_shift"}
+COLUMNS = ("published", "per_class", "augmented", "signed_pixels", "tuned", "tuned_per_lane")
 
 
 def columns_of(row: str) -> tuple[str, ...]:

@@ -4,9 +4,10 @@
     python -m experiments.table_4_1 --workdir=runs/table_4_1_cpu --scale=cpu --minutes=60    # the same again goes on
 
 Columns: `published` trains as published; `per_class` routes over classes; `augmented` shifts and flips the images;
-`tuned` has the settings named in `published_rows.TUNED`, which `experiments/table_4_1_tuning.py` compares on validation
-images; `tuned_per_lane` has them and the margin loss of each lane alone. CapsNet, the baseline, is trained as published
-only. The test set is scored for the record and chooses nothing.
+`signed_pixels` gives the encoder pixels in [-1, 1]; `tuned` has the settings named in `published_rows.TUNED`, which
+`experiments/table_4_1_tuning.py` compares on validation images; `tuned_per_lane` has them and the margin loss of each
+lane alone. CapsNet, the baseline, is trained as published only. The test set is scored for the record and chooses
+nothing.
 
 Scales: `full` is the published experiment, for a GPU (on two CPU cores a row takes minutes to hours); `cpu` trains for
 3 epochs; `smoke` takes two steps on a few images. A run that has ended is not repeated, one that was stopped is

@@ -58,6 +58,7 @@ def trained(monkeypatch):
         configs.append(config)
         return {
             "test_accuracy": 0.9 + 0.01 * config.train.seed,
+            "lane_spreads": [0.9, 0.0],
             "parameters": 7,
             "steps": 2,
             "steps_this_session": 2,
@@ -100,11 +101,12 @@ def test_the_table_shows_spread_difference_and_what_is_missing():
         "91.17 ± 1.26, 90.00 to 92.50, 3 runs, +0.16 reached",
         "not run",
         "90.60, 1 run, -0.41 within 0.5",
+        "not run",
         "90.40, 1 run, 1 failed, -0.61 below",
         "not run",
     ]
     assert lines["CIFAR-10 (JPEG copy), mlcn2 4x4"][5] == "70.00, 1 run, +0.95 reached"
-    assert lines["Fashion-MNIST, CapsNet"] == ["-", "8,227,088", "-", "220", "91.30", "not run", *"----"]
+    assert lines["Fashion-MNIST, CapsNet"] == ["-", "8,227,088", "-", "220", "91.30", "not run", *"-----"]
     shorter = table_4_1.cells(records, table_4_1.SCALES["cpu"])
     assert shorter[3][6] == "70.00, 1 run, +0.95"
 
@@ -261,7 +263,7 @@ def test_candidates_are_compared_on_validation_images(run, monkeypatch, tmp_path
         assert config.data.validation_fraction == 0.1
         rows = [{"step": step, "split": "validation", "accuracy": a} for step, a in ((1, 0.5), (2, 0.4))]
         (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        measured = ("parameters", "steps", "steps_this_session", "images_per_second", "compile_seconds")
+        measured = ("lane_spreads", "parameters", "steps", "steps_this_session", "images_per_second", "compile_seconds")
         return {**dict.fromkeys(measured, 1), "test_accuracy": 0.9}
 
     monkeypatch.setattr("mlcn_jax.train.train", train)
