@@ -1,4 +1,4 @@
-"""Why MLCN falls short on CIFAR-10: lanes that say the same of every image, and what keeps them from it.
+"""Lanes that come to say the same of every image: when that happens, and what keeps them from it.
 
     python -m experiments.lane_collapse
     python -m experiments.lane_collapse --row=fashion_mlcn1_8x4 --settings=published,warm_up --steps=1000

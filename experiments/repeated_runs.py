@@ -202,7 +202,7 @@ def _measured(summary: dict[str, Any], folder: Path, validated: bool) -> dict[st
     return {
         f"{split}_accuracy": curve[-1] if validated else round(100 * summary["test_accuracy"], 4),
         f"{split}_accuracy_per_epoch": curve,
-        "lane_spreads": summary["lane_spreads"],
+        "lane_spreads": summary.get("lane_spreads", []),  # an older version wrote none
         "parameters": summary["parameters"],
         "steps": summary["steps"],
         "steps_timed": summary["steps_this_session"],

@@ -72,13 +72,17 @@ def test_probabilities_are_lengths_of_at_most_one(loaded, rng, monkeypatch):
     np.testing.assert_allclose(loaded.probabilities(np.zeros(1)), [[0.1, 0.65]])
 
 
-def test_where_lanes_classify_alone_a_probability_is_what_they_say_on_average(workdir, tmp_path):
+def test_lanes_that_classify_alone_and_signed_pixels_are_exported(workdir, tmp_path, rng):
+    """A probability is then what the lanes say on average."""
     trained = checkpoint.load_trained(workdir)
     count = sum(group.count for group in trained.spec.lane_groups)
-    spec = dataclasses.replace(trained.spec, margin_loss="per_lane")
+    spec = dataclasses.replace(trained.spec, margin_loss="per_lane", signed_pixels=True)
     export._write(dataclasses.replace(trained, spec=spec), tmp_path, "command")
-    images = np.zeros((1, *spec.image_shape), np.uint8)
+    images = rng.integers(0, 256, (2, *spec.image_shape)).astype(np.uint8)
     loaded = artifact.Artifact(tmp_path)
+    v = encode(trained.spec, trained.params["encoder"], 2 * to_pixels(images) - 1)
+    np.testing.assert_allclose(loaded.lengths(images), capsules.lengths(v), atol=1e-5)
+    assert "127.5 - 1" in json.loads((tmp_path / "model.json").read_text())["preprocessing"]
     assert count > 1
     np.testing.assert_allclose(loaded.probabilities(images), loaded.lengths(images) / np.sqrt(count), rtol=1e-6)
 

@@ -34,7 +34,7 @@ installed = pytest.mark.skipif(not importlib.util.find_spec("jax2onnx"), reason=
 
 SPECS = {
     "mixed": ModelSpec("mlcn", (17, 18, 3), 3, "mlcn1:w1*2,mlcn2:w2,mlcn2:w1d2*2"),
-    "per_class": ModelSpec("mlcn", (18, 17, 1), 4, "mlcn1:w2*2,mlcn2:w1", lane_routing="per_class"),
+    "per_class": ModelSpec("mlcn", (18, 17, 1), 4, "mlcn1:w2*2,mlcn2:w1", lane_routing="per_class", signed_pixels=True),
     "bfloat16": ModelSpec("mlcn", (17, 17, 1), 2, "mlcn1:w1d2", compute_dtype="bfloat16", prior_bias=False),
     "capsnet": ModelSpec("capsnet", (17, 17, 1), 3, num_routing_iters=2),
 }

@@ -14,7 +14,11 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.model import ModelSpec, init_params
 
 UNEQUAL = ModelSpec(
-    "mlcn", (18, 19, 2), 3, "mlcn2:w1*3,mlcn1:w1d2*2,mlcn1:w2", decoder=(16, 24), lane_dropout=0.3, conv="native"
+    *("mlcn", (18, 19, 2), 3, "mlcn2:w1*3,mlcn1:w1d2*2,mlcn1:w2"),
+    decoder=(16, 24),
+    lane_dropout=0.3,
+    signed_pixels=True,
+    conv="native",
 )
 STEP = {"reconstruction_weight": 0.4, "seed": 0, "max_shift": 2, "flip": True}
 PLACEMENTS = [[0] * 6, [2, 0, 2, 1, 0, 3], [1, 1, 0, 1, 0, 1], [5, 4, 3, 2, 1, 0], [3, 3, 3, 3, 3, 2]]
