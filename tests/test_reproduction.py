@@ -269,6 +269,8 @@ def test_candidates_are_compared_on_validation_images(run, monkeypatch, tmp_path
     monkeypatch.setattr("mlcn_jax.train.train", train)
     run(tuning, rows=[ROW], candidates=["published", TUNED])
     assert f"| {TUNED} | 40.00, 1 run, used |" in capsys.readouterr().out
+    records = json.loads((tmp_path / "runs" / "table_4_1_tuning_smoke.json").read_text())["runs"]
+    assert [record["lane_spreads"] for record in records] == [1, 1]
     assert "90" not in (tmp_path / "runs" / "table_4_1_tuning_smoke.md").read_text()
 
 
