@@ -279,44 +279,45 @@ def draw(path: Path, entries: list[dict[str, Any]]) -> None:
     """Each lane's effect alone; accuracy, and speed-up, against the number of removed lanes. A color for each run."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14, 4.4), layout="constrained")
+    figure = Figure(figsize=(14, 4.6), layout="constrained")
     alone, accuracy, speed = figure.subplots(1, 3)
     width, tops = 0.8 / len(entries), []
     for i, entry in enumerate(entries):
         color = f"C{i}"
-        label = f"{Path(entry['workdir']).name}, {entry['lanes']}, lane dropout {entry['lane_dropout']:g}: test images"
+        label = f"{Path(entry['workdir']).name}, {entry['lanes']}, lane dropout {entry['lane_dropout']:g}"
         removed = np.arange(len(entry["removed"]))
         whole = entry["removed"][0]["ranking_accuracy"]
         effects = [100 * (row["ranking_accuracy"] - whole) for row in entry["removed_alone"]]
         alone.bar(removed + (i - (len(entries) - 1) / 2) * width, effects, width, color=color)
         test, ranking = ([100 * row[f"{name}_accuracy"] for row in entry["removed"]] for name in ("test", "ranking"))
         accuracy.plot(removed, test, "o-", color=color, label=label)
-        accuracy.plot(removed, ranking, ":", color=color, label=f"the same on {entry['ranking_from']} images")
+        accuracy.plot(removed, ranking, ":", color=color)
         timed = [m for m in removed if "speedup" in entry["removed"][m]]
         if timed:
             median, low, high = (
                 [entry["removed"][m]["speedup"][which] for m in timed] for which in ("median", "min", "max")
             )
-            speed.plot(timed, median, "o-", color=color, label="measured, median and range of rounds")
+            speed.plot(timed, median, "o-", color=color)
             speed.fill_between(timed, low, high, color=color, alpha=0.2)
             tops += median
         flops = np.array([row["encoder_flops_per_image"] for row in entry["removed"]])
-        speed.plot(removed, flops[0] / flops, ":", color=color, label="by FLOPs")
+        speed.plot(removed, flops[0] / flops, ":", color=color)
         tops += (flops[0] / flops).tolist()
     speed.set_ylim(0, 1.2 * max(tops))  # whatever a disturbed round says
+    ranked_on = entries[0]["ranking_from"]
     alone.axhline(0, color="gray", linewidth=1)
     alone.set_title("one lane removed alone", fontsize=10)
     alone.set_xlabel("lane")
-    alone.set_ylabel(f"{entries[0]['ranking_from']} accuracy gained, percentage points")
+    alone.set_ylabel(f"{ranked_on} accuracy gained, percentage points")
     accuracy.set_title(f"lanes removed, the least useful first (order: {entries[0]['order']})", fontsize=10)
-    accuracy.set_ylabel("accuracy, %")
-    speed.set_title(f"inference, batches of {entries[0]['timed_batch']}, no decoder", fontsize=10)
-    speed.set_ylabel("speed-up over all lanes")
+    accuracy.set_ylabel(f"test accuracy, %; dotted: on {ranked_on} images")
+    speed.set_title(f"inference, batches of {entries[0]['timed_batch']}, no decoder: median, range", fontsize=10)
+    speed.set_ylabel("speed-up over all lanes; dotted: by FLOPs")
     for axes in (accuracy, speed):
         axes.set_xlabel("lanes removed")
-        axes.legend(fontsize=7)
     for axes in (alone, accuracy, speed):
         axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.legend(loc="outside lower center", ncols=min(3, len(entries)), fontsize=8)
     figure.savefig(path, dpi=120)
 
 

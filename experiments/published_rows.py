@@ -71,6 +71,8 @@ _ADAMW = {
     "train.weight_decay": 1e-4,
     "train.clip_norm": 1.0,
 }
+_FLIP_SIGNED = {**_ADAMW, "augmented": False, "data.flip": True, "model.signed_pixels": True}
+_SHIFT = {**_ADAMW, "augmented": False, "data.max_shift": 1}
 
 # What is tried, on validation images, for the column `tuned`, and to find out why a row falls short. `augmented` is
 # whether images are augmented; all else are fields of the configuration.
@@ -91,11 +93,11 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "adamw_not_augmented_faster": {**_ADAMW, "augmented": False, "train.learning_rate": 4e-3},
     "adamw_not_augmented_per_class": {**_ADAMW, "augmented": False, "model.lane_routing": "per_class"},
     "adamw_flip": {**_ADAMW, "augmented": False, "data.flip": True},
-    "adamw_flip_per_lane": {**_ADAMW, "augmented": False, "data.flip": True, "model.margin_loss": "per_lane"},
-    "adamw_signed": {**_ADAMW, "augmented": False, "model.signed_pixels": True},
-    "adamw_flip_signed": {**_ADAMW, "augmented": False, "data.flip": True, "model.signed_pixels": True},
-    "adamw_shift": {**_ADAMW, "augmented": False, "data.max_shift": 1},
-    "adamw_shift_signed": {**_ADAMW, "augmented": False, "data.max_shift": 1, "model.signed_pixels": True},
+    "adamw_flip_signed": _FLIP_SIGNED,
+    "adamw_flip_signed_per_lane": {**_FLIP_SIGNED, "model.margin_loss": "per_lane"},
+    "adamw_shift": _SHIFT,
+    "adamw_shift_signed": {**_SHIFT, "model.signed_pixels": True},
+    "adamw_shift_per_lane": {**_SHIFT, "model.margin_loss": "per_lane"},
     "adamw_decay": {**_ADAMW, "train.weight_decay": 0.05},
     "adamw_light_decoder": {**_ADAMW, "train.reconstruction_weight": 0.0392},
     "adamw_per_class": {**_ADAMW, "model.lane_routing": "per_class"},
