@@ -153,7 +153,7 @@ def draw(path: Path, runs: Sequence[dict[str, Any]], title: str) -> None:
     """A panel for each setting, a line for each lane."""
     from matplotlib.figure import Figure
 
-    columns = min(5, len(runs))
+    columns = min(4, len(runs))
     num_rows = -(-len(runs) // columns)
     figure = Figure(figsize=(3.2 * columns, 2.6 * num_rows + 0.5), layout="constrained")
     figure.suptitle(f"{title}: how much each lane's entries differ between 500 test images")
@@ -163,6 +163,8 @@ def draw(path: Path, runs: Sequence[dict[str, Any]], title: str) -> None:
         ax.axhline(evaluate.ALIVE, color="gray", lw=0.8, ls=":")
         ax.set(xscale="symlog", yscale="log", ylim=(1e-6, 3))
         ax.set_title(f"{run['setting']}: {run['alive']} alive, {run['test_accuracy']:.1f} %", fontsize=9)
+    for ax in axes.flat[len(runs) :]:
+        ax.set_axis_off()
     for ax in axes[-1]:
         ax.set_xlabel("step")
     figure.savefig(path, dpi=110)
