@@ -5,9 +5,9 @@
 
 Trains a row of table 4.1 from the same start with each of `SETTINGS`, for an epoch by default, and follows how much the
 entries of each lane in the class capsules differ between 500 test images. Squash has no gradient in two places: near
-zero, where it is s|s|, and far out, where a lane's length is 1. A lane that is pushed to either stays there, and tells
-images apart no more (`evaluate.lane_spreads`). Writes `lane_collapse_ROW` as JSON and PNG to `experiments/results/`
-after each setting.
+zero, where it is s|s|, and far out, where a lane's length is 1. A lane that is pushed to either hardly comes back, and
+tells images apart no more (`evaluate.lane_spreads`). Writes `lane_collapse_ROW` as JSON and PNG to
+`experiments/results/` after each setting.
 """
 
 import datetime

@@ -311,8 +311,8 @@ def draw(path: Path, entries: list[dict[str, Any]]) -> None:
     alone.set_ylabel(f"{ranked_on} accuracy gained, percentage points")
     accuracy.set_title(f"lanes removed, the least useful first (order: {entries[0]['order']})", fontsize=10)
     accuracy.set_ylabel(f"test accuracy, %; dotted: on {ranked_on} images")
-    speed.set_title(f"inference, batches of {entries[0]['timed_batch']}, no decoder: median, range", fontsize=10)
-    speed.set_ylabel("speed-up over all lanes; dotted: by FLOPs")
+    speed.set_title(f"inference, batches of {entries[0]['timed_batch']}, no decoder", fontsize=10)
+    speed.set_ylabel(f"speed-up{', median and range' * bool(timed)}; dotted: by FLOPs")
     for axes in (accuracy, speed):
         axes.set_xlabel("lanes removed")
     for axes in (alone, accuracy, speed):

@@ -7,7 +7,7 @@ Columns: `published` trains as published; `per_class` routes over classes; `augm
 `signed_pixels` gives the encoder pixels in [-1, 1]; `tuned` has the settings named in `published_rows.TUNED`, which
 `experiments/table_4_1_tuning.py` compares on validation images; `tuned_per_lane` has them and the margin loss of each
 lane alone. CapsNet, the baseline, is trained as published only. The test set is scored for the record and chooses
-nothing.
+nothing, but that `tuned_per_lane` was added after looking at it.
 
 Scales: `full` is the published experiment, for a GPU (on two CPU cores a row takes minutes to hours); `cpu` trains for
 3 epochs; `smoke` takes two steps on a few images. A run that has ended is not repeated, one that was stopped is
