@@ -304,7 +304,7 @@ def draw(path: Path, entries: list[dict[str, Any]]) -> None:
         speed.plot(removed, flops[0] / flops, ":", color=color)
         tops += (flops[0] / flops).tolist()
     speed.set_ylim(0, 1.2 * max(tops))  # whatever a disturbed round says
-    ranked_on = entries[0]["ranking_from"]
+    ranked_on = " or ".join(dict.fromkeys(entry["ranking_from"] for entry in entries))
     alone.axhline(0, color="gray", linewidth=1)
     alone.set_title("one lane removed alone", fontsize=10)
     alone.set_xlabel("lane")
