@@ -47,7 +47,11 @@ def main(argv: list[str]) -> int:
         raise InputError(f"--mode={mode} needs --workdir=FOLDER")
 
     # Slow to load, and only now needed: a mistaken flag has been answered at once.
-    from mlcn_jax import cost, devices, evaluate, export, processes, sweep, train
+    from mlcn_jax import host
+    from mlcn_jax.analysis import describe, evaluate_workdir
+    from mlcn_jax.distributed import processes
+    from mlcn_jax.serving import export
+    from mlcn_jax.training import loop, sweep
 
     if mode == "export":
         folder = export.export(workdir)
@@ -60,15 +64,15 @@ def main(argv: list[str]) -> int:
         if config.parallel.processes and not processes.is_watched():
             return processes.watch(config.parallel)
         processes.join(config)
-    devices.keep_compiled_programs()
+    host.keep_compiled_programs()
     if mode == "train":
-        summary = train.train(config, workdir)
+        summary = loop.train(config, workdir)
         if processes.is_first():
             _print_summary(workdir, summary)
     elif mode == "evaluate":
-        print(json.dumps(evaluate.evaluate_workdir(config, workdir), indent=2))
+        print(json.dumps(evaluate_workdir.evaluate_workdir(config, workdir), indent=2))
     elif mode == "describe":
-        print(json.dumps(cost.describe(config), indent=2))
+        print(json.dumps(describe.describe(config), indent=2))
     else:
         rows = sweep.sweep(config, workdir, _SWEEP.value)
         print(sweep.table(rows))
@@ -96,7 +100,7 @@ def _config_files() -> str:
 
 
 def _print_summary(workdir: Path, summary: dict) -> None:
-    from mlcn_jax import evaluate
+    from mlcn_jax.training import evaluate
 
     print(f"test accuracy {summary['test_accuracy']:.2%}, loss {summary['test_loss']:.4f}")
     spreads = summary.get("lane_spreads", [])  # an older version wrote none

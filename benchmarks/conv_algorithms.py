@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from absl import flags
 
 from benchmarks import peers
-from mlcn_jax import conv, devices
-from mlcn_jax.config import write_json
+from mlcn_jax import host
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_app
+from mlcn_jax.nn import conv
 
 _ROUNDS = flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "type of the arrays")
@@ -76,7 +77,7 @@ def measure(case, batch: int, gradients: bool) -> dict[str, float]:
 def main(argv):
     del argv
     backend = jax.default_backend()
-    results = {"rounds": _ROUNDS.value, "dtype": _DTYPE.value, "lanes": _LANES, **devices.environment(), "cases": {}}
+    results = {"rounds": _ROUNDS.value, "dtype": _DTYPE.value, "lanes": _LANES, **host.environment(), "cases": {}}
     for name, case in CASES.items():
         size, channels, taps, filters, stride, padding = case
         for batch in _BATCHES:

@@ -21,10 +21,14 @@ from absl import flags
 from PIL import Image
 
 from benchmarks.peers import RESULTS
-from mlcn_jax import artifact, capsules, checkpoint, conv, devices, evaluate, model
-from mlcn_jax.config import write_json
+from mlcn_jax import host
+from mlcn_jax.data import batches
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_app
+from mlcn_jax.nn import capsules, conv, model
+from mlcn_jax.serving import artifact
+from mlcn_jax.training import checkpoint
 
 _WORKDIR = flags.DEFINE_list("workdir", [], "Folder of a run that was exported, or several, joined by commas.")
 _ROUNDS = flags.DEFINE_integer("rounds", 10, "Interleaved rounds.", lower_bound=1)
@@ -37,7 +41,7 @@ def main(argv: list[str]) -> None:
     del argv
     if not _WORKDIR.value:
         raise InputError("give --workdir=FOLDER of a run that was exported")
-    results = {"rounds": _ROUNDS.value, **devices.environment(), "models": []}
+    results = {"rounds": _ROUNDS.value, **host.environment(), "models": []}
     for workdir in _WORKDIR.value:
         results["models"].append(measure(Path(workdir).expanduser()))
         write_json(RESULTS / "exported.json", results)
@@ -49,7 +53,7 @@ def measure(workdir: Path) -> dict:
     images = np.random.default_rng(0).integers(0, 256, (max(_BATCHES), *exported.image_shape)).astype(np.uint8)
 
     def lengths(encoder, images):
-        return capsules.lengths(model.encode(trained.spec, encoder, evaluate.to_pixels(images)))
+        return capsules.lengths(model.encode(trained.spec, encoder, batches.to_pixels(images)))
 
     jitted = jax.jit(lengths, compiler_options=conv.compiler_options(jax.default_backend()))
     rows = []

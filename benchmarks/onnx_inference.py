@@ -23,7 +23,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.launch import launch_app
 
 if TYPE_CHECKING:
-    from experiments.onnx_model import ExportedModel
+    from mlcn_jax.serving.onnx import ExportedModel
 
 RESULTS = Path(__file__).parent / "results"
 THEIRS, OURS = "onnxruntime", "artifact"
@@ -58,19 +58,19 @@ def compare_all(workdirs: list[Path], batches: list[int], rounds: int, out: Path
         installed, or `out` cannot be written.
     """
     # Slow to load, and only now needed: a mistaken flag has been answered at once.
-    from experiments import onnx_model
-    from mlcn_jax import devices
-    from mlcn_jax.config import write_json
+    from mlcn_jax import host
+    from mlcn_jax.files import write_json
+    from mlcn_jax.serving import onnx
 
-    packages = onnx_model.versions()
+    packages = onnx.versions()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{out} cannot be written ({error.strerror}): give another --out=FILE") from error
-    results = {"rounds": rounds, "threads": devices.num_cores(), **devices.environment(), "models": []}
+    results = {"rounds": rounds, "threads": host.num_cores(), **host.environment(), "models": []}
     results["versions"] |= packages
     for workdir in workdirs:
-        model = onnx_model.read_export(workdir)
+        model = onnx.read_export(workdir)
         calls = programs(model, workdir, results["threads"])
         shape = "x".join(map(str, model.spec.image_shape))
         for batch in batches:
@@ -82,7 +82,7 @@ def compare_all(workdirs: list[Path], batches: list[int], rounds: int, out: Path
 
 def programs(model: "ExportedModel", workdir: Path, threads: int) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
     """What is compared: functions from images to lengths."""
-    from experiments import onnx_model
+    from mlcn_jax.serving import onnx
 
     path = workdir / "onnx" / "model.onnx"
     if not path.is_file():
@@ -91,20 +91,20 @@ def programs(model: "ExportedModel", workdir: Path, threads: int) -> dict[str, C
         raise InputError(
             f"{workdir} computes in {model.spec.compute_dtype}, its ONNX model in float32: nothing to compare"
         )
-    session = onnx_model.open_session(path, threads)
-    return {THEIRS: functools.partial(onnx_model.run, session), OURS: model.artifact.lengths}
+    session = onnx.open_session(path, threads)
+    return {THEIRS: functools.partial(onnx.run, session), OURS: model.artifact.lengths}
 
 
 def compare(calls: dict[str, Callable], model: "ExportedModel", batch: int, rounds: int) -> dict:
     """Milliseconds of each program on so many images, and how many times as fast as ONNX Runtime ours is."""
-    from experiments import onnx_model
+    from mlcn_jax.serving import onnx
 
     images = np.random.default_rng(0).integers(0, 256, (batch, *model.spec.image_shape), np.uint8)
     wanted = calls[OURS](images)
     counts = {}
     for name, call in calls.items():
-        difference = onnx_model.difference(call(images), wanted)
-        if not difference <= onnx_model.TOLERANCE:
+        difference = onnx.difference(call(images), wanted)
+        if not difference <= onnx.TOLERANCE:
             raise InputError(f"{name} differs from the export by {difference:.2g}: run experiments.export_onnx again")
         once = min(timed(call, images, 1) for _ in range(3))
         counts[name] = max(2, round(_ROUND_SECONDS / once))

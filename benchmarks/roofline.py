@@ -37,9 +37,12 @@ from absl import flags
 
 from benchmarks import networks
 from benchmarks.frameworks import in_mlcn_jax
-from mlcn_jax import conv, cost, devices, train_step
-from mlcn_jax.config import write_json
+from mlcn_jax import host
+from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_app
+from mlcn_jax.nn import conv
+from mlcn_jax.placement import cost
+from mlcn_jax.training.step import make_train_step
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = 5  # in a round, and traced
@@ -68,7 +71,7 @@ def compile_probes() -> dict[str, tuple[Callable, int]]:
 def step_flops(spec, state, images, labels) -> int:
     optimizer = optax.adam(networks.LEARNING_RATE)
     weight = networks.RECONSTRUCTION_WEIGHT
-    step = train_step.make_train_step(spec, optimizer, reconstruction_weight=weight, seed=0)
+    step = make_train_step(spec, optimizer, reconstruction_weight=weight, seed=0)
     return cost.matmul_flops(step, state, images, labels)
 
 
@@ -194,7 +197,7 @@ def main(argv):
     del argv
     chosen = [networks.find(name) for name in _NETWORKS.value]
     probes = compile_probes()
-    results = {"rounds": _ROUNDS.value, **devices.environment(), "networks": {}}
+    results = {"rounds": _ROUNDS.value, **host.environment(), "networks": {}}
     RESULTS.mkdir(exist_ok=True)
     for network in chosen:
         results["networks"][network.name] = measure(network, probes)

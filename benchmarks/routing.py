@@ -15,9 +15,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from mlcn_jax import capsules, conv, devices
-from mlcn_jax.config import write_json
+from mlcn_jax import host
+from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_app
+from mlcn_jax.nn import capsules, conv
 
 RESULTS = Path(__file__).parent / "results"
 ROUNDS = 15
@@ -98,7 +99,7 @@ def measure(case):
 
 def main(argv):
     del argv
-    results = {"rounds": ROUNDS, "what": "value and gradients of 3 iterations", **devices.environment()}
+    results = {"rounds": ROUNDS, "what": "value and gradients of 3 iterations", **host.environment()}
     results["cases"] = {name: measure(case) for name, case in CASES.items()}
     RESULTS.mkdir(exist_ok=True)
     write_json(RESULTS / "routing.json", results)

@@ -30,10 +30,13 @@ from absl import flags
 from matplotlib.figure import Figure
 
 from benchmarks import networks
-from mlcn_jax import conv, cost, devices, train_step
-from mlcn_jax.config import write_json
+from mlcn_jax import host
+from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_app
-from mlcn_jax.model import ModelSpec, init_params
+from mlcn_jax.nn import conv
+from mlcn_jax.nn.model import ModelSpec, init_params
+from mlcn_jax.placement import cost
+from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 
 RESULTS = Path(__file__).parent / "results"
 TURN_SECONDS = 0.3  # of steps of one point in a round, but at least one step
@@ -66,9 +69,9 @@ class Point:
         spec = ModelSpec("mlcn", networks.FASHION, networks.NUM_CLASSES, text, prior_bias=False)
         optimizer = optax.adam(networks.LEARNING_RATE, eps=networks.EPSILON)
         weight = networks.RECONSTRUCTION_WEIGHT
-        step = train_step.make_train_step(spec, optimizer, reconstruction_weight=weight, seed=0)
+        step = make_train_step(spec, optimizer, reconstruction_weight=weight, seed=0)
         params = jax.jit(functools.partial(init_params, spec))(jax.random.key(0))
-        self.state = train_step.TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
+        self.state = TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
         rng = np.random.default_rng(0)
         images = rng.integers(0, 256, (batch, *spec.image_shape), dtype=np.uint8)
         labels = rng.integers(0, networks.NUM_CLASSES, batch, dtype=np.int32)
@@ -76,7 +79,7 @@ class Point:
         self.convolutions = {}
         with conv.choices(self.convolutions):
             self.flops = cost.matmul_flops(step, self.state, *self.batch)
-        self.compiled, self.compile_seconds = train_step.compile_step(step, self.state, self.batch)
+        self.compiled, self.compile_seconds = compile_step(step, self.state, self.batch)
         self.memory = self.compiled.memory_analysis()
 
     def _step(self) -> dict:
@@ -120,7 +123,7 @@ def measure(sweep: str) -> dict:
         )
     return {
         "rounds": _ROUNDS.value,
-        **devices.environment(),
+        **host.environment(),
         "points": results,
         "step_in_curve": [
             math.log(b["median_milliseconds"] / a["median_milliseconds"]) / math.log(b["flops"] / a["flops"])

@@ -25,8 +25,8 @@ import numpy as np
 from absl import flags
 from PIL import Image
 
-from mlcn_jax.config import write_json
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_app
 
 _ARTIFACTS = flags.DEFINE_list("artifacts", [], "folders that main.py --mode=export wrote")
@@ -191,14 +191,14 @@ def main(argv):
     del argv
     if not _ARTIFACTS.value:
         raise InputError("--artifacts=FOLDER,... names no exported model: main.py --mode=export writes one")
-    from mlcn_jax import devices  # loads jax, whose threads wait while the servers work
+    from mlcn_jax import host  # loads jax, whose threads wait while the servers work
 
     results = {
         "rounds": _ROUNDS.value,
         "seconds": _SECONDS.value,
         "clients": _CLIENTS.value,
         "max_batch": _MAX_BATCH.value,
-        **devices.environment(),
+        **host.environment(),
         "server_versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "models": [],
     }

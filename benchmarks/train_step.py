@@ -14,8 +14,8 @@ from pathlib import Path
 from absl import flags
 
 from benchmarks import networks, peers
-from mlcn_jax import devices
-from mlcn_jax.config import write_json
+from mlcn_jax import host
+from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_app
 
 _PEERS = flags.DEFINE_list("peers", ["keras", "torch"], "frameworks to compare with: keras, torch; empty for none")
@@ -54,7 +54,7 @@ def main(argv):
     del argv
     if _PEERS.value:
         peers.check_peers_python(_PYTHON.value)
-    results = {"rounds": _ROUNDS.value, "dtype": _DTYPE.value, **devices.environment(), "networks": {}}
+    results = {"rounds": _ROUNDS.value, "dtype": _DTYPE.value, **host.environment(), "networks": {}}
     for name in _NETWORKS.value:
         network = networks.find(name)
         results["networks"][name] = peers.compare(

@@ -6,11 +6,11 @@ Published (thesis, table 4.1): 66.36 % after 20 epochs, 240 s an epoch on one P1
 Measured here: 11,769,600 parameters, 769 MFLOP a forward pass; not trained to the end yet.
 """
 
-from configs import default
+from mlcn_jax.config import default_config
 
 
 def get_config():
-    config = default.get_config()
+    config = default_config()
     config.data.name = "cifar10"
     config.model.name = "capsnet"
     config.model.lanes = ""

@@ -6,11 +6,11 @@ Published (thesis, table 4.1): 91.30 % after 20 epochs, 220 s an epoch on one P1
 Measured here: 8,227,088 parameters, 408 MFLOP a forward pass; not trained to the end yet.
 """
 
-from configs import default
+from mlcn_jax.config import default_config
 
 
 def get_config():
-    config = default.get_config()
+    config = default_config()
     config.data.name = "fashion_mnist"
     config.model.name = "capsnet"
     config.model.lanes = ""

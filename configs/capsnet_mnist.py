@@ -6,11 +6,11 @@ Published (Sabour et al. 2017, table 1): 0.25 % test error.
 Measured here: 8,227,088 parameters, 408 MFLOP a forward pass; not trained to the end yet.
 """
 
-from configs import default
+from mlcn_jax.config import default_config
 
 
 def get_config():
-    config = default.get_config()
+    config = default_config()
     config.data.name = "mnist"
     config.model.name = "capsnet"
     config.model.lanes = ""

@@ -7,11 +7,11 @@ On a JPEG copy of CIFAR-10, one seed, 20 epochs: 58.46 %, 70.93 % with the setti
 73.45 % with those and model.margin_loss=per_lane; 5,250,816 parameters, 249 MFLOP a forward pass.
 """
 
-from configs import default
+from mlcn_jax.config import default_config
 
 
 def get_config():
-    config = default.get_config()
+    config = default_config()
     config.data.name = "cifar10"
     config.model.lanes = "mlcn1:w4*4"
     return config

@@ -7,11 +7,11 @@ Measured here, one seed, 20 epochs: 90.98 %, 91.13 % with the settings `tuned` o
 model.margin_loss=per_lane; 2,060,496 parameters, 59 MFLOP a forward pass.
 """
 
-from configs import default
+from mlcn_jax.config import default_config
 
 
 def get_config():
-    config = default.get_config()
+    config = default_config()
     config.data.name = "fashion_mnist"
     config.model.lanes = "mlcn1:w4*2"
     return config

@@ -7,11 +7,11 @@ On a JPEG copy of CIFAR-10, one seed, 20 epochs: 64.80 %, 70.64 % with the setti
 71.78 % with those and model.margin_loss=per_lane; 4,691,084 parameters, 129 MFLOP forward.
 """
 
-from configs import default
+from mlcn_jax.config import default_config
 
 
 def get_config():
-    config = default.get_config()
+    config = default_config()
     config.data.name = "cifar10"
     config.model.lanes = "mlcn2:w4*4"
     return config

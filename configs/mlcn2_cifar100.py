@@ -7,11 +7,11 @@ Published row: none.
 Measured here: 9,025,304 parameters, 258 MFLOP a forward pass; not trained to the end yet.
 """
 
-from configs import default
+from mlcn_jax.config import default_config
 
 
 def get_config():
-    config = default.get_config()
+    config = default_config()
     config.data.name = "cifar100"
     config.data.label_kind = "fine"
     config.model.lanes = "mlcn2:w4*8"

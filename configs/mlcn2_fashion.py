@@ -7,11 +7,11 @@ Measured here, 20 epochs: 90.62 % on average over 3 seeds; one seed: 91.00 % wit
 `tuned` of the README, and 91.68 % with those and model.margin_loss=per_lane; 1,801,298 parameters, 31 MFLOP forward.
 """
 
-from configs import default
+from mlcn_jax.config import default_config
 
 
 def get_config():
-    config = default.get_config()
+    config = default_config()
     config.data.name = "fashion_mnist"
     config.model.lanes = "mlcn2:w4*2"
     return config

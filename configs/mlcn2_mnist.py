@@ -6,11 +6,11 @@ Published row: none.
 Measured here: 1,801,298 parameters, 31 MFLOP a forward pass; not trained to the end yet.
 """
 
-from configs import default
+from mlcn_jax.config import default_config
 
 
 def get_config():
-    config = default.get_config()
+    config = default_config()
     config.data.name = "mnist"
     config.model.lanes = "mlcn2:w4*2"
     return config

@@ -10,11 +10,11 @@ all. They are of all here: 4x over 8 devices is 0.5x on each. Sized for a GPU; o
 --config.search.num_images=2000 --config.search.num_epochs=3 --config.search.num_repeats=1.
 """
 
-from configs import nas_quickstart
+from mlcn_jax.search.settings import default_search
 
 
 def get_config():
-    config = nas_quickstart.get_config()
+    config = default_search()
     config.data.name = "cifar10"
     config.data.validation_fraction = 0.1
     config.data.max_shift = 0

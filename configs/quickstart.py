@@ -7,11 +7,11 @@ Published row: none.
 Measured here: 1,604,180 parameters, 19 MFLOP a forward pass; test accuracy in the README.
 """
 
-from configs import default
+from mlcn_jax.config import default_config
 
 
 def get_config():
-    config = default.get_config()
+    config = default_config()
     config.data.name = "digits"
     config.data.max_shift = 1
     config.model.lanes = "mlcn2:w2*4"

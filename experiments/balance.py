@@ -20,11 +20,14 @@ from typing import Any
 from absl import flags
 
 from experiments import RESULTS, workers
-from mlcn_jax import devices, plan
-from mlcn_jax.config import write_json
-from mlcn_jax.lanes import LANE_KINDS
+from mlcn_jax import host
+from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_app
-from mlcn_jax.partition import PARTITIONERS, Problem, partition, uniform_seconds
+from mlcn_jax.nn.lanes import LANE_KINDS
+from mlcn_jax.placement.partition import PARTITIONERS, partition
+from mlcn_jax.placement.problem import Problem, uniform_seconds
+from mlcn_jax.placement.profile import DeviceProfile
+from mlcn_jax.training import plan
 
 SPEEDS = {"4 equal devices": (1.0, 1.0, 1.0, 1.0), "4 unequal devices": (1.0, 3.1, 4.2, 6.0)}
 LANES = (6, 9, 12, 24)
@@ -70,7 +73,7 @@ def simulate(speeds: tuple[float, ...], num_lanes: int, draws: int, seed: int) -
     }
 
 
-def measure(num_lanes: int, profile: devices.DeviceProfile, seed: int) -> dict[str, Any]:
+def measure(num_lanes: int, profile: DeviceProfile, seed: int) -> dict[str, Any]:
     """Step times of one draw in each partitioner's placement; equal placements are measured once."""
     rng = random.Random(seed)
     kinds = [rng.choice(list(LANE_KINDS)) for _ in range(num_lanes)]
@@ -161,7 +164,7 @@ def main(argv: list[str]) -> None:
     }
     measured: list[dict[str, Any]] = []
     RESULTS.mkdir(exist_ok=True)
-    about = {"seed": _SEED.value, **devices.environment()}
+    about = {"seed": _SEED.value, **host.environment()}
     write_json(RESULTS / "balance.json", {"simulated": results, **about})
     draw_picture(results)
     print(table(results))

@@ -40,10 +40,12 @@ from experiments.repeated_report import (
     write,
 )
 from experiments.repeated_runs import Flags, Scale, Series, chosen
-from mlcn_jax import devices, train_step
-from mlcn_jax.config import RunConfig, read_json, write_json
+from mlcn_jax import host
+from mlcn_jax.config import RunConfig
+from mlcn_jax.files import read_json, write_json
 from mlcn_jax.launch import launch_app
-from mlcn_jax.model import init_params
+from mlcn_jax.nn.model import init_params
+from mlcn_jax.training import mesh_runner, step
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -102,7 +104,7 @@ def run(
         if set(sizes) - set(stored_speeds(workdir).get(row, {}).get("images_per_second", {})):
             configs = {size: make_config(row=row, batch_size=int(size), seed=0) for size in sizes}
             found = {"images_per_second": measure(configs, 1 if scale == SMOKE else _ROUNDS), "command": command}
-            found |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **devices.environment()}
+            found |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **host.environment()}
             write_json(workdir / "speeds.json", stored_speeds(workdir) | {row: found})
 
     return carry_out(
@@ -150,10 +152,10 @@ def measure(configs: Mapping[str, RunConfig], rounds: int) -> dict[str, list[flo
 def _prepared(config: RunConfig) -> Callable[[int], float]:
     """A function that trains for so many steps and returns the seconds taken."""
     spec, settings = config.model_spec(*config.data.shape()), config.train
-    optimizer = train_step.make_optimizer(settings, steps_per_epoch=600)
+    optimizer = step.make_optimizer(settings, steps_per_epoch=600)
     weight, size = settings.reconstruction_weight, settings.batch_size
-    runner = train_step.MeshRunner(spec, optimizer, None, reconstruction_weight=weight, seed=settings.seed)
-    runner.start(train_step.TrainState.create(init_params(spec, jax.random.key(0)), optimizer))
+    runner = mesh_runner.MeshRunner(spec, optimizer, None, reconstruction_weight=weight, seed=settings.seed)
+    runner.start(step.TrainState.create(init_params(spec, jax.random.key(0)), optimizer))
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (size, *spec.image_shape), dtype=np.uint8)
     labels = rng.integers(0, spec.num_classes, size, dtype=np.int32)

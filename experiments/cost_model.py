@@ -14,14 +14,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import numpy.typing as npt
 from absl import flags
 
-from experiments import RESULTS, profile_device
-from mlcn_jax import cost, devices, lanes
-from mlcn_jax.config import write_json
+from experiments import RESULTS
+from mlcn_jax import host
+from mlcn_jax.commands import profile_device
+from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_app
+from mlcn_jax.nn import lanes
+from mlcn_jax.placement import cost
+from mlcn_jax.placement.profile import DeviceProfile
 
 _LARGEST = 5  # width and depth
 _GROUPS = "mlcn1:w2d1*2, mlcn2:w4d1*8, mlcn1:w1d3*4, mlcn2:w3d2*2"
@@ -40,7 +45,7 @@ def held_out() -> list[lanes.LaneGroup]:
 
 def judge(
     lab: profile_device.Lab,
-    profile: devices.DeviceProfile,
+    profile: DeviceProfile,
     programs: Mapping[tuple, profile_device.Program],
     seconds: Mapping[tuple, float],
 ) -> list[dict[str, Any]]:
@@ -138,7 +143,7 @@ def main(argv: list[str]) -> None:
     others: dict[tuple, profile_device.Program] = {("held out", *key): lab.lane_step(*key) for key in keys}
     seconds = profile_device.least_seconds({**fitted, **others}, FLAGS.rounds)
     if _PROFILE.value:
-        profile = devices.DeviceProfile.load(Path(_PROFILE.value))
+        profile = DeviceProfile.load(Path(_PROFILE.value))
         profile.check_is_of(jax.devices()[0])
     else:
         profile = profile_device.make_profile(lab, fitted, seconds, link)
@@ -148,7 +153,7 @@ def main(argv: list[str]) -> None:
     results = {
         "rounds": FLAGS.rounds,
         "data": FLAGS.data,
-        **devices.environment(),
+        **host.environment(),
         "lanes": summarize(singles),
         "groups": summarize(groups),
         "rows": rows,

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from mlcn_jax import data, data_files
-from mlcn_jax.config import DataSettings, read_json, write_json
+from mlcn_jax.config import DataSettings
+from mlcn_jax.data import datasets, sources
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json, write_json
 
 # `data.digest` of training sets that are known, and yet not the official bytes.
 _KNOWN_COPIES = {"29f8e3101e0cb417": "JPEG copy"}
@@ -30,7 +31,7 @@ def prepare(settings: DataSettings, folder: Path, num_train: int, num_test: int)
         "name": dataset.name,
         "copy": _copy(dataset),
         **dataset.provenance,
-        "digest": data.digest(dataset.train),
+        "digest": datasets.digest(dataset.train),
         "all_train_images": len(dataset.train.labels),
         "all_test_images": len(dataset.test.labels),
     }
@@ -57,19 +58,19 @@ def prepare(settings: DataSettings, folder: Path, num_train: int, num_test: int)
     return directory, facts
 
 
-def _copy(dataset: data.Dataset) -> str:
+def _copy(dataset: datasets.Dataset) -> str:
     if dataset.provenance["bytes"] == "official":
         return ""
-    return _KNOWN_COPIES.get(data.digest(dataset.train), "not the official bytes")
+    return _KNOWN_COPIES.get(datasets.digest(dataset.train), "not the official bytes")
 
 
-def _part(split: data.Split, num_images: int) -> data.Split:
+def _part(split: datasets.Split, num_images: int) -> datasets.Split:
     if not num_images or num_images >= len(split.labels):
         return split
-    return data.split_validation(split, num_images / len(split.labels), seed=0)[1]
+    return datasets.split_validation(split, num_images / len(split.labels), seed=0)[1]
 
 
-def _write(name: str, folder: Path, train: data.Split, test: data.Split) -> None:
+def _write(name: str, folder: Path, train: datasets.Split, test: datasets.Split) -> None:
     """Writes images in the format of the dataset's official files."""
     folder.mkdir(exist_ok=True)
     if name != "cifar10":
@@ -77,7 +78,7 @@ def _write(name: str, folder: Path, train: data.Split, test: data.Split) -> None
             (folder / f"{part}-images-idx3-ubyte").write_bytes(_idx(split.images[..., 0]))
             (folder / f"{part}-labels-idx1-ubyte").write_bytes(_idx(split.labels))
         return
-    *train_files, test_file = data_files.SOURCES[name].files
+    *train_files, test_file = sources.SOURCES[name].files
     batches = np.array_split(np.arange(len(train.labels)), len(train_files))
     for file, indices in zip(train_files, batches, strict=True):
         (folder / file).write_bytes(_cifar(train[indices]))
@@ -88,6 +89,6 @@ def _idx(array: np.ndarray) -> bytes:
     return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
 
 
-def _cifar(split: data.Split) -> bytes:
+def _cifar(split: datasets.Split) -> bytes:
     planes = split.images.transpose(0, 3, 1, 2).reshape(len(split.labels), -1)
     return np.concatenate([split.labels[:, np.newaxis].astype(np.uint8), planes], axis=1).tobytes()

@@ -19,14 +19,18 @@ import jax
 import numpy as np
 from absl import flags
 
-from experiments import RESULTS, make_folder
+from experiments import RESULTS
 from experiments.published_rows import ROWS, configure_row
 from experiments.repeated_runs import chosen, command
-from mlcn_jax import data, devices, evaluate, train_step
-from mlcn_jax.config import RunConfig, write_json
+from mlcn_jax import host
+from mlcn_jax.config import RunConfig
+from mlcn_jax.data import datasets
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import make_folder, write_json
 from mlcn_jax.launch import launch_app
-from mlcn_jax.model import init_params
+from mlcn_jax.nn.model import init_params
+from mlcn_jax.training import evaluate
+from mlcn_jax.training.step import TrainState, make_optimizer, make_train_step
 
 # Fields in which each differs from the published method; `scale` multiplies the start values of `capsule_weights`.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -88,7 +92,7 @@ def compare(
         "alive_above": evaluate.ALIVE,
         "command": command_line,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        **devices.environment(),
+        **host.environment(),
         "runs": [],
     }
     for name in settings:
@@ -104,7 +108,7 @@ def compare(
         draw(folder / f"lane_collapse_{row}.png", results["runs"], ROWS[row].title)
 
 
-def follow(config: RunConfig, dataset: data.Dataset, scale: float, num_steps: int) -> dict[str, Any]:
+def follow(config: RunConfig, dataset: datasets.Dataset, scale: float, num_steps: int) -> dict[str, Any]:
     """Trains, and looks at each lane's spread at steps that are close together at first.
 
     Args:
@@ -118,11 +122,9 @@ def follow(config: RunConfig, dataset: data.Dataset, scale: float, num_steps: in
     """
     settings, spec = config.train, config.model_spec(dataset.test.images.shape[1:], len(dataset.class_names))
     epoch = len(dataset.train.labels) // settings.batch_size
-    optimizer = train_step.make_optimizer(settings, epoch)
+    optimizer = make_optimizer(settings, epoch)
     step = jax.jit(
-        train_step.make_train_step(
-            spec, optimizer, reconstruction_weight=settings.reconstruction_weight, seed=settings.seed
-        ),
+        make_train_step(spec, optimizer, reconstruction_weight=settings.reconstruction_weight, seed=settings.seed),
         donate_argnums=0,
     )
     params = init_params(spec, jax.random.key(settings.seed))
@@ -130,7 +132,7 @@ def follow(config: RunConfig, dataset: data.Dataset, scale: float, num_steps: in
         lambda path, value: scale * value if "capsule_weights" in jax.tree_util.keystr(path) else value,
         params["encoder"],
     )
-    state = train_step.TrainState.create(params, optimizer)
+    state = TrainState.create(params, optimizer)
     total = num_steps or epoch
     looks = np.unique(np.geomspace(1, total, _LOOKS).astype(int))
     rng = np.random.default_rng(settings.seed)

@@ -8,21 +8,22 @@ writes `experiments/results/learning_curves.json` and `.png` after every run. A 
 unfinished one is resumed. The test set is scored after each epoch for the record and chooses nothing.
 """
 
+import importlib
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from absl import flags
 
-from experiments import REPOSITORY, RESULTS
-from mlcn_jax import devices
-from mlcn_jax.config import RunConfig, write_json
+from experiments import RESULTS
+from mlcn_jax import host
+from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_app
-from mlcn_jax.metrics import read_rows
-from mlcn_jax.train import train
+from mlcn_jax.training.loop import train
+from mlcn_jax.training.metrics import read_rows
 
 # (config, lanes, epochs, test accuracy in % of the TensorFlow implementation after each epoch, one seed)
 ROWS: dict[str, tuple[str, str, int, tuple[float, ...]]] = {
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> None:
     unknown = [row for row in _ROWS.value if row not in ROWS]
     if unknown:
         raise InputError(f"--rows: {', '.join(unknown)} unknown; there are {', '.join(ROWS)}")
-    devices.keep_compiled_programs()
+    host.keep_compiled_programs()
     for seed in _SEEDS.value:
         for row in _ROWS.value:
             record(row, int(seed))
@@ -62,7 +63,7 @@ def read_results() -> dict[str, Any]:
 def record(row: str, seed: int) -> None:
     """Trains one row with one seed and adds its curve to the results."""
     config_name, lanes, num_epochs, peer = ROWS[row]
-    values = runpy.run_path(str(REPOSITORY / "configs" / f"{config_name}.py"))["get_config"]().to_dict()
+    values = importlib.import_module(f"configs.{config_name}").get_config().to_dict()
     config = RunConfig.from_dict(values).replace(
         {
             "model.lanes": lanes,

@@ -18,12 +18,16 @@ from typing import Any
 from absl import flags
 
 from configs import nas_cifar
-from experiments import RESULTS, nas_report, nas_run
-from mlcn_jax import devices, study
-from mlcn_jax.config import RunConfig, write_json
+from experiments import RESULTS
+from mlcn_jax import host
+from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_app
-from mlcn_jax.trials import Trainer
+from mlcn_jax.search import report, setup
+from mlcn_jax.search import run as search_run
+from mlcn_jax.search import settings as settings_lib
+from mlcn_jax.search.trials import Trainer
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/nas_compare", "Folder of the searches, one a method and seed.")
 _DATA_DIR = flags.DEFINE_string("data_dir", "", "config.data.dir of Fashion-MNIST; empty downloads it.")
@@ -34,7 +38,7 @@ _FULL = 0.9  # share of the devices' FLOPs that a mix of equal lanes must take t
 _MOST_MODELS = 3  # times as many of any other method; its training seconds end it before
 
 
-def configure(seed: int) -> tuple[RunConfig, study.SearchSettings]:
+def configure(seed: int) -> tuple[RunConfig, settings_lib.SearchSettings]:
     """The small setting, of random search."""
     config = nas_cifar.get_config()
     config.data.name, config.data.dir, config.data.validation_fraction = "fashion_mnist", _DATA_DIR.value, 0.75
@@ -44,12 +48,12 @@ def configure(seed: int) -> tuple[RunConfig, study.SearchSettings]:
     config.search.num_models, config.search.num_repeats = _NUM_MODELS.value, 1
     config.train.batch_size = 50
     config.search.num_images, config.search.num_epochs, config.search.min_epochs = 2000, 9, 3
-    return nas_run.read_config(config.to_dict())
+    return setup.read_config(config.to_dict())
 
 
 def main(argv: list[str]) -> None:
     del argv
-    devices.keep_compiled_programs(least_seconds=0.1)
+    host.keep_compiled_programs(least_seconds=0.1)
     workdir = Path(_WORKDIR.value).expanduser()
     runs: list[dict[str, Any]] = []
     for seed in map(int, _SEEDS.value):
@@ -66,7 +70,7 @@ def main(argv: list[str]) -> None:
             )
             runs.append(search_with(method, seed, config, limited, workdir, programs))
         runs.append(equal_lanes(seed, config, settings, workdir, programs))
-        result = {"runs": runs, "methods": table(runs), **devices.environment()}
+        result = {"runs": runs, "methods": table(runs), **host.environment()}
         write_json(RESULTS / "nas_compare.json", result)
         draw(result, RESULTS / "nas_compare.png")
     print(told(result))
@@ -76,7 +80,7 @@ def search_with(
     method: str,
     seed: int,
     config: RunConfig,
-    settings: study.SearchSettings,
+    settings: settings_lib.SearchSettings,
     workdir: Path,
     programs: dict[tuple, Any],
 ) -> dict[str, Any]:
@@ -90,11 +94,11 @@ def search_with(
                 f"{folder} holds a search of {sum(run['models'].values())} models, not {models}: give another --workdir"
             )
         return run
-    summary = nas_run.run(config, settings, folder, programs)
+    summary = search_run.run(config, settings, folder, programs)
     rows = json.loads((folder / "trials.json").read_text())
     baseline = next(row for row in rows if row["model"] == "baseline")
     rows = sorted((row for row in rows if row["ended"] and row["model"] != "baseline"), key=lambda row: row["ended"])
-    spent, reached = nas_report.best_so_far(rows)
+    spent, reached = report.best_so_far(rows)
     run = {
         "method": method,
         "seed": seed,
@@ -113,14 +117,14 @@ def search_with(
 
 
 def equal_lanes(
-    seed: int, config: RunConfig, settings: study.SearchSettings, workdir: Path, programs: dict[tuple, Any]
+    seed: int, config: RunConfig, settings: settings_lib.SearchSettings, workdir: Path, programs: dict[tuple, Any]
 ) -> dict[str, Any]:
     """Every mix of equal lanes, as many as fit on each device, that takes most of the FLOPs."""
     stored = workdir / f"equal-{seed}.json"
     if stored.exists():
         return json.loads(stored.read_text())
     trainer = Trainer(config, settings.num_epochs, settings.num_repeats, settings.num_images, programs=programs)
-    space = nas_run.make_space(config, settings)
+    space = setup.make_space(config, settings)
     points = []
     for lane in range(len(space.menu)):
         counts = [int(bucket.limit * (1 + 1e-9) / bucket.loads[lane]) for bucket in space.buckets]

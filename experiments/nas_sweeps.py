@@ -21,11 +21,14 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import REPOSITORY, RESULTS, nas_run
-from mlcn_jax import devices, study
-from mlcn_jax.config import RunConfig, write_json
+from experiments import REPOSITORY, RESULTS
+from mlcn_jax import host
+from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_app
+from mlcn_jax.search import run, setup
+from mlcn_jax.search import settings as settings_lib
 
 SWEEPS = {"flops": (1, 2, 4, 8), "memory": (2, 4, 8, 12), "devices": (4, 8, 16, 32)}
 _DEVICES, _BASELINES, _TWELFTHS = 8, 8, 12
@@ -39,9 +42,9 @@ def main(argv: list[str]) -> None:
     del argv
     if not _WORKDIR.value:
         raise InputError("give --workdir=FOLDER")
-    config, settings = nas_run.read_config(_CONFIG.value.to_dict())
+    config, settings = setup.read_config(_CONFIG.value.to_dict())
     sweep, workdir = _SWEEP.value, Path(_WORKDIR.value).expanduser()
-    devices.keep_compiled_programs(least_seconds=0.1)
+    host.keep_compiled_programs(least_seconds=0.1)
     programs: dict[tuple, Any] = {}
     points: list[dict[str, Any]] = []
     for value in SWEEPS[sweep]:
@@ -55,21 +58,21 @@ def main(argv: list[str]) -> None:
             "search": dataclasses.asdict(settings) | {"storage": ""},
             "batch_size": config.train.batch_size,
             "data": config.data.name,
-            **devices.environment(),
+            **host.environment(),
         }
         write_json(RESULTS / f"nas_{sweep}.json", result)
         draw(result, RESULTS / f"nas_{sweep}.png")
     print(told(result))
 
 
-def describe(sweep: str, value: int, config: RunConfig, settings: study.SearchSettings) -> str:
+def describe(sweep: str, value: int, config: RunConfig, settings: settings_lib.SearchSettings) -> str:
     """The devices of a point, as text."""
     if sweep == "flops":
         return f"flops={value / _DEVICES}x*{_DEVICES}"
     if sweep == "devices":
         return f"flops={_BASELINES / value}x*{value}"
     flops, most = f"flops={_BASELINES / _DEVICES}x", 2**40
-    space = nas_run.make_space(config, dataclasses.replace(settings, devices=f"memory=1TiB {flops}*{_DEVICES}"))
+    space = setup.make_space(config, dataclasses.replace(settings, devices=f"memory=1TiB {flops}*{_DEVICES}"))
     rng = random.Random(settings.seed)
     taken = statistics.fmean(row["memory_bytes"] for _ in range(100) for row in space.report(space.draw(rng)))
     lane_mib, head_mib = taken * value / _TWELFTHS / 2**20, (most - space.buckets[0].memory_bytes) / 2**20
@@ -78,10 +81,10 @@ def describe(sweep: str, value: int, config: RunConfig, settings: study.SearchSe
 
 
 def search_at(
-    config: RunConfig, settings: study.SearchSettings, folder: Path, programs: dict[tuple, Any]
+    config: RunConfig, settings: settings_lib.SearchSettings, folder: Path, programs: dict[tuple, Any]
 ) -> dict[str, Any]:
     """A search at one point."""
-    summary = nas_run.run(config, settings, folder, programs)
+    summary = run.run(config, settings, folder, programs)
     rows = json.loads((folder / "trials.json").read_text())
     done = [row for row in rows if row["state"] == "complete" and row["model"] != "baseline"]
     return {

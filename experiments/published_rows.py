@@ -4,11 +4,10 @@ Source: do Rosario 2021 (thesis), table 4.1.
 """
 
 import dataclasses
-import runpy
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from experiments import REPOSITORY
 from mlcn_jax.config import RunConfig
 
 NUM_EPOCHS = 20  # of the thesis
@@ -121,7 +120,7 @@ def changes(data_name: str, column: str) -> dict[str, Any]:
 
 def configure(config: str, lanes: str, directories: Mapping[str, str]) -> RunConfig:
     """The run of a file in `configs/` with other lanes, as published, on the images in `directories[data name]`."""
-    values = runpy.run_path(str(REPOSITORY / "configs" / f"{config}.py"))["get_config"]().to_dict()
+    values = importlib.import_module(f"configs.{config}").get_config().to_dict()
     directory = directories[values["data"]["name"]]
     return RunConfig.from_dict(values).replace({**PUBLISHED, "model.lanes": lanes, "data.dir": directory})
 

@@ -19,12 +19,13 @@ from typing import Any
 from absl import flags
 
 from experiments import RESULTS
-from mlcn_jax import cost
-from mlcn_jax.config import write_json
+from mlcn_jax.distributed import traffic
+from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_app
-from mlcn_jax.model import ModelSpec
-from mlcn_jax.partition import Problem, partition, uniform_seconds
-from mlcn_jax.simulate import ALGORITHMS, Cluster, Link, StepTime, simulate_mesh, simulate_stacks
+from mlcn_jax.nn.model import ModelSpec
+from mlcn_jax.placement.partition import partition
+from mlcn_jax.placement.problem import Problem, uniform_seconds
+from mlcn_jax.placement.simulate import ALGORITHMS, Cluster, Link, StepTime, simulate_mesh, simulate_stacks
 
 PUBLISHED_SPEEDUP = 7.18  # 8 K80s over CapsNet on one, of a model that is not named with it
 K80_SLOWNESS = 4.2  # over a P100
@@ -93,7 +94,7 @@ def on_mesh(base: Base, spec: ModelSpec, batch: int, data: int, lane: int, algor
         lane_seconds=[encoder] * (data * lane),
         head_seconds=[decoder] * (data * lane),
         forward_share=FORWARD_SHARE,
-        exchanged=cost.exchanged_bytes(spec, batch, data, lane),
+        exchanged=traffic.exchanged_bytes(spec, batch, data, lane),
         num_collectives={"all-gather": gathers, "reduce-scatter": gathers},
         algorithm=algorithm,
     )

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from experiments import RESULTS
 from experiments.repeated_runs import Facts, Series
-from mlcn_jax import devices
-from mlcn_jax.config import write_json
+from mlcn_jax import host
+from mlcn_jax.files import write_json
 from mlcn_jax.launch import EXIT_FAILED
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def carry_out(
       InputError, Stopped: as `Series.train`.
     """
     series.records()  # refused before anything is trained
-    devices.keep_compiled_programs(least_seconds=0.1)
+    host.keep_compiled_programs(least_seconds=0.1)
     try:
         series.train(runs, minutes, lambda: report(series), afterwards)
         report(series)

@@ -15,10 +15,12 @@ from typing import Any
 from absl import flags
 
 from experiments import data_parts
-from mlcn_jax import devices, train
-from mlcn_jax.config import RunConfig, flat, read_json, write_json
+from mlcn_jax import files, host
+from mlcn_jax.config import RunConfig, flat
 from mlcn_jax.errors import Diverged, InputError, Stopped
-from mlcn_jax.metrics import read_rows
+from mlcn_jax.files import read_json, write_json
+from mlcn_jax.training import loop
+from mlcn_jax.training.metrics import read_rows
 
 _log = logging.getLogger("mlcn_jax.repeated_runs")
 flags.disclaim_key_flags()  # `Flags` belong to the script that makes them, whose --help shows them
@@ -125,7 +127,7 @@ class Series:
           InputError: a run cannot be trained, or another process trains in the workdir.
           Stopped: a signal came, or the minutes are over.
         """
-        with train.hold(self.workdir), _Limit(minutes) as limit:
+        with files.hold(self.workdir), _Limit(minutes) as limit:
             write_json(self.workdir / "runs.json", self.marker)
             waiting = [facts for facts in runs if not (self._folder(facts) / "run.json").exists()]
             for i, facts in enumerate(waiting):
@@ -155,9 +157,9 @@ class Series:
         directory, data_facts = self._data[name]
         record = {"facts": dict(facts), "command": self.command, "config_hash": config.hash()}
         record["config"] = config.replace({"data.dir": "", "data.cache_dir": ""}).to_dict()
-        record |= {"data": data_facts, **devices.environment()}
+        record |= {"data": data_facts, **host.environment()}
         try:
-            summary = train.train(config.replace({"data.dir": directory}), folder)
+            summary = loop.train(config.replace({"data.dir": directory}), folder)
         except (Diverged, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
                 raise

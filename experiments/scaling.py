@@ -19,10 +19,12 @@ from typing import Any
 from absl import flags
 
 from experiments import RESULTS, workers
-from mlcn_jax import devices, plan
-from mlcn_jax.config import write_json
-from mlcn_jax.lanes import parse_lanes
+from mlcn_jax import host
+from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_app
+from mlcn_jax.nn.lanes import parse_lanes
+from mlcn_jax.placement.profile import DeviceProfile
+from mlcn_jax.training import plan
 
 REAL, OVERSUBSCRIBED, SIMULATED, WHOLE = "real cores", "oversubscribed", "simulated", "one process on all cores"
 SWEEPS = {
@@ -126,7 +128,7 @@ def _spread(ratios: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
 
 
-def simulate(rows: Sequence[Setting], profile: devices.DeviceProfile) -> list[dict[str, Any]]:
+def simulate(rows: Sequence[Setting], profile: DeviceProfile) -> list[dict[str, Any]]:
     """Speed-ups of MLCN on devices like that of the profile, over the same on one of them."""
 
     def seconds(setting: Setting) -> float:
@@ -222,7 +224,7 @@ def main(argv: list[str]) -> None:
             for text in values.values()
         ]
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in parts}
-    about = {"data": _DATA.value, "rounds": _ROUNDS.value, **devices.environment()}
+    about = {"data": _DATA.value, "rounds": _ROUNDS.value, **host.environment()}
     RESULTS.mkdir(exist_ok=True)
     for name, part in parts.items():
         for rows, over in part:

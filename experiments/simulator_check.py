@@ -18,9 +18,12 @@ from typing import Any
 from absl import flags
 
 from experiments import RESULTS, workers
-from mlcn_jax import cost, devices, partition, plan
-from mlcn_jax.config import write_json
+from mlcn_jax import host
+from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_app
+from mlcn_jax.placement import cost, partition
+from mlcn_jax.placement.profile import DeviceProfile
+from mlcn_jax.training import plan
 
 LANES = (
     "mlcn1:w4*8",
@@ -53,7 +56,7 @@ def configurations() -> list[dict[str, Any]]:
     return rows
 
 
-def measure(row: Mapping[str, Any], profile: devices.DeviceProfile) -> dict[str, Any]:
+def measure(row: Mapping[str, Any], profile: DeviceProfile) -> dict[str, Any]:
     """Measured and predicted seconds of a step of one configuration."""
     changes = {
         "data.name": _DATA.value,
@@ -147,7 +150,7 @@ def main(argv: list[str]) -> None:
             f"{rows[-1]['predicted_over_measured']:.2f}  {1000 * rows[-1]['measured_seconds']:4.0f} ms  {row}",
             flush=True,
         )
-        about = {"batch": _BATCH, "data": _DATA.value, "rounds": _ROUNDS.value, **devices.environment()}
+        about = {"batch": _BATCH, "data": _DATA.value, "rounds": _ROUNDS.value, **host.environment()}
         RESULTS.mkdir(exist_ok=True)
         write_json(RESULTS / "simulator_check.json", {**about, **summarize(rows), "rows": rows})
     draw(rows)

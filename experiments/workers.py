@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -21,10 +20,12 @@ from typing import Any
 import numpy as np
 
 from experiments import REPOSITORY
-from mlcn_jax import devices, processes
+from mlcn_jax import host
 from mlcn_jax.config import RunConfig
+from mlcn_jax.distributed import processes
 from mlcn_jax.errors import InputError
-from mlcn_jax.lanes import LaneGroup, LaneSpec
+from mlcn_jax.nn.lanes import LaneGroup, LaneSpec
+from mlcn_jax.placement.profile import DeviceProfile
 
 YARDSTICK = LaneGroup(LaneSpec("mlcn1", 3), 1)
 _THROTTLE_PERIOD_SECONDS = 0.02
@@ -51,14 +52,13 @@ class Run:
 
 def config_of(changes: Mapping[str, Any]) -> RunConfig:
     """`configs/default.py` with some fields changed."""
-    default = runpy.run_path(str(REPOSITORY / "configs" / "default.py"))["get_config"]().to_dict()
-    return RunConfig.from_dict(default).replace(changes)
+    return RunConfig().replace(changes)
 
 
-def one_core_profile(path: str) -> devices.DeviceProfile:
+def one_core_profile(path: str) -> DeviceProfile:
     """The profile of one core of this machine; raises InputError for another one."""
-    profile = devices.DeviceProfile.load(Path(path))
-    cpu = devices.environment()["device"]
+    profile = DeviceProfile.load(Path(path))
+    cpu = host.environment()["device"]
     if (profile.device, profile.cpu_count) != (cpu, 1):
         raise InputError(
             f"{path} is of {profile.cpu_count} cores of {profile.device}; one core of {cpu} is expected: "
@@ -150,20 +150,22 @@ def _work(values: dict[str, Any]) -> None:
     import jax
     import jax.numpy as jnp
 
-    from experiments.profile_device import Lab
-    from mlcn_jax import plan, stacks, train_step
-    from mlcn_jax.model import init_params
+    from mlcn_jax.commands.profile_device import Lab
+    from mlcn_jax.nn.model import init_params
+    from mlcn_jax.training import plan, stacks_runner, step
 
     image_shape, num_classes = config.data.shape()
     spec = config.model_spec(image_shape, num_classes)
-    optimizer = train_step.make_optimizer(config.train, 1000)
+    optimizer = step.make_optimizer(config.train, 1000)
     if values["device_of"]:
-        laid_out = plan.Plan(stacks=stacks.make_stacks(jax.devices(), values["device_of"]), head=jax.devices()[0])
+        laid_out = plan.Plan(
+            stacks=stacks_runner.make_stacks(jax.devices(), values["device_of"]), head=jax.devices()[0]
+        )
     else:
         laid_out = plan.make_plan(config.parallel, spec, config.train.batch_size)
     runner = plan.make_runner(laid_out, config, spec, optimizer)
     params = jax.jit(lambda key: init_params(spec, key))(jax.random.key(0))
-    state = train_step.TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
+    state = step.TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
     runner.start(jax.device_get(state))
     del params, state
     rng = np.random.default_rng(0)

@@ -29,30 +29,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlcn_jax.artifact import Artifact as Artifact
-    from mlcn_jax.capsules import lengths as lengths
-    from mlcn_jax.checkpoint import Trained as Trained
-    from mlcn_jax.checkpoint import load_trained as load_trained
     from mlcn_jax.errors import InputError as InputError
-    from mlcn_jax.model import ModelSpec as ModelSpec
-    from mlcn_jax.model import apply_model as apply_model
-    from mlcn_jax.model import count_parameters as count_parameters
-    from mlcn_jax.model import init_params as init_params
-    from mlcn_jax.train_step import TrainState as TrainState
-    from mlcn_jax.train_step import make_train_step as make_train_step
+    from mlcn_jax.nn.capsules import lengths as lengths
+    from mlcn_jax.nn.model import ModelSpec as ModelSpec
+    from mlcn_jax.nn.model import apply_model as apply_model
+    from mlcn_jax.nn.model import count_parameters as count_parameters
+    from mlcn_jax.nn.model import init_params as init_params
+    from mlcn_jax.serving.artifact import Artifact as Artifact
+    from mlcn_jax.training.checkpoint import Trained as Trained
+    from mlcn_jax.training.checkpoint import load_trained as load_trained
+    from mlcn_jax.training.step import TrainState as TrainState
+    from mlcn_jax.training.step import make_train_step as make_train_step
 
 _PLACES = {
-    "Artifact": "artifact",
+    "Artifact": "serving.artifact",
     "InputError": "errors",
-    "ModelSpec": "model",
-    "TrainState": "train_step",
-    "Trained": "checkpoint",
-    "apply_model": "model",
-    "count_parameters": "model",
-    "init_params": "model",
-    "lengths": "capsules",
-    "load_trained": "checkpoint",
-    "make_train_step": "train_step",
+    "ModelSpec": "nn.model",
+    "TrainState": "training.step",
+    "Trained": "training.checkpoint",
+    "apply_model": "nn.model",
+    "count_parameters": "nn.model",
+    "init_params": "nn.model",
+    "lengths": "nn.capsules",
+    "load_trained": "training.checkpoint",
+    "make_train_step": "training.step",
 }
 __all__ = list(_PLACES)
 

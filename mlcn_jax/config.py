@@ -5,15 +5,17 @@ import difflib
 import hashlib
 import json
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlcn_jax import data
+from ml_collections import ConfigDict
+
+from mlcn_jax.data import datasets
 from mlcn_jax.errors import InputError
-from mlcn_jax.model import ModelSpec
-from mlcn_jax.partition import PARTITIONERS
+from mlcn_jax.files import read_json
+from mlcn_jax.nn.model import MODELS, ModelSpec
+from mlcn_jax.placement.partition import PARTITIONERS
 
 OPTIMIZERS = ("adam", "adamw")
 PLANS = ("mesh", "stacks", "auto")
@@ -40,38 +42,51 @@ _FREE_ON_RESUME = {
     "profile",
 }
 
-# Fields of `model` that what an older version stored lacks, with what it stands for there.
-ADDED_TO_MODEL: dict[str, Any] = {"margin_loss": "joint", "signed_pixels": False}
+# Fields that were added after the first version: runs stored before lack them, and a run that leaves them at their
+# defaults has the hash that it had before.
+_ADDED = ("model.margin_loss", "model.signed_pixels")
 
 
 @dataclasses.dataclass(frozen=True)
 class DataSettings:
-    """Which images, and what is done to them; `configs/default.py` describes each field."""
+    """Which images, and what is done to them.
 
-    name: str
-    dir: str
-    cache_dir: str
-    label_kind: str
-    image_size: int
-    test_fraction: float
-    validation_fraction: float
-    max_shift: int
-    flip: bool
+    Attributes:
+      name: digits, mnist, fashion_mnist, cifar10, cifar100 or folder.
+      dir: folder with the files (archives or unpacked, or one folder per class); empty downloads them.
+      cache_dir: where downloads are kept; empty is $MLCN_JAX_CACHE or ~/.cache/mlcn_jax.
+      label_kind: of cifar100: fine (100 classes) or coarse (20).
+      image_size: pixels to which a folder's images are resized; 0 is 32.
+      test_fraction: of a folder without a test set.
+      validation_fraction: of the training images; the best checkpoint is chosen on them.
+      max_shift: augmentation: random shifts of up to so many pixels.
+      flip: augmentation: random horizontal flips.
+    """
+
+    name: str = "digits"
+    dir: str = ""
+    cache_dir: str = ""
+    label_kind: str = "fine"
+    image_size: int = 0
+    test_fraction: float = 0.2
+    validation_fraction: float = 0.0
+    max_shift: int = 0
+    flip: bool = False
 
     def __post_init__(self):
         _check(self.max_shift >= 0, "data.max_shift", self.max_shift, "0 pixels or more")
 
     def shape(self) -> tuple[tuple[int, int, int], int]:
         """Height, width and channels of the images, and the number of classes."""
-        if self.name in data.SHAPES:
-            image_shape, num_classes = data.SHAPES[self.name]
+        if self.name in datasets.SHAPES:
+            image_shape, num_classes = datasets.SHAPES[self.name]
             return image_shape, 20 if self.name == "cifar100" and self.label_kind == "coarse" else num_classes
         dataset = self.load()
         return dataset.train.images.shape[1:], len(dataset.class_names)
 
-    def load(self) -> data.Dataset:
+    def load(self) -> datasets.Dataset:
         """Loads the images; raises InputError where they cannot be used."""
-        return data.load(
+        return datasets.load(
             self.name,
             directory=self.dir,
             cache_dir=self.cache_dir,
@@ -83,22 +98,39 @@ class DataSettings:
 
 @dataclasses.dataclass(frozen=True)
 class TrainSettings:
-    """How to train; `configs/default.py` describes each field."""
+    """How to train.
 
-    batch_size: int
-    num_epochs: int
-    num_steps: int
-    optimizer: str
-    learning_rate: float
-    lr_decay: float
-    warmup_epochs: float
-    weight_decay: float
-    clip_norm: float
-    reconstruction_weight: float
-    seed: int
-    checkpoint_every: int
-    log_every: int
-    test_every_epoch: bool
+    Attributes:
+      batch_size: images of a training step.
+      num_epochs: passes over the training images.
+      num_steps: ends a run after so many steps, whatever the epochs; 0 does not.
+      optimizer: adam: times lr_decay after each epoch; adamw: warm-up, then cosine to zero.
+      learning_rate: at the start of adam, at the peak of adamw.
+      lr_decay: of adam.
+      warmup_epochs: of adamw.
+      weight_decay: of adamw.
+      clip_norm: largest global norm of the gradient; 0 does not clip.
+      reconstruction_weight: of the mean squared error over pixels, beside the margin loss.
+      seed: of start values, order of the images, augmentation, lane dropout and validation split.
+      checkpoint_every: steps; 0 is every epoch.
+      log_every: steps.
+      test_every_epoch: also score the test set after each epoch, for the record only.
+    """
+
+    batch_size: int = 100
+    num_epochs: int = 20
+    num_steps: int = 0
+    optimizer: str = "adam"
+    learning_rate: float = 1e-3
+    lr_decay: float = 0.9
+    warmup_epochs: float = 1.0
+    weight_decay: float = 1e-4
+    clip_norm: float = 0.0
+    reconstruction_weight: float = 0.392
+    seed: int = 0
+    checkpoint_every: int = 0
+    log_every: int = 50
+    test_every_epoch: bool = False
 
     def __post_init__(self):
         for field in ("batch_size", "num_epochs", "log_every"):
@@ -116,18 +148,31 @@ class TrainSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelSettings:
-    """Where to train; `configs/default.py` describes each field. Decides nothing of what is computed."""
+    """Where to train; decides nothing of what is computed.
 
-    plan: str
-    data: int
-    lane: int
-    partitioner: str
-    profile: str
-    platforms: str
-    processes: int
-    process: int
-    coordinator: str
-    timeout_seconds: int
+    Attributes:
+      plan: mesh, stacks (each device its own lanes), or auto: the fastest by the device profiles.
+      data: devices over which each batch is split.
+      lane: devices over which the lanes are split; data times lane devices in all.
+      partitioner: places the lanes of stacks: greedy, karmarkar_karp, exact, random, round_robin or greedy_published.
+      profile: files that the command `profile` wrote, joined by commas; empty takes all devices as equal.
+      platforms: kinds of devices in one process, such as gpu,cpu (stacks only); empty is jax's default.
+      processes: of the run, all started here; 0 is as the cluster's environment says.
+      process: number of the one to start here, where the others are started on other machines.
+      coordinator: HOST:PORT on the machine of process 0, where there are others.
+      timeout_seconds: to wait for a process to come, or to be heard of again.
+    """
+
+    plan: str = "mesh"
+    data: int = 1
+    lane: int = 1
+    partitioner: str = "greedy"
+    profile: str = ""
+    platforms: str = ""
+    processes: int = 1
+    process: int = -1
+    coordinator: str = ""
+    timeout_seconds: int = 60
 
     def __post_init__(self):
         for field, least in (("data", 1), ("lane", 1), ("processes", 0), ("process", -1), ("timeout_seconds", 1)):
@@ -145,14 +190,22 @@ class ParallelSettings:
             _check(self.process < self.processes, "parallel.process", self.process, f"below {self.processes}")
 
 
+_FROM_DATA = ("image_shape", "num_classes")  # fields of ModelSpec that the data decides
+_DEFAULT_LANES = "mlcn2:w4*4"
+
+
+def model_defaults() -> dict[str, Any]:
+    """The fields of `ModelSpec` that a configuration has, with their defaults."""
+    defaults = {f.name: f.default for f in dataclasses.fields(ModelSpec) if f.name not in _FROM_DATA}
+    return defaults | {"name": MODELS[0], "lanes": _DEFAULT_LANES}
+
+
 def check_fields(section: str, cls: type, values: Mapping[str, Any]) -> None:
-    """Raises InputError where `values` are not all fields of `cls`, each of its type, that data does not decide."""
-    types = {f.name: f.type for f in dataclasses.fields(cls) if f.name not in ("image_shape", "num_classes")}
-    for name in sorted(set(types) ^ set(values)):
-        what = "is missing" if name in types else "is no field"
-        file = "nas_quickstart" if section == "search" else "default"
-        raise InputError(f"{section}.{name} {what}; configs/{file}.py lists all fields")
+    """Raises InputError where one of `values` is no field of `cls`, or is not of its type."""
+    types = {f.name: f.type for f in dataclasses.fields(cls) if f.name not in _FROM_DATA}
     for name, value in values.items():
+        if name not in types:
+            raise InputError(f"there is no field {section}.{name}{did_you_mean(name, types, f'{section}.')}")
         expected = types[name]
         if expected is float:
             good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -180,42 +233,35 @@ class RunConfig:
       profile: whether to write a profiler trace of a few steps.
     """
 
-    data: DataSettings
-    model: Mapping[str, Any]
-    train: TrainSettings
-    parallel: ParallelSettings
-    init_from: str
-    profile: bool
+    data: DataSettings = DataSettings()
+    model: Mapping[str, Any] = dataclasses.field(default_factory=model_defaults)
+    train: TrainSettings = TrainSettings()
+    parallel: ParallelSettings = ParallelSettings()
+    init_from: str = ""
+    profile: bool = False
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RunConfig":
-        """Reads the nested dictionary of a config file or of `config.json`.
+        """Reads the nested dictionary of a config file or of `config.json`; what it leaves out takes its default.
 
         Raises:
-          InputError: a field is unknown, missing or out of range.
+          InputError: a field is unknown or out of range.
         """
         try:
-            model = ADDED_TO_MODEL | dict(values["model"])
-            model["decoder"] = tuple(model["decoder"])
-            for section, cls_of, given in (
-                ("data", DataSettings, values["data"]),
-                ("model", ModelSpec, model),
-                ("train", TrainSettings, values["train"]),
-                ("parallel", ParallelSettings, values["parallel"]),
-            ):
-                check_fields(section, cls_of, given)
-            return cls(
-                data=DataSettings(**values["data"]),
-                model=model,
-                train=TrainSettings(**values["train"]),
-                parallel=ParallelSettings(**values["parallel"]),
-                init_from=values["init_from"],
-                profile=values["profile"],
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            sections: dict[str, Any] = {}
+            for section, section_cls in SECTIONS.items():
+                given = dict(values.get(section, {}))
+                if section == "model":
+                    given = model_defaults() | given
+                    given["decoder"] = tuple(given["decoder"])
+                check_fields(section, section_cls, given)
+                sections[section] = given if section == "model" else section_cls(**given)
+            top = {name: values[name] for name in ("init_from", "profile") if name in values}
+            return cls(**sections, **top)
+        except (TypeError, ValueError, AttributeError) as error:
             if isinstance(error, InputError):
                 raise
-            raise InputError(f"the configuration does not have the form of configs/default.py: {error}") from error
+            raise InputError(f"the configuration is not nested as data, model, train, parallel: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """The nested dictionary that `from_dict` reads, ready for JSON."""
@@ -234,16 +280,15 @@ class RunConfig:
             for name in parents:
                 part = part.get(name) if isinstance(part, dict) else None
             if not isinstance(part, dict) or last not in part or isinstance(part[last], dict):
-                nearest = difflib.get_close_matches(field, flat(values), n=1)
-                hint = f"; did you mean {nearest[0]}?" if nearest else ""
-                raise InputError(f"there is no field {field!r} in configs/default.py{hint}")
+                raise InputError(f"there is no field {field}{did_you_mean(field, flat(values))}")
             part[last] = _read_as(part[last], value, field) if isinstance(value, str) else value
         return RunConfig.from_dict(values)
 
     def flat_as_before(self) -> dict[str, Any]:
         """All fields by their full names, without those that an older version had not and that do what it did."""
-        added = {f"model.{name}" for name, value in ADDED_TO_MODEL.items() if self.model[name] == value}
-        return {name: value for name, value in flat(self.to_dict()).items() if name not in added}
+        defaults = flat(RunConfig().to_dict())
+        values = flat(self.to_dict())
+        return {name: value for name, value in values.items() if name not in _ADDED or value != defaults[name]}
 
     def hash(self) -> str:
         """SHA-256 of all that decides the result, 16 hexadecimal digits."""
@@ -275,6 +320,28 @@ class RunConfig:
             )
 
 
+# The class of each section; its docstring says what each field means.
+SECTIONS: dict[str, type] = {
+    "data": DataSettings,
+    "model": ModelSpec,
+    "train": TrainSettings,
+    "parallel": ParallelSettings,
+}
+
+
+def default_config() -> ConfigDict:
+    """All fields of a run at their defaults, for a file in `configs/` to start from."""
+    values = RunConfig().to_dict()
+    values["model"]["decoder"] = tuple(values["model"]["decoder"])
+    return ConfigDict(values)
+
+
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The end of a message about an unknown name: the nearest that is known, if any."""
+    nearest = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {prefix}{nearest[0]}?" if nearest else ""
+
+
 def _read_as(old: Any, text: str, field: str) -> Any:
     if isinstance(old, str):
         return text
@@ -295,21 +362,6 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         result.update(flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value})
     return result
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes JSON so that the file is either the old one or the new one, whatever happens."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(partial, path)
-
-
-def read_json(path: Path) -> Any:
-    """Reads JSON; raises InputError where the file cannot be read or is not JSON."""
-    try:
-        return json.loads(path.read_text())
-    except (ValueError, RecursionError, OSError) as error:
-        raise InputError(f"{path} is damaged ({error}): put it back from a copy, or use another workdir") from error
 
 
 def read_stored(workdir: Path) -> RunConfig:

@@ -1,7 +1,6 @@
 """Settings of the whole suite, and a run small enough to train in seconds."""
 
 import os
-import runpy
 from pathlib import Path
 
 # Before the package is used: compiled programs are shared by the tests and the commands that they start.
@@ -12,12 +11,12 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-from mlcn_jax import devices  # noqa: E402
+from mlcn_jax import host  # noqa: E402
 from mlcn_jax.config import RunConfig  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-devices.keep_compiled_programs()
+host.keep_compiled_programs()
 
 
 @pytest.fixture
@@ -28,8 +27,7 @@ def rng():
 @pytest.fixture
 def tiny() -> RunConfig:
     """Two small lanes on the digits, 20 steps of 50 images."""
-    values = runpy.run_path(str(REPOSITORY / "configs" / "default.py"))["get_config"]().to_dict()
-    return RunConfig.from_dict(values).replace(TINY)
+    return RunConfig().replace(TINY)
 
 
 TINY = {

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mlcn_jax import data_files
+from mlcn_jax.data import sources
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
@@ -75,8 +75,8 @@ def tar_bytes(folder: str, files: dict[str, bytes]) -> bytes:
 def make_official(monkeypatch: pytest.MonkeyPatch, name: str, files: dict[str, bytes], **changes) -> None:
     """Makes `files` the official content of dataset `name`."""
     sha256 = {file: hashlib.sha256(content).hexdigest() for file, content in files.items()}
-    source = dataclasses.replace(data_files.SOURCES[name], files=sha256, **changes)
-    monkeypatch.setitem(data_files.SOURCES, name, source)
+    source = dataclasses.replace(sources.SOURCES[name], files=sha256, **changes)
+    monkeypatch.setitem(sources.SOURCES, name, source)
 
 
 def write_image(path: Path, array: np.ndarray, **options) -> None:

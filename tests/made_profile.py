@@ -2,7 +2,9 @@
 
 import numpy as np
 
-from mlcn_jax import cost, devices, lanes
+from mlcn_jax import host
+from mlcn_jax.nn import lanes
+from mlcn_jax.placement import cost, fit, profile
 
 SETTINGS, SHAPE = lanes.LaneSettings(10), (28, 28, 1)
 BATCH_SIZES = (50, 100)
@@ -29,8 +31,8 @@ def make_profile():
     stacks = [[lane("mlcn1", *size)] for size in sizes for _ in BATCH_SIZES] + [[lane("mlcn1", 2, 1)] * 4]
     batch_sizes = [BATCH_SIZES[i % 2] for i in range(len(stacks))]
     seconds = [planted_seconds(*stack, crowding=0.07) for stack in zip(stacks, batch_sizes, strict=True)]
-    here = devices.environment()
-    return devices.DeviceProfile(
+    here = host.environment()
+    return profile.DeviceProfile(
         device=here["device"],
         platform=here["platform"],
         cpu_count=here["cpu_count"],
@@ -42,9 +44,9 @@ def make_profile():
         batch_sizes=BATCH_SIZES,
         tiny_seconds=0.002,
         memory_bytes=2**30,
-        **devices.fit_lane_seconds(stacks, batch_sizes, seconds),
-        lane_bytes_of=devices.fit_bytes([lane(depth=d).memory_features(50) for d in (1, 2)], [1000.0, 2000.0]),
-        head_seconds_of=devices.head_features(0, 0) | {"step": 0.5, "images": 0.25},
+        **fit.fit_lane_seconds(stacks, batch_sizes, seconds),
+        lane_bytes_of=fit.fit_bytes([lane(depth=d).memory_features(50) for d in (1, 2)], [1000.0, 2000.0]),
+        head_seconds_of=profile.head_features(0, 0) | {"step": 0.5, "images": 0.25},
         forward_share=0.3,
         link=None,
         points=[{"lanes": "mlcn1:w1d1*1", "seconds": 0.1}],

@@ -12,7 +12,7 @@ from conftest import REPOSITORY
 import mlcn_jax
 
 
-@pytest.mark.parametrize("name", ["mlcn_jax", "mlcn_jax.capsules", "mlcn_jax.lanes", "mlcn_jax.model"])
+@pytest.mark.parametrize("name", ["mlcn_jax", "mlcn_jax.nn.capsules", "mlcn_jax.nn.lanes", "mlcn_jax.nn.model"])
 def test_examples_in_docstrings_are_true(name):
     result = doctest.testmod(importlib.import_module(name))
     assert result.attempted > 0

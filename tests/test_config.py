@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mlcn_jax import config as config_lib
-from mlcn_jax import cost
+from mlcn_jax import files
+from mlcn_jax.analysis import describe
 from mlcn_jax.config import RunConfig, flat
 from mlcn_jax.errors import InputError
 
@@ -15,7 +15,7 @@ CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_describes_a_model(path):
     config = RunConfig.from_dict(runpy.run_path(str(path))["get_config"]().to_dict())
-    described = cost.describe(config)
+    described = describe.describe(config)
     assert described["parameters"] > 0
     assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
@@ -94,7 +94,7 @@ def test_hash_ignores_places_only(tiny):
 
 def test_json_is_replaced_whole(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
-    config_lib.write_json(path, {"old": 1})
+    files.write_json(path, {"old": 1})
     write_text = Path.write_text
 
     def disk_full(self, text):
@@ -103,7 +103,7 @@ def test_json_is_replaced_whole(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", disk_full)
     with pytest.raises(OSError, match="No space left"):
-        config_lib.write_json(path, {"new": 2})
+        files.write_json(path, {"new": 2})
     assert json.loads(path.read_text()) == {"old": 1}
 
 

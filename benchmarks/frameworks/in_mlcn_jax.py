@@ -8,8 +8,11 @@ from flax import traverse_util
 
 from benchmarks import networks
 from benchmarks.networks import Network
-from mlcn_jax import capsules, conv, devices, evaluate, train_step
-from mlcn_jax.model import CapsuleNetwork, ModelSpec, init_params
+from mlcn_jax import host
+from mlcn_jax.data import batches
+from mlcn_jax.nn import capsules, conv
+from mlcn_jax.nn.model import CapsuleNetwork, ModelSpec, init_params
+from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -45,7 +48,7 @@ class Program:
             self._infer = lambda images: infer(self.params, images)
 
     def _lengths(self, params, images):
-        v = CapsuleNetwork(self.spec).apply({"params": params}, evaluate.to_pixels(images), method="encode")
+        v = CapsuleNetwork(self.spec).apply({"params": params}, batches.to_pixels(images), method="encode")
         return capsules.lengths(v)
 
     def train(self, images: np.ndarray, labels: np.ndarray):
@@ -53,12 +56,10 @@ class Program:
         batch = jax.device_put((images, labels))
         if self.compiled is None:
             optimizer = optax.adam(networks.LEARNING_RATE, eps=networks.EPSILON)
-            step = train_step.make_train_step(
-                self.spec, optimizer, reconstruction_weight=networks.RECONSTRUCTION_WEIGHT, seed=0
-            )
+            step = make_train_step(self.spec, optimizer, reconstruction_weight=networks.RECONSTRUCTION_WEIGHT, seed=0)
             params, self.params = self.params, None  # the step takes them over
-            self.state = train_step.TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
-            self.compiled, _ = train_step.compile_step(step, self.state, batch)
+            self.state = TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
+            self.compiled, _ = compile_step(step, self.state, batch)
         self.state, metrics = self.compiled(self.state, *batch)
         return metrics["loss"]
 
@@ -66,6 +67,6 @@ class Program:
         """Class probabilities [batch, classes]."""
         probabilities = np.asarray(self._infer(images))
         if not self._warm:
-            devices.return_unused_memory()  # as after compiling a training step
+            host.return_unused_memory()  # as after compiling a training step
             self._warm = True
         return probabilities

@@ -1,0 +1,50 @@
+"""What a configuration builds, before anything is computed."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mlcn_jax.config import RunConfig
+from mlcn_jax.nn import lanes
+from mlcn_jax.nn.model import apply_model, count_parameters, init_params
+from mlcn_jax.placement.cost import lane_cost, matmul_flops, published_memory_bytes, published_seconds
+
+
+def describe(config: RunConfig) -> dict[str, Any]:
+    """What a configuration builds: lanes, input shape, parameters, FLOPs of a forward pass per image, costs of a lane.
+
+    FLOPs are those of the plain (native) convolution, whatever algorithm runs. The dataset is not read, except
+    a folder of images, whose classes must be counted.
+    """
+    image_shape, num_classes = config.data.shape()
+    spec = config.model_spec(image_shape, num_classes)
+    counts = count_parameters(spec)
+    plain = dataclasses.replace(spec, conv="native")
+    params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
+    image = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
+    batch_size = config.train.batch_size
+
+    def costs_of(lane: lanes.LaneSpec) -> dict[str, float]:
+        cost = lane_cost(lane, spec.lane_settings, image_shape)
+        return {
+            "parameters": cost.parameters,
+            "step_flops": cost.step_flops(batch_size),
+            "step_bytes": cost.step_bytes(batch_size),
+            "held_bytes": cost.held_bytes(batch_size),
+            "published_relative_seconds": published_seconds(lane, 1.0),
+            "published_memory_bytes": published_memory_bytes(lane),
+        }
+
+    return {
+        "model": spec.name,
+        "input_shape": list(image_shape),
+        "num_classes": num_classes,
+        "lanes": [str(group.spec) for group in spec.lane_groups for _ in range(group.count)],
+        "lane_costs": {str(group.spec): costs_of(group.spec) for group in spec.lane_groups},
+        "parameters": counts["total"],
+        "parameters_per_lane": counts["per_lane"],
+        "parameters_decoder": counts["decoder"],
+        "forward_flops_per_image": matmul_flops(lambda p, x: apply_model(plain, p, x), params, image),
+    }

@@ -1,0 +1,321 @@
+"""Which lanes a trained model needs, and the smaller model without the others.
+
+Only [batch, classes, lanes] crosses lanes: the class capsules of a whole split are computed once, and removing lanes is
+dropping columns of them. In the smaller model the removed lanes are not computed at all, and the decoder's first layer
+has lost the rows that read them. The other lanes compute what they computed before, so class capsules are shorter than
+the margin loss wants them: the longest one still names the class, but lengths are no probabilities any more until the
+model has been trained on, which its checkpoint allows like any other. Where each lane learned to classify alone
+(`margin_loss` of `per_lane`), they stay what they are.
+
+Source: do Rosario 2021 (thesis), chapter 4.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+from mlcn_jax import host
+from mlcn_jax.config import RunConfig, read_stored
+from mlcn_jax.data import batches, datasets
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json, write_json
+from mlcn_jax.nn import capsules
+from mlcn_jax.nn.conv import compiler_options
+from mlcn_jax.nn.model import ModelSpec, encode, init_params
+from mlcn_jax.training import evaluate
+from mlcn_jax.training.checkpoint import Checkpoints, describe_model, load_trained
+from mlcn_jax.training.step import make_optimizer
+
+TIMED_BATCH = 100
+_RANKING_IMAGES = 5000  # training images that rank lanes where a run has no validation images
+_TURN_SECONDS = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A trained run as its best checkpoint has it, and the images to judge its lanes by.
+
+    Attributes:
+      config: its configuration.
+      spec: its model. Lanes are numbered as the columns of its class capsules: group by group.
+      class_names: in the order of the labels.
+      params, optimizer: the state at `step`.
+      conv: algorithms of the convolutions so far (`conv.choices`).
+      steps_per_epoch: of its training.
+      training_digest: SHA-256 of the images that it learns from.
+      dataset: the data's name and provenance.
+      ranking: the images that rank lanes, `ranking_from` the "validation" or the "training" split; never test images.
+      test: the test set, for the record: it chooses nothing.
+    """
+
+    config: RunConfig
+    spec: ModelSpec
+    class_names: tuple[str, ...]
+    params: dict
+    optimizer: optax.OptState
+    step: int
+    conv: dict[str, str]
+    steps_per_epoch: int
+    training_digest: str
+    dataset: dict[str, str]
+    ranking: datasets.Split
+    ranking_from: str
+    test: datasets.Split
+
+    @property
+    def lanes(self) -> list[str]:
+        """The lanes in the order of their numbers."""
+        return [str(group.spec) for group in self.spec.lane_groups for _ in range(group.count)]
+
+    def scores(self, split: datasets.Split) -> evaluate.Scores:
+        """Scores as `main.py --mode=evaluate` computes them."""
+        evaluator = evaluate.make_evaluator(self.spec, self.config.train.reconstruction_weight)
+        return evaluator(self.params, split, self.config.train.batch_size)
+
+
+def load_run(workdir: Path, data_dir: str = "") -> Run:
+    """Reads a workdir and the images of its run; `data_dir` replaces `data.dir` where they have moved.
+
+    Raises:
+      InputError: there is no trained model, it has no lanes, or the images are not those that it was trained on.
+    """
+    config = read_stored(workdir)
+    if data_dir:
+        config = config.replace({"data.dir": data_dir})
+    if config.model["name"] != "mlcn":
+        raise InputError(f"{workdir} holds a {config.model['name']}, which has no lanes to remove: give one of an MLCN")
+    trained = load_trained(workdir)
+    dataset = config.data.load()
+    train, validation = datasets.split_validation(dataset.train, config.data.validation_fraction, config.train.seed)
+    digest = datasets.digest(train)
+    learned = read_json(workdir / "model.json")["training_images_sha256"]
+    if digest != learned or dataset.class_names != trained.class_names:
+        raise InputError(
+            f"{dataset.name} as it is now is not what {workdir} was trained on (classes and SHA-256 are in its "
+            "model.json): give --data_dir=FOLDER with those images"
+        )
+    steps_per_epoch = batches.steps_per_epoch(len(train.labels), config.train.batch_size)
+    checkpoints = Checkpoints(workdir / "checkpoints", read_only=True)
+    state, facts = checkpoints.restore(_state_shapes(config, trained.spec, steps_per_epoch), best=True)
+    checkpoints.close()
+    ranking, ranking_from = validation, "validation"
+    if not len(validation.labels):
+        drawn = np.random.default_rng(0).permutation(len(train.labels))[:_RANKING_IMAGES]
+        ranking, ranking_from = train[np.sort(drawn)], "training"
+    return Run(
+        config=config,
+        spec=trained.spec,
+        class_names=dataset.class_names,
+        params=state["params"],
+        optimizer=state["optimizer"],
+        step=facts["step"],
+        conv=dict(facts.get("conv", {})),
+        steps_per_epoch=steps_per_epoch,
+        training_digest=digest,
+        dataset={"name": dataset.name, **dataset.provenance},
+        ranking=ranking,
+        ranking_from=ranking_from,
+        test=dataset.test,
+    )
+
+
+def _state_shapes(config: RunConfig, spec: ModelSpec, steps_per_epoch: int) -> dict[str, Any]:
+    params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
+    optimizer = make_optimizer(config.train, steps_per_epoch)
+    return {"params": params, "optimizer": jax.eval_shape(optimizer.init, params)}
+
+
+def accuracy_without(
+    v: Float[np.ndarray, "n classes lanes"], labels: Int[np.ndarray, " n"]
+) -> Float[np.ndarray, " lanes"]:
+    """Accuracy with each lane removed alone."""
+    squares = _squares(v)
+    total = squares.sum(axis=0)
+    return np.array([_accuracy(total - lane, labels) for lane in squares])
+
+
+def accuracy_curve(
+    v: Float[np.ndarray, "n classes lanes"], labels: Int[np.ndarray, " n"], order: Sequence[int]
+) -> list[float]:
+    """Accuracy without the first 0, 1, ... of the lanes in `order`, down to a single lane."""
+    squares = _squares(v)
+    return [_accuracy(squares[list(order[removed:])].sum(axis=0), labels) for removed in range(len(order))]
+
+
+def _alone(v: np.ndarray, labels: np.ndarray) -> list[int]:
+    return np.argsort(-accuracy_without(v, labels), kind="stable").tolist()
+
+
+def _greedy(v: np.ndarray, labels: np.ndarray) -> list[int]:
+    squares, left, order = _squares(v), list(range(v.shape[-1])), []
+    while left:
+        total = squares[left].sum(axis=0)
+        order.append(max(left, key=lambda lane: _accuracy(total - squares[lane], labels)))
+        left.remove(order[-1])
+    return order
+
+
+# From class capsules and labels to all lanes, the least useful first: "alone" by the accuracy with each of them removed
+# alone, as in the thesis; "greedy" looks anew after each removal. Of equals the one of the lowest number comes first.
+ORDERS: dict[str, Callable[[np.ndarray, np.ndarray], list[int]]] = {"alone": _alone, "greedy": _greedy}
+
+
+def _squares(v: np.ndarray) -> np.ndarray:
+    """What each lane adds to the squared lengths, [lanes, n, classes], in float64 so that it can be taken off again."""
+    return np.square(np.moveaxis(v, -1, 0), dtype=np.float64)
+
+
+def _accuracy(squared_lengths: np.ndarray, labels: np.ndarray) -> float:
+    return float(np.mean(np.argmax(squared_lengths, axis=-1) == labels))
+
+
+def prune_spec(spec: ModelSpec, kept: Sequence[int]) -> ModelSpec:
+    """The model with only the lanes of the numbers `kept`, in rising order.
+
+    Raises:
+      InputError: no lane is kept.
+    """
+    if not kept:
+        raise InputError("a model needs at least one lane: keep 1 or more")
+    counts = [(str(group.spec), len(_kept_in_group(spec, group.name, kept))) for group in spec.lane_groups]
+    entries = [f"{lane}*{count}" if count > 1 else lane for lane, count in counts if count]
+    return dataclasses.replace(spec, lanes=",".join(entries))
+
+
+def _kept_in_group(spec: ModelSpec, name: str, kept: Sequence[int]) -> np.ndarray:
+    """Places of the kept lanes within the group of that name."""
+    first = 0
+    for group in spec.lane_groups:
+        if group.name == name:
+            return np.array([lane - first for lane in kept if first <= lane < first + group.count], int)
+        first += group.count
+    raise KeyError(name)
+
+
+def prune_params(spec: ModelSpec, params: dict, kept: Sequence[int]) -> dict:
+    """The parameters of `prune_spec(spec, kept)`."""
+    smaller = prune_spec(spec, kept)
+    return _prune_tree(spec, params, kept, jax.eval_shape(lambda key: init_params(smaller, key), jax.random.key(0)))
+
+
+def prune_run(run: Run, kept: Sequence[int]) -> Run:
+    """The run with only the lanes of the numbers `kept`, in rising order, at the same step.
+
+    What Adam remembers of the parameters that stay, stays.
+    """
+    spec = prune_spec(run.spec, kept)
+    shapes = _state_shapes(run.config, spec, run.steps_per_epoch)
+    return dataclasses.replace(
+        run,
+        config=run.config.replace({"model.lanes": spec.lanes}),
+        spec=spec,
+        params=_prune_tree(run.spec, run.params, kept, shapes["params"]),
+        optimizer=_prune_tree(run.spec, run.optimizer, kept, shapes["optimizer"]),
+    )
+
+
+def _prune_tree(spec: ModelSpec, tree: Any, kept: Sequence[int], like: Any) -> Any:
+    """Cuts a tree that holds trees of the parameters' form, such as an optimizer's state, to the shapes of `like`."""
+    leaves = dict(jax.tree_util.tree_leaves_with_path(tree))
+
+    def cut(path, wanted) -> Array:
+        leaf = leaves[path]
+        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+        if names[:1] == ["encoder"]:
+            leaf = leaf[_kept_in_group(spec, names[1], kept)]
+        elif names == ["decoder", "hidden1", "kernel"]:  # its rows are [classes, lanes]
+            by_lane = leaf.reshape(spec.num_classes, -1, leaf.shape[-1])
+            leaf = by_lane[:, np.array(kept)].reshape(-1, leaf.shape[-1])
+        assert leaf.shape == wanted.shape, (path, leaf.shape, wanted.shape)
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(cut, like)
+
+
+def save_run(run: Run, output: Path, validation_accuracy: float | None, about: dict[str, Any]) -> None:
+    """Writes a run as a workdir of its own, which main.py evaluates and resumes; `about` goes to `pruned.json`.
+
+    The folder appears with all that belongs to it, or not at all.
+
+    Args:
+      run: the run.
+      output: the workdir to make.
+      validation_accuracy: ranks the checkpoint among those that further training adds; None without validation images.
+      about: what has been done.
+
+    Raises:
+      InputError: the folder is in use, or cannot be written.
+    """
+    check_unused(output)
+    facts = {"config_hash": run.config.hash(), "conv": run.conv}
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
+            workdir = Path(folder) / output.name
+            with contextlib.closing(Checkpoints(workdir / "checkpoints")) as checkpoints:
+                state = {"params": run.params, "optimizer": run.optimizer}
+                checkpoints.save(run.step, state, facts, validation_accuracy)
+            write_json(workdir / "config.json", run.config.to_dict())
+            write_json(workdir / "model.json", describe_model(run.spec, run.class_names, run.training_digest))
+            write_json(workdir / "pruned.json", about)
+            workdir.rename(output)
+    except OSError as error:
+        raise InputError(
+            f"--output={output} cannot be written ({error.strerror}): give a new folder on a disk with free space in "
+            "which you may write"
+        ) from error
+
+
+def check_unused(output: Path) -> None:
+    """Raises InputError unless `output` is new, or an empty folder."""
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise InputError(f"--output={output} is there already and is not overwritten: give a new folder")
+
+
+def inference_seconds(models: Sequence[tuple[ModelSpec, dict]], rounds: int) -> Float[np.ndarray, "rounds models"]:
+    """Seconds from a batch of uint8 images in host memory to their class lengths there; no decoder.
+
+    All models take turns in every round, each round beginning with another one: seconds of one round may be compared
+    even on a machine whose speed changes. A turn is a call that is not timed, then as many as take `_TURN_SECONDS`.
+
+    Args:
+      models: specs with their parameters.
+      rounds: 1 or more.
+    """
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (TIMED_BATCH, *models[0][0].image_shape), np.uint8)
+    options = compiler_options(jax.default_backend())
+
+    def lengths(spec, encoder, images):
+        return capsules.lengths(encode(spec, encoder, batches.to_pixels(images)))
+
+    def seconds(program: Callable, encoder: dict, calls: int) -> float:
+        started = time.perf_counter()
+        for _ in range(calls):
+            np.asarray(program(encoder, images))
+        return (time.perf_counter() - started) / calls
+
+    programs = []
+    for spec, params in models:
+        program = jax.jit(functools.partial(lengths, spec), compiler_options=options)
+        seconds(program, params["encoder"], 2)
+        calls = max(1, round(_TURN_SECONDS / seconds(program, params["encoder"], 2)))
+        programs.append((program, params["encoder"], calls))
+    host.return_unused_memory()
+    result = np.zeros((rounds, len(models)))
+    for turn in range(rounds):
+        for i in np.roll(np.arange(len(models)), -turn):
+            program, encoder, calls = programs[i]
+            seconds(program, encoder, 1)
+            result[turn, i] = seconds(program, encoder, calls)
+    return result

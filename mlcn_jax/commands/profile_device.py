@@ -1,0 +1,341 @@
+"""Measures what this device takes for lanes, in under a minute, and writes it as a profile (`devices.DeviceProfile`).
+
+    python -m experiments.profile_device --output=profile.json
+
+Training steps of some lanes are compiled and timed; seconds and memory of all others are fitted to them. A process that
+is bound to some cores needs a profile measured on as many: `--cores=1`.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import flags
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mlcn_jax import host
+from mlcn_jax.config import RunConfig
+from mlcn_jax.data import datasets
+from mlcn_jax.distributed import processes
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import launch_app
+from mlcn_jax.nn import conv, lanes
+from mlcn_jax.nn.model import ModelSpec, init_params
+from mlcn_jax.placement import cost, fit
+from mlcn_jax.placement.profile import DeviceProfile, head_features
+from mlcn_jax.training.step import head_loss, make_optimizer
+
+BATCH_SIZES = (50, 100)
+# Widths and depths that are measured: a designed part of 1..5 times 1..5.
+_SIZES = ((1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (1, 2), (3, 2), (5, 2), (2, 3), (4, 3), (1, 5), (3, 5), (5, 4))
+_GROUPS = "mlcn1:w3d1*4, mlcn2:w2d3*4, mlcn1:w1d2*2, mlcn2:w4d1*2"
+_FORWARDS = ("mlcn1:w1d1", "mlcn2:w3d2", "mlcn1:w2d3")
+_HEAD_LANES = (2, 16)
+_TURN_SECONDS = 0.02
+_LINK_BYTES = (2**12, 2**24)
+
+_OUTPUT = flags.DEFINE_string("output", "profile.json", "Where to write the profile.")
+_CORES = flags.DEFINE_integer("cores", 0, "Cores to be bound to; 0 takes all of this process.", lower_bound=0)
+_DATA = flags.DEFINE_enum(
+    "data", "fashion_mnist", list(datasets.SHAPES), "Dataset whose image shape and classes are taken."
+)
+_ROUTING = flags.DEFINE_enum("lane_routing", "published", lanes.LANE_ROUTINGS, "As model.lane_routing.")
+_DTYPE = flags.DEFINE_string("compute_dtype", "float32", "As model.compute_dtype.")
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds in which all programs take turns.", lower_bound=1)
+_WORKER = flags.DEFINE_string("link_worker", "", "Used by the script itself: one of two processes, as JSON.")
+
+
+class Program:
+    """A compiled `(state, *inputs) -> (state, output)` with a state to go on from. `bytes` is its peak memory."""
+
+    def __init__(self, step: Callable, state: Any, *inputs: Any):
+        options = conv.compiler_options(jax.default_backend())
+        self._compiled = jax.jit(step, donate_argnums=0, compiler_options=options).lower(state, *inputs).compile()
+        self.bytes = cost.compiled_memory_bytes(self._compiled)
+        self._state, self._inputs = jax.device_put((state, inputs))
+
+    def run(self) -> None:
+        """Takes a step and waits for it."""
+        self._state, output = self._compiled(self._state, *self._inputs)
+        jax.block_until_ready((self._state, output))
+
+
+def least_seconds(programs: Mapping[tuple, Program], rounds: int) -> dict[tuple, float]:
+    """Of a step of each program; they take turns, so that what else the machine does meets all of them."""
+    least = dict.fromkeys(programs, math.inf)
+    for _ in range(rounds):
+        for key, program in programs.items():
+            turn_ends = time.perf_counter() + _TURN_SECONDS
+            while (started := time.perf_counter()) < turn_ends:
+                program.run()
+                least[key] = min(least[key], time.perf_counter() - started)
+    return least
+
+
+class Lab:
+    """Builds programs for one kind of images and lanes, on made-up numbers."""
+
+    def __init__(self, spec: ModelSpec):
+        self.spec = spec
+        self._config = RunConfig()
+        self._optimizer = make_optimizer(self._config.train, steps_per_epoch=600)
+        self._rng = np.random.default_rng(0)
+
+    def lane_cost(self, lane: lanes.LaneSpec) -> cost.LaneCost:
+        return cost.lane_cost(lane, self.spec.lane_settings, self.spec.image_shape)
+
+    def lane_step(self, group: lanes.LaneGroup, batch_size: int) -> Program:
+        """A training step of a group of lanes."""
+        step = cost.make_lane_step(group, self.spec.lane_settings, self._optimizer)
+        columns = jax.ShapeDtypeStruct((batch_size, self.spec.num_classes, group.count), self.spec.dtype)
+        return Program(step, self._lane_state(group), self._images(batch_size), self._made(columns))
+
+    def lane_forward(self, group: lanes.LaneGroup, batch_size: int) -> Program:
+        """Its forward pass alone."""
+
+        def forward(state, images):
+            return state, lanes.apply_group(state[0], group, self.spec.lane_settings, images)
+
+        return Program(forward, self._lane_state(group), self._images(batch_size))
+
+    def head_step(self, num_lanes: int, batch_size: int) -> Program:
+        """Loss, decoder, their gradients and the decoder's update."""
+        spec = dataclasses.replace(self.spec, lanes=f"mlcn1:w1*{num_lanes}")
+        weight = self._config.train.reconstruction_weight
+
+        def step(state, v, images, labels):
+            decoder, optimizer_state = state
+
+            def loss(decoder, v):
+                return head_loss(spec, weight, decoder, v, images, labels, jax.random.key(0))[0]
+
+            grads, dv = jax.grad(loss, argnums=(0, 1))(decoder, v)
+            updates, optimizer_state = self._optimizer.update(grads, optimizer_state, decoder)
+            return (optax.apply_updates(decoder, updates), optimizer_state), dv
+
+        decoder = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))["decoder"]
+        v = jax.ShapeDtypeStruct((batch_size, spec.num_classes, num_lanes), spec.dtype)
+        labels = self._rng.integers(0, spec.num_classes, batch_size, np.int32)
+        return Program(step, self._state(decoder), self._made(v), self._images(batch_size), labels)
+
+    def _lane_state(self, group: lanes.LaneGroup) -> tuple:
+        def init(key, images):
+            return lanes.init_group(key, group, 0, self.spec.lane_settings, images)
+
+        return self._state(jax.eval_shape(init, jax.random.key(0), self._images(1)))
+
+    def _state(self, params: Any) -> tuple:
+        moments = jax.eval_shape(self._optimizer.init, params)
+        return self._made(params), jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), moments)
+
+    def _made(self, shapes: Any) -> Any:
+        return jax.tree.map(lambda x: (0.05 * self._rng.standard_normal(x.shape)).astype(x.dtype), shapes)
+
+    def _images(self, batch_size: int) -> np.ndarray:
+        return self._rng.random((batch_size, *self.spec.image_shape), np.float32)
+
+
+def tiny_network() -> Program:
+    """A training step of one dense layer of 512 to 512 units on 64 rows: the thesis's yardstick of a device's speed."""
+
+    def step(kernel, rows):
+        loss, gradient = jax.value_and_grad(lambda kernel: jnp.mean(jnp.square(rows @ kernel - rows)))(kernel)
+        return kernel - 0.1 * gradient, loss
+
+    rng = np.random.default_rng(0)
+    kernel, rows = (rng.standard_normal((size, 512)).astype(np.float32) / 512 for size in (512, 64))
+    return Program(step, kernel, rows)
+
+
+def fitted_lanes() -> list[tuple[lanes.LaneGroup, int]]:
+    """The lanes, as groups of one, that a profile is fitted to, each at one of the batch sizes."""
+    return [
+        (lanes.LaneGroup(lanes.LaneSpec(kind, width, depth), 1), BATCH_SIZES[(i + j) % 2])
+        for i, (width, depth) in enumerate(_SIZES)
+        for j, kind in enumerate(lanes.LANE_KINDS)
+    ]
+
+
+def make_programs(lab: Lab) -> dict[tuple, Program]:
+    """The programs whose seconds make a profile, by what they compute and of which lanes and batch size."""
+    singles = fitted_lanes()
+    groups = list(zip(lanes.parse_lanes(_GROUPS), itertools.cycle(BATCH_SIZES), strict=False))
+    programs: dict[tuple, Program] = {("step", *key): lab.lane_step(*key) for key in singles + groups}
+    programs |= {("forward", *key): lab.lane_forward(*key) for key in singles if str(key[0].spec) in _FORWARDS}
+    programs |= {("head", *key): lab.head_step(*key) for key in itertools.product(_HEAD_LANES, BATCH_SIZES)}
+    programs |= {("tiny",): tiny_network()}
+    host.return_unused_memory()
+    return programs
+
+
+def make_profile(
+    lab: Lab, programs: Mapping[tuple, Program], seconds: Mapping[tuple, float], link: dict[str, float] | None
+) -> DeviceProfile:
+    """The profile of the device that this process computes on, from seconds of the programs of `make_programs`."""
+    keys: dict[str, list] = {}
+    for what, *key in programs:
+        keys.setdefault(what, []).append(tuple(key))
+    singles = [(group, batch_size) for group, batch_size in keys["step"] if group.count == 1]
+    memory_features = [lab.lane_cost(group.spec).memory_features(batch_size) for group, batch_size in singles]
+    of_lanes = fit.fit_lane_seconds(
+        [[lab.lane_cost(group.spec)] * group.count for group, _ in keys["step"]],
+        [batch_size for _, batch_size in keys["step"]],
+        [seconds["step", *key] for key in keys["step"]],
+    )
+    here = host.environment()
+    return DeviceProfile(
+        device=here["device"],
+        platform=here["platform"],
+        cpu_count=here["cpu_count"],
+        jax_version=jax.__version__,
+        image_shape=lab.spec.image_shape,
+        num_classes=lab.spec.num_classes,
+        lane_routing=lab.spec.lane_routing,
+        compute_dtype=lab.spec.compute_dtype,
+        batch_sizes=BATCH_SIZES,
+        tiny_seconds=seconds["tiny",],
+        memory_bytes=host.usable_memory_bytes(),
+        **of_lanes,
+        lane_bytes_of=fit.fit_bytes(memory_features, [programs["step", *key].bytes for key in singles]),
+        head_seconds_of=fit.fit_seconds(
+            [head_features(*key) for key in keys["head"]], [seconds["head", *key] for key in keys["head"]]
+        ),
+        forward_share=statistics.median(seconds["forward", *key] / seconds["step", *key] for key in keys["forward"]),
+        link=link,
+        points=[
+            {
+                "lanes": str(group),
+                "batch_size": batch_size,
+                "seconds": seconds["step", group, batch_size],
+                "bytes": programs["step", group, batch_size].bytes,
+            }
+            for group, batch_size in keys["step"]
+        ],
+    )
+
+
+def measure_link(cores: Sequence[int]) -> dict[str, float] | None:
+    """Latency and bytes per second between two devices of this machine; None where there is just one.
+
+    CPUs are two processes on one of `cores` each, joined as runs of several processes are.
+    """
+    if jax.default_backend() != "cpu":
+        return _link(jax.local_devices()[:2]) if jax.local_device_count() > 1 else None
+    if len(cores) < 2:
+        return None
+    port = processes.free_port()
+    workers = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "mlcn_jax.commands.profile_device",
+                f"--link_worker={json.dumps({'process': i, 'port': port, 'core': cores[i]})}",
+            ],
+            stdout=subprocess.PIPE if i == 0 else subprocess.DEVNULL,
+            env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"},
+            text=True,
+        )
+        for i in range(2)
+    ]
+    printed, _ = [worker.communicate()[0] for worker in workers]
+    if any(worker.returncode for worker in workers):
+        raise InputError("the link could not be measured: one of its two processes failed, its message is above")
+    return json.loads(printed.splitlines()[-1])
+
+
+def _link_worker(process: int, port: int, core: int) -> None:
+    """One of the two processes between which `measure_link` measures; process 0 prints what it found."""
+    os.sched_setaffinity(0, [core])
+    settings = {"processes": 2, "process": process, "coordinator": f"127.0.0.1:{port}"}
+    processes.join(RunConfig().replace({f"parallel.{name}": x for name, x in settings.items()}))
+    found = _link(jax.devices())
+    if processes.is_first():
+        print(json.dumps(found), flush=True)
+
+
+def _link(pair: Sequence[jax.Device]) -> dict[str, float]:
+    """From how long a gather of few and of many bytes takes, in which each of two devices sends half of them."""
+    mesh = Mesh(np.array(pair), ("device",))
+    whole, halves = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("device"))
+    gather = jax.jit(lambda x: x, out_shardings=whole)
+    seconds = []
+    for size in _LINK_BYTES:
+        zeros = np.zeros(size // 4, np.float32)
+        x = jax.make_array_from_callback(zeros.shape, halves, zeros.__getitem__)
+        least = math.inf
+        for _ in range(50):
+            started = time.perf_counter()
+            gather(x).block_until_ready()
+            least = min(least, time.perf_counter() - started)
+        seconds.append(least)
+    few, many = (size / 2 for size in _LINK_BYTES)
+    if seconds[1] <= seconds[0]:
+        raise InputError("the link could not be measured: many bytes took no longer than few; try on a quieter machine")
+    bytes_per_second = (many - few) / (seconds[1] - seconds[0])
+    return {"latency_seconds": max(0.0, seconds[0] - few / bytes_per_second), "bytes_per_second": bytes_per_second}
+
+
+def spec_of_flags() -> ModelSpec:
+    """Whose lanes are to be measured; those that it names do not matter."""
+    routing, dtype = _ROUTING.value, _DTYPE.value
+    return ModelSpec("mlcn", *datasets.SHAPES[_DATA.value], lanes="mlcn1:w1", lane_routing=routing, compute_dtype=dtype)
+
+
+def bind(num_cores: int) -> list[int]:
+    """Binds this process, before jax starts its threads, to so many of its cores, 0 to all; returns those it had."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    cores = sorted(os.sched_getaffinity(0))
+    if num_cores:
+        os.sched_setaffinity(0, cores[:num_cores])
+    return cores
+
+
+def table(profile: DeviceProfile) -> str:
+    """What was found, in Markdown."""
+    link = "none"
+    if profile.link:
+        latency, rate = 1e6 * profile.link["latency_seconds"], profile.link["bytes_per_second"] / 1e9
+        link = f"{latency:.0f} us, {rate:.2f} GB/s"
+    rows = [
+        ("device", f"{profile.device}, {profile.cpu_count} cores" if profile.platform == "cpu" else profile.device),
+        ("tiny network", f"{1000 * profile.tiny_seconds:.2f} ms"),
+        ("memory", f"{profile.memory_bytes / 2**30:.1f} GiB"),
+        ("link", link),
+        ("forward share of a lane's step", f"{profile.forward_share:.2f}"),
+        ("each of 4 lanes in one program", f"{4**profile.crowding:.2f} times one alone"),
+    ]
+    return "\n".join(["| measured | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    if _WORKER.value:
+        _link_worker(**json.loads(_WORKER.value))
+        return
+    started = time.monotonic()
+    link = measure_link(bind(_CORES.value))
+    lab = Lab(spec_of_flags())
+    programs = make_programs(lab)
+    profile = make_profile(lab, programs, least_seconds(programs, _ROUNDS.value), link)
+    profile.save(Path(_OUTPUT.value))
+    print(table(profile))
+    print(f"{_OUTPUT.value} ({time.monotonic() - started:.0f} s)")
+
+
+if __name__ == "__main__":
+    launch_app(main)

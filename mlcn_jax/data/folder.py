@@ -1,0 +1,92 @@
+"""Folders of PNG and JPEG files, one folder per class, as arrays."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int32, UInt8
+from PIL import Image
+from tqdm import tqdm
+
+from mlcn_jax.data.images import upright
+from mlcn_jax.errors import InputError
+
+_SUFFIXES = (".png", ".jpg", ".jpeg")
+
+
+def read_folder(
+    root: Path, size: int
+) -> tuple[UInt8[np.ndarray, "n {size} {size} channels"], Int32[np.ndarray, " n"], int | None, tuple[str, ...]]:
+    """Reads `root/CLASS/*`, or `root/train/CLASS/*` followed by `root/test/CLASS/*`.
+
+    Images are turned upright as their EXIF orientation says and resized, without keeping their proportions.
+    Hidden files and folders are ignored.
+
+    Args:
+      root: an existing folder.
+      size: height and width of the result, in pixels.
+
+    Returns:
+      Images, of one channel if all are grayscale, else of three; labels; how many of them, the first ones,
+      are for training, None if there is no test set; and class names, sorted.
+
+    Raises:
+      InputError: fewer than two classes, a class without images, images that cannot be read, or a test class
+        that the training set lacks.
+    """
+    # A class may be called "train": the training set has folders in it, a class has images.
+    train_root = root / "train" if _folders(root / "train") else root
+    test_root = root / "test"
+    class_names = tuple(folder.name for folder in _folders(train_root))
+    if len(class_names) < 2:
+        raise InputError(
+            f"{train_root} has {len(class_names)} class folders ({', '.join(class_names) or 'none'}); "
+            "expected at least 2 with images in them, such as FOLDER/cat/1.png and FOLDER/dog/1.png."
+        )
+    train = _list_images(train_root, class_names)
+    test = _list_images(test_root, class_names) if train_root != root and _folders(test_root) else []
+    images = _read_images([path for path, _ in train + test], size)
+    labels = np.array([label for _, label in train + test], np.int32)
+    return images, labels, len(train) if test else None, class_names
+
+
+def _folders(root: Path) -> list[Path]:
+    """The folders in `root`, sorted by name; none if it is not a folder."""
+    paths = root.iterdir() if root.is_dir() else ()
+    return sorted(path for path in paths if path.is_dir() and not path.name.startswith("."))
+
+
+def _list_images(root: Path, class_names: Sequence[str]) -> list[tuple[Path, int]]:
+    """Path and label of every image under `root`."""
+    found = []
+    for folder in _folders(root):
+        if folder.name not in class_names:
+            raise InputError(f"{folder} is not a class of the training set; its classes are {', '.join(class_names)}.")
+        visible = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+        paths = [path for path in visible if path.suffix.lower() in _SUFFIXES]
+        if not paths:
+            raise InputError(f"{folder} has no images; expected files ending in {', '.join(_SUFFIXES)}.")
+        found += [(path, class_names.index(folder.name)) for path in paths]
+    return found
+
+
+def _read_images(paths: Sequence[Path], size: int) -> UInt8[np.ndarray, "n {size} {size} channels"]:
+    with ThreadPoolExecutor() as pool:
+        results = pool.map(lambda path: _read_image(path, size), paths)
+        images = list(tqdm(results, desc="reading images", total=len(paths), disable=None))
+    unreadable = [str(path) for path, image in zip(paths, images, strict=True) if image is None]
+    if unreadable:
+        shown = ", ".join(unreadable[:3]) + (", ..." if len(unreadable) > 3 else "")
+        raise InputError(f"{len(unreadable)} of {len(paths)} images cannot be read: {shown}. Repair or remove them.")
+    channels = max(image.shape[-1] for image in images)
+    return np.stack([np.broadcast_to(image, (size, size, channels)) for image in images])
+
+
+def _read_image(path: Path, size: int) -> UInt8[np.ndarray, "{size} {size} channels"] | None:
+    """One image, of 1 or 3 channels; None if it cannot be read."""
+    try:
+        image = upright(path)
+    except InputError:
+        return None
+    return np.asarray(image.resize((size, size), Image.Resampling.BILINEAR)).reshape(size, size, -1)

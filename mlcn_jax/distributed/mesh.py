@@ -1,0 +1,182 @@
+"""Where a model runs: a mesh of devices over the batch and over the lanes, and what lies on which device.
+
+Placement decides where something is computed, never what: parameters, loss and gradients are those of one device.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn.model import ModelSpec
+
+DATA_AXIS = "data"
+LANE_AXIS = "lane"
+
+
+def make_mesh(data: int, lane: int) -> Mesh | None:
+    """A mesh of `data` times `lane` devices; None for one device, which needs no mesh.
+
+    Raises:
+      InputError: there are fewer devices.
+    """
+    devices = take_devices(data, lane, jax.devices())
+    if data * lane == 1:
+        return None
+    types = (AxisType.Auto, AxisType.Auto)
+    return jax.make_mesh((data, lane), (DATA_AXIS, LANE_AXIS), types, devices=devices)
+
+
+def take_devices(data: int, lane: int, present: Sequence[jax.Device]) -> list[jax.Device]:
+    """The first `data` times `lane` of the devices present.
+
+    Raises:
+      InputError: there are fewer, or a process would be left without one.
+    """
+    if data * lane > len(present):
+        raise InputError(
+            f"parallel.data={data} times parallel.lane={lane} asks for {data * lane} devices, and there are "
+            f"{len(present)} ({present[0].device_kind}): ask for fewer, add processes (parallel.processes), or, to try "
+            f"it on a CPU, set JAX_NUM_CPU_DEVICES={data * lane}"
+        )
+    if jax.process_count() > 1 and data * lane != len(present):
+        raise InputError(
+            f"parallel.data={data} times parallel.lane={lane} is {data * lane}, and the {jax.process_count()} "
+            f"processes have {len(present)} devices together: every device of every process must have its share"
+        )
+    return list(present[: data * lane])
+
+
+def check_split(spec: ModelSpec, batch_size: int, data: int, lane: int) -> None:
+    """Raises InputError, naming the nearest that would do, where a mesh divides the batch or the lanes unevenly."""
+    if batch_size % data:
+        raise InputError(
+            f"parallel.data={data} does not divide train.batch_size={batch_size}: use parallel.data="
+            f"{_nearest_divisor(batch_size, data)} or a batch of {max(1, round(batch_size / data)) * data}"
+        )
+    counts = [group.count for group in spec.lane_groups]
+    if lane > 1 and not counts:
+        raise InputError(f"CapsNet has no lanes to spread over parallel.lane={lane} devices: use parallel.data")
+    uneven = [str(group) for group in spec.lane_groups if group.count % lane]
+    if uneven:
+        raise InputError(
+            f"parallel.lane={lane} does not divide {', '.join(uneven)}: a mesh needs as many equal lanes on every "
+            f"device. Use parallel.lane={_nearest_divisor(math.gcd(*counts), lane)}, another number of lanes, or "
+            "parallel.plan=stacks, which places lanes one by one"
+        )
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))
+
+
+def lane_axis(mesh: Mesh | None) -> str:
+    """The axis that the modules of `model` gather over; empty where the lanes lie on one device."""
+    return LANE_AXIS if mesh is not None and mesh.shape[LANE_AXIS] > 1 else ""
+
+
+def state_specs(tree: Any, lane: int) -> Any:
+    """How parameters, or a state made like them, lie over `lane` devices: a `PartitionSpec` for each array.
+
+    Lanes lie along their first axis. Dense layers of the decoder whose units the lane axis divides are split by units.
+    All else is on every device.
+    """
+
+    def spec_of(path, leaf) -> PartitionSpec:
+        names = {key.key for key in path if isinstance(key, jax.tree_util.DictKey)}
+        if lane == 1 or not leaf.ndim:
+            return PartitionSpec()
+        if "encoder" in names:
+            return PartitionSpec(LANE_AXIS)
+        if "decoder" in names and leaf.shape[-1] % lane == 0:
+            return PartitionSpec(*[None] * (leaf.ndim - 1), LANE_AXIS)
+        return PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(spec_of, tree)
+
+
+def place_state(mesh: Mesh | None, tree: Any) -> Any:
+    """Puts parameters, or a state made like them, where they belong; every process gives all of it."""
+    if mesh is None:
+        return jax.device_put(tree)
+    return jax.tree.map(lambda spec, leaf: _place(mesh, spec, leaf), state_specs(tree, mesh.shape[LANE_AXIS]), tree)
+
+
+def place_batch(mesh: Mesh | None, batch: Any) -> Any:
+    """Puts arrays whose first axis is the batch where they belong; every process gives all of it."""
+    if mesh is None:
+        return jax.device_put(batch)
+    return jax.tree.map(lambda leaf: _place(mesh, PartitionSpec(DATA_AXIS), leaf), batch)
+
+
+def _place(mesh: Mesh, spec: PartitionSpec, leaf: Any) -> Array:
+    sharding = NamedSharding(mesh, spec)
+    if sharding.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    host = np.asarray(leaf)
+    mine = sharding.addressable_devices_indices_map(host.shape)
+    shards = [jax.device_put(host[index], device) for device, index in mine.items()]
+    return jax.make_array_from_single_device_arrays(host.shape, sharding, shards)
+
+
+def to_host(tree: Any) -> Any:
+    """Whole arrays in this process's memory, perhaps sharing it with `tree`; every process must call it."""
+
+    def fetch(leaf) -> np.ndarray:
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
+            leaf = jax.jit(lambda x: x, out_shardings=everywhere)(leaf)
+            leaf = leaf.addressable_data(0)
+        return jax.device_get(leaf)
+
+    return jax.tree.map(fetch, tree)
+
+
+def mean_over(mesh: Mesh | None, function: Callable) -> Callable:
+    """`function(params, images, labels, key)`, whose results are means over the batch, as one over a mesh.
+
+    On each device it sees that device's share of the lanes and of the batch, and gathers what it needs over
+    `lane_axis`. Devices of one lane axis arrive at the same results, of which each counts for its share: so the
+    gradient of a gather is one sum of what the devices that used it found.
+    """
+    return _over(mesh, function, lax.pmean)
+
+
+def sum_over(mesh: Mesh | None, function: Callable) -> Callable:
+    """As `mean_over`, of a function whose results are sums over the batch."""
+
+    def add(results, axes):
+        times = 1 if mesh is None else mesh.shape[LANE_AXIS]  # so often is each sum found
+        return jax.tree.map(lambda x: x / times, lax.psum(results, axes))
+
+    return _over(mesh, function, add)
+
+
+def _over(mesh: Mesh | None, function: Callable, reduce: Callable) -> Callable:
+    if mesh is None:
+        return function
+    axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
+
+    def vary(x, spec):
+        """As a value that may differ on every device, so that its gradients are added up over all that used it."""
+        missing = tuple(axis for axis in axes if axis not in spec)
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    def over_mesh(params, images, *rest):
+        batch = PartitionSpec(DATA_AXIS) if DATA_AXIS in axes else PartitionSpec()
+        others = [batch if leaf.shape[:1] == images.shape[:1] else PartitionSpec() for leaf in rest]
+        in_specs = (state_specs(params, mesh.shape[LANE_AXIS]), batch, *others)
+
+        def on_a_device(*args):
+            return reduce(function(*jax.tree.map(vary, args, in_specs)), axes)
+
+        mapped = jax.shard_map(on_a_device, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec())
+        return mapped(params, images, *rest)
+
+    return over_mesh

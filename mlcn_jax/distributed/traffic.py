@@ -1,0 +1,58 @@
+"""Bytes that cross between the devices of a mesh, counted beforehand and in a compiled program."""
+
+import dataclasses
+import math
+import re
+
+import jax
+from jax.sharding import PartitionSpec
+
+from mlcn_jax.distributed import mesh as mesh_lib
+from mlcn_jax.nn.model import ModelSpec, init_params
+
+
+def exchanged_bytes(spec: ModelSpec, batch_size: int, data: int, lane: int) -> dict[str, int]:
+    """Bytes of all arrays that a training step on a mesh gathers, scatters and reduces, on each device, by collective.
+
+    Over `lane` devices: the class capsules and the decoder's activations, gathered forward and, in the transpose of
+    that, their gradients summed and scattered backward; the gradients of what is not split, summed. Over `data`: all
+    gradients, summed. And the scalars: loss, its two parts, accuracy, and a share of the gradient's norm for each array
+    that is split. Equal to what `collective_bytes` finds in the compiled program.
+    """
+    if spec.lane_routing == "published" and spec.lane_groups:
+        spec = dataclasses.replace(spec, prior_bias=False)  # it has no gradient then (`capsules.single_capsule`)
+    params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
+    layout = jax.tree.leaves(mesh_lib.state_specs(params, lane), is_leaf=lambda x: isinstance(x, PartitionSpec))
+    split = [any(spec_of) for spec_of in layout]
+    whole = [leaf.size for leaf in jax.tree.leaves(params)]
+    sizes = [size // (lane if is_split else 1) for size, is_split in zip(whole, split, strict=True)]
+    reduced = 4 + sum(split)
+    if data > 1:
+        reduced += sum(sizes)
+    elif lane > 1:
+        reduced += sum(size for size, is_split in zip(sizes, split, strict=True) if not is_split)
+    gathered = 0
+    if lane > 1:
+        layers = [size for size in (*spec.decoder, math.prod(spec.image_shape)) if size % lane == 0]
+        num_lanes = sum(group.count for group in spec.lane_groups)
+        gathered = batch_size // data * (num_lanes * spec.num_classes + sum(layers))
+    return {"all-gather": 4 * gathered, "reduce-scatter": 4 * gathered, "all-reduce": 4 * reduced}
+
+
+def collective_bytes(compiled_text: str) -> dict[str, int]:
+    """Bytes of all arrays that a compiled program (`compiled.as_text()`) gathers, scatters and reduces, by collective.
+
+    Counted whole: what a gather returns, what a scatter takes. Other collectives are listed where there are any.
+    """
+    totals = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
+    pattern = r" = (\(.*?\)|\S+) (all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(?:-start)?\((.*)"
+    for shapes, name, rest in re.findall(pattern, compiled_text):
+        size = 0
+        for kind, bits, dims in re.findall(r"\b([a-z]+)(\d+)\[([\d,]*)\]", shapes):
+            del kind
+            size += int(bits) // 8 * math.prod(int(n) for n in dims.split(",") if n)
+        if name == "reduce-scatter":
+            group = re.search(r"replica_groups=\{\{([\d,]+)\}", rest)
+            size *= len(group.group(1).split(",")) if group else 1
+        totals[name] = totals.get(name, 0) + size
+    return totals

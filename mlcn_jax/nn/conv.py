@@ -1,0 +1,275 @@
+"""Convolutions in forms that stay fast with many lanes on one device.
+
+XLA turns a convolution that is vmapped over its kernels into a grouped convolution, which is slow on every
+backend, and on a CPU its strided input gradient is slow even for one lane. There are three forms:
+
+* `native` is XLA's own; on a CPU lane by lane, with its input gradient made otherwise. Best on a CPU for small
+  kernels between many channels, and for a few images.
+
+* `im2col` copies what each output pixel sees into a row and multiplies once. Best where that is little, as in
+  the first convolution of a lane, which reads the image.
+* `fourier` multiplies spectra (`conv_fourier`). Best for large kernels between many channels.
+
+Every function is written for one lane; the caller vmaps.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import conv_spectral
+
+# Limits of `choose` on a CPU, from benchmarks/conv_algorithms.py on 2 cores with AVX-512.
+_FOURIER_MIN_BATCH = 8  # below, transforming the kernel costs more than the rest
+_FOURIER_MIN_TAPS = 25
+_FEW_CHANNELS = 8  # below, XLA's convolutions are slow
+_IM2COL_MAX_ENTRIES = 2**28  # the copied windows take 1 GiB in float32
+
+
+def conv2d(x: Array, kernel: Array, *, stride: int = 1, padding: str = "VALID", algorithm: str = "auto") -> Array:
+    """Two-dimensional cross-correlation, differentiable in both arguments.
+
+    Args:
+      x: [batch, height, width, channels in].
+      kernel: [kernel height, kernel width, channels in, channels out], of the type of x.
+      stride: step between output pixels, on both axes.
+      padding: "VALID" or "SAME" (as in TensorFlow: an odd row or column is added at the end).
+      algorithm: a key of `ALGORITHMS`, or "auto" for the one that `choose` names.
+
+    Returns:
+      [batch, output height, output width, channels out], of the type of x; products add up in float32.
+
+    Raises:
+      InputError: the algorithm is unknown or cannot do this shape, the padding is unknown, or the kernel
+        is larger than the image.
+    """
+    outputs = _num_outputs(x.shape, kernel.shape, stride, padding)
+    if algorithm == "auto":
+        algorithm = _chosen(x.shape, kernel.shape, stride, padding)
+    able = [n for n in ALGORITHMS if n != "fourier" or conv_spectral.can_do(outputs, kernel.shape, stride)]
+    if algorithm not in able:
+        raise InputError(
+            f"algorithm {algorithm!r} cannot convolve x {x.shape} with kernel {kernel.shape}, "
+            f"stride {stride}, padding {padding}: use {', '.join(able)} or auto"
+        )
+    pads = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], (stride, stride), padding)
+    return ALGORITHMS[algorithm](x, kernel, stride, pads)
+
+
+def choose(backend: str, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], stride: int, padding: str) -> str:
+    """The algorithm for a shape: a fixed rule from measurements, so that runs can be repeated exactly.
+
+    Only the rule for CPUs was measured (`benchmarks/conv_algorithms.py`); elsewhere products are taken over
+    grouped convolutions untimed.
+    """
+    outputs = _num_outputs(x_shape, kernel_shape, stride, padding)
+    batch, taps, channels = x_shape[0], math.prod(kernel_shape[:2]), kernel_shape[2]
+    if backend == "cpu" and channels >= _FEW_CHANNELS:
+        large = batch >= _FOURIER_MIN_BATCH and taps >= _FOURIER_MIN_TAPS
+        return "fourier" if large and conv_spectral.can_do(outputs, kernel_shape, stride) else "native"
+    entries = batch * math.prod(outputs) * taps * channels
+    return "im2col" if entries <= _IM2COL_MAX_ENTRIES else "native"
+
+
+_CHOICES: ContextVar[dict[str, str] | None] = ContextVar("choices", default=None)
+
+
+@contextlib.contextmanager
+def choices(table: dict[str, str]) -> Iterator[None]:
+    """While active, "auto" takes its algorithms from `table`, and adds to it those that `choose` names.
+
+    Kept with a checkpoint, the table makes a resumed run compute the same bits although `choose` has changed.
+    """
+    token = _CHOICES.set(table)
+    try:
+        yield
+    finally:
+        _CHOICES.reset(token)
+
+
+_BATCH: ContextVar[int] = ContextVar("batch", default=0)
+
+
+@contextlib.contextmanager
+def any_batch_as(batch_size: int) -> Iterator[None]:
+    """While active, "auto" takes the algorithms for so many images, where the batch is traced as a symbol."""
+    token = _BATCH.set(batch_size)
+    try:
+        yield
+    finally:
+        _BATCH.reset(token)
+
+
+def _chosen(x_shape, kernel_shape, stride, padding):
+    backend, table = conv_spectral.platform(), _CHOICES.get()
+    if _BATCH.get():
+        x_shape = (_BATCH.get(), *x_shape[1:])
+    sizes = ("x".join(map(str, shape)) for shape in (x_shape, kernel_shape))
+    key = " ".join((backend, *sizes, f"stride {stride}", padding))
+    name = table.get(key) if table is not None else None
+    if name is None:
+        name = choose(backend, x_shape, kernel_shape, stride, padding)
+        if table is not None:
+            table[key] = name
+    return name
+
+
+def lane_convs(
+    x: Array, kernel1: Array, bias1: Array, kernel2: Array, bias2: Array, *, algorithm: str = "auto"
+) -> Array:
+    """A lane's two convolutions: conv2d, bias, relu, conv2d with stride 2, bias; no padding.
+
+    The same as two calls of `conv2d`, but where "auto" means `fourier` for the second, the map between the
+    two is made in the layout of the spectral products and stays in it, forward and backward.
+
+    Args:
+      x: [batch, height, width, channels].
+      kernel1: [k, k, channels, features]; bias1: [features].
+      kernel2: [k, k, features, channels out]; bias2: [channels out].
+      algorithm: as for `conv2d`, for both.
+
+    Returns:
+      [batch, output height, output width, channels out].
+
+    Raises:
+      InputError: as `conv2d`.
+    """
+    size = _num_outputs(x.shape, kernel1.shape, 1, "VALID")
+    middle = (x.shape[0], *size, bias1.size)
+    if algorithm != "auto" or _chosen(middle, kernel2.shape, 2, "VALID") != "fourier":
+        h = jax.nn.relu(conv2d(x, kernel1, algorithm=algorithm) + bias1[None, None, None])
+        y = conv2d(h, kernel2, stride=2, algorithm=algorithm) + bias2[None, None, None]
+        return conv_spectral.keep(h, y)
+    spans = conv_spectral.spans_of(_num_outputs(middle, kernel2.shape, 2, "VALID"), kernel2.shape, 2)
+    taps = kernel1.shape[:2]
+    x = conv_spectral.crop_or_pad(x, ((0, 0), (0, 0)), [2 * s.points + k - 1 for s, k in zip(spans, taps, strict=True)])
+    windows = _windows(tuple(k + 1 for k in taps), 2, x)
+    y = conv_spectral.relu_then_correlate(spans, windows, kernel1, bias1, kernel2)
+    return y + bias2[None, None, None]
+
+
+@lru_cache
+def compiler_options(backend: str) -> dict[str, str]:
+    """Options for `jax.jit(compiler_options=...)` that speed these products up; {} where there are none.
+
+    On CPUs, XLA's library YNN then computes a chain of products, biases and relus at once, in place of one
+    after the other with the results between them in memory.
+    """
+    if backend != "cpu":
+        return {}
+    options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
+    try:
+        with jax.default_device(jax.devices(backend)[0]):
+            jax.jit(lambda: jnp.zeros(()), compiler_options=options).lower().compile()
+    except Exception:  # jaxlib versions raise different types for an option that they do not know
+        return {}
+    return options
+
+
+def _num_outputs(x_shape, kernel_shape, stride, padding):
+    if padding not in ("VALID", "SAME"):
+        raise InputError(f"padding {padding!r} is unknown: use VALID or SAME")
+    sizes, taps = x_shape[1:3], kernel_shape[:2]
+    if padding == "SAME":
+        return tuple(-(-n // stride) for n in sizes)
+    if any(k > n for n, k in zip(sizes, taps, strict=True)):
+        raise InputError(f"a kernel of {tuple(taps)} is larger than the image of {tuple(sizes)}")
+    return tuple((n - k) // stride + 1 for n, k in zip(sizes, taps, strict=True))
+
+
+def _native(x, kernel, stride, pads):
+    convolve = _cpu_convolve if conv_spectral.platform() == "cpu" else _convolve
+    return convolve(stride, tuple(pads), x, kernel)
+
+
+def _convolve(stride, pads, x, kernel):
+    layout = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, kernel, (stride, stride), pads, dimension_numbers=layout)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _cpu_convolve(stride, pads, x, kernel):
+    """XLA's convolution, lanes in turn; its input gradient on a CPU is 50 times slower than the one below."""
+    return conv_spectral.lanes_in_turn(partial(_convolve, stride, pads))(x, kernel)
+
+
+def _cpu_convolve_fwd(stride, pads, x, kernel):
+    return _cpu_convolve(stride, pads, x, kernel), (x, kernel)
+
+
+def _cpu_convolve_bwd(stride, pads, saved, g):
+    def one_lane(x, kernel, g):
+        taps = kernel.shape[:2]
+        (dkernel,) = jax.vjp(partial(_convolve, stride, pads, x), kernel)[1](g)
+        if stride == 1:
+            pads_of_g = [(k - 1 - lo, k - 1 - hi) for k, (lo, hi) in zip(taps, pads, strict=True)]
+            return _convolve(1, pads_of_g, g, kernel[::-1, ::-1].transpose(0, 1, 3, 2)), dkernel
+        (top, bottom), (left, right) = pads
+        rows = []
+        for row in kernel:
+            seen = conv_spectral.matmul(g, row.reshape(-1, row.shape[-1]).T).reshape(*g.shape[:3], *row.shape[:2])
+            rows.append(_overlap_add(jnp.moveaxis(seen, 3, 0), 2, stride, left + x.shape[2] + right))
+        dx = _overlap_add(rows, 1, stride, top + x.shape[1] + bottom)
+        return dx[:, top : top + x.shape[1], left : left + x.shape[2]], dkernel
+
+    return conv_spectral.lanes_in_turn(one_lane)(*saved, g)
+
+
+_cpu_convolve.defvjp(_cpu_convolve_fwd, _cpu_convolve_bwd)
+
+
+def _im2col(x, kernel, stride, pads):
+    x = conv_spectral.crop_or_pad(x, pads, [n + sum(pad) for n, pad in zip(x.shape[1:3], pads, strict=True)])
+    windows = _windows(kernel.shape[:2], stride, x)
+    return conv_spectral.matmul(windows, kernel.reshape(-1, kernel.shape[-1]))
+
+
+ALGORITHMS: dict[str, Callable[..., Array]] = {
+    "native": _native,
+    "im2col": _im2col,
+    "fourier": conv_spectral.conv2d,
+}
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _windows(taps, stride, x):
+    """x [batch, h, w, c] -> [batch, outputs, outputs, taps * taps * c]: what each output pixel sees."""
+    batch, _, width, channels = x.shape
+    oh, ow = _num_outputs(x.shape, taps, stride, "VALID")
+    i, j, p, q, c = np.ogrid[:oh, :ow, : taps[0], : taps[1], :channels]
+    index = (((stride * i + p) * width + stride * j + q) * channels + c).reshape(oh, ow, -1)
+    return x.reshape(batch, -1).at[:, index].get(mode="promise_in_bounds")
+
+
+def _windows_fwd(taps, stride, x):
+    return _windows(taps, stride, x), x.shape
+
+
+def _windows_bwd(taps, stride, shape, g):
+    """Adds up what came from the same pixel, by columns and then by rows (a scatter would be slow)."""
+    _, height, width, channels = shape
+    g = g.reshape(*g.shape[:3], *taps, channels)
+    g = _overlap_add(jnp.moveaxis(g, 4, 0), 2, stride, width)
+    return (_overlap_add(jnp.moveaxis(g, 3, 0), 1, stride, height),)
+
+
+def _overlap_add(parts, axis, stride, size):
+    """The sum of parts[p], stretched along an axis by the stride and moved by p, in an array of that size."""
+    zero = jnp.zeros((), parts[0].dtype)
+    total = zero
+    for p, part in enumerate(parts):
+        pads = [(0, 0, 0)] * part.ndim
+        pads[axis] = (p, size - p - stride * (part.shape[axis] - 1) - 1, stride - 1)
+        total += lax.pad(part, zero, pads)
+    return total
+
+
+_windows.defvjp(_windows_fwd, _windows_bwd)

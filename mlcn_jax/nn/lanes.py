@@ -1,0 +1,266 @@
+"""Lanes: what one is, how a list of them is written, and equal ones run as a group under vmap.
+
+A lane is a pure function from images to one number per class. Lanes share no parameters and no
+activations: a group of equal lanes is `jax.vmap` of one lane over stacked parameters.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import capsules, conv
+
+PRIMARY_DIM = 8
+LANE_ROUTINGS = ("published", "per_class")
+_glorot = nn.initializers.glorot_uniform()
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneSpec:
+    """What one lane is: `kind` is a key of `LANE_KINDS`; `width` and `depth` are method-defined integers >= 1.
+
+    Cost grows linearly with depth and about quadratically with width.
+    """
+
+    kind: str
+    width: int
+    depth: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.kind}:w{self.width}d{self.depth}"
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneGroup:
+    """`count` equal lanes, run as one vmapped function."""
+
+    spec: LaneSpec
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.spec}*{self.count}"
+
+    @property
+    def name(self) -> str:
+        """Key of the group's stacked parameters, such as `mlcn1_w4d1`."""
+        return str(self.spec).replace(":", "_")
+
+
+def parse_lanes(text: str) -> tuple[LaneGroup, ...]:
+    """Reads a list of lanes such as `"mlcn1:w4*8"` or `"mlcn1:w2d1*2, mlcn2:w4d3"`.
+
+    Each entry is `KIND:wWIDTH[dDEPTH][*COUNT]`; depth and count are 1 where left out. Equal lanes are joined
+    into one group, at the place of the first of them.
+
+    Raises:
+      InputError: the text is not such a list; the message points at the place.
+
+    >>> [str(group) for group in parse_lanes("mlcn1:w4*2, mlcn2:w1d3, mlcn1:w4")]
+    ['mlcn1:w4d1*3', 'mlcn2:w1d3*1']
+    """
+    counts: dict[LaneSpec, int] = {}
+    start = 0
+    for entry in text.split(","):
+        spec, count = _parse_entry(text, entry, start)
+        counts[spec] = counts.get(spec, 0) + count
+        start += len(entry) + 1
+    return tuple(LaneGroup(spec, count) for spec, count in counts.items())
+
+
+def _parse_entry(text: str, entry: str, start: int) -> tuple[LaneSpec, int]:
+    position = len(entry) - len(entry.lstrip())
+    entry = entry.rstrip()
+
+    def take(pattern: str, expected: str) -> str:
+        nonlocal position
+        match = re.compile(pattern).match(entry, position)
+        if match is None:
+            pointer = " " * (start + position) + "^"
+            raise InputError(
+                f"model.lanes: expected {expected} at character {start + position + 1}\n"
+                f"  {text}\n  {pointer}\n"
+                "a list of lanes looks like mlcn1:w4*8 or mlcn1:w2d1*2,mlcn2:w4d3 (KIND:wWIDTHdDEPTH*COUNT)"
+            )
+        position = match.end()
+        return match.group()
+
+    known = sorted(LANE_KINDS, key=len, reverse=True)
+    kind = take("(?:" + "|".join(known) + ")(?![A-Za-z0-9_])", "a lane kind (" + ", ".join(LANE_KINDS) + ")")
+    take(":", "':'")
+    take("w", "'w' and a width")
+    width = int(take("[1-9][0-9]*", "a width of 1 or more"))
+    depth = count = 1
+    if entry[position : position + 1] == "d":
+        take("d", "'d'")
+        depth = int(take("[1-9][0-9]*", "a depth of 1 or more"))
+    if entry[position : position + 1] == "*":
+        take(r"\*", "'*'")
+        count = int(take("[1-9][0-9]*", "a count of 1 or more"))
+    take("$", "'d' and a depth, '*' and a count, ',' or the end")
+    return LaneSpec(kind, width, depth), count
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneSettings:
+    """What all lanes of a model have in common.
+
+    Attributes:
+      num_classes: classes K; a lane returns K numbers per image.
+      lane_routing: `published`, one output capsule of K dimensions, or `per_class`, K capsules of one dimension.
+      num_routing_iters: routing iterations; changes nothing under `published`.
+      prior_bias: trainable start value of the routing logits; counted but without effect under `published`.
+      signed_pixels: whether the first convolution reads pixels in [-1, 1] (`first_input`).
+      dtype: type of the convolutions and matrix products.
+      conv_algorithm: a key of `conv.ALGORITHMS`, or `auto`.
+    """
+
+    num_classes: int
+    lane_routing: str = "published"
+    num_routing_iters: int = 3
+    prior_bias: bool = True
+    signed_pixels: bool = False
+    dtype: DTypeLike = jnp.float32
+    conv_algorithm: str = "auto"
+
+
+class ConvParams(nn.Module):
+    """Kernel and bias of a convolution: Glorot-uniform and zero, as Keras starts them."""
+
+    shape: tuple[int, int, int, int]
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self) -> tuple[Float[Array, "kh kw cin cout"], Float[Array, " cout"]]:
+        kernel = self.param("kernel", _glorot, self.shape)
+        bias = self.param("bias", nn.initializers.zeros, self.shape[-1:])
+        return kernel.astype(self.dtype), bias.astype(self.dtype)
+
+
+class JointConvParams(nn.Module):
+    """Kernel and bias of a 1x1 separable convolution and the 9x9 one after it, joined into one 9x9 convolution.
+
+    There is no activation between the two, so their product is a convolution that reads the image's few channels
+    in place of the `middle` features in between: the same function of the same parameters for less work.
+    """
+
+    channels: int
+    middle: int
+    features: int
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self) -> tuple[Float[Array, "9 9 cin cout"], Float[Array, " cout"]]:
+        depthwise = self.param("depthwise", nn.initializers.ones, (self.channels,))
+        pointwise = self.param("pointwise", _glorot, (self.channels, self.middle))
+        pointwise_bias = self.param("pointwise_bias", nn.initializers.zeros, (self.middle,))
+        kernel = self.param("kernel", _glorot, (9, 9, self.middle, self.features))
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        joint_kernel = jnp.einsum("cm,hwmo->hwco", depthwise[:, None] * pointwise, kernel)
+        joint_bias = bias + jnp.einsum("m,hwmo->o", pointwise_bias, kernel)
+        return joint_kernel.astype(self.dtype), joint_bias.astype(self.dtype)
+
+
+def _mlcn1(images: Array, spec: LaneSpec, settings: LaneSettings) -> Array:
+    shape = (9, 9, images.shape[-1], 16 * spec.width)
+    return _primary_features(images, ConvParams(shape, settings.dtype, name="conv1")(), spec, settings)
+
+
+def _mlcn2(images: Array, spec: LaneSpec, settings: LaneSettings) -> Array:
+    first = JointConvParams(images.shape[-1], 4 * spec.width, 8 * spec.width, settings.dtype, name="conv1")
+    return _primary_features(images, first(), spec, settings)
+
+
+def _primary_features(
+    images: Array, first: tuple[Array, Array], spec: LaneSpec, settings: LaneSettings
+) -> Float[Array, "batch h w filters"]:
+    """The first convolution, the layers that depth adds, and the one that makes 2 * width capsules at each place."""
+    features = first[0].shape[-1]
+    shape = (9, 9, features, 2 * spec.width * PRIMARY_DIM)
+    primary = ConvParams(shape, settings.dtype, name="primary")()
+    algorithm = settings.conv_algorithm
+    if spec.depth == 1:
+        return conv.lane_convs(images, *first, *primary, algorithm=algorithm)
+    x = nn.relu(conv.conv2d(images, first[0], algorithm=algorithm) + first[1][None, None, None])
+    for i in range(1, spec.depth):
+        kernel, bias = ConvParams((3, 3, features, features), settings.dtype, name=f"deep{i}")()
+        x = nn.relu(conv.conv2d(x, kernel, padding="SAME", algorithm=algorithm) + bias[None, None, None])
+    return conv.conv2d(x, primary[0], stride=2, algorithm=algorithm) + primary[1][None, None, None]
+
+
+# A lane kind turns [batch, height, width, channels] images into [batch, h, w, n * PRIMARY_DIM] features, which become
+# the lane's primary capsules. It is one function (images, spec, settings) that declares its parameters as Linen
+# modules, and one line here.
+LANE_KINDS: dict[str, Callable[[Array, LaneSpec, LaneSettings], Array]] = {"mlcn1": _mlcn1, "mlcn2": _mlcn2}
+
+
+def first_input(
+    images: Float[Array, "batch h w channels"], signed: bool, dtype: DTypeLike
+) -> Float[Array, "batch h w channels"]:
+    """Images as the first convolution reads them: pixels in [0, 1], as published, or where `signed` in [-1, 1]."""
+    return (2.0 * images - 1.0 if signed else images).astype(dtype)
+
+
+def primary_capsules(
+    features: Float[Array, "batch h w filters"], capsule_dim: int = PRIMARY_DIM
+) -> Float[Array, "batch capsules dim"]:
+    """Cuts the filters of each place into capsules and squashes them."""
+    return capsules.squash(features.reshape(features.shape[0], -1, capsule_dim))
+
+
+class Lane(nn.Module):
+    """One lane: images to one number per class, as a pure function of its parameters.
+
+    Call `Lane(spec, settings).init(key, images)["params"]` and `.apply({"params": params}, images)`.
+    """
+
+    spec: LaneSpec
+    settings: LaneSettings
+
+    @nn.compact
+    def __call__(self, images: Float[Array, "batch h w channels"]) -> Float[Array, "batch classes"]:
+        s = self.settings
+        u = primary_capsules(LANE_KINDS[self.spec.kind](first_input(images, s.signed_pixels, s.dtype), self.spec, s))
+        num_primary = u.shape[1]
+        weights = self.param("capsule_weights", _glorot, (num_primary, PRIMARY_DIM, s.num_classes))
+        weights = weights.astype(s.dtype)
+        num_output = s.num_classes if s.lane_routing == "per_class" else 1
+        prior_bias = None
+        if s.prior_bias:
+            prior_bias = self.param("prior_bias", nn.initializers.zeros, (num_primary, num_output))
+
+        if s.lane_routing == "published":
+            return capsules.single_capsule(u, weights)
+        per_class = weights.transpose(0, 2, 1)[..., None]
+        return capsules.dynamic_routing(u, per_class, s.num_routing_iters, prior_bias)[..., 0]
+
+
+def init_group(
+    key: Array, group: LaneGroup, first_lane: int, settings: LaneSettings, images: Array
+) -> dict[str, Array]:
+    """Parameters of a group, each array with a leading axis of one entry per lane.
+
+    A lane's start values depend on `key` and on its place in the model (`first_lane` plus its place in the
+    group), not on how many lanes the group has.
+    """
+    lane = Lane(group.spec, settings)
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(first_lane + jnp.arange(group.count))
+    return jax.vmap(lambda k: lane.init(k, images)["params"])(keys)
+
+
+def apply_group(
+    params: dict[str, Array], group: LaneGroup, settings: LaneSettings, images: Float[Array, "batch h w c"]
+) -> Float[Array, "batch classes lanes"]:
+    """Columns of a group's lanes: one function, vmapped over the leading axis of `params`."""
+    lane = Lane(group.spec, settings)
+
+    def column(lane_params: dict) -> Array:
+        return lane.apply({"params": lane_params}, images)  # type: ignore[return-value]
+
+    return jax.vmap(column, out_axes=-1)(params)

@@ -1,0 +1,327 @@
+"""CapsNet and MLCN with their decoder, built from a `ModelSpec`.
+
+Modules take a `lane_axis`: inside a `shard_map` over that mesh axis each device holds, and computes, its share of the
+lanes and of the decoder's units. Empty, as everywhere else, there is one share.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import capsules, losses
+from mlcn_jax.nn.conv import ALGORITHMS, lane_convs
+from mlcn_jax.nn.lanes import (
+    LANE_ROUTINGS,
+    ConvParams,
+    LaneGroup,
+    LaneSettings,
+    apply_group,
+    first_input,
+    init_group,
+    parse_lanes,
+    primary_capsules,
+)
+
+MODELS = ("mlcn", "capsnet")
+MARGIN_LOSSES = ("joint", "per_lane")
+COMPUTE_DTYPES = ("float32", "bfloat16")
+_CAPSNET_FILTERS = 256
+_CAPSNET_CLASS_DIM = 16
+_MIN_SIZE = 17  # a 9x9 convolution leaves 9 pixels, a second one with stride 2 leaves 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """Everything that decides what a model computes.
+
+    Attributes:
+      name: `mlcn` or `capsnet`.
+      image_shape: height, width, channels.
+      num_classes: number of classes K.
+      lanes: for `mlcn`, the lanes as text (`lanes.parse_lanes`); empty for `capsnet`.
+      num_routing_iters: iterations of dynamic routing.
+      lane_routing: `published` or `per_class` (`lanes.LaneSettings`).
+      prior_bias: whether routing logits have a trainable start value.
+      decoder: sizes of the decoder's hidden layers.
+      lane_dropout: chance that a lane is left out of the classification loss of a training step.
+      margin_loss: `joint`, of the lengths that all lanes make, as published, or `per_lane` (`classification_loss`).
+      signed_pixels: whether the encoder reads pixels in [-1, 1] instead of [0, 1]; images and reconstructions are in
+        [0, 1] all the same.
+      compute_dtype: type of convolutions and matrix products; norms, softmax and losses stay float32.
+      conv: a key of `conv.ALGORITHMS`, or `auto`.
+
+    Raises:
+      InputError: a value is out of range, unknown, or does not fit the others.
+    """
+
+    name: str
+    image_shape: tuple[int, int, int]
+    num_classes: int
+    lanes: str = ""
+    num_routing_iters: int = 3
+    lane_routing: str = "published"
+    prior_bias: bool = True
+    decoder: tuple[int, ...] = (512, 1024)
+    lane_dropout: float = 0.0
+    margin_loss: str = "joint"
+    signed_pixels: bool = False
+    compute_dtype: str = "float32"
+    conv: str = "auto"
+
+    def __post_init__(self):
+        for field, known in (
+            ("name", MODELS),
+            ("lane_routing", LANE_ROUTINGS),
+            ("margin_loss", MARGIN_LOSSES),
+            ("compute_dtype", COMPUTE_DTYPES),
+            ("conv", ("auto", *ALGORITHMS)),
+        ):
+            value = getattr(self, field)
+            if value not in known:
+                raise InputError(f"model.{field} is {value!r}; it must be one of {', '.join(known)}")
+        height, width, _ = self.image_shape
+        if min(height, width) < _MIN_SIZE:
+            raise InputError(
+                f"images of {height}x{width} pixels are too small for two 9x9 convolutions, the second with "
+                f"stride 2: they need at least {_MIN_SIZE}x{_MIN_SIZE}; for a folder of images set a larger "
+                "--config.data.image_size"
+            )
+        if self.num_classes < 2:
+            raise InputError(f"a classifier needs at least 2 classes, got {self.num_classes}")
+        if self.num_routing_iters < 1:
+            raise InputError(f"model.num_routing_iters is {self.num_routing_iters}; it must be 1 or more")
+        if not 0.0 <= self.lane_dropout < 1.0:
+            raise InputError(f"model.lane_dropout is {self.lane_dropout}; it must be in [0, 1)")
+        if not self.decoder or min(self.decoder) < 1:
+            raise InputError(f"model.decoder is {self.decoder}; it needs one or more sizes of 1 or more")
+        if self.name == "mlcn":
+            parse_lanes(self.lanes)
+            if self.lane_dropout and self.margin_loss == "per_lane":
+                raise InputError(
+                    f"model.lane_dropout is {self.lane_dropout} with model.margin_loss=per_lane, in which each lane "
+                    "learns to classify without the others: leave model.lane_dropout at 0, or take margin_loss=joint"
+                )
+        elif self.lanes or self.lane_dropout or self.margin_loss != "joint":
+            raise InputError(
+                "CapsNet has no lanes: leave model.lanes empty, model.lane_dropout at 0 and model.margin_loss joint"
+            )
+
+    @property
+    def lane_groups(self) -> tuple[LaneGroup, ...]:
+        """The lanes, grouped; empty for CapsNet."""
+        return parse_lanes(self.lanes) if self.name == "mlcn" else ()
+
+    @property
+    def certain_length(self) -> float:
+        """Length of a class capsule that stands for probability 1: sqrt(L) where each of L lanes classifies alone."""
+        return math.sqrt(sum(group.count for group in self.lane_groups)) if self.margin_loss == "per_lane" else 1.0
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.compute_dtype)
+
+    @property
+    def lane_settings(self) -> LaneSettings:
+        return LaneSettings(
+            num_classes=self.num_classes,
+            lane_routing=self.lane_routing,
+            num_routing_iters=self.num_routing_iters,
+            prior_bias=self.prior_bias,
+            signed_pixels=self.signed_pixels,
+            dtype=self.dtype,
+            conv_algorithm=self.conv,
+        )
+
+
+def num_shares(lane_axis: str) -> int:
+    """Devices along the axis over which the lanes are spread; 1 without one."""
+    return lax.axis_size(lane_axis) if lane_axis else 1
+
+
+class CapsNetEncoder(nn.Module):
+    """Images to class capsules of 16 dimensions (Sabour et al. 2017, section 4)."""
+
+    spec: ModelSpec
+
+    @nn.compact
+    def __call__(self, images: Float[Array, "batch h w channels"]) -> Float[Array, "batch classes 16"]:
+        spec = self.spec
+        n = _CAPSNET_FILTERS
+        conv1 = ConvParams((9, 9, images.shape[-1], n), spec.dtype, name="conv1")()
+        primary = ConvParams((9, 9, n, n), spec.dtype, name="primary")()
+        images = first_input(images, spec.signed_pixels, spec.dtype)
+        x = lane_convs(images, *conv1, *primary, algorithm=spec.conv)
+        u = primary_capsules(x)
+        shape = (u.shape[1], spec.num_classes, u.shape[2], _CAPSNET_CLASS_DIM)
+        weights = self.param("capsule_weights", nn.initializers.glorot_uniform(), shape).astype(spec.dtype)
+        prior_bias = None
+        if spec.prior_bias:
+            prior_bias = self.param("prior_bias", nn.initializers.zeros, shape[:2])
+        return capsules.dynamic_routing(u, weights, spec.num_routing_iters, prior_bias)
+
+
+class MLCNEncoder(nn.Module):
+    """Images to class capsules, one dimension from each lane (do Rosario et al. 2019, section III)."""
+
+    spec: ModelSpec
+    lane_axis: str = ""
+
+    @nn.compact
+    def __call__(self, images: Float[Array, "batch h w channels"]) -> Float[Array, "batch classes lanes"]:
+        settings = self.spec.lane_settings
+        shares = num_shares(self.lane_axis)
+        columns, first_lane = [], 0
+        for whole in self.spec.lane_groups:
+            group = dataclasses.replace(whole, count=whole.count // shares)
+            params = self.param(group.name, init_group, group, first_lane, settings, images)
+            columns.append(apply_group(params, group, settings, images))
+            first_lane += group.count
+        v = jnp.concatenate(columns, axis=-1)
+        if not self.lane_axis:
+            return v
+        v = lax.all_gather(v, self.lane_axis, axis=2)  # [batch, classes, shares, lanes of a share]
+        ends = itertools.accumulate(column.shape[-1] for column in columns[:-1])
+        parts = jnp.split(v, list(ends), axis=-1)
+        return jnp.concatenate([part.reshape(*part.shape[:2], -1) for part in parts], axis=-1)
+
+
+class Decoder(nn.Module):
+    """Masked class capsules to an image with pixels in [0, 1] (Sabour et al. 2017, figure 2)."""
+
+    spec: ModelSpec
+    lane_axis: str = ""
+
+    @nn.compact
+    def __call__(self, masked: Float[Array, "batch classes dim"]) -> Float[Array, "batch h w channels"]:
+        x = masked.reshape(masked.shape[0], -1)
+        for i, size in enumerate(self.spec.decoder):
+            x = self._layer(f"hidden{i + 1}", size, nn.relu, x)
+        x = self._layer("pixels", math.prod(self.spec.image_shape), nn.sigmoid, x)
+        return x.reshape(-1, *self.spec.image_shape)
+
+    def _layer(self, name: str, size: int, activation: Callable[[Array], Array], x: Array) -> Array:
+        """A dense layer; a share of its units where the shares divide it, then gathered."""
+        shares = num_shares(self.lane_axis)
+        split = shares > 1 and size % shares == 0
+        glorot = nn.initializers.glorot_uniform()
+        dense = nn.Dense(size // shares if split else size, dtype=self.spec.dtype, kernel_init=glorot, name=name)
+        x = activation(dense(x))
+        return lax.all_gather(x, self.lane_axis, axis=1, tiled=True) if split else x
+
+
+class CapsuleNetwork(nn.Module):
+    """A capsule encoder with its decoder."""
+
+    spec: ModelSpec
+    lane_axis: str = ""
+
+    def setup(self) -> None:
+        is_capsnet = self.spec.name == "capsnet"
+        self.encoder = CapsNetEncoder(self.spec) if is_capsnet else MLCNEncoder(self.spec, self.lane_axis)
+        self.decoder = Decoder(self.spec, self.lane_axis)
+
+    def encode(self, images: Float[Array, "batch h w channels"]) -> Float[Array, "batch classes dim"]:
+        """Class capsules; the length of row k is the probability of class k."""
+        return self.encoder(images)
+
+    def reconstruct(
+        self, class_capsules: Float[Array, "batch classes dim"], classes: Int[Array, " batch"]
+    ) -> Float[Array, "batch h w channels"]:
+        """Images as the decoder sees them in the capsule of each given class."""
+        return self.decoder(capsules.mask_classes(class_capsules, classes))
+
+    def __call__(
+        self, images: Float[Array, "batch h w channels"], classes: Int[Array, " batch"] | None = None
+    ) -> tuple[Float[Array, "batch classes dim"], Float[Array, "batch h w channels"]]:
+        """Class capsules and reconstructions.
+
+        Args:
+          images: pixels in [0, 1].
+          classes: whose capsules to reconstruct from, the true classes in training; None takes the longest.
+        """
+        v = self.encode(images)
+        if classes is None:
+            classes = jnp.argmax(capsules.lengths(v), axis=-1)
+        return v, self.reconstruct(v, classes)
+
+
+def init_params(spec: ModelSpec, key: Array) -> dict:
+    """Start values of all parameters: `{"encoder": ..., "decoder": ...}`."""
+    images = jnp.zeros((1, *spec.image_shape))
+    return CapsuleNetwork(spec).init(key, images, jnp.zeros((1,), jnp.int32))["params"]
+
+
+def apply_model(
+    spec: ModelSpec,
+    params: dict,
+    images: Float[Array, "batch h w channels"],
+    classes: Int[Array, " batch"] | None = None,
+    lane_axis: str = "",
+) -> tuple[Float[Array, "batch classes dim"], Float[Array, "batch h w channels"]]:
+    """`CapsuleNetwork.__call__` as a pure function of its parameters: class capsules and reconstructions."""
+    return CapsuleNetwork(spec, lane_axis).apply({"params": params}, images, classes)  # type: ignore[return-value]
+
+
+def encode(
+    spec: ModelSpec, encoder: dict, images: Float[Array, "batch h w channels"], lane_axis: str = ""
+) -> Float[Array, "batch classes dim"]:
+    """`CapsuleNetwork.encode` as a pure function of the encoder's parameters."""
+    network = CapsuleNetwork(spec, lane_axis)
+    return network.apply({"params": {"encoder": encoder}}, images, method="encode")  # type: ignore[return-value]
+
+
+def reconstruct(
+    spec: ModelSpec,
+    decoder: dict,
+    class_capsules: Float[Array, "batch classes dim"],
+    classes: Int[Array, " batch"],
+    lane_axis: str = "",
+) -> Float[Array, "batch h w channels"]:
+    """`CapsuleNetwork.reconstruct` as a pure function of the decoder's parameters."""
+    network, variables = CapsuleNetwork(spec, lane_axis), {"params": {"decoder": decoder}}
+    return network.apply(variables, class_capsules, classes, method="reconstruct")  # type: ignore[return-value]
+
+
+def classification_loss(
+    spec: ModelSpec, v: Float[Array, "batch classes dim"], labels: Int[Array, " batch"]
+) -> Float[Array, " batch"]:
+    """Margin loss of each image, of the class lengths or of each lane alone, as `spec.margin_loss` says."""
+    if spec.margin_loss == "per_lane":
+        return losses.lane_margin_loss(v, labels)
+    return losses.margin_loss(capsules.lengths(v), labels)
+
+
+def drop_lanes(key: Array, v: Float[Array, "batch classes lanes"], rate: float) -> Float[Array, "batch classes lanes"]:
+    """Zeroes each lane's column for the whole batch with chance `rate` and scales the others by 1 / (1 - rate).
+
+    Only the classification loss sees the result; reconstruction sees all lanes.
+
+    Source: do Rosario 2021 (thesis), chapter 4; drawn per batch as in its public code.
+    """
+    keep = jax.random.bernoulli(key, 1.0 - rate, (v.shape[-1],))
+    return v * (keep / (1.0 - rate)).astype(v.dtype)[None, None]
+
+
+def count_parameters(spec: ModelSpec) -> dict[str, int | list[int]]:
+    """Parameters by part, without computing any: `total`, `decoder`, and `per_lane`, in the order of the lanes.
+
+    >>> count_parameters(ModelSpec("mlcn", (32, 32, 3), 10, lanes="mlcn1:w4*4"))["total"]
+    5250816
+    """
+    params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
+
+    def size(tree) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+    per_lane = []
+    for group in spec.lane_groups:
+        per_lane += [size(params["encoder"][group.name]) // group.count] * group.count
+    return {"total": size(params), "decoder": size(params["decoder"]), "per_lane": per_lane}

@@ -1,0 +1,303 @@
+"""What a computation costs, read from the computation itself."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend import core as jex_core
+from jaxtyping import Array
+
+from mlcn_jax.nn import lanes
+
+_FLOAT_BYTES = 4  # parameters, their gradients and the optimizer's moments are float32 whatever the compute type
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One convolution or matrix product of images with parameters, or with each other. Sizes are numbers of values.
+
+    Attributes:
+      name: its class, such as `conv 3x3`, `conv 9x9 stride 2` or `dot`.
+      after: the class of the layer before it, `images` for the first.
+      flops: forward, per image.
+      inputs, outputs: per image.
+      kernel: parameters; 0 in a product of images with each other.
+    """
+
+    name: str
+    after: str
+    flops: int
+    inputs: int
+    outputs: int
+    kernel: int
+
+    @property
+    def places(self) -> int:
+        """How often an image uses each parameter: the pixels of a convolution's output."""
+        return self.flops // (2 * self.kernel) if self.kernel else 0
+
+    @property
+    def speed_class(self) -> str:
+        """Layers that are alike in speed; a strided one may run together with the one before (`conv.lane_convs`)."""
+        return f"{self.name} after {self.after}" if "stride" in self.name else self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneCost:
+    """What one lane costs, counted from its plain program, whatever algorithms run.
+
+    Attributes:
+      spec, settings, image_shape: of which lane.
+      parameters: their number.
+      layers: in the order in which they run.
+      forward_flops_per_image: of a forward pass.
+      step_flops_per_image: of a forward pass and the gradients of all parameters.
+      fixed_step_flops: of a step whatever its batch: products of parameters alone.
+    """
+
+    spec: lanes.LaneSpec
+    settings: lanes.LaneSettings
+    image_shape: tuple[int, int, int]
+    parameters: int
+    layers: tuple[Layer, ...]
+    forward_flops_per_image: int
+    step_flops_per_image: int
+    fixed_step_flops: int
+
+    @property
+    def activations(self) -> int:
+        """Values per image that the layers compute."""
+        return sum(layer.outputs for layer in self.layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameters and Adam's two moments of each."""
+        return 3 * _FLOAT_BYTES * self.parameters
+
+    def step_flops(self, batch_size: int) -> int:
+        """FLOPs of a training step."""
+        return self.fixed_step_flops + batch_size * self.step_flops_per_image
+
+    def step_bytes(self, batch_size: int) -> int:
+        """Bytes that a training step moves at least.
+
+        Each layer reads inputs and kernel and writes outputs, forward and twice more for the two gradients; Adam reads
+        parameters, gradients and moments and writes all but the gradients.
+        """
+        moved = sum(batch_size * (layer.inputs + layer.outputs) + layer.kernel for layer in self.layers)
+        return 3 * self._item_bytes * moved + 7 * _FLOAT_BYTES * self.parameters
+
+    def held_bytes(self, batch_size: int) -> int:
+        """Bytes of images, activations, parameters, gradients and moments: a training step without its work space."""
+        values = math.prod(self.image_shape) + self.activations
+        return self._item_bytes * batch_size * values + _FLOAT_BYTES * self.parameters + self.state_bytes
+
+    def memory_features(self, batch_size: int) -> dict[str, float]:
+        """Sizes to which the memory of a training step is fitted (`devices.fit_bytes`)."""
+        features: dict[str, float] = {
+            "step": 1,
+            "parameters": self.parameters,
+            "images": batch_size * math.prod(self.image_shape),
+        }
+        for layer in self.layers:
+            for what, size in (
+                ("values", batch_size * (layer.inputs + layer.outputs)),
+                ("places", batch_size * layer.places),
+                ("kernel", layer.kernel),
+            ):
+                key = f"{layer.name} after {layer.after}: {what}"
+                features[key] = features.get(key, 0) + size
+        return features
+
+    @property
+    def _item_bytes(self) -> int:
+        return jnp.dtype(self.settings.dtype).itemsize
+
+
+@functools.lru_cache
+def lane_cost(spec: lanes.LaneSpec, settings: lanes.LaneSettings, image_shape: tuple[int, int, int]) -> LaneCost:
+    """Counts what a lane costs from its traced program with plain (native) convolutions; nothing is compiled or run.
+
+    A new lane kind needs no formula of its own.
+    """
+    lane = lanes.Lane(spec, dataclasses.replace(settings, conv_algorithm="native"))
+    images = [jax.ShapeDtypeStruct((batch, *image_shape), jnp.float32) for batch in (1, 2)]
+    columns = [jax.ShapeDtypeStruct((batch, settings.num_classes), settings.dtype) for batch in (1, 2)]
+    params = jax.eval_shape(lambda key, x: lane.init(key, x)["params"], jax.random.key(0), images[0])
+
+    def forward(params, images):
+        return lane.apply({"params": params}, images)
+
+    def step(params, images, columns):
+        value, vjp = jax.vjp(lambda params: forward(params, images), params)
+        return value, vjp(columns)
+
+    # What grows from one image to two is the image's, the rest is the step's.
+    programs = [jax.make_jaxpr(forward)(params, x).jaxpr for x in images]
+    forward_flops = [_count(program, [True])[0] for program in programs]
+    step_flops = [matmul_flops(step, params, x, g) for x, g in zip(images, columns, strict=True)]
+    return LaneCost(
+        spec=spec,
+        settings=settings,
+        image_shape=image_shape,
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
+        layers=tuple(_layers(*programs)),
+        forward_flops_per_image=forward_flops[1] - forward_flops[0],
+        step_flops_per_image=step_flops[1] - step_flops[0],
+        fixed_step_flops=2 * step_flops[0] - step_flops[1],
+    )
+
+
+def published_seconds(spec: lanes.LaneSpec, slowness: float) -> float:
+    """Cost of a lane on a device by the published formula, `width^2 * depth * slowness`, in units of its own.
+
+    `slowness` is the device's seconds of the tiny network over the fastest device's (`DeviceProfile.slowness`).
+
+    Source: do Rosario 2021 (thesis), chapter 5.
+    """
+    return spec.width**2 * spec.depth * slowness
+
+
+def published_memory_bytes(spec: lanes.LaneSpec) -> float:
+    """Memory of a lane by the published formula, `(width^(depth / 2) * 256 + 1832) MiB`.
+
+    Source: do Rosario 2021 (thesis), chapter 6.
+    """
+    return (spec.width ** (spec.depth / 2) * 256 + 1832) * 2**20
+
+
+def make_lane_step(
+    group: lanes.LaneGroup, settings: lanes.LaneSettings, optimizer: optax.GradientTransformation
+) -> Callable[[tuple, Array, Array], tuple[tuple, Array]]:
+    """A training step of some equal lanes as they run among others: what is measured, and compiled for its memory.
+
+    The function `((params, optimizer state), images, gradients of the columns) -> (state, columns)`, pure and not yet
+    jitted: forward to the columns [batch, classes, lanes], back from their gradients, update.
+    """
+
+    def step(state, images, column_grads):
+        params, optimizer_state = state
+        columns, vjp = jax.vjp(lambda params: lanes.apply_group(params, group, settings, images), params)
+        (grads,) = vjp(column_grads)
+        updates, optimizer_state = optimizer.update(grads, optimizer_state, params)
+        return (optax.apply_updates(params, updates), optimizer_state), columns
+
+    return step
+
+
+def compiled_memory_bytes(compiled: jax.stages.Compiled) -> int:
+    """Peak memory of a compiled program: arguments, outputs and temporaries, less the outputs that reuse arguments."""
+    memory = compiled.memory_analysis()
+    assert memory is not None, "the backend does not tell"
+    return (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        + memory.temp_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
+
+
+def matmul_flops(fn: Callable, *args) -> int:
+    """Floating-point operations in the matrix products and convolutions of `fn(*args)`.
+
+    One multiplication and one addition count as two. Element-wise work (activations, squash, softmax) is left
+    out, as is usual. Counted from the traced program, so a new layer or lane kind needs no formula of its own;
+    nothing is compiled or run, and `args` may be `jax.ShapeDtypeStruct`s. Results that nothing reads, such as
+    the images' gradient in a training step, cost nothing, as XLA leaves them out.
+    """
+    jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
+    return _count(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+def _count(jaxpr, read: list[bool]) -> tuple[int, list[bool]]:
+    """FLOPs of a program of whose outputs only those marked are read, and which of its inputs it then reads."""
+    total = 0
+    needed = {id(v) for v, is_read in zip(jaxpr.outvars, read, strict=True) if is_read}
+    for equation in reversed(jaxpr.eqns):
+        outputs = [id(v) in needed for v in equation.outvars]
+        if not any(outputs):
+            continue
+        inputs = [True] * len(equation.invars)
+        name = equation.primitive.name
+        if name in _PRODUCT_FLOPS:
+            total += _PRODUCT_FLOPS[name](equation)
+        else:
+            inner = list(_inner_jaxprs(equation.params))
+            is_call = [(len(j.invars), len(j.outvars)) for j in inner] == [(len(inputs), len(outputs))]
+            if is_call and name != "scan":
+                flops, inputs = _count(inner[0], outputs)
+                total += flops
+            else:
+                repeats = equation.params["length"] if name == "scan" else 1
+                total += repeats * sum(_count(j, [True] * len(j.outvars))[0] for j in inner)
+        needed |= {id(v) for v, is_read in zip(equation.invars, inputs, strict=True) if is_read}
+    return total, [id(v) in needed for v in jaxpr.invars]
+
+
+def _products(jaxpr) -> Iterator:
+    """The products and convolutions of a program, in the order in which they are written."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _PRODUCT_FLOPS:
+            yield equation
+        for inner in _inner_jaxprs(equation.params):
+            yield from _products(inner)
+
+
+def _layers(program_of_one, program_of_two) -> Iterator[Layer]:
+    """Layers of a forward pass, from its program for one image and for two.
+
+    A product that does not grow is one of parameters alone, and no layer.
+    """
+    before = "images"
+    for one, two in zip(_products(program_of_one), _products(program_of_two), strict=True):
+        flops = [_PRODUCT_FLOPS[equation.primitive.name](equation) for equation in (one, two)]
+        if flops[0] == flops[1]:
+            continue
+        sizes = [(a.aval.size, b.aval.size) for a, b in zip(one.invars, two.invars, strict=True)]
+        name = "dot"
+        if one.primitive.name == "conv_general_dilated":
+            kernel = one.invars[1].aval.shape
+            taps = "x".join(str(kernel[d]) for d in one.params["dimension_numbers"].rhs_spec[2:])
+            stride = max(one.params["window_strides"])
+            name = f"conv {taps}" + (f" stride {stride}" if stride > 1 else "")
+        yield Layer(
+            name=name,
+            after=before,
+            flops=flops[1] - flops[0],
+            inputs=sum(b - a for a, b in sizes),
+            outputs=two.outvars[0].aval.size - one.outvars[0].aval.size,
+            kernel=sum(a for a, b in sizes if a == b),
+        )
+        before = name
+
+
+def _dot_flops(equation) -> int:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    depth = math.prod(equation.invars[0].aval.shape[d] for d in contracted)
+    return 2 * depth * equation.outvars[0].aval.size
+
+
+def _convolution_flops(equation) -> int:
+    """A gradient's convolution, whose operand has zeros between and around its entries, costs as much as forward."""
+    image, kernel, out = equation.invars[0].aval, equation.invars[1].aval, equation.outvars[0].aval
+    numbers = equation.params["dimension_numbers"]
+    axes = zip(numbers.lhs_spec[2:], numbers.out_spec[2:], strict=True)
+    places = math.prod(min(image.shape[i], out.shape[o]) for i, o in axes)
+    batch_and_features = math.prod(out.shape[d] for d in numbers.out_spec[:2])
+    return 2 * (kernel.size // kernel.shape[numbers.rhs_spec[0]]) * places * batch_and_features
+
+
+_PRODUCT_FLOPS: dict[str, Callable] = {"dot_general": _dot_flops, "conv_general_dilated": _convolution_flops}
+
+
+def _inner_jaxprs(params: dict):
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, jex_core.ClosedJaxpr):
+                yield item.jaxpr
+            elif isinstance(item, jex_core.Jaxpr):
+                yield item

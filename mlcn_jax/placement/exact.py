@@ -1,0 +1,128 @@
+"""Optimal placements by OR-Tools."""
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Sequence
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.placement.heuristics import greedy
+from mlcn_jax.placement.problem import UNLIMITED, NoRoom, Problem, integer_costs, lower_bound_seconds, mib
+
+
+def solve_exactly(problem: Problem, time_limit_seconds: float) -> tuple[list[int], float, bool]:
+    """Devices, a proved lower bound and whether they are optimal, by integer programming (OR-Tools CP-SAT).
+
+    Where seconds are whole costs times a factor for each device, as by the thesis's formula, makespans can only take
+    certain values: they are tried from the lower bound up, and the first that can be reached is the shortest. Other
+    seconds are rounded to a millionth of the slowest placement, and "optimal" holds to that.
+    """
+    deadline = time.monotonic() + time_limit_seconds
+    try:
+        start = greedy(problem, random.Random(0))
+    except NoRoom:  # it found none where this may
+        start = []
+    integers = integer_costs(problem)
+    if integers and start:
+        return _exact_in_whole_units(problem, *integers, start, deadline)
+    unit = (sum(map(max, problem.seconds)) + max(problem.base_seconds)) / 10**6
+    slack = (len(problem.seconds) + 1) / 2  # more than rounding adds
+    program = _Program(problem, start)
+    least = math.floor(lower_bound_seconds(problem) / unit - slack)
+    longest = program.model.new_int_var(least, 2 * 10**6, "")
+    for d in range(problem.num_devices):
+        load = program.load(d, [round(row[d] / unit) for row in problem.seconds])
+        program.model.add(load + round(problem.base_seconds[d] / unit) <= longest)
+    program.model.minimize(longest)
+    device_of, status, bound = program.solve(deadline)
+    if status == "infeasible":
+        largest = max(range(len(problem.seconds)), key=problem.memory_bytes.__getitem__)
+        raise NoRoom(
+            f"the lanes do not fit: {mib(sum(problem.memory_bytes))} in pieces of up to "
+            f"{mib(problem.memory_bytes[largest])} ({problem.lane_names[largest]}) cannot be laid out over "
+            + ", ".join(f"{n} ({mib(b)})" for n, b in zip(problem.device_names, problem.limit_bytes, strict=True))
+            + ": take fewer or smaller lanes, a smaller batch or more devices"
+        )
+    if status == "unknown" and not start:
+        raise NoRoom(f"no placement was found in {time_limit_seconds} s: give more time, fewer lanes or more memory")
+    return device_of or start, (bound - slack) * unit, status == "optimal"
+
+
+def _exact_in_whole_units(
+    problem: Problem, costs: list[int], factors: list[float], start: list[int], deadline: float
+) -> tuple[list[int], float, bool]:
+    loads = list(problem.base_seconds)
+    for lane, device in enumerate(start):
+        loads[device] += problem.seconds[lane][device]
+    tolerance = 1 + 1e-9
+    least = lower_bound_seconds(problem)
+    ends = set()
+    for base, factor in zip(problem.base_seconds, factors, strict=True):
+        first, last = (
+            math.ceil((least / tolerance - base) / factor),
+            math.ceil((max(loads) / tolerance - base) / factor),
+        )
+        ends |= {base + n * factor for n in range(max(0, first), max(0, last))}
+    for end in sorted(ends):
+        program = _Program(problem, start)
+        for d, (base, factor) in enumerate(zip(problem.base_seconds, factors, strict=True)):
+            program.model.add(program.load(d, costs) <= max(0, math.floor((end * tolerance - base) / factor)))
+        device_of, status, _ = program.solve(deadline)
+        if status == "optimal":
+            return device_of, end, True
+        if status == "unknown":
+            return start, end, False
+    return start, max(loads), True
+
+
+class _Program:
+    """Which device gets how many of each kind of equal lanes, as an integer program without its objective."""
+
+    def __init__(self, problem: Problem, start: list[int]):
+        try:
+            from ortools.sat.python import cp_model
+        except ImportError as error:
+            raise InputError(
+                "the partitioner exact needs OR-Tools (pip install ortools); greedy needs nothing"
+            ) from error
+        self._cp, self._problem, self.model = cp_model, problem, cp_model.CpModel()
+        kinds: dict[tuple, list[int]] = {}  # equal lanes are interchangeable
+        for lane, row in enumerate(problem.seconds):
+            kinds.setdefault((tuple(row), problem.memory_bytes[lane]), []).append(lane)
+        self._kinds = list(kinds.values())
+        devices = range(problem.num_devices)
+        self._counts = [[self.model.new_int_var(0, len(lanes), "") for _ in devices] for lanes in self._kinds]
+        for variables, lanes in zip(self._counts, self._kinds, strict=True):
+            self.model.add(sum(variables) == len(lanes))
+            for d in devices:
+                if start:
+                    self.model.add_hint(variables[d], sum(start[lane] == d for lane in lanes))
+        for d in devices:
+            if problem.limit_bytes[d] < UNLIMITED:
+                self.model.add(self.load(d, [round(b) for b in problem.memory_bytes]) <= int(problem.limit_bytes[d]))
+        for d, e in itertools.pairwise(devices):  # equal devices are interchangeable too
+            same_lanes = all(row[d] == row[e] for row in problem.seconds)
+            same_rest = all(x[d] == x[e] for x in (problem.limit_bytes, problem.base_seconds))
+            if same_lanes and same_rest:
+                self.model.add(self._counts[0][d] >= self._counts[0][e])
+
+    def load(self, device: int, costs: Sequence[int]):
+        """What a device's lanes cost together, as an expression."""
+        return sum(row[device] * costs[lanes[0]] for row, lanes in zip(self._counts, self._kinds, strict=True))
+
+    def solve(self, deadline: float) -> tuple[list[int], str, float]:
+        """Devices (none where none were found), `optimal`, `feasible`, `infeasible` or `unknown`, and the bound."""
+        solver = self._cp.CpSolver()
+        solver.parameters.max_time_in_seconds = max(0.01, deadline - time.monotonic())
+        status = solver.solve(self.model)
+        names = {self._cp.OPTIMAL: "optimal", self._cp.FEASIBLE: "feasible", self._cp.INFEASIBLE: "infeasible"}
+        if status not in (self._cp.OPTIMAL, self._cp.FEASIBLE):
+            return [], names.get(status, "unknown"), 0.0
+        device_of = [-1] * len(self._problem.seconds)
+        for variables, lanes in zip(self._counts, self._kinds, strict=True):
+            counts = [solver.value(variable) for variable in variables]
+            places = itertools.chain.from_iterable([d] * n for d, n in enumerate(counts))
+            for lane, d in zip(lanes, places, strict=True):
+                device_of[lane] = d
+        return device_of, names[status], solver.best_objective_bound

@@ -1,0 +1,101 @@
+"""Fits of what was measured on a device: seconds and bytes of lanes."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mlcn_jax.placement.cost import LaneCost
+from mlcn_jax.placement.profile import log_size
+
+_MEMORY_MARGIN = 1.02  # over what the fitted lanes need: lanes between them were up to 1 % above the fit
+_STRAIGHTNESS = 0.03  # of seconds per FLOP over the size of a layer, against relative errors of the fit
+_CROWDINGS = tuple(i / 100 for i in range(21))
+
+
+def fit_lane_seconds(
+    stacks: Sequence[Sequence["LaneCost"]], batch_sizes: Sequence[int], seconds: Sequence[float]
+) -> dict[str, Any]:
+    """The fields of a profile from which `DeviceProfile.stack_seconds` comes nearest to what was measured.
+
+    All but `crowding`, of which some are tried, by nonnegative least squares of the relative errors. Seconds per FLOP
+    are pulled towards a straight line over the logarithm of a layer's size where few measurements tell.
+
+    Args:
+      stacks: the lanes of each measured program.
+      batch_sizes, seconds: of each.
+    """
+    from scipy import optimize
+
+    layers = [[layer for cost in costs for layer in cost.layers] for costs in stacks]
+    sizes: dict[str, list[float]] = {}
+    for layer in itertools.chain.from_iterable(layers):
+        sizes.setdefault(layer.speed_class, []).append(log_size(layer))
+    knots = {name: np.arange(math.floor(min(of)), math.ceil(max(of)) + 1) for name, of in sizes.items()}
+    places = dict(zip(knots, itertools.accumulate((len(of) for of in knots.values()), initial=0), strict=False))
+    num_knots = sum(len(of) for of in knots.values())
+
+    table = np.zeros((len(stacks), num_knots + 2))
+    for row, costs, own, batch_size in zip(table, stacks, layers, batch_sizes, strict=True):
+        for layer in own:
+            near = np.maximum(0.0, 1.0 - np.abs(knots[layer.speed_class] - log_size(layer)))
+            row[places[layer.speed_class] :][: len(near)] += batch_size * layer.flops * near
+        row[-2:] = len(costs), sum(cost.parameters for cost in costs)
+    relative = table / np.asarray(seconds)[:, None]
+    units = np.full(num_knots + 2, relative[:, :num_knots].sum(axis=1).mean())  # 1 is the mean speed
+    units[-2:] = relative[:, -2:].max(axis=0)
+    inner = [place for name, first in places.items() for place in range(first, first + len(knots[name]) - 2)]
+    bends = _STRAIGHTNESS * np.diff(np.eye(num_knots + 2), n=2, axis=0)[inner]
+    images = np.array([len(costs) * batch_size for costs, batch_size in zip(stacks, batch_sizes, strict=True)])
+    targets = np.concatenate([np.ones(len(stacks)), np.zeros(len(bends))])
+
+    def fit(crowding: float) -> tuple[np.ndarray, float]:
+        slower = (images / images.min()) ** crowding
+        return optimize.nnls(np.vstack([relative / units * slower[:, None], bends]), targets)
+
+    crowding = min(_CROWDINGS, key=lambda power: fit(power)[1])
+    found = fit(crowding)[0] / units / images.min() ** crowding
+    return {
+        "layer_seconds": {
+            name: [(float(size), float(x)) for size, x in zip(of, found[places[name] :], strict=False)]
+            for name, of in knots.items()
+        },
+        "step_seconds": float(found[-2]),
+        "parameter_seconds": float(found[-1]),
+        "crowding": crowding,
+    }
+
+
+def fit_seconds(features: Sequence[Mapping[str, float]], seconds: Sequence[float]) -> dict[str, float]:
+    """Seconds for one of each feature, 0 or more, with the least sum of squared relative errors."""
+    from scipy import optimize
+
+    names, sizes, largest = _table(features)
+    solution, _ = optimize.nnls(sizes / np.asarray(seconds)[:, None], np.ones(len(sizes)))
+    return dict(zip(names, (solution / largest).tolist(), strict=True))
+
+
+def fit_bytes(features: Sequence[Mapping[str, float]], num_bytes: Sequence[float]) -> dict[str, float]:
+    """Bytes for one of each feature, 0 or more, never under those given, and above all others by a small margin.
+
+    Of all such fits the one with the least sum of relative excesses, found by linear programming.
+    """
+    from scipy import optimize
+
+    names, sizes, largest = _table(features)
+    relative = sizes / np.asarray(num_bytes)[:, None]
+    found = optimize.linprog(relative.sum(axis=0), A_ub=-relative, b_ub=-np.ones(len(relative)), bounds=(0, None))
+    if found.x is None:
+        raise ArithmeticError(f"no fit of the memory was found: {found.message}")
+    return dict(zip(names, (_MEMORY_MARGIN * found.x / largest).tolist(), strict=True))
+
+
+def _table(features: Sequence[Mapping[str, float]]) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Names of the features, a row of their sizes for each point, scaled to 1, and by what they were divided."""
+    names = sorted({name for row in features for name in row})
+    sizes = np.array([[row.get(name, 0.0) for name in names] for row in features], float)
+    largest = np.maximum(sizes.max(axis=0), 1.0)
+    return names, sizes / largest, largest

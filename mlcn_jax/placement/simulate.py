@@ -1,0 +1,334 @@
+"""What a training step takes on devices that are not here, from its parts: work, messages, links. Pure Python.
+
+A message of m bytes takes latency + m / bandwidth; a device sends one and receives one at a time. A step is six phases,
+and no device begins one before all have ended the one before: forward, gather of the class capsules, head (loss,
+decoder, their gradients), spread of the class capsules' gradients, backward with the update, reduction of gradients.
+So nothing sent hides behind what is computed: an upper bound where a real step lets them overlap.
+
+Source: Thakur, Rabenseifner, Gropp 2005 (Int. J. High Performance Computing Applications 19(1), pages 49-66) for the
+costs of collectives.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.placement.problem import Placement
+
+ALGORITHMS = ("ring", "tree")
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
+EXCHANGES = ("direct", *ALGORITHMS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """How fast messages travel; an infinite `bytes_per_second` costs the latency alone.
+
+    Raises:
+      InputError: the latency is negative or the bandwidth not above 0.
+    """
+
+    latency_seconds: float
+    bytes_per_second: float
+
+    def __post_init__(self):
+        if not 0 <= self.latency_seconds < math.inf:
+            raise InputError(f"latency_seconds is {self.latency_seconds}: give 0 or more, such as 2e-5")
+        if not self.bytes_per_second > 0:
+            raise InputError(f"bytes_per_second is {self.bytes_per_second}: give more than 0, such as 1e10")
+
+    def seconds(self, num_bytes: float) -> float:
+        """Of one message; where there is nothing to send, none is sent."""
+        return self.latency_seconds + num_bytes / self.bytes_per_second if num_bytes else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Devices and the links between them.
+
+    Attributes:
+      hosts: the host of each device, by number or name.
+      within: a link of its own between any two devices of a host.
+      between: the link of a host to all others, shared by what leaves it at the same time.
+
+    Raises:
+      InputError: there is no device.
+    """
+
+    hosts: Sequence[int | str]
+    within: Link
+    between: Link
+
+    def __post_init__(self):
+        if not self.hosts:
+            raise InputError("the cluster has no devices: give the host of each, such as hosts=(0, 0, 1, 1)")
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.hosts)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """The phases of a simulated step, and for how long each device computes in it."""
+
+    forward_seconds: float
+    gather_seconds: float
+    head_seconds: float
+    spread_seconds: float
+    backward_seconds: float
+    reduce_seconds: float
+    busy_seconds: tuple[float, ...]
+
+    @property
+    def communication_seconds(self) -> float:
+        return self.gather_seconds + self.spread_seconds + self.reduce_seconds
+
+    @property
+    def total_seconds(self) -> float:
+        return self.forward_seconds + self.head_seconds + self.backward_seconds + self.communication_seconds
+
+    @property
+    def idle_shares(self) -> tuple[float, ...]:
+        """The share of the step in which each device computes nothing."""
+        return tuple(1 - busy / self.total_seconds for busy in self.busy_seconds)
+
+    def to_dict(self) -> dict:
+        """All of it, ready for JSON."""
+        more = ("communication_seconds", "total_seconds", "idle_shares")
+        return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in more}}
+
+
+def collective_seconds(
+    kind: str, num_bytes: float, cluster: Cluster, groups: Sequence[Sequence[int]] = (), *, algorithm: str = "ring"
+) -> float:
+    """Seconds of one collective in each group of devices, all groups at once.
+
+    With n devices on one host, latency a, and t for what all the bytes take on the link:
+
+        ring, all-gather, reduce-scatter    (n-1) a + (n-1)/n t
+        ring, all-reduce                  2 (n-1) a + 2 (n-1)/n t
+        tree, all-gather, reduce-scatter  2 ceil(log2 n) a + ((n-1)/n + ceil(log2 n)) t
+        tree, all-reduce                  2 ceil(log2 n) (a + t)
+
+    A tree is two binomial trees: to one device (gather or reduce), and from there to all (broadcast or scatter). Over
+    several hosts, a ring leaves each host once, and each of its rounds takes as long as its slowest link. A tree joins
+    the devices of each host, then the hosts. Groups that leave the same host divide its link between them.
+
+    Args:
+      kind: one of `COLLECTIVES`.
+      num_bytes: of the whole array: what a gather returns, what a scatter or a reduction takes.
+      cluster: the devices.
+      groups: the devices of each group, by number; empty is one group of all.
+      algorithm: one of `ALGORITHMS`.
+
+    Raises:
+      InputError: a name is unknown, the bytes are negative, or a group does not fit the cluster.
+    """
+    _check_name("collective", kind, COLLECTIVES)
+    _check_name("algorithm", algorithm, ALGORITHMS)
+    _check_numbers("num_bytes", [num_bytes])
+    groups = groups or [range(cluster.num_devices)]
+    _check_devices((device for group in groups for device in group), cluster)
+    if any(not group or len(set(group)) < len(group) for group in groups):
+        raise InputError("a group is empty or names a device twice: give each of its devices once")
+    on_hosts = [Counter(cluster.hosts[device] for device in group) for group in groups]
+    leaving = Counter(host for counts in on_hosts if len(counts) > 1 for host in counts)
+    sharing = max(leaving.values(), default=1)
+    between = Link(cluster.between.latency_seconds, cluster.between.bytes_per_second / sharing)
+    of_group = _ring_seconds if algorithm == "ring" else _tree_seconds
+    # Groups spread over hosts in the same way take the same time.
+    layouts = {tuple(sorted(counts.values(), reverse=True)) for counts in on_hosts}
+    return max(of_group(kind, num_bytes, layout, cluster.within, between) for layout in layouts)
+
+
+def _ring_seconds(kind: str, num_bytes: float, layout: Sequence[int], within: Link, between: Link) -> float:
+    """Of one group with so many devices on each of its hosts."""
+    size = sum(layout)
+    links = [within] * (max(layout) > 1) + [between] * (len(layout) > 1)
+    rounds = (size - 1) * (2 if kind == "all-reduce" else 1)
+    return rounds * max((link.seconds(num_bytes / size) for link in links), default=0.0)
+
+
+def _tree_seconds(kind: str, num_bytes: float, layout: Sequence[int], within: Link, between: Link) -> float:
+    """Of one group with so many devices on each of its hosts, the fullest first: it is ready last, so none waits."""
+    inside, across = _joined([1] * layout[0]), _joined(layout)
+    share = num_bytes / sum(layout)
+    gather = sum(within.seconds(n * share) for n in inside) + sum(between.seconds(n * share) for n in across)
+    broadcast = len(inside) * within.seconds(num_bytes) + len(across) * between.seconds(num_bytes)
+    return 2 * broadcast if kind == "all-reduce" else gather + broadcast
+
+
+def _joined(parts: Sequence[int]) -> list[int]:
+    """The messages that the first node of a binomial tree receives, the k-th from a subtree of up to 2^k nodes."""
+    rounds = (len(parts) - 1).bit_length()  # ceil(log2)
+    return [sum(parts[2**k : 2 ** (k + 1)]) for k in range(rounds)]
+
+
+def simulate_mesh(
+    data: int,
+    lane: int,
+    cluster: Cluster,
+    *,
+    lane_seconds: Sequence[float],
+    head_seconds: Sequence[float],
+    forward_share: float,
+    exchanged: Mapping[str, float],
+    num_collectives: Mapping[str, int] | None = None,
+    algorithm: str = "ring",
+) -> StepTime:
+    """A step over a mesh (`train_step.MeshRunner`), in which every device has the same share of the work.
+
+    Devices are numbered as `parallel.make_mesh` takes them: device d * lane + l has share d of the batch, share l of
+    the lanes. Class capsules and the decoder's activations are gathered, and their gradients scattered, over the lane
+    axis. Gradients are reduced over the data axis, or where that is 1, those of what is not split over the lane axis.
+
+    Args:
+      data, lane: the mesh.
+      cluster: its devices.
+      lane_seconds: what each device takes for its share of the lanes and of the batch, forward, backward and update.
+      head_seconds: what each device takes for its share of loss and decoder, forward, backward and update.
+      forward_share: the part of `lane_seconds` that is forward.
+      exchanged: bytes by collective, as `cost.exchanged_bytes` counts them.
+      num_collectives: over how many collectives of a kind its bytes are divided; 1 where left out.
+      algorithm: one of `ALGORITHMS`.
+
+    Raises:
+      InputError: lengths do not fit together, a number is out of range or a name unknown.
+    """
+    if min(data, lane) < 1 or data * lane != cluster.num_devices:
+        raise InputError(
+            f"a mesh of data={data} times lane={lane} does not have the cluster's {cluster.num_devices} devices: give "
+            "two numbers whose product that is"
+        )
+    counts = dict.fromkeys(COLLECTIVES, 1) | dict(num_collectives or {})
+    for kind in {*exchanged, *counts}:
+        _check_name("collective", kind, COLLECTIVES)
+    if min(counts.values()) < 1:
+        raise InputError(f"num_collectives holds {min(counts.values())}: give 1 or more")
+    _check_numbers("lane_seconds", lane_seconds, cluster.num_devices)
+    _check_numbers("head_seconds", head_seconds, cluster.num_devices)
+    over_lanes = [range(d * lane, (d + 1) * lane) for d in range(data)]
+    over_data = [range(start, data * lane, lane) for start in range(lane)]
+
+    def seconds(kind: str, groups: Sequence[Sequence[int]]) -> float:
+        one = exchanged.get(kind, 0.0) / counts[kind]
+        return counts[kind] * collective_seconds(kind, one, cluster, groups, algorithm=algorithm)
+
+    return _step(
+        cluster,
+        forward_share,
+        lane_seconds,
+        head_seconds,
+        gather=seconds("all-gather", over_lanes),
+        spread=seconds("reduce-scatter", over_lanes),
+        reduce=seconds("all-reduce", over_data if data > 1 else over_lanes),
+    )
+
+
+def simulate_stacks(
+    placement: Placement,
+    cluster: Cluster,
+    *,
+    column_bytes: float,
+    head_seconds: float,
+    forward_share: float,
+    head: int = 0,
+    head_update_seconds: float = 0.0,
+    exchange: str = "direct",
+) -> StepTime:
+    """A step of lanes placed one by one (`stacks.StacksRunner`), with loss and decoder on one device, the head.
+
+    Only columns and their gradients cross. `direct`: one message after the other, to the head and from it, of as many
+    bytes as a device's lanes need. `ring`, `tree`: an all-gather and a reduce-scatter among the devices that have lanes
+    and the head, in which every device counts as many lanes as the one with most.
+
+    Args:
+      placement: the device of each lane, and the seconds of each device for its lanes, forward, backward and update;
+        the placement's base must not hold the head's work.
+      cluster: the devices.
+      column_bytes: of one lane's column: 4 * batch * classes for float32.
+      head_seconds: what the head takes for loss, decoder and their gradients, while the others wait.
+      forward_share: the part of the placement's seconds that is forward.
+      head: number of the device that is the head.
+      head_update_seconds: what the head takes to update the decoder, while the others do their backward.
+      exchange: one of `EXCHANGES`.
+
+    Raises:
+      InputError: lengths do not fit together, a number is out of range or a name unknown.
+    """
+    _check_name("exchange", exchange, EXCHANGES)
+    _check_devices([head, *placement.device_of], cluster)
+    _check_numbers("placement.seconds", placement.seconds, cluster.num_devices)
+    _check_numbers("column_bytes", [column_bytes])
+    _check_numbers("head_seconds", [head_seconds])
+    _check_numbers("head_update_seconds", [head_update_seconds])
+    counts = Counter(placement.device_of)
+    if exchange == "direct":
+        links = ((cluster.within if cluster.hosts[d] == cluster.hosts[head] else cluster.between, d) for d in counts)
+        gather = spread = sum(link.seconds(column_bytes * counts[d]) for link, d in links if d != head)
+    else:
+        group = sorted({head, *counts})
+        num_bytes = column_bytes * max(counts.values()) * len(group)
+        gather = collective_seconds("all-gather", num_bytes, cluster, [group], algorithm=exchange)
+        spread = collective_seconds("reduce-scatter", num_bytes, cluster, [group], algorithm=exchange)
+
+    def on_head(seconds: float) -> list[float]:
+        return [seconds if d == head else 0.0 for d in range(cluster.num_devices)]
+
+    return _step(
+        cluster,
+        forward_share,
+        placement.seconds,
+        on_head(head_seconds),
+        on_head(head_update_seconds),
+        gather=gather,
+        spread=spread,
+    )
+
+
+def _step(
+    cluster: Cluster,
+    forward_share: float,
+    lane_seconds: Sequence[float],
+    head_seconds: Sequence[float],
+    update_seconds: Sequence[float] = (),
+    *,
+    gather: float,
+    spread: float,
+    reduce: float = 0.0,
+) -> StepTime:
+    """From what each device computes and what the phases of communication take."""
+    update_seconds = update_seconds or [0.0] * cluster.num_devices
+    if not 0 <= forward_share <= 1:
+        raise InputError(f"forward_share is {forward_share}: give a share from 0 to 1, such as 0.33")
+    if not max(lane_seconds) > 0:
+        raise InputError("no device has anything to compute: give at least one of them lane seconds above 0")
+    backward = [(1 - forward_share) * s + u for s, u in zip(lane_seconds, update_seconds, strict=True)]
+    busy = (sum(parts) for parts in zip(lane_seconds, head_seconds, update_seconds, strict=True))
+    return StepTime(
+        forward_share * max(lane_seconds), gather, max(head_seconds), spread, max(backward), reduce, tuple(busy)
+    )
+
+
+def _check_name(what: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise InputError(f"{what} {name!r} is unknown: use one of {', '.join(known)}")
+
+
+def _check_numbers(field: str, values: Sequence[float], count: int = 1) -> None:
+    if len(values) != count:
+        raise InputError(f"{field} has {len(values)} entries for {count} devices: give one for each")
+    for value in values:
+        if not 0 <= value < math.inf:
+            raise InputError(f"{field} holds {value}: numbers must be finite and 0 or more")
+
+
+def _check_devices(devices: Iterable[int], cluster: Cluster) -> None:
+    for device in devices:
+        if not 0 <= device < cluster.num_devices:
+            raise InputError(
+                f"device {device} is not in the cluster: its {cluster.num_devices} devices are numbered from 0"
+            )

@@ -1,0 +1,128 @@
+"""Devices as buckets with memory and work to spend, and how a text describes them."""
+
+import bisect
+import dataclasses
+import functools
+import itertools
+import math
+import random
+import re
+from collections.abc import Sequence
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn.model import ModelSpec
+
+_ROUNDING = 1 + 1e-9  # sums in another order differ by less
+_STATE_BYTES = 16  # of a parameter: value, gradient and Adam's two moments, float32
+FORM = "such as 'memory=12GiB flops=0.5x*8' or 'profile=gpu.json seconds=0.05, profile=cpu.json seconds=0.05'"
+_SIZES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SIZES |= {f"{prefix}B": 1000.0**power for power, prefix in enumerate("KMGT", 1)}
+_SIZES |= {f"{prefix}iB": 1024.0**power for power, prefix in enumerate("KMGT", 1)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """A device to be filled with lanes.
+
+    Attributes:
+      name: for people.
+      unit: of its loads, `flops` or `seconds` of a training step.
+      limit: the largest load.
+      memory_bytes: that lanes may take together.
+      loads, lane_bytes: of each lane of the menu.
+      crowding: n lanes have the sum of their loads times n to this power (`DeviceProfile.crowding`).
+    """
+
+    name: str
+    unit: str
+    limit: float
+    memory_bytes: float
+    loads: tuple[float, ...]
+    lane_bytes: tuple[float, ...]
+    crowding: float = 0.0
+
+    def load(self, lanes: Sequence[int]) -> float:
+        """What these lanes take together."""
+        return math.fsum(self.loads[lane] for lane in lanes) * max(1, len(lanes)) ** self.crowding
+
+    def fits(self, lanes: Sequence[int]) -> bool:
+        """Whether there is room for these lanes together."""
+        in_memory = sum(self.lane_bytes[lane] for lane in lanes) <= self.memory_bytes
+        return in_memory and self.load(lanes) <= self.limit * _ROUNDING
+
+    def fill(self, lanes: Sequence[int]) -> float:
+        """How full it is, in the resource that is scarcer: 1 is full."""
+        if not lanes:
+            return 0.0
+        memory = sum(self.lane_bytes[lane] for lane in lanes) / self.memory_bytes
+        return max(self.load(lanes) / self.limit, memory)
+
+    def room(self, lanes: Sequence[int]) -> tuple[float, float]:
+        """What `draw` needs to know of the lanes that are there: the sum of their loads, and the memory left."""
+        free = self.memory_bytes - sum(self.lane_bytes[lane] for lane in lanes)
+        return sum(self.loads[lane] for lane in lanes), free
+
+    def draw(
+        self, count: int, load: float, free: float, rng: random.Random, weights: Sequence[float] = ()
+    ) -> int | None:
+        """A lane drawn among those that fit beside `count` others, whose `room` is given; None if none does."""
+        loads, order, most_bytes = self._by_load
+        largest = self.limit * _ROUNDING / (count + 1) ** self.crowding - load
+        end = bisect.bisect_right(loads, largest)
+        if end and most_bytes[end - 1] > free:
+            fitting = [lane for lane in order[:end] if self.lane_bytes[lane] <= free]
+        elif weights:
+            fitting = order[:end]
+        else:
+            return order[int(rng.random() * end)] if end else None
+        if not fitting:
+            return None
+        if weights:
+            return rng.choices(fitting, [weights[lane] for lane in fitting])[0]
+        return fitting[int(rng.random() * len(fitting))]
+
+    @functools.cached_property
+    def _by_load(self) -> tuple[list[float], list[int], list[float]]:
+        """Loads, ascending; the lanes that have them; and the most memory of each of these and those before it."""
+        order = sorted(range(len(self.loads)), key=self.loads.__getitem__)
+        most = itertools.accumulate((self.lane_bytes[lane] for lane in order), max)
+        return [self.loads[lane] for lane in order], order, list(most)
+
+
+def parse_device(text: str) -> tuple[dict[str, str], int]:
+    """The words of one device's description, and how many there are alike."""
+    words, star, count = text.strip().partition("*")
+    pairs = [word.partition("=") for word in words.split()]
+    values = {name: value for name, _, value in pairs}
+    known = {"memory", "flops"} if "profile" not in values else {"memory", "profile", "seconds"}
+    good = len(values) == len(pairs) and all(value for _, _, value in pairs) and set(values) <= known
+    good = good and (("flops" in values) if "profile" not in values else ("seconds" in values))
+    if not good or (star and not re.fullmatch(r"\s*\d+\s*", count)):
+        raise InputError(
+            f"search.devices: {text.strip()!r} is no device: give flops=, or profile= and seconds=, then memory= and "
+            f"*COUNT if you like, {FORM}"
+        )
+    return values, int(count) if star else 1
+
+
+def read_number(text: str, name: str, baseline: float) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)([KMGT]i?B?|x|s|ms)?", text)
+    number, unit = float(match[1]) if match else 0.0, (match[2] or "") if match else ""
+    factors = {"memory": _SIZES, "flops": {**_SIZES, "x": baseline}, "seconds": {"": 1.0, "s": 1.0, "ms": 1e-3}}[name]
+    if not number or unit not in factors:
+        raise InputError(f"search.devices: {name}={text!r} is no amount above 0 in {', '.join(filter(None, factors))}")
+    return number * factors[unit]
+
+
+def head_bytes(spec: ModelSpec, num_lanes: int, batch_size: int) -> float:
+    """Memory of the decoder's training step, without work space: state, gradients and activations."""
+    sizes = (spec.num_classes * num_lanes, *spec.decoder, math.prod(spec.image_shape))
+    parameters = sum(n * m + m for n, m in itertools.pairwise(sizes))
+    return _STATE_BYTES * parameters + 4.0 * batch_size * sum(sizes)
+
+
+def amount(value: float, unit: str) -> str:
+    """A number of FLOPs, seconds or bytes, for people."""
+    if unit == "bytes":
+        return f"{value / 2**20:,.1f} MiB" if math.isfinite(value) else "any memory"
+    return f"{1000 * value:,.2f} ms" if unit == "seconds" else f"{value / 1e9:,.3f} GFLOP"

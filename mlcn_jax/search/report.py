@@ -1,0 +1,250 @@
+"""What comes out of a search: the table of its trials, the best as a config, the summary and the picture."""
+
+import collections
+import itertools
+import statistics
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlcn_jax import host
+from mlcn_jax.config import RunConfig, flat
+from mlcn_jax.files import write_json
+from mlcn_jax.nn.lanes import parse_lanes
+from mlcn_jax.placement import cost
+from mlcn_jax.search import models as models_lib
+
+if TYPE_CHECKING:
+    from mlcn_jax.search.setup import Search
+
+
+def step_flops(found: "Search", lanes: str) -> float:
+    """FLOPs of a training step of all lanes."""
+    spec = found.trainer.spec(lanes)
+    batch_size = found.config.train.batch_size
+    return float(
+        sum(
+            group.count * cost.lane_cost(group.spec, spec.lane_settings, spec.image_shape).step_flops(batch_size)
+            for group in spec.lane_groups
+        )
+    )
+
+
+def rows(found: "Search") -> list[dict[str, Any]]:
+    """A row for each model, ready for JSON."""
+    table = []
+    for model in found.study.models():
+        report = found.space.report(model.mix) if model.mix else []
+        table.append(
+            {
+                "model": model.index if model.index != models_lib.BASELINE else "baseline",
+                "state": model.state,
+                "origin": model.origin,
+                "accuracy": model.accuracies[-1] if model.accuracies else None,
+                "repeats": model.score.repeats if model.score else [],
+                "accuracies": model.accuracies,
+                "train_seconds": model.train_seconds,
+                "seconds": model.seconds,
+                "step_seconds": model.score.step_seconds if model.score else None,
+                "step_flops": step_flops(found, model.lanes) if model.lanes else None,
+                "lanes": model.lanes,
+                "devices": report,
+                "imbalance": found.space.imbalance(model.mix) if model.mix else None,
+                "ended": model.ended,
+                "reason": model.reason,
+            }
+        )
+    return table
+
+
+def write_trials(found: "Search", workdir: Path, least_seconds: float = 0.0) -> None:
+    """Writes `trials.json` and `trials.md`, models in the order of their accuracy, unless done so recently."""
+    if time.time() - _modified(workdir / "trials.json") < least_seconds:
+        return
+    table = rows(found)
+    write_json(workdir / "trials.json", table)
+    lines = ["| model | state | from | accuracy | training s | ms a step | GFLOP | fill | lanes |", "|" + "---|" * 9]
+    for row in sorted(table, key=lambda row: -(row["accuracy"] or 0)):
+        fills = [one["fill"] for one in row["devices"]]
+        cells = [
+            str(row["model"]),
+            row["state"] + (f": {row['reason']}" if row["reason"] else ""),
+            row["origin"],
+            f"{row['accuracy']:.2%}" if row["accuracy"] is not None else "",
+            f"{row['train_seconds']:.1f}" if row["train_seconds"] else "",
+            f"{1000 * row['step_seconds']:.1f}" if row["step_seconds"] else "",
+            f"{row['step_flops'] / 1e9:.1f}" if row["step_flops"] else "",
+            f"{min(fills):.0%} to {max(fills):.0%}" if fills else "",
+            f"`{row['lanes']}`" if row["lanes"] else "",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    (workdir / "trials.md").write_text("\n".join(lines) + "\n")
+
+
+def _modified(path: Path) -> float:
+    return path.stat().st_mtime if path.exists() else 0.0
+
+
+def write(found: "Search", workdir: Path, test_accuracies: list[float], session: dict[str, float]) -> dict[str, Any]:
+    """Writes `best_config.py`, `search.png` and `summary.json`; returns the summary."""
+    models, table = found.study.models(), rows(found)
+    winner = models_lib.best(models)
+    assert winner is not None
+    complete = [row["accuracy"] for row in table if row["state"] == "complete" and row["model"] != "baseline"]
+    baseline = next((row["accuracy"] for row in table if row["model"] == "baseline"), None)
+    drawn = [group for model in models if model.mix for group in parse_lanes(model.lanes)]
+    histogram: collections.Counter[str] = collections.Counter()
+    for group in drawn:
+        histogram[str(group.spec)] += group.count
+    summary = {
+        "method": found.settings.method,
+        "devices": found.settings.devices,
+        "models": dict(collections.Counter(model.state for model in models if model.index != models_lib.BASELINE)),
+        "best": {
+            "model": winner.index,
+            "lanes": winner.lanes,
+            "devices": found.space.report(winner.mix),
+            "validation_accuracy": winner.accuracies[-1],
+            "test_accuracies": test_accuracies,
+        },
+        "mean_validation_accuracy": statistics.fmean(complete),
+        "baseline_validation_accuracy": baseline,
+        "train_seconds": sum(model.train_seconds for model in models),
+        "session": session,
+        "drawn_lanes": dict(sorted(histogram.items())),
+        "train_images": len(found.trainer.train.labels),
+        "validation_images": len(found.trainer.validation.labels),
+        "num_epochs": found.settings.num_epochs,
+        "num_repeats": found.settings.num_repeats,
+        "data": {"name": found.trainer.dataset.name, **found.trainer.dataset.provenance},
+        **host.environment(),
+    }
+    write_config(found, winner, workdir / "best_config.py")
+    draw(found, table, summary, workdir / "search.png")
+    write_json(workdir / "summary.json", summary)
+    return summary
+
+
+def write_config(found: "Search", winner: models_lib.Model, path: Path) -> None:
+    """Writes the best model as a config that main.py trains, with the data and training settings of the search."""
+    usual = flat(RunConfig().to_dict())
+    config = found.config.replace({"model.name": "mlcn", "model.lanes": winner.lanes})
+    changed = {name: value for name, value in flat(config.to_dict()).items() if value != usual[name]}
+    placed = [
+        f"    {one['device']}, {one['fill']:.0%} full: {one['lanes'] or 'no lane fits'}"
+        for one in found.space.report(winner.mix)
+    ]
+    lines = [
+        f'"""Model {winner.index} of a search ({found.settings.method}), the best of those that were trained.',
+        "",
+        f"    python main.py --config={path} --workdir=FOLDER",
+        "",
+        f"Validation accuracy there: {winner.accuracies[-1]:.2%} after {found.settings.num_epochs} epochs of "
+        f"{len(found.trainer.train.labels)} images. Lanes of each device:",
+        *placed,
+        f"Placed anew over as many: --config.parallel.plan=stacks --config.parallel.lane={len(placed)}",
+        '"""',
+        "",
+        "from mlcn_jax.config import default_config",
+        "",
+        "",
+        "def get_config():",
+        "    config = default_config()",
+        *(
+            f"    config.{name} = {tuple(value) if isinstance(value, list) else value!r}"
+            for name, value in changed.items()
+        ),
+        "    return config",
+        "",
+    ]
+    path.write_text("\n".join(lines))
+
+
+def told(summary: dict[str, Any], workdir: Path) -> str:
+    """The summary for people."""
+    best, baseline = summary["best"], summary["baseline_validation_accuracy"]
+    tests = best["test_accuracies"]
+    states = ", ".join(f"{count} {state}" for state, count in summary["models"].items())
+    lines = [
+        f"best of {sum(summary['models'].values())} models ({states}): validation accuracy "
+        f"{best['validation_accuracy']:.2%}, test accuracy {statistics.fmean(tests):.2%}"
+        + (f" (mean of {len(tests)})" if len(tests) > 1 else ""),
+        f"mean of the models {summary['mean_validation_accuracy']:.2%}"
+        + (f", baseline {baseline:.2%}" if baseline is not None else ""),
+        f"lanes            {best['lanes']}",
+        f"train it         python main.py --config={workdir / 'best_config.py'} --workdir=FOLDER",
+        f"all models       {workdir / 'trials.md'}",
+        f"pictures         {workdir / 'search.png'}",
+    ]
+    empty = [one["device"] for one in best["devices"] if not one["lanes"]]
+    if empty:
+        lines.append(f"no lane fits     {', '.join(empty)}")
+    return "\n".join(lines)
+
+
+def best_so_far(table: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    """Training seconds spent, and the best accuracy of models trained to the end by then, without the baseline."""
+    ended = sorted((row for row in table if row["ended"] and row["model"] != "baseline"), key=lambda row: row["ended"])
+    spent = list(itertools.accumulate(row["train_seconds"] for row in ended))
+    reached = [row["accuracy"] if row["state"] == "complete" else 0.0 for row in ended]
+    return spent, list(itertools.accumulate(reached, max))
+
+
+def pareto(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of (cost, accuracy) pairs those that none beats in both, by cost."""
+    front: list[tuple[float, float]] = []
+    for point in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not front or point[1] > front[-1][1]:
+            front.append(point)
+    return front
+
+
+def draw(found: "Search", table: list[dict[str, Any]], summary: dict[str, Any], path: Path) -> None:
+    """Six panels: best so far by trials and seconds, accuracy by FLOPs and seconds, fill, and drawn lanes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 8.5), layout="constrained")
+    (trials, seconds, flops), (front, fill, drawn) = figure.subplots(2, 3)
+    figure.suptitle(
+        f"{found.settings.method} search, {summary['data']['name']}, {summary['train_images']} images, "
+        f"{summary['num_epochs']} epochs; validation accuracy in %"
+    )
+    spent, reached = best_so_far(table)
+    done = [row for row in table if row["state"] == "complete" and row["model"] != "baseline"]
+    baseline = next((row for row in table if row["model"] == "baseline" and row["state"] == "complete"), None)
+    first = next((i for i, value in enumerate(reached) if value), len(reached))
+    for axes, x, label in ((trials, range(1, len(spent) + 1), "models"), (seconds, spent, "training seconds")):
+        axes.step(list(x)[first:], [100 * value for value in reached[first:]], where="post", label="best so far")
+        axes.set(xlabel=label, title=f"best so far against {label}")
+        if baseline:
+            axes.axhline(100 * baseline["accuracy"], color="gray", ls="--", label=f"baseline {found.settings.baseline}")
+        axes.legend(fontsize=8)
+    order = sorted((row for row in table if row["ended"] and row["model"] != "baseline"), key=lambda row: row["ended"])
+    numbers = [i for i, row in enumerate(order, start=1) if row["state"] == "complete"]
+    trials.plot(numbers, [100 * order[i - 1]["accuracy"] for i in numbers], ".", color="tab:blue", alpha=0.4)
+    for axes, name, scale, label in (
+        (flops, "step_flops", 1e-9, "GFLOP of a training step's lanes"),
+        (front, "step_seconds", 1e3, "ms of a training step, measured"),
+    ):
+        axes.plot([scale * row[name] for row in done], [100 * row["accuracy"] for row in done], "o", alpha=0.6)
+        if baseline:
+            axes.plot(scale * baseline[name], 100 * baseline["accuracy"], "s", color="gray", label="baseline")
+            axes.legend(fontsize=8)
+        axes.set(xlabel=label, title=f"accuracy against {label.split(',')[0]}")
+    line = pareto([(1e3 * row["step_seconds"], 100 * row["accuracy"]) for row in done])
+    front.step(*zip(*line, strict=True), where="post", color="tab:red", label="Pareto front")
+    front.legend(fontsize=8)
+    names = [bucket.name for bucket in found.space.buckets]
+    fills = [[100 * row["devices"][d]["fill"] for row in table if row["devices"]] for d in range(len(names))]
+    fill.boxplot(fills, tick_labels=names)
+    fill.plot(
+        range(1, len(names) + 1), [100 * one["fill"] for one in summary["best"]["devices"]], "r*", label="best model"
+    )
+    fill.tick_params(axis="x", rotation=45, labelsize=8)
+    fill.set(title="how full each device is, % of its scarcer resource", ylim=(0, 105))
+    fill.legend(fontsize=8, loc="lower right")
+    counts = summary["drawn_lanes"]
+    drawn.bar(range(len(counts)), list(counts.values()))
+    drawn.set_xticks(range(len(counts)), list(counts), rotation=90, fontsize=7 if len(counts) < 30 else 5)
+    drawn.set(title="lanes of all models")
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,108 @@
+"""A search from beginning to end: all it needs is opened, models are trained, the best is tested, results written."""
+
+import contextlib
+import fcntl
+import functools
+import logging
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mlcn_jax import files, host
+from mlcn_jax.config import RunConfig
+from mlcn_jax.errors import InputError
+from mlcn_jax.search import models as models_lib
+from mlcn_jax.search import report, storage
+from mlcn_jax.search import settings as settings_lib
+from mlcn_jax.search.setup import Search, open_search
+
+_log = logging.getLogger("mlcn_jax.nas")
+
+_PROCESS_BYTES = 600 * 2**20  # of a worker, without its model
+
+
+def run(
+    config: RunConfig,
+    settings: settings_lib.SearchSettings,
+    workdir: Path,
+    programs: dict[tuple, Any] | None = None,
+) -> dict[str, Any]:
+    """Starts or goes on with a search until all its models are trained, reports, and returns the summary.
+
+    `programs` is as in `trials.Trainer`.
+
+    Raises:
+      InputError: something given cannot be used, or no model could be trained; what has finished is kept.
+    """
+    with files.hold(workdir), storage.storage_errors(settings.storage or str(workdir)):
+        found = open_search(config, settings, workdir, create=True, programs=programs)
+        with worker_slot(found):
+            started = time.monotonic()
+            found.study.work(
+                found.space,
+                found.trainer.evaluate,
+                to_the_end=True,
+                done=functools.partial(report.write_trials, found, workdir, least_seconds=20.0),
+            )
+            wall_seconds = time.monotonic() - started
+            models = found.study.models()
+            report.write_trials(found, workdir)
+            winner = models_lib.best(models)
+            if winner is None:
+                reasons = [model.reason for model in models if model.reason]
+                raise InputError(
+                    "no model was trained to the end; the first failed with " + (reasons or ["no reason"])[0]
+                )
+            test = found.study.noted("test")
+            if not test or test["index"] != winner.index:
+                test = {"index": winner.index, "accuracies": found.trainer.test(winner.lanes)}
+                found.study.note("test", test)
+        session = {"wall_seconds": wall_seconds, "evaluate_seconds": found.study.evaluate_seconds}
+        return report.write(found, workdir, test["accuracies"], session)
+
+
+def work(config: RunConfig, settings: settings_lib.SearchSettings, workdir: Path) -> None:
+    """Trains models of a search that another process started, until none waits; raises as `run`."""
+    with storage.storage_errors(settings.storage or str(workdir)):
+        if not settings.storage and not (workdir / "search.db").exists():
+            raise InputError(
+                f"{workdir} holds no search: start it without --worker first, or give --config.search.storage"
+            )
+        found = open_search(config, settings, workdir, create=False)
+        with worker_slot(found):
+            found.study.work(found.space, found.trainer.evaluate, to_the_end=False)
+
+
+@contextlib.contextmanager
+def worker_slot(found: Search) -> Iterator[None]:
+    """Waits until this machine bears one more worker: a core and the memory of a model for each, or an accelerator."""
+    rng = random.Random(0)
+    mixes = [found.space.draw(rng) for _ in range(20)]
+    largest = max(found.space.memory_bytes(mix) for mix in mixes)
+    slots, visible = 1, "".join(c for c in os.environ.get("CUDA_VISIBLE_DEVICES", "0") if c.isalnum())
+    if jax.default_backend() == "cpu":
+        slots = int(min(host.num_cores(), host.usable_memory_bytes() / (2 * largest + _PROCESS_BYTES)))
+    told = False
+    with contextlib.ExitStack() as stack:
+        while True:
+            for i in range(max(1, slots)):
+                path = Path(tempfile.gettempdir()) / f"mlcn_jax-worker-{os.getuid()}-{visible}-{i}.lock"
+                file = path.open("w")
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    file.close()
+                    continue
+                stack.enter_context(file)
+                yield
+                return
+            if not told:
+                _log.info("this machine bears %d workers, which are there: waiting for one to end", max(1, slots))
+                told = True
+            time.sleep(1.0)

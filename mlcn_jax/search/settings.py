@@ -1,0 +1,102 @@
+"""The settings of a search, and which of them decide its results."""
+
+import dataclasses
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from mlcn_jax.config import default_config
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn.lanes import LANE_KINDS, parse_lanes
+
+METHODS = ("random", "evolution", "halving", "tpe", "nsgaii")
+_FREE_ON_RESUME = {"num_models", "max_training_seconds", "storage", "heartbeat_seconds"}
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchSettings:
+    """What to search for and how.
+
+    Attributes:
+      devices: what a training step may take on each (`budget.parse_devices`).
+      kinds: of lanes, joined by commas.
+      max_width: of lanes.
+      max_depth: of lanes.
+      baseline: lanes that are trained to compare with; the x of `devices`.
+      tolerance: a device left less full than this allows is drawn again; 1 draws once, as published.
+      method: random, evolution, halving (asynchronous, of random models), tpe or nsgaii.
+      num_models: models to train.
+      num_epochs: of a model's training.
+      num_repeats: trainings of each model; its accuracy is their geometric mean.
+      num_images: of the training set, validation images among them; 0 takes all.
+      min_epochs: of halving: before models are first compared.
+      reduction_factor: of halving: one model in so many goes on, for so many times the epochs.
+      max_training_seconds: in all, after which no model is begun; 0 has no end.
+      seed: of the mixes that are drawn.
+      name: of the search in its storage.
+      storage: database, such as postgresql://user:password@host/database; empty is a file in the workdir.
+      heartbeat_seconds: a worker not heard of for two of these is taken to be dead.
+    """
+
+    devices: str = "flops=0.25x*4"
+    kinds: str = "mlcn1,mlcn2"
+    max_width: int = 3
+    max_depth: int = 3
+    baseline: str = "mlcn2:w2d2*4"
+    tolerance: float = 0.05
+    method: str = "random"
+    num_models: int = 8
+    num_epochs: int = 4
+    num_repeats: int = 1
+    num_images: int = 0
+    min_epochs: int = 1
+    reduction_factor: int = 3
+    max_training_seconds: float = 0.0
+    seed: int = 0
+    name: str = "nas"
+    storage: str = ""
+    heartbeat_seconds: int = 20
+
+    def __post_init__(self):
+        for field, least in (
+            *(("max_width", 1), ("max_depth", 1), ("num_models", 1), ("num_epochs", 1), ("num_repeats", 1)),
+            *(("num_images", 0), ("min_epochs", 1), ("reduction_factor", 2), ("max_training_seconds", 0), ("seed", 0)),
+            ("heartbeat_seconds", 1),
+        ):
+            if getattr(self, field) < least:
+                raise InputError(f"search.{field} is {getattr(self, field)}; it must be {least} or more")
+        if not 0 < self.tolerance <= 1:
+            raise InputError(f"search.tolerance is {self.tolerance}; it must be above 0, and at most 1")
+        if self.method not in METHODS:
+            raise InputError(f"search.method is {self.method!r}; it must be one of {', '.join(METHODS)}")
+        unknown = [kind for kind in self.lane_kinds if kind not in LANE_KINDS]
+        if unknown or not self.lane_kinds:
+            raise InputError(f"search.kinds is {self.kinds!r}; it must be some of {', '.join(LANE_KINDS)}")
+        try:
+            parse_lanes(self.baseline)
+        except InputError as error:
+            raise InputError(f"search.baseline: {error}") from error
+
+    @property
+    def scored_epochs(self) -> tuple[int, ...]:
+        """Epochs after which models are compared: the last, and before it those after which `halving` stops some."""
+        rungs = [self.min_epochs * self.reduction_factor**k for k in range(self.num_epochs)]
+        earlier = [epoch for epoch in rungs if epoch < self.num_epochs] if self.method == "halving" else []
+        return (*earlier, self.num_epochs)
+
+    @property
+    def lane_kinds(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(kind.strip() for kind in self.kinds.split(",") if kind.strip()))
+
+
+def default_search() -> ConfigDict:
+    """All fields of a run and of a search at their defaults, for a file in `configs/` to start from."""
+    config = default_config()
+    config.search = ConfigDict(dataclasses.asdict(SearchSettings()))
+    return config
+
+
+def facts_of(settings: SearchSettings) -> dict[str, Any]:
+    """What of the settings decides the results, by full names."""
+    values = dataclasses.asdict(settings)
+    return {f"search.{name}": value for name, value in values.items() if name not in _FREE_ON_RESUME}

@@ -1,0 +1,77 @@
+"""A search made ready: its settings read, its space of mixes made, its storage opened."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlcn_jax.config import RunConfig, check_fields
+from mlcn_jax.errors import InputError
+from mlcn_jax.search import space as space_lib
+from mlcn_jax.search.settings import SearchSettings, facts_of
+from mlcn_jax.search.study import Study
+from mlcn_jax.search.trials import Trainer
+
+_FREE = {"data.dir", "data.cache_dir", "model.lanes", "train.num_epochs", "train.num_steps"}
+_FREE |= {"train.checkpoint_every", "train.log_every", "train.test_every_epoch"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """A search that is ready: what it trains, where its mixes come from, and where its trials are kept."""
+
+    config: RunConfig
+    settings: SearchSettings
+    trainer: Trainer
+    space: space_lib.Space
+    study: Study
+
+
+def read_config(values: Mapping[str, Any]) -> tuple[RunConfig, SearchSettings]:
+    """The run and the search of a config such as `configs/nas_quickstart.py`, as a nested dictionary.
+
+    Raises:
+      InputError: a field is unknown, missing or out of range.
+    """
+    if "search" not in values:
+        raise InputError("the config has no search fields: start from configs/nas_quickstart.py")
+    check_fields("search", SearchSettings, values["search"])
+    return RunConfig.from_dict(values), SearchSettings(**values["search"])
+
+
+def make_space(config: RunConfig, settings: SearchSettings) -> space_lib.Space:
+    """The mixes that fit the devices of a search; raises InputError where there are none."""
+    spec = config.replace({"model.name": "mlcn", "model.lanes": settings.baseline}).model_spec(*config.data.shape())
+    return space_lib.make_space(
+        settings.devices,
+        spec,
+        config.train.batch_size,
+        kinds=settings.lane_kinds,
+        max_width=settings.max_width,
+        max_depth=settings.max_depth,
+        baseline=settings.baseline,
+        tolerance=settings.tolerance,
+    )
+
+
+def open_search(
+    config: RunConfig,
+    settings: SearchSettings,
+    workdir: Path,
+    *,
+    create: bool,
+    programs: dict[tuple, Any] | None = None,
+) -> Search:
+    """Loads the data, counts what lanes cost and opens the storage; `programs` is as in `trials.Trainer`.
+
+    Raises:
+      InputError: any of this cannot be used.
+    """
+    trainer = Trainer(
+        config, settings.num_epochs, settings.num_repeats, settings.num_images, settings.scored_epochs, programs
+    )
+    space = make_space(config, settings)
+    facts = {name: value for name, value in config.flat_as_before().items() if name.split(".")[0] != "parallel"}
+    facts = {name: value for name, value in facts.items() if name not in _FREE} | facts_of(settings)
+    url = settings.storage or f"sqlite:///{workdir.resolve() / 'search.db'}"
+    return Search(config, settings, trainer, space, Study(settings, facts, url, create=create))

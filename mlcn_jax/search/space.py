@@ -1,0 +1,269 @@
+"""Lane mixes that fill devices: which lanes fit what, drawn at random or by taste, and changed by small moves.
+
+A device is a bucket with memory and work (FLOPs or seconds of a training step) to spend. A mix gives every device its
+lanes, as places in the space's menu of lanes. Drawing is pure Python.
+"""
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn.lanes import LaneSpec, parse_lanes
+from mlcn_jax.nn.model import ModelSpec
+from mlcn_jax.placement import cost
+from mlcn_jax.placement.profile import DeviceProfile
+from mlcn_jax.search.budget import FORM, Bucket, amount, head_bytes, parse_device, read_number
+
+Mix = tuple[tuple[int, ...], ...]
+
+MOVES = ("swap", "widen", "deepen", "move", "add", "remove")
+_REDRAWS = 10  # of a device that ends less full than the tolerance asks
+_MOVE_TRIES = 100
+_NEWCOMERS = 0.1  # share of the lanes that fill up a changed mix which come from the menu
+
+
+class Space:
+    """All mixes of lanes that fit some devices.
+
+    Args:
+      menu: the lanes to choose from.
+      buckets: the devices.
+      tolerance: share of a device's scarcer resource that may stay unused, and by which the fullest device may exceed
+        the mean of all; more than that is left only where no lane is small enough.
+
+    Raises:
+      InputError: no lane fits any device; the message names the smallest.
+    """
+
+    def __init__(self, menu: Sequence[LaneSpec], buckets: Sequence[Bucket], tolerance: float = 0.05):
+        self.menu, self.buckets, self.tolerance = tuple(menu), tuple(buckets), tolerance
+        self._place_of = {lane: i for i, lane in enumerate(self.menu)}
+        if not any(bucket.fits([i]) for bucket in buckets for i in range(len(menu))):
+            smallest = min(range(len(menu)), key=buckets[0].loads.__getitem__)
+            rows = [
+                f"  {bucket.name} has {amount(bucket.limit, bucket.unit)} and {amount(bucket.memory_bytes, 'bytes')}, "
+                + f"it needs {amount(bucket.loads[smallest], bucket.unit)} and "
+                + amount(bucket.lane_bytes[smallest], "bytes")
+                for bucket in buckets
+            ]
+            raise InputError(
+                f"search.devices: not even the smallest lane, {menu[smallest]}, fits any device:\n"
+                + "\n".join(rows)
+                + "\ngive larger budgets or a smaller batch"
+            )
+
+    def draw(self, rng: random.Random, start: Mix = (), weights: Sequence[float] = ()) -> Mix:
+        """A mix to which no lane can be added: a device that is not full is drawn, then a lane that fits it, and so on.
+
+        Lanes are drawn uniformly among those that still fit. A device that ends less full than the tolerance asks is
+        emptied and drawn again, a number of times, and the fullest is kept; with a tolerance of 1 none is, which is the
+        published method.
+
+        Args:
+          rng: the randomness.
+          start: lanes to begin with.
+          weights: chances of the lanes of the menu, relative to each other; empty for equal ones.
+
+        Source: do Rosario 2021 (thesis), chapter 6.
+        """
+        begin = start or ((),) * len(self.buckets)
+        lanes = [list(own) for own in begin]
+        best: list[list[int]] = [[] for _ in lanes]
+        left = [_REDRAWS] * len(lanes)
+        room = [bucket.room(own) for bucket, own in zip(self.buckets, lanes, strict=True)]
+        unfilled = list(range(len(lanes)))
+        while unfilled:
+            d = unfilled[int(rng.random() * len(unfilled))]
+            bucket, (load, free) = self.buckets[d], room[d]
+            lane = bucket.draw(len(lanes[d]), load, free, rng, weights)
+            if lane is not None:
+                lanes[d].append(lane)
+                room[d] = load + bucket.loads[lane], free - bucket.lane_bytes[lane]
+                continue
+            best[d] = max(best[d], lanes[d], key=bucket.fill)
+            if bucket.fill(best[d]) >= 1 - self.tolerance or not left[d] or len(lanes[d]) == len(begin[d]):
+                unfilled.remove(d)
+                continue
+            left[d] -= 1
+            lanes[d] = list(begin[d])
+            room[d] = bucket.room(lanes[d])
+        return tuple(tuple(sorted(own)) for own in best)
+
+    def mutate(self, rng: random.Random, mix: Mix) -> tuple[Mix, str]:
+        """A mix of other lanes, one move away and filled up again, and the name of the move (`MOVES`).
+
+        Equal lanes are swapped for others, widened or deepened by one or removed, all of them at once, since one of
+        dozens would change too little to be seen; a single lane is added, or moved to another device. Lanes drawn at
+        random make room, and what fills the devices up is drawn from the lanes that are there, now and then from the
+        menu. A mix that nothing can be changed in gives way to a new one ("draw").
+        """
+        for _ in range(_MOVE_TRIES):
+            move, lanes = rng.choice(MOVES), [list(own) for own in mix]
+            if self._apply(move, lanes, rng):
+                kept = list(itertools.chain.from_iterable(lanes))
+                weights = [_NEWCOMERS / len(self.menu)] * len(self.menu)
+                for lane in kept:
+                    weights[lane] += (1 - _NEWCOMERS) / len(kept)
+                found = self.draw(rng, start=tuple(map(tuple, lanes)), weights=weights)
+                if self.text(found) != self.text(mix) and self.imbalance(found) <= max(
+                    self.tolerance, self.imbalance(mix)
+                ):
+                    return found, move
+        return self.draw(rng), "draw"
+
+    def _apply(self, move: str, lanes: list[list[int]], rng: random.Random) -> bool:
+        """Makes a move, and room for it; whether it could be made."""
+        d = rng.choice([d for d, own in enumerate(lanes) if own])
+        old = rng.choice(lanes[d])
+        any_lane = rng.randrange(len(self.menu))
+        if move == "add":
+            return self._put(any_lane, lanes, d, rng)
+        if move == "move":
+            lanes[d].remove(old)
+            others = [e for e in range(len(lanes)) if e != d]
+            return bool(others) and self._put(old, lanes, rng.choice(others), rng)
+        spec, new = self.menu[old], any_lane if move == "swap" else None
+        if move in ("widen", "deepen"):
+            larger = (spec.width + 1, spec.depth) if move == "widen" else (spec.width, spec.depth + 1)
+            new = self._place_of.get(LaneSpec(spec.kind, *larger))
+            if new is None:
+                return False
+        made = move == "remove"
+        for e, own in enumerate(lanes):
+            lanes[e] = [lane for lane in own if lane != old]
+            if new is not None:
+                for _ in range(own.count(old)):
+                    made |= self._put(new, lanes, e, rng)
+        return made and new != old
+
+    def _put(self, new: int, lanes: list[list[int]], d: int, rng: random.Random) -> bool:
+        """Adds a lane to a device, where others that differ from it make room; whether it fits then."""
+        while not self.buckets[d].fits([*lanes[d], new]):
+            others = [i for i, lane in enumerate(lanes[d]) if lane != new]
+            if not others:
+                return False
+            lanes[d].pop(rng.choice(others))
+        lanes[d].append(new)
+        return True
+
+    def fits(self, mix: Mix) -> bool:
+        """Whether every device has room for its lanes."""
+        return all(bucket.fits(lanes) for bucket, lanes in zip(self.buckets, mix, strict=True))
+
+    def imbalance(self, mix: Mix) -> float:
+        """How much fuller, in its scarcer resource, the fullest device is than the mean of all that hold lanes."""
+        fills = [bucket.fill(lanes) for bucket, lanes in zip(self.buckets, mix, strict=True) if lanes]
+        return max(fills) / (sum(fills) / len(fills)) - 1
+
+    def memory_bytes(self, mix: Mix) -> float:
+        """What the lanes of all devices take together."""
+        return sum(bucket.lane_bytes[lane] for bucket, own in zip(self.buckets, mix, strict=True) for lane in own)
+
+    def report(self, mix: Mix) -> list[dict[str, float | str | None]]:
+        """Of each device: its name, lanes, load, memory, the limits of both and how full it is."""
+        return [
+            {
+                "device": bucket.name,
+                "lanes": self.text((lanes,)),
+                bucket.unit: bucket.load(lanes),
+                f"{bucket.unit}_limit": bucket.limit,
+                "memory_bytes": sum(bucket.lane_bytes[lane] for lane in lanes),
+                "memory_limit_bytes": bucket.memory_bytes if math.isfinite(bucket.memory_bytes) else None,
+                "fill": bucket.fill(lanes),
+            }
+            for bucket, lanes in zip(self.buckets, mix, strict=True)
+        ]
+
+    def text(self, mix: Mix) -> str:
+        """The lanes of all devices as `model.lanes` has them, smallest first."""
+        counts = [0] * len(self.menu)
+        for lane in itertools.chain.from_iterable(mix):
+            counts[lane] += 1
+        return ",".join(f"{lane}*{count}" for lane, count in zip(self.menu, counts, strict=True) if count)
+
+    def taste(self, mlcn2: float, width: float, depth: float, spread: float) -> list[float]:
+        """Weights of the menu for `draw`: chances fall with the distance from a width and a depth.
+
+        Args:
+          mlcn2: chance of the second kind, in [0, 1], over that of any other.
+          width, depth: in the middle.
+          spread: standard deviation of both, above 0.
+        """
+        kinds = {lane.kind for lane in self.menu}
+        return [
+            1e-12
+            + (1.0 if len(kinds) == 1 else mlcn2 if lane.kind == "mlcn2" else 1 - mlcn2)
+            * math.exp(-((lane.width - width) ** 2 + (lane.depth - depth) ** 2) / (2 * spread**2))
+            for lane in self.menu
+        ]
+
+
+def make_space(
+    devices: str,
+    spec: ModelSpec,
+    batch_size: int,
+    *,
+    kinds: Sequence[str],
+    max_width: int,
+    max_depth: int,
+    baseline: str,
+    tolerance: float,
+) -> Space:
+    """The space of mixes for devices that a text describes.
+
+    Entries are joined by commas. Each has words `NAME=VALUE`, and `*COUNT` for that many alike: `flops`, of a training
+    step, a number with K, M, G or T, or with x for so many times those of the baseline; or `seconds` of a step with the
+    `profile` of the device, a file; and `memory`, such as 12GiB, which with a profile is the device's own where left
+    out. The first device also holds the decoder, whose memory is set aside.
+
+    Args:
+      devices: the text, such as "memory=12GiB flops=0.5x*8".
+      spec: of a model; its lanes do not matter.
+      batch_size: of a training step.
+      kinds, max_width, max_depth: of the lanes to choose from.
+      baseline: lanes, as text.
+      tolerance: see `Space`.
+
+    Raises:
+      InputError: the text cannot be read, describes no device, or has no room for any lane.
+    """
+    menu = [LaneSpec(k, w, d) for k in kinds for w in range(1, max_width + 1) for d in range(1, max_depth + 1)]
+
+    def cost_of(lane: LaneSpec) -> cost.LaneCost:
+        return cost.lane_cost(lane, spec.lane_settings, spec.image_shape)
+
+    costs = [cost_of(lane) for lane in menu]
+    unit = float(sum(group.count * cost_of(group.spec).step_flops(batch_size) for group in parse_lanes(baseline)))
+    entries = [parse_device(entry) for entry in devices.split(",") if entry.strip()]
+    buckets: list[Bucket] = []
+    for values, count in entries:
+        profile = DeviceProfile.load(Path(values["profile"]).expanduser()) if "profile" in values else None
+        if profile is None:
+            limit = read_number(values["flops"], "flops", unit)
+            loads = [float(lane.step_flops(batch_size)) for lane in costs]
+            lane_bytes = [float(lane.held_bytes(batch_size)) for lane in costs]
+        else:
+            limit = read_number(values["seconds"], "seconds", unit)
+            loads = [profile.lane_seconds(lane, batch_size) for lane in costs]
+            lane_bytes = [profile.lane_bytes(lane, batch_size) for lane in costs]
+        memory = read_number(values["memory"], "memory", unit) if "memory" in values else None
+        bucket = Bucket(
+            name=profile.device if profile else "device",
+            unit="seconds" if profile else "flops",
+            limit=limit,
+            memory_bytes=memory or (profile.memory_bytes if profile else math.inf),
+            loads=tuple(loads),
+            lane_bytes=tuple(lane_bytes),
+            crowding=profile.crowding if profile else 0.0,
+        )
+        buckets += [dataclasses.replace(bucket, name=f"{bucket.name} {len(buckets) + i}") for i in range(count)]
+    if not buckets:
+        raise InputError(f"search.devices={devices!r} describes no device: give one or more, {FORM}")
+    most_lanes = sum(int(min(b.limit / min(b.loads), b.memory_bytes / min(b.lane_bytes))) for b in buckets)
+    free = max(0.0, buckets[0].memory_bytes - head_bytes(spec, max(1, most_lanes), batch_size))
+    buckets[0] = dataclasses.replace(buckets[0], memory_bytes=free)
+    return Space(menu, buckets, tolerance)

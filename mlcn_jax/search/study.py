@@ -1,0 +1,332 @@
+"""A search as an Optuna study: which mix each trial gets, what became of it, and workers that come, die and go.
+
+Every model of a search has an index. Its trial waits in the study's storage until a worker takes it. One whose worker
+is not heard of for two heartbeats fails without a reason, and one process, that which starts the search or goes on with
+it, has such models wait again. An index thus ends once, whatever happens to workers.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import random
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+from mlcn_jax.errors import Diverged, InputError
+from mlcn_jax.search.models import BASELINE, Model, model_from, model_of
+from mlcn_jax.search.settings import SearchSettings
+from mlcn_jax.search.space import Mix, Space
+from mlcn_jax.search.storage import open_storage, shown, storage_errors
+from mlcn_jax.search.trials import Score
+
+try:
+    import optuna
+    from optuna.trial import FrozenTrial, TrialState
+except ImportError as error:
+    raise InputError("a search needs Optuna: pip install optuna") from error
+
+_log = logging.getLogger(__name__)
+
+_VERSION = 1  # of what is stored
+_MAX_DEATHS = 5  # workers that a model may take with it, by memory that the machine does not have, say
+_START_SECONDS = 30  # that a worker waits for the search to be started
+_POPULATION, _TOURNAMENT = 8, 5  # of evolution
+
+
+class Study:
+    """A search in its storage.
+
+    Args:
+      settings: of the search.
+      facts: all that decides its results, by names; a study that was started with others is refused.
+      url: SQLAlchemy's, of the storage.
+      create: whether to start the study where there is none, which only one process may do.
+
+    Raises:
+      InputError: the storage cannot be used, or holds no such study, or one with other facts.
+    """
+
+    def __init__(self, settings: SearchSettings, facts: Mapping[str, Any], url: str, *, create: bool):
+        self._settings = settings
+        self.evaluate_seconds = 0.0  # spent by this process in training and scoring models
+        self._first_seen: dict[int, float] = {}  # trials that run without a heartbeat, perhaps
+        self._lost = False  # whether the last trial was given to another worker meanwhile
+        self._storage = open_storage(url, settings.heartbeat_seconds)
+        address = shown(url)
+        with storage_errors(url):
+            stored = settings.name in optuna.get_all_study_names(self._storage)
+            if not stored and not create:
+                raise InputError(
+                    f"{address} holds no search named {settings.name!r}: start it without --worker first (search.name)"
+                )
+            self._study = optuna.create_study(
+                storage=self._storage,
+                study_name=settings.name,
+                load_if_exists=True,
+                direction="maximize",
+                pruner=self._pruner(),
+            )
+            mine = json.loads(json.dumps({"version": _VERSION, **facts}))
+            theirs = self.noted("facts")
+            if theirs is None and create:
+                self.enqueue()
+                self.note("facts", mine)  # after which workers may begin
+                theirs = mine
+            for _ in range(_START_SECONDS):
+                if theirs is not None:
+                    break
+                time.sleep(1.0)
+                theirs = self.noted("facts")
+            else:
+                if theirs is None:
+                    raise InputError(f"{address}: the search {settings.name!r} was not started: do so without --worker")
+        rows = [
+            f"  {field}: {theirs.get(field)!r} there, {mine.get(field)!r} now"
+            for field in sorted(set(mine) | set(theirs))
+            if theirs.get(field) != mine.get(field)
+        ]
+        if rows:
+            raise InputError(
+                f"{address} holds a search named {settings.name!r} with other settings:\n"
+                + "\n".join(rows)
+                + "\ngive the same ones to go on with it, or another search.name or --workdir"
+            )
+
+    def _sampler(self, trials: int) -> "optuna.samplers.BaseSampler":
+        """A sampler for the trial after so many, so that neither workers nor sessions repeat each other."""
+        seed = random.Random(f"{self._settings.seed} {trials}").getrandbits(32)
+        if self._settings.method == "tpe":
+            return optuna.samplers.TPESampler(seed=seed, n_startup_trials=8)
+        if self._settings.method == "nsgaii":
+            return optuna.samplers.NSGAIISampler(seed=seed, population_size=_POPULATION)
+        return optuna.samplers.RandomSampler(seed=seed)
+
+    def _pruner(self) -> "optuna.pruners.BasePruner":
+        if self._settings.method != "halving":
+            return optuna.pruners.NopPruner()
+        least, factor = self._settings.min_epochs, self._settings.reduction_factor
+        return optuna.pruners.SuccessiveHalvingPruner(min_resource=least, reduction_factor=factor)
+
+    def enqueue(self) -> bool:
+        """Makes every model that has no trial wait for a worker, and those whose worker ended without noting a reason.
+
+        One process may call it at a time.
+
+        Returns:
+          Whether any model is still to be trained.
+        """
+        latest = {trial.user_attrs["index"]: trial for trial in self._trials()}
+        grace, unfinished = 2 * self._settings.heartbeat_seconds, False
+        for index in range(self._settings.num_models):
+            last = latest.get(index)
+            if last is None:
+                self._study.enqueue_trial({}, user_attrs={"index": index})
+            elif last.state == TrialState.RUNNING and "model" not in last.user_attrs:
+                first_seen = self._first_seen.setdefault(last.number, time.monotonic())
+                if time.monotonic() - first_seen > grace:
+                    # Its worker died before the first heartbeat, without which it does not count as dead.
+                    self._study.tell(last.number, state=TrialState.FAIL)
+            elif last.state == TrialState.FAIL and "reason" not in last.user_attrs:
+                self._put_back(last)
+            elif last.state.is_finished():
+                continue
+            unfinished = True
+        return unfinished
+
+    def _put_back(self, trial: "FrozenTrial") -> None:
+        """Has the model of a trial whose worker died wait again, unless that happened often."""
+        attrs = {"index": trial.user_attrs["index"], "deaths": trial.user_attrs.get("deaths", 0) + 1}
+        if attrs["deaths"] < _MAX_DEATHS:
+            _log.info("model %d goes back: its worker is gone", attrs["index"])
+            self._study.enqueue_trial({}, user_attrs=attrs)
+            return
+        attrs["model"] = trial.user_attrs.get("model", {})
+        attrs["reason"] = f"{attrs['deaths']} workers ended while they trained it; is there too little memory?"
+        self._study.add_trial(optuna.create_trial(state=TrialState.FAIL, user_attrs=attrs))
+
+    def work(
+        self,
+        space: Space,
+        evaluate: Callable[[str], Generator[Score, None, None]],
+        *,
+        to_the_end: bool,
+        done: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Takes one waiting trial after the other until none is left.
+
+        Args:
+          space: of the mixes.
+          evaluate: trains the model of some lanes, given as text, and yields its score after each of
+            `SearchSettings.scored_epochs`. What it raises for lack of memory, a loss that is not finite or an
+            `InputError` is noted, and the search goes on.
+          to_the_end: whether to wait for the trials of other workers, and train those again whose workers die.
+          done: called after each trial.
+        """
+
+        def objective(trial: "optuna.Trial") -> float:
+            self._lost = False
+            try:
+                value = self._run(trial, space, evaluate)
+            except optuna.exceptions.UpdateFinishedTrialError:
+                self._lost = True
+                raise
+            self._lost = self._storage.get_trial(trial._trial_id).state.is_finished()
+            return value
+
+        if to_the_end:
+            self._train_baseline(evaluate)
+        while True:
+            with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
+                optuna.storages.fail_stale_trials(self._study)
+            unfinished = self.enqueue() if to_the_end else False
+            trials = self._trials()
+            states, spent = {trial.state for trial in trials}, self._spent(trials)
+            if TrialState.WAITING in states and not spent:
+                self._study.sampler = self._sampler(sum(t.state != TrialState.WAITING for t in trials))
+                try:
+                    self._study.optimize(objective, n_trials=1, catch=(_Failed,))
+                except Exception:
+                    if not self._lost:
+                        raise
+                    _log.warning("this worker was not heard of for too long: its model went to another one")
+                done()
+            elif unfinished and (not spent or TrialState.RUNNING in states):
+                time.sleep(1.0)
+            else:
+                return
+
+    def _train_baseline(self, evaluate: Callable[[str], Generator[Score, None, None]]) -> None:
+        """Trains the model that all others are compared with, and keeps its score beside the trials.
+
+        It is no trial, since samplers and pruners would learn from it.
+        """
+        if self.noted("baseline"):
+            return
+        accuracies: list[float] = []
+        found: dict[str, Any] = {"lanes": self._settings.baseline, "accuracies": [], "reason": ""}
+        try:
+            for score, seconds in self._timed(evaluate(self._settings.baseline)):
+                accuracies.append(score.accuracy)
+                found |= {"accuracies": accuracies, "score": _stored(score, seconds)}
+        except _FAILURES as error:
+            found["reason"] = _reason_of(error)
+            _log.warning("the baseline failed (%s): %s", self._settings.baseline, error)
+        else:
+            _log.info("baseline: %.2f %%, %.0f s (%s)", 100 * score.accuracy, seconds, self._settings.baseline)
+        self.note("baseline", found)
+
+    def _timed(self, scores: Generator[Score, None, None]) -> Iterator[tuple[Score, float]]:
+        """Each score with the seconds that it and those before it took."""
+        seconds = 0.0
+        with contextlib.closing(scores):
+            while True:
+                started = time.monotonic()
+                try:
+                    score = next(scores, None)
+                finally:
+                    seconds += time.monotonic() - started
+                    self.evaluate_seconds += time.monotonic() - started
+                if score is None:
+                    return
+                yield score, seconds
+
+    def _spent(self, trials: Sequence["FrozenTrial"]) -> bool:
+        """Whether all training seconds are used up."""
+        most = self._settings.max_training_seconds
+        scores = (trial.user_attrs.get("score") for trial in trials)
+        return 0 < most <= sum(score["train_seconds"] for score in scores if score)
+
+    def _run(
+        self, trial: "optuna.Trial", space: Space, evaluate: Callable[[str], Generator[Score, None, None]]
+    ) -> float:
+        if "index" not in trial.user_attrs:
+            raise _Failed("another worker took the last trial first")
+        index = trial.user_attrs["index"]
+        mix, origin = self._propose(index, trial, space)
+        lanes = space.text(mix)
+        self._storage.record_heartbeat(trial._trial_id)  # optuna's thread may not have come to it; see `enqueue`
+        trial.set_user_attr("model", {"origin": origin, "lanes": lanes, "mix": mix})
+        try:
+            for score, seconds in self._timed(evaluate(lanes)):
+                trial.set_user_attr("score", _stored(score, seconds))
+                trial.report(score.accuracy, score.epoch)
+                if score.epoch < self._settings.num_epochs and trial.should_prune():
+                    _log.info("model %d: %.2f %%, stopped after epoch %d", index, 100 * score.accuracy, score.epoch)
+                    raise optuna.TrialPruned
+        except _FAILURES as error:
+            trial.set_user_attr("reason", _reason_of(error))
+            _log.warning("model %d failed (%s): %s", index, lanes, error)
+            traceback.clear_frames(error.__traceback__)  # which may hold what there was no memory for
+            raise _Failed from error
+        _log.info("model %d: %.2f %%, %.0f s (%s)", index, 100 * score.accuracy, seconds, lanes)
+        return score.accuracy
+
+    def _propose(self, index: int, trial: "optuna.Trial", space: Space) -> tuple[Mix, str]:
+        """A mix by the method of the search; for random ones it depends on seed and index alone."""
+        rng = random.Random(f"{self._settings.seed} {index}")
+        if self._settings.method == "evolution":
+            ended = [model for model in self.models() if model.state == "complete" and model.index != BASELINE]
+            if len(ended) >= max(2, min(_POPULATION, self._settings.num_models // 4)):
+                youngest = sorted(ended, key=lambda model: model.ended)[-_POPULATION:]
+                rivals = rng.sample(youngest, min(_TOURNAMENT, len(youngest)))
+                return space.mutate(rng, max(rivals, key=lambda model: model.accuracies[-1]).mix)
+        elif self._settings.method in ("tpe", "nsgaii"):
+            widths, depths = ([getattr(lane, name) for lane in space.menu] for name in ("width", "depth"))
+            weights = space.taste(
+                mlcn2=trial.suggest_float("mlcn2", 0, 1),
+                width=trial.suggest_float("width", min(widths), max(widths)) if max(widths) > 1 else 1,
+                depth=trial.suggest_float("depth", min(depths), max(depths)) if max(depths) > 1 else 1,
+                spread=trial.suggest_float("spread", 0.3, 3, log=True),
+            )
+            return space.draw(rng, weights=weights), "draw"
+        return space.draw(rng), "draw"
+
+    def _trials(self) -> list["FrozenTrial"]:
+        return [trial for trial in self._study.get_trials(deepcopy=False) if "index" in trial.user_attrs]
+
+    def models(self) -> list[Model]:
+        """The baseline, once it was trained, and all models by index; of one that was put back, its newest trial."""
+        latest = {trial.user_attrs["index"]: trial for trial in self._trials()}
+        baseline = self.noted("baseline")
+        first = []
+        if baseline:
+            state = "failed" if baseline["reason"] else "complete"
+            model = {"lanes": baseline["lanes"], "origin": "baseline"}
+            attrs = {
+                "index": BASELINE,
+                "model": model,
+                "score": baseline.get("score", {}),
+                "reason": baseline["reason"],
+            }
+            first = [model_from(attrs, state, baseline["accuracies"])]
+        return first + [model_of(latest[index]) for index in sorted(latest)]
+
+    def note(self, name: str, value: Any) -> None:
+        """Keeps something beside the trials, ready for JSON."""
+        self._study.set_user_attr(name, value)
+
+    def noted(self, name: str) -> Any:
+        """What was kept; None if nothing was."""
+        return self._study.user_attrs.get(name)
+
+
+_FAILURES = (InputError, Diverged, MemoryError, RuntimeError)
+
+
+class _Failed(Exception):
+    """A trial failed and the search goes on."""
+
+
+def _stored(score: Score, seconds: float) -> dict[str, Any]:
+    return dataclasses.asdict(score) | {"seconds": seconds, "ended": time.time()}
+
+
+def _reason_of(error: Exception) -> str:
+    """Why a model failed; raises what is no fault of the model."""
+    if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+        raise error
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no details'])[0]}"

@@ -1,0 +1,204 @@
+"""Trials of a search: models trained for a few epochs on part of the images, with programs that models share.
+
+Equal lanes, 1, 2, 4, 8 ... at a time, are a stack of their own on one device (`stacks.StacksRunner`), so that such a
+group is compiled once for all models that have it.
+"""
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Collection, Generator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mlcn_jax.config import RunConfig
+from mlcn_jax.data import datasets
+from mlcn_jax.data.batches import Batches, steps_per_epoch
+from mlcn_jax.errors import Diverged, InputError
+from mlcn_jax.nn import lanes
+from mlcn_jax.nn.model import ModelSpec, init_params
+from mlcn_jax.training.stacks_runner import Stack, StacksRunner
+from mlcn_jax.training.step import TrainState, make_optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """How good a model is after some epochs.
+
+    Attributes:
+      epoch: how many of them.
+      accuracy: geometric mean over the repeats of the share of validation images classified rightly.
+      repeats: of each.
+      train_seconds: spent in training steps so far, by all repeats.
+      score_seconds, compile_seconds: spent in scoring and compiling so far.
+      steps: training steps so far, of all repeats.
+    """
+
+    epoch: int
+    accuracy: float
+    repeats: tuple[float, ...]
+    train_seconds: float
+    score_seconds: float
+    compile_seconds: float
+    steps: int
+
+    @property
+    def step_seconds(self) -> float:
+        return self.train_seconds / self.steps
+
+
+class Trainer:
+    """Trains models that differ in their lanes, on the first device of this process.
+
+    Args:
+      config: data, model settings and training settings; its lanes and epochs do not matter.
+      num_epochs: of a trial.
+      num_repeats: trainings of each model, from different start values and in different orders of the images.
+      num_images: of the training set, a fixed part of each class; 0 takes all.
+      scored_epochs: after which a model is scored, besides the last.
+      programs: compiled ones of other trainers of the same settings, to use and to add to.
+
+    Raises:
+      InputError: the data cannot be used, or no images are set aside for validation.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        num_epochs: int,
+        num_repeats: int,
+        num_images: int,
+        scored_epochs: Collection[int] = (),
+        programs: dict[tuple, Any] | None = None,
+    ):
+        if not config.data.validation_fraction:
+            raise InputError(
+                "data.validation_fraction is 0: a search compares models on validation images, since the test set may "
+                "choose nothing; give 0.1, say"
+            )
+        self._config, self._num_epochs, self._num_repeats = config, num_epochs, num_repeats
+        self._scored_epochs = {*scored_epochs, num_epochs}
+        self.dataset = config.data.load()
+        settings = config.train
+        images = self.dataset.train
+        if num_images >= len(images.labels):
+            raise InputError(
+                f"search.num_images is {num_images}; there are {len(images.labels)}: give fewer, or 0 for all"
+            )
+        if num_images:
+            _, images = datasets.split_validation(images, num_images / len(images.labels), settings.seed)
+        self.train, self.validation = datasets.split_validation(images, config.data.validation_fraction, settings.seed)
+        self.steps_per_epoch = steps_per_epoch(len(self.train.labels), settings.batch_size)
+        self._optimizer = make_optimizer(dataclasses.replace(settings, num_epochs=num_epochs), self.steps_per_epoch)
+        self._programs = {} if programs is None else programs
+
+    def spec(self, lanes_text: str) -> ModelSpec:
+        """The model of some lanes."""
+        config = self._config.replace({"model.name": "mlcn", "model.lanes": lanes_text})
+        return config.model_spec(self.dataset.train.images.shape[1:], len(self.dataset.class_names))
+
+    def evaluate(self, lanes_text: str) -> Generator[Score, None, None]:
+        """Trains a model and yields its score after each epoch that is to be scored.
+
+        Raises:
+          Diverged: the loss is not finite.
+        """
+        for score, _, _ in self._train(lanes_text):
+            yield score
+
+    def test(self, lanes_text: str) -> list[float]:
+        """Trains a model as `evaluate` does and returns the test accuracy of each repeat."""
+        *_, (_, runner, states) = self._train(lanes_text)
+        return [self._accuracy(runner, state, self.dataset.test) for state in states]
+
+    def _train(self, lanes_text: str) -> Generator[tuple[Score, StacksRunner, list[TrainState]], None, None]:
+        settings, spec = self._config.train, self.spec(lanes_text)
+        runner = StacksRunner(
+            spec,
+            self._optimizer,
+            group_stacks(spec),
+            jax.devices()[0],
+            reconstruction_weight=settings.reconstruction_weight,
+            seed=settings.seed,
+            max_shift=self._config.data.max_shift,
+            flip=self._config.data.flip,
+            clip_norm=settings.clip_norm,
+            programs=self._programs,
+        )
+        seconds = dict.fromkeys(("train", "score", "compile"), 0.0)
+        batches = [
+            Batches(self.train.images, self.train.labels, settings.batch_size, settings.seed + repeat)
+            for repeat in range(self._num_repeats)
+        ]
+        states = [self._start_state(spec, repeat) for repeat in range(self._num_repeats)]
+        runner.start(states[0])
+        seconds["compile"] = runner.compile(*batches[0].at(0))
+        for epoch in range(self._num_epochs):
+            for repeat, state in enumerate(states):
+                runner.start(state)
+                started = time.monotonic()
+                for step in range(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch):
+                    metrics = runner.step(*runner.place(*batches[repeat].at(step)))
+                loss = float(jax.device_get(metrics["loss"]))
+                states[repeat] = runner.fetch()
+                seconds["train"] += time.monotonic() - started
+                if not math.isfinite(loss):
+                    raise Diverged(f"epoch {epoch + 1}, repeat {repeat + 1}: the loss is {loss}")
+            if epoch + 1 not in self._scored_epochs:
+                continue
+            started = time.monotonic()
+            accuracies = [self._accuracy(runner, state, self.validation) for state in states]
+            seconds["score"] += time.monotonic() - started
+            score = Score(
+                epoch=epoch + 1,
+                accuracy=math.exp(sum(math.log(max(a, 1e-9)) for a in accuracies) / len(accuracies)),
+                repeats=tuple(accuracies),
+                train_seconds=seconds["train"],
+                score_seconds=seconds["score"],
+                compile_seconds=seconds["compile"],
+                steps=(epoch + 1) * self.steps_per_epoch * self._num_repeats,
+            )
+            yield score, runner, states
+
+    def _accuracy(self, runner: StacksRunner, state: TrainState, split: datasets.Split) -> float:
+        runner.start(state)
+        return runner.scores(split, self._config.train.batch_size).accuracy
+
+    def _start_state(self, spec: ModelSpec, repeat: int) -> TrainState:
+        """Random parameters. Steps are numbered on from one repeat to the next, so each has its own augmentation."""
+        key = jax.random.key(self._config.train.seed + repeat)
+        encoder, first = {}, 0
+        for group in spec.lane_groups:
+            encoder[group.name] = _init_group(key, first, group, spec.lane_settings, spec.image_shape)
+            first += group.count
+        small = dataclasses.replace(spec, lanes=f"{_SMALLEST}*{first}")  # the decoder depends on the number of lanes
+        params = jax.device_get({"encoder": encoder, "decoder": _init_decoder(key, small)})
+        optimizer = jax.device_get(self._optimizer.init(params))
+        step = jnp.asarray(repeat * self._num_epochs * self.steps_per_epoch, jnp.int32)
+        return TrainState(step, params, optimizer)
+
+
+_SMALLEST = lanes.LaneSpec("mlcn1", 1)
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _init_group(key, first, group, settings, image_shape):
+    return lanes.init_group(key, group, first, settings, jnp.zeros((1, *image_shape)))
+
+
+@partial(jax.jit, static_argnums=1)
+def _init_decoder(key, spec):
+    return init_params(spec, key)["decoder"]
+
+
+def group_stacks(spec: ModelSpec) -> list[Stack]:
+    """A stack for each group of equal lanes, cut into powers of two, all on the first device."""
+    counts = [
+        1 << bit for group in spec.lane_groups for bit in range(group.count.bit_length()) if group.count >> bit & 1
+    ]
+    ends = list(itertools.accumulate(counts))
+    return [Stack(jax.devices()[0], tuple(range(end - count, end))) for count, end in zip(counts, ends, strict=True)]

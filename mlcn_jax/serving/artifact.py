@@ -1,0 +1,216 @@
+"""An exported model: a folder with its functions, weights and description, verified before anything of it is used.
+
+Needs jax, numpy and Pillow, and nothing that trains. An artifact holds programs: use only those whose source you trust.
+Its manifest tells damage from what was exported; it does not tell who exported it.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.serving import flatbuffers_reader
+
+FORMAT = 1
+MANIFEST, MODEL, WEIGHTS = "manifest.json", "model.json", "weights.npz"
+MAX_BATCH = 128  # images that one call of a function takes; more are taken in turn
+# Weights up to so many bytes become part of the compiled programs, which then hold what they transform them to: 1.8
+# times as fast for 8 images on a CPU (benchmarks/results/exported.json), and ten times the weights' memory a program.
+_COMPILED_IN_BYTES = 2**25
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """One serialized `jax.export` function `(weights, uint8 images) -> lengths of the class capsules`.
+
+    Attributes:
+      file: its name in the folder.
+      platforms: of `jax.export` that it runs on.
+      min_batch: images from which on it is the fastest there.
+      compiler_options: for `jax.jit`, left out where the installed jax does not know them.
+    """
+
+    file: str
+    platforms: tuple[str, ...]
+    min_batch: int
+    compiler_options: Mapping[str, str]
+
+
+class Artifact:
+    """A verified artifact, ready to classify.
+
+    Args:
+      folder: that `main.py --mode=export` wrote.
+
+    Attributes:
+      class_names: of the classes, in the order of `lengths`.
+      image_shape: height, width and channels of the images.
+      manifest: what else is known of the model, as `manifest.json` has it.
+
+    Raises:
+      InputError: the folder is none, was altered or cut, is of a newer version, or cannot run on this platform.
+    """
+
+    def __init__(self, folder: str | Path):
+        folder = Path(folder)
+        try:
+            self.manifest = _verified_manifest(folder)
+            description = json.loads((folder / MODEL).read_text())
+            self.class_names: tuple[str, ...] = tuple(description["class_names"])
+            self.image_shape: tuple[int, int, int] = tuple(description["image_shape"])
+            self._certain_length = float(description.get("certain_length", 1.0))  # which older versions leave out
+            functions = [Function(**function) for function in self.manifest["functions"]]
+            weights = jax.device_put(_read_weights(folder / WEIGHTS))
+        except InputError:
+            raise
+        except Exception as error:  # the files are as the manifest says: somebody wrote both, or they cannot be read
+            raise InputError(f"{folder} cannot be read ({error!r}): export the model again") from error
+        platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+        functions = [function for function in functions if platform in function.platforms]
+        if not functions:
+            made_for = sorted({name for f in self.manifest["functions"] for name in f["platforms"]})
+            raise InputError(
+                f"{folder} was exported for {', '.join(made_for)} and cannot run on {platform}: set "
+                "JAX_PLATFORMS=cpu, or " + self._again()
+            )
+        self._functions = [
+            (function.min_batch, self._load(folder / function.file, function, weights))
+            for function in sorted(functions, key=lambda function: -function.min_batch)
+        ]
+
+    def lengths(self, images: np.ndarray) -> np.ndarray:
+        """Lengths of the class capsules; the longest is of the predicted class.
+
+        Args:
+          images: uint8 [n, height, width, channels]. Calls with other numbers of images share programs, one for each
+            power of two up to `MAX_BATCH`, compiled when first needed.
+
+        Returns:
+          float32 [n, classes].
+
+        Raises:
+          InputError: the images have another type or shape.
+        """
+        images = np.asarray(images)
+        if images.dtype != np.uint8 or images.shape[1:] != self.image_shape:
+            raise InputError(
+                f"images are {images.dtype} {images.shape}; the model takes uint8 [n, "
+                + ", ".join(map(str, self.image_shape))
+                + "]"
+            )
+        found = np.zeros((len(images), len(self.class_names)), np.float32)
+        for start in range(0, len(images), MAX_BATCH):
+            part = images[start : start + MAX_BATCH]
+            found[start : start + len(part)] = self._lengths_of_part(part)
+        return found
+
+    def probabilities(self, images: np.ndarray) -> np.ndarray:
+        """Probability of each class, the length of its capsule, at most 1; they need not add up to 1.
+
+        Lengths are at most 1 in a CapsNet, but a class capsule of L lanes, which are squashed one by one, can be as
+        long as sqrt(L). Where each lane learned to classify alone (`margin_loss` of `per_lane`), it is sqrt(L) that
+        stands for 1: the probability is the root mean square of what the lanes say. Arguments, result and errors are
+        those of `lengths`.
+
+        Source: Sabour et al. 2017, section 3.
+        """
+        return np.minimum(self.lengths(images) / self._certain_length, 1)
+
+    def warm_up(self, most: int = MAX_BATCH) -> None:
+        """Compiles the programs for 1, 2, 4 ... images up to `most`."""
+        size = 1
+        while size <= min(most, MAX_BATCH):
+            self._lengths_of_part(np.zeros((size, *self.image_shape), np.uint8))
+            size *= 2
+
+    def _lengths_of_part(self, images: np.ndarray) -> np.ndarray:
+        count = len(images)
+        size = 1 << (count - 1).bit_length()
+        if size > count:
+            images = np.concatenate([images, np.zeros((size - count, *self.image_shape), np.uint8)])
+        call = next(call for least, call in self._functions if size >= least)
+        return jax.device_get(call(images))[:count]
+
+    def _load(self, path: Path, function: Function, weights: dict[str, jax.Array]):
+        try:
+            with flatbuffers_reader.installed():
+                exported = jax.export.deserialize(bytearray(path.read_bytes()))
+            call, options = exported.call, dict(function.compiler_options)
+            image = jax.ShapeDtypeStruct((function.min_batch, *self.image_shape), jnp.uint8)
+            jax.eval_shape(call, weights, image)
+        except Exception as error:  # what a jax release does with what it cannot read differs
+            reason = (str(error).splitlines() or [repr(error)])[0][:200]
+            raise InputError(
+                f"{path} was exported with jax {self.manifest['versions']['jax']} and cannot be used by jax "
+                f"{jax.__version__} ({reason}). jax reads exports for six months: " + self._again()
+            ) from error
+        try:
+            jax.jit(lambda: jnp.zeros(()), compiler_options=options).lower().compile()
+        except Exception:  # jaxlib versions raise different types for an option that they do not know
+            options = {}
+        if sum(array.nbytes for array in weights.values()) <= _COMPILED_IN_BYTES:
+            return jax.jit(functools.partial(call, weights), compiler_options=options)
+        return functools.partial(jax.jit(call, compiler_options=options), weights)
+
+    def _again(self) -> str:
+        return f"export it again where it was trained: {self.manifest['command']}"
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file, as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def signed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest with the SHA-256 of its own content."""
+    content = {name: value for name, value in manifest.items() if name != "sha256"}
+    return {**content, "sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
+
+
+def _verified_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise InputError(f"{folder} is no exported model: it has no {MANIFEST}; main.py --mode=export writes one")
+    damaged = f"{folder} is not what was exported"
+    mend = "copy it anew, or export it again: python main.py --mode=export --workdir=WORKDIR"
+    try:
+        manifest = json.loads(path.read_text())
+        version, files = manifest["format"], manifest["files"]
+        whole = signed(manifest)["sha256"] == manifest["sha256"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(f"{damaged}: {MANIFEST} is damaged ({error!r}): {mend}") from error
+    if isinstance(version, int) and version > FORMAT:
+        raise InputError(
+            f"{folder} is of format {version}, from a newer mlcn_jax than this one, which reads format {FORMAT}: "
+            "update mlcn_jax, or export the model again with this version"
+        )
+    if not whole or version != FORMAT:
+        raise InputError(f"{damaged}: {MANIFEST} was altered: {mend}")
+    unknown = {MODEL, WEIGHTS, *(function["file"] for function in manifest["functions"])} - set(files)
+    if unknown:
+        raise InputError(f"{damaged}: {MANIFEST} does not know {', '.join(sorted(unknown))}: {mend}")
+    for name, known in files.items():
+        file = folder / name
+        if Path(name).name != name or not file.is_file():
+            raise InputError(f"{damaged}: {name} is missing: {mend}")
+        if file.stat().st_size != known["bytes"] or sha256_of(file) != known["sha256"]:
+            raise InputError(f"{damaged}: {name} was altered or cut: {mend}")
+    return manifest
+
+
+def _read_weights(path: Path) -> dict[str, np.ndarray]:
+    with zipfile.ZipFile(path) as archive:
+        if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+            raise InputError(f"{path} is compressed, which no export is: export the model again")
+    with np.load(path, allow_pickle=False) as arrays:
+        return dict(arrays)

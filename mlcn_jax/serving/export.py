@@ -1,0 +1,130 @@
+"""A trained model made into an artifact: a folder that `predict` and `serve` use without training code."""
+
+import datetime
+import importlib.metadata
+import shlex
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mlcn_jax.config import read_stored
+from mlcn_jax.data.batches import to_pixels
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import hold, write_json
+from mlcn_jax.nn import capsules, conv, conv_spectral
+from mlcn_jax.nn.model import encode
+from mlcn_jax.serving import artifact
+from mlcn_jax.training.checkpoint import Trained, load_trained
+
+# (platform of jax.export, jax's name of its devices, images from which on, and images whose fastest algorithms it has)
+_FUNCTIONS = (("cpu", "cpu", 1, 1), ("cpu", "cpu", 8, 64), ("cuda", "gpu", 1, 64))
+_TOLERANCE = 1e-5
+_PACKAGES = ("jax", "jaxlib", "numpy", "flax")
+
+
+def export(workdir: Path) -> Path:
+    """Writes the best checkpoint of a workdir as `workdir/export`, in place of an older one, and returns that folder.
+
+    Before it lands it is loaded again, and must give this platform's model to 1e-5.
+
+    Raises:
+      InputError: the workdir holds no trained model, or flatbuffers is not installed.
+    """
+    trained, config = load_trained(workdir), read_stored(workdir)
+    folder = workdir / "export"
+    if folder.exists() and not (folder / artifact.MANIFEST).is_file():
+        raise InputError(f"{folder} is there and no export, which would take its place: move it away")
+    with hold(workdir), tempfile.TemporaryDirectory(dir=workdir, prefix=".export-") as temporary:
+        made = Path(temporary) / "export"
+        made.mkdir()
+        write_json(made / "config.json", config.to_dict())
+        _write(trained, made, f"python main.py --mode=export --workdir={shlex.quote(str(workdir))}")
+        _check(trained, artifact.Artifact(made))
+        if folder.exists():
+            folder.rename(Path(temporary) / "before")
+        made.rename(folder)
+    return folder
+
+
+def _write(trained: Trained, folder: Path, command: str) -> None:
+    spec = trained.spec
+    weights = _flat(trained.params["encoder"])
+    description = {
+        "class_names": trained.class_names,
+        "image_shape": spec.image_shape,
+        "lanes": spec.lanes or spec.name,
+        "parameters": sum(array.size for array in weights.values()),
+        "preprocessing": "upright as EXIF says, gray or RGB, resized (bilinear) to image_shape, uint8; pixels / "
+        + ("127.5 - 1" if spec.signed_pixels else "255")
+        + " is part of the functions",
+        "output": "length of each class capsule, float32; the longest is the predicted class",
+        "certain_length": spec.certain_length,
+    }
+    write_json(folder / artifact.MODEL, description)
+    np.savez(folder / artifact.WEIGHTS, **weights)  # type: ignore[arg-type]
+    functions = []
+    for platform, device, min_batch, usual_batch in _FUNCTIONS:
+        name = f"inference-{platform}-{min_batch}.jaxexport"
+        (folder / name).write_bytes(_serialized(trained, platform, device, min_batch, usual_batch))
+        functions.append(
+            {
+                "file": name,
+                "platforms": [platform],
+                "min_batch": min_batch,
+                "compiler_options": conv.compiler_options("cpu") if platform == "cpu" else {},
+            }
+        )
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": artifact.sha256_of(path)}
+        for path in sorted(folder.iterdir())
+    }
+    manifest = {
+        "format": artifact.FORMAT,
+        "step": trained.step,
+        "functions": functions,
+        "files": files,
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+    }
+    write_json(folder / artifact.MANIFEST, artifact.signed(manifest))
+
+
+def _flat(encoder: dict) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_leaves_with_path(encoder)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
+
+
+def _serialized(trained: Trained, platform: str, device: str, min_batch: int, usual_batch: int) -> bytearray:
+    """The function of any number of images from `min_batch` on, with the algorithms for `usual_batch`."""
+    spec = trained.spec
+    structure = jax.tree.structure(trained.params["encoder"])
+    names = list(_flat(trained.params["encoder"]))
+
+    def lengths(weights, images):
+        encoder = jax.tree.unflatten(structure, [weights[name] for name in names])
+        return capsules.lengths(encode(spec, encoder, to_pixels(images)))
+
+    (batch,) = jax.export.symbolic_shape("batch", constraints=[f"batch >= {min_batch}"])
+    images = jax.ShapeDtypeStruct((batch, *spec.image_shape), jnp.uint8)
+    weights = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in _flat(trained.params["encoder"]).items()}
+    with conv_spectral.traced_for(device), conv.any_batch_as(usual_batch):
+        exported = jax.export.export(jax.jit(lengths), platforms=[platform])(weights, images)
+    try:
+        return exported.serialize()
+    except ImportError as error:
+        raise InputError("exporting needs flatbuffers: pip install flatbuffers") from error
+
+
+def _check(trained: Trained, exported: artifact.Artifact) -> None:
+    """Raises where the artifact is not the model."""
+    spec, rng = trained.spec, np.random.default_rng(0)
+    lengths = jax.jit(lambda params, images: capsules.lengths(encode(spec, params["encoder"], to_pixels(images))))
+    for n in (1, 8):
+        images = rng.integers(0, 256, (n, *spec.image_shape)).astype(np.uint8)
+        error = np.max(np.abs(exported.lengths(images) - np.asarray(lengths(trained.params, images))))
+        if not error <= _TOLERANCE:
+            raise RuntimeError(f"the exported function differs from the model by {error}")

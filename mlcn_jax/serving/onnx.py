@@ -1,0 +1,179 @@
+"""A trained model as ONNX: read from its export, converted, and run by ONNX Runtime.
+
+Converted by jax2onnx, from the model's own function, so that a new kind of lane needs nothing here. jax2onnx wants an
+older orbax-checkpoint than training does, so models are read from what `main.py --mode=export` wrote.
+`experiments.export_onnx` and `benchmarks.onnx_inference` are the commands.
+"""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from jaxtyping import Array, Float, UInt8
+
+from mlcn_jax.config import DataSettings, RunConfig
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json
+from mlcn_jax.nn import capsules, conv_spectral
+from mlcn_jax.nn.lanes import Lane
+from mlcn_jax.nn.model import ModelSpec, encode
+from mlcn_jax.serving.artifact import MODEL, WEIGHTS, Artifact
+
+if TYPE_CHECKING:
+    import onnx
+    import onnxruntime
+
+
+INPUT, OUTPUT = "images", "lengths"
+TOLERANCE = 1e-4  # of lengths
+_OPSET = 18  # the oldest that has every operator, so that older runtimes read the model too
+_PACKAGES = ("onnx", "onnxruntime", "jax2onnx")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportedModel:
+    """What `WORKDIR/export` holds, as a function of its parameters again.
+
+    Attributes:
+      artifact: the export, verified.
+      spec: what the model computes.
+      encoder: its parameters.
+      lanes: as text; `capsnet` where there are none.
+      data: of the run that trained it.
+    """
+
+    artifact: Artifact
+    spec: ModelSpec
+    encoder: dict
+    lanes: str
+    data: DataSettings
+
+    def lengths(self, images: UInt8[Array, "batch h w channels"]) -> Float[Array, "batch classes"]:
+        """Lengths of the class capsules, in float32 whatever the model was trained in."""
+        spec = dataclasses.replace(self.spec, compute_dtype="float32")
+        return capsules.lengths(encode(spec, self.encoder, _pixels(images)))
+
+
+def read_export(workdir: Path, data_dir: str = "") -> ExportedModel:
+    """Reads `workdir/export`; `data_dir` replaces `data.dir` where the run's images have moved.
+
+    Raises:
+      InputError: there is no export, or it is damaged.
+    """
+    folder = workdir / "export"
+    if not folder.is_dir():
+        raise InputError(
+            f"{workdir} holds no exported model: train one there, then python main.py --mode=export --workdir={workdir}"
+        )
+    artifact = Artifact(folder)
+    config = RunConfig.from_dict(read_json(folder / "config.json"))
+    if data_dir:
+        config = config.replace({"data.dir": data_dir})
+    with np.load(folder / WEIGHTS, allow_pickle=False) as arrays:
+        weights = {name: jnp.asarray(array) for name, array in arrays.items()}
+    return ExportedModel(
+        artifact=artifact,
+        spec=config.model_spec(artifact.image_shape, len(artifact.class_names)),
+        encoder=traverse_util.unflatten_dict(weights, sep="/"),
+        lanes=read_json(folder / MODEL)["lanes"],
+        data=config.data,
+    )
+
+
+def lane_by_lane(spec: ModelSpec, encoder: dict) -> Callable[[Array], Array]:
+    """`ExportedModel.lengths` with plain convolutions and without vmap.
+
+    jax2onnx writes wrong shapes for batched products, which those of vmapped lanes are.
+    """
+    spec = dataclasses.replace(spec, conv="native", compute_dtype="float32")
+    lanes = []
+    for group in spec.lane_groups:
+        lane = Lane(group.spec, spec.lane_settings)
+        lanes += [(lane, jax.tree.map(lambda a, i=i: a[i], encoder[group.name])) for i in range(group.count)]
+
+    def lengths(images: Array) -> Array:
+        x = _pixels(images)
+        with conv_spectral.traced_for("onnx"):  # what is done for XLA on a CPU is left out
+            if lanes:
+                v = jnp.stack([lane.apply({"params": params}, x) for lane, params in lanes], axis=-1)
+            else:
+                v = encode(spec, encoder, x)
+        return capsules.lengths(v)
+
+    return lengths
+
+
+def convert(model: ExportedModel) -> "onnx.ModelProto":
+    """The model as ONNX: uint8 `images` [batch, h, w, channels] to float32 `lengths` [batch, classes].
+
+    Raises:
+      InputError: jax2onnx cannot convert an operation of a lane.
+    """
+    import jax2onnx
+    import onnx
+
+    logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # it warns of shapes that it leaves to the runtime
+    try:
+        converted = jax2onnx.to_onnx(
+            lane_by_lane(model.spec, model.encoder),
+            [jax.ShapeDtypeStruct(("batch", *model.spec.image_shape), jnp.uint8)],
+            model_name="mlcn_jax",
+            opset=_OPSET,
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+        )
+    except NotImplementedError as error:
+        raise InputError(f"jax2onnx cannot convert {model.lanes}: {error}") from error
+    facts = {"class_names": model.artifact.class_names, "image_shape": model.spec.image_shape, "lanes": model.lanes}
+    onnx.helper.set_model_props(converted, {name: json.dumps(value) for name, value in facts.items()})
+    onnx.checker.check_model(converted, full_check=True)
+    return converted
+
+
+def open_session(path: Path, threads: int) -> "onnxruntime.InferenceSession":
+    """An ONNX model, ready to run on the CPU."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def run(
+    session: "onnxruntime.InferenceSession", images: UInt8[np.ndarray, "n h w c"]
+) -> Float[np.ndarray, "n classes"]:
+    """The lengths that ONNX Runtime computes."""
+    return session.run([OUTPUT], {INPUT: images})[0]
+
+
+def difference(found: Float[np.ndarray, "n classes"], wanted: Float[np.ndarray, "n classes"]) -> float:
+    """The largest difference of lengths; over the longest where that is shorter than 1."""
+    return float(np.max(np.abs(found - wanted)) / min(1.0, np.max(wanted)))
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that are needed here only.
+
+    Raises:
+      InputError: one is not installed.
+    """
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InputError(
+            f"{', '.join(missing)} cannot be imported: `make onnx` installs requirements-onnx.txt into .venv-onnx; "
+            "take .venv-onnx/bin/python"
+        )
+    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+def _pixels(images: Array) -> Array:
+    return images.astype(jnp.float32) / 255.0  # as evaluate.to_pixels, whose module needs all that trains

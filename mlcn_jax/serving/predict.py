@@ -1,0 +1,103 @@
+"""Classifies pictures with an exported model; needs jax, numpy and Pillow only.
+
+    python -m mlcn_jax.predict runs/mlcn2/export image.png photos/ --json
+
+A folder stands for the pictures in it. Prints the class of each picture and its probability
+(`artifact.Artifact.probabilities`). Exit codes: 0 all were classified, 2 input that cannot be used, 3 some pictures
+could not be read; the others are answered.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mlcn_jax.data.images import SUFFIXES, read_pixels
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import EXIT_FAILED, launch
+
+if TYPE_CHECKING:
+    from mlcn_jax.serving.artifact import Artifact
+
+
+def predict(artifact: "Artifact", files: Sequence[Path], batch_size: int = 64) -> Iterator[dict[str, Any]]:
+    """Classifies pictures, in turn.
+
+    Yields:
+      For each file its name as `file`, with `class` and `probability`, or with `error`: why it could not be read.
+    """
+
+    def read(path: Path) -> np.ndarray | str:
+        try:
+            return read_pixels(path, artifact.image_shape)
+        except InputError as error:
+            return str(error)
+
+    with ThreadPoolExecutor() as pool:
+        for start in range(0, len(files), batch_size):
+            some = files[start : start + batch_size]
+            read_ones = list(pool.map(read, some))
+            good = [pixels for pixels in read_ones if not isinstance(pixels, str)]
+            probabilities = iter(artifact.probabilities(np.stack(good)) if good else ())
+            for path, pixels in zip(some, read_ones, strict=True):
+                if isinstance(pixels, str):
+                    yield {"file": str(path), "error": pixels}
+                    continue
+                own = next(probabilities)
+                best = int(np.argmax(own))
+                yield {"file": str(path), "class": artifact.class_names[best], "probability": float(own[best])}
+
+
+def _files_of(paths: Sequence[str]) -> list[Path]:
+    """The files, and those in folders that look like pictures, by name."""
+    files = []
+    for given in paths:
+        path = Path(given)
+        if not os.path.isdir(given):
+            files.append(path)
+            continue
+        try:
+            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
+        except OSError as error:
+            raise InputError(
+                f"{path} cannot be listed ({error.strerror}): give its files, or another folder"
+            ) from error
+        if not inside:
+            raise InputError(f"{path} has no files that end in {', '.join(SUFFIXES)}")
+        files += inside
+    return files
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m mlcn_jax.predict", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("artifact", help="folder that main.py --mode=export wrote")
+    parser.add_argument("images", nargs="+", metavar="IMAGE", help="PNG, JPEG, WebP, BMP or GIF, or a folder of them")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    arguments = parser.parse_intermixed_args()
+    files = _files_of(arguments.images)
+
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names may hold any bytes
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or XLA tells of each constant that takes a second to fold
+    from mlcn_jax.serving.artifact import Artifact  # slow to load: a mistaken argument has been answered
+
+    failed = False
+    for found in predict(Artifact(arguments.artifact), files):
+        failed |= "error" in found
+        if arguments.json:
+            print(json.dumps(found), flush=True)
+        elif "error" in found:
+            print(f"{found['file']}: {found['error']}", file=sys.stderr, flush=True)
+        else:
+            print(f"{found['file']}: {found['class']}, {found['probability']:.1%}", flush=True)
+    if failed:
+        sys.exit(EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    launch(main)

@@ -1,0 +1,267 @@
+"""Answers HTTP requests with an exported model; needs jax, numpy, Pillow and `pip install 'mlcn_jax[serve]'`.
+
+    python -m mlcn_jax.serve runs/mlcn2/export --port=8000
+    curl --data-binary @image.png -H 'Content-Type: image/png' http://127.0.0.1:8000/predict
+    curl -F a=@one.png -F b=@two.jpg http://127.0.0.1:8000/predict
+
+`POST /predict` takes a picture as the body (`image/*` or `application/octet-stream`), files in a
+`multipart/form-data`, or `application/json` as `{"images": [base64, ...]}`, and answers `{"predictions": [...]}`: for
+each picture, in turn, its `class` and `probability` (`artifact.Artifact.probabilities`), or `error`, why it cannot be
+read. `?probabilities` adds those of all classes. `GET /health` is 200 while the model answers, `GET /metrics` is for
+Prometheus, `GET /` describes the model.
+
+Status codes: 200 some picture was classified; 400 none was, or the request is malformed; 404, 405 there is no such path
+or method; 408 it came too slowly; 413 it has too many bytes or pictures; 415 it is of another type; 429 too much waits,
+try again; 431 its head is too long; 500, and 503 of `/health`, the model itself failed.
+
+It listens once the model is ready. SIGTERM and Ctrl-C end it after it has answered what had come. Exit codes: 0 ended
+so, 2 input that cannot be used.
+"""
+
+import argparse
+import asyncio
+import importlib.util
+import ipaddress
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import launch
+
+if TYPE_CHECKING:
+    from mlcn_jax.serving.service import Limits, Service
+
+
+_PACKAGES = ("httptools", "prometheus_client", "python_multipart", "starlette", "uvicorn")
+_MAX_HEAD_BYTES = 2**16  # of a request, with what frames the parts of its body
+_MAX_PIPELINED = 16  # requests that a client may send before the first is answered
+_SWITCH_SECONDS = 2e-4  # most that the computing thread waits for Python's lock; by default as long as a batch takes
+_log = logging.getLogger("mlcn_jax")
+
+
+def serve(service: "Service", listener: socket.socket, message: str) -> None:
+    """Answers requests until a signal comes.
+
+    Args:
+      service: the model, warm.
+      listener: a socket with an address, which does not listen yet.
+      message: printed once it listens.
+
+    Raises:
+      InputError: the address is another's.
+    """
+    import uvicorn
+
+    from mlcn_jax.serving.service import application
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets=None):
+            try:
+                await super().startup(sockets)
+            except OSError as error:
+                raise _cannot_listen(listener.getsockname(), error) from error
+            print(message, flush=True)
+
+        async def shutdown(self, sockets=None):
+            await asyncio.sleep(0.1)  # what had come before the signal is read first
+            await super().shutdown(sockets)
+
+    config = uvicorn.Config(
+        application(service),
+        http=_protocol(service),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level=logging.ERROR,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(3 * service.limits.timeout_seconds) + 1,
+    )
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # whose fault it is, the client is told
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # uvicorn has its own, and raises the signal again at the end
+    Server(config).run(sockets=[listener])
+
+
+def _protocol(service: "Service"):
+    """uvicorn's HTTP protocol, with an end to requests that come too slowly or never end, and to stuck connections."""
+    from starlette.responses import JSONResponse
+    from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+    limits, metrics = service.limits, service.metrics
+    too_many = {"error": f"more than {limits.max_connections} connections are open: try again"}
+    busy = metrics.counting(JSONResponse(too_many, 429, {"Retry-After": "1", "Connection": "close"}))
+
+    class Protocol(HttpToolsProtocol):
+        def connection_made(self, transport):
+            super().connection_made(transport)
+            self._coming_since: float | None = self.loop.time()  # None while all that came has been read
+            self._head_bytes = 0  # that came with a request, less twice what is of its body
+            self._was_stuck = False
+            self._running = None
+            self._timer = self.loop.call_later(limits.timeout_seconds, self._look)
+            if len(self.connections) > limits.max_connections:
+                self.app = busy
+            if len(self.connections) > 2 * limits.max_connections:
+                transport.abort()
+
+        def connection_lost(self, exc):
+            self._timer.cancel()
+            if self._running is not None:  # uvicorn tells the last request that came, which may not be this one
+                self._running.disconnected = True
+            super().connection_lost(exc)
+
+        def _start_asgi_task(self, cycle, app):
+            self._running = cycle
+            super()._start_asgi_task(cycle, app)
+
+        def data_received(self, data):
+            if self._coming_since is None:
+                self._coming_since = self.loop.time()
+            self._head_bytes += len(data)
+            super().data_received(data)
+            if self._head_bytes > _MAX_HEAD_BYTES:
+                self._refuse(431, "the head of the request is too long")
+            if len(self.pipeline) > _MAX_PIPELINED:
+                self._refuse(429, "too many requests came before the first was answered")
+
+        def on_message_begin(self):
+            super().on_message_begin()
+            self._coming_since = self.loop.time()
+            self._head_bytes = 0
+
+        def on_body(self, body):
+            self._head_bytes -= 2 * len(body)
+            super().on_body(body)
+
+        def on_message_complete(self):
+            super().on_message_complete()
+            self._coming_since = None
+
+        def send_400_response(self, msg):
+            self._refuse(400, "this is not HTTP")
+
+        def _refuse(self, status, message):
+            if self.transport.is_closing():
+                return
+            if self.cycle is None or not (self.cycle.response_started and self.cycle.more_body):
+                metrics.count(status)
+                body = json.dumps({"error": message}).encode()
+                head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+                self.transport.write(STATUS_LINE[status] + head + body)
+            self.transport.close()
+
+        def _look(self):
+            """From time to time: does this connection still get on?"""
+            stuck = self.flow.write_paused or self.transport.is_closing()  # the client does not read
+            if stuck and self._was_stuck:
+                self.transport.abort()
+                return
+            self._was_stuck = stuck
+            left = limits.timeout_seconds
+            if self._coming_since is not None:
+                left -= self.loop.time() - self._coming_since
+                if left <= 0:
+                    self._refuse(408, f"the request took more than {limits.timeout_seconds:g} seconds")
+                    left = limits.timeout_seconds
+            self._timer = self.loop.call_later(left, self._look)
+
+    return Protocol
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket with an address, which does not listen yet.
+
+    Raises:
+      InputError: the address is another's, or none.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, UnicodeError) as error:
+        raise _cannot_listen((host, port), error) from error
+    if not ipaddress.ip_address(address[0]).is_loopback:
+        _log.warning("%s can be reached from other machines: whoever does may ask, and nothing is encrypted", host)
+    return listener
+
+
+def _cannot_listen(address: tuple, error: Exception) -> InputError:
+    host, port = address[:2]
+    return InputError(f"cannot listen at {host}, port {port} ({error}): give another --host or --port")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mlcn_jax.serve",
+        description=(__doc__ or "").split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("artifact", help="folder that main.py --mode=export wrote")
+    add("--host", default="127.0.0.1", help="address to listen at")
+    add("--port", default=8000, type=int, help="to listen at; 0 takes a free one")
+    add("--max_batch", default=64, type=int, help="images computed at once, a power of two; 1 turns batching off")
+    add("--max_queue", default=256, type=int, help="images that wait while others are computed")
+    add("--max_body_mib", default=16.0, type=float, help="size of a request")
+    add("--max_images", default=64, type=int, help="images in a request")
+    add("--max_connections", default=400, type=int, help="open at a time")
+    add("--timeout_seconds", default=10.0, type=float, help="in which a request must have come whole")
+    return parser
+
+
+def _limits(arguments: argparse.Namespace) -> "Limits":
+    """Raises InputError where one makes no sense."""
+    from mlcn_jax.serving.service import Limits
+
+    if arguments.max_batch not in (1, 2, 4, 8, 16, 32, 64, 128):
+        raise InputError(f"--max_batch={arguments.max_batch} is no power of two from 1 to 128")
+    if not 0 <= arguments.port < 2**16:
+        raise InputError(f"--port={arguments.port} is not from 0 to {2**16 - 1}")
+    for name in ("max_queue", "max_body_mib", "max_images", "max_connections", "timeout_seconds"):
+        if not 0 < getattr(arguments, name) < float("inf"):
+            raise InputError(f"--{name}={getattr(arguments, name)} is not above 0")
+    if arguments.max_images > arguments.max_queue:
+        raise InputError(
+            f"--max_images={arguments.max_images} is more than --max_queue={arguments.max_queue}, so that there is "
+            "never room for such a request"
+        )
+    return Limits(
+        max_batch=arguments.max_batch,
+        max_queue=arguments.max_queue,
+        max_body_bytes=int(arguments.max_body_mib * 2**20),
+        max_images=arguments.max_images,
+        max_connections=arguments.max_connections,
+        timeout_seconds=arguments.timeout_seconds,
+    )
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    missing = [name for name in _PACKAGES if not importlib.util.find_spec(name)]
+    if missing:
+        raise InputError(f"serving needs {', '.join(missing)}: pip install 'mlcn_jax[serve]'")
+    limits = _limits(arguments)
+    listener = _bind(arguments.host, arguments.port)
+
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or XLA tells of each constant that takes a second to fold
+    from mlcn_jax.serving.artifact import Artifact  # slow to load: a mistaken argument has been answered
+    from mlcn_jax.serving.service import Service
+
+    service = Service(Artifact(arguments.artifact), limits)
+    service.warm_up()
+    host, port = listener.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    serve(service, listener, f"serving {arguments.artifact} at http://{host}:{port}/predict")
+
+
+if __name__ == "__main__":
+    launch(main)

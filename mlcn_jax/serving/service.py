@@ -1,0 +1,350 @@
+"""What `serve` answers: pictures in requests of several kinds to predictions, within limits; and what is counted.
+
+Needs starlette, prometheus_client and python_multipart.
+"""
+
+import asyncio
+import base64
+import concurrent.futures
+import contextlib
+import dataclasses
+import io
+import json
+import logging
+import time
+import urllib.parse
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import prometheus_client
+from PIL import Image
+from python_multipart import exceptions, multipart
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlcn_jax.data.images import FORMATS, read_pixels
+from mlcn_jax.errors import InputError
+from mlcn_jax.serving.batching import Batcher, Full
+
+if TYPE_CHECKING:
+    from mlcn_jax.serving.artifact import Artifact
+
+
+_SMALL_BYTES, _SMALL_PIXELS = 2**13, 2**16  # so quickly decoded that a thread would cost more
+_BODIES_HELD = 8  # bodies of the largest size that may be held at once, or smaller ones with as many bytes
+_READERS = 2  # threads that decode what is not small
+_RETRY = {"Retry-After": "1"}
+_log = logging.getLogger("mlcn_jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What one server takes.
+
+    Attributes:
+      max_batch: images that are computed at once, a power of two.
+      max_queue: images that wait while others are computed.
+      max_body_bytes: of one request.
+      max_images: in one request.
+      max_connections: at a time.
+      timeout_seconds: in which a request must have come whole.
+    """
+
+    max_batch: int
+    max_queue: int
+    max_body_bytes: int
+    max_images: int
+    max_connections: int
+    timeout_seconds: float
+
+
+class Metrics:
+    """What is counted, for Prometheus."""
+
+    def __init__(self, waiting: Callable[[], int]):
+        self._registry = registry = prometheus_client.CollectorRegistry()
+        prometheus_client.ProcessCollector(registry=registry)
+        self._requests = prometheus_client.Counter(
+            "mlcn_jax_requests", "Requests that were answered", ["path", "status"], registry=registry
+        )
+        self._seconds = prometheus_client.Histogram(
+            "mlcn_jax_predict_seconds",
+            "From the head of a request to its answer, /predict",
+            buckets=[2.0**i for i in range(-10, 4)],
+            registry=registry,
+        )
+        self.batch_images = prometheus_client.Histogram(
+            "mlcn_jax_batch_images",
+            "Images that were computed at once",
+            buckets=[2**i for i in range(8)],
+            registry=registry,
+        )
+        queue = prometheus_client.Gauge("mlcn_jax_waiting_images", "Images that wait", registry=registry)
+        queue.set_function(waiting)
+
+    def count(self, status: int, path: str = "") -> None:
+        """One answer more; `path` is one that is there, or empty."""
+        self._requests.labels(path, status).inc()
+
+    def counting(self, app: ASGIApp, paths: Sequence[str] = ()) -> ASGIApp:
+        """The same application, whose answers are counted, those of `paths` each by itself."""
+
+        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            started = time.perf_counter()
+
+            async def count(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    path = scope["path"] if scope["path"] in paths else ""
+                    self.count(message["status"], path)
+                    if path == "/predict":
+                        self._seconds.observe(time.perf_counter() - started)
+                await send(message)
+
+            await app(scope, receive, count)
+
+        return counted
+
+    def text(self) -> bytes:
+        """All of it, in the format of Prometheus."""
+        return prometheus_client.generate_latest(self._registry)
+
+
+class Service:
+    """`POST /predict` as an ASGI application, and what it needs.
+
+    Args:
+      artifact: the model.
+      limits: of what is taken.
+    """
+
+    def __init__(self, artifact: "Artifact", limits: Limits):
+        self.artifact, self.limits = artifact, limits
+        self.batcher = Batcher(artifact.probabilities, limits.max_batch, limits.max_queue, self._count_batch)
+        self.metrics = Metrics(lambda: self.batcher.waiting)
+        self._readers = concurrent.futures.ThreadPoolExecutor(_READERS, "reader")
+        self._held_bytes = 0
+
+    def warm_up(self) -> None:
+        """Compiles all programs."""
+        self.batcher.warm_up(np.zeros(self.artifact.image_shape, np.uint8))
+
+    @contextlib.asynccontextmanager
+    async def running(self, app: Any):
+        """While it is open, requests are answered."""
+        self.batcher.start(asyncio.get_running_loop())
+        yield
+        self.batcher.stop()
+        self._readers.shutdown(cancel_futures=True)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        if b"upgrade" in headers:  # after which no body is read
+            raise HTTPException(
+                400, "an Upgrade is not taken: send it without (curl --http1.1)", {"Connection": "close"}
+            )
+        find = _finder(headers)
+        if self.batcher.waiting >= self.limits.max_queue:
+            raise self._full()
+        try:
+            found = await self._receive_pixels(find, int(headers.get(b"content-length", b"0")), receive)
+        except ClientDisconnect:
+            return
+        good = [pixels for pixels in found if not isinstance(pixels, str)]
+        try:
+            rows = iter([await row for row in self.batcher.submit(good)])
+        except Full as error:
+            raise self._full() from error
+        except Exception as error:
+            _log.error("the model failed: %s", (str(error).splitlines() or [repr(error)])[0])
+            raise HTTPException(500, "the model failed") from error
+        every = "probabilities" in urllib.parse.parse_qs(scope["query_string"].decode("latin-1"), True)
+        answer: dict[str, Any] = {
+            "predictions": [{"error": p} if isinstance(p, str) else self._prediction(next(rows), every) for p in found]
+        }
+        if not good:
+            answer["error"] = "none of it is an image that can be read"
+        await JSONResponse(answer, 200 if good else 400)(scope, receive, send)
+
+    async def _receive_pixels(self, find: "_Finder", length: int, receive: Receive) -> list[np.ndarray | str]:
+        """Of each picture in the body that comes its pixels, or why it cannot be read."""
+        most = self.limits.max_body_bytes
+        if length > most:
+            raise self._too_large()
+        parts: list[bytes] = []
+        received, more = 0, True
+        try:
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                more = message["more_body"]
+                parts.append(message["body"])
+                received += len(message["body"])
+                self._held_bytes += len(message["body"])
+                if received > most:
+                    raise self._too_large()
+                if self._held_bytes > _BODIES_HELD * most and received > _SMALL_BYTES:
+                    raise HTTPException(429, "too much is being sent: try again", _RETRY)
+            body = b"".join(parts)
+            if find is _whole and _is_small(body):
+                return self._pixels(find, body)
+            return await asyncio.get_running_loop().run_in_executor(self._readers, self._pixels, find, body)
+        finally:
+            self._held_bytes -= received
+
+    def _pixels(self, find: "_Finder", body: bytes) -> list[np.ndarray | str]:
+        found: list[np.ndarray | str] = []
+        for image in find(body, self.limits.max_images):
+            try:
+                found.append(image if isinstance(image, str) else read_pixels(image, self.artifact.image_shape))
+            except InputError as error:
+                found.append(str(error))
+        return found
+
+    def _prediction(self, probabilities: np.ndarray, every: bool) -> dict[str, Any]:
+        names, best = self.artifact.class_names, int(np.argmax(probabilities))
+        answer: dict[str, Any] = {"class": names[best], "probability": float(probabilities[best])}
+        if every:
+            answer["probabilities"] = dict(zip(names, probabilities.tolist(), strict=True))
+        return answer
+
+    def _count_batch(self, size: int) -> None:
+        self.metrics.batch_images.observe(size)
+
+    def _too_large(self) -> HTTPException:
+        return HTTPException(413, f"the body has more than {self.limits.max_body_bytes / 2**20:g} MiB")
+
+    def _full(self) -> HTTPException:
+        return HTTPException(429, f"{self.limits.max_queue} images may wait, and there is no room: try again", _RETRY)
+
+
+def application(service: Service) -> ASGIApp:
+    """The ASGI application of all paths."""
+
+    async def about(request: Request) -> Response:
+        return JSONResponse(
+            {
+                "classes": service.artifact.class_names,
+                "image_shape": service.artifact.image_shape,
+                "step": service.artifact.manifest["step"],
+                "exported": service.artifact.manifest["date"],
+                "limits": dataclasses.asdict(service.limits),
+            }
+        )
+
+    async def health(request: Request) -> Response:
+        failed = service.batcher.failed
+        return JSONResponse({"status": "failing" if failed else "ready"}, 503 if failed else 200)
+
+    async def metrics(request: Request) -> Response:
+        return Response(service.metrics.text(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+
+    app = Starlette(
+        routes=[
+            Route("/", about),
+            Route("/health", health),
+            Route("/metrics", metrics),
+            Route("/predict", service, methods=["POST"]),
+        ],
+        exception_handlers={HTTPException: refuse},
+        lifespan=service.running,
+    )
+    app.router.redirect_slashes = False
+    paths = [route.path for route in app.routes if isinstance(route, Route)]
+    counted = service.metrics.counting(app, paths)
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        await (counted if scope["type"] == "http" else app)(scope, receive, send)
+
+    return serve
+
+
+_Finder = Callable[
+    [bytes, int], Sequence[bytes | str]
+]  # pictures in a body, at most so many; or what is wrong with one
+
+
+def _finder(headers: dict[bytes, bytes]) -> _Finder:
+    """What finds the pictures in a body with such headers."""
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise HTTPException(415, "a body with a Content-Encoding is not taken: send it as it is")
+    content_type = headers.get(b"content-type", b"application/octet-stream").decode("latin-1")
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind.startswith("image/") or kind == "application/octet-stream":
+        return _whole
+    if kind == "application/json":
+        return _in_json
+    if kind == "multipart/form-data":
+        return lambda body, most: _in_form(content_type, body, most)
+    raise HTTPException(415, f"{kind} is not taken: send image/*, multipart/form-data or application/json")
+
+
+def _whole(body: bytes, most: int) -> list[bytes]:
+    return [body]
+
+
+def _in_json(body: bytes, most: int) -> list[bytes | str]:
+    try:
+        images = json.loads(body)["images"]
+        if not images or not isinstance(images, list):
+            raise TypeError
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise HTTPException(400, 'the body is not {"images": [base64, ...]}') from error
+    _check_count(len(images), most)
+    found: list[bytes | str] = []
+    for image in images:
+        try:
+            found.append(base64.b64decode(image, validate=True))
+        except (ValueError, TypeError):
+            found.append("it is not base64")
+    return found
+
+
+def _in_form(content_type: str, body: bytes, most: int) -> list[bytes]:
+    files: list[bytes] = []
+    ends: list[bool] = []
+
+    def on_file(file: multipart.File) -> None:
+        _check_count(len(files) + 1, most)
+        file.file_object.seek(0)
+        files.append(file.file_object.read())
+
+    try:
+        multipart.FormParser(
+            "multipart/form-data",
+            on_field=None,
+            on_file=on_file,
+            on_end=lambda: ends.append(True),
+            boundary=multipart.parse_options_header(content_type)[1].get(b"boundary"),
+            config={"MAX_MEMORY_FILE_SIZE": len(body) + 1},  # none is written to the disk
+        ).write(body)
+    except exceptions.FormParserError as error:
+        raise HTTPException(400, f"the form is malformed: {error}") from error
+    if not ends or not files:
+        raise HTTPException(400, "the form has no file" if ends else "the form is cut")
+    return files
+
+
+def _check_count(count: int, most: int) -> None:
+    if count > most:
+        raise HTTPException(413, f"the request has more than {most} images")
+
+
+def _is_small(body: bytes) -> bool:
+    """Whether a picture's file and, as its header says, its pixels are few."""
+    if len(body) > _SMALL_BYTES or body.startswith(b"RIFF"):  # a WebP is decoded when it is opened
+        return False
+    try:
+        with Image.open(io.BytesIO(body), formats=FORMATS) as image:
+            return image.width * image.height <= _SMALL_PIXELS
+    except Exception:  # `read_pixels` says what it is
+        return False

@@ -1,0 +1,260 @@
+"""Checkpoints of a run: saved in the background, verified when read, the newest ones and the best kept."""
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json
+from mlcn_jax.nn.model import ModelSpec, init_params
+
+_log = logging.getLogger(__name__)
+
+_KEEP_NEWEST = 2  # so that one is left when the newest fails its checksum
+_ACCURACY = "validation_accuracy"
+_UNRANKED = -1.0  # below every accuracy
+_PARTS = ("params", "optimizer")
+
+
+class Checkpoints:
+    """The checkpoints in one folder, one subfolder a step.
+
+    The SHA-256 of every part is stored with it; a checkpoint counts only if what is read back has the same.
+    """
+
+    def __init__(self, directory: str | Path, *, read_only: bool = False):
+        """Opens `directory`, and makes it where needed unless `read_only`."""
+        self._directory = Path(directory).absolute()
+        self._read_only = read_only
+        if not read_only:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=checkpoint_managers.AnyPreservationPolicy(
+                [checkpoint_managers.LatestN(_KEEP_NEWEST), _KeepBest(self)]
+            ),
+            create=False,
+            read_only=read_only,
+            cleanup_tmp_directories=not read_only,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(  # each process by itself
+                primary_host=jax.process_index(),
+                active_processes={jax.process_index()},
+                barrier_sync_key_prefix=f"process{jax.process_index()}",
+            ),
+        )
+        self._manager = ocp.CheckpointManager(self._directory, options=options, item_names=(*_PARTS, "facts"))
+        self._accuracies = {step: self._stored_accuracy(step) for step in self._manager.all_steps()}
+
+    def exist(self) -> bool:
+        """Whether any checkpoint was ever finished here, damaged ones included."""
+        return bool(self._manager.all_steps()) or any(self._directory.glob("*.damaged*"))
+
+    def best_step(self) -> int:
+        """The step of highest validation accuracy, the newest of equals."""
+        return max(self._accuracies, key=lambda step: (self._accuracies[step], step))
+
+    def save(self, step: int, state: dict[str, Any], facts: dict, validation_accuracy: float | None = None) -> None:
+        """Starts saving `state` and returns; the caller may donate or overwrite its buffers at once.
+
+        Args:
+          step: number of training steps done.
+          state: the trees `params` and `optimizer`.
+          facts: small JSON-able facts to keep beside the state.
+          validation_accuracy: ranks the checkpoint; None ranks it below all that have one.
+
+        Raises:
+          InputError: the checkpoint before this one could not be written, as on a full disk.
+        """
+        copy = {name: jax.tree.map(np.array, jax.device_get(state[name])) for name in _PARTS}
+        digests = {name: _sha256(tree) for name, tree in copy.items()}
+        facts = {**facts, "step": step, "sha256": digests, _ACCURACY: validation_accuracy}
+        items = {name: ocp.args.StandardSave(tree) for name, tree in copy.items()}
+        signed = ocp.args.JsonSave({"facts": facts, "sha256": _sha256_of_json(facts)})
+        with _WriteErrors(self._directory):
+            self._accuracies[step] = _rank(facts)
+            self._manager.save(step, args=ocp.args.Composite(**items, facts=signed), force=True)
+
+    def wait(self) -> None:
+        """Blocks until what was started is on disk.
+
+        Raises:
+          InputError: it could not be written.
+        """
+        with _WriteErrors(self._directory):
+            self._manager.wait_until_finished()
+
+    def restore(self, like: dict[str, Any], *, best: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The newest (or best) state that verifies, with its facts.
+
+        A checkpoint that does not verify is skipped with a warning and, unless `read_only`, renamed to
+        `STEP.damaged`; the next one is tried.
+
+        Args:
+          like: the parts wanted, `params`, `optimizer` or both, each a tree of arrays or of
+            `jax.ShapeDtypeStruct`s with the shapes, types and shardings wanted.
+          best: start from the highest validation accuracy (the newest of equals), then those never ranked.
+
+        Raises:
+          InputError: no checkpoint verifies, or there is none.
+        """
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        if best:
+            steps.sort(key=lambda step: self._accuracies[step], reverse=True)
+        for step in steps:
+            try:
+                return self._restore(step, like)
+            except Exception as error:  # a damaged file can surface as almost any exception
+                reason = str(error).strip().split("\n")[0][:200]
+                _log.warning("checkpoint of step %d does not verify and is skipped: %s", step, reason)
+                self._set_aside(step)
+        if not self.exist():
+            raise InputError(f"{self._directory} holds no checkpoint yet: train until one is saved")
+        raise InputError(
+            f"no checkpoint in {self._directory} verifies: put one back from a copy, or train in another --workdir "
+            "to start afresh"
+        )
+
+    def _restore(self, step: int, like: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        facts = self._facts(step)
+        items = {name: ocp.args.StandardRestore(tree) for name, tree in like.items()}
+        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        for name in like:
+            found, expected = _sha256(jax.device_get(restored[name])), facts["sha256"][name]
+            if found != expected:
+                raise ValueError(f"SHA-256 of its {name} is {found[:12]}..., expected {expected[:12]}...")
+        return {name: jax.tree.map(jnp.array, restored[name]) for name in like}, facts
+
+    def _facts(self, step: int) -> dict[str, Any]:
+        args = ocp.args.Composite(facts=ocp.args.JsonRestore())
+        signed = self._manager.restore(step, args=args)["facts"]
+        facts = signed["facts"]
+        if _sha256_of_json(facts) != signed["sha256"] or facts["step"] != step:
+            raise ValueError("its facts do not have the SHA-256 stored with them")
+        return facts
+
+    def _stored_accuracy(self, step: int) -> float:
+        try:
+            return _rank(self._facts(step))
+        except Exception:  # damaged: to be found, and told, when it is restored
+            return _UNRANKED
+
+    def _set_aside(self, step: int) -> None:
+        del self._accuracies[step]
+        damaged = self._directory / str(step)
+        if self._read_only or not damaged.exists():
+            return
+        names = (self._directory / f"{step}.damaged{suffix}" for suffix in ("", *(f"-{i}" for i in range(1, 1000))))
+        damaged.rename(next(name for name in names if not name.exists()))
+        self._manager.reload()
+
+    def close(self) -> None:
+        """Waits for a save under way and frees the background threads."""
+        with _WriteErrors(self._directory):
+            self._manager.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A trained model: its best parameters and the step at which they were saved."""
+
+    spec: ModelSpec
+    class_names: tuple[str, ...]
+    params: dict
+    step: int
+
+
+def describe_model(spec: ModelSpec, class_names: Sequence[str], data_digest: str) -> dict[str, Any]:
+    """What `model.json` holds: all that is needed to use the parameters, and the SHA-256 of what they learn from."""
+    return {
+        "spec": {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(spec).items()},
+        "class_names": list(class_names),
+        "training_images_sha256": data_digest,
+    }
+
+
+def load_trained(workdir: str | Path) -> Trained:
+    """Reads the best checkpoint of a workdir.
+
+    Raises:
+      InputError: the workdir holds no trained model, no checkpoint of it verifies, or it is not of `model.json`.
+    """
+    workdir = Path(workdir).expanduser()
+    path = workdir / "model.json"
+    if not path.exists():
+        raise InputError(f"{workdir} holds no trained model: give the workdir of a run that saved a checkpoint")
+    stored = read_json(path)
+    try:
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored["spec"].items()}
+        spec, class_names = ModelSpec(**fields), tuple(stored["class_names"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is not what this version writes ({error}): put it back from a copy") from error
+    like = {"params": jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))}
+    checkpoints = Checkpoints(workdir / "checkpoints", read_only=True)
+    restored, facts = checkpoints.restore(like, best=True)
+    checkpoints.close()
+    expected = jax.tree_util.tree_leaves_with_path(like["params"])
+    for (where, leaf), found in zip(expected, jax.tree.leaves(restored["params"]), strict=True):
+        if leaf.shape != found.shape:  # orbax gives what is stored
+            name = jax.tree_util.keystr(where, simple=True, separator="/")
+            raise InputError(
+                f"{path} is not of the model in {workdir / 'checkpoints'}: by it {name} has shape {leaf.shape}, stored "
+                f"are {found.shape}: put the file back from a copy"
+            )
+    return Trained(spec, class_names, restored["params"], facts["step"])
+
+
+class _WriteErrors:
+    """Turns a failed write into one clear error."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if isinstance(error, Exception):
+            text = str(error).strip()
+            reason = "no space left on device" if "No space left" in text else text.splitlines()[0][:200]
+            raise InputError(
+                f"a checkpoint could not be written to {self._directory}: {reason}. Free disk space or mend the "
+                "permissions, then run the same command again; it resumes from the newest checkpoint that verifies"
+            ) from error
+
+
+class _KeepBest:
+    """Preservation policy: the best checkpoint stays, however old it is."""
+
+    def __init__(self, checkpoints: Checkpoints):
+        self._checkpoints = checkpoints
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        del context
+        return [checkpoint.step == self._checkpoints.best_step() for checkpoint in checkpoints]
+
+
+def _rank(facts: dict[str, Any]) -> float:
+    return _UNRANKED if facts[_ACCURACY] is None else facts[_ACCURACY]
+
+
+def _sha256_of_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(state: Any) -> str:
+    """Digest of names, types, shapes and bytes of all arrays."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        array = np.ascontiguousarray(leaf)
+        digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
+        digest.update(array.view(np.uint8).data if array.ndim else array.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,82 @@
+"""The pictures drawn of a test set: confusion matrix and reconstructions."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mlcn_jax.data import datasets
+from mlcn_jax.data.batches import to_pixels
+from mlcn_jax.nn import capsules
+from mlcn_jax.nn.model import ModelSpec, apply_model
+from mlcn_jax.training.evaluate import Scores
+
+
+def write_pictures(workdir: Path, spec: ModelSpec, params: dict, dataset: datasets.Dataset, scores: Scores) -> None:
+    """Draws `confusion.png` and `reconstructions.png` of the test set."""
+    save_confusion(workdir / "confusion.png", scores, dataset.class_names)
+    save_reconstructions(workdir / "reconstructions.png", spec, params, dataset.test, dataset.class_names)
+
+
+def save_confusion(path: Path, scores: Scores, class_names: Sequence[str]) -> None:
+    """Draws the confusion matrix, each row as shares of its class, with the accuracy of each class."""
+    from matplotlib.figure import Figure
+
+    n = len(class_names)
+    shares = scores.confusion / np.maximum(1, scores.confusion.sum(axis=1, keepdims=True))
+    size = max(5.0, 0.45 * n + 2.5) if n <= 40 else 16.0
+    figure = Figure(figsize=(size, size), layout="constrained")
+    axes = figure.subplots()
+    picture = axes.imshow(shares, cmap="viridis", vmin=0, vmax=1)
+    names = [
+        name if a is None else f"{name}  {a:.1%}"
+        for name, a in zip(class_names, scores.accuracy_per_class, strict=True)
+    ]
+    font = 9 if n <= 40 else 5
+    axes.set_xticks(range(n), class_names, rotation=90, fontsize=font)
+    axes.set_yticks(range(n), names, fontsize=font)
+    axes.set_xlabel("predicted class")
+    axes.set_ylabel("true class, and its accuracy")
+    axes.set_title(f"accuracy {scores.accuracy:.2%}")
+    if n <= 20:
+        for t, p in np.argwhere(scores.confusion > 0):
+            color = "black" if shares[t, p] > 0.6 else "white"
+            axes.text(p, t, scores.confusion[t, p], ha="center", va="center", fontsize=7, color=color)
+    figure.colorbar(picture, ax=axes, shrink=0.8, label="share of the true class")
+    figure.savefig(path, dpi=120)
+
+
+def save_reconstructions(
+    path: Path, spec: ModelSpec, params: dict, split: datasets.Split, class_names: Sequence[str], examples: int = 4
+) -> None:
+    """Draws, for up to 10 classes, a column of images, each above its reconstruction from the predicted class.
+
+    A prediction that is wrong is named in red.
+    """
+    from matplotlib.figure import Figure
+
+    @jax.jit
+    def reconstruct(params, images):
+        v, reconstructions = apply_model(spec, params, to_pixels(images))
+        return jnp.argmax(capsules.lengths(v), axis=-1), reconstructions
+
+    columns = min(10, spec.num_classes)
+    figure = Figure(figsize=(1.15 * columns, 2.5 * examples), layout="constrained")
+    figure.suptitle("test images, and below each its reconstruction from the predicted class's capsule", fontsize=9)
+    axes = figure.subplots(2 * examples, columns, squeeze=False)
+    for ax in axes.flat:
+        ax.axis("off")
+    for label in range(columns):
+        images = split.images[split.labels == label][:examples]
+        if not len(images):
+            continue
+        predicted, reconstructions = jax.device_get(reconstruct(params, images))
+        for i in range(len(images)):
+            above, below = axes[2 * i, label], axes[2 * i + 1, label]
+            above.imshow(images[i].squeeze(), cmap="gray", vmin=0, vmax=255)
+            above.set_title(class_names[label], fontsize=7)
+            below.imshow(reconstructions[i].squeeze(), cmap="gray", vmin=0, vmax=1)
+            below.set_title(class_names[predicted[i]], fontsize=7, color="black" if predicted[i] == label else "red")
+    figure.savefig(path, dpi=110)

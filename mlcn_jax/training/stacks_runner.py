@@ -1,0 +1,362 @@
+"""Unequal lanes over devices: each device computes a stack of its own, and only columns and their gradients cross.
+
+A step: every device turns the batch into the columns of its lanes; one device, the head, joins them to class capsules,
+computes the loss, updates the decoder and finds the columns' gradients; every device then updates its lanes by its part
+of them. A device has programs of its own, dispatched without waiting for one another, so devices may differ in kind,
+and holds only its lanes' parameters and optimizer state. In one process columns are copied from device to device;
+several processes gather and scatter them in small collectives.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array
+
+from mlcn_jax import host
+from mlcn_jax.data import batches, datasets
+from mlcn_jax.distributed import exchange
+from mlcn_jax.nn import conv
+from mlcn_jax.nn.model import ModelSpec, encode
+from mlcn_jax.training import evaluate
+from mlcn_jax.training.step import TrainState, head_loss, make_input
+
+_METRICS = ("loss", "margin", "reconstruction", "accuracy", "squares")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """The lanes of one device, by their places in the model, ascending."""
+
+    device: jax.Device
+    lanes: tuple[int, ...]
+
+
+def make_stacks(devices: Sequence[jax.Device], device_of: Sequence[int]) -> tuple[Stack, ...]:
+    """A stack for each device, given the device of each lane; devices without lanes have none."""
+    lanes = [tuple(i for i, d in enumerate(device_of) if d == place) for place in range(len(devices))]
+    return tuple(Stack(device, own) for device, own in zip(devices, lanes, strict=True) if own)
+
+
+def rows_of(spec: ModelSpec, lanes: Sequence[int]) -> dict[str, np.ndarray]:
+    """Where the lanes lie in the stacked parameters of their groups, by the group's name."""
+    rows, first = {}, 0
+    for group in spec.lane_groups:
+        own = np.array([lane - first for lane in lanes if first <= lane < first + group.count], np.int32)
+        if own.size:
+            rows[group.name] = own
+        first += group.count
+    return rows
+
+
+def spec_of(spec: ModelSpec, lanes: Sequence[int]) -> ModelSpec:
+    """The model of some of the lanes."""
+    rows = rows_of(spec, lanes)
+    groups = [f"{group.spec}*{rows[group.name].size}" for group in spec.lane_groups if group.name in rows]
+    return dataclasses.replace(spec, lanes=",".join(groups))
+
+
+def _group_of(path: tuple) -> str:
+    """The lane group that an array of a state belongs to; empty for one that belongs to none."""
+    names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+    return names[names.index("encoder") + 1] if "encoder" in names else ""
+
+
+@flax.struct.dataclass
+class _LaneByLane:
+    """An array of a group of lanes, as one for each lane."""
+
+    lanes: list[Array]
+
+
+class StacksRunner:
+    """As `train_step.MeshRunner`, of lanes in stacks.
+
+    Args:
+      spec, optimizer, reconstruction_weight, seed, max_shift, flip: as there.
+      stacks: the lanes of each device; a device of this process may have several.
+      head: the device that has loss and decoder.
+      clip_norm: that of the optimizer; 0 without.
+      programs: compiled programs of other runners, to use and to add to. These runners may differ in their lanes, in
+        nothing else.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        optimizer: optax.GradientTransformation,
+        stacks: Sequence[Stack],
+        head: jax.Device,
+        *,
+        reconstruction_weight: float,
+        seed: int,
+        max_shift: int = 0,
+        flip: bool = False,
+        clip_norm: float = 0.0,
+        programs: dict[tuple, Any] | None = None,
+    ):
+        self._spec, self._optimizer, self._stacks, self._clip_norm = spec, optimizer, stacks, clip_norm
+        self._weight = reconstruction_weight
+        self._prepare = make_input(seed, max_shift, flip)
+        self._specs = [spec_of(spec, stack.lanes) for stack in stacks]
+        alike = jax.process_count() > 1  # for collectives
+        most = max(len(stack.lanes) for stack in stacks)
+        self._widths = [most if alike else len(stack.lanes) for stack in stacks]
+        order = list(itertools.chain.from_iterable(stack.lanes for stack in stacks))
+        self._place_of = np.argsort(order)  # of each lane among the columns of one stack after the other
+        self._mine = [s for s, stack in enumerate(stacks) if stack.device.process_index == jax.process_index()]
+        self._is_head = head.process_index == jax.process_index()
+        self._head = head
+        among = exchange.AmongProcesses if jax.process_count() > 1 else exchange.AmongDevices
+        self._exchange = among([stack.device for stack in stacks], head)
+        self._states: dict[int, TrainState] = {}
+        self._programs = {} if programs is None else programs
+        self._keys = [
+            (stack.device, own.lanes, width)
+            for stack, own, width in zip(stacks, self._specs, self._widths, strict=True)
+        ]
+        self._model_key = (head, *self._widths, "of", *(len(stack.lanes) for stack in stacks), "order", *order)
+        self._head_key = (head, len(order))
+
+    # The programs. Columns and their gradients are [1, batch, classes, lanes], filled up to the lanes of the largest
+    # stack among processes.
+
+    def _forward(self, s: int) -> Callable:
+        def forward(params, step, images):
+            pixels, _ = self._prepare(step, images)
+            vjp: Any
+            saving = jax.checkpoint(self._columns(s), policy=_save, prevent_cse=False)
+            columns, vjp = jax.vjp(lambda p: saving(p, pixels), params["encoder"])
+            vjp.args_res = [None]  # the parameters, which `backward` is given
+            return columns, self._lane_by_lane(s, vjp)
+
+        return forward
+
+    def _lane_by_lane(self, s: int, vjp: Any) -> Any:
+        """What `backward` needs, where lanes are computed in turn (`conv_fourier.lanes_in_turn`) without copying it."""
+        counts = {group.count for group in self._specs[s].lane_groups}
+
+        def cut(x):
+            by_lane = self._stacks[s].device.platform == "cpu" and x.ndim > 2 and x.shape[0] in counts
+            return _LaneByLane([x[i] for i in range(x.shape[0])]) if by_lane else x
+
+        return jax.tree.map(cut, vjp)
+
+    def _columns(self, s: int) -> Callable:
+        def columns(encoder, pixels):
+            v = encode(self._specs[s], encoder, pixels)
+            return jnp.pad(v, ((0, 0), (0, 0), (0, self._widths[s] - v.shape[-1])))[None]
+
+        return columns
+
+    def _backward(self, state, vjp, dcolumns):
+        vjp = jax.tree.map(_whole, vjp, is_leaf=lambda x: isinstance(x, _LaneByLane))
+        vjp.args_res = [state.params["encoder"]]
+        (grads,) = vjp(dcolumns)
+        grads = {"encoder": grads}
+        return grads, _vector(squares=optax.tree.norm(grads, squared=True))
+
+    def _update(self, state, grads, total=None):
+        """The new state; `total` is the sum of all `_vector`s, which clipping alone needs."""
+        if total is not None:
+            scale = jnp.minimum(1.0, self._clip_norm / jnp.sqrt(total[0, -1]))
+            grads = jax.tree.map(lambda g: g * scale, grads)
+        updates, optimizer_state = self._optimizer.update(grads, state.optimizer, state.params)
+        return TrainState(state.step + 1, optax.apply_updates(state.params, updates), optimizer_state)
+
+    def _join(self, columns):
+        """Class capsules of the columns of all stacks."""
+        counts = [len(stack.lanes) for stack in self._stacks]
+        v = jnp.concatenate([columns[s][..., :count] for s, count in enumerate(counts)], axis=-1)
+        return v.reshape(v.shape[-3:])[..., self._place_of]
+
+    def _cut(self, joined, dv):
+        """The gradients of the columns of all stacks, of those of the class capsules."""
+        return jax.linear_transpose(self._join, joined)(dv)[0]
+
+    def _head_step(self, state, v, images, labels):
+        pixels, lane_key = self._prepare(state.step, images)
+
+        def loss_fn(decoder, v):
+            return head_loss(self._spec, self._weight, decoder, v, pixels, labels, lane_key)
+
+        with_gradients = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)
+        (loss, metrics), (grads, dv) = with_gradients(state.params["decoder"], v)
+        grads = {"decoder": grads}
+        return grads, dv, _vector(loss=loss, squares=optax.tree.norm(grads, squared=True), **metrics)
+
+    def _head_sums(self, params, v, images, labels, mask):
+        pixels = batches.to_pixels(images)
+        loss, confusion = evaluate.head_sums(self._spec, self._weight, params["decoder"], v, pixels, labels, mask)
+        return jnp.concatenate([loss[None], confusion.reshape(-1)])[None]
+
+    # What a run does with them.
+
+    def start(self, state: TrainState) -> None:
+        """Takes over a state, whole and wherever it lies."""
+        self._shapes = jax.eval_shape(lambda x: x, state)
+        encoder = state.params["encoder"]
+        for s in self._mine:
+            rows = rows_of(self._spec, self._stacks[s].lanes)
+            share = self._share({"encoder": {name: encoder[name] for name in rows}}, state, rows)
+            self._states[s] = jax.device_put(share, self._stacks[s].device)
+        if self._is_head:
+            self._head_state = jax.device_put(self._share({"decoder": state.params["decoder"]}, state, {}), self._head)
+
+    def _share(self, params: dict, state: TrainState, rows: Mapping[str, np.ndarray]) -> TrainState:
+        """What belongs to some of the parameters: all of an array, or the rows of its group."""
+        whole = dict(jax.tree_util.tree_leaves_with_path(state))
+
+        def pick(path, _):
+            group = _group_of(path)
+            return np.asarray(whole[path])[rows[group]] if group else np.array(whole[path])  # a copy: it is donated
+
+        mine = TrainState(state.step, params, jax.eval_shape(self._optimizer.init, params))
+        return jax.tree_util.tree_map_with_path(pick, mine)
+
+    def compile(self, images: np.ndarray, labels: np.ndarray) -> float:
+        """Compiles the step for batches of that shape; returns the seconds taken."""
+        started = time.monotonic()
+        pixels = jax.ShapeDtypeStruct(images.shape, jnp.float32)
+        # All lanes, so that every process notes the convolution algorithms of all.
+        v = jax.eval_shape(lambda e, x: encode(self._spec, e, x), self._shapes.params["encoder"], pixels)
+        columns = [jax.ShapeDtypeStruct((1, *v.shape[:2], width), v.dtype) for width in self._widths]
+        total = (jax.ShapeDtypeStruct((1, len(_METRICS)), jnp.float32),) if self._clip_norm else ()
+        lowered: dict[tuple, Any] = {}
+        for s in self._mine:
+            device, state, key = self._stacks[s].device, self._states[s], self._keys[s]
+            if ("forward", *key) in self._programs:
+                continue
+            forward = _lower(device, self._forward(s), (), state.params, state.step, images)
+            backward = _lower(device, self._backward, (), state, forward.out_info[1], columns[s])
+            update = _lower(device, self._update, (0,), state, backward.out_info[0], *total)
+            lowered |= {("forward", *key): forward, ("backward", *key): backward, ("update", *key): update}
+        if self._is_head and ("join", *self._model_key) not in self._programs:
+            joined = self._exchange.joined(columns)
+            lowered["join", *self._model_key] = _lower(self._head, self._join, (), joined)
+            lowered["cut", *self._model_key] = _lower(self._head, partial(self._cut, joined), (), v)
+        if self._is_head and ("head", *self._head_key) not in self._programs:
+            head = _lower(self._head, self._head_step, (), self._head_state, v, images, labels)
+            update = _lower(self._head, self._update, (0,), self._head_state, head.out_info[0], *total)
+            lowered |= {("head", *self._head_key): head, ("update", *self._head_key): update}
+        with ThreadPoolExecutor() as pool:
+            compiled = pool.map(lambda program: program.compile(), lowered.values())
+            self._programs |= dict(zip(lowered, compiled, strict=True))
+        host.return_unused_memory()
+        return time.monotonic() - started
+
+    def place(self, images: np.ndarray, labels: np.ndarray) -> tuple[Any, Any]:
+        """Starts bringing a batch to the devices, images to every one and labels to the head, for `step` to take."""
+        on_stacks = {s: jax.device_put(images, self._stacks[s].device) for s in self._mine}
+        return on_stacks, jax.device_put((images, labels), self._head) if self._is_head else ()
+
+    def step(self, images: dict[int, Array], head_batch: tuple) -> dict[str, Array]:
+        """Takes a training step and returns its metrics, before they are computed."""
+        run, keys, states = self._programs, self._keys, self._states
+        columns, vjps, grads, vectors = {}, {}, {}, {}
+        dcolumns = from_head = None
+        for s, state in states.items():
+            columns[s], vjps[s] = run["forward", *keys[s]](state.params, state.step, images[s])
+        joined = self._exchange.gather(columns)
+        if self._is_head:
+            v = run["join", *self._model_key](joined)
+            head_grads, dv, from_head = run["head", *self._head_key](self._head_state, v, *head_batch)
+            dcolumns = run["cut", *self._model_key](dv)
+        for s, part in self._exchange.spread(dcolumns, columns):
+            grads[s], vectors[s] = run["backward", *keys[s]](states[s], vjps.pop(s), part)
+        total = self._exchange.total(vectors, from_head, len(_METRICS))
+
+        def update(key: tuple, s: int, state: TrainState, grads: dict) -> TrainState:
+            needed = (self._exchange.copy(total, s),) if self._clip_norm else ()
+            return run["update", *key](state, grads, *needed)
+
+        for s in self._mine:
+            states[s] = update(keys[s], s, states[s], grads[s])
+        if self._is_head:
+            self._head_state = update(self._head_key, -1, self._head_state, head_grads)
+        return _unpack(self._exchange.copy(total, -1 if self._is_head else self._mine[0]))
+
+    def scores(self, split: datasets.Split, batch_size: int) -> evaluate.Scores:
+        """Scores of the current parameters."""
+        size = self._spec.num_classes
+
+        def sums(batch):
+            columns = {}
+            for s, state in self._states.items():
+                device = self._stacks[s].device
+                images = jax.device_put(batch[0], device)
+                columns[s] = self._run_there(
+                    device, "columns", self._keys[s], self._pixel_columns(s), state.params["encoder"], images
+                )
+            joined = self._exchange.gather(columns)
+            vector = None
+            if self._is_head:
+                v = self._run_there(self._head, "join to score", self._model_key, self._join, joined)
+                on_head = jax.device_put(batch, self._head)
+                vector = self._run_there(
+                    self._head, "sums", self._head_key, self._head_sums, self._head_state.params, v, *on_head
+                )
+            loss, *confusion = jax.device_get(self._exchange.total({}, vector, 1 + size**2))[0]
+            return loss, np.reshape(confusion, (size, size))
+
+        return evaluate.scores_of(split, batch_size, sums)
+
+    def _pixel_columns(self, s: int) -> Callable:
+        return lambda encoder, images: self._columns(s)(encoder, batches.to_pixels(images))
+
+    def _run_there(self, device: jax.Device, name: str, key: tuple, function: Callable, *args) -> Any:
+        """Runs a function on a device, compiled the first time that it meets such arguments."""
+        key = (name, *key, *(x.shape for x in jax.tree.leaves(args)))
+        if key not in self._programs:
+            self._programs[key] = _lower(device, function, (), *args).compile()
+        return self._programs[key](*args)
+
+    def fetch(self) -> TrainState:
+        """The whole state in host memory."""
+        whole = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._shapes)
+        by_path = dict(jax.tree_util.tree_leaves_with_path(whole))
+        if self._is_head:
+            for path, leaf in jax.tree_util.tree_leaves_with_path(jax.device_get(self._head_state)):
+                by_path[path][...] = leaf
+        for s, state in self._states.items():
+            rows = rows_of(self._spec, self._stacks[s].lanes)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(jax.device_get(state)):
+                if _group_of(path):
+                    by_path[path][rows[_group_of(path)]] = leaf
+        return self._exchange.add_up(whole)
+
+
+def _save(primitive: Any, *args: Any, **params: Any) -> bool:
+    """Whether `backward` is given a result: all but constants and the windows of images, which it makes faster."""
+    del args, params
+    return primitive.name not in ("broadcast_in_dim", "gather", "custom_vjp_call")
+
+
+def _lower(device: jax.Device, function: Callable, donated: tuple[int, ...], *args):
+    with jax.default_device(device):
+        options = conv.compiler_options(device.platform)
+        return jax.jit(function, donate_argnums=donated, compiler_options=options).lower(*args)
+
+
+def _whole(x: Any) -> Array:
+    return jnp.stack(x.lanes) if isinstance(x, _LaneByLane) else x
+
+
+def _vector(**metrics) -> Array:
+    """Some of `_METRICS`, or what a stack adds to them, [1, metrics]."""
+    return jnp.stack([metrics.get(name, jnp.zeros(())) for name in _METRICS])[None]
+
+
+@jax.jit
+def _unpack(total):
+    metrics = dict(zip(_METRICS, total[0], strict=True))
+    return metrics | {"grad_norm": jnp.sqrt(metrics.pop("squares"))}

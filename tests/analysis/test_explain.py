@@ -1,0 +1,226 @@
+"""What lanes encode: measured against slow loops, and the command from a trained run to its files."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY
+from PIL import Image
+from scripts import load_script
+
+from mlcn_jax.analysis import explain
+from mlcn_jax.config import RunConfig
+from mlcn_jax.data.datasets import Split
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import capsules, model
+from mlcn_jax.training import loop
+from mlcn_jax.training.checkpoint import Checkpoints, load_trained
+
+script = load_script("mlcn_jax.commands.explain")
+
+SPEC = model.ModelSpec("mlcn", (18, 18, 1), 3, "mlcn2:w1*2, mlcn1:w1d2", decoder=(6,), conv="native")
+CAPSNET = model.ModelSpec("capsnet", (18, 18, 1), 3, decoder=(6,), conv="native")
+
+
+def random_params(spec):
+    rng, shapes = np.random.default_rng(1), jax.eval_shape(lambda: model.init_params(spec, jax.random.key(0)))
+    return jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), shapes)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params(SPEC)
+
+
+@pytest.fixture(scope="module")
+def pixels():
+    return np.random.default_rng(0).integers(0, 256, (7, 18, 18, 1)).astype(np.uint8)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The workdir of a run that was trained for a moment."""
+    workdir = tmp_path_factory.mktemp("run")
+    values = {}
+    loop.train(RunConfig.from_dict(values).replace(TINY), workdir)
+    return workdir
+
+
+def decode(params, v, k):
+    """One capsule matrix [classes, lanes], reconstructed from class k."""
+    return np.asarray(model.reconstruct(SPEC, params["decoder"], jnp.asarray(v)[None], jnp.array([k])))[0]
+
+
+def test_columns_have_the_names_of_their_lanes():
+    assert explain.column_names(SPEC) == ["lane 0 (mlcn2:w1d1)", "lane 1 (mlcn2:w1d1)", "lane 2 (mlcn1:w1d2)"]
+    assert explain.column_names(CAPSNET) == [f"dimension {i}" for i in range(16)]
+
+
+def test_perturb_adds_each_offset_to_one_lane_of_the_given_class(params, pixels):
+    v, _ = explain.look(SPEC, params["encoder"], pixels[:2])
+    classes, offsets = np.array([2, 0], np.int32), np.array([-0.25, 0.0, 0.1], np.float32)
+    found = np.asarray(explain.perturb(SPEC, params["decoder"], v, classes, offsets))
+    assert found.shape == (3, 3, 2, 18, 18, 1)
+    for lane in range(3):
+        for o, offset in enumerate(offsets):
+            for i, k in enumerate(classes):
+                altered = np.array(v[i])
+                altered[k, lane] += offset
+                np.testing.assert_allclose(found[lane, o, i], decode(params, altered, k), atol=1e-6)
+    assert np.abs(found[0, 0] - found[0, 2]).max() > 1e-4
+
+
+def test_a_lane_that_is_switched_off_counts_neither_for_lengths_nor_for_the_reconstruction(params, pixels):
+    v, _ = explain.look(SPEC, params["encoder"], pixels[:1])
+    added, kept = jnp.array([0.1, 0.2, 0.3]), jnp.array([1.0, 0.0, 1.0])
+    lengths, reconstruction = explain.respond(SPEC, params["decoder"], v, jnp.array([1]), added, kept)
+    altered = np.array(v[0])
+    altered[1] += np.asarray(added)
+    altered[:, 1] = 0.0
+    np.testing.assert_allclose(lengths[0], np.linalg.norm(altered, axis=-1), rtol=1e-6)
+    np.testing.assert_allclose(reconstruction[0], decode(params, altered, 1), atol=1e-6)
+
+
+def test_rank_equals_a_slow_loop_over_images(params, pixels, monkeypatch):
+    monkeypatch.setattr(explain, "_BATCH_SIZE", 4)  # so that the last batch is padded
+    offsets = [-0.2, 0.0, 0.05]
+    ranking = explain.rank(SPEC, params, pixels, offsets)
+    v, predicted = explain.look(SPEC, params["encoder"], pixels)
+    v, predicted = np.asarray(v), np.asarray(predicted)
+    for row in ranking:
+        lane, found = row["index"], {measure: [] for measure in explain.MEASURES}
+        for capsule, k in zip(v, predicted, strict=True):
+            before, before_length = decode(params, capsule, k), np.linalg.norm(capsule, axis=-1)
+            for offset in (-0.2, 0.05):
+                moved = capsule.copy()
+                moved[k, lane] += offset
+                change = np.abs(decode(params, moved, k) - before).mean()
+                found["pixel_change_per_unit"].append(change / abs(offset))
+                length_change = abs(np.linalg.norm(moved[k]) - before_length[k])
+                found["length_change_per_unit"].append(length_change / abs(offset))
+            without = capsule.copy()
+            without[:, lane] = 0.0
+            found["pixel_change_without"].append(np.abs(decode(params, without, k) - before).mean())
+            found["length_change_without"].append(np.abs(np.linalg.norm(without, axis=-1) - before_length).mean())
+        for measure, values in found.items():
+            assert row[measure] == pytest.approx(np.mean(values), rel=1e-3), measure
+
+
+def test_a_lane_that_the_decoder_does_not_read_is_last(params, pixels):
+    decoder = jax.tree.map(np.array, params["decoder"])
+    decoder["hidden1"]["kernel"].reshape(3, 3, -1)[:, 0] = 0.0  # [classes, lanes, hidden]
+    last = explain.rank(SPEC, {**params, "decoder": decoder}, pixels)[-1]
+    assert last["index"] == 0
+    assert max(last["pixel_change_per_unit"], last["pixel_change_without"]) < 1e-6
+    assert last["length_change_without"] > 0.0
+
+
+def test_capsnet_has_16_dimensions_to_move(pixels):
+    capsnet = random_params(CAPSNET)
+    v, predicted = explain.look(CAPSNET, capsnet["encoder"], pixels[:1])
+    assert explain.perturb(CAPSNET, capsnet["decoder"], v, predicted, np.zeros(2, np.float32)).shape[:3] == (16, 2, 1)
+    ranking = explain.rank(CAPSNET, capsnet, pixels[:1])
+    assert sorted(row["index"] for row in ranking) == list(range(16))
+    changes = [row["pixel_change_per_unit"] for row in ranking]
+    assert changes == sorted(changes, reverse=True)
+    assert changes[-1] > 0.0
+
+
+def test_first_correct_takes_one_image_of_each_class_that_has_one(monkeypatch):
+    predicted = np.array([2, 0, 2, 1, 0, 1, 2], np.int32)
+    pixels = np.tile(predicted.astype(np.uint8)[:, None, None, None], (1, 18, 18, 1))
+    monkeypatch.setattr(explain, "look", lambda spec, encoder, images: (None, images[:, 0, 0, 0]))
+    monkeypatch.setattr(explain, "_BATCH_SIZE", 3)
+    none = {"encoder": {}}
+    assert explain.first_correct(SPEC, none, Split(pixels, predicted)) == [1, 3, 0]
+    assert explain.first_correct(SPEC, none, Split(pixels, (predicted + 1) % 3)) == []
+    labels = np.where(np.arange(7) >= 5, predicted, 0).astype(np.int32)
+    assert explain.first_correct(SPEC, none, Split(pixels, labels)) == [1, 5, 6]
+
+
+def test_explain_a_run(run, tmp_path, monkeypatch):
+    results = script.explain_run(run, tmp_path / "a", [], num_ranked=30)
+    trained, dataset = explain.load_run(run)
+    pixels = dataset.test.images / np.float32(255)
+    v, reconstructions = model.apply_model(trained.spec, trained.params, pixels)
+    predicted = np.argmax(capsules.lengths(v), axis=-1)
+    correct = predicted == dataset.test.labels
+    first = [int(np.flatnonzero(correct & (predicted == k))[0]) for k in sorted(set(predicted[correct].tolist()))]
+    assert [row["index"] for row in results["pictures"]] == first
+    assert all(row["class"] == row["predicted"] for row in results["pictures"])
+    assert results["step"] == trained.step == 20
+    assert results["data"]["name"] == "digits"
+    assert {row["name"] for row in results["ranking"]} == {"lane 0 (mlcn1:w1d1)", "lane 1 (mlcn1:w1d1)"}
+
+    drawn = {path.name for path in (tmp_path / "a").iterdir()}
+    assert drawn == {"ranking.json", "ranking.png", "reconstructions.png", *(f"image_{i}.png" for i in first)}
+    for name in drawn - {"ranking.json"}:
+        with Image.open(tmp_path / "a" / name) as picture:
+            assert min(picture.size) > 100
+            assert len(picture.convert("RGB").getcolors(1 << 24)) > 20
+
+    drawings = []
+    monkeypatch.setattr(script, "draw_reconstructions", lambda path, *drawing: drawings.append(drawing))
+    script.explain_run(run, tmp_path / "b", [3], num_ranked=30)
+    [(_, [original], [reconstruction])] = drawings
+    np.testing.assert_array_equal(original, dataset.test.images[3])
+    np.testing.assert_allclose(reconstruction, reconstructions[3], atol=1e-5)
+    again = json.loads((tmp_path / "b" / "ranking.json").read_text())
+    names = dataset.class_names
+    picture = {"index": 3, "class": names[dataset.test.labels[3]], "predicted": names[predicted[3]]}
+    assert again["pictures"] == [picture]
+    stored = json.loads((tmp_path / "a" / "ranking.json").read_text())
+    assert {**again, "pictures": []} == {**stored, "pictures": []}
+
+
+def test_numbers_of_images():
+    assert script.read_numbers("") == []
+    assert script.read_numbers("7, 0,7") == [7, 0]
+    with pytest.raises(InputError, match=r"--images=1,two is no list of whole numbers"):
+        script.read_numbers("1,two")
+
+
+@pytest.mark.parametrize("index", [-1, 10**6])
+def test_an_image_that_does_not_exist_is_named(run, tmp_path, index):
+    with pytest.raises(InputError, match=f"no test image {index}; their numbers are 0 to"):
+        script.explain_run(run, tmp_path, [0, index], num_ranked=1)
+
+
+def test_more_images_than_there_are_cannot_be_ranked(run, tmp_path):
+    results = script.explain_run(run, tmp_path, [0], num_ranked=10**12)
+    total = results["ranking_images"].split()[2]
+    assert results["ranking_images"].startswith(f"{total} of {total} ")
+
+
+def test_an_output_that_cannot_be_written_is_told_before_any_work(run, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot be written to"):
+        script.explain_run(run, tmp_path / "file", [0], num_ranked=1)
+
+
+def test_a_workdir_without_a_model(tmp_path):
+    with pytest.raises(InputError, match="holds no trained model"):
+        script.explain_run(tmp_path, tmp_path / "out", [0], num_ranked=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_checkpoints_without_a_decoder_are_refused(run, tmp_path):
+    for name in ("model.json", "config.json"):
+        shutil.copy(run / name, tmp_path)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    encoder = {"encoder": load_trained(run).params["encoder"]}
+    checkpoints.save(20, {"params": encoder, "optimizer": {"count": jnp.zeros(())}}, {})
+    checkpoints.close()
+    with pytest.raises(InputError, match=r"hold no decoder \(only encoder\)"):
+        explain.load_run(tmp_path)
+
+
+def test_a_description_of_another_model_is_refused(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    path = tmp_path / "run" / "model.json"
+    path.write_text(path.read_text().replace("mlcn1:w1*2", "mlcn1:w1*3"))
+    with pytest.raises(InputError, match=r"model\.json is not of the model in .*checkpoints.*put the file back"):
+        explain.load_run(tmp_path / "run")

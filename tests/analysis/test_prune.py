@@ -1,0 +1,309 @@
+"""Lanes removed: against dropped columns, and the command from a trained run to a smaller one that trains on."""
+
+import dataclasses
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import REPOSITORY, TINY
+from PIL import Image
+from scripts import load_script
+
+from mlcn_jax.analysis import evaluate_workdir, prune
+from mlcn_jax.config import RunConfig, read_stored
+from mlcn_jax.data import datasets
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import model
+from mlcn_jax.placement import cost
+from mlcn_jax.training import evaluate, loop
+from mlcn_jax.training.checkpoint import Checkpoints, load_trained
+
+script = load_script("mlcn_jax.commands.prune")
+
+LANES = "mlcn1:w1*2,mlcn2:w1"
+SPEC = model.ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2,mlcn2:w1*3,mlcn1:w1d2", decoder=(6,), conv="native")
+
+
+@pytest.fixture(scope="module")
+def config():
+    values = {}
+    changes = {"model.lanes": LANES, "data.validation_fraction": 0.1, "train.learning_rate": 3e-3}
+    return RunConfig.from_dict(values).replace({**TINY, **changes})
+
+
+@pytest.fixture(scope="module")
+def workdir(config, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    loop.train(config, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(workdir):
+    return prune.load_run(workdir)
+
+
+@pytest.fixture(scope="module")
+def pruned(workdir, tmp_path_factory):
+    """The command's smaller model and its other files: one lane of three removed."""
+    folder = tmp_path_factory.mktemp("pruned")
+    script.measure_and_prune(
+        [workdir], order="alone", rounds=2, results=folder / "results", output=folder / "small", keep=2
+    )
+    return folder
+
+
+def random_params(spec):
+    rng, shapes = np.random.default_rng(1), jax.eval_shape(lambda: model.init_params(spec, jax.random.key(0)))
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(0, 0.1, leaf.shape).astype(np.float32)), shapes)
+
+
+@pytest.mark.parametrize(
+    ("kept", "lanes"),
+    [
+        ((0, 1, 2, 3, 4, 5), "mlcn1:w1d1*2,mlcn2:w1d1*3,mlcn1:w1d2"),
+        ((1, 2, 4), "mlcn1:w1d1,mlcn2:w1d1*2"),
+        ((5,), "mlcn1:w1d2"),
+    ],
+)
+def test_the_smaller_model_is_the_whole_one_without_the_columns(rng, kept, lanes):
+    images = jnp.asarray(rng.random((4, 18, 18, 1)), jnp.float32)
+    classes = jnp.array([0, 1, 2, 1])
+    params, smaller = random_params(SPEC), prune.prune_spec(SPEC, kept)
+    assert smaller == dataclasses.replace(SPEC, lanes=lanes)
+    v, reconstructions = model.apply_model(smaller, prune.prune_params(SPEC, params, kept), images, classes)
+    whole = model.encode(SPEC, params["encoder"], images)
+    np.testing.assert_allclose(v, whole[:, :, np.array(kept)], rtol=1e-5, atol=1e-6)
+    masked = whole * jnp.isin(jnp.arange(6), np.array(kept))[None, None]
+    expected = model.reconstruct(SPEC, params["decoder"], masked, classes)
+    np.testing.assert_allclose(reconstructions, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_computation_falls_with_the_lanes():
+    images = jax.ShapeDtypeStruct((2, 18, 18, 1), jnp.float32)
+
+    def flops(kept):
+        spec, params = prune.prune_spec(SPEC, kept), prune.prune_params(SPEC, random_params(SPEC), kept)
+        return cost.matmul_flops(lambda p, x: model.encode(spec, p, x), params["encoder"], images)
+
+    assert flops([0]) * 2 == flops([0, 1])
+    assert flops([0, 1]) + flops([3]) + flops([5]) == flops([0, 1, 3, 5])
+
+
+def test_an_accuracy_of_dropped_columns_is_that_of_the_smaller_model(run):
+    v = evaluate.class_capsules(run.spec, run.params, run.test, batch_size=50)
+    assert v.shape == (len(run.test.labels), 10, 3)
+    curve = prune.accuracy_curve(v, run.test.labels, [1, 2, 0])
+    smaller = [prune.prune_run(run, kept) for kept in ([0, 1, 2], [0, 2], [0])]
+    assert curve == [small.scores(run.test).accuracy for small in smaller]
+    assert curve[0] > curve[2]
+    alone = prune.accuracy_without(v, run.test.labels)
+    assert alone[1] == curve[1]
+
+
+def test_the_optimizer_keeps_what_it_knows_of_the_parameters_that_stay(run):
+    twice = jax.tree.map(lambda leaf: 2 * leaf, run.params)
+    optimizer = optax.tree.set(run.optimizer, mu=run.params, nu=twice)
+    small = prune.prune_run(dataclasses.replace(run, optimizer=optimizer), [1, 2])
+    jax.tree.map(np.testing.assert_array_equal, optax.tree.get(small.optimizer, "mu"), small.params)
+    jax.tree.map(
+        lambda nu, p: np.testing.assert_array_equal(nu, 2 * p), optax.tree.get(small.optimizer, "nu"), small.params
+    )
+
+
+def test_lanes_are_ordered_from_the_least_useful_on():
+    labels = np.array([0, 1, 0, 1])
+    truth = np.eye(2)[labels]
+    v = np.stack([0.1 * (1 - truth), 0.8 * truth, 0.3 * truth], axis=-1).astype(np.float32)
+    np.testing.assert_array_equal(prune.accuracy_without(v, labels), [1, 1, 1])
+    v[3] = [[0.9, 0, 0.1], [0, 0.8, 0.2]]  # lane 0 misleads
+    np.testing.assert_array_equal(prune.accuracy_without(v, labels), [1, 0.75, 0.75])
+    assert prune.ORDERS["alone"](v, labels) == [0, 1, 2]
+    assert prune.accuracy_curve(v, labels, [2, 1, 0]) == [0.75, 0.75, 0]
+
+
+def test_greedy_order_keeps_one_of_two_equal_lanes():
+    labels = np.array([0, 1, 0, 1, 0])
+    truth = np.eye(2)[labels]
+    weak = np.where(np.arange(5)[:, None] < 1, truth, 0.5)  # right of the first image, undecided of the others
+    v = np.stack([0.5 * truth, 0.5 * truth, 0.9 * weak], axis=-1).astype(np.float32)
+    assert prune.ORDERS["alone"](v, labels) == [0, 1, 2]
+    assert prune.ORDERS["greedy"](v, labels) == [0, 2, 1]
+
+
+def test_a_drop_of_accuracy_is_judged_in_percentage_points_of_the_ranking_images():
+    accuracies = ((0.9, 0.9), (0.897, 0.5), (0.89, 0.9), (0.895, 0.1), (0.2, 0.9))
+    entry = {"removed": [{"ranking_accuracy": ranking, "test_accuracy": test} for ranking, test in accuracies]}
+    assert [script.fewest_lanes(entry, drop) for drop in (0.0, 0.3, 0.5, 1.0, 100.0)] == [5, 4, 2, 2, 1]
+
+
+def test_the_command_measures_and_writes(workdir, run, pruned):
+    results = json.loads((pruned / "results" / "prune.json").read_text())
+    (entry,) = results["runs"]
+    assert results["device"]
+    assert (entry["workdir"], entry["lanes"], entry["ranking_from"]) == (str(workdir), LANES, "validation")
+    assert entry["ranking_images"] == len(run.ranking.labels)
+    assert entry["removed"][0]["test_accuracy"] == json.loads((workdir / "summary.json").read_text())["test_accuracy"]
+    assert [row["lane"] for row in entry["removed_alone"]] == [0, 1, 2]
+    without = [row["ranking_accuracy"] for row in entry["removed_alone"]]
+    assert [without[lane] for lane in entry["removal_order"]] == sorted(without, reverse=True)
+    assert entry["removed"][1]["ranking_accuracy"] == max(without)
+    assert all(row["milliseconds"]["min"] > 0 for row in entry["removed"])
+    assert entry["removed"][0]["speedup"] == {"median": 1, "min": 1, "max": 1}
+    flops = [row["encoder_flops_per_image"] for row in entry["removed"]]
+    assert flops == sorted(flops, reverse=True)
+    with Image.open(pruned / "results" / "prune.png") as picture:
+        assert len(picture.convert("RGB").getcolors(1 << 24)) > 20
+
+
+def test_the_smaller_model_evaluates_as_reported(pruned):
+    about = json.loads((pruned / "small" / "pruned.json").read_text())
+    small = load_trained(pruned / "small")
+    (entry,) = json.loads((pruned / "results" / "prune.json").read_text())["runs"]
+    assert about["kept_lanes"] == sorted(entry["removal_order"][1:])
+    for name in ("ranking_accuracy", "test_accuracy"):
+        assert about[name] == {"before": entry["removed"][0][name], "after": entry["removed"][1][name]}
+    assert about["parameters"]["after"] == model.count_parameters(small.spec)["total"]
+    assert about["parameters"]["after"] < about["parameters"]["before"]
+    scores = evaluate_workdir.evaluate_workdir(read_stored(pruned / "small"), pruned / "small")
+    assert scores["test_accuracy"] == about["test_accuracy"]["after"]
+    assert scores["step"] == about["step"]
+
+
+def test_the_printed_command_trains_the_smaller_model_on(run, pruned, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "_FINE_TUNING_EPOCHS", 1)
+    small = shutil.copytree(pruned / "small", tmp_path / "small")
+    command = shlex.split(script.fine_tuning(prune.load_run(small), small))
+    assert command[:4] == ["python", "main.py", "--config=configs/default.py", f"--workdir={small}"]
+    values = {}
+    changes = dict(argument.removeprefix("--config.").split("=", 1) for argument in command[4:])
+    before = load_trained(small)
+    summary = loop.train(RunConfig.from_dict(values).replace(changes), small)
+    steps = run.steps_per_epoch * 2  # pruned within the first epoch, and one more
+    assert (summary["steps"], summary["steps_this_session"]) == (steps, steps - before.step)
+    assert summary["parameters"] == model.count_parameters(before.spec)["total"]
+    assert summary["test_accuracy"] > json.loads((small / "pruned.json").read_text())["test_accuracy"]["after"]
+    checkpoints = Checkpoints(small / "checkpoints", read_only=True)
+    assert checkpoints.best_step() > before.step
+    checkpoints.close()
+
+
+def test_adamw_trains_on_as_a_new_run(run):
+    adamw = dataclasses.replace(run, config=run.config.replace({"train.optimizer": "adamw"}))
+    command = shlex.split(script.fine_tuning(adamw, Path("runs/small")))
+    assert {"--config.init_from=runs/small", "--workdir=runs/small_tuned", "--config.train.num_epochs=5"} <= set(
+        command
+    )
+
+
+def test_lanes_are_never_ranked_on_test_images(config, run, workdir, tmp_path, monkeypatch):
+    dataset = config.data.load()
+    _, validation = datasets.split_validation(dataset.train, 0.1, config.train.seed)
+    np.testing.assert_array_equal(run.ranking.images, validation.images)
+    without = shutil.copytree(workdir, tmp_path / "without")
+    (without / "config.json").write_text(json.dumps(config.replace({"data.validation_fraction": 0.0}).to_dict()))
+    about = json.loads((without / "model.json").read_text())
+    about["training_images_sha256"] = datasets.digest(dataset.train)
+    (without / "model.json").write_text(json.dumps(about))
+    monkeypatch.setattr(prune, "_RANKING_IMAGES", 60)
+    drawn = prune.load_run(without)
+    assert (drawn.ranking_from, len(drawn.ranking.labels)) == ("training", 60)
+    images = {image.tobytes() for image in dataset.train.images}
+    assert {image.tobytes() for image in drawn.ranking.images} <= images
+    np.testing.assert_array_equal(drawn.ranking.labels, prune.load_run(without).ranking.labels)
+
+
+def test_two_runs_are_drawn_together(workdir, tmp_path):
+    script.measure_and_prune([workdir, workdir], order="greedy", rounds=0, results=tmp_path)
+    first, second = json.loads((tmp_path / "prune.json").read_text())["runs"]
+    assert first == second
+    assert "speedup" not in first["removed"][0]
+    assert (tmp_path / "prune.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"workdirs": []}, "--workdir=FOLDER"),
+        ({"workdirs": ["a", ""]}, "--workdir=FOLDER"),
+        ({"keep": 0}, "--keep=0.*at least 1 lane"),
+        ({"keep": -1}, "--keep=-1.*at least 1 lane"),
+        ({"keep": 2, "max_drop": 1.0}, "--keep or --max_accuracy_drop"),
+        ({"max_drop": -0.1}, "max_accuracy_drop=-0.1.*0 or more"),
+        ({"max_drop": float("nan")}, "max_accuracy_drop=nan"),
+        ({"keep": 2, "output": ""}, "needs --output=FOLDER"),
+        ({}, "one of --keep and --max_accuracy_drop"),
+        ({"keep": 2, "workdirs": ["a", "b"]}, "one --workdir"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(flags, message):
+    given = {"workdirs": ["a"], "keep": None, "max_drop": None, "output": "small", **flags}
+    with pytest.raises(InputError, match=message):
+        script.check_flags(**given)
+
+
+def test_the_command_refuses_with_one_message():
+    def refused(*flags):
+        command = [sys.executable, "-m", "mlcn_jax.commands.prune", "--workdir=none", *flags]
+        result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+        assert result.returncode == 2
+        return result.stderr
+
+    assert refused("--keep=0", "--output=small") == "error: --keep=0: at least 1 lane must stay\n"
+    assert refused("--keep=2", "--output=small", "--results=small/prune").startswith("error: --results=small/prune is ")
+    (line,) = refused("--keep=two").splitlines()
+    assert line.startswith("error: flag --keep=two: ")
+
+
+def test_more_lanes_than_there_are_cannot_be_kept(workdir, tmp_path):
+    with pytest.raises(InputError, match=r"--keep=4: .* has 3 lanes; keep 1 to that many"):
+        script.measure_and_prune([workdir], order="alone", rounds=0, results=tmp_path, output=tmp_path / "o", keep=4)
+    with pytest.raises(InputError, match="at least one lane"):
+        prune.prune_spec(SPEC, [])
+
+
+@pytest.mark.parametrize("used", ["same", "file"])
+def test_nothing_is_overwritten(workdir, tmp_path, used):
+    output = {"same": workdir, "file": tmp_path / "file"}[used]
+    (tmp_path / "file").touch()
+    before = sorted(workdir.rglob("*"))
+    with pytest.raises(InputError, match="is there already"):
+        script.measure_and_prune([workdir], order="alone", rounds=0, results=tmp_path, output=output, keep=1)
+    assert sorted(workdir.rglob("*")) == before
+
+
+def test_what_is_no_run_with_lanes_on_its_images_is_refused(config, workdir, tmp_path):
+    with pytest.raises(InputError, match="holds no run"):
+        prune.load_run(tmp_path)
+    capsnet = config.replace({"model.name": "capsnet", "model.lanes": ""})
+    (tmp_path / "config.json").write_text(json.dumps(capsnet.to_dict()))
+    with pytest.raises(InputError, match="holds a capsnet, which has no lanes"):
+        prune.load_run(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    with pytest.raises(InputError, match="holds no trained model"):
+        prune.load_run(tmp_path)
+    other = shutil.copytree(workdir, tmp_path / "other")
+    (other / "config.json").write_text(json.dumps(config.replace({"train.seed": 1}).to_dict()))  # another split
+    with pytest.raises(InputError, match=r"digits as it is now is not what .* was trained on"):
+        prune.load_run(other)
+
+
+def test_a_folder_that_cannot_be_written_leaves_nothing(run, workdir, tmp_path, monkeypatch):
+    def full(path, value):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(prune, "write_json", full)
+    with pytest.raises(InputError, match=r"cannot be written .No space left"):
+        prune.save_run(run, tmp_path / "small", None, {})
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="--results"):
+        script.measure_and_prune([workdir], order="alone", rounds=0, results=tmp_path / "file" / "results")

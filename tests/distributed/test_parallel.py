@@ -1,0 +1,112 @@
+"""A mesh computes what one device does, in every split, and a run goes on in another split."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from mlcn_jax.distributed import mesh as mesh_lib
+from mlcn_jax.distributed import traffic
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn.model import ModelSpec, init_params
+from mlcn_jax.training import loop
+from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.training.step import TrainState, compile_step, make_loss, make_train_step
+
+SPLITS = [(1, 2), (2, 1), (1, 4), (2, 2), (4, 1), (1, 8), (2, 4), (4, 2), (8, 1)]
+LANES = ModelSpec("mlcn", (18, 19, 2), 3, "mlcn2:w1*8,mlcn1:w1d2*16", decoder=(16, 24), lane_dropout=0.3)
+CAPSNET = ModelSpec("capsnet", (17, 17, 1), 3, decoder=(8,))
+
+
+def make_batch(rng, spec, size=8):
+    images = rng.integers(0, 256, (size, *spec.image_shape), dtype=np.uint8)
+    return images, rng.integers(0, spec.num_classes, size, dtype=np.int32)
+
+
+def value_and_grad(spec, mesh, params, batch):
+    loss_fn = jax.jit(jax.value_and_grad(make_loss(spec, 0.4, mesh), has_aux=True))
+    images, labels = mesh_lib.place_batch(mesh, batch)
+    return loss_fn(mesh_lib.place_state(mesh, params), images / 255.0, labels, jax.random.key(1))
+
+
+def assert_close(mine, theirs):
+    for (path, a), (_, b) in zip(*map(jax.tree_util.tree_leaves_with_path, (mine, theirs)), strict=True):
+        error = np.max(np.abs(np.asarray(a) - b)) / max(np.max(np.abs(b)), 1e-30)
+        assert error < 1e-5, f"{jax.tree_util.keystr(path)}: {error}"
+
+
+@pytest.fixture(scope="module", params=["mlcn", "capsnet"])
+def on_one_device(request):
+    spec = LANES if request.param == "mlcn" else CAPSNET
+    params = jax.device_get(init_params(spec, jax.random.key(0)))
+    batch = make_batch(np.random.default_rng(0), spec)
+    return spec, params, batch, jax.device_get(value_and_grad(spec, None, params, batch))
+
+
+@pytest.mark.parametrize(("data", "lane"), SPLITS)
+def test_every_split_has_the_loss_and_gradients_of_one_device(on_one_device, data, lane):
+    spec, params, batch, expected = on_one_device
+    if spec.name == "capsnet" and lane > 1:
+        with pytest.raises(InputError, match=r"no lanes to spread over parallel.lane"):
+            mesh_lib.check_split(spec, 8, data, lane)
+        return
+    mesh_lib.check_split(spec, 8, data, lane)
+    assert_close(value_and_grad(spec, mesh_lib.make_mesh(data, lane), params, batch), expected)
+
+
+def test_lanes_their_optimizer_state_and_the_decoder_lie_in_shares(rng):
+    mesh = mesh_lib.make_mesh(2, 4)
+    optimizer = optax.adam(1e-3)
+    params = init_params(LANES, jax.random.key(0))
+    whole = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    state = mesh_lib.place_state(mesh, whole)
+    step = make_train_step(LANES, optimizer, reconstruction_weight=0.4, seed=0, mesh=mesh)
+    batch = mesh_lib.place_batch(mesh, make_batch(rng, LANES))
+    compiled, _ = compile_step(step, state, batch)
+    state, _ = compiled(state, *batch)
+    for tree in (state.params, state.optimizer[0].mu, state.optimizer[0].nu):
+        for group, count in (("mlcn2_w1d1", 2), ("mlcn1_w1d2", 4)):
+            for leaf in jax.tree.leaves(tree["encoder"][group]):
+                assert leaf.addressable_shards[0].data.shape[0] == count
+        assert tree["decoder"]["hidden1"]["kernel"].addressable_shards[0].data.shape[1] == 4
+        assert tree["decoder"]["pixels"]["bias"].addressable_shards[0].data.shape == (18 * 19 * 2 // 4,)
+
+
+@pytest.mark.parametrize(("data", "lane"), [(1, 4), (2, 2), (4, 1)])
+@pytest.mark.parametrize("decoder", [(16, 24), (16, 30)])
+def test_what_crosses_is_what_the_formula_says(rng, data, lane, decoder):
+    spec = dataclasses.replace(LANES, decoder=decoder)
+    mesh = mesh_lib.make_mesh(data, lane)
+    optimizer = optax.adam(1e-3)
+    params = init_params(spec, jax.random.key(0))
+    whole = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    state, batch = mesh_lib.place_state(mesh, whole), mesh_lib.place_batch(mesh, make_batch(rng, spec))
+    step = make_train_step(spec, optimizer, reconstruction_weight=0.4, seed=0, mesh=mesh)
+    compiled, _ = compile_step(step, state, batch)
+    assert traffic.collective_bytes(compiled.as_text()) == traffic.exchanged_bytes(spec, 8, data, lane)
+
+
+def test_a_run_goes_on_in_another_split_as_if_it_had_never_moved(tiny, tmp_path):
+    whole = loop.train(tiny, tmp_path / "whole")
+    moves = tmp_path / "moves"
+    for steps, data, lane in ((5, 5, 1), (10, 2, 2), (15, 1, 2), (20, 1, 1)):
+        loop.train(tiny.replace({"train.num_steps": steps, "parallel.data": data, "parallel.lane": lane}), moves)
+    for a, b in zip(*(jax.tree.leaves(load_trained(w).params) for w in (tmp_path / "whole", moves)), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4)
+    assert load_trained(moves).step == whole["steps"]
+
+
+@pytest.mark.parametrize(
+    ("data", "lane", "message"),
+    [
+        (3, 1, r"parallel.data=3 does not divide train.batch_size=50: use parallel.data=2 or a batch of 51"),
+        (1, 3, r"parallel.lane=3 does not divide mlcn1:w1d1\*2.*lane=2, another number .*, or parallel.plan=stacks"),
+        (25, 2, "asks for 50 devices, and there are 8"),
+    ],
+)
+def test_a_mesh_that_cannot_be_names_one_that_can(tiny, tmp_path, data, lane, message):
+    with pytest.raises(InputError, match=message):
+        loop.train(tiny.replace({"parallel.data": data, "parallel.lane": lane}), tmp_path)

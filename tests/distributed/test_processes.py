@@ -1,0 +1,129 @@
+"""Runs of two processes: equal to one, stopped together, ended when one is lost, and refused where they do not fit."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from mlcn_jax.training.checkpoint import load_trained
+from tests.conftest import REPOSITORY, TINY
+
+TWO = {"parallel.processes": 2, "parallel.lane": 2}
+
+
+def start(workdir, changes):
+    flags = [f"--config.{name}={value}" for name, value in {**TINY, **changes}.items()]
+    command = [sys.executable, "main.py", "--config=configs/default.py", f"--workdir={workdir}", *flags]
+    env = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=REPOSITORY, env=env, **pipes)
+
+
+def run(workdir, changes):
+    process = start(workdir, changes)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def wait_for_checkpoint(workdir, step):
+    deadline = time.monotonic() + 100
+    while not (workdir / "checkpoints" / str(step)).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def child_of(process, number):
+    """The process id of one of a run's processes."""
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        try:
+            with open(f"/proc/{pid}/cmdline") as file:
+                arguments = file.read().split("\0")
+            with open(f"/proc/{pid}/stat") as file:
+                parent = int(file.read().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            continue
+        if parent == process.pid and f"--config.parallel.process={number}" in arguments:
+            return pid
+    raise AssertionError(f"process {number} is not there")
+
+
+def assert_same(one, other):
+    for a, b in zip(*(jax.tree.leaves(load_trained(w).params) for w in (one, other)), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_two_processes_are_stopped_lost_and_resumed_and_end_as_one_does(tmp_path):
+    code, _, err = run(tmp_path / "one", {})
+    assert code == 0, err
+    two = tmp_path / "two"
+    process = start(two, {**TWO, "parallel.plan": "stacks", "train.num_steps": 0})
+    wait_for_checkpoint(two, 5)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert len(re.findall(r"stopped by SIGTERM after step \d+ of 560; run the same command again", err)) == 1
+    stopped = load_trained(two).step
+
+    process = start(two, {**TWO, "parallel.data": 2, "parallel.lane": 1, "train.num_steps": 0})
+    wait_for_checkpoint(two, stopped // 5 * 5 + 5)
+    os.kill(child_of(process, 1), signal.SIGKILL)
+    killed = time.monotonic()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert time.monotonic() - killed < 20
+    assert "error: process 1 of 2 was lost (killed by SIGKILL)\nrun the same command again" in err
+
+    for plan in ("stacks", "mesh"):
+        fresh = {**TWO, "parallel.plan": plan}
+        code, _, err = run(tmp_path / plan, fresh)
+        assert code == 0, err
+        assert_same(tmp_path / "one", tmp_path / plan)
+    summary = json.loads((tmp_path / "mesh" / "summary.json").read_text())
+    assert summary["num_devices"] == 2
+    code, out, err = run(tmp_path / "mesh", fresh)
+    assert code == 0
+    assert "is finished: 20 steps" in err
+    assert out.count("test accuracy") == 1
+
+
+def test_a_process_that_does_not_come_or_differs_is_named(tmp_path):
+    address = {"parallel.coordinator": "127.0.0.1:18713", "parallel.processes": 2, "parallel.lane": 2}
+    code, _, err = run(tmp_path, {**address, "parallel.process": 0, "parallel.timeout_seconds": 1})
+    assert code == 2
+    assert "error: process 1 of 2 did not come to 127.0.0.1:18713, within parallel.timeout_seconds=1" in err
+    first = start(tmp_path / "0", {**address, "parallel.process": 0})
+    code, _, err = run(tmp_path / "1", {**address, "parallel.process": 1, "train.seed": 7})
+    assert code == 2
+    assert "process 1 was given another configuration" in err
+    assert "train.seed: 0 there, 7 here" in err
+    assert "process 1 was given another configuration" in first.communicate(timeout=60)[1]
+    assert first.returncode == 2
+    stacks = {**address, "parallel.plan": "stacks"}
+    first = start(tmp_path / "0", {**stacks, "parallel.process": 0})
+    code, _, err = run(tmp_path / "1", {**stacks, "parallel.process": 1, "parallel.profile": "nowhere.json"})
+    assert code == 2
+    assert "error: process 1: nowhere.json cannot be read" in err
+    assert "error: process 1: nowhere.json cannot be read" in first.communicate(timeout=60)[1]
+    assert first.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel.process": 1}, "needs parallel.coordinator=HOST:PORT"),
+        ({"parallel.process": 0, "parallel.coordinator": "nowhere"}, "'nowhere'; it must be HOST:PORT"),
+        ({"parallel.lane": 1}, "the 2 processes have 2 devices together"),
+    ],
+)
+def test_what_cannot_start_says_so_once(tmp_path, changes, message):
+    code, _, err = run(tmp_path, {**TWO, **changes})
+    assert code == 2
+    assert err.count(message) == 1

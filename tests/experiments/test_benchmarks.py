@@ -1,0 +1,67 @@
+"""benchmarks: what is counted and compared; the figures themselves are not tested."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scripts import load_script
+
+from benchmarks import networks, peers
+from benchmarks.frameworks import in_mlcn_jax
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import capsules, losses
+from mlcn_jax.nn.model import apply_model
+
+roofline = load_script("benchmarks.roofline")
+TINY = networks.Network("mlcn2", (18, 18, 1), lanes=2, width=1)
+
+
+def test_shares_of_a_profile_add_up_by_part():
+    hlo = """
+      %ynn_fusion.3 = f32[10000,256]{1,0} fusion(%a), metadata={op_name="jit(step)/transpose(jvp(x))/encoder/dot"}
+      ROOT %multiply.1 = f32[8]{0} multiply(%b, %c), metadata={op_name="jit(step)/adam"}
+      %dot.7 = f32[100,512]{1,0} dot(%d, %e), metadata={op_name="jit(step)/jvp(x)/decoder/dot"}
+    """
+    network = networks.find("mlcn1_4x4_28x28x1")
+    parts, kinds = roofline.shares(network, hlo, {"ynn_fusion.3": 6, "multiply.1": 1, "dot.7": 3})
+    assert parts == {
+        "encoder, backward: map between the convolutions": 0.6,
+        "decoder": 0.3,
+        "optimizer, losses and the rest": 0.1,
+    }
+    assert next(iter(kinds)) == "ynn_fusion f32[10000,256], encoder, backward: map between the convolutions"
+
+
+def test_our_program_trains_and_predicts_the_network_that_it_is_named_after(rng):
+    images = rng.integers(0, 256, (4, *TINY.image_shape), dtype=np.uint8)
+    labels = rng.integers(0, networks.NUM_CLASSES, 4, dtype=np.int32)
+    weights = in_mlcn_jax.start_weights(TINY)
+    program = in_mlcn_jax.Program(TINY, 4, weights, "vmap", "float32")
+    params = program.params
+    v, reconstructions = apply_model(in_mlcn_jax.make_spec(TINY), params, images / np.float32(255), labels)
+    probabilities = capsules.lengths(v)
+    loss = jnp.mean(losses.margin_loss(probabilities, labels))
+    loss += networks.RECONSTRUCTION_WEIGHT * jnp.mean(losses.reconstruction_loss(reconstructions, images / 255))
+    np.testing.assert_allclose(program.infer(images), probabilities, rtol=1e-4)
+    first, later = (float(program.train(images, labels)) for _ in range(2))
+    np.testing.assert_allclose(first, loss, rtol=1e-5)
+    assert later < first
+
+
+def test_a_peer_that_computes_something_else_is_seen():
+    ours = np.array([0.8, 0.7, 0.6, 0.5])
+    assert peers._differences(ours, ours, "train") == (0.0, 0.0)
+    at_first, later = peers._differences(ours * [1, 1, 1, 1.1], ours, "train")
+    assert at_first == 0
+    assert later == pytest.approx(0.1)
+    assert peers._differences(ours + 0.08, ours, "infer")[0] == pytest.approx(0.1)
+
+
+def test_unknown_networks_and_missing_peers_are_named():
+    with pytest.raises(InputError, match=r"no network 'mlcn3'.*mlcn1_4x4_28x28x1"):
+        networks.find("mlcn3")
+    with pytest.raises(InputError, match="make bench"):
+        peers.check_peers_python("nowhere/python")
+
+
+def test_networks_of_the_thesis_are_all_there():
+    assert set(networks.THESIS_CAPSNET_OVER) <= set(networks.NETWORKS)

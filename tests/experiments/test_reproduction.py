@@ -1,0 +1,383 @@
+"""The published figures' scripts: what is trained, what is kept, what is refused, and the tables that come out."""
+
+import errno
+import json
+import os
+import signal
+import time
+import types
+
+import numpy as np
+import pytest
+from made_files import cifar_bytes, idx_files, write_files
+from scripts import load_script
+
+from experiments import data_parts, published_rows, repeated_report
+from mlcn_jax.data import datasets
+from mlcn_jax.errors import Diverged, InputError, Stopped
+
+table_4_1, tuning = load_script("experiments.table_4_1"), load_script("experiments.table_4_1_tuning")
+lane_collapse = load_script("experiments.lane_collapse")
+lanes_and_width, batch_size = load_script("experiments.lanes_and_width"), load_script("experiments.batch_size")
+
+ROW = "fashion_mlcn2_2x4"
+TUNED = published_rows.TUNED["fashion_mnist"]
+PLACE = {"device": "machine", "platform": "cpu", "cpu_count": 2, "versions": {"jax": "1", "python": "3"}}
+
+
+def made_record(accuracy=None, seconds=None, data_name="fashion_mnist", copy="", **facts):
+    images = {"train_images": 6, "all_train_images": 60, "test_images": 1, "all_test_images": 10}
+    record = {"facts": facts, "data": {"name": data_name, "copy": copy, **images}, **PLACE}
+    record |= {"command": "python", "date": "2026-01-01"}
+    if accuracy is None:
+        return record | {"failed": "the loss is nan"}
+    return record | {"test_accuracy": accuracy, "seconds_per_epoch": seconds, "parameters": 1_000_000}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    images = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), dtype=np.uint8)
+    batch = cifar_bytes(images, np.arange(20)[:, np.newaxis] % 10)
+    cifar = {f"data_batch_{i}.bin": batch for i in range(1, 6)} | {"test_batch.bin": batch}
+    return {
+        "fashion_mnist": str(write_files(root / "fashion", idx_files(num_train=1200, num_test=200, size=28))),
+        "cifar10": str(write_files(root / "cifar", cifar)),
+    }
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Replaces training by made-up results: the configurations that were trained, and what seeds raise instead."""
+    configs, raised = [], {}
+
+    def train(config, workdir):
+        workdir.mkdir(parents=True, exist_ok=True)
+        if config.train.seed in raised:
+            raise raised[config.train.seed]
+        configs.append(config)
+        return {
+            "test_accuracy": 0.9 + 0.01 * config.train.seed,
+            "lane_spreads": [0.9, 0.0],
+            "parameters": 7,
+            "steps": 2,
+            "steps_this_session": 2,
+            "images_per_second": 100.0,
+            "compile_seconds": 1.0,
+        }
+
+    monkeypatch.setattr("mlcn_jax.training.loop.train", train)
+    return types.SimpleNamespace(configs=configs, raised=raised)
+
+
+@pytest.fixture
+def results(monkeypatch, tmp_path):
+    monkeypatch.setattr(repeated_report, "RESULTS", tmp_path / "results")
+    return tmp_path / "results"
+
+
+@pytest.fixture
+def run(tmp_path, directories, results):
+    def run(script=table_4_1, **changes):
+        asked = {"scale": "smoke", "repeats": 1, "minutes": 0.0, "directories": directories, "command": "python"}
+        if script is table_4_1:
+            asked |= {"rows": [ROW], "columns": ["published"]}
+        return script.run(tmp_path / "runs", **asked | changes)
+
+    return run
+
+
+def test_the_table_shows_spread_difference_and_what_is_missing():
+    records = [
+        *(made_record(a, 10.0, row=ROW, column="published", seed=i) for i, a in enumerate((90.0, 91.0, 92.5))),
+        made_record(90.6, row=ROW, column="augmented", seed=0),
+        made_record(90.4, row=ROW, column="tuned", seed=0),
+        made_record(row=ROW, column="tuned", seed=1),
+        made_record(70.0, 20.0, "cifar10", "JPEG copy", row="cifar_mlcn2_4x4", column="published", seed=0),
+    ]
+    lines = {line[0]: line[1:] for line in table_4_1.cells(records, table_4_1.SCALES["full"])}
+    assert lines["Fashion-MNIST, mlcn2 2x4"] == [
+        *("1,000,000", "-", "10", "20", "91.01"),
+        "91.17 ± 1.26, 90.00 to 92.50, 3 runs, +0.16 reached",
+        "not run",
+        "90.60, 1 run, -0.41 within 0.5",
+        "not run",
+        "90.40, 1 run, 1 failed, -0.61 below",
+        "not run",
+    ]
+    assert lines["CIFAR-10 (JPEG copy), mlcn2 4x4"][5] == "70.00, 1 run, +0.95 reached"
+    assert lines["Fashion-MNIST, CapsNet"] == ["-", "8,227,088", "-", "220", "91.30", "not run", *"-----"]
+    shorter = table_4_1.cells(records, table_4_1.SCALES["cpu"])
+    assert shorter[3][6] == "70.00, 1 run, +0.95"
+
+
+@pytest.mark.parametrize(
+    ("script", "scale"),
+    [(table_4_1, "full"), (tuning, "cpu"), (lanes_and_width, "cpu"), (batch_size, "cpu")],
+    ids=["table_4_1", "tuning", "lanes_and_width", "batch_size"],
+)
+def test_what_is_committed_was_trained_with_the_settings_of_today(script, scale, directories):
+    """Also by their hashes, which fields that were added since must leave as they are."""
+    path = repeated_report.RESULTS / f"{script.__name__.split('.')[-1]}_{scale}.json"
+    results = json.loads(path.read_text())
+    assert results["version"] == script.VERSION
+    for record in results["runs"]:
+        length = {f"train.{name}": results["scale"][name] for name in ("num_epochs", "num_steps")}
+        config = script.configure_run(directories, **record["facts"]).replace(length)
+        assert config.hash() == record["config_hash"], record["facts"]
+
+
+@pytest.mark.parametrize("name", published_rows.TUNED)
+def test_the_last_column_is_tuned_with_a_loss_for_each_lane(name):
+    tuned, per_lane = (published_rows.changes(name, column) for column in ("tuned", "tuned_per_lane"))
+    assert per_lane.pop("model.margin_loss") == "per_lane"
+    assert per_lane == tuned
+
+
+def test_epochs_are_compared_with_the_peer():
+    records = [made_record(50.0, row="cifar_mlcn2_4x4", column="published", seed=seed) for seed in range(3)]
+    records[0]["test_accuracy_per_epoch"] = [44.0, 50.0, 52.0, 53.0]
+    records[1]["test_accuracy_per_epoch"] = [45.0, 49.0, 53.0]
+    records[2]["test_accuracy_per_epoch"] = [10.0]
+    (line,) = table_4_1.epoch_cells(records)
+    assert line[1:5] == ["2", "44.50, +0.64", "49.50, +0.36", "52.50, -0.26"]
+
+
+def test_a_run_that_has_ended_is_not_repeated_and_all_are_shown(run, trained, results, tmp_path, capsys):
+    assert run(scale="cpu", columns=["published", "augmented"]) == 0
+    assert run(scale="cpu", repeats=2) == 0
+    asked = [(config.train.seed, config.data.flip, config.train.num_epochs) for config in trained.configs]
+    assert asked == [(0, False, 3), (0, True, 3), (1, False, 3)]
+    for folder in (results, tmp_path / "runs"):
+        written = json.loads((folder / "table_4_1_cpu.json").read_text())
+        assert len(written["runs"]) == 3
+        assert (folder / "table_4_1_cpu.png").stat().st_size > 0
+    (row,) = (row for row in written["rows"] if row["row"] == ROW)
+    assert row["difference"]["published"] == pytest.approx(90.5 - 91.01)
+    assert row["seconds_per_epoch"] == pytest.approx(12.0)  # 1,200 images at 100 a second
+    assert {"device", "date", "versions", "command", "data", "config_hash"} <= set(written["runs"][0])
+    assert "90.50 ± 0.71, 90.00 to 91.00, 2 runs, -0.51 |" in capsys.readouterr().out
+    assert "not the official bytes" in (results / "table_4_1_cpu.md").read_text()
+    assert str(tmp_path) not in (results / "table_4_1_cpu.json").read_text()
+
+
+def test_smoke_stays_in_the_workdir_and_takes_few_images(run, trained, results, tmp_path):
+    run(rows=["fashion_capsnet", "cifar_mlcn1_4x4"])
+    assert not results.exists()
+    fashion, cifar = (c.data.load() for c in trained.configs)
+    assert len(fashion.train.labels) == 600
+    assert len(fashion.test.labels) == 100
+    assert len(cifar.train.labels) == 100  # there are no more
+    assert (
+        "fashion_mnist (not the official bytes): 600 of 1,200 train and 100 of 200 test images"
+        in (tmp_path / "runs" / "table_4_1_smoke.md").read_text()
+    )
+
+
+@pytest.mark.parametrize("name", ["fashion_mnist", "cifar10"])
+def test_a_part_holds_images_of_every_class_as_they_are(name, directories, tmp_path, monkeypatch):
+    row = ROW if name == "fashion_mnist" else "cifar_mlcn1_4x4"
+    settings = published_rows.configure_row(row, "published", directories).data
+    whole = settings.load()
+    monkeypatch.setitem(data_parts._KNOWN_COPIES, datasets.digest(whole.train), "made copy")
+    directory, facts = data_parts.prepare(settings, tmp_path, 50, 10)
+    part = datasets.load(name, directory=directory)
+    assert facts["copy"] == "made copy"
+    assert facts["train_images"] == len(part.train.labels) < len(whole.train.labels)
+    assert set(part.train.labels) == set(whole.train.labels)
+    known = {image.tobytes(): label for image, label in zip(whole.train.images, whole.train.labels, strict=True)}
+    assert [known[image.tobytes()] for image in part.train.images] == part.train.labels.tolist()
+
+
+def test_what_has_ended_is_kept_and_shown_when_the_disk_is_full(run, trained, tmp_path, capsys):
+    trained.raised[1] = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match="No space left"):
+        run(repeats=3)
+    assert "| 90.00, 1 run, -1.01 |" in capsys.readouterr().out
+    trained.raised.clear()
+    assert run(repeats=3) == 0
+    assert [config.train.seed for config in trained.configs] == [0, 1, 2]
+
+
+def test_a_run_that_diverges_is_shown_and_not_repeated(run, trained, capsys):
+    trained.raised[0] = Diverged("step 3: the loss is nan\nand more")
+    assert run(repeats=2) == 3
+    assert "91.00, 1 run, 1 failed" in capsys.readouterr().out
+    trained.raised.clear()
+    assert run(repeats=2) == 3
+    assert [config.train.seed for config in trained.configs] == [1]
+
+
+def test_the_minutes_end_it_between_runs(run, trained, monkeypatch):
+    trained.raised[1] = Stopped("stopped by SIGTERM after step 1")
+    with pytest.raises(Stopped, match="stopped by SIGTERM after step 1; 1 of 3 runs have ended"):
+        run(repeats=3)
+    trained.raised.clear()
+    monkeypatch.setattr("mlcn_jax.host.environment", lambda: time.sleep(0.3) or PLACE)
+    with pytest.raises(Stopped, match=r"the 0.002 minutes are over; 2 of 3 runs have ended"):
+        run(repeats=3, minutes=0.002)
+
+
+def test_runs_of_another_version_scale_settings_or_images_are_refused(run, trained, monkeypatch, tmp_path, directories):
+    run(columns=["tuned"])
+    with monkeypatch.context() as patch:
+        patch.setattr(table_4_1, "VERSION", 2)
+        with pytest.raises(InputError, match=r"version: 1 there, 2 now"):
+            run()
+    with pytest.raises(InputError, match=r"scale.name: 'smoke' there, 'cpu' now"):
+        run(scale="cpu")
+    with pytest.raises(InputError, match=r"script: 'table_4_1' there, 'table_4_1_tuning' now"):
+        run(tuning, rows=[ROW], candidates=["adamw"])
+    with monkeypatch.context() as patch:
+        patch.setitem(published_rows.CANDIDATES[TUNED], "train.learning_rate", 0.5)
+        with pytest.raises(InputError, match=r"settings:\n  train.learning_rate: 0.002 there, 0.5 now\nremove"):
+            run()
+    other = write_files(tmp_path / "other", idx_files(num_train=1300, num_test=200, size=28))
+    with pytest.raises(InputError, match=r"(?s)other images of fashion_mnist.*all_train_images: 1200 there, 1300 now"):
+        run(directories=directories | {"fashion_mnist": str(other)})
+    assert len(trained.configs) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "changes", "message"),
+    [
+        (table_4_1, {"rows": ["cifar_capsnet", "mnist"]}, "--rows: mnist is not one of cifar_capsnet, "),
+        (table_4_1, {"columns": ["best"]}, "--columns: best is not one of published, "),
+        (table_4_1, {"scale": "large"}, "--scale: large is not one of smoke, cpu, full"),
+        (table_4_1, {"rows": ["cifar_capsnet"], "columns": ["tuned"]}, "there is nothing to train"),
+        (tuning, {"rows": ["cifar_capsnet"], "candidates": ["adamw"]}, "--rows: cifar_capsnet is not one of"),
+        (lanes_and_width, {"figures": ["4.6"], "lanes": ["2"], "widths": ["1"]}, "--figures: 4.6 is not one of"),
+        (lanes_and_width, {"figures": [], "lanes": ["2"], "widths": ["1"]}, "--figures: nothing is not one of"),
+        (batch_size, {"rows": [ROW], "batch_sizes": ["64"]}, "--batch_sizes: 64 is not one of 100, 150, 300, 600"),
+    ],
+)
+def test_what_is_not_known_is_refused(run, script, changes, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        run(script, **changes)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_candidates_are_compared_on_validation_images(run, monkeypatch, tmp_path, capsys):
+    def train(config, workdir):
+        workdir.mkdir(parents=True)
+        assert config.data.validation_fraction == 0.1
+        rows = [{"step": step, "split": "validation", "accuracy": a} for step, a in ((1, 0.5), (2, 0.4))]
+        (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        measured = ("lane_spreads", "parameters", "steps", "steps_this_session", "images_per_second", "compile_seconds")
+        return {**dict.fromkeys(measured, 1), "test_accuracy": 0.9}
+
+    monkeypatch.setattr("mlcn_jax.training.loop.train", train)
+    run(tuning, rows=[ROW], candidates=["published", TUNED])
+    assert f"| {TUNED} | 40.00, 1 run, used |" in capsys.readouterr().out
+    records = json.loads((tmp_path / "runs" / "table_4_1_tuning_smoke.json").read_text())["runs"]
+    assert [record["lane_spreads"] for record in records] == [1, 1]
+    assert "90" not in (tmp_path / "runs" / "table_4_1_tuning_smoke.md").read_text()
+
+
+def test_lanes_and_width_covers_both_kinds_and_datasets(run, trained, tmp_path):
+    run(lanes_and_width, figures=list(lanes_and_width.FIGURES), lanes=["32"], widths=["2"])
+    asked = {(config.data.name, config.model["lanes"]) for config in trained.configs}
+    assert asked == {(name, lanes) for name in ("fashion_mnist", "cifar10") for lanes in ("mlcn1:w2*32", "mlcn2:w2*32")}
+    points = json.loads((tmp_path / "runs" / "lanes_and_width_smoke.json").read_text())["points"]
+    published = {(p["figure"], p["lanes"], p["width"]): p["published_accuracy"] for p in points}
+    assert published["cifar_mlcn2", 32, 2] == 75.18
+    assert sum(accuracy is not None for accuracy in published.values()) == 8
+    assert sum(point["accuracy"] is not None for point in points) == 4
+
+
+def test_batch_sizes_are_told_relative_to_100():
+    made = (("fashion_capsnet", 100, 90.0), ("fashion_capsnet", 600, 88.0), (ROW, 300, 90.0))
+    records = [made_record(a, row=row, batch_size=size, seed=0) for row, size, a in made]
+    rates = {"fashion_capsnet": {"100": [100.0, 50.0, 100.0], "600": [200.0, 150.0, 250.0]}, ROW: {"300": [7.0]}}
+    speeds = {row: {"images_per_second": found} for row, found in rates.items()}
+    points = {(p["row"], p["batch_size"]): p for p in batch_size.summarise(records, speeds)}
+    assert points["fashion_capsnet", 600]["accuracy_difference"] == pytest.approx(-2.0)
+    assert points["fashion_capsnet", 600]["speedup"] == pytest.approx((2.5, 2.0, 3.0))
+    assert points[ROW, 300]["images_per_second"] == 7.0
+    assert points[ROW, 300]["speedup"] is None
+    assert "| 600 | 88.00, 1 run | -2.00 | 200 | 2.50 (2.00 to 3.00) |" in batch_size.text(records, speeds)
+
+
+def test_the_speed_of_a_row_is_measured_once_and_anew_with_another_batch_size(run, trained, tmp_path, monkeypatch):
+    taken = []
+
+    def prepared(config):
+        def take_steps(count):
+            taken.append((config.train.batch_size, count))
+            return count * config.train.batch_size / 150  # seconds: 150 images a second
+
+        return take_steps
+
+    monkeypatch.setattr(batch_size, "_prepared", prepared)
+    asked = {"rows": [ROW], "scale": "cpu", "batch_sizes": ["100", "600"]}
+    for _ in range(2):
+        assert run(batch_size, **asked) == 0
+    turns = [taken[4:][i : i + 2] for i in range(0, len(taken) - 4, 2)]
+    small, large = [(100, 1), (100, 3)], [(600, 1), (600, 1)]  # a step that is not timed, then 2 seconds or a step
+    assert turns == [small, large, large, small] * 3 + [small, large]
+    results = json.loads((tmp_path / "runs" / "batch_size_cpu.json").read_text())
+    assert results["speeds"][ROW]["images_per_second"] == {"100": [150.0] * 7, "600": [150.0] * 7}
+    assert any("Speed of Fashion-MNIST, mlcn2 2x4: on" in line for line in results["caption"])
+    taken.clear()
+    run(batch_size, **asked | {"batch_sizes": ["150"]})
+    assert {size for size, _ in taken} == {100, 150, 600}
+
+
+def test_speeds_leave_out_what_failed_and_stop_between_rows(run, trained, tmp_path, monkeypatch):
+    def measure(configs, rounds):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {size: [1.0] for size in configs}
+
+    monkeypatch.setattr(batch_size, "measure", measure)
+    failing = batch_size.configure_run
+    trained.raised[1] = Diverged("the loss is nan")
+    monkeypatch.setattr(
+        batch_size,
+        "configure_run",
+        lambda *args, **facts: failing(*args, **facts).replace({"train.seed": int(facts["batch_size"] == 600)}),
+    )
+    with pytest.raises(Stopped, match="stopped by SIGTERM; 4 of 4 runs have ended"):
+        run(batch_size, rows=[ROW, "fashion_mlcn1_2x4"], batch_sizes=["100", "600"])
+    speeds = json.loads((tmp_path / "runs" / "speeds.json").read_text())
+    assert speeds[ROW]["images_per_second"] == {"100": [1.0]}
+    assert len(speeds) == 1
+
+
+def test_steps_are_taken_and_timed(tiny):
+    take_steps = batch_size._prepared(tiny)
+    assert 0 < take_steps(1) < take_steps(40)
+
+
+def test_a_smoke_run_is_stopped_by_the_clock_and_resumed(run, tmp_path):
+    with pytest.raises(Stopped, match=r"minutes are over; 0 of 1 runs"):
+        run(columns=["tuned"], minutes=0.001)
+    assert run(columns=["tuned"]) == 0
+    (record,) = json.loads((tmp_path / "runs" / "table_4_1_smoke.json").read_text())["runs"]
+    assert record["steps"] == 2
+    assert record["parameters"] == 1_800_722
+    assert 0 <= record["test_accuracy"] <= 100
+    assert np.isfinite(record["seconds_per_epoch"])
+
+
+def test_a_lane_at_zero_stays_and_others_do_not(tiny):
+    dataset = tiny.data.load()
+    dead = lane_collapse.follow(tiny, dataset, 0.0, 4)
+    assert dead["steps"] == [0, 1, 2, 3, 4]
+    assert not np.any(dead["spreads"])
+    assert dead["alive"] == 0
+    alive = lane_collapse.follow(tiny, dataset, 30.0, 4)
+    assert np.all(np.diff(alive["spreads"], axis=0))
+    assert alive["alive"] == 2
+    assert 0 <= alive["test_accuracy"] <= 100
+
+
+def test_lane_collapse_writes_after_each_setting_and_names_what_is_unknown(directories, tmp_path):
+    lane_collapse.compare(ROW, ["published", "warm_up"], 2, 0, directories, tmp_path, "command")
+    results = json.loads((tmp_path / f"lane_collapse_{ROW}.json").read_text())
+    assert [run["setting"] for run in results["runs"]] == ["published", "warm_up"]
+    assert results["command"] == "command"
+    assert (tmp_path / f"lane_collapse_{ROW}.png").stat().st_size > 1000
+    with pytest.raises(InputError, match="--settings: slow is not one of published"):
+        lane_collapse.compare(ROW, ["slow"], 2, 0, directories, tmp_path, "command")
+    with pytest.raises(InputError, match="--row: fashion_capsnet is not one of cifar_mlcn1_4x4"):
+        lane_collapse.compare("fashion_capsnet", ["published"], 2, 0, directories, tmp_path, "command")

@@ -1,0 +1,227 @@
+"""conv: every algorithm is the convolution, values and gradients, alone and vmapped over lanes."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import conv
+
+# x, kernel, stride, padding
+SHAPES = [
+    ((2, 12, 12, 1), (9, 9, 1, 4), 1, "VALID"),
+    ((3, 20, 20, 4), (9, 9, 4, 8), 2, "VALID"),
+    ((1, 19, 17, 3), (9, 9, 3, 2), 2, "VALID"),
+    ((2, 7, 10, 2), (3, 3, 2, 5), 1, "SAME"),
+    ((2, 7, 10, 2), (3, 3, 2, 5), 2, "SAME"),
+    ((3, 8, 5, 2), (2, 4, 2, 3), 2, "SAME"),
+    ((2, 9, 9, 1), (9, 9, 1, 3), 2, "VALID"),
+    ((2, 10, 8, 2), (1, 1, 2, 3), 1, "VALID"),
+    ((2, 11, 8, 1), (4, 3, 1, 1), 3, "VALID"),
+]
+FORMS = ("im2col", "fourier")
+
+
+def draw(seed, *shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def direct(x, kernel, stride, padding, g=None):
+    """The definition, tap by tap in float64: y, or for a gradient g of y those of x and kernel."""
+    x, kernel = np.asarray(x, np.float64), np.asarray(kernel, np.float64)
+    taps = kernel.shape[:2]
+    pads = lax.padtype_to_pads(x.shape[1:3], taps, (stride, stride), padding)
+    padded = np.pad(x, ((0, 0), *pads, (0, 0)))
+    oh, ow = [(n - k) // stride + 1 for n, k in zip(padded.shape[1:3], taps, strict=True)]
+    y, dx, dkernel = (
+        np.zeros((len(x), oh, ow, kernel.shape[3])),
+        np.zeros(padded.shape),
+        np.zeros(kernel.shape),
+    )
+    for p, q in np.ndindex(*taps):
+        seen = np.s_[:, p : p + stride * (oh - 1) + 1 : stride, q : q + stride * (ow - 1) + 1 : stride]
+        y += padded[seen] @ kernel[p, q]
+        if g is not None:
+            dx[seen] += np.asarray(g, np.float64) @ kernel[p, q].T
+            dkernel[p, q] = np.einsum("bhwc,bhwo->co", padded[seen], np.asarray(g, np.float64))
+    if g is None:
+        return y
+    (top, _), (left, _) = pads
+    return dx[:, top : top + x.shape[1], left : left + x.shape[2]], dkernel
+
+
+def assert_close(actual, expected, tolerance=1e-5):
+    expected = np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape
+    error = np.abs(np.asarray(actual, np.float64) - expected).max() / np.abs(expected).max()
+    assert error < tolerance
+
+
+@pytest.mark.parametrize("algorithm", conv.ALGORITHMS)
+@pytest.mark.parametrize(("x_shape", "kernel_shape", "stride", "padding"), SHAPES)
+def test_values_and_gradients_are_those_of_the_definition(algorithm, x_shape, kernel_shape, stride, padding):
+    x, kernel = draw(0, *x_shape), draw(1, *kernel_shape)
+
+    def run(x, kernel, g):
+        conv2d = partial(conv.conv2d, stride=stride, padding=padding, algorithm=algorithm)
+        y, pullback = jax.vjp(conv2d, x, kernel)
+        return y, pullback(g)
+
+    expected = direct(x, kernel, stride, padding)
+    g = draw(2, *expected.shape)
+    y, gradients = jax.jit(run)(x, kernel, g)
+    assert_close(y, expected)
+    for actual, expected in zip(gradients, direct(x, kernel, stride, padding, g), strict=True):
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("algorithm", FORMS)
+@pytest.mark.parametrize(("x_lanes", "backend"), [(None, "cpu"), (3, "cpu"), (3, "gpu")])
+def test_vmap_over_lanes_equals_a_loop(algorithm, x_lanes, backend, monkeypatch):
+    """Lanes run in turn or, as away from the CPU, as a batch dimension of the same products."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    x = draw(0, *([x_lanes] if x_lanes else []), 2, 14, 14, 3)
+    kernels, g = draw(1, 3, 5, 5, 3, 4), draw(2, 3, 2, 5, 5, 4)
+
+    def loss(x, kernel, g):
+        return jnp.sum(conv.conv2d(x, kernel, stride=2, algorithm=algorithm) * g)
+
+    x_axis = 0 if x_lanes else None
+    value_and_grads = jax.value_and_grad(loss, argnums=(0, 1))
+    one_lane = jax.jit(value_and_grads)
+    values, (dx, dkernels) = jax.jit(jax.vmap(value_and_grads, in_axes=(x_axis, 0, 0)))(x, kernels, g)
+    for i in range(3):
+        value, (dx_i, dkernel_i) = one_lane(x[i] if x_lanes else x, kernels[i], g[i])
+        np.testing.assert_allclose(values[i], value, rtol=1e-4)
+        assert_close(dx[i], dx_i)
+        assert_close(dkernels[i], dkernel_i)
+
+
+@pytest.mark.parametrize("algorithm", FORMS)
+def test_gradient_of_a_vmapped_call_adds_up_a_shared_image(algorithm):
+    x, kernels, g = draw(0, 2, 14, 14, 3), draw(1, 3, 5, 5, 3, 4), draw(2, 3, 2, 5, 5, 4)
+
+    def apply(algorithm, x):
+        def one(kernel):
+            return conv.conv2d(x, kernel, stride=2, algorithm=algorithm)
+
+        return jnp.sum(jax.vmap(one)(kernels) * g)
+
+    actual, expected = (jax.grad(apply, argnums=1)(name, x) for name in (algorithm, "native"))
+    assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("algorithm", FORMS)
+def test_lowered_products_contain_no_convolution(algorithm):
+    def loss(x, kernels):
+        def one(x, kernel):
+            return conv.conv2d(x, kernel, stride=2, algorithm=algorithm)
+
+        return jnp.sum(jax.vmap(one)(x, kernels) ** 2)
+
+    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(draw(0, 3, 2, 9, 9, 2), draw(1, 3, 5, 5, 2, 4)).as_text()
+    assert "dot_general" in text
+    assert "convolution" not in text
+
+
+@pytest.mark.parametrize("algorithm", conv.ALGORITHMS)
+def test_bfloat16_stays_within_its_rounding(algorithm):
+    x, kernel = draw(0, 2, 16, 16, 4, dtype=jnp.bfloat16), draw(1, 9, 9, 4, 8, dtype=jnp.bfloat16)
+    y, pullback = jax.vjp(lambda *args: conv.conv2d(*args, stride=2, algorithm=algorithm), x, kernel)
+    g = draw(2, *y.shape, dtype=jnp.bfloat16)
+    expected = (direct(x, kernel, 2, "VALID"), *direct(x, kernel, 2, "VALID", g))
+    for actual, reference in zip((y, *pullback(g)), expected, strict=True):
+        assert actual.dtype == jnp.bfloat16
+        assert_close(actual, reference, tolerance=0.03)
+
+
+def lane_reference(x, kernel1, bias1, kernel2, bias2):
+    h = jax.nn.relu(conv.conv2d(x, kernel1, algorithm="native") + bias1[None, None, None])
+    return conv.conv2d(h, kernel2, stride=2, algorithm="native") + bias2[None, None, None]
+
+
+@pytest.mark.parametrize(("size", "channels", "batch"), [(28, 1, 8), (32, 3, 9), (23, 2, 8), (28, 1, 2)])
+def test_lane_convs_is_two_convolutions(size, channels, batch):
+    lanes, width = 2, 8
+    x = draw(0, batch, size, size, channels)
+    params = (
+        draw(1, lanes, 9, 9, channels, width) / 9,
+        draw(2, lanes, width),
+        draw(3, lanes, 9, 9, width, width) / 27,
+        draw(4, lanes, width),
+    )
+
+    def loss(function, x, params):
+        y = jax.vmap(function, in_axes=(None, 0, 0, 0, 0))(x, *params)
+        return jnp.mean(jnp.sin(y)), y
+
+    grad = jax.jit(jax.grad(loss, argnums=(1, 2), has_aux=True), static_argnums=0)
+    (dx, dparams), y = grad(conv.lane_convs, x, params)
+    (dx_expected, dparams_expected), y_expected = grad(lane_reference, x, params)
+    assert_close(y, y_expected)
+    assert_close(dx, dx_expected)
+    for actual, expected in zip(dparams, dparams_expected, strict=True):
+        assert_close(actual, expected, tolerance=2e-5)
+
+
+def test_an_algorithm_that_cannot_do_the_shape_names_those_that_can():
+    with pytest.raises(InputError, match=r"'fourier' cannot .*use native, im2col"):
+        conv.conv2d(jnp.zeros((1, 64, 64, 1)), jnp.zeros((3, 3, 1, 1)), algorithm="fourier")
+
+
+@pytest.mark.parametrize(
+    ("size", "kwargs", "message"),
+    [
+        (3, {"algorithm": "winograd"}, "use native, im2col, fourier"),
+        (3, {"padding": "FULL"}, "VALID or SAME"),
+        (5, {}, "larger than the image"),
+    ],
+)
+def test_unusable_input_is_refused(size, kwargs, message):
+    with pytest.raises(InputError, match=message):
+        conv.conv2d(jnp.zeros((1, 4, 4, 1)), jnp.zeros((size, size, 1, 1)), **kwargs)
+
+
+def test_auto_runs_the_chosen_algorithm():
+    x, kernel = draw(0, 2, 20, 20, 8), draw(1, 9, 9, 8, 4)
+    name = conv.choose(jax.default_backend(), x.shape, kernel.shape, 2, "VALID")
+    forced = conv.conv2d(x, kernel, stride=2, algorithm=name)
+    np.testing.assert_array_equal(conv.conv2d(x, kernel, stride=2), forced)
+
+
+@pytest.mark.parametrize(
+    ("backend", "x_shape", "kernel_shape", "stride", "expected"),
+    [
+        ("cpu", (100, 28, 28, 1), (9, 9, 1, 64), 1, "im2col"),
+        ("cpu", (100, 20, 20, 64), (9, 9, 64, 64), 2, "fourier"),
+        ("cpu", (1, 20, 20, 64), (9, 9, 64, 64), 2, "native"),
+        ("cpu", (100, 20, 20, 64), (3, 3, 64, 64), 1, "native"),
+        ("cpu", (100, 128, 128, 64), (9, 9, 64, 64), 2, "native"),
+        ("gpu", (100, 20, 20, 64), (9, 9, 64, 64), 2, "im2col"),
+        ("gpu", (100, 224, 224, 64), (9, 9, 64, 64), 1, "native"),
+    ],
+)
+def test_choose_follows_what_was_measured(backend, x_shape, kernel_shape, stride, expected):
+    assert conv.choose(backend, x_shape, kernel_shape, stride, "VALID") == expected
+
+
+@pytest.mark.parametrize("algorithm", FORMS)
+def test_bfloat16_products_add_up_in_float32(algorithm):
+    def loss(x, kernel):
+        return jnp.sum(conv.conv2d(x, kernel, stride=2, algorithm=algorithm).astype(jnp.float32))
+
+    x, kernel = draw(0, 2, 9, 9, 2, dtype=jnp.bfloat16), draw(1, 5, 5, 2, 4, dtype=jnp.bfloat16)
+    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, kernel).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert products
+    assert all(line.rstrip().endswith("xf32>") for line in products)
+
+
+def test_compiler_options_compile_and_are_empty_where_unknown():
+    options = conv.compiler_options(jax.default_backend())
+    assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
+    assert conv.compiler_options("no such backend") == {}

@@ -1,0 +1,136 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import capsules, model
+from mlcn_jax.nn.model import CapsuleNetwork, ModelSpec, count_parameters
+
+SMALL = ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2,mlcn2:w1", decoder=(6, 5))
+
+
+@pytest.mark.parametrize(
+    ("spec", "total"),
+    [
+        (ModelSpec("capsnet", (28, 28, 1), 10), 8_227_088),
+        (ModelSpec("capsnet", (32, 32, 3), 10), 11_769_600),
+        (ModelSpec("mlcn", (32, 32, 3), 10, "mlcn1:w4*4"), 5_250_816),
+        (ModelSpec("capsnet", (28, 28, 1), 10, prior_bias=False), 8_215_568),
+        (ModelSpec("capsnet", (32, 32, 3), 10, prior_bias=False), 11_749_120),
+        (ModelSpec("mlcn", (32, 32, 3), 10, "mlcn1:w4*4", prior_bias=False), 5_248_768),
+        (ModelSpec("mlcn", (28, 28, 1), 10, "mlcn1:w4*4", prior_bias=False), 2_790_416),
+    ],
+)
+def test_parameter_counts_are_the_published_ones(spec, total):
+    counts = count_parameters(spec)
+    assert counts["total"] == total
+    if spec.name == "mlcn":
+        assert sum(counts["per_lane"]) + counts["decoder"] == total
+
+
+@pytest.mark.parametrize("lane_routing", ["published", "per_class"])
+def test_class_capsules_have_one_column_per_lane(lane_routing, rng):
+    spec = ModelSpec("mlcn", (18, 18, 1), 3, SMALL.lanes, lane_routing=lane_routing, decoder=(6,))
+    images = jnp.array(rng.uniform(size=(4, 18, 18, 1)), jnp.float32)
+    params = model.init_params(spec, jax.random.key(0))
+    v = CapsuleNetwork(spec).apply({"params": params}, images, method="encode")
+    assert v.shape == (4, 3, 3)
+    assert len(np.unique(np.asarray(v).round(7))) == v.size  # neither classes nor lanes repeat each other
+
+
+def test_prediction_reconstructs_from_the_longest_capsule(rng):
+    images = jnp.array(rng.uniform(size=(5, *SMALL.image_shape)), jnp.float32)
+    variables = {"params": model.init_params(SMALL, jax.random.key(1))}
+    network = CapsuleNetwork(SMALL)
+    v, predicted = network.apply(variables, images)
+    longest = jnp.argmax(capsules.lengths(v), axis=-1)
+    _, same = network.apply(variables, images, longest)
+    _, other = network.apply(variables, images, (longest + 1) % 3)
+    np.testing.assert_array_equal(predicted, same)
+    assert not np.allclose(predicted, other)
+
+
+def test_reconstruction_of_a_class_ignores_the_other_capsules(rng):
+    variables = {"params": model.init_params(SMALL, jax.random.key(1))}
+    v = jnp.array(rng.normal(size=(2, 3, 3)), jnp.float32)
+    classes = jnp.array([1, 2])
+
+    def total(v):
+        return jnp.sum(CapsuleNetwork(SMALL).apply(variables, v, classes, method="reconstruct"))
+
+    gradient = jax.grad(total)(v)
+    assert np.any(gradient[0, 1])
+    assert np.any(gradient[1, 2])
+    assert not np.any(gradient[0, jnp.array([0, 2])])
+    assert not np.any(gradient[1, :2])
+
+
+def test_dropped_lanes_keep_the_mean():
+    v = jnp.ones((2, 3, 5))
+    keys = jax.random.split(jax.random.key(0), 4000)
+    dropped = jax.vmap(lambda key: model.drop_lanes(key, v, 0.25))(keys)
+    assert set(np.unique(np.asarray(dropped).round(5))) == {0.0, np.float32(1 / 0.75).round(5)}
+    np.testing.assert_allclose(jnp.mean(dropped, axis=0), v, atol=0.05)
+    columns = np.asarray(dropped).reshape(4000, 6, 5)
+    assert np.all(columns == columns[:, :1])  # a lane is dropped for all images and classes or for none
+
+
+@pytest.mark.parametrize("name", ["mlcn", "capsnet"])
+def test_bfloat16_is_close_to_float32(name, rng):
+    lanes = SMALL.lanes if name == "mlcn" else ""
+    images = jnp.array(rng.uniform(size=(3, *SMALL.image_shape)), jnp.float32)
+    outputs = {}
+    for dtype in model.COMPUTE_DTYPES:
+        spec = ModelSpec(name, (18, 18, 1), 3, lanes, decoder=(6, 5), compute_dtype=dtype)
+        params = model.init_params(spec, jax.random.key(0))
+        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+        outputs[dtype] = model.apply_model(spec, params, images)
+    v32, v16 = (np.asarray(outputs[d][0], np.float32) for d in ("float32", "bfloat16"))
+    assert outputs["bfloat16"][0].dtype == jnp.bfloat16
+    np.testing.assert_allclose(v16, v32, atol=0.03 * np.abs(v32).max())
+    assert not np.array_equal(v16, v32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "resnet"}, "model.name is 'resnet'"),
+        ({"lane_routing": "none"}, "model.lane_routing is 'none'; it must be one of published, per_class"),
+        ({"compute_dtype": "float16"}, "float32, bfloat16"),
+        ({"conv": "magic"}, "model.conv is 'magic'"),
+        ({"image_shape": (28, 16, 1)}, "28x16 pixels are too small for two 9x9 convolutions"),
+        ({"num_routing_iters": 0}, "num_routing_iters is 0"),
+        ({"lane_dropout": 1.0}, r"lane_dropout is 1.0; it must be in \[0, 1\)"),
+        ({"decoder": ()}, "model.decoder"),
+        ({"margin_loss": "lane"}, "model.margin_loss is 'lane'; it must be one of joint, per_lane"),
+        ({"margin_loss": "per_lane", "lane_dropout": 0.1}, "lane_dropout is 0.1 with model.margin_loss=per_lane"),
+        ({"name": "capsnet", "lanes": "", "margin_loss": "per_lane"}, "CapsNet has no lanes"),
+        ({"num_classes": 1}, "at least 2 classes"),
+        ({"name": "capsnet"}, "CapsNet has no lanes"),
+        ({"lanes": "mlcn1:w"}, "expected a width"),
+    ],
+)
+def test_bad_specs_are_refused(changes, message):
+    good = {"name": "mlcn", "image_shape": (18, 18, 1), "num_classes": 3, "lanes": "mlcn1:w1"}
+    with pytest.raises(InputError, match=message):
+        ModelSpec(**{**good, **changes})
+
+
+@pytest.mark.parametrize("name", ["mlcn", "capsnet"])
+def test_signed_pixels_are_read_as_twice_the_pixels_less_one(rng, name):
+    spec = ModelSpec(name, (18, 18, 2), 3, "mlcn1:w1*2,mlcn2:w1d2" if name == "mlcn" else "", signed_pixels=True)
+    params = model.init_params(spec, jax.random.key(0))
+    images = jnp.array(rng.uniform(size=(4, 18, 18, 2)), jnp.float32)
+    as_published = dataclasses.replace(spec, signed_pixels=False)
+    encoded = model.encode(spec, params["encoder"], images)
+    np.testing.assert_allclose(encoded, model.encode(as_published, params["encoder"], 2 * images - 1), rtol=1e-5)
+    assert not np.allclose(encoded, model.encode(as_published, params["encoder"], images), rtol=0.1)
+
+
+def test_the_smallest_image_works():
+    spec = ModelSpec("mlcn", (17, 17, 1), 2, "mlcn1:w1", decoder=(4,))
+    v, _ = CapsuleNetwork(spec).apply({"params": model.init_params(spec, jax.random.key(0))}, jnp.ones((1, 17, 17, 1)))
+    assert v.shape == (1, 2, 1)

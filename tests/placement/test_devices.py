@@ -1,0 +1,116 @@
+"""Device profiles: fitted, stored, and refused where they do not hold."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from made_profile import lane, make_profile, planted_seconds
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import lanes
+from mlcn_jax.placement import fit
+from mlcn_jax.placement.profile import DeviceProfile
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return make_profile()
+
+
+def test_planted_seconds_are_found_between_the_fitted_lanes(profile):
+    assert profile.crowding == 0.07
+    for costs in ([lane("mlcn1", 2, 1)], [lane("mlcn1", 4, 4)], [lane("mlcn1", 3, 3), lane("mlcn1", 1, 1)]):
+        for batch_size in (50, 100, 200):
+            expected = planted_seconds(costs, batch_size, crowding=0.07)
+            assert profile.stack_seconds(costs, batch_size) == pytest.approx(expected, rel=0.02)
+
+
+def test_fits_are_never_negative_and_memory_never_under():
+    features = [{"a": 1.0, "b": 3.0}, {"a": 2.0, "b": 1.0}, {"a": 5.0, "b": 4.0}]
+    num_bytes = [10.0, 6.0, 18.0]
+    per_feature = fit.fit_bytes(features, num_bytes)
+    assert min(per_feature.values()) >= 0
+    for sizes, needed in zip(features, num_bytes, strict=True):
+        assert sum(per_feature[name] * size for name, size in sizes.items()) >= needed
+
+
+def test_slowness_and_head(profile):
+    assert profile.slowness(dataclasses.replace(profile, tiny_seconds=0.001)) == 2.0
+    assert profile.head_seconds(num_lanes=7, batch_size=4) == 1.5
+
+
+def test_small_batches_need_as_much_memory_as_the_smallest_measured(profile):
+    assert profile.lane_bytes(lane(), 8) == profile.lane_bytes(lane(), 50) >= 2000
+
+
+def test_a_profile_is_stored_whole(profile, tmp_path):
+    profile.save(tmp_path / "profile.json")
+    assert DeviceProfile.load(tmp_path / "profile.json") == profile
+
+
+def test_a_profile_of_this_device_is_taken(profile):
+    profile.check_is_of(jax.devices()[0])
+
+
+@pytest.mark.parametrize(("field", "value"), [("device", "Abacus"), ("platform", "gpu"), ("cpu_count", 4096)])
+def test_a_profile_of_another_device_is_refused(profile, field, value):
+    with pytest.raises(InputError, match=rf"{field}: {value!r} in the profile.*\n.*profile_device \(--cores=N"):
+        dataclasses.replace(profile, **{field: value}).check_is_of(jax.devices()[0])
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"shape": (32, 32, 3)}, r"image_shape: \(28, 28, 1\) in the profile, \(32, 32, 3\) for mlcn1:w2d2"),
+        ({"settings": lanes.LaneSettings(100)}, "num_classes: 10 in the profile, 100"),
+        ({"settings": lanes.LaneSettings(10, dtype=np.float16)}, "compute_dtype: 'float32' in the profile, 'float16'"),
+    ],
+)
+def test_lanes_that_were_not_measured_are_refused(profile, other, message):
+    for predict in (profile.lane_seconds, profile.lane_bytes):
+        with pytest.raises(InputError, match=message):
+            predict(lane(**other), 100)
+
+
+def test_an_unknown_layer_is_named(profile):
+    known = {name: curve for name, curve in profile.layer_seconds.items() if name != "conv 3x3"}
+    with pytest.raises(InputError, match="conv 3x3: not in the profile, but in mlcn1:w2d2"):
+        dataclasses.replace(profile, layer_seconds=known).lane_seconds(lane(), 100)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"version": 0}, "format 0, and format 1 is expected"),
+        ({"forward_share": "a third"}, "damaged, forward_share: 'a third'"),
+        ({"tiny_seconds": -1.0}, "damaged, tiny_seconds: -1.0"),
+        ({"layer_seconds": {"dot": [[1.0]]}}, "damaged, layer_seconds"),
+        ({"layer_seconds": {"dot": []}}, "damaged, layer_seconds"),
+        ({"link": {"latency_seconds": None}}, "damaged, link"),
+        ({"batch_sizes": 50}, "damaged, batch_sizes: 50"),
+        ({"colour": "blue"}, "damaged, colour is no field"),
+    ],
+)
+def test_a_damaged_or_older_profile_is_refused(profile, tmp_path, damage, message):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile.to_dict() | damage))
+    with pytest.raises(InputError, match=message) as refused:
+        DeviceProfile.load(path)
+    assert str(path) in str(refused.value)
+    assert "python -m mlcn_jax.commands.profile_device" in str(refused.value)
+
+
+def test_files_that_are_no_profiles_are_refused(profile, tmp_path):
+    path = tmp_path / "profile.json"
+    with pytest.raises(InputError, match="cannot be read"):
+        DeviceProfile.load(path)
+    for text in ("", "[]", json.dumps(profile.to_dict())[:-20]):
+        path.write_text(text)
+        with pytest.raises(InputError, match=r"no device profile|is damaged"):
+            DeviceProfile.load(path)
+    missing = profile.to_dict()
+    del missing["link"]
+    with pytest.raises(InputError, match="link is missing"):
+        DeviceProfile.from_dict(missing)

@@ -1,0 +1,108 @@
+"""The search command: what it writes, its resumption, and the config that main.py trains."""
+
+import json
+import runpy
+
+import pytest
+from scripts import load_script
+
+from configs import nas_cifar, nas_quickstart
+from mlcn_jax.analysis import describe
+from mlcn_jax.config import RunConfig
+from mlcn_jax.errors import InputError
+from mlcn_jax.search import report, setup
+from mlcn_jax.search.run import run, work
+
+nas_compare = load_script("experiments.nas_compare")
+
+
+def make_config(**search):
+    config = nas_quickstart.get_config()
+    config.model.decoder, config.model.conv = (16,), "native"
+    config.search.update({"num_models": 3, "num_epochs": 1, "num_images": 200, "max_width": 2, "max_depth": 1})
+    config.search.update({"baseline": "mlcn2:w1*4", "devices": "flops=0.5x*2", "heartbeat_seconds": 1, **search})
+    return setup.read_config(config.to_dict())
+
+
+def test_a_search_from_beginning_to_end(tmp_path):
+    config, settings = make_config()
+    summary = run(config, settings, tmp_path)
+    trials = json.loads((tmp_path / "trials.json").read_text())
+    assert [row["model"] for row in trials] == ["baseline", 0, 1, 2]
+    best = max(trials[1:], key=lambda row: row["accuracy"])
+    assert summary["best"]["model"] == best["model"]
+    assert summary["best"]["validation_accuracy"] == best["accuracy"]
+    assert summary["models"] == {"complete": 3}
+    for name in ("search.png", "trials.md", "summary.json"):
+        assert (tmp_path / name).stat().st_size > 0
+
+    found = RunConfig.from_dict(runpy.run_path(str(tmp_path / "best_config.py"))["get_config"]().to_dict())
+    assert found == config.replace({"model.lanes": best["lanes"]})
+    described = describe.describe(found)
+    assert sum(described["lane_costs"][lane]["step_flops"] for lane in described["lanes"]) == best["step_flops"]
+    assert sum(device["flops"] for device in best["devices"]) == pytest.approx(best["step_flops"])
+
+    again = run(config, settings, tmp_path)
+    assert again["session"]["evaluate_seconds"] == 0.0
+    assert again["best"] == summary["best"]
+    work(config, settings, tmp_path)  # a worker finds nothing to do
+    with pytest.raises(InputError, match=r"search.max_width: 2 there, 1 now"):
+        run(*make_config(max_width=1), tmp_path)
+
+
+def test_when_every_model_fails_the_first_reason_is_given(tmp_path):
+    config, settings = make_config(num_models=1)
+    with pytest.raises(InputError, match="no model was trained to the end; the first failed with Diverged"):
+        run(config.replace({"train.learning_rate": 1e30}), settings, tmp_path)
+
+
+def test_a_worker_without_a_search_says_what_to_do(tmp_path):
+    with pytest.raises(InputError, match="start it without --worker first"):
+        work(*make_config(), tmp_path)
+
+
+def test_configs_that_cannot_be_used():
+    values = nas_quickstart.get_config().to_dict()
+    with pytest.raises(InputError, match="has no search fields"):
+        setup.read_config({name: value for name, value in values.items() if name != "search"})
+    with pytest.raises(InputError, match=r"search.num_models is 2.5"):
+        setup.read_config({**values, "search": {**values["search"], "num_models": 2.5}})
+    with pytest.raises(InputError, match=r"search.surprise is no field"):
+        setup.read_config({**values, "search": {**values["search"], "surprise": 1}})
+
+
+def test_the_thesis_setting_is_four_baselines_over_eight_devices():
+    config, settings = setup.read_config(nas_cifar.get_config().to_dict())
+    assert (settings.num_models, settings.num_epochs, settings.num_repeats, config.train.batch_size) == (64, 10, 4, 100)
+    assert settings.devices == "memory=12GiB flops=0.5x*8"
+
+
+def test_best_so_far_counts_the_seconds_of_those_that_were_stopped():
+    rows = [
+        {"model": 0, "ended": 1.0, "state": "complete", "accuracy": 0.5, "train_seconds": 4.0},
+        {"model": 1, "ended": 2.0, "state": "stopped early", "accuracy": 0.9, "train_seconds": 1.0},
+        {"model": "baseline", "ended": 0.5, "state": "complete", "accuracy": 0.8, "train_seconds": 4.0},
+        {"model": 2, "ended": 3.0, "state": "complete", "accuracy": 0.6, "train_seconds": 4.0},
+    ]
+    assert report.best_so_far(rows) == ([4.0, 5.0, 9.0], [0.5, 0.5, 0.6])
+    assert report.pareto([(3.0, 0.6), (1.0, 0.5), (2.0, 0.4), (4.0, 0.6)]) == [(1.0, 0.5), (3.0, 0.6)]
+
+
+def test_methods_are_compared_at_equal_seconds():
+    def run(method, spent, best):
+        return {
+            "method": method,
+            "seed": 0,
+            "spent": spent,
+            "best_so_far": best,
+            "accuracies": best,
+            "session": {"wall_seconds": 1.1, "evaluate_seconds": 1.0},
+            "models": {"complete": 2, "waiting": 3},
+            "best": {"test_accuracies": [0.4]},
+        }
+
+    rows = nas_compare.table([run("random", [5.0, 10.0], [0.4, 0.6]), run("evolution", [2.0, 4.0], [0.3, 0.7])])
+    assert [row["as_good_as_random_after"] for row in rows] == [[1.0], [0.4]]
+    assert [row["mean_as_good_as_random_after"] for row in rows] == [1.0, 0.4]
+    assert rows[0]["overhead"] == pytest.approx(0.1)
+    assert rows[1]["begun"] == 2

@@ -1,0 +1,391 @@
+"""Every model of a study ends once, whatever becomes of its workers; methods find a better region that was planted."""
+
+import dataclasses
+import math
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from optuna.trial import TrialState
+
+from mlcn_jax.errors import Diverged, InputError
+from mlcn_jax.nn.lanes import LaneSpec, parse_lanes
+from mlcn_jax.search import budget, space, storage, study
+from mlcn_jax.search import models as models_lib
+from mlcn_jax.search import settings as settings_lib
+from mlcn_jax.search.trials import Score
+
+MENU = [LaneSpec(kind, w, d) for kind in ("mlcn1", "mlcn2") for w in range(1, 5) for d in range(1, 5)]
+LOADS = tuple(float(lane.width**2 * lane.depth) for lane in MENU)
+SETTINGS = settings_lib.SearchSettings(
+    devices="",
+    kinds="mlcn1,mlcn2",
+    max_width=4,
+    max_depth=4,
+    baseline="mlcn1:w1",
+    tolerance=0.05,
+    method="random",
+    num_models=6,
+    num_epochs=1,
+    num_repeats=1,
+    num_images=0,
+    min_epochs=1,
+    reduction_factor=2,
+    max_training_seconds=0.0,
+    seed=0,
+    name="nas",
+    storage="",
+    heartbeat_seconds=1,
+)
+
+
+def make_space():
+    bucket = budget.Bucket("device", "flops", 40.0, math.inf, LOADS, (1.0,) * len(MENU))
+    return space.Space(MENU, [bucket] * 4)
+
+
+def make_study(folder, create=True, facts=None, **changes):
+    settings = dataclasses.replace(SETTINGS, **changes)
+    return study.Study(
+        settings, facts or settings_lib.facts_of(settings), f"sqlite:///{folder}/search.db", create=create
+    )
+
+
+def make_score(accuracy, seconds=1.0):
+    return Score(1, accuracy, (accuracy,), seconds, 0.0, 0.0, 1)
+
+
+def planted(lanes):
+    """Accuracy in a landscape: the nearer lanes are to mlcn2 of width 2 and depth 3, the better; no training."""
+    groups = parse_lanes(lanes)
+    near = sum(
+        group.count
+        * (1.0 if group.spec.kind == "mlcn2" else 0.4)
+        * math.exp(-((group.spec.width - 2) ** 2 + (group.spec.depth - 3) ** 2) / 2)
+        for group in groups
+    )
+    yield make_score(near / sum(group.count for group in groups))
+
+
+def run(found, evaluate=planted, **more):
+    found.work(make_space(), evaluate, to_the_end=True, **more)
+    return found.models()
+
+
+def test_all_models_and_the_baseline_are_trained_once_and_a_second_run_trains_none(tmp_path):
+    trained = []
+
+    def evaluate(lanes):
+        trained.append(lanes)
+        yield from planted(lanes)
+
+    models = run(make_study(tmp_path), evaluate)
+    assert [model.index for model in models] == [-1, *range(6)]
+    assert {model.state for model in models} == {"complete"}
+    assert trained == [model.lanes for model in models]
+    assert models[0].lanes == "mlcn1:w1"
+    assert run(make_study(tmp_path), evaluate) == models
+    assert len(trained) == 7
+    more = run(make_study(tmp_path, num_models=8), evaluate)
+    assert more[:7] == models
+    assert len(more) == len(trained) == 9
+    assert models_lib.best(models) == max(models[1:], key=lambda model: model.accuracies[-1])
+
+
+def test_random_mixes_depend_on_the_seed_alone(tmp_path):
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    mixes = [
+        [model.mix for model in run(make_study(folder, seed=seed))]
+        for folder, seed in zip(folders, (0, 0, 1), strict=True)
+    ]
+    assert mixes[0] == mixes[1] != mixes[2]
+    rng = random.Random("0 3")
+    assert mixes[0][4] == make_space().draw(rng)
+
+
+def test_what_fails_is_noted_with_its_reason_and_the_search_goes_on(tmp_path):
+    errors = iter([Diverged("the loss is nan"), RuntimeError("RESOURCE_EXHAUSTED: out of memory"), MemoryError()])
+
+    def evaluate(lanes):
+        error = None if lanes == "mlcn1:w1" else next(errors, None)
+        if error:
+            raise error
+        yield from planted(lanes)
+
+    models = run(make_study(tmp_path), evaluate)
+    assert [model.state for model in models] == ["complete"] + ["failed"] * 3 + ["complete"] * 3
+    assert [model.reason for model in models[1:4]] == [
+        "Diverged: the loss is nan",
+        "RuntimeError: RESOURCE_EXHAUSTED: out of memory",
+        "MemoryError: no details",
+    ]
+
+
+def test_an_interrupted_model_is_trained_again(tmp_path):
+    calls = []
+
+    def evaluate(lanes):
+        calls.append(lanes)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        yield from planted(lanes)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(make_study(tmp_path), evaluate)
+    models = run(make_study(tmp_path), evaluate)
+    assert {model.state for model in models} == {"complete"}
+    assert len(models) == 7
+    assert calls[2] in calls[3:]  # the one that was interrupted, and no other
+    assert len(calls) == 8
+
+
+def work_slowly(folder, main):
+    """A worker in a process of its own, which notes what it begins and ends."""
+
+    def evaluate(lanes):
+        log(folder, f"begin {lanes}")
+        time.sleep(0.3)
+        yield from planted(lanes)
+        log(folder, f"end {lanes}")
+
+    found = make_study(folder, create=main, num_models=10)
+    found.work(make_space(), evaluate, to_the_end=main)
+
+
+def log(folder, line):
+    with (Path(folder) / "log").open("a") as file:
+        file.write(line + "\n")
+
+
+def test_after_kill_9_nothing_finished_is_lost_or_run_again(tmp_path):
+    make_study(tmp_path, num_models=10).enqueue()
+    context = multiprocessing.get_context("spawn")  # jax has threads, which a fork would lose
+    workers = [context.Process(target=work_slowly, args=(tmp_path, main)) for main in (True, False)]
+    for worker in workers:
+        worker.start()
+    while not (tmp_path / "log").exists() or (tmp_path / "log").read_text().count("begin") < 6:
+        time.sleep(0.02)
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.join()
+    killed = (tmp_path / "log").read_text().splitlines()
+    work_slowly(tmp_path, True)
+    models = make_study(tmp_path, create=False, num_models=10).models()
+    assert [model.index for model in models] == list(range(-1, 10))
+    assert {model.state for model in models} == {"complete"}
+    finished = {line.removeprefix("end ") for line in killed if line.startswith("end")}
+    again = (tmp_path / "log").read_text().splitlines()[len(killed) :]
+    begun_again = [line.removeprefix("begin ") for line in again if line.startswith("begin")]
+    twice = finished & set(begun_again)
+    assert len(twice) <= 1  # one may have ended just before it could be stored
+    assert len(begun_again) == len(set(begun_again))
+
+
+def die_at_work(folder):
+    """A worker that any model but the baseline kills."""
+
+    def evaluate(lanes):
+        if lanes != SETTINGS.baseline:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield from planted(lanes)
+
+    make_study(folder, num_models=1).work(make_space(), evaluate, to_the_end=True)
+
+
+def test_a_model_whose_workers_die_again_and_again_fails_with_that_reason(tmp_path):
+    context = multiprocessing.get_context("spawn")  # jax has threads, which a fork would lose
+    for _ in range(5):
+        worker = context.Process(target=die_at_work, args=(tmp_path,))
+        worker.start()
+        worker.join()
+        assert worker.exitcode == -signal.SIGKILL
+    models = run(make_study(tmp_path, num_models=1))
+    assert [model.state for model in models] == ["complete", "failed"]
+    assert "5 workers ended" in models[1].reason
+
+
+def test_halving_stops_the_worse_half_early(tmp_path):
+    def evaluate(lanes):
+        (score,) = planted(lanes)
+        for epoch in range(1, 5):
+            yield dataclasses.replace(score, epoch=epoch, train_seconds=float(epoch))
+
+    models = run(make_study(tmp_path, method="halving", num_models=24, num_epochs=4), evaluate)[1:]
+    complete = [model for model in models if model.state == "complete"]
+    stopped = [model for model in models if model.state == "stopped early"]
+    assert len(complete) + len(stopped) == 24
+    assert 0 < len(complete) < 12
+    assert all(len(model.accuracies) == 4 for model in complete)
+    assert max(m.accuracies[-1] for m in complete) == max(m.accuracies[-1] for m in models)
+    assert sum(model.train_seconds for model in models) < 0.7 * 4 * 24
+
+
+@pytest.mark.parametrize("method", ["evolution", "tpe", "nsgaii"])
+def test_a_planted_better_region_is_found(tmp_path, method):
+    def reached(method, seed):
+        folder = tmp_path / f"{method} {seed}"
+        folder.mkdir()
+        best = models_lib.best(run(make_study(folder, method=method, num_models=40, seed=seed)))
+        return best.accuracies[-1]
+
+    seeds = range(2)
+    theirs = [reached("random", seed) for seed in seeds]
+    mine = [reached(method, seed) for seed in seeds]
+    assert sum(mine) > sum(theirs) + 0.1, (mine, theirs)
+
+
+def test_genetic_children_have_what_their_parents_have(tmp_path):
+    found = make_study(tmp_path, method="nsgaii", num_models=24)
+    run(found)
+    widths = [trial.params["width"] for trial in found._trials()]
+    assert len(set(widths[:8])) == 8
+    assert set(widths[8:]) & set(widths[:8])  # crossed over, not drawn
+
+
+def test_a_worker_that_was_taken_for_dead_goes_on_with_the_next_model(tmp_path):
+    other = make_study(tmp_path)
+    calls = []
+
+    def evaluate(lanes):
+        calls.append(lanes)
+        if len(calls) == 3:  # the second model
+            (running,) = [t for t in other._study.get_trials() if t.state == TrialState.RUNNING]
+            other._study.tell(running.number, state=TrialState.FAIL)
+        yield from planted(lanes)
+
+    models = run(make_study(tmp_path), evaluate)
+    assert {model.state for model in models} == {"complete"}
+    assert len(models) == 7
+    assert calls[2] in calls[3:]
+    assert len(calls) == 8
+
+
+def test_a_small_evolution_evolves(tmp_path):
+    models = run(make_study(tmp_path, method="evolution", num_models=4))
+    assert [model.origin for model in models[1:3]] == ["draw", "draw"]
+    assert all(model.origin in space.MOVES for model in models[3:])
+
+
+def test_training_seconds_end_a_search_that_then_goes_on(tmp_path):
+    models = run(make_study(tmp_path, max_training_seconds=3.0))
+    assert [model.state for model in models] == ["complete"] * 4 + ["waiting"] * 3  # with the baseline
+    assert {model.state for model in run(make_study(tmp_path))} == {"complete"}
+
+
+def test_a_worker_needs_a_search(tmp_path):
+    with pytest.raises(InputError, match="holds no search named 'nas'"):
+        make_study(tmp_path, create=False)
+
+
+def test_other_settings_are_refused_by_name(tmp_path):
+    make_study(tmp_path)
+    with pytest.raises(InputError, match=r"search.max_width: 4 there, 3 now(.|\n)*another search.name"):
+        make_study(tmp_path, max_width=3)
+
+
+def test_a_locked_storage(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "_LOCK_SECONDS", 0.2)
+    found = make_study(tmp_path)
+    holder = sqlite3.connect(tmp_path / "search.db", isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(InputError, match="another program holds it"), storage.storage_errors("sqlite:///search.db"):
+        run(found)
+    holder.close()
+    assert {model.state for model in run(make_study(tmp_path))} == {"complete"}
+
+
+def test_a_storage_that_fails_while_a_model_is_trained(tmp_path):
+    holder = sqlite3.connect(tmp_path / "search.db", isolation_level=None)
+
+    def evaluate(lanes):
+        if lanes != SETTINGS.baseline:
+            holder.execute("DROP TABLE trial_intermediate_values")
+        yield from planted(lanes)
+
+    found = make_study(tmp_path)
+    refused = pytest.raises(InputError, match=r"cannot be used .*Models that have finished are kept")
+    with refused, storage.storage_errors("sqlite:///search.db"):
+        run(found, evaluate)
+
+
+def test_storages_that_cannot_be_used(tmp_path):
+    (tmp_path / "search.db").write_text("no database, but text that is long enough to look like one\n" * 100)
+    with pytest.raises(InputError, match="it is no storage of a search"):
+        make_study(tmp_path)
+    for url, message in (
+        ("nonsense", "is no address of a database"),
+        ("sqlite:////nowhere/search.db", "cannot be used .*unable to open"),
+        ("postgresql://u:secret@127.0.0.1:1/x", "cannot be used|driver that is not installed"),
+        ("oddsql://x/y", "is no address|driver"),
+    ):
+        with pytest.raises(InputError, match=message) as error:
+            study.Study(SETTINGS, {}, url, create=True)
+        assert "secret" not in str(error.value)
+
+
+def test_a_storage_of_another_version(tmp_path):
+    make_study(tmp_path)
+    connection = sqlite3.connect(tmp_path / "search.db")
+    connection.execute("UPDATE alembic_version SET version_num = 'v99.0.0'")
+    connection.commit()
+    connection.close()
+    with pytest.raises(InputError, match="another version of Optuna"):
+        make_study(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "guess"}, "search.method is 'guess'; it must be one of random"),
+        ({"num_models": 0}, "search.num_models is 0; it must be 1 or more"),
+        ({"tolerance": 0.0}, "search.tolerance"),
+        ({"kinds": "mlcn1,mlcn9"}, "search.kinds"),
+        ({"baseline": "mlcn1"}, "model.lanes: expected"),
+    ],
+)
+def test_settings_that_cannot_be_used(changes, message):
+    with pytest.raises(InputError, match=message):
+        dataclasses.replace(SETTINGS, **changes)
+
+
+@pytest.mark.skipif(not shutil.which("initdb"), reason="needs PostgreSQL's programs")
+def test_postgresql_as_storage():
+    pytest.importorskip("psycopg")
+    user = "postgres" if os.getuid() == 0 else None  # the server refuses to run as root
+    with tempfile.TemporaryDirectory() as folder:
+        if user:
+            try:
+                shutil.chown(folder, user)
+            except LookupError:
+                pytest.skip("PostgreSQL does not run as root, and there is no user for it")
+        data = f"{folder}/data"
+        start = ["initdb", "-D", data, "-U", "me", "--auth=trust"]
+        subprocess.run(start, check=True, capture_output=True, user=user, cwd=folder)
+        arguments = ["postgres", "-D", data, "-k", folder, "-c", "listen_addresses="]
+        server = subprocess.Popen(arguments, stderr=subprocess.DEVNULL, user=user, cwd=folder)
+        try:
+            url = f"postgresql://me@/postgres?host={folder}"
+            deadline = time.monotonic() + 30
+            while True:
+                try:
+                    found = study.Study(SETTINGS, settings_lib.facts_of(SETTINGS), url, create=True)
+                    break
+                except InputError:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.3)
+            assert len(run(found)) == 7
+            again = study.Study(SETTINGS, settings_lib.facts_of(SETTINGS), url, create=False)
+            assert {model.state for model in again.models()} == {"complete"}
+        finally:
+            server.send_signal(signal.SIGINT)  # does not wait for those who are connected
+            server.wait()

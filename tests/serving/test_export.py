@@ -1,0 +1,267 @@
+"""Exported models: equal to the model, used without training code, and refused where they were altered."""
+
+import dataclasses
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from conftest import REPOSITORY, TINY
+from PIL import Image
+from test_images import huge_png
+
+from mlcn_jax.config import RunConfig
+from mlcn_jax.data.batches import to_pixels
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import capsules
+from mlcn_jax.nn.model import encode
+from mlcn_jax.serving import artifact, export, flatbuffers_reader, predict
+from mlcn_jax.training import checkpoint
+from mlcn_jax.training.loop import train
+
+TRAINING_CODE = ("absl", "flax", "optax", "orbax", "ml_collections", "jaxtyping", "matplotlib", "tqdm", "sklearn")
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    values = {}
+    train(RunConfig.from_dict(values).replace(TINY), folder)
+    export.export(folder)
+    return folder
+
+
+@pytest.fixture
+def copied(workdir, tmp_path):
+    return shutil.copytree(workdir / "export", tmp_path / "export")
+
+
+@pytest.fixture(scope="module")
+def loaded(workdir):
+    return artifact.Artifact(workdir / "export")
+
+
+@pytest.fixture
+def pictures(rng, tmp_path, loaded):
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for name in ("a", "b", "c"):
+        Image.fromarray(rng.integers(0, 256, (40, 30, 3)).astype(np.uint8)).save(folder / f"{name}.png")
+    return folder
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, artifact.MAX_BATCH + 2])
+def test_an_artifact_computes_what_the_model_does(workdir, loaded, rng, n):
+    trained = checkpoint.load_trained(workdir)
+    images = rng.integers(0, 256, (n, *loaded.image_shape)).astype(np.uint8)
+    found = loaded.lengths(images)
+    assert found.shape == (n, 10)
+    if n:
+        v = jax.jit(lambda params, x: encode(trained.spec, params["encoder"], to_pixels(x)))(trained.params, images)
+        np.testing.assert_allclose(found, capsules.lengths(v), atol=1e-5)
+    assert loaded.class_names == trained.class_names
+
+
+def test_probabilities_are_lengths_of_at_most_one(loaded, rng, monkeypatch):
+    monkeypatch.setattr(loaded, "lengths", lambda images: np.array([[0.2, 1.3]], np.float32))
+    np.testing.assert_allclose(loaded.probabilities(np.zeros(1)), [[0.2, 1.0]])
+    monkeypatch.setattr(loaded, "_certain_length", 2.0)
+    np.testing.assert_allclose(loaded.probabilities(np.zeros(1)), [[0.1, 0.65]])
+
+
+def test_lanes_that_classify_alone_and_signed_pixels_are_exported(workdir, tmp_path, rng):
+    """A probability is then what the lanes say on average."""
+    trained = checkpoint.load_trained(workdir)
+    count = sum(group.count for group in trained.spec.lane_groups)
+    spec = dataclasses.replace(trained.spec, margin_loss="per_lane", signed_pixels=True)
+    export._write(dataclasses.replace(trained, spec=spec), tmp_path, "command")
+    images = rng.integers(0, 256, (2, *spec.image_shape)).astype(np.uint8)
+    loaded = artifact.Artifact(tmp_path)
+    v = encode(trained.spec, trained.params["encoder"], 2 * to_pixels(images) - 1)
+    np.testing.assert_allclose(loaded.lengths(images), capsules.lengths(v), atol=1e-5)
+    assert "127.5 - 1" in json.loads((tmp_path / "model.json").read_text())["preprocessing"]
+    assert count > 1
+    np.testing.assert_allclose(loaded.probabilities(images), loaded.lengths(images) / np.sqrt(count), rtol=1e-6)
+
+
+def test_images_of_another_shape_or_type_are_refused(loaded):
+    for images in (np.zeros((2, 5, 5, 1), np.uint8), np.zeros((2, *loaded.image_shape), np.float32)):
+        with pytest.raises(InputError, match=r"the model takes uint8 \[n, "):
+            loaded.lengths(images)
+
+
+def test_each_number_of_images_gets_its_fastest_function_and_each_platform_has_one(workdir, loaded):
+    calls = []
+    loaded = artifact.Artifact(workdir / "export")
+    loaded._functions = [(n, lambda x, n=n: calls.append(n) or np.zeros((len(x), 10))) for n, _ in loaded._functions]
+    for n in (1, 4, 5, 8, 100):
+        loaded.lengths(np.zeros((n, *loaded.image_shape), np.uint8))
+    assert calls == [1, 1, 8, 8, 8]
+    manifest = json.loads((workdir / "export" / "manifest.json").read_text())
+    for function in manifest["functions"]:
+        exported = jax.export.deserialize(bytearray((workdir / "export" / function["file"]).read_bytes()))
+        assert list(exported.platforms) == function["platforms"]
+    assert {name for function in manifest["functions"] for name in function["platforms"]} == {"cpu", "cuda"}
+
+
+def test_weights_too_large_to_be_compiled_in_give_the_same(workdir, loaded, rng, monkeypatch):
+    monkeypatch.setattr(artifact, "_COMPILED_IN_BYTES", 0)
+    images = rng.integers(0, 256, (9, *loaded.image_shape)).astype(np.uint8)
+    arguments = artifact.Artifact(workdir / "export")
+    np.testing.assert_allclose(arguments.lengths(images), loaded.lengths(images), atol=1e-5)
+    assert loaded._functions[0][1].lower(images).out_info.shape == (9, 10)  # no weights are asked for
+    assert not hasattr(arguments._functions[0][1], "lower")
+
+
+def test_without_flatbuffers_the_same_is_read(workdir, monkeypatch):
+    (path,) = (workdir / "export").glob("inference-cpu-8*")
+    theirs = jax.export.deserialize(bytearray(path.read_bytes()))
+    names = [name for name in sys.modules if name.split(".")[0] == "flatbuffers" or "export.serialization" in name]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "flatbuffers" else found(name))
+    with flatbuffers_reader.installed():
+        assert sys.modules["flatbuffers"].table.Table is flatbuffers_reader.Table
+        mine = jax.export.deserialize(bytearray(path.read_bytes()))
+    assert "flatbuffers" not in sys.modules
+    for name in names:
+        sys.modules.pop(name, None)
+    for field in dataclasses.fields(theirs):
+        if not field.name.startswith("_"):
+            # Sizes that are symbols equal only those of their own scope.
+            assert str(getattr(mine, field.name)) == str(getattr(theirs, field.name)), field.name
+    assert mine.mlir_module_serialized == theirs.mlir_module_serialized
+
+
+def test_the_command_needs_no_training_code_and_answers_what_it_can(workdir, pictures):
+    (pictures / "bomb.png").write_bytes(huge_png(10_000, 10_001))
+    (pictures / "text.jpg").write_text("no picture")
+    name = "a" * 300 + ".png"
+    hide = f"import sys, runpy; sys.modules.update(dict.fromkeys({(*TRAINING_CODE, 'flatbuffers')!r}))"
+    arguments = ["predict", str(workdir / "export"), str(pictures), "--json", name, str(pictures / "a.png")]
+    code = f"{hide}; sys.argv = {arguments!r}; runpy.run_module('mlcn_jax.predict', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 3, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["file"].rpartition("/")[2] for row in rows] == [
+        "a.png",
+        "b.png",
+        "bomb.png",
+        "c.png",
+        "text.jpg",
+        name,
+        "a.png",
+    ]
+    assert "megapixels" in rows[2]["error"]
+    assert "no image" in rows[4]["error"]
+    loaded = artifact.Artifact(workdir / "export")
+    expected = list(predict.predict(loaded, sorted(pictures.glob("?.png")), batch_size=2))
+    for row, other in zip([rows[0], rows[1], rows[3]], expected, strict=True):
+        assert set(row) == {"file", "class", "probability"}
+        assert row["class"] == other["class"]
+        assert row["probability"] == pytest.approx(other["probability"], abs=1e-5)
+    assert rows[6] == rows[0]
+
+
+@pytest.mark.parametrize("name", ["weights.npz", "model.json", "config.json", "inference-cpu-8.jaxexport"])
+@pytest.mark.parametrize("how", ["altered", "cut", "missing"])
+def test_an_artifact_that_was_altered_or_cut_is_refused(copied, name, how):
+    content = bytearray((copied / name).read_bytes())
+    if how == "altered":
+        content[len(content) // 2] ^= 1
+        (copied / name).write_bytes(content)
+    elif how == "cut":
+        (copied / name).write_bytes(content[:-1])
+    else:
+        (copied / name).unlink()
+    with pytest.raises(InputError, match=f"{name} (was altered or cut|is missing): copy it anew"):
+        artifact.Artifact(copied)
+
+
+def rewrite(folder, **changes):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(artifact.signed(manifest | changes)))
+
+
+def test_a_manifest_that_was_altered_is_refused(copied):
+    manifest = json.loads((copied / "manifest.json").read_text())
+    for text in (json.dumps(manifest | {"step": 7}), "{", "[]", "{}", "[" * 200_000):
+        (copied / "manifest.json").write_text(text)
+        with pytest.raises(InputError, match=r"manifest.json (was altered|is damaged)"):
+            artifact.Artifact(copied)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("weights.npz", b""), ("weights.npz", b"PK\x03\x04"), ("model.json", b"{"), ("model.json", b"[]")],
+)
+def test_damage_that_the_manifest_agrees_with_is_one_error(copied, name, content):
+    (copied / name).write_bytes(content)
+    manifest = json.loads((copied / "manifest.json").read_text())
+    known = {"bytes": len(content), "sha256": artifact.sha256_of(copied / name)}
+    rewrite(copied, files={**manifest["files"], name: known})
+    with pytest.raises(InputError, match=r"cannot be read .*: export the model again"):
+        artifact.Artifact(copied)
+    rewrite(copied, files={})
+    with pytest.raises(InputError, match=r"manifest.json does not know .*model.json"):
+        artifact.Artifact(copied)
+
+
+def test_newer_versions_other_platforms_and_other_folders_are_named(copied, tmp_path):
+    rewrite(copied, format=2)
+    with pytest.raises(InputError, match="format 2, from a newer mlcn_jax"):
+        artifact.Artifact(copied)
+    rewrite(copied, format=0)
+    with pytest.raises(InputError, match=r"manifest\.json was altered"):
+        artifact.Artifact(copied)
+    rewrite(copied, format=1, functions=[])
+    with pytest.raises(InputError, match="cannot run on cpu"):
+        artifact.Artifact(copied)
+    with pytest.raises(InputError, match=r"has no manifest.json; main.py --mode=export"):
+        artifact.Artifact(tmp_path)
+
+
+def test_a_file_outside_of_the_folder_is_not_read(copied):
+    (copied.parent / "secret").write_text("x")
+    files = json.loads((copied / "manifest.json").read_text())["files"]
+    secret = {"bytes": 1, "sha256": artifact.sha256_of(copied.parent / "secret")}
+    rewrite(copied, files={**files, "../secret": secret})
+    with pytest.raises(InputError, match=r"\.\./secret is missing"):
+        artifact.Artifact(copied)
+
+
+def test_past_the_window_of_jax_export_the_command_to_export_again_is_given(copied, workdir, monkeypatch):
+    def refuse(data):
+        raise ValueError("calling convention version 9 is below 11, the oldest that is supported")
+
+    monkeypatch.setattr(jax.export, "deserialize", refuse)
+    with pytest.raises(InputError, match="version 9 is below 11") as caught:
+        artifact.Artifact(copied)
+    assert f"python main.py --mode=export --workdir={workdir}" in str(caught.value)
+
+
+def test_an_unknown_compiler_option_is_left_out(copied, rng):
+    manifest = json.loads((copied / "manifest.json").read_text())
+    for function in manifest["functions"]:
+        function["compiler_options"] = {"xla_of_the_future": "1"}
+    rewrite(copied, functions=manifest["functions"])
+    loaded = artifact.Artifact(copied)
+    assert loaded.lengths(np.zeros((1, *loaded.image_shape), np.uint8)).shape == (1, 10)
+
+
+def test_exporting_again_replaces_and_leaves_nothing_else(workdir):
+    stamp = (workdir / "export" / "weights.npz").stat().st_ino
+    export.export(workdir)
+    assert (workdir / "export" / "weights.npz").stat().st_ino != stamp
+    assert not list(workdir.glob(".export-*"))
+    artifact.Artifact(workdir / "export")
+
+
+def test_a_workdir_without_a_model_is_refused(tmp_path):
+    with pytest.raises(InputError, match="holds no trained model"):
+        export.export(tmp_path)

@@ -1,0 +1,198 @@
+"""Exported models as ONNX: read back, converted lane by lane, and kept only where ONNX Runtime gives the same.
+
+What runs ONNX Runtime is skipped where requirements-onnx.txt is not installed.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import shutil
+import time
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from conftest import TINY
+from scripts import load_script
+
+from mlcn_jax.config import RunConfig
+from mlcn_jax.data.batches import to_pixels
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn.capsules import lengths
+from mlcn_jax.nn.model import ModelSpec, encode, init_params
+from mlcn_jax.serving import export, onnx
+from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.training.loop import train
+
+script = load_script("mlcn_jax.commands.onnx")
+benchmark = load_script("benchmarks.onnx_inference")
+
+installed = pytest.mark.skipif(not importlib.util.find_spec("jax2onnx"), reason="needs requirements-onnx.txt")
+
+SPECS = {
+    "mixed": ModelSpec("mlcn", (17, 18, 3), 3, "mlcn1:w1*2,mlcn2:w2,mlcn2:w1d2*2"),
+    "per_class": ModelSpec("mlcn", (18, 17, 1), 4, "mlcn1:w2*2,mlcn2:w1", lane_routing="per_class", signed_pixels=True),
+    "bfloat16": ModelSpec("mlcn", (17, 17, 1), 2, "mlcn1:w1d2", compute_dtype="bfloat16", prior_bias=False),
+    "capsnet": ModelSpec("capsnet", (17, 17, 1), 3, num_routing_iters=2),
+}
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    values = {}
+    train(RunConfig.from_dict(values).replace(TINY), folder)
+    export.export(folder)
+    return folder
+
+
+@pytest.fixture
+def copied(workdir, tmp_path):
+    for name in ("export", "config.json"):
+        copy = shutil.copytree if (workdir / name).is_dir() else shutil.copy
+        copy(workdir / name, tmp_path / name)
+    return tmp_path
+
+
+def model_of(spec: ModelSpec) -> onnx.ExportedModel:
+    """With random parameters, routing logits among them, large enough for lengths that are neither 0 nor 1."""
+    shapes = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))["encoder"]
+    rng, scale = np.random.default_rng(1), 0.1 if spec.name == "capsnet" else 0.5
+    encoder = jax.tree.map(lambda a: jax.numpy.asarray(rng.normal(0, scale, a.shape), np.float32), shapes)
+    artifact = SimpleNamespace(class_names=tuple("abcdefgh"[: spec.num_classes]))
+    return onnx.ExportedModel(artifact, spec, encoder, spec.lanes or spec.name, None)
+
+
+def some_images(spec: ModelSpec, n: int) -> np.ndarray:
+    return np.random.default_rng(2).integers(0, 256, (n, *spec.image_shape), np.uint8)
+
+
+def test_an_export_is_read_back_as_the_model(workdir, rng):
+    trained, model = load_trained(workdir), onnx.read_export(workdir)
+    assert model.spec == trained.spec
+    assert model.data.name == "digits"
+    images = rng.integers(0, 256, (5, *trained.spec.image_shape)).astype(np.uint8)
+    wanted = jax.jit(lambda x: lengths(encode(trained.spec, trained.params["encoder"], to_pixels(x))))(images)
+    np.testing.assert_allclose(jax.jit(model.lengths)(images), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_lane_by_lane_is_the_model_in_float32(name):
+    model = model_of(SPECS[name])
+    function = onnx.lane_by_lane(model.spec, model.encoder)
+    images = some_images(model.spec, 3)
+    wanted = np.asarray(jax.jit(model.lengths)(images))
+    assert wanted.max() > 0.1
+    assert wanted.std() > 0.01
+    assert wanted.dtype == np.float32
+    assert onnx.difference(np.asarray(jax.jit(function)(images)), wanted) < 1e-5
+    assert "custom_vmap" not in str(jax.make_jaxpr(function)(images))
+
+
+def test_data_may_have_moved(workdir, tmp_path):
+    assert onnx.read_export(workdir, str(tmp_path)).data.dir == str(tmp_path)
+
+
+def test_what_was_altered_or_is_not_there_is_refused(copied, tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(onnx, "versions", dict)
+    with pytest.raises(InputError, match="--mode=export"):
+        script.export(tmp_path_factory.mktemp("empty"))
+    config = copied / "export" / "config.json"
+    config.write_text(config.read_text().replace("published", "per_class"))
+    with pytest.raises(InputError, match=r"config\.json was altered"):
+        script.export(copied)
+
+
+def test_packages_that_are_not_installed_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(onnx.importlib.util, "find_spec", lambda name: None if name == "jax2onnx" else name)
+    with pytest.raises(InputError, match=r"^jax2onnx cannot be imported: `make onnx`"):
+        script.export(tmp_path)
+
+
+def test_the_benchmark_times_equal_programs_and_refuses_others(monkeypatch):
+    monkeypatch.setattr(benchmark, "_ROUND_SECONDS", 0.01)
+    monkeypatch.setattr(benchmark, "_PAUSE_SECONDS", 0.0)
+    found, model = np.array([[0.5, 0.9]]), model_of(SPECS["mixed"])
+
+    def slow(images):
+        time.sleep(0.004)
+        return found
+
+    calls = {"onnxruntime": slow, "artifact": lambda images: found}
+    result = benchmark.compare(calls, model, 1, rounds=2)
+    assert result["artifact_over_onnxruntime"]["median"] > 10
+    assert result["milliseconds"]["onnxruntime"]["min"] >= 4
+    assert benchmark.table([{"model": "a, b", "batch": 7, **result}]).splitlines()[2].startswith("| a, b | 7 | ")
+    with pytest.raises(InputError, match="onnxruntime differs"):
+        benchmark.compare({**calls, "onnxruntime": lambda images: found + 2e-4}, model, 1, rounds=1)
+
+
+@installed
+@pytest.mark.parametrize("name", SPECS)
+def test_onnx_runtime_gives_the_models_lengths(name, tmp_path):
+    model = model_of(SPECS[name])
+    converted = onnx.convert(model)
+    (tmp_path / "model.onnx").write_bytes(converted.SerializeToString())
+    session = onnx.open_session(tmp_path / "model.onnx", 2)
+    for n in (1, 3):
+        images = some_images(model.spec, n)
+        wanted = np.asarray(jax.jit(model.lengths)(images))
+        assert onnx.difference(onnx.run(session, images), wanted) < 1e-5
+
+
+@installed
+def test_the_command_writes_a_checked_model_that_says_what_it_takes(workdir):
+    import onnxruntime
+
+    path = script.export(workdir)
+    session = onnxruntime.InferenceSession(path)
+    model = onnx.read_export(workdir)
+    images = model.data.load().test.images[:130]
+    np.testing.assert_allclose(
+        session.run(["lengths"], {"images": images})[0], model.artifact.lengths(images), atol=1e-5
+    )
+    (taken,) = session.get_inputs()
+    assert (taken.name, taken.type, taken.shape) == ("images", "tensor(uint8)", ["batch", 28, 28, 1])
+    facts = session.get_modelmeta().custom_metadata_map
+    description = json.loads(path.with_suffix(".json").read_text())
+    assert json.loads(facts["class_names"]) == description["class_names"] == list(model.artifact.class_names)
+    assert 0 < max(description["checked"]["largest_difference"].values()) < 1e-4
+    assert sorted(file.name for file in path.parent.iterdir()) == ["model.json", "model.onnx"]
+
+
+@installed
+def test_a_model_that_computes_something_else_does_not_land(copied, monkeypatch):
+    path = script.export(copied)
+    before = path.read_bytes()
+    read = onnx.read_export
+
+    def altered(*args):
+        model = read(*args)
+        return dataclasses.replace(model, encoder=jax.tree.map(lambda a: 1.01 * a, model.encoder))
+
+    monkeypatch.setattr(onnx, "read_export", altered)
+    with pytest.raises(RuntimeError, match="differs from the model"):
+        script.export(copied)
+    assert path.read_bytes() == before
+
+
+@installed
+def test_where_nothing_can_be_written_is_named(copied):
+    (copied / "onnx").write_text("a file")
+    with pytest.raises(InputError, match=r"onnx/model\.onnx cannot be written"):
+        script.export(copied)
+
+
+@installed
+def test_the_benchmark_compares_a_workdirs_model_with_its_export(copied, monkeypatch):
+    monkeypatch.setattr(benchmark, "_ROUND_SECONDS", 0.01)
+    with pytest.raises(InputError, match=r"mlcn_jax.commands.onnx --workdir="):
+        benchmark.compare_all([copied], [1], 1, copied / "results.json")
+    script.export(copied)
+    benchmark.compare_all([copied], [1, 5], 2, copied / "results.json")
+    results = json.loads((copied / "results.json").read_text())
+    assert [entry["batch"] for entry in results["models"]] == [1, 5]
+    assert results["rounds"] == 2
+    assert results["versions"]["onnxruntime"]
+    assert all(entry["artifact_over_onnxruntime"]["median"] > 0 for entry in results["models"])

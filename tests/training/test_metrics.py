@@ -1,0 +1,42 @@
+import io
+import logging
+import sys
+
+import pytest
+
+from mlcn_jax.training.metrics import MetricsWriter, Progress, read_rows
+
+
+def test_rows_after_the_resumed_step_and_a_half_written_one_are_dropped(tmp_path):
+    writer = MetricsWriter(tmp_path, 0)
+    for step in (10, 20, 30):
+        writer.write(step, "train", {"loss": 1.0 / step})
+    writer.close()
+    path = tmp_path / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write('3\n{"a": 1}\n{"step": 15, "split": "train", "loss": 9.0}\n')  # damaged, and one more row
+        file.write('{"step": 40, "spl')  # killed while writing
+    writer = MetricsWriter(tmp_path, 20)
+    writer.write(30, "train", {"loss": 7.0})
+    writer.close()
+    rows = read_rows(path)
+    assert [(row["step"], row["loss"]) for row in rows] == [(10, 0.1), (20, 0.05), (15, 9.0), (30, 7.0)]
+    assert path.read_text().count("\n") == 4
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_shows_what_is_asked_for(terminal, monkeypatch, caplog):
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(sys, "stderr", screen)
+    with caplog.at_level(logging.INFO, logger="mlcn_jax"):
+        progress = Progress(20, 100, steps_per_epoch=40)
+        progress.advance(50)
+        progress.report(50, {"loss": 0.125, "accuracy": 0.5, "images_per_second": 1234.0})
+        progress.say("scored")
+        progress.close()
+    shown = screen.getvalue() if terminal else caplog.text
+    for part in ("loss 0.1250", "accuracy 50.00%", "1234 images/s", "50/100", "scored"):
+        assert part in shown
+    assert ("epoch 2" in shown) == (not terminal)

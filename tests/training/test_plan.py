@@ -1,0 +1,108 @@
+"""The plan found from device profiles is the fastest by them, and what cannot be planned says why."""
+
+import dataclasses
+import json
+
+import pytest
+from made_profile import make_profile
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn.model import ModelSpec
+from mlcn_jax.placement import cost, partition
+from mlcn_jax.training import loop, plan
+
+EQUAL = ModelSpec("mlcn", (28, 28, 1), 10, "mlcn1:w2*4")
+LINK = {"latency_seconds": 1e-5, "bytes_per_second": 1e9}
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return make_profile()
+
+
+def fastest(spec, profiles, num_processes, batch_size=100):
+    found = plan.candidates(spec, batch_size, profiles, "greedy", num_processes)
+    return min(found, key=lambda candidate: candidate.step.total_seconds)
+
+
+def test_devices_that_share_the_cores_of_a_process_bring_nothing(profile):
+    best = fastest(EQUAL, [dataclasses.replace(profile, crowding=0.0)] * 4, 1)
+    assert (best.data, best.lane) == (1, 1)
+
+
+def test_a_slow_link_favours_lanes_and_lanes_that_do_not_divide_go_to_stacks(profile):
+    two = [dataclasses.replace(profile, link=LINK)] * 2
+    splits = {(c.data, c.lane, c.placement is None) for c in plan.candidates(EQUAL, 100, two, "greedy", 2)}
+    assert splits == {(2, 1, True), (1, 2, True), (1, 2, False)}
+    best = fastest(EQUAL, [dataclasses.replace(profile, link=LINK | {"bytes_per_second": 1e7})] * 2, 2)
+    assert (best.data, best.lane) == (1, 2)
+    odd = dataclasses.replace(EQUAL, lanes="mlcn1:w2*3")
+    assert fastest(odd, two, 2, batch_size=99).placement is not None
+
+
+def test_a_slower_device_gets_fewer_lanes(profile):
+    scaled = {name: [(size, 3 * s) for size, s in pairs] for name, pairs in profile.layer_seconds.items()}
+    slow = dataclasses.replace(profile, layer_seconds=scaled)
+    no_head = dict.fromkeys(profile.head_seconds_of, 1e-6)
+    both = [dataclasses.replace(one, link=LINK, head_seconds_of=no_head) for one in (profile, slow)]
+    best = fastest(EQUAL, both, 2)
+    assert best.placement.device_of.count(0) == 3
+    assert best.placement.device_of.count(1) == 1
+
+
+def test_a_mesh_whose_lanes_do_not_fit_is_no_candidate(profile):
+    lane = profile.lane_bytes(cost.lane_cost(EQUAL.lane_groups[0].spec, EQUAL.lane_settings, EQUAL.image_shape), 100)
+    small = dataclasses.replace(profile, memory_bytes=int(lane * 0.9), link=LINK)
+    with pytest.raises(InputError, match="and room for it"):
+        plan.candidates(EQUAL, 100, [small], "greedy", 1)
+
+
+def test_no_split_at_all_is_said(profile):
+    with pytest.raises(InputError, match="neither batch nor lanes can be spread over 3 devices"):
+        plan.candidates(dataclasses.replace(EQUAL, lanes="mlcn1:w2*2"), 100, [profile] * 3, "greedy", 3)
+
+
+def test_without_profiles_lanes_weigh_what_they_compute():
+    spec = dataclasses.replace(EQUAL, lanes="mlcn1:w1*2,mlcn1:w4d2")
+    problem = plan.placement_problem(spec, 100, [None, None], ["a", "b"])
+    (small, same), (_, other), (large, _) = problem.seconds
+    assert small == same == other
+    assert large > 10 * small
+    assert partition.partition("greedy", problem).device_of.count(0) in (1, 2)
+
+
+def test_memory_that_a_lane_lacks_is_said(profile):
+    none = dataclasses.replace(profile, memory_bytes=10)
+    problem = plan.placement_problem(EQUAL, 100, [none, none], ["a", "b"])
+    with pytest.raises(InputError, match=r"lane 0 \(mlcn1:w2d1\) needs .* more than any device holds"):
+        partition.partition("greedy", problem)
+
+
+def test_a_run_takes_the_plan_that_is_found(tiny, tmp_path, profile):
+    path = tmp_path / "profile.json"
+    dataclasses.replace(profile, crowding=0.0).save(path)
+    few = tiny.replace({"train.num_steps": 2, "parallel.plan": "auto", "parallel.profile": str(path)})
+    assert loop.train(few, tmp_path / "run")["parallel"] == {"plan": "mesh", "data": 1, "lane": 1}
+    stacks = few.replace({"parallel.plan": "stacks", "parallel.lane": 2, "train.num_steps": 3})
+    laid_out = loop.train(stacks, tmp_path / "run")["parallel"]["lanes"]
+    assert laid_out == {"cpu 0": "mlcn1:w1d1*1", "cpu 1": "mlcn1:w1d1*1"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "parallel.plan=auto needs parallel.profile: measure the devices with"),
+        ({"parallel.lane": 2}, "parallel.lane is 2; it must be 1 with parallel.plan=auto, which finds it"),
+        ({"profile": {"cpu_count": 77}}, "measured on another device:\n  cpu_count: 77 in the profile"),
+        ({"profile": {"platform": "gpu"}}, "profiles for gpu and none for cpu"),
+        ({"profile": {"image_shape": [32, 32, 3]}}, "measured with other lanes:\n  image_shape"),
+    ],
+)
+def test_a_plan_that_cannot_be_found_says_why(tiny, tmp_path, profile, changes, message):
+    changes = dict(changes)
+    if "profile" in changes:
+        path = tmp_path / "profile.json"
+        path.write_text(json.dumps({**profile.to_dict(), **changes.pop("profile")}))
+        changes["parallel.profile"] = str(path)
+    with pytest.raises(InputError, match=message):
+        loop.train(tiny.replace({"parallel.plan": "auto", **changes}), tmp_path / "run")

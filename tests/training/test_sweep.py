@@ -1,0 +1,52 @@
+import json
+
+import pytest
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.training import sweep
+
+
+def test_grids_are_read():
+    text = ' train.learning_rate=1e-3, 3e-4 ;model.lanes="mlcn1:w1,mlcn2:w1",mlcn1:w2*2;'
+    assert sweep.parse_grid(text) == {
+        "train.learning_rate": ["1e-3", "3e-4"],
+        "model.lanes": ["mlcn1:w1,mlcn2:w1", "mlcn1:w2*2"],
+    }
+
+
+@pytest.mark.parametrize("text", ["", ";", "train.seed", "train.seed=", "train.seed=1,,2", "a=1;a=2"])
+def test_bad_grids_are_refused(text):
+    with pytest.raises(InputError, match="sweep"):
+        sweep.parse_grid(text)
+
+
+def test_a_sweep_trains_every_point_once_and_goes_on_after_a_failure(tiny, tmp_path, monkeypatch):
+    config = tiny.replace({"train.num_steps": 3, "train.checkpoint_every": 0})
+    grid = "train.learning_rate=1e-3,1e30;train.seed=0,1"
+    rows = sweep.sweep(config, tmp_path, grid)
+    assert [(row["train.learning_rate"], row["train.seed"]) for row in rows] == [
+        ("1e-3", "0"),
+        ("1e-3", "1"),
+        ("1e30", "0"),
+        ("1e30", "1"),
+    ]
+    assert all("error" in row for row in rows[2:])
+    assert rows[0]["test_accuracy"] != rows[1]["test_accuracy"] or rows[0]["test_loss"] != rows[1]["test_loss"]
+    assert json.loads((tmp_path / "sweep.json").read_text())["rows"] == rows
+    lines = sweep.table(rows).splitlines()
+    assert len(lines) == 6
+    assert lines[0].startswith("| train.learning_rate | train.seed | test_accuracy |")
+    assert "failed" in lines[4]
+
+    def forbidden(*args):
+        raise AssertionError("a finished point was compiled again")
+
+    monkeypatch.setattr("mlcn_jax.training.mesh_runner.compile_step", forbidden)
+    again = sweep.sweep(config, tmp_path, "train.learning_rate=1e-3;train.seed=0,1")
+    assert again == rows[:2]
+
+
+def test_a_field_that_does_not_exist_stops_before_the_first_point(tiny, tmp_path):
+    with pytest.raises(InputError, match=r"train\.sed"):
+        sweep.sweep(tiny, tmp_path, "train.sed=1,2")
+    assert not list(tmp_path.iterdir())

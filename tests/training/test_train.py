@@ -1,0 +1,396 @@
+import dataclasses
+import functools
+import json
+import os
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from mlcn_jax import files
+from mlcn_jax.analysis import evaluate_workdir
+from mlcn_jax.config import read_stored
+from mlcn_jax.data import datasets
+from mlcn_jax.errors import Diverged, InputError, Stopped
+from mlcn_jax.nn import conv, losses, model
+from mlcn_jax.training import loop, mesh_runner
+from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.training.metrics import read_rows
+from mlcn_jax.training.step import TrainState, compile_step, make_optimizer, make_train_step
+
+SPEC = model.ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2,mlcn2:w1", decoder=(6,))
+
+
+def new_state(spec, optimizer):
+    params = jax.jit(functools.partial(model.init_params, spec))(jax.random.key(0))
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+
+def batch(rng, spec=SPEC, size=4):
+    images = rng.integers(0, 256, (size, *spec.image_shape)).astype(np.uint8)
+    return jnp.array(images), jnp.array(rng.integers(0, spec.num_classes, size))
+
+
+def params_of(workdir):
+    return load_trained(workdir).params
+
+
+def assert_same_bits(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def test_a_golden_step(rng):
+    """One step against stored numbers."""
+    optimizer = optax.adam(1e-3)
+    step = jax.jit(make_train_step(SPEC, optimizer, reconstruction_weight=0.392, seed=0))
+    images, labels = batch(rng)
+    state, first = step(new_state(SPEC, optimizer), images, labels)
+    _, second = step(state, images, labels)
+    found = {
+        "loss": float(first["loss"]),
+        "margin": float(first["margin"]),
+        "grad_norm": float(first["grad_norm"]),
+        "next loss": float(second["loss"]),
+    }
+    golden = {"loss": 0.822992, "margin": 0.790507, "grad_norm": 0.862431, "next loss": 0.688314}
+    for name, value in golden.items():
+        assert found[name] == pytest.approx(value, rel=2e-4), (
+            f"{name} changed: {found}. Store the new numbers only if the change of initialisation, architecture or "
+            "loss is meant; a faster algorithm for the same mathematics must give the old ones"
+        )
+
+
+def test_a_second_step_does_not_compile_again(rng):
+    optimizer = optax.adam(1e-3)
+    step = jax.jit(make_train_step(SPEC, optimizer, reconstruction_weight=0.392, seed=0), donate_argnums=0)
+    state = new_state(SPEC, optimizer)
+    for _ in range(3):
+        state, _ = step(state, *batch(rng))
+    assert step._cache_size() == 1
+    assert int(state.step) == 3
+
+
+def test_the_loss_is_margin_plus_weighted_reconstruction(rng):
+    images, labels = batch(rng)
+    optimizer = optax.sgd(0.0)
+    state = new_state(SPEC, optimizer)
+    step = make_train_step(SPEC, optimizer, reconstruction_weight=2.0, seed=0)
+    _, metrics = jax.jit(step)(state, images, labels)
+    apply = jax.jit(functools.partial(model.apply_model, SPEC))
+    v, reconstructions = apply(state.params, images / jnp.float32(255), labels)
+    margin = jnp.mean(losses.margin_loss(jnp.linalg.norm(v, axis=-1), labels))
+    reconstruction = jnp.mean((reconstructions - images / 255.0) ** 2)
+    np.testing.assert_allclose(metrics["loss"], margin + 2.0 * reconstruction, rtol=1e-5)
+
+
+def test_lane_dropout_spares_reconstruction(rng):
+    """With every lane dropped, only reconstruction teaches the lanes."""
+    spec = model.ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2", decoder=(6,), lane_dropout=1 - 1e-9)
+    images, labels = batch(rng)
+    optimizer = optax.sgd(1.0)
+
+    def moved(weight):
+        state = new_state(spec, optimizer)
+        step = make_train_step(spec, optimizer, reconstruction_weight=weight, seed=0)
+        after, metrics = jax.jit(step)(state, images, labels)
+        kernel = "encoder", "mlcn1_w1d1", "primary", "kernel"
+        before, now = state.params, after.params
+        for name in kernel:
+            before, now = before[name], now[name]
+        return float(jnp.max(jnp.abs(before - now))), float(metrics["margin"])
+
+    distance, margin = moved(0.0)
+    assert distance == 0.0
+    np.testing.assert_allclose(margin, 0.81, rtol=1e-6)  # all lengths are zero: (0.9 - 0)^2
+    assert moved(1.0)[0] > 0
+
+
+def test_augmentation_and_dropout_follow_seed_and_step(rng):
+    spec = model.ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*4", decoder=(6,), lane_dropout=0.5)
+    optimizer = optax.sgd(0.0)
+    images, labels = batch(rng)
+
+    state = new_state(spec, optimizer)
+    steps = {
+        seed: jax.jit(make_train_step(spec, optimizer, reconstruction_weight=0.1, seed=seed, max_shift=3, flip=True))
+        for seed in (0, 1)
+    }
+
+    def loss_at(seed, step_number):
+        return float(steps[seed](state.replace(step=jnp.int32(step_number)), images, labels)[1]["loss"])
+
+    assert loss_at(0, 5) == loss_at(0, 5)
+    assert len({loss_at(0, 5), loss_at(0, 6), loss_at(1, 5)}) == 3
+
+
+def test_the_learning_rate_falls_once_an_epoch(tiny):
+    """One parameter, constant gradient: Adam then moves by the rate itself."""
+    settings = tiny.replace({"train.learning_rate": 0.1, "train.lr_decay": 0.5}).train
+    optimizer = make_optimizer(settings, steps_per_epoch=3)
+    params, moves = jnp.float32(0.0), []
+    state = optimizer.init(params)
+    for _ in range(7):
+        updates, state = optimizer.update(jnp.float32(1.0), state, params)
+        moves.append(-float(updates))
+    np.testing.assert_allclose(moves, [0.1] * 3 + [0.05] * 3 + [0.025], rtol=1e-4)
+
+
+def test_adamw_warms_up_and_ends_at_zero(tiny):
+    settings = tiny.replace(
+        {"train.optimizer": "adamw", "train.learning_rate": 0.1, "train.num_epochs": 4, "train.weight_decay": 0.0}
+    ).train
+    optimizer = make_optimizer(settings, steps_per_epoch=5)
+    params, moves = jnp.float32(0.0), []
+    state = optimizer.init(params)
+    for _ in range(21):
+        updates, state = optimizer.update(jnp.float32(1.0), state, params)
+        moves.append(-float(updates))
+    np.testing.assert_allclose(moves[:6], np.linspace(0, 0.1, 6), rtol=1e-4, atol=1e-7)
+    assert moves[-1] == pytest.approx(0.0, abs=1e-7)
+    assert moves[5:] == sorted(moves[5:], reverse=True)
+
+
+def test_clipping_bounds_the_gradient_that_adam_sees(tiny):
+    optimizer = make_optimizer(tiny.replace({"train.clip_norm": 0.5}).train, 10)
+    gradient = {"a": jnp.array([3.0, 4.0])}
+    _, state = optimizer.update(gradient, optimizer.init(gradient), gradient)
+    first_moment = optax.tree.get(state, "mu")["a"]  # a tenth of the gradient after one step
+    np.testing.assert_allclose(first_moment, [0.03, 0.04], rtol=1e-5)
+
+
+def test_a_few_hundred_steps_learn_the_digits(tiny, tmp_path):
+    config = tiny.replace(
+        {"model.lanes": "mlcn1:w1*4", "train.num_steps": 250, "train.num_epochs": 20, "train.checkpoint_every": 0}
+    )
+    summary = loop.train(config, tmp_path)
+    assert summary["test_accuracy"] > 0.93
+    assert summary == json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 250
+    assert summary["parameters"] == model.count_parameters(load_trained(tmp_path).spec)["total"]
+    assert summary["images_per_second"] > 0
+    assert summary["compile_seconds"] > 0
+    assert summary["data"]["bytes"] == "embedded"
+    rows = [row for row in read_rows(tmp_path / "metrics.jsonl") if row["split"] == "train"]
+    assert rows[-1]["loss"] < rows[0]["loss"] / 2
+    for name in ("confusion.png", "reconstructions.png", "config.json", "model.json"):
+        assert (tmp_path / name).stat().st_size > 100
+
+
+def test_a_run_of_an_older_version_goes_on(tiny, tmp_path):
+    loop.train(tiny.replace({"train.num_steps": 5}), tmp_path)
+    for name, part in (("config.json", "model"), ("model.json", "spec")):
+        stored = json.loads((tmp_path / name).read_text())
+        del stored[part]["margin_loss"], stored[part]["signed_pixels"]
+        (tmp_path / name).write_text(json.dumps(stored))
+    with pytest.raises(InputError, match=r"model.margin_loss: 'joint' there, 'per_lane' now"):
+        loop.train(tiny.replace({"model.margin_loss": "per_lane"}), tmp_path)
+    assert loop.train(tiny.replace({"train.num_steps": 10}), tmp_path)["steps_this_session"] == 5
+
+
+@pytest.mark.parametrize("changes", [{}, {"data.max_shift": 2, "model.lane_dropout": 0.3, "train.optimizer": "adamw"}])
+def test_a_resumed_run_equals_an_uninterrupted_one(tiny, tmp_path, changes):
+    config = tiny.replace(changes)
+    loop.train(config, tmp_path / "whole")
+    loop.train(config.replace({"train.num_steps": 5}), tmp_path / "parts")
+    loop.train(config.replace({"train.num_steps": 13}), tmp_path / "parts")
+    loop.train(config, tmp_path / "parts")
+    assert_same_bits(params_of(tmp_path / "whole"), params_of(tmp_path / "parts"))
+    losses_of = [
+        {r["step"]: r["loss"] for r in read_rows(tmp_path / name / "metrics.jsonl")} for name in ("whole", "parts")
+    ]
+    assert losses_of[0][5] == losses_of[1][5]
+    assert losses_of[0][10] == losses_of[1][10]
+    assert losses_of[0][20] == losses_of[1][20]
+
+
+def test_a_resumed_run_keeps_its_convolution_algorithms(tiny, tmp_path, monkeypatch):
+    loop.train(tiny, tmp_path / "whole")
+    loop.train(tiny.replace({"train.num_steps": 5}), tmp_path / "parts")
+    monkeypatch.setattr(conv, "choose", lambda *shape: "native")  # as a later version might
+    loop.train(tiny, tmp_path / "parts")
+    loop.train(tiny, tmp_path / "other")
+    assert_same_bits(params_of(tmp_path / "whole"), params_of(tmp_path / "parts"))
+    with pytest.raises(AssertionError):
+        assert_same_bits(params_of(tmp_path / "whole"), params_of(tmp_path / "other"))
+
+
+def test_a_finished_run_is_not_run_again(tiny, tmp_path):
+    first = loop.train(tiny, tmp_path)
+    stamp = (tmp_path / "summary.json").stat().st_mtime_ns
+    assert loop.train(tiny, tmp_path) == first
+    assert (tmp_path / "summary.json").stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.json"])
+def test_a_damaged_file_is_named(tiny, tmp_path, name):
+    loop.train(tiny.replace({"train.num_steps": 5}), tmp_path)
+    (tmp_path / name).write_text('{"a')
+    with pytest.raises(InputError, match=f"{name} is damaged"):
+        evaluate_workdir.evaluate_workdir(read_stored(tmp_path), tmp_path)
+
+
+def test_a_lost_model_file_is_named(tiny, tmp_path):
+    loop.train(tiny.replace({"train.num_steps": 5}), tmp_path)
+    (tmp_path / "model.json").unlink()
+    with pytest.raises(InputError, match=r"model\.json is damaged .*No such file"):
+        loop.train(tiny, tmp_path)
+
+
+def test_a_damaged_summary_is_made_again(tiny, tmp_path):
+    first = loop.train(tiny, tmp_path)
+    (tmp_path / "summary.json").write_text('{"a')
+    assert loop.train(tiny, tmp_path)["test_accuracy"] == first["test_accuracy"]
+
+
+def test_sigterm_saves_and_the_rest_follows(tiny, tmp_path):
+    config = tiny.replace({"train.checkpoint_every": 0, "train.num_steps": 60})
+    loop.train(config, tmp_path / "whole")
+
+    def stop_soon():
+        path = tmp_path / "parts" / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_soon).start()
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped, match="SIGTERM after step"):
+        loop.train(config, tmp_path / "parts")
+    assert signal.getsignal(signal.SIGTERM) is before
+    saved = load_trained(tmp_path / "parts").step
+    assert 5 <= saved < 60
+    loop.train(config, tmp_path / "parts")
+    assert_same_bits(params_of(tmp_path / "whole"), params_of(tmp_path / "parts"))
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(tiny, tmp_path, monkeypatch):
+    original = make_train_step
+
+    def make(*args, **kwargs):
+        step_fn = original(*args, **kwargs)
+
+        def step(state, images, labels):
+            state, metrics = step_fn(state, images, labels)
+            bad = state.step == 13
+            return state, {**metrics, "loss": jnp.where(bad, jnp.nan, metrics["loss"])}
+
+        return step
+
+    monkeypatch.setattr(mesh_runner, "make_train_step", make)
+    with pytest.raises(Diverged, match="step 13: the loss is nan"):
+        loop.train(tiny, tmp_path)
+    assert load_trained(tmp_path).step == 10
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_the_best_checkpoint_is_chosen_on_validation(tiny, tmp_path, monkeypatch):
+    """Validation images are not trained on, and the test set chooses nothing."""
+    config = tiny.replace({"data.validation_fraction": 0.2, "train.num_steps": 30, "train.learning_rate": 3e-3})
+    summary = loop.train(config, tmp_path)
+    rows = [r for r in read_rows(tmp_path / "metrics.jsonl") if r["split"] == "validation"]
+    assert [row["step"] for row in rows] == [5, 10, 15, 20, 25, 30]
+    best = max(rows, key=lambda row: (row["accuracy"], row["step"]))
+    assert summary["best_step"] == best["step"] == load_trained(tmp_path).step
+    assert summary["data"]["train_images"] < 1438
+    assert not [r for r in read_rows(tmp_path / "metrics.jsonl") if r["split"] == "test"]
+
+
+def test_another_model_in_the_same_workdir_is_refused(tiny, tmp_path):
+    loop.train(tiny.replace({"train.num_steps": 5}), tmp_path)
+    before = params_of(tmp_path)
+    with pytest.raises(InputError, match=r"model.lanes: 'mlcn1:w1\*2' there, 'mlcn2:w1' now"):
+        loop.train(tiny.replace({"model.lanes": "mlcn2:w1"}), tmp_path)
+    assert_same_bits(before, params_of(tmp_path))
+    assert read_stored(tmp_path).model["lanes"] == "mlcn1:w1*2"
+
+
+def test_fine_tuning_keeps_what_fits(tiny, tmp_path, monkeypatch):
+    loop.train(tiny, tmp_path / "ten")
+    donor = params_of(tmp_path / "ten")
+    load = datasets.load
+
+    def four_classes(name, **kwargs):
+        full = load(name, **kwargs)
+        train_split, test_split = (split[np.flatnonzero(split.labels < 4)] for split in (full.train, full.test))
+        return datasets.Dataset("four", train_split, test_split, full.class_names[:4], full.provenance)
+
+    monkeypatch.setattr(datasets, "load", four_classes)
+    config = tiny.replace({"init_from": str(tmp_path / "ten"), "train.num_steps": 1, "train.learning_rate": 1e-12})
+    loop.train(config, tmp_path / "four")
+    tuned = params_of(tmp_path / "four")
+    for name in ("conv1", "primary"):
+        ours, theirs = (p["encoder"]["mlcn1_w1d1"][name]["kernel"] for p in (tuned, donor))
+        np.testing.assert_allclose(ours, theirs, atol=1e-9)
+    np.testing.assert_allclose(tuned["decoder"]["hidden2"]["kernel"], donor["decoder"]["hidden2"]["kernel"], atol=1e-9)
+    assert tuned["encoder"]["mlcn1_w1d1"]["capsule_weights"].shape[-1] == 4
+    with pytest.raises(InputError, match="another shape or input:\n  lanes"):
+        loop.train(config.replace({"model.lanes": "mlcn1:w2*2"}), tmp_path / "other")
+    with pytest.raises(InputError, match="another shape or input:\n  signed_pixels: False there, True now"):
+        loop.train(config.replace({"model.signed_pixels": True}), tmp_path / "other")
+    loop.train(config.replace({"model.lanes": "mlcn1:w1d1,mlcn1:w1"}), tmp_path / "same lanes in other words")
+
+
+def test_a_profile_is_written(tiny, tmp_path):
+    loop.train(tiny.replace({"profile": True, "train.num_steps": 7, "train.checkpoint_every": 0}), tmp_path)
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_workdir_that_cannot_be_written_is_refused(tiny, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written"):
+        loop.train(tiny, tmp_path / "file" / "sub")
+
+
+def test_a_run_on_other_data_is_refused_and_left_as_it_is(tiny, tmp_path, monkeypatch):
+    loop.train(tiny, tmp_path)
+    load = datasets.load
+
+    def one_image_less(name, **kwargs):
+        full = load(name, **kwargs)
+        return dataclasses.replace(full, train=full.train[1:])
+
+    monkeypatch.setattr(datasets, "load", one_image_less)
+    before = {name: (tmp_path / name).read_text() for name in ("config.json", "model.json", "summary.json")}
+    with pytest.raises(InputError, match="a run on other data:\n  training_images_sha256: "):
+        loop.train(tiny.replace({"train.num_steps": 30}), tmp_path)
+    assert before == {name: (tmp_path / name).read_text() for name in before}
+
+
+def test_a_workdir_in_use_is_refused(tiny, tmp_path):
+    with files.hold(tmp_path), pytest.raises(InputError, match="another process trains in"):
+        loop.train(tiny, tmp_path)
+
+
+def test_parameters_without_a_finite_loss_are_never_saved(tiny, tmp_path):
+    """The loss of the last step is that before its update, and says nothing of what is saved."""
+    with pytest.raises(Diverged, match="step 1: the loss after it is nan"):
+        loop.train(tiny.replace({"train.learning_rate": 1e38, "train.num_steps": 1}), tmp_path)
+    with pytest.raises(InputError, match="holds no checkpoint yet"):
+        load_trained(tmp_path)
+
+
+def test_fewer_steps_than_were_made_end_where_the_run_stands(tiny, tmp_path):
+    loop.train(tiny.replace({"train.num_steps": 10}), tmp_path)
+    (tmp_path / "summary.json").unlink()
+    summary = loop.train(tiny.replace({"train.num_steps": 5}), tmp_path)
+    assert summary["steps"] == summary["best_step"] == load_trained(tmp_path).step == 10
+    assert summary["steps_this_session"] == 0
+
+
+def test_a_signal_before_the_first_step_stops(tiny, tmp_path, monkeypatch):
+
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return compile_step(*args)
+
+    monkeypatch.setattr(mesh_runner, "compile_step", interrupted)
+    with pytest.raises(Stopped, match="SIGINT before step 1"):
+        loop.train(tiny, tmp_path)
+    assert not (tmp_path / "summary.json").exists()
