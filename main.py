@@ -49,6 +49,7 @@ def main(argv: list[str]) -> int:
     # Slow to load, and only now needed: a mistaken flag has been answered at once.
     from mlcn_jax import host
     from mlcn_jax.analysis import describe, evaluate_workdir
+    from mlcn_jax.config import flat
     from mlcn_jax.distributed import processes
     from mlcn_jax.serving import export
     from mlcn_jax.training import loop, sweep
@@ -63,7 +64,7 @@ def main(argv: list[str]) -> int:
     if config.parallel.processes != 1 and mode == "train":
         if config.parallel.processes and not processes.is_watched():
             return processes.watch(config.parallel)
-        processes.join(config)
+        processes.join(config.parallel, flat(config.to_dict()))
     host.keep_compiled_programs()
     if mode == "train":
         summary = loop.train(config, workdir)

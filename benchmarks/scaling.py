@@ -33,7 +33,7 @@ from benchmarks import networks
 from mlcn_jax import host
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_app
-from mlcn_jax.nn import conv
+from mlcn_jax.nn import tracing
 from mlcn_jax.nn.model import ModelSpec, init_params
 from mlcn_jax.placement import cost
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
@@ -76,9 +76,8 @@ class Point:
         images = rng.integers(0, 256, (batch, *spec.image_shape), dtype=np.uint8)
         labels = rng.integers(0, networks.NUM_CLASSES, batch, dtype=np.int32)
         self.batch = jax.device_put((images, labels))
-        self.convolutions = {}
-        with conv.choices(self.convolutions):
-            self.flops = cost.matmul_flops(step, self.state, *self.batch)
+        self.convolutions = tracing.resolve(step, self.state, *self.batch)
+        self.flops = cost.matmul_flops(step, self.state, *self.batch)
         self.compiled, self.compile_seconds = compile_step(step, self.state, self.batch)
         self.memory = self.compiled.memory_analysis()
 

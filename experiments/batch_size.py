@@ -46,6 +46,7 @@ from mlcn_jax.files import read_json, write_json
 from mlcn_jax.launch import launch_app
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.training import mesh_runner, step
+from mlcn_jax.training.session import optimizer_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -152,7 +153,7 @@ def measure(configs: Mapping[str, RunConfig], rounds: int) -> dict[str, list[flo
 def _prepared(config: RunConfig) -> Callable[[int], float]:
     """A function that trains for so many steps and returns the seconds taken."""
     spec, settings = config.model_spec(*config.data.shape()), config.train
-    optimizer = step.make_optimizer(settings, steps_per_epoch=600)
+    optimizer = optimizer_of(settings, steps_per_epoch=600)
     weight, size = settings.reconstruction_weight, settings.batch_size
     runner = mesh_runner.MeshRunner(spec, optimizer, None, reconstruction_weight=weight, seed=settings.seed)
     runner.start(step.TrainState.create(init_params(spec, jax.random.key(0)), optimizer))

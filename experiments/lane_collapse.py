@@ -30,7 +30,8 @@ from mlcn_jax.files import make_folder, write_json
 from mlcn_jax.launch import launch_app
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.training import evaluate
-from mlcn_jax.training.step import TrainState, make_optimizer, make_train_step
+from mlcn_jax.training.session import optimizer_of
+from mlcn_jax.training.step import TrainState, make_train_step
 
 # Fields in which each differs from the published method; `scale` multiplies the start values of `capsule_weights`.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -122,7 +123,7 @@ def follow(config: RunConfig, dataset: datasets.Dataset, scale: float, num_steps
     """
     settings, spec = config.train, config.model_spec(dataset.test.images.shape[1:], len(dataset.class_names))
     epoch = len(dataset.train.labels) // settings.batch_size
-    optimizer = make_optimizer(settings, epoch)
+    optimizer = optimizer_of(settings, epoch)
     step = jax.jit(
         make_train_step(spec, optimizer, reconstruction_weight=settings.reconstruction_weight, seed=settings.seed),
         donate_argnums=0,

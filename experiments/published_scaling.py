@@ -74,14 +74,14 @@ def cluster_of(num_devices: int) -> Cluster:
 
 def decoder_weights(spec: ModelSpec, lane: int) -> int:
     """Weights of the decoder that each of `lane` devices multiplies with: its units are split where `lane` divides."""
-    dim = sum(group.count for group in spec.lane_groups) or 16  # class capsules of CapsNet
+    dim = len(spec.lane_specs) or 16  # class capsules of CapsNet
     sizes = (spec.num_classes * dim, *spec.decoder, math.prod(spec.image_shape))
     return sum(fan_in * units // (1 if units % lane else lane) for fan_in, units in itertools.pairwise(sizes))
 
 
 def on_mesh(base: Base, spec: ModelSpec, batch: int, data: int, lane: int, algorithm: str = "ring") -> StepTime:
     """A step of `spec`, the base's model or the same with more lanes, on a mesh of K80s."""
-    num_lanes, base_lanes = (sum(group.count for group in s.lane_groups) or 1 for s in (spec, base.spec))
+    num_lanes, base_lanes = (len(s.lane_specs) or 1 for s in (spec, base.spec))
     images = batch / BATCH / data
     encoder = base.encoder_seconds * images * num_lanes / base_lanes / lane
     decoder = base.decoder_seconds * images * decoder_weights(spec, lane) / decoder_weights(base.spec, 1)
@@ -102,7 +102,7 @@ def on_mesh(base: Base, spec: ModelSpec, batch: int, data: int, lane: int, algor
 
 def on_stacks(base: Base, num_devices: int) -> StepTime:
     """A step of the base's model, its lanes over K80s and all of the decoder on the first."""
-    num_lanes = sum(group.count for group in base.spec.lane_groups)
+    num_lanes = len(base.spec.lane_specs)
     lanes = [base.encoder_seconds / num_lanes] * num_lanes
     placement = partition("greedy", Problem(uniform_seconds(lanes, [1.0] * num_devices)))
     return simulate_stacks(

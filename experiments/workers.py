@@ -21,11 +21,12 @@ import numpy as np
 
 from experiments import REPOSITORY
 from mlcn_jax import host
-from mlcn_jax.config import RunConfig
+from mlcn_jax.config import RunConfig, flat
 from mlcn_jax.distributed import processes
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.lanes import LaneGroup, LaneSpec
 from mlcn_jax.placement.profile import DeviceProfile
+from mlcn_jax.training.session import optimizer_of, plan_of, step_options
 
 YARDSTICK = LaneGroup(LaneSpec("mlcn1", 3), 1)
 _THROTTLE_PERIOD_SECONDS = 0.02
@@ -146,7 +147,7 @@ def _work(values: dict[str, Any]) -> None:
     os.sched_setaffinity(0, values["cores"])
     config = config_of(values["changes"])
     if config.parallel.processes > 1:
-        processes.join(config)
+        processes.join(config.parallel, flat(config.to_dict()))
     import jax
     import jax.numpy as jnp
 
@@ -156,14 +157,14 @@ def _work(values: dict[str, Any]) -> None:
 
     image_shape, num_classes = config.data.shape()
     spec = config.model_spec(image_shape, num_classes)
-    optimizer = step.make_optimizer(config.train, 1000)
+    optimizer = optimizer_of(config.train, 1000)
     if values["device_of"]:
         laid_out = plan.Plan(
             stacks=stacks_runner.make_stacks(jax.devices(), values["device_of"]), head=jax.devices()[0]
         )
     else:
-        laid_out = plan.make_plan(config.parallel, spec, config.train.batch_size)
-    runner = plan.make_runner(laid_out, config, spec, optimizer)
+        laid_out = plan_of(config, spec)
+    runner = plan.make_runner(laid_out, spec, optimizer, clip_norm=config.train.clip_norm, **step_options(config))
     params = jax.jit(lambda key: init_params(spec, key))(jax.random.key(0))
     state = step.TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
     runner.start(jax.device_get(state))

@@ -12,7 +12,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from mlcn_jax.data import datasets
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import InputError, differences
 from mlcn_jax.files import read_json
 from mlcn_jax.nn.model import MODELS, ModelSpec
 from mlcn_jax.placement.partition import PARTITIONERS
@@ -306,12 +306,7 @@ class RunConfig:
         free = _FREE_ON_RESUME
         if self.train.optimizer == "adamw":  # its rate depends on where the run ends
             free = free - {"train.num_epochs"}
-        rows = [
-            f"  {field}: {theirs[field]!r} there, {mine[field]!r} now"
-            for field in mine
-            if field not in free and mine[field] != theirs[field]
-        ]
-        if rows:
+        if rows := differences(theirs, mine, [field for field in mine if field not in free]):
             raise InputError(
                 f"{workdir} holds a run with another configuration:\n"
                 + "\n".join(rows)

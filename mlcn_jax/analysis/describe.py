@@ -41,7 +41,7 @@ def describe(config: RunConfig) -> dict[str, Any]:
         "model": spec.name,
         "input_shape": list(image_shape),
         "num_classes": num_classes,
-        "lanes": [str(group.spec) for group in spec.lane_groups for _ in range(group.count)],
+        "lanes": [str(lane) for lane in spec.lane_specs],
         "lane_costs": {str(group.spec): costs_of(group.spec) for group in spec.lane_groups},
         "parameters": counts["total"],
         "parameters_per_lane": counts["per_lane"],

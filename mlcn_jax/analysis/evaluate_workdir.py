@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from mlcn_jax.analysis.workdir import load_with_data
 from mlcn_jax.config import RunConfig
-from mlcn_jax.errors import InputError
-from mlcn_jax.training.checkpoint import load_trained
 from mlcn_jax.training.evaluate import lane_spreads, make_evaluator
 from mlcn_jax.training.pictures import write_pictures
 
@@ -16,14 +15,7 @@ def evaluate_workdir(config: RunConfig, workdir: Path) -> dict[str, Any]:
     Raises:
       InputError: the workdir holds no trained model, or the images do not fit it.
     """
-    trained = load_trained(workdir)
-    dataset = config.data.load()
-    shape, expected = dataset.test.images.shape[1:], trained.spec.image_shape
-    if shape != expected or dataset.class_names != trained.class_names:
-        raise InputError(
-            f"the model in {workdir} takes {expected} images of {len(trained.class_names)} classes, {dataset.name} "
-            f"has {shape} images of {len(dataset.class_names)}: evaluate on data like what it was trained on"
-        )
+    trained, dataset = load_with_data(workdir, config)
     evaluator = make_evaluator(trained.spec, config.train.reconstruction_weight)
     scores = evaluator(trained.params, dataset.test, config.train.batch_size)
     write_pictures(workdir, trained.spec, trained.params, dataset, scores)

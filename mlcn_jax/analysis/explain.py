@@ -16,19 +16,19 @@ import orbax.checkpoint as ocp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
-from mlcn_jax.config import read_stored
+from mlcn_jax.analysis.workdir import load_with_data, stored_config
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import padded_batches, to_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules
 from mlcn_jax.nn.model import ModelSpec, encode, init_params, reconstruct
-from mlcn_jax.training.checkpoint import Trained, load_trained
+from mlcn_jax.training.checkpoint import Trained
 
 OFFSETS = tuple(i / 20 for i in range(-5, 6))  # thesis, figure 4.3
 _BATCH_SIZE = 50
 
 
-def load_run(workdir: Path, data_dir: str = "") -> tuple[Trained, datasets.Dataset]:
+def load_explained(workdir: Path, data_dir: str = "") -> tuple[Trained, datasets.Dataset]:
     """The trained model of a workdir, with its decoder, and the images that its configuration names.
 
     Args:
@@ -39,27 +39,14 @@ def load_run(workdir: Path, data_dir: str = "") -> tuple[Trained, datasets.Datas
       InputError: the workdir holds no trained model, its checkpoints hold no decoder or are not of the model that
         `model.json` describes, or the images do not fit the model.
     """
-    trained = _load_with_decoder(workdir)
-    config = read_stored(workdir)
-    dataset = (config.replace({"data.dir": data_dir}) if data_dir else config).data.load()
-    shape, expected = dataset.test.images.shape[1:], trained.spec.image_shape
-    if shape != expected or dataset.class_names != trained.class_names:
-        raise InputError(
-            f"the model in {workdir} takes {expected} images of {len(trained.class_names)} classes, {dataset.name} "
-            f"has {shape} images of {len(dataset.class_names)}: give data like what it was trained on"
-        )
-    return trained, dataset
-
-
-def _load_with_decoder(workdir: Path) -> Trained:
     try:
-        return load_trained(workdir)
+        return load_with_data(workdir, stored_config(workdir, data_dir))
     except InputError as error:
         parts = _stored_parts(workdir / "checkpoints")
         if parts and "decoder" not in parts:
             raise InputError(
                 f"the checkpoints in {workdir} hold no decoder (only {', '.join(sorted(parts))}), which draws the "
-                "reconstructions: give the workdir of a run of main.py, whose checkpoints hold one"
+                "reconstructions: give the workdir of a training run, whose checkpoints hold one"
             ) from error
         raise
 
@@ -79,7 +66,7 @@ def _stored_parts(checkpoints: Path) -> list[str]:
 
 def column_names(spec: ModelSpec) -> list[str]:
     """What to call each entry of a class capsule: `lane 3 (mlcn1:w4d1)`, in CapsNet `dimension 3`."""
-    kinds = [group.spec for group in spec.lane_groups for _ in range(group.count)]
+    kinds = spec.lane_specs
     if kinds:
         return [f"lane {i} ({kind})" for i, kind in enumerate(kinds)]
     dim = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))["encoder"]["capsule_weights"].shape[-1]

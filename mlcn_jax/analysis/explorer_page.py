@@ -196,7 +196,8 @@ def build(explorer: Explorer) -> "gradio.Blocks":
         # The fastest way to an answer: no queue, and of moves that come meanwhile only the last.
         quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
         latest = {"trigger_mode": "always_last", **quick}
-        changes, shown = [switched_on, *sliders], [picture, lengths]
+        changes: list = [switched_on, *sliders]
+        shown = [picture, lengths]
         started = [notice, state, original, capsule, *shown]
         test_class.input(choose_class, [test_class, *changes], [place, *started], **quick)
         place.input(choose_place, [test_class, place, *changes], started, **latest)

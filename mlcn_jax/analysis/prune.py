@@ -25,16 +25,17 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from mlcn_jax import host
-from mlcn_jax.config import RunConfig, read_stored
+from mlcn_jax.analysis.workdir import stored_config
+from mlcn_jax.config import RunConfig
 from mlcn_jax.data import batches, datasets
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.nn import capsules
 from mlcn_jax.nn.conv import compiler_options
-from mlcn_jax.nn.model import ModelSpec, encode, init_params
+from mlcn_jax.nn.model import ModelSpec, encode, init_params, rows_of, spec_of
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.checkpoint import Checkpoints, describe_model, load_trained
-from mlcn_jax.training.step import make_optimizer
+from mlcn_jax.training.session import open_session, optimizer_of
 
 TIMED_BATCH = 100
 _RANKING_IMAGES = 5000  # training images that rank lanes where a run has no validation images
@@ -75,7 +76,7 @@ class Run:
     @property
     def lanes(self) -> list[str]:
         """The lanes in the order of their numbers."""
-        return [str(group.spec) for group in self.spec.lane_groups for _ in range(group.count)]
+        return [str(lane) for lane in self.spec.lane_specs]
 
     def scores(self, split: datasets.Split) -> evaluate.Scores:
         """Scores as `main.py --mode=evaluate` computes them."""
@@ -83,55 +84,50 @@ class Run:
         return evaluator(self.params, split, self.config.train.batch_size)
 
 
-def load_run(workdir: Path, data_dir: str = "") -> Run:
+def load_prunable(workdir: Path, data_dir: str = "") -> Run:
     """Reads a workdir and the images of its run; `data_dir` replaces `data.dir` where they have moved.
 
     Raises:
       InputError: there is no trained model, it has no lanes, or the images are not those that it was trained on.
     """
-    config = read_stored(workdir)
-    if data_dir:
-        config = config.replace({"data.dir": data_dir})
+    config = stored_config(workdir, data_dir)
     if config.model["name"] != "mlcn":
         raise InputError(f"{workdir} holds a {config.model['name']}, which has no lanes to remove: give one of an MLCN")
-    trained = load_trained(workdir)
-    dataset = config.data.load()
-    train, validation = datasets.split_validation(dataset.train, config.data.validation_fraction, config.train.seed)
-    digest = datasets.digest(train)
-    learned = read_json(workdir / "model.json")["training_images_sha256"]
-    if digest != learned or dataset.class_names != trained.class_names:
+    trained, session = load_trained(workdir), open_session(config)
+    facts, learned = session.model_facts(), read_json(workdir / "model.json")
+    if any(facts[name] != learned[name] for name in ("training_images_sha256", "class_names")):
         raise InputError(
-            f"{dataset.name} as it is now is not what {workdir} was trained on (classes and SHA-256 are in its "
+            f"{session.dataset.name} as it is now is not what {workdir} was trained on (classes and SHA-256 are in its "
             "model.json): give --data_dir=FOLDER with those images"
         )
-    steps_per_epoch = batches.steps_per_epoch(len(train.labels), config.train.batch_size)
+    session = dataclasses.replace(session, spec=trained.spec)
     checkpoints = Checkpoints(workdir / "checkpoints", read_only=True)
-    state, facts = checkpoints.restore(_state_shapes(config, trained.spec, steps_per_epoch), best=True)
+    state, saved = checkpoints.restore(session.state_shapes(), best=True)
     checkpoints.close()
-    ranking, ranking_from = validation, "validation"
-    if not len(validation.labels):
+    train, ranking, ranking_from = session.train, session.validation, "validation"
+    if not len(ranking.labels):
         drawn = np.random.default_rng(0).permutation(len(train.labels))[:_RANKING_IMAGES]
         ranking, ranking_from = train[np.sort(drawn)], "training"
     return Run(
         config=config,
         spec=trained.spec,
-        class_names=dataset.class_names,
+        class_names=trained.class_names,
         params=state["params"],
         optimizer=state["optimizer"],
-        step=facts["step"],
-        conv=dict(facts.get("conv", {})),
-        steps_per_epoch=steps_per_epoch,
-        training_digest=digest,
-        dataset={"name": dataset.name, **dataset.provenance},
+        step=saved["step"],
+        conv=dict(saved.get("conv", {})),
+        steps_per_epoch=session.steps_per_epoch,
+        training_digest=facts["training_images_sha256"],
+        dataset={"name": session.dataset.name, **session.dataset.provenance},
         ranking=ranking,
         ranking_from=ranking_from,
-        test=dataset.test,
+        test=session.dataset.test,
     )
 
 
 def _state_shapes(config: RunConfig, spec: ModelSpec, steps_per_epoch: int) -> dict[str, Any]:
     params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
-    optimizer = make_optimizer(config.train, steps_per_epoch)
+    optimizer = optimizer_of(config.train, steps_per_epoch)
     return {"params": params, "optimizer": jax.eval_shape(optimizer.init, params)}
 
 
@@ -180,26 +176,10 @@ def _accuracy(squared_lengths: np.ndarray, labels: np.ndarray) -> float:
 
 
 def prune_spec(spec: ModelSpec, kept: Sequence[int]) -> ModelSpec:
-    """The model with only the lanes of the numbers `kept`, in rising order.
-
-    Raises:
-      InputError: no lane is kept.
-    """
+    """The model with only the lanes of the numbers `kept`, in rising order; raises InputError where none is."""
     if not kept:
         raise InputError("a model needs at least one lane: keep 1 or more")
-    counts = [(str(group.spec), len(_kept_in_group(spec, group.name, kept))) for group in spec.lane_groups]
-    entries = [f"{lane}*{count}" if count > 1 else lane for lane, count in counts if count]
-    return dataclasses.replace(spec, lanes=",".join(entries))
-
-
-def _kept_in_group(spec: ModelSpec, name: str, kept: Sequence[int]) -> np.ndarray:
-    """Places of the kept lanes within the group of that name."""
-    first = 0
-    for group in spec.lane_groups:
-        if group.name == name:
-            return np.array([lane - first for lane in kept if first <= lane < first + group.count], int)
-        first += group.count
-    raise KeyError(name)
+    return spec_of(spec, kept)
 
 
 def prune_params(spec: ModelSpec, params: dict, kept: Sequence[int]) -> dict:
@@ -226,13 +206,13 @@ def prune_run(run: Run, kept: Sequence[int]) -> Run:
 
 def _prune_tree(spec: ModelSpec, tree: Any, kept: Sequence[int], like: Any) -> Any:
     """Cuts a tree that holds trees of the parameters' form, such as an optimizer's state, to the shapes of `like`."""
-    leaves = dict(jax.tree_util.tree_leaves_with_path(tree))
+    leaves, rows = dict(jax.tree_util.tree_leaves_with_path(tree)), rows_of(spec, kept)
 
     def cut(path, wanted) -> Array:
         leaf = leaves[path]
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
         if names[:1] == ["encoder"]:
-            leaf = leaf[_kept_in_group(spec, names[1], kept)]
+            leaf = leaf[rows[names[1]]]
         elif names == ["decoder", "hidden1", "kernel"]:  # its rows are [classes, lanes]
             by_lane = leaf.reshape(spec.num_classes, -1, leaf.shape[-1])
             leaf = by_lane[:, np.array(kept)].reshape(-1, leaf.shape[-1])

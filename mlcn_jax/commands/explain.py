@@ -77,7 +77,7 @@ def explain_run(
     from mlcn_jax.analysis import explain
     from mlcn_jax.files import write_json
 
-    trained, dataset = explain.load_run(workdir, data_dir)
+    trained, dataset = explain.load_explained(workdir, data_dir)
     spec, params, test = trained.spec, trained.params, dataset.test
     wrong = [index for index in indices if not 0 <= index < len(test.labels)]
     if wrong:

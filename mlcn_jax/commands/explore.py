@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
     listener = explorer_page.listen(_PORT.value)
     explorer_page.check_gradio()
     host.keep_compiled_programs()
-    trained, dataset = explain.load_run(Path(_WORKDIR.value).expanduser(), _DATA_DIR.value)
+    trained, dataset = explain.load_explained(Path(_WORKDIR.value).expanduser(), _DATA_DIR.value)
     page = explorer_page.build(explorer_page.Explorer(trained, dataset.test))
     explorer_page.serve(page, listener)
 

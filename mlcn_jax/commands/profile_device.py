@@ -27,7 +27,7 @@ from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mlcn_jax import host
-from mlcn_jax.config import RunConfig
+from mlcn_jax.config import ParallelSettings, RunConfig
 from mlcn_jax.data import datasets
 from mlcn_jax.distributed import processes
 from mlcn_jax.errors import InputError
@@ -36,7 +36,8 @@ from mlcn_jax.nn import conv, lanes
 from mlcn_jax.nn.model import ModelSpec, init_params
 from mlcn_jax.placement import cost, fit
 from mlcn_jax.placement.profile import DeviceProfile, head_features
-from mlcn_jax.training.step import head_loss, make_optimizer
+from mlcn_jax.training.session import optimizer_of
+from mlcn_jax.training.step import head_loss
 
 BATCH_SIZES = (50, 100)
 # Widths and depths that are measured: a designed part of 1..5 times 1..5.
@@ -91,7 +92,7 @@ class Lab:
     def __init__(self, spec: ModelSpec):
         self.spec = spec
         self._config = RunConfig()
-        self._optimizer = make_optimizer(self._config.train, steps_per_epoch=600)
+        self._optimizer = optimizer_of(self._config.train, steps_per_epoch=600)
         self._rng = np.random.default_rng(0)
 
     def lane_cost(self, lane: lanes.LaneSpec) -> cost.LaneCost:
@@ -260,8 +261,7 @@ def measure_link(cores: Sequence[int]) -> dict[str, float] | None:
 def _link_worker(process: int, port: int, core: int) -> None:
     """One of the two processes between which `measure_link` measures; process 0 prints what it found."""
     os.sched_setaffinity(0, [core])
-    settings = {"processes": 2, "process": process, "coordinator": f"127.0.0.1:{port}"}
-    processes.join(RunConfig().replace({f"parallel.{name}": x for name, x in settings.items()}))
+    processes.join(ParallelSettings(processes=2, process=process, coordinator=f"127.0.0.1:{port}"), {})
     found = _link(jax.devices())
     if processes.is_first():
         print(json.dumps(found), flush=True)

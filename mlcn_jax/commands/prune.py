@@ -107,7 +107,7 @@ def measure_and_prune(
         prune.check_unused(output)
         make_folder(output.parent, "output")
     host.keep_compiled_programs()
-    runs = [prune.load_run(workdir, data_dir) for workdir in workdirs]
+    runs = [prune.load_prunable(workdir, data_dir) for workdir in workdirs]
     if keep is not None and keep > len(runs[0].lanes):
         raise InputError(f"--keep={keep}: {workdirs[0]} has {len(runs[0].lanes)} lanes; keep 1 to that many")
     make_folder(results, "results")

@@ -14,12 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlcn_jax.config import ParallelSettings, RunConfig, flat
-from mlcn_jax.errors import InputError
+from mlcn_jax.config import ParallelSettings
+from mlcn_jax.errors import InputError, differences
 from mlcn_jax.launch import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 
 _WATCHED = "MLCN_JAX_WATCHED"  # set for processes that `watch` started
@@ -130,15 +130,18 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def join(config: RunConfig) -> None:
-    """Makes this process one of a run of several; with `parallel.processes` 0 as the cluster's environment says.
+def join(settings: ParallelSettings, values: Mapping[str, Any]) -> None:
+    """Makes this process one of a run of several; with `processes` 0 as the cluster's environment says.
+
+    Args:
+      settings: how many processes there are, which this is, and where they meet.
+      values: the run's configuration by full names, which must be the same in all processes.
 
     Raises:
-      InputError: a process does not come within `parallel.timeout_seconds`, or has another configuration.
+      InputError: a process does not come within `timeout_seconds`, or has another configuration.
     """
     import jax
 
-    settings = config.parallel
     from_cluster = settings.processes == 0
     if not from_cluster:
         _roll_call(settings)
@@ -152,7 +155,7 @@ def join(config: RunConfig) -> None:
     before = _threads()
     if jax.default_backend() == "cpu":
         _make_collectives_yield(_threads() - before)
-    _check_same_config(config)
+    _check_same_config(values)
 
 
 def _roll_call(settings: ParallelSettings) -> None:
@@ -234,10 +237,10 @@ def _threads() -> set[int]:
     return set()
 
 
-def _check_same_config(config: RunConfig) -> None:
-    mine = {name: value for name, value in flat(config.to_dict()).items() if name not in _MAY_DIFFER}
+def _check_same_config(values: Mapping[str, Any]) -> None:
+    mine = {name: value for name, value in values.items() if name not in _MAY_DIFFER}
     first = from_first(mine)
-    rows = [f"  {name}: {first[name]!r} there, {mine[name]!r} here" for name in mine if first[name] != mine[name]]
+    rows = differences(first, mine, here="here")
     differ = gather(bool(rows))
     if any(differ):
         who = ", ".join(str(i) for i, is_other in enumerate(differ) if is_other)

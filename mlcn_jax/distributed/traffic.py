@@ -34,7 +34,7 @@ def exchanged_bytes(spec: ModelSpec, batch_size: int, data: int, lane: int) -> d
     gathered = 0
     if lane > 1:
         layers = [size for size in (*spec.decoder, math.prod(spec.image_shape)) if size % lane == 0]
-        num_lanes = sum(group.count for group in spec.lane_groups)
+        num_lanes = len(spec.lane_specs)
         gathered = batch_size // data * (num_lanes * spec.num_classes + sum(layers))
     return {"all-gather": 4 * gathered, "reduce-scatter": 4 * gathered, "all-reduce": 4 * reduced}
 

@@ -13,10 +13,8 @@ backend, and on a CPU its strided input gradient is slow even for one lane. Ther
 Every function is written for one lane; the caller vmaps.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import lru_cache, partial
 
 import jax
@@ -25,7 +23,7 @@ import numpy as np
 from jax import Array, lax
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import conv_spectral
+from mlcn_jax.nn import conv_spectral, tracing
 
 # Limits of `choose` on a CPU, from benchmarks/conv_algorithms.py on 2 cores with AVX-512.
 _FOURIER_MIN_BATCH = 8  # below, transforming the kernel costs more than the rest
@@ -79,47 +77,18 @@ def choose(backend: str, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...]
     return "im2col" if entries <= _IM2COL_MAX_ENTRIES else "native"
 
 
-_CHOICES: ContextVar[dict[str, str] | None] = ContextVar("choices", default=None)
-
-
-@contextlib.contextmanager
-def choices(table: dict[str, str]) -> Iterator[None]:
-    """While active, "auto" takes its algorithms from `table`, and adds to it those that `choose` names.
-
-    Kept with a checkpoint, the table makes a resumed run compute the same bits although `choose` has changed.
-    """
-    token = _CHOICES.set(table)
-    try:
-        yield
-    finally:
-        _CHOICES.reset(token)
-
-
-_BATCH: ContextVar[int] = ContextVar("batch", default=0)
-
-
-@contextlib.contextmanager
-def any_batch_as(batch_size: int) -> Iterator[None]:
-    """While active, "auto" takes the algorithms for so many images, where the batch is traced as a symbol."""
-    token = _BATCH.set(batch_size)
-    try:
-        yield
-    finally:
-        _BATCH.reset(token)
+def key_of(x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], stride: int, padding: str) -> str:
+    """The name of a convolution on the platform that it is traced for, in a table of algorithms."""
+    sizes = ("x".join(map(str, shape)) for shape in (x_shape, kernel_shape))
+    return " ".join((tracing.platform(), *sizes, f"stride {stride}", padding))
 
 
 def _chosen(x_shape, kernel_shape, stride, padding):
-    backend, table = conv_spectral.platform(), _CHOICES.get()
-    if _BATCH.get():
-        x_shape = (_BATCH.get(), *x_shape[1:])
-    sizes = ("x".join(map(str, shape)) for shape in (x_shape, kernel_shape))
-    key = " ".join((backend, *sizes, f"stride {stride}", padding))
-    name = table.get(key) if table is not None else None
-    if name is None:
-        name = choose(backend, x_shape, kernel_shape, stride, padding)
-        if table is not None:
-            table[key] = name
-    return name
+    target = tracing.current()
+    if target.batch:
+        x_shape = (target.batch, *x_shape[1:])
+    shape = (x_shape, kernel_shape, stride, padding)
+    return target.algorithm(key_of(*shape), lambda: choose(tracing.platform(), *shape))
 
 
 def lane_convs(
@@ -186,7 +155,7 @@ def _num_outputs(x_shape, kernel_shape, stride, padding):
 
 
 def _native(x, kernel, stride, pads):
-    convolve = _cpu_convolve if conv_spectral.platform() == "cpu" else _convolve
+    convolve = _cpu_convolve if tracing.platform() == "cpu" else _convolve
     return convolve(stride, tuple(pads), x, kernel)
 
 

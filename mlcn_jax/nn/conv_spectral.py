@@ -10,9 +10,6 @@ row of A x. On 20x20 pixels, a 9x9 kernel with stride 2 takes 4.9 times fewer mu
 Maps are [points, batch, phases * channels], so no array is transposed between one product and the next.
 """
 
-import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -22,28 +19,9 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from mlcn_jax.nn import tracing
+
 _MAX_POINTS = 1024  # over both axes: B and C are dense in them
-
-
-_TRACED_FOR: ContextVar[str] = ContextVar("traced_for", default="")
-
-
-@contextlib.contextmanager
-def traced_for(platform: str) -> Iterator[None]:
-    """While active, programs are traced for another platform, such as `gpu`, than the one here."""
-    token = _TRACED_FOR.set(platform)
-    try:
-        yield
-    finally:
-        _TRACED_FOR.reset(token)
-
-
-def platform():
-    """What the program that is traced will run on."""
-    if _TRACED_FOR.get():
-        return _TRACED_FOR.get()
-    device = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return device.platform if isinstance(device, jax.Device) else jax.default_backend()
 
 
 class Span(NamedTuple):
@@ -115,7 +93,7 @@ def keep(x, y):
     Where no gradient reads x later, XLA's CPU library computes a whole chain of products tile by tile, up to twice as
     slow. A second use of x, which changes nothing, ends the chain.
     """
-    return y + 0 * jnp.nan_to_num(x[(0,) * x.ndim]) if platform() == "cpu" else y
+    return y + 0 * jnp.nan_to_num(x[(0,) * x.ndim]) if tracing.platform() == "cpu" else y
 
 
 def lanes_in_turn(one_lane):
@@ -125,7 +103,7 @@ def lanes_in_turn(one_lane):
     @function.def_vmap
     def _(size, batched, *args):
         batched = tuple(batched)
-        if platform() == "cpu":
+        if tracing.platform() == "cpu":
             lanes = [jax.tree.map(lambda a, b, i=i: a[i] if b else a, args, batched) for i in range(size)]
             out = jax.tree.map(lambda *parts: jnp.stack(parts), *[function(*lane) for lane in lanes])
         else:

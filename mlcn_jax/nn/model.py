@@ -7,11 +7,12 @@ lanes and of the decoder's units. Empty, as everywhere else, there is one share.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -23,6 +24,7 @@ from mlcn_jax.nn.lanes import (
     ConvParams,
     LaneGroup,
     LaneSettings,
+    LaneSpec,
     apply_group,
     first_input,
     init_group,
@@ -120,9 +122,14 @@ class ModelSpec:
         return parse_lanes(self.lanes) if self.name == "mlcn" else ()
 
     @property
+    def lane_specs(self) -> tuple[LaneSpec, ...]:
+        """The lanes one by one, in the order of the columns of the class capsules; empty for CapsNet."""
+        return tuple(group.spec for group in self.lane_groups for _ in range(group.count))
+
+    @property
     def certain_length(self) -> float:
         """Length of a class capsule that stands for probability 1: sqrt(L) where each of L lanes classifies alone."""
-        return math.sqrt(sum(group.count for group in self.lane_groups)) if self.margin_loss == "per_lane" else 1.0
+        return math.sqrt(len(self.lane_specs)) if self.margin_loss == "per_lane" else 1.0
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -139,6 +146,29 @@ class ModelSpec:
             dtype=self.dtype,
             conv_algorithm=self.conv,
         )
+
+
+def rows_of(spec: ModelSpec, lanes: Sequence[int]) -> dict[str, np.ndarray]:
+    """Where some lanes lie along the first axis of their groups' stacked parameters, by the group's name.
+
+    Args:
+      spec: the whole model.
+      lanes: places of lanes in it, ascending.
+    """
+    rows, first = {}, 0
+    for group in spec.lane_groups:
+        own = np.array([lane - first for lane in lanes if first <= lane < first + group.count], np.int32)
+        if own.size:
+            rows[group.name] = own
+        first += group.count
+    return rows
+
+
+def spec_of(spec: ModelSpec, lanes: Sequence[int]) -> ModelSpec:
+    """The model of some of the lanes of another, given as for `rows_of`."""
+    rows = rows_of(spec, lanes)
+    groups = [LaneGroup(group.spec, rows[group.name].size) for group in spec.lane_groups if group.name in rows]
+    return dataclasses.replace(spec, lanes=",".join(map(str, groups)))
 
 
 def num_shares(lane_axis: str) -> int:

@@ -21,8 +21,9 @@ from mlcn_jax.data.batches import Batches, steps_per_epoch
 from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.nn import lanes
 from mlcn_jax.nn.model import ModelSpec, init_params
+from mlcn_jax.training.session import optimizer_of, step_options
 from mlcn_jax.training.stacks_runner import Stack, StacksRunner
-from mlcn_jax.training.step import TrainState, make_optimizer
+from mlcn_jax.training.step import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Trainer:
             _, images = datasets.split_validation(images, num_images / len(images.labels), settings.seed)
         self.train, self.validation = datasets.split_validation(images, config.data.validation_fraction, settings.seed)
         self.steps_per_epoch = steps_per_epoch(len(self.train.labels), settings.batch_size)
-        self._optimizer = make_optimizer(dataclasses.replace(settings, num_epochs=num_epochs), self.steps_per_epoch)
+        self._optimizer = optimizer_of(dataclasses.replace(settings, num_epochs=num_epochs), self.steps_per_epoch)
         self._programs = {} if programs is None else programs
 
     def spec(self, lanes_text: str) -> ModelSpec:
@@ -122,10 +123,7 @@ class Trainer:
             self._optimizer,
             group_stacks(spec),
             jax.devices()[0],
-            reconstruction_weight=settings.reconstruction_weight,
-            seed=settings.seed,
-            max_shift=self._config.data.max_shift,
-            flip=self._config.data.flip,
+            **step_options(self._config),
             clip_norm=settings.clip_norm,
             programs=self._programs,
         )

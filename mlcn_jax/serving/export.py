@@ -14,7 +14,7 @@ from mlcn_jax.config import read_stored
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import hold, write_json
-from mlcn_jax.nn import capsules, conv, conv_spectral
+from mlcn_jax.nn import capsules, conv, tracing
 from mlcn_jax.nn.model import encode
 from mlcn_jax.serving import artifact
 from mlcn_jax.training.checkpoint import Trained, load_trained
@@ -111,7 +111,7 @@ def _serialized(trained: Trained, platform: str, device: str, min_batch: int, us
     (batch,) = jax.export.symbolic_shape("batch", constraints=[f"batch >= {min_batch}"])
     images = jax.ShapeDtypeStruct((batch, *spec.image_shape), jnp.uint8)
     weights = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in _flat(trained.params["encoder"]).items()}
-    with conv_spectral.traced_for(device), conv.any_batch_as(usual_batch):
+    with tracing.using(tracing.Target(platform=device, batch=usual_batch)):
         exported = jax.export.export(jax.jit(lengths), platforms=[platform])(weights, images)
     try:
         return exported.serialize()

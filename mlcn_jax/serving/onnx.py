@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, UInt8
 from mlcn_jax.config import DataSettings, RunConfig
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
-from mlcn_jax.nn import capsules, conv_spectral
+from mlcn_jax.nn import capsules, tracing
 from mlcn_jax.nn.lanes import Lane
 from mlcn_jax.nn.model import ModelSpec, encode
 from mlcn_jax.serving.artifact import MODEL, WEIGHTS, Artifact
@@ -102,9 +102,10 @@ def lane_by_lane(spec: ModelSpec, encoder: dict) -> Callable[[Array], Array]:
 
     def lengths(images: Array) -> Array:
         x = _pixels(images)
-        with conv_spectral.traced_for("onnx"):  # what is done for XLA on a CPU is left out
+        with tracing.using(tracing.Target(platform="onnx")):  # what is done for XLA on a CPU is left out
             if lanes:
-                v = jnp.stack([lane.apply({"params": params}, x) for lane, params in lanes], axis=-1)
+                columns: list = [lane.apply({"params": params}, x) for lane, params in lanes]
+                v = jnp.stack(columns, axis=-1)
             else:
                 v = encode(spec, encoder, x)
         return capsules.lengths(v)

@@ -11,22 +11,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig, model_defaults, read_stored
-from mlcn_jax.data import batches as batches_lib
-from mlcn_jax.data import datasets
+from mlcn_jax.data.batches import Batches
+from mlcn_jax.data.datasets import Split
 from mlcn_jax.distributed import processes
-from mlcn_jax.errors import Diverged, InputError, Stopped
+from mlcn_jax.errors import Diverged, InputError, Stopped, differences
 from mlcn_jax.files import hold, read_json, write_json
-from mlcn_jax.nn import conv
+from mlcn_jax.nn import tracing
 from mlcn_jax.nn.model import ModelSpec, count_parameters, init_params
 from mlcn_jax.training import evaluate, pictures
-from mlcn_jax.training.checkpoint import Checkpoints, Trained, describe_model, load_trained
+from mlcn_jax.training.checkpoint import Checkpoints, Trained, load_trained
 from mlcn_jax.training.metrics import MetricsWriter, Progress, StepLog
-from mlcn_jax.training.plan import make_plan, make_runner
-from mlcn_jax.training.step import TrainState, make_optimizer
+from mlcn_jax.training.plan import algorithms_of, make_runner
+from mlcn_jax.training.session import Session, open_session
+from mlcn_jax.training.step import TrainState
 
 _log = logging.getLogger(__name__)
 
@@ -51,29 +51,23 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             logging.getLogger("mlcn_jax").setLevel(logging.WARNING)
             workdir = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(hold(workdir))
-        dataset = config.data.load()
-        train_split, validation = datasets.split_validation(
-            dataset.train, config.data.validation_fraction, settings.seed
-        )
-        steps_per_epoch = batches_lib.steps_per_epoch(len(train_split.labels), settings.batch_size)
-        spec = config.model_spec(dataset.train.images.shape[1:], len(dataset.class_names))
-        optimizer = make_optimizer(settings, steps_per_epoch)
-        plan = make_plan(config.parallel, spec, settings.batch_size)
+        session = open_session(config)
+        dataset, validation, spec = session.dataset, session.validation, session.spec
+        steps_per_epoch = session.steps_per_epoch
+        plan = session.plan()
 
         checkpoints = Checkpoints(workdir / "checkpoints")
         stack.callback(checkpoints.close)
-        model_facts = describe_model(spec, dataset.class_names, datasets.digest(train_split))
+        model_facts = session.model_facts()
         if checkpoints.exist():
             config.check_resumable(read_stored(workdir), workdir)
             _check_same_model(workdir, model_facts)
-        state, conv_choices = _start_state(config, spec, optimizer, checkpoints)
-        state, conv_choices = processes.arrays_from_first(state), processes.from_first(conv_choices)
-        stack.enter_context(conv.choices(conv_choices))
+        state, algorithms = _start_state(session, checkpoints)
+        state, algorithms = processes.arrays_from_first(state), processes.from_first(algorithms)
+        algorithms = algorithms_of(plan, spec, settings.batch_size, algorithms)
+        stack.enter_context(tracing.using(tracing.Target(algorithms=tracing.as_pairs(algorithms))))
         start = int(state.step)
-        num_steps = settings.num_epochs * steps_per_epoch
-        if settings.num_steps:
-            num_steps = min(num_steps, settings.num_steps)
-        num_steps = max(num_steps, start)
+        num_steps = max(session.num_steps, start)
         write_json(workdir / "config.json", config.to_dict())
         write_json(workdir / "model.json", model_facts)
         finished = processes.from_first(_finished_summary(workdir, start))
@@ -81,10 +75,10 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             _log.info("%s is finished: %d steps", workdir, start)
             return finished
 
-        runner = make_runner(plan, config, spec, optimizer)
+        runner = make_runner(plan, spec, session.optimizer, clip_norm=settings.clip_norm, **session.step_options)
         runner.start(state)
         del state
-        batches = batches_lib.Batches(train_split.images, train_split.labels, settings.batch_size, settings.seed)
+        batches = Batches(session.train.images, session.train.labels, settings.batch_size, settings.seed)
         compile_seconds = runner.compile(*batches.at(start))
         writer = MetricsWriter(workdir, start)
         stack.callback(writer.close)
@@ -94,7 +88,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         trace = stack.enter_context(contextlib.ExitStack())
         first_profiled = start + max(0, min(10, num_steps - start - _PROFILED_STEPS))
 
-        def score(split_name: str, split: datasets.Split, step: int) -> evaluate.Scores:
+        def score(split_name: str, split: Split, step: int) -> evaluate.Scores:
             scores = runner.scores(split, settings.batch_size)
             writer.write(step, split_name, {"loss": scores.loss, "accuracy": scores.accuracy})
             progress.say(f"step {step}  {split_name} loss {scores.loss:.4f}  accuracy {scores.accuracy:.2%}")
@@ -102,7 +96,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
 
         def save(step: int, validate: bool) -> None:
             # The loss of a step is that before its update: what is saved is tried on the newest batch first.
-            loss = runner.scores(datasets.Split(*batches.at(step - 1)), settings.batch_size).loss
+            loss = runner.scores(Split(*batches.at(step - 1)), settings.batch_size).loss
             if not math.isfinite(loss):
                 raise Diverged(f"step {step}: the loss after it is {loss}; checkpoints of earlier steps are kept")
             accuracy = score("validation", validation, step).accuracy if validate else None
@@ -110,7 +104,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             if not processes.is_first():
                 return
             parts = {"params": state.params, "optimizer": state.optimizer}
-            checkpoints.save(step, parts, {"config_hash": config.hash(), "conv": conv_choices}, accuracy)
+            checkpoints.save(step, parts, {"config_hash": config.hash(), "conv": algorithms}, accuracy)
 
         stop.check(f"before step {start + 1}")
         with jax.transfer_guard("disallow"):  # every transfer below is an explicit one
@@ -164,7 +158,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             "compile_seconds": compile_seconds,
             "parameters": count_parameters(spec)["total"],
             "peak_memory_bytes": host.peak_memory_bytes(),
-            "data": {"name": dataset.name, "train_images": len(train_split.labels), **dataset.provenance},
+            "data": {"name": dataset.name, "train_images": len(session.train.labels), **dataset.provenance},
             "config_hash": config.hash(),
             "parallel": plan.about,
             **host.environment(),
@@ -179,8 +173,7 @@ def _check_same_model(workdir: Path, mine: dict[str, Any]) -> None:
     theirs = read_json(workdir / "model.json")
     if isinstance(theirs.get("spec"), dict):
         theirs["spec"] = model_defaults() | theirs["spec"]
-    rows = [f"  {name}: {theirs.get(name)} there, {mine[name]} now" for name in mine if theirs.get(name) != mine[name]]
-    if rows:
+    if rows := differences(theirs, mine):
         raise InputError(
             f"{workdir} holds a run on other data:\n"
             + "\n".join(rows)
@@ -198,26 +191,23 @@ def _finished_summary(workdir: Path, step: int) -> dict | None:
     return summary if isinstance(summary, dict) and summary.get("steps") == step else None
 
 
-def _start_state(
-    config: RunConfig, spec: ModelSpec, optimizer: optax.GradientTransformation, checkpoints: Checkpoints
-) -> tuple[TrainState, dict[str, str]]:
-    """The state to start from, and the convolution algorithms that the run has used so far (`conv.choices`).
+def _start_state(session: Session, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, str]]:
+    """The state to start from, and the convolution algorithms that the run has used so far.
 
     1. The newest checkpoint of this workdir that verifies.
-    2. `config.init_from`: the best parameters of another workdir, with a fresh optimizer.
+    2. `config.init_from`: the best parameters of another workdir, with a fresh optimizer state.
     3. Random parameters from `config.train.seed`.
     """
-    key = jax.random.key(config.train.seed)
     if checkpoints.exist():
-        shapes = jax.eval_shape(lambda k: init_params(spec, k), key)
-        restored, facts = checkpoints.restore({"params": shapes, "optimizer": jax.eval_shape(optimizer.init, shapes)})
+        restored, facts = checkpoints.restore(session.state_shapes())
         _log.info("resuming from step %d", facts["step"])
         state = TrainState(jnp.asarray(facts["step"], jnp.int32), restored["params"], restored["optimizer"])
         return state, dict(facts.get("conv", {}))
-    params = jax.jit(lambda k: init_params(spec, k))(key)
-    if config.init_from:
-        params = _adapt(params, spec, load_trained(Path(config.init_from).expanduser()))
-    return jax.jit(TrainState.create, static_argnums=1)(params, optimizer), {}
+    spec, donor = session.spec, session.config.init_from
+    params = jax.jit(lambda k: init_params(spec, k))(jax.random.key(session.config.train.seed))
+    if donor:
+        params = _adapt(params, spec, load_trained(Path(donor).expanduser()))
+    return jax.jit(TrainState.create, static_argnums=1)(params, session.optimizer), {}
 
 
 def _adapt(params: dict, spec: ModelSpec, trained: Trained) -> dict:
@@ -228,10 +218,7 @@ def _adapt(params: dict, spec: ModelSpec, trained: Trained) -> dict:
         return {"lanes": ",".join(map(str, spec.lane_groups)), **{name: getattr(spec, name) for name in same}}
 
     theirs, mine = shape_of(trained.spec), shape_of(spec)
-    rows = [
-        f"  {field}: {theirs[field]!r} there, {mine[field]!r} now" for field in mine if mine[field] != theirs[field]
-    ]
-    if rows:
+    if rows := differences(theirs, mine):
         raise InputError("config.init_from names a model of another shape or input:\n" + "\n".join(rows))
     fresh = []
 

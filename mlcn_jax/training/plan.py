@@ -2,27 +2,30 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from mlcn_jax.config import ParallelSettings, RunConfig
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.distributed import processes, traffic
 from mlcn_jax.errors import InputError
+from mlcn_jax.nn import tracing
 from mlcn_jax.nn.lanes import LaneSpec
-from mlcn_jax.nn.model import ModelSpec
+from mlcn_jax.nn.model import ModelSpec, encode, init_params, spec_of
 from mlcn_jax.placement import cost, partition, simulate
 from mlcn_jax.placement.problem import NoRoom, Placement, Problem, uniform_seconds
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.training.mesh_runner import MeshRunner
-from mlcn_jax.training.stacks_runner import Stack, StacksRunner, make_stacks, spec_of
+from mlcn_jax.training.runner import Runner
+from mlcn_jax.training.stacks_runner import Stack, StacksRunner, make_stacks
 
 _log = logging.getLogger(__name__)
 
@@ -49,30 +52,49 @@ class Candidate:
     step: simulate.StepTime
 
 
-def make_plan(settings: ParallelSettings, spec: ModelSpec, batch_size: int) -> Plan:
-    """The plan that `parallel.plan` names.
+def make_plan(
+    spec: ModelSpec,
+    batch_size: int,
+    *,
+    kind: str = "mesh",
+    data: int = 1,
+    lane: int = 1,
+    partitioner: str = "greedy",
+    profile_files: Sequence[Path] = (),
+    platforms: Sequence[str] = (),
+) -> Plan:
+    """A plan for the devices of this process, or of all processes of the run.
+
+    Args:
+      spec, batch_size: of the training.
+      kind: `mesh`, `stacks`, or `auto` for the fastest split by the device profiles.
+      data: of a mesh, devices over which each batch is split.
+      lane: of mesh and stacks, devices over which the lanes are spread.
+      partitioner: of stacks, one of `partition.PARTITIONERS`.
+      profile_files: device profiles, one for each kind of device.
+      platforms: of stacks in one process, the kinds of devices to use, such as gpu and cpu; empty takes JAX's default.
 
     Raises:
       InputError: there are too few devices, model or batch do not fit them, or a device profile is missing or wrong.
     """
-    if settings.plan == "mesh":
-        return _mesh_plan(spec, batch_size, settings.data, settings.lane)
+    if kind == "mesh":
+        return _mesh_plan(spec, batch_size, data, lane)
     if not spec.lane_groups:
-        raise InputError(f"CapsNet has no lanes for parallel.plan={settings.plan}: use mesh, with parallel.data")
-    if settings.plan == "stacks":
-        devices = mesh_lib.take_devices(1, settings.lane, _present(settings))
-        profiles = _profiles(settings, devices)
+        raise InputError(f"CapsNet has no lanes for parallel.plan={kind}: use mesh, with parallel.data")
+    if kind == "stacks":
+        devices = mesh_lib.take_devices(1, lane, _present(platforms))
+        profiles = _profiles(profile_files, devices)
         names = [f"{device.device_kind} {device.id}" for device in devices]
         problem = placement_problem(spec, batch_size, profiles, names)
-        placement = _in_first(lambda: dataclasses.asdict(partition.partition(settings.partitioner, problem)))
+        placement = _in_first(lambda: dataclasses.asdict(partition.partition(partitioner, problem)))
         return _stacks_plan(spec, devices, Placement(**placement), names)
     devices = jax.devices()
-    known = [profile for profile in _profiles(settings, devices) if profile is not None]
+    known = [profile for profile in _profiles(profile_files, devices) if profile is not None]
     if not known:
         raise InputError(f"parallel.plan=auto needs parallel.profile: measure the devices with {_MEASURE}")
 
     def choose() -> dict[str, Any]:
-        found = candidates(spec, batch_size, known, settings.partitioner, jax.process_count())
+        found = candidates(spec, batch_size, known, partitioner, jax.process_count())
         fastest = min(found, key=lambda candidate: candidate.step.total_seconds)
         return {**dataclasses.asdict(fastest), "seconds": fastest.step.total_seconds}
 
@@ -87,18 +109,41 @@ def make_plan(settings: ParallelSettings, spec: ModelSpec, batch_size: int) -> P
 
 
 def make_runner(
-    plan: Plan, config: RunConfig, spec: ModelSpec, optimizer: optax.GradientTransformation
-) -> MeshRunner | StacksRunner:
-    """What runs training steps by that plan."""
-    step: dict[str, Any] = {
-        "reconstruction_weight": config.train.reconstruction_weight,
-        "seed": config.train.seed,
-        "max_shift": config.data.max_shift,
-        "flip": config.data.flip,
-    }
+    plan: Plan,
+    spec: ModelSpec,
+    optimizer: optax.GradientTransformation,
+    *,
+    clip_norm: float = 0.0,
+    **step_options: Any,
+) -> Runner:
+    """What runs training steps by a plan.
+
+    Args:
+      plan, spec, optimizer: of the run.
+      clip_norm: that of the optimizer, 0 without, which stacks apply over all devices.
+      step_options: of `step.make_train_step`.
+    """
     if plan.head is None:
-        return MeshRunner(spec, optimizer, plan.mesh, **step)
-    return StacksRunner(spec, optimizer, plan.stacks, plan.head, clip_norm=config.train.clip_norm, **step)
+        return MeshRunner(spec, optimizer, plan.mesh, **step_options)
+    return StacksRunner(spec, optimizer, plan.stacks, plan.head, clip_norm=clip_norm, **step_options)
+
+
+def algorithms_of(plan: Plan, spec: ModelSpec, batch_size: int, known: Mapping[str, str]) -> dict[str, str]:
+    """The convolution algorithms of a run, settled before anything is traced to run (`tracing.resolve`).
+
+    Args:
+      plan, spec, batch_size: of the run.
+      known: algorithms that a checkpoint keeps, which stay.
+    """
+    found = dict(known)
+    shares = plan.mesh.shape[mesh_lib.DATA_AXIS] if plan.mesh is not None else 1
+    pixels = jax.ShapeDtypeStruct((batch_size // shares, *spec.image_shape), jnp.float32)
+    encoder = jax.eval_shape(lambda key: init_params(spec, key)["encoder"], jax.random.key(0))
+    devices = [stack.device for stack in plan.stacks] or jax.local_devices()[:1]
+    for device in {device.platform: device for device in devices}.values():
+        with jax.default_device(device):
+            found = tracing.resolve(functools.partial(encode, spec), encoder, pixels, known=found)
+    return found
 
 
 def candidates(
@@ -143,7 +188,7 @@ def predict_mesh(
     """A step on a mesh of devices given by their profiles, each so many times slower than its profile says."""
     share = batch_size // data
     lanes = [_lane_cost(spec, group.spec) for group in spec.lane_groups for _ in range(group.count // lane)]
-    num_lanes = sum(group.count for group in spec.lane_groups)
+    num_lanes = len(spec.lane_specs)
     num_gathers = 1 + sum(size % lane == 0 for size in (*spec.decoder, math.prod(spec.image_shape)))
     return simulate.simulate_mesh(
         data,
@@ -167,7 +212,7 @@ def predict_stacks(
 ) -> simulate.StepTime:
     """A step of lanes in stacks; `exchange` is `direct` in one process and `ring` among several."""
     num_lanes = len(placement.device_of)
-    kinds = [group.spec for group in spec.lane_groups for _ in range(group.count)]
+    kinds = spec.lane_specs
     seconds = []
     for d, (profile, factor) in enumerate(zip(profiles, slowness, strict=True)):
         lanes = [_lane_cost(spec, kind) for kind, device in zip(kinds, placement.device_of, strict=True) if device == d]
@@ -193,7 +238,7 @@ def placement_problem(
 
     The head's work is not in it: while one device does it, the others wait.
     """
-    kinds = [group.spec for group in spec.lane_groups for _ in range(group.count)]
+    kinds = spec.lane_specs
     costs = [_lane_cost(spec, kind) for kind in kinds]
     names = [f"lane {i} ({kind})" for i, kind in enumerate(kinds)]
     known = [profile for profile in profiles if profile is not None]
@@ -256,26 +301,26 @@ def _stacks_plan(spec: ModelSpec, devices: Sequence[jax.Device], placement: Plac
     return Plan(stacks=stacks, head=devices[0], about=about)
 
 
-def _present(settings: ParallelSettings) -> list[jax.Device]:
-    if not settings.platforms:
+def _present(platforms: Sequence[str]) -> list[jax.Device]:
+    if not platforms:
         return jax.devices()
     devices: list[jax.Device] = []
-    for platform in dict.fromkeys(name.strip() for name in settings.platforms.split(",") if name.strip()):
+    for platform in dict.fromkeys(platforms):
         try:
             devices += jax.devices(platform)
         except RuntimeError as error:
             raise InputError(
-                f"parallel.platforms={settings.platforms}: jax finds no {platform!r} here, it uses "
+                f"parallel.platforms={','.join(platforms)}: jax finds no {platform!r} here, it uses "
                 f"{jax.default_backend()}; is JAX_PLATFORMS set?"
             ) from error
     return devices
 
 
-def _profiles(settings: ParallelSettings, devices: Sequence[jax.Device]) -> list[DeviceProfile | None]:
+def _profiles(files: Sequence[Path], devices: Sequence[jax.Device]) -> list[DeviceProfile | None]:
     """The profile of each device, which every process gives for its own; None for all where there are none."""
 
     def read() -> dict[str, Any]:
-        given = [DeviceProfile.load(Path(name.strip())) for name in settings.profile.split(",") if name.strip()]
+        given = [DeviceProfile.load(file) for file in files]
         mine = [d for d, device in enumerate(devices) if device.process_index == jax.process_index()]
         return {str(d): _profile_of(given, devices[d]).to_dict() for d in mine if given}
 

@@ -26,7 +26,7 @@ from mlcn_jax import host
 from mlcn_jax.data import batches, datasets
 from mlcn_jax.distributed import exchange
 from mlcn_jax.nn import conv
-from mlcn_jax.nn.model import ModelSpec, encode
+from mlcn_jax.nn.model import ModelSpec, encode, rows_of, spec_of
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.step import TrainState, head_loss, make_input
 
@@ -45,24 +45,6 @@ def make_stacks(devices: Sequence[jax.Device], device_of: Sequence[int]) -> tupl
     """A stack for each device, given the device of each lane; devices without lanes have none."""
     lanes = [tuple(i for i, d in enumerate(device_of) if d == place) for place in range(len(devices))]
     return tuple(Stack(device, own) for device, own in zip(devices, lanes, strict=True) if own)
-
-
-def rows_of(spec: ModelSpec, lanes: Sequence[int]) -> dict[str, np.ndarray]:
-    """Where the lanes lie in the stacked parameters of their groups, by the group's name."""
-    rows, first = {}, 0
-    for group in spec.lane_groups:
-        own = np.array([lane - first for lane in lanes if first <= lane < first + group.count], np.int32)
-        if own.size:
-            rows[group.name] = own
-        first += group.count
-    return rows
-
-
-def spec_of(spec: ModelSpec, lanes: Sequence[int]) -> ModelSpec:
-    """The model of some of the lanes."""
-    rows = rows_of(spec, lanes)
-    groups = [f"{group.spec}*{rows[group.name].size}" for group in spec.lane_groups if group.name in rows]
-    return dataclasses.replace(spec, lanes=",".join(groups))
 
 
 def _group_of(path: tuple) -> str:

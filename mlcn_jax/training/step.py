@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from mlcn_jax import host
-from mlcn_jax.config import TrainSettings
 from mlcn_jax.data import batches
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.nn import capsules, conv, losses
@@ -30,24 +29,6 @@ class TrainState:
     def create(cls, params: dict, optimizer: optax.GradientTransformation) -> "TrainState":
         """The state before the first step."""
         return cls(jnp.zeros((), jnp.int32), params, optimizer.init(params))
-
-
-def make_optimizer(settings: TrainSettings, steps_per_epoch: int) -> optax.GradientTransformation:
-    """Adam as published, its rate multiplied by `lr_decay` after each epoch, or AdamW with warm-up and cosine.
-
-    Adam's epsilon is 1e-7, the default of Keras, with which the published results were made.
-    """
-    if settings.optimizer == "adam":
-        rate = optax.exponential_decay(settings.learning_rate, steps_per_epoch, settings.lr_decay, staircase=True)
-        optimizer = optax.adam(rate, eps=1e-7)
-    else:
-        num_steps = settings.num_epochs * steps_per_epoch
-        warmup = min(round(settings.warmup_epochs * steps_per_epoch), num_steps - 1)
-        rate = optax.warmup_cosine_decay_schedule(0.0, settings.learning_rate, warmup, num_steps)
-        optimizer = optax.adamw(rate, weight_decay=settings.weight_decay)
-    if settings.clip_norm:
-        optimizer = optax.chain(optax.clip_by_global_norm(settings.clip_norm), optimizer)
-    return optimizer
 
 
 def make_loss(

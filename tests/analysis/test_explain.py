@@ -143,7 +143,7 @@ def test_first_correct_takes_one_image_of_each_class_that_has_one(monkeypatch):
 
 def test_explain_a_run(run, tmp_path, monkeypatch):
     results = script.explain_run(run, tmp_path / "a", [], num_ranked=30)
-    trained, dataset = explain.load_run(run)
+    trained, dataset = explain.load_explained(run)
     pixels = dataset.test.images / np.float32(255)
     v, reconstructions = model.apply_model(trained.spec, trained.params, pixels)
     predicted = np.argmax(capsules.lengths(v), axis=-1)
@@ -215,7 +215,7 @@ def test_checkpoints_without_a_decoder_are_refused(run, tmp_path):
     checkpoints.save(20, {"params": encoder, "optimizer": {"count": jnp.zeros(())}}, {})
     checkpoints.close()
     with pytest.raises(InputError, match=r"hold no decoder \(only encoder\)"):
-        explain.load_run(tmp_path)
+        explain.load_explained(tmp_path)
 
 
 def test_a_description_of_another_model_is_refused(run, tmp_path):
@@ -223,4 +223,4 @@ def test_a_description_of_another_model_is_refused(run, tmp_path):
     path = tmp_path / "run" / "model.json"
     path.write_text(path.read_text().replace("mlcn1:w1*2", "mlcn1:w1*3"))
     with pytest.raises(InputError, match=r"model\.json is not of the model in .*checkpoints.*put the file back"):
-        explain.load_run(tmp_path / "run")
+        explain.load_explained(tmp_path / "run")

@@ -199,7 +199,7 @@ class Page:
 
 
 def test_the_page_in_a_browser(run, browser, url, tmp_path):
-    trained, dataset = explain.load_run(run)
+    trained, dataset = explain.load_explained(run)
     explorer = explorer_page.Explorer(trained, dataset.test)
     zeros = explorer.images_of_class[0]
     look = explorer.look(explorer.images[zeros[0]])

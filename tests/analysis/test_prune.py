@@ -48,7 +48,7 @@ def workdir(config, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(workdir):
-    return prune.load_run(workdir)
+    return prune.load_prunable(workdir)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_the_smaller_model_evaluates_as_reported(pruned):
 def test_the_printed_command_trains_the_smaller_model_on(run, pruned, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "_FINE_TUNING_EPOCHS", 1)
     small = shutil.copytree(pruned / "small", tmp_path / "small")
-    command = shlex.split(script.fine_tuning(prune.load_run(small), small))
+    command = shlex.split(script.fine_tuning(prune.load_prunable(small), small))
     assert command[:4] == ["python", "main.py", "--config=configs/default.py", f"--workdir={small}"]
     values = {}
     changes = dict(argument.removeprefix("--config.").split("=", 1) for argument in command[4:])
@@ -214,11 +214,11 @@ def test_lanes_are_never_ranked_on_test_images(config, run, workdir, tmp_path, m
     about["training_images_sha256"] = datasets.digest(dataset.train)
     (without / "model.json").write_text(json.dumps(about))
     monkeypatch.setattr(prune, "_RANKING_IMAGES", 60)
-    drawn = prune.load_run(without)
+    drawn = prune.load_prunable(without)
     assert (drawn.ranking_from, len(drawn.ranking.labels)) == ("training", 60)
     images = {image.tobytes() for image in dataset.train.images}
     assert {image.tobytes() for image in drawn.ranking.images} <= images
-    np.testing.assert_array_equal(drawn.ranking.labels, prune.load_run(without).ranking.labels)
+    np.testing.assert_array_equal(drawn.ranking.labels, prune.load_prunable(without).ranking.labels)
 
 
 def test_two_runs_are_drawn_together(workdir, tmp_path):
@@ -282,18 +282,18 @@ def test_nothing_is_overwritten(workdir, tmp_path, used):
 
 def test_what_is_no_run_with_lanes_on_its_images_is_refused(config, workdir, tmp_path):
     with pytest.raises(InputError, match="holds no run"):
-        prune.load_run(tmp_path)
+        prune.load_prunable(tmp_path)
     capsnet = config.replace({"model.name": "capsnet", "model.lanes": ""})
     (tmp_path / "config.json").write_text(json.dumps(capsnet.to_dict()))
     with pytest.raises(InputError, match="holds a capsnet, which has no lanes"):
-        prune.load_run(tmp_path)
+        prune.load_prunable(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     with pytest.raises(InputError, match="holds no trained model"):
-        prune.load_run(tmp_path)
+        prune.load_prunable(tmp_path)
     other = shutil.copytree(workdir, tmp_path / "other")
     (other / "config.json").write_text(json.dumps(config.replace({"train.seed": 1}).to_dict()))  # another split
     with pytest.raises(InputError, match=r"digits as it is now is not what .* was trained on"):
-        prune.load_run(other)
+        prune.load_prunable(other)
 
 
 def test_a_folder_that_cannot_be_written_leaves_nothing(run, workdir, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import conv
+from mlcn_jax.nn import conv, tracing
 
 # x, kernel, stride, padding
 SHAPES = [
@@ -80,10 +80,9 @@ def test_values_and_gradients_are_those_of_the_definition(algorithm, x_shape, ke
 
 
 @pytest.mark.parametrize("algorithm", FORMS)
-@pytest.mark.parametrize(("x_lanes", "backend"), [(None, "cpu"), (3, "cpu"), (3, "gpu")])
-def test_vmap_over_lanes_equals_a_loop(algorithm, x_lanes, backend, monkeypatch):
+@pytest.mark.parametrize(("x_lanes", "platform"), [(None, "cpu"), (3, "cpu"), (3, "gpu")])
+def test_vmap_over_lanes_equals_a_loop(algorithm, x_lanes, platform):
     """Lanes run in turn or, as away from the CPU, as a batch dimension of the same products."""
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
     x = draw(0, *([x_lanes] if x_lanes else []), 2, 14, 14, 3)
     kernels, g = draw(1, 3, 5, 5, 3, 4), draw(2, 3, 2, 5, 5, 4)
 
@@ -93,7 +92,8 @@ def test_vmap_over_lanes_equals_a_loop(algorithm, x_lanes, backend, monkeypatch)
     x_axis = 0 if x_lanes else None
     value_and_grads = jax.value_and_grad(loss, argnums=(0, 1))
     one_lane = jax.jit(value_and_grads)
-    values, (dx, dkernels) = jax.jit(jax.vmap(value_and_grads, in_axes=(x_axis, 0, 0)))(x, kernels, g)
+    with tracing.using(tracing.Target(platform=platform)):
+        values, (dx, dkernels) = jax.jit(jax.vmap(value_and_grads, in_axes=(x_axis, 0, 0)))(x, kernels, g)
     for i in range(3):
         value, (dx_i, dkernel_i) = one_lane(x[i] if x_lanes else x, kernels[i], g[i])
         np.testing.assert_allclose(values[i], value, rtol=1e-4)

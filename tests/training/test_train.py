@@ -21,7 +21,8 @@ from mlcn_jax.nn import conv, losses, model
 from mlcn_jax.training import loop, mesh_runner
 from mlcn_jax.training.checkpoint import load_trained
 from mlcn_jax.training.metrics import read_rows
-from mlcn_jax.training.step import TrainState, compile_step, make_optimizer, make_train_step
+from mlcn_jax.training.session import optimizer_of
+from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 
 SPEC = model.ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2,mlcn2:w1", decoder=(6,))
 
@@ -132,7 +133,7 @@ def test_augmentation_and_dropout_follow_seed_and_step(rng):
 def test_the_learning_rate_falls_once_an_epoch(tiny):
     """One parameter, constant gradient: Adam then moves by the rate itself."""
     settings = tiny.replace({"train.learning_rate": 0.1, "train.lr_decay": 0.5}).train
-    optimizer = make_optimizer(settings, steps_per_epoch=3)
+    optimizer = optimizer_of(settings, steps_per_epoch=3)
     params, moves = jnp.float32(0.0), []
     state = optimizer.init(params)
     for _ in range(7):
@@ -145,7 +146,7 @@ def test_adamw_warms_up_and_ends_at_zero(tiny):
     settings = tiny.replace(
         {"train.optimizer": "adamw", "train.learning_rate": 0.1, "train.num_epochs": 4, "train.weight_decay": 0.0}
     ).train
-    optimizer = make_optimizer(settings, steps_per_epoch=5)
+    optimizer = optimizer_of(settings, steps_per_epoch=5)
     params, moves = jnp.float32(0.0), []
     state = optimizer.init(params)
     for _ in range(21):
@@ -157,7 +158,7 @@ def test_adamw_warms_up_and_ends_at_zero(tiny):
 
 
 def test_clipping_bounds_the_gradient_that_adam_sees(tiny):
-    optimizer = make_optimizer(tiny.replace({"train.clip_norm": 0.5}).train, 10)
+    optimizer = optimizer_of(tiny.replace({"train.clip_norm": 0.5}).train, 10)
     gradient = {"a": jnp.array([3.0, 4.0])}
     _, state = optimizer.update(gradient, optimizer.init(gradient), gradient)
     first_moment = optax.tree.get(state, "mu")["a"]  # a tenth of the gradient after one step
