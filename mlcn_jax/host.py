@@ -93,15 +93,19 @@ def keep_compiled_programs(least_seconds: float = 1.0) -> Path | None:
     features = _cpu_features()
     if jax.default_backend() == "cpu" and not features:
         return None
-    digest = hashlib.sha256(f"{platform.machine()} {features}".encode()).hexdigest()[:12]
     root = Path(os.environ.get("MLCN_JAX_CACHE", Path.home() / ".cache" / "mlcn_jax"))
-    folder = root / f"compiled-{digest}"
+    folder = root / f"compiled-{cpu_digest()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     return folder
+
+
+def cpu_digest() -> str:
+    """12 hexadecimal digits of a kind of CPU: programs for one may crash on another, or round otherwise."""
+    return hashlib.sha256(f"{platform.machine()} {_cpu_features()}".encode()).hexdigest()[:12]
 
 
 def _cpu_features() -> str:

@@ -1,15 +1,11 @@
 """What a configuration builds, before anything is computed."""
 
-import dataclasses
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from mlcn_jax.config import RunConfig
 from mlcn_jax.nn import lanes
-from mlcn_jax.nn.model import apply_model, count_parameters, init_params
-from mlcn_jax.placement.cost import lane_cost, matmul_flops, published_memory_bytes, published_seconds
+from mlcn_jax.nn.model import count_parameters
+from mlcn_jax.placement.cost import forward_flops, lane_cost, published_memory_bytes, published_seconds
 
 
 def describe(config: RunConfig) -> dict[str, Any]:
@@ -21,9 +17,6 @@ def describe(config: RunConfig) -> dict[str, Any]:
     image_shape, num_classes = config.data.shape()
     spec = config.model_spec(image_shape, num_classes)
     counts = count_parameters(spec)
-    plain = dataclasses.replace(spec, conv="native")
-    params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
-    image = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
     batch_size = config.train.batch_size
 
     def costs_of(lane: lanes.LaneSpec) -> dict[str, float]:
@@ -46,5 +39,5 @@ def describe(config: RunConfig) -> dict[str, Any]:
         "parameters": counts["total"],
         "parameters_per_lane": counts["per_lane"],
         "parameters_decoder": counts["decoder"],
-        "forward_flops_per_image": matmul_flops(lambda p, x: apply_model(plain, p, x), params, image),
+        "forward_flops_per_image": forward_flops(spec),
     }

@@ -51,7 +51,7 @@ class Run:
       spec: its model. Lanes are numbered as the columns of its class capsules: group by group.
       class_names: in the order of the labels.
       params, optimizer: the state at `step`.
-      conv: algorithms of the convolutions so far (`conv.choices`).
+      conv: algorithms of the convolutions so far (`tracing.Target`).
       steps_per_epoch: of its training.
       training_digest: SHA-256 of the images that it learns from.
       dataset: the data's name and provenance.

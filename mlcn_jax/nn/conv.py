@@ -8,7 +8,7 @@ backend, and on a CPU its strided input gradient is slow even for one lane. Ther
 
 * `im2col` copies what each output pixel sees into a row and multiplies once. Best where that is little, as in
   the first convolution of a lane, which reads the image.
-* `fourier` multiplies spectra (`conv_fourier`). Best for large kernels between many channels.
+* `fourier` multiplies spectra (`conv_spectral`). Best for large kernels between many channels.
 
 Every function is written for one lane; the caller vmaps.
 """

@@ -168,11 +168,24 @@ class JointConvParams(nn.Module):
 
 
 def _mlcn1(images: Array, spec: LaneSpec, settings: LaneSettings) -> Array:
+    """mlcn1 of width w: 9x9 convolution to 16w filters, relu, 9x9 convolution with stride 2 to 16w filters.
+
+    On 28x28 pixels these are 72w primary capsules of 8 dimensions, on 32x32 pixels 128w.
+
+    Source: do Rosario et al. 2019, section III; do Rosario 2021 (thesis).
+    """
     shape = (9, 9, images.shape[-1], 16 * spec.width)
     return _primary_features(images, ConvParams(shape, settings.dtype, name="conv1")(), spec, settings)
 
 
 def _mlcn2(images: Array, spec: LaneSpec, settings: LaneSettings) -> Array:
+    """mlcn2 of width w: separable 1x1 convolution to 4w filters, 9x9 to 8w, relu, 9x9 with stride 2 to 16w filters.
+
+    The thesis gives 8w filters for the last one and 72w primary capsules on 28x28 pixels, which contradict each other:
+    the number of capsules is kept. The separable convolution has no activation (`JointConvParams`).
+
+    Source: do Rosario 2021 (thesis).
+    """
     first = JointConvParams(images.shape[-1], 4 * spec.width, 8 * spec.width, settings.dtype, name="conv1")
     return _primary_features(images, first(), spec, settings)
 
@@ -257,7 +270,19 @@ def init_group(
 def apply_group(
     params: dict[str, Array], group: LaneGroup, settings: LaneSettings, images: Float[Array, "batch h w c"]
 ) -> Float[Array, "batch classes lanes"]:
-    """Columns of a group's lanes: one function, vmapped over the leading axis of `params`."""
+    """Columns of a group's lanes: one function, vmapped over the leading axis of `params`.
+
+    Args:
+      params: of the group, each array [lanes, ...], as `init_group` makes them.
+      group: the lanes.
+      settings: those of the model.
+      images: pixels in [0, 1].
+
+    Returns:
+      Entry [b, k, l] is what lane l says of class k in image b, in `settings.dtype`, in (-1, 1).
+
+    Source: do Rosario et al. 2019, section III: lane l gives dimension l of every class capsule.
+    """
     lane = Lane(group.spec, settings)
 
     def column(lane_params: dict) -> Array:

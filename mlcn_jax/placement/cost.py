@@ -12,6 +12,7 @@ from jax.extend import core as jex_core
 from jaxtyping import Array
 
 from mlcn_jax.nn import lanes
+from mlcn_jax.nn.model import ModelSpec, apply_model, init_params
 
 _FLOAT_BYTES = 4  # parameters, their gradients and the optimizer's moments are float32 whatever the compute type
 
@@ -97,7 +98,7 @@ class LaneCost:
         return self._item_bytes * batch_size * values + _FLOAT_BYTES * self.parameters + self.state_bytes
 
     def memory_features(self, batch_size: int) -> dict[str, float]:
-        """Sizes to which the memory of a training step is fitted (`devices.fit_bytes`)."""
+        """Sizes to which the memory of a training step is fitted (`fit.fit_bytes`)."""
         features: dict[str, float] = {
             "step": 1,
             "parameters": self.parameters,
@@ -211,6 +212,14 @@ def matmul_flops(fn: Callable, *args) -> int:
     """
     jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
     return _count(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+def forward_flops(spec: ModelSpec) -> int:
+    """FLOPs of a forward pass of one image, decoder included, counted from plain (native) convolutions."""
+    plain = dataclasses.replace(spec, conv="native")
+    params = jax.eval_shape(lambda key: init_params(plain, key), jax.random.key(0))
+    image = jax.ShapeDtypeStruct((1, *spec.image_shape), jnp.float32)
+    return matmul_flops(lambda p, x: apply_model(plain, p, x), params, image)
 
 
 def _count(jaxpr, read: list[bool]) -> tuple[int, list[bool]]:

@@ -179,9 +179,9 @@ def simulate_mesh(
     num_collectives: Mapping[str, int] | None = None,
     algorithm: str = "ring",
 ) -> StepTime:
-    """A step over a mesh (`train_step.MeshRunner`), in which every device has the same share of the work.
+    """A step over a mesh (`mesh_runner.MeshRunner`), in which every device has the same share of the work.
 
-    Devices are numbered as `parallel.make_mesh` takes them: device d * lane + l has share d of the batch, share l of
+    Devices are numbered as `mesh.make_mesh` takes them: device d * lane + l has share d of the batch, share l of
     the lanes. Class capsules and the decoder's activations are gathered, and their gradients scattered, over the lane
     axis. Gradients are reduced over the data axis, or where that is 1, those of what is not split over the lane axis.
 
@@ -239,7 +239,7 @@ def simulate_stacks(
     head_update_seconds: float = 0.0,
     exchange: str = "direct",
 ) -> StepTime:
-    """A step of lanes placed one by one (`stacks.StacksRunner`), with loss and decoder on one device, the head.
+    """A step of lanes placed one by one (`stacks_runner.StacksRunner`), with loss and decoder on one device, the head.
 
     Only columns and their gradients cross. `direct`: one message after the other, to the head and from it, of as many
     bytes as a device's lanes need. `ring`, `tree`: an all-gather and a reduce-scatter among the devices that have lanes

@@ -1,6 +1,6 @@
 """Trials of a search: models trained for a few epochs on part of the images, with programs that models share.
 
-Equal lanes, 1, 2, 4, 8 ... at a time, are a stack of their own on one device (`stacks.StacksRunner`), so that such a
+Equal lanes, 1, 2, 4, 8 ... at a time, are a stack of their own on one device (`StacksRunner`), so that such a
 group is compiled once for all models that have it.
 """
 

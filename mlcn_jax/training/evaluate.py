@@ -56,7 +56,7 @@ def make_evaluator(
     """A function `(params, split, batch_size) -> Scores` that compiles once.
 
     The loss is that of training: the mean over images of margin loss plus weighted reconstruction loss, with
-    the true class masked. Accuracy looks at the lengths alone. Over a mesh, `params` lie as `parallel` placed them.
+    the true class masked. Accuracy looks at the lengths alone. Over a mesh, `params` lie as `mesh` placed them.
     """
 
     lane_axis = mesh_lib.lane_axis(mesh)

@@ -10,23 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from mlcn_jax import host
-from mlcn_jax.config import RunConfig, model_defaults, read_stored
+from mlcn_jax.config import RunConfig
 from mlcn_jax.data.batches import Batches
 from mlcn_jax.data.datasets import Split
 from mlcn_jax.distributed import processes
-from mlcn_jax.errors import Diverged, InputError, Stopped, differences
+from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.files import hold, read_json, write_json
 from mlcn_jax.nn import tracing
-from mlcn_jax.nn.model import ModelSpec, count_parameters, init_params
+from mlcn_jax.nn.model import count_parameters
 from mlcn_jax.training import evaluate, pictures
-from mlcn_jax.training.checkpoint import Checkpoints, Trained, load_trained
+from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.metrics import MetricsWriter, Progress, StepLog
 from mlcn_jax.training.plan import algorithms_of, make_runner
-from mlcn_jax.training.session import Session, open_session
-from mlcn_jax.training.step import TrainState
+from mlcn_jax.training.session import open_session
+from mlcn_jax.training.start import announce, check_resumable, start_state
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +50,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             logging.getLogger("mlcn_jax").setLevel(logging.WARNING)
             workdir = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(hold(workdir))
+        _log.info("loading %s", config.data.name)
         session = open_session(config)
         dataset, validation, spec = session.dataset, session.validation, session.spec
         steps_per_epoch = session.steps_per_epoch
@@ -60,9 +60,8 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         stack.callback(checkpoints.close)
         model_facts = session.model_facts()
         if checkpoints.exist():
-            config.check_resumable(read_stored(workdir), workdir)
-            _check_same_model(workdir, model_facts)
-        state, algorithms = _start_state(session, checkpoints)
+            check_resumable(session, workdir, model_facts)
+        state, algorithms = start_state(session, checkpoints)
         state, algorithms = processes.arrays_from_first(state), processes.from_first(algorithms)
         algorithms = algorithms_of(plan, spec, settings.batch_size, algorithms)
         stack.enter_context(tracing.using(tracing.Target(algorithms=tracing.as_pairs(algorithms))))
@@ -75,10 +74,12 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             _log.info("%s is finished: %d steps", workdir, start)
             return finished
 
+        announce(session, plan.about, workdir, start, num_steps)
         runner = make_runner(plan, spec, session.optimizer, clip_norm=settings.clip_norm, **session.step_options)
         runner.start(state)
         del state
         batches = Batches(session.train.images, session.train.labels, settings.batch_size, settings.seed)
+        _log.info("compiling the training step")
         compile_seconds = runner.compile(*batches.at(start))
         writer = MetricsWriter(workdir, start)
         stack.callback(writer.close)
@@ -143,8 +144,10 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
                 params, best_step = restored["params"], facts["step"]
             state = dataclasses.replace(state, params=processes.arrays_from_first(params))
             runner.start(state)
+        _log.info("scoring %s test images of step %d", f"{len(dataset.test.labels):,}", best_step)
         scores, spreads = runner.scores(dataset.test, settings.batch_size), []
         if processes.is_first():
+            _log.info("drawing confusion.png and reconstructions.png")
             pictures.write_pictures(workdir, spec, state.params, dataset, scores)
             spreads = evaluate.lane_spreads(spec, state.params, dataset.test, settings.batch_size)
         summary = {
@@ -168,20 +171,6 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         return summary
 
 
-def _check_same_model(workdir: Path, mine: dict[str, Any]) -> None:
-    """Raises InputError where `model.json` is of other images, classes or training data than `mine`."""
-    theirs = read_json(workdir / "model.json")
-    if isinstance(theirs.get("spec"), dict):
-        theirs["spec"] = model_defaults() | theirs["spec"]
-    if rows := differences(theirs, mine):
-        raise InputError(
-            f"{workdir} holds a run on other data:\n"
-            + "\n".join(rows)
-            + "\nresume it with the data it started with, or train in another --workdir (with --config.init_from="
-            + f"{workdir} to start from its weights)"
-        )
-
-
 def _finished_summary(workdir: Path, step: int) -> dict | None:
     """The summary of a run that ended at `step`, if it is there and whole."""
     try:
@@ -189,49 +178,6 @@ def _finished_summary(workdir: Path, step: int) -> dict | None:
     except InputError:
         return None
     return summary if isinstance(summary, dict) and summary.get("steps") == step else None
-
-
-def _start_state(session: Session, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, str]]:
-    """The state to start from, and the convolution algorithms that the run has used so far.
-
-    1. The newest checkpoint of this workdir that verifies.
-    2. `config.init_from`: the best parameters of another workdir, with a fresh optimizer state.
-    3. Random parameters from `config.train.seed`.
-    """
-    if checkpoints.exist():
-        restored, facts = checkpoints.restore(session.state_shapes())
-        _log.info("resuming from step %d", facts["step"])
-        state = TrainState(jnp.asarray(facts["step"], jnp.int32), restored["params"], restored["optimizer"])
-        return state, dict(facts.get("conv", {}))
-    spec, donor = session.spec, session.config.init_from
-    params = jax.jit(lambda k: init_params(spec, k))(jax.random.key(session.config.train.seed))
-    if donor:
-        params = _adapt(params, spec, load_trained(Path(donor).expanduser()))
-    return jax.jit(TrainState.create, static_argnums=1)(params, session.optimizer), {}
-
-
-def _adapt(params: dict, spec: ModelSpec, trained: Trained) -> dict:
-    """`trained` parameters where they fit; arrays that depend on a differing number of classes stay as they are."""
-
-    def shape_of(spec: ModelSpec) -> dict[str, Any]:
-        same = ("name", "image_shape", "lane_routing", "prior_bias", "signed_pixels", "decoder")
-        return {"lanes": ",".join(map(str, spec.lane_groups)), **{name: getattr(spec, name) for name in same}}
-
-    theirs, mine = shape_of(trained.spec), shape_of(spec)
-    if rows := differences(theirs, mine):
-        raise InputError("config.init_from names a model of another shape or input:\n" + "\n".join(rows))
-    fresh = []
-
-    def choose(path, mine, theirs):
-        if mine.shape == theirs.shape:
-            return theirs
-        fresh.append(jax.tree_util.keystr(path, simple=True, separator="/"))
-        return mine
-
-    adapted = jax.tree_util.tree_map_with_path(choose, params, trained.params)
-    if fresh:
-        _log.info("another number of classes: %s start from random values", ", ".join(fresh))
-    return adapted
 
 
 class _StopSignals:

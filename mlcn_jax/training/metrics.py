@@ -62,7 +62,7 @@ class Progress:
 
     def __init__(self, step: int, num_steps: int, steps_per_epoch: int):
         self._num_steps = num_steps
-        self._steps_per_epoch = steps_per_epoch
+        self.steps_per_epoch = steps_per_epoch
         self._start_step, self._start_seconds = step, time.monotonic()
         terminal = sys.stderr.isatty()
         self._bar = tqdm(total=num_steps, initial=step, unit="step", dynamic_ncols=True) if terminal else None
@@ -81,7 +81,7 @@ class Progress:
             return
         seconds_per_step = (time.monotonic() - self._start_seconds) / max(1, step - self._start_step)
         left = int(seconds_per_step * (self._num_steps - step))
-        epoch = (step - 1) // self._steps_per_epoch + 1
+        epoch = (step - 1) // self.steps_per_epoch + 1
         clock = f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
         _log.info("epoch %d  step %d/%d  %s  %s left", epoch, step, self._num_steps, shown, clock)
 
@@ -106,6 +106,7 @@ class StepLog:
         self._pending: tuple[int, dict[str, Array]] | None = None
         self._window: list[dict[str, float]] = []
         self._step = 0
+        self._reported = False
         self._images = 0
         self._seconds = 0.0  # spent on the steps looked at, without what was paused for
         self._window_seconds = 0.0
@@ -149,7 +150,10 @@ class StepLog:
 
     def _report(self, step: int) -> None:
         mean = {name: sum(v[name] for v in self._window) / len(self._window) for name in self._window[0]}
-        mean["images_per_second"] = self._batch_size * len(self._window) / self._window_seconds
+        rate = mean["images_per_second"] = self._batch_size * len(self._window) / self._window_seconds
+        if not self._reported:
+            self._progress.say(f"an epoch takes {self._progress.steps_per_epoch * self._batch_size / rate:,.1f} s")
+            self._reported = True
         self._window, self._window_seconds = [], 0.0
         self._writer.write(step, "train", mean)
         self._progress.report(step, mean)

@@ -44,8 +44,9 @@ def save_confusion(path: Path, scores: Scores, class_names: Sequence[str]) -> No
         for t, p in np.argwhere(scores.confusion > 0):
             color = "black" if shares[t, p] > 0.6 else "white"
             axes.text(p, t, scores.confusion[t, p], ha="center", va="center", fontsize=7, color=color)
-    figure.colorbar(picture, ax=axes, shrink=0.8, label="share of the true class")
-    figure.savefig(path, dpi=120)
+    beside = axes.inset_axes((1.03, 0.0, 0.04, 1.0))  # as tall as the matrix
+    figure.colorbar(picture, cax=beside, label="share of the true class")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
 def save_reconstructions(

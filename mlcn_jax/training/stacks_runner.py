@@ -61,10 +61,10 @@ class _LaneByLane:
 
 
 class StacksRunner:
-    """As `train_step.MeshRunner`, of lanes in stacks.
+    """A `runner.Runner` of lanes in stacks.
 
     Args:
-      spec, optimizer, reconstruction_weight, seed, max_shift, flip: as there.
+      spec, optimizer, reconstruction_weight, seed, max_shift, flip: as for `step.make_train_step`.
       stacks: the lanes of each device; a device of this process may have several.
       head: the device that has loss and decoder.
       clip_norm: that of the optimizer; 0 without.
@@ -124,7 +124,7 @@ class StacksRunner:
         return forward
 
     def _lane_by_lane(self, s: int, vjp: Any) -> Any:
-        """What `backward` needs, where lanes are computed in turn (`conv_fourier.lanes_in_turn`) without copying it."""
+        """What `backward` needs, by lane where lanes run in turn (`conv_spectral.lanes_in_turn`)."""
         counts = {group.count for group in self._specs[s].lane_groups}
 
         def cut(x):

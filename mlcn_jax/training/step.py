@@ -98,8 +98,8 @@ def make_train_step(
     `images` are uint8 [batch, height, width, channels]. Metrics are float32 scalars over the batch: `loss`,
     `margin`, `reconstruction`, `accuracy`, and `grad_norm`, the gradient's global norm before clipping. The
     loss is margin + reconstruction_weight * reconstruction. Augmentation and lane dropout draw from a key made
-    of `seed` and `state.step`. Over a mesh (`parallel.make_mesh`) it computes the same of a state and a batch that
-    `parallel` placed there.
+    of `seed` and `state.step`. Over a mesh (`mesh.make_mesh`) it computes the same of a state and a batch that
+    `mesh` placed there.
     """
     loss_fn = make_loss(spec, reconstruction_weight, mesh)
     prepare = make_input(seed, max_shift, flip)

@@ -1,0 +1,112 @@
+"""What a run starts from: a checkpoint that it may resume, the weights of another run, or random values."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mlcn_jax.config import RunConfig, flat, model_defaults, read_stored
+from mlcn_jax.errors import InputError, differences
+from mlcn_jax.files import read_json
+from mlcn_jax.nn.model import ModelSpec, count_parameters, init_params
+from mlcn_jax.placement.cost import forward_flops
+from mlcn_jax.training.checkpoint import Checkpoints, Trained, load_trained
+from mlcn_jax.training.session import Session
+from mlcn_jax.training.step import TrainState
+
+_log = logging.getLogger(__name__)
+
+
+def check_resumable(session: Session, workdir: Path, mine: dict[str, Any]) -> None:
+    """Raises InputError, naming every difference, where a workdir holds a run that this session cannot resume.
+
+    Args:
+      session: of this run.
+      workdir: holds `config.json` and `model.json` of a run.
+      mine: what this run's `model.json` would hold (`Session.model_facts`).
+    """
+    session.config.check_resumable(read_stored(workdir), workdir)
+    theirs = read_json(workdir / "model.json")
+    if isinstance(theirs.get("spec"), dict):
+        theirs["spec"] = model_defaults() | theirs["spec"]
+    if rows := differences(theirs, mine):
+        raise InputError(
+            f"{workdir} holds a run on other data:\n"
+            + "\n".join(rows)
+            + "\nresume it with the data it started with, or train in another --workdir (with --config.init_from="
+            + f"{workdir} to start from its weights)"
+        )
+
+
+def start_state(session: Session, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, str]]:
+    """The state to start from, and the convolution algorithms that the run has used so far.
+
+    1. The newest checkpoint of this workdir that verifies.
+    2. `config.init_from`: the best parameters of another workdir, with a fresh optimizer state.
+    3. Random parameters from `config.train.seed`.
+    """
+    if checkpoints.exist():
+        restored, facts = checkpoints.restore(session.state_shapes())
+        _log.info("resuming from step %d", facts["step"])
+        state = TrainState(jnp.asarray(facts["step"], jnp.int32), restored["params"], restored["optimizer"])
+        return state, dict(facts.get("conv", {}))
+    spec, donor = session.spec, session.config.init_from
+    params = jax.jit(lambda k: init_params(spec, k))(jax.random.key(session.config.train.seed))
+    if donor:
+        params = _adapt(params, spec, load_trained(Path(donor).expanduser()))
+    return jax.jit(TrainState.create, static_argnums=1)(params, session.optimizer), {}
+
+
+def _adapt(params: dict, spec: ModelSpec, trained: Trained) -> dict:
+    """`trained` parameters where they fit; arrays that depend on a differing number of classes stay as they are."""
+
+    def shape_of(spec: ModelSpec) -> dict[str, Any]:
+        same = ("name", "image_shape", "lane_routing", "prior_bias", "signed_pixels", "decoder")
+        return {"lanes": ",".join(map(str, spec.lane_groups)), **{name: getattr(spec, name) for name in same}}
+
+    theirs, mine = shape_of(trained.spec), shape_of(spec)
+    if rows := differences(theirs, mine):
+        raise InputError("config.init_from names a model of another shape or input:\n" + "\n".join(rows))
+    fresh = []
+
+    def choose(path, mine, theirs):
+        if mine.shape == theirs.shape:
+            return theirs
+        fresh.append(jax.tree_util.keystr(path, simple=True, separator="/"))
+        return mine
+
+    adapted = jax.tree_util.tree_map_with_path(choose, params, trained.params)
+    if fresh:
+        _log.info("another number of classes: %s start from random values", ", ".join(fresh))
+    return adapted
+
+
+def announce(session: Session, placement: dict[str, Any], workdir: Path, start: int, num_steps: int) -> None:
+    """Logs what is about to be trained, where, and what differs from the defaults.
+
+    Args:
+      session: of the run.
+      placement: `Plan.about`.
+      workdir: of the run.
+      start: steps done so far.
+      num_steps: steps of the whole run.
+    """
+    spec, config, counts = session.spec, session.config, count_parameters(session.spec)
+    defaults = flat(RunConfig().to_dict())
+    changed = [f"{name}={value}" for name, value in flat(config.to_dict()).items() if value != defaults[name]]
+    shape = "x".join(map(str, spec.image_shape))
+    rows = {
+        "images": f"{len(session.train.labels):,} to learn from, {len(session.validation.labels):,} for validation, "
+        f"{len(session.dataset.test.labels):,} for the test; {shape}, {spec.num_classes} classes",
+        "model": ", ".join(map(str, spec.lane_groups)) or spec.name,
+        "parameters": f"{counts['total']:,}, {counts['decoder']:,} of them in the decoder",
+        "work": f"{forward_flops(spec) / 1e6:,.1f} MFLOP an image, forward",
+        "steps": f"{start:,} done, {num_steps - start:,} to go, {session.steps_per_epoch:,} an epoch of "
+        f"{config.train.batch_size} images each",
+        "placement": ", ".join(f"{name} {value}" for name, value in placement.items()),
+        "not default": ", ".join(changed) or "nothing",
+        "writes to": str(workdir),
+    }
+    _log.info("training on %s\n%s", session.dataset.name, "\n".join(f"  {n:<13}{v}" for n, v in rows.items()))
