@@ -208,7 +208,8 @@ def check_fields(section: str, cls: type, values: Mapping[str, Any]) -> None:
             raise InputError(f"there is no field {section}.{name}{did_you_mean(name, types, f'{section}.')}")
         expected = types[name]
         if expected is float:
-            good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            good = isinstance(value, int | float) and not isinstance(value, bool)
+            _check(not good or math.isfinite(value), f"{section}.{name}", value, "finite")
         elif expected in (int, str, bool):
             good = type(value) is expected
         else:
@@ -368,7 +369,8 @@ def read_stored(workdir: Path) -> RunConfig:
     path = workdir / "config.json"
     if not path.exists():
         raise InputError(f"{workdir} holds no run (no config.json): give the --workdir of one that was started")
+    stored = read_json(path)
     try:
-        return RunConfig.from_dict(read_json(path))
+        return RunConfig.from_dict(stored)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error

@@ -1,54 +1,136 @@
-"""Files that are whole or not there, and the lock on a workdir."""
+"""Files that are whole or not there, locks, and which workdirs can be used."""
 
 import contextlib
-import fcntl
+import errno
 import json
 import os
 import tempfile
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import filelock
 
 from mlcn_jax.errors import InputError
 
 
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name in the folder of `path` to write a file to, which takes the place of `path` once the block is done.
+
+    Whatever happens, even to the machine, `path` is the old file or the whole new one. Several processes may write it
+    at once: the last one wins.
+    """
+    partial = path.with_name(f".partial-{uuid.uuid4().hex[:12]}")
+    try:
+        yield partial
+        _to_disk(partial)
+        os.replace(partial, path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+    _to_disk(path.parent)
+
+
+def _to_disk(path: Path) -> None:
+    """Has the disk take what was written: a file's content, or the names in a folder."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.EACCES):  # not every system does it for folders
+            raise
+
+
+def write_atomic(path: Path, data: str | bytes) -> None:
+    """Writes a file so that it is either the old one or the whole new one, as `replacing`."""
+    with replacing(path) as partial:
+        partial.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON so that the file is either the old one or the new one, whatever happens."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(partial, path)
+    """Writes JSON, as `write_atomic`."""
+    write_atomic(path, json.dumps(value, indent=2) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """Reads JSON; raises InputError where the file cannot be read or is not JSON."""
+    """Reads JSON; raises InputError where the file is missing, cannot be read or is not JSON."""
     try:
         return json.loads(path.read_text())
-    except (ValueError, RecursionError, OSError) as error:
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is missing: put it back from a copy, or use another workdir") from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}): make it readable, then try again") from error
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is damaged ({error}): put it back from a copy, or use another workdir") from error
 
 
+# What the libraries that write checkpoints read in their own way: tensorstore a backslash as a slash, orbax patterns of
+# file names, etils `gs:/`, and a first folder that is named like a service. Their paths are UTF-8.
+_NOT_IN_PATHS = "\\*?["
+_SERVICES = ("gs", "s3", "az", "hf")
+
+
+def check_workdir(workdir: Path) -> None:
+    """Raises InputError where checkpoints in a workdir would land elsewhere, or would not be found again."""
+    path = workdir.absolute()
+    wrong = next((f"it has {c!r}" for c in _NOT_IN_PATHS if c in str(path)), "")
+    if any(name.endswith("gs:") for name in path.parts):
+        wrong = "a folder's name ends in 'gs:'"
+    elif path.parts[1:2] and path.parts[1] in _SERVICES:
+        wrong = f"/{path.parts[1]} stands for a storage service"
+    elif any("\ud800" <= c <= "\udfff" for c in str(path)):
+        wrong = "it is not UTF-8"
+    if wrong:
+        raise InputError(
+            f"the workdir {str(path)!r} cannot hold checkpoints, {wrong}: give a --workdir without it, or move the "
+            "folder there first"
+        )
+
+
+def try_lock(path: Path) -> filelock.BaseFileLock | None:
+    """Locks a file, made where there is none, until it is released or this process ends; None if another holds it.
+
+    Raises:
+      OSError: it cannot be opened for writing, is a folder or is a link, which is not followed.
+    """
+    lock = filelock.FileLock(path, timeout=0, thread_local=False)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        return None
+    return lock
+
+
 @contextlib.contextmanager
-def hold(workdir: Path):
+def hold(workdir: Path) -> Iterator[None]:
     """Makes `workdir` and holds it for this process.
 
     Raises:
-      InputError: it cannot be written, or another process trains in it.
+      InputError: it cannot hold checkpoints, cannot be written, or another process trains in it.
     """
+    check_workdir(workdir)
+    path = workdir / ".lock"
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        file = (workdir / ".lock").open("w")
+        lock = try_lock(path)
     except OSError as error:
+        if path.is_symlink() or path.is_dir():
+            raise InputError(f"{path} is a link or a folder, and a file to lock is expected: remove it") from error
         raise InputError(
             f"--workdir={workdir} cannot be written ({error.strerror}): give a folder on a disk with free space in "
             "which you may write"
         ) from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(
-                f"another process trains in {workdir}: wait for it, stop it, or give another --workdir"
-            ) from error
+    if lock is None:
+        raise InputError(f"another process trains in {workdir}: wait for it, stop it, or give another --workdir")
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def make_folder(path: Path, flag: str) -> None:

@@ -13,7 +13,6 @@ once ONNX Runtime gives the model's lengths to 1e-4, for random images and those
 sizes.
 """
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,7 +49,7 @@ def export(workdir: Path, data_dir: str = "") -> Path:
         the files cannot be written.
     """
     # Slow to load, and only now needed: a mistaken flag has been answered at once.
-    from mlcn_jax.files import write_json
+    from mlcn_jax.files import replacing, write_json
     from mlcn_jax.serving import onnx
     from mlcn_jax.serving.artifact import sha256_of
 
@@ -62,38 +61,38 @@ def export(workdir: Path, data_dir: str = "") -> Path:
     }
     converted = onnx.convert(model)
     path = workdir / "onnx" / "model.onnx"
-    partial = path.with_name(path.name + ".partial")
-    try:
-        path.parent.mkdir(exist_ok=True)
-        partial.write_bytes(converted.SerializeToString())
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be written ({error.strerror}): mend that, or use a copy of {workdir}"
-        ) from error
-    differences = check(model, partial, images)
-    description = {
-        "class_names": model.artifact.class_names,
-        "image_shape": model.spec.image_shape,
-        "lanes": model.lanes,
-        "input": {
-            "name": onnx.INPUT,
-            "type": "uint8",
-            "shape": ["batch", *model.spec.image_shape],
-            "meaning": "pictures as mlcn_jax.images.read_pixels gives them: upright, gray or RGB, resized (bilinear)",
-        },
-        "output": {
-            "name": onnx.OUTPUT,
-            "type": "float32",
-            "shape": ["batch", len(model.artifact.class_names)],
-            "meaning": "length of each class capsule; the longest is the predicted class",
-        },
-        "step": model.artifact.manifest["step"],
-        "opset": converted.opset_import[0].version,
-        "checked": {"batches": BATCHES, "tolerance": onnx.TOLERANCE, "largest_difference": differences},
-        "versions": {**model.artifact.manifest["versions"], **versions},
-        "sha256": sha256_of(partial),
-    }
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        try:
+            path.parent.mkdir(exist_ok=True)
+            partial.write_bytes(converted.SerializeToString())
+        except OSError as error:
+            raise InputError(
+                f"{path} cannot be written ({error.strerror}): mend that, or use a copy of {workdir}"
+            ) from error
+        differences = check(model, partial, images)
+        description = {
+            "class_names": model.artifact.class_names,
+            "image_shape": model.spec.image_shape,
+            "lanes": model.lanes,
+            "input": {
+                "name": onnx.INPUT,
+                "type": "uint8",
+                "shape": ["batch", *model.spec.image_shape],
+                "meaning": "pictures as mlcn_jax.data.images.read_pixels gives them: upright, gray or RGB, "
+                "resized (bilinear)",
+            },
+            "output": {
+                "name": onnx.OUTPUT,
+                "type": "float32",
+                "shape": ["batch", len(model.artifact.class_names)],
+                "meaning": "length of each class capsule; the longest is the predicted class",
+            },
+            "step": model.artifact.manifest["step"],
+            "opset": converted.opset_import[0].version,
+            "checked": {"batches": BATCHES, "tolerance": onnx.TOLERANCE, "largest_difference": differences},
+            "versions": {**model.artifact.manifest["versions"], **versions},
+            "sha256": sha256_of(partial),
+        }
     write_json(path.with_suffix(".json"), description)
     return path
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig, flat
-from mlcn_jax.files import write_json
+from mlcn_jax.files import write_atomic, write_json
 from mlcn_jax.nn.lanes import parse_lanes
 from mlcn_jax.placement import cost
 from mlcn_jax.search import models as models_lib
@@ -78,7 +78,7 @@ def write_trials(found: "Search", workdir: Path, least_seconds: float = 0.0) -> 
             f"`{row['lanes']}`" if row["lanes"] else "",
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    (workdir / "trials.md").write_text("\n".join(lines) + "\n")
+    write_atomic(workdir / "trials.md", "\n".join(lines) + "\n")
 
 
 def _modified(path: Path) -> float:
@@ -157,7 +157,7 @@ def write_config(found: "Search", winner: models_lib.Model, path: Path) -> None:
         "    return config",
         "",
     ]
-    path.write_text("\n".join(lines))
+    write_atomic(path, "\n".join(lines))
 
 
 def told(summary: dict[str, Any], workdir: Path) -> str:

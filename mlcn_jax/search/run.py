@@ -1,11 +1,12 @@
 """A search from beginning to end: all it needs is opened, models are trained, the best is tested, results written."""
 
 import contextlib
-import fcntl
 import functools
 import logging
 import os
+import platform
 import random
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -88,21 +89,38 @@ def worker_slot(found: Search) -> Iterator[None]:
     slots, visible = 1, "".join(c for c in os.environ.get("CUDA_VISIBLE_DEVICES", "0") if c.isalnum())
     if jax.default_backend() == "cpu":
         slots = int(min(host.num_cores(), host.usable_memory_bytes() / (2 * largest + _PROCESS_BYTES)))
+    folder = _own_folder()
+    if folder is None:
+        _log.warning("no folder belongs to this user alone: workers of other searches are not counted")
+        yield
+        return
+    paths = [folder / f"worker-{visible}-{i}.lock" for i in range(max(1, slots))]
     told = False
-    with contextlib.ExitStack() as stack:
-        while True:
-            for i in range(max(1, slots)):
-                path = Path(tempfile.gettempdir()) / f"mlcn_jax-worker-{os.getuid()}-{visible}-{i}.lock"
-                file = path.open("w")
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    file.close()
-                    continue
-                stack.enter_context(file)
-                yield
-                return
-            if not told:
-                _log.info("this machine bears %d workers, which are there: waiting for one to end", max(1, slots))
-                told = True
-            time.sleep(1.0)
+    while True:
+        try:
+            lock = next(filter(None, map(files.try_lock, paths)), None)
+        except OSError as error:
+            raise InputError(f"{error}: a file to lock is expected there: remove what is in its place") from error
+        if lock is not None:
+            break
+        if not told:
+            _log.info("this machine bears %d workers, which are there: waiting for one to end", len(paths))
+            told = True
+        time.sleep(1.0)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _own_folder() -> Path | None:
+    """A folder that all processes of this user on this machine agree on and nobody else can write to; None without."""
+    temporary = Path(tempfile.gettempdir()) / f"mlcn_jax-{os.getuid()}"
+    cache = Path(os.environ.get("MLCN_JAX_CACHE") or "~/.cache/mlcn_jax").expanduser() / f"workers-{platform.node()}"
+    for folder in (temporary, cache):
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, parents=folder is cache, exist_ok=True)
+            found = folder.lstat()  # of a link itself
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+                return folder
+    return None

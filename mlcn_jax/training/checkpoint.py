@@ -1,9 +1,13 @@
 """Checkpoints of a run: saved in the background, verified when read, the newest ones and the best kept."""
 
+import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import logging
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import read_json
+from mlcn_jax.files import check_workdir, read_json
 from mlcn_jax.nn.model import ModelSpec, init_params
 
 _log = logging.getLogger(__name__)
@@ -33,7 +37,12 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | Path, *, read_only: bool = False):
-        """Opens `directory`, and makes it where needed unless `read_only`."""
+        """Opens `directory`, and makes it where needed unless `read_only`.
+
+        Raises:
+          InputError: its name is one that checkpoints cannot be kept under, or it cannot be read.
+        """
+        check_workdir(Path(directory))
         self._directory = Path(directory).absolute()
         self._read_only = read_only
         if not read_only:
@@ -51,7 +60,12 @@ class Checkpoints:
                 barrier_sync_key_prefix=f"process{jax.process_index()}",
             ),
         )
-        self._manager = ocp.CheckpointManager(self._directory, options=options, item_names=(*_PARTS, "facts"))
+        try:
+            self._manager = ocp.CheckpointManager(self._directory, options=options, item_names=(*_PARTS, "facts"))
+        except OSError as error:
+            raise InputError(
+                f"the checkpoints in {self._directory} cannot be read ({error}): mend that first"
+            ) from error
         self._accuracies = {step: self._stored_accuracy(step) for step in self._manager.all_steps()}
 
     def exist(self) -> bool:
@@ -76,7 +90,8 @@ class Checkpoints:
         """
         copy = {name: jax.tree.map(np.array, jax.device_get(state[name])) for name in _PARTS}
         digests = {name: _sha256(tree) for name, tree in copy.items()}
-        facts = {**facts, "step": step, "sha256": digests, _ACCURACY: validation_accuracy}
+        structure = {name: _structure(tree) for name, tree in copy.items()}
+        facts = {**facts, "step": step, "sha256": digests, "structure": structure, _ACCURACY: validation_accuracy}
         items = {name: ocp.args.StandardSave(tree) for name, tree in copy.items()}
         signed = ocp.args.JsonSave({"facts": facts, "sha256": _sha256_of_json(facts)})
         with _WriteErrors(self._directory):
@@ -95,8 +110,8 @@ class Checkpoints:
     def restore(self, like: dict[str, Any], *, best: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
         """The newest (or best) state that verifies, with its facts.
 
-        A checkpoint that does not verify is skipped with a warning and, unless `read_only`, renamed to
-        `STEP.damaged`; the next one is tried.
+        A checkpoint that is shown to be damaged is skipped with a warning and, unless `read_only`, renamed to
+        `STEP.damaged`; the next one is tried. Where it cannot be read for another reason nothing is renamed.
 
         Args:
           like: the parts wanted, `params`, `optimizer` or both, each a tree of arrays or of
@@ -104,7 +119,8 @@ class Checkpoints:
           best: start from the highest validation accuracy (the newest of equals), then those never ranked.
 
         Raises:
-          InputError: no checkpoint verifies, or there is none.
+          InputError: no checkpoint verifies, there is none, one cannot be read, or it is of another model or
+            optimizer.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         if best:
@@ -113,8 +129,8 @@ class Checkpoints:
             try:
                 return self._restore(step, like)
             except Exception as error:  # a damaged file can surface as almost any exception
-                reason = str(error).strip().split("\n")[0][:200]
-                _log.warning("checkpoint of step %d does not verify and is skipped: %s", step, reason)
+                self._check_is_damage(step, error)
+                _log.warning("checkpoint of step %d does not verify and is skipped: %s", step, _reason(error))
                 self._set_aside(step)
         if not self.exist():
             raise InputError(f"{self._directory} holds no checkpoint yet: train until one is saved")
@@ -125,12 +141,24 @@ class Checkpoints:
 
     def _restore(self, step: int, like: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         facts = self._facts(step)
+        theirs = facts.get("structure", {})  # earlier versions wrote none
+        other = any(theirs.get(name, _structure(tree)) != _structure(tree) for name, tree in like.items())
         items = {name: ocp.args.StandardRestore(tree) for name, tree in like.items()}
-        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        try:
+            restored = {} if other else self._manager.restore(step, args=ocp.args.Composite(**items))
+        except ValueError as error:
+            if theirs or "Structure mismatch" not in str(error):
+                raise
+            other = True
+        if other:
+            raise InputError(
+                f"the checkpoint of step {step} in {self._directory} is of another model or optimizer than model.json "
+                "and the installed packages make: put back what it was trained with, or train in another --workdir"
+            )
         for name in like:
             found, expected = _sha256(jax.device_get(restored[name])), facts["sha256"][name]
             if found != expected:
-                raise ValueError(f"SHA-256 of its {name} is {found[:12]}..., expected {expected[:12]}...")
+                raise _Damaged(f"SHA-256 of its {name} is {found[:12]}..., expected {expected[:12]}...")
         return {name: jax.tree.map(jnp.array, restored[name]) for name in like}, facts
 
     def _facts(self, step: int) -> dict[str, Any]:
@@ -138,14 +166,35 @@ class Checkpoints:
         signed = self._manager.restore(step, args=args)["facts"]
         facts = signed["facts"]
         if _sha256_of_json(facts) != signed["sha256"] or facts["step"] != step:
-            raise ValueError("its facts do not have the SHA-256 stored with them")
+            raise _Damaged("its facts do not have the SHA-256 stored with them")
         return facts
 
     def _stored_accuracy(self, step: int) -> float:
         try:
             return _rank(self._facts(step))
-        except Exception:  # damaged: to be found, and told, when it is restored
-            return _UNRANKED
+        except Exception as error:
+            self._check_is_damage(step, error)
+            return _UNRANKED  # damaged: to be found, and told, when it is restored
+
+    def _check_is_damage(self, step: int, error: Exception) -> None:
+        """Raises InputError unless `error`, met in reading a checkpoint, shows that its files are not what was saved.
+
+        What the storage library tells is believed only if every file can be read: it takes what it has no access to
+        for missing.
+        """
+        if isinstance(error, InputError):
+            raise error
+        try:
+            _read_all(self._directory / str(step))
+            reason = "" if _tells_damage(error) else _reason(error)
+        except OSError as unreadable:
+            reason = str(unreadable)
+        if reason:
+            raise InputError(
+                f"the checkpoint of step {step} in {self._directory} cannot be read ({reason}), which does not mean "
+                "that it is damaged: mend the disk, the permissions or the lack of memory, then run the same command "
+                "again"
+            ) from error
 
     def _set_aside(self, step: int) -> None:
         del self._accuracies[step]
@@ -212,6 +261,41 @@ def load_trained(workdir: str | Path) -> Trained:
     return Trained(spec, class_names, restored["params"], facts["step"])
 
 
+class _Damaged(Exception):
+    """What was read has not the SHA-256 stored with it."""
+
+
+def _tells_damage(error: Exception) -> bool:
+    """Whether an error can come from the content of files alone."""
+    if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
+        return True
+    status, number = re.match("[A-Z_]+(?=: )", str(error)), re.search(r"os_error_code='(\d+)'", str(error))
+    if status and status[0] not in ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "FAILED_PRECONDITION"):
+        return False
+    if number and int(number[1]) != errno.ENOENT:
+        return False
+    return isinstance(error, _Damaged | ValueError | LookupError | TypeError | AttributeError)
+
+
+def _read_all(folder: Path) -> None:
+    """Raises OSError where a file in a folder is there and cannot be read to its end."""
+
+    def fail(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    for root, _, names in os.walk(folder, onerror=fail):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError), open(os.path.join(root, name), "rb") as file:
+                while file.read(2**24):
+                    pass
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what an error says."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
 class _WriteErrors:
     """Turns a failed write into one clear error."""
 
@@ -223,8 +307,7 @@ class _WriteErrors:
 
     def __exit__(self, kind, error, traceback):
         if isinstance(error, Exception):
-            text = str(error).strip()
-            reason = "no space left on device" if "No space left" in text else text.splitlines()[0][:200]
+            reason = "no space left on device" if "No space left" in str(error) else _reason(error)
             raise InputError(
                 f"a checkpoint could not be written to {self._directory}: {reason}. Free disk space or mend the "
                 "permissions, then run the same command again; it resumes from the newest checkpoint that verifies"
@@ -248,6 +331,13 @@ def _rank(facts: dict[str, Any]) -> float:
 
 def _sha256_of_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _structure(state: Any) -> str:
+    """Digest of names and types of all arrays."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    rows = [f"{jax.tree_util.keystr(path)} {np.dtype(leaf.dtype)}" for path, leaf in leaves]
+    return hashlib.sha256("\n".join(rows).encode()).hexdigest()
 
 
 def _sha256(state: Any) -> str:

@@ -14,6 +14,7 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 from mlcn_jax.errors import Diverged
+from mlcn_jax.files import write_atomic
 
 _log = logging.getLogger(__name__)
 
@@ -28,9 +29,7 @@ class MetricsWriter:
     def __init__(self, workdir: Path, step: int):
         self._path = workdir / "metrics.jsonl"
         rows = [row for row in read_rows(self._path) if row["step"] <= step]
-        partial = self._path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        partial.replace(self._path)
+        write_atomic(self._path, "".join(json.dumps(row) + "\n" for row in rows))
         self._file = self._path.open("a")
         self._tensorboard = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
 

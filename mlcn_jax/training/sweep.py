@@ -10,7 +10,7 @@ from typing import Any
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import Diverged, InputError
-from mlcn_jax.files import write_json
+from mlcn_jax.files import check_workdir, write_json
 from mlcn_jax.training.loop import train
 
 _log = logging.getLogger(__name__)
@@ -48,8 +48,9 @@ def sweep(config: RunConfig, workdir: Path, text: str) -> list[dict[str, Any]]:
     finite) gets a row with its `error`, and the others go on.
 
     Raises:
-      InputError: the grid cannot be read, or names a field that does not exist.
+      InputError: the grid cannot be read, names a field that does not exist, or the workdir cannot hold checkpoints.
     """
+    check_workdir(workdir)
     grid = parse_grid(text)
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     configs = [config.replace(point) for point in points]  # all are read before the first is run

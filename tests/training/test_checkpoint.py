@@ -1,5 +1,7 @@
+import errno
 import json
 import logging
+import os
 import shutil
 
 import jax
@@ -191,3 +193,117 @@ def test_a_failed_write_is_one_clear_error(tmp_path, monkeypatch):
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(InputError, match="holds no trained model"):
         load_trained(str(tmp_path))
+
+
+def fails_with(error):
+    def fail(*args, **kwargs):
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EIO, "Input/output error"),
+        PermissionError(errno.EACCES, "Permission denied"),
+        OSError(errno.EMFILE, "Too many open files"),
+        MemoryError("cannot allocate 7 GiB"),
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes"),
+        ValueError('PERMISSION_DENIED: Error reading "a/0.0" in OCDBT database: Permission denied'),
+        ValueError('UNKNOWN: Error reading "a/0.0" in OCDBT database: Failed to read'),
+        ValueError("Error reading \"a/0.0\" in OCDBT database: Failed to read [os_error_code='22']"),
+    ],
+    ids=str,
+)
+def test_what_does_not_show_damage_leaves_all_checkpoints_as_they_are(tmp_path, monkeypatch, error):
+    save_all(tmp_path, {1: None, 2: None}).close()
+    checkpoints = Checkpoints(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints._manager, "restore", fails_with(error))
+        with pytest.raises(InputError, match=r"cannot be read .* does not mean that it is damaged"):
+            checkpoints.restore(LIKE)
+    assert checkpoints.restore(LIKE)[1]["step"] == 2
+    checkpoints.close()
+    assert not list(tmp_path.glob("*.damaged*"))
+
+
+def test_ctrl_c_while_reading_leaves_all_checkpoints_as_they_are(tmp_path, monkeypatch):
+    checkpoints = save_all(tmp_path, {1: None})
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints._manager, "restore", fails_with(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.restore(LIKE)
+    assert checkpoints.restore(LIKE)[1]["step"] == 1
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("part", ["facts", "params"])
+def test_a_folder_without_access_is_not_taken_for_missing(tmp_path, monkeypatch, part):
+    """To the storage library its files do not exist; root reads it all the same, so that the denial is made here."""
+    save_all(tmp_path, {1: None}).close()
+    checkpoints = Checkpoints(tmp_path)
+    (tmp_path / "1" / part).rename(tmp_path / "hidden")
+    (tmp_path / "1" / part).mkdir()
+    scandir = os.scandir
+
+    def denied(path):
+        if os.fspath(path).endswith(f"1/{part}"):
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", denied)
+        with pytest.raises(InputError, match="Permission denied"):
+            checkpoints.restore(LIKE)
+    (tmp_path / "1" / part).rmdir()
+    (tmp_path / "hidden").rename(tmp_path / "1" / part)
+    assert checkpoints.restore(LIKE)[1]["step"] == 1
+    checkpoints.close()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_files_without_access_are_not_taken_for_damaged(tmp_path):
+    save_all(tmp_path, {1: None}).close()
+    for path in data_files(tmp_path / "1"):
+        path.chmod(0)
+    checkpoints = Checkpoints(tmp_path)
+    with pytest.raises(InputError, match=r"(?i)permission.denied"):
+        checkpoints.restore(LIKE)
+    checkpoints.close()
+    assert (tmp_path / "1").exists()
+
+
+def test_facts_that_cannot_be_read_do_not_unrank_the_best(tmp_path, monkeypatch):
+    save_all(tmp_path, {1: 0.9, 2: 0.5}).close()
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_facts", fails_with(OSError(errno.EIO, "Input/output error")))
+        with pytest.raises(InputError, match="Input/output error"):
+            Checkpoints(tmp_path)
+
+
+def test_another_optimizer_is_not_taken_for_damage(tmp_path):
+    save_all(tmp_path, {1: None}).close()
+    checkpoints = Checkpoints(tmp_path)
+    with pytest.raises(InputError, match="of another model or optimizer"):
+        checkpoints.restore({**LIKE, "optimizer": LIKE["params"]})
+    assert checkpoints.restore(LIKE)[1]["step"] == 1
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("name", ["x b\\n", "a[b]c", "gs:", "a*b"])
+def test_a_folder_whose_name_the_storage_library_reads_in_its_own_way_is_refused(tmp_path, name):
+    with pytest.raises(InputError, match="cannot hold checkpoints"):
+        Checkpoints(tmp_path / name / "checkpoints")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", ["a%20b", "a#b", "s3:b", "~", "a b ", "a\nb", "a]b", "größe", "{x}", 'a"b', "$HOME", "a,b"]
+)
+def test_other_odd_names_hold_checkpoints(tmp_path, name):
+    save_all(tmp_path / name, {1: None}).close()
+    checkpoints = Checkpoints(tmp_path / name, read_only=True)
+    assert checkpoints.restore(LIKE)[1]["step"] == 1
+    checkpoints.close()
+    assert [path.name for path in tmp_path.iterdir()] == [name]
