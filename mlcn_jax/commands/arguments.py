@@ -6,14 +6,16 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
-from ml_collections import ConfigDict, config_flags
 
 from mlcn_jax.commands.fields import entry, listing, nearest
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
 
 # The files of `configs/`: part of the wheel, and beside the package in a clone.
 CONFIGS = next(path for path in (Path(__file__).parents[i] / "configs" for i in (1, 2)) if path.is_dir())
@@ -89,8 +91,10 @@ def config_file(given: str) -> Path:
     )
 
 
-def execute(path: Path) -> ConfigDict:
+def execute(path: Path) -> "ConfigDict":
     """What `get_config()` of a config file returns; raises InputError where that cannot be had."""
+    from ml_collections import ConfigDict
+
     try:
         found = runpy.run_path(str(path))["get_config"]()
     except InputError:
@@ -154,6 +158,8 @@ def _define_config(values: flags.FlagValues, argv: Sequence[str], command: str) 
     if not given and not fields:
         flags.DEFINE_string("config", None, "", flag_values=values)
         return rest
+    from ml_collections import config_flags
+
     found = execute(config_file(given or "default"))
     _check_fields(found, fields, command)
     config_flags.DEFINE_config_dict("config", found, flag_values=values, sys_argv=[command, *rest])
@@ -161,7 +167,7 @@ def _define_config(values: flags.FlagValues, argv: Sequence[str], command: str) 
     return rest
 
 
-def _check_fields(config: ConfigDict, fields: Sequence[str], command: str) -> None:
+def _check_fields(config: "ConfigDict", fields: Sequence[str], command: str) -> None:
     from mlcn_jax.config import flat
 
     known, of_search = flat(config.to_dict()), [name for name in _known_fields() if name.startswith("search.")]
