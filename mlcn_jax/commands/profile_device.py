@@ -1,6 +1,6 @@
-"""Measures what this device takes for lanes, in under a minute, and writes it as a profile (`devices.DeviceProfile`).
+"""Measures what this device takes for lanes, in under a minute, and writes it as a profile (`DeviceProfile`).
 
-    python -m experiments.profile_device --output=profile.json
+    mlcn_jax profile --output=profile.json
 
 Training steps of some lanes are compiled and timed; seconds and memory of all others are fitted to them. A process that
 is bound to some cores needs a profile measured on as many: `--cores=1`.
@@ -27,11 +27,12 @@ from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mlcn_jax import host
+from mlcn_jax.commands import arguments
 from mlcn_jax.config import ParallelSettings, RunConfig
 from mlcn_jax.data import datasets
 from mlcn_jax.distributed import processes
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch_app
+from mlcn_jax.files import make_folder
 from mlcn_jax.nn import conv, lanes
 from mlcn_jax.nn.model import ModelSpec, init_params
 from mlcn_jax.placement import cost, fit
@@ -48,15 +49,25 @@ _HEAD_LANES = (2, 16)
 _TURN_SECONDS = 0.02
 _LINK_BYTES = (2**12, 2**24)
 
-_OUTPUT = flags.DEFINE_string("output", "profile.json", "Where to write the profile.")
-_CORES = flags.DEFINE_integer("cores", 0, "Cores to be bound to; 0 takes all of this process.", lower_bound=0)
-_DATA = flags.DEFINE_enum(
-    "data", "fashion_mnist", list(datasets.SHAPES), "Dataset whose image shape and classes are taken."
-)
-_ROUTING = flags.DEFINE_enum("lane_routing", "published", lanes.LANE_ROUTINGS, "As model.lane_routing.")
-_DTYPE = flags.DEFINE_string("compute_dtype", "float32", "As model.compute_dtype.")
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds in which all programs take turns.", lower_bound=1)
-_WORKER = flags.DEFINE_string("link_worker", "", "Used by the script itself: one of two processes, as JSON.")
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("output", "profile.json", "Where to write the profile.", flag_values=values)
+    define_measuring(values)
+    text = ""  # used by the command itself: one of two processes, as JSON
+    flags.DEFINE_string("link_worker", "", text, flag_values=values)
+
+
+def define_measuring(values: flags.FlagValues) -> None:
+    """The flags that say what is measured."""
+    text = "Cores to be bound to; 0 takes all of this process."
+    flags.DEFINE_integer("cores", 0, text, lower_bound=0, flag_values=values)
+    text = "Dataset whose image shape and classes are taken."
+    flags.DEFINE_enum("data", "fashion_mnist", list(datasets.SHAPES), text, flag_values=values)
+    routings, text = list(lanes.LANE_ROUTINGS), "As model.lane_routing."
+    flags.DEFINE_enum("lane_routing", "published", routings, text, flag_values=values)
+    flags.DEFINE_string("compute_dtype", "float32", "As model.compute_dtype.", flag_values=values)
+    text = "Rounds in which all programs take turns."
+    flags.DEFINE_integer("rounds", 5, text, lower_bound=1, flag_values=values)
 
 
 class Program:
@@ -243,7 +254,8 @@ def measure_link(cores: Sequence[int]) -> dict[str, float] | None:
             [
                 sys.executable,
                 "-m",
-                "mlcn_jax.commands.profile_device",
+                "mlcn_jax",
+                "profile",
                 f"--link_worker={json.dumps({'process': i, 'port': port, 'core': cores[i]})}",
             ],
             stdout=subprocess.PIPE if i == 0 else subprocess.DEVNULL,
@@ -289,10 +301,12 @@ def _link(pair: Sequence[jax.Device]) -> dict[str, float]:
     return {"latency_seconds": max(0.0, seconds[0] - few / bytes_per_second), "bytes_per_second": bytes_per_second}
 
 
-def spec_of_flags() -> ModelSpec:
-    """Whose lanes are to be measured; those that it names do not matter."""
-    routing, dtype = _ROUTING.value, _DTYPE.value
-    return ModelSpec("mlcn", *datasets.SHAPES[_DATA.value], lanes="mlcn1:w1", lane_routing=routing, compute_dtype=dtype)
+def spec_of_flags(values: Any) -> ModelSpec:
+    """Whose lanes are to be measured, by `define_measuring`; those that it names do not matter."""
+    shape = datasets.SHAPES[values.data]
+    return ModelSpec(
+        "mlcn", *shape, lanes="mlcn1:w1", lane_routing=values.lane_routing, compute_dtype=values.compute_dtype
+    )
 
 
 def bind(num_cores: int) -> list[int]:
@@ -322,20 +336,18 @@ def table(profile: DeviceProfile) -> str:
     return "\n".join(["| measured | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])
 
 
-def main(argv: list[str]) -> None:
-    del argv
-    if _WORKER.value:
-        _link_worker(**json.loads(_WORKER.value))
+def main(argv: Sequence[str]) -> None:
+    values = arguments.parse("profile", __doc__, define, argv)
+    if values.link_worker:
+        _link_worker(**json.loads(values.link_worker))
         return
     started = time.monotonic()
-    link = measure_link(bind(_CORES.value))
-    lab = Lab(spec_of_flags())
+    output = Path(values.output).expanduser()
+    make_folder(output.parent, "output")
+    link = measure_link(bind(values.cores))
+    lab = Lab(spec_of_flags(values))
     programs = make_programs(lab)
-    profile = make_profile(lab, programs, least_seconds(programs, _ROUNDS.value), link)
-    profile.save(Path(_OUTPUT.value))
+    profile = make_profile(lab, programs, least_seconds(programs, values.rounds), link)
+    profile.save(output)
     print(table(profile))
-    print(f"{_OUTPUT.value} ({time.monotonic() - started:.0f} s)")
-
-
-if __name__ == "__main__":
-    launch_app(main)
+    print(f"{output} ({time.monotonic() - started:.0f} s)")

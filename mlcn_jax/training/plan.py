@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.distributed import processes, traffic
 from mlcn_jax.errors import InputError
+from mlcn_jax.launch import program
 from mlcn_jax.nn import tracing
 from mlcn_jax.nn.lanes import LaneSpec
 from mlcn_jax.nn.model import ModelSpec, encode, init_params, spec_of
@@ -28,8 +29,7 @@ from mlcn_jax.training.runner import Runner
 from mlcn_jax.training.stacks_runner import Stack, StacksRunner, make_stacks
 
 _log = logging.getLogger(__name__)
-
-_MEASURE = "python -m experiments.profile_device"
+_MEASURE = f"{program()} profile"
 
 
 @dataclasses.dataclass(frozen=True)
