@@ -1,5 +1,7 @@
 """Scores of a trained workdir on its test set."""
 
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,13 @@ from mlcn_jax.training.checkpoint import load_trained
 from mlcn_jax.training.evaluate import lane_spreads, make_evaluator
 from mlcn_jax.training.pictures import write_pictures
 
+_log = logging.getLogger(__name__)
+
 
 def evaluate_workdir(config: RunConfig, workdir: Path) -> dict[str, Any]:
     """Scores the best checkpoint of a workdir on the test set of `config`, and draws the pictures anew.
+
+    Where the workdir cannot be written to the pictures are left as they are, with a warning.
 
     Raises:
       InputError: the workdir holds no trained model, or the images do not fit it.
@@ -24,9 +30,16 @@ def evaluate_workdir(config: RunConfig, workdir: Path) -> dict[str, Any]:
             f"the model in {workdir} takes {expected} images of {len(trained.class_names)} classes, {dataset.name} "
             f"has {shape} images of {len(dataset.class_names)}: evaluate on data like what it was trained on"
         )
+    reason = "" if os.access(workdir, os.W_OK) else f"{workdir} cannot be written to"
     evaluator = make_evaluator(trained.spec, config.train.reconstruction_weight)
     scores = evaluator(trained.params, dataset.test, config.train.batch_size)
-    write_pictures(workdir, trained.spec, trained.params, dataset, scores)
+    if not reason:
+        try:
+            write_pictures(workdir, trained.spec, trained.params, dataset, scores)
+        except OSError as error:
+            reason = str(error)
+    if reason:  # the scores are worth telling all the same
+        _log.warning("the pictures are left as they are: %s", reason)
     return {
         **scores.to_dict(dataset.class_names),
         "lane_spreads": lane_spreads(trained.spec, trained.params, dataset.test, config.train.batch_size),
