@@ -74,6 +74,11 @@ def _files_of(paths: Sequence[str]) -> list[Path]:
     return files
 
 
+def printable(text: str) -> str:
+    """The text on one line that a terminal only shows: names may hold newlines and the terminal's commands."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m mlcn_jax.predict", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("artifact", help="folder that main.py --mode=export wrote")
@@ -92,9 +97,9 @@ def main() -> None:
         if arguments.json:
             print(json.dumps(found), flush=True)
         elif "error" in found:
-            print(f"{found['file']}: {found['error']}", file=sys.stderr, flush=True)
+            print(printable(f"{found['file']}: {found['error']}"), file=sys.stderr, flush=True)
         else:
-            print(f"{found['file']}: {found['class']}, {found['probability']:.1%}", flush=True)
+            print(printable(f"{found['file']}: {found['class']}, {found['probability']:.1%}"), flush=True)
     if failed:
         sys.exit(EXIT_FAILED)
 
