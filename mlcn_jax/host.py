@@ -51,6 +51,14 @@ def usable_memory_bytes() -> int:
     return _machine_memory_bytes() * num_cores() // (os.cpu_count() or 1)
 
 
+def total_memory_bytes() -> int:
+    """All memory for programs: of every accelerator of the run, or of this machine."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    if all(found and "bytes_limit" in found for found in stats):
+        return jax.process_count() * sum(int(found["bytes_limit"]) for found in stats if found)
+    return jax.process_count() * _machine_memory_bytes()
+
+
 def _machine_memory_bytes() -> int:
     """Physical memory, or less where the container that this process runs in has a limit."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from configs import default
-from mlcn_jax import files
+from mlcn_jax import config
 from mlcn_jax.analysis import describe
 from mlcn_jax.config import RunConfig, flat
 from mlcn_jax.errors import InputError
@@ -93,21 +93,6 @@ def test_hash_ignores_places_only(tiny):
     assert tiny.replace({"train.seed": 1}).hash() != tiny.hash()
 
 
-def test_json_is_replaced_whole(tmp_path, monkeypatch):
-    path = tmp_path / "a.json"
-    files.write_json(path, {"old": 1})
-    write_text = Path.write_text
-
-    def disk_full(self, text):
-        write_text(self, text[: len(text) // 2])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", disk_full)
-    with pytest.raises(OSError, match="No space left"):
-        files.write_json(path, {"new": 2})
-    assert json.loads(path.read_text()) == {"old": 1}
-
-
 @pytest.mark.parametrize(
     ("section", "field", "value", "message"),
     [
@@ -131,3 +116,16 @@ def test_adamw_may_not_change_where_it_ends(tiny):
     stored = tiny.replace({"train.optimizer": "adamw"})
     with pytest.raises(InputError, match=r"train\.num_epochs"):
         stored.replace({"train.num_epochs": 50}).check_resumable(stored, Path("W"))
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_number_that_is_not_finite_is_told_so(value):
+    with pytest.raises(InputError, match=r"train\.learning_rate is .*finite"):
+        RunConfig().replace({"train.learning_rate": value})
+
+
+def test_a_message_names_a_damaged_config_once(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError) as caught:
+        config.read_stored(tmp_path)
+    assert str(caught.value).count("config.json") == 1

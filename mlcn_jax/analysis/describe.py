@@ -5,7 +5,7 @@ from typing import Any
 from mlcn_jax.config import RunConfig
 from mlcn_jax.nn import lanes
 from mlcn_jax.nn.model import count_parameters
-from mlcn_jax.placement.cost import forward_flops, lane_cost, published_memory_bytes, published_seconds
+from mlcn_jax.placement import cost
 
 
 def describe(config: RunConfig) -> dict[str, Any]:
@@ -16,20 +16,20 @@ def describe(config: RunConfig) -> dict[str, Any]:
     """
     image_shape, num_classes = config.data.shape()
     spec = config.model_spec(image_shape, num_classes)
-    counts = count_parameters(spec)
     batch_size = config.train.batch_size
 
     def costs_of(lane: lanes.LaneSpec) -> dict[str, float]:
-        cost = lane_cost(lane, spec.lane_settings, image_shape)
+        one = cost.lane_cost(lane, spec.lane_settings, image_shape)
         return {
-            "parameters": cost.parameters,
-            "step_flops": cost.step_flops(batch_size),
-            "step_bytes": cost.step_bytes(batch_size),
-            "held_bytes": cost.held_bytes(batch_size),
-            "published_relative_seconds": published_seconds(lane, 1.0),
-            "published_memory_bytes": published_memory_bytes(lane),
+            "parameters": one.parameters,
+            "step_flops": one.step_flops(batch_size),
+            "step_bytes": one.step_bytes(batch_size),
+            "held_bytes": one.held_bytes(batch_size),
+            "published_relative_seconds": cost.published_seconds(lane, 1.0),
+            "published_memory_bytes": cost.published_memory_bytes(lane),
         }
 
+    counts = count_parameters(spec)
     return {
         "model": spec.name,
         "input_shape": list(image_shape),
@@ -39,5 +39,5 @@ def describe(config: RunConfig) -> dict[str, Any]:
         "parameters": counts["total"],
         "parameters_per_lane": counts["per_lane"],
         "parameters_decoder": counts["decoder"],
-        "forward_flops_per_image": forward_flops(spec),
+        "forward_flops_per_image": cost.forward_flops(spec),
     }

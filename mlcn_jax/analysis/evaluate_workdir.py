@@ -1,5 +1,7 @@
 """Scores of a trained workdir on its test set."""
 
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +10,30 @@ from mlcn_jax.config import RunConfig
 from mlcn_jax.training.evaluate import lane_spreads, make_evaluator
 from mlcn_jax.training.pictures import write_pictures
 
+_log = logging.getLogger(__name__)
+
 
 def evaluate_workdir(config: RunConfig, workdir: Path, pictures: Path | None = None) -> dict[str, Any]:
     """Scores the best checkpoint of a workdir on the test set of `config`, and draws the pictures anew.
 
-    The pictures go to the folder `pictures`, to the workdir where none is given.
+    The pictures go to the folder `pictures`, to the workdir where none is given; one that cannot be written to is left
+    as it is, with a warning.
 
     Raises:
       InputError: the workdir holds no trained model, or the images do not fit it.
     """
     trained, dataset = load_with_data(workdir, config)
+    folder = pictures or workdir
+    reason = "" if os.access(folder, os.W_OK) else f"{folder} cannot be written to"
     evaluator = make_evaluator(trained.spec, config.train.reconstruction_weight)
     scores = evaluator(trained.params, dataset.test, config.train.batch_size)
-    write_pictures(pictures or workdir, trained.spec, trained.params, dataset, scores)
+    if not reason:
+        try:
+            write_pictures(folder, trained.spec, trained.params, dataset, scores)
+        except OSError as error:
+            reason = str(error)
+    if reason:  # the scores are worth having all the same
+        _log.warning("the pictures are not drawn: %s", reason)
     return {
         **scores.to_dict(dataset.class_names),
         "lane_spreads": lane_spreads(trained.spec, trained.params, dataset.test, config.train.batch_size),

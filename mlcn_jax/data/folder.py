@@ -75,18 +75,19 @@ def _read_images(paths: Sequence[Path], size: int) -> UInt8[np.ndarray, "n {size
     with ThreadPoolExecutor() as pool:
         results = pool.map(lambda path: _read_image(path, size), paths)
         images = list(tqdm(results, desc="reading images", total=len(paths), disable=None))
-    unreadable = [str(path) for path, image in zip(paths, images, strict=True) if image is None]
-    if unreadable:
-        shown = ", ".join(unreadable[:3]) + (", ..." if len(unreadable) > 3 else "")
-        raise InputError(f"{len(unreadable)} of {len(paths)} images cannot be read: {shown}. Repair or remove them.")
-    channels = max(image.shape[-1] for image in images)
-    return np.stack([np.broadcast_to(image, (size, size, channels)) for image in images])
+    refused = [f"{path}: {image}" for path, image in zip(paths, images, strict=True) if isinstance(image, str)]
+    if refused:
+        shown = "\n  ".join(refused[:3]) + ("\n  ..." if len(refused) > 3 else "")
+        raise InputError(f"{len(refused)} of {len(paths)} images cannot be used; repair or remove them:\n  {shown}")
+    arrays = [image for image in images if not isinstance(image, str)]
+    channels = max(image.shape[-1] for image in arrays)
+    return np.stack([np.broadcast_to(image, (size, size, channels)) for image in arrays])
 
 
-def _read_image(path: Path, size: int) -> UInt8[np.ndarray, "{size} {size} channels"] | None:
-    """One image, of 1 or 3 channels; None if it cannot be read."""
+def _read_image(path: Path, size: int) -> UInt8[np.ndarray, "{size} {size} channels"] | str:
+    """One image, of 1 or 3 channels, or why it cannot be used."""
     try:
         image = upright(path)
-    except InputError:
-        return None
+    except InputError as error:
+        return str(error)
     return np.asarray(image.resize((size, size), Image.Resampling.BILINEAR)).reshape(size, size, -1)

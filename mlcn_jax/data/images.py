@@ -17,8 +17,6 @@ MAX_PIXELS = 50_000_000
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # MAX_PIXELS is below Pillow's limit
-
 
 def read_pixels(source: Path | bytes, image_shape: tuple[int, int, int]) -> np.ndarray:
     """A picture in the shape of a model's images, as in training.
@@ -46,6 +44,7 @@ def upright(source: Path | bytes) -> Image.Image:
     contents = source if isinstance(source, bytes) else _read(source)
     if len(contents) > MAX_FILE_BYTES:
         raise _too_large(len(contents))
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # MAX_PIXELS is below Pillow's limit
     try:
         _check_pixels(*_webp_size(contents))
         with Image.open(io.BytesIO(contents), formats=FORMATS) as file:

@@ -19,6 +19,7 @@ from mlcn_jax.nn import capsules, conv
 
 PRIMARY_DIM = 8
 LANE_ROUTINGS = ("published", "per_class")
+_MOST = {"width": 1_000, "depth": 100, "count": 10_000}  # more is a slip of the pen, and would take hours
 _glorot = nn.initializers.glorot_uniform()
 
 
@@ -60,7 +61,7 @@ def parse_lanes(text: str) -> tuple[LaneGroup, ...]:
     into one group, at the place of the first of them.
 
     Raises:
-      InputError: the text is not such a list; the message points at the place.
+      InputError: the text is not such a list, and the message points at the place; or a number in it is beyond reason.
 
     >>> [str(group) for group in parse_lanes("mlcn1:w4*2, mlcn2:w1d3, mlcn1:w4")]
     ['mlcn1:w4d1*3', 'mlcn2:w1d3*1']
@@ -71,6 +72,8 @@ def parse_lanes(text: str) -> tuple[LaneGroup, ...]:
         spec, count = _parse_entry(text, entry, start)
         counts[spec] = counts.get(spec, 0) + count
         start += len(entry) + 1
+    if sum(counts.values()) > _MOST["count"]:
+        raise InputError(f"model.lanes has {sum(counts.values()):,} lanes; there can be {_MOST['count']:,} at most")
     return tuple(LaneGroup(spec, count) for spec, count in counts.items())
 
 
@@ -91,18 +94,26 @@ def _parse_entry(text: str, entry: str, start: int) -> tuple[LaneSpec, int]:
         position = match.end()
         return match.group()
 
+    def number(what: str) -> int:
+        digits = take("[1-9][0-9]*", f"a {what} of 1 or more")
+        if len(digits) > 9 or int(digits) > _MOST[what]:
+            raise InputError(
+                f"model.lanes: a {what} of {digits[:9]}{'...' * (len(digits) > 9)} is above {_MOST[what]:,}"
+            )
+        return int(digits)
+
     known = sorted(LANE_KINDS, key=len, reverse=True)
     kind = take("(?:" + "|".join(known) + ")(?![A-Za-z0-9_])", "a lane kind (" + ", ".join(LANE_KINDS) + ")")
     take(":", "':'")
     take("w", "'w' and a width")
-    width = int(take("[1-9][0-9]*", "a width of 1 or more"))
+    width = number("width")
     depth = count = 1
     if entry[position : position + 1] == "d":
         take("d", "'d'")
-        depth = int(take("[1-9][0-9]*", "a depth of 1 or more"))
+        depth = number("depth")
     if entry[position : position + 1] == "*":
         take(r"\*", "'*'")
-        count = int(take("[1-9][0-9]*", "a count of 1 or more"))
+        count = number("count")
     take("$", "'d' and a depth, '*' and a count, ',' or the end")
     return LaneSpec(kind, width, depth), count
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -11,7 +12,8 @@ import optax
 from jax.extend import core as jex_core
 from jaxtyping import Array
 
-from mlcn_jax.nn import lanes
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import lanes, model
 from mlcn_jax.nn.model import ModelSpec, apply_model, init_params
 
 _FLOAT_BYTES = 4  # parameters, their gradients and the optimizer's moments are float32 whatever the compute type
@@ -153,6 +155,39 @@ def lane_cost(spec: lanes.LaneSpec, settings: lanes.LaneSettings, image_shape: t
     )
 
 
+def estimated_parameters(spec: ModelSpec) -> int:
+    """Parameters of a model, as fast for a deep lane as for others: each further layer has as many as the second."""
+    if not spec.lane_groups:
+        return model.count_parameters(spec)["total"]  # type: ignore[return-value]
+    image = jax.ShapeDtypeStruct((1, *spec.image_shape), jnp.float32)
+
+    def size(lane: lanes.LaneSpec) -> int:
+        shapes = jax.eval_shape(lanes.Lane(lane, spec.lane_settings).init, jax.random.key(0), image)
+        return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+    total = sum(math.prod(pair) + pair[1] for pair in itertools.pairwise(decoder_widths(spec)))
+    for group in spec.lane_groups:
+        first, second = (size(dataclasses.replace(group.spec, depth=depth)) for depth in (1, 2))
+        total += group.count * (first + (group.spec.depth - 1) * (second - first))
+    return total
+
+
+def decoder_widths(spec: ModelSpec) -> list[int]:
+    """Values that go into the decoder of an MLCN, and that each of its layers gives."""
+    return [spec.num_classes * len(spec.lane_specs), *spec.decoder, math.prod(spec.image_shape)]
+
+
+def check_fits_memory(spec: ModelSpec, memory_bytes: int) -> None:
+    """Raises InputError where parameters, gradients and moments alone need more memory than there is."""
+    parameters = estimated_parameters(spec)
+    needed = 4 * _FLOAT_BYTES * parameters
+    if needed > memory_bytes:
+        raise InputError(
+            f"model.lanes={spec.lanes}: {parameters:,} parameters, with gradients and moments {needed / 2**30:,.0f} "
+            f"GiB, do not fit the {memory_bytes / 2**30:,.0f} GiB of memory here: take fewer or narrower lanes"
+        )
+
+
 def published_seconds(spec: lanes.LaneSpec, slowness: float) -> float:
     """Cost of a lane on a device by the published formula, `width^2 * depth * slowness`, in units of its own.
 
@@ -215,11 +250,21 @@ def matmul_flops(fn: Callable, *args) -> int:
 
 
 def forward_flops(spec: ModelSpec) -> int:
-    """FLOPs of a forward pass of one image, decoder included, counted from plain (native) convolutions."""
-    plain = dataclasses.replace(spec, conv="native")
-    params = jax.eval_shape(lambda key: init_params(plain, key), jax.random.key(0))
+    """FLOPs of a forward pass of one image, decoder included, counted from plain (native) convolutions.
+
+    Of equal lanes one is counted, so that many take no longer.
+    """
     image = jax.ShapeDtypeStruct((1, *spec.image_shape), jnp.float32)
-    return matmul_flops(lambda p, x: apply_model(plain, p, x), params, image)
+    if not spec.lane_groups:
+        plain = dataclasses.replace(spec, conv="native")
+        params = jax.eval_shape(lambda key: init_params(plain, key), jax.random.key(0))
+        return matmul_flops(lambda p, x: apply_model(plain, p, x), params, image)
+    total = sum(2 * before * after for before, after in itertools.pairwise(decoder_widths(spec)))
+    settings = dataclasses.replace(spec.lane_settings, conv_algorithm="native")
+    for group in spec.lane_groups:
+        lane = lanes.Lane(group.spec, settings)
+        total += group.count * matmul_flops(lane.apply, jax.eval_shape(lane.init, jax.random.key(0), image), image)
+    return total
 
 
 def _count(jaxpr, read: list[bool]) -> tuple[int, list[bool]]:

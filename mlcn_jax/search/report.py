@@ -2,6 +2,8 @@
 
 import collections
 import itertools
+import json
+import shlex
 import statistics
 import time
 from pathlib import Path
@@ -131,22 +133,26 @@ def write_config(found: "Search", winner: models_lib.Model, path: Path) -> None:
     usual = flat(RunConfig().to_dict())
     config = found.config.replace({"model.name": "mlcn", "model.lanes": winner.lanes})
     changed = {name: value for name, value in flat(config.to_dict()).items() if value != usual[name]}
-    placed = [
-        f"    {one['device']}, {one['fill']:.0%} full: {one['lanes'] or 'no lane fits'}"
-        for one in found.space.report(winner.mix)
-    ]
+    facts = {
+        "model": winner.index,
+        "method": found.settings.method,
+        "validation_accuracy": winner.accuracies[-1],
+        "epochs": found.settings.num_epochs,
+        "training_images": len(found.trainer.train.labels),
+        "devices": [
+            {name: device[name] for name in ("device", "fill", "lanes")} for device in found.space.report(winner.mix)
+        ],
+        "train_it": f"mlcn_jax train --config={shlex.quote(str(path))} --workdir=FOLDER",
+        "placed_anew": f"--config.parallel.plan=stacks --config.parallel.lane={len(found.space.buckets)}",
+    }
     lines = [
-        f'"""Model {winner.index} of a search ({found.settings.method}), the best of those that were trained.',
-        "",
-        f"    mlcn_jax train --config={path} --workdir=FOLDER",
-        "",
-        f"Validation accuracy there: {winner.accuracies[-1]:.2%} after {found.settings.num_epochs} epochs of "
-        f"{len(found.trainer.train.labels)} images. Lanes of each device:",
-        *placed,
-        f"Placed anew over as many: --config.parallel.plan=stacks --config.parallel.lane={len(placed)}",
-        '"""',
+        '"""The best model of a search, as a configuration that `mlcn_jax train` trains: see FOUND."""',
         "",
         "from mlcn_jax.config import default_config",
+        "",
+        "FOUND = {",  # what data gave, and all else, enters Python as a literal only
+        *(f"    {name!r}: {value!r}," for name, value in json.loads(json.dumps(facts)).items()),
+        "}",
         "",
         "",
         "def get_config():",
@@ -173,7 +179,7 @@ def told(summary: dict[str, Any], workdir: Path) -> str:
         f"mean of the models {summary['mean_validation_accuracy']:.2%}"
         + (f", baseline {baseline:.2%}" if baseline is not None else ""),
         f"lanes            {best['lanes']}",
-        f"train it         {program()} train --config={workdir / 'best_config.py'} --workdir=FOLDER",
+        f"train it         {program()} train --config={shlex.quote(str(workdir / 'best_config.py'))} --workdir=FOLDER",
         f"all models       {workdir / 'trials.md'}",
         f"pictures         {workdir / 'search.png'}",
     ]

@@ -3,20 +3,28 @@
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlcn_jax.errors import InputError
 
-try:
+if TYPE_CHECKING:
     import optuna
-    import sqlalchemy
-except ImportError as error:
-    raise InputError("a search needs Optuna: pip install 'mlcn_jax[search]'") from error
 
 _LOCK_SECONDS = 30.0  # to wait for another worker's transaction in SQLite
 
 
+def load_packages() -> tuple[Any, Any]:
+    """Optuna and SQLAlchemy; raises InputError where they are not installed."""
+    try:
+        import optuna
+        import sqlalchemy
+    except ImportError as error:
+        raise InputError("a search needs Optuna: pip install 'mlcn_jax[search]'") from error
+    return optuna, sqlalchemy
+
+
 def open_storage(url: str, heartbeat_seconds: int) -> "optuna.storages.RDBStorage":
+    optuna, _ = load_packages()
     engine: dict[str, Any] = {"pool_pre_ping": True}
     if url.startswith("sqlite"):
         engine = {"connect_args": {"timeout": _LOCK_SECONDS}}
@@ -44,6 +52,7 @@ def open_storage(url: str, heartbeat_seconds: int) -> "optuna.storages.RDBStorag
 @contextlib.contextmanager
 def storage_errors(url: str) -> Iterator[None]:
     """Turns what a storage raises into an InputError that says how to mend it; what has finished stays in it."""
+    _, sqlalchemy = load_packages()
     try:
         yield
     except sqlalchemy.exc.ArgumentError as error:
@@ -59,8 +68,11 @@ def storage_errors(url: str) -> Iterator[None]:
             raise
         detail = (str(getattr(cause, "orig", None) or cause).strip().splitlines() or [type(cause).__name__])[0]
         if "no column" in detail or "malformed" in detail or "not a database" in detail:
-            hint = "it is no storage of a search: give another search.storage or --workdir"
-        elif "lock" in detail:
+            raise InputError(
+                f"the search's storage {shown(url)} is damaged or of another program ({detail}): put it back from a "
+                "copy, or give another search.storage or --workdir to start afresh"
+            ) from error
+        if "lock" in detail:
             hint = "another program holds it: wait for it or end it, and keep SQLite files off network folders"
         elif "full" in detail:
             hint = "free disk space"
@@ -74,6 +86,7 @@ def storage_errors(url: str) -> Iterator[None]:
 
 def shown(url: str) -> str:
     """An address without its password."""
+    _, sqlalchemy = load_packages()
     try:
         return sqlalchemy.engine.make_url(url).render_as_string(hide_password=True)
     except sqlalchemy.exc.ArgumentError:

@@ -14,7 +14,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.search.models import BASELINE, Model, model_from, model_of
@@ -23,11 +23,9 @@ from mlcn_jax.search.space import Mix, Space
 from mlcn_jax.search.storage import open_storage, shown, storage_errors
 from mlcn_jax.search.trials import Score
 
-try:
+if TYPE_CHECKING:
     import optuna
-    from optuna.trial import FrozenTrial, TrialState
-except ImportError as error:
-    raise InputError("a search needs Optuna: pip install 'mlcn_jax[search]'") from error
+    from optuna.trial import FrozenTrial
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +54,8 @@ class Study:
         self._first_seen: dict[int, float] = {}  # trials that run without a heartbeat, perhaps
         self._lost = False  # whether the last trial was given to another worker meanwhile
         self._storage = open_storage(url, settings.heartbeat_seconds)
+        import optuna  # where it is missing, this was told
+
         address = shown(url)
         with storage_errors(url):
             stored = settings.name in optuna.get_all_study_names(self._storage)
@@ -98,6 +98,8 @@ class Study:
 
     def _sampler(self, trials: int) -> "optuna.samplers.BaseSampler":
         """A sampler for the trial after so many, so that neither workers nor sessions repeat each other."""
+        import optuna
+
         seed = random.Random(f"{self._settings.seed} {trials}").getrandbits(32)
         if self._settings.method == "tpe":
             return optuna.samplers.TPESampler(seed=seed, n_startup_trials=8)
@@ -106,6 +108,8 @@ class Study:
         return optuna.samplers.RandomSampler(seed=seed)
 
     def _pruner(self) -> "optuna.pruners.BasePruner":
+        import optuna
+
         if self._settings.method != "halving":
             return optuna.pruners.NopPruner()
         least, factor = self._settings.min_epochs, self._settings.reduction_factor
@@ -119,6 +123,8 @@ class Study:
         Returns:
           Whether any model is still to be trained.
         """
+        from optuna.trial import TrialState
+
         latest = {trial.user_attrs["index"]: trial for trial in self._trials()}
         grace, unfinished = 2 * self._settings.heartbeat_seconds, False
         for index in range(self._settings.num_models):
@@ -144,9 +150,11 @@ class Study:
             _log.info("model %d goes back: its worker is gone", attrs["index"])
             self._study.enqueue_trial({}, user_attrs=attrs)
             return
+        import optuna
+
         attrs["model"] = trial.user_attrs.get("model", {})
         attrs["reason"] = f"{attrs['deaths']} workers ended while they trained it; is there too little memory?"
-        self._study.add_trial(optuna.create_trial(state=TrialState.FAIL, user_attrs=attrs))
+        self._study.add_trial(optuna.create_trial(state=optuna.trial.TrialState.FAIL, user_attrs=attrs))
 
     def work(
         self,
@@ -166,6 +174,8 @@ class Study:
           to_the_end: whether to wait for the trials of other workers, and train those again whose workers die.
           done: called after each trial.
         """
+        import optuna
+        from optuna.trial import TrialState
 
         def objective(trial: "optuna.Trial") -> float:
             self._lost = False
@@ -243,6 +253,8 @@ class Study:
     def _run(
         self, trial: "optuna.Trial", space: Space, evaluate: Callable[[str], Generator[Score, None, None]]
     ) -> float:
+        import optuna
+
         if "index" not in trial.user_attrs:
             raise _Failed("another worker took the last trial first")
         index = trial.user_attrs["index"]

@@ -76,6 +76,11 @@ def _files_of(paths: Sequence[str]) -> list[Path]:
     return files
 
 
+def printable(text: str) -> str:
+    """The text on one line that a terminal only shows: names may hold newlines and the terminal's commands."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Classifies what `argv` names, or the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -99,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.json:
             print(json.dumps(found), flush=True)
         elif "error" in found:
-            print(f"{found['file']}: {found['error']}", file=sys.stderr, flush=True)
+            print(printable(f"{found['file']}: {found['error']}"), file=sys.stderr, flush=True)
         else:
-            print(f"{found['file']}: {found['class']}, {found['probability']:.1%}", flush=True)
+            print(printable(f"{found['file']}: {found['class']}, {found['probability']:.1%}"), flush=True)
     return EXIT_FAILED if failed else 0

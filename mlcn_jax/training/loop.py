@@ -4,8 +4,11 @@ import contextlib
 import dataclasses
 import logging
 import math
+import os
 import signal
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.files import hold, read_json, write_json
 from mlcn_jax.nn import tracing
 from mlcn_jax.nn.model import count_parameters
+from mlcn_jax.placement.cost import check_fits_memory
 from mlcn_jax.training import evaluate, pictures
 from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.metrics import MetricsWriter, Progress, StepLog
@@ -54,6 +58,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         session = open_session(config)
         dataset, validation, spec = session.dataset, session.validation, session.spec
         steps_per_epoch = session.steps_per_epoch
+        check_fits_memory(spec, host.total_memory_bytes())
         plan = session.plan()
 
         checkpoints = Checkpoints(workdir / "checkpoints")
@@ -181,7 +186,10 @@ def _finished_summary(workdir: Path, step: int) -> dict | None:
 
 
 class _StopSignals:
-    """Notes SIGTERM and the first Ctrl-C in `requested`; a second Ctrl-C interrupts at once."""
+    """Notes the first SIGTERM or Ctrl-C in `requested`; a second one ends the process, whatever it computes.
+
+    Python's own handlers wait until a compiler returns, so a thread counts the signals as they come.
+    """
 
     requested = ""
 
@@ -189,7 +197,20 @@ class _StopSignals:
         one_process = jax.process_count() == 1
         signals = (signal.SIGTERM, signal.SIGINT) if one_process else ()
         self._before = {s: signal.signal(s, self._note) for s in signals}
+        came, self._coming = os.pipe()
+        os.set_blocking(self._coming, False)
+        self._fd_before = signal.set_wakeup_fd(self._coming) if signals else None
+        threading.Thread(target=self._end_at_the_second, args=(came,), daemon=True).start()
         return self
+
+    def _end_at_the_second(self, came: int) -> None:
+        with open(came, "rb", buffering=0) as numbers:
+            stops = 0
+            while number := numbers.read(1):
+                stops += number[0] in self._before
+                if stops > 1:
+                    time.sleep(1.0)  # for a KeyboardInterrupt to tidy up
+                    os._exit(128 + number[0])
 
     def due(self, step: int) -> bool:
         """Whether to stop after this step; processes of one run agree on it."""
@@ -199,8 +220,8 @@ class _StopSignals:
 
     def _note(self, number, frame):
         self.requested = signal.Signals(number).name
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def check(self, when: str) -> None:
         """Raises Stopped if a signal has come."""
@@ -210,3 +231,6 @@ class _StopSignals:
     def __exit__(self, *error):
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._fd_before is not None:
+            signal.set_wakeup_fd(self._fd_before)
+        os.close(self._coming)

@@ -56,7 +56,7 @@ def sweep(config: RunConfig, workdir: Path, text: str) -> list[dict[str, Any]]:
     configs = [config.replace(point) for point in points]  # all are read before the first is run
     rows: list[dict[str, Any]] = []
     for i, (point, point_config) in enumerate(zip(points, configs, strict=True), start=1):
-        folder = workdir / ",".join(f"{field}={_safe(value)}" for field, value in point.items())
+        folder = _folder(workdir, point)
         _log.info("point %d of %d: %s", i, len(points), folder.name)
         row: dict[str, Any] = {**point, "workdir": str(folder)}
         try:
@@ -68,6 +68,13 @@ def sweep(config: RunConfig, workdir: Path, text: str) -> list[dict[str, Any]]:
         rows.append(row)
         write_json(workdir / "sweep.json", {"rows": rows, **host.environment()})
     return rows
+
+
+def _folder(workdir: Path, point: dict[str, str]) -> Path:
+    """The workdir of a point; no comma is in its name, which other commands take for the end of it."""
+    names = [f"{field}={_safe(value)}" for field, value in point.items()]
+    before = workdir / ",".join(names)  # as earlier versions named it
+    return before if before.is_dir() else workdir / "__".join(names)
 
 
 def _safe(value: str) -> str:

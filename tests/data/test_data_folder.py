@@ -8,7 +8,7 @@ from made_files import (
 )
 from PIL import Image
 
-from mlcn_jax.data import datasets
+from mlcn_jax.data import datasets, folder
 from mlcn_jax.errors import InputError
 
 # ---------------------------------------------------------------- folders of images
@@ -100,7 +100,9 @@ def test_unreadable_images_are_counted_and_named(tmp_path):
     for i in range(4):
         path = tmp_path / "a" / f"{i:03}.png"
         path.write_bytes(path.read_bytes()[:60] if i else b"")
-    with pytest.raises(InputError, match=r"4 of 8 images cannot be read: .*000\.png, .*002\.png, \.\.\.") as error:
+    with pytest.raises(
+        InputError, match=r"(?s)4 of 8 images cannot be used.*000\.png: it .*002\.png: it .*\.\.\."
+    ) as error:
         datasets.load("folder", directory=str(tmp_path))
     assert "003.png" not in str(error.value)
 
@@ -115,3 +117,12 @@ def test_folder_without_any_test_set(tmp_path):
     image_folder(tmp_path, {"a": 2, "b": 2})
     with pytest.raises(InputError, match="no test folder, and test_fraction is 0"):
         datasets.load("folder", directory=str(tmp_path), test_fraction=0.0)
+
+
+def test_a_picture_with_too_many_pixels_is_told_so(tmp_path, monkeypatch):
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        Image.new("L", (40, 40)).save(tmp_path / name / "1.png")
+    monkeypatch.setattr("mlcn_jax.data.images.MAX_PIXELS", 100)
+    with pytest.raises(InputError, match=r"1\.png: it has more than .*40x40.*make it smaller first"):
+        folder.read_folder(tmp_path, 32)

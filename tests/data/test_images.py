@@ -1,5 +1,7 @@
+import importlib.util
 import io
 import struct
+import warnings
 import zlib
 
 import numpy as np
@@ -108,3 +110,10 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path):
         images.read_pixels(tmp_path, (28, 28, 1))
     with pytest.raises(InputError, match="cannot be read: File name too long"):
         images.read_pixels(tmp_path / ("a" * 300), (28, 28, 1))
+
+
+def test_loading_the_module_leaves_the_warning_filters_as_they_are():
+    spec = importlib.util.find_spec("mlcn_jax.data.images")
+    before = list(warnings.filters)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert warnings.filters == before

@@ -159,3 +159,14 @@ def test_a_new_lane_kind_is_one_function_and_one_line(monkeypatch, rng):
     assert v.shape == (2, 4, 3)
     assert reconstructions.shape == images.shape
     assert params["encoder"]["pooled_w3d1"]["capsule_weights"].shape == (2, 3 * 3 * 3, 8, 4)
+
+
+@pytest.mark.parametrize("text", ["mlcn1:w4*999999999", "mlcn1:w100000", "mlcn1:w1d101", "mlcn1:w" + "9" * 5000])
+def test_numbers_beyond_reason_are_refused(text):
+    with pytest.raises(InputError, match=r"a (width|depth|count) of \d{3,9}(\.\.\.)? is above"):
+        lanes.parse_lanes(text)
+
+
+def test_lanes_beyond_reason_are_refused_however_they_are_written():
+    with pytest.raises(InputError, match="12,000 lanes; there can be 10,000"):
+        lanes.parse_lanes("mlcn1:w1*6000,mlcn1:w2*6000")

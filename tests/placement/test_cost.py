@@ -1,9 +1,12 @@
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 from mlcn_jax.analysis import describe
+from mlcn_jax.errors import InputError
 from mlcn_jax.nn import lanes
+from mlcn_jax.nn.model import ModelSpec, count_parameters
 from mlcn_jax.placement import cost, fit
 
 
@@ -147,3 +150,16 @@ def test_memory_of_a_lane_is_predicted_without_compiling_it():
     for spec in (lanes.LaneSpec("mlcn1", 2, 1), lanes.LaneSpec("mlcn1", 2, 3)):
         predicted = sum(per_feature[name] * size for name, size in features(spec).items())
         assert 1.0 <= predicted / true_bytes(spec) <= 1.1
+
+
+@pytest.mark.parametrize("text", ["mlcn1:w2*3", "mlcn2:w1d3*2,mlcn1:w1d2"])
+def test_parameters_are_counted_without_tracing_the_whole(text):
+    spec = ModelSpec("mlcn", (28, 28, 1), 10, lanes=text)
+    assert cost.count_parameters(spec) == count_parameters(spec)["total"]
+
+
+def test_a_model_beyond_the_memory_is_refused_at_once():
+    spec = ModelSpec("mlcn", (28, 28, 1), 10, lanes="mlcn1:w1000d100*10000")
+    with pytest.raises(InputError, match=r"do not fit the 16 GiB of memory here: take fewer or narrower lanes"):
+        cost.check_fits_memory(spec, 2**34)
+    cost.check_fits_memory(ModelSpec("mlcn", (28, 28, 1), 10, lanes="mlcn1:w4*8"), 2**34)

@@ -320,8 +320,9 @@ def test_a_storage_that_fails_while_a_model_is_trained(tmp_path):
 
 def test_storages_that_cannot_be_used(tmp_path):
     (tmp_path / "search.db").write_text("no database, but text that is long enough to look like one\n" * 100)
-    with pytest.raises(InputError, match="it is no storage of a search"):
+    with pytest.raises(InputError, match="damaged or of another program") as caught:
         make_study(tmp_path)
+    assert "same command goes on" not in str(caught.value)
     for url, message in (
         ("nonsense", "is no address of a database"),
         ("sqlite:////nowhere/search.db", "cannot be used .*unable to open"),

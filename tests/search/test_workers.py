@@ -1,6 +1,8 @@
 """How many workers of searches a machine bears at once: their locks."""
 
+import importlib.util
 import os
+import sys
 import types
 
 import pytest
@@ -83,3 +85,13 @@ def test_a_folder_in_place_of_a_lock_is_told(found, tmp_path):
     lock.mkdir()
     with pytest.raises(InputError, match=r"worker-.*remove"), run.worker_slot(found):
         pass
+
+
+@pytest.mark.parametrize("name", ["storage", "study"])
+def test_without_optuna_a_module_loads_and_a_search_is_told(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    spec = importlib.util.find_spec(f"mlcn_jax.search.{name}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(InputError, match="pip install optuna"):
+        module.open_storage("sqlite://", 1)

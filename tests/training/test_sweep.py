@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -50,3 +51,36 @@ def test_a_field_that_does_not_exist_stops_before_the_first_point(tiny, tmp_path
     with pytest.raises(InputError, match=r"train\.sed"):
         sweep.sweep(tiny, tmp_path, "train.sed=1,2")
     assert not list(tmp_path.iterdir())
+
+
+def trains_nothing(monkeypatch):
+    """Makes a sweep write only the folders of its points."""
+
+    def train(config, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        return dict.fromkeys(("test_accuracy", "test_loss", "images_per_second", "parameters", "steps"), 0.0)
+
+    monkeypatch.setattr(sweep, "train", train)
+
+
+def test_folders_have_no_commas(tiny, tmp_path, monkeypatch):
+    trains_nothing(monkeypatch)
+    sweep.sweep(tiny, tmp_path, 'train.seed=0,1;model.lanes="mlcn1:w1,mlcn2:w1"')
+    names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert [name.partition("__")[0] for name in names] == ["train.seed=0", "train.seed=1"]
+    assert not any("," in name for name in names)
+
+
+def test_points_that_an_earlier_version_named_with_commas_are_found(tiny, tmp_path, monkeypatch):
+    trains_nothing(monkeypatch)
+    (tmp_path / "train.seed=0,train.batch_size=10").mkdir()
+    rows = sweep.sweep(tiny, tmp_path, "train.seed=0,1;train.batch_size=10")
+    assert [Path(row["workdir"]).name for row in rows] == [
+        "train.seed=0,train.batch_size=10",
+        "train.seed=1__train.batch_size=10",
+    ]
+
+
+def test_a_workdir_that_cannot_hold_checkpoints_stops_before_the_first_point(tiny, tmp_path):
+    with pytest.raises(InputError, match="cannot hold checkpoints"):
+        sweep.sweep(tiny, tmp_path / "a\\b", "train.seed=0")
