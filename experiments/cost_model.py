@@ -22,6 +22,7 @@ from absl import flags
 from experiments import RESULTS
 from mlcn_jax import host
 from mlcn_jax.commands import profile_device
+from mlcn_jax.commands.profile import define_measuring
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_app
 from mlcn_jax.nn import lanes
@@ -33,7 +34,7 @@ _GROUPS = "mlcn1:w2d1*2, mlcn2:w4d1*8, mlcn1:w1d3*4, mlcn2:w3d2*2"
 
 _PROFILE = flags.DEFINE_string("profile", "", "A profile measured before, to be judged; empty fits one.")
 FLAGS = flags.FLAGS
-profile_device.define_measuring(FLAGS)
+define_measuring(FLAGS)
 
 
 def held_out() -> list[lanes.LaneGroup]:
@@ -138,7 +139,7 @@ def table(summary: dict[str, dict[str, float]]) -> str:
 def main(argv: list[str]) -> None:
     del argv
     link = profile_device.measure_link(profile_device.bind(FLAGS.cores))
-    lab = profile_device.Lab(profile_device.spec_of_flags(FLAGS))
+    lab = profile_device.Lab(profile_device.spec_of(FLAGS.data, FLAGS.lane_routing, FLAGS.compute_dtype))
     fitted = profile_device.make_programs(lab)
     keys = itertools.product([*held_out(), *lanes.parse_lanes(_GROUPS)], profile_device.BATCH_SIZES)
     others: dict[tuple, profile_device.Program] = {("held out", *key): lab.lane_step(*key) for key in keys}

@@ -84,11 +84,16 @@ def config_file(given: str) -> Path:
         return path
     if str(path.parent) in (".", "configs") and packaged.is_file():
         return packaged
-    names = sorted(file.stem for file in CONFIGS.glob("[!_]*.py"))
+    names = config_names()
     meant = nearest(path.stem, names)
     raise InputError(
         f"--config={given} is neither a file nor a configuration of the package{meant}; there are {', '.join(names)}"
     )
+
+
+def config_names() -> list[str]:
+    """Of the configurations of the package."""
+    return sorted(file.stem for file in CONFIGS.glob("[!_]*.py"))
 
 
 def execute(path: Path) -> "ConfigDict":
@@ -188,7 +193,7 @@ def _help(command: str, doc: str | None, values: flags.FlagValues, config: str) 
     if config:
         meaning = "Python file with get_config(), or the name of a configuration of the package, such as quickstart."
         lines.append(entry("--config", None, meaning))
-    flag_of = {name: values[name] for name in values if values[name].help}
+    flag_of = {name: values[name] for name in values if values[name].help not in ("", "(no help available)")}
     lines += [entry(f"--{name}", flag.default, flag.help) for name, flag in flag_of.items()]
     if config:
         lines += ["", "Fields of the configuration, with their defaults:", listing(config == "search")]

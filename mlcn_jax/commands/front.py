@@ -18,7 +18,7 @@ COMMANDS = {
     "describe": ("commands.describe", "says what a configuration builds, without training it"),
     "sweep": ("commands.sweep", "trains every point of a grid of settings"),
     "search": ("commands.search", "searches for the lanes that fill given devices and classify best"),
-    "profile": ("commands.profile_device", "measures what this device takes for lanes"),
+    "profile": ("commands.profile", "measures what this device takes for lanes"),
     "explain": ("commands.explain", "draws what each lane of a trained model encodes"),
     "explore": ("commands.explore", "serves a page on which lanes can be moved and switched off"),
     "prune": ("commands.prune", "says what each lane is worth, and removes the least useful ones"),

@@ -1,10 +1,4 @@
-"""Measures what this device takes for lanes, in under a minute, and writes it as a profile (`DeviceProfile`).
-
-    mlcn_jax profile --output=profile.json
-
-Training steps of some lanes are compiled and timed; seconds and memory of all others are fitted to them. A process that
-is bound to some cores needs a profile measured on as many: `--cores=1`.
-"""
+"""Measures what this device takes for lanes: training steps of some are timed, and those of all others fitted."""
 
 import dataclasses
 import itertools
@@ -16,23 +10,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mlcn_jax import host
-from mlcn_jax.commands import arguments
 from mlcn_jax.config import ParallelSettings, RunConfig
 from mlcn_jax.data import datasets
 from mlcn_jax.distributed import processes
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import make_folder
 from mlcn_jax.nn import conv, lanes
 from mlcn_jax.nn.model import ModelSpec, init_params
 from mlcn_jax.placement import cost, fit
@@ -48,26 +38,6 @@ _FORWARDS = ("mlcn1:w1d1", "mlcn2:w3d2", "mlcn1:w2d3")
 _HEAD_LANES = (2, 16)
 _TURN_SECONDS = 0.02
 _LINK_BYTES = (2**12, 2**24)
-
-
-def define(values: flags.FlagValues) -> None:
-    flags.DEFINE_string("output", "profile.json", "Where to write the profile.", flag_values=values)
-    define_measuring(values)
-    text = ""  # used by the command itself: one of two processes, as JSON
-    flags.DEFINE_string("link_worker", "", text, flag_values=values)
-
-
-def define_measuring(values: flags.FlagValues) -> None:
-    """The flags that say what is measured."""
-    text = "Cores to be bound to; 0 takes all of this process."
-    flags.DEFINE_integer("cores", 0, text, lower_bound=0, flag_values=values)
-    text = "Dataset whose image shape and classes are taken."
-    flags.DEFINE_enum("data", "fashion_mnist", list(datasets.SHAPES), text, flag_values=values)
-    routings, text = list(lanes.LANE_ROUTINGS), "As model.lane_routing."
-    flags.DEFINE_enum("lane_routing", "published", routings, text, flag_values=values)
-    flags.DEFINE_string("compute_dtype", "float32", "As model.compute_dtype.", flag_values=values)
-    text = "Rounds in which all programs take turns."
-    flags.DEFINE_integer("rounds", 5, text, lower_bound=1, flag_values=values)
 
 
 class Program:
@@ -270,7 +240,7 @@ def measure_link(cores: Sequence[int]) -> dict[str, float] | None:
     return json.loads(printed.splitlines()[-1])
 
 
-def _link_worker(process: int, port: int, core: int) -> None:
+def link_worker(process: int, port: int, core: int) -> None:
     """One of the two processes between which `measure_link` measures; process 0 prints what it found."""
     os.sched_setaffinity(0, [core])
     processes.join(ParallelSettings(processes=2, process=process, coordinator=f"127.0.0.1:{port}"), {})
@@ -301,12 +271,12 @@ def _link(pair: Sequence[jax.Device]) -> dict[str, float]:
     return {"latency_seconds": max(0.0, seconds[0] - few / bytes_per_second), "bytes_per_second": bytes_per_second}
 
 
-def spec_of_flags(values: Any) -> ModelSpec:
-    """Whose lanes are to be measured, by `define_measuring`; those that it names do not matter."""
-    shape = datasets.SHAPES[values.data]
-    return ModelSpec(
-        "mlcn", *shape, lanes="mlcn1:w1", lane_routing=values.lane_routing, compute_dtype=values.compute_dtype
-    )
+def spec_of(data: str, lane_routing: str, compute_dtype: str) -> ModelSpec:
+    """Whose lanes are to be measured; those that it names do not matter. Raises InputError for an unknown one."""
+    if data not in datasets.SHAPES:
+        raise InputError(f"--data={data} is not one of {', '.join(datasets.SHAPES)}")
+    shape = datasets.SHAPES[data]
+    return ModelSpec("mlcn", *shape, lanes="mlcn1:w1", lane_routing=lane_routing, compute_dtype=compute_dtype)
 
 
 def bind(num_cores: int) -> list[int]:
@@ -334,20 +304,3 @@ def table(profile: DeviceProfile) -> str:
         ("each of 4 lanes in one program", f"{4**profile.crowding:.2f} times one alone"),
     ]
     return "\n".join(["| measured | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])
-
-
-def main(argv: Sequence[str]) -> None:
-    values = arguments.parse("profile", __doc__, define, argv)
-    if values.link_worker:
-        _link_worker(**json.loads(values.link_worker))
-        return
-    started = time.monotonic()
-    output = Path(values.output).expanduser()
-    make_folder(output.parent, "output")
-    link = measure_link(bind(values.cores))
-    lab = Lab(spec_of_flags(values))
-    programs = make_programs(lab)
-    profile = make_profile(lab, programs, least_seconds(programs, values.rounds), link)
-    profile.save(output)
-    print(table(profile))
-    print(f"{output} ({time.monotonic() - started:.0f} s)")

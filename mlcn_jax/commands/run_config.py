@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlcn_jax.commands.arguments import config_names
 from mlcn_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,13 +23,13 @@ def config_of(values: Any, workdir: Path | None = None) -> "RunConfig":
     Raises:
       InputError: neither is given, or a value is out of range.
     """
-    from mlcn_jax.commands.arguments import CONFIGS
+    flag = values["config"]
+    if not flag.present and workdir is None:
+        names = ", ".join(config_names())
+        raise InputError(f"--config=FILE is needed, or one of the configurations of the package: {names}")
+
     from mlcn_jax.config import RunConfig, read_stored
 
-    flag = values["config"]
-    if flag.present:
+    if flag.present or workdir is None:
         return RunConfig.from_dict(values.config.to_dict())
-    if workdir is not None:
-        return read_stored(workdir).replace(getattr(flag, "override_values", {}))
-    names = ", ".join(sorted(file.stem for file in CONFIGS.glob("[!_]*.py")))
-    raise InputError(f"--config=FILE is needed, or one of the configurations of the package: {names}")
+    return read_stored(workdir).replace(getattr(flag, "override_values", {}))

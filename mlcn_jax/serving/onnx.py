@@ -172,7 +172,7 @@ def versions() -> dict[str, str]:
     if missing:
         raise InputError(
             f"{', '.join(missing)} cannot be imported: `make onnx` installs requirements-onnx.txt into .venv-onnx; "
-            "take .venv-onnx/bin/python"
+            "take .venv-onnx/bin/python; without a clone, pip install them in an environment of its own"
         )
     return {name: importlib.metadata.version(name) for name in _PACKAGES}
 

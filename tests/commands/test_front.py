@@ -69,11 +69,33 @@ def test_an_unknown_command_names_the_nearest():
         front.run(["explian"])
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("search --workdir=w", "--config=FILE is needed, one with search fields"),
+        ("search --workdir=w --config=quickstart", "has no search fields"),
+        ("search --workdir=w --config=nas_quickstart --config.search.num_model=1", "--config.search.num_models"),
+        ("sweep --workdir=w --config=quickstart", "a sweep needs --sweep="),
+        ("sweep --workdir=w --config=quickstart --config.parallel.processes=2", "in one process"),
+        ("profile --data=mnst", "--data=mnst is not one of .*mnist"),
+        ("explain", "--workdir=FOLDER is needed"),
+        ("explain --workdir=digits --num_ranked=0", "num_ranked"),
+        ("describe", "--config=FILE is needed"),
+        ("describe --config=", "--config is empty"),
+    ],
+)
+def test_what_a_command_cannot_use(argv, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=message):
+        front.run(argv.split())
+    assert not list(tmp_path.iterdir()) or argv.startswith("sweep")
+
+
 def test_a_mistake_is_answered_before_jax_is_loaded():
     code = (
         "import sys\nfrom mlcn_jax.commands import front\n"
-        "for argv in (['train', '--wrkdir=w'], ['train', '--workdir=w'], ['prune', '--keep=x'], ['explain']):\n"
-        "    try: front.run(argv)\n"
+        "for argv in ('train --wrkdir=w', 'train --workdir=w', 'prune --keep=x', 'profile --core=1', 'explain'):\n"
+        "    try: front.run(argv.split())\n"
         "    except ValueError: pass\n"
         "    else: raise SystemExit('no error')\n"
         "print('jax' in sys.modules)"

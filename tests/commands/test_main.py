@@ -125,6 +125,7 @@ def test_no_network_and_no_files_says_what_to_put_where(tmp_path):
     assert "--config.data.dir" in result.stderr
 
 
+@pytest.mark.long
 def test_killed_at_random_moments_it_ends_with_the_same_parameters(tmp_path):
     """kill -9 while starting, training, or saving; the same command again; bit for bit the same end."""
     args = (QUICKSTART, *SMALL, "--config.train.num_steps=90", "--config.train.checkpoint_every=3")
