@@ -1,4 +1,4 @@
-"""Fills the tables and figures of README.md and docs/ from the JSON in experiments/results/ and benchmarks/results/.
+"""Fills the tables, figures and messages of README.md and docs/ from the JSON in experiments/results/ and benchmarks/results/.
 
     python docs/make_tables.py            # rewrites what lies between the marks
     python docs/make_tables.py --check    # exit code 1, and the places, where a page differs
@@ -8,7 +8,8 @@ A page marks a place with two comments, and what lies between them is made here:
     <!-- made: NAME -->
     <!-- end -->
 
-NAME is a function of docs/tables.py. A test runs the check, so that no figure can differ from what was measured.
+NAME is a function of docs/tables.py, or of docs/messages.py, which makes error messages by provoking them. A test runs
+the check, so that no figure can differ from what was measured, and no message from what the code says.
 """
 
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import tables
 
+sys.path.append(str(Path(__file__).parents[1]))  # mlcn_jax, also where it is not installed
 ROOT = Path(__file__).parents[1]
 _PLACE = re.compile(r"<!-- made: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
@@ -36,7 +38,11 @@ def places(text: str) -> Iterator[tuple[str, str]]:
 
 def made(name: str) -> str:
     """What belongs between the marks of `name`."""
-    return f"\n{tables.MADE[name]().strip()}\n\n"
+    if name in tables.MADE:
+        return f"\n{tables.MADE[name]().strip()}\n\n"
+    import messages  # loads JAX, which the tables do without
+
+    return f"\n{messages.MADE[name]().strip()}\n\n"
 
 
 def filled(text: str) -> str:
