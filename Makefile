@@ -6,7 +6,7 @@ STAMP := .venv/installed-$(REQUIREMENTS)
 RUN := .venv/bin/python
 WORKDIR = runs/quickstart
 
-.PHONY: setup train test lint bench onnx
+.PHONY: setup train test lint bench onnx docs
 
 train: setup
 	$(RUN) main.py --config=configs/quickstart.py --workdir=runs/quickstart
@@ -32,6 +32,15 @@ onnx: setup .venv-onnx/installed
 .venv-onnx/installed: requirements-onnx.txt
 	$(PYTHON) -m venv --clear .venv-onnx
 	.venv-onnx/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-onnx.txt
+	@touch $@
+
+# The docs as a website in docs/_build. Warnings are errors.
+docs: .venv/installed-requirements-docs.txt
+	JAX_PLATFORMS=cpu $(RUN) -m sphinx -W --keep-going -q docs docs/_build
+	@echo "docs: docs/_build/index.html"
+
+.venv/installed-requirements-docs.txt: requirements-docs.txt $(STAMP)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
 	@touch $@
 
 lint: setup

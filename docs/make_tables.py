@@ -1,4 +1,4 @@
-"""Fills the tables, figures and messages of README.md and docs/ from the JSON in experiments/results/ and benchmarks/results/.
+"""Fills the tables, figures and messages of README.md and docs/ from the committed JSON and from the code.
 
     python docs/make_tables.py            # rewrites what lies between the marks
     python docs/make_tables.py --check    # exit code 1, and the places, where a page differs

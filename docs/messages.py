@@ -1,7 +1,7 @@
 """The messages on the page "When something goes wrong", each made by doing what leads to it.
 
-`make_tables.py` puts them into the page. A function does what a user would have done, in an empty folder; what it raises
-is the message. So a message on the page is one that the code gives.
+`make_tables.py` puts them into the page. A function does what a user would have done, in an empty folder; what it
+raises is the message. So a message on the page is one that the code gives.
 """
 
 import contextlib
@@ -181,7 +181,9 @@ def small_devices() -> None:
 
 def _space(devices: str) -> None:
     spec = ModelSpec("mlcn", image_shape=_SHAPE, num_classes=10, lanes="mlcn1:w1")
-    space.make_space(devices, spec, 100, kinds=("mlcn1",), max_width=2, max_depth=1, baseline="mlcn1:w1*4", tolerance=0.05)
+    space.make_space(
+        devices, spec, 100, kinds=("mlcn1",), max_width=2, max_depth=1, baseline="mlcn1:w1*4", tolerance=0.05
+    )
 
 
 @_message

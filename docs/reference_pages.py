@@ -1,11 +1,16 @@
-"""Writes the pages of the API reference: one for each folder of the package, one section for each module.
+"""Writes the pages of the reference: one for each folder of the package, and one for the commands.
 
-They are made anew by each build, so a new module cannot be missing from them.
+They are made anew by each build, so a new module, command or flag cannot be missing from them.
 """
 
 import ast
+import contextlib
+import importlib.util
+import io
 import pkgutil
+import sys
 from pathlib import Path
+from unittest import mock
 
 import mlcn_jax
 
@@ -33,6 +38,7 @@ def write(folder: Path) -> None:
     pages = {"index": _index(names), "top": _page("mlcn_jax", "The package itself", ["mlcn_jax", *found[""]])}
     for name in names:
         pages[name] = _page(f"mlcn_jax.{name}", "", [f"mlcn_jax.{name}", *found[name]])
+    pages["commands"] = _commands_page()
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.md"):
         if old.stem not in pages:
@@ -69,3 +75,29 @@ def _has_docstring(name: str) -> bool:
     path = _ROOT.parent.joinpath(*name.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return bool(ast.get_docstring(ast.parse(file.read_text())))
+
+
+def help_of() -> dict[str, str]:
+    """What `mlcn_jax COMMAND --help` prints, for each command; nothing where there is no front door yet."""
+    if not importlib.util.find_spec("mlcn_jax.commands.front"):
+        return {}
+    from mlcn_jax.commands import front
+
+    texts = {}
+    for name in front.COMMANDS:
+        printed = io.StringIO()
+        with (
+            mock.patch.object(sys, "argv", ["mlcn_jax", name, "--help"]),
+            contextlib.redirect_stdout(printed),
+            contextlib.suppress(SystemExit),
+        ):
+            front.run([name, "--help"])
+        texts[name] = printed.getvalue()
+    return texts
+
+
+def _commands_page() -> str:
+    lines = ["# Commands", "", "What `mlcn_jax COMMAND --help` prints.", ""]
+    for name, text in help_of().items():
+        lines += [f"## {name}", "", "```text", text.strip(), "```", ""]
+    return "\n".join(lines)

@@ -89,8 +89,10 @@ def _commands(runs: Iterable[Mapping[str, Any]]) -> str:
 
 def _runs_line(runs: Sequence[Mapping[str, Any]], what: str = "run") -> str:
     dates = sorted({run["date"] for run in runs})
-    return _made_on(runs[0], f"{len(runs)} {what}s, {dates[0]} to {dates[-1]}" if len(dates) > 1 else
-                    f"{len(runs)} {what}s, {dates[0]}")
+    return _made_on(
+        runs[0],
+        f"{len(runs)} {what}s, {dates[0]} to {dates[-1]}" if len(dates) > 1 else f"{len(runs)} {what}s, {dates[0]}",
+    )
 
 
 def _curve(run: Mapping[str, Any], epochs: int = 3) -> str:
@@ -114,8 +116,7 @@ def _table_4_1(columns: Sequence[str], differences: bool) -> str:
         if not any(row["accuracy"].get(column) for column in columns):
             continue
         cells = [
-            _accuracy(row["accuracy"].get(column))
-            + (_verdict(row["difference"].get(column)) if differences else "")
+            _accuracy(row["accuracy"].get(column)) + (_verdict(row["difference"].get(column)) if differences else "")
             for column in columns
         ]
         rows.append([_row_title(row["row"], result["runs"]), f"{row['published_accuracy']:.2f}", *cells])
@@ -145,8 +146,11 @@ def table_4_1_full() -> str:
 def table_4_1_parameters() -> str:
     result = _experiment("table_4_1_full")
     rows = [
-        [_row_title(row["row"], ()), f"{row['published_parameters']:,}" if row["published_parameters"] else "-",
-         f"{row['parameters']:,}" if row["parameters"] else _NOT_RUN]
+        [
+            _row_title(row["row"], ()),
+            f"{row['published_parameters']:,}" if row["published_parameters"] else "-",
+            f"{row['parameters']:,}" if row["parameters"] else _NOT_RUN,
+        ]
         for row in result["rows"]
     ]
     return _table(["model", "parameters in the thesis", "here, without the prior bias"], rows)
@@ -331,9 +335,12 @@ def prune() -> str:
             ]
         rows.append([kept, *cells])
     titles = [f"lane dropout {run['lane_dropout']:g}" for run in result["runs"]]
-    header = ["lanes kept of 16", *(f"{title}: {what}" for title in titles for what in ("test accuracy in %", "times as fast"))]
-    rounds = result["runs"][0]["rounds"]
-    return f"{_table(header, rows)}\n\n{_made_on(result, f'medians of {rounds} rounds, one model each')}\n\n- `{result['command']}`"
+    header = [
+        "lanes kept of 16",
+        *(f"{title}: {what}" for title in titles for what in ("test accuracy in %", "times as fast")),
+    ]
+    made_on = _made_on(result, f"medians of {result['runs'][0]['rounds']} rounds, one model each")
+    return f"{_table(header, rows)}\n\n{made_on}\n\n- `{result['command']}`"
 
 
 @_place
@@ -342,7 +349,11 @@ def prune_cifar() -> str:
     for name in ("prune_cifar_signed", "prune_cifar"):
         result = _experiment(name)
         rows = [
-            [f"`{Path(run['workdir']).name}`", _data(run["data"]), *(_percent(r["test_accuracy"]) for r in run["removed"])]
+            [
+                f"`{Path(run['workdir']).name}`",
+                _data(run["data"]),
+                *(_percent(r["test_accuracy"]) for r in run["removed"]),
+            ]
             for run in result["runs"]
         ]
         header = ["model", "data", "4 lanes", "3", "2", "1"]
@@ -397,9 +408,7 @@ def cost_model() -> str:
     header = ["single lanes", "Pearson r", "mean error", "within 10 %", "predicted over measured"]
     rows = [row(title, result["lanes"][name]) for name, title in names.items()]
     groups = [row(title, result["groups"][name]) for name, title in names.items()]
-    return (
-        f"{_table(header, rows)}\n\n{_table(['groups of equal lanes', *header[1:]], groups)}\n\n{_made_on(result)}"
-    )
+    return f"{_table(header, rows)}\n\n{_table(['groups of equal lanes', *header[1:]], groups)}\n\n{_made_on(result)}"
 
 
 @_place
@@ -409,8 +418,8 @@ def simulator_check() -> str:
     return (
         f"{result['configurations']} splits of two one-core processes were predicted and measured. Predicted steps are "
         f"{_percent(result['mean_error'], 1)} % off in the mean, {_percent(result['largest_error'], 0)} % at most. On "
-        f"equal cores, the split that `parallel.plan=auto` picks takes at most {_percent(planned - 1, 0)} % longer than "
-        f"the fastest of the splits that were measured.\n\n{_made_on(result)}"
+        f"equal cores, the split that `parallel.plan=auto` picks takes at most {_percent(planned - 1, 0)} % longer "
+        f"than the fastest of the splits that were measured.\n\n{_made_on(result)}"
     )
 
 
@@ -423,8 +432,15 @@ def scaling() -> str:
         return f"{value['median']:.2f}" if value else ""
 
     rows = [
-        [r["batch"], r["devices"], r["mode"], r["where"], f"{r['milliseconds']:.0f}", over(r, "over_mlcn_on_one_core"),
-         over(r, "over_capsnet_on_one_core")]
+        [
+            r["batch"],
+            r["devices"],
+            r["mode"],
+            r["where"],
+            f"{r['milliseconds']:.0f}",
+            over(r, "over_mlcn_on_one_core"),
+            over(r, "over_capsnet_on_one_core"),
+        ]
         for r in result["batches"]
         if r["where"] != "oversubscribed"
     ]
@@ -443,8 +459,9 @@ def scaling() -> str:
     shares = ", ".join(f"{two[batch] / one[batch]:.2f} at batch {batch}" for batch in sorted(one))
     return (
         f"{_table(header, rows)}\n\n{_made_on(result)}\n\nOver two real cores, 2 to 32 lanes of width 4 gain "
-        f"{spans['lanes']}, 8 lanes of width 1 to 6 {spans['width']}, and 8 lanes of depth 1 to 5 {spans['depth']}. One "
-        f"process on both cores is the other way to use them: two processes that split the lanes took {shares} of its time."
+        f"{spans['lanes']}, 8 lanes of width 1 to 6 {spans['width']}, and 8 lanes of depth 1 to 5 {spans['depth']}. "
+        f"One process on both cores is the other way to use them: two processes that split the lanes took {shares} of "
+        "its time."
     )
 
 
@@ -479,7 +496,8 @@ def balance_measured() -> str:
         for entry in result["measured"]
         for title, field in (("measured", "random_over_this"), ("predicted", "predicted_random_over_this"))
     ]
-    return f"{_table(['lanes', '', *_PARTITIONER_TITLES], rows)}\n\n{_made_on(result, 'one draw of lanes for each number')}"
+    made_on = _made_on(result, "one draw of lanes for each number")
+    return f"{_table(['lanes', '', *_PARTITIONER_TITLES], rows)}\n\n{made_on}"
 
 
 @_place
@@ -500,9 +518,9 @@ def published_scaling() -> str:
     return (
         f"{_table(['model', 'split', 'over itself on one', 'over CapsNet on one'], rows)}\n\n"
         f"*Simulated, 8 K80s. Assumed: a K80 takes {assumed['k80_slowness']} P100s' seconds; links of "
-        f"{assumed['link_us']:g} us and {assumed['link_gbytes']:g} GB/s within a host, {assumed['network_us']:g} us and "
-        f"{assumed['network_gbits']:g} Gbit/s between hosts; the decoder is {_percent(assumed['decoder_share'], 0)} % of a "
-        f"step. The thesis reports {published}.*"
+        f"{assumed['link_us']:g} us and {assumed['link_gbytes']:g} GB/s within a host, {assumed['network_us']:g} us "
+        f"and {assumed['network_gbits']:g} Gbit/s between hosts; the decoder is "
+        f"{_percent(assumed['decoder_share'], 0)} % of a step. The thesis reports {published}.*"
     )
 
 
@@ -537,8 +555,15 @@ def nas_compare() -> str:
         for method in result["methods"]
     ]
     header = [
-        "method", "models begun", "trained to the end", "mean accuracy in %", "best", "its test accuracy",
-        "as good as random's best after, each seed", "mean curves", "overhead",
+        "method",
+        "models begun",
+        "trained to the end",
+        "mean accuracy in %",
+        "best",
+        "its test accuracy",
+        "as good as random's best after, each seed",
+        "mean curves",
+        "overhead",
     ]
     seeds = result["methods"][0]["seeds"]
     return f"{_table(header, rows)}\n\n{_made_on(result, f'means of {seeds} seeds')}"
@@ -597,7 +622,16 @@ def train_step() -> str:
                 *(_mebibytes(frameworks[name]) for name in _FRAMEWORKS),
             ]
         )
-    header = ["network", "mlcn_jax, images/s", "Keras", "PyTorch", "ratio (min to max)", "peak MiB: mlcn_jax", "Keras", "PyTorch"]
+    header = [
+        "network",
+        "mlcn_jax, images/s",
+        "Keras",
+        "PyTorch",
+        "ratio (min to max)",
+        "peak MiB: mlcn_jax",
+        "Keras",
+        "PyTorch",
+    ]
     return f"{_table(header, rows)}\n\n{_made_on(result, _peer_versions(result), 'batch 100')}"
 
 
@@ -645,8 +679,16 @@ def roofline() -> str:
         ]
         for network in result["networks"].values()
     ]
-    header = ["network", "ms", "GFLOP", "direct", "share of the product rate", "GB", "share of the bandwidth",
-              "largest part of the step"]
+    header = [
+        "network",
+        "ms",
+        "GFLOP",
+        "direct",
+        "share of the product rate",
+        "GB",
+        "share of the bandwidth",
+        "largest part of the step",
+    ]
     return f"{_table(header, rows)}\n\n{_made_on(result)}"
 
 
@@ -684,7 +726,8 @@ def exported() -> str:
         for model in result["models"]
     )
     return (
-        f"{_table(['lanes, 28x28x1', 'images', 'export, ms', 'over the model in process'], rows)}\n\n{_made_on(result)} "
+        f"{_table(['lanes, 28x28x1', 'images', 'export, ms', 'over the model in process'], rows)}\n\n"
+        f"{_made_on(result)} "
         f"The command `predict`, with starting and compiling: {commands}."
     )
 
@@ -720,8 +763,13 @@ def serving() -> str:
         ]
         for model in result["models"]
     ]
-    header = [f"model, {result['clients']} clients", "with batching, requests/s", "without", "ratio",
-              "a single client waits, times as long"]
+    header = [
+        f"model, {result['clients']} clients",
+        "with batching, requests/s",
+        "without",
+        "ratio",
+        "a single client waits, times as long",
+    ]
     return f"{_table(header, rows)}\n\n{_made_on(result, 'clients and server on the same cores')}"
 
 
@@ -732,8 +780,12 @@ def conv_algorithms() -> str:
     rows = [
         [
             title,
-            *(f"{case['with_gradients_milliseconds'][name]:.2f}" if name in case["with_gradients_milliseconds"] else "-"
-              for name in names),
+            *(
+                f"{case['with_gradients_milliseconds'][name]:.2f}"
+                if name in case["with_gradients_milliseconds"]
+                else "-"
+                for name in names
+            ),
             f"`{case['chosen']}`",
         ]
         for title, case in result["cases"].items()
