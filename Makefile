@@ -6,17 +6,19 @@ STAMP := .venv/installed-$(REQUIREMENTS)
 RUN := .venv/bin/python
 WORKDIR = runs/quickstart
 
-.PHONY: setup train test test-all lint bench onnx
+.PHONY: setup train test test-long test-all lint bench onnx docs
 
 train: setup
 	$(RUN) main.py --config=configs/quickstart.py --workdir=runs/quickstart
 
-# What takes long is left to test-all.
+# What takes long by its nature (kill -9, several processes, browsers, installs) is left to test-long.
 test: lint
 	$(RUN) -m pytest -n 2 -m "not long"
 
-test-all: test
+test-long: setup
 	$(RUN) -m pytest -n 2 -m long
+
+test-all: test test-long
 
 # Speed against Keras on TensorFlow and PyTorch, which live in an environment of their own.
 bench: setup .venv-peers/installed
@@ -38,10 +40,20 @@ onnx: setup .venv-onnx/installed
 	.venv-onnx/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-onnx.txt
 	@touch $@
 
+# The docs as a website in docs/_build. Warnings are errors.
+docs: .venv/installed-requirements-docs.txt
+	JAX_PLATFORMS=cpu $(RUN) -m sphinx -W --keep-going -q docs docs/_build
+	@echo "docs: docs/_build/index.html"
+
+.venv/installed-requirements-docs.txt: requirements-docs.txt $(STAMP)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+	@touch $@
+
 lint: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	.venv/bin/lint-imports --config setup.cfg
 
 setup: .venv/installed-package
 	@echo "environment: .venv with $(REQUIREMENTS) (CUDA=0 takes the CPU, CUDA=1 a GPU)"

@@ -128,7 +128,7 @@ def read_files(name: str, directory: str, cache_dir: str) -> tuple[dict[str, byt
       cache_dir: folder for downloads; empty: `$MLCN_JAX_CACHE`, else `~/.cache/mlcn_jax`.
 
     Returns:
-      File name to content, and `{"bytes": "official" | "not official", "note": one sentence}`.
+      File name to content, and two entries of provenance. `bytes` is "official" or "not official", `note` one sentence.
 
     Raises:
       InputError: files are missing or damaged, or could not be downloaded.

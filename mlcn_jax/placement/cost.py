@@ -242,7 +242,7 @@ def matmul_flops(fn: Callable, *args) -> int:
 
     One multiplication and one addition count as two. Element-wise work (activations, squash, softmax) is left
     out, as is usual. Counted from the traced program, so a new layer or lane kind needs no formula of its own;
-    nothing is compiled or run, and `args` may be `jax.ShapeDtypeStruct`s. Results that nothing reads, such as
+    nothing is compiled or run, and `args` may be of `jax.ShapeDtypeStruct`. Results that nothing reads, such as
     the images' gradient in a training step, cost nothing, as XLA leaves them out.
     """
     jaxpr = jax.make_jaxpr(fn)(*args).jaxpr

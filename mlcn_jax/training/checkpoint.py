@@ -115,7 +115,7 @@ class Checkpoints:
 
         Args:
           like: the parts wanted, `params`, `optimizer` or both, each a tree of arrays or of
-            `jax.ShapeDtypeStruct`s with the shapes, types and shardings wanted.
+            `jax.ShapeDtypeStruct` with the shapes, types and shardings wanted.
           best: start from the highest validation accuracy (the newest of equals), then those never ranked.
 
         Raises:

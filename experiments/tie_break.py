@@ -1,0 +1,62 @@
+"""What decides how the published greedy rule fares: the order in which devices are listed.
+
+    python -m experiments.tie_break
+
+The rule gives the largest lane to the device that is least loaded so far. At first all devices are empty, so the order
+in which they are listed breaks the tie. The draws are those of `experiments.balance`: lanes of width and depth 1..5 and
+cost width^2 * depth, on 4 devices with the thesis's speeds (1, 3.1, 4.2, 6), with the slowest listed first and with the
+fastest first. Simulated, in seconds. Writes `experiments/results/tie_break.json`.
+"""
+
+import random
+import statistics
+
+from absl import flags
+
+from experiments import RESULTS
+from mlcn_jax import host
+from mlcn_jax.files import write_json
+from mlcn_jax.launch import launch_app
+from mlcn_jax.placement.partition import partition
+from mlcn_jax.placement.problem import Problem, uniform_seconds
+
+SPEEDS = (1.0, 3.1, 4.2, 6.0)
+LANES = (6, 9, 12, 24)
+_RULES = ("greedy_published", "greedy")
+
+_DRAWS = flags.DEFINE_integer("draws", 100, "Lane sets drawn for each number of lanes.", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 0, "Of the draws.")
+
+
+def gains(speeds: tuple[float, ...], num_lanes: int, draws: int, seed: int) -> dict[str, float]:
+    """How many times longer random placement takes than each rule, mean over the draws."""
+    rng = random.Random(seed)
+    found: dict[str, list[float]] = {rule: [] for rule in _RULES}
+    for draw in range(draws):
+        costs = [rng.randint(1, 5) ** 2 * rng.randint(1, 5) for _ in range(num_lanes)]
+        problem = Problem(uniform_seconds(costs, [1 / speed for speed in speeds]))
+        by_chance = partition("random", problem, seed=draw).makespan_seconds
+        for rule in _RULES:
+            found[rule].append(by_chance / partition(rule, problem, seed=draw).makespan_seconds)
+    return {rule: statistics.mean(values) for rule, values in found.items()}
+
+
+def main(_: list[str]) -> None:
+    orders = {"slowest first": SPEEDS, "fastest first": SPEEDS[::-1]}
+    result = {
+        "random_over_rule": {
+            title: {str(n): gains(speeds, n, _DRAWS.value, _SEED.value) for n in LANES}
+            for title, speeds in orders.items()
+        },
+        "draws": _DRAWS.value,
+        "seed": _SEED.value,
+        **host.environment(),
+    }
+    write_json(RESULTS / "tie_break.json", result)
+    for title, by_lanes in result["random_over_rule"].items():
+        for n, values in by_lanes.items():
+            print(f"{title}, {n} lanes: " + ", ".join(f"{rule} {value:.2f}" for rule, value in values.items()))
+
+
+if __name__ == "__main__":
+    launch_app(main)

@@ -1,0 +1,173 @@
+"""The docs are true: their tables and messages are made, their examples run, their commands and files exist."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+sys.path.append(str(REPOSITORY / "docs"))
+
+import make_tables
+import tables
+
+from mlcn_jax.config import RunConfig, flat
+
+PAGES = {str(page.relative_to(REPOSITORY)): page.read_text(encoding="utf-8") for page in make_tables.pages()}
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def _blocks(text: str, language: str) -> list[str]:
+    return [match[2] for match in _BLOCK.finditer(text) if match[1] == language]
+
+
+def _without_made(text: str) -> str:
+    return re.sub(r"<!-- made: \w+ -->.*?<!-- end -->", "", text, flags=re.DOTALL)
+
+
+# ---- what is made
+
+
+def test_every_table_and_message_is_what_the_script_makes():
+    done = subprocess.run(
+        [sys.executable, "docs/make_tables.py", "--check"], cwd=REPOSITORY, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_figure_that_was_changed_by_hand_is_found():
+    page = "# Page\n\n<!-- made: quickstart_seeds -->\n\n98.7 %\n\n<!-- end -->\n"
+    assert make_tables.filled(page) != page
+    assert make_tables.filled(make_tables.filled(page)) == make_tables.filled(page)
+
+
+def test_every_table_has_a_place():
+    placed = {name for text in PAGES.values() for name, _ in make_tables.places(text)}
+    assert set(tables.MADE) <= placed
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/results/") or page == "README.md"])
+def test_no_measured_figure_is_written_by_hand(page):
+    prose = _BLOCK.sub("", _without_made(PAGES[page]))
+    of_papers = r"figures? 4\.\d( and 4\.\d)?|table 4\.1|1e-3|times 0\.9"
+    prose = re.sub(rf"`[^`]*`|\]\([^)]*\)|Python 3\.11|within 0\.5|{of_papers}", "", prose)
+    assert not re.findall(r"\d+\.\d+|\d+ ?%(?! or more)", prose)
+
+
+# ---- examples
+
+
+def _python_pages() -> list[str]:
+    return [page for page, text in PAGES.items() if _blocks(text, "python") and page != "README.md"]  # see test_api.py
+
+
+@pytest.mark.parametrize("page", _python_pages())
+def test_python_examples_print_what_the_page_says(page, tmp_path):
+    code = "\n".join(_blocks(PAGES[page], "python"))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    expected = [line.removeprefix("# ") for line in re.findall(r"^# .*", code, re.MULTILINE)]
+    assert done.stdout.splitlines() == expected
+
+
+# ---- commands
+
+
+def _commands() -> list[tuple[str, list[str]]]:
+    """Every command line in a shell block, with its page."""
+    found = []
+    for page, text in PAGES.items():
+        for block in _blocks(text, "bash"):
+            for line in block.replace("\\\n", " ").splitlines():
+                if words := shlex.split(line, comments=True):
+                    found.append((page, words))
+    return found
+
+
+@pytest.mark.parametrize(("page", "words"), _commands())
+def test_what_a_command_line_names_exists(page, words):
+    for word in words:
+        flag, _, value = word.partition("=")
+        if flag == "--config" and value.startswith("configs/"):
+            assert (REPOSITORY / value).is_file(), f"{page}: {value}"
+        if flag == "-m" or word.startswith(("experiments.", "benchmarks.")):
+            module = REPOSITORY.joinpath(*words[words.index("-m") + 1].split("."))
+            assert module.is_dir() or module.with_suffix(".py").is_file() or module.name == "pytest", f"{page}: {word}"
+        if flag.startswith("--config."):
+            name = flag.removeprefix("--config.")
+            known = set(flat(RunConfig().to_dict())) | _search_fields()
+            assert name in known, f"{page}: there is no field {name}"
+    if words[0] == "make":
+        targets = re.findall(r"^([\w.-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+        named = [word for word in words[1:] if "=" not in word]
+        assert set(named) <= set(targets), f"{page}: {words}"
+
+
+def _search_fields() -> set[str]:
+    import dataclasses
+
+    from mlcn_jax.search.settings import SearchSettings
+
+    return {f"search.{field.name}" for field in dataclasses.fields(SearchSettings)}
+
+
+@pytest.fixture(scope="module")
+def help_of():
+    pytest.importorskip("mlcn_jax.commands.front", reason="the front door is not built yet")
+    import reference_pages
+
+    return reference_pages.help_of()
+
+
+def test_commands_and_their_flags_exist(help_of):
+    for page, words in _commands():
+        if words[0] != "mlcn_jax":
+            continue
+        assert words[1] in help_of, f"{page}: there is no command {words[1]}"
+        for word in words[2:]:
+            flag = word.partition("=")[0]
+            if flag.startswith("--") and not flag.startswith("--config."):
+                assert re.search(rf"{flag}\b", help_of[words[1]]), f"{page}: {words[1]} has no flag {flag}"
+
+
+# ---- the pages themselves
+
+
+def test_readme_is_short_and_names_the_two_commands():
+    assert len(PAGES["README.md"].splitlines()) <= 150
+    assert "make train" in PAGES["README.md"]
+    assert "make test" in PAGES["README.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_pictures_exist(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", PAGES[page]):
+        if not target.startswith(("http://", "https://")):
+            assert (REPOSITORY / page).parent.joinpath(target).resolve().exists(), f"{page}: {target}"
+
+
+def test_every_module_is_in_the_reference():
+    import reference_pages
+
+    named = {name for names in reference_pages.modules().values() for name in names}
+    for file in (REPOSITORY / "mlcn_jax").rglob("*.py"):
+        parts = file.relative_to(REPOSITORY).with_suffix("").parts
+        if file.name != "__init__.py" and "commands" not in parts and not any(p.startswith("_") for p in parts):
+            assert ".".join(parts) in named
+
+
+def test_the_citation_names_the_software_and_its_papers():
+    text = Path(REPOSITORY / "CITATION.cff").read_text()
+    for what in ("cff-version:", "title: mlcn_jax", "1710.09829", "1902.08431", "1908.03935"):
+        assert what in text
