@@ -21,7 +21,7 @@ from absl import flags
 
 from experiments import RESULTS
 from mlcn_jax import host
-from mlcn_jax.commands import profile_device
+from mlcn_jax.analysis import measure_device
 from mlcn_jax.commands.profile import define_measuring
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_app
@@ -41,14 +41,14 @@ def held_out() -> list[lanes.LaneGroup]:
     """All lanes of the grid, as groups of one, that no profile is fitted to."""
     sizes = range(1, _LARGEST + 1)
     grid = [lanes.LaneSpec(*values) for values in itertools.product(lanes.LANE_KINDS, sizes, sizes)]
-    fitted = {group.spec for group, _ in profile_device.fitted_lanes()}
+    fitted = {group.spec for group, _ in measure_device.fitted_lanes()}
     return [lanes.LaneGroup(lane, 1) for lane in grid if lane not in fitted]
 
 
 def judge(
-    lab: profile_device.Lab,
+    lab: measure_device.Lab,
     profile: DeviceProfile,
-    programs: Mapping[tuple, profile_device.Program],
+    programs: Mapping[tuple, measure_device.Program],
     seconds: Mapping[tuple, float],
 ) -> list[dict[str, Any]]:
     """Seconds and bytes of each held-out lane and group, measured, predicted and as published."""
@@ -138,17 +138,17 @@ def table(summary: dict[str, dict[str, float]]) -> str:
 
 def main(argv: list[str]) -> None:
     del argv
-    link = profile_device.measure_link(profile_device.bind(FLAGS.cores))
-    lab = profile_device.Lab(profile_device.spec_of(FLAGS.data, FLAGS.lane_routing, FLAGS.compute_dtype))
-    fitted = profile_device.make_programs(lab)
-    keys = itertools.product([*held_out(), *lanes.parse_lanes(_GROUPS)], profile_device.BATCH_SIZES)
-    others: dict[tuple, profile_device.Program] = {("held out", *key): lab.lane_step(*key) for key in keys}
-    seconds = profile_device.least_seconds({**fitted, **others}, FLAGS.rounds)
+    link = measure_device.measure_link(measure_device.bind(FLAGS.cores))
+    lab = measure_device.Lab(measure_device.spec_of(FLAGS.data, FLAGS.lane_routing, FLAGS.compute_dtype))
+    fitted = measure_device.make_programs(lab)
+    keys = itertools.product([*held_out(), *lanes.parse_lanes(_GROUPS)], measure_device.BATCH_SIZES)
+    others: dict[tuple, measure_device.Program] = {("held out", *key): lab.lane_step(*key) for key in keys}
+    seconds = measure_device.least_seconds({**fitted, **others}, FLAGS.rounds)
     if _PROFILE.value:
         profile = DeviceProfile.load(Path(_PROFILE.value))
         profile.check_is_of(jax.devices()[0])
     else:
-        profile = profile_device.make_profile(lab, fitted, seconds, link)
+        profile = measure_device.make_profile(lab, fitted, seconds, link)
     rows = judge(lab, profile, others, seconds)
     singles = [row for row in rows if row["lanes"].endswith("*1")]
     groups = [row for row in rows if not row["lanes"].endswith("*1")]

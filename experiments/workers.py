@@ -152,7 +152,7 @@ def _work(values: dict[str, Any]) -> None:
     import jax
     import jax.numpy as jnp
 
-    from mlcn_jax.commands.profile_device import Lab
+    from mlcn_jax.analysis.measure_device import Lab
     from mlcn_jax.nn.model import init_params
     from mlcn_jax.training import plan, stacks_runner, step
 

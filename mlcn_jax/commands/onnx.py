@@ -14,20 +14,10 @@ sizes.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
 from absl import flags
 
 from mlcn_jax.commands import arguments
-from mlcn_jax.errors import InputError
-
-if TYPE_CHECKING:
-    from mlcn_jax.serving.onnx import ExportedModel
-
-
-BATCHES = (1, 7, 100)  # that are checked
 
 
 def define(values: flags.FlagValues) -> None:
@@ -41,87 +31,7 @@ def main(argv: Sequence[str]) -> None:
     workdir = arguments.given_workdir(values)
 
     from mlcn_jax import pretrained
+    from mlcn_jax.serving.onnx_export import export
 
     path = export(workdir, values.data_dir, pretrained.output_folder(values.output, workdir, "onnx"))
     print(f"{path} gives the model's lengths; {path.with_suffix('.json')} says what goes in and comes out")
-
-
-def export(workdir: Path, data_dir: str = "", folder: Path | None = None) -> Path:
-    """Writes `model.onnx` and `model.json` to `folder`, in place of older ones, and returns the first.
-
-    `folder` is `workdir/onnx` where none is given.
-
-    Raises:
-      InputError: there is no export or it is damaged, its run's images cannot be read, a package is not installed, or
-        the files cannot be written.
-    """
-    # Slow to load, and only now needed: a mistaken flag has been answered at once.
-    from mlcn_jax.files import replacing, write_json
-    from mlcn_jax.serving import onnx
-    from mlcn_jax.serving.artifact import sha256_of
-
-    versions = onnx.versions()
-    model = onnx.read_export(workdir, data_dir)
-    images = {
-        "random": np.random.default_rng(0).integers(0, 256, (max(BATCHES), *model.spec.image_shape), np.uint8),
-        "test": model.data.load().test.images[: max(BATCHES)],
-    }
-    converted = onnx.convert(model)
-    path = (folder or workdir / "onnx") / "model.onnx"
-    with replacing(path) as partial:
-        try:
-            path.parent.mkdir(exist_ok=True)
-            partial.write_bytes(converted.SerializeToString())
-        except OSError as error:
-            raise InputError(f"{path} cannot be written ({error.strerror}): give another --output=FOLDER") from error
-        differences = check(model, partial, images)
-        description = {
-            "class_names": model.artifact.class_names,
-            "image_shape": model.spec.image_shape,
-            "lanes": model.lanes,
-            "input": {
-                "name": onnx.INPUT,
-                "type": "uint8",
-                "shape": ["batch", *model.spec.image_shape],
-                "meaning": "pictures as mlcn_jax.data.images.read_pixels gives them: upright, gray or RGB, "
-                "resized (bilinear)",
-            },
-            "output": {
-                "name": onnx.OUTPUT,
-                "type": "float32",
-                "shape": ["batch", len(model.artifact.class_names)],
-                "meaning": "length of each class capsule; the longest is the predicted class",
-            },
-            "step": model.artifact.manifest["step"],
-            "opset": converted.opset_import[0].version,
-            "checked": {"batches": BATCHES, "tolerance": onnx.TOLERANCE, "largest_difference": differences},
-            "versions": {**model.artifact.manifest["versions"], **versions},
-            "sha256": sha256_of(partial),
-        }
-    write_json(path.with_suffix(".json"), description)
-    return path
-
-
-def check(model: "ExportedModel", path: Path, images: dict[str, np.ndarray]) -> dict[str, float]:
-    """The largest difference of ONNX Runtime's lengths from the model's, for each kind of images.
-
-    The model's are those of its export, or, where that does not compute in float32, of the same function in float32.
-
-    Raises:
-      RuntimeError: one is above the tolerance.
-    """
-    import jax
-
-    from mlcn_jax.host import num_cores
-    from mlcn_jax.serving import onnx
-
-    in_float32 = model.spec.compute_dtype == "float32"
-    own = model.artifact.lengths if in_float32 else jax.jit(model.lengths)
-    session = onnx.open_session(path, num_cores())
-    largest = {}
-    for kind, some in images.items():
-        batches = [some[:n] for n in BATCHES]
-        largest[kind] = max(onnx.difference(onnx.run(session, x), np.asarray(own(x))) for x in batches)
-        if not largest[kind] <= onnx.TOLERANCE:
-            raise RuntimeError(f"for {kind} images ONNX Runtime differs from the model by {largest[kind]:.2g}: {path}")
-    return largest

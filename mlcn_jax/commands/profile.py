@@ -38,21 +38,21 @@ def define_measuring(values: flags.FlagValues) -> None:
 def main(argv: Sequence[str]) -> None:
     values = arguments.parse("profile", __doc__, define, argv)
 
-    from mlcn_jax.commands import profile_device
+    from mlcn_jax.analysis import measure_device
     from mlcn_jax.files import make_folder
 
     if values.link_worker:
-        profile_device.link_worker(**json.loads(values.link_worker))
+        measure_device.link_worker(**json.loads(values.link_worker))
         return
     started = time.monotonic()
-    spec = profile_device.spec_of(values.data, values.lane_routing, values.compute_dtype)
+    spec = measure_device.spec_of(values.data, values.lane_routing, values.compute_dtype)
     output = Path(values.output).expanduser()
     make_folder(output.parent, "output")
-    link = profile_device.measure_link(profile_device.bind(values.cores))
-    lab = profile_device.Lab(spec)
-    programs = profile_device.make_programs(lab)
-    seconds = profile_device.least_seconds(programs, values.rounds)
-    profile = profile_device.make_profile(lab, programs, seconds, link)
+    link = measure_device.measure_link(measure_device.bind(values.cores))
+    lab = measure_device.Lab(spec)
+    programs = measure_device.make_programs(lab)
+    seconds = measure_device.least_seconds(programs, values.rounds)
+    profile = measure_device.make_profile(lab, programs, seconds, link)
     profile.save(output)
-    print(profile_device.table(profile))
+    print(measure_device.table(profile))
     print(f"{output} ({time.monotonic() - started:.0f} s)")

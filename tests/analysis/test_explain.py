@@ -11,7 +11,8 @@ from conftest import TINY
 from PIL import Image
 
 from mlcn_jax.analysis import explain
-from mlcn_jax.commands import explain as script
+from mlcn_jax.analysis import explain_report as script
+from mlcn_jax.commands.explain import read_numbers
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data.datasets import Split
 from mlcn_jax.errors import InputError
@@ -175,10 +176,10 @@ def test_explain_a_run(run, tmp_path, monkeypatch):
 
 
 def test_numbers_of_images():
-    assert script.read_numbers("") == []
-    assert script.read_numbers("7, 0,7") == [7, 0]
+    assert read_numbers("") == []
+    assert read_numbers("7, 0,7") == [7, 0]
     with pytest.raises(InputError, match=r"--images=1,two is no list of whole numbers"):
-        script.read_numbers("1,two")
+        read_numbers("1,two")
 
 
 @pytest.mark.parametrize("index", [-1, 10**6])

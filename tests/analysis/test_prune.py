@@ -15,8 +15,9 @@ from conftest import TINY
 from PIL import Image
 
 from mlcn_jax.analysis import evaluate_workdir, prune
+from mlcn_jax.analysis import prune_report as script
 from mlcn_jax.commands import front
-from mlcn_jax.commands import prune as script
+from mlcn_jax.commands import prune as command_prune
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data import datasets
 from mlcn_jax.errors import InputError
@@ -245,7 +246,7 @@ def test_two_runs_are_drawn_together(workdir, tmp_path):
 def test_flags_that_do_not_fit_are_refused(flags, message):
     given = {"workdirs": ["a"], "keep": None, "max_drop": None, "output": "small", **flags}
     with pytest.raises(InputError, match=message):
-        script.check_flags(**given)
+        command_prune.check_flags(**given)
 
 
 @pytest.mark.parametrize(

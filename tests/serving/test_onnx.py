@@ -16,13 +16,13 @@ import pytest
 from conftest import TINY
 from scripts import load_script
 
-from mlcn_jax.commands import onnx as script
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.capsules import lengths
 from mlcn_jax.nn.model import ModelSpec, encode, init_params
 from mlcn_jax.serving import export, onnx
+from mlcn_jax.serving import onnx_export as script
 from mlcn_jax.training.checkpoint import load_trained
 from mlcn_jax.training.loop import train
 

@@ -1,0 +1,245 @@
+"""What each lane of trained runs is worth, as a table, a picture and JSON, and the smaller run that follows from it."""
+
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlcn_jax import host
+from mlcn_jax.analysis import prune
+from mlcn_jax.analysis.prune import Run
+from mlcn_jax.config import RunConfig, flat
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import make_folder, write_json
+from mlcn_jax.launch import program
+from mlcn_jax.nn.model import count_parameters
+from mlcn_jax.placement import cost
+from mlcn_jax.training import evaluate
+
+_MOST_TIMED = 16  # numbers of lanes
+_FINE_TUNING_EPOCHS = 5  # in the command that is printed
+
+
+def measure_and_prune(
+    workdirs: Sequence[Path],
+    *,
+    order: str,
+    rounds: int,
+    results: Path,
+    output: Path | None = None,
+    keep: int | None = None,
+    max_drop: float | None = None,
+    data_dir: str = "",
+    command: str = "",
+) -> None:
+    """All that the command does; flags have been checked against each other."""
+    if output:
+        prune.check_unused(output)
+        make_folder(output.parent, "output")
+    host.keep_compiled_programs()
+    runs = [prune.load_prunable(workdir, data_dir) for workdir in workdirs]
+    if keep is not None and keep > len(runs[0].lanes):
+        raise InputError(f"--keep={keep}: {workdirs[0]} has {len(runs[0].lanes)} lanes; keep 1 to that many")
+    make_folder(results, "results")
+    about = {"command": command, **host.environment()}
+    entries: list[dict[str, Any]] = []
+    for workdir, run in zip(workdirs, runs, strict=True):
+        entries.append({"workdir": str(workdir), **analyse(run, order, rounds)})
+        print(f"{workdir}\n\n{table(entries[-1])}\n", flush=True)
+    write_json(results / "prune.json", {"runs": entries, **about})
+    draw(results / "prune.png", entries)
+    print(f"written to {results / 'prune.json'} and {results / 'prune.png'}")
+    if output:
+        count = keep or fewest_lanes(entries[0], max_drop or 0.0)
+        small, facts = shrink(runs[0], entries[0], count)
+        accuracy = facts["ranking_accuracy"]["after"] if small.ranking_from == "validation" else None
+        prune.save_run(small, output, accuracy, {**facts, **about})
+        print(told(facts, output, fine_tuning(small, output)))
+
+
+def analyse(run: Run, order_name: str, rounds: int) -> dict[str, Any]:
+    """Lanes removed alone and one after the other: accuracies in [0, 1], parameters, FLOPs, milliseconds."""
+    batch_size, lanes = run.config.train.batch_size, run.lanes
+    splits = {"ranking": run.ranking, "test": run.test}
+    v = {name: evaluate.class_capsules(run.spec, run.params, split, batch_size) for name, split in splits.items()}
+    order = prune.ORDERS[order_name](v["ranking"], run.ranking.labels)
+    alone = {name: prune.accuracy_without(v[name], split.labels) for name, split in splits.items()}
+    curves = {name: prune.accuracy_curve(v[name], split.labels, order) for name, split in splits.items()}
+    return {
+        "step": run.step,
+        "lanes": run.spec.lanes,
+        "lane_dropout": run.spec.lane_dropout,
+        "data": run.dataset,
+        "ranking_from": run.ranking_from,
+        "ranking_images": len(run.ranking.labels),
+        "test_images": len(run.test.labels),
+        "removed_alone": [
+            {"lane": i, "spec": lanes[i], **{f"{name}_accuracy": float(alone[name][i]) for name in splits}}
+            for i in range(len(lanes))
+        ],
+        "order": order_name,
+        "removal_order": order,
+        "timed_batch": prune.TIMED_BATCH,
+        "rounds": rounds,
+        "removed": [
+            {**{f"{name}_accuracy": curve[removed] for name, curve in curves.items()}, **costs}
+            for removed, costs in enumerate(measure(run, order, rounds))
+        ],
+    }
+
+
+def measure(run: Run, order: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """What the models cost that lack the first 0, 1, ... lanes of `order`; of many, some are timed.
+
+    The speed-up is the median over rounds of the whole model's time over the smaller one's in the same round.
+    """
+    specs = [prune.prune_spec(run.spec, sorted(order[removed:])) for removed in range(len(order))]
+    rows: list[dict[str, Any]] = []
+    for spec in specs:
+        lanes = [(g.count, cost.lane_cost(g.spec, spec.lane_settings, spec.image_shape)) for g in spec.lane_groups]
+        rows.append(
+            {
+                "lanes": spec.lanes,
+                "parameters": count_parameters(spec)["total"],
+                "encoder_flops_per_image": sum(count * lane.forward_flops_per_image for count, lane in lanes),
+            }
+        )
+    if rounds:
+        timed = np.unique(np.linspace(0, len(order) - 1, min(len(order), _MOST_TIMED)).round().astype(int))
+        params = [prune.prune_params(run.spec, run.params, sorted(order[removed:])) for removed in timed]
+        seconds = prune.inference_seconds([(specs[i], p) for i, p in zip(timed, params, strict=True)], rounds)
+        for i, column in zip(timed, seconds.T, strict=True):
+            rows[i]["milliseconds"] = spread(1000 * column)
+            rows[i]["speedup"] = spread(seconds[:, 0] / column)
+    return rows
+
+
+def spread(values: np.ndarray) -> dict[str, float]:
+    return {name: float(of(values)) for name, of in (("median", np.median), ("min", np.min), ("max", np.max))}
+
+
+def fewest_lanes(entry: dict[str, Any], max_drop: float) -> int:
+    """The fewest lanes that lose at most `max_drop` percentage points on the ranking images."""
+    accuracies = [row["ranking_accuracy"] for row in entry["removed"]]
+    within = [removed for removed, a in enumerate(accuracies) if 100 * (accuracies[0] - a) <= max_drop + 1e-9]
+    return len(accuracies) - max(within)
+
+
+def shrink(run: Run, entry: dict[str, Any], count: int) -> tuple[Run, dict[str, Any]]:
+    """The run with its `count` most useful lanes, and what came of it, as the smaller model itself scores."""
+    kept = sorted(entry["removal_order"][len(run.lanes) - count :])
+    small = prune.prune_run(run, kept)
+    before, after = entry["removed"][0], entry["removed"][len(run.lanes) - count]
+    facts = {
+        "pruned_from": entry["workdir"],
+        **{name: entry[name] for name in ("step", "order", "ranking_from", "ranking_images", "test_images")},
+        "kept_lanes": kept,
+        "lanes": {"before": run.spec.lanes, "after": small.spec.lanes},
+        "parameters": {"before": before["parameters"], "after": after["parameters"]},
+        "ranking_accuracy": {"before": before["ranking_accuracy"], "after": small.scores(run.ranking).accuracy},
+        "test_accuracy": {"before": before["test_accuracy"], "after": small.scores(run.test).accuracy},
+    }
+    return small, facts
+
+
+def fine_tuning(run: Run, workdir: Path) -> str:
+    """The command that trains a run in `workdir` for some more epochs.
+
+    AdamW's rate has come to zero where the run ended: there a new run starts from the weights.
+    """
+    defaults, values = (flat(c.to_dict()) for c in (RunConfig(), run.config))
+    values |= {
+        "train.num_steps": 0,
+        "train.num_epochs": math.ceil(run.step / run.steps_per_epoch) + _FINE_TUNING_EPOCHS,
+    }
+    if run.config.train.optimizer == "adamw":
+        values |= {"init_from": str(workdir), "train.num_epochs": _FINE_TUNING_EPOCHS}
+        workdir = workdir.with_name(f"{workdir.name}_tuned")
+    changes = [
+        f"--config.{name}={tuple(value) if isinstance(value, list) else value}"
+        for name, value in values.items()
+        if value != defaults[name] and not name.startswith("parallel.")  # the split may not fit these lanes
+    ]
+    return f"{program()} {shlex.join(['train', '--config=default', f'--workdir={workdir}', *changes])}"
+
+
+def told(facts: dict[str, Any], output: Path, command: str) -> str:
+    """What came of it, for people."""
+    lines = [
+        f"{output}: lanes {facts['kept_lanes']} of {facts['pruned_from']} are kept",
+        *(
+            f"  {what}: {facts[name]['before']:.2%} before, {facts[name]['after']:.2%} after"
+            for what, name in (
+                (f"{facts['ranking_from']} images", "ranking_accuracy"),
+                ("test images", "test_accuracy"),
+            )
+        ),
+        f"  parameters: {facts['parameters']['before']:,} before, {facts['parameters']['after']:,} after",
+        f"evaluate it:  {program()} evaluate --workdir={shlex.quote(str(output))}",
+        f"train it on:  {command}",
+    ]
+    return "\n".join(lines)
+
+
+def table(entry: dict[str, Any]) -> str:
+    """Both tables in Markdown: each lane removed alone, and lanes removed one after the other."""
+    names = [f"{entry['ranking_from']} accuracy", "test accuracy"]
+    lines = [["lane", "", *(f"{name} without it" for name in names)], ["---"] * 4]
+    for row in entry["removed_alone"]:
+        lines.append([str(row["lane"]), row["spec"], f"{row['ranking_accuracy']:.2%}", f"{row['test_accuracy']:.2%}"])
+    tables = [lines, [["removed", "lanes", *names, "parameters", "GFLOP", "ms", "speed-up"], ["---"] * 8]]
+    for removed, row in enumerate(entry["removed"]):
+        timed = [f"{row[name]['median']:.2f}" if name in row else "" for name in ("milliseconds", "speedup")]
+        accuracies = [f"{row[name]:.2%}" for name in ("ranking_accuracy", "test_accuracy")]
+        flops = f"{entry['timed_batch'] * row['encoder_flops_per_image'] / 1e9:.2f}"
+        tables[1].append([str(removed), row["lanes"], *accuracies, f"{row['parameters']:,}", flops, *timed])
+    return "\n\n".join("\n".join("| " + " | ".join(line) + " |" for line in lines) for lines in tables)
+
+
+def draw(path: Path, entries: list[dict[str, Any]]) -> None:
+    """Each lane's effect alone; accuracy, and speed-up, against the number of removed lanes. A color for each run."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 4.6), layout="constrained")
+    alone, accuracy, speed = figure.subplots(1, 3)
+    width, tops = 0.8 / len(entries), []
+    for i, entry in enumerate(entries):
+        color = f"C{i}"
+        label = f"{Path(entry['workdir']).name}, {entry['lanes']}, lane dropout {entry['lane_dropout']:g}"
+        removed = np.arange(len(entry["removed"]))
+        whole = entry["removed"][0]["ranking_accuracy"]
+        effects = [100 * (row["ranking_accuracy"] - whole) for row in entry["removed_alone"]]
+        alone.bar(removed + (i - (len(entries) - 1) / 2) * width, effects, width, color=color)
+        test, ranking = ([100 * row[f"{name}_accuracy"] for row in entry["removed"]] for name in ("test", "ranking"))
+        accuracy.plot(removed, test, "o-", color=color, label=label)
+        accuracy.plot(removed, ranking, ":", color=color)
+        timed = [m for m in removed if "speedup" in entry["removed"][m]]
+        if timed:
+            median, low, high = (
+                [entry["removed"][m]["speedup"][which] for m in timed] for which in ("median", "min", "max")
+            )
+            speed.plot(timed, median, "o-", color=color)
+            speed.fill_between(timed, low, high, color=color, alpha=0.2)
+            tops += median
+        flops = np.array([row["encoder_flops_per_image"] for row in entry["removed"]])
+        speed.plot(removed, flops[0] / flops, ":", color=color)
+        tops += (flops[0] / flops).tolist()
+    speed.set_ylim(0, 1.2 * max(tops))  # whatever a disturbed round says
+    ranked_on = " or ".join(dict.fromkeys(entry["ranking_from"] for entry in entries))
+    alone.axhline(0, color="gray", linewidth=1)
+    alone.set_title("one lane removed alone", fontsize=10)
+    alone.set_xlabel("lane")
+    alone.set_ylabel(f"{ranked_on} accuracy gained, percentage points")
+    accuracy.set_title(f"lanes removed, the least useful first (order: {entries[0]['order']})", fontsize=10)
+    accuracy.set_ylabel(f"test accuracy, %; dotted: on {ranked_on} images")
+    speed.set_title(f"inference, batches of {entries[0]['timed_batch']}, no decoder", fontsize=10)
+    speed.set_ylabel(f"speed-up{', median and range' * bool(timed)}; dotted: by FLOPs")
+    for axes in (accuracy, speed):
+        axes.set_xlabel("lanes removed")
+    for axes in (alone, accuracy, speed):
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.legend(loc="outside lower center", ncols=min(3, len(entries)), fontsize=8)
+    figure.savefig(path, dpi=120)
