@@ -49,7 +49,7 @@ def explain_run(
             "class": class_names[test.labels[index]],
             "predicted": class_names[int(predicted[0])],
         }
-        draw_offsets(output / f"image_{index}.png", row, names, explain.OFFSETS, rows)
+        draw_offsets(output / f"image_{index}.png", row, names, explain.OFFSETS, test.images[index], rows)
         reconstructions.append(rows[0, explain.OFFSETS.index(0)])
         looked_at.append(row)
     draw_reconstructions(output / "reconstructions.png", looked_at, test.images[list(indices)], reconstructions)
@@ -95,32 +95,68 @@ def draw_reconstructions(
 
 
 def draw_offsets(
-    path: Path, row: dict[str, Any], names: Sequence[str], offsets: Sequence[float], reconstructions: np.ndarray
+    path: Path,
+    row: dict[str, Any],
+    names: Sequence[str],
+    offsets: Sequence[float],
+    original: np.ndarray,
+    reconstructions: np.ndarray,
 ) -> None:
-    """Reconstructions [lanes, offsets, h, w, c] of one image in rows of lanes and columns of offsets."""
+    """One image beside its reconstruction, and what adding to each lane changes.
+
+    Args:
+      path: of the picture.
+      row: `index`, `class` and `predicted` of the image.
+      names: of the lanes.
+      offsets: that were added, 0 among them.
+      original: uint8 [h, w, c].
+      reconstructions: [lanes, offsets, h, w, c], pixels in [0, 1].
+    """
     from matplotlib.figure import Figure
 
-    num_lanes, num_offsets, height, width, channels = reconstructions.shape
+    num_lanes, num_offsets, height, width, _ = reconstructions.shape
+    plain = reconstructions[0, list(offsets).index(0)]
+    changes = (reconstructions - plain).mean(axis=-1)
+    limit = max(float(np.abs(changes).max()), 1e-6)
+    rows = _TILE_INCHES * num_lanes * height / width
+    figure = Figure(figsize=(2.4 + 2 * _TILE_INCHES * num_offsets, 2.6 + rows), layout="constrained")
+    what = names[0].split()[0]
+    figure.suptitle(
+        f"test image {row['index']} ({row['class']}): what is added to one {what} of the capsule of {row['predicted']}",
+        fontsize=10,
+    )
+    parts: Any = figure.subfigures(2, 1, height_ratios=(1.6, 0.6 + rows))
+    above, below = parts
+    shown = above.subplots(1, 2)
+    for axes, picture, title in zip(shown, (original / 255, plain), ("image", "reconstruction"), strict=True):
+        axes.imshow(picture.squeeze(), cmap="gray", vmin=0, vmax=1)
+        axes.set_title(title, fontsize=9)
+        axes.axis("off")
+    left, right = below.subplots(1, 2, sharey=True)
+    _draw_tiles(left, reconstructions, offsets, names, cmap="gray", vmin=0, vmax=1, pad=1.0)
+    left.set_title("reconstructions", fontsize=9)
+    colors = _draw_tiles(right, changes[..., None], offsets, names, cmap="RdBu_r", vmin=-limit, vmax=limit, pad=0.0)
+    right.set_title("difference from the reconstruction", fontsize=9)
+    below.colorbar(colors, ax=right, fraction=0.03, label="pixel value")
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+
+
+def _draw_tiles(
+    axes: Any, tiles: np.ndarray, offsets: Sequence[float], names: Sequence[str], pad: float, **colors: Any
+) -> Any:
+    """Pictures [lanes, offsets, h, w, c] in rows of lanes and columns of offsets."""
+    num_lanes, num_offsets, height, width, channels = tiles.shape
     gap = max(1, height // 14)
-    tiles = np.pad(reconstructions, ((0, 0), (0, 0), (0, gap), (0, gap), (0, 0)), constant_values=1.0)
-    sheet = tiles.transpose(0, 2, 1, 3, 4).reshape(num_lanes * (height + gap), num_offsets * (width + gap), channels)
-    size = (2.0 + _TILE_INCHES * num_offsets, 0.8 + _TILE_INCHES * num_lanes * height / width)
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots()
-    axes.imshow(sheet.squeeze(-1) if channels == 1 else sheet, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    padded = np.pad(tiles, ((0, 0), (0, 0), (0, gap), (0, gap), (0, 0)), constant_values=pad)
+    sheet = padded.transpose(0, 2, 1, 3, 4).reshape(num_lanes * (height + gap), num_offsets * (width + gap), channels)
+    drawn = axes.imshow(sheet.squeeze(-1) if channels == 1 else sheet, interpolation="nearest", **colors)
     labels = [f"{offset:+.2f}" if offset else "0" for offset in offsets]
-    axes.set_xticks(np.arange(num_offsets) * (width + gap) + width / 2, labels)
+    axes.set_xticks(np.arange(num_offsets) * (width + gap) + width / 2, labels, rotation=45)
     axes.set_yticks(np.arange(num_lanes) * (height + gap) + height / 2, names)
-    axes.tick_params(length=0, labelsize=8)
-    axes.xaxis.tick_top()
+    axes.tick_params(length=0, labelsize=7)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    what = names[0].split()[0]
-    axes.set_title(
-        f"test image {row['index']} ({row['class']}): added to one {what} of the capsule of {row['predicted']}",
-        fontsize=9,
-    )
-    figure.savefig(path, dpi=110, bbox_inches="tight")
+    return drawn
 
 
 def draw_ranking(path: Path, ranking: Sequence[dict[str, Any]], num_images: int) -> None:

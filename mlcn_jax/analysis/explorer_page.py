@@ -36,6 +36,7 @@ figure img { image-rendering: pixelated; width: 100%; border: 1px solid #8888; }
 #lengths .track { background: #8882; position: relative; }
 #lengths .bar { background: #8aa9c8; height: 100%; display: block; }
 #lengths .longest .bar { background: #2f6fb0; }
+#sliders { display: grid; grid-template-columns: repeat(auto-fill, minmax(220px, 1fr)); }
 #lengths .before { position: absolute; top: 0; bottom: 0; width: 2px; background: #d9822b; }
 """
 
@@ -161,8 +162,14 @@ def build(explorer: Explorer) -> "gradio.Blocks":
     first_class = next(iter(explorer.images_of_class))
     everything, nothing = range(len(columns)), [0.0] * len(columns)
     _, look, *first = choose_place(first_class, 0, everything, *nothing)
+    model = explorer.spec.lanes or "CapsNet"
     with gr.Blocks(title="Lane explorer", analytics_enabled=False, delete_cache=(600, 600), fill_width=True) as page:
         state = gr.State(look)
+        gr.Markdown(
+            f"# What each {kind} encodes\n{model}, {len(explorer.images):,} test images of {len(names)} classes.\n\nChoose a test image or drop one of your own. Move a "
+            f"slider to change what that {kind} says of the chosen class, or switch {kind}s off: the reconstruction "
+            "and the class lengths follow. The longest class capsule is the predicted class."
+        )
         with gr.Row():
             with gr.Column(scale=2, min_width=520, elem_id="seen"):
                 with gr.Row():
@@ -188,7 +195,7 @@ def build(explorer: Explorer) -> "gradio.Blocks":
                     label=f"{kind.capitalize()}s that are on",
                 )
                 gr.Markdown(f"Added to each {kind}'s entry of that capsule:")
-                with gr.Row():
+                with gr.Row(elem_id="sliders"):
                     sliders = [
                         gr.Slider(-_RANGE, _RANGE, value=0, step=0.01, label=name, min_width=220) for name in columns
                     ]

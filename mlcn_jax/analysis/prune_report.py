@@ -203,6 +203,7 @@ def draw(path: Path, entries: list[dict[str, Any]]) -> None:
     """Each lane's effect alone; accuracy, and speed-up, against the number of removed lanes. A color for each run."""
     from matplotlib.figure import Figure
 
+    any_timed = any("speedup" in row for entry in entries for row in entry["removed"])
     figure = Figure(figsize=(14, 4.6), layout="constrained")
     alone, accuracy, speed = figure.subplots(1, 3)
     width, tops = 0.8 / len(entries), []
@@ -211,7 +212,7 @@ def draw(path: Path, entries: list[dict[str, Any]]) -> None:
         label = f"{Path(entry['workdir']).name}, {entry['lanes']}, lane dropout {entry['lane_dropout']:g}"
         removed = np.arange(len(entry["removed"]))
         whole = entry["removed"][0]["ranking_accuracy"]
-        effects = [100 * (row["ranking_accuracy"] - whole) for row in entry["removed_alone"]]
+        effects = [100 * (whole - row["ranking_accuracy"]) for row in entry["removed_alone"]]
         alone.bar(removed + (i - (len(entries) - 1) / 2) * width, effects, width, color=color)
         test, ranking = ([100 * row[f"{name}_accuracy"] for row in entry["removed"]] for name in ("test", "ranking"))
         accuracy.plot(removed, test, "o-", color=color, label=label)
@@ -232,11 +233,13 @@ def draw(path: Path, entries: list[dict[str, Any]]) -> None:
     alone.axhline(0, color="gray", linewidth=1)
     alone.set_title("one lane removed alone", fontsize=10)
     alone.set_xlabel("lane")
-    alone.set_ylabel(f"{ranked_on} accuracy gained, percentage points")
+    alone.set_ylabel(f"{ranked_on} accuracy lost, percentage points")
     accuracy.set_title(f"lanes removed, the least useful first (order: {entries[0]['order']})", fontsize=10)
     accuracy.set_ylabel(f"test accuracy, %; dotted: on {ranked_on} images")
     speed.set_title(f"inference, batches of {entries[0]['timed_batch']}, no decoder", fontsize=10)
-    speed.set_ylabel(f"speed-up{', median and range' * bool(timed)}; dotted: by FLOPs")
+    speed.set_ylabel(
+        "speed-up, median and range; dotted: by FLOPs" if any_timed else "speed-up by FLOPs (not timed: --rounds=0)"
+    )
     for axes in (accuracy, speed):
         axes.set_xlabel("lanes removed")
     for axes in (alone, accuracy, speed):

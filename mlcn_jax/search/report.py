@@ -225,7 +225,9 @@ def draw(found: "Search", table: list[dict[str, Any]], summary: dict[str, Any], 
         axes.set(xlabel=label, title=f"best so far against {label}")
         if baseline:
             axes.axhline(100 * baseline["accuracy"], color="gray", ls="--", label=f"baseline {found.settings.baseline}")
-        axes.legend(fontsize=8)
+        if first < len(reached) or baseline:
+            axes.legend(fontsize=8)
+    trials.xaxis.get_major_locator().set_params(integer=True)  # there is no half of a model
     order = sorted((row for row in table if row["ended"] and row["model"] != "baseline"), key=lambda row: row["ended"])
     numbers = [i for i, row in enumerate(order, start=1) if row["state"] == "complete"]
     trials.plot(numbers, [100 * order[i - 1]["accuracy"] for i in numbers], ".", color="tab:blue", alpha=0.4)
@@ -239,8 +241,9 @@ def draw(found: "Search", table: list[dict[str, Any]], summary: dict[str, Any], 
             axes.legend(fontsize=8)
         axes.set(xlabel=label, title=f"accuracy against {label.split(',')[0]}")
     line = pareto([(1e3 * row["step_seconds"], 100 * row["accuracy"]) for row in done])
-    front.step(*zip(*line, strict=True), where="post", color="tab:red", label="Pareto front")
-    front.legend(fontsize=8)
+    if len(line) > 1:  # a step of one point cannot be seen
+        front.step(*zip(*line, strict=True), where="post", color="tab:red", label="Pareto front")
+        front.legend(fontsize=8)
     names = [bucket.name for bucket in found.space.buckets]
     fills = [[100 * row["devices"][d]["fill"] for row in table if row["devices"]] for d in range(len(names))]
     fill.boxplot(fills, tick_labels=names)
@@ -253,5 +256,6 @@ def draw(found: "Search", table: list[dict[str, Any]], summary: dict[str, Any], 
     counts = summary["drawn_lanes"]
     drawn.bar(range(len(counts)), list(counts.values()))
     drawn.set_xticks(range(len(counts)), list(counts), rotation=90, fontsize=7 if len(counts) < 30 else 5)
-    drawn.set(title="lanes of all models")
+    drawn.set(title="how often each lane is in the models")
+    drawn.yaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path, dpi=110)
