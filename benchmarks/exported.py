@@ -2,7 +2,7 @@
 
     python -m benchmarks.exported --workdir=runs/mlcn1,runs/mlcn2
 
-From uint8 images in host memory to lengths of class capsules there. The model is jitted here as `main.py` does it; both
+From uint8 images in host memory to lengths of class capsules there. The model is jitted as commands do it; both
 take turns in every round. The command classifies 100 pictures in a process of its own, with starting and compiling.
 Writes `benchmarks/results/exported.json` after each model.
 """

@@ -1,6 +1,6 @@
 """CapsNet on CIFAR-10.
 
-    python main.py --config=configs/capsnet_cifar.py --workdir=runs/capsnet_cifar
+    mlcn_jax train --config=configs/capsnet_cifar.py --workdir=runs/capsnet_cifar
 
 Published (thesis, table 4.1): 66.36 % after 20 epochs, 240 s an epoch on one P100.
 Measured here: 11,769,600 parameters, 769 MFLOP a forward pass; not trained to the end yet.

@@ -1,6 +1,6 @@
 """CapsNet on MNIST.
 
-    python main.py --config=configs/capsnet_mnist.py --workdir=runs/capsnet_mnist
+    mlcn_jax train --config=configs/capsnet_mnist.py --workdir=runs/capsnet_mnist
 
 Published (Sabour et al. 2017, table 1): 0.25 % test error.
 Measured here: 8,227,088 parameters, 408 MFLOP a forward pass; not trained to the end yet.

@@ -1,4 +1,4 @@
-"""Every field of a run at its default; `python main.py --help` says what each means.
+"""Every field of a run at its default; `mlcn_jax train --help` says what each means.
 
 The defaults themselves are those of the dataclasses in `mlcn_jax/config.py`.
 """

@@ -1,6 +1,6 @@
 """MLCN, 4 lanes mlcn1 of width 4, on CIFAR-10.
 
-    python main.py --config=configs/mlcn1_cifar.py --workdir=runs/mlcn1_cifar
+    mlcn_jax train --config=configs/mlcn1_cifar.py --workdir=runs/mlcn1_cifar
 
 Published (thesis, table 4.1): 63.88 % after 20 epochs, 54 s an epoch on one P100 (mlcn1:w2*32: 66.56 %, 205 s).
 On a JPEG copy of CIFAR-10, one seed, 20 epochs: 58.46 %, 70.93 % with the settings `tuned` of the README, and

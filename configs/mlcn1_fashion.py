@@ -1,6 +1,6 @@
 """MLCN, 2 lanes mlcn1 of width 4, on Fashion-MNIST.
 
-    python main.py --config=configs/mlcn1_fashion.py --workdir=runs/mlcn1_fashion
+    mlcn_jax train --config=configs/mlcn1_fashion.py --workdir=runs/mlcn1_fashion
 
 Published (thesis, table 4.1): 91.14 % after 20 epochs, 21 s an epoch on one P100 (mlcn1:w4*8: 90.87 %, 90 s).
 Measured here, one seed, 20 epochs: 90.98 %, 91.13 % with the settings `tuned` of the README, and 91.31 % with those and

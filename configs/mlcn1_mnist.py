@@ -1,6 +1,6 @@
 """MLCN, 2 lanes mlcn1 of width 4, on MNIST.
 
-    python main.py --config=configs/mlcn1_mnist.py --workdir=runs/mlcn1_mnist
+    mlcn_jax train --config=configs/mlcn1_mnist.py --workdir=runs/mlcn1_mnist
 
 Published row: none.
 Measured here: 2,060,496 parameters, 59 MFLOP a forward pass; not trained to the end yet.

@@ -1,6 +1,6 @@
 """MLCN, 4 lanes mlcn2 of width 4, on CIFAR-10.
 
-    python main.py --config=configs/mlcn2_cifar.py --workdir=runs/mlcn2_cifar
+    mlcn_jax train --config=configs/mlcn2_cifar.py --workdir=runs/mlcn2_cifar
 
 Published (thesis, table 4.1): 69.05 % after 20 epochs, 53 s an epoch on one P100 (mlcn2:w2*32: 75.18 %, 204 s).
 On a JPEG copy of CIFAR-10, one seed, 20 epochs: 64.80 %, 70.64 % with the settings `tuned` of the README, and

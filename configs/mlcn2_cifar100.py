@@ -1,6 +1,6 @@
 """MLCN with 8 lanes mlcn2 of width 4 on CIFAR-100.
 
-    python main.py --config=configs/mlcn2_cifar100.py --workdir=runs/mlcn2_cifar100
+    mlcn_jax train --config=configs/mlcn2_cifar100.py --workdir=runs/mlcn2_cifar100
     ... --config.data.label_kind=coarse    # 20 classes in place of 100
 
 Published row: none.

@@ -1,6 +1,6 @@
 """MLCN, 2 lanes mlcn2 of width 4, on Fashion-MNIST.
 
-    python main.py --config=configs/mlcn2_fashion.py --workdir=runs/mlcn2_fashion
+    mlcn_jax train --config=configs/mlcn2_fashion.py --workdir=runs/mlcn2_fashion
 
 Published (thesis, table 4.1): 91.01 % after 20 epochs, 20 s an epoch on one P100 (mlcn2:w4*8: 92.63 %, 92 s).
 Measured here, 20 epochs: 90.62 % on average over 3 seeds; one seed: 91.00 % with the settings

@@ -1,6 +1,6 @@
 """MLCN, 2 lanes mlcn2 of width 4, on MNIST.
 
-    python main.py --config=configs/mlcn2_mnist.py --workdir=runs/mlcn2_mnist
+    mlcn_jax train --config=configs/mlcn2_mnist.py --workdir=runs/mlcn2_mnist
 
 Published row: none.
 Measured here: 1,801,298 parameters, 31 MFLOP a forward pass; not trained to the end yet.

@@ -1,7 +1,7 @@
 """A search for lanes on CIFAR-10 in the thesis's setting: 8 devices of 12 GB, 10 epochs of all images, batch 100.
 
-    python -m experiments.nas --config=configs/nas_cifar.py --workdir=runs/nas_cifar
-    python -m experiments.nas --config=configs/nas_cifar.py --workdir=runs/nas_cifar --worker    # more, elsewhere
+    mlcn_jax search --config=configs/nas_cifar.py --workdir=runs/nas_cifar
+    mlcn_jax search --config=configs/nas_cifar.py --workdir=runs/nas_cifar --worker    # more, elsewhere
 
 Drawn as published, but that a device is drawn again which is left less than 95 % full (search.tolerance=1.0 does not).
 Published result (thesis, chapter 6): mean model 62.0 %, best found 18.6 % better than before, 64 models of 4 trainings.

@@ -1,6 +1,6 @@
 """A search for lanes on scikit-learn's digits: 8 models, nothing to download, done in minutes. Has every search field.
 
-    python -m experiments.nas --config=configs/nas_quickstart.py --workdir=runs/nas_quickstart
+    mlcn_jax search --config=configs/nas_quickstart.py --workdir=runs/nas_quickstart
 
 Published row: none.
 """

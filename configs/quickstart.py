@@ -1,7 +1,7 @@
 """A small MLCN on scikit-learn's handwritten digits (28x28): nothing to download, done in about a minute.
 
     make train        # the same as
-    python main.py --config=configs/quickstart.py --workdir=runs/quickstart
+    mlcn_jax train --config=configs/quickstart.py --workdir=runs/quickstart
 
 Published row: none.
 Measured here: 1,604,180 parameters, 19 MFLOP a forward pass; test accuracy in the README.

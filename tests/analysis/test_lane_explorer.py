@@ -106,7 +106,7 @@ def test_a_port_in_use_is_told():
 
 def test_gradio_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    with pytest.raises(InputError, match="pip install gradio"):
+    with pytest.raises(InputError, match=r"pip install 'mlcn_jax\[explorer\]'"):
         explorer_page.check_gradio()
 
 

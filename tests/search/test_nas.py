@@ -1,4 +1,4 @@
-"""The search command: what it writes, its resumption, and the config that main.py trains."""
+"""The search command: what it writes, its resumption, and the config that `train` takes."""
 
 import json
 import runpy
@@ -67,7 +67,7 @@ def test_configs_that_cannot_be_used():
         setup.read_config({name: value for name, value in values.items() if name != "search"})
     with pytest.raises(InputError, match=r"search.num_models is 2.5"):
         setup.read_config({**values, "search": {**values["search"], "num_models": 2.5}})
-    with pytest.raises(InputError, match=r"search.surprise is no field"):
+    with pytest.raises(InputError, match=r"no field search.surprise"):
         setup.read_config({**values, "search": {**values["search"], "surprise": 1}})
 
 
