@@ -22,7 +22,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Whatever happens, even to the machine, `path` is the old file or the whole new one. Several processes may write it
     at once: the last one wins.
     """
-    partial = path.with_name(f".partial-{uuid.uuid4().hex[:12]}")
+    partial = path.with_name(f".partial-{uuid.uuid4().hex[:12]}-{path.name}")
     try:
         yield partial
         _to_disk(partial)

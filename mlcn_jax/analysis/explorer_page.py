@@ -166,9 +166,10 @@ def build(explorer: Explorer) -> "gradio.Blocks":
     with gr.Blocks(title="Lane explorer", analytics_enabled=False, delete_cache=(600, 600), fill_width=True) as page:
         state = gr.State(look)
         gr.Markdown(
-            f"# What each {kind} encodes\n{model}, {len(explorer.images):,} test images of {len(names)} classes.\n\nChoose a test image or drop one of your own. Move a "
-            f"slider to change what that {kind} says of the chosen class, or switch {kind}s off: the reconstruction "
-            "and the class lengths follow. The longest class capsule is the predicted class."
+            f"# What each {kind} encodes\n{model}, {len(explorer.images):,} test images of {len(names)} classes.\n\n"
+            f"Choose a test image or drop one of your own. Move a slider to change what that {kind} says of the chosen "
+            f"class, or switch {kind}s off: the reconstruction and the class lengths follow. The longest class capsule "
+            "is the predicted class."
         )
         with gr.Row():
             with gr.Column(scale=2, min_width=520, elem_id="seen"):

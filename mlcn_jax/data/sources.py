@@ -16,7 +16,6 @@ import os
 import struct
 import tarfile
 import urllib.request
-import uuid
 import zlib
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -26,6 +25,7 @@ from jaxtyping import UInt8
 from tqdm import tqdm
 
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import replacing
 
 _BLOCK_BYTES = 1 << 20
 _TIMEOUT_SECONDS = 30.0
@@ -242,22 +242,18 @@ def _download(name: str, source: Source, path: Path) -> dict[str, bytes]:
     The bytes go to a file with a name of its own, renamed to `path` once they are checked: an interrupted
     download is never taken for a complete one, and several processes may download at once.
     """
-    partial = path.with_name(f"partial-{uuid.uuid4().hex[:12]}-{path.name}")
     problems = []
     for base_url in source.base_urls:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _stream(base_url + path.name, partial)
-            contents = _read(partial, source.remote[path.name])
-            if difference := _difference(source, contents, partial):
-                raise InputError(difference)
-            partial.replace(path)
+            with replacing(path) as partial:
+                _stream(base_url + path.name, partial)
+                contents = _read(partial, source.remote[path.name])
+                if difference := _difference(source, contents, partial):
+                    raise InputError(difference)
             return contents
         except (OSError, http.client.HTTPException, InputError) as error:
             problems.append(f"{base_url}{path.name}: {error}")
-        finally:
-            with contextlib.suppress(OSError):
-                partial.unlink()
     raise InputError(
         f"{name}: {path.name} is not in {path.parent} and could not be downloaded ({'; '.join(problems)}). "
         f"{_what_to_provide(source)}"

@@ -6,13 +6,13 @@ The command `profile` measures a profile.
 import dataclasses
 import json
 import math
-import types
-import typing
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
+import msgspec
 import numpy as np
 
 from mlcn_jax.errors import InputError
@@ -24,6 +24,10 @@ from mlcn_jax.host import name_of, num_cores
 from mlcn_jax.launch import program
 
 PROFILE_VERSION = 1
+# Numbers of a profile, as they are read: finite, and 0 or more.
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
+_SOME = msgspec.Meta(min_length=1)
 _MEASURE = f"measure one there with {program()} profile"
 
 
@@ -55,24 +59,24 @@ class DeviceProfile:
 
     device: str
     platform: str
-    cpu_count: int
+    cpu_count: Count
     jax_version: str
-    image_shape: tuple[int, int, int]
-    num_classes: int
+    image_shape: tuple[Count, Count, Count]
+    num_classes: Count
     lane_routing: str
     compute_dtype: str
-    batch_sizes: tuple[int, ...]
-    tiny_seconds: float
-    memory_bytes: int
-    layer_seconds: Mapping[str, Sequence[tuple[float, float]]]
-    step_seconds: float
-    parameter_seconds: float
-    crowding: float
-    lane_bytes_of: Mapping[str, float]
-    head_seconds_of: Mapping[str, float]
-    forward_share: float
-    link: Mapping[str, float] | None
-    points: Sequence[Mapping[str, Any]]
+    batch_sizes: Annotated[tuple[Count, ...], _SOME]
+    tiny_seconds: Amount
+    memory_bytes: Count
+    layer_seconds: Mapping[str, Annotated[Sequence[tuple[Amount, Amount]], _SOME]]
+    step_seconds: Amount
+    parameter_seconds: Amount
+    crowding: Amount
+    lane_bytes_of: Mapping[str, Amount]
+    head_seconds_of: Mapping[str, Amount]
+    forward_share: Amount
+    link: Mapping[str, Amount] | None
+    points: Annotated[Sequence[Mapping[str, Any]], _SOME]
 
     def slowness(self, fastest: "DeviceProfile") -> float:
         """How much slower than another device, by the tiny network (`cost.published_seconds`)."""
@@ -180,9 +184,9 @@ class DeviceProfile:
             raise InputError(f"the device profile is damaged, {name} {what}: {_MEASURE}")
         for name, value in values.items():
             try:
-                values[name] = _as_type(value, fields[name])
-            except (TypeError, ValueError) as error:
-                raise InputError(f"the device profile is damaged, {name}: {error}: {_MEASURE}") from error
+                values[name] = msgspec.convert(value, fields[name])
+            except msgspec.ValidationError as error:
+                raise InputError(f"the device profile is damaged, {name}: {value!r}: {error}: {_MEASURE}") from error
         return cls(**values)
 
     def save(self, path: Path) -> None:
@@ -200,26 +204,6 @@ class DeviceProfile:
             raise InputError(f"{path}: {error}") from error
         except ValueError as error:
             raise InputError(f"{path} is damaged ({error}): {_MEASURE}") from error
-
-
-def _as_type(value: Any, expected: Any) -> Any:
-    """A value read from JSON as one of that type; TypeError where it is not. Numbers must be finite and 0 or more."""
-    origin, args = typing.get_origin(expected), typing.get_args(expected)
-    if expected is Any or (value is None and type(None) in args):
-        return value
-    if origin is types.UnionType:
-        return _as_type(value, args[0])
-    if origin in (tuple, Sequence) and isinstance(value, list) and value:
-        of = args if origin is tuple and Ellipsis not in args else [args[0]] * len(value)
-        items = [_as_type(item, item_type) for item, item_type in zip(value, of, strict=True)]
-        return tuple(items) if origin is tuple else items
-    if origin is Mapping and isinstance(value, dict):
-        return {name: _as_type(item, args[1]) for name, item in value.items()}
-    if expected is str and isinstance(value, str):
-        return value
-    if expected in (int, float) and type(value) in (int, expected) and 0 <= value < math.inf:
-        return value
-    raise TypeError(f"{value!r} is not {expected}")
 
 
 def head_features(num_lanes: int, batch_size: int) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """An exported model: a folder with its functions, weights and description, verified before anything of it is used.
 
-Needs jax, numpy and Pillow, and nothing that trains. An artifact holds programs: use only those whose source you trust.
-Its manifest tells damage from what was exported; it does not tell who exported it.
+Needs jax, flatbuffers, numpy and Pillow, and nothing that trains. An artifact holds programs: use only those whose
+source you trust. Its manifest tells damage from what was exported; it does not tell who exported it.
 """
 
 import dataclasses
@@ -19,7 +19,6 @@ import numpy as np
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program
-from mlcn_jax.serving import flatbuffers_reader
 
 FORMAT = 1
 MANIFEST, MODEL, WEIGHTS = "manifest.json", "model.json", "weights.npz"
@@ -143,11 +142,12 @@ class Artifact:
 
     def _load(self, path: Path, function: Function, weights: dict[str, jax.Array]):
         try:
-            with flatbuffers_reader.installed():
-                exported = jax.export.deserialize(bytearray(path.read_bytes()))
+            exported = jax.export.deserialize(bytearray(path.read_bytes()))
             call, options = exported.call, dict(function.compiler_options)
             image = jax.ShapeDtypeStruct((function.min_batch, *self.image_shape), jnp.uint8)
             jax.eval_shape(call, weights, image)
+        except ImportError as error:
+            raise InputError("an exported model is read with flatbuffers: pip install flatbuffers") from error
         except Exception as error:  # what a jax release does with what it cannot read differs
             reason = (str(error).splitlines() or [repr(error)])[0][:200]
             raise InputError(

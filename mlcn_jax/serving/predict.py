@@ -1,4 +1,4 @@
-"""Classifies pictures with an exported model; needs jax, numpy and Pillow only.
+"""Classifies pictures with an exported model; needs jax, flatbuffers, numpy and Pillow only.
 
     mlcn_jax predict runs/mlcn2/export image.png photos/ --json
     mlcn_jax predict digits image.png    # the model that comes with the package

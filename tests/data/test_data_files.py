@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import http.server
 import io
+import os
 import struct
 import tarfile
 import threading
@@ -367,3 +368,15 @@ def test_leftovers_and_damage_in_the_cache_are_downloaded_again(tmp_path, server
     other.write_bytes(gzip.compress(idx_bytes(np.zeros(10))))  # Well-formed, but not the official bytes.
     assert datasets.load("mnist", cache_dir=str(tmp_path / "cache")).provenance["bytes"] == "official"
     assert sorted(server.requests) == sorted(f"/{path.name}" for path in (images, labels, other))
+
+
+def test_downloads_are_on_disk_before_they_have_their_names(tmp_path, server, monkeypatch):
+    files = idx_files()
+    make_official(monkeypatch, "mnist", files, base_urls=(server.url,))
+    write_files(server.folder, files, zipped=True)
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: (synced.append(os.fstat(descriptor).st_size), fsync(descriptor))
+    )
+    datasets.load("mnist", cache_dir=str(tmp_path / "cache"))
+    assert {path.stat().st_size for path in (tmp_path / "cache" / "mnist").iterdir()} <= set(synced)
