@@ -1,4 +1,4 @@
-# make train, make test, make bench, make onnx: each sets up what it needs and does its job. CUDA=0 or CUDA=1 overrides what is detected.
+# make train, make test, make docs, make bench, make onnx: each sets up what it needs and does its job. CUDA=0 or CUDA=1 overrides what is detected.
 PYTHON ?= python3
 override CUDA := $(if $(filter 0 1,$(CUDA)),$(CUDA),$(shell nvidia-smi >/dev/null 2>&1 && echo 1 || echo 0))
 REQUIREMENTS := $(if $(filter 1,$(CUDA)),requirements-cuda12.txt,requirements.txt)
@@ -6,13 +6,17 @@ STAMP := .venv/installed-$(REQUIREMENTS)
 RUN := .venv/bin/python
 WORKDIR = runs/quickstart
 
-.PHONY: setup train test lint bench onnx docs
+.PHONY: setup train test test-all lint bench onnx docs
 
 train: setup
 	$(RUN) main.py --config=configs/quickstart.py --workdir=runs/quickstart
 
+# What takes long is left to test-all.
 test: lint
-	$(RUN) -m pytest -n 2
+	$(RUN) -m pytest -n 2 -m "not long"
+
+test-all: test
+	$(RUN) -m pytest -n 2 -m long
 
 # Speed against Keras on TensorFlow and PyTorch, which live in an environment of their own.
 bench: setup .venv-peers/installed
@@ -26,8 +30,8 @@ bench: setup .venv-peers/installed
 
 # A trained model as ONNX, checked. jax2onnx needs another orbax-checkpoint, so it has an environment of its own.
 onnx: setup .venv-onnx/installed
-	$(RUN) main.py --mode=export --workdir=$(WORKDIR)
-	.venv-onnx/bin/python -m experiments.export_onnx --workdir=$(WORKDIR)
+	$(RUN) main.py export --workdir=$(WORKDIR)
+	.venv-onnx/bin/python -m mlcn_jax onnx --workdir=$(WORKDIR)
 
 .venv-onnx/installed: requirements-onnx.txt
 	$(PYTHON) -m venv --clear .venv-onnx
@@ -35,7 +39,7 @@ onnx: setup .venv-onnx/installed
 	@touch $@
 
 # The docs as a website in docs/_build. Warnings are errors.
-docs: .venv/installed-requirements-docs.txt
+docs: .venv/installed-requirements-docs.txt .venv/installed-package
 	JAX_PLATFORMS=cpu $(RUN) -m sphinx -W --keep-going -q docs docs/_build
 	@echo "docs: docs/_build/index.html"
 
@@ -48,7 +52,7 @@ lint: setup
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-setup: $(STAMP)
+setup: .venv/installed-package
 	@echo "environment: .venv with $(REQUIREMENTS) (CUDA=0 takes the CPU, CUDA=1 a GPU)"
 
 # A changed list of pins, or a change between CPU and CUDA, makes the environment anew.
@@ -59,3 +63,8 @@ $(STAMP): requirements.txt requirements-cuda12.txt
 	$(PYTHON) -m venv --clear .venv
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r $(REQUIREMENTS)
 	@touch $(STAMP)
+
+# The package itself, from this folder: `mlcn_jax` and `import mlcn_jax` work wherever .venv is used.
+.venv/installed-package: $(STAMP) setup.cfg setup.py pyproject.toml
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@

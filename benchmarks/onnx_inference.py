@@ -20,7 +20,7 @@ import numpy as np
 from absl import flags
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch_app
+from mlcn_jax.launch import launch_app, program
 
 if TYPE_CHECKING:
     from mlcn_jax.serving.onnx import ExportedModel
@@ -86,7 +86,7 @@ def programs(model: "ExportedModel", workdir: Path, threads: int) -> dict[str, C
 
     path = workdir / "onnx" / "model.onnx"
     if not path.is_file():
-        raise InputError(f"{path} is not there: python -m experiments.export_onnx --workdir={workdir} makes it")
+        raise InputError(f"{path} is not there: {program()} onnx --workdir={workdir} makes it")
     if model.spec.compute_dtype != "float32":
         raise InputError(
             f"{workdir} computes in {model.spec.compute_dtype}, its ONNX model in float32: nothing to compare"
@@ -105,7 +105,7 @@ def compare(calls: dict[str, Callable], model: "ExportedModel", batch: int, roun
     for name, call in calls.items():
         difference = onnx.difference(call(images), wanted)
         if not difference <= onnx.TOLERANCE:
-            raise InputError(f"{name} differs from the export by {difference:.2g}: run experiments.export_onnx again")
+            raise InputError(f"{name} differs from the export by {difference:.2g}: run `{program()} onnx` again")
         once = min(timed(call, images, 1) for _ in range(3))
         counts[name] = max(2, round(_ROUND_SECONDS / once))
     names = list(calls)

@@ -29,7 +29,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_app
 
-_ARTIFACTS = flags.DEFINE_list("artifacts", [], "folders that main.py --mode=export wrote")
+_ARTIFACTS = flags.DEFINE_list("artifacts", [], "folders that `mlcn_jax export` wrote")
 _CLIENTS = flags.DEFINE_integer("clients", 32, "connections at a time", lower_bound=1)
 _MAX_BATCH = flags.DEFINE_integer("max_batch", 64, "of the server with batching", lower_bound=2)
 _ROUNDS = flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1)
@@ -190,7 +190,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 def main(argv):
     del argv
     if not _ARTIFACTS.value:
-        raise InputError("--artifacts=FOLDER,... names no exported model: main.py --mode=export writes one")
+        raise InputError("--artifacts=FOLDER,... names no exported model: mlcn_jax export writes one")
     from mlcn_jax import host  # loads jax, whose threads wait while the servers work
 
     results = {

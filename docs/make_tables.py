@@ -12,10 +12,12 @@ NAME is a function of docs/result_tables.py, or of docs/error_messages.py, which
 A test runs the check, so that no figure can differ from what was measured, and no message from what the code says.
 """
 
+import os
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import result_tables
 
@@ -40,9 +42,11 @@ def made(name: str) -> str:
     """What belongs between the marks of `name`."""
     if name in result_tables.MADE:
         return f"\n{result_tables.MADE[name]().strip()}\n\n"
-    import error_messages  # loads JAX, which the tables do without
+    os.environ.update(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="1")
+    with mock.patch("shutil.which", return_value="mlcn_jax"):  # as where the package is installed
+        import error_messages  # loads JAX, which the tables do without
 
-    return f"\n{error_messages.MADE[name]().strip()}\n\n"
+        return f"\n{error_messages.MADE[name]().strip()}\n\n"
 
 
 def filled(text: str) -> str:

@@ -1,6 +1,6 @@
 """How much shorter the makespan gets when unequal lanes are placed with care (do Rosario 2021, thesis, chapter 5).
 
-    python -m experiments.profile_device --cores=1 --output=profile.json
+    mlcn_jax profile --cores=1 --output=profile.json
     python -m experiments.balance --profile=profile.json
 
 Lanes whose width and depth are drawn from 1..5, of cost width^2 * depth, on 4 equal devices and on 4 with the thesis's

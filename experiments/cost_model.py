@@ -2,7 +2,7 @@
 
     python -m experiments.cost_model --cores=1
 
-Measures what `experiments.profile_device` does and, in the same rounds, every other lane of width and depth 1..5 and
+Measures what `mlcn_jax profile` does and, in the same rounds, every other lane of width and depth 1..5 and
 some groups of equal lanes, at both batch sizes. A profile is fitted to the former and judged on the latter; `--profile`
 judges one that was measured before, and with it how the machine has changed since. The thesis's formulas stand beside,
 scaled by the one factor that suits them best. Writes `experiments/results/cost_model.json` and `.png`, with `--profile`
@@ -22,6 +22,7 @@ from absl import flags
 from experiments import RESULTS
 from mlcn_jax import host
 from mlcn_jax.commands import profile_device
+from mlcn_jax.commands.profile import define_measuring
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_app
 from mlcn_jax.nn import lanes
@@ -32,7 +33,8 @@ _LARGEST = 5  # width and depth
 _GROUPS = "mlcn1:w2d1*2, mlcn2:w4d1*8, mlcn1:w1d3*4, mlcn2:w3d2*2"
 
 _PROFILE = flags.DEFINE_string("profile", "", "A profile measured before, to be judged; empty fits one.")
-FLAGS = flags.FLAGS  # --cores, --data and --rounds are those of experiments.profile_device
+FLAGS = flags.FLAGS
+define_measuring(FLAGS)
 
 
 def held_out() -> list[lanes.LaneGroup]:
@@ -137,7 +139,7 @@ def table(summary: dict[str, dict[str, float]]) -> str:
 def main(argv: list[str]) -> None:
     del argv
     link = profile_device.measure_link(profile_device.bind(FLAGS.cores))
-    lab = profile_device.Lab(profile_device.spec_of_flags())
+    lab = profile_device.Lab(profile_device.spec_of(FLAGS.data, FLAGS.lane_routing, FLAGS.compute_dtype))
     fitted = profile_device.make_programs(lab)
     keys = itertools.product([*held_out(), *lanes.parse_lanes(_GROUPS)], profile_device.BATCH_SIZES)
     others: dict[tuple, profile_device.Program] = {("held out", *key): lab.lane_step(*key) for key in keys}

@@ -1,6 +1,6 @@
 """Step time of CapsNet and MLCN on more and more devices: batches split, lanes split, and both.
 
-    python -m experiments.profile_device --cores=1 --output=profile.json
+    mlcn_jax profile --cores=1 --output=profile.json
     python -m experiments.scaling --profile=profile.json
 
 Three kinds of points, never in one line. Measured on real cores: processes of one core each, as `main.py

@@ -1,6 +1,6 @@
 """The simulator against the machine: predicted and measured steps of two processes of one core each.
 
-    python -m experiments.profile_device --cores=1 --output=profile.json
+    mlcn_jax profile --cores=1 --output=profile.json
     python -m experiments.simulator_check --profile=profile.json
 
 Thirty configurations, none of which the profile was fitted to: lanes of several kinds and sizes in meshes, split by

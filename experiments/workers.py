@@ -24,6 +24,7 @@ from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.distributed import processes
 from mlcn_jax.errors import InputError
+from mlcn_jax.launch import program
 from mlcn_jax.nn.lanes import LaneGroup, LaneSpec
 from mlcn_jax.placement.profile import DeviceProfile
 
@@ -62,7 +63,7 @@ def one_core_profile(path: str) -> DeviceProfile:
     if (profile.device, profile.cpu_count) != (cpu, 1):
         raise InputError(
             f"{path} is of {profile.cpu_count} cores of {profile.device}; one core of {cpu} is expected: "
-            f"python -m experiments.profile_device --cores=1 --output={path}"
+            f"{program()} profile --cores=1 --output={path}"
         )
     if len(os.sched_getaffinity(0)) < 2:
         raise InputError("two processes of one core each are measured, and there is one core")

@@ -20,8 +20,8 @@ What is named here is loaded when it is first used, so that classifying with an 
     >>> int(state.step), sorted(metrics)
     (1, ['accuracy', 'grad_norm', 'loss', 'margin', 'reconstruction'])
 
-`load_trained(workdir)` reads the best checkpoint of a run of `main.py`, as a `Trained` with `spec`, `params` and
-`class_names`; `Artifact(folder)` a model that `main.py --mode=export` exported, whose `probabilities(images)`
+`load_trained(workdir)` reads the best checkpoint of a training run, as a `Trained` with `spec`, `params` and
+`class_names`; `Artifact(folder)` a model that `mlcn_jax export` wrote, whose `probabilities(images)`
 classifies.
 """
 

@@ -4,6 +4,8 @@ import errno
 import importlib.util
 import logging
 import os
+import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -25,8 +27,16 @@ ALLOCATOR_SETTINGS = ":".join(
 )
 
 
-def launch(command: Callable[[], None]) -> None:
-    """Runs `command`; what a user can mend (bad input, a full disk) ends it with one message and an exit code."""
+def program() -> str:
+    """How commands are called on this machine, for messages that name one: `mlcn_jax`, if a shell finds that."""
+    return "mlcn_jax" if shutil.which("mlcn_jax") else f"{shlex.quote(sys.executable)} -m mlcn_jax"
+
+
+def launch(command: Callable[[], int | None]) -> None:
+    """Runs `command`, whose result is the exit code.
+
+    What a user can mend (bad input, a full disk) ends it with one message and an exit code of its own.
+    """
     _restart_with_own_allocator_settings()
     sys.unraisablehook = _unraisable
     _silence_absl()
@@ -37,7 +47,7 @@ def launch(command: Callable[[], None]) -> None:
     ours.addHandler(handler)
     ours.propagate = False  # absl would print it again
     try:
-        command()
+        code = command()
     except InputError as error:
         _exit(EXIT_INPUT, f"error: {error}")
     except Diverged as error:
@@ -61,10 +71,13 @@ def launch(command: Callable[[], None]) -> None:
         if error.errno not in _NO_ACCESS:
             raise
         _exit(EXIT_INPUT, f"error: {error}: give another file or folder, or make this one accessible")
+    else:
+        if code:
+            sys.exit(code)
 
 
 def launch_app(main: Callable[[list[str]], int | None]) -> None:
-    """`launch` of a command whose flags are absl's, which `main` takes what is no flag of."""
+    """`launch` of a script with global flags of absl; `main` takes what is none of them."""
     from absl import app
 
     launch(lambda: app.run(main, flags_parser=_parse_flags))
@@ -80,7 +93,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
         if not given:
             raise
         raise InputError(
-            f"{error} is no field of the configuration ({', '.join(given)}): configs/default.py lists all fields"
+            f"{error} is no field of the configuration ({', '.join(given)}): {program()} train --help lists all fields"
         ) from error
     except (flags.Error, OSError) as error:
         raise InputError(str(error)) from error

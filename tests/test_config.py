@@ -9,7 +9,7 @@ from mlcn_jax.analysis import describe
 from mlcn_jax.config import RunConfig, flat
 from mlcn_jax.errors import InputError
 
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("[!_]*.py"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

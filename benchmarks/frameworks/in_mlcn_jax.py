@@ -1,4 +1,4 @@
-"""The networks in mlcn_jax: its own training step, compiled as `python main.py` compiles it."""
+"""The networks in mlcn_jax: its own training step, compiled as the command `train` compiles it."""
 
 import jax
 import jax.numpy as jnp

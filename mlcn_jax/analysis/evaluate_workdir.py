@@ -10,8 +10,10 @@ from mlcn_jax.training.evaluate import lane_spreads, make_evaluator
 from mlcn_jax.training.pictures import write_pictures
 
 
-def evaluate_workdir(config: RunConfig, workdir: Path) -> dict[str, Any]:
+def evaluate_workdir(config: RunConfig, workdir: Path, pictures: Path | None = None) -> dict[str, Any]:
     """Scores the best checkpoint of a workdir on the test set of `config`, and draws the pictures anew.
+
+    The pictures go to the folder `pictures`, to the workdir where none is given.
 
     Raises:
       InputError: the workdir holds no trained model, or the images do not fit it.
@@ -26,7 +28,7 @@ def evaluate_workdir(config: RunConfig, workdir: Path) -> dict[str, Any]:
         )
     evaluator = make_evaluator(trained.spec, config.train.reconstruction_weight)
     scores = evaluator(trained.params, dataset.test, config.train.batch_size)
-    write_pictures(workdir, trained.spec, trained.params, dataset, scores)
+    write_pictures(pictures or workdir, trained.spec, trained.params, dataset, scores)
     return {
         **scores.to_dict(dataset.class_names),
         "lane_spreads": lane_spreads(trained.spec, trained.params, dataset.test, config.train.batch_size),

@@ -59,7 +59,7 @@ def _load_with_decoder(workdir: Path) -> Trained:
         if parts and "decoder" not in parts:
             raise InputError(
                 f"the checkpoints in {workdir} hold no decoder (only {', '.join(sorted(parts))}), which draws the "
-                "reconstructions: give the workdir of a run of main.py, whose checkpoints hold one"
+                "reconstructions: give the workdir of a training run, whose checkpoints hold one"
             ) from error
         raise
 

@@ -119,7 +119,7 @@ def check_gradio() -> None:
     try:
         import gradio  # noqa: F401
     except ImportError as error:
-        raise InputError(f"the lane explorer needs Gradio: pip install gradio ({error})") from error
+        raise InputError(f"the lane explorer needs Gradio: pip install 'mlcn_jax[explorer]' ({error})") from error
 
 
 def build(explorer: Explorer) -> "gradio.Blocks":

@@ -78,7 +78,7 @@ class Run:
         return [str(group.spec) for group in self.spec.lane_groups for _ in range(group.count)]
 
     def scores(self, split: datasets.Split) -> evaluate.Scores:
-        """Scores as `main.py --mode=evaluate` computes them."""
+        """Scores as the command `evaluate` computes them."""
         evaluator = evaluate.make_evaluator(self.spec, self.config.train.reconstruction_weight)
         return evaluator(self.params, split, self.config.train.batch_size)
 
@@ -243,7 +243,7 @@ def _prune_tree(spec: ModelSpec, tree: Any, kept: Sequence[int], like: Any) -> A
 
 
 def save_run(run: Run, output: Path, validation_accuracy: float | None, about: dict[str, Any]) -> None:
-    """Writes a run as a workdir of its own, which main.py evaluates and resumes; `about` goes to `pruned.json`.
+    """Writes a run as a workdir of its own, which can be evaluated and resumed; `about` goes to `pruned.json`.
 
     The folder appears with all that belongs to it, or not at all.
 

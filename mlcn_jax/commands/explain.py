@@ -1,7 +1,7 @@
 """What each lane of a trained model encodes: reconstructions, lanes moved one at a time, and which move most.
 
-    python -m experiments.explain --workdir=runs/mlcn2
-    python -m experiments.explain --workdir=runs/mlcn2 --images=0,17,42 --output=explained
+    mlcn_jax explain --workdir=runs/mlcn2
+    mlcn_jax explain --workdir=digits --images=0,17,42 --output=explained
 
 Writes `reconstructions.png` (images of the test set beside their reconstructions), for each of them
 `image_INDEX.png` (a row for each lane: -0.25 to 0.25 added to its entry of the predicted class's capsule, as in figure
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from absl import flags
 
+from mlcn_jax.commands import arguments
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import make_folder
-from mlcn_jax.launch import launch_app
 
 _MOST_IMAGES = 100
 _TILE_INCHES = 0.6
@@ -29,30 +29,29 @@ _TITLES = {
     "length_change_without": "lengths,\nwithout it",
 }
 
-_WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a training run.")
-_OUTPUT = flags.DEFINE_string("output", "", "Folder for pictures and JSON; empty: WORKDIR/explain.")
-_IMAGES = flags.DEFINE_string("images", "", "Numbers of test images; empty: the first correct one of each class.")
-_NUM_RANKED = flags.DEFINE_integer("num_ranked", 500, "Test images, evenly spaced, over which lanes are ranked.")
-_DATA_DIR = flags.DEFINE_string("data_dir", "", "Replaces config.data.dir of the run; empty keeps it.")
+
+def define(values: flags.FlagValues) -> None:
+    arguments.define_reading(values)
+    text = "Folder for pictures and JSON; empty: WORKDIR/explain, or explain-digits for the package's digits."
+    flags.DEFINE_string("output", "", text, flag_values=values)
+    text = "Numbers of test images; empty: the first correct one of each class."
+    flags.DEFINE_string("images", "", text, flag_values=values)
+    text = "Test images, evenly spaced, over which lanes are ranked."
+    flags.DEFINE_integer("num_ranked", 500, text, lower_bound=1, flag_values=values)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise InputError(f"unknown argument {argv[1]!r}: flags are written --name=value")
-    if not _WORKDIR.value:
-        raise InputError("--workdir=FOLDER is needed, the folder of a training run")
-    if _NUM_RANKED.value < 1:
-        raise InputError(f"--num_ranked is {_NUM_RANKED.value}; it must be 1 or more")
-    numbers = read_numbers(_IMAGES.value)
+def main(argv: Sequence[str]) -> None:
+    values = arguments.parse("explain", __doc__, define, argv)
+    workdir = arguments.given_workdir(values)
+    numbers = read_numbers(values.images)
     if len(numbers) > _MOST_IMAGES:
         raise InputError(f"--images has {len(numbers)} numbers; at most {_MOST_IMAGES} are drawn")
 
-    from mlcn_jax import host
+    from mlcn_jax import host, pretrained
 
     host.keep_compiled_programs()
-    workdir = Path(_WORKDIR.value).expanduser()
-    output = Path(_OUTPUT.value).expanduser() if _OUTPUT.value else workdir / "explain"
-    results = explain_run(workdir, output, numbers, _NUM_RANKED.value, _DATA_DIR.value)
+    output = pretrained.output_folder(values.output, workdir, "explain")
+    results = explain_run(workdir, output, numbers, values.num_ranked, values.data_dir)
     print(table(results["ranking"]))
     print(f"pictures and ranking.json in {output}")
 
@@ -194,7 +193,3 @@ def table(ranking: Sequence[dict[str, Any]]) -> str:
     lines = [head, ["---"] * len(head)]
     lines += [[row["name"], *(f"{row[measure]:.4f}" for measure in _TITLES)] for row in ranking]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-if __name__ == "__main__":
-    launch_app(main)

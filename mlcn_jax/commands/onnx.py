@@ -1,9 +1,9 @@
 """Makes an ONNX model of an exported one, and checks it with ONNX Runtime.
 
     make onnx WORKDIR=runs/quickstart
-    .venv-onnx/bin/python -m experiments.export_onnx --workdir=runs/quickstart
+    .venv-onnx/bin/python -m mlcn_jax onnx --workdir=runs/quickstart
 
-Needs requirements-onnx.txt, and what `main.py --mode=export` wrote. Writes to the workdir
+Needs requirements-onnx.txt, and what `mlcn_jax export` wrote. Writes to the workdir, or to the folder `--output`
 
     onnx/model.onnx    uint8 `images` [batch, height, width, channels] to float32 `lengths` [batch, classes], for any
                        batch, in float32; the names of the classes are in its metadata
@@ -14,14 +14,15 @@ sizes.
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from absl import flags
 
+from mlcn_jax.commands import arguments
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch_app
 
 if TYPE_CHECKING:
     from mlcn_jax.serving.onnx import ExportedModel
@@ -29,21 +30,27 @@ if TYPE_CHECKING:
 
 BATCHES = (1, 7, 100)  # that are checked
 
-_WORKDIR = flags.DEFINE_string("workdir", "", "Workdir whose folder `export` holds the model.")
-_DATA_DIR = flags.DEFINE_string("data_dir", "", "config.data.dir, where the images have moved since training.")
+
+def define(values: flags.FlagValues) -> None:
+    arguments.define_reading(values)
+    text = "Folder for the ONNX model; empty: WORKDIR/onnx, or onnx-digits for the package's digits."
+    flags.DEFINE_string("output", "", text, flag_values=values)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise InputError(f"unknown argument {argv[1]!r}: flags are written --name=value")
-    if not _WORKDIR.value:
-        raise InputError("give --workdir=FOLDER, the workdir of a trained model")
-    path = export(Path(_WORKDIR.value).expanduser(), _DATA_DIR.value)
+def main(argv: Sequence[str]) -> None:
+    values = arguments.parse("onnx", __doc__, define, argv)
+    workdir = arguments.given_workdir(values)
+
+    from mlcn_jax import pretrained
+
+    path = export(workdir, values.data_dir, pretrained.output_folder(values.output, workdir, "onnx"))
     print(f"{path} gives the model's lengths; {path.with_suffix('.json')} says what goes in and comes out")
 
 
-def export(workdir: Path, data_dir: str = "") -> Path:
-    """Writes `workdir/onnx/model.onnx` and `model.json`, in place of older ones, and returns the first.
+def export(workdir: Path, data_dir: str = "", folder: Path | None = None) -> Path:
+    """Writes `model.onnx` and `model.json` to `folder`, in place of older ones, and returns the first.
+
+    `folder` is `workdir/onnx` where none is given.
 
     Raises:
       InputError: there is no export or it is damaged, its run's images cannot be read, a package is not installed, or
@@ -61,15 +68,13 @@ def export(workdir: Path, data_dir: str = "") -> Path:
         "test": model.data.load().test.images[: max(BATCHES)],
     }
     converted = onnx.convert(model)
-    path = workdir / "onnx" / "model.onnx"
+    path = (folder or workdir / "onnx") / "model.onnx"
     partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(exist_ok=True)
         partial.write_bytes(converted.SerializeToString())
     except OSError as error:
-        raise InputError(
-            f"{path} cannot be written ({error.strerror}): mend that, or use a copy of {workdir}"
-        ) from error
+        raise InputError(f"{path} cannot be written ({error.strerror}): give another --output=FOLDER") from error
     differences = check(model, partial, images)
     description = {
         "class_names": model.artifact.class_names,
@@ -79,7 +84,7 @@ def export(workdir: Path, data_dir: str = "") -> Path:
             "name": onnx.INPUT,
             "type": "uint8",
             "shape": ["batch", *model.spec.image_shape],
-            "meaning": "pictures as mlcn_jax.images.read_pixels gives them: upright, gray or RGB, resized (bilinear)",
+            "meaning": "pictures as mlcn_jax.data.images.read_pixels gives them: upright, gray or RGB, resized",
         },
         "output": {
             "name": onnx.OUTPUT,
@@ -121,7 +126,3 @@ def check(model: "ExportedModel", path: Path, images: dict[str, np.ndarray]) -> 
         if not largest[kind] <= onnx.TOLERANCE:
             raise RuntimeError(f"for {kind} images ONNX Runtime differs from the model by {largest[kind]:.2g}: {path}")
     return largest
-
-
-if __name__ == "__main__":
-    launch_app(main)

@@ -1,10 +1,4 @@
-"""Measures what this device takes for lanes, in under a minute, and writes it as a profile (`devices.DeviceProfile`).
-
-    python -m experiments.profile_device --output=profile.json
-
-Training steps of some lanes are compiled and timed; seconds and memory of all others are fitted to them. A process that
-is bound to some cores needs a profile measured on as many: `--cores=1`.
-"""
+"""Measures what this device takes for lanes: training steps of some are timed, and those of all others fitted."""
 
 import dataclasses
 import itertools
@@ -16,14 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mlcn_jax import host
@@ -31,7 +23,6 @@ from mlcn_jax.config import RunConfig
 from mlcn_jax.data import datasets
 from mlcn_jax.distributed import processes
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch_app
 from mlcn_jax.nn import conv, lanes
 from mlcn_jax.nn.model import ModelSpec, init_params
 from mlcn_jax.placement import cost, fit
@@ -46,16 +37,6 @@ _FORWARDS = ("mlcn1:w1d1", "mlcn2:w3d2", "mlcn1:w2d3")
 _HEAD_LANES = (2, 16)
 _TURN_SECONDS = 0.02
 _LINK_BYTES = (2**12, 2**24)
-
-_OUTPUT = flags.DEFINE_string("output", "profile.json", "Where to write the profile.")
-_CORES = flags.DEFINE_integer("cores", 0, "Cores to be bound to; 0 takes all of this process.", lower_bound=0)
-_DATA = flags.DEFINE_enum(
-    "data", "fashion_mnist", list(datasets.SHAPES), "Dataset whose image shape and classes are taken."
-)
-_ROUTING = flags.DEFINE_enum("lane_routing", "published", lanes.LANE_ROUTINGS, "As model.lane_routing.")
-_DTYPE = flags.DEFINE_string("compute_dtype", "float32", "As model.compute_dtype.")
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds in which all programs take turns.", lower_bound=1)
-_WORKER = flags.DEFINE_string("link_worker", "", "Used by the script itself: one of two processes, as JSON.")
 
 
 class Program:
@@ -242,7 +223,8 @@ def measure_link(cores: Sequence[int]) -> dict[str, float] | None:
             [
                 sys.executable,
                 "-m",
-                "mlcn_jax.commands.profile_device",
+                "mlcn_jax",
+                "profile",
                 f"--link_worker={json.dumps({'process': i, 'port': port, 'core': cores[i]})}",
             ],
             stdout=subprocess.PIPE if i == 0 else subprocess.DEVNULL,
@@ -257,7 +239,7 @@ def measure_link(cores: Sequence[int]) -> dict[str, float] | None:
     return json.loads(printed.splitlines()[-1])
 
 
-def _link_worker(process: int, port: int, core: int) -> None:
+def link_worker(process: int, port: int, core: int) -> None:
     """One of the two processes between which `measure_link` measures; process 0 prints what it found."""
     os.sched_setaffinity(0, [core])
     settings = {"processes": 2, "process": process, "coordinator": f"127.0.0.1:{port}"}
@@ -289,10 +271,12 @@ def _link(pair: Sequence[jax.Device]) -> dict[str, float]:
     return {"latency_seconds": max(0.0, seconds[0] - few / bytes_per_second), "bytes_per_second": bytes_per_second}
 
 
-def spec_of_flags() -> ModelSpec:
-    """Whose lanes are to be measured; those that it names do not matter."""
-    routing, dtype = _ROUTING.value, _DTYPE.value
-    return ModelSpec("mlcn", *datasets.SHAPES[_DATA.value], lanes="mlcn1:w1", lane_routing=routing, compute_dtype=dtype)
+def spec_of(data: str, lane_routing: str, compute_dtype: str) -> ModelSpec:
+    """Whose lanes are to be measured; those that it names do not matter. Raises InputError for an unknown one."""
+    if data not in datasets.SHAPES:
+        raise InputError(f"--data={data} is not one of {', '.join(datasets.SHAPES)}")
+    shape = datasets.SHAPES[data]
+    return ModelSpec("mlcn", *shape, lanes="mlcn1:w1", lane_routing=lane_routing, compute_dtype=compute_dtype)
 
 
 def bind(num_cores: int) -> list[int]:
@@ -320,22 +304,3 @@ def table(profile: DeviceProfile) -> str:
         ("each of 4 lanes in one program", f"{4**profile.crowding:.2f} times one alone"),
     ]
     return "\n".join(["| measured | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])
-
-
-def main(argv: list[str]) -> None:
-    del argv
-    if _WORKER.value:
-        _link_worker(**json.loads(_WORKER.value))
-        return
-    started = time.monotonic()
-    link = measure_link(bind(_CORES.value))
-    lab = Lab(spec_of_flags())
-    programs = make_programs(lab)
-    profile = make_profile(lab, programs, least_seconds(programs, _ROUNDS.value), link)
-    profile.save(Path(_OUTPUT.value))
-    print(table(profile))
-    print(f"{_OUTPUT.value} ({time.monotonic() - started:.0f} s)")
-
-
-if __name__ == "__main__":
-    launch_app(main)

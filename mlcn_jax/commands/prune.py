@@ -1,8 +1,8 @@
 """What each lane of a trained model is worth, and a smaller model without the least useful ones.
 
-    python -m experiments.prune --workdir=runs/mlcn1,runs/mlcn1_lane_dropout                 # figure 4.6 of the thesis
-    python -m experiments.prune --workdir=runs/mlcn1 --keep=4 --output=runs/small            # the 4 best lanes
-    python -m experiments.prune --workdir=runs/mlcn1 --max_accuracy_drop=0.5 --output=runs/small
+    mlcn_jax prune --workdir=runs/mlcn1,runs/mlcn1_lane_dropout                 # figure 4.6 of the thesis
+    mlcn_jax prune --workdir=runs/mlcn1 --keep=4 --output=runs/small            # the 4 best lanes
+    mlcn_jax prune --workdir=runs/mlcn1 --max_accuracy_drop=0.5 --output=runs/small
 
 Measures the accuracy with each lane removed alone, then with 1, 2, ... of them removed, the least useful first, and how
 much faster the models with fewer lanes really are. Lanes are ranked, and `--max_accuracy_drop` is judged, on the run's
@@ -10,15 +10,14 @@ validation images, or on 5,000 of its training images where it has none, which m
 Test accuracy stands beside it for the record and chooses nothing. Writes `prune.json` and `prune.png` to the folder
 `prune` of the (first) workdir.
 
-`--output` is a workdir like any other, with the kept lanes' parameters and optimizer state at the same step: main.py
-evaluates it, and trains on with the command that is printed. That is worth it: without the removed lanes class capsules
-are shorter than the margin loss wants them, so lengths are no probabilities any more until the model is trained again
-(but where `model.margin_loss` is `per_lane`).
+`--output` is a workdir like any other, with the kept lanes' parameters and optimizer state at the same step:
+`evaluate` scores it, and the command that is printed trains it on. That is worth it: without the removed lanes class
+capsules are shorter than the margin loss wants them, so lengths are no probabilities any more until the model is
+trained again (but where `model.margin_loss` is `per_lane`).
 """
 
 import math
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +25,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from absl import flags
 
+from mlcn_jax.commands import arguments
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import make_folder
-from mlcn_jax.launch import launch_app
+from mlcn_jax.launch import program
 
 if TYPE_CHECKING:
     from mlcn_jax.analysis.prune import Run
@@ -37,35 +37,44 @@ if TYPE_CHECKING:
 _MOST_TIMED = 16  # numbers of lanes
 _FINE_TUNING_EPOCHS = 5  # in the command that is printed
 
-_WORKDIR = flags.DEFINE_list("workdir", [], "Workdir of a trained MLCN, or several to compare, joined by commas.")
-_ORDER = flags.DEFINE_enum("order", "alone", ["alone", "greedy"], "Rank lanes once, or anew after each removal.")
-_KEEP = flags.DEFINE_integer("keep", None, "Lanes of the smaller model.")
-_MAX_DROP = flags.DEFINE_float("max_accuracy_drop", None, "Percentage points that the smaller model may lose.")
-_OUTPUT = flags.DEFINE_string("output", "", "New workdir for the smaller model.")
-_RESULTS = flags.DEFINE_string("results", "", "Folder for prune.json and prune.png; empty: WORKDIR/prune.")
-_ROUNDS = flags.DEFINE_integer("rounds", 10, "Interleaved rounds that measure speed; 0 does not.", lower_bound=0)
-_DATA_DIR = flags.DEFINE_string("data_dir", "", "config.data.dir, where the images have moved since training.")
+
+def define(values: flags.FlagValues) -> None:
+    several = f"{arguments.WORKDIR} Several, joined by commas, are compared."
+    flags.DEFINE_list("workdir", [], several, flag_values=values)
+    orders = ["alone", "greedy"]
+    flags.DEFINE_enum("order", "alone", orders, "alone ranks lanes once, greedy anew each time.", flag_values=values)
+    flags.DEFINE_integer("keep", None, "Lanes of the smaller model.", flag_values=values)
+    text = "Percentage points that the smaller model may lose."
+    flags.DEFINE_float("max_accuracy_drop", None, text, flag_values=values)
+    flags.DEFINE_string("output", "", "New workdir for the smaller model.", flag_values=values)
+    text = "Folder for prune.json and prune.png; empty: WORKDIR/prune, or prune-digits for the package's digits."
+    flags.DEFINE_string("results", "", text, flag_values=values)
+    text = "Interleaved rounds that measure speed; 0 does not."
+    flags.DEFINE_integer("rounds", 10, text, lower_bound=0, flag_values=values)
+    flags.DEFINE_string("data_dir", "", "Replaces config.data.dir of the run; empty keeps it.", flag_values=values)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise InputError(f"unknown argument {argv[1]!r}: flags are written --name=value")
-    check_flags(_WORKDIR.value, _KEEP.value, _MAX_DROP.value, _OUTPUT.value)
-    workdirs = [Path(name).expanduser() for name in _WORKDIR.value]
-    results = Path(_RESULTS.value).expanduser() if _RESULTS.value else workdirs[0] / "prune"
-    output = Path(_OUTPUT.value).expanduser() if _OUTPUT.value else None
+def main(argv: Sequence[str]) -> None:
+    values = arguments.parse("prune", __doc__, define, argv)
+    check_flags(values.workdir, values.keep, values.max_accuracy_drop, values.output)
+
+    from mlcn_jax import pretrained
+
+    workdirs = [pretrained.find_workdir(name) for name in values.workdir]
+    results = pretrained.output_folder(values.results, workdirs[0], "prune")
+    output = Path(values.output).expanduser() if values.output else None
     if output and results.resolve().is_relative_to(output.resolve()):
         raise InputError(f"--results={results} is inside of --output={output}, which is made at the end: give another")
     measure_and_prune(
         workdirs,
-        order=_ORDER.value,
-        rounds=_ROUNDS.value,
+        order=values.order,
+        rounds=values.rounds,
         results=results,
         output=output,
-        keep=_KEEP.value,
-        max_drop=_MAX_DROP.value,
-        data_dir=_DATA_DIR.value,
-        command=shlex.join(["python", "-m", "experiments.prune", *sys.argv[1:]]),
+        keep=values.keep,
+        max_drop=values.max_accuracy_drop,
+        data_dir=values.data_dir,
+        command=shlex.join(["mlcn_jax", "prune", *argv]),
     )
 
 
@@ -241,7 +250,7 @@ def fine_tuning(run: "Run", workdir: Path) -> str:
         for name, value in values.items()
         if value != defaults[name] and not name.startswith("parallel.")  # the split may not fit these lanes
     ]
-    return shlex.join(["python", "main.py", "--config=configs/default.py", f"--workdir={workdir}", *changes])
+    return f"{program()} {shlex.join(['train', '--config=default', f'--workdir={workdir}', *changes])}"
 
 
 def told(facts: dict[str, Any], output: Path, command: str) -> str:
@@ -256,7 +265,7 @@ def told(facts: dict[str, Any], output: Path, command: str) -> str:
             )
         ),
         f"  parameters: {facts['parameters']['before']:,} before, {facts['parameters']['after']:,} after",
-        f"evaluate it:  python main.py --mode=evaluate --workdir={shlex.quote(str(output))}",
+        f"evaluate it:  {program()} evaluate --workdir={shlex.quote(str(output))}",
         f"train it on:  {command}",
     ]
     return "\n".join(lines)
@@ -321,7 +330,3 @@ def draw(path: Path, entries: list[dict[str, Any]]) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
     figure.legend(loc="outside lower center", ncols=min(3, len(entries)), fontsize=8)
     figure.savefig(path, dpi=120)
-
-
-if __name__ == "__main__":
-    launch_app(main)

@@ -165,7 +165,7 @@ def _digits(request: _Request) -> Dataset:
     try:
         from sklearn import datasets  # Slow to import, and needed here only.
     except ImportError as error:
-        raise InputError("'digits' comes with scikit-learn: pip install scikit-learn.") from error
+        raise InputError("'digits' comes with scikit-learn: pip install 'mlcn_jax[digits]'") from error
     bunch = datasets.load_digits()
     pixels = np.round(bunch.images * (255 / 16)).astype(np.uint8)
     size = (_DIGITS_SIZE, _DIGITS_SIZE)

@@ -84,7 +84,7 @@ class _Program:
             from ortools.sat.python import cp_model
         except ImportError as error:
             raise InputError(
-                "the partitioner exact needs OR-Tools (pip install ortools); greedy needs nothing"
+                "the partitioner exact needs OR-Tools (pip install 'mlcn_jax[exact]'); greedy needs nothing"
             ) from error
         self._cp, self._problem, self.model = cp_model, problem, cp_model.CpModel()
         kinds: dict[tuple, list[int]] = {}  # equal lanes are interchangeable

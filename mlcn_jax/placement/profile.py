@@ -1,6 +1,6 @@
 """What a device is and gives: its name, versions and memory, and its profile, from which costs of lanes are predicted.
 
-`python -m experiments.profile_device` measures a profile.
+The command `profile` measures a profile.
 """
 
 import dataclasses
@@ -21,9 +21,10 @@ from mlcn_jax.files import write_json
 if TYPE_CHECKING:
     from mlcn_jax.placement.cost import LaneCost, Layer
 from mlcn_jax.host import name_of, num_cores
+from mlcn_jax.launch import program
 
 PROFILE_VERSION = 1
-_MEASURE = "measure one there with python -m experiments.profile_device"
+_MEASURE = f"measure one there with {program()} profile"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +131,7 @@ class DeviceProfile:
             raise InputError(
                 "the device profile was measured on another device:\n"
                 + "\n".join(rows)
-                + "\nmeasure one here with python -m experiments.profile_device (--cores=N for a process of N cores)"
+                + f"\nmeasure one here with {program()} profile (--cores=N for a process of N cores)"
             )
 
     def _check_covers(self, cost: "LaneCost", known: Collection[str], needed: Iterable[str]) -> None:
@@ -150,7 +151,7 @@ class DeviceProfile:
             raise InputError(
                 "the device profile was measured with other lanes:\n"
                 + "\n".join(rows)
-                + "\nmeasure one with these by python -m experiments.profile_device (--data, --lane_routing, "
+                + f"\nmeasure one with these by {program()} profile (--data, --lane_routing, "
                 + "--compute_dtype)"
             )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig, flat
 from mlcn_jax.files import write_json
+from mlcn_jax.launch import program
 from mlcn_jax.nn.lanes import parse_lanes
 from mlcn_jax.placement import cost
 from mlcn_jax.search import models as models_lib
@@ -126,7 +127,7 @@ def write(found: "Search", workdir: Path, test_accuracies: list[float], session:
 
 
 def write_config(found: "Search", winner: models_lib.Model, path: Path) -> None:
-    """Writes the best model as a config that main.py trains, with the data and training settings of the search."""
+    """Writes the best model as a config to train, with the data and training settings of the search."""
     usual = flat(RunConfig().to_dict())
     config = found.config.replace({"model.name": "mlcn", "model.lanes": winner.lanes})
     changed = {name: value for name, value in flat(config.to_dict()).items() if value != usual[name]}
@@ -137,7 +138,7 @@ def write_config(found: "Search", winner: models_lib.Model, path: Path) -> None:
     lines = [
         f'"""Model {winner.index} of a search ({found.settings.method}), the best of those that were trained.',
         "",
-        f"    python main.py --config={path} --workdir=FOLDER",
+        f"    mlcn_jax train --config={path} --workdir=FOLDER",
         "",
         f"Validation accuracy there: {winner.accuracies[-1]:.2%} after {found.settings.num_epochs} epochs of "
         f"{len(found.trainer.train.labels)} images. Lanes of each device:",
@@ -172,7 +173,7 @@ def told(summary: dict[str, Any], workdir: Path) -> str:
         f"mean of the models {summary['mean_validation_accuracy']:.2%}"
         + (f", baseline {baseline:.2%}" if baseline is not None else ""),
         f"lanes            {best['lanes']}",
-        f"train it         python main.py --config={workdir / 'best_config.py'} --workdir=FOLDER",
+        f"train it         {program()} train --config={workdir / 'best_config.py'} --workdir=FOLDER",
         f"all models       {workdir / 'trials.md'}",
         f"pictures         {workdir / 'search.png'}",
     ]

@@ -34,7 +34,7 @@ def read_config(values: Mapping[str, Any]) -> tuple[RunConfig, SearchSettings]:
       InputError: a field is unknown, missing or out of range.
     """
     if "search" not in values:
-        raise InputError("the config has no search fields: start from configs/nas_quickstart.py")
+        raise InputError("the config has no search fields: start from that of --config=nas_quickstart")
     check_fields("search", SearchSettings, values["search"])
     return RunConfig.from_dict(values), SearchSettings(**values["search"])
 

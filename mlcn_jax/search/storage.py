@@ -11,7 +11,7 @@ try:
     import optuna
     import sqlalchemy
 except ImportError as error:
-    raise InputError("a search needs Optuna: pip install optuna") from error
+    raise InputError("a search needs Optuna: pip install 'mlcn_jax[search]'") from error
 
 _LOCK_SECONDS = 30.0  # to wait for another worker's transaction in SQLite
 

@@ -27,7 +27,7 @@ try:
     import optuna
     from optuna.trial import FrozenTrial, TrialState
 except ImportError as error:
-    raise InputError("a search needs Optuna: pip install optuna") from error
+    raise InputError("a search needs Optuna: pip install 'mlcn_jax[search]'") from error
 
 _log = logging.getLogger(__name__)
 

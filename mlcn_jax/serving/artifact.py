@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mlcn_jax.errors import InputError
+from mlcn_jax.launch import program
 from mlcn_jax.serving import flatbuffers_reader
 
 FORMAT = 1
@@ -49,7 +50,7 @@ class Artifact:
     """A verified artifact, ready to classify.
 
     Args:
-      folder: that `main.py --mode=export` wrote.
+      folder: that `mlcn_jax export` wrote.
 
     Attributes:
       class_names: of the classes, in the order of `lengths`.
@@ -180,9 +181,9 @@ def signed(manifest: dict[str, Any]) -> dict[str, Any]:
 def _verified_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
-        raise InputError(f"{folder} is no exported model: it has no {MANIFEST}; main.py --mode=export writes one")
+        raise InputError(f"{folder} is no exported model: it has no {MANIFEST}; {program()} export writes one")
     damaged = f"{folder} is not what was exported"
-    mend = "copy it anew, or export it again: python main.py --mode=export --workdir=WORKDIR"
+    mend = f"copy it anew, or export it again: {program()} export --workdir=WORKDIR"
     try:
         manifest = json.loads(path.read_text())
         version, files = manifest["format"], manifest["files"]

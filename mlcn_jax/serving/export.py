@@ -41,7 +41,7 @@ def export(workdir: Path) -> Path:
         made = Path(temporary) / "export"
         made.mkdir()
         write_json(made / "config.json", config.to_dict())
-        _write(trained, made, f"python main.py --mode=export --workdir={shlex.quote(str(workdir))}")
+        _write(trained, made, f"mlcn_jax export --workdir={shlex.quote(str(workdir))}")
         _check(trained, artifact.Artifact(made))
         if folder.exists():
             folder.rename(Path(temporary) / "before")
@@ -116,7 +116,7 @@ def _serialized(trained: Trained, platform: str, device: str, min_batch: int, us
     try:
         return exported.serialize()
     except ImportError as error:
-        raise InputError("exporting needs flatbuffers: pip install flatbuffers") from error
+        raise InputError("exporting needs flatbuffers: pip install 'mlcn_jax[export]'") from error
 
 
 def _check(trained: Trained, exported: artifact.Artifact) -> None:

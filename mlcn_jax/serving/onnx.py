@@ -1,8 +1,8 @@
 """A trained model as ONNX: read from its export, converted, and run by ONNX Runtime.
 
 Converted by jax2onnx, from the model's own function, so that a new kind of lane needs nothing here. jax2onnx wants an
-older orbax-checkpoint than training does, so models are read from what `main.py --mode=export` wrote.
-`experiments.export_onnx` and `benchmarks.onnx_inference` are the commands.
+older orbax-checkpoint than training does, so models are read from what `mlcn_jax export` wrote.
+`mlcn_jax onnx` and `benchmarks.onnx_inference` are the commands.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, UInt8
 from mlcn_jax.config import DataSettings, RunConfig
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
+from mlcn_jax.launch import program
 from mlcn_jax.nn import capsules, conv_spectral
 from mlcn_jax.nn.lanes import Lane
 from mlcn_jax.nn.model import ModelSpec, encode
@@ -72,7 +73,7 @@ def read_export(workdir: Path, data_dir: str = "") -> ExportedModel:
     folder = workdir / "export"
     if not folder.is_dir():
         raise InputError(
-            f"{workdir} holds no exported model: train one there, then python main.py --mode=export --workdir={workdir}"
+            f"{workdir} holds no exported model: train one there, then {program()} export --workdir={workdir}"
         )
     artifact = Artifact(folder)
     config = RunConfig.from_dict(read_json(folder / "config.json"))
@@ -170,7 +171,7 @@ def versions() -> dict[str, str]:
     if missing:
         raise InputError(
             f"{', '.join(missing)} cannot be imported: `make onnx` installs requirements-onnx.txt into .venv-onnx; "
-            "take .venv-onnx/bin/python"
+            "take .venv-onnx/bin/python; without a clone, pip install them in an environment of its own"
         )
     return {name: importlib.metadata.version(name) for name in _PACKAGES}
 

@@ -1,6 +1,7 @@
 """Classifies pictures with an exported model; needs jax, numpy and Pillow only.
 
-    python -m mlcn_jax.predict runs/mlcn2/export image.png photos/ --json
+    mlcn_jax predict runs/mlcn2/export image.png photos/ --json
+    mlcn_jax predict digits image.png    # the model that comes with the package
 
 A folder stands for the pictures in it. Prints the class of each picture and its probability
 (`artifact.Artifact.probabilities`). Exit codes: 0 all were classified, 2 input that cannot be used, 3 some pictures
@@ -20,7 +21,8 @@ import numpy as np
 
 from mlcn_jax.data.images import SUFFIXES, read_pixels
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import EXIT_FAILED, launch
+from mlcn_jax.launch import EXIT_FAILED
+from mlcn_jax.pretrained import find_export
 
 if TYPE_CHECKING:
     from mlcn_jax.serving.artifact import Artifact
@@ -74,12 +76,17 @@ def _files_of(paths: Sequence[str]) -> list[Path]:
     return files
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m mlcn_jax.predict", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("artifact", help="folder that main.py --mode=export wrote")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Classifies what `argv` names, or the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="mlcn_jax predict",
+        description=(__doc__ or "").split("\n")[0],
+        epilog="Takes no configuration: mlcn_jax train --help lists the fields of one.",
+    )
+    parser.add_argument("artifact", help="folder that `mlcn_jax export` wrote, or a model of the package: digits")
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="PNG, JPEG, WebP, BMP or GIF, or a folder of them")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    arguments = parser.parse_intermixed_args()
+    arguments = parser.parse_intermixed_args(argv)
     files = _files_of(arguments.images)
 
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names may hold any bytes
@@ -87,7 +94,7 @@ def main() -> None:
     from mlcn_jax.serving.artifact import Artifact  # slow to load: a mistaken argument has been answered
 
     failed = False
-    for found in predict(Artifact(arguments.artifact), files):
+    for found in predict(Artifact(find_export(arguments.artifact)), files):
         failed |= "error" in found
         if arguments.json:
             print(json.dumps(found), flush=True)
@@ -95,9 +102,4 @@ def main() -> None:
             print(f"{found['file']}: {found['error']}", file=sys.stderr, flush=True)
         else:
             print(f"{found['file']}: {found['class']}, {found['probability']:.1%}", flush=True)
-    if failed:
-        sys.exit(EXIT_FAILED)
-
-
-if __name__ == "__main__":
-    launch(main)
+    return EXIT_FAILED if failed else 0

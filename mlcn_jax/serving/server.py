@@ -1,6 +1,6 @@
 """Answers HTTP requests with an exported model; needs jax, numpy, Pillow and `pip install 'mlcn_jax[serve]'`.
 
-    python -m mlcn_jax.serve runs/mlcn2/export --port=8000
+    mlcn_jax serve runs/mlcn2/export --port=8000    # or, with the model that comes with the package: serve digits
     curl --data-binary @image.png -H 'Content-Type: image/png' http://127.0.0.1:8000/predict
     curl -F a=@one.png -F b=@two.jpg http://127.0.0.1:8000/predict
 
@@ -28,10 +28,11 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch
+from mlcn_jax.pretrained import find_export
 
 if TYPE_CHECKING:
     from mlcn_jax.serving.service import Limits, Service
@@ -201,12 +202,13 @@ def _cannot_listen(address: tuple, error: Exception) -> InputError:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m mlcn_jax.serve",
+        prog="mlcn_jax serve",
         description=(__doc__ or "").split("\n")[0],
+        epilog="Takes no configuration: mlcn_jax train --help lists the fields of one.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("artifact", help="folder that main.py --mode=export wrote")
+    add("artifact", help="folder that `mlcn_jax export` wrote, or a model of the package: digits")
     add("--host", default="127.0.0.1", help="address to listen at")
     add("--port", default=8000, type=int, help="to listen at; 0 takes a free one")
     add("--max_batch", default=64, type=int, help="images computed at once, a power of two; 1 turns batching off")
@@ -244,8 +246,9 @@ def _limits(arguments: argparse.Namespace) -> "Limits":
     )
 
 
-def main() -> None:
-    arguments = _parser().parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serves what `argv` says, or the command line, until a signal comes."""
+    arguments = _parser().parse_args(argv)
     missing = [name for name in _PACKAGES if not importlib.util.find_spec(name)]
     if missing:
         raise InputError(f"serving needs {', '.join(missing)}: pip install 'mlcn_jax[serve]'")
@@ -256,12 +259,8 @@ def main() -> None:
     from mlcn_jax.serving.artifact import Artifact  # slow to load: a mistaken argument has been answered
     from mlcn_jax.serving.service import Service
 
-    service = Service(Artifact(arguments.artifact), limits)
+    service = Service(Artifact(find_export(arguments.artifact)), limits)
     service.warm_up()
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     serve(service, listener, f"serving {arguments.artifact} at http://{host}:{port}/predict")
-
-
-if __name__ == "__main__":
-    launch(main)

@@ -16,6 +16,7 @@ from mlcn_jax.config import ParallelSettings, RunConfig
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.distributed import processes, traffic
 from mlcn_jax.errors import InputError
+from mlcn_jax.launch import program
 from mlcn_jax.nn.lanes import LaneSpec
 from mlcn_jax.nn.model import ModelSpec
 from mlcn_jax.placement import cost, partition, simulate
@@ -25,8 +26,7 @@ from mlcn_jax.training.mesh_runner import MeshRunner
 from mlcn_jax.training.stacks_runner import Stack, StacksRunner, make_stacks, spec_of
 
 _log = logging.getLogger(__name__)
-
-_MEASURE = "python -m experiments.profile_device"
+_MEASURE = f"{program()} profile"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ def parse_grid(text: str) -> dict[str, list[str]]:
             raise InputError(f"--sweep: {field.strip()} stands twice; give all its values in one list")
         grid[field.strip()] = [value.strip() for value in choices]
     if not grid:
-        raise InputError("--mode=sweep needs --sweep='FIELD=VALUE,VALUE;...'")
+        raise InputError("a sweep needs --sweep='FIELD=VALUE,VALUE;...'")
     return grid
 
 

@@ -9,17 +9,15 @@ import numpy as np
 import pytest
 from conftest import TINY
 from PIL import Image
-from scripts import load_script
 
 from mlcn_jax.analysis import explain
+from mlcn_jax.commands import explain as script
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data.datasets import Split
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules, model
 from mlcn_jax.training import loop
 from mlcn_jax.training.checkpoint import Checkpoints, load_trained
-
-script = load_script("mlcn_jax.commands.explain")
 
 SPEC = model.ModelSpec("mlcn", (18, 18, 1), 3, "mlcn2:w1*2, mlcn1:w1d2", decoder=(6,), conv="native")
 CAPSNET = model.ModelSpec("capsnet", (18, 18, 1), 3, decoder=(6,), conv="native")

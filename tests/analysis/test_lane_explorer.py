@@ -127,7 +127,7 @@ def run(tmp_path, tiny):
 def url(run):
     """Where the command serves its page; at the end Ctrl-C must end it at once."""
     pytest.importorskip("gradio")
-    command = [sys.executable, "-m", "mlcn_jax.commands.explore", f"--workdir={run}", "--port=0"]
+    command = [sys.executable, "-m", "mlcn_jax", "explore", f"--workdir={run}", "--port=0"]
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it, and so would this
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     signal.signal(signal.SIGINT, before)

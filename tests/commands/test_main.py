@@ -1,4 +1,4 @@
-"""The command line, as a user meets it: each command is a process of its own."""
+"""Training from the command line, as a user meets it: with signals, kills, and mistakes."""
 
 import json
 import os
@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import pytest
 from conftest import REPOSITORY, TINY
-from scripts import load_script
 
+from mlcn_jax.commands import front, train
+from mlcn_jax.errors import InputError
 from mlcn_jax.training.checkpoint import load_trained
 
-main = load_script("main")
 QUICKSTART = "--config=configs/quickstart.py"
 SMALL = [f"--config.{field}={value}" for field, value in TINY.items()]
 
@@ -29,7 +29,7 @@ def run(*args, env=None):
     return subprocess.run(command(*args), cwd=REPOSITORY, capture_output=True, text=True, timeout=240, env=env)
 
 
-def test_train_evaluate_describe(tmp_path):
+def test_train_evaluate_describe(tmp_path, capsys):
     trained = run(QUICKSTART, *SMALL, f"--workdir={tmp_path}")
     assert trained.returncode == 0, trained.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -43,16 +43,19 @@ def test_train_evaluate_describe(tmp_path):
     assert "step 20/20" in trained.stderr
 
     (tmp_path / "confusion.png").unlink()
-    evaluated = run("--mode=evaluate", f"--workdir={tmp_path}")
-    assert evaluated.returncode == 0, evaluated.stderr
-    scores = json.loads(evaluated.stdout)
+    assert front.run(["--mode=evaluate", f"--workdir={tmp_path}"]) == 0
+    scores = json.loads(capsys.readouterr().out)
     assert scores["test_accuracy"] == summary["test_accuracy"]
     assert scores["lane_spreads"] == pytest.approx(summary["lane_spreads"])
     assert scores["test_loss"] == pytest.approx(summary["test_loss"], rel=1e-6)
     assert (tmp_path / "confusion.png").exists()
+    (tmp_path / "confusion.png").unlink()
+    assert front.run(["evaluate", f"--workdir={tmp_path}", f"--output={tmp_path / 'drawn'}"]) == 0
+    assert json.loads(capsys.readouterr().out) == scores
+    assert [path.name for path in tmp_path.rglob("confusion.png")] == ["confusion.png"]
 
-    described = run("--mode=describe", f"--workdir={tmp_path}")
-    assert json.loads(described.stdout)["parameters"] == summary["parameters"]
+    assert front.run(["describe", f"--workdir={tmp_path}", "--config.train.seed=3"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == summary["parameters"]
 
 
 @pytest.mark.parametrize(
@@ -60,39 +63,55 @@ def test_train_evaluate_describe(tmp_path):
     [({"lane_spreads": [0.001, 0.3, 0.0]}, "2 of 3 lanes say the same"), ({"lane_spreads": [0.3]}, ""), ({}, "")],
 )
 def test_lanes_that_say_nothing_are_told(capsys, tmp_path, known, said):
-    main._print_summary(tmp_path, {"test_accuracy": 0.5, "test_loss": 1.0} | known)
+    train.print_summary(tmp_path, {"test_accuracy": 0.5, "test_loss": 1.0} | known)
     printed = capsys.readouterr().out
     assert said in printed
-    assert (f"mlcn_jax.commands.prune --workdir={tmp_path}" in printed) == bool(said)
+    assert (f"mlcn_jax prune --workdir={tmp_path}" in printed) == bool(said)
 
 
 @pytest.mark.parametrize(
     ("args", "parts"),
     [
-        ((QUICKSTART, "--workdir=W", "--mode=trian"), ["--mode=trian", "train, evaluate, describe, sweep"]),
+        (
+            (QUICKSTART, "--workdir=W", "--mode=trian"),
+            ["--mode=trian", "evaluate, describe", "did you mean train?"],
+        ),
         ((QUICKSTART, "--workdir=W", "--config.model.lanes=mlcn1:w4*2x"), ["character 11", "          ^"]),
-        ((QUICKSTART, "--workdir=W", "--config.train.batch=3"), ["'batch'", "no field", "--config.train.batch"]),
+        (
+            (QUICKSTART, "--workdir=W", "--config.train.batch=3"),
+            ["field --config.train.batch;", "mean --config.train.batch_size?"],
+        ),
         ((QUICKSTART, "--workdir=W", "--config.train.seed=x"), ["--config.train.seed=x"]),
         ((QUICKSTART, "--workdir=W", "--config.data.name=mist"), ["mist", "Did you mean 'mnist'"]),
         ((QUICKSTART, "--workdir=W", "--config.train.batch_size=1439"), ["1439", "1438"]),
-        (("--config=configs/none.py", "--workdir=W"), ["configs/none.py", "configs/mlcn2_cifar.py"]),
+        (("--config=configs/none.py", "--workdir=W"), ["configs/none.py", "mlcn2_cifar"]),
         (("--workdir=W",), ["--config"]),
         ((QUICKSTART,), ["--workdir"]),
         ((QUICKSTART, "--workdir=/proc/none"), ["/proc/none", "cannot be written"]),
         ((QUICKSTART, "--wrkdir=W"), ["wrkdir", "workdir"]),
         (("--mode=evaluate", "--workdir=W"), ["holds no run"]),
+        ((QUICKSTART, "--workdir=W", "--config.search.seed=1"), ["a field of a search", "mlcn_jax search"]),
+        ((QUICKSTART, "--workdir=W", "--batch_size=1"), ["unknown flag", "did you mean --config.train.batch_size?"]),
+        ((QUICKSTART, "--workdir=W", "--keep=1"), ["unknown flag --keep", "mlcn_jax train --help"]),
+        ((QUICKSTART, "runs/w"), ["'runs/w'", "--name=value"]),
+        (("explain", "--workdir=W", "--config.train.seed=1"), ["takes no configuration", "explain --help"]),
         ((QUICKSTART, "--workdir=W", "--sweep=train.seed=0,1"), ["--mode=sweep"]),
         ((QUICKSTART, "--workdir=W", "--mode=sweep", "--sweep=train.sed=0,1"), ["train.sed", "train.seed"]),
     ],
 )
 def test_bad_input_gets_one_clear_error(args, parts, tmp_path):
     args = [arg.replace("=W", f"={tmp_path / 'w'}") if arg == "--workdir=W" else arg for arg in args]
-    result = run(*args)
-    assert result.returncode == 2, result.stderr
-    message = result.stderr[result.stderr.index("error: ") :]
-    assert "Traceback" not in result.stderr
-    assert all(part in message for part in parts), message
+    with pytest.raises(InputError) as caught:
+        front.run(args)
+    assert all(part in str(caught.value) for part in parts), caught.value
     assert not (tmp_path / "w" / "checkpoints").exists() or not list((tmp_path / "w" / "checkpoints").iterdir())
+
+
+def test_an_error_is_one_message_with_its_exit_code():
+    result = run(QUICKSTART, "--wrkdir=W")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: unknown flag --wrkdir; did you mean --workdir?")
+    assert result.stderr.count("\n") == 1
 
 
 def test_no_network_and_no_files_says_what_to_put_where(tmp_path):
@@ -106,6 +125,7 @@ def test_no_network_and_no_files_says_what_to_put_where(tmp_path):
     assert "--config.data.dir" in result.stderr
 
 
+@pytest.mark.long
 def test_killed_at_random_moments_it_ends_with_the_same_parameters(tmp_path):
     """kill -9 while starting, training, or saving; the same command again; bit for bit the same end."""
     args = (QUICKSTART, *SMALL, "--config.train.num_steps=90", "--config.train.checkpoint_every=3")

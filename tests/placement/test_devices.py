@@ -9,6 +9,7 @@ import pytest
 from made_profile import lane, make_profile, planted_seconds
 
 from mlcn_jax.errors import InputError
+from mlcn_jax.launch import program
 from mlcn_jax.nn import lanes
 from mlcn_jax.placement import fit
 from mlcn_jax.placement.profile import DeviceProfile
@@ -99,7 +100,7 @@ def test_a_damaged_or_older_profile_is_refused(profile, tmp_path, damage, messag
     with pytest.raises(InputError, match=message) as refused:
         DeviceProfile.load(path)
     assert str(path) in str(refused.value)
-    assert "python -m mlcn_jax.commands.profile_device" in str(refused.value)
+    assert f"{program()} profile" in str(refused.value)
 
 
 def test_files_that_are_no_profiles_are_refused(profile, tmp_path):

@@ -222,7 +222,7 @@ def test_newer_versions_other_platforms_and_other_folders_are_named(copied, tmp_
     rewrite(copied, format=1, functions=[])
     with pytest.raises(InputError, match="cannot run on cpu"):
         artifact.Artifact(copied)
-    with pytest.raises(InputError, match=r"has no manifest.json; main.py --mode=export"):
+    with pytest.raises(InputError, match=r"has no manifest.json; .*mlcn_jax export"):
         artifact.Artifact(tmp_path)
 
 
@@ -242,7 +242,7 @@ def test_past_the_window_of_jax_export_the_command_to_export_again_is_given(copi
     monkeypatch.setattr(jax.export, "deserialize", refuse)
     with pytest.raises(InputError, match="version 9 is below 11") as caught:
         artifact.Artifact(copied)
-    assert f"python main.py --mode=export --workdir={workdir}" in str(caught.value)
+    assert f"mlcn_jax export --workdir={workdir}" in str(caught.value)
 
 
 def test_an_unknown_compiler_option_is_left_out(copied, rng):

@@ -16,6 +16,7 @@ import pytest
 from conftest import TINY
 from scripts import load_script
 
+from mlcn_jax.commands import onnx as script
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
@@ -25,7 +26,6 @@ from mlcn_jax.serving import export, onnx
 from mlcn_jax.training.checkpoint import load_trained
 from mlcn_jax.training.loop import train
 
-script = load_script("mlcn_jax.commands.onnx")
 benchmark = load_script("benchmarks.onnx_inference")
 
 installed = pytest.mark.skipif(not importlib.util.find_spec("jax2onnx"), reason="needs requirements-onnx.txt")
@@ -96,7 +96,7 @@ def test_data_may_have_moved(workdir, tmp_path):
 
 def test_what_was_altered_or_is_not_there_is_refused(copied, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(onnx, "versions", dict)
-    with pytest.raises(InputError, match="--mode=export"):
+    with pytest.raises(InputError, match="mlcn_jax export"):
         script.export(tmp_path_factory.mktemp("empty"))
     config = copied / "export" / "config.json"
     config.write_text(config.read_text().replace("published", "per_class"))
@@ -187,7 +187,7 @@ def test_where_nothing_can_be_written_is_named(copied):
 @installed
 def test_the_benchmark_compares_a_workdirs_model_with_its_export(copied, monkeypatch):
     monkeypatch.setattr(benchmark, "_ROUND_SECONDS", 0.01)
-    with pytest.raises(InputError, match=r"mlcn_jax.commands.onnx --workdir="):
+    with pytest.raises(InputError, match=r"mlcn_jax onnx --workdir="):
         benchmark.compare_all([copied], [1], 1, copied / "results.json")
     script.export(copied)
     benchmark.compare_all([copied], [1, 5], 2, copied / "results.json")

@@ -1,0 +1,204 @@
+"""The flags of a command, which belong to one call: a mistaken one is answered before anything slow is loaded."""
+
+import re
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from mlcn_jax.commands.fields import entry, listing, nearest
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import program
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
+
+# The files of `configs/`: part of the wheel, and beside the package in a clone.
+CONFIGS = next(path for path in (Path(__file__).parents[i] / "configs" for i in (1, 2)) if path.is_dir())
+WORKDIR = "Folder of a training run, or a model that comes with the package: digits."
+_HELP = {"h", "help", "helpfull"}
+_FIELD = re.compile(r"--?(?:no)?config\.([^=]+)(=.*)?")
+Define = Callable[[flags.FlagValues], Any]
+
+
+def parse(command: str, doc: str | None, define: Define, argv: Sequence[str], config: str = "") -> Any:
+    """Reads the flags of one call, or tells what there is to give and exits, where `--help` is asked for.
+
+    Args:
+      command: its name.
+      doc: the docstring of its module.
+      define: defines its flags, but for `--config`, on what it is given.
+      argv: what was given.
+      config: `run` or `search`, where the command takes `--config` and the fields of such a configuration.
+
+    Returns:
+      absl's values of the flags. With `config`, `values.config` is None without `--config`, and
+      `values["config"].override_values` are the fields given.
+
+    Raises:
+      InputError: a flag or field is unknown, its value cannot be used, or the config file cannot be executed.
+    """
+    values = flags.FlagValues()
+    define(values)
+    if any(argument.startswith("-") and argument.lstrip("-") in _HELP for argument in argv):
+        print(_help(command, doc, values, config))
+        sys.exit(0)
+    _check_names(command, values, argv, config)
+    try:
+        if config:
+            argv = _define_config(values, argv, command)
+        values([command, *argv])
+    except flags.Error as error:
+        raise InputError(str(error)) from error
+    return values
+
+
+def define_reading(values: flags.FlagValues) -> None:
+    """The flags of every command that reads a trained model and its images."""
+    flags.DEFINE_string("workdir", "", WORKDIR, flag_values=values)
+    flags.DEFINE_string("data_dir", "", "Replaces config.data.dir of the run; empty keeps it.", flag_values=values)
+
+
+def given_workdir(values: Any) -> Path:
+    """The workdir to read; raises InputError where none was given."""
+    from mlcn_jax import pretrained
+
+    if not values.workdir:
+        raise InputError(f"--workdir=FOLDER is needed, the folder of a training run ({', '.join(pretrained.names())})")
+    return pretrained.find_workdir(values.workdir)
+
+
+def config_file(given: str) -> Path:
+    """A file, or the packaged configuration of that name: `quickstart`, `quickstart.py` or `configs/quickstart.py`.
+
+    Raises:
+      InputError: there is neither.
+    """
+    path = Path(given).expanduser()
+    packaged = CONFIGS / f"{path.name.removesuffix('.py')}.py"
+    if path.is_file():
+        return path
+    if str(path.parent) in (".", "configs") and packaged.is_file():
+        return packaged
+    names = config_names()
+    meant = nearest(path.stem, names)
+    raise InputError(
+        f"--config={given} is neither a file nor a configuration of the package{meant}; there are {', '.join(names)}"
+    )
+
+
+def config_names() -> list[str]:
+    """Of the configurations of the package."""
+    return sorted(file.stem for file in CONFIGS.glob("[!_]*.py"))
+
+
+def execute(path: Path) -> "ConfigDict":
+    """What `get_config()` of a config file returns; raises InputError where that cannot be had."""
+    from ml_collections import ConfigDict
+
+    try:
+        found = runpy.run_path(str(path))["get_config"]()
+    except InputError:
+        raise
+    except Exception as error:  # it is the user's program
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where = f"{path}, line {lines[-1]}" if lines else f"{path}"
+        raise InputError(f"{where}: {type(error).__name__}: {str(error).strip()}") from error
+    if not isinstance(found, ConfigDict):
+        raise InputError(f"{path}: get_config() gives no ConfigDict: start from mlcn_jax.config.default_config()")
+    return found
+
+
+def _check_names(command: str, values: flags.FlagValues, argv: Sequence[str], config: str) -> None:
+    """Raises InputError for a flag that does not exist, without executing a configuration, and for what is no flag."""
+    known = {*values, *({"config"} if config else ())}
+    told = f"{program()} {command} --help lists all"
+    may_be_value = False
+    for argument in argv:
+        is_flag = re.match(r"--?[A-Za-z]", argument)
+        if not is_flag and not may_be_value:
+            raise InputError(f"unknown argument {argument!r}: flags are written --name=value, and {told}")
+        if not is_flag:
+            may_be_value = False
+            continue
+        name, equals, _ = argument.lstrip("-").partition("=")
+        field = name.removeprefix("no").startswith("config.")
+        if field and not config:
+            raise InputError(f"--{name}: the command {command} takes no configuration: {told}")
+        switch = name in known or name.removeprefix("no") in known
+        if not field and not switch:
+            raise InputError(f"unknown flag --{name}{nearest(name, known, '--') or _as_field(name, config)}; {told}")
+        may_be_value = not equals and (field or name == "config" or not (name in values and values[name].boolean))
+
+
+def _as_field(name: str, config: str) -> str:
+    """The end of a message about an unknown flag that may be meant as a field."""
+    return nearest(name, _known_fields(), "--config.") if config else ""
+
+
+def _known_fields() -> dict[str, Any]:
+    from mlcn_jax.config import flat
+    from mlcn_jax.search.settings import default_search
+
+    return flat(default_search().to_dict())
+
+
+def _define_config(values: flags.FlagValues, argv: Sequence[str], command: str) -> list[str]:
+    """Takes `--config` out of `argv` and defines it as what the file gives, with the fields that `argv` changes."""
+    rest, given = [], ""
+    arguments = iter(argv)
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name.lstrip("-") == "config" and name.startswith("-"):
+            given = value if equals else next(arguments, "")
+            if not given:
+                raise InputError("--config is empty: give --config=FILE, or the name of a packaged configuration")
+        else:
+            rest.append(argument)
+    fields = [match[1] for argument in rest if (match := _FIELD.fullmatch(argument))]
+    if not given and not fields:
+        flags.DEFINE_string("config", None, "", flag_values=values)
+        return rest
+    from ml_collections import config_flags
+
+    found = execute(config_file(given or "default"))
+    _check_fields(found, fields, command)
+    config_flags.DEFINE_config_dict("config", found, flag_values=values, sys_argv=[command, *rest])
+    values["config"].present = int(bool(given))
+    return rest
+
+
+def _check_fields(config: "ConfigDict", fields: Sequence[str], command: str) -> None:
+    from mlcn_jax.config import flat
+
+    known, of_search = flat(config.to_dict()), [name for name in _known_fields() if name.startswith("search.")]
+    for name in (field.partition("[")[0] for field in fields):
+        if name in known:
+            continue
+        if name in of_search:
+            raise InputError(
+                f"--config.{name} is a field of a search, which this configuration is not: {program()} search takes "
+                "it, with a configuration such as nas_quickstart"
+            )
+        meant = nearest(name, known, "--config.") or nearest(name, of_search, f"`{program()} search` with --config.")
+        raise InputError(f"there is no field --config.{name}{meant}; {program()} {command} --help lists all")
+
+
+def _help(command: str, doc: str | None, values: flags.FlagValues, config: str) -> str:
+    lines = [(doc or "").strip(), "", "Flags, with their defaults:", ""]
+    if config:
+        meaning = "Python file with get_config(), or the name of a configuration of the package, such as quickstart."
+        lines.append(entry("--config", None, meaning))
+    flag_of = {name: values[name] for name in values if values[name].help not in ("", "(no help available)")}
+    lines += [entry(f"--{name}", flag.default, flag.help) for name, flag in flag_of.items()]
+    if config:
+        lines += ["", "Fields of the configuration, with their defaults:", listing(config == "search")]
+    if config == "run":
+        lines += ["", f"Fields of a search: {program()} search --help"]
+    if not config:
+        lines += ["", f"Fields of a configuration (--config.*): {program()} train --help"]
+    return "\n".join(lines)

@@ -1,0 +1,30 @@
+"""Writes the best checkpoint of a workdir as `WORKDIR/export`, which `predict` and `serve` use without training code.
+
+    mlcn_jax export --workdir=runs/mlcn2
+
+Before it lands it is loaded again, and must give this machine's model to 1e-5.
+"""
+
+import shlex
+from collections.abc import Sequence
+
+from absl import flags
+
+from mlcn_jax.commands import arguments
+from mlcn_jax.launch import program
+
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("workdir", "", "Folder of a training run.", flag_values=values)
+
+
+def main(argv: Sequence[str]) -> None:
+    values = arguments.parse("export", __doc__, define, argv)
+    workdir = arguments.given_workdir(values)
+
+    from mlcn_jax import pretrained
+    from mlcn_jax.serving import export
+
+    pretrained.check_writable(workdir, "export")
+    folder = export.export(workdir)
+    print(f"exported {folder}; use it with: {program()} predict {shlex.quote(str(folder))} IMAGE ...")

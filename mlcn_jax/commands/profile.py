@@ -1,0 +1,58 @@
+"""Measures what this device takes for lanes, in under a minute, and writes it as a profile (`DeviceProfile`).
+
+    mlcn_jax profile --output=profile.json
+
+Training steps of some lanes are compiled and timed; seconds and memory of all others are fitted to them. A process that
+is bound to some cores needs a profile measured on as many: `--cores=1`.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from mlcn_jax.commands import arguments
+
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("output", "profile.json", "Where to write the profile.", flag_values=values)
+    define_measuring(values)
+    hidden = ""  # used by the command itself: one of two processes, as JSON
+    flags.DEFINE_string("link_worker", "", hidden, flag_values=values)
+
+
+def define_measuring(values: flags.FlagValues) -> None:
+    """The flags that say what is measured."""
+    text = "Cores to be bound to; 0 takes all of this process."
+    flags.DEFINE_integer("cores", 0, text, lower_bound=0, flag_values=values)
+    text = "Dataset whose image shape and classes are taken."
+    flags.DEFINE_string("data", "fashion_mnist", text, flag_values=values)
+    flags.DEFINE_string("lane_routing", "published", "As config.model.lane_routing.", flag_values=values)
+    flags.DEFINE_string("compute_dtype", "float32", "As config.model.compute_dtype.", flag_values=values)
+    text = "Rounds in which all programs take turns."
+    flags.DEFINE_integer("rounds", 5, text, lower_bound=1, flag_values=values)
+
+
+def main(argv: Sequence[str]) -> None:
+    values = arguments.parse("profile", __doc__, define, argv)
+
+    from mlcn_jax.commands import profile_device
+    from mlcn_jax.files import make_folder
+
+    if values.link_worker:
+        profile_device.link_worker(**json.loads(values.link_worker))
+        return
+    started = time.monotonic()
+    spec = profile_device.spec_of(values.data, values.lane_routing, values.compute_dtype)
+    output = Path(values.output).expanduser()
+    make_folder(output.parent, "output")
+    link = profile_device.measure_link(profile_device.bind(values.cores))
+    lab = profile_device.Lab(spec)
+    programs = profile_device.make_programs(lab)
+    seconds = profile_device.least_seconds(programs, values.rounds)
+    profile = profile_device.make_profile(lab, programs, seconds, link)
+    profile.save(output)
+    print(profile_device.table(profile))
+    print(f"{output} ({time.monotonic() - started:.0f} s)")

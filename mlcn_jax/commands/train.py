@@ -1,0 +1,66 @@
+"""Trains a model, or goes on with a run that was stopped.
+
+    mlcn_jax train --config=quickstart --workdir=runs/quickstart
+    mlcn_jax train --config=my_config.py --workdir=runs/mine --config.train.batch_size=300
+
+The same command resumes an unfinished run. A config file is Python that is executed: run only those you trust. Writes
+to the workdir: checkpoints, `metrics.jsonl`, `summary.json`, `reconstructions.png` and `confusion.png`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from mlcn_jax.commands import arguments
+from mlcn_jax.commands.run_config import config_of, needed_workdir
+from mlcn_jax.launch import program
+
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string(
+        "workdir", "", "Folder of the run: configuration, checkpoints, metrics, pictures.", flag_values=values
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    values = arguments.parse("train", __doc__, define, argv, config="run")
+    workdir = needed_workdir(values)
+    config = config_of(values)
+
+    # Slow to load, and only now needed: a mistaken flag has been answered at once.
+    from mlcn_jax import host
+    from mlcn_jax.distributed import processes
+    from mlcn_jax.training import loop
+
+    if config.parallel.processes != 1:
+        if config.parallel.processes and not processes.is_watched():
+            return processes.watch(config.parallel)
+        processes.join(config)
+    host.keep_compiled_programs()
+    summary = loop.train(config, workdir)
+    if processes.is_first():
+        print_summary(workdir, summary)
+    return 0
+
+
+def print_summary(workdir: Path, summary: dict[str, Any]) -> None:
+    """What came of a run, for people."""
+    from mlcn_jax.training import evaluate
+
+    print(f"test accuracy {summary['test_accuracy']:.2%}, loss {summary['test_loss']:.4f}")
+    spreads = summary.get("lane_spreads", [])  # an older version wrote none
+    if silent := sum(spread < evaluate.ALIVE for spread in spreads):
+        print(
+            f"{silent} of {len(spreads)} lanes say the same of every image (lane_spreads in summary.json); what they "
+            f"are worth: {program()} prune --workdir={workdir}"
+        )
+    for what, name in (
+        ("model", "checkpoints"),
+        ("metrics", "metrics.jsonl"),
+        ("summary", "summary.json"),
+        ("reconstructions", "reconstructions.png"),
+        ("confusion matrix", "confusion.png"),
+    ):
+        print(f"{what:<17}{workdir / name}")

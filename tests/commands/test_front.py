@@ -1,0 +1,160 @@
+"""The front door: its list, the help of each command, and which configuration or model a name means."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import REPOSITORY
+
+from mlcn_jax import config as config_lib
+from mlcn_jax import pretrained
+from mlcn_jax.commands import arguments, fields, front
+from mlcn_jax.errors import InputError
+from mlcn_jax.search.settings import SearchSettings
+
+
+def help_of(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        front.run([command, "--help"])
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+def test_the_list_names_every_command(capsys):
+    assert front.run(["--help"]) == front.run([]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"\n  {name:<10}{summary}" in listed for name, (_, summary) in front.COMMANDS.items())
+
+
+@pytest.mark.parametrize("command", front.COMMANDS)
+def test_help_tells_of_the_command_and_of_its_configuration(command, capsys):
+    told = help_of(command, capsys)
+    assert f"mlcn_jax {command}" in told
+    with_config = command in {"train", "evaluate", "describe", "sweep", "search"}
+    assert ("--config.train.batch_size=100 " in told) == with_config
+    assert ("--config.search.method=random " in told) == (command == "search")
+    assert with_config or "train --help" in told
+    assert "--link_worker" not in told
+
+
+@pytest.mark.parametrize("cls", [*config_lib.SECTIONS.values(), SearchSettings, config_lib.RunConfig])
+def test_every_field_has_a_meaning(cls):
+    known = fields.meanings(cls)
+    assert [field.name for field in dataclasses.fields(cls)] == list(known) or set(known) == {
+        field.name for field in dataclasses.fields(cls)
+    }
+    assert all(known.values())
+
+
+def test_a_meaning_may_take_several_lines():
+    class Two:
+        """Of two.
+
+        Attributes:
+          a, b: both
+            of them.
+          c: the third.
+
+        Raises:
+          d: no field.
+        """
+
+    assert fields.meanings(Two) == {"a": "both of them.", "b": "both of them.", "c": "the third."}
+
+
+def test_an_unknown_command_names_the_nearest():
+    with pytest.raises(InputError, match=r"no command 'explian'; did you mean explain\?"):
+        front.run(["explian"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("search --workdir=w", "--config=FILE is needed, one with search fields"),
+        ("search --workdir=w --config=quickstart", "has no search fields"),
+        ("search --workdir=w --config=nas_quickstart --config.search.num_model=1", "--config.search.num_models"),
+        ("sweep --workdir=w --config=quickstart", "a sweep needs --sweep="),
+        ("sweep --workdir=w --config=quickstart --config.parallel.processes=2", "in one process"),
+        ("profile --data=mnst", "--data=mnst is not one of .*mnist"),
+        ("explain", "--workdir=FOLDER is needed"),
+        ("explain --workdir=digits --num_ranked=0", "num_ranked"),
+        ("describe", "--config=FILE is needed"),
+        ("describe --config=", "--config is empty"),
+    ],
+)
+def test_what_a_command_cannot_use(argv, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=message):
+        front.run(argv.split())
+    assert not list(tmp_path.iterdir()) or argv.startswith("sweep")
+
+
+def test_a_mistake_is_answered_before_jax_is_loaded():
+    code = (
+        "import sys\nfrom mlcn_jax.commands import front\n"
+        "for argv in ('train --wrkdir=w', 'train --workdir=w', 'prune --keep=x', 'profile --core=1', 'explain'):\n"
+        "    try: front.run(argv.split())\n"
+        "    except ValueError: pass\n"
+        "    else: raise SystemExit('no error')\n"
+        "print('jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("start", [["main.py"], ["-m", "mlcn_jax"], ["-m", "experiments.nas"]])
+def test_ways_to_start(start):
+    done = subprocess.run([sys.executable, *start, "--help"], cwd=REPOSITORY, capture_output=True, text=True)
+    moved = "experiments" in start[-1]
+    assert "mlcn_jax search --config" in done.stderr if moved else "mlcn_jax COMMAND" in done.stdout, done.stderr
+    assert done.returncode == (2 if moved else 0)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart.py", "configs/quickstart.py"])
+def test_a_configuration_of_the_package_is_found_anywhere(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    front.run(["describe", "--config", name, "--config.model.lanes=mlcn1:w1"])
+    assert json.loads(capsys.readouterr().out)["lanes"] == ["mlcn1:w1d1"]
+
+
+def test_a_file_goes_before_a_configuration_of_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart.py").write_text("raise RuntimeError('mine')\n")
+    assert arguments.config_file("quickstart.py").resolve() == tmp_path / "quickstart.py"
+    with pytest.raises(InputError, match=r"quickstart.py, line 1: RuntimeError: mine"):
+        front.run(["describe", "--config=quickstart.py"])
+    (tmp_path / "quickstart.py").write_text("def get_config():\n    return 3\n")
+    with pytest.raises(InputError, match=r"gives no ConfigDict"):
+        front.run(["describe", "--config=quickstart.py"])
+
+
+def test_a_config_file_that_names_an_unknown_field_says_where(tmp_path):
+    path = tmp_path / "mine.py"
+    lines = ["from mlcn_jax.config import default_config", "def get_config():", "    config = default_config()"]
+    path.write_text("\n".join([*lines, "    config.train.batch = 3", "    return config", ""]))
+    with pytest.raises(InputError, match=r"train.batch"):
+        front.run(["describe", f"--config={path}"])
+
+
+def test_the_pretrained_model_is_meant_where_there_is_no_such_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = pretrained.find_workdir("digits")
+    assert pretrained.is_pretrained(found)
+    assert pretrained.find_export("digits") == found / "export"
+    assert str(pretrained.output_folder("", found, "explain")) == "explain-digits"
+    with pytest.raises(InputError, match="cp -r"):
+        front.run(["export", "--workdir=digits"])
+    (tmp_path / "digits").mkdir()
+    assert str(pretrained.find_workdir("digits")) == str(pretrained.find_export("digits")) == "digits"
+    with pytest.raises(InputError, match="holds no run"):
+        front.run(["evaluate", "--workdir=digits"])
+
+
+def test_the_pretrained_model_evaluates_as_it_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    summary = json.loads((pretrained.find_workdir("digits") / "summary.json").read_text())
+    front.run(["evaluate", "--workdir=digits"])
+    assert json.loads(capsys.readouterr().out)["test_accuracy"] == pytest.approx(summary["test_accuracy"], abs=0.005)
+    assert (tmp_path / "evaluate-digits" / "confusion.png").exists()
