@@ -1,4 +1,4 @@
-# make train, make test, make bench, make onnx: each sets up what it needs and does its job. CUDA=0 or CUDA=1 overrides what is detected.
+# make train, make test, make docs, make bench, make onnx: each sets up what it needs and does its job. CUDA=0 or CUDA=1 overrides what is detected.
 PYTHON ?= python3
 override CUDA := $(if $(filter 0 1,$(CUDA)),$(CUDA),$(shell nvidia-smi >/dev/null 2>&1 && echo 1 || echo 0))
 REQUIREMENTS := $(if $(filter 1,$(CUDA)),requirements-cuda12.txt,requirements.txt)
@@ -41,7 +41,7 @@ onnx: setup .venv-onnx/installed
 	@touch $@
 
 # The docs as a website in docs/_build. Warnings are errors.
-docs: .venv/installed-requirements-docs.txt
+docs: .venv/installed-requirements-docs.txt .venv/installed-package
 	JAX_PLATFORMS=cpu $(RUN) -m sphinx -W --keep-going -q docs docs/_build
 	@echo "docs: docs/_build/index.html"
 

@@ -33,8 +33,8 @@ autodoc_default_options = {"members": True, "member-order": "bysource", "show-in
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
-# An array's shape is written as a string, which is no name to resolve.
-suppress_warnings = ["ref.python", "sphinx_autodoc_typehints"]
+# What `import mlcn_jax` gives is listed twice: there, and in the module that defines it.
+suppress_warnings = ["ref.python"]
 
 # `>>>` and `$` are not copied.
 copybutton_prompt_text = r">>> |\.\.\. |\$ "

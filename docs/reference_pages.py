@@ -5,14 +5,15 @@ They are made anew by each build, so a new module, command or flag cannot be mis
 
 import ast
 import contextlib
-import importlib.util
 import io
+import os
 import pkgutil
 import sys
 from pathlib import Path
 from unittest import mock
 
 import mlcn_jax
+from mlcn_jax.commands import front
 
 # From the ground up, as in docs/design.md: what comes later may import what comes before. The rest follows by name.
 ORDER = ("nn", "data", "placement", "distributed", "training", "search", "analysis", "serving")
@@ -78,16 +79,14 @@ def _has_docstring(name: str) -> bool:
 
 
 def help_of() -> dict[str, str]:
-    """What `mlcn_jax COMMAND --help` prints, for each command; nothing where there is no front door yet."""
-    if not importlib.util.find_spec("mlcn_jax.commands.front"):
-        return {}
-    from mlcn_jax.commands import front
-
+    """What `mlcn_jax COMMAND --help` prints, for each command."""
     texts = {}
     for name in front.COMMANDS:
         printed = io.StringIO()
         with (
             mock.patch.object(sys, "argv", ["mlcn_jax", name, "--help"]),
+            mock.patch.dict(os.environ, {"COLUMNS": "100"}),
+            mock.patch("shutil.which", return_value="mlcn_jax"),  # as where the package is installed
             contextlib.redirect_stdout(printed),
             contextlib.suppress(SystemExit),
         ):

@@ -1,26 +1,23 @@
 """The messages on the page "When something goes wrong", each made by doing what leads to it.
 
 `make_tables.py` puts them into the page. A function does what a user would have done, in an empty folder; what it
-raises is the message. So a message on the page is one that the code gives.
+raises is the message. So a message on the page is one that the code gives. Messages say how many devices there are and
+how a command is called; `make_tables.py` sees to it that these are the same everywhere.
 """
 
 import contextlib
-import os
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-# The messages name how many devices there are.
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_NUM_CPU_DEVICES"] = "1"
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
+from mlcn_jax.commands import front
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data import datasets
 from mlcn_jax.data.images import read_pixels
@@ -61,7 +58,22 @@ def _write_pictures(folder: str, count: int) -> None:
 
 @_message
 def unknown_field() -> None:
-    RunConfig().replace({"train.learning_rat": "1e-3"})
+    front.run(["train", "--config=quickstart", "--workdir=runs/a", "--config.train.learning_rat=1e-3"])
+
+
+@_message
+def unknown_command() -> None:
+    front.run(["trian"])
+
+
+@_message
+def unknown_flag() -> None:
+    front.run(["train", "--work_dir=runs/mlcn2"])
+
+
+@_message
+def no_config() -> None:
+    front.run(["train", "--config=my_config.py", "--workdir=runs/mlcn2"])
 
 
 @_message
