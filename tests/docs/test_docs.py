@@ -86,18 +86,34 @@ def test_python_examples_print_what_the_page_says(page, tmp_path):
     assert done.stdout.splitlines() == expected
 
 
+@pytest.mark.long
+def test_the_tutorial_works_from_pictures_to_predictions(tmp_path):
+    text = PAGES["docs/tutorial.md"].replace("num_epochs=10", "num_epochs=2")
+    lines = [words for block in _blocks(text, "bash") for words in _lines(block)]
+    steps = [words[1:] for words in lines if words[0] == "mlcn_jax" and words[1] != "serve"]
+    assert [words[0] for words in steps[:2]] == ["train", "evaluate"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
+    commands = [["-c", *_blocks(text, "python")], *(["-m", "mlcn_jax", *words] for words in steps)]
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+    assert "digit_3" in done.stdout
+
+
 # ---- commands
+
+
+def _lines(block: str) -> list[list[str]]:
+    """The command lines of a shell block, each as its words."""
+    lines = block.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 def _commands() -> list[tuple[str, list[str]]]:
     """Every command line in a shell block, with its page."""
-    found = []
-    for page, text in PAGES.items():
-        for block in _blocks(text, "bash"):
-            for line in block.replace("\\\n", " ").splitlines():
-                if words := shlex.split(line, comments=True):
-                    found.append((page, words))
-    return found
+    return [(page, words) for page, text in PAGES.items() for block in _blocks(text, "bash") for words in _lines(block)]
 
 
 @pytest.mark.parametrize(("page", "words"), _commands())
