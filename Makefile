@@ -16,7 +16,7 @@ test: lint
 	$(RUN) -m pytest -n 2 -m "not long"
 
 test-long: setup
-	$(RUN) -m pytest -n 2 -m long
+	XLA_FLAGS= $(RUN) -m pytest -n 2 -m long
 
 test-all: test test-long
 

@@ -6,6 +6,9 @@ from pathlib import Path
 # Before the package is used: compiled programs are shared by the tests and the commands that they start.
 REPOSITORY = Path(__file__).parents[1]
 os.environ["MLCN_JAX_CACHE"] = str(REPOSITORY / ".pytest_cache" / "mlcn_jax")
+# Most of the time of a test is compiling, and at XLA's second level it takes a third of that. `make test-long` leaves
+# the compiler as users have it.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -16,7 +19,7 @@ from mlcn_jax.config import RunConfig  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-host.keep_compiled_programs()
+host.keep_compiled_programs(least_seconds=0.1)
 
 
 @pytest.fixture

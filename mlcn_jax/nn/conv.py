@@ -125,6 +125,21 @@ def lane_convs(
     return y + bias2[None, None, None]
 
 
+def compiled_once(function: Callable, static_argnums: int | tuple[int, ...] = ()) -> Callable:
+    """`jax.jit` of what runs once, such as drawing start values: on a CPU compiled with few optimizations.
+
+    Compiling is most of the time of such a program, and at XLA's second level it takes a fifth of that. Results do not
+    depend on it where, as in drawing random numbers, nothing is added up.
+    """
+    return _compiled_once(function, static_argnums, tracing.platform())
+
+
+@lru_cache
+def _compiled_once(function, static_argnums, platform):
+    options = {"xla_backend_optimization_level": 1} if platform == "cpu" else {}
+    return jax.jit(function, static_argnums=static_argnums, compiler_options=options)
+
+
 @lru_cache
 def compiler_options(backend: str) -> dict[str, str]:
     """Options for `jax.jit(compiler_options=...)` that speed these products up; {} where there are none.

@@ -17,8 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import capsules, losses
-from mlcn_jax.nn.conv import ALGORITHMS, lane_convs
+from mlcn_jax.nn import capsules, conv, losses
 from mlcn_jax.nn.lanes import (
     LANE_ROUTINGS,
     ConvParams,
@@ -84,7 +83,7 @@ class ModelSpec:
             ("lane_routing", LANE_ROUTINGS),
             ("margin_loss", MARGIN_LOSSES),
             ("compute_dtype", COMPUTE_DTYPES),
-            ("conv", ("auto", *ALGORITHMS)),
+            ("conv", ("auto", *conv.ALGORITHMS)),
         ):
             value = getattr(self, field)
             if value not in known:
@@ -188,7 +187,7 @@ class CapsNetEncoder(nn.Module):
         conv1 = ConvParams((9, 9, images.shape[-1], n), spec.dtype, name="conv1")()
         primary = ConvParams((9, 9, n, n), spec.dtype, name="primary")()
         images = first_input(images, spec.signed_pixels, spec.dtype)
-        x = lane_convs(images, *conv1, *primary, algorithm=spec.conv)
+        x = conv.lane_convs(images, *conv1, *primary, algorithm=spec.conv)
         u = primary_capsules(x)
         shape = (u.shape[1], spec.num_classes, u.shape[2], _CAPSNET_CLASS_DIM)
         weights = self.param("capsule_weights", nn.initializers.glorot_uniform(), shape).astype(spec.dtype)
@@ -284,7 +283,17 @@ class CapsuleNetwork(nn.Module):
 
 
 def init_params(spec: ModelSpec, key: Array) -> dict:
-    """Start values of all parameters: `{"encoder": ..., "decoder": ...}`."""
+    """Start values of all parameters: `{"encoder": ..., "decoder": ...}`.
+
+    On a CPU they are compiled with few optimizations: random numbers for three small lanes took 11 s to compile, and
+    so 2 s, for a program that runs once. The values are the same.
+    """
+    if isinstance(key, jax.core.Tracer):
+        return _init(spec, key)
+    return conv.compiled_once(_init, static_argnums=0)(spec, key)
+
+
+def _init(spec: ModelSpec, key: Array) -> dict:
     images = jnp.zeros((1, *spec.image_shape))
     return CapsuleNetwork(spec).init(key, images, jnp.zeros((1,), jnp.int32))["params"]
 

@@ -9,7 +9,6 @@ import itertools
 import math
 import time
 from collections.abc import Collection, Generator
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from mlcn_jax.config import RunConfig
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Batches, steps_per_epoch
 from mlcn_jax.errors import Diverged, InputError
-from mlcn_jax.nn import lanes
+from mlcn_jax.nn import conv, lanes
 from mlcn_jax.nn.model import ModelSpec, init_params
 from mlcn_jax.training.session import optimizer_of, step_options
 from mlcn_jax.training.stacks_runner import Stack, StacksRunner
@@ -171,26 +170,18 @@ class Trainer:
         key = jax.random.key(self._config.train.seed + repeat)
         encoder, first = {}, 0
         for group in spec.lane_groups:
-            encoder[group.name] = _init_group(key, first, group, spec.lane_settings, spec.image_shape)
+            images = jnp.zeros((1, *spec.image_shape))
+            draw = conv.compiled_once(lanes.init_group, static_argnums=(1, 3))
+            encoder[group.name] = draw(key, group, first, spec.lane_settings, images)
             first += group.count
         small = dataclasses.replace(spec, lanes=f"{_SMALLEST}*{first}")  # the decoder depends on the number of lanes
-        params = jax.device_get({"encoder": encoder, "decoder": _init_decoder(key, small)})
+        params = jax.device_get({"encoder": encoder, "decoder": init_params(small, key)["decoder"]})
         optimizer = jax.device_get(self._optimizer.init(params))
         step = jnp.asarray(repeat * self._num_epochs * self.steps_per_epoch, jnp.int32)
         return TrainState(step, params, optimizer)
 
 
 _SMALLEST = lanes.LaneSpec("mlcn1", 1)
-
-
-@partial(jax.jit, static_argnums=(2, 3, 4))
-def _init_group(key, first, group, settings, image_shape):
-    return lanes.init_group(key, group, first, settings, jnp.zeros((1, *image_shape)))
-
-
-@partial(jax.jit, static_argnums=1)
-def _init_decoder(key, spec):
-    return init_params(spec, key)["decoder"]
 
 
 def group_stacks(spec: ModelSpec) -> list[Stack]:

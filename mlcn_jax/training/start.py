@@ -53,7 +53,7 @@ def start_state(session: Session, checkpoints: Checkpoints) -> tuple[TrainState,
         state = TrainState(jnp.asarray(facts["step"], jnp.int32), restored["params"], restored["optimizer"])
         return state, dict(facts.get("conv", {}))
     spec, donor = session.spec, session.config.init_from
-    params = jax.jit(lambda k: init_params(spec, k))(jax.random.key(session.config.train.seed))
+    params = init_params(spec, jax.random.key(session.config.train.seed))
     if donor:
         params = _adapt(params, spec, load_trained(Path(donor).expanduser()))
     return jax.jit(TrainState.create, static_argnums=1)(params, session.optimizer), {}
