@@ -19,7 +19,7 @@ from mlcn_jax.config import RunConfig  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-host.keep_compiled_programs(least_seconds=0.1)
+host.keep_compiled_programs(least_seconds=0.0)
 
 
 @pytest.fixture

@@ -67,9 +67,9 @@ def random_params(spec):
 @pytest.mark.parametrize(
     ("kept", "lanes"),
     [
-        ((0, 1, 2, 3, 4, 5), "mlcn1:w1d1*2,mlcn2:w1d1*3,mlcn1:w1d2"),
-        ((1, 2, 4), "mlcn1:w1d1,mlcn2:w1d1*2"),
-        ((5,), "mlcn1:w1d2"),
+        ((0, 1, 2, 3, 4, 5), "mlcn1:w1d1*2,mlcn2:w1d1*3,mlcn1:w1d2*1"),
+        ((1, 2, 4), "mlcn1:w1d1*1,mlcn2:w1d1*2"),
+        ((5,), "mlcn1:w1d2*1"),
     ],
 )
 def test_the_smaller_model_is_the_whole_one_without_the_columns(rng, kept, lanes):

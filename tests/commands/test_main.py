@@ -29,6 +29,7 @@ def run(*args, env=None):
     return subprocess.run(command(*args), cwd=REPOSITORY, capture_output=True, text=True, timeout=240, env=env)
 
 
+@pytest.mark.long
 def test_train_evaluate_describe(tmp_path, capsys):
     trained = run(QUICKSTART, *SMALL, f"--workdir={tmp_path}")
     assert trained.returncode == 0, trained.stderr

@@ -60,6 +60,7 @@ def assert_same(one, other):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.long
 def test_two_processes_are_stopped_lost_and_resumed_and_end_as_one_does(tmp_path):
     code, _, err = run(tmp_path / "one", {})
     assert code == 0, err

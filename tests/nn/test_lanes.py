@@ -3,6 +3,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from made_params import like, made_params
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv, lanes, model
@@ -54,9 +55,7 @@ def test_a_vmapped_group_equals_a_loop_of_single_lanes(rng, kind, lane_routing):
     images = jnp.array(rng.uniform(size=(2, 19, 18, 2)), jnp.float32)
     settings = LaneSettings(num_classes=3, lane_routing=lane_routing)
     group = LaneGroup(LaneSpec(kind, width=1, depth=2), count=3)
-    params = lanes.init_group(jax.random.key(0), group, 5, settings, images)
-    # start values that are not zero, so that biases and prior count
-    params = jax.tree.map(lambda p: p + 0.05 * jnp.cos(jnp.arange(p.size, dtype=p.dtype)).reshape(p.shape), params)
+    params = like(jax.eval_shape(lambda: lanes.init_group(jax.random.key(0), group, 5, settings, images)))
 
     def loop(params):
         single = [jax.tree.map(lambda p, i=i: p[i], params) for i in range(3)]
@@ -78,7 +77,7 @@ def test_lanes_do_not_see_each_other(rng):
     """The gradient of lane i's column with respect to lane j's parameters is exactly zero."""
     spec = model.ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2,mlcn2:w1", decoder=(4,))
     images = jnp.array(rng.uniform(size=(2, *spec.image_shape)), jnp.float32)
-    params = model.init_params(spec, jax.random.key(0))
+    params = made_params(spec)
     network = model.CapsuleNetwork(spec)
 
     def columns(encoder):
@@ -105,7 +104,7 @@ def test_lanes_do_not_see_each_other(rng):
 def test_mlcn2_first_layers_equal_two_convolutions(rng):
     x = jnp.array(rng.uniform(size=(2, 12, 11, 3)), jnp.float32)
     layer = lanes.JointConvParams(channels=3, middle=4, features=5)
-    params = layer.init(jax.random.key(0))["params"]
+    params = jax.eval_shape(layer.init, jax.random.key(0))["params"]
     params = {k: jnp.array(rng.normal(size=p.shape), jnp.float32) for k, p in params.items()}
 
     def two_steps(params, x):
@@ -120,8 +119,9 @@ def test_mlcn2_first_layers_equal_two_convolutions(rng):
         kernel, bias = layer.apply({"params": params})
         return conv.conv2d(x, kernel) + bias[None, None, None]
 
-    np.testing.assert_allclose(joint(params, x), two_steps(params, x), rtol=1e-4, atol=1e-3)
-    ours, theirs = (jax.grad(lambda p, f=f: jnp.mean(jnp.sin(f(p, x) / 30)))(params) for f in (joint, two_steps))
+    np.testing.assert_allclose(jax.jit(joint)(params, x), jax.jit(two_steps)(params, x), rtol=1e-4, atol=1e-3)
+    means = (jax.jit(jax.grad(lambda p, f=f: jnp.mean(jnp.sin(f(p, x) / 30)))) for f in (joint, two_steps))
+    ours, theirs = (mean(params) for mean in means)
     for name in params:
         np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-6)
 
@@ -129,8 +129,9 @@ def test_mlcn2_first_layers_equal_two_convolutions(rng):
 def test_start_values_do_not_depend_on_grouping():
     images = jnp.zeros((1, 18, 18, 1))
     spec = LaneSpec("mlcn1", 1)
-    pair = lanes.init_group(jax.random.key(0), LaneGroup(spec, 2), 3, SETTINGS, images)
-    second = lanes.init_group(jax.random.key(0), LaneGroup(spec, 1), 4, SETTINGS, images)
+    init = conv.compiled_once(lanes.init_group, static_argnums=(1, 3))
+    pair = init(jax.random.key(0), LaneGroup(spec, 2), 3, SETTINGS, images)
+    second = init(jax.random.key(0), LaneGroup(spec, 1), 4, SETTINGS, images)
     for a, b in zip(jax.tree.leaves(pair), jax.tree.leaves(second), strict=True):
         np.testing.assert_allclose(a[1], b[0], rtol=1e-6)
     kernels = pair["conv1"]["kernel"]
@@ -139,7 +140,8 @@ def test_start_values_do_not_depend_on_grouping():
 
 def test_depth_adds_layers_of_the_width_before():
     images = jnp.zeros((1, 20, 20, 1))
-    params = Lane(LaneSpec("mlcn2", width=2, depth=3), SETTINGS).init(jax.random.key(0), images)["params"]
+    lane = Lane(LaneSpec("mlcn2", width=2, depth=3), SETTINGS)
+    params = jax.eval_shape(lane.init, jax.random.key(0), images)["params"]
     assert params["deep1"]["kernel"].shape == params["deep2"]["kernel"].shape == (3, 3, 16, 16)
     assert params["primary"]["kernel"].shape == (9, 9, 16, 32)
     assert "deep3" not in params
@@ -153,9 +155,9 @@ def test_a_new_lane_kind_is_one_function_and_one_line(monkeypatch, rng):
 
     monkeypatch.setitem(lanes.LANE_KINDS, "pooled", pooled)
     spec = model.ModelSpec("mlcn", (20, 20, 1), 4, "pooled:w3*2,mlcn1:w1", decoder=(4,))
-    params = model.init_params(spec, jax.random.key(0))
+    params = made_params(spec)
     images = jnp.array(rng.uniform(size=(2, 20, 20, 1)), jnp.float32)
-    v, reconstructions = model.apply_model(spec, params, images)
+    v, reconstructions = jax.jit(model.apply_model, static_argnums=0)(spec, params, images)
     assert v.shape == (2, 4, 3)
     assert reconstructions.shape == images.shape
     assert params["encoder"]["pooled_w3d1"]["capsule_weights"].shape == (2, 3 * 3 * 3, 8, 4)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from made_params import made_params
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules, model
@@ -35,33 +36,33 @@ def test_parameter_counts_are_the_published_ones(spec, total):
 def test_class_capsules_have_one_column_per_lane(lane_routing, rng):
     spec = ModelSpec("mlcn", (18, 18, 1), 3, SMALL.lanes, lane_routing=lane_routing, decoder=(6,))
     images = jnp.array(rng.uniform(size=(4, 18, 18, 1)), jnp.float32)
-    params = model.init_params(spec, jax.random.key(0))
-    v = CapsuleNetwork(spec).apply({"params": params}, images, method="encode")
+    params = made_params(spec)
+    v = jax.jit(model.encode, static_argnums=0)(spec, params["encoder"], images)
     assert v.shape == (4, 3, 3)
     assert len(np.unique(np.asarray(v).round(7))) == v.size  # neither classes nor lanes repeat each other
 
 
 def test_prediction_reconstructs_from_the_longest_capsule(rng):
     images = jnp.array(rng.uniform(size=(5, *SMALL.image_shape)), jnp.float32)
-    variables = {"params": model.init_params(SMALL, jax.random.key(1))}
-    network = CapsuleNetwork(SMALL)
-    v, predicted = network.apply(variables, images)
+    variables = {"params": made_params(SMALL, 1)}
+    network = jax.jit(CapsuleNetwork(SMALL).apply)
+    v, predicted = network(variables, images)
     longest = jnp.argmax(capsules.lengths(v), axis=-1)
-    _, same = network.apply(variables, images, longest)
-    _, other = network.apply(variables, images, (longest + 1) % 3)
-    np.testing.assert_array_equal(predicted, same)
+    _, same = network(variables, images, longest)
+    _, other = network(variables, images, (longest + 1) % 3)
+    np.testing.assert_allclose(predicted, same, rtol=1e-6)
     assert not np.allclose(predicted, other)
 
 
 def test_reconstruction_of_a_class_ignores_the_other_capsules(rng):
-    variables = {"params": model.init_params(SMALL, jax.random.key(1))}
+    variables = {"params": made_params(SMALL, 1)}
     v = jnp.array(rng.normal(size=(2, 3, 3)), jnp.float32)
     classes = jnp.array([1, 2])
 
     def total(v):
         return jnp.sum(CapsuleNetwork(SMALL).apply(variables, v, classes, method="reconstruct"))
 
-    gradient = jax.grad(total)(v)
+    gradient = jax.jit(jax.grad(total))(v)
     assert np.any(gradient[0, 1])
     assert np.any(gradient[1, 2])
     assert not np.any(gradient[0, jnp.array([0, 2])])
@@ -85,9 +86,10 @@ def test_bfloat16_is_close_to_float32(name, rng):
     outputs = {}
     for dtype in model.COMPUTE_DTYPES:
         spec = ModelSpec(name, (18, 18, 1), 3, lanes, decoder=(6, 5), compute_dtype=dtype)
-        params = model.init_params(spec, jax.random.key(0))
-        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-        outputs[dtype] = model.apply_model(spec, params, images)
+        params = made_params(spec)
+        shapes = jax.eval_shape(lambda spec=spec: model.init_params(spec, jax.random.key(0)))
+        assert {leaf.dtype for leaf in jax.tree.leaves(shapes)} == {jnp.dtype("float32")}
+        outputs[dtype] = jax.jit(model.apply_model, static_argnums=0)(spec, params, images)
     v32, v16 = (np.asarray(outputs[d][0], np.float32) for d in ("float32", "bfloat16"))
     assert outputs["bfloat16"][0].dtype == jnp.bfloat16
     np.testing.assert_allclose(v16, v32, atol=0.03 * np.abs(v32).max())
@@ -122,15 +124,16 @@ def test_bad_specs_are_refused(changes, message):
 @pytest.mark.parametrize("name", ["mlcn", "capsnet"])
 def test_signed_pixels_are_read_as_twice_the_pixels_less_one(rng, name):
     spec = ModelSpec(name, (18, 18, 2), 3, "mlcn1:w1*2,mlcn2:w1d2" if name == "mlcn" else "", signed_pixels=True)
-    params = model.init_params(spec, jax.random.key(0))
+    params = made_params(spec)
     images = jnp.array(rng.uniform(size=(4, 18, 18, 2)), jnp.float32)
     as_published = dataclasses.replace(spec, signed_pixels=False)
-    encoded = model.encode(spec, params["encoder"], images)
-    np.testing.assert_allclose(encoded, model.encode(as_published, params["encoder"], 2 * images - 1), rtol=1e-5)
-    assert not np.allclose(encoded, model.encode(as_published, params["encoder"], images), rtol=0.1)
+    encode = jax.jit(model.encode, static_argnums=0)
+    encoded = encode(spec, params["encoder"], images)
+    np.testing.assert_allclose(encoded, encode(as_published, params["encoder"], 2 * images - 1), rtol=1e-4, atol=1e-6)
+    assert not np.allclose(encoded, encode(as_published, params["encoder"], images), rtol=0.1)
 
 
 def test_the_smallest_image_works():
     spec = ModelSpec("mlcn", (17, 17, 1), 2, "mlcn1:w1", decoder=(4,))
-    v, _ = CapsuleNetwork(spec).apply({"params": model.init_params(spec, jax.random.key(0))}, jnp.ones((1, 17, 17, 1)))
+    v, _ = jax.jit(model.apply_model, static_argnums=0)(spec, made_params(spec), jnp.ones((1, 17, 17, 1)))
     assert v.shape == (1, 2, 1)

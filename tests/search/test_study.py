@@ -167,6 +167,7 @@ def log(folder, line):
         file.write(line + "\n")
 
 
+@pytest.mark.long
 def test_after_kill_9_nothing_finished_is_lost_or_run_again(tmp_path):
     make_study(tmp_path, num_models=10).enqueue()
     context = multiprocessing.get_context("spawn")  # jax has threads, which a fork would lose

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from made_params import made_params
 from PIL import Image
 
 from mlcn_jax.data.datasets import Split
@@ -20,7 +21,7 @@ def split(rng):
 
 @pytest.mark.parametrize("batch_size", [1, 7, 23, 50])
 def test_scores_equal_a_slow_count_whatever_the_batch_size(split, batch_size):
-    params = model.init_params(SPEC, jax.random.key(3))
+    params = made_params(SPEC, 3)
     scores = evaluate.make_evaluator(SPEC, reconstruction_weight=0.5)(params, split, batch_size)
     apply = jax.jit(functools.partial(model.apply_model, SPEC))
     confusion, loss = np.zeros((3, 3), int), 0.0
@@ -45,7 +46,7 @@ def test_a_class_without_images_has_no_accuracy():
 
 
 def test_a_lane_that_says_the_same_of_every_image_has_no_spread(split):
-    params = model.init_params(SPEC, jax.random.key(3))
+    params = made_params(SPEC, 3)
     assert min(evaluate.lane_spreads(SPEC, params, split, 2)) > 0
     for group in params["encoder"].values():  # one pattern of primary capsules, whatever the image, and far out
         group["primary"]["kernel"] *= 0
@@ -75,7 +76,7 @@ def test_pictures_are_drawn(tmp_path, split, num_classes):
     names = [f"class {k}" for k in range(num_classes)]
     scores = evaluate.Scores(0.1, np.eye(num_classes, dtype=int))
     pictures.save_confusion(tmp_path / "confusion.png", scores, names)
-    params = model.init_params(SPEC, jax.random.key(3))
+    params = made_params(SPEC, 3)
     pictures.save_reconstructions(tmp_path / "reconstructions.png", SPEC, params, split, names)
     for name in ("confusion.png", "reconstructions.png"):
         with Image.open(tmp_path / name) as picture:

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from made_params import made_params
 
 from mlcn_jax.data import datasets
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn.model import ModelSpec, init_params
+from mlcn_jax.nn.model import ModelSpec
 from mlcn_jax.training import loop, mesh_runner, stacks_runner, step
 from mlcn_jax.training.checkpoint import load_trained
 
@@ -30,7 +31,7 @@ def make_batch(rng):
 
 
 def make_state(optimizer):
-    params = init_params(UNEQUAL, jax.random.key(0))
+    params = made_params(UNEQUAL)
     return jax.device_get(step.TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params)))
 
 
