@@ -201,7 +201,7 @@ def test_an_output_that_cannot_be_written_is_told_before_any_work(run, tmp_path)
 
 
 def test_a_workdir_without_a_model(tmp_path):
-    with pytest.raises(InputError, match="holds no trained model"):
+    with pytest.raises(InputError, match="holds no run"):
         script.explain_run(tmp_path, tmp_path / "out", [0], num_ranked=1)
     assert not (tmp_path / "out").exists()
 

@@ -57,7 +57,7 @@ def test_a_profile_of_this_device_is_taken(profile):
 
 @pytest.mark.parametrize(("field", "value"), [("device", "Abacus"), ("platform", "gpu"), ("cpu_count", 4096)])
 def test_a_profile_of_another_device_is_refused(profile, field, value):
-    with pytest.raises(InputError, match=rf"{field}: {value!r} in the profile.*\n.*profile_device \(--cores=N"):
+    with pytest.raises(InputError, match=rf"{field}: {value!r} in the profile.*\n.*profile \(--cores=N"):
         dataclasses.replace(profile, **{field: value}).check_is_of(jax.devices()[0])
 
 
