@@ -34,8 +34,10 @@ def main(argv: Sequence[str]) -> int:
         raise InputError("--config=FILE is needed, one with search fields, such as nas_quickstart")
 
     from mlcn_jax import host
-    from mlcn_jax.search import report, run, setup
+    from mlcn_jax.search import report, run, setup, storage
 
+    optuna, _ = storage.load_packages()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # what it says of trials is in this project's own log lines
     config, settings = setup.read_config(values.config.to_dict())
     host.keep_compiled_programs(least_seconds=0.1)  # workers share them
     try:

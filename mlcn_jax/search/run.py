@@ -8,6 +8,7 @@ import platform
 import random
 import signal
 import stat
+import sys
 import tempfile
 import threading
 import time
@@ -90,19 +91,31 @@ def work(config: RunConfig, settings: settings_lib.SearchSettings, workdir: Path
 def _stoppable(study: Study) -> Iterator[None]:
     """Turns SIGTERM and Ctrl-C into `Stopped`, which says where the search stands; a second one ends at once."""
     before: dict[signal.Signals, Any] = {}
+    hook = sys.unraisablehook
 
     def stop(number: int, frame: object) -> None:
         for one in before:
             signal.signal(one, signal.SIG_DFL)
         raise KeyboardInterrupt(signal.Signals(number).name)  # which libraries know to let through
 
+    def again(failure: "sys.UnraisableHookArgs") -> None:
+        """Repeats a signal that came in a callback of the garbage collector (JAX has one), which raises nothing."""
+        if not isinstance(failure.exc_value, KeyboardInterrupt):
+            hook(failure)
+            return
+        for one in before:
+            signal.signal(one, stop)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.Signals[str(failure.exc_value)])).start()
+
     try:
         if threading.current_thread() is threading.main_thread():
             before |= {one: signal.signal(one, stop) for one in (signal.SIGTERM, signal.SIGINT)}
+            sys.unraisablehook = again
         yield
     except KeyboardInterrupt as error:
         raise Stopped(f"stopped by {error or 'SIGINT'}: {study.progress()}") from error
     finally:
+        sys.unraisablehook = hook
         for one, handler in before.items():
             signal.signal(one, handler)
 

@@ -328,7 +328,7 @@ class Study:
                 *(index, other, 1 + propose.REDRAWS),
             )
         elif found.redraws:
-            _log.info("model %d: another model has the lanes drawn first; drew again, %d times", index, found.redraws)
+            _log.info("model %d: another model has the lanes drawn first; took draw %d", index, 1 + found.redraws)
         return found
 
     def _candidates(

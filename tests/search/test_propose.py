@@ -5,9 +5,14 @@ import logging
 import math
 import os
 import signal
+import sys
+import time
+from unittest import mock
 
 import pytest
 
+from mlcn_jax import host
+from mlcn_jax.commands import search
 from mlcn_jax.errors import Stopped
 from mlcn_jax.nn.lanes import LaneSpec
 from mlcn_jax.search import budget, models, propose, report, run, space, study
@@ -60,7 +65,7 @@ def test_a_search_trains_each_mix_once_and_says_so_before_it_repeats_one(tmp_pat
     found = make_study(tmp_path, method=method)
     mixes = [model.lanes for model in found.models()[1:]]
     assert len(set(mixes)) == 4
-    assert "drew again" in caplog.text
+    assert "has the lanes drawn first; took draw" in caplog.text
     assert "repeats" not in caplog.text
     make_study(tmp_path, method=method, num_models=5).work(small, evaluate, to_the_end=True)
     assert "model 4 repeats model" in caplog.text
@@ -95,6 +100,36 @@ def test_a_search_that_is_stopped_says_where_it_stands_and_loses_no_model(tmp_pa
     found.work(small, stopped, to_the_end=True)
     assert {model.state for model in found.models()} == {"complete"}
     assert found.progress() == "4 of 4 models have ended, 0 in training, 0 waiting"
+
+
+class Garbage:
+    """Raises nothing when it is collected, like the callbacks of JAX."""
+
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+
+
+def test_a_signal_during_garbage_collection_still_stops_the_search(tmp_path, small):
+    def collects(lanes):
+        Garbage()
+        time.sleep(5)
+        yield from evaluate(lanes)
+
+    hook, found = sys.unraisablehook, make_study(tmp_path)
+    with pytest.raises(Stopped, match="stopped by SIGTERM: 0 of 4"), run._stoppable(found):
+        found.work(small, collects, to_the_end=True)
+    assert sys.unraisablehook is hook
+
+
+def test_the_command_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "run", mock.Mock(side_effect=Stopped("stopped by SIGTERM: 0 of 8 models have ended")))
+    monkeypatch.setattr(host, "keep_compiled_programs", mock.Mock())
+    given = ["--config=nas_quickstart", f"--workdir={tmp_path / 'a b'}"]
+    assert search.main(given) == 75
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "stopped by SIGTERM: 0 of 8 models have ended. Go on with:"
+    assert lines[1].endswith(f"search --config=nas_quickstart '--workdir={tmp_path}/a b'")
 
 
 def test_the_report_counts_different_mixes(tmp_path):
