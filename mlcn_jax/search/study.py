@@ -151,7 +151,7 @@ class Study:
         died = "stopped" not in trial.user_attrs  # else a person stopped it, who may do so as often as they like
         attrs = {"index": trial.user_attrs["index"], "deaths": trial.user_attrs.get("deaths", 0) + died}
         if attrs["deaths"] < _MAX_DEATHS:
-            _log.info("model %d goes back: its worker is gone", attrs["index"])
+            _log.info("model %d waits again: its worker %s", attrs["index"], "died" if died else "was stopped")
             self._study.enqueue_trial({}, user_attrs=attrs)
             return
         import optuna

@@ -93,5 +93,5 @@ def test_without_optuna_a_module_loads_and_a_search_says_what_to_install(monkeyp
     spec = importlib.util.find_spec(f"mlcn_jax.search.{name}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    with pytest.raises(InputError, match="pip install optuna"):
+    with pytest.raises(InputError, match=r"pip install 'mlcn_jax\[search\]'"):
         module.open_storage("sqlite://", 1)
