@@ -4,18 +4,21 @@
     mlcn_jax search --config=nas_quickstart --workdir=runs/nas --worker    # as many as you like
 
 The first command starts the search or goes on with it, trains models as every worker does, waits for the workers'
-last ones, scores the test set for the best and reports. `--worker` only trains; on other machines give it
---config.search.storage=postgresql://... too, as to the first. Writes to the workdir: `best_config.py`, which `train`
-takes, `trials.md`, `trials.json`, `summary.json` and `search.png`.
+last ones, scores the test set for the best and reports. A search that was stopped goes on with the same command.
+`--worker` only trains; on other machines give it --config.search.storage=postgresql://... too, as to the first. Writes
+to the workdir: `best_config.py`, which `train` takes, `trials.md`, `trials.json`, `summary.json` and `search.png`.
 """
 
+import shlex
+import sys
 from collections.abc import Sequence
 
 from absl import flags
 
 from mlcn_jax.commands import arguments
 from mlcn_jax.commands.run_config import needed_workdir
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import InputError, Stopped
+from mlcn_jax.launch import EXIT_STOPPED, program
 
 
 def define(values: flags.FlagValues) -> None:
@@ -24,19 +27,25 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_bool("worker", False, text, flag_values=values)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> int:
     values = arguments.parse("search", __doc__, define, argv, config="search")
     workdir = needed_workdir(values)
     if not values["config"].present:
         raise InputError("--config=FILE is needed, one with search fields, such as nas_quickstart")
 
     from mlcn_jax import host
-    from mlcn_jax.search import report, run, setup
+    from mlcn_jax.search import report, run, setup, storage
 
+    optuna, _ = storage.load_packages()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # what it says of trials is in this project's own log lines
     config, settings = setup.read_config(values.config.to_dict())
     host.keep_compiled_programs(least_seconds=0.1)  # workers share them
-    if values.worker:
-        run.work(config, settings, workdir)
-        return
-    summary = run.run(config, settings, workdir)
-    print(report.told(summary, workdir))
+    try:
+        if values.worker:
+            run.work(config, settings, workdir)
+        else:
+            print(report.text(run.run(config, settings, workdir), workdir))
+    except Stopped as stopped:
+        print(f"{stopped}. Go on with:\n  {program()} search {shlex.join(argv)}", file=sys.stderr)
+        return EXIT_STOPPED
+    return 0

@@ -1,8 +1,9 @@
-"""Trains every point of a grid of settings, each in a workdir of its own, and prints one table.
+"""Trains every point of a grid of settings, each in a workdir of its own, and prints them sorted.
 
     mlcn_jax sweep --config=quickstart --workdir=runs/sweep --sweep='train.learning_rate=1e-3,3e-4;train.seed=0,1,2'
 
-The same command goes on with a sweep that was stopped. Writes `sweep.json` to the workdir. Exit code 3: a point failed.
+Names the best point and, where `train.seed` is swept, the mean and spread over seeds. The same command goes on with a
+sweep that was stopped. Writes `sweep.json` to the workdir. Exit code 3: a point failed.
 """
 
 from collections.abc import Sequence
@@ -33,5 +34,5 @@ def main(argv: Sequence[str]) -> int:
 
     host.keep_compiled_programs()
     rows = sweep.sweep(config, workdir, values.sweep)
-    print(sweep.table(rows))
+    print(sweep.report(rows))
     return EXIT_FAILED if any("error" in row for row in rows) else 0

@@ -99,8 +99,8 @@ def parse_device(text: str) -> tuple[dict[str, str], int]:
     good = good and (("flops" in values) if "profile" not in values else ("seconds" in values))
     if not good or (star and not re.fullmatch(r"\s*\d+\s*", count)):
         raise InputError(
-            f"search.devices: {text.strip()!r} is no device: give flops=, or profile= and seconds=, then memory= and "
-            f"*COUNT if you like, {FORM}"
+            f"search.devices: {text.strip()!r} does not describe a device: give flops=, or profile= and seconds=, then "
+            f"memory= and *COUNT if you like, {FORM}"
         )
     return values, int(count) if star else 1
 
@@ -110,7 +110,9 @@ def read_number(text: str, name: str, baseline: float) -> float:
     number, unit = float(match[1]) if match else 0.0, (match[2] or "") if match else ""
     factors = {"memory": _SIZES, "flops": {**_SIZES, "x": baseline}, "seconds": {"": 1.0, "s": 1.0, "ms": 1e-3}}[name]
     if not number or unit not in factors:
-        raise InputError(f"search.devices: {name}={text!r} is no amount above 0 in {', '.join(filter(None, factors))}")
+        raise InputError(
+            f"search.devices: {name}={text!r} is not an amount above 0 in {', '.join(filter(None, factors))}"
+        )
     return number * factors[unit]
 
 

@@ -52,6 +52,13 @@ def best(models: Sequence[Model]) -> Model | None:
     return max(complete, key=lambda model: model.accuracies[-1], default=None)
 
 
+def repeats(models: Sequence[Model]) -> dict[int, int]:
+    """Of each model whose lanes a model of smaller index has, the first that has them; the baseline aside."""
+    first: dict[str, int] = {}
+    drawn = sorted((m.index, m.lanes) for m in models if m.lanes and m.index != BASELINE)
+    return {index: first[lanes] for index, lanes in drawn if first.setdefault(lanes, index) != index}
+
+
 def model_of(trial: "FrozenTrial") -> Model:
     """The model of a trial."""
     names = {"complete": "complete", "pruned": "stopped early", "fail": "failed"}

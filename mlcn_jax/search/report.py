@@ -35,8 +35,9 @@ def step_flops(found: "Search", lanes: str) -> float:
 
 def rows(found: "Search") -> list[dict[str, Any]]:
     """A row for each model, ready for JSON."""
-    table = []
-    for model in found.study.models():
+    table, models = [], found.study.models()
+    repeats = models_lib.repeats(models)
+    for model in models:
         report = found.space.report(model.mix) if model.mix else []
         table.append(
             {
@@ -51,6 +52,7 @@ def rows(found: "Search") -> list[dict[str, Any]]:
                 "step_seconds": model.score.step_seconds if model.score else None,
                 "step_flops": step_flops(found, model.lanes) if model.lanes else None,
                 "lanes": model.lanes,
+                "repeat_of": repeats.get(model.index),
                 "devices": report,
                 "imbalance": found.space.imbalance(model.mix) if model.mix else None,
                 "ended": model.ended,
@@ -72,7 +74,7 @@ def write_trials(found: "Search", workdir: Path, least_seconds: float = 0.0) -> 
         cells = [
             str(row["model"]),
             row["state"] + (f": {row['reason']}" if row["reason"] else ""),
-            row["origin"],
+            row["origin"] + (f", repeats model {row['repeat_of']}" if row["repeat_of"] is not None else ""),
             f"{row['accuracy']:.2%}" if row["accuracy"] is not None else "",
             f"{row['train_seconds']:.1f}" if row["train_seconds"] else "",
             f"{1000 * row['step_seconds']:.1f}" if row["step_seconds"] else "",
@@ -103,6 +105,7 @@ def write(found: "Search", workdir: Path, test_accuracies: list[float], session:
         "method": found.settings.method,
         "devices": found.settings.devices,
         "models": dict(collections.Counter(model.state for model in models if model.index != models_lib.BASELINE)),
+        "distinct_mixes": len({row["lanes"] for row in table if row["lanes"] and row["model"] != "baseline"}),
         "best": {
             "model": winner.index,
             "lanes": winner.lanes,
@@ -167,13 +170,14 @@ def write_config(found: "Search", winner: models_lib.Model, path: Path) -> None:
     write_atomic(path, "\n".join(lines))
 
 
-def told(summary: dict[str, Any], workdir: Path) -> str:
+def text(summary: dict[str, Any], workdir: Path) -> str:
     """The summary for people."""
     best, baseline = summary["best"], summary["baseline_validation_accuracy"]
     tests = best["test_accuracies"]
     states = ", ".join(f"{count} {state}" for state, count in summary["models"].items())
     lines = [
-        f"best of {sum(summary['models'].values())} models ({states}): validation accuracy "
+        f"best of {sum(summary['models'].values())} models ({states}; {summary['distinct_mixes']} "
+        f"different mixes): validation accuracy "
         f"{best['validation_accuracy']:.2%}, test accuracy {statistics.fmean(tests):.2%}"
         + (f" (mean of {len(tests)})" if len(tests) > 1 else ""),
         f"mean of the models {summary['mean_validation_accuracy']:.2%}"

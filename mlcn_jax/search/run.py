@@ -6,8 +6,11 @@ import logging
 import os
 import platform
 import random
+import signal
 import stat
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,13 +20,14 @@ import jax
 
 from mlcn_jax import files, host
 from mlcn_jax.config import RunConfig
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import InputError, Stopped
 from mlcn_jax.search import models as models_lib
 from mlcn_jax.search import report, storage
 from mlcn_jax.search import settings as settings_lib
 from mlcn_jax.search.setup import Search, open_search
+from mlcn_jax.search.study import Study
 
-_log = logging.getLogger("mlcn_jax.nas")
+_log = logging.getLogger(__name__)
 
 _PROCESS_BYTES = 600 * 2**20  # of a worker, without its model
 
@@ -40,10 +44,11 @@ def run(
 
     Raises:
       InputError: something given cannot be used, or no model could be trained; what has finished is kept.
+      Stopped: SIGTERM or Ctrl-C came; says how many models have ended.
     """
     with files.hold(workdir), storage.storage_errors(settings.storage or str(workdir)):
         found = open_search(config, settings, workdir, create=True, programs=programs)
-        with worker_slot(found):
+        with _stoppable(found.study), worker_slot(found):
             started = time.monotonic()
             found.study.work(
                 found.space,
@@ -62,8 +67,10 @@ def run(
                 )
             test = found.study.noted("test")
             if not test or test["index"] != winner.index:
+                _log.info("training model %d once more, to score it on the test set: %s", winner.index, winner.lanes)
                 test = {"index": winner.index, "accuracies": found.trainer.test(winner.lanes)}
                 found.study.note("test", test)
+        _log.info("drawing search.png, writing best_config.py and summary.json")
         session = {"wall_seconds": wall_seconds, "evaluate_seconds": found.study.evaluate_seconds}
         return report.write(found, workdir, test["accuracies"], session)
 
@@ -76,13 +83,46 @@ def work(config: RunConfig, settings: settings_lib.SearchSettings, workdir: Path
                 f"{workdir} holds no search: start it without --worker first, or give --config.search.storage"
             )
         found = open_search(config, settings, workdir, create=False)
-        with worker_slot(found):
+        with _stoppable(found.study), worker_slot(found):
             found.study.work(found.space, found.trainer.evaluate, to_the_end=False)
 
 
 @contextlib.contextmanager
+def _stoppable(study: Study) -> Iterator[None]:
+    """Turns SIGTERM and Ctrl-C into `Stopped`, which says where the search stands; a second one ends at once."""
+    before: dict[signal.Signals, Any] = {}
+    hook = sys.unraisablehook
+
+    def stop(number: int, frame: object) -> None:
+        for one in before:
+            signal.signal(one, signal.SIG_DFL)
+        raise KeyboardInterrupt(signal.Signals(number).name)  # which libraries know to let through
+
+    def again(failure: "sys.UnraisableHookArgs") -> None:
+        """Repeats a signal that came in a callback of the garbage collector (JAX has one), which raises nothing."""
+        if not isinstance(failure.exc_value, KeyboardInterrupt):
+            hook(failure)
+            return
+        for one in before:
+            signal.signal(one, stop)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.Signals[str(failure.exc_value)])).start()
+
+    try:
+        if threading.current_thread() is threading.main_thread():
+            before |= {one: signal.signal(one, stop) for one in (signal.SIGTERM, signal.SIGINT)}
+            sys.unraisablehook = again
+        yield
+    except KeyboardInterrupt as error:
+        raise Stopped(f"stopped by {error or 'SIGINT'}: {study.progress()}") from error
+    finally:
+        sys.unraisablehook = hook
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+@contextlib.contextmanager
 def worker_slot(found: Search) -> Iterator[None]:
-    """Waits until this machine bears one more worker: a core and the memory of a model for each, or an accelerator."""
+    """Waits until this machine has room for one more worker: a core and memory for a model, or an accelerator."""
     rng = random.Random(0)
     mixes = [found.space.draw(rng) for _ in range(20)]
     largest = max(found.space.memory_bytes(mix) for mix in mixes)
@@ -91,21 +131,21 @@ def worker_slot(found: Search) -> Iterator[None]:
         slots = int(min(host.num_cores(), host.usable_memory_bytes() / (2 * largest + _PROCESS_BYTES)))
     folder = _own_folder()
     if folder is None:
-        _log.warning("no folder belongs to this user alone: workers of other searches are not counted")
+        _log.warning("found no folder that only this user can write to: workers of other searches are not counted")
         yield
         return
     paths = [folder / f"worker-{visible}-{i}.lock" for i in range(max(1, slots))]
-    told = False
+    waiting = False
     while True:
         try:
             lock = next(filter(None, map(files.try_lock, paths)), None)
         except OSError as error:
-            raise InputError(f"{error}: a file to lock is expected there: remove what is in its place") from error
+            raise InputError(f"{error}: a lock file belongs there: remove what is in its place") from error
         if lock is not None:
             break
-        if not told:
-            _log.info("this machine bears %d workers, which are there: waiting for one to end", len(paths))
-            told = True
+        if not waiting:
+            _log.info("waiting for another worker to end: this machine has room for %d", len(paths))
+            waiting = True
         time.sleep(1.0)
     try:
         yield

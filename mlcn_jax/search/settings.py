@@ -35,7 +35,7 @@ class SearchSettings:
       seed: of the mixes that are drawn.
       name: of the search in its storage.
       storage: database, such as postgresql://user:password@host/database; empty is a file in the workdir.
-      heartbeat_seconds: a worker not heard of for two of these is taken to be dead.
+      heartbeat_seconds: a worker that is silent for two of these counts as dead.
     """
 
     devices: str = "flops=0.25x*4"

@@ -1,6 +1,7 @@
 """A search made ready: its settings read, its space of mixes made, its storage opened."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from mlcn_jax.search import space as space_lib
 from mlcn_jax.search.settings import SearchSettings, facts_of
 from mlcn_jax.search.study import Study
 from mlcn_jax.search.trials import Trainer
+
+_log = logging.getLogger(__name__)
 
 _FREE = {"data.dir", "data.cache_dir", "model.lanes", "train.num_epochs", "train.num_steps"}
 _FREE |= {"train.checkpoint_every", "train.log_every", "train.test_every_epoch"}
@@ -67,10 +70,14 @@ def open_search(
     Raises:
       InputError: any of this cannot be used.
     """
+    _log.info("loading the data: %s", config.data.name)
     trainer = Trainer(
         config, settings.num_epochs, settings.num_repeats, settings.num_images, settings.scored_epochs, programs
     )
+    _log.info("%d training and %d validation images", len(trainer.train.labels), len(trainer.validation.labels))
+    _log.info("counting what lanes cost on the devices: %s", settings.devices)
     space = make_space(config, settings)
+    _log.info("%d kinds of lanes for %d devices", len(space.menu), len(space.buckets))
     facts = {name: value for name, value in config.flat_as_before().items() if name.split(".")[0] != "parallel"}
     facts = {name: value for name, value in facts.items() if name not in _FREE} | facts_of(settings)
     url = settings.storage or f"sqlite:///{workdir.resolve() / 'search.db'}"

@@ -1,4 +1,4 @@
-"""Where a search keeps its trials: a database, opened, and what goes wrong with it told so that it can be mended."""
+"""Opens the database in which a search keeps its trials, and turns its errors into messages that say what to do."""
 
 import contextlib
 import warnings
@@ -51,13 +51,13 @@ def open_storage(url: str, heartbeat_seconds: int) -> "optuna.storages.RDBStorag
 
 @contextlib.contextmanager
 def storage_errors(url: str) -> Iterator[None]:
-    """Turns what a storage raises into an InputError that says how to mend it; what has finished stays in it."""
+    """Turns what a storage raises into an InputError that says what to do about it; finished models stay in it."""
     _, sqlalchemy = load_packages()
     try:
         yield
     except sqlalchemy.exc.ArgumentError as error:
         raise InputError(
-            f"search.storage={shown(url)} is no address of a database ({error}): give one such as "
+            f"search.storage={shown(url)} is not the address of a database ({error}): give one such as "
             "sqlite:////folder/search.db or postgresql://user:password@host/database"
         ) from error
     except Exception as error:
@@ -69,15 +69,15 @@ def storage_errors(url: str) -> Iterator[None]:
         detail = (str(getattr(cause, "orig", None) or cause).strip().splitlines() or [type(cause).__name__])[0]
         if "no column" in detail or "malformed" in detail or "not a database" in detail:
             raise InputError(
-                f"the search's storage {shown(url)} is damaged or of another program ({detail}): put it back from a "
-                "copy, or give another search.storage or --workdir to start afresh"
+                f"the search's storage {shown(url)} is damaged or belongs to another program ({detail}): restore it "
+                "from a copy, or start a new search with another search.storage or --workdir"
             ) from error
         if "lock" in detail:
-            hint = "another program holds it: wait for it or end it, and keep SQLite files off network folders"
+            hint = "another program has locked it: wait for it or end it, and keep SQLite files off network folders"
         elif "full" in detail:
             hint = "free disk space"
         else:
-            hint = "see that the database runs, that its address is right and that you may write there"
+            hint = "check that the database is running, that its address is right and that you may write there"
         raise InputError(
             f"the search's storage {shown(url)} cannot be used ({detail}): {hint}. Models that have finished are "
             "kept; the same command goes on"

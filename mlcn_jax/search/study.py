@@ -1,12 +1,13 @@
 """A search as an Optuna study: which mix each trial gets, what became of it, and workers that come, die and go.
 
 Every model of a search has an index. Its trial waits in the study's storage until a worker takes it. One whose worker
-is not heard of for two heartbeats fails without a reason, and one process, that which starts the search or goes on with
-it, has such models wait again. An index thus ends once, whatever happens to workers.
+sent no heartbeat for two intervals fails without a reason. The process that starts the search or goes on with it makes
+such models wait again. So each index ends once, whatever happens to workers.
 """
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import random
@@ -17,6 +18,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlcn_jax.errors import Diverged, InputError
+from mlcn_jax.search import propose
 from mlcn_jax.search.models import BASELINE, Model, model_from, model_of
 from mlcn_jax.search.settings import SearchSettings
 from mlcn_jax.search.space import Mix, Space
@@ -53,8 +55,9 @@ class Study:
         self.evaluate_seconds = 0.0  # spent by this process in training and scoring models
         self._first_seen: dict[int, float] = {}  # trials that run without a heartbeat, perhaps
         self._lost = False  # whether the last trial was given to another worker meanwhile
+        self._plan: propose.Plan | None = None
         self._storage = open_storage(url, settings.heartbeat_seconds)
-        import optuna  # where it is missing, this was told
+        import optuna  # `open_storage` has reported it where it is missing
 
         address = shown(url)
         with storage_errors(url):
@@ -145,9 +148,10 @@ class Study:
 
     def _put_back(self, trial: "FrozenTrial") -> None:
         """Has the model of a trial whose worker died wait again, unless that happened often."""
-        attrs = {"index": trial.user_attrs["index"], "deaths": trial.user_attrs.get("deaths", 0) + 1}
+        died = "stopped" not in trial.user_attrs  # else a person stopped it, who may do so as often as they like
+        attrs = {"index": trial.user_attrs["index"], "deaths": trial.user_attrs.get("deaths", 0) + died}
         if attrs["deaths"] < _MAX_DEATHS:
-            _log.info("model %d goes back: its worker is gone", attrs["index"])
+            _log.info("model %d waits again: its worker %s", attrs["index"], "died" if died else "was stopped")
             self._study.enqueue_trial({}, user_attrs=attrs)
             return
         import optuna
@@ -184,11 +188,15 @@ class Study:
             except optuna.exceptions.UpdateFinishedTrialError:
                 self._lost = True
                 raise
+            except KeyboardInterrupt:
+                trial.set_user_attr("stopped", True)
+                raise
             self._lost = self._storage.get_trial(trial._trial_id).state.is_finished()
             return value
 
         if to_the_end:
             self._train_baseline(evaluate)
+        waiting = False  # for other workers
         while True:
             with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
                 optuna.storages.fail_stale_trials(self._study)
@@ -196,26 +204,47 @@ class Study:
             trials = self._trials()
             states, spent = {trial.state for trial in trials}, self._spent(trials)
             if TrialState.WAITING in states and not spent:
+                waiting = False
                 self._study.sampler = self._sampler(sum(t.state != TrialState.WAITING for t in trials))
                 try:
                     self._study.optimize(objective, n_trials=1, catch=(_Failed,))
                 except Exception:
                     if not self._lost:
                         raise
-                    _log.warning("this worker was not heard of for too long: its model went to another one")
+                    _log.warning("this worker sent no heartbeat for too long: its model went to another worker")
                 done()
             elif unfinished and (not spent or TrialState.RUNNING in states):
+                if not waiting:
+                    running = sum(trial.state == TrialState.RUNNING for trial in trials)
+                    _log.info("waiting for other workers: models in training: %d", running)
+                waiting = True
                 time.sleep(1.0)
             else:
+                if spent and TrialState.WAITING in states:
+                    most = self._settings.max_training_seconds
+                    _log.info("search.max_training_seconds (%g) are used up: %s", most, self.progress())
                 return
+
+    def progress(self) -> str:
+        """How many models have ended, are in training and wait, for people."""
+        latest = {trial.user_attrs["index"]: trial for trial in self._trials()}
+        states = [
+            "waiting" if trial.state.name == "FAIL" and "reason" not in trial.user_attrs else trial.state.name.lower()
+            for trial in latest.values()
+        ]
+        running = states.count("running")
+        ended = len(states) - running - states.count("waiting")
+        total = max(len(states), self._settings.num_models)
+        return f"{ended} of {total} models have ended, {running} in training, {total - ended - running} waiting"
 
     def _train_baseline(self, evaluate: Callable[[str], Generator[Score, None, None]]) -> None:
         """Trains the model that all others are compared with, and keeps its score beside the trials.
 
-        It is no trial, since samplers and pruners would learn from it.
+        It is not a trial, since samplers and pruners would learn from it.
         """
         if self.noted("baseline"):
             return
+        _log.info("training the baseline: %s", self._settings.baseline)
         accuracies: list[float] = []
         found: dict[str, Any] = {"lanes": self._settings.baseline, "accuracies": [], "reason": ""}
         try:
@@ -258,10 +287,10 @@ class Study:
         if "index" not in trial.user_attrs:
             raise _Failed("another worker took the last trial first")
         index = trial.user_attrs["index"]
-        mix, origin = self._propose(index, trial, space)
-        lanes = space.text(mix)
+        mix, origin, lanes, _ = self._propose(index, trial, space)
         self._storage.record_heartbeat(trial._trial_id)  # optuna's thread may not have come to it; see `enqueue`
         trial.set_user_attr("model", {"origin": origin, "lanes": lanes, "mix": mix})
+        _log.info("model %d (%d of %d, %s): training %s", index, index + 1, self._settings.num_models, origin, lanes)
         try:
             for score, seconds in self._timed(evaluate(lanes)):
                 trial.set_user_attr("score", _stored(score, seconds))
@@ -277,25 +306,51 @@ class Study:
         _log.info("model %d: %.2f %%, %.0f s (%s)", index, 100 * score.accuracy, seconds, lanes)
         return score.accuracy
 
-    def _propose(self, index: int, trial: "optuna.Trial", space: Space) -> tuple[Mix, str]:
-        """A mix by the method of the search; for random ones it depends on seed and index alone."""
-        rng = random.Random(f"{self._settings.seed} {index}")
-        if self._settings.method == "evolution":
-            ended = [model for model in self.models() if model.state == "complete" and model.index != BASELINE]
-            if len(ended) >= max(2, min(_POPULATION, self._settings.num_models // 4)):
-                youngest = sorted(ended, key=lambda model: model.ended)[-_POPULATION:]
-                rivals = rng.sample(youngest, min(_TOURNAMENT, len(youngest)))
-                return space.mutate(rng, max(rivals, key=lambda model: model.accuracies[-1]).mix)
-        elif self._settings.method in ("tpe", "nsgaii"):
-            widths, depths = ([getattr(lane, name) for lane in space.menu] for name in ("width", "depth"))
-            weights = space.taste(
-                mlcn2=trial.suggest_float("mlcn2", 0, 1),
-                width=trial.suggest_float("width", min(widths), max(widths)) if max(widths) > 1 else 1,
-                depth=trial.suggest_float("depth", min(depths), max(depths)) if max(depths) > 1 else 1,
-                spread=trial.suggest_float("spread", 0.3, 3, log=True),
+    def _propose(self, index: int, trial: "optuna.Trial", space: Space) -> propose.Proposal:
+        """A mix by the method of the search, of lanes that no other model has where some draws find such lanes.
+
+        A random one depends on seed and index alone, whichever worker draws it and when (`propose.Plan`). The other
+        methods look at the models that are stored; two workers that draw the same lanes at the same moment train both.
+        """
+        if self._settings.method in ("random", "halving"):
+            self._plan = self._plan or propose.Plan(self._settings.seed, space)
+            found, other = self._plan.of(index)
+        else:
+            models = [model for model in self.models() if model.index not in (BASELINE, index)]
+            theirs = {model.lanes: model.index for model in reversed(models)}
+            rng = propose.generator(self._settings.seed, index)
+            found = propose.first_new(self._candidates(trial, space, models, rng), theirs, space)
+            other = theirs.get(found.lanes)
+        if other is not None:
+            _log.warning(
+                "model %d repeats model %d: %d draws gave no new lanes; with larger search.devices, search.max_width "
+                "or search.max_depth there are more to choose from",
+                *(index, other, 1 + propose.REDRAWS),
             )
-            return space.draw(rng, weights=weights), "draw"
-        return space.draw(rng), "draw"
+        elif found.redraws:
+            _log.info("model %d: another model has the lanes drawn first; took draw %d", index, 1 + found.redraws)
+        return found
+
+    def _candidates(
+        self, trial: "optuna.Trial", space: Space, models: Sequence[Model], rng: random.Random
+    ) -> Iterator[tuple[Mix, str]]:
+        """Mixes one after the other, each with how it was found, by a method that learns from the models so far."""
+        if self._settings.method == "evolution":
+            ended = [model for model in models if model.state == "complete"]
+            if len(ended) < max(2, min(_POPULATION, self._settings.num_models // 4)):
+                return propose.drawn(space, rng)
+            youngest = sorted(ended, key=lambda model: model.ended)[-_POPULATION:]
+            rivals = rng.sample(youngest, min(_TOURNAMENT, len(youngest)))
+            parent = max(rivals, key=lambda model: model.accuracies[-1]).mix
+            return (space.mutate(rng, parent) for _ in itertools.count())
+        widths, depths = ([getattr(lane, name) for lane in space.menu] for name in ("width", "depth"))
+        weights = space.taste(
+            mlcn2=trial.suggest_float("mlcn2", 0, 1),
+            width=trial.suggest_float("width", min(widths), max(widths)) if max(widths) > 1 else 1,
+            depth=trial.suggest_float("depth", min(depths), max(depths)) if max(depths) > 1 else 1,
+            spread=trial.suggest_float("spread", 0.3, 3, log=True),
+        )
+        return propose.drawn(space, rng, weights)
 
     def _trials(self) -> list["FrozenTrial"]:
         return [trial for trial in self._study.get_trials(deepcopy=False) if "index" in trial.user_attrs]

@@ -1,9 +1,10 @@
-"""Grids of runs: one workdir a point, resumable, with one table at the end."""
+"""Grids of runs: one workdir a point, resumable, with the points sorted and averaged over seeds at the end."""
 
 import csv
 import hashlib
 import itertools
 import logging
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mlcn_jax.training.loop import train
 
 _log = logging.getLogger(__name__)
 
+_SEED = "train.seed"
 _COLUMNS = ("test_accuracy", "test_loss", "images_per_second", "parameters", "steps")
 
 
@@ -42,7 +44,9 @@ def parse_grid(text: str) -> dict[str, list[str]]:
 
 
 def sweep(config: RunConfig, workdir: Path, text: str) -> list[dict[str, Any]]:
-    """Trains every point of the grid and returns one row a point, also written to `workdir/sweep.json`.
+    """Trains every point of the grid and returns one row a point.
+
+    Writes them to `workdir/sweep.json`, with what `over_seeds` makes of them.
 
     A point that is finished is not run again. One that fails (its values cannot be used, or its loss is not
     finite) gets a row with its `error`, and the others go on.
@@ -66,7 +70,7 @@ def sweep(config: RunConfig, workdir: Path, text: str) -> list[dict[str, Any]]:
             row["error"] = str(error)
             _log.error("point %d failed: %s", i, error)
         rows.append(row)
-        write_json(workdir / "sweep.json", {"rows": rows, **host.environment()})
+        write_json(workdir / "sweep.json", {"rows": rows, "seeds": over_seeds(rows), **host.environment()})
     return rows
 
 
@@ -83,15 +87,70 @@ def _safe(value: str) -> str:
     return safe if safe == value else f"{safe}-{hashlib.sha256(value.encode()).hexdigest()[:6]}"
 
 
+def over_seeds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Test accuracies over the seeds of each combination of the other fields; empty unless seeds were swept.
+
+    Each has the other fields, `seeds` that were trained to the end, `failed` ones, and `mean`, `min` and `max` of the
+    test accuracy, None where every seed failed.
+    """
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    for row in rows if rows and _SEED in rows[0] else ():
+        groups.setdefault(tuple((f, row[f]) for f in _fields(row) if f != _SEED), []).append(row)
+    return [{**dict(point), **_spread(group)} for point, group in groups.items()]
+
+
+def _spread(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    failed = [row[_SEED] for row in rows if "error" in row]
+    accuracies = [row["test_accuracy"] for row in rows if "error" not in row]
+    numbers = [of(accuracies) if accuracies else None for of in (statistics.fmean, min, max)]
+    seeds = [row[_SEED] for row in rows if "error" not in row]
+    return {"seeds": seeds, "failed": failed, **dict(zip(("mean", "min", "max"), numbers, strict=True))}
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    """For people: all points, the best first; which one that is; and the mean and spread over seeds, if swept."""
+    parts = [table(rows)]
+    best = min(rows, key=_place)
+    if "error" not in best:
+        point = " ".join(f"{field}={best[field]}" for field in _fields(best))
+        parts.append(f"best: {point}, test accuracy {best['test_accuracy']:.2%}, in {best['workdir']}")
+    groups = sorted(over_seeds(rows), key=lambda group: (group["mean"] is None, -(group["mean"] or 0.0)))
+    if groups:
+        fields = [field for field in _fields(rows[0]) if field != _SEED]
+        lines = [[*fields, "seeds", "mean test_accuracy", "min to max"]]
+        for group in groups:
+            failed = f" ({len(group['failed'])} failed)" if group["failed"] else ""
+            known = group["mean"] is not None
+            numbers = [_number(group["mean"]), f"{group['min']:.4g} to {group['max']:.4g}"] if known else ["", ""]
+            lines.append([*(group[field] for field in fields), f"{len(group['seeds'])}{failed}", *numbers])
+        parts.append("over seeds:\n" + _markdown(lines))
+    return "\n\n".join(parts)
+
+
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as a Markdown table."""
-    fields = [name for name in rows[0] if name not in (*_COLUMNS, "workdir", "error")]
-    lines = [[*fields, *_COLUMNS], ["---"] * (len(fields) + len(_COLUMNS))]
-    for row in rows:
+    """The rows as a Markdown table, by test accuracy; those that failed come last."""
+    fields = _fields(rows[0])
+    lines = [[*fields, *_COLUMNS]]
+    for row in sorted(rows, key=_place):
         failed = "failed: " + row["error"].splitlines()[0] if "error" in row else ""
         numbers = [failed, *[""] * (len(_COLUMNS) - 1)] if failed else [_number(row[c]) for c in _COLUMNS]
         lines.append([str(row[f]) for f in fields] + numbers)
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return _markdown(lines)
+
+
+def _fields(row: dict[str, Any]) -> list[str]:
+    """The fields that were swept."""
+    return [name for name in row if name not in (*_COLUMNS, "workdir", "error")]
+
+
+def _place(row: dict[str, Any]) -> tuple[bool, float]:
+    """Where a row stands when sorted."""
+    return "error" in row, -row.get("test_accuracy", 0.0)
+
+
+def _markdown(lines: list[list[str]]) -> str:
+    """A table; the first line is its head."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in (lines[0], ["---"] * len(lines[0]), *lines[1:]))
 
 
 def _number(value: float | None) -> str:

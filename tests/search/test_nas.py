@@ -1,6 +1,7 @@
 """The search command: what it writes, its resumption, and the config that `train` takes."""
 
 import json
+import logging
 import runpy
 
 import pytest
@@ -24,15 +25,23 @@ def make_config(**search):
     return setup.read_config(config.to_dict())
 
 
-def test_a_search_from_beginning_to_end(tmp_path):
+def test_a_search_from_beginning_to_end(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     config, settings = make_config()
     summary = run(config, settings, tmp_path)
+    steps = ("loading the data", "counting what lanes cost", "training the baseline", "to score it on the test set")
+    assert [any(step in message for message in caplog.messages) for step in (*steps, "drawing")] == [True] * 5
     trials = json.loads((tmp_path / "trials.json").read_text())
     assert [row["model"] for row in trials] == ["baseline", 0, 1, 2]
     best = max(trials[1:], key=lambda row: row["accuracy"])
     assert summary["best"]["model"] == best["model"]
     assert summary["best"]["validation_accuracy"] == best["accuracy"]
     assert summary["models"] == {"complete": 3}
+    lanes = [row["lanes"] for row in trials[1:]]
+    assert summary["distinct_mixes"] == len(set(lanes))
+    assert [row["repeat_of"] for row in trials[1:]] == [
+        lanes.index(one) if lanes.index(one) < i else None for i, one in enumerate(lanes)
+    ]
     for name in ("search.png", "trials.md", "summary.json"):
         assert (tmp_path / name).stat().st_size > 0
 

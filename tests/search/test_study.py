@@ -299,7 +299,10 @@ def test_a_locked_storage(tmp_path, monkeypatch):
     found = make_study(tmp_path)
     holder = sqlite3.connect(tmp_path / "search.db", isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")
-    with pytest.raises(InputError, match="another program holds it"), storage.storage_errors("sqlite:///search.db"):
+    with (
+        pytest.raises(InputError, match="another program has locked it"),
+        storage.storage_errors("sqlite:///search.db"),
+    ):
         run(found)
     holder.close()
     assert {model.state for model in run(make_study(tmp_path))} == {"complete"}
@@ -321,14 +324,14 @@ def test_a_storage_that_fails_while_a_model_is_trained(tmp_path):
 
 def test_storages_that_cannot_be_used(tmp_path):
     (tmp_path / "search.db").write_text("no database, but text that is long enough to look like one\n" * 100)
-    with pytest.raises(InputError, match="damaged or of another program") as caught:
+    with pytest.raises(InputError, match="damaged or belongs to another program") as caught:
         make_study(tmp_path)
     assert "same command goes on" not in str(caught.value)
     for url, message in (
-        ("nonsense", "is no address of a database"),
+        ("nonsense", "is not the address of a database"),
         ("sqlite:////nowhere/search.db", "cannot be used .*unable to open"),
         ("postgresql://u:secret@127.0.0.1:1/x", "cannot be used|driver that is not installed"),
-        ("oddsql://x/y", "is no address|driver"),
+        ("oddsql://x/y", "is not the address|driver"),
     ):
         with pytest.raises(InputError, match=message) as error:
             study.Study(SETTINGS, {}, url, create=True)

@@ -1,4 +1,4 @@
-"""How many workers of searches a machine bears at once: their locks."""
+"""How many workers of searches run on a machine at once: their locks."""
 
 import importlib.util
 import os
@@ -78,7 +78,7 @@ def test_without_a_folder_of_its_own_a_search_runs_all_the_same(found, tmp_path,
         assert "not counted" in caplog.text
 
 
-def test_a_folder_in_place_of_a_lock_is_told(found, tmp_path):
+def test_a_folder_in_place_of_a_lock_is_reported(found, tmp_path):
     with run.worker_slot(found):
         (lock,) = (tmp_path / "tmp").glob("*/*")
     lock.unlink()
@@ -88,10 +88,10 @@ def test_a_folder_in_place_of_a_lock_is_told(found, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["storage", "study"])
-def test_without_optuna_a_module_loads_and_a_search_is_told(monkeypatch, name):
+def test_without_optuna_a_module_loads_and_a_search_says_what_to_install(monkeypatch, name):
     monkeypatch.setitem(sys.modules, "optuna", None)
     spec = importlib.util.find_spec(f"mlcn_jax.search.{name}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    with pytest.raises(InputError, match="pip install optuna"):
+    with pytest.raises(InputError, match=r"pip install 'mlcn_jax\[search\]'"):
         module.open_storage("sqlite://", 1)

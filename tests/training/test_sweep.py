@@ -33,7 +33,9 @@ def test_a_sweep_trains_every_point_once_and_goes_on_after_a_failure(tiny, tmp_p
     ]
     assert all("error" in row for row in rows[2:])
     assert rows[0]["test_accuracy"] != rows[1]["test_accuracy"] or rows[0]["test_loss"] != rows[1]["test_loss"]
-    assert json.loads((tmp_path / "sweep.json").read_text())["rows"] == rows
+    stored = json.loads((tmp_path / "sweep.json").read_text())
+    assert stored["rows"] == rows
+    assert stored["seeds"] == sweep.over_seeds(rows)
     lines = sweep.table(rows).splitlines()
     assert len(lines) == 6
     assert lines[0].startswith("| train.learning_rate | train.seed | test_accuracy |")
@@ -84,3 +86,39 @@ def test_points_that_an_earlier_version_named_with_commas_are_found(tiny, tmp_pa
 def test_a_workdir_that_cannot_hold_checkpoints_stops_before_the_first_point(tiny, tmp_path):
     with pytest.raises(InputError, match="cannot hold checkpoints"):
         sweep.sweep(tiny, tmp_path / "a\\b", "train.seed=0")
+
+
+def point(rate, seed, accuracy=None, **more):
+    numbers = {"test_accuracy": accuracy, "test_loss": 0.1, "images_per_second": 9.0, "parameters": 5, "steps": 3}
+    fields = {"train.learning_rate": rate, "train.seed": seed, "workdir": f"runs/{rate}-{seed}"}
+    return {**fields, **(numbers if accuracy is not None else {"error": "the loss is nan"}), **more}
+
+
+GRID = [point("1", "0"), point("1", "1", 0.5), point("2", "0", 0.7), point("2", "1", 0.9), point("3", "0")]
+
+
+def test_points_are_sorted_and_the_best_is_named():
+    text = sweep.report(GRID)
+    rows = [line.split(" | ")[:2] for line in sweep.table(GRID).splitlines()[2:]]
+    assert rows == [["| 2", "1"], ["| 2", "0"], ["| 1", "1"], ["| 1", "0"], ["| 3", "0"]]
+    assert "best: train.learning_rate=2 train.seed=1, test accuracy 90.00%, in runs/2-1" in text
+    assert "best" not in sweep.report(GRID[:1])  # which failed
+
+
+def test_mean_and_spread_over_seeds():
+    assert sweep.over_seeds(GRID)[1] == {
+        "train.learning_rate": "2",
+        "seeds": ["0", "1"],
+        "failed": [],
+        "mean": pytest.approx(0.8),
+        "min": 0.7,
+        "max": 0.9,
+    }
+    assert sweep.report(GRID).splitlines()[-3:] == [
+        "| 2 | 2 | 0.8 | 0.7 to 0.9 |",
+        "| 1 | 1 (1 failed) | 0.5 | 0.5 to 0.5 |",
+        "| 3 | 0 (1 failed) |  |  |",
+    ]
+    without = [{name: value for name, value in row.items() if name != "train.seed"} for row in GRID]
+    assert sweep.over_seeds(without) == []
+    assert "over seeds" not in sweep.report(without)

@@ -1,0 +1,60 @@
+"""Which mix a model gets: the first of several candidates whose lanes no other model has."""
+
+import itertools
+import random
+from collections.abc import Container, Iterator, Sequence
+from typing import NamedTuple
+
+from mlcn_jax.search.space import Mix, Space
+
+REDRAWS = 100  # candidates after the first, before a model repeats another
+
+
+class Proposal(NamedTuple):
+    """A mix for a model: how it was found, its lanes as text, and how many candidates before it were taken."""
+
+    mix: Mix
+    origin: str
+    lanes: str
+    redraws: int
+
+
+def generator(seed: int, index: int) -> random.Random:
+    """The randomness of a model."""
+    return random.Random(f"{seed} {index}")
+
+
+def drawn(space: Space, rng: random.Random, weights: Sequence[float] = ()) -> Iterator[tuple[Mix, str]]:
+    """Mixes drawn one after the other, without end."""
+    return ((space.draw(rng, weights=weights), "draw") for _ in itertools.count())
+
+
+def first_new(candidates: Iterator[tuple[Mix, str]], taken: Container[str], space: Space) -> Proposal:
+    """The first candidate whose lanes are not taken; the very first one where `REDRAWS` more are taken as well."""
+    some = (Proposal(*next(candidates), "", i) for i in range(1 + REDRAWS))
+    named = (one._replace(lanes=space.text(one.mix)) for one in some)
+    first = next(named)
+    return next((one for one in itertools.chain([first], named) if one.lanes not in taken), first)
+
+
+class Plan:
+    """The random mixes of all models of a search.
+
+    Each model draws candidates from its own randomness and takes the first whose lanes no model of smaller index takes.
+    Its mix is thus a function of the seed and its index, whichever worker asks and whatever has ended by then.
+    """
+
+    def __init__(self, seed: int, space: Space):
+        self._seed, self._space = seed, space
+        self._proposals: list[Proposal] = []
+        self._first_with: dict[str, int] = {}  # of lanes: the smallest index that has them
+
+    def of(self, index: int) -> tuple[Proposal, int | None]:
+        """The mix of a model, and the first model with the same lanes where it has to repeat one."""
+        for i in range(len(self._proposals), index + 1):
+            found = first_new(drawn(self._space, generator(self._seed, i)), self._first_with, self._space)
+            self._proposals.append(found)
+            self._first_with.setdefault(found.lanes, i)
+        found = self._proposals[index]
+        first = self._first_with[found.lanes]
+        return found, first if first != index else None
