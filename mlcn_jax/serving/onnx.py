@@ -73,7 +73,7 @@ def read_export(workdir: Path, data_dir: str = "") -> ExportedModel:
     folder = workdir / "export"
     if not folder.is_dir():
         raise InputError(
-            f"{workdir} holds no exported model: train one there, then {program()} export --workdir={workdir}"
+            f"{workdir} does not hold an exported model: train one, then run {program()} export --workdir={workdir}"
         )
     artifact = Artifact(folder)
     config = RunConfig.from_dict(read_json(folder / "config.json"))

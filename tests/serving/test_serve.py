@@ -565,7 +565,7 @@ def test_an_address_in_use_gives_one_error(tmp_path):
         ("--timeout_seconds=nan", "above 0"),
         ("--max_images=300", "max_queue=256"),
         ("--host=no.such.host.invalid", "cannot listen"),
-        ("--port=0", "folder is no exported model"),
+        ("--port=0", "folder is not an exported model"),
     ],
 )
 def test_options_that_make_no_sense_are_named(monkeypatch, option, said):
