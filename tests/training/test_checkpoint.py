@@ -1,7 +1,6 @@
 import errno
 import json
 import logging
-import logging
 import os
 import shutil
 
