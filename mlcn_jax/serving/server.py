@@ -7,12 +7,14 @@
 `POST /predict` takes a picture as the body (`image/*` or `application/octet-stream`), files in a
 `multipart/form-data`, or `application/json` as `{"images": [base64, ...]}`, and answers `{"predictions": [...]}`: for
 each picture, in turn, its `class` and `probability` (`artifact.Artifact.probabilities`), or `error`, why it cannot be
-read. `?probabilities` adds those of all classes. `GET /health` is 200 while the model answers, `GET /metrics` is for
-Prometheus, `GET /` describes the model.
+read. `?top=K` (or a field `top` of the form or the JSON) adds `top`, the K most probable classes, `?top=all` all of
+them; `?probabilities` adds the probabilities of all classes by name. `GET /` is a page to try it in a browser and, for
+programs, describes the model; `GET /openapi.json` describes the requests, `GET /health` is 200 while the model answers,
+and `GET /metrics` is for Prometheus.
 
 Status codes: 200 some picture was classified; 400 none was, or the request is malformed; 404, 405 there is no such path
-or method; 408 it came too slowly; 413 it has too many bytes or pictures; 415 it is of another type; 429 too much waits,
-try again; 431 its head is too long; 500, and 503 of `/health`, the model itself failed.
+or method; 408 the request came too slowly; 413 it has too many bytes or pictures; 415 it is of another type; 429 too
+much waits, try again; 431 its head is too long; 500, and 503 of `/health`, the model itself failed.
 
 It listens once the model is ready. SIGTERM and Ctrl-C end it after it has answered what had come. Exit codes: 0 ended
 so, 2 input that cannot be used.
@@ -54,7 +56,7 @@ def serve(service: "Service", listener: socket.socket, message: str) -> None:
       message: printed once it listens.
 
     Raises:
-      InputError: the address is another's.
+      InputError: the address is in use.
     """
     import uvicorn
 
@@ -84,7 +86,7 @@ def serve(service: "Service", listener: socket.socket, message: str) -> None:
         server_header=False,
         timeout_graceful_shutdown=int(3 * service.limits.timeout_seconds) + 1,
     )
-    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # whose fault it is, the client is told
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # the answer tells the client
     sys.setswitchinterval(_SWITCH_SECONDS)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # uvicorn has its own, and raises the signal again at the end
@@ -181,7 +183,7 @@ def _bind(host: str, port: int) -> socket.socket:
     """A socket with an address, which does not listen yet.
 
     Raises:
-      InputError: the address is another's, or none.
+      InputError: the address is in use, or is not one.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -191,7 +193,9 @@ def _bind(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         raise _cannot_listen((host, port), error) from error
     if not ipaddress.ip_address(address[0]).is_loopback:
-        _log.warning("%s can be reached from other machines: whoever does may ask, and nothing is encrypted", host)
+        _log.warning(
+            "%s can be reached from other machines: anyone who reaches it may use it, and nothing is encrypted", host
+        )
     return listener
 
 
@@ -225,7 +229,7 @@ def _limits(arguments: argparse.Namespace) -> "Limits":
     from mlcn_jax.serving.service import Limits
 
     if arguments.max_batch not in (1, 2, 4, 8, 16, 32, 64, 128):
-        raise InputError(f"--max_batch={arguments.max_batch} is no power of two from 1 to 128")
+        raise InputError(f"--max_batch={arguments.max_batch} must be a power of two from 1 to 128")
     if not 0 <= arguments.port < 2**16:
         raise InputError(f"--port={arguments.port} is not from 0 to {2**16 - 1}")
     for name in ("max_queue", "max_body_mib", "max_images", "max_connections", "timeout_seconds"):
@@ -263,4 +267,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     service.warm_up()
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
-    serve(service, listener, f"serving {arguments.artifact} at http://{host}:{port}/predict")
+    serve(
+        service,
+        listener,
+        f"serving {arguments.artifact} at http://{host}:{port}/predict, and a page at http://{host}:{port}/",
+    )
