@@ -1,7 +1,7 @@
-"""An exported model: a folder with its functions, weights and description, verified before anything of it is used.
+"""An exported model: a folder with functions, weights and a description, verified before any of it is used.
 
-Needs jax, flatbuffers, numpy and Pillow, and nothing that trains. An artifact holds programs: use only those whose
-source you trust. Its manifest tells damage from what was exported; it does not tell who exported it.
+Needs jax, flatbuffers, numpy and Pillow, and no training code. An artifact holds programs: use only those whose source
+you trust. Its manifest shows whether it was damaged, not who exported it.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from mlcn_jax.launch import program
 
 FORMAT = 1
 MANIFEST, MODEL, WEIGHTS = "manifest.json", "model.json", "weights.npz"
-MAX_BATCH = 128  # images that one call of a function takes; more are taken in turn
-# Weights up to so many bytes become part of the compiled programs, which then hold what they transform them to: 1.8
-# times as fast for 8 images on a CPU (benchmarks/results/exported.json), and ten times the weights' memory a program.
+MAX_BATCH = 128  # images in one call of a function; more are split into several calls
+# Weights of up to so many bytes are compiled into the programs, already transformed: 1.8 times as fast for 8 images on
+# a CPU (benchmarks/results/exported.json), but each program takes ten times the memory of the weights.
 _COMPILED_IN_BYTES = 2**25
 
 
@@ -34,8 +34,8 @@ class Function:
 
     Attributes:
       file: its name in the folder.
-      platforms: of `jax.export` that it runs on.
-      min_batch: images from which on it is the fastest there.
+      platforms: those of `jax.export` on which it runs.
+      min_batch: number of images from which on it is the fastest there.
       compiler_options: for `jax.jit`, left out where the installed jax does not know them.
     """
 
@@ -62,8 +62,8 @@ class Classifier:
         """Lengths of the class capsules; the longest is of the predicted class.
 
         Args:
-          images: uint8 [n, height, width, channels]. Calls with other numbers of images share programs, one for each
-            power of two up to `MAX_BATCH`, compiled when first needed.
+          images: uint8 [n, height, width, channels]. There is a program for each power of two up to `MAX_BATCH`,
+            compiled when it is first needed; other numbers of images are padded.
 
         Returns:
           float32 [n, classes].
@@ -87,10 +87,10 @@ class Classifier:
     def probabilities(self, images: np.ndarray) -> np.ndarray:
         """Probability of each class: the length of its capsule, at most 1. They need not add up to 1.
 
-        Lengths are at most 1 in a CapsNet, but a class capsule of L lanes, which are squashed one by one, can be as
-        long as sqrt(L). Where each lane learned to classify alone (`margin_loss` of `per_lane`), it is sqrt(L) that
-        stands for 1: the probability is the root mean square of what the lanes say. Arguments, result and errors are
-        those of `lengths`.
+        Lengths are at most 1 in a CapsNet, but a class capsule of L lanes, each squashed by itself, can be as long as
+        sqrt(L). Where each lane learned to classify alone (`margin_loss` of `per_lane`), a length of sqrt(L) stands
+        for probability 1: the probability is then the root mean square of those of the lanes. Arguments, result and
+        errors are those of `lengths`.
 
         Source: Sabour et al. 2017, section 3.
         """
@@ -139,7 +139,7 @@ class Artifact(Classifier):
             weights = jax.device_put(_read_weights(folder / WEIGHTS))
         except InputError:
             raise
-        except Exception as error:  # the files are as the manifest says: somebody wrote both, or they cannot be read
+        except Exception as error:  # the files match the manifest, and yet cannot be read
             raise InputError(f"{folder} cannot be read ({error!r}): export the model again") from error
         platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
         functions = [function for function in functions if platform in function.platforms]
@@ -162,7 +162,7 @@ class Artifact(Classifier):
             jax.eval_shape(call, weights, image)
         except ImportError as error:
             raise InputError("an exported model is read with flatbuffers: pip install flatbuffers") from error
-        except Exception as error:  # what a jax release does with what it cannot read differs
+        except Exception as error:  # what jax raises here differs between its versions
             reason = (str(error).splitlines() or [repr(error)])[0][:200]
             raise InputError(
                 f"{path} was exported with jax {self.manifest['versions']['jax']} and cannot be used by jax "
@@ -181,7 +181,7 @@ class Artifact(Classifier):
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file, as hexadecimal digits."""
+    """The SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

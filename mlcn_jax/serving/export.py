@@ -22,7 +22,7 @@ from mlcn_jax.nn.model import encode
 from mlcn_jax.serving import artifact, model_card
 from mlcn_jax.training.checkpoint import Trained, load_trained
 
-# (platform of jax.export, jax's name of its devices, images from which on, and images whose fastest algorithms it has)
+# (platform of jax.export, jax's name of its devices, least number of images, number that its algorithms are chosen for)
 _FUNCTIONS = (("cpu", "cpu", 1, 1), ("cpu", "cpu", 8, 64), ("cuda", "gpu", 1, 64))
 _TOLERANCE = 1e-5
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax")
@@ -105,7 +105,7 @@ def _flat(encoder: dict) -> dict[str, np.ndarray]:
 
 
 def _serialized(trained: Trained, platform: str, device: str, min_batch: int, usual_batch: int) -> bytearray:
-    """The function of any number of images from `min_batch` on, with the algorithms for `usual_batch`."""
+    """The function for `min_batch` images or more, with the algorithms that suit `usual_batch`."""
     spec = trained.spec
     structure = jax.tree.structure(trained.params["encoder"])
     names = list(_flat(trained.params["encoder"]))
@@ -145,7 +145,7 @@ def _summary(workdir: Path, step: int) -> dict[str, Any]:
 
 
 def _check(trained: Trained, exported: artifact.Artifact) -> None:
-    """Raises where the artifact is not the model."""
+    """Raises RuntimeError where the artifact and the model give different lengths."""
     spec, rng = trained.spec, np.random.default_rng(0)
     lengths = jax.jit(lambda params, images: capsules.lengths(encode(spec, params["encoder"], to_pixels(images))))
     for n in (1, 8):

@@ -28,7 +28,7 @@ def text(exported: Artifact, summary: Mapping[str, Any], data_dir: str = "") -> 
     color = "gray" if channels == 1 else "RGB"
     return f"""# Image classifier, {len(names)} classes
 
-- A multi-lane capsule network, exported by mlcn_jax on {exported.manifest["date"]} with jax {versions["jax"]}.
+- A capsule network, exported by mlcn_jax on {exported.manifest["date"]} with jax {versions["jax"]}.
 - Lanes: {_code(description["lanes"])}, with {description["parameters"]:,} parameters, after
   {exported.manifest["step"]:,} training steps.
 - Input: {color} images of {height}x{width} pixels; other pictures are converted and resized.

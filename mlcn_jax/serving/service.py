@@ -1,4 +1,4 @@
-"""What `serve` answers: pictures in requests of several kinds to predictions, within limits; and what is counted.
+"""The HTTP interface of `serve`: reads pictures from requests, returns predictions, enforces limits, counts.
 
 Needs starlette, prometheus_client and python_multipart.
 """
@@ -47,15 +47,15 @@ _log = logging.getLogger("mlcn_jax")
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What one server takes.
+    """What one server accepts.
 
     Attributes:
-      max_batch: images that are computed at once, a power of two.
+      max_batch: images that are computed together, a power of two.
       max_queue: images that wait while others are computed.
       max_body_bytes: of one request.
       max_images: in one request.
       max_connections: at a time.
-      timeout_seconds: in which a request must have come whole.
+      timeout_seconds: in which a request must have arrived completely.
     """
 
     max_batch: int
@@ -67,7 +67,7 @@ class Limits:
 
 
 class Metrics:
-    """What is counted, for Prometheus."""
+    """Metrics for Prometheus."""
 
     def __init__(self, waiting: Callable[[], int]):
         self._registry = registry = prometheus_client.CollectorRegistry()
@@ -77,13 +77,13 @@ class Metrics:
         )
         self._seconds = prometheus_client.Histogram(
             "mlcn_jax_predict_seconds",
-            "From the head of a request to its answer, /predict",
+            "From the head of a request to /predict to its answer",
             buckets=[2.0**i for i in range(-10, 4)],
             registry=registry,
         )
         self.batch_images = prometheus_client.Histogram(
             "mlcn_jax_batch_images",
-            "Images that were computed at once",
+            "Images that were computed together",
             buckets=[2**i for i in range(8)],
             registry=registry,
         )
@@ -122,7 +122,7 @@ class Service:
 
     Args:
       artifact: the model.
-      limits: of what is taken.
+      limits: of what is accepted.
     """
 
     def __init__(self, artifact: "Artifact", limits: Limits):
@@ -138,7 +138,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def running(self, app: Any):
-        """While it is open, requests are answered."""
+        """Answers requests while it is open."""
         self.batcher.start(asyncio.get_running_loop())
         yield
         self.batcher.stop()
@@ -148,7 +148,7 @@ class Service:
         headers = dict(scope["headers"])
         if b"upgrade" in headers:  # after which no body is read
             raise HTTPException(
-                400, "an Upgrade is not taken: send it without (curl --http1.1)", {"Connection": "close"}
+                400, "Upgrade is not supported: send the request without it (curl --http1.1)", {"Connection": "close"}
             )
         find = _finder(headers)
         query = urllib.parse.parse_qs(scope["query_string"].decode("latin-1"), True)
@@ -198,7 +198,7 @@ class Service:
                 if received > most:
                     raise self._too_large()
                 if self._held_bytes > _BODIES_HELD * most and received > _SMALL_BYTES:
-                    raise HTTPException(429, "too much is being sent: try again", _RETRY)
+                    raise HTTPException(429, "too many bytes are arriving: try again", _RETRY)
             body = b"".join(parts)
             if find is _whole and _is_small(body):
                 return self._pixels(find, body)
@@ -244,7 +244,7 @@ class Service:
         return HTTPException(413, f"the body has more than {self.limits.max_body_bytes / 2**20:g} MiB")
 
     def _full(self) -> HTTPException:
-        return HTTPException(429, f"{self.limits.max_queue} images may wait, and there is no room: try again", _RETRY)
+        return HTTPException(429, f"the queue of {self.limits.max_queue} images is full: try again", _RETRY)
 
 
 def application(service: Service) -> ASGIApp:
@@ -312,9 +312,9 @@ _Finder = Callable[[bytes, int], _Images]  # of a body, with at most so many pic
 
 
 def _finder(headers: dict[bytes, bytes]) -> _Finder:
-    """What finds the pictures in a body with such headers."""
+    """Chooses how to find the pictures in a body, by the headers."""
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise HTTPException(415, "a body with a Content-Encoding is not taken: send it as it is")
+        raise HTTPException(415, "a body with a Content-Encoding is not supported: send it uncompressed")
     content_type = headers.get(b"content-type", b"application/octet-stream").decode("latin-1")
     kind = content_type.partition(";")[0].strip().lower()
     if kind.startswith("image/") or kind == "application/octet-stream":
@@ -323,7 +323,7 @@ def _finder(headers: dict[bytes, bytes]) -> _Finder:
         return _in_json
     if kind == "multipart/form-data":
         return lambda body, most: _in_form(content_type, body, most)
-    raise HTTPException(415, f"{kind} is not taken: send image/*, multipart/form-data or application/json")
+    raise HTTPException(415, f"{kind} is not supported: send image/*, multipart/form-data or application/json")
 
 
 def _whole(body: bytes, most: int) -> _Images:
@@ -371,12 +371,12 @@ def _in_form(content_type: str, body: bytes, most: int) -> _Images:
             on_file=on_file,
             on_end=lambda: ends.append(True),
             boundary=multipart.parse_options_header(content_type)[1].get(b"boundary"),
-            config={"MAX_MEMORY_FILE_SIZE": len(body) + 1},  # none is written to the disk
+            config={"MAX_MEMORY_FILE_SIZE": len(body) + 1},  # so that nothing is written to the disk
         ).write(body)
     except exceptions.FormParserError as error:
         raise HTTPException(400, f"the form is malformed: {error}") from error
     if not ends or not files:
-        raise HTTPException(400, "the form has no file" if ends else "the form is cut")
+        raise HTTPException(400, "the form has no file" if ends else "the form is cut short")
     return files, tops[-1] if tops else None
 
 
@@ -386,7 +386,7 @@ def _check_count(count: int, most: int) -> None:
 
 
 def _is_small(body: bytes) -> bool:
-    """Whether a picture's file and, as its header says, its pixels are few."""
+    """Whether a picture has few bytes and, by its header, few pixels."""
     if len(body) > _SMALL_BYTES or body.startswith(b"RIFF"):  # a WebP is decoded when it is opened
         return False
     try:
