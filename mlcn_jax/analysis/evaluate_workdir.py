@@ -1,28 +1,52 @@
-"""Scores of a trained workdir on its test set."""
+"""Scores of a trained workdir on its test set, or on other images of the same classes."""
 
+import dataclasses
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mlcn_jax.analysis.workdir import load_with_data
-from mlcn_jax.config import RunConfig
-from mlcn_jax.training.evaluate import lane_spreads, make_evaluator
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+from PIL import Image
+
+from mlcn_jax.config import DataSettings, RunConfig
+from mlcn_jax.data.datasets import Dataset, Images, Split, digest, split_validation
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json
+from mlcn_jax.nn import capsules
+from mlcn_jax.training.checkpoint import Trained, load_trained
+from mlcn_jax.training.evaluate import class_capsules, lane_spreads, make_evaluator
 from mlcn_jax.training.pictures import write_pictures
 
 _log = logging.getLogger(__name__)
+_TOP = 5  # classes of `test_top5_accuracy`, which is told of models with more than twice as many
 
 
-def evaluate_workdir(config: RunConfig, workdir: Path, pictures: Path | None = None) -> dict[str, Any]:
-    """Scores the best checkpoint of a workdir on the test set of `config`, and draws the pictures anew.
+def evaluate_workdir(
+    config: RunConfig, workdir: Path, pictures: Path | None = None, *, all_images: bool = False
+) -> dict[str, Any]:
+    """Scores the best checkpoint of a workdir on the test set of `config`, and draws the pictures again.
 
-    The pictures go to the folder `pictures`, to the workdir where none is given; one that cannot be written to is left
-    as it is, with a warning.
+    Args:
+      config: names the images, which need not be those that the model learned from. Those of a folder are resized to
+        the model's size.
+      workdir: of the model.
+      pictures: folder for the pictures; None is the workdir. One that cannot be written to is left as it is, with a
+        warning.
+      all_images: score all images of `config`, those for training too.
 
     Raises:
-      InputError: the workdir holds no trained model, or the images do not fit it.
+      InputError: the workdir does not hold a trained model, or the images do not fit it.
     """
-    trained, dataset = load_with_data(workdir, config)
+    trained = load_trained(workdir)
+    data = dataclasses.replace(config.data, image_size=_image_size(config.data, trained))
+    dataset = fitted(data.load(), trained, workdir)
+    if all_images:
+        _check_unseen(dataset, config, workdir)
+        dataset = _all_as_test_set(dataset)
     folder = pictures or workdir
     reason = "" if os.access(folder, os.W_OK) else f"{folder} cannot be written to"
     evaluator = make_evaluator(trained.spec, config.train.reconstruction_weight)
@@ -36,8 +60,94 @@ def evaluate_workdir(config: RunConfig, workdir: Path, pictures: Path | None = N
         _log.warning("the pictures are not drawn: %s", reason)
     return {
         **scores.to_dict(dataset.class_names),
+        **_top_accuracy(trained, dataset.test, config.train.batch_size),
         "lane_spreads": lane_spreads(trained.spec, trained.params, dataset.test, config.train.batch_size),
         "step": trained.step,
         "images": len(dataset.test.labels),
         "data": {"name": dataset.name, **dataset.provenance},
     }
+
+
+def fitted(dataset: Dataset, trained: Trained, workdir: Path) -> Dataset:
+    """The images as a model takes them, gray or RGB, with the labels in the order of its classes.
+
+    Raises:
+      InputError: they are of another size or of other classes.
+    """
+    expected, shape = trained.spec.image_shape, dataset.test.images.shape[1:]
+    if shape[:2] != expected[:2]:
+        raise InputError(
+            f"the model in {workdir} takes images of {expected[0]}x{expected[1]} pixels, and those of {dataset.name} "
+            f"have {shape[0]}x{shape[1]}: give a folder of images (--config.data.name=folder), which are resized, or "
+            "another data set"
+        )
+    differences = [
+        f"{who}: {_listed(names)}"
+        for who, names in (
+            ("only the model has", [name for name in trained.class_names if name not in dataset.class_names]),
+            (f"only {dataset.name} has", [name for name in dataset.class_names if name not in trained.class_names]),
+        )
+        if names
+    ]
+    if differences:
+        raise InputError(
+            f"the classes of {dataset.name} are not those of the model in {workdir} ({'; '.join(differences)}): name "
+            "the folders of the images like the model's classes, or give another data set"
+        )
+    order = np.array([trained.class_names.index(name) for name in dataset.class_names], np.int32)
+    train, test = (
+        Split(_with_channels(split.images, expected[2]), order[split.labels]) for split in (dataset.train, dataset.test)
+    )
+    return dataclasses.replace(dataset, train=train, test=test, class_names=trained.class_names)
+
+
+def top_accuracy(lengths: Float[np.ndarray, "n classes"], labels: Int[np.ndarray, " n"], top: int) -> float:
+    """Share of images whose class is among the `top` of longest capsules; of equally long ones the first count."""
+    longest = np.argsort(-lengths, axis=1, kind="stable")[:, :top]
+    return float((longest == labels[:, np.newaxis]).any(axis=1).mean())
+
+
+def _top_accuracy(trained: Trained, split: Split, batch_size: int) -> dict[str, float]:
+    if trained.spec.num_classes <= 2 * _TOP:
+        return {}
+    v = class_capsules(trained.spec, trained.params, split, batch_size)
+    return {f"test_top{_TOP}_accuracy": top_accuracy(np.asarray(capsules.lengths(jnp.asarray(v))), split.labels, _TOP)}
+
+
+def _image_size(data: DataSettings, trained: Trained) -> int:
+    """The model's for a folder, unless another is asked for; a model's own size is dropped for other data sets."""
+    size = trained.spec.image_shape[0]
+    if data.name == "folder":
+        return data.image_size or size
+    return 0 if data.image_size == size else data.image_size
+
+
+def _with_channels(images: Images, channels: int) -> Images:
+    """Gray or RGB images as RGB or gray ones, by the weights that pictures are read with."""
+    if images.shape[-1] == channels:
+        return images
+    if channels == 3:
+        return np.repeat(images, 3, axis=-1)
+    gray = [np.asarray(Image.fromarray(image).convert("L"))[..., np.newaxis] for image in images]
+    return np.stack(gray) if gray else images[..., :1]
+
+
+def _all_as_test_set(dataset: Dataset) -> Dataset:
+    parts = dataset.train, dataset.test
+    everything = Split(np.concatenate([part.images for part in parts]), np.concatenate([part.labels for part in parts]))
+    provenance = {**dataset.provenance, "scored": "all images, those for training too"}
+    return dataclasses.replace(dataset, test=everything, provenance=provenance)
+
+
+def _check_unseen(dataset: Dataset, config: RunConfig, workdir: Path) -> None:
+    """Warns where the training images are those that the model learned from."""
+    try:
+        learned = split_validation(dataset.train, config.data.validation_fraction, config.train.seed)[0]
+    except InputError:  # too few images to have been trained on
+        return
+    if digest(learned) == read_json(workdir / "model.json").get("training_images_sha256"):
+        _log.warning("the model learned from these images: its accuracy on them says little")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")

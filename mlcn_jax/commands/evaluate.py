@@ -1,8 +1,15 @@
-"""Scores a trained model on its test set, prints JSON, and draws the pictures anew.
+"""Scores a trained model on its test set or on other images of the same classes, prints JSON, and draws pictures.
 
 mlcn_jax evaluate --workdir=runs/mlcn2
 mlcn_jax evaluate --workdir=digits --output=pictures
 mlcn_jax evaluate --workdir=runs/mlcn2 --config.data.dir=FOLDER    # the images have moved
+mlcn_jax evaluate --workdir=runs/mlcn2 --config.data.name=folder --config.data.dir=FOLDER --all_images
+mlcn_jax evaluate --workdir=digits --config.data.name=mnist
+
+A folder has a folder of images for each class of the model. They are resized as the model takes them; without
+`--all_images`, those of its `test` folder are scored, or a fixed fifth of each class. Other images than those of the
+run have their pictures in WORKDIR/evaluate. With more than 10 classes, `test_top5_accuracy` is the share of images
+whose class is among the five most probable.
 """
 
 import json
@@ -17,7 +24,10 @@ from mlcn_jax.commands.run_config import config_of
 
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("workdir", "", arguments.WORKDIR, flag_values=values)
-    flags.DEFINE_string("output", "", "Folder for the pictures; empty: the workdir.", flag_values=values)
+    text = "Folder for the pictures; empty: the workdir, or WORKDIR/evaluate for other data than the run's."
+    flags.DEFINE_string("output", "", text, flag_values=values)
+    text = "Scores all images, also those that training on them would have used."
+    flags.DEFINE_bool("all_images", False, text, flag_values=values)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -27,12 +37,15 @@ def main(argv: Sequence[str]) -> None:
 
     from mlcn_jax import host, pretrained
     from mlcn_jax.analysis.evaluate_workdir import evaluate_workdir
+    from mlcn_jax.config import read_stored
     from mlcn_jax.files import make_folder
 
     output = Path(values.output).expanduser() if values.output else workdir
+    if output == workdir and (values.all_images or config.data != read_stored(workdir).data):
+        output = pretrained.output_folder("", workdir, "evaluate")
     if pretrained.is_pretrained(output):
         output = pretrained.output_folder("", workdir, "evaluate")
     if output != workdir:
         make_folder(output, "output")
     host.keep_compiled_programs()
-    print(json.dumps(evaluate_workdir(config, workdir, output), indent=2))
+    print(json.dumps(evaluate_workdir(config, workdir, output, all_images=values.all_images), indent=2))

@@ -2,7 +2,8 @@
 
     mlcn_jax export --workdir=runs/mlcn2
 
-Before it lands it is loaded again, and must give this machine's model to 1e-5.
+The folder also gets a model card, `README.md`: what the model is, its data, its accuracy and how to use it. Before the
+export lands it is loaded again, and must give what the model gives on this machine, to 1e-5.
 """
 
 import shlex

@@ -1,7 +1,7 @@
-"""An exported model: a folder with its functions, weights and description, verified before anything of it is used.
+"""An exported model: a folder with functions, weights and a description, verified before any of it is used.
 
-Needs jax, flatbuffers, numpy and Pillow, and nothing that trains. An artifact holds programs: use only those whose
-source you trust. Its manifest tells damage from what was exported; it does not tell who exported it.
+Needs jax, flatbuffers, numpy and Pillow, and no training code. An artifact holds programs: use only those whose source
+you trust. Its manifest shows whether it was damaged, not who exported it.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from mlcn_jax.launch import program
 
 FORMAT = 1
 MANIFEST, MODEL, WEIGHTS = "manifest.json", "model.json", "weights.npz"
-MAX_BATCH = 128  # images that one call of a function takes; more are taken in turn
-# Weights up to so many bytes become part of the compiled programs, which then hold what they transform them to: 1.8
-# times as fast for 8 images on a CPU (benchmarks/results/exported.json), and ten times the weights' memory a program.
+MAX_BATCH = 128  # images in one call of a function; more are split into several calls
+# Weights of up to so many bytes are compiled into the programs, already transformed: 1.8 times as fast for 8 images on
+# a CPU (benchmarks/results/exported.json), but each program takes ten times the memory of the weights.
 _COMPILED_IN_BYTES = 2**25
 
 
@@ -34,8 +34,8 @@ class Function:
 
     Attributes:
       file: its name in the folder.
-      platforms: of `jax.export` that it runs on.
-      min_batch: images from which on it is the fastest there.
+      platforms: those of `jax.export` on which it runs.
+      min_batch: number of images from which on it is the fastest there.
       compiler_options: for `jax.jit`, left out where the installed jax does not know them.
     """
 
@@ -45,54 +45,25 @@ class Function:
     compiler_options: Mapping[str, str]
 
 
-class Artifact:
-    """A verified artifact, ready to classify.
-
-    Args:
-      folder: that `mlcn_jax export` wrote.
+class Classifier:
+    """A model that is ready to classify.
 
     Attributes:
       class_names: of the classes, in the order of `lengths`.
       image_shape: height, width and channels of the images.
-      manifest: what else is known of the model, as `manifest.json` has it.
-
-    Raises:
-      InputError: the folder is none, was altered or cut, is of a newer version, or cannot run on this platform.
     """
 
-    def __init__(self, folder: str | Path):
-        folder = Path(folder)
-        try:
-            self.manifest = _verified_manifest(folder)
-            description = json.loads((folder / MODEL).read_text())
-            self.class_names: tuple[str, ...] = tuple(description["class_names"])
-            self.image_shape: tuple[int, int, int] = tuple(description["image_shape"])
-            self._certain_length = float(description.get("certain_length", 1.0))  # which older versions leave out
-            functions = [Function(**function) for function in self.manifest["functions"]]
-            weights = jax.device_put(_read_weights(folder / WEIGHTS))
-        except InputError:
-            raise
-        except Exception as error:  # the files are as the manifest says: somebody wrote both, or they cannot be read
-            raise InputError(f"{folder} cannot be read ({error!r}): export the model again") from error
-        platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-        functions = [function for function in functions if platform in function.platforms]
-        if not functions:
-            made_for = sorted({name for f in self.manifest["functions"] for name in f["platforms"]})
-            raise InputError(
-                f"{folder} was exported for {', '.join(made_for)} and cannot run on {platform}: set "
-                "JAX_PLATFORMS=cpu, or " + self._again()
-            )
-        self._functions = [
-            (function.min_batch, self._load(folder / function.file, function, weights))
-            for function in sorted(functions, key=lambda function: -function.min_batch)
-        ]
+    class_names: tuple[str, ...]
+    image_shape: tuple[int, int, int]
+    _certain_length: float
+    _functions: list[tuple[int, Callable[[np.ndarray], jax.Array]]]  # from how many images on, most first
 
     def lengths(self, images: np.ndarray) -> np.ndarray:
         """Lengths of the class capsules; the longest is of the predicted class.
 
         Args:
-          images: uint8 [n, height, width, channels]. Calls with other numbers of images share programs, one for each
-            power of two up to `MAX_BATCH`, compiled when first needed.
+          images: uint8 [n, height, width, channels]. There is a program for each power of two up to `MAX_BATCH`,
+            compiled when it is first needed; other numbers of images are padded.
 
         Returns:
           float32 [n, classes].
@@ -114,12 +85,12 @@ class Artifact:
         return found
 
     def probabilities(self, images: np.ndarray) -> np.ndarray:
-        """Probability of each class, the length of its capsule, at most 1; they need not add up to 1.
+        """Probability of each class: the length of its capsule, at most 1. They need not add up to 1.
 
-        Lengths are at most 1 in a CapsNet, but a class capsule of L lanes, which are squashed one by one, can be as
-        long as sqrt(L). Where each lane learned to classify alone (`margin_loss` of `per_lane`), it is sqrt(L) that
-        stands for 1: the probability is the root mean square of what the lanes say. Arguments, result and errors are
-        those of `lengths`.
+        Lengths are at most 1 in a CapsNet, but a class capsule of L lanes, each squashed by itself, can be as long as
+        sqrt(L). Where each lane learned to classify alone (`margin_loss` of `per_lane`), a length of sqrt(L) stands
+        for probability 1: the probability is then the root mean square of those of the lanes. Arguments, result and
+        errors are those of `lengths`.
 
         Source: Sabour et al. 2017, section 3.
         """
@@ -140,6 +111,49 @@ class Artifact:
         call = next(call for least, call in self._functions if size >= least)
         return jax.device_get(call(images))[:count]
 
+
+class Artifact(Classifier):
+    """A verified artifact, ready to classify.
+
+    Args:
+      folder: that `mlcn_jax export` wrote.
+
+    Attributes:
+      description: of the model, as `model.json` has it.
+      manifest: what else is known of the export, as `manifest.json` has it.
+
+    Raises:
+      InputError: the folder is not an export, was altered or cut, is of a newer version, or cannot run on this
+        platform.
+    """
+
+    def __init__(self, folder: str | Path):
+        folder = Path(folder)
+        try:
+            self.manifest = _verified_manifest(folder)
+            self.description = description = json.loads((folder / MODEL).read_text())
+            self.class_names = tuple(description["class_names"])
+            self.image_shape = tuple(description["image_shape"])
+            self._certain_length = float(description.get("certain_length", 1.0))  # which older versions leave out
+            functions = [Function(**function) for function in self.manifest["functions"]]
+            weights = jax.device_put(_read_weights(folder / WEIGHTS))
+        except InputError:
+            raise
+        except Exception as error:  # the files match the manifest, and yet cannot be read
+            raise InputError(f"{folder} cannot be read ({error!r}): export the model again") from error
+        platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+        functions = [function for function in functions if platform in function.platforms]
+        if not functions:
+            made_for = sorted({name for f in self.manifest["functions"] for name in f["platforms"]})
+            raise InputError(
+                f"{folder} was exported for {', '.join(made_for)} and cannot run on {platform}: set "
+                "JAX_PLATFORMS=cpu, or " + self._again()
+            )
+        self._functions = [
+            (function.min_batch, self._load(folder / function.file, function, weights))
+            for function in sorted(functions, key=lambda function: -function.min_batch)
+        ]
+
     def _load(self, path: Path, function: Function, weights: dict[str, jax.Array]):
         try:
             exported = jax.export.deserialize(bytearray(path.read_bytes()))
@@ -148,7 +162,7 @@ class Artifact:
             jax.eval_shape(call, weights, image)
         except ImportError as error:
             raise InputError("an exported model is read with flatbuffers: pip install flatbuffers") from error
-        except Exception as error:  # what a jax release does with what it cannot read differs
+        except Exception as error:  # what jax raises here differs between its versions
             reason = (str(error).splitlines() or [repr(error)])[0][:200]
             raise InputError(
                 f"{path} was exported with jax {self.manifest['versions']['jax']} and cannot be used by jax "
@@ -167,7 +181,7 @@ class Artifact:
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file, as hexadecimal digits."""
+    """The SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -181,37 +195,39 @@ def signed(manifest: dict[str, Any]) -> dict[str, Any]:
 def _verified_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
-        raise InputError(f"{folder} is no exported model: it has no {MANIFEST}; {program()} export writes one")
+        inside = folder / "export" / MANIFEST
+        hint = f"give {inside.parent}" if inside.is_file() else f"{program()} export writes one"
+        raise InputError(f"{folder} is not an exported model: it has no {MANIFEST}; {hint}")
     damaged = f"{folder} is not what was exported"
-    mend = f"copy it anew, or export it again: {program()} export --workdir=WORKDIR"
+    remedy = f"copy it again, or export it again: {program()} export --workdir=WORKDIR"
     try:
         manifest = json.loads(path.read_text())
         version, files = manifest["format"], manifest["files"]
         whole = signed(manifest)["sha256"] == manifest["sha256"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(f"{damaged}: {MANIFEST} is damaged ({error!r}): {mend}") from error
+        raise InputError(f"{damaged}: {MANIFEST} is damaged ({error!r}): {remedy}") from error
     if isinstance(version, int) and version > FORMAT:
         raise InputError(
             f"{folder} is of format {version}, from a newer mlcn_jax than this one, which reads format {FORMAT}: "
             "update mlcn_jax, or export the model again with this version"
         )
     if not whole or version != FORMAT:
-        raise InputError(f"{damaged}: {MANIFEST} was altered: {mend}")
+        raise InputError(f"{damaged}: {MANIFEST} was altered: {remedy}")
     unknown = {MODEL, WEIGHTS, *(function["file"] for function in manifest["functions"])} - set(files)
     if unknown:
-        raise InputError(f"{damaged}: {MANIFEST} does not know {', '.join(sorted(unknown))}: {mend}")
+        raise InputError(f"{damaged}: {MANIFEST} does not know {', '.join(sorted(unknown))}: {remedy}")
     for name, known in files.items():
         file = folder / name
         if Path(name).name != name or not file.is_file():
-            raise InputError(f"{damaged}: {name} is missing: {mend}")
+            raise InputError(f"{damaged}: {name} is missing: {remedy}")
         if file.stat().st_size != known["bytes"] or sha256_of(file) != known["sha256"]:
-            raise InputError(f"{damaged}: {name} was altered or cut: {mend}")
+            raise InputError(f"{damaged}: {name} was altered or cut: {remedy}")
     return manifest
 
 
 def _read_weights(path: Path) -> dict[str, np.ndarray]:
     with zipfile.ZipFile(path) as archive:
         if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-            raise InputError(f"{path} is compressed, which no export is: export the model again")
+            raise InputError(f"{path} is compressed, and an export never is: export the model again")
     with np.load(path, allow_pickle=False) as arrays:
         return dict(arrays)

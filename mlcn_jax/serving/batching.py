@@ -1,7 +1,7 @@
-"""Batches of what many ask at the same time: one thread that computes as much at once as waits.
+"""Batching: one thread computes together what several clients ask for at the same time.
 
-Nobody waits for a batch to fill: an idle thread takes even a single item, and while it computes others gather, which
-then go together. Needs numpy only.
+No request waits for a batch to fill. An idle thread starts with a single item; the items that arrive while it computes
+form the next batch. Needs numpy only.
 """
 
 import asyncio
@@ -16,21 +16,21 @@ _TIMED_CALLS = 3  # of each size, of which the fastest counts
 
 
 class Full(Exception):
-    """More would have to wait than may."""
+    """More items would wait than are allowed to."""
 
 
 class Batcher:
-    """Gives rows of `compute` to coroutines of one event loop.
+    """Computes items for the coroutines of one event loop, in batches.
 
     Args:
-      compute: takes [n, ...] and gives [n, ...], row by row, in the time of the next power of two; called in one
-        thread.
-      max_batch: most rows of one call, a power of two; 1 turns batching off.
-      max_waiting: most items that wait while others are computed.
+      compute: takes [n, ...] and returns [n, ...], one row for each; it takes as long as for the next power of two.
+        Called in one thread.
+      max_batch: largest number of rows in a call, a power of two; 1 turns batching off.
+      max_waiting: how many items may wait while others are computed.
       on_batch: called with the number of items of each batch, in the computing thread.
 
     Attributes:
-      failed: the last call of `compute` raised.
+      failed: whether the last call of `compute` raised.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Items that wait."""
+        """Number of items that wait."""
         return self._waiting.qsize()
 
     def warm_up(self, item: np.ndarray) -> None:
-        """Computes and times batches of 1, 2, 4 ... `max_batch` of an item."""
+        """Computes and times batches of 1, 2, 4 ... `max_batch` copies of an item."""
         size = 1
         while size <= self._max_batch:
             items = np.repeat(item[None], size, axis=0)
@@ -66,15 +66,15 @@ class Batcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread once all that waits is computed."""
+        """Ends the thread once all waiting items are computed."""
         self._waiting.put(None)
         self._thread.join()
 
     def submit(self, items: Sequence[np.ndarray]) -> list[asyncio.Future]:
-        """Futures of the rows of some items, or of what `compute` raised; called in the event loop.
+        """Returns a future for the row of each item, or for what `compute` raised; called in the event loop.
 
         Raises:
-          Full: they are not taken, for more than `max_waiting` would wait.
+          Full: more than `max_waiting` items would wait; none of these is taken.
         """
         if self.waiting + len(items) > self._max_waiting:
             raise Full
@@ -84,8 +84,8 @@ class Batcher:
         return futures
 
     def batch_size(self, waiting: int) -> int:
-        """How many of those that wait are taken: as many as give the most rows a second, by the times of `warm_up`."""
-        usable = [size for size in self._seconds if size < 2 * waiting]  # the last is padded, where it is not `waiting`
+        """How many of the waiting items to take: the number with the most rows per second, as timed by `warm_up`."""
+        usable = [size for size in self._seconds if size < 2 * waiting]  # the largest may be padded
         best = max(usable, key=lambda size: (min(size, waiting) / self._seconds[size], size), default=self._max_batch)
         return min(best, waiting)
 
@@ -95,7 +95,7 @@ class Batcher:
             pairs = [pair]
             while len(pairs) < size:
                 if (pair := self._waiting.get()) is None:
-                    self._waiting.put(None)  # the last batch; the loop ends after it
+                    self._waiting.put(None)  # so that the loop ends after this batch
                     break
                 pairs.append(pair)
             self._take(pairs)
@@ -114,11 +114,11 @@ class Batcher:
 
 def _deliver(futures: Sequence[asyncio.Future], rows: Iterable) -> None:
     for future, row in zip(futures, rows, strict=True):
-        if future.done():  # given up
+        if future.done():  # the client has gone
             continue
         if isinstance(row, Exception):
             future.set_exception(row)
-            future.exception()  # or asyncio would report those of a request of which another failed first
+            future.exception()  # or asyncio reports it where another item of the request failed first
         else:
             future.set_result(row)
 

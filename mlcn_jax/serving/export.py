@@ -1,10 +1,13 @@
 """A trained model made into an artifact: a folder that `predict` and `serve` use without training code."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import shlex
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +16,13 @@ import numpy as np
 from mlcn_jax.config import read_stored
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import hold, write_json
+from mlcn_jax.files import hold, read_json, write_atomic, write_json
 from mlcn_jax.nn import capsules, conv, tracing
 from mlcn_jax.nn.model import encode
-from mlcn_jax.serving import artifact
+from mlcn_jax.serving import artifact, model_card
 from mlcn_jax.training.checkpoint import Trained, load_trained
 
-# (platform of jax.export, jax's name of its devices, images from which on, and images whose fastest algorithms it has)
+# (platform of jax.export, jax's name of its devices, least number of images, number that its algorithms are chosen for)
 _FUNCTIONS = (("cpu", "cpu", 1, 1), ("cpu", "cpu", 8, 64), ("cuda", "gpu", 1, 64))
 _TOLERANCE = 1e-5
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax")
@@ -28,7 +31,7 @@ _PACKAGES = ("jax", "jaxlib", "numpy", "flax")
 def export(workdir: Path) -> Path:
     """Writes the best checkpoint of a workdir as `workdir/export`, in place of an older one, and returns that folder.
 
-    Before it lands it is loaded again, and must give this platform's model to 1e-5.
+    Before it lands it is loaded again, and must give what the model gives on this platform, to 1e-5.
 
     Raises:
       InputError: the workdir holds no trained model, or flatbuffers is not installed.
@@ -36,13 +39,16 @@ def export(workdir: Path) -> Path:
     trained, config = load_trained(workdir), read_stored(workdir)
     folder = workdir / "export"
     if folder.exists() and not (folder / artifact.MANIFEST).is_file():
-        raise InputError(f"{folder} is there and no export, which would take its place: move it away")
+        raise InputError(f"{folder} exists and is not an export, and would be replaced by one: move it away")
     with hold(workdir), tempfile.TemporaryDirectory(dir=workdir, prefix=".export-") as temporary:
         made = Path(temporary) / "export"
         made.mkdir()
         write_json(made / "config.json", config.to_dict())
         _write(trained, made, f"mlcn_jax export --workdir={shlex.quote(str(workdir))}")
-        _check(trained, artifact.Artifact(made))
+        checked = artifact.Artifact(made)
+        _check(trained, checked)
+        card = model_card.text(checked, _summary(workdir, trained.step), config.data.dir)
+        write_atomic(made / model_card.FILE, card)
         if folder.exists():
             folder.rename(Path(temporary) / "before")
         made.rename(folder)
@@ -99,7 +105,7 @@ def _flat(encoder: dict) -> dict[str, np.ndarray]:
 
 
 def _serialized(trained: Trained, platform: str, device: str, min_batch: int, usual_batch: int) -> bytearray:
-    """The function of any number of images from `min_batch` on, with the algorithms for `usual_batch`."""
+    """The function for `min_batch` images or more, with the algorithms that suit `usual_batch`."""
     spec = trained.spec
     structure = jax.tree.structure(trained.params["encoder"])
     names = list(_flat(trained.params["encoder"]))
@@ -111,7 +117,7 @@ def _serialized(trained: Trained, platform: str, device: str, min_batch: int, us
     (batch,) = jax.export.symbolic_shape("batch", constraints=[f"batch >= {min_batch}"])
     images = jax.ShapeDtypeStruct((batch, *spec.image_shape), jnp.uint8)
     weights = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in _flat(trained.params["encoder"]).items()}
-    with tracing.using(tracing.Target(platform=device, batch=usual_batch)):
+    with tracing.using(tracing.Target(platform=device, batch=usual_batch)), _without_paths():
         exported = jax.export.export(jax.jit(lengths), platforms=[platform])(weights, images)
     try:
         return exported.serialize()
@@ -119,8 +125,27 @@ def _serialized(trained: Trained, platform: str, device: str, min_batch: int, us
         raise InputError("exporting needs flatbuffers: pip install 'mlcn_jax[export]'") from error
 
 
+@contextlib.contextmanager
+def _without_paths() -> Iterator[None]:
+    """Keeps the paths of this machine's source files out of the functions that are traced."""
+    name = "jax_traceback_in_locations_limit"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def _summary(workdir: Path, step: int) -> dict[str, Any]:
+    """The run's summary; empty if there is none or it scores the checkpoint of another step."""
+    path = workdir / "summary.json"
+    summary = read_json(path) if path.is_file() else {}
+    return summary if isinstance(summary, dict) and summary.get("best_step") == step else {}
+
+
 def _check(trained: Trained, exported: artifact.Artifact) -> None:
-    """Raises where the artifact is not the model."""
+    """Raises RuntimeError where the artifact and the model give different lengths."""
     spec, rng = trained.spec, np.random.default_rng(0)
     lengths = jax.jit(lambda params, images: capsules.lengths(encode(spec, params["encoder"], to_pixels(images))))
     for n in (1, 8):

@@ -1,7 +1,7 @@
 """A trained model as ONNX: read from its export, converted, and run by ONNX Runtime.
 
-Converted by jax2onnx, from the model's own function, so that a new kind of lane needs nothing here. jax2onnx wants an
-older orbax-checkpoint than training does, so models are read from what `mlcn_jax export` wrote.
+jax2onnx converts the model's own function, so that a new kind of lane needs no change here. It needs an older
+orbax-checkpoint than training does, so models are read from what `mlcn_jax export` wrote.
 `mlcn_jax onnx` and `benchmarks.onnx_inference` are the commands.
 """
 
@@ -73,7 +73,7 @@ def read_export(workdir: Path, data_dir: str = "") -> ExportedModel:
     folder = workdir / "export"
     if not folder.is_dir():
         raise InputError(
-            f"{workdir} holds no exported model: train one there, then {program()} export --workdir={workdir}"
+            f"{workdir} does not hold an exported model: train one, then run {program()} export --workdir={workdir}"
         )
     artifact = Artifact(folder)
     config = RunConfig.from_dict(read_json(folder / "config.json"))

@@ -1,11 +1,13 @@
-"""Classifies pictures with an exported model; needs jax, flatbuffers, numpy and Pillow only.
+"""Classifies pictures with a trained model; an exported one needs jax, flatbuffers, numpy and Pillow only.
 
     mlcn_jax predict runs/mlcn2/export image.png photos/ --json
-    mlcn_jax predict digits image.png    # the model that comes with the package
+    mlcn_jax predict runs/mlcn2 image.png    # a training run, exported or not
+    mlcn_jax predict digits image.png        # the model that comes with the package
 
-A folder stands for the pictures in it. Prints the class of each picture and its probability
-(`artifact.Artifact.probabilities`). Exit codes: 0 all were classified, 2 input that cannot be used, 3 some pictures
-could not be read; the others are answered.
+A folder of pictures stands for the pictures in it. Of a training run, the export in it is used if it is newer than the
+newest checkpoint, otherwise the best checkpoint. Prints the class of each picture and its probability
+(`artifact.Classifier.probabilities`). Exit codes: 0 all were classified, 2 input that cannot be used, 3 some pictures
+could not be read; the others are classified.
 """
 
 import argparse
@@ -21,14 +23,14 @@ import numpy as np
 
 from mlcn_jax.data.images import SUFFIXES, read_pixels
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import EXIT_FAILED
+from mlcn_jax.launch import EXIT_FAILED, program
 from mlcn_jax.pretrained import find_export
 
 if TYPE_CHECKING:
-    from mlcn_jax.serving.artifact import Artifact
+    from mlcn_jax.serving.artifact import Classifier
 
 
-def predict(artifact: "Artifact", files: Sequence[Path], batch_size: int = 64) -> Iterator[dict[str, Any]]:
+def predict(model: "Classifier", files: Sequence[Path], batch_size: int = 64) -> Iterator[dict[str, Any]]:
     """Classifies pictures, in turn.
 
     Yields:
@@ -37,7 +39,7 @@ def predict(artifact: "Artifact", files: Sequence[Path], batch_size: int = 64) -
 
     def read(path: Path) -> np.ndarray | str:
         try:
-            return read_pixels(path, artifact.image_shape)
+            return read_pixels(path, model.image_shape)
         except InputError as error:
             return str(error)
 
@@ -46,14 +48,40 @@ def predict(artifact: "Artifact", files: Sequence[Path], batch_size: int = 64) -
             some = files[start : start + batch_size]
             read_ones = list(pool.map(read, some))
             good = [pixels for pixels in read_ones if not isinstance(pixels, str)]
-            probabilities = iter(artifact.probabilities(np.stack(good)) if good else ())
+            probabilities = iter(model.probabilities(np.stack(good)) if good else ())
             for path, pixels in zip(some, read_ones, strict=True):
                 if isinstance(pixels, str):
                     yield {"file": str(path), "error": pixels}
                     continue
                 own = next(probabilities)
                 best = int(np.argmax(own))
-                yield {"file": str(path), "class": artifact.class_names[best], "probability": float(own[best])}
+                yield {"file": str(path), "class": model.class_names[best], "probability": float(own[best])}
+
+
+def open_model(given: str) -> "Classifier":
+    """The model that a command line names: an export, a training workdir, or a model that comes with the package.
+
+    Raises:
+      InputError: it is none of them, or cannot be used.
+    """
+    from mlcn_jax.serving.artifact import MANIFEST, Artifact
+
+    folder = find_export(given).expanduser()
+    checkpoints = folder / "checkpoints"
+    if (folder / MANIFEST).is_file() or not checkpoints.is_dir():
+        return Artifact(folder)
+    saved = [path.stat().st_mtime for path in checkpoints.iterdir() if path.name.isdecimal()]
+    manifest = folder / "export" / MANIFEST
+    if manifest.is_file() and manifest.stat().st_mtime >= max(saved, default=0):
+        return Artifact(folder / "export")
+    try:
+        from mlcn_jax.serving.trained import TrainedModel
+    except ImportError as error:
+        raise InputError(
+            f"{folder} is a training run, and reading it needs all that trains ({error}): pip install mlcn_jax, or "
+            f"give a folder that `{program()} export` wrote"
+        ) from error
+    return TrainedModel(folder)
 
 
 def _files_of(paths: Sequence[str]) -> list[Path]:
@@ -88,7 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=(__doc__ or "").split("\n")[0],
         epilog="Takes no configuration: mlcn_jax train --help lists the fields of one.",
     )
-    parser.add_argument("artifact", help="folder that `mlcn_jax export` wrote, or a model of the package: digits")
+    text = "folder that `mlcn_jax export` wrote, folder of a training run, or a model of the package: digits"
+    parser.add_argument("model", help=text)
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="PNG, JPEG, WebP, BMP or GIF, or a folder of them")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     arguments = parser.parse_intermixed_args(argv)
@@ -96,10 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names may hold any bytes
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or XLA tells of each constant that takes a second to fold
-    from mlcn_jax.serving.artifact import Artifact  # slow to load: a mistaken argument has been answered
-
     failed = False
-    for found in predict(Artifact(find_export(arguments.artifact)), files):
+    for found in predict(open_model(arguments.model), files):
         failed |= "error" in found
         if arguments.json:
             print(json.dumps(found), flush=True)

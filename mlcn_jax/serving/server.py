@@ -6,16 +6,18 @@
 
 `POST /predict` takes a picture as the body (`image/*` or `application/octet-stream`), files in a
 `multipart/form-data`, or `application/json` as `{"images": [base64, ...]}`, and answers `{"predictions": [...]}`: for
-each picture, in turn, its `class` and `probability` (`artifact.Artifact.probabilities`), or `error`, why it cannot be
-read. `?probabilities` adds those of all classes. `GET /health` is 200 while the model answers, `GET /metrics` is for
-Prometheus, `GET /` describes the model.
+each picture, in order, its `class` and `probability` (`artifact.Classifier.probabilities`), or in `error` why it cannot
+be read. `?top=K` (or a field `top` of the form or the JSON) adds `top`, the K most probable classes, `?top=all` all of
+them; `?probabilities` adds the probabilities of all classes by name. `GET /` is a page to try it in a browser and, for
+programs, describes the model; `GET /openapi.json` describes the requests, `GET /health` is 200 while the model answers,
+and `GET /metrics` is for Prometheus.
 
 Status codes: 200 some picture was classified; 400 none was, or the request is malformed; 404, 405 there is no such path
-or method; 408 it came too slowly; 413 it has too many bytes or pictures; 415 it is of another type; 429 too much waits,
-try again; 431 its head is too long; 500, and 503 of `/health`, the model itself failed.
+or method; 408 the request came too slowly; 413 it has too many bytes or pictures; 415 it is of another type; 429 too
+much waits, try again; 431 its head is too long; 500, and 503 of `/health`, the model itself failed.
 
-It listens once the model is ready. SIGTERM and Ctrl-C end it after it has answered what had come. Exit codes: 0 ended
-so, 2 input that cannot be used.
+It listens once the model is ready. On SIGTERM or Ctrl-C it answers the requests that have arrived, then ends. Exit
+codes: 0 ended in this way, 2 input that cannot be used.
 """
 
 import argparse
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 _PACKAGES = ("httptools", "prometheus_client", "python_multipart", "starlette", "uvicorn")
 _MAX_HEAD_BYTES = 2**16  # of a request, with what frames the parts of its body
 _MAX_PIPELINED = 16  # requests that a client may send before the first is answered
-_SWITCH_SECONDS = 2e-4  # most that the computing thread waits for Python's lock; by default as long as a batch takes
+_SWITCH_SECONDS = 2e-4  # how long the computing thread waits for Python's lock; the default is as long as a batch takes
 _log = logging.getLogger("mlcn_jax")
 
 
@@ -50,11 +52,11 @@ def serve(service: "Service", listener: socket.socket, message: str) -> None:
 
     Args:
       service: the model, warm.
-      listener: a socket with an address, which does not listen yet.
+      listener: a bound socket that does not listen yet.
       message: printed once it listens.
 
     Raises:
-      InputError: the address is another's.
+      InputError: the address is in use.
     """
     import uvicorn
 
@@ -69,7 +71,7 @@ def serve(service: "Service", listener: socket.socket, message: str) -> None:
             print(message, flush=True)
 
         async def shutdown(self, sockets=None):
-            await asyncio.sleep(0.1)  # what had come before the signal is read first
+            await asyncio.sleep(0.1)  # to read what arrived before the signal
             await super().shutdown(sockets)
 
     config = uvicorn.Config(
@@ -84,7 +86,7 @@ def serve(service: "Service", listener: socket.socket, message: str) -> None:
         server_header=False,
         timeout_graceful_shutdown=int(3 * service.limits.timeout_seconds) + 1,
     )
-    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # whose fault it is, the client is told
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # the answer tells the client
     sys.setswitchinterval(_SWITCH_SECONDS)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # uvicorn has its own, and raises the signal again at the end
@@ -92,7 +94,7 @@ def serve(service: "Service", listener: socket.socket, message: str) -> None:
 
 
 def _protocol(service: "Service"):
-    """uvicorn's HTTP protocol, with an end to requests that come too slowly or never end, and to stuck connections."""
+    """uvicorn's HTTP protocol that ends requests which arrive too slowly or never end, and stuck connections."""
     from starlette.responses import JSONResponse
     from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -160,7 +162,7 @@ def _protocol(service: "Service"):
             self.transport.close()
 
         def _look(self):
-            """From time to time: does this connection still get on?"""
+            """Looks from time to time whether this connection still makes progress."""
             stuck = self.flow.write_paused or self.transport.is_closing()  # the client does not read
             if stuck and self._was_stuck:
                 self.transport.abort()
@@ -178,10 +180,10 @@ def _protocol(service: "Service"):
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A socket with an address, which does not listen yet.
+    """Binds a socket, which does not listen yet.
 
     Raises:
-      InputError: the address is another's, or none.
+      InputError: the address is in use, or is not one.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -191,7 +193,9 @@ def _bind(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         raise _cannot_listen((host, port), error) from error
     if not ipaddress.ip_address(address[0]).is_loopback:
-        _log.warning("%s can be reached from other machines: whoever does may ask, and nothing is encrypted", host)
+        _log.warning(
+            "%s can be reached from other machines: anyone who reaches it may use it, and nothing is encrypted", host
+        )
     return listener
 
 
@@ -211,30 +215,30 @@ def _parser() -> argparse.ArgumentParser:
     add("artifact", help="folder that `mlcn_jax export` wrote, or a model of the package: digits")
     add("--host", default="127.0.0.1", help="address to listen at")
     add("--port", default=8000, type=int, help="to listen at; 0 takes a free one")
-    add("--max_batch", default=64, type=int, help="images computed at once, a power of two; 1 turns batching off")
+    add("--max_batch", default=64, type=int, help="images computed together, a power of two; 1 turns batching off")
     add("--max_queue", default=256, type=int, help="images that wait while others are computed")
     add("--max_body_mib", default=16.0, type=float, help="size of a request")
     add("--max_images", default=64, type=int, help="images in a request")
     add("--max_connections", default=400, type=int, help="open at a time")
-    add("--timeout_seconds", default=10.0, type=float, help="in which a request must have come whole")
+    add("--timeout_seconds", default=10.0, type=float, help="in which a request must have arrived completely")
     return parser
 
 
 def _limits(arguments: argparse.Namespace) -> "Limits":
-    """Raises InputError where one makes no sense."""
+    """The limits given; raises InputError for a value that is out of range."""
     from mlcn_jax.serving.service import Limits
 
     if arguments.max_batch not in (1, 2, 4, 8, 16, 32, 64, 128):
-        raise InputError(f"--max_batch={arguments.max_batch} is no power of two from 1 to 128")
+        raise InputError(f"--max_batch={arguments.max_batch} must be a power of two from 1 to 128")
     if not 0 <= arguments.port < 2**16:
-        raise InputError(f"--port={arguments.port} is not from 0 to {2**16 - 1}")
+        raise InputError(f"--port={arguments.port} must be from 0 to {2**16 - 1}")
     for name in ("max_queue", "max_body_mib", "max_images", "max_connections", "timeout_seconds"):
         if not 0 < getattr(arguments, name) < float("inf"):
-            raise InputError(f"--{name}={getattr(arguments, name)} is not above 0")
+            raise InputError(f"--{name}={getattr(arguments, name)} must be above 0")
     if arguments.max_images > arguments.max_queue:
         raise InputError(
-            f"--max_images={arguments.max_images} is more than --max_queue={arguments.max_queue}, so that there is "
-            "never room for such a request"
+            f"--max_images={arguments.max_images} is more than --max_queue={arguments.max_queue}, so that "
+            "such a request would never be accepted"
         )
     return Limits(
         max_batch=arguments.max_batch,
@@ -263,4 +267,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     service.warm_up()
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
-    serve(service, listener, f"serving {arguments.artifact} at http://{host}:{port}/predict")
+    serve(
+        service,
+        listener,
+        f"serving {arguments.artifact} at http://{host}:{port}/predict, and a page at http://{host}:{port}/",
+    )

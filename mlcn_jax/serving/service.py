@@ -1,4 +1,4 @@
-"""What `serve` answers: pictures in requests of several kinds to predictions, within limits; and what is counted.
+"""The HTTP interface of `serve`: reads pictures from requests, returns predictions, enforces limits, counts.
 
 Needs starlette, prometheus_client and python_multipart.
 """
@@ -11,6 +11,7 @@ import dataclasses
 import io
 import json
 import logging
+import re
 import time
 import urllib.parse
 from collections.abc import Callable, Sequence
@@ -23,20 +24,22 @@ from python_multipart import exceptions, multipart
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlcn_jax.data.images import FORMATS, read_pixels
 from mlcn_jax.errors import InputError
+from mlcn_jax.serving import page
 from mlcn_jax.serving.batching import Batcher, Full
+from mlcn_jax.serving.openapi import description
 
 if TYPE_CHECKING:
     from mlcn_jax.serving.artifact import Artifact
 
 
-_SMALL_BYTES, _SMALL_PIXELS = 2**13, 2**16  # so quickly decoded that a thread would cost more
-_BODIES_HELD = 8  # bodies of the largest size that may be held at once, or smaller ones with as many bytes
+_SMALL_BYTES, _SMALL_PIXELS = 2**13, 2**16  # decoded in less time than handing it to a thread takes
+_BODIES_HELD = 8  # how many bodies of the largest size may be held at once, or smaller ones with as many bytes
 _READERS = 2  # threads that decode what is not small
 _RETRY = {"Retry-After": "1"}
 _log = logging.getLogger("mlcn_jax")
@@ -44,15 +47,15 @@ _log = logging.getLogger("mlcn_jax")
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What one server takes.
+    """What one server accepts.
 
     Attributes:
-      max_batch: images that are computed at once, a power of two.
+      max_batch: images that are computed together, a power of two.
       max_queue: images that wait while others are computed.
       max_body_bytes: of one request.
       max_images: in one request.
       max_connections: at a time.
-      timeout_seconds: in which a request must have come whole.
+      timeout_seconds: in which a request must have arrived completely.
     """
 
     max_batch: int
@@ -64,7 +67,7 @@ class Limits:
 
 
 class Metrics:
-    """What is counted, for Prometheus."""
+    """Metrics for Prometheus."""
 
     def __init__(self, waiting: Callable[[], int]):
         self._registry = registry = prometheus_client.CollectorRegistry()
@@ -74,13 +77,13 @@ class Metrics:
         )
         self._seconds = prometheus_client.Histogram(
             "mlcn_jax_predict_seconds",
-            "From the head of a request to its answer, /predict",
+            "From the head of a request to /predict to its answer",
             buckets=[2.0**i for i in range(-10, 4)],
             registry=registry,
         )
         self.batch_images = prometheus_client.Histogram(
             "mlcn_jax_batch_images",
-            "Images that were computed at once",
+            "Images that were computed together",
             buckets=[2**i for i in range(8)],
             registry=registry,
         )
@@ -88,11 +91,11 @@ class Metrics:
         queue.set_function(waiting)
 
     def count(self, status: int, path: str = "") -> None:
-        """One answer more; `path` is one that is there, or empty."""
+        """Counts one answer; `path` is one of the routes, or empty."""
         self._requests.labels(path, status).inc()
 
     def counting(self, app: ASGIApp, paths: Sequence[str] = ()) -> ASGIApp:
-        """The same application, whose answers are counted, those of `paths` each by itself."""
+        """The same application, which counts its answers, separately for each of `paths`."""
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             started = time.perf_counter()
@@ -110,16 +113,16 @@ class Metrics:
         return counted
 
     def text(self) -> bytes:
-        """All of it, in the format of Prometheus."""
+        """All counts, in the format of Prometheus."""
         return prometheus_client.generate_latest(self._registry)
 
 
 class Service:
-    """`POST /predict` as an ASGI application, and what it needs.
+    """`POST /predict` as an ASGI application, with the model and the threads that it needs.
 
     Args:
       artifact: the model.
-      limits: of what is taken.
+      limits: of what is accepted.
     """
 
     def __init__(self, artifact: "Artifact", limits: Limits):
@@ -135,7 +138,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def running(self, app: Any):
-        """While it is open, requests are answered."""
+        """Answers requests while it is open."""
         self.batcher.start(asyncio.get_running_loop())
         yield
         self.batcher.stop()
@@ -145,15 +148,19 @@ class Service:
         headers = dict(scope["headers"])
         if b"upgrade" in headers:  # after which no body is read
             raise HTTPException(
-                400, "an Upgrade is not taken: send it without (curl --http1.1)", {"Connection": "close"}
+                400, "Upgrade is not supported: send the request without it (curl --http1.1)", {"Connection": "close"}
             )
         find = _finder(headers)
+        query = urllib.parse.parse_qs(scope["query_string"].decode("latin-1"), True)
+        asked = query.get("top", [None])[-1]
+        self._count(asked)  # before the body has come
         if self.batcher.waiting >= self.limits.max_queue:
             raise self._full()
         try:
-            found = await self._receive_pixels(find, int(headers.get(b"content-length", b"0")), receive)
+            found, of_body = await self._receive_pixels(find, int(headers.get(b"content-length", b"0")), receive)
         except ClientDisconnect:
             return
+        top = self._count(of_body if asked is None else asked)
         good = [pixels for pixels in found if not isinstance(pixels, str)]
         try:
             rows = iter([await row for row in self.batcher.submit(good)])
@@ -162,16 +169,18 @@ class Service:
         except Exception as error:
             _log.error("the model failed: %s", (str(error).splitlines() or [repr(error)])[0])
             raise HTTPException(500, "the model failed") from error
-        every = "probabilities" in urllib.parse.parse_qs(scope["query_string"].decode("latin-1"), True)
+        every = "probabilities" in query
         answer: dict[str, Any] = {
-            "predictions": [{"error": p} if isinstance(p, str) else self._prediction(next(rows), every) for p in found]
+            "predictions": [
+                {"error": p} if isinstance(p, str) else self._prediction(next(rows), every, top) for p in found
+            ]
         }
         if not good:
-            answer["error"] = "none of it is an image that can be read"
+            answer["error"] = "no image in it can be read"
         await JSONResponse(answer, 200 if good else 400)(scope, receive, send)
 
-    async def _receive_pixels(self, find: "_Finder", length: int, receive: Receive) -> list[np.ndarray | str]:
-        """Of each picture in the body that comes its pixels, or why it cannot be read."""
+    async def _receive_pixels(self, find: "_Finder", length: int, receive: Receive) -> "_Pixels":
+        """Reads a body, and what is in it."""
         most = self.limits.max_body_bytes
         if length > most:
             raise self._too_large()
@@ -189,7 +198,7 @@ class Service:
                 if received > most:
                     raise self._too_large()
                 if self._held_bytes > _BODIES_HELD * most and received > _SMALL_BYTES:
-                    raise HTTPException(429, "too much is being sent: try again", _RETRY)
+                    raise HTTPException(429, "too many bytes are arriving: try again", _RETRY)
             body = b"".join(parts)
             if find is _whole and _is_small(body):
                 return self._pixels(find, body)
@@ -197,20 +206,35 @@ class Service:
         finally:
             self._held_bytes -= received
 
-    def _pixels(self, find: "_Finder", body: bytes) -> list[np.ndarray | str]:
+    def _pixels(self, find: "_Finder", body: bytes) -> "_Pixels":
         found: list[np.ndarray | str] = []
-        for image in find(body, self.limits.max_images):
+        images, top = find(body, self.limits.max_images)
+        for image in images:
             try:
                 found.append(image if isinstance(image, str) else read_pixels(image, self.artifact.image_shape))
             except InputError as error:
                 found.append(str(error))
-        return found
+        return found, top
 
-    def _prediction(self, probabilities: np.ndarray, every: bool) -> dict[str, Any]:
+    def _count(self, top: str | None) -> int:
+        """How many of the most probable classes `top` asks for; 0 where it is not given."""
+        most = len(self.artifact.class_names)
+        if top is None:
+            return 0
+        if top == "all":
+            return most
+        if not re.fullmatch("[0-9]{1,9}", top) or not 1 <= int(top) <= most:
+            raise HTTPException(400, f"top is {top[:20]!r}: give a number from 1 to {most}, or all")
+        return int(top)
+
+    def _prediction(self, probabilities: np.ndarray, every: bool, top: int) -> dict[str, Any]:
         names, best = self.artifact.class_names, int(np.argmax(probabilities))
         answer: dict[str, Any] = {"class": names[best], "probability": float(probabilities[best])}
         if every:
             answer["probabilities"] = dict(zip(names, probabilities.tolist(), strict=True))
+        if top:
+            most = np.argsort(-probabilities, kind="stable")[:top]
+            answer["top"] = [{"class": names[i], "probability": float(probabilities[i])} for i in most]
         return answer
 
     def _count_batch(self, size: int) -> None:
@@ -220,13 +244,16 @@ class Service:
         return HTTPException(413, f"the body has more than {self.limits.max_body_bytes / 2**20:g} MiB")
 
     def _full(self) -> HTTPException:
-        return HTTPException(429, f"{self.limits.max_queue} images may wait, and there is no room: try again", _RETRY)
+        return HTTPException(429, f"the queue of {self.limits.max_queue} images is full: try again", _RETRY)
 
 
 def application(service: Service) -> ASGIApp:
     """The ASGI application of all paths."""
 
     async def about(request: Request) -> Response:
+        vary = {"Vary": "Accept"}
+        if "text/html" in request.headers.get("accept", ""):
+            return HTMLResponse(page.PAGE, headers={**page.HEADERS, **vary})
         return JSONResponse(
             {
                 "classes": service.artifact.class_names,
@@ -234,8 +261,12 @@ def application(service: Service) -> ASGIApp:
                 "step": service.artifact.manifest["step"],
                 "exported": service.artifact.manifest["date"],
                 "limits": dataclasses.asdict(service.limits),
-            }
+            },
+            headers=vary,
         )
+
+    async def openapi(request: Request) -> Response:
+        return JSONResponse(description(service.artifact.class_names, service.limits))
 
     async def health(request: Request) -> Response:
         failed = service.batcher.failed
@@ -246,13 +277,20 @@ def application(service: Service) -> ASGIApp:
 
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+        detail = error.detail
+        if error.status_code == 404:
+            routes = [f"{'POST' if path == '/predict' else 'GET'} {path}" for path in paths]
+            detail = f"there is nothing at this path; there are {', '.join(routes)}"
+        if error.status_code == 405:
+            detail = f"{request.url.path} takes {(error.headers or {})['Allow']} only"
+        return JSONResponse({"error": detail}, error.status_code, error.headers)
 
     app = Starlette(
         routes=[
             Route("/", about),
             Route("/health", health),
             Route("/metrics", metrics),
+            Route("/openapi.json", openapi),
             Route("/predict", service, methods=["POST"]),
         ],
         exception_handlers={HTTPException: refuse},
@@ -268,15 +306,15 @@ def application(service: Service) -> ASGIApp:
     return serve
 
 
-_Finder = Callable[
-    [bytes, int], Sequence[bytes | str]
-]  # pictures in a body, at most so many; or what is wrong with one
+_Pixels = tuple[list[np.ndarray | str], str | None]  # of each picture, or why it cannot be read; and `top`
+_Images = tuple[Sequence[bytes | str], str | None]  # files of pictures, or what is wrong with one; and `top`
+_Finder = Callable[[bytes, int], _Images]  # of a body, with at most so many pictures
 
 
 def _finder(headers: dict[bytes, bytes]) -> _Finder:
-    """What finds the pictures in a body with such headers."""
+    """Chooses how to find the pictures in a body, by the headers."""
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise HTTPException(415, "a body with a Content-Encoding is not taken: send it as it is")
+        raise HTTPException(415, "a body with a Content-Encoding is not supported: send it uncompressed")
     content_type = headers.get(b"content-type", b"application/octet-stream").decode("latin-1")
     kind = content_type.partition(";")[0].strip().lower()
     if kind.startswith("image/") or kind == "application/octet-stream":
@@ -285,20 +323,23 @@ def _finder(headers: dict[bytes, bytes]) -> _Finder:
         return _in_json
     if kind == "multipart/form-data":
         return lambda body, most: _in_form(content_type, body, most)
-    raise HTTPException(415, f"{kind} is not taken: send image/*, multipart/form-data or application/json")
+    raise HTTPException(415, f"{kind} is not supported: send image/*, multipart/form-data or application/json")
 
 
-def _whole(body: bytes, most: int) -> list[bytes]:
-    return [body]
+def _whole(body: bytes, most: int) -> _Images:
+    return [body], None
 
 
-def _in_json(body: bytes, most: int) -> list[bytes | str]:
+def _in_json(body: bytes, most: int) -> _Images:
     try:
-        images = json.loads(body)["images"]
+        content = json.loads(body)
+        images, top = content["images"], content.get("top")
+        top = top if top is None or isinstance(top, str) else json.dumps(top)
         if not images or not isinstance(images, list):
             raise TypeError
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise HTTPException(400, 'the body is not {"images": [base64, ...]}') from error
+        message = 'the body is not {"images": [base64, ...]}, nor that with "top": NUMBER'
+        raise HTTPException(400, message) from error
     _check_count(len(images), most)
     found: list[bytes | str] = []
     for image in images:
@@ -306,11 +347,12 @@ def _in_json(body: bytes, most: int) -> list[bytes | str]:
             found.append(base64.b64decode(image, validate=True))
         except (ValueError, TypeError):
             found.append("it is not base64")
-    return found
+    return found, top
 
 
-def _in_form(content_type: str, body: bytes, most: int) -> list[bytes]:
+def _in_form(content_type: str, body: bytes, most: int) -> _Images:
     files: list[bytes] = []
+    tops: list[str] = []
     ends: list[bool] = []
 
     def on_file(file: multipart.File) -> None:
@@ -318,20 +360,24 @@ def _in_form(content_type: str, body: bytes, most: int) -> list[bytes]:
         file.file_object.seek(0)
         files.append(file.file_object.read())
 
+    def on_field(field: multipart.Field) -> None:
+        if field.field_name == b"top":
+            tops.append((field.value or b"").decode("latin-1"))
+
     try:
         multipart.FormParser(
             "multipart/form-data",
-            on_field=None,
+            on_field=on_field,
             on_file=on_file,
             on_end=lambda: ends.append(True),
             boundary=multipart.parse_options_header(content_type)[1].get(b"boundary"),
-            config={"MAX_MEMORY_FILE_SIZE": len(body) + 1},  # none is written to the disk
+            config={"MAX_MEMORY_FILE_SIZE": len(body) + 1},  # so that nothing is written to the disk
         ).write(body)
     except exceptions.FormParserError as error:
         raise HTTPException(400, f"the form is malformed: {error}") from error
     if not ends or not files:
-        raise HTTPException(400, "the form has no file" if ends else "the form is cut")
-    return files
+        raise HTTPException(400, "the form has no file" if ends else "the form is cut short")
+    return files, tops[-1] if tops else None
 
 
 def _check_count(count: int, most: int) -> None:
@@ -340,7 +386,7 @@ def _check_count(count: int, most: int) -> None:
 
 
 def _is_small(body: bytes) -> bool:
-    """Whether a picture's file and, as its header says, its pixels are few."""
+    """Whether a picture has few bytes and, by its header, few pixels."""
     if len(body) > _SMALL_BYTES or body.startswith(b"RIFF"):  # a WebP is decoded when it is opened
         return False
     try:

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class Checkpoints:
             ),
             create=False,
             read_only=read_only,
+            save_interval_steps=0 if read_only else 1,  # orbax sets it so, with a warning
             cleanup_tmp_directories=not read_only,
             multiprocessing_options=ocp.options.MultiprocessingOptions(  # each process by itself
                 primary_host=jax.process_index(),
@@ -61,7 +62,8 @@ class Checkpoints:
             ),
         )
         try:
-            self._manager = ocp.CheckpointManager(self._directory, options=options, item_names=(*_PARTS, "facts"))
+            with _without_remarks_on_reading() if read_only else contextlib.nullcontext():
+                self._manager = ocp.CheckpointManager(self._directory, options=options, item_names=(*_PARTS, "facts"))
         except OSError as error:
             raise InputError(
                 f"the checkpoints in {self._directory} cannot be read ({error}): mend that first"
@@ -275,6 +277,21 @@ def _tells_damage(error: Exception) -> bool:
     if number and int(number[1]) != errno.ENOENT:
         return False
     return isinstance(error, _Damaged | ValueError | LookupError | TypeError | AttributeError)
+
+
+@contextlib.contextmanager
+def _without_remarks_on_reading() -> Iterator[None]:
+    """Leaves out orbax's warning that a folder which is opened for reading only is opened for reading only."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "Given directory is read only" not in record.getMessage()
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 def _read_all(folder: Path) -> None:

@@ -1,19 +1,31 @@
-"""Scores of a workdir that cannot be written to."""
+"""Scores of a trained model: on other images, of the most probable classes, and where nothing can be written."""
 
+import dataclasses
 import errno
+import json
+import logging
 import os
 
+import numpy as np
 import pytest
+from conftest import TINY
+from PIL import Image
 
+from mlcn_jax import pretrained
 from mlcn_jax.analysis import evaluate_workdir
-from mlcn_jax.training import loop
+from mlcn_jax.commands import front
+from mlcn_jax.config import DataSettings, RunConfig
+from mlcn_jax.data import datasets
+from mlcn_jax.errors import InputError
+from mlcn_jax.training import checkpoint, loop
 
 
-@pytest.fixture
-def trained(tiny, tmp_path):
-    config = tiny.replace({"train.num_steps": 1, "train.checkpoint_every": 1})
-    loop.train(config, tmp_path)
-    return config, tmp_path
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    config = RunConfig().replace(TINY).replace({"train.num_steps": 1, "train.checkpoint_every": 1})
+    workdir = tmp_path_factory.mktemp("run")
+    loop.train(config, workdir)
+    return config, workdir
 
 
 def test_scores_are_told_where_nothing_can_be_written(trained, monkeypatch, caplog):
@@ -34,3 +46,90 @@ def test_scores_are_told_where_nothing_can_be_written(trained, monkeypatch, capl
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert evaluate_workdir.evaluate_workdir(config, workdir) == usual
     assert "cannot be written to" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return datasets.load("digits")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return checkpoint.load_trained(pretrained.find_workdir("digits"))
+
+
+@pytest.fixture
+def folder(digits, tmp_path):
+    """Two digits of each class as larger pictures in RGB."""
+    for label, name in enumerate(digits.class_names):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        for i, image in enumerate(digits.test.images[digits.test.labels == label][:2]):
+            picture = Image.fromarray(image[..., 0]).convert("RGB").resize((56, 56))
+            picture.save(tmp_path / "pictures" / name / f"{i}.png")
+    return tmp_path / "pictures"
+
+
+def evaluated(capsys, *flags):
+    front.run(["evaluate", "--workdir=digits", *flags])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_another_folder_is_scored_in_the_size_and_color_of_the_model(folder, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = ("--config.data.name=folder", f"--config.data.dir={folder}")
+    everything = evaluated(capsys, *flags, "--all_images")
+    assert everything["images"] == 20
+    assert everything["test_accuracy"] >= 0.9
+    assert everything["data"]["scored"]
+    assert "test_top5_accuracy" not in everything
+    assert evaluated(capsys, *flags)["images"] == 10
+    assert (tmp_path / "evaluate-digits" / "confusion.png").is_file()
+    with pytest.raises(InputError, match=r"28x28 pixels, and those of folder have 40x40: give"):
+        evaluated(capsys, *flags, "--config.data.image_size=40")
+    (folder / "9").rename(folder / "nine")
+    with pytest.raises(InputError, match=r"only the model has: 9; only folder has: nine\): name the folders"):
+        evaluated(capsys, *flags)
+
+
+def test_all_images_are_told_apart_from_the_test_set_of_the_run(trained, capsys, caplog, monkeypatch):
+    _, workdir = trained
+    before = (workdir / "confusion.png").stat().st_mtime_ns
+    monkeypatch.setattr(logging.getLogger("mlcn_jax"), "propagate", True)
+    front.run(["evaluate", f"--workdir={workdir}", "--all_images"])
+    assert json.loads(capsys.readouterr().out)["images"] == 1797
+    assert (workdir / "confusion.png").stat().st_mtime_ns == before
+    assert (workdir / "evaluate" / "confusion.png").is_file()
+    assert "the model learned from these images" in caplog.text
+
+
+def test_labels_follow_the_classes_of_the_model_and_gray_becomes_rgb(digits, model):
+    turned = dataclasses.replace(digits, class_names=digits.class_names[::-1])
+    rgb = dataclasses.replace(model, spec=dataclasses.replace(model.spec, image_shape=(28, 28, 3)))
+    found = evaluate_workdir.fitted(turned, rgb, "W")
+    assert found.class_names == digits.class_names
+    np.testing.assert_array_equal(found.test.labels, 9 - digits.test.labels)
+    np.testing.assert_array_equal(found.test.images, np.repeat(digits.test.images, 3, axis=-1))
+    np.testing.assert_array_equal(evaluate_workdir.fitted(found, model, "W").test.images, digits.test.images)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "used"), [("folder", 0, 28), ("folder", 40, 40), ("mnist", 28, 0), ("mnist", 40, 40)]
+)
+def test_folders_are_resized_for_the_model(model, name, given, used):
+    assert evaluate_workdir._image_size(DataSettings(name=name, image_size=given), model) == used
+
+
+def test_among_the_most_probable_classes():
+    lengths = np.array([[0.1, 0.9, 0.5], [0.1, 0.9, 0.5], [0.2, 0.2, 0.2]])
+    labels = np.array([2, 0, 2])
+    assert evaluate_workdir.top_accuracy(lengths, labels, 2) == pytest.approx(1 / 3)
+    assert evaluate_workdir.top_accuracy(lengths, labels, 1) == 0
+    assert evaluate_workdir.top_accuracy(lengths, labels, 3) == 1
+
+
+def test_top_accuracy_is_told_of_many_classes(model, digits, monkeypatch):
+    assert evaluate_workdir._top_accuracy(model, digits.test, 100) == {}
+    monkeypatch.setattr(evaluate_workdir, "_TOP", 1)
+    scores = json.loads((pretrained.find_workdir("digits") / "summary.json").read_text())
+    found = evaluate_workdir._top_accuracy(model, digits.test, 100)
+    assert found == {"test_top1_accuracy": pytest.approx(scores["test_accuracy"], abs=0.005)}

@@ -18,7 +18,7 @@ from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules
 from mlcn_jax.nn.model import encode
-from mlcn_jax.serving import artifact, export, predict
+from mlcn_jax.serving import artifact, export, model_card, predict
 from mlcn_jax.training import checkpoint
 from mlcn_jax.training.loop import train
 
@@ -85,6 +85,40 @@ def test_lanes_that_classify_alone_and_signed_pixels_are_exported(workdir, tmp_p
     assert "127.5 - 1" in json.loads((tmp_path / "model.json").read_text())["preprocessing"]
     assert count > 1
     np.testing.assert_allclose(loaded.probabilities(images), loaded.lengths(images) / np.sqrt(count), rtol=1e-6)
+
+
+def test_no_function_holds_a_path_of_this_machine(workdir):
+    functions = list((workdir / "export").glob("*.jaxexport"))
+    assert len(functions) == 3
+    for function in functions:
+        content = function.read_bytes()
+        assert str(REPOSITORY).encode() not in content
+        assert b".py" not in content
+    assert jax.config.jax_traceback_in_locations_limit != 0
+
+
+def test_the_model_card_says_what_the_model_is_and_may_be_edited(workdir, copied):
+    card = (copied / "README.md").read_text()
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert f"{summary['test_accuracy']:.2%} of the test images" in card
+    assert summary["data"]["note"] in card
+    assert "`mlcn1:w1*2`" in card
+    assert "gray images of 28x28 pixels" in card
+    assert "mlcn_jax predict FOLDER" in card
+    python = card.split("```python\n")[1].split("```")[0]
+    compile(python, "card", "exec")
+    (copied / "README.md").write_text("my own words")
+    artifact.Artifact(copied)
+
+
+def test_the_model_card_leaves_out_what_is_not_known_and_private_folders(loaded, workdir):
+    assert "Not measured" in model_card.text(loaded, {})
+    assert export._summary(workdir, 7) == {}
+    note = "Images of /home/me/pets; a fixed 20% of each class is the test set."
+    card = model_card.text(loaded, {"data": {"name": "folder", "note": note}}, "/home/me/pets")
+    assert "Images of pets; a fixed" in card
+    assert "/home/me" not in card
+    assert model_card._code("a`|\n") == "`a'/\\n`"
 
 
 def test_images_of_another_shape_or_type_are_refused(loaded):
@@ -166,7 +200,7 @@ def test_an_artifact_that_was_altered_or_cut_is_refused(copied, name, how):
         (copied / name).write_bytes(content[:-1])
     else:
         (copied / name).unlink()
-    with pytest.raises(InputError, match=f"{name} (was altered or cut|is missing): copy it anew"):
+    with pytest.raises(InputError, match=f"{name} (was altered or cut|is missing): copy it again"):
         artifact.Artifact(copied)
 
 
@@ -209,8 +243,10 @@ def test_newer_versions_other_platforms_and_other_folders_are_named(copied, tmp_
     rewrite(copied, format=1, functions=[])
     with pytest.raises(InputError, match="cannot run on cpu"):
         artifact.Artifact(copied)
-    with pytest.raises(InputError, match=r"has no manifest.json; .*mlcn_jax export"):
+    with pytest.raises(InputError, match=r"has no manifest.json; give .*/export"):
         artifact.Artifact(tmp_path)
+    with pytest.raises(InputError, match=r"has no manifest.json; .*mlcn_jax export"):
+        artifact.Artifact(tmp_path / "elsewhere")
 
 
 def test_a_file_outside_of_the_folder_is_not_read(copied):

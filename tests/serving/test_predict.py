@@ -1,11 +1,15 @@
 """What `mlcn_jax.predict` prints."""
 
+import os
 import sys
 import types
 
+import numpy as np
 import pytest
 
-from mlcn_jax.serving import artifact, predict
+from mlcn_jax.errors import InputError
+from mlcn_jax.serving import artifact, export, predict
+from mlcn_jax.training import loop
 
 
 def test_names_are_shown_and_not_obeyed(tmp_path, monkeypatch, capsys):
@@ -14,7 +18,7 @@ def test_names_are_shown_and_not_obeyed(tmp_path, monkeypatch, capsys):
         {"file": str(good), "class": "cat\x1b[1m", "probability": 0.5},
         {"file": str(bad), "error": "it is\nno image"},
     ]
-    monkeypatch.setattr(artifact, "Artifact", lambda folder: None)
+    monkeypatch.setattr(predict, "open_model", lambda given: None)
     monkeypatch.setattr(predict, "predict", lambda *args: found)
     monkeypatch.setattr(sys, "argv", ["predict", "export", str(good), str(bad)])
     monkeypatch.setattr(
@@ -22,8 +26,7 @@ def test_names_are_shown_and_not_obeyed(tmp_path, monkeypatch, capsys):
         "stdout",
         types.SimpleNamespace(reconfigure=lambda **how: None, write=sys.stdout.write, flush=sys.stdout.flush),
     )
-    with pytest.raises(SystemExit):
-        predict.main()
+    assert predict.main() == 3
     out, err = capsys.readouterr()
     assert out == f"{tmp_path}/a\\x1b[2J\\nb.png: cat\\x1b[1m, 50.0%\n"
     assert err == f"{tmp_path}/c\\r\\x1b]0;title\\x07.png: it is\\nno image\n"
@@ -32,3 +35,27 @@ def test_names_are_shown_and_not_obeyed(tmp_path, monkeypatch, capsys):
 def test_usual_names_are_shown_as_they_are():
     assert predict.printable("größe 日本 (1).png: cat, 50.0%") == "größe 日本 (1).png: cat, 50.0%"
     assert predict.printable("\udcff") == "\\udcff"
+
+
+def test_a_workdir_is_used_by_its_export_only_while_that_is_newer_than_the_checkpoints(tiny, tmp_path, rng):
+    loop.train(tiny.replace({"train.num_steps": 2, "train.checkpoint_every": 2}), tmp_path)
+    trained = predict.open_model(str(tmp_path))
+    assert not isinstance(trained, artifact.Artifact)
+    manifest = export.export(tmp_path) / "manifest.json"
+    exported = predict.open_model(str(tmp_path))
+    assert isinstance(exported, artifact.Artifact)
+    images = rng.integers(0, 256, (5, *trained.image_shape)).astype(np.uint8)
+    np.testing.assert_allclose(trained.probabilities(images), exported.probabilities(images), atol=1e-5)
+    assert trained.class_names == exported.class_names
+    os.utime(manifest, (0, 0))
+    assert not isinstance(predict.open_model(str(tmp_path)), artifact.Artifact)
+    assert isinstance(predict.open_model(str(manifest.parent)), artifact.Artifact)
+
+
+def test_a_workdir_without_a_model_says_so(tmp_path, monkeypatch):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(InputError, match="holds no trained model"):
+        predict.open_model(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "mlcn_jax.serving.trained", None)
+    with pytest.raises(InputError, match=r"reading it needs all that trains .*pip install mlcn_jax"):
+        predict.open_model(str(tmp_path))

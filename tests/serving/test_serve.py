@@ -4,6 +4,7 @@ import asyncio
 import base64
 import concurrent.futures
 import contextlib
+import hashlib
 import http.client
 import io
 import json
@@ -436,9 +437,10 @@ async def until(condition):
         await asyncio.sleep(0.01)
 
 
-async def ask(app, body, path="/predict", method="POST", whole=None):
+async def ask(app, body, path="/predict", method="POST", whole=None, query=b"", headers=(), parse=json.loads):
     """Status, headers and answer of an ASGI application; the body ends once `whole` is set."""
-    scope = {"type": "http", "method": method, "path": path, "headers": [], "query_string": b"", "root_path": ""}
+    scope = {"type": "http", "method": method, "path": path, "query_string": query, "root_path": ""}
+    scope["headers"] = [(name.lower().encode(), value.encode()) for name, value in dict(headers).items()]
     sent, parts = [], [body, b""] if whole else [body]
 
     async def receive():
@@ -451,7 +453,7 @@ async def ask(app, body, path="/predict", method="POST", whole=None):
         sent.append(message)
 
     await app(scope, receive, send)
-    return sent[0]["status"], dict(sent[0]["headers"]), json.loads(sent[1]["body"])
+    return sent[0]["status"], dict(sent[0]["headers"]), parse(sent[1]["body"])
 
 
 def in_process(check, **limits):
@@ -521,6 +523,104 @@ def test_too_many_bytes_at_once_are_refused():
     in_process(check, max_body_bytes=20_000)
 
 
+def test_the_most_probable_classes_are_told_as_many_as_are_asked_for():
+    light = pixel(153)
+    first, second = {"class": "light", "probability": 0.6}, {"class": "dark", "probability": 0.4}
+    field = b'--XX\r\nContent-Disposition: form-data; name="top"\r\n\r\n%s\r\n'
+
+    async def check(app, slow, service):
+        slow.go.set()
+
+        async def tops(body=light, query=b"", headers=RAW):
+            status, _, answer = await ask(app, body, query=query, headers=headers)
+            if status != 200:
+                return status, answer["error"]
+            (prediction,) = answer["predictions"]
+            assert (prediction["class"], round(prediction["probability"], 6)) == ("light", 0.6)
+            return [one | {"probability": round(one["probability"], 6)} for one in prediction.get("top", [])]
+
+        assert await tops() == []
+        assert await tops(query=b"top=1") == [first]
+        assert await tops(query=b"top=2") == await tops(query=b"top=all") == [first, second]
+        body = json.loads(in_json([pixel(153)]))
+        for value, expected in ((1, [first]), ("1", [first]), ("all", [first, second]), (None, [])):
+            assert await tops(json.dumps(body | {"top": value}).encode(), headers=JSON) == expected
+        assert await tops(field % b"1" + form([pixel(153)]), headers=FORM) == [first]
+        assert await tops(field % b"1" + form([pixel(153)]), b"top=all", FORM) == [first, second]
+        expected = "give a number from 1 to 2, or all"
+        for query in (
+            b"top",
+            b"top=0",
+            b"top=3",
+            b"top=-1",
+            b"top=1.5",
+            b"top=%b2",
+            b"top=some",
+            b"top=" + b"9" * 5000,
+        ):
+            status, error = await tops(query=query)
+            assert status == 400
+            assert expected in error
+            assert len(error) < 100
+        for value in (0, 3, True, 1.0, "\ud800", [1], {}):
+            status, error = await tops(json.dumps(body | {"top": value}).encode(), headers=JSON)
+            assert (status, expected in error) == (400, True)
+        assert (await tops(field % b"x" + form([pixel(153)]), headers=FORM))[0] == 400
+
+    in_process(check)
+
+
+def test_browsers_get_a_page_and_programs_the_description():
+    async def check(app, slow, service):
+        accept = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+        status, headers, text = await ask(app, b"", "/", "GET", headers=accept, parse=bytes.decode)
+        assert status == 200
+        assert headers[b"content-type"].startswith(b"text/html")
+        assert not re.search(r"(src|href)=[\"']?(https?:)?//", text)
+        policy = headers[b"content-security-policy"].decode()
+        assert policy.startswith("default-src 'none'")
+        for tag in ("script", "style"):
+            content = re.search(f"<{tag}>(.*?)</{tag}>", text, re.S)[1]
+            digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+            assert f"{tag}-src 'sha256-{digest}'" in policy
+        _, headers, answer = await ask(app, b"", "/", "GET", headers={"Accept": "*/*"})
+        assert answer["classes"] == ["dark", "light"]
+        assert headers[b"vary"] == b"Accept"
+
+    in_process(check)
+
+
+def test_the_description_names_every_route_and_what_is_taken():
+    async def check(app, slow, service):
+        _, _, found = await ask(app, b"", "/openapi.json", "GET")
+        missing = (await ask(app, b"", "/nothing", "GET"))[2]["error"]
+        for path, operations in found["paths"].items():
+            (method,) = operations
+            assert f"{method.upper()} {path}" in missing
+            status = (await ask(app, b"", path, method.upper(), parse=bytes))[0]
+            assert str(status) in operations[method]["responses"]
+        assert len(found["paths"]) == len(re.findall("GET|POST", missing))
+        predict = found["paths"]["/predict"]["post"]
+        for kind, schema in predict["requestBody"]["content"].items():
+            status, _, answer = await ask(app, b"?", headers={"Content-Type": kind})
+            assert status == 400, answer
+            assert schema["schema"]["type"] in ("string", "object")
+        images = predict["requestBody"]["content"]["application/json"]["schema"]["properties"]["images"]
+        assert images["maxItems"] == service.limits.max_images
+        for name in re.findall("#/components/schemas/([A-Za-z]+)", json.dumps(found)):
+            assert name in found["components"]["schemas"]
+
+    in_process(check)
+
+
+def test_another_method_is_answered_with_the_one_to_take():
+    async def check(app, slow, service):
+        status, headers, answer = await ask(app, b"", "/predict", "GET")
+        assert (status, headers[b"allow"], answer) == (405, b"POST", {"error": "/predict takes POST only"})
+
+    in_process(check)
+
+
 @pytest.mark.parametrize(("waiting", "taken"), [(1, 1), (3, 2), (5, 5), (6, 6), (8, 8), (9, 8), (50, 8)])
 def test_fewer_are_taken_where_padding_would_cost_more(waiting, taken):
     batcher = Batcher(lambda items: items, 8, 100)
@@ -565,7 +665,7 @@ def test_an_address_in_use_gives_one_error(tmp_path):
         ("--timeout_seconds=nan", "above 0"),
         ("--max_images=300", "max_queue=256"),
         ("--host=no.such.host.invalid", "cannot listen"),
-        ("--port=0", "folder is no exported model"),
+        ("--port=0", "folder is not an exported model"),
     ],
 )
 def test_options_that_make_no_sense_are_named(monkeypatch, option, said):

@@ -307,3 +307,12 @@ def test_other_odd_names_hold_checkpoints(tmp_path, name):
     assert checkpoints.restore(LIKE)[1]["step"] == 1
     checkpoints.close()
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_opening_to_read_only_warns_of_nothing(tmp_path, caplog):
+    save_all(tmp_path, {1: None}).close()
+    filters = list(logging.getLogger("absl").filters)
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        Checkpoints(tmp_path, read_only=True).close()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert logging.getLogger("absl").filters == filters

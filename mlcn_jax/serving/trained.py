@@ -1,0 +1,32 @@
+"""A training workdir as a model that classifies, with its training code: for those who did not export it."""
+
+from pathlib import Path
+
+import jax
+
+from mlcn_jax import host
+from mlcn_jax.data.batches import to_pixels
+from mlcn_jax.nn import capsules, conv
+from mlcn_jax.nn.model import encode
+from mlcn_jax.serving.artifact import Classifier
+from mlcn_jax.training.checkpoint import load_trained
+
+
+class TrainedModel(Classifier):
+    """The best checkpoint of a workdir, which classifies as its export would.
+
+    Raises:
+      InputError: the workdir does not hold a trained model.
+    """
+
+    def __init__(self, workdir: Path):
+        host.keep_compiled_programs()
+        trained = load_trained(workdir)
+        spec = trained.spec
+        self.class_names, self.image_shape = trained.class_names, spec.image_shape
+        self._certain_length = spec.certain_length
+        lengths = jax.jit(
+            lambda images: capsules.lengths(encode(spec, trained.params["encoder"], to_pixels(images))),
+            compiler_options=conv.compiler_options(jax.default_backend()),
+        )
+        self._functions = [(1, lengths)]
