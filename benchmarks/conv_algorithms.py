@@ -19,11 +19,9 @@ from benchmarks import peers
 from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
-from mlcn_jax.launch import launch_app
+from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import conv
 
-_ROUNDS = flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1)
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "type of the arrays")
 _LANES = 4
 
 CASES = {  # image size, channels in, kernel size, filters, stride, padding
@@ -37,13 +35,13 @@ CASES = {  # image size, channels in, kernel size, filters, stride, padding
 _BATCHES = (1, 8, 100)
 
 
-def compile_case(case, batch: int, algorithm: str, gradients: bool):
+def compile_case(case, batch: int, algorithm: str, gradients: bool, dtype: str):
     """The compiled function and its arguments; raises InputError where the algorithm cannot do the shape."""
     size, channels, taps, filters, stride, padding = case
     first = channels < 8
     x_key, kernel_key = jax.random.split(jax.random.key(0))
-    x = jax.random.normal(x_key, (*(() if first else (_LANES,)), batch, size, size, channels), _DTYPE.value)
-    kernels = jax.random.normal(kernel_key, (_LANES, taps, taps, channels, filters), _DTYPE.value)
+    x = jax.random.normal(x_key, (*(() if first else (_LANES,)), batch, size, size, channels), dtype)
+    kernels = jax.random.normal(kernel_key, (_LANES, taps, taps, channels, filters), dtype)
 
     def forward(x, kernels):
         one = functools.partial(conv.conv2d, stride=stride, padding=padding, algorithm=algorithm)
@@ -57,35 +55,39 @@ def compile_case(case, batch: int, algorithm: str, gradients: bool):
     return jax.jit(function, compiler_options=options).lower(x, kernels).compile(), (x, kernels)
 
 
-def measure(case, batch: int, gradients: bool) -> dict[str, float]:
+def measure(case, batch: int, gradients: bool, values: flags.FlagValues) -> dict[str, float]:
     """Median milliseconds by algorithm."""
     programs = {}
     for name in conv.ALGORITHMS:
         try:
-            programs[name] = compile_case(case, batch, name, gradients)
+            programs[name] = compile_case(case, batch, name, gradients, values.dtype)
         except InputError:
             continue
     milliseconds: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(_ROUNDS.value + 1):
+    for _ in range(values.rounds + 1):
         for name, (program, arguments) in programs.items():
             started = time.perf_counter()
             jax.block_until_ready(program(*arguments))
             milliseconds[name].append(1000 * (time.perf_counter() - started))
-    return {name: statistics.median(values[1:]) for name, values in milliseconds.items()}
+    return {name: statistics.median(taken[1:]) for name, taken in milliseconds.items()}
 
 
-def main(argv):
-    del argv
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1, flag_values=values)
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "type of the arrays", flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
     backend = jax.default_backend()
-    results = {"rounds": _ROUNDS.value, "dtype": _DTYPE.value, "lanes": _LANES, **host.environment(), "cases": {}}
+    results = {"rounds": values.rounds, "dtype": values.dtype, "lanes": _LANES, **host.environment(), "cases": {}}
     for name, case in CASES.items():
         size, channels, taps, filters, stride, padding = case
         for batch in _BATCHES:
             shapes = (batch, size, size, channels), (taps, taps, channels, filters)
             entry = {
                 "chosen": conv.choose(backend, *shapes, stride, padding),
-                "forward_milliseconds": measure(case, batch, gradients=False),
-                "with_gradients_milliseconds": measure(case, batch, gradients=True),
+                "forward_milliseconds": measure(case, batch, False, values),
+                "with_gradients_milliseconds": measure(case, batch, True, values),
             }
             results["cases"][f"{name}, batch {batch}"] = entry
             print(f"{name}, batch {batch}: {entry}", flush=True)
@@ -93,4 +95,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

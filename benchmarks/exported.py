@@ -25,29 +25,33 @@ from mlcn_jax import host
 from mlcn_jax.data import batches
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
-from mlcn_jax.launch import launch_app
+from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import capsules, conv, model
 from mlcn_jax.serving import artifact
 from mlcn_jax.training import checkpoint
 
-_WORKDIR = flags.DEFINE_list("workdir", [], "Folder of a run that was exported, or several, joined by commas.")
-_ROUNDS = flags.DEFINE_integer("rounds", 10, "Interleaved rounds.", lower_bound=1)
 _BATCHES = (1, 8, artifact.MAX_BATCH)
 _CALLS = {1: 50, 8: 20, artifact.MAX_BATCH: 2}  # of each in a round
 _PICTURES = 100
 
 
-def main(argv: list[str]) -> None:
-    del argv
-    if not _WORKDIR.value:
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_list(
+        "workdir", [], "Folder of a run that was exported, or several, joined by commas.", flag_values=values
+    )
+    flags.DEFINE_integer("rounds", 10, "Interleaved rounds.", lower_bound=1, flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
+    if not values.workdir:
         raise InputError("give --workdir=FOLDER of a run that was exported")
-    results = {"rounds": _ROUNDS.value, **host.environment(), "models": []}
-    for workdir in _WORKDIR.value:
-        results["models"].append(measure(Path(workdir).expanduser()))
+    results = {"rounds": values.rounds, **host.environment(), "models": []}
+    for workdir in values.workdir:
+        results["models"].append(measure(Path(workdir).expanduser(), values.rounds))
         write_json(RESULTS / "exported.json", results)
 
 
-def measure(workdir: Path) -> dict:
+def measure(workdir: Path, num_rounds: int) -> dict:
     """One model's figures."""
     exported, trained = artifact.Artifact(workdir / "export"), checkpoint.load_trained(workdir)
     images = np.random.default_rng(0).integers(0, 256, (max(_BATCHES), *exported.image_shape)).astype(np.uint8)
@@ -64,7 +68,7 @@ def measure(workdir: Path) -> dict:
             "model": lambda some=some: np.asarray(jitted(trained.params["encoder"], some)),
         }
         error = float(np.abs(sides["exported"]() - sides["model"]()).max())
-        rounds = [{name: seconds(call, _CALLS[batch]) for name, call in sides.items()} for _ in range(_ROUNDS.value)]
+        rounds = [{name: seconds(call, _CALLS[batch]) for name, call in sides.items()} for _ in range(num_rounds)]
         row = {"batch": batch, "largest_difference": error}
         for name in sides:
             row[f"{name}_milliseconds"] = 1000 * statistics.median(one[name] for one in rounds)
@@ -102,4 +106,4 @@ def command_seconds(folder: Path, images: np.ndarray) -> float:
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

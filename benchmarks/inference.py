@@ -14,31 +14,38 @@ from absl import flags
 from benchmarks import networks, peers
 from mlcn_jax import host
 from mlcn_jax.files import write_json
-from mlcn_jax.launch import launch_app
-
-_PEERS = flags.DEFINE_list("peers", ["keras", "torch"], "frameworks to compare with: keras, torch; empty for none")
-_NETWORKS = flags.DEFINE_list("networks", [n.name for n in networks.TARGETS], "; ".join(networks.NETWORKS))
-_BATCHES = flags.DEFINE_list("batches", ["1", "100"], "images per call")
-_ROUNDS = flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1)
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "type of convolutions and products")
-_PYTHON = flags.DEFINE_string("peers_python", ".venv-peers/bin/python", "interpreter with benchmarks/requirements.txt")
-_OUT = flags.DEFINE_string("out", str(peers.RESULTS / "inference.json"), "file to write")
+from mlcn_jax.launch import launch_script
 
 
-def main(argv):
-    del argv
-    if _PEERS.value:
-        peers.check_peers_python(_PYTHON.value)
-    results = {"rounds": _ROUNDS.value, "dtype": _DTYPE.value, **host.environment(), "networks": {}}
-    for name in _NETWORKS.value:
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_list(
+        "peers", ["keras", "torch"], "frameworks to compare with: keras, torch; empty for none", flag_values=values
+    )
+    flags.DEFINE_list("networks", [n.name for n in networks.TARGETS], "; ".join(networks.NETWORKS), flag_values=values)
+    flags.DEFINE_list("batches", ["1", "100"], "images per call", flag_values=values)
+    flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1, flag_values=values)
+    flags.DEFINE_enum(
+        "dtype", "float32", ["float32", "bfloat16"], "type of convolutions and products", flag_values=values
+    )
+    flags.DEFINE_string(
+        "peers_python", ".venv-peers/bin/python", "interpreter with benchmarks/requirements.txt", flag_values=values
+    )
+    flags.DEFINE_string("out", str(peers.RESULTS / "inference.json"), "file to write", flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
+    if values.peers:
+        peers.check_peers_python(values.peers_python)
+    results = {"rounds": values.rounds, "dtype": values.dtype, **host.environment(), "networks": {}}
+    for name in values.networks:
         network = networks.find(name)
-        for batch in map(int, _BATCHES.value):
+        for batch in map(int, values.batches):
             results["networks"][f"{name}_batch_{batch}"] = peers.compare(
-                network, batch, _PEERS.value, "infer", _ROUNDS.value, _DTYPE.value, _PYTHON.value
+                network, batch, values.peers, "infer", values.rounds, values.dtype, values.peers_python
             )
-            write_json(Path(_OUT.value), results)
+            write_json(Path(values.out), results)
     print(peers.table(list(results["networks"].values())))
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

@@ -20,7 +20,7 @@ import numpy as np
 from absl import flags
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch_app, program
+from mlcn_jax.launch import launch_script, program
 
 if TYPE_CHECKING:
     from mlcn_jax.serving.onnx import ExportedModel
@@ -30,22 +30,24 @@ THEIRS, OURS = "onnxruntime", "artifact"
 _ROUND_SECONDS = 1.0
 _PAUSE_SECONDS = 0.3  # so that the others' threads have gone to sleep
 
-_WORKDIR = flags.DEFINE_list("workdir", [], "workdir whose folder `onnx` holds a model, or several, joined by commas")
-_BATCHES = flags.DEFINE_list("batches", ["1", "100"], "images per call")
-_ROUNDS = flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1)
-_OUT = flags.DEFINE_string("out", str(RESULTS / "onnx.json"), "file to write")
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_list(
+        "workdir", [], "workdir whose folder `onnx` holds a model, or several, joined by commas", flag_values=values
+    )
+    flags.DEFINE_list("batches", ["1", "100"], "images per call", flag_values=values)
+    flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1, flag_values=values)
+    flags.DEFINE_string("out", str(RESULTS / "onnx.json"), "file to write", flag_values=values)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise InputError(f"unknown argument {argv[1]!r}: flags are written --name=value")
-    if not _WORKDIR.value:
+def main(values: flags.FlagValues) -> None:
+    if not values.workdir:
         raise InputError("give --workdir=FOLDER, the workdir of a trained model")
-    if not all(batch.isdecimal() and int(batch) for batch in _BATCHES.value):
-        raise InputError(f"--batches={','.join(_BATCHES.value)}: numbers of images, such as 1,100")
-    batches = [int(batch) for batch in _BATCHES.value]
+    if not all(batch.isdecimal() and int(batch) for batch in values.batches):
+        raise InputError(f"--batches={','.join(values.batches)}: numbers of images, such as 1,100")
+    batches = [int(batch) for batch in values.batches]
     results = compare_all(
-        [Path(name).expanduser() for name in _WORKDIR.value], batches, _ROUNDS.value, Path(_OUT.value)
+        [Path(name).expanduser() for name in values.workdir], batches, values.rounds, Path(values.out)
     )
     print(table(results["models"]))
 
@@ -147,4 +149,4 @@ def table(entries: list[dict]) -> str:
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

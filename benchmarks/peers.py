@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from mlcn_jax.errors import InputError
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 OURS = "mlcn_jax"
+_ENVIRONMENT = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2"}  # where the user has set neither
 _TORCH = ("eager", "compiled", "eager_grouped", "compiled_grouped")
 VARIANTS = {  # tried for each network; the fastest takes part. "frozen" compiles the weights in
     "train": {OURS: ("vmap",), "keras": ("graph",), "torch": _TORCH},
@@ -54,6 +56,7 @@ class Process:
                 stderr=errors,
                 text=True,
                 cwd=ROOT,
+                env={**_ENVIRONMENT, **os.environ},
             )
 
     def ask(self, do: str, **options):

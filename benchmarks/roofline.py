@@ -39,7 +39,7 @@ from benchmarks import networks
 from benchmarks.frameworks import in_mlcn_jax
 from mlcn_jax import host
 from mlcn_jax.files import write_json
-from mlcn_jax.launch import launch_app
+from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import conv
 from mlcn_jax.placement import cost
 from mlcn_jax.training.step import make_train_step
@@ -48,9 +48,6 @@ RESULTS = Path(__file__).parent / "results"
 STEPS = 5  # in a round, and traced
 PRODUCTS = ((2048, 2048, 2048), (14400, 300, 256))  # a large one; the first convolution of an mlcn1 lane on 32x32x3
 COPY_BYTES = 2**28
-
-_NETWORKS = flags.DEFINE_list("networks", [n.name for n in networks.TARGETS], "; ".join(networks.NETWORKS))
-_ROUNDS = flags.DEFINE_integer("rounds", 10, "rounds of each network", lower_bound=1)
 
 
 def compile_probes() -> dict[str, tuple[Callable, int]]:
@@ -135,7 +132,7 @@ def shares(network: networks.Network, hlo: str, microseconds: dict[str, float]) 
     return largest(parts), largest(kinds, 5)
 
 
-def measure(network: networks.Network, probes: dict[str, tuple[Callable, int]]) -> dict:
+def measure(network: networks.Network, probes: dict[str, tuple[Callable, int]], rounds: int) -> dict:
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (networks.BATCH, *network.image_shape), dtype=np.uint8)
     labels = rng.integers(0, networks.NUM_CLASSES, networks.BATCH, dtype=np.int32)
@@ -147,7 +144,7 @@ def measure(network: networks.Network, probes: dict[str, tuple[Callable, int]]) 
 
     calls = {"step": (take_steps, STEPS), **probes}
     rates = {name: [] for name in calls}
-    for _ in range(_ROUNDS.value + 1):
+    for _ in range(rounds + 1):
         for name, (call, work) in calls.items():
             started = time.perf_counter()
             jax.block_until_ready(call())
@@ -193,17 +190,21 @@ def table(results: dict) -> str:
     return "\n".join(lines)
 
 
-def main(argv):
-    del argv
-    chosen = [networks.find(name) for name in _NETWORKS.value]
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_list("networks", [n.name for n in networks.TARGETS], "; ".join(networks.NETWORKS), flag_values=values)
+    flags.DEFINE_integer("rounds", 10, "rounds of each network", lower_bound=1, flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
+    chosen = [networks.find(name) for name in values.networks]
     probes = compile_probes()
-    results = {"rounds": _ROUNDS.value, **host.environment(), "networks": {}}
+    results = {"rounds": values.rounds, **host.environment(), "networks": {}}
     RESULTS.mkdir(exist_ok=True)
     for network in chosen:
-        results["networks"][network.name] = measure(network, probes)
+        results["networks"][network.name] = measure(network, probes, values.rounds)
         write_json(RESULTS / "roofline.json", results)
     print(table(results))
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

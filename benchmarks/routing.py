@@ -14,10 +14,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from absl import flags
 
 from mlcn_jax import host
 from mlcn_jax.files import write_json
-from mlcn_jax.launch import launch_app
+from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import capsules, conv
 
 RESULTS = Path(__file__).parent / "results"
@@ -97,8 +98,11 @@ def measure(case):
     return result
 
 
-def main(argv):
-    del argv
+def define(values: flags.FlagValues) -> None:
+    """There are none."""
+
+
+def main(values: flags.FlagValues) -> None:
     results = {"rounds": ROUNDS, "what": "value and gradients of 3 iterations", **host.environment()}
     results["cases"] = {name: measure(case) for name, case in CASES.items()}
     RESULTS.mkdir(exist_ok=True)
@@ -107,4 +111,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

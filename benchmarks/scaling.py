@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 from benchmarks import networks
 from mlcn_jax import host
 from mlcn_jax.files import write_json
-from mlcn_jax.launch import launch_app
+from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import tracing
 from mlcn_jax.nn.model import ModelSpec, init_params
 from mlcn_jax.placement import cost
@@ -54,11 +54,6 @@ TITLES = {
     "depth": f"depth ({LANES} lanes, width {WIDTH_OF_DEPTHS}, batch {networks.BATCH})",
     "batch": f"batch ({LANES} lanes, width {WIDTH}, depth {DEPTH})",
 }
-
-_SWEEPS = flags.DEFINE_list("sweeps", list(SWEEPS), "what to sweep")
-flags.register_validator("sweeps", lambda names: set(names) <= set(SWEEPS), f"only of {', '.join(SWEEPS)}")
-_ROUNDS = flags.DEFINE_integer("rounds", 10, "interleaved rounds of each sweep", lower_bound=1)
-_FROM_JSON = flags.DEFINE_bool("from_json", False, "only draw what scaling.json holds")
 
 
 class Point:
@@ -100,12 +95,12 @@ def make_point(sweep: str, value: int) -> Point:
     return Point(**{"lanes": LANES, "width": width, "depth": DEPTH, "batch": networks.BATCH, sweep: value})
 
 
-def measure(sweep: str) -> dict:
+def measure(sweep: str, num_rounds: int) -> dict:
     points = [make_point(sweep, value) for value in SWEEPS[sweep]]
     steps = []
     for point in points:
         steps.append(max(1, round(TURN_SECONDS / point.seconds(1))))
-    rounds = [[p.seconds(n) for p, n in zip(points, steps, strict=True)] for _ in range(_ROUNDS.value)]
+    rounds = [[p.seconds(n) for p, n in zip(points, steps, strict=True)] for _ in range(num_rounds)]
     results = []
     for value, point, seconds in zip(SWEEPS[sweep], points, zip(*rounds, strict=True), strict=True):
         results.append(
@@ -121,7 +116,7 @@ def measure(sweep: str) -> dict:
             }
         )
     return {
-        "rounds": _ROUNDS.value,
+        "rounds": num_rounds,
         **host.environment(),
         "points": results,
         "step_in_curve": [
@@ -181,17 +176,24 @@ def draw(results: dict) -> None:
     figure.savefig(RESULTS / "scaling.png", dpi=120)
 
 
-def main(argv):
-    del argv
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_list("sweeps", list(SWEEPS), "what to sweep", flag_values=values)
+    only = f"only of {', '.join(SWEEPS)}"
+    flags.register_validator("sweeps", lambda names: set(names) <= set(SWEEPS), only, flag_values=values)
+    flags.DEFINE_integer("rounds", 10, "interleaved rounds of each sweep", lower_bound=1, flag_values=values)
+    flags.DEFINE_bool("from_json", False, "only draw what scaling.json holds", flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
     path = RESULTS / "scaling.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     RESULTS.mkdir(exist_ok=True)
-    for sweep in [] if _FROM_JSON.value else _SWEEPS.value:
-        results[sweep] = measure(sweep)
+    for sweep in [] if values.from_json else values.sweeps:
+        results[sweep] = measure(sweep, values.rounds)
         write_json(path, results)
     draw(results)
     print(table(results))
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

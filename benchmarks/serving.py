@@ -27,14 +27,7 @@ from PIL import Image
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
-from mlcn_jax.launch import launch_app
-
-_ARTIFACTS = flags.DEFINE_list("artifacts", [], "folders that `mlcn_jax export` wrote")
-_CLIENTS = flags.DEFINE_integer("clients", 32, "connections at a time", lower_bound=1)
-_MAX_BATCH = flags.DEFINE_integer("max_batch", 64, "of the server with batching", lower_bound=2)
-_ROUNDS = flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1)
-_SECONDS = flags.DEFINE_float("seconds", 3.0, "of each turn", lower_bound=0.1)
-_OUT = flags.DEFINE_string("out", str(Path(__file__).parent / "results" / "serving.json"), "file to write")
+from mlcn_jax.launch import launch_script
 
 _ROOT = Path(__file__).parents[1]
 _PICTURES = 64
@@ -73,17 +66,17 @@ class Server:
         )
         return images / batches
 
-    def turn(self, requests: list[bytes], clients: int) -> None:
+    def turn(self, requests: list[bytes], clients: int, seconds: float) -> None:
         """Asks with so many clients at a time, and keeps the seconds that each answer took."""
         time.sleep(_PAUSE_SECONDS)
         ask(self.port, requests, clients, _SETTLE_SECONDS)
-        self.latencies.setdefault(clients, []).append(ask(self.port, requests, clients, _SECONDS.value))
+        self.latencies.setdefault(clients, []).append(ask(self.port, requests, clients, seconds))
 
-    def results(self) -> dict:
-        """Of all turns; throughput is the median over them."""
+    def results(self, seconds: float) -> dict:
+        """Of all turns of so many seconds; throughput is the median over them."""
         return {
             f"{clients}_clients": {
-                "requests_per_second": statistics.median(len(turn) for turn in turns) / _SECONDS.value,
+                "requests_per_second": statistics.median(len(turn) for turn in turns) / seconds,
                 "milliseconds_p50": 1000 * float(np.percentile(np.concatenate(turns), 50)),
                 "milliseconds_p99": 1000 * float(np.percentile(np.concatenate(turns), 99)),
             }
@@ -153,23 +146,23 @@ def pictures(image_shape: list[int]) -> list[bytes]:
     return requests
 
 
-def measure(artifact: str) -> dict:
+def measure(artifact: str, values: flags.FlagValues) -> dict:
     """One model's figures."""
-    batching, off = servers = Server(artifact, _MAX_BATCH.value), Server(artifact, 1)
+    batching, off = servers = Server(artifact, values.max_batch), Server(artifact, 1)
     requests = pictures(json.loads(batching.get("/"))["image_shape"])
-    for first in range(_ROUNDS.value):
+    for first in range(values.rounds):
         for server in servers if first % 2 else servers[::-1]:
-            server.turn(requests, _CLIENTS.value)
+            server.turn(requests, values.clients, values.seconds)
     mean_batch = batching.mean_batch()
-    for first in range(_ROUNDS.value):
+    for first in range(values.rounds):
         for server in servers if first % 2 else servers[::-1]:
-            server.turn(requests, 1)
+            server.turn(requests, 1, values.seconds)
     for server in servers:
         server.close()
     model = json.loads((Path(artifact) / "model.json").read_text())
     throughput, latency = (
         [measured(a) / measured(b) for a, b in zip(batching.latencies[clients], off.latencies[clients], strict=True)]
-        for clients, measured in ((_CLIENTS.value, len), (1, statistics.median))
+        for clients, measured in ((values.clients, len), (1, statistics.median))
     )
     return {
         "lanes": model["lanes"],
@@ -178,8 +171,8 @@ def measure(artifact: str) -> dict:
         "throughput_over_without_batching": _spread(throughput),
         "single_client_latency_over_without_batching": _spread(latency),
         "images_in_a_batch": mean_batch,
-        "with_batching": batching.results(),
-        "without_batching": off.results(),
+        "with_batching": batching.results(values.seconds),
+        "without_batching": off.results(values.seconds),
     }
 
 
@@ -187,29 +180,39 @@ def _spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def main(argv):
-    del argv
-    if not _ARTIFACTS.value:
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_list("artifacts", [], "folders that `mlcn_jax export` wrote", flag_values=values)
+    flags.DEFINE_integer("clients", 32, "connections at a time", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("max_batch", 64, "of the server with batching", lower_bound=2, flag_values=values)
+    flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1, flag_values=values)
+    flags.DEFINE_float("seconds", 3.0, "of each turn", lower_bound=0.1, flag_values=values)
+    flags.DEFINE_string(
+        "out", str(Path(__file__).parent / "results" / "serving.json"), "file to write", flag_values=values
+    )
+
+
+def main(values: flags.FlagValues) -> None:
+    if not values.artifacts:
         raise InputError("--artifacts=FOLDER,... names no exported model: mlcn_jax export writes one")
     from mlcn_jax import host  # loads jax, whose threads wait while the servers work
 
     results = {
-        "rounds": _ROUNDS.value,
-        "seconds": _SECONDS.value,
-        "clients": _CLIENTS.value,
-        "max_batch": _MAX_BATCH.value,
+        "rounds": values.rounds,
+        "seconds": values.seconds,
+        "clients": values.clients,
+        "max_batch": values.max_batch,
         **host.environment(),
         "server_versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "models": [],
     }
-    for artifact in _ARTIFACTS.value:
-        result = measure(artifact)
+    for artifact in values.artifacts:
+        result = measure(artifact, values)
         results["models"].append(result)
-        write_json(Path(_OUT.value), results)
+        write_json(Path(values.out), results)
         for name in ("throughput", "single_client_latency"):
             ratio = result[f"{name}_over_without_batching"]
             print(f"{result['lanes']}: {name} {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})")
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

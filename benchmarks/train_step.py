@@ -16,22 +16,14 @@ from absl import flags
 from benchmarks import networks, peers
 from mlcn_jax import host
 from mlcn_jax.files import write_json
-from mlcn_jax.launch import launch_app
-
-_PEERS = flags.DEFINE_list("peers", ["keras", "torch"], "frameworks to compare with: keras, torch; empty for none")
-_NETWORKS = flags.DEFINE_list("networks", [n.name for n in networks.TARGETS], "; ".join(networks.NETWORKS))
-_ROUNDS = flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1)
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "type of convolutions and products")
-_FAMILIES = flags.DEFINE_bool("families", True, "also CapsNet against each MLCN of the thesis")
-_PYTHON = flags.DEFINE_string("peers_python", ".venv-peers/bin/python", "interpreter with benchmarks/requirements.txt")
-_OUT = flags.DEFINE_string("out", str(peers.RESULTS / "train_step.json"), "file to write")
+from mlcn_jax.launch import launch_script
 
 
-def family(image_shape: tuple[int, int, int], rounds: int) -> dict[str, dict]:
+def family(image_shape: tuple[int, int, int], rounds: int, dtype: str) -> dict[str, dict]:
     """CapsNet's step time over each MLCN's on one image shape, in mlcn_jax."""
     chosen = [n for n in networks.NETWORKS.values() if n.image_shape == image_shape]
     chosen.sort(key=lambda network: network.kind != "capsnet")
-    processes = [peers.Process(peers.OURS, "vmap", n, networks.BATCH, _DTYPE.value, "") for n in chosen]
+    processes = [peers.Process(peers.OURS, "vmap", n, networks.BATCH, dtype, "") for n in chosen]
     warm = [peers.warm_up(process, "train") for process in processes]
     times = peers.take_turns(processes, "train", [max(2, round(1000 / w["milliseconds"])) for w in warm], rounds)
     results = {}
@@ -50,28 +42,43 @@ def family(image_shape: tuple[int, int, int], rounds: int) -> dict[str, dict]:
     return results
 
 
-def main(argv):
-    del argv
-    if _PEERS.value:
-        peers.check_peers_python(_PYTHON.value)
-    results = {"rounds": _ROUNDS.value, "dtype": _DTYPE.value, **host.environment(), "networks": {}}
-    for name in _NETWORKS.value:
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_list(
+        "peers", ["keras", "torch"], "frameworks to compare with: keras, torch; empty for none", flag_values=values
+    )
+    flags.DEFINE_list("networks", [n.name for n in networks.TARGETS], "; ".join(networks.NETWORKS), flag_values=values)
+    flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1, flag_values=values)
+    flags.DEFINE_enum(
+        "dtype", "float32", ["float32", "bfloat16"], "type of convolutions and products", flag_values=values
+    )
+    flags.DEFINE_bool("families", True, "also CapsNet against each MLCN of the thesis", flag_values=values)
+    flags.DEFINE_string(
+        "peers_python", ".venv-peers/bin/python", "interpreter with benchmarks/requirements.txt", flag_values=values
+    )
+    flags.DEFINE_string("out", str(peers.RESULTS / "train_step.json"), "file to write", flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
+    if values.peers:
+        peers.check_peers_python(values.peers_python)
+    results = {"rounds": values.rounds, "dtype": values.dtype, **host.environment(), "networks": {}}
+    for name in values.networks:
         network = networks.find(name)
         results["networks"][name] = peers.compare(
-            network, networks.BATCH, _PEERS.value, "train", _ROUNDS.value, _DTYPE.value, _PYTHON.value
+            network, networks.BATCH, values.peers, "train", values.rounds, values.dtype, values.peers_python
         )
-        write_json(Path(_OUT.value), results)
+        write_json(Path(values.out), results)
         print(peers.table([results["networks"][name]]), flush=True)
     print(peers.table(list(results["networks"].values())))
-    if _FAMILIES.value:
+    if values.families:
         results["families"] = {}
         for shape in (networks.FASHION, networks.CIFAR):
-            results["families"] |= family(shape, _ROUNDS.value)
-            write_json(Path(_OUT.value), results)
+            results["families"] |= family(shape, values.rounds, values.dtype)
+            write_json(Path(values.out), results)
         for entry in results["families"].values():
             if "thesis" in entry:
                 print(f"{entry['title']}: CapsNet takes {entry['capsnet_over_this']:.2f} times as long")
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

@@ -22,7 +22,7 @@ from absl import flags
 from experiments import RESULTS, workers
 from mlcn_jax import host
 from mlcn_jax.files import write_json
-from mlcn_jax.launch import launch_app
+from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.lanes import LANE_KINDS
 from mlcn_jax.placement.partition import PARTITIONERS, partition
 from mlcn_jax.placement.problem import Problem, uniform_seconds
@@ -36,12 +36,6 @@ _MEASURED_LANES = (6, 12)
 _SLOWNESS = 2.0  # of the second process
 _BATCH = 100
 _TURN_SECONDS = 1.0
-
-_DRAWS = flags.DEFINE_integer("draws", 100, "Lane sets drawn for each number of lanes.", lower_bound=1)
-_PROFILE = flags.DEFINE_string("profile", "", "Profile of one core; without it nothing is measured.")
-_MEASURED_DRAWS = flags.DEFINE_integer("measured_draws", 3, "Lane sets measured for each number.", lower_bound=1)
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds in which the placements of a draw take turns.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the draws.")
 
 
 def simulate(speeds: tuple[float, ...], num_lanes: int, draws: int, seed: int) -> dict[str, Any]:
@@ -73,7 +67,7 @@ def simulate(speeds: tuple[float, ...], num_lanes: int, draws: int, seed: int) -
     }
 
 
-def measure(num_lanes: int, profile: DeviceProfile, seed: int) -> dict[str, Any]:
+def measure(num_lanes: int, profile: DeviceProfile, seed: int, rounds: int) -> dict[str, Any]:
     """Step times of one draw in each partitioner's placement; equal placements are measured once."""
     rng = random.Random(seed)
     kinds = [rng.choice(list(LANE_KINDS)) for _ in range(num_lanes)]
@@ -93,7 +87,7 @@ def measure(num_lanes: int, profile: DeviceProfile, seed: int) -> dict[str, Any]
             run = workers.Run(changes, cores, device_of=placement.device_of, slowness=_SLOWNESS)
             groups[placement.device_of] = workers.Group(run)
     steps = {device_of: max(2, round(_TURN_SECONDS / group.seconds(1))) for device_of, group in groups.items()}
-    turns = [{at: group.seconds(steps[at]) for at, group in groups.items()} for _ in range(_ROUNDS.value)]
+    turns = [{at: group.seconds(steps[at]) for at, group in groups.items()} for _ in range(rounds)]
     for group in groups.values():
         group.close()
     by_name = {name: [turn[placement.device_of] for turn in turns] for name, placement in placements.items()}
@@ -156,27 +150,36 @@ def measured_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def main(argv: list[str]) -> None:
-    del argv
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_integer("draws", 100, "Lane sets drawn for each number of lanes.", lower_bound=1, flag_values=values)
+    flags.DEFINE_string("profile", "", "Profile of one core; without it nothing is measured.", flag_values=values)
+    flags.DEFINE_integer("measured_draws", 3, "Lane sets measured for each number.", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer(
+        "rounds", 3, "Rounds in which the placements of a draw take turns.", lower_bound=1, flag_values=values
+    )
+    flags.DEFINE_integer("seed", 0, "Of the draws.", flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
     results: dict[str, Any] = {
-        title: {str(n): simulate(speeds, n, _DRAWS.value, _SEED.value) for n in LANES}
+        title: {str(n): simulate(speeds, n, values.draws, values.seed) for n in LANES}
         for title, speeds in SPEEDS.items()
     }
     measured: list[dict[str, Any]] = []
     RESULTS.mkdir(exist_ok=True)
-    about = {"seed": _SEED.value, **host.environment()}
+    about = {"seed": values.seed, **host.environment()}
     write_json(RESULTS / "balance.json", {"simulated": results, **about})
     draw_picture(results)
     print(table(results))
-    if not _PROFILE.value:
+    if not values.profile:
         return
-    profile = workers.one_core_profile(_PROFILE.value)
-    about |= {"rounds": _ROUNDS.value, "slowness": _SLOWNESS, "batch": _BATCH}
-    for num_lanes, seed in itertools.product(_MEASURED_LANES, range(_MEASURED_DRAWS.value)):
-        measured.append({"num_lanes": num_lanes, **measure(num_lanes, profile, _SEED.value + seed)})
+    profile = workers.one_core_profile(values.profile)
+    about |= {"rounds": values.rounds, "slowness": _SLOWNESS, "batch": _BATCH}
+    for num_lanes, seed in itertools.product(_MEASURED_LANES, range(values.measured_draws)):
+        measured.append({"num_lanes": num_lanes, **measure(num_lanes, profile, values.seed + seed, values.rounds)})
         write_json(RESULTS / "balance.json", {"simulated": results, "measured": measured, **about})
     print(measured_table(measured))
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from experiments.published_rows import NUM_EPOCHS, ROWS, configure
+from experiments.published_rows import ROWS, configure
 from experiments.repeated_report import (
     SMOKE,
     Records,
@@ -39,11 +39,11 @@ from experiments.repeated_report import (
     told,
     write,
 )
-from experiments.repeated_runs import Flags, Scale, Series, chosen
+from experiments.repeated_runs import Series, asked, chosen, define_flags, scales
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.files import read_json, write_json
-from mlcn_jax.launch import launch_app
+from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.training import mesh_runner, step
 from mlcn_jax.training.session import optimizer_of
@@ -52,27 +52,25 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 VERSION = 1  # raised with every change after which results cannot stand beside older ones
-SCALES = {
-    "smoke": Scale("smoke", 1, num_steps=1, num_train=600, num_test=100),
-    "cpu": Scale("cpu", 3),
-    "full": Scale("full", NUM_EPOCHS),
-}
+SCALES = scales(smoke_steps=1)
 BATCH_SIZES = ("100", "150", "300", "600")
 HEADER = ("", "batch", "accuracy", "minus that of batch 100", "images/s", "times as fast as batch 100")
 _ROUNDS = 7
 _TURN_SECONDS = 2.0
 
-_FLAGS = Flags(SCALES)
-_DEFAULT_ROWS = ["fashion_capsnet", "fashion_mlcn1_8x4", "fashion_mlcn2_8x4"]
-_ROWS = flags.DEFINE_list("rows", _DEFAULT_ROWS, "Rows of table 4.1 to train.")
-_BATCH_SIZES = flags.DEFINE_list("batch_sizes", [], "Batch sizes; empty: all, and 100 and 600 at scale smoke.")
+
+def define(values: flags.FlagValues) -> None:
+    define_flags(values, SCALES)
+    rows = ["fashion_capsnet", "fashion_mlcn1_8x4", "fashion_mlcn2_8x4"]
+    flags.DEFINE_list("rows", rows, "Rows of table 4.1 to train.", flag_values=values)
+    flags.DEFINE_list("batch_sizes", [], "Batch sizes; empty: all, and 100 and 600 at scale smoke.", flag_values=values)
 
 
-def main(argv: list[str]) -> int:
+def main(values: flags.FlagValues) -> int:
     return run(
-        **_FLAGS.asked(argv, "batch_size", (_ROWS, _BATCH_SIZES)),
-        rows=_ROWS.value,
-        batch_sizes=_BATCH_SIZES.value or (BATCH_SIZES[::3] if _FLAGS.scale.value == "smoke" else BATCH_SIZES),
+        **asked(values, "batch_size", ("rows", "batch_sizes")),
+        rows=values.rows,
+        batch_sizes=values.batch_sizes or (BATCH_SIZES[::3] if values.scale == "smoke" else BATCH_SIZES),
     )
 
 
@@ -253,4 +251,4 @@ def report(series: Series) -> None:
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

@@ -24,17 +24,13 @@ from mlcn_jax import host
 from mlcn_jax.analysis import measure_device
 from mlcn_jax.commands.profile import define_measuring
 from mlcn_jax.files import write_json
-from mlcn_jax.launch import launch_app
+from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import lanes
 from mlcn_jax.placement import cost
 from mlcn_jax.placement.profile import DeviceProfile
 
 _LARGEST = 5  # width and depth
 _GROUPS = "mlcn1:w2d1*2, mlcn2:w4d1*8, mlcn1:w1d3*4, mlcn2:w3d2*2"
-
-_PROFILE = flags.DEFINE_string("profile", "", "A profile measured before, to be judged; empty fits one.")
-FLAGS = flags.FLAGS
-define_measuring(FLAGS)
 
 
 def held_out() -> list[lanes.LaneGroup]:
@@ -136,16 +132,20 @@ def table(summary: dict[str, dict[str, float]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def main(argv: list[str]) -> None:
-    del argv
-    link = measure_device.measure_link(measure_device.bind(FLAGS.cores))
-    lab = measure_device.Lab(measure_device.spec_of(FLAGS.data, FLAGS.lane_routing, FLAGS.compute_dtype))
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("profile", "", "A profile measured before, to be judged; empty fits one.", flag_values=values)
+    define_measuring(values)
+
+
+def main(values: flags.FlagValues) -> None:
+    link = measure_device.measure_link(measure_device.bind(values.cores))
+    lab = measure_device.Lab(measure_device.spec_of(values.data, values.lane_routing, values.compute_dtype))
     fitted = measure_device.make_programs(lab)
     keys = itertools.product([*held_out(), *lanes.parse_lanes(_GROUPS)], measure_device.BATCH_SIZES)
     others: dict[tuple, measure_device.Program] = {("held out", *key): lab.lane_step(*key) for key in keys}
-    seconds = measure_device.least_seconds({**fitted, **others}, FLAGS.rounds)
-    if _PROFILE.value:
-        profile = DeviceProfile.load(Path(_PROFILE.value))
+    seconds = measure_device.least_seconds({**fitted, **others}, values.rounds)
+    if values.profile:
+        profile = DeviceProfile.load(Path(values.profile))
         profile.check_is_of(jax.devices()[0])
     else:
         profile = measure_device.make_profile(lab, fitted, seconds, link)
@@ -153,8 +153,8 @@ def main(argv: list[str]) -> None:
     singles = [row for row in rows if row["lanes"].endswith("*1")]
     groups = [row for row in rows if not row["lanes"].endswith("*1")]
     results = {
-        "rounds": FLAGS.rounds,
-        "data": FLAGS.data,
+        "rounds": values.rounds,
+        "data": values.data,
         **host.environment(),
         "lanes": summarize(singles),
         "groups": summarize(groups),
@@ -162,7 +162,7 @@ def main(argv: list[str]) -> None:
         "profile": profile.to_dict(),
     }
     RESULTS.mkdir(exist_ok=True)
-    name = "cost_model_stored" if _PROFILE.value else "cost_model"
+    name = "cost_model_stored" if values.profile else "cost_model"
     write_json(RESULTS / f"{name}.json", results)
     draw(singles, RESULTS / f"{name}.png")
     print(f"{len(singles)} held-out lanes, {len(groups)} groups of equal ones")
@@ -171,4 +171,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

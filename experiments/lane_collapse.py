@@ -21,13 +21,12 @@ from absl import flags
 
 from experiments import RESULTS
 from experiments.published_rows import ROWS, configure_row
-from experiments.repeated_runs import chosen, command
+from experiments.repeated_runs import chosen, command, define_data_dirs, directories
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data import datasets
-from mlcn_jax.errors import InputError
 from mlcn_jax.files import make_folder, write_json
-from mlcn_jax.launch import launch_app
+from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.session import optimizer_of
@@ -50,21 +49,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 _LOOKS = 40
 
-_ROW = flags.DEFINE_string("row", "cifar_mlcn1_4x4", "Row of table 4.1.")
-_SETTINGS = flags.DEFINE_list("settings", list(SETTINGS), "Settings to try.")
-_STEPS = flags.DEFINE_integer("steps", 0, "Of each training; 0 is an epoch.", lower_bound=0)
-_SEED = flags.DEFINE_integer("seed", 0, "Of start values and batches.")
-_FASHION_DIR = flags.DEFINE_string("fashion_dir", "", "config.data.dir of Fashion-MNIST; empty downloads it.")
-_CIFAR_DIR = flags.DEFINE_string("cifar_dir", "", "config.data.dir of CIFAR-10; empty downloads it.")
-_RESULTS = flags.DEFINE_string("results", str(RESULTS), "Folder to write to.")
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("row", "cifar_mlcn1_4x4", "Row of table 4.1.", flag_values=values)
+    flags.DEFINE_list("settings", list(SETTINGS), "Settings to try.", flag_values=values)
+    flags.DEFINE_integer("steps", 0, "Of each training; 0 is an epoch.", lower_bound=0, flag_values=values)
+    flags.DEFINE_integer("seed", 0, "Of start values and batches.", flag_values=values)
+    define_data_dirs(values)
+    flags.DEFINE_string("results", str(RESULTS), "Folder to write to.", flag_values=values)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise InputError(f"unknown argument {argv[1]!r}: flags are written --name=value")
-    directories = {"fashion_mnist": _FASHION_DIR.value, "cifar10": _CIFAR_DIR.value}
-    folder, given = Path(_RESULTS.value).expanduser(), command("lane_collapse", (_ROW, _SETTINGS, _STEPS, _SEED))
-    compare(_ROW.value, _SETTINGS.value, _STEPS.value, _SEED.value, directories, folder, given)
+def main(values: flags.FlagValues) -> None:
+    folder = Path(values.results).expanduser()
+    given = command("lane_collapse", values, ("row", "settings", "steps", "seed"))
+    compare(values.row, values.settings, values.steps, values.seed, directories(values), folder, given)
 
 
 def compare(
@@ -174,4 +172,4 @@ def draw(path: Path, runs: Sequence[dict[str, Any]], title: str) -> None:
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

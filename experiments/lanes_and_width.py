@@ -30,19 +30,15 @@ from experiments.repeated_report import (
     told,
     write,
 )
-from experiments.repeated_runs import Flags, Scale, Series, chosen
+from experiments.repeated_runs import Series, asked, chosen, define_flags, scales
 from mlcn_jax.config import RunConfig
-from mlcn_jax.launch import launch_app
+from mlcn_jax.launch import launch_script
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 VERSION = 1  # raised with every change after which results cannot stand beside older ones
-SCALES = {
-    "smoke": Scale("smoke", 1, num_steps=1, num_train=200, num_test=100),
-    "cpu": Scale("cpu", 3, num_train=10_000),
-    "full": Scale("full", NUM_EPOCHS),
-}
+SCALES = scales(smoke_steps=1, smoke_images=200, cpu_images=10_000)
 FIGURES = {  # config and title of each panel; its name ends with the kind of the lanes
     "fashion_mlcn1": ("mlcn1_fashion", "Fashion-MNIST, mlcn1"),
     "fashion_mlcn2": ("mlcn2_fashion", "Fashion-MNIST, mlcn2"),
@@ -52,19 +48,21 @@ FIGURES = {  # config and title of each panel; its name ends with the kind of th
 LANES, WIDTHS = ("2", "4", "8", "16", "32"), ("1", "2", "4", "8")
 HEADER = ("", "width", "lanes", "parameters", "seconds, an epoch", "accuracy", "thesis")
 
-_FLAGS = Flags(SCALES)
-_FIGURES = flags.DEFINE_list("figures", list(FIGURES), "Which of the figures' panels.")
-_LANES = flags.DEFINE_list("lanes", [], "Numbers of lanes; empty: all, and 2 at scale smoke.")
-_WIDTHS = flags.DEFINE_list("widths", [], "Widths of the lanes; empty: all, and 1 at scale smoke.")
+
+def define(values: flags.FlagValues) -> None:
+    define_flags(values, SCALES)
+    flags.DEFINE_list("figures", list(FIGURES), "Which of the figures' panels.", flag_values=values)
+    flags.DEFINE_list("lanes", [], "Numbers of lanes; empty: all, and 2 at scale smoke.", flag_values=values)
+    flags.DEFINE_list("widths", [], "Widths of the lanes; empty: all, and 1 at scale smoke.", flag_values=values)
 
 
-def main(argv: list[str]) -> int:
-    smoke = _FLAGS.scale.value == "smoke"
+def main(values: flags.FlagValues) -> int:
+    smoke = values.scale == "smoke"
     return run(
-        **_FLAGS.asked(argv, "lanes_and_width", (_FIGURES, _LANES, _WIDTHS)),
-        figures=_FIGURES.value,
-        lanes=_LANES.value or (LANES[:1] if smoke else LANES),
-        widths=_WIDTHS.value or (WIDTHS[:1] if smoke else WIDTHS),
+        **asked(values, "lanes_and_width", ("figures", "lanes", "widths")),
+        figures=values.figures,
+        lanes=values.lanes or (LANES[:1] if smoke else LANES),
+        widths=values.widths or (WIDTHS[:1] if smoke else WIDTHS),
     )
 
 
@@ -193,4 +191,4 @@ def report(series: Series) -> None:
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

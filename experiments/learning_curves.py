@@ -17,11 +17,12 @@ import numpy as np
 from absl import flags
 
 from experiments import RESULTS
+from experiments.repeated_runs import define_data_dirs, directories
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
-from mlcn_jax.launch import launch_app
+from mlcn_jax.launch import launch_script
 from mlcn_jax.training.loop import train
 from mlcn_jax.training.metrics import read_rows
 
@@ -34,23 +35,25 @@ ROWS: dict[str, tuple[str, str, int, tuple[float, ...]]] = {
     "cifar_mlcn2_4x4": ("mlcn2_cifar", "mlcn2:w4*4", 20, (43.86, 49.14, 52.76)),
 }
 
-_WORKDIR = flags.DEFINE_string("workdir", "runs/learning_curves", "Folder of the runs, one a row and seed.")
-_ROWS = flags.DEFINE_list("rows", list(ROWS), "Rows to train.")
-_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds to train each row with.")
-_NUM_EPOCHS = flags.DEFINE_integer("num_epochs", 0, "At most so many epochs; 0 is the row's own number.")
-_FASHION_DIR = flags.DEFINE_string("fashion_dir", "", "config.data.dir of Fashion-MNIST; empty downloads it.")
-_CIFAR_DIR = flags.DEFINE_string("cifar_dir", "", "config.data.dir of CIFAR-10; empty downloads it.")
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string(
+        "workdir", "runs/learning_curves", "Folder of the runs, one a row and seed.", flag_values=values
+    )
+    flags.DEFINE_list("rows", list(ROWS), "Rows to train.", flag_values=values)
+    flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds to train each row with.", flag_values=values)
+    flags.DEFINE_integer("num_epochs", 0, "At most so many epochs; 0 is the row's own number.", flag_values=values)
+    define_data_dirs(values)
 
 
-def main(argv: list[str]) -> None:
-    del argv
-    unknown = [row for row in _ROWS.value if row not in ROWS]
+def main(values: flags.FlagValues) -> None:
+    unknown = [row for row in values.rows if row not in ROWS]
     if unknown:
         raise InputError(f"--rows: {', '.join(unknown)} unknown; there are {', '.join(ROWS)}")
     host.keep_compiled_programs()
-    for seed in _SEEDS.value:
-        for row in _ROWS.value:
-            record(row, int(seed))
+    for seed in values.seeds:
+        for row in values.rows:
+            record(row, int(seed), values)
     draw(read_results())
     print(table(read_results()))
 
@@ -60,21 +63,21 @@ def read_results() -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def record(row: str, seed: int) -> None:
+def record(row: str, seed: int, values: flags.FlagValues) -> None:
     """Trains one row with one seed and adds its curve to the results."""
     config_name, lanes, num_epochs, peer = ROWS[row]
-    values = importlib.import_module(f"configs.{config_name}").get_config().to_dict()
-    config = RunConfig.from_dict(values).replace(
+    published = importlib.import_module(f"configs.{config_name}").get_config().to_dict()
+    config = RunConfig.from_dict(published).replace(
         {
             "model.lanes": lanes,
             "model.prior_bias": False,
-            "data.dir": _FASHION_DIR.value if row.startswith("fashion") else _CIFAR_DIR.value,
-            "train.num_epochs": min(num_epochs, _NUM_EPOCHS.value or num_epochs),
+            "data.dir": directories(values)["fashion_mnist" if row.startswith("fashion") else "cifar10"],
+            "train.num_epochs": min(num_epochs, values.num_epochs or num_epochs),
             "train.seed": seed,
             "train.test_every_epoch": True,
         }
     )
-    workdir = Path(_WORKDIR.value) / row / f"seed{seed}"
+    workdir = Path(values.workdir) / row / f"seed{seed}"
     summary = train(config, workdir)
     curve = [100 * r["accuracy"] for r in read_rows(workdir / "metrics.jsonl") if r["split"] == "test"]
     results = read_results()
@@ -147,4 +150,4 @@ def draw(results: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

@@ -23,45 +23,51 @@ from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
-from mlcn_jax.launch import launch_app
+from mlcn_jax.launch import launch_script
 from mlcn_jax.search import report, setup
 from mlcn_jax.search import run as search_run
 from mlcn_jax.search import settings as settings_lib
 from mlcn_jax.search.trials import Trainer
 
-_WORKDIR = flags.DEFINE_string("workdir", "runs/nas_compare", "Folder of the searches, one a method and seed.")
-_DATA_DIR = flags.DEFINE_string("data_dir", "", "config.data.dir of Fashion-MNIST; empty downloads it.")
-_METHODS = flags.DEFINE_list("methods", ["halving", "evolution", "tpe"], "Methods to compare with random search.")
-_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of mixes, images, start values and order.")
-_NUM_MODELS = flags.DEFINE_integer("num_models", 64, "Models of the random search.", lower_bound=2)
 _FULL = 0.9  # share of the devices' FLOPs that a mix of equal lanes must take to be compared
 _MOST_MODELS = 3  # times as many of any other method; its training seconds end it before
 
 
-def configure(seed: int) -> tuple[RunConfig, settings_lib.SearchSettings]:
+def configure(seed: int, values: flags.FlagValues) -> tuple[RunConfig, settings_lib.SearchSettings]:
     """The small setting, of random search."""
     config = nas_cifar.get_config()
-    config.data.name, config.data.dir, config.data.validation_fraction = "fashion_mnist", _DATA_DIR.value, 0.75
+    config.data.name, config.data.dir, config.data.validation_fraction = "fashion_mnist", values.data_dir, 0.75
     config.train.seed = config.search.seed = seed
     config.search.devices, config.search.baseline, config.search.method = "flops=0.5x*2", "mlcn2:w2d2*4", "random"
     config.search.max_width, config.search.max_depth = 4, 3
-    config.search.num_models, config.search.num_repeats = _NUM_MODELS.value, 1
+    config.search.num_models, config.search.num_repeats = values.num_models, 1
     config.train.batch_size = 50
     config.search.num_images, config.search.num_epochs, config.search.min_epochs = 2000, 9, 3
     return setup.read_config(config.to_dict())
 
 
-def main(argv: list[str]) -> None:
-    del argv
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string(
+        "workdir", "runs/nas_compare", "Folder of the searches, one a method and seed.", flag_values=values
+    )
+    flags.DEFINE_string("data_dir", "", "config.data.dir of Fashion-MNIST; empty downloads it.", flag_values=values)
+    flags.DEFINE_list(
+        "methods", ["halving", "evolution", "tpe"], "Methods to compare with random search.", flag_values=values
+    )
+    flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of mixes, images, start values and order.", flag_values=values)
+    flags.DEFINE_integer("num_models", 64, "Models of the random search.", lower_bound=2, flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
     host.keep_compiled_programs(least_seconds=0.1)
-    workdir = Path(_WORKDIR.value).expanduser()
+    workdir = Path(values.workdir).expanduser()
     runs: list[dict[str, Any]] = []
-    for seed in map(int, _SEEDS.value):
-        config, settings = configure(seed)
+    for seed in map(int, values.seeds):
+        config, settings = configure(seed, values)
         programs: dict[tuple, Any] = {}
         random_run = search_with("random", seed, config, settings, workdir, programs)
         runs.append(random_run)
-        for method in _METHODS.value:
+        for method in values.methods:
             limited = dataclasses.replace(
                 settings,
                 method=method,
@@ -250,4 +256,4 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

@@ -26,24 +26,31 @@ from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
-from mlcn_jax.launch import launch_app
+from mlcn_jax.launch import launch_script
 from mlcn_jax.search import run, setup
 from mlcn_jax.search import settings as settings_lib
 
 SWEEPS = {"flops": (1, 2, 4, 8), "memory": (2, 4, 8, 12), "devices": (4, 8, 16, 32)}
 _DEVICES, _BASELINES, _TWELFTHS = 8, 8, 12
 
-_CONFIG = config_flags.DEFINE_config_file("config", str(REPOSITORY / "configs" / "nas_cifar.py"), "A search's config.")
-_WORKDIR = flags.DEFINE_string("workdir", "", "Folder of the searches, one a point.")
-_SWEEP = flags.DEFINE_enum("sweep", "flops", list(SWEEPS), "What differs from point to point.")
+
+def define(values: flags.FlagValues) -> None:
+    config_flags.DEFINE_config_file(
+        "config", str(REPOSITORY / "configs" / "nas_cifar.py"), "A search's config.", flag_values=values
+    )
+    flags.DEFINE_string("workdir", "", "Folder of the searches, one a point.", flag_values=values)
+    flags.DEFINE_enum("sweep", "flops", list(SWEEPS), "What differs from point to point.", flag_values=values)
 
 
-def main(argv: list[str]) -> None:
-    del argv
-    if not _WORKDIR.value:
+def main(values: flags.FlagValues) -> None:
+    if not values.workdir:
         raise InputError("give --workdir=FOLDER")
-    config, settings = setup.read_config(_CONFIG.value.to_dict())
-    sweep, workdir = _SWEEP.value, Path(_WORKDIR.value).expanduser()
+    try:
+        fields = values.config.to_dict()
+    except OSError as error:  # of the file, kept until now
+        raise InputError(f"--config: {error}") from error
+    config, settings = setup.read_config(fields)
+    sweep, workdir = values.sweep, Path(values.workdir).expanduser()
     host.keep_compiled_programs(least_seconds=0.1)
     programs: dict[tuple, Any] = {}
     points: list[dict[str, Any]] = []
@@ -141,4 +148,4 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

@@ -14,6 +14,7 @@ Writes `experiments/results/published_scaling.json` and `.png`.
 import dataclasses
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from absl import flags
@@ -21,7 +22,7 @@ from absl import flags
 from experiments import RESULTS
 from mlcn_jax.distributed import traffic
 from mlcn_jax.files import write_json
-from mlcn_jax.launch import launch_app
+from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.model import ModelSpec
 from mlcn_jax.placement.partition import partition
 from mlcn_jax.placement.problem import Problem, uniform_seconds
@@ -42,33 +43,36 @@ DRAWN = {"CIFAR-10": "mlcn1:w2*32", "Fashion-MNIST": "mlcn1:w4*8"}
 LARGE_BATCH = 128  # so that every power of two of devices divides lanes and images
 LANES_PER_DEVICE = 4
 DEVICES_PER_HOST = 8
+ASSUMED = {  # flags, their defaults and what they say
+    "decoder_share": (0.05, "loss and decoder's share of a step."),
+    "link_us": (20.0, "latency within a host, microseconds."),
+    "link_gbytes": (10.0, "GB/s within a host (PCIe 3.0 x16, effective)."),
+    "network_us": (50.0, "latency between hosts, microseconds."),
+    "network_gbits": (100.0, "Gbit/s of each host's network."),
+}
 FORWARD_SHARE = 1 / 3  # backward makes two products for each one of forward
-
-_DECODER_SHARE = flags.DEFINE_float("decoder_share", 0.05, "Assumed: loss and decoder's share of a step.")
-_LINK_US = flags.DEFINE_float("link_us", 20.0, "Assumed: latency within a host, microseconds.")
-_LINK_GBYTES = flags.DEFINE_float("link_gbytes", 10.0, "Assumed: GB/s within a host (PCIe 3.0 x16, effective).")
-_NETWORK_US = flags.DEFINE_float("network_us", 50.0, "Assumed: latency between hosts, microseconds.")
-_NETWORK_GBITS = flags.DEFINE_float("network_gbits", 100.0, "Assumed: Gbit/s of each host's network.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """A published model on one K80: what of a step of batch 100 its encoder and its decoder take."""
+    """A published model on one K80: what of a step of batch 100 its encoder and its decoder take, as assumed."""
 
+    assumed: Mapping[str, float]
     spec: ModelSpec
     encoder_seconds: float
     decoder_seconds: float
 
 
-def base_of(data: str, lanes: str) -> Base:
+def base_of(data: str, lanes: str, assumed: Mapping[str, float]) -> Base:
     seconds = SECONDS[data][lanes] / STEPS[data] * K80_SLOWNESS
     spec = ModelSpec("mlcn" if lanes else "capsnet", IMAGE_SHAPES[data], 10, lanes)
-    return Base(spec, (1 - _DECODER_SHARE.value) * seconds, _DECODER_SHARE.value * seconds)
+    share = assumed["decoder_share"]
+    return Base(assumed, spec, (1 - share) * seconds, share * seconds)
 
 
-def cluster_of(num_devices: int) -> Cluster:
-    within = Link(_LINK_US.value * 1e-6, _LINK_GBYTES.value * 1e9)
-    between = Link(_NETWORK_US.value * 1e-6, _NETWORK_GBITS.value * 1e9 / 8)
+def cluster_of(num_devices: int, assumed: Mapping[str, float]) -> Cluster:
+    within = Link(assumed["link_us"] * 1e-6, assumed["link_gbytes"] * 1e9)
+    between = Link(assumed["network_us"] * 1e-6, assumed["network_gbits"] * 1e9 / 8)
     return Cluster([device // DEVICES_PER_HOST for device in range(num_devices)], within, between)
 
 
@@ -90,7 +94,7 @@ def on_mesh(base: Base, spec: ModelSpec, batch: int, data: int, lane: int, algor
     return simulate_mesh(
         data,
         lane,
-        cluster_of(data * lane),
+        cluster_of(data * lane, base.assumed),
         lane_seconds=[encoder] * (data * lane),
         head_seconds=[decoder] * (data * lane),
         forward_share=FORWARD_SHARE,
@@ -107,20 +111,20 @@ def on_stacks(base: Base, num_devices: int) -> StepTime:
     placement = partition("greedy", Problem(uniform_seconds(lanes, [1.0] * num_devices)))
     return simulate_stacks(
         placement,
-        cluster_of(num_devices),
+        cluster_of(num_devices, base.assumed),
         column_bytes=4 * BATCH * base.spec.num_classes,
         head_seconds=base.decoder_seconds,
         forward_share=FORWARD_SHARE,
     )
 
 
-def on_few() -> list[dict[str, Any]]:
+def on_few(assumed: Mapping[str, float]) -> list[dict[str, Any]]:
     """Every published model in every mode on up to 8 K80s whose number divides its lanes."""
     rows = []
     for data, models in SECONDS.items():
         capsnet = SECONDS[data][""] / STEPS[data] * K80_SLOWNESS
         for lanes in models:
-            base = base_of(data, lanes)
+            base = base_of(data, lanes, assumed)
             alone = base.encoder_seconds + base.decoder_seconds
             for mode, n in itertools.product(MODES[1:] if lanes else MODES[:1], DEVICES):
                 if mode.startswith("mlcn-lane") and any(group.count % n for group in base.spec.lane_groups):
@@ -146,12 +150,12 @@ def on_few() -> list[dict[str, Any]]:
     return rows
 
 
-def on_many() -> list[dict[str, Any]]:
+def on_many(assumed: Mapping[str, float]) -> list[dict[str, Any]]:
     """mlcn1 on CIFAR-10 up to 1,024 K80s: its 32 lanes, then the batch, divided; and 4 lanes for every device.
 
     The speed-up is over the same model, with as many lanes, on one K80 that would hold it.
     """
-    base = base_of("CIFAR-10", DRAWN["CIFAR-10"])
+    base = base_of("CIFAR-10", DRAWN["CIFAR-10"], assumed)
     (group,) = base.spec.lane_groups
     rows = []
     for algorithm, scaling in itertools.product(ALGORITHMS, ("strong", "weak")):
@@ -241,10 +245,14 @@ def draw(few: list[dict[str, Any]], many: list[dict[str, Any]]) -> None:
     figure.savefig(RESULTS / "published_scaling.png", dpi=120)
 
 
-def main(argv: list[str]) -> None:
-    del argv
-    few, many = on_few(), on_many()
-    assumed = {flag.name: flag.value for flag in (_DECODER_SHARE, _LINK_US, _LINK_GBYTES, _NETWORK_US, _NETWORK_GBITS)}
+def define(values: flags.FlagValues) -> None:
+    for name, (default, text) in ASSUMED.items():
+        flags.DEFINE_float(name, default, f"Assumed: {text}", flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
+    assumed = {name: values[name].value for name in ASSUMED}
+    few, many = on_few(assumed), on_many(assumed)
     assumed |= {"k80_slowness": K80_SLOWNESS, "forward_share": FORWARD_SHARE, "devices_per_host": DEVICES_PER_HOST}
     published = {"speedup_of_8_k80s_over_capsnet_on_one": PUBLISHED_SPEEDUP, "seconds_an_epoch_on_one_p100": SECONDS}
     RESULTS.mkdir(exist_ok=True)
@@ -255,4 +263,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

@@ -15,6 +15,7 @@ from typing import Any
 from absl import flags
 
 from experiments import data_parts
+from experiments.published_rows import NUM_EPOCHS
 from mlcn_jax import files, host
 from mlcn_jax.config import RunConfig, flat
 from mlcn_jax.errors import Diverged, InputError, Stopped
@@ -23,7 +24,6 @@ from mlcn_jax.training import loop
 from mlcn_jax.training.metrics import read_rows
 
 _log = logging.getLogger("mlcn_jax.repeated_runs")
-flags.disclaim_key_flags()  # `Flags` belong to the script that makes them, whose --help shows them
 
 Facts = Mapping[str, Any]
 
@@ -44,6 +44,12 @@ class Scale:
     num_steps: int = 0
     num_train: int = 0
     num_test: int = 0
+
+
+def scales(smoke_steps: int, smoke_images: int = 600, cpu_images: int = 0) -> dict[str, Scale]:
+    """Those of a script: 100 test images belong to the training images of `smoke`, and all to those of `cpu`."""
+    smoke = Scale("smoke", 1, smoke_steps, smoke_images, num_test=100)
+    return {"smoke": smoke, "cpu": Scale("cpu", 3, num_train=cpu_images), "full": Scale("full", NUM_EPOCHS)}
 
 
 class Series:
@@ -256,47 +262,53 @@ def chosen(flag: str, given: Sequence[str], known: Collection[str]) -> list[str]
     return list(dict.fromkeys(given))
 
 
-class Flags:
-    """The flags that every script has, defined for the module that makes this.
+def define_flags(values: flags.FlagValues, known: Collection[str]) -> None:
+    """The flags that every script has; the scale is one of those known, by default `cpu`."""
+    flags.DEFINE_string("workdir", "", "Folder of the runs.", flag_values=values)
+    flags.DEFINE_string("scale", "cpu", f"One of {', '.join(known)}.", flag_values=values)
+    text = "Trainings of each, seeds 0, 1, ..."
+    flags.DEFINE_integer("repeats", 1, text, lower_bound=1, flag_values=values)
+    text = "Stop after so many, with a checkpoint; 0 goes on."
+    flags.DEFINE_float("minutes", 0.0, text, lower_bound=0.0, flag_values=values)
+    define_data_dirs(values)
+
+
+def define_data_dirs(values: flags.FlagValues) -> None:
+    """The flags that `directories` reads."""
+    for name, title in (("fashion", "Fashion-MNIST"), ("cifar", "CIFAR-10")):
+        text = f"config.data.dir of {title}; empty downloads it."
+        flags.DEFINE_string(f"{name}_dir", "", text, flag_values=values)
+
+
+def directories(values: flags.FlagValues) -> dict[str, str]:
+    """The folder of each dataset; empty where it is to be downloaded."""
+    return {"fashion_mnist": values.fashion_dir, "cifar10": values.cifar_dir}
+
+
+def asked(values: flags.FlagValues, script: str, others: Sequence[str]) -> dict[str, Any]:
+    """The values of the flags that every script has, for its `run`; folders, the user's own, are not in `command`.
 
     Args:
-      scales: of the script; the flag's default is `cpu`.
+      values: what was given.
+      script: its name.
+      others: names of flags that only it has.
+
+    Raises:
+      InputError: there is no workdir.
     """
-
-    def __init__(self, scales: Mapping[str, Scale]):
-        self._workdir = flags.DEFINE_string("workdir", "", "Folder of the runs.")
-        self.scale = flags.DEFINE_string("scale", "cpu", f"One of {', '.join(scales)}.")
-        self._repeats = flags.DEFINE_integer("repeats", 1, "Trainings of each, seeds 0, 1, ...", lower_bound=1)
-        self._minutes = flags.DEFINE_float("minutes", 0.0, "Stop after so many, with a checkpoint; 0 goes on.", 0.0)
-        self._fashion_dir = flags.DEFINE_string(
-            "fashion_dir", "", "config.data.dir of Fashion-MNIST; empty downloads it."
-        )
-        self._cifar_dir = flags.DEFINE_string("cifar_dir", "", "config.data.dir of CIFAR-10; empty downloads it.")
-
-    def asked(self, argv: Sequence[str], script: str, others: Sequence[flags.FlagHolder]) -> dict[str, Any]:
-        """Their values, for the script's `run`; its folders are the user's own and left out of `command`.
-
-        Args:
-          argv: of `main`.
-          script: its name.
-          others: flags that only it has.
-
-        Raises:
-          InputError: there is no workdir, or something that is no flag.
-        """
-        if len(argv) > 1 or not self._workdir.value:
-            raise InputError("give --workdir=FOLDER, and every other flag as --name=value")
-        return {
-            "workdir": Path(self._workdir.value).expanduser(),
-            "scale": self.scale.value,
-            "repeats": self._repeats.value,
-            "minutes": self._minutes.value,
-            "directories": {"fashion_mnist": self._fashion_dir.value, "cifar10": self._cifar_dir.value},
-            "command": command(f"{script} --workdir=FOLDER", (self.scale, self._repeats, *others)),
-        }
+    if not values.workdir:
+        raise InputError("give --workdir=FOLDER, and every other flag as --name=value")
+    return {
+        "workdir": Path(values.workdir).expanduser(),
+        "scale": values.scale,
+        "repeats": values.repeats,
+        "minutes": values.minutes,
+        "directories": directories(values),
+        "command": command(f"{script} --workdir=FOLDER", values, ("scale", "repeats", *others)),
+    }
 
 
-def command(script: str, holders: Sequence[flags.FlagHolder]) -> str:
+def command(script: str, values: flags.FlagValues, names: Sequence[str]) -> str:
     """The command line of a script, with those of some flags that were given."""
-    given = [flags.FLAGS[holder.name].serialize() for holder in holders if holder.present]
+    given = [values[name].serialize() for name in names if values[name].present]
     return " ".join([f"python -m experiments.{script}", *given])

@@ -21,7 +21,7 @@ from absl import flags
 from experiments import RESULTS, workers
 from mlcn_jax import host
 from mlcn_jax.files import write_json
-from mlcn_jax.launch import launch_app
+from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.lanes import parse_lanes
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.training import plan
@@ -33,13 +33,6 @@ SWEEPS = {
     "depth": {n: f"mlcn1:w2d{n}*8" for n in (1, 2, 3, 5)},
 }
 _COUNTS = (1, 2, 4, 8)
-
-_PROFILE = flags.DEFINE_string("profile", "", "Profile of one core, to simulate by; without it nothing is simulated.")
-_LANES = flags.DEFINE_string("lanes", "mlcn1:w4*8", "Lanes of MLCN.")
-_DATA = flags.DEFINE_string("data", "fashion_mnist", "Dataset whose image shape is taken; images are random.")
-_BATCHES = flags.DEFINE_list("batches", ["100", "150", "300", "600"], "Batch sizes.")
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds in which a setting takes turns with its bases.", lower_bound=1)
-_TURN = flags.DEFINE_float("turn_seconds", 0.7, "Length of a turn, but at least two steps.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,15 +93,15 @@ def bases(batch: int, lanes: str) -> dict[str, Setting]:
     return {mode: Setting(f"{mode}-data", 1, 1, REAL, batch, lanes) for mode in ("mlcn", "capsnet")}
 
 
-def measure(rows: Sequence[Setting], over: Mapping[str, Setting]) -> list[dict[str, Any]]:
+def measure(rows: Sequence[Setting], over: Mapping[str, Setting], values: flags.FlagValues) -> list[dict[str, Any]]:
     """Each setting's step, and how many times faster it is than the bases, which stay while settings come and go."""
-    base_groups = {name: workers.Group(setting.run(_DATA.value)) for name, setting in over.items()}
+    base_groups = {name: workers.Group(setting.run(values.data)) for name, setting in over.items()}
     results = []
     for setting in rows:
-        group = workers.Group(setting.run(_DATA.value))
+        group = workers.Group(setting.run(values.data))
         groups = {**base_groups, "": group}
-        steps = {name: max(2, round(_TURN.value / g.seconds(2))) for name, g in groups.items()}
-        turns = [{name: g.seconds(steps[name]) for name, g in groups.items()} for _ in range(_ROUNDS.value)]
+        steps = {name: max(2, round(values.turn_seconds / g.seconds(2))) for name, g in groups.items()}
+        turns = [{name: g.seconds(steps[name]) for name, g in groups.items()} for _ in range(values.rounds)]
         group.close()
         results.append(
             {
@@ -128,11 +121,11 @@ def _spread(ratios: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
 
 
-def simulate(rows: Sequence[Setting], profile: DeviceProfile) -> list[dict[str, Any]]:
+def simulate(rows: Sequence[Setting], profile: DeviceProfile, data_name: str) -> list[dict[str, Any]]:
     """Speed-ups of MLCN on devices like that of the profile, over the same on one of them."""
 
     def seconds(setting: Setting) -> float:
-        config = workers.config_of(setting.changes(_DATA.value))
+        config = workers.config_of(setting.changes(data_name))
         spec = config.model_spec(*config.data.shape())
         same = [profile] * setting.devices
         step = plan.predict_mesh(spec, setting.batch, setting.data, setting.lane, same, [1.0] * setting.devices)
@@ -207,35 +200,49 @@ def _draw_sweep(axes: Any, what: str, rows: Sequence[Mapping[str, Any]]) -> None
     axes.grid(alpha=0.3)
 
 
-def main(argv: list[str]) -> None:
-    del argv
-    profile = workers.one_core_profile(_PROFILE.value) if _PROFILE.value else None
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string(
+        "profile", "", "Profile of one core, to simulate by; without it nothing is simulated.", flag_values=values
+    )
+    flags.DEFINE_string("lanes", "mlcn1:w4*8", "Lanes of MLCN.", flag_values=values)
+    flags.DEFINE_string(
+        "data", "fashion_mnist", "Dataset whose image shape is taken; images are random.", flag_values=values
+    )
+    flags.DEFINE_list("batches", ["100", "150", "300", "600"], "Batch sizes.", flag_values=values)
+    flags.DEFINE_integer(
+        "rounds", 3, "Rounds in which a setting takes turns with its bases.", lower_bound=1, flag_values=values
+    )
+    flags.DEFINE_float("turn_seconds", 0.7, "Length of a turn, but at least two steps.", flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
+    profile = workers.one_core_profile(values.profile) if values.profile else None
     num_cores = len(os.sched_getaffinity(0))
     parts: dict[str, list[tuple[list[Setting], dict[str, Setting]]]] = {"batches": []}
-    for batch in map(int, _BATCHES.value):
-        parts["batches"].append((settings(batch, _LANES.value, num_cores), bases(batch, _LANES.value)))
+    for batch in map(int, values.batches):
+        parts["batches"].append((settings(batch, values.lanes, num_cores), bases(batch, values.lanes)))
     places = [(2, REAL)] * (num_cores > 1) + [(2, SIMULATED), (8, SIMULATED)]
-    for what, values in SWEEPS.items():
+    for what, sweep in SWEEPS.items():
         parts[what] = [
             (
                 [Setting("mlcn-lane", 1, n, where, 100, text) for n, where in places],
                 {"mlcn": Setting("mlcn-data", 1, 1, REAL, 100, text)},
             )
-            for text in values.values()
+            for text in sweep.values()
         ]
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in parts}
-    about = {"data": _DATA.value, "rounds": _ROUNDS.value, **host.environment()}
+    about = {"data": values.data, "rounds": values.rounds, **host.environment()}
     RESULTS.mkdir(exist_ok=True)
     for name, part in parts.items():
         for rows, over in part:
-            results[name] += measure([s for s in rows if s.where != SIMULATED], over)
+            results[name] += measure([s for s in rows if s.where != SIMULATED], over, values)
             if profile:
                 simulated = [s for s in rows if s.where == SIMULATED]
-                results[name] += simulate([s for s in simulated if s.divides()], profile)
+                results[name] += simulate([s for s in simulated if s.divides()], profile, values.data)
             write_json(RESULTS / "scaling.json", {**about, **results})
     draw(results)
     print(table([row for rows in results.values() for row in rows]))
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

@@ -20,7 +20,7 @@ from absl import flags
 from experiments import RESULTS, workers
 from mlcn_jax import host
 from mlcn_jax.files import write_json
-from mlcn_jax.launch import launch_app
+from mlcn_jax.launch import launch_script
 from mlcn_jax.placement import cost, partition
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.training import plan
@@ -34,11 +34,6 @@ LANES = (
 )
 SLOWNESS = 2.0
 _BATCH = 100
-
-_PROFILE = flags.DEFINE_string("profile", "profile.json", "Profile of one core.")
-_DATA = flags.DEFINE_string("data", "fashion_mnist", "Dataset whose image shape is taken; images are random.")
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns of each configuration.", lower_bound=1)
-_TURN = flags.DEFINE_float("turn_seconds", 1.0, "Length of a turn, but at least two steps.")
 
 
 def configurations() -> list[dict[str, Any]]:
@@ -56,10 +51,10 @@ def configurations() -> list[dict[str, Any]]:
     return rows
 
 
-def measure(row: Mapping[str, Any], profile: DeviceProfile) -> dict[str, Any]:
+def measure(row: Mapping[str, Any], profile: DeviceProfile, values: flags.FlagValues) -> dict[str, Any]:
     """Measured and predicted seconds of a step of one configuration."""
     changes = {
-        "data.name": _DATA.value,
+        "data.name": values.data,
         "model.lanes": row["lanes"],
         "train.batch_size": _BATCH,
         "parallel.data": row["data"],
@@ -74,7 +69,7 @@ def measure(row: Mapping[str, Any], profile: DeviceProfile) -> dict[str, Any]:
     cores = [[core] for core in sorted(os.sched_getaffinity(0))[:2]]
     device_of = placement.device_of if placement else ()
     group = workers.Group(workers.Run(changes, cores, device_of=device_of, slowness=row["slowness"]))
-    steps = max(2, round(_TURN.value / group.seconds(2)))
+    steps = max(2, round(values.turn_seconds / group.seconds(2)))
     reference = cost.lane_cost(workers.YARDSTICK.spec, spec.lane_settings, spec.image_shape)
     yardstick = profile.lane_seconds(reference, _BATCH)
 
@@ -85,7 +80,7 @@ def measure(row: Mapping[str, Any], profile: DeviceProfile) -> dict[str, Any]:
 
     seconds, factors = [], []
     before = group.yardstick_seconds()
-    for _ in range(_ROUNDS.value):
+    for _ in range(values.rounds):
         seconds.append(group.seconds(steps))
         after = group.yardstick_seconds()
         factors.append([(a + b) / 2 / yardstick for a, b in zip(before, after, strict=True)])
@@ -140,17 +135,25 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> None:
     figure.savefig(RESULTS / "simulator_check.png", dpi=120)
 
 
-def main(argv: list[str]) -> None:
-    del argv
-    profile = workers.one_core_profile(_PROFILE.value)
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("profile", "profile.json", "Profile of one core.", flag_values=values)
+    flags.DEFINE_string(
+        "data", "fashion_mnist", "Dataset whose image shape is taken; images are random.", flag_values=values
+    )
+    flags.DEFINE_integer("rounds", 5, "Turns of each configuration.", lower_bound=1, flag_values=values)
+    flags.DEFINE_float("turn_seconds", 1.0, "Length of a turn, but at least two steps.", flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
+    profile = workers.one_core_profile(values.profile)
     rows: list[dict[str, Any]] = []
     for row in configurations():
-        rows.append(measure(row, profile))
+        rows.append(measure(row, profile, values))
         print(
             f"{rows[-1]['predicted_over_measured']:.2f}  {1000 * rows[-1]['measured_seconds']:4.0f} ms  {row}",
             flush=True,
         )
-        about = {"batch": _BATCH, "data": _DATA.value, "rounds": _ROUNDS.value, **host.environment()}
+        about = {"batch": _BATCH, "data": values.data, "rounds": values.rounds, **host.environment()}
         RESULTS.mkdir(exist_ok=True)
         write_json(RESULTS / "simulator_check.json", {**about, **summarize(rows), "rows": rows})
     draw(rows)
@@ -158,4 +161,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

@@ -38,32 +38,32 @@ from experiments.repeated_report import (
     told,
     write,
 )
-from experiments.repeated_runs import Flags, Scale, Series, chosen
+from experiments.repeated_runs import Scale, Series, asked, chosen, define_flags, scales
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch_app
+from mlcn_jax.launch import launch_script
 
 VERSION = 1  # raised with every change after which results cannot stand beside older ones
-SCALES = {
-    "smoke": Scale("smoke", 1, num_steps=2, num_train=600, num_test=100),
-    "cpu": Scale("cpu", 3),
-    "full": Scale("full", NUM_EPOCHS),
-}
+SCALES = scales(smoke_steps=2)
 HEADER = (
     *("", "parameters", "in the thesis", "seconds, an epoch", "thesis, on a P100", "thesis, accuracy"),
     *COLUMNS,
 )
 
-_FLAGS = Flags(SCALES)
-_ROWS = flags.DEFINE_list("rows", list(ROWS), "Rows to train.")
-_COLUMNS = flags.DEFINE_list("columns", [], "Columns to train; empty: all, and as published only at scale smoke.")
+
+def define(values: flags.FlagValues) -> None:
+    define_flags(values, SCALES)
+    flags.DEFINE_list("rows", list(ROWS), "Rows to train.", flag_values=values)
+    flags.DEFINE_list(
+        "columns", [], "Columns to train; empty: all, and as published only at scale smoke.", flag_values=values
+    )
 
 
-def main(argv: list[str]) -> int:
+def main(values: flags.FlagValues) -> int:
     return run(
-        **_FLAGS.asked(argv, "table_4_1", (_ROWS, _COLUMNS)),
-        rows=_ROWS.value,
-        columns=_COLUMNS.value or (COLUMNS[:1] if _FLAGS.scale.value == "smoke" else COLUMNS),
+        **asked(values, "table_4_1", ("rows", "columns")),
+        rows=values.rows,
+        columns=values.columns or (COLUMNS[:1] if values.scale == "smoke" else COLUMNS),
     )
 
 
@@ -186,4 +186,4 @@ def report(series: Series) -> None:
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

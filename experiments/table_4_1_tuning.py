@@ -14,7 +14,7 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments.published_rows import CANDIDATES, NUM_EPOCHS, ROWS, TUNED, changes, configure_row
+from experiments.published_rows import CANDIDATES, ROWS, TUNED, changes, configure_row
 from experiments.repeated_report import (
     Records,
     caption,
@@ -27,28 +27,28 @@ from experiments.repeated_report import (
     told,
     write,
 )
-from experiments.repeated_runs import Flags, Scale, Series, chosen
+from experiments.repeated_runs import Series, asked, chosen, define_flags, scales
 from mlcn_jax.config import RunConfig
-from mlcn_jax.launch import launch_app
+from mlcn_jax.launch import launch_script
 
 VERSION = 1  # raised with every change after which results cannot stand beside older ones
-SCALES = {
-    "smoke": Scale("smoke", 1, num_steps=2, num_train=600, num_test=100),
-    "cpu": Scale("cpu", 3),
-    "full": Scale("full", NUM_EPOCHS),
-}
+SCALES = scales(smoke_steps=2)
 _VALIDATION_FRACTION = 0.1
 
-_FLAGS = Flags(SCALES)
-_ROWS = flags.DEFINE_list("rows", ["fashion_mlcn2_2x4", "cifar_mlcn2_4x4"], "Rows of table 4.1 to try them on.")
-_CANDIDATES = flags.DEFINE_list("candidates", list(CANDIDATES), "Settings to try.")
+
+def define(values: flags.FlagValues) -> None:
+    define_flags(values, SCALES)
+    flags.DEFINE_list(
+        "rows", ["fashion_mlcn2_2x4", "cifar_mlcn2_4x4"], "Rows of table 4.1 to try them on.", flag_values=values
+    )
+    flags.DEFINE_list("candidates", list(CANDIDATES), "Settings to try.", flag_values=values)
 
 
-def main(argv: list[str]) -> int:
+def main(values: flags.FlagValues) -> int:
     return run(
-        **_FLAGS.asked(argv, "table_4_1_tuning", (_ROWS, _CANDIDATES)),
-        rows=_ROWS.value,
-        candidates=_CANDIDATES.value,
+        **asked(values, "table_4_1_tuning", ("rows", "candidates")),
+        rows=values.rows,
+        candidates=values.candidates,
     )
 
 
@@ -129,4 +129,4 @@ def report(series: Series) -> None:
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

@@ -16,16 +16,13 @@ from absl import flags
 from experiments import RESULTS
 from mlcn_jax import host
 from mlcn_jax.files import write_json
-from mlcn_jax.launch import launch_app
+from mlcn_jax.launch import launch_script
 from mlcn_jax.placement.partition import partition
 from mlcn_jax.placement.problem import Problem, uniform_seconds
 
 SPEEDS = (1.0, 3.1, 4.2, 6.0)
 LANES = (6, 9, 12, 24)
 _RULES = ("greedy_published", "greedy")
-
-_DRAWS = flags.DEFINE_integer("draws", 100, "Lane sets drawn for each number of lanes.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the draws.")
 
 
 def gains(speeds: tuple[float, ...], num_lanes: int, draws: int, seed: int) -> dict[str, float]:
@@ -41,22 +38,27 @@ def gains(speeds: tuple[float, ...], num_lanes: int, draws: int, seed: int) -> d
     return {rule: statistics.mean(values) for rule, values in found.items()}
 
 
-def main(_: list[str]) -> None:
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_integer("draws", 100, "Lane sets drawn for each number of lanes.", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("seed", 0, "Of the draws.", flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
     orders = {"slowest first": SPEEDS, "fastest first": SPEEDS[::-1]}
     result = {
         "random_over_rule": {
-            title: {str(n): gains(speeds, n, _DRAWS.value, _SEED.value) for n in LANES}
+            title: {str(n): gains(speeds, n, values.draws, values.seed) for n in LANES}
             for title, speeds in orders.items()
         },
-        "draws": _DRAWS.value,
-        "seed": _SEED.value,
+        "draws": values.draws,
+        "seed": values.seed,
         **host.environment(),
     }
     write_json(RESULTS / "tie_break.json", result)
     for title, by_lanes in result["random_over_rule"].items():
-        for n, values in by_lanes.items():
-            print(f"{title}, {n} lanes: " + ", ".join(f"{rule} {value:.2f}" for rule, value in values.items()))
+        for n, found in by_lanes.items():
+            print(f"{title}, {n} lanes: " + ", ".join(f"{rule} {value:.2f}" for rule, value in found.items()))
 
 
 if __name__ == "__main__":
-    launch_app(main)
+    launch_script(define, main)

@@ -9,9 +9,13 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from mlcn_jax.errors import Diverged, InputError, Stopped
+
+if TYPE_CHECKING:
+    from absl.flags import FlagValues
 
 EXIT_INPUT, EXIT_FAILED, EXIT_STOPPED = 2, 3, 75
 _NO_ACCESS = {
@@ -76,27 +80,35 @@ def launch(command: Callable[[], int | None]) -> None:
             sys.exit(code)
 
 
-def launch_app(main: Callable[[list[str]], int | None]) -> None:
-    """`launch` of a script with global flags of absl; `main` takes what is none of them."""
-    from absl import app
-
-    launch(lambda: app.run(main, flags_parser=_parse_flags))
+def launch_script(define: Callable[["FlagValues"], None], main: Callable[["FlagValues"], int | None]) -> None:
+    """`launch` of the `main` of a script, which gets the flags that `define` declares, as they were given."""
+    launch(lambda: main(_parse_flags(define, sys.argv)))
 
 
-def _parse_flags(argv: list[str]) -> list[str]:
+def _parse_flags(define: Callable[["FlagValues"], None], argv: Sequence[str]) -> "FlagValues":
+    """The flags of one call; prints what there is to give and exits, where `--help` is asked for."""
     from absl import flags
 
+    values = flags.FlagValues()
     try:
-        return flags.FLAGS(argv)
+        define(values)
+        if any(argument.startswith("-") and argument.lstrip("-") in ("h", "help", "helpfull") for argument in argv[1:]):
+            doc, listed = sys.modules["__main__"].__doc__ or "", values.get_help(include_special_flags=False)
+            print(doc.strip(), listed, sep="\n")
+            sys.exit(0)
+        unknown = values(argv)[1:]
     except (AttributeError, KeyError) as error:  # what ml_collections raises for a field that a config does not have
         given = [arg.partition("=")[0] for arg in argv if arg.startswith("--config.")]
         if not given:
             raise
         raise InputError(
-            f"{error} is no field of the configuration ({', '.join(given)}): {program()} train --help lists all fields"
+            f"{error} is no field of the configuration ({', '.join(given)}): {program()} search --help lists all fields"
         ) from error
     except (flags.Error, OSError) as error:
-        raise InputError(str(error)) from error
+        raise InputError(f"{error}; --help lists all flags") from error
+    if unknown:
+        raise InputError(f"unknown argument {unknown[0]!r}: flags are written --name=value, and --help lists all")
+    return values
 
 
 def _silence_absl() -> None:

@@ -3,11 +3,6 @@
 Names and orders of weights are those of mlcn_jax's parameters.
 """
 
-import os
-
-os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
 import keras
 import numpy as np
 import tensorflow as tf

@@ -17,10 +17,6 @@ from benchmarks.networks import Network
 PACKAGES = ("torch", "numpy")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-torch.backends.cudnn.benchmark = True
-torch.set_float32_matmul_precision("high")  # TF32 where the device has it
-torch.backends.cudnn.allow_tf32 = True
-
 
 def squash(s):
     squared = s.square().sum(-1, keepdim=True)
@@ -123,6 +119,9 @@ class Program:
     """Training and inference of one network, started from given weights."""
 
     def __init__(self, network: Network, batch: int, weights: dict[str, np.ndarray], variant: str, dtype: str):
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")  # TF32 where the device has it
+        torch.backends.cudnn.allow_tf32 = True
         encoder = {n.removeprefix("encoder/"): w for n, w in weights.items() if n.startswith("encoder/")}
         if network.kind == "capsnet":
             self.encoder = CapsNet(network, encoder)

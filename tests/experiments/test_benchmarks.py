@@ -3,15 +3,13 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scripts import load_script
 
-from benchmarks import networks, peers
+from benchmarks import networks, peers, roofline
 from benchmarks.frameworks import in_mlcn_jax
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules, losses
 from mlcn_jax.nn.model import apply_model
 
-roofline = load_script("benchmarks.roofline")
 TINY = networks.Network("mlcn2", (18, 18, 1), lanes=2, width=1)
 
 

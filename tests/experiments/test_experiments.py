@@ -1,9 +1,6 @@
 """What the experiments compute from their measurements."""
 
-from scripts import load_script
-
-balance, scaling = load_script("experiments.balance"), load_script("experiments.scaling")
-simulator_check = load_script("experiments.simulator_check")
+from experiments import balance, scaling, simulator_check
 
 
 def test_balance_compares_every_partitioner_with_random_and_the_exact_one():

@@ -10,15 +10,19 @@ import types
 import numpy as np
 import pytest
 from made_files import cifar_bytes, idx_files, write_files
-from scripts import load_script
 
-from experiments import data_parts, published_rows, repeated_report
+from experiments import (
+    batch_size,
+    data_parts,
+    lane_collapse,
+    lanes_and_width,
+    published_rows,
+    repeated_report,
+    table_4_1,
+)
+from experiments import table_4_1_tuning as tuning
 from mlcn_jax.data import datasets
 from mlcn_jax.errors import Diverged, InputError, Stopped
-
-table_4_1, tuning = load_script("experiments.table_4_1"), load_script("experiments.table_4_1_tuning")
-lane_collapse = load_script("experiments.lane_collapse")
-lanes_and_width, batch_size = load_script("experiments.lanes_and_width"), load_script("experiments.batch_size")
 
 ROW = "fashion_mlcn2_2x4"
 TUNED = published_rows.TUNED["fashion_mnist"]

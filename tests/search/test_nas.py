@@ -5,16 +5,14 @@ import logging
 import runpy
 
 import pytest
-from scripts import load_script
 
 from configs import nas_cifar, nas_quickstart
+from experiments import nas_compare
 from mlcn_jax.analysis import describe
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
 from mlcn_jax.search import report, setup
 from mlcn_jax.search.run import run, work
-
-nas_compare = load_script("experiments.nas_compare")
 
 
 def make_config(**search):

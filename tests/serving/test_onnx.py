@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import pytest
 from conftest import TINY
-from scripts import load_script
 
+from benchmarks import onnx_inference as benchmark
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
@@ -25,8 +25,6 @@ from mlcn_jax.serving import export, onnx
 from mlcn_jax.serving import onnx_export as script
 from mlcn_jax.training.checkpoint import load_trained
 from mlcn_jax.training.loop import train
-
-benchmark = load_script("benchmarks.onnx_inference")
 
 installed = pytest.mark.skipif(not importlib.util.find_spec("jax2onnx"), reason="needs requirements-onnx.txt")
 

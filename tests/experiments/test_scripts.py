@@ -1,0 +1,102 @@
+"""The scripts of experiments and benchmarks: importing one has no effect, and flags belong to a call."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from absl import flags
+
+from experiments import REPOSITORY, lane_collapse, repeated_runs, table_4_1
+
+MODULES = [
+    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+    for folder in ("experiments", "benchmarks")
+    for path in sorted((REPOSITORY / folder).rglob("*.py"))
+    if path.stem not in ("__init__", "in_keras", "in_torch")  # the peers' packages are installed elsewhere
+]
+SCRIPTS = [
+    name for name in MODULES if "launch_script(" in Path(REPOSITORY, *name.split(".")).with_suffix(".py").read_text()
+]
+
+
+def parsed(script, *given):
+    values = flags.FlagValues()
+    script.define(values)
+    values(["script", *given])
+    return values
+
+
+def test_importing_them_has_no_effect():
+    """Libraries, which ours import too, are loaded before and may do what they like."""
+    code = f"""
+import importlib, logging, os, sys, warnings
+import jax, flax, optax, orbax.checkpoint, ml_collections.config_flags, matplotlib.figure, PIL.Image, optuna, sqlalchemy
+import tensorboardX, ortools.sat.python.cp_model, sklearn
+from absl import flags
+
+def state():
+    loggers = [logging.root, *(logging.getLogger(name) for name in list(logging.root.manager.loggerDict))]
+    levels = {{one.name: (one.level, one.handlers) for one in loggers if one.level or one.handlers}}
+    return set(flags.FLAGS), list(warnings.filters), dict(os.environ), levels, sys.unraisablehook
+
+before = state()
+for name in {MODULES!r}:
+    importlib.import_module(name)
+    assert state() == before, name
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, timeout=200)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_flags_are_those_of_a_call_and_all_have_a_meaning(name):
+    values = parsed(importlib.import_module(name))
+    assert all(values[flag].help for flag in values)
+
+
+def test_there_are_scripts():
+    assert {"experiments.table_4_1", "experiments.nas_sweeps", "benchmarks.scaling"} <= set(SCRIPTS)
+
+
+def test_what_was_given_is_told_without_folders():
+    values = parsed(table_4_1, "--workdir=mine", "--scale=full", "--rows=cifar_capsnet", "--cifar_dir=mine")
+    asked = repeated_runs.asked(values, "table_4_1", ("rows", "columns"))
+    assert asked["command"] == "python -m experiments.table_4_1 --workdir=FOLDER --scale=full --rows=cifar_capsnet"
+    assert asked["directories"] == {"fashion_mnist": "", "cifar10": "mine"}
+    stored = json.loads((REPOSITORY / "experiments/results/lane_collapse_cifar_mlcn1_4x4.json").read_text())["command"]
+    given = stored.split()[3:]
+    names = ("row", "settings", "steps", "seed")
+    assert repeated_runs.command("lane_collapse", parsed(lane_collapse, *given), names) == stored
+
+
+@pytest.mark.parametrize(
+    ("script", "given", "message"),
+    [
+        ("tie_break", "--draw=3", "Unknown command line flag 'draw'. Did you mean: draws"),
+        ("tie_break", "--draws=none", "flag --draws=none"),
+        ("tie_break", "draws", "unknown argument 'draws'"),
+        ("nas_sweeps", "--config.search.num_imags=3", "is no field of the configuration (--config.search.num_imags)"),
+        ("nas_sweeps", "--workdir=w --config=nowhere.py", "No such file or directory: 'nowhere.py'"),
+    ],
+)
+def test_a_mistaken_flag_is_one_message(script, given, message):
+    done = run_script(script, given)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_tells_what_there_is_to_give():
+    done = run_script("tie_break", "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith("What decides how the published greedy rule fares")
+    assert "--draws: Lane sets drawn for each number of lanes." in done.stdout
+
+
+def run_script(script, given):
+    command = [sys.executable, "-m", f"experiments.{script}", *given.split()]
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=100)
