@@ -1,4 +1,4 @@
-"""Scores of a trained workdir on its test set."""
+"""Scores a trained workdir on its test set."""
 
 import logging
 import os
@@ -14,13 +14,13 @@ _log = logging.getLogger(__name__)
 
 
 def evaluate_workdir(config: RunConfig, workdir: Path, pictures: Path | None = None) -> dict[str, Any]:
-    """Scores the best checkpoint of a workdir on the test set of `config`, and draws the pictures anew.
+    """Scores the best checkpoint of a workdir on the test set of `config`, and redraws the pictures.
 
-    The pictures go to the folder `pictures`, to the workdir where none is given; one that cannot be written to is left
-    as it is, with a warning.
+    The pictures go to the folder `pictures`, or by default to the workdir; if that cannot be written to, there is only
+    a warning.
 
     Raises:
-      InputError: the workdir holds no trained model, or the images do not fit it.
+      InputError: the workdir holds no trained model, or the images do not match it.
     """
     trained, dataset = load_with_data(workdir, config)
     folder = pictures or workdir
@@ -32,8 +32,8 @@ def evaluate_workdir(config: RunConfig, workdir: Path, pictures: Path | None = N
             write_pictures(folder, trained.spec, trained.params, dataset, scores)
         except OSError as error:
             reason = str(error)
-    if reason:  # the scores are worth having all the same
-        _log.warning("the pictures are not drawn: %s", reason)
+    if reason:  # the scores are useful without them
+        _log.warning("pictures are not drawn: %s", reason)
     return {
         **scores.to_dict(dataset.class_names),
         "lane_spreads": lane_spreads(trained.spec, trained.params, dataset.test, config.train.batch_size),

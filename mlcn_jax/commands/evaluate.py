@@ -1,4 +1,4 @@
-"""Scores a trained model on its test set, prints JSON, and draws the pictures anew.
+"""Scores a trained model on its test set, prints JSON, and redraws the pictures.
 
 mlcn_jax evaluate --workdir=runs/mlcn2
 mlcn_jax evaluate --workdir=digits --output=pictures
@@ -17,7 +17,7 @@ from mlcn_jax.commands.run_config import config_of
 
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("workdir", "", arguments.WORKDIR, flag_values=values)
-    flags.DEFINE_string("output", "", "Folder for the pictures; empty: the workdir.", flag_values=values)
+    flags.DEFINE_string("output", "", "Folder for the pictures; if empty, the workdir.", flag_values=values)
 
 
 def main(argv: Sequence[str]) -> None:

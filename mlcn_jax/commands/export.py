@@ -2,7 +2,7 @@
 
     mlcn_jax export --workdir=runs/mlcn2
 
-Before it lands it is loaded again, and must give this machine's model to 1e-5.
+The export is kept only if, loaded again, it matches the trained model on this machine to 1e-5.
 """
 
 import shlex

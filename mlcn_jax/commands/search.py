@@ -1,12 +1,12 @@
 """Searches for the lanes that fill given devices and classify best.
 
     mlcn_jax search --config=nas_quickstart --workdir=runs/nas
-    mlcn_jax search --config=nas_quickstart --workdir=runs/nas --worker    # as many as you like
+    mlcn_jax search --config=nas_quickstart --workdir=runs/nas --worker    # any number of these
 
-The first command starts the search or goes on with it, trains models as every worker does, waits for the workers'
-last ones, scores the test set for the best and reports. `--worker` only trains; on other machines give it
---config.search.storage=postgresql://... too, as to the first. Writes to the workdir: `best_config.py`, which `train`
-takes, `trials.md`, `trials.json`, `summary.json` and `search.png`.
+The first command starts or resumes the search, trains models as every worker does, waits for the workers to finish
+their last models, scores the best one on the test set and writes a report. `--worker` only trains. For workers on other
+machines, give all commands the same --config.search.storage=postgresql://... Writes to the workdir: `best_config.py`
+(for `train`), `trials.md`, `trials.json`, `summary.json` and `search.png`.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from mlcn_jax.errors import InputError
 
 
 def define(values: flags.FlagValues) -> None:
-    flags.DEFINE_string("workdir", "", "Folder of the search: its storage and what comes out.", flag_values=values)
+    flags.DEFINE_string("workdir", "", "Folder of the search: its storage and results.", flag_values=values)
     text = "Only train models of a search that was started without this flag."
     flags.DEFINE_bool("worker", False, text, flag_values=values)
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
     values = arguments.parse("search", __doc__, define, argv, config="search")
     workdir = needed_workdir(values)
     if not values["config"].present:
-        raise InputError("--config=FILE is needed, one with search fields, such as nas_quickstart")
+        raise InputError("--config=FILE is needed, with search fields, such as nas_quickstart")
 
     from mlcn_jax import host
     from mlcn_jax.search import report, run, setup

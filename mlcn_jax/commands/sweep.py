@@ -1,8 +1,8 @@
-"""Trains every point of a grid of settings, each in a workdir of its own, and prints one table.
+"""Trains every point of a grid of settings, each in its own workdir, and prints one table.
 
     mlcn_jax sweep --config=quickstart --workdir=runs/sweep --sweep='train.learning_rate=1e-3,3e-4;train.seed=0,1,2'
 
-The same command goes on with a sweep that was stopped. Writes `sweep.json` to the workdir. Exit code 3: a point failed.
+The same command resumes a sweep that was stopped. Writes `sweep.json` to the workdir. Exit code 3: a point failed.
 """
 
 from collections.abc import Sequence

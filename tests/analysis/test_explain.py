@@ -184,7 +184,7 @@ def test_numbers_of_images():
 
 @pytest.mark.parametrize("index", [-1, 10**6])
 def test_an_image_that_does_not_exist_is_named(run, tmp_path, index):
-    with pytest.raises(InputError, match=f"no test image {index}; their numbers are 0 to"):
+    with pytest.raises(InputError, match=f"no test image {index}; they are numbered 0 to"):
         script.explain_run(run, tmp_path, [0, index], num_ranked=1)
 
 
@@ -221,5 +221,5 @@ def test_a_description_of_another_model_is_refused(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     path = tmp_path / "run" / "model.json"
     path.write_text(path.read_text().replace("mlcn1:w1*2", "mlcn1:w1*3"))
-    with pytest.raises(InputError, match=r"model\.json is not of the model in .*checkpoints.*put the file back"):
+    with pytest.raises(InputError, match=r"model\.json is not of the model in .*checkpoints.*restore the file"):
         explain.load_explained(tmp_path / "run")

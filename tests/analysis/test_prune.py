@@ -239,8 +239,8 @@ def test_two_runs_are_drawn_together(workdir, tmp_path):
         ({"max_drop": -0.1}, "max_accuracy_drop=-0.1.*0 or more"),
         ({"max_drop": float("nan")}, "max_accuracy_drop=nan"),
         ({"keep": 2, "output": ""}, "needs --output=FOLDER"),
-        ({}, "one of --keep and --max_accuracy_drop"),
-        ({"keep": 2, "workdirs": ["a", "b"]}, "one --workdir"),
+        ({}, "either --keep or --max_accuracy_drop"),
+        ({"keep": 2, "workdirs": ["a", "b"]}, "a single --workdir"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(flags, message):
@@ -274,7 +274,7 @@ def test_nothing_is_overwritten(workdir, tmp_path, used):
     output = {"same": workdir, "file": tmp_path / "file"}[used]
     (tmp_path / "file").touch()
     before = sorted(workdir.rglob("*"))
-    with pytest.raises(InputError, match="is there already"):
+    with pytest.raises(InputError, match="already exists"):
         script.measure_and_prune([workdir], order="alone", rounds=0, results=tmp_path, output=output, keep=1)
     assert sorted(workdir.rglob("*")) == before
 

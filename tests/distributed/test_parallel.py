@@ -50,7 +50,7 @@ def on_one_device(request):
 def test_every_split_has_the_loss_and_gradients_of_one_device(on_one_device, data, lane):
     spec, params, batch, expected = on_one_device
     if spec.name == "capsnet" and lane > 1:
-        with pytest.raises(InputError, match=r"no lanes to spread over parallel.lane"):
+        with pytest.raises(InputError, match=r"no lanes to shard over parallel.lane"):
             mesh_lib.check_split(spec, 8, data, lane)
         return
     mesh_lib.check_split(spec, 8, data, lane)

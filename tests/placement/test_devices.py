@@ -109,7 +109,7 @@ def test_files_that_are_no_profiles_are_refused(profile, tmp_path):
         DeviceProfile.load(path)
     for text in ("", "[]", json.dumps(profile.to_dict())[:-20]):
         path.write_text(text)
-        with pytest.raises(InputError, match=r"no device profile|is damaged"):
+        with pytest.raises(InputError, match=r"not a device profile|is damaged"):
             DeviceProfile.load(path)
     missing = profile.to_dict()
     del missing["link"]

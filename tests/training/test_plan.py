@@ -74,7 +74,7 @@ def test_without_profiles_lanes_weigh_what_they_compute():
 def test_memory_that_a_lane_lacks_is_said(profile):
     none = dataclasses.replace(profile, memory_bytes=10)
     problem = plan.placement_problem(EQUAL, 100, [none, none], ["a", "b"])
-    with pytest.raises(InputError, match=r"lane 0 \(mlcn1:w2d1\) needs .* more than any device holds"):
+    with pytest.raises(InputError, match=r"lane 0 \(mlcn1:w2d1\) needs .* more than any device can hold"):
         partition.partition("greedy", problem)
 
 
