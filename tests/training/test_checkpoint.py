@@ -285,7 +285,7 @@ def test_facts_that_cannot_be_read_do_not_unrank_the_best(tmp_path, monkeypatch)
 def test_another_optimizer_is_not_taken_for_damage(tmp_path):
     save_all(tmp_path, {1: None}).close()
     checkpoints = Checkpoints(tmp_path)
-    with pytest.raises(InputError, match="does not match the model of model.json or the optimizer"):
+    with pytest.raises(InputError, match="does not match the model of"):
         checkpoints.restore({**LIKE, "optimizer": LIKE["params"]})
     assert checkpoints.restore(LIKE)[1]["step"] == 1
     checkpoints.close()
