@@ -1,4 +1,4 @@
-"""The flags of a command, defined anew for each call: mistakes are reported before anything slow is loaded."""
+"""The flags of a command, defined separately for each call: mistakes are reported before anything slow is loaded."""
 
 import re
 import runpy

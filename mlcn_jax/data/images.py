@@ -55,7 +55,7 @@ def upright(source: Path | bytes) -> Image.Image:
             f"it has more than {MAX_PIXELS // 10**6} megapixels ({error}): make it smaller first"
         ) from error
     except UnidentifiedImageError as error:
-        raise InputError(f"it is no image: {', '.join(FORMATS)} are read") from error
+        raise InputError(f"it is not an image: {', '.join(FORMATS)} are supported") from error
     except Exception as error:  # a damaged file, above all its EXIF, can surface as almost any exception
         raise InputError(f"it cannot be read: {str(error).splitlines()[0] if str(error) else error!r}") from error
     if image.mode.startswith("I"):  # 16 bits per pixel, which Pillow clips to 8 instead of scaling
@@ -66,7 +66,7 @@ def upright(source: Path | bytes) -> Image.Image:
 def _read(path: Path) -> bytes:
     try:
         if not path.is_file():
-            raise InputError("it is no file" if path.exists() else "there is no such file")
+            raise InputError("it is not a file" if path.exists() else "there is no such file")
         if path.stat().st_size > MAX_FILE_BYTES:
             raise _too_large(path.stat().st_size)
         return path.read_bytes()

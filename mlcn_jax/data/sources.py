@@ -1,6 +1,6 @@
 """The official data files: where they are, how they are checked, and their contents.
 
-MNIST and Fashion-MNIST are IDX files, each by itself or gzipped; CIFAR-10 and CIFAR-100 are records of fixed
+MNIST and Fashion-MNIST are IDX files, plain or gzipped; CIFAR-10 and CIFAR-100 are records of fixed
 size in a `.tar.gz` or unpacked from one. Archives are read in memory: nothing is ever unpacked to disk, and
 only regular members of an archive with expected names are read.
 """

@@ -41,7 +41,7 @@ def take_devices(data: int, lane: int, present: Sequence[jax.Device]) -> list[ja
     """
     if data * lane > len(present):
         raise InputError(
-            f"parallel.data={data} times parallel.lane={lane} needs {data * lane} devices, but there are only "
+            f"parallel.data={data} times parallel.lane={lane} needs {data * lane} devices, but jax finds "
             f"{len(present)} ({present[0].device_kind}): use fewer, add processes (parallel.processes), or, to try "
             f"it on a CPU, set JAX_NUM_CPU_DEVICES={data * lane}"
         )
@@ -66,8 +66,8 @@ def check_split(spec: ModelSpec, batch_size: int, data: int, lane: int) -> None:
     uneven = [str(group) for group in spec.lane_groups if group.count % lane]
     if uneven:
         raise InputError(
-            f"parallel.lane={lane} does not divide {', '.join(uneven)}: each device of a mesh needs "
-            f"the same number. Use parallel.lane={_nearest_divisor(math.gcd(*counts), lane)}, other lanes, or "
+            f"parallel.lane={lane} does not divide {', '.join(uneven)}: each device of a mesh needs an "
+            f"equal number. Use parallel.lane={_nearest_divisor(math.gcd(*counts), lane)}, other lanes, or "
             "parallel.plan=stacks, which places lanes one by one"
         )
 

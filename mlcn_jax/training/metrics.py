@@ -151,7 +151,7 @@ class StepLog:
         mean = {name: sum(v[name] for v in self._window) / len(self._window) for name in self._window[0]}
         rate = mean["images_per_second"] = self._batch_size * len(self._window) / self._window_seconds
         if not self._reported:
-            self._progress.say(f"an epoch takes {self._progress.steps_per_epoch * self._batch_size / rate:,.1f} s")
+            self._progress.say(f"one epoch takes {self._progress.steps_per_epoch * self._batch_size / rate:,.1f} s")
             self._reported = True
         self._window, self._window_seconds = [], 0.0
         self._writer.write(step, "train", mean)
