@@ -1,9 +1,9 @@
 """Predicts a training step on devices that are not available, from its work, messages and links. Pure Python.
 
 A message of m bytes takes latency + m / bandwidth; a device sends one and receives one at a time. A step has six
-phases, and no device begins one before all have finished the previous one: forward, gather of the class capsules, head (loss,
-decoder, their gradients), spread of the class capsules' gradients, backward with the update, reduction of gradients.
-So communication never overlaps with computation: an upper bound if it does in a real step.
+phases, and no device begins one before all have finished the previous one: forward, gather of the class capsules, head
+(loss, decoder, their gradients), spread of the class capsules' gradients, backward with the update, reduction of
+gradients. So communication never overlaps with computation: an upper bound if it does in a real step.
 
 Source: Thakur, Rabenseifner, Gropp 2005 (Int. J. High Performance Computing Applications 19(1), pages 49-66) for the
 costs of collectives.

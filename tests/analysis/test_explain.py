@@ -178,7 +178,7 @@ def test_explain_a_run(run, tmp_path, monkeypatch):
 def test_numbers_of_images():
     assert read_numbers("") == []
     assert read_numbers("7, 0,7") == [7, 0]
-    with pytest.raises(InputError, match=r"--images=1,two is no list of whole numbers"):
+    with pytest.raises(InputError, match=r"--images=1,two is not a list of integers"):
         read_numbers("1,two")
 
 
@@ -221,5 +221,5 @@ def test_a_description_of_another_model_is_refused(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     path = tmp_path / "run" / "model.json"
     path.write_text(path.read_text().replace("mlcn1:w1*2", "mlcn1:w1*3"))
-    with pytest.raises(InputError, match=r"model\.json is not of the model in .*checkpoints.*restore the file"):
+    with pytest.raises(InputError, match=r"model\.json does not match .*checkpoints.*restore the file"):
         explain.load_explained(tmp_path / "run")

@@ -252,7 +252,7 @@ def test_flags_that_do_not_fit_are_refused(flags, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--keep=0", "--output=small"], r"^--keep=0: at least 1 lane must stay$"),
+        (["--keep=0", "--output=small"], r"^--keep=0: at least 1 lane must be kept$"),
         (["--keep=2", "--output=small", "--results=small/prune"], "^--results=small/prune is "),
         (["--keep=two"], "^flag --keep=two: "),
     ],
@@ -263,7 +263,7 @@ def test_the_command_refuses_with_one_message(flags, message):
 
 
 def test_more_lanes_than_there_are_cannot_be_kept(workdir, tmp_path):
-    with pytest.raises(InputError, match=r"--keep=4: .* has 3 lanes; keep 1 to that many"):
+    with pytest.raises(InputError, match=r"--keep=4: .* has 3 lanes; keep 1 to 3"):
         script.measure_and_prune([workdir], order="alone", rounds=0, results=tmp_path, output=tmp_path / "o", keep=4)
     with pytest.raises(InputError, match="at least one lane"):
         prune.prune_spec(SPEC, [])

@@ -80,7 +80,7 @@ def test_an_unknown_command_names_the_nearest():
         ("profile --data=mnst", "--data=mnst is not one of .*mnist"),
         ("explain", "--workdir=FOLDER is needed"),
         ("explain --workdir=digits --num_ranked=0", "num_ranked"),
-        ("describe", "--config=FILE is needed"),
+        ("describe", "--config is missing"),
         ("describe --config=", "--config is empty"),
     ],
 )

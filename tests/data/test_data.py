@@ -21,8 +21,8 @@ from mlcn_jax.errors import InputError
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("fashion-mnist", {}, r"'fashion-mnist'; known are mnist, .*folder\. Did you mean 'fashion_mnist'\?"),
-        ("zzz", {}, r"'zzz'; known are mnist, [^?]*$"),
+        ("fashion-mnist", {}, r"'fashion-mnist'; the known ones are mnist, .*folder\. Did you mean 'fashion_mnist'\?"),
+        ("zzz", {}, r"'zzz'; the known ones are mnist, [^?]*$"),
         ("digits", {"test_fraction": 1.0}, r"test_fraction is 1\.0; expected at least 0 and less than 1"),
         ("digits", {"test_fraction": -0.1}, r"test_fraction is -0\.1"),
         ("digits", {"test_fraction": float("nan")}, r"test_fraction is nan"),

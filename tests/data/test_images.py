@@ -106,7 +106,7 @@ def test_what_is_no_picture_is_refused(content, expected):
 def test_a_missing_file_and_a_folder_are_named(tmp_path):
     with pytest.raises(InputError, match="no such file"):
         images.read_pixels(tmp_path / "a.png", (28, 28, 1))
-    with pytest.raises(InputError, match="not a file|no such file"):
+    with pytest.raises(InputError, match="not a file"):
         images.read_pixels(tmp_path, (28, 28, 1))
     with pytest.raises(InputError, match="cannot be read: File name too long"):
         images.read_pixels(tmp_path / ("a" * 300), (28, 28, 1))

@@ -145,7 +145,7 @@ def test_a_damaged_checkpoint_is_skipped_and_the_one_before_used(tmp_path, damag
         restored, facts = checkpoints.restore(LIKE)
     assert facts["step"] == 1
     jax.tree.map(np.testing.assert_array_equal, restored, state_of(1))
-    assert "step 2 does not verify" in caplog.text
+    assert "step 2 is damaged" in caplog.text
     checkpoints.save(2, state_of(2), {})  # its place is free again
     checkpoints.wait()
     assert checkpoints.restore(LIKE)[1]["step"] == 2
