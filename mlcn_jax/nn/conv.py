@@ -11,6 +11,8 @@ backend, and on a CPU its strided input gradient is slow even for one lane. Ther
 * `fourier` multiplies spectra (`conv_spectral`). Best for large kernels between many channels.
 
 Every function is written for one lane; the caller vmaps.
+
+Source: Chellapilla, Puri, Simard 2006 for im2col; Mathieu, Henaff, LeCun 2013 for products of spectra.
 """
 
 import math

@@ -184,7 +184,7 @@ def _mlcn1(images: Array, spec: LaneSpec, settings: LaneSettings) -> Array:
     Filters by width 1, 2, 4: first 16, 32, 64; last 16, 32, 64, which are 2w capsules of 8 dimensions per position.
     Primary capsules: 72w on 28x28 pixels, 128w on 32x32.
 
-    Source: do Rosario 2021 (thesis), MLCN1; do Rosario et al. 2019, section III.
+    Source: do Rosario 2021 (thesis; accuracy in table 4.1); do Rosario et al. 2019, section III.
     """
     shape = (9, 9, images.shape[-1], 16 * spec.width)
     return _primary_features(images, ConvParams(shape, settings.dtype, name="conv1")(), spec, settings)
@@ -197,7 +197,7 @@ def _mlcn2(images: Array, spec: LaneSpec, settings: LaneSettings) -> Array:
     last one and 72w primary capsules on 28x28 pixels, which contradict each other: here the number of capsules is kept.
     The separable convolution has no activation (`JointConvParams`).
 
-    Source: do Rosario 2021 (thesis), MLCN2.
+    Source: do Rosario 2021 (thesis; accuracy in table 4.1).
     """
     first = JointConvParams(images.shape[-1], 4 * spec.width, 8 * spec.width, settings.dtype, name="conv1")
     return _primary_features(images, first(), spec, settings)
@@ -229,21 +229,27 @@ LANE_KINDS: dict[str, Callable[[Array, LaneSpec, LaneSettings], Array]] = {"mlcn
 def first_input(
     images: Float[Array, "batch h w channels"], signed: bool, dtype: DTypeLike
 ) -> Float[Array, "batch h w channels"]:
-    """The first convolution's input in `dtype`: pixels in [0, 1] as published, or in [-1, 1] if `signed`."""
+    """The first convolution's input in `dtype`: pixels in [0, 1] as published, or in [-1, 1] (ours) if `signed`."""
     return (2.0 * images - 1.0 if signed else images).astype(dtype)
 
 
 def primary_capsules(
     features: Float[Array, "batch h w filters"], capsule_dim: int = PRIMARY_DIM
 ) -> Float[Array, "batch capsules dim"]:
-    """Splits the filters at each position into capsules of `capsule_dim` entries and squashes them."""
+    """Splits the filters at each position into capsules and squashes them (Sabour et al. 2017, section 4)."""
     return capsules.squash(features.reshape(features.shape[0], -1, capsule_dim))
 
 
 class Lane(nn.Module):
     """One lane: maps images to one number per class, as a pure function of its parameters.
 
-    Call `Lane(spec, settings).init(key, images)["params"]` and `.apply({"params": params}, images)`.
+    Call `Lane(spec, settings).init(key, images)["params"]` and `.apply({"params": params}, images)`: images are pixels
+    in [0, 1], the result is [batch, classes] in (-1, 1), of dtype `settings.dtype`.
+
+    Raises:
+      InputError: the images are too small, or `settings.conv_algorithm` cannot do a shape.
+
+    Source: do Rosario et al. 2019, section III; `per_class` routing is this project's.
     """
 
     spec: LaneSpec

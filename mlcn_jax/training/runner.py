@@ -15,6 +15,7 @@ class Runner(Protocol):
 
     The order of calls: `start`, `compile`, then `place` and `step` for each batch; `scores` and `fetch` at any time
     between steps, and `start` again to load another state. All processes of a run make the same calls.
+    Losses and gradients do not depend on the runner, up to rounding.
     """
 
     def start(self, state: TrainState) -> None:

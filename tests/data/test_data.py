@@ -111,7 +111,7 @@ def test_validation_of_a_class_with_one_image():
 def test_steps_per_epoch():
     assert [steps_per_epoch(10, batch_size) for batch_size in (1, 3, 5, 6, 10)] == [10, 3, 2, 1, 1]
     for batch_size in (11, 0, -1):
-        with pytest.raises(InputError, match=rf"batch size is {batch_size}; expected 1 to 10"):
+        with pytest.raises(InputError, match=rf"batch size is {batch_size}; it must be 1 to 10"):
             steps_per_epoch(10, batch_size)
 
 
