@@ -1,4 +1,4 @@
-"""The plan of a run, which device computes what: a mesh, or stacks of lanes placed by a partitioner, given or found."""
+"""The plan of a run: which device computes what, on a mesh or as stacks of lanes placed by a partitioner."""
 
 import contextlib
 import dataclasses
