@@ -1,1 +1,1 @@
-"""Configurations by name, such as `--config=quickstart`: each a file with `get_config()` to copy and change."""
+"""Configurations by name, such as `--config=quickstart`: each is a file with a `get_config()` to copy and change."""

@@ -2,8 +2,8 @@
 
     mlcn_jax train --config=configs/capsnet_fashion.py --workdir=runs/capsnet_fashion
 
-Published (thesis, table 4.1): 91.30 % after 20 epochs, 220 s an epoch on one P100.
-Measured here: 8,227,088 parameters, 408 MFLOP a forward pass; not trained to the end yet.
+Published (thesis, table 4.1): 91.30 % after 20 epochs, 220 s per epoch on one P100.
+Measured here: 8,227,088 parameters, 408 MFLOP per forward pass; not trained to the end yet.
 """
 
 from mlcn_jax.config import default_config

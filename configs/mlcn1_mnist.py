@@ -3,7 +3,7 @@
     mlcn_jax train --config=configs/mlcn1_mnist.py --workdir=runs/mlcn1_mnist
 
 Published row: none.
-Measured here: 2,060,496 parameters, 59 MFLOP a forward pass; not trained to the end yet.
+Measured here: 2,060,496 parameters, 59 MFLOP per forward pass; not trained to the end yet.
 """
 
 from mlcn_jax.config import default_config

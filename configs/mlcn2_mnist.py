@@ -3,7 +3,7 @@
     mlcn_jax train --config=configs/mlcn2_mnist.py --workdir=runs/mlcn2_mnist
 
 Published row: none.
-Measured here: 1,801,298 parameters, 31 MFLOP a forward pass; not trained to the end yet.
+Measured here: 1,801,298 parameters, 31 MFLOP per forward pass; not trained to the end yet.
 """
 
 from mlcn_jax.config import default_config

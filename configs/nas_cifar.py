@@ -1,12 +1,12 @@
 """A search for lanes on CIFAR-10 in the thesis's setting: 8 devices of 12 GB, 10 epochs of all images, batch 100.
 
     mlcn_jax search --config=configs/nas_cifar.py --workdir=runs/nas_cifar
-    mlcn_jax search --config=configs/nas_cifar.py --workdir=runs/nas_cifar --worker    # more, elsewhere
+    mlcn_jax search --config=configs/nas_cifar.py --workdir=runs/nas_cifar --worker    # further workers
 
-Drawn as published, but that a device is drawn again which is left less than 95 % full (search.tolerance=1.0 does not).
+Drawn as published, except that a device left less than 95 % full is drawn again (not with search.tolerance=1.0).
 Published result (thesis, chapter 6): mean model 62.0 %, best found 18.6 % better than before, 64 models of 4 trainings.
-The thesis does not say whether its FLOPs, 1x to 8x those of 4 lanes of width 2 and depth 4, are of each device or of
-all. They are of all here: 4x over 8 devices is 0.5x on each. Sized for a GPU; on a small machine set
+The thesis does not say whether its FLOPs, 1x to 8x those of 4 lanes of width 2 and depth 4, are per device or in
+total. Here they are the total: 4x over 8 devices is 0.5x on each. Sized for a GPU; on a small machine set
 --config.search.num_images=2000 --config.search.num_epochs=3 --config.search.num_repeats=1.
 """
 

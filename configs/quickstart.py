@@ -1,10 +1,10 @@
-"""A small MLCN on scikit-learn's handwritten digits (28x28): nothing to download, done in about a minute.
+"""A small MLCN on scikit-learn's handwritten digits (28x28): no download, about a minute.
 
     make train        # the same as
     mlcn_jax train --config=configs/quickstart.py --workdir=runs/quickstart
 
 Published row: none.
-Measured here: 1,604,180 parameters, 19 MFLOP a forward pass; test accuracy in the README.
+Measured here: 1,604,180 parameters, 19 MFLOP per forward pass; test accuracy in the README.
 """
 
 from mlcn_jax.config import default_config

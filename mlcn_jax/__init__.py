@@ -1,6 +1,6 @@
 """Multi-lane capsule networks (MLCN) in JAX and Flax.
 
-What is named here is loaded when it is first used, so that classifying with an `Artifact` loads no training code.
+Names are loaded on first use, so that classifying with an `Artifact` loads no training code.
 
     >>> import jax, jax.numpy as jnp, mlcn_jax, optax
     >>> spec = mlcn_jax.ModelSpec("mlcn", image_shape=(28, 28, 1), num_classes=10, lanes="mlcn1:w1*2,mlcn2:w1d2")
@@ -21,7 +21,7 @@ What is named here is loaded when it is first used, so that classifying with an 
     (1, ['accuracy', 'grad_norm', 'loss', 'margin', 'reconstruction'])
 
 `load_trained(workdir)` reads the best checkpoint of a training run, as a `Trained` with `spec`, `params` and
-`class_names`; `Artifact(folder)` a model that `mlcn_jax export` wrote, whose `probabilities(images)`
+`class_names`; `Artifact(folder)` reads a model written by `mlcn_jax export`, and its `probabilities(images)`
 classifies.
 """
 

@@ -1,4 +1,4 @@
-"""The configuration of a run: checked, stored in the workdir, and compared with what is stored there."""
+"""The configuration of a run: checked, stored in the workdir, and compared with the one stored there."""
 
 import dataclasses
 import difflib
@@ -20,7 +20,7 @@ from mlcn_jax.placement.partition import PARTITIONERS
 OPTIMIZERS = ("adam", "adamw")
 PLANS = ("mesh", "stacks", "auto")
 
-# What may differ when a run is resumed; anything else would make it another run.
+# Fields that may differ when a run is resumed; a change to any other makes it a different run.
 _FREE_ON_RESUME = {
     "data.dir",
     "data.cache_dir",
@@ -42,24 +42,24 @@ _FREE_ON_RESUME = {
     "profile",
 }
 
-# Fields that were added after the first version: runs stored before lack them, and a run that leaves them at their
-# defaults has the hash that it had before.
+# Fields added after the first version: runs stored earlier lack them, and a run that leaves them at their defaults
+# keeps the hash it had before.
 _ADDED = ("model.margin_loss", "model.signed_pixels")
 
 
 @dataclasses.dataclass(frozen=True)
 class DataSettings:
-    """Which images, and what is done to them.
+    """Which images to use, and how to prepare them.
 
     Attributes:
       name: digits, mnist, fashion_mnist, cifar10, cifar100 or folder.
-      dir: folder with the files (archives or unpacked, or one folder per class); empty downloads them.
-      cache_dir: where downloads are kept; empty is $MLCN_JAX_CACHE or ~/.cache/mlcn_jax.
-      label_kind: of cifar100: fine (100 classes) or coarse (20).
-      image_size: pixels to which a folder's images are resized; 0 is 32.
-      test_fraction: of a folder without a test set.
-      validation_fraction: of the training images; the best checkpoint is chosen on them.
-      max_shift: augmentation: random shifts of up to so many pixels.
+      dir: folder with the files (archives or unpacked, or one folder per class); if empty, they are downloaded.
+      cache_dir: where downloads are kept; if empty, $MLCN_JAX_CACHE or ~/.cache/mlcn_jax.
+      label_kind: labels of cifar100: fine (100 classes) or coarse (20).
+      image_size: height and width in pixels to which the images of a folder are resized; 0 means 32.
+      test_fraction: fraction of a folder's images held out as the test set, if it has none.
+      validation_fraction: fraction of the training images held out to choose the best checkpoint.
+      max_shift: augmentation: random shifts of up to this many pixels.
       flip: augmentation: random horizontal flips.
     """
 
@@ -85,7 +85,7 @@ class DataSettings:
         return dataset.train.images.shape[1:], len(dataset.class_names)
 
     def load(self) -> datasets.Dataset:
-        """Loads the images; raises InputError where they cannot be used."""
+        """Loads the images; raises InputError if they cannot be used."""
         return datasets.load(
             self.name,
             directory=self.dir,
@@ -101,20 +101,20 @@ class TrainSettings:
     """How to train.
 
     Attributes:
-      batch_size: images of a training step.
+      batch_size: images per training step.
       num_epochs: passes over the training images.
-      num_steps: ends a run after so many steps, whatever the epochs; 0 does not.
-      optimizer: adam: times lr_decay after each epoch; adamw: warm-up, then cosine to zero.
-      learning_rate: at the start of adam, at the peak of adamw.
-      lr_decay: of adam.
-      warmup_epochs: of adamw.
-      weight_decay: of adamw.
-      clip_norm: largest global norm of the gradient; 0 does not clip.
-      reconstruction_weight: of the mean squared error over pixels, beside the margin loss.
-      seed: of start values, order of the images, augmentation, lane dropout and validation split.
-      checkpoint_every: steps; 0 is every epoch.
-      log_every: steps.
-      test_every_epoch: also score the test set after each epoch, for the record only.
+      num_steps: ends the run after this many steps, whatever num_epochs is; 0 means no limit.
+      optimizer: adam (rate times lr_decay after each epoch) or adamw (warm-up, then cosine decay to zero).
+      learning_rate: initial rate of adam, peak rate of adamw.
+      lr_decay: factor applied to adam's learning rate after each epoch.
+      warmup_epochs: epochs over which adamw's learning rate rises to its peak.
+      weight_decay: weight decay of adamw.
+      clip_norm: largest global norm of the gradient; 0 turns clipping off.
+      reconstruction_weight: weight of the mean squared error over pixels, relative to the margin loss.
+      seed: seeds the initial values, image order, augmentation, lane dropout and validation split.
+      checkpoint_every: steps between checkpoints; 0 saves one every epoch.
+      log_every: steps between reports of the metrics.
+      test_every_epoch: also scores the test set after each epoch, for the record only.
     """
 
     batch_size: int = 100
@@ -148,19 +148,19 @@ class TrainSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelSettings:
-    """Where to train; decides nothing of what is computed.
+    """Where to train; does not affect what is computed.
 
     Attributes:
-      plan: mesh, stacks (each device its own lanes), or auto: the fastest by the device profiles.
+      plan: mesh, stacks (each device has its own lanes), or auto (the fastest according to the device profiles).
       data: devices over which each batch is split.
-      lane: devices over which the lanes are split; data times lane devices in all.
-      partitioner: places the lanes of stacks: greedy, karmarkar_karp, exact, random, round_robin or greedy_published.
-      profile: files that the command `profile` wrote, joined by commas; empty takes all devices as equal.
-      platforms: kinds of devices in one process, such as gpu,cpu (stacks only); empty is jax's default.
-      processes: of the run, all started here; 0 is as the cluster's environment says.
-      process: number of the one to start here, where the others are started on other machines.
-      coordinator: HOST:PORT on the machine of process 0, where there are others.
-      timeout_seconds: to wait for a process to come, or to be heard of again.
+      lane: devices over which the lanes are split; data * lane devices are used in all.
+      partitioner: places lanes under stacks: greedy, karmarkar_karp, exact, random, round_robin or greedy_published.
+      profile: files written by the command `profile`, separated by commas; if empty, all devices count as equal.
+      platforms: kinds of devices in one process, such as gpu,cpu (stacks only); if empty, jax's default.
+      processes: processes of the run, all started here; 0 takes the number from the cluster's environment.
+      process: number of the process to start here, if the others are started on other machines; -1 starts all.
+      coordinator: HOST:PORT on the machine of process 0, if the run uses several machines.
+      timeout_seconds: how long to wait for a process to join, or to be heard from again.
     """
 
     plan: str = "mesh"
@@ -185,12 +185,12 @@ class ParallelSettings:
             _check(self.lane == 1, "parallel.lane", self.lane, "1 with parallel.plan=auto, which finds it")
         if self.platforms:
             good = self.plan == "stacks" and self.processes == 1
-            _check(good, "parallel.platforms", self.platforms, "empty but with parallel.plan=stacks in one process")
+            _check(good, "parallel.platforms", self.platforms, "empty unless parallel.plan=stacks in one process")
         if self.process >= 0:
             _check(self.process < self.processes, "parallel.process", self.process, f"below {self.processes}")
 
 
-_FROM_DATA = ("image_shape", "num_classes")  # fields of ModelSpec that the data decides
+_FROM_DATA = ("image_shape", "num_classes")  # fields of ModelSpec that are set by the data
 _DEFAULT_LANES = "mlcn2:w4*4"
 
 
@@ -201,7 +201,7 @@ def model_defaults() -> dict[str, Any]:
 
 
 def check_fields(section: str, cls: type, values: Mapping[str, Any]) -> None:
-    """Raises InputError where one of `values` is no field of `cls`, or is not of its type."""
+    """Raises InputError if one of `values` is not a field of `cls`, or has the wrong type."""
     types = {f.name: f.type for f in dataclasses.fields(cls) if f.name not in _FROM_DATA}
     for name, value in values.items():
         if name not in types:
@@ -225,12 +225,12 @@ def _check(good: bool, field: str, value: Any, expected: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """A whole run.
+    """A complete run.
 
     Attributes:
-      data, train, parallel: settings of that part.
-      model: the fields of `model.ModelSpec` that the data does not decide.
-      init_from: workdir whose best checkpoint gives the start values; empty for random ones.
+      data, train, parallel: the settings of each part.
+      model: the fields of `model.ModelSpec` that are not set by the data.
+      init_from: workdir whose best checkpoint gives the initial weights; if empty, they are random.
       profile: whether to write a profiler trace of a few steps.
     """
 
@@ -243,7 +243,7 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RunConfig":
-        """Reads the nested dictionary of a config file or of `config.json`; what it leaves out takes its default.
+        """Reads the nested dictionary of a config file or of `config.json`; missing fields take their defaults.
 
         Raises:
           InputError: a field is unknown or out of range.
@@ -262,7 +262,7 @@ class RunConfig:
         except (TypeError, ValueError, AttributeError) as error:
             if isinstance(error, InputError):
                 raise
-            raise InputError(f"the configuration is not nested as data, model, train, parallel: {error}") from error
+            raise InputError(f"the configuration must be nested as data, model, train, parallel: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """The nested dictionary that `from_dict` reads, ready for JSON."""
@@ -272,7 +272,7 @@ class RunConfig:
         """This configuration with some fields changed, such as `{"train.seed": 1}`; text is read as the field's type.
 
         Raises:
-          InputError: a field does not exist, or a value does not fit it.
+          InputError: a field does not exist, or a value is not valid for it.
         """
         values = self.to_dict()
         for field, value in changes.items():
@@ -286,32 +286,32 @@ class RunConfig:
         return RunConfig.from_dict(values)
 
     def flat_as_before(self) -> dict[str, Any]:
-        """All fields by their full names, without those that an older version had not and that do what it did."""
+        """All fields by their full names, without newer ones left at the older version's behaviour."""
         defaults = flat(RunConfig().to_dict())
         values = flat(self.to_dict())
         return {name: value for name, value in values.items() if name not in _ADDED or value != defaults[name]}
 
     def hash(self) -> str:
-        """SHA-256 of all that decides the result, 16 hexadecimal digits."""
+        """SHA-256 of everything that affects the result, 16 hexadecimal digits."""
         free = _FREE_ON_RESUME - {"train.num_epochs", "train.num_steps"}
         kept = {k: v for k, v in self.flat_as_before().items() if k not in free}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
     def model_spec(self, image_shape: tuple[int, int, int], num_classes: int) -> ModelSpec:
-        """The model for images of that shape and that many classes."""
+        """The model for images of this shape and this many classes."""
         return ModelSpec(image_shape=image_shape, num_classes=num_classes, **self.model)
 
     def check_resumable(self, stored: "RunConfig", workdir: Path) -> None:
         """Raises InputError naming every field in which this run and the one stored in `workdir` differ."""
         mine, theirs = flat(self.to_dict()), flat(stored.to_dict())
         free = _FREE_ON_RESUME
-        if self.train.optimizer == "adamw":  # its rate depends on where the run ends
+        if self.train.optimizer == "adamw":  # its learning rate depends on where the run ends
             free = free - {"train.num_epochs"}
         if rows := differences(theirs, mine, [field for field in mine if field not in free]):
             raise InputError(
-                f"{workdir} holds a run with another configuration:\n"
+                f"{workdir} holds a run with a different configuration:\n"
                 + "\n".join(rows)
-                + "\ngive the same values to resume it, or another --workdir (with --config.init_from="
+                + "\nuse the same values to resume it, or another --workdir (with --config.init_from="
                 + f"{workdir} to start from its weights)"
             )
 
@@ -333,7 +333,7 @@ def default_config() -> ConfigDict:
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The end of a message about an unknown name: the nearest that is known, if any."""
+    """The end of a message about an unknown name: the closest known name, if any."""
     nearest = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {prefix}{nearest[0]}?" if nearest else ""
 
@@ -361,14 +361,14 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_stored(workdir: Path) -> RunConfig:
-    """The configuration that a run stored in its workdir.
+    """The configuration stored in a run's workdir.
 
     Raises:
       InputError: there is none.
     """
     path = workdir / "config.json"
     if not path.exists():
-        raise InputError(f"{workdir} holds no run (no config.json): give the --workdir of one that was started")
+        raise InputError(f"{workdir} holds no run (no config.json): give the --workdir of an existing run")
     stored = read_json(path)
     try:
         return RunConfig.from_dict(stored)

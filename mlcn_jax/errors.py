@@ -1,4 +1,4 @@
-"""The exceptions that a user meets, and what their messages are made of."""
+"""The exceptions a user may see, and helpers for their messages."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from typing import Any
 class InputError(ValueError):
     """Something the user gave cannot be used.
 
-    The message says what was given, what is expected and how to mend it. `launch.launch` prints it without a
+    The message says what was given, what is expected and how to fix it. `launch.launch` prints it without a
     traceback and exits with code 2.
     """
 
@@ -17,7 +17,7 @@ class Diverged(ArithmeticError):
 
 
 class Stopped(Exception):
-    """A command was asked to stop (SIGTERM or Ctrl-C) and saved what it had first."""
+    """A command was asked to stop (SIGTERM or Ctrl-C) and saved its state first."""
 
 
 def differences(
@@ -27,13 +27,13 @@ def differences(
     there: str = "there",
     here: str = "now",
 ) -> list[str]:
-    """A line for each name under which two mappings differ, for a message that lists them.
+    """One line for each name whose values differ between two mappings, for use in a message.
 
     Args:
       theirs: what was stored, or given elsewhere.
       mine: what is given here.
-      names: to compare; None takes those of `mine`.
-      there, here: what to call the two.
+      names: names to compare; None takes those of `mine`.
+      there, here: labels for the two.
 
     >>> differences({"seed": 0, "lanes": 4}, {"seed": 1, "lanes": 4})
     ['  seed: 0 there, 1 now']

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, locks, and which workdirs can be used."""
+"""Atomic file writes, locks, and checks that a workdir can be used."""
 
 import contextlib
 import errno
@@ -17,10 +17,10 @@ from mlcn_jax.errors import InputError
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name in the folder of `path` to write a file to, which takes the place of `path` once the block is done.
+    """A temporary name next to `path` to write to; the file replaces `path` when the block ends.
 
-    Whatever happens, even to the machine, `path` is the old file or the whole new one. Several processes may write it
-    at once: the last one wins.
+    Whatever happens, even a machine crash, `path` is either the old file or the complete new one. Several processes may
+    write it at once: the last one wins.
     """
     partial = path.with_name(f".partial-{uuid.uuid4().hex[:12]}-{path.name}")
     try:
@@ -34,7 +34,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _to_disk(path: Path) -> None:
-    """Has the disk take what was written: a file's content, or the names in a folder."""
+    """Flushes to disk what was written: a file's content, or the names in a folder."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -42,41 +42,41 @@ def _to_disk(path: Path) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.EACCES):  # not every system does it for folders
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.EACCES):  # not all systems can for folders
             raise
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
-    """Writes a file so that it is either the old one or the whole new one, as `replacing`."""
+    """Writes a file atomically, with `replacing`: it is either the old one or the complete new one."""
     with replacing(path) as partial:
         partial.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON, as `write_atomic`."""
+    """Writes JSON atomically, with `write_atomic`."""
     write_atomic(path, json.dumps(value, indent=2) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """Reads JSON; raises InputError where the file is missing, cannot be read or is not JSON."""
+    """Reads JSON; raises InputError if the file is missing, cannot be read or is not JSON."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError as error:
-        raise InputError(f"{path} is missing: put it back from a copy, or use another workdir") from error
+        raise InputError(f"{path} is missing: restore it from a copy, or use another workdir") from error
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}): make it readable, then try again") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is damaged ({error}): put it back from a copy, or use another workdir") from error
+        raise InputError(f"{path} is damaged ({error}): restore it from a copy, or use another workdir") from error
 
 
-# What the libraries that write checkpoints read in their own way: tensorstore a backslash as a slash, orbax patterns of
-# file names, etils `gs:/`, and a first folder that is named like a service. Their paths are UTF-8.
+# Path parts that the checkpoint libraries interpret themselves: tensorstore reads a backslash as a slash, orbax expands
+# file name patterns, etils handles `gs:/` and a first folder named after a service. Their paths are UTF-8.
 _NOT_IN_PATHS = "\\*?["
 _SERVICES = ("gs", "s3", "az", "hf")
 
 
 def check_workdir(workdir: Path) -> None:
-    """Raises InputError where checkpoints in a workdir would land elsewhere, or would not be found again."""
+    """Raises InputError if checkpoints in this workdir would be written elsewhere, or could not be found again."""
     path = workdir.absolute()
     wrong = next((f"it has {c!r}" for c in _NOT_IN_PATHS if c in str(path)), "")
     if any(name.endswith("gs:") for name in path.parts):
@@ -87,16 +87,16 @@ def check_workdir(workdir: Path) -> None:
         wrong = "it is not UTF-8"
     if wrong:
         raise InputError(
-            f"the workdir {str(path)!r} cannot hold checkpoints, {wrong}: give a --workdir without it, or move the "
-            "folder there first"
+            f"the workdir {str(path)!r} cannot hold checkpoints because {wrong}: give a --workdir without it, or move "
+            "the folder there first"
         )
 
 
 def try_lock(path: Path) -> filelock.BaseFileLock | None:
-    """Locks a file, made where there is none, until it is released or this process ends; None if another holds it.
+    """Locks a file, creating it if needed, until it is released or this process ends; None if another process holds it.
 
     Raises:
-      OSError: it cannot be opened for writing, is a folder or is a link, which is not followed.
+      OSError: the file cannot be opened for writing, is a folder, or is a link (links are not followed).
     """
     lock = filelock.FileLock(path, timeout=0, thread_local=False)
     try:
@@ -108,10 +108,10 @@ def try_lock(path: Path) -> filelock.BaseFileLock | None:
 
 @contextlib.contextmanager
 def hold(workdir: Path) -> Iterator[None]:
-    """Makes `workdir` and holds it for this process.
+    """Creates `workdir` and locks it for this process.
 
     Raises:
-      InputError: it cannot hold checkpoints, cannot be written, or another process trains in it.
+      InputError: it cannot hold checkpoints, it is not writable, or another process is training in it.
     """
     check_workdir(workdir)
     path = workdir / ".lock"
@@ -120,13 +120,13 @@ def hold(workdir: Path) -> Iterator[None]:
         lock = try_lock(path)
     except OSError as error:
         if path.is_symlink() or path.is_dir():
-            raise InputError(f"{path} is a link or a folder, and a file to lock is expected: remove it") from error
+            raise InputError(f"{path} is a link or a folder, but must be a regular file: remove it") from error
         raise InputError(
-            f"--workdir={workdir} cannot be written ({error.strerror}): give a folder on a disk with free space in "
-            "which you may write"
+            f"--workdir={workdir} cannot be written to ({error.strerror}): give a folder that you may write to, on a "
+            "disk with free space"
         ) from error
     if lock is None:
-        raise InputError(f"another process trains in {workdir}: wait for it, stop it, or give another --workdir")
+        raise InputError(f"another process is training in {workdir}: wait for it, stop it, or give another --workdir")
     try:
         yield
     finally:
@@ -134,7 +134,7 @@ def hold(workdir: Path) -> Iterator[None]:
 
 
 def make_folder(path: Path, flag: str) -> None:
-    """Makes a folder where there is none; raises InputError, which names the flag, if it cannot be written to."""
+    """Creates a folder if needed; raises InputError, naming the flag, if it cannot be written to."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

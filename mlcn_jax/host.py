@@ -1,4 +1,4 @@
-"""What this machine is: its cores, memory, devices and versions, and where compiled programs are kept."""
+"""This machine's cores, memory, devices and versions, and where compiled programs are cached."""
 
 import ctypes
 import hashlib
@@ -19,7 +19,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def environment() -> dict:
-    """Device and versions, to stand beside every measured figure."""
+    """Device and versions, recorded with every measurement."""
     device = jax.local_devices()[0]
     return {
         "device": name_of(device),
@@ -34,7 +34,7 @@ def environment() -> dict:
 
 
 def name_of(device: jax.Device) -> str:
-    """Which hardware it is, such as `NVIDIA H200` or a CPU's model."""
+    """The name of the hardware, such as `NVIDIA H200` or a CPU's model."""
     return _cpu_model() if device.platform == "cpu" else device.device_kind
 
 
@@ -44,7 +44,7 @@ def num_cores() -> int:
 
 
 def usable_memory_bytes() -> int:
-    """Memory for programs: of the accelerator, or the share of the machine's that belongs to this process's cores."""
+    """Memory for programs: the accelerator's, or a share of the machine's in proportion to this process's cores."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
@@ -52,7 +52,7 @@ def usable_memory_bytes() -> int:
 
 
 def total_memory_bytes() -> int:
-    """All memory for programs: of every accelerator of the run, or of this machine."""
+    """Total memory for programs: of every accelerator in the run, or of this machine."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     if all(found and "bytes_limit" in found for found in stats):
         return jax.process_count() * sum(int(found["bytes_limit"]) for found in stats if found)
@@ -60,7 +60,7 @@ def total_memory_bytes() -> int:
 
 
 def _machine_memory_bytes() -> int:
-    """Physical memory, or less where the container that this process runs in has a limit."""
+    """Physical memory, or the limit of this process's container if that is lower."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         return min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -69,7 +69,7 @@ def _machine_memory_bytes() -> int:
 
 
 def peak_memory_bytes() -> int:
-    """Most memory held so far: of the accelerator where it counts it, of this process otherwise."""
+    """Peak memory so far: the accelerator's if it reports one, otherwise this process's."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])
@@ -78,9 +78,9 @@ def peak_memory_bytes() -> int:
 
 
 def return_unused_memory() -> None:
-    """Gives memory that the C library holds but does not use back to the system, where the library can.
+    """Returns memory that the C library holds but does not use to the system, if the library supports it.
 
-    Compiling a training step takes hundreds of MiB that nothing needs afterwards.
+    Compiling a training step takes hundreds of MiB that are not needed afterwards.
     """
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl does not
@@ -89,11 +89,11 @@ def return_unused_memory() -> None:
 
 
 def keep_compiled_programs(least_seconds: float = 1.0) -> Path | None:
-    """Keeps programs that took so long to compile in a folder between runs, where that is safe; returns the folder.
+    """Caches programs that took at least this long to compile, where that is safe; returns the cache folder.
 
     A program compiled for one CPU can crash on another, so the folder's name holds a digest of this CPU's
-    features; where they cannot be read (other systems than Linux), programs for the CPU are not kept.
-    `JAX_COMPILATION_CACHE_DIR`, where set, is left to decide.
+    features; where they cannot be read (systems other than Linux), CPU programs are not cached.
+    `JAX_COMPILATION_CACHE_DIR` takes precedence if set.
     """
     jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
@@ -112,7 +112,7 @@ def keep_compiled_programs(least_seconds: float = 1.0) -> Path | None:
 
 
 def cpu_digest() -> str:
-    """12 hexadecimal digits of a kind of CPU: programs for one may crash on another, or round otherwise."""
+    """12 hexadecimal digits that identify a kind of CPU: programs for one may crash or round differently on another."""
     return hashlib.sha256(f"{platform.machine()} {_cpu_features()}".encode()).hexdigest()[:12]
 
 

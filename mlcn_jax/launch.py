@@ -24,7 +24,7 @@ _NO_ACCESS = {
 ALLOCATOR_SETTINGS = ":".join(
     (
         "glibc.malloc.hugetlb=1",
-        "glibc.malloc.mmap_max=0",  # no buffer is mapped, and so unmapped, by itself
+        "glibc.malloc.mmap_max=0",  # no buffer is mapped and unmapped on its own
         f"glibc.malloc.top_pad={2**25}",
         f"glibc.malloc.trim_threshold={2**34}",
     )
@@ -32,14 +32,14 @@ ALLOCATOR_SETTINGS = ":".join(
 
 
 def program() -> str:
-    """How commands are called on this machine, for messages that name one: `mlcn_jax`, if a shell finds that."""
+    """How to call the program on this machine, for messages that show a command: `mlcn_jax` if it is on the PATH."""
     return "mlcn_jax" if shutil.which("mlcn_jax") else f"{shlex.quote(sys.executable)} -m mlcn_jax"
 
 
 def launch(command: Callable[[], int | None]) -> None:
     """Runs `command`, whose result is the exit code.
 
-    What a user can mend (bad input, a full disk) ends it with one message and an exit code of its own.
+    An error the user can fix (bad input, a full disk) ends it with one message and an exit code of its own.
     """
     _restart_with_own_allocator_settings()
     sys.unraisablehook = _unraisable
@@ -57,16 +57,16 @@ def launch(command: Callable[[], int | None]) -> None:
     except Diverged as error:
         _exit(EXIT_FAILED, f"error: {error}")
     except Stopped as stopped:
-        _exit(EXIT_STOPPED, f"{stopped}; run the same command again to go on")
+        _exit(EXIT_STOPPED, f"{stopped}; run the same command again to resume")
     except KeyboardInterrupt:
         _exit(128 + signal.SIGINT, "interrupted")
     except RuntimeError as error:
         if "Gloo" in str(error):
-            _exit(EXIT_STOPPED, f"another process of the run is gone ({str(error).splitlines()[0][:100]}...)")
+            _exit(EXIT_STOPPED, f"another process of the run was lost ({str(error).splitlines()[0][:100]}...)")
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        _exit(EXIT_INPUT, f"error: not enough memory ({str(error).splitlines()[0]}): take a smaller batch or model")
-    except BrokenPipeError:  # whoever reads the output has seen enough
+        _exit(EXIT_INPUT, f"error: not enough memory ({str(error).splitlines()[0]}): use a smaller batch or model")
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
@@ -112,7 +112,7 @@ def _parse_flags(define: Callable[["FlagValues"], None], argv: Sequence[str]) ->
 
 
 def _silence_absl() -> None:
-    """Orbax reports every file by way of absl, and errors that are reported here; predicting needs neither."""
+    """Silences absl, through which Orbax logs every file and errors that are reported here anyway."""
     if importlib.util.find_spec("absl"):
         from absl import logging as absl_logging
 
@@ -123,7 +123,7 @@ def _exit(code: int, message: str) -> None:
     print(message, file=sys.stderr, flush=True)
     jax = sys.modules.get("jax")
     if code in (EXIT_INPUT, EXIT_FAILED) and jax is not None and jax.distributed.is_initialized():
-        # jax would wait for the other processes of the run, which may never come here.
+        # jax would wait for the other processes of the run, which may never get here.
         leaving = threading.Thread(target=jax.distributed.shutdown, daemon=True)
         leaving.start()
         leaving.join(timeout=1.0)
@@ -133,10 +133,10 @@ def _exit(code: int, message: str) -> None:
 
 
 def _restart_with_own_allocator_settings() -> None:
-    """Starts this process anew with other settings of glibc's memory allocator, once, where they are the library's.
+    """Restarts this process once with other settings of glibc's memory allocator, if it uses the defaults.
 
     A step on a CPU spends up to a third of its time in page faults of buffers that XLA allocates and gives back.
-    Pages of 2 MiB make them few, and memory that stays with the process makes them rarer still. glibc reads these
+    Pages of 2 MiB reduce their number, and memory that stays with the process reduces it further. glibc reads these
     settings only when a process starts. A value of `GLIBC_TUNABLES` set by the user is left alone.
     """
     if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
@@ -145,6 +145,6 @@ def _restart_with_own_allocator_settings() -> None:
 
 
 def _unraisable(failure: "sys.UnraisableHookArgs") -> None:
-    """Leaves out what tensorstore prints after a failed write, which is reported where it is raised."""
+    """Hides what tensorstore prints after a failed write, which is already reported as an error."""
     if str(failure.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(failure)

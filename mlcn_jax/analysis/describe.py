@@ -1,4 +1,4 @@
-"""What a configuration builds, before anything is computed."""
+"""What a configuration builds, found without computing it."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from mlcn_jax.placement import cost
 
 
 def describe(config: RunConfig) -> dict[str, Any]:
-    """What a configuration builds: lanes, input shape, parameters, FLOPs of a forward pass per image, costs of a lane.
+    """What a configuration builds: lanes, input shape, parameters, forward FLOPs per image, cost of each lane.
 
-    FLOPs are those of the plain (native) convolution, whatever algorithm runs. The dataset is not read, except
-    a folder of images, whose classes must be counted.
+    FLOPs are those of plain (native) convolutions, whatever algorithm is used. The dataset is not read, except for a
+    folder of images, whose classes must be counted.
     """
     image_shape, num_classes = config.data.shape()
     spec = config.model_spec(image_shape, num_classes)

@@ -56,8 +56,8 @@ def evaluate_workdir(
             write_pictures(folder, trained.spec, trained.params, dataset, scores)
         except OSError as error:
             reason = str(error)
-    if reason:  # the scores are worth having all the same
-        _log.warning("the pictures are not drawn: %s", reason)
+    if reason:  # the scores are useful without them
+        _log.warning("pictures are not drawn: %s", reason)
     return {
         **scores.to_dict(dataset.class_names),
         **_top_accuracy(trained, dataset.test, config.train.batch_size),

@@ -1,6 +1,6 @@
-"""What each lane means: class capsules altered lane by lane, and what the decoder and the lengths make of them.
+"""What each lane encodes: the effect on reconstructions and lengths of changing class capsules lane by lane.
 
-A lane is one dimension of every class capsule. CapsNet's 16 dimensions are treated alike.
+A lane is one dimension of every class capsule. CapsNet's 16 dimensions are treated the same way.
 """
 
 import functools
@@ -29,15 +29,15 @@ _BATCH_SIZE = 50
 
 
 def load_explained(workdir: Path, data_dir: str = "") -> tuple[Trained, datasets.Dataset]:
-    """The trained model of a workdir, with its decoder, and the images that its configuration names.
+    """The trained model of a workdir, with its decoder, and the images of its configuration.
 
     Args:
-      workdir: of a training run.
-      data_dir: replaces `data.dir` of the run's configuration; empty keeps it.
+      workdir: workdir of a training run.
+      data_dir: overrides `data.dir` of the run's configuration, if not empty.
 
     Raises:
-      InputError: the workdir holds no trained model, its checkpoints hold no decoder or are not of the model that
-        `model.json` describes, or the images do not fit the model.
+      InputError: the workdir holds no trained model, its checkpoints contain no decoder or do not match
+        `model.json`, or the images do not match the model.
     """
     try:
         return load_with_data(workdir, stored_config(workdir, data_dir))
@@ -45,27 +45,27 @@ def load_explained(workdir: Path, data_dir: str = "") -> tuple[Trained, datasets
         parts = _stored_parts(workdir / "checkpoints")
         if parts and "decoder" not in parts:
             raise InputError(
-                f"the checkpoints in {workdir} hold no decoder (only {', '.join(sorted(parts))}), which draws the "
-                "reconstructions: give the workdir of a training run, whose checkpoints hold one"
+                f"the checkpoints in {workdir} hold no decoder (only {', '.join(sorted(parts))}), which is "
+                "needed for reconstructions: give the workdir of a training run, whose checkpoints hold one"
             ) from error
         raise
 
 
 def _stored_parts(checkpoints: Path) -> list[str]:
-    """Names of the parameter trees in the newest checkpoint; empty where there is none that can be read."""
+    """Names of the parameter trees in the newest checkpoint; empty if none can be read."""
     steps = sorted((int(folder.name) for folder in checkpoints.glob("[0-9]*") if folder.name.isdigit()), reverse=True)
     for step in steps:
         try:
             return list(
                 ocp.StandardCheckpointer().metadata(checkpoints.absolute() / str(step) / "params").item_metadata
             )
-        except Exception:  # damaged, which `load_trained` has told
+        except Exception:  # damaged, as `load_trained` has reported
             continue
     return []
 
 
 def column_names(spec: ModelSpec) -> list[str]:
-    """What to call each entry of a class capsule: `lane 3 (mlcn1:w4d1)`, in CapsNet `dimension 3`."""
+    """The name of each entry of a class capsule: `lane 3 (mlcn1:w4d1)`, for CapsNet `dimension 3`."""
     kinds = spec.lane_specs
     if kinds:
         return [f"lane {i} ({kind})" for i, kind in enumerate(kinds)]
@@ -77,7 +77,7 @@ def column_names(spec: ModelSpec) -> list[str]:
 def look(
     spec: ModelSpec, encoder: dict, images: UInt8[Array, "batch h w channels"]
 ) -> tuple[Float[Array, "batch classes dim"], Int[Array, " batch"]]:
-    """Class capsules in float32 and the predicted class, that of the longest."""
+    """Class capsules in float32 and the predicted class (the longest capsule)."""
     v = encode(spec, encoder, to_pixels(images)).astype(jnp.float32)
     return v, jnp.argmax(capsules.lengths(v), axis=-1)
 
@@ -102,7 +102,7 @@ def respond(
     added: Float[Array, " dim"],
     kept: Float[Array, " dim"],
 ) -> tuple[Float[Array, "batch classes"], Float[Array, "batch h w channels"]]:
-    """Class lengths, and reconstructions from the given classes, after `alter`."""
+    """Class lengths, and reconstructions from the given classes, after applying `alter`."""
     altered = alter(v, classes, added, kept)
     return capsules.lengths(altered), reconstruct(spec, decoder, altered, classes).astype(jnp.float32)
 
@@ -126,7 +126,7 @@ def _reconstruct_along(spec, decoder, v, classes, offsets, unit) -> Float[Array,
     return jax.vmap(lambda offset: respond(spec, decoder, v, classes, offset * unit, jnp.ones_like(unit))[1])(offsets)
 
 
-# What is measured of each lane; all are means over images, of absolute changes against the model left as it is.
+# What is measured for each lane: means over images of absolute changes compared with the unchanged model.
 MEASURES = {
     "pixel_change_per_unit": (
         "mean over images, offsets and pixels (0 to 1) of the change of the reconstruction, over the absolute offset "
@@ -145,7 +145,7 @@ MEASURES = {
 
 @functools.partial(jax.jit, static_argnums=0)
 def _sums(spec: ModelSpec, decoder: dict, v: Array, classes: Array, offsets: Array, mask: Array) -> dict[str, Array]:
-    """`MEASURES` of each lane, summed over the images that `mask` keeps; one lane after another, to bound memory."""
+    """`MEASURES` of each lane, summed over the images that `mask` keeps; one lane at a time, to limit memory."""
     nothing, everything = jnp.zeros(v.shape[-1]), jnp.ones(v.shape[-1])
     lengths, pixels = respond(spec, decoder, v, classes, nothing, everything)
     own_length = jnp.take_along_axis(lengths, classes[:, None], axis=1)[:, 0]
@@ -175,14 +175,14 @@ def _sums(spec: ModelSpec, decoder: dict, v: Array, classes: Array, offsets: Arr
 def rank(
     spec: ModelSpec, params: dict, images: UInt8[np.ndarray, "n h w channels"], offsets: Sequence[float] = OFFSETS
 ) -> list[dict[str, Any]]:
-    """All lanes with their `MEASURES`, the one that moves the reconstruction most first.
+    """All lanes with their `MEASURES`, sorted by how much they change the reconstruction, most first.
 
     Args:
-      images: over which the means are taken.
-      offsets: that are added; 0 is left out.
+      images: the images to average over.
+      offsets: the offsets to add; 0 is skipped.
 
     Returns:
-      For each lane its number `index`, its `name` and the measures. Lanes alike stand in their own order.
+      For each lane its number `index`, its `name` and the measures. Ties keep the order of the lanes.
     """
     steps = jnp.asarray([offset for offset in offsets if offset], jnp.float32)
     split = datasets.Split(images, np.zeros(len(images), np.int32))

@@ -26,13 +26,13 @@ def explain_run(
     """Writes all pictures and `ranking.json` to `output`; returns what the JSON holds.
 
     Raises:
-      InputError: the workdir, the images, their numbers or the output folder cannot be used.
+      InputError: the workdir, the images, their indices or the output folder cannot be used.
     """
     trained, dataset = explain.load_explained(workdir, data_dir)
     spec, params, test = trained.spec, trained.params, dataset.test
     wrong = [index for index in indices if not 0 <= index < len(test.labels)]
     if wrong:
-        raise InputError(f"--images: there is no test image {wrong[0]}; their numbers are 0 to {len(test.labels) - 1}")
+        raise InputError(f"--images: there is no test image {wrong[0]}; they are numbered 0 to {len(test.labels) - 1}")
     make_folder(output, "output")
     indices = indices or explain.first_correct(spec, params, test)
     if not indices:
@@ -75,7 +75,7 @@ def explain_run(
 def draw_reconstructions(
     path: Path, looked_at: Sequence[dict[str, Any]], originals: np.ndarray, reconstructions: Sequence[np.ndarray]
 ) -> None:
-    """Originals, uint8, each above its reconstruction from the predicted class; one that is wrong is named in red."""
+    """Draws originals, uint8, each above its reconstruction from the predicted class; wrong ones are in red."""
     from matplotlib.figure import Figure
 
     columns = min(10, len(looked_at))
@@ -102,13 +102,13 @@ def draw_offsets(
     original: np.ndarray,
     reconstructions: np.ndarray,
 ) -> None:
-    """One image beside its reconstruction, and what adding to each lane changes.
+    """Draws one image with its reconstruction, and what adding to each lane changes.
 
     Args:
-      path: of the picture.
+      path: path of the picture.
       row: `index`, `class` and `predicted` of the image.
-      names: of the lanes.
-      offsets: that were added, 0 among them.
+      names: names of the lanes.
+      offsets: the offsets added, including 0.
       original: uint8 [h, w, c].
       reconstructions: [lanes, offsets, h, w, c], pixels in [0, 1].
     """
@@ -144,7 +144,7 @@ def draw_offsets(
 def _draw_tiles(
     axes: Any, tiles: np.ndarray, offsets: Sequence[float], names: Sequence[str], pad: float, **colors: Any
 ) -> Any:
-    """Pictures [lanes, offsets, h, w, c] in rows of lanes and columns of offsets."""
+    """Draws pictures [lanes, offsets, h, w, c] in rows of lanes and columns of offsets."""
     num_lanes, num_offsets, height, width, channels = tiles.shape
     gap = max(1, height // 14)
     padded = np.pad(tiles, ((0, 0), (0, 0), (0, gap), (0, gap), (0, 0)), constant_values=pad)
@@ -160,7 +160,7 @@ def _draw_tiles(
 
 
 def draw_ranking(path: Path, ranking: Sequence[dict[str, Any]], num_images: int) -> None:
-    """One panel a measure, lanes from the first of the ranking to the last."""
+    """Draws one panel per measure, lanes in the order of the ranking."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 1.4 + 0.25 * len(ranking)), layout="constrained")

@@ -1,4 +1,4 @@
-"""The lane explorer's page: what it shows, and the local server that answers each move."""
+"""The lane explorer's page and its local server."""
 
 import base64
 import dataclasses
@@ -43,7 +43,7 @@ figure img { image-rendering: pixelated; width: 100%; border: 1px solid #8888; }
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """An image that was chosen, and what the encoder made of it: all that a move of a slider needs."""
+    """A chosen image and its encoding: all that is needed to answer a move of a slider."""
 
     pixels: UInt8[np.ndarray, "h w channels"]
     v: Float[np.ndarray, "1 classes dim"]
@@ -52,12 +52,12 @@ class Look:
 
 
 class Explorer:
-    """A trained model and its test images, answering what the page asks.
+    """A trained model and its test images, which answers the page's requests.
 
     Attributes:
       columns: names of the lanes.
       images: the test images.
-      images_of_class: for each class that has some, which of them they are.
+      images_of_class: for each class that has test images, their indices.
     """
 
     def __init__(self, trained: Trained, test: Split):
@@ -80,8 +80,8 @@ class Explorer:
         """Class lengths, and the reconstruction from the given class's capsule.
 
         Args:
-          switched_on: numbers of the lanes whose columns are not zeroed.
-          added: to each lane's entry of that capsule.
+          switched_on: indices of the lanes whose columns are not zeroed.
+          added: values added to each lane's entry of that capsule.
         """
         kept = np.isin(np.arange(len(self.columns)), switched_on).astype(np.float32)
         classes, added32 = np.array([class_index], np.int32), np.array(added, np.float32)
@@ -91,7 +91,7 @@ class Explorer:
 
 
 def picture_html(pixels: np.ndarray, caption: str) -> str:
-    """An image, uint8 or in [0, 1], within the page itself, so that showing it takes no second request."""
+    """An image, uint8 or in [0, 1], embedded in the page, so that showing it takes no second request."""
     if pixels.dtype != np.uint8:
         pixels = np.round(255 * pixels).astype(np.uint8)
     file = io.BytesIO()
@@ -102,7 +102,7 @@ def picture_html(pixels: np.ndarray, caption: str) -> str:
 
 
 def lengths_html(class_names: Sequence[str], lengths: np.ndarray, before: np.ndarray) -> str:
-    """A bar a class, with a mark where its length was before; of many classes, the longest."""
+    """One bar per class, with a mark at its previous length; if there are many classes, only the longest."""
     shown = range(len(lengths)) if len(lengths) <= _SHOWN_CLASSES else np.argsort(-lengths)[:_SHOWN_CLASSES]
     rows = [
         f'<div class="row {"longest" if k == np.argmax(lengths) else ""}"><span>{html.escape(class_names[k])}</span>'
@@ -115,7 +115,7 @@ def lengths_html(class_names: Sequence[str], lengths: np.ndarray, before: np.nda
 
 
 def check_gradio() -> None:
-    """Raises InputError where Gradio is not installed; tells it to send no statistics where it is."""
+    """Raises InputError if Gradio is not installed; otherwise turns off its usage statistics."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     try:
         import gradio  # noqa: F401
@@ -124,7 +124,7 @@ def check_gradio() -> None:
 
 
 def build(explorer: Explorer) -> "gradio.Blocks":
-    """The page: an image to choose or to drop, a slider a lane, and what they change."""
+    """Builds the page: an image to choose or drop, a slider per lane, and the effect."""
     import gradio as gr
 
     names, columns = explorer.class_names, explorer.columns
@@ -167,9 +167,9 @@ def build(explorer: Explorer) -> "gradio.Blocks":
         state = gr.State(look)
         gr.Markdown(
             f"# What each {kind} encodes\n{model}, {len(explorer.images):,} test images of {len(names)} classes.\n\n"
-            f"Choose a test image or drop one of your own. Move a slider to change what that {kind} says of the chosen "
-            f"class, or switch {kind}s off: the reconstruction and the class lengths follow. The longest class capsule "
-            "is the predicted class."
+            f"Choose a test image or drop one of your own. Move a slider to change that {kind}'s entry of the chosen "
+            f"class, or switch {kind}s off: the reconstruction and the class lengths are updated. The longest "
+            "class capsule is the predicted class."
         )
         with gr.Row():
             with gr.Column(scale=2, min_width=520, elem_id="seen"):
@@ -182,12 +182,12 @@ def build(explorer: Explorer) -> "gradio.Blocks":
                 with gr.Row():
                     original = gr.HTML(first[0], elem_id="original")
                     picture = gr.HTML(first[2], elem_id="picture")
-                gr.Markdown("Class lengths; the marks stand where they are with nothing changed:")
+                gr.Markdown("Class lengths; the marks show them with nothing changed:")
                 lengths = gr.HTML(first[3], elem_id="lengths")
             with gr.Column(scale=3, min_width=520):
                 with gr.Row():
                     capsule = gr.Dropdown(list(names), value=first[1], type="index", label="Capsule of class")
-                    reset = gr.Button("Put all back", elem_id="reset")
+                    reset = gr.Button("Reset all", elem_id="reset")
                 switched_on = gr.CheckboxGroup(
                     columns,
                     value=columns,
@@ -201,7 +201,7 @@ def build(explorer: Explorer) -> "gradio.Blocks":
                         gr.Slider(-_RANGE, _RANGE, value=0, step=0.01, label=name, min_width=220) for name in columns
                     ]
 
-        # The fastest way to an answer: no queue, and of moves that come meanwhile only the last.
+        # For the fastest answers: no queue, and only the last of the moves that arrive meanwhile.
         quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
         latest = {"trigger_mode": "always_last", **quick}
         changes: list = [switched_on, *sliders]
@@ -217,10 +217,10 @@ def build(explorer: Explorer) -> "gradio.Blocks":
 
 
 def listen(port: int) -> socket.socket:
-    """A socket that this machine alone can reach; port 0 takes a free one.
+    """A socket that only this machine can reach; port 0 picks a free one.
 
     Raises:
-      InputError: the port is not free, or no port.
+      InputError: the port is in use, or invalid.
     """
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -235,7 +235,7 @@ def listen(port: int) -> socket.socket:
 
 
 def serve(page: "gradio.Blocks", listener: socket.socket) -> None:
-    """Says where the page is and serves it until Ctrl-C; nothing is shared, and nothing is sent anywhere."""
+    """Prints the address of the page and serves it until Ctrl-C; nothing is shared or sent anywhere."""
     import fastapi
     import gradio as gr
     import uvicorn
@@ -259,6 +259,6 @@ def serve(page: "gradio.Blocks", listener: socket.socket) -> None:
         ssr_mode=False,
         css=_CSS,
     )
-    # A page that is open holds a connection, and uvicorn would report its end as an error.
+    # An open page keeps a connection, and uvicorn would report its end as an error.
     config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
     Server(config).run(sockets=[listener])

@@ -1,4 +1,4 @@
-"""Measures what this device takes for lanes: training steps of some are timed, and those of all others fitted."""
+"""Measures how fast this device trains lanes: some are timed, and all others predicted from a fit."""
 
 import dataclasses
 import itertools
@@ -31,7 +31,7 @@ from mlcn_jax.training.session import optimizer_of
 from mlcn_jax.training.step import head_loss
 
 BATCH_SIZES = (50, 100)
-# Widths and depths that are measured: a designed part of 1..5 times 1..5.
+# Measured widths and depths: a designed subset of 1..5 times 1..5.
 _SIZES = ((1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (1, 2), (3, 2), (5, 2), (2, 3), (4, 3), (1, 5), (3, 5), (5, 4))
 _GROUPS = "mlcn1:w3d1*4, mlcn2:w2d3*4, mlcn1:w1d2*2, mlcn2:w4d1*2"
 _FORWARDS = ("mlcn1:w1d1", "mlcn2:w3d2", "mlcn1:w2d3")
@@ -41,7 +41,7 @@ _LINK_BYTES = (2**12, 2**24)
 
 
 class Program:
-    """A compiled `(state, *inputs) -> (state, output)` with a state to go on from. `bytes` is its peak memory."""
+    """A compiled `(state, *inputs) -> (state, output)` with its current state. `bytes` is its peak memory."""
 
     def __init__(self, step: Callable, state: Any, *inputs: Any):
         options = conv.compiler_options(jax.default_backend())
@@ -56,7 +56,7 @@ class Program:
 
 
 def least_seconds(programs: Mapping[tuple, Program], rounds: int) -> dict[tuple, float]:
-    """Of a step of each program; they take turns, so that what else the machine does meets all of them."""
+    """The fastest step of each program, in seconds; they take turns, so that other load on the machine affects all."""
     least = dict.fromkeys(programs, math.inf)
     for _ in range(rounds):
         for key, program in programs.items():
@@ -68,7 +68,7 @@ def least_seconds(programs: Mapping[tuple, Program], rounds: int) -> dict[tuple,
 
 
 class Lab:
-    """Builds programs for one kind of images and lanes, on made-up numbers."""
+    """Builds programs for one kind of images and lanes, on synthetic data."""
 
     def __init__(self, spec: ModelSpec):
         self.spec = spec
@@ -86,7 +86,7 @@ class Lab:
         return Program(step, self._lane_state(group), self._images(batch_size), self._made(columns))
 
     def lane_forward(self, group: lanes.LaneGroup, batch_size: int) -> Program:
-        """Its forward pass alone."""
+        """The forward pass of a group of lanes alone."""
 
         def forward(state, images):
             return state, lanes.apply_group(state[0], group, self.spec.lane_settings, images)
@@ -131,7 +131,7 @@ class Lab:
 
 
 def tiny_network() -> Program:
-    """A training step of one dense layer of 512 to 512 units on 64 rows: the thesis's yardstick of a device's speed."""
+    """A training step of one dense layer from 512 to 512 units on 64 rows: the thesis's measure of a device's speed."""
 
     def step(kernel, rows):
         loss, gradient = jax.value_and_grad(lambda kernel: jnp.mean(jnp.square(rows @ kernel - rows)))(kernel)
@@ -143,7 +143,7 @@ def tiny_network() -> Program:
 
 
 def fitted_lanes() -> list[tuple[lanes.LaneGroup, int]]:
-    """The lanes, as groups of one, that a profile is fitted to, each at one of the batch sizes."""
+    """The lanes to which a profile is fitted, as groups of one, each with one of the batch sizes."""
     return [
         (lanes.LaneGroup(lanes.LaneSpec(kind, width, depth), 1), BATCH_SIZES[(i + j) % 2])
         for i, (width, depth) in enumerate(_SIZES)
@@ -152,7 +152,7 @@ def fitted_lanes() -> list[tuple[lanes.LaneGroup, int]]:
 
 
 def make_programs(lab: Lab) -> dict[tuple, Program]:
-    """The programs whose seconds make a profile, by what they compute and of which lanes and batch size."""
+    """The programs timed for a profile, keyed by what they compute, their lanes and their batch size."""
     singles = fitted_lanes()
     groups = list(zip(lanes.parse_lanes(_GROUPS), itertools.cycle(BATCH_SIZES), strict=False))
     programs: dict[tuple, Program] = {("step", *key): lab.lane_step(*key) for key in singles + groups}
@@ -166,7 +166,7 @@ def make_programs(lab: Lab) -> dict[tuple, Program]:
 def make_profile(
     lab: Lab, programs: Mapping[tuple, Program], seconds: Mapping[tuple, float], link: dict[str, float] | None
 ) -> DeviceProfile:
-    """The profile of the device that this process computes on, from seconds of the programs of `make_programs`."""
+    """The profile of this process's device, from the seconds of the programs of `make_programs`."""
     keys: dict[str, list] = {}
     for what, *key in programs:
         keys.setdefault(what, []).append(tuple(key))
@@ -210,9 +210,9 @@ def make_profile(
 
 
 def measure_link(cores: Sequence[int]) -> dict[str, float] | None:
-    """Latency and bytes per second between two devices of this machine; None where there is just one.
+    """Latency and bytes per second between two devices of this machine; None if there is only one.
 
-    CPUs are two processes on one of `cores` each, joined as runs of several processes are.
+    For CPUs, these are two processes on one of `cores` each, joined as in runs of several processes.
     """
     if jax.default_backend() != "cpu":
         return _link(jax.local_devices()[:2]) if jax.local_device_count() > 1 else None
@@ -236,12 +236,12 @@ def measure_link(cores: Sequence[int]) -> dict[str, float] | None:
     ]
     printed, _ = [worker.communicate()[0] for worker in workers]
     if any(worker.returncode for worker in workers):
-        raise InputError("the link could not be measured: one of its two processes failed, its message is above")
+        raise InputError("the link could not be measured: one of its two processes failed; see its message above")
     return json.loads(printed.splitlines()[-1])
 
 
 def link_worker(process: int, port: int, core: int) -> None:
-    """One of the two processes between which `measure_link` measures; process 0 prints what it found."""
+    """Runs one of the two processes of `measure_link`; process 0 prints the result."""
     os.sched_setaffinity(0, [core])
     processes.join(ParallelSettings(processes=2, process=process, coordinator=f"127.0.0.1:{port}"), {})
     found = _link(jax.devices())
@@ -250,7 +250,7 @@ def link_worker(process: int, port: int, core: int) -> None:
 
 
 def _link(pair: Sequence[jax.Device]) -> dict[str, float]:
-    """From how long a gather of few and of many bytes takes, in which each of two devices sends half of them."""
+    """Latency and bandwidth from gathers of few and of many bytes, of which each of two devices sends half."""
     mesh = Mesh(np.array(pair), ("device",))
     whole, halves = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("device"))
     gather = jax.jit(lambda x: x, out_shardings=whole)
@@ -266,13 +266,13 @@ def _link(pair: Sequence[jax.Device]) -> dict[str, float]:
         seconds.append(least)
     few, many = (size / 2 for size in _LINK_BYTES)
     if seconds[1] <= seconds[0]:
-        raise InputError("the link could not be measured: many bytes took no longer than few; try on a quieter machine")
+        raise InputError("the link could not be measured: many bytes took no longer than few; try a less busy machine")
     bytes_per_second = (many - few) / (seconds[1] - seconds[0])
     return {"latency_seconds": max(0.0, seconds[0] - few / bytes_per_second), "bytes_per_second": bytes_per_second}
 
 
 def spec_of(data: str, lane_routing: str, compute_dtype: str) -> ModelSpec:
-    """Whose lanes are to be measured; those that it names do not matter. Raises InputError for an unknown one."""
+    """The model whose settings are measured; its own lanes do not matter. Raises InputError for an unknown dataset."""
     if data not in datasets.SHAPES:
         raise InputError(f"--data={data} is not one of {', '.join(datasets.SHAPES)}")
     shape = datasets.SHAPES[data]
@@ -280,7 +280,7 @@ def spec_of(data: str, lane_routing: str, compute_dtype: str) -> ModelSpec:
 
 
 def bind(num_cores: int) -> list[int]:
-    """Binds this process, before jax starts its threads, to so many of its cores, 0 to all; returns those it had."""
+    """Binds this process to a number of cores (0: all), before jax starts its threads; returns the cores it had."""
     if not hasattr(os, "sched_getaffinity"):
         return []
     cores = sorted(os.sched_getaffinity(0))
@@ -290,7 +290,7 @@ def bind(num_cores: int) -> list[int]:
 
 
 def table(profile: DeviceProfile) -> str:
-    """What was found, in Markdown."""
+    """The profile as a Markdown table."""
     link = "none"
     if profile.link:
         latency, rate = 1e6 * profile.link["latency_seconds"], profile.link["bytes_per_second"] / 1e9

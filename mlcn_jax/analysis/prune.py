@@ -1,11 +1,11 @@
 """Which lanes a trained model needs, and the smaller model without the others.
 
-Only [batch, classes, lanes] crosses lanes: the class capsules of a whole split are computed once, and removing lanes is
-dropping columns of them. In the smaller model the removed lanes are not computed at all, and the decoder's first layer
-has lost the rows that read them. The other lanes compute what they computed before, so class capsules are shorter than
-the margin loss wants them: the longest one still names the class, but lengths are no probabilities any more until the
-model has been trained on, which its checkpoint allows like any other. Where each lane learned to classify alone
-(`margin_loss` of `per_lane`), they stay what they are.
+Lanes meet only in [batch, classes, lanes]: the class capsules of an entire split are computed once, and to remove lanes
+is to drop columns. In the smaller model the removed lanes are not computed at all, and the decoder's first layer loses
+the rows that read them. The other lanes are unchanged, so class capsules are shorter than the margin loss requires: the
+longest one still gives the class, but lengths are no longer probabilities until the model has been trained further,
+which its checkpoint allows like any other. If each lane learned to classify alone (`margin_loss` is `per_lane`),
+lengths remain probabilities.
 
 Source: do Rosario 2021 (thesis), chapter 4.
 """
@@ -38,25 +38,25 @@ from mlcn_jax.training.checkpoint import Checkpoints, describe_model, load_train
 from mlcn_jax.training.session import open_session, optimizer_of
 
 TIMED_BATCH = 100
-_RANKING_IMAGES = 5000  # training images that rank lanes where a run has no validation images
+_RANKING_IMAGES = 5000  # training images that rank lanes if a run has no validation images
 _TURN_SECONDS = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A trained run as its best checkpoint has it, and the images to judge its lanes by.
+    """A trained run at its best checkpoint, and the images used to judge its lanes.
 
     Attributes:
-      config: its configuration.
-      spec: its model. Lanes are numbered as the columns of its class capsules: group by group.
-      class_names: in the order of the labels.
+      config: the run's configuration.
+      spec: the run's model. Lanes are numbered like the columns of its class capsules, group by group.
+      class_names: names in the order of the labels.
       params, optimizer: the state at `step`.
       conv: algorithms of the convolutions so far (`tracing.Target`).
-      steps_per_epoch: of its training.
-      training_digest: SHA-256 of the images that it learns from.
+      steps_per_epoch: training steps per epoch.
+      training_digest: SHA-256 of the training images.
       dataset: the data's name and provenance.
       ranking: the images that rank lanes, `ranking_from` the "validation" or the "training" split; never test images.
-      test: the test set, for the record: it chooses nothing.
+      test: the test set, for the record; it decides nothing.
     """
 
     config: RunConfig
@@ -79,13 +79,13 @@ class Run:
         return [str(lane) for lane in self.spec.lane_specs]
 
     def scores(self, split: datasets.Split) -> evaluate.Scores:
-        """Scores as the command `evaluate` computes them."""
+        """Scores, computed as by the command `evaluate`."""
         evaluator = evaluate.make_evaluator(self.spec, self.config.train.reconstruction_weight)
         return evaluator(self.params, split, self.config.train.batch_size)
 
 
 def load_prunable(workdir: Path, data_dir: str = "") -> Run:
-    """Reads a workdir and the images of its run; `data_dir` replaces `data.dir` where they have moved.
+    """Reads a workdir and the images of its run; `data_dir` overrides `data.dir` if they have moved.
 
     Raises:
       InputError: there is no trained model, it has no lanes, or the images are not those that it was trained on.
@@ -97,8 +97,8 @@ def load_prunable(workdir: Path, data_dir: str = "") -> Run:
     facts, learned = session.model_facts(), read_json(workdir / "model.json")
     if any(facts[name] != learned[name] for name in ("training_images_sha256", "class_names")):
         raise InputError(
-            f"{session.dataset.name} as it is now is not what {workdir} was trained on (classes and SHA-256 are in its "
-            "model.json): give --data_dir=FOLDER with those images"
+            f"{session.dataset.name} as it is now is not what {workdir} was trained on (its model.json has the classes "
+            "and SHA-256): give --data_dir=FOLDER with those images"
         )
     session = dataclasses.replace(session, spec=trained.spec)
     checkpoints = Checkpoints(workdir / "checkpoints", read_only=True)
@@ -161,13 +161,13 @@ def _greedy(v: np.ndarray, labels: np.ndarray) -> list[int]:
     return order
 
 
-# From class capsules and labels to all lanes, the least useful first: "alone" by the accuracy with each of them removed
-# alone, as in the thesis; "greedy" looks anew after each removal. Of equals the one of the lowest number comes first.
+# From class capsules and labels to all lanes, least useful first: "alone" by the accuracy with each of them removed
+# alone, as in the thesis; "greedy" ranks again after each removal. Ties keep the order of the lanes.
 ORDERS: dict[str, Callable[[np.ndarray, np.ndarray], list[int]]] = {"alone": _alone, "greedy": _greedy}
 
 
 def _squares(v: np.ndarray) -> np.ndarray:
-    """What each lane adds to the squared lengths, [lanes, n, classes], in float64 so that it can be taken off again."""
+    """Each lane's contribution to the squared lengths, [lanes, n, classes], in float64 so that it can be subtracted."""
     return np.square(np.moveaxis(v, -1, 0), dtype=np.float64)
 
 
@@ -176,7 +176,7 @@ def _accuracy(squared_lengths: np.ndarray, labels: np.ndarray) -> float:
 
 
 def prune_spec(spec: ModelSpec, kept: Sequence[int]) -> ModelSpec:
-    """The model with only the lanes of the numbers `kept`, in rising order; raises InputError where none is."""
+    """The model with only the lanes in `kept`, in ascending order; raises InputError if there are none."""
     if not kept:
         raise InputError("a model needs at least one lane: keep 1 or more")
     return spec_of(spec, kept)
@@ -189,9 +189,9 @@ def prune_params(spec: ModelSpec, params: dict, kept: Sequence[int]) -> dict:
 
 
 def prune_run(run: Run, kept: Sequence[int]) -> Run:
-    """The run with only the lanes of the numbers `kept`, in rising order, at the same step.
+    """The run with only the lanes in `kept`, in ascending order, at the same step.
 
-    What Adam remembers of the parameters that stay, stays.
+    Adam's moments of the remaining parameters are kept.
     """
     spec = prune_spec(run.spec, kept)
     shapes = _state_shapes(run.config, spec, run.steps_per_epoch)
@@ -205,7 +205,7 @@ def prune_run(run: Run, kept: Sequence[int]) -> Run:
 
 
 def _prune_tree(spec: ModelSpec, tree: Any, kept: Sequence[int], like: Any) -> Any:
-    """Cuts a tree that holds trees of the parameters' form, such as an optimizer's state, to the shapes of `like`."""
+    """Cuts a tree that contains trees like the parameters, such as an optimizer state, to the shapes of `like`."""
     leaves, rows = dict(jax.tree_util.tree_leaves_with_path(tree)), rows_of(spec, kept)
 
     def cut(path, wanted) -> Array:
@@ -223,15 +223,15 @@ def _prune_tree(spec: ModelSpec, tree: Any, kept: Sequence[int], like: Any) -> A
 
 
 def save_run(run: Run, output: Path, validation_accuracy: float | None, about: dict[str, Any]) -> None:
-    """Writes a run as a workdir of its own, which can be evaluated and resumed; `about` goes to `pruned.json`.
+    """Writes a run as a new workdir, which can be evaluated and resumed; `about` goes to `pruned.json`.
 
-    The folder appears with all that belongs to it, or not at all.
+    The folder appears complete or not at all.
 
     Args:
       run: the run.
-      output: the workdir to make.
+      output: the workdir to create.
       validation_accuracy: ranks the checkpoint among those that further training adds; None without validation images.
-      about: what has been done.
+      about: facts about the pruning.
 
     Raises:
       InputError: the folder is in use, or cannot be written.
@@ -251,22 +251,22 @@ def save_run(run: Run, output: Path, validation_accuracy: float | None, about: d
             workdir.rename(output)
     except OSError as error:
         raise InputError(
-            f"--output={output} cannot be written ({error.strerror}): give a new folder on a disk with free space in "
-            "which you may write"
+            f"--output={output} cannot be written ({error.strerror}): give a new folder that you may write to, on a "
+            "disk with free space"
         ) from error
 
 
 def check_unused(output: Path) -> None:
     """Raises InputError unless `output` is new, or an empty folder."""
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise InputError(f"--output={output} is there already and is not overwritten: give a new folder")
+        raise InputError(f"--output={output} already exists and is not overwritten: give a new folder")
 
 
 def inference_seconds(models: Sequence[tuple[ModelSpec, dict]], rounds: int) -> Float[np.ndarray, "rounds models"]:
     """Seconds from a batch of uint8 images in host memory to their class lengths there; no decoder.
 
-    All models take turns in every round, each round beginning with another one: seconds of one round may be compared
-    even on a machine whose speed changes. A turn is a call that is not timed, then as many as take `_TURN_SECONDS`.
+    All models take turns in every round, and each round begins with a different one, so that seconds of one round can
+    be compared even if the machine's speed varies. A turn is one untimed call, then calls for `_TURN_SECONDS`.
 
     Args:
       models: specs with their parameters.

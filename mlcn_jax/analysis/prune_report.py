@@ -1,4 +1,4 @@
-"""What each lane of trained runs is worth, as a table, a picture and JSON, and the smaller run that follows from it."""
+"""What each lane of trained runs is worth, as a table, a picture and JSON, and the resulting smaller run."""
 
 import math
 import shlex
@@ -35,14 +35,14 @@ def measure_and_prune(
     data_dir: str = "",
     command: str = "",
 ) -> None:
-    """All that the command does; flags have been checked against each other."""
+    """Runs the command; its flags have been checked against each other."""
     if output:
         prune.check_unused(output)
         make_folder(output.parent, "output")
     host.keep_compiled_programs()
     runs = [prune.load_prunable(workdir, data_dir) for workdir in workdirs]
     if keep is not None and keep > len(runs[0].lanes):
-        raise InputError(f"--keep={keep}: {workdirs[0]} has {len(runs[0].lanes)} lanes; keep 1 to that many")
+        raise InputError(f"--keep={keep}: {workdirs[0]} has {len(runs[0].lanes)} lanes; keep 1 to {len(runs[0].lanes)}")
     make_folder(results, "results")
     about = {"command": command, **host.environment()}
     entries: list[dict[str, Any]] = []
@@ -61,7 +61,7 @@ def measure_and_prune(
 
 
 def analyse(run: Run, order_name: str, rounds: int) -> dict[str, Any]:
-    """Lanes removed alone and one after the other: accuracies in [0, 1], parameters, FLOPs, milliseconds."""
+    """Lanes removed alone and one after another: accuracies in [0, 1], parameters, FLOPs, milliseconds."""
     batch_size, lanes = run.config.train.batch_size, run.lanes
     splits = {"ranking": run.ranking, "test": run.test}
     v = {name: evaluate.class_capsules(run.spec, run.params, split, batch_size) for name, split in splits.items()}
@@ -92,9 +92,9 @@ def analyse(run: Run, order_name: str, rounds: int) -> dict[str, Any]:
 
 
 def measure(run: Run, order: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """What the models cost that lack the first 0, 1, ... lanes of `order`; of many, some are timed.
+    """Cost of the models without the first 0, 1, ... lanes of `order`; if there are many, only some are timed.
 
-    The speed-up is the median over rounds of the whole model's time over the smaller one's in the same round.
+    The speed-up is the median over rounds of the full model's time divided by the smaller one's in the same round.
     """
     specs = [prune.prune_spec(run.spec, sorted(order[removed:])) for removed in range(len(order))]
     rows: list[dict[str, Any]] = []
@@ -129,7 +129,7 @@ def fewest_lanes(entry: dict[str, Any], max_drop: float) -> int:
 
 
 def shrink(run: Run, entry: dict[str, Any], count: int) -> tuple[Run, dict[str, Any]]:
-    """The run with its `count` most useful lanes, and what came of it, as the smaller model itself scores."""
+    """The run with its `count` most useful lanes, and the facts about it, with the smaller model's own scores."""
     kept = sorted(entry["removal_order"][len(run.lanes) - count :])
     small = prune.prune_run(run, kept)
     before, after = entry["removed"][0], entry["removed"][len(run.lanes) - count]
@@ -146,9 +146,9 @@ def shrink(run: Run, entry: dict[str, Any], count: int) -> tuple[Run, dict[str, 
 
 
 def fine_tuning(run: Run, workdir: Path) -> str:
-    """The command that trains a run in `workdir` for some more epochs.
+    """The command that trains a run in `workdir` for a few more epochs.
 
-    AdamW's rate has come to zero where the run ended: there a new run starts from the weights.
+    AdamW's rate is zero at the end of a run, so in that case a new run starts from the weights.
     """
     defaults, values = (flat(c.to_dict()) for c in (RunConfig(), run.config))
     values |= {
@@ -161,13 +161,13 @@ def fine_tuning(run: Run, workdir: Path) -> str:
     changes = [
         f"--config.{name}={tuple(value) if isinstance(value, list) else value}"
         for name, value in values.items()
-        if value != defaults[name] and not name.startswith("parallel.")  # the split may not fit these lanes
+        if value != defaults[name] and not name.startswith("parallel.")  # the sharding may not fit these lanes
     ]
     return f"{program()} {shlex.join(['train', '--config=default', f'--workdir={workdir}', *changes])}"
 
 
 def told(facts: dict[str, Any], output: Path, command: str) -> str:
-    """What came of it, for people."""
+    """The result, for people."""
     lines = [
         f"{output}: lanes {facts['kept_lanes']} of {facts['pruned_from']} are kept",
         *(
@@ -185,7 +185,7 @@ def told(facts: dict[str, Any], output: Path, command: str) -> str:
 
 
 def table(entry: dict[str, Any]) -> str:
-    """Both tables in Markdown: each lane removed alone, and lanes removed one after the other."""
+    """Both tables in Markdown: each lane removed alone, and lanes removed one after another."""
     names = [f"{entry['ranking_from']} accuracy", "test accuracy"]
     lines = [["lane", "", *(f"{name} without it" for name in names)], ["---"] * 4]
     for row in entry["removed_alone"]:
@@ -200,7 +200,7 @@ def table(entry: dict[str, Any]) -> str:
 
 
 def draw(path: Path, entries: list[dict[str, Any]]) -> None:
-    """Each lane's effect alone; accuracy, and speed-up, against the number of removed lanes. A color for each run."""
+    """Each lane's effect alone; accuracy, and speed-up, against the number of removed lanes. One color per run."""
     from matplotlib.figure import Figure
 
     any_timed = any("speedup" in row for entry in entries for row in entry["removed"])
@@ -228,7 +228,7 @@ def draw(path: Path, entries: list[dict[str, Any]]) -> None:
         flops = np.array([row["encoder_flops_per_image"] for row in entry["removed"]])
         speed.plot(removed, flops[0] / flops, ":", color=color)
         tops += (flops[0] / flops).tolist()
-    speed.set_ylim(0, 1.2 * max(tops))  # whatever a disturbed round says
+    speed.set_ylim(0, 1.2 * max(tops))  # whatever an outlier says
     ranked_on = " or ".join(dict.fromkeys(entry["ranking_from"] for entry in entries))
     alone.axhline(0, color="gray", linewidth=1)
     alone.set_title("one lane removed alone", fontsize=10)

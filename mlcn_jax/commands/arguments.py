@@ -1,4 +1,4 @@
-"""The flags of a command, which belong to one call: a mistaken one is answered before anything slow is loaded."""
+"""The flags of a command, defined separately for each call: mistakes are reported before anything slow is loaded."""
 
 import re
 import runpy
@@ -17,27 +17,27 @@ from mlcn_jax.launch import program
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
-# The files of `configs/`: part of the wheel, and beside the package in a clone.
+# The files of `configs/`: part of the wheel, and next to the package in a clone.
 CONFIGS = next(path for path in (Path(__file__).parents[i] / "configs" for i in (1, 2)) if path.is_dir())
-WORKDIR = "Folder of a training run, or a model that comes with the package: digits."
+WORKDIR = "Folder of a training run, or the name of a packaged model: digits."
 _HELP = {"h", "help", "helpfull"}
 _FIELD = re.compile(r"--?(?:no)?config\.([^=]+)(=.*)?")
 Define = Callable[[flags.FlagValues], Any]
 
 
 def parse(command: str, doc: str | None, define: Define, argv: Sequence[str], config: str = "") -> Any:
-    """Reads the flags of one call, or tells what there is to give and exits, where `--help` is asked for.
+    """Parses the flags of one call; with `--help`, prints them all and exits.
 
     Args:
-      command: its name.
-      doc: the docstring of its module.
-      define: defines its flags, but for `--config`, on what it is given.
-      argv: what was given.
-      config: `run` or `search`, where the command takes `--config` and the fields of such a configuration.
+      command: the command's name.
+      doc: the docstring of the command's module.
+      define: defines the command's flags, except `--config`, on the `FlagValues` it is given.
+      argv: the arguments.
+      config: `run` or `search` if the command takes `--config` and the fields of such a configuration.
 
     Returns:
-      absl's values of the flags. With `config`, `values.config` is None without `--config`, and
-      `values["config"].override_values` are the fields given.
+      absl's flag values. If `config` is set, `values.config` is None without `--config`, and
+      `values["config"].override_values` holds the fields given.
 
     Raises:
       InputError: a flag or field is unknown, its value cannot be used, or the config file cannot be executed.
@@ -58,25 +58,25 @@ def parse(command: str, doc: str | None, define: Define, argv: Sequence[str], co
 
 
 def define_reading(values: flags.FlagValues) -> None:
-    """The flags of every command that reads a trained model and its images."""
+    """Defines the flags of every command that reads a trained model and its images."""
     flags.DEFINE_string("workdir", "", WORKDIR, flag_values=values)
-    flags.DEFINE_string("data_dir", "", "Replaces config.data.dir of the run; empty keeps it.", flag_values=values)
+    flags.DEFINE_string("data_dir", "", "Overrides the run's config.data.dir, if not empty.", flag_values=values)
 
 
 def given_workdir(values: Any) -> Path:
-    """The workdir to read; raises InputError where none was given."""
+    """The workdir to read; raises InputError if none was given."""
     from mlcn_jax import pretrained
 
     if not values.workdir:
-        raise InputError(f"--workdir=FOLDER is needed, the folder of a training run ({', '.join(pretrained.names())})")
+        raise InputError(f"--workdir=FOLDER is needed: a training run, or a model of: {', '.join(pretrained.names())}")
     return pretrained.find_workdir(values.workdir)
 
 
 def config_file(given: str) -> Path:
-    """A file, or the packaged configuration of that name: `quickstart`, `quickstart.py` or `configs/quickstart.py`.
+    """A config file, or the packaged one of that name: `quickstart`, `quickstart.py` or `configs/quickstart.py`.
 
     Raises:
-      InputError: there is neither.
+      InputError: neither exists.
     """
     path = Path(given).expanduser()
     packaged = CONFIGS / f"{path.name.removesuffix('.py')}.py"
@@ -87,17 +87,17 @@ def config_file(given: str) -> Path:
     names = config_names()
     meant = nearest(path.stem, names)
     raise InputError(
-        f"--config={given} is neither a file nor a configuration of the package{meant}; there are {', '.join(names)}"
+        f"--config={given} is neither a file nor a packaged configuration{meant}; there are {', '.join(names)}"
     )
 
 
 def config_names() -> list[str]:
-    """Of the configurations of the package."""
+    """The names of the packaged configurations."""
     return sorted(file.stem for file in CONFIGS.glob("[!_]*.py"))
 
 
 def execute(path: Path) -> "ConfigDict":
-    """What `get_config()` of a config file returns; raises InputError where that cannot be had."""
+    """What `get_config()` of a config file returns; raises InputError if the file cannot be executed."""
     from ml_collections import ConfigDict
 
     try:
@@ -109,12 +109,12 @@ def execute(path: Path) -> "ConfigDict":
         where = f"{path}, line {lines[-1]}" if lines else f"{path}"
         raise InputError(f"{where}: {type(error).__name__}: {str(error).strip()}") from error
     if not isinstance(found, ConfigDict):
-        raise InputError(f"{path}: get_config() gives no ConfigDict: start from mlcn_jax.config.default_config()")
+        raise InputError(f"{path}: get_config() returns no ConfigDict: start from mlcn_jax.config.default_config()")
     return found
 
 
 def _check_names(command: str, values: flags.FlagValues, argv: Sequence[str], config: str) -> None:
-    """Raises InputError for a flag that does not exist, without executing a configuration, and for what is no flag."""
+    """Raises InputError for an unknown flag or argument, without executing the configuration."""
     known = {*values, *({"config"} if config else ())}
     told = f"{program()} {command} --help lists all"
     may_be_value = False
@@ -128,7 +128,7 @@ def _check_names(command: str, values: flags.FlagValues, argv: Sequence[str], co
         name, equals, _ = argument.lstrip("-").partition("=")
         field = name.removeprefix("no").startswith("config.")
         if field and not config:
-            raise InputError(f"--{name}: the command {command} takes no configuration: {told}")
+            raise InputError(f"--{name}: the command {command} does not take a configuration: {told}")
         switch = name in known or name.removeprefix("no") in known
         if not field and not switch:
             raise InputError(f"unknown flag --{name}{nearest(name, known, '--') or _as_field(name, config)}; {told}")
@@ -136,7 +136,7 @@ def _check_names(command: str, values: flags.FlagValues, argv: Sequence[str], co
 
 
 def _as_field(name: str, config: str) -> str:
-    """The end of a message about an unknown flag that may be meant as a field."""
+    """The end of a message about an unknown flag that may be meant as a config field."""
     return nearest(name, _known_fields(), "--config.") if config else ""
 
 
@@ -148,7 +148,7 @@ def _known_fields() -> dict[str, Any]:
 
 
 def _define_config(values: flags.FlagValues, argv: Sequence[str], command: str) -> list[str]:
-    """Takes `--config` out of `argv` and defines it as what the file gives, with the fields that `argv` changes."""
+    """Takes `--config` out of `argv` and defines it from the file, with the fields changed in `argv`."""
     rest, given = [], ""
     arguments = iter(argv)
     for argument in arguments:
@@ -181,8 +181,8 @@ def _check_fields(config: "ConfigDict", fields: Sequence[str], command: str) -> 
             continue
         if name in of_search:
             raise InputError(
-                f"--config.{name} is a field of a search, which this configuration is not: {program()} search takes "
-                "it, with a configuration such as nas_quickstart"
+                f"--config.{name} is a search field, and this is not a search configuration: {program()} search "
+                "takes it, with a configuration such as nas_quickstart"
             )
         meant = nearest(name, known, "--config.") or nearest(name, of_search, f"`{program()} search` with --config.")
         raise InputError(f"there is no field --config.{name}{meant}; {program()} {command} --help lists all")
@@ -191,7 +191,7 @@ def _check_fields(config: "ConfigDict", fields: Sequence[str], command: str) -> 
 def _help(command: str, doc: str | None, values: flags.FlagValues, config: str) -> str:
     lines = [(doc or "").strip(), "", "Flags, with their defaults:", ""]
     if config:
-        meaning = "Python file with get_config(), or the name of a configuration of the package, such as quickstart."
+        meaning = "Python file with get_config(), or the name of a packaged configuration, such as quickstart."
         lines.append(entry("--config", None, meaning))
     flag_of = {name: values[name] for name in values if values[name].help not in ("", "(no help available)")}
     lines += [entry(f"--{name}", flag.default, flag.help) for name, flag in flag_of.items()]

@@ -1,4 +1,4 @@
-"""Says, as JSON, what a configuration builds: lanes, parameters, FLOPs, and what each lane costs. Trains nothing.
+"""Prints as JSON what a configuration builds: lanes, parameters, FLOPs and the cost of each lane. Trains nothing.
 
 mlcn_jax describe --config=capsnet_mnist
 mlcn_jax describe --workdir=runs/mlcn2
@@ -14,7 +14,7 @@ from mlcn_jax.commands.run_config import config_of
 
 
 def define(values: flags.FlagValues) -> None:
-    flags.DEFINE_string("workdir", "", f"In place of --config: {arguments.WORKDIR}", flag_values=values)
+    flags.DEFINE_string("workdir", "", f"Instead of --config: {arguments.WORKDIR}", flag_values=values)
 
 
 def main(argv: Sequence[str]) -> None:

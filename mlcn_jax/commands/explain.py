@@ -1,12 +1,12 @@
-"""What each lane of a trained model encodes: reconstructions, lanes moved one at a time, and which move most.
+"""Draws what each lane of a trained model encodes: reconstructions, lanes changed one at a time, and a ranking.
 
     mlcn_jax explain --workdir=runs/mlcn2
     mlcn_jax explain --workdir=digits --images=0,17,42 --output=explained
 
-Writes `reconstructions.png` (images of the test set beside their reconstructions), for each of them
-`image_INDEX.png` (a row for each lane: -0.25 to 0.25 added to its entry of the predicted class's capsule, as in figure
-4.3 of the thesis), and `ranking.json` and `ranking.png` (how much each lane moves reconstructions and lengths; the JSON
-says how that is measured). CapsNet's 16 dimensions take the place of lanes.
+Writes `reconstructions.png` (test images with their reconstructions), for each of them `image_INDEX.png`
+(one row per lane: -0.25 to 0.25 added to its entry of the predicted class's capsule, as in figure 4.3 of the thesis),
+and `ranking.json` and `ranking.png` (how much each lane changes reconstructions and lengths; the JSON says how that is
+measured). For CapsNet, its 16 dimensions take the place of lanes.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ _MOST_IMAGES = 100
 
 def define(values: flags.FlagValues) -> None:
     arguments.define_reading(values)
-    text = "Folder for pictures and JSON; empty: WORKDIR/explain, or explain-digits for the package's digits."
+    text = "Folder for pictures and JSON; default: WORKDIR/explain, or explain-digits for the packaged digits."
     flags.DEFINE_string("output", "", text, flag_values=values)
-    text = "Numbers of test images; empty: the first correct one of each class."
+    text = "Indices of test images; if empty, the first correctly classified one of each class."
     flags.DEFINE_string("images", "", text, flag_values=values)
-    text = "Test images, evenly spaced, over which lanes are ranked."
+    text = "Number of test images, evenly spaced, used to rank the lanes."
     flags.DEFINE_integer("num_ranked", 500, text, lower_bound=1, flag_values=values)
 
 
@@ -47,8 +47,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def read_numbers(text: str) -> list[int]:
-    """`3,14` as numbers, each once, in the order given."""
+    """Parses `3,14` as numbers, without duplicates, in the order given."""
     try:
         return list(dict.fromkeys(int(part) for part in text.split(","))) if text else []
     except ValueError as error:
-        raise InputError(f"--images={text} is no list of whole numbers such as 0,17,42") from error
+        raise InputError(f"--images={text} is not a list of integers such as 0,17,42") from error

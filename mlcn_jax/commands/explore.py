@@ -1,9 +1,9 @@
-"""A local page to try what each lane does: choose an image, move lanes or switch them off, and see what changes.
+"""Serves a local page to try out lanes: choose an image, change lanes or switch them off, and see what happens.
 
     mlcn_jax explore --workdir=runs/mlcn2
     mlcn_jax explore --workdir=digits
 
-Needs Gradio (`pip install 'mlcn_jax[explorer]'`). The page is served to this machine alone and needs no network.
+Needs Gradio (`pip install 'mlcn_jax[explorer]'`). The page is served to this machine only and needs no network.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from mlcn_jax.commands import arguments
 
 def define(values: flags.FlagValues) -> None:
     arguments.define_reading(values)
-    flags.DEFINE_integer("port", 7860, "Port of the page; 0 takes one that is free.", flag_values=values)
+    flags.DEFINE_integer("port", 7860, "Port of the page; 0 picks a free one.", flag_values=values)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The fields of a configuration as `--help` lists them, with defaults and meanings from the dataclasses."""
+"""The fields of a configuration as listed by `--help`, with defaults and meanings from the dataclasses."""
 
 import dataclasses
 import difflib
@@ -13,7 +13,7 @@ _ATTRIBUTE = re.compile(r"  (\w+(?:, \w+)*): (.+)")
 
 
 def meanings(cls: type) -> dict[str, str]:
-    """What the `Attributes:` in the docstring of a class say of each field, in one line."""
+    """The meaning of each field, on one line, from the `Attributes:` section of a class's docstring."""
     found: dict[str, str] = {}
     names: list[str] = []
     for line in (inspect.getdoc(cls) or "").partition("Attributes:\n")[2].splitlines():
@@ -28,7 +28,7 @@ def meanings(cls: type) -> dict[str, str]:
 
 
 def listing(with_search: bool) -> str:
-    """All fields, section by section; those of a search too, or where to find them."""
+    """All fields, section by section, including those of a search if asked for."""
     from mlcn_jax.config import SECTIONS, RunConfig
     from mlcn_jax.search.settings import SearchSettings
 
@@ -39,7 +39,7 @@ def listing(with_search: bool) -> str:
         lines += ["", f"  {section}: {(cls.__doc__ or '').splitlines()[0]}"]
         known = meanings(cls)
         lines += [entry(f"--config.{section}.{name}", value, known[name]) for name, value in defaults[section].items()]
-    lines += ["", "  of the whole run:"]
+    lines += ["", "  for the entire run:"]
     of_run = meanings(RunConfig)
     of_sections = {*SECTIONS, "search"}
     lines += [entry(f"--config.{name}", defaults[name], of_run[name]) for name in defaults if name not in of_sections]
@@ -47,7 +47,7 @@ def listing(with_search: bool) -> str:
 
 
 def entry(flag: str, default: Any, meaning: str) -> str:
-    """A line of help, or several: the flag with its default, and in a second column its meaning."""
+    """One or more lines of help: the flag with its default, and its meaning in a second column."""
     shown = "" if default is None else ",".join(map(str, default)) if isinstance(default, list | tuple) else default
     head = f"    {flag}={shown}"
     lines = textwrap.wrap(meaning, _WIDTH - _COLUMN)
@@ -58,7 +58,7 @@ def entry(flag: str, default: Any, meaning: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The end of a message about an unknown name: the one that was meant, if any is near."""
+    """The end of a message about an unknown name: the closest known name, if any is close."""
     names = list(known)
     same_end = [one for one in names if one.rpartition(".")[2] == name.rpartition(".")[2]]
     found = same_end or difflib.get_close_matches(name, names, n=1)

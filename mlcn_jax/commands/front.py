@@ -1,4 +1,4 @@
-"""The one front door: `mlcn_jax COMMAND`, `python -m mlcn_jax COMMAND` and `python main.py COMMAND` are the same.
+"""The command line: `mlcn_jax COMMAND`, `python -m mlcn_jax COMMAND` and `python main.py COMMAND` are the same.
 
 `python main.py --config=FILE --workdir=FOLDER` without a command trains; `--mode` names another of `MODES`.
 """
@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import launch
 
-# Each command's module, which is loaded when it is called, and what the list of commands says of it.
+# Each command's module, loaded only when it is called, and its line in the list of commands.
 COMMANDS = {
-    "train": ("commands.train", "trains a model, or goes on with a run that was stopped"),
+    "train": ("commands.train", "trains a model, or resumes a run that was stopped"),
     "evaluate": ("commands.evaluate", "scores a trained model on its test set"),
-    "describe": ("commands.describe", "says what a configuration builds, without training it"),
+    "describe": ("commands.describe", "prints what a configuration builds, without training it"),
     "sweep": ("commands.sweep", "trains every point of a grid of settings"),
     "search": ("commands.search", "searches for the lanes that fill given devices and classify best"),
-    "profile": ("commands.profile", "measures what this device takes for lanes"),
+    "profile": ("commands.profile", "measures how fast this device trains lanes"),
     "explain": ("commands.explain", "draws what each lane of a trained model encodes"),
-    "explore": ("commands.explore", "serves a page on which lanes can be moved and switched off"),
-    "prune": ("commands.prune", "says what each lane is worth, and removes the least useful ones"),
-    "export": ("commands.export", "makes a trained model ready for predict and serve"),
+    "explore": ("commands.explore", "serves a page on which lanes can be changed and switched off"),
+    "prune": ("commands.prune", "measures what each lane is worth, and removes the least useful ones"),
+    "export": ("commands.export", "exports a trained model for predict and serve"),
     "onnx": ("commands.onnx", "converts an exported model to ONNX, and checks it"),
     "predict": ("serving.predict", "classifies pictures with an exported model"),
     "serve": ("serving.server", "answers HTTP requests with an exported model"),
@@ -40,11 +40,11 @@ def run(argv: Sequence[str]) -> int:
     """Runs one command in this process and returns its exit code.
 
     Args:
-      argv: the command and its flags, or flags alone, of which `--mode` may name it.
+      argv: the command and its flags, or only flags, one of which may be `--mode`.
 
     Raises:
-      InputError: there is no such command, or it cannot use what it was given.
-      SystemExit: the command has told how it is used.
+      InputError: there is no such command, or its input cannot be used.
+      SystemExit: the command has printed its help.
     """
     arguments = list(argv)
     if not arguments or arguments[0] in _HELP:
@@ -63,15 +63,15 @@ def usage() -> str:
     return (
         f"{(importlib.import_module('mlcn_jax').__doc__ or '').splitlines()[0]}\n\n"
         f"mlcn_jax COMMAND [--FLAG=VALUE ...]\n\n{commands}\n\n"
-        "`mlcn_jax COMMAND --help` tells of one; `mlcn_jax train --help` lists the fields of a configuration.\n"
+        "`mlcn_jax COMMAND --help` describes one; `mlcn_jax train --help` lists the fields of a configuration.\n"
         "`python -m mlcn_jax COMMAND` and, in a clone, `python main.py COMMAND` are the same; without a command\n"
         f"main.py takes --mode=NAME, one of {', '.join(MODES)}, and trains by default.\n"
-        "Exit codes: 0 done, 2 input that cannot be used, 3 failed, 75 stopped after saving: run it again to go on."
+        "Exit codes: 0 done, 2 input that cannot be used, 3 failed, 75 stopped after saving: run it again to resume."
     )
 
 
 def _mode(arguments: list[str]) -> str:
-    """Takes `--mode` out of flags that stand without a command."""
+    """Removes `--mode` from flags given without a command, and returns the command it names."""
     mode = "train"
     for i, argument in enumerate(arguments):
         name, equals, value = argument.lstrip("-").partition("=")

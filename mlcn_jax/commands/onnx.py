@@ -1,13 +1,13 @@
-"""Makes an ONNX model of an exported one, and checks it with ONNX Runtime.
+"""Converts an exported model to ONNX, and checks it with ONNX Runtime.
 
     make onnx WORKDIR=runs/quickstart
     .venv-onnx/bin/python -m mlcn_jax onnx --workdir=runs/quickstart
 
-Needs requirements-onnx.txt, and what `mlcn_jax export` wrote. Writes to the workdir, or to the folder `--output`
+Needs requirements-onnx.txt and the output of `mlcn_jax export`. Writes to the workdir, or to the folder `--output`,
 
     onnx/model.onnx    uint8 `images` [batch, height, width, channels] to float32 `lengths` [batch, classes], for any
                        batch, in float32; the names of the classes are in its metadata
-    onnx/model.json    what goes in and comes out, versions, and how far ONNX Runtime is from the model
+    onnx/model.json    inputs, outputs, versions, and how closely ONNX Runtime matches the model
 
 once ONNX Runtime gives the model's lengths to 1e-4, for random images and those of the test set, in batches of several
 sizes.
@@ -22,7 +22,7 @@ from mlcn_jax.commands import arguments
 
 def define(values: flags.FlagValues) -> None:
     arguments.define_reading(values)
-    text = "Folder for the ONNX model; empty: WORKDIR/onnx, or onnx-digits for the package's digits."
+    text = "Folder for the ONNX model; default: WORKDIR/onnx, or onnx-digits for the packaged digits."
     flags.DEFINE_string("output", "", text, flag_values=values)
 
 

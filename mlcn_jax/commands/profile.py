@@ -1,9 +1,9 @@
-"""Measures what this device takes for lanes, in under a minute, and writes it as a profile (`DeviceProfile`).
+"""Measures how fast this device trains lanes, in under a minute, and writes a profile (`DeviceProfile`).
 
     mlcn_jax profile --output=profile.json
 
-Training steps of some lanes are compiled and timed; seconds and memory of all others are fitted to them. A process that
-is bound to some cores needs a profile measured on as many: `--cores=1`.
+Training steps of some lanes are compiled and timed; time and memory of all others are predicted from a fit. A process
+that is bound to a number of cores needs a profile measured on the same number: `--cores=1`.
 """
 
 import json
@@ -24,14 +24,14 @@ def define(values: flags.FlagValues) -> None:
 
 
 def define_measuring(values: flags.FlagValues) -> None:
-    """The flags that say what is measured."""
-    text = "Cores to be bound to; 0 takes all of this process."
+    """Defines the flags that say what is measured."""
+    text = "Number of cores to bind to; 0 uses all cores of this process."
     flags.DEFINE_integer("cores", 0, text, lower_bound=0, flag_values=values)
-    text = "Dataset whose image shape and classes are taken."
+    text = "Dataset whose image shape and number of classes are used."
     flags.DEFINE_string("data", "fashion_mnist", text, flag_values=values)
     flags.DEFINE_string("lane_routing", "published", "As config.model.lane_routing.", flag_values=values)
     flags.DEFINE_string("compute_dtype", "float32", "As config.model.compute_dtype.", flag_values=values)
-    text = "Rounds in which all programs take turns."
+    text = "Rounds of timing; in each, all programs take turns."
     flags.DEFINE_integer("rounds", 5, text, lower_bound=1, flag_values=values)
 
 

@@ -1,4 +1,4 @@
-"""Which run the flags `--config` and `--workdir` mean."""
+"""The run that the flags `--config` and `--workdir` refer to."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def needed_workdir(values: Any) -> Path:
-    """The workdir to write; raises InputError where none was given."""
+    """The workdir to write; raises InputError if none was given."""
     if not values.workdir:
-        raise InputError("--workdir=FOLDER is needed, in which all of it is kept")
+        raise InputError("--workdir=FOLDER is needed: everything is written there")
     return Path(values.workdir).expanduser()
 
 
@@ -26,7 +26,7 @@ def config_of(values: Any, workdir: Path | None = None) -> "RunConfig":
     flag = values["config"]
     if not flag.present and workdir is None:
         names = ", ".join(config_names())
-        raise InputError(f"--config=FILE is needed, or one of the configurations of the package: {names}")
+        raise InputError(f"--config is missing: give a file or a packaged configuration ({names})")
 
     from mlcn_jax.config import RunConfig, read_stored
 

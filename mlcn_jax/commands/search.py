@@ -1,7 +1,7 @@
 """Searches for the lanes that fill given devices and classify best.
 
     mlcn_jax search --config=nas_quickstart --workdir=runs/nas
-    mlcn_jax search --config=nas_quickstart --workdir=runs/nas --worker    # as many as you like
+    mlcn_jax search --config=nas_quickstart --workdir=runs/nas --worker    # any number of these
 
 The first command starts the search or goes on with it, trains models as every worker does, waits for the workers'
 last ones, scores the test set for the best and reports. A search that was stopped goes on with the same command.
@@ -22,7 +22,7 @@ from mlcn_jax.launch import EXIT_STOPPED, program
 
 
 def define(values: flags.FlagValues) -> None:
-    flags.DEFINE_string("workdir", "", "Folder of the search: its storage and what comes out.", flag_values=values)
+    flags.DEFINE_string("workdir", "", "Folder of the search: its storage and results.", flag_values=values)
     text = "Only train models of a search that was started without this flag."
     flags.DEFINE_bool("worker", False, text, flag_values=values)
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     values = arguments.parse("search", __doc__, define, argv, config="search")
     workdir = needed_workdir(values)
     if not values["config"].present:
-        raise InputError("--config=FILE is needed, one with search fields, such as nas_quickstart")
+        raise InputError("--config=FILE is needed, with search fields, such as nas_quickstart")
 
     from mlcn_jax import host
     from mlcn_jax.search import report, run, setup, storage

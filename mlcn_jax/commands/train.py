@@ -1,9 +1,9 @@
-"""Trains a model, or goes on with a run that was stopped.
+"""Trains a model, or resumes a run that was stopped.
 
     mlcn_jax train --config=quickstart --workdir=runs/quickstart
     mlcn_jax train --config=my_config.py --workdir=runs/mine --config.train.batch_size=300
 
-The same command resumes an unfinished run. A config file is Python that is executed: run only those you trust. Writes
+The same command resumes an unfinished run. A config file is Python that is executed: use only files you trust. Writes
 to the workdir: checkpoints, `metrics.jsonl`, `summary.json`, `reconstructions.png` and `confusion.png`.
 """
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     workdir = needed_workdir(values)
     config = config_of(values)
 
-    # Slow to load, and only now needed: a mistaken flag has been answered at once.
+    # Imported here because it is slow to load: a mistaken flag has been reported by now.
     from mlcn_jax import host
     from mlcn_jax.config import flat
     from mlcn_jax.distributed import processes
@@ -47,15 +47,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def print_summary(workdir: Path, summary: dict[str, Any]) -> None:
-    """What came of a run, for people."""
+    """Prints the results of a run for people."""
     from mlcn_jax.training import evaluate
 
     print(f"test accuracy {summary['test_accuracy']:.2%}, loss {summary['test_loss']:.4f}")
-    spreads = summary.get("lane_spreads", [])  # an older version wrote none
+    spreads = summary.get("lane_spreads", [])  # older versions did not write it
     if silent := sum(spread < evaluate.ALIVE for spread in spreads):
         print(
-            f"{silent} of {len(spreads)} lanes say the same of every image (lane_spreads in summary.json); what they "
-            f"are worth: {program()} prune --workdir={workdir}"
+            f"{silent} of {len(spreads)} lanes give the same output for every image (lane_spreads in summary.json); "
+            f"measure what they are worth: {program()} prune --workdir={workdir}"
         )
     for what, name in (
         ("model", "checkpoints"),

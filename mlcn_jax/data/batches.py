@@ -12,21 +12,21 @@ from mlcn_jax.errors import InputError
 
 
 def steps_per_epoch(num_examples: int, batch_size: int) -> int:
-    """The number of whole batches in `num_examples`.
+    """The number of full batches in `num_examples`.
 
     Raises:
       InputError: `batch_size` is below 1 or above `num_examples`.
     """
     if not 1 <= batch_size <= num_examples:
-        raise InputError(f"The batch size is {batch_size}; expected 1 to {num_examples}, the size of the training set.")
+        raise InputError(f"The batch size is {batch_size}; it must be 1 to {num_examples}, the training set's size.")
     return num_examples // batch_size
 
 
 class Batches:
     """Shuffled batches of a training set in memory, each a pure function of (seed, step).
 
-    Every epoch visits the images in an order of its own and drops the last, incomplete batch. A run resumed
-    at any step thus sees what an uninterrupted one sees.
+    Every epoch visits the images in a different order and drops the last, incomplete batch. A run resumed at
+    any step thus sees the same batches as an uninterrupted one.
 
     Args:
       images: uint8 [n, height, width, channels].
@@ -43,7 +43,7 @@ class Batches:
         self._split = Split(images, labels)
         self._batch_size = batch_size
         self._seed = seed
-        self._order = (-1, np.empty(0, np.int64))  # The epoch last asked for, and the order of its images.
+        self._order = (-1, np.empty(0, np.int64))  # The epoch last requested, and the order of its images.
 
     def at(self, step: int) -> tuple[Images, Labels]:
         """The batch of `step` (0, 1, ... over all epochs): uint8 [b, height, width, channels], int32 [b]."""
@@ -59,13 +59,13 @@ class Batches:
 def padded_batches(split: Split, batch_size: int) -> Iterator[tuple[Images, Labels, Float32[np.ndarray, " b"]]]:
     """Yields every image once, in order, in batches of one shape: images, labels and a mask.
 
-    The mask is 1 for an image and 0 for padding, which fills up the last batch with zeros.
+    The mask is 1 for images and 0 for padding; the last batch is padded with zeros.
 
     Raises:
       InputError: `batch_size` is below 1.
     """
     if batch_size < 1:
-        raise InputError(f"The batch size is {batch_size}; expected at least 1.")
+        raise InputError(f"The batch size is {batch_size}; it must be at least 1.")
     for start in range(0, len(split.labels), batch_size):
         batch = split[start : start + batch_size]
         count = len(batch.labels)
@@ -83,9 +83,9 @@ def augment(
     Args:
       key: the randomness; derive it from (seed, step).
       images: the batch.
-      max_shift: each image is moved by -max_shift to max_shift pixels along each axis; zeros come in. Not
-        negative; 0 leaves images where they are.
-      flip: mirror each image left to right with probability 1/2.
+      max_shift: each image is moved by -max_shift to max_shift pixels along each axis and filled with zeros. Not
+        negative; 0 does not shift.
+      flip: mirrors each image left to right with probability 1/2.
     """
     batch, height, width, channels = images.shape
     shift_key, flip_key = jax.random.split(key)

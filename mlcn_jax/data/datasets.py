@@ -1,7 +1,7 @@
 """Named datasets and folders of images, as arrays in memory, and deterministic batches of them.
 
 A dataset is one function and one line in `DATASETS`. Images are uint8 [n, height, width, channels], labels
-are int32 [n]; what is fed to a network is scaled to [0, 1] by the user of the batches.
+are int32 [n]; the consumer of the batches scales pixels to [0, 1].
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from mlcn_jax.errors import InputError
 Images = UInt8[np.ndarray, "n height width channels"]
 Labels = Int32[np.ndarray, " n"]
 
-_HELD_OUT_SEED = 0  # A test set cut from a dataset is the same in every run, whatever the run's seed.
+_HELD_OUT_SEED = 0  # A held-out test set is the same in every run, whatever the run's seed.
 _DIGITS_TEST_FRACTION = 0.2
 _DIGITS_SIZE = 28
 _FOLDER_SIZE = 32
@@ -35,7 +35,7 @@ class Split:
     labels: Labels
 
     def __getitem__(self, indices: np.ndarray | slice) -> "Split":
-        """The images and labels that NumPy's indexing of the first axis selects."""
+        """The images and labels at these indices of the first axis, as in NumPy."""
         return Split(self.images[indices], self.labels[indices])
 
 
@@ -44,7 +44,7 @@ class Dataset:
     """A training set, a test set, and the names of the classes, in the order of the labels.
 
     `provenance` is for `summary.json`: `bytes` is "official", "not official", "embedded" or "own"; `note` is
-    a sentence that says more.
+    a sentence with details.
     """
 
     name: str
@@ -75,30 +75,30 @@ def load(
     image_size: int = 0,
     test_fraction: float = 0.2,
 ) -> Dataset:
-    """Loads a whole dataset into memory and checks it.
+    """Loads an entire dataset into memory and checks it.
 
     Args:
       name: a key of `DATASETS`.
-      directory: folder with the files of the dataset; empty: use the cache, download what it lacks. For
+      directory: folder with the files of the dataset; if empty, uses the cache and downloads what it lacks. For
         `folder`: one with a folder of PNG or JPEG files per class, or with `train` and `test` of that form.
-      cache_dir: folder for downloads; empty: `$MLCN_JAX_CACHE`, else `~/.cache/mlcn_jax`.
+      cache_dir: folder for downloads; if empty, `$MLCN_JAX_CACHE`, else `~/.cache/mlcn_jax`.
       label_kind: "fine" (100 classes) or "coarse" (20); for `cifar100` only.
-      image_size: height and width to resize to, in pixels, 0 for 32; for `folder` only.
-      test_fraction: fraction of each class held out as test set where a `folder` has none; in [0, 1).
+      image_size: height and width to resize to, in pixels; 0 means 32; for `folder` only.
+      test_fraction: fraction of each class held out as the test set if a `folder` has none; in [0, 1).
 
     Raises:
-      InputError: an argument or a file cannot be used; the message says how to mend it.
+      InputError: an argument or a file cannot be used; the message says how to fix it.
     """
     if name not in DATASETS:
         nearest = difflib.get_close_matches(name, DATASETS, n=1)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-        raise InputError(f"Unknown dataset {name!r}; known are {', '.join(DATASETS)}.{hint}")
+        raise InputError(f"Unknown dataset {name!r}; the known ones are {', '.join(DATASETS)}.{hint}")
     if directory and not Path(directory).expanduser().is_dir():
         raise InputError(f"--config.data.dir={directory} is not an existing folder.")
     if label_kind not in ("fine", "coarse"):
         raise InputError(f"label_kind is {label_kind!r}; expected 'fine' or 'coarse'.")
     if image_size < 0 or (image_size and name != "folder"):
-        raise InputError(f"image_size is {image_size}; expected 0, or pixels if the dataset is 'folder'.")
+        raise InputError(f"image_size is {image_size}; expected 0, or, for the dataset 'folder', a number of pixels.")
     _check_fraction("test_fraction", test_fraction)
     dataset = DATASETS[name](_Request(name, directory, cache_dir, label_kind, image_size, test_fraction))
     _check(dataset)
@@ -113,14 +113,14 @@ def _check(dataset: Dataset) -> None:
         if images.dtype != np.uint8 or images.ndim != 4 or labels.dtype != np.int32 or labels.ndim != 1:
             raise TypeError(f"{what} is {images.dtype}{images.shape}, {labels.dtype}{labels.shape}")
         if len(images) != len(labels):
-            raise InputError(f"{what} has {len(images)} images but {len(labels)} labels; mixed files?")
+            raise InputError(f"{what} has {len(images)} images but {len(labels)} labels; were files mixed up?")
         if not len(images):
             raise InputError(f"{what} has no images.")
         wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
         if wrong.size:
             raise InputError(
                 f"{what} has {wrong.size} labels out of range: the first, at position {wrong[0]}, is "
-                f"{labels[wrong[0]]}; expected 0 to {num_classes - 1}. Are they of another dataset?"
+                f"{labels[wrong[0]]}; expected 0 to {num_classes - 1}. Do they belong to another dataset?"
             )
     sizes = dataset.train.images.shape[1:], dataset.test.images.shape[1:]
     if sizes[0] != sizes[1]:
@@ -149,7 +149,7 @@ def _cifar(request: _Request, class_names: tuple[str, ...], label_bytes: int, la
 
     def join(parts: list[tuple[np.ndarray, np.ndarray]]) -> Split:
         images, labels = zip(*parts, strict=True)
-        # Contiguous, so that a batch is copied to the device as it lies.
+        # Contiguous, so that a batch is copied to the device as it is.
         return Split(np.ascontiguousarray(np.concatenate(images)), np.concatenate(labels).astype(np.int32))
 
     return Dataset(request.name, join(train), join([test]), class_names, provenance)
@@ -163,7 +163,7 @@ def _cifar100(request: _Request) -> Dataset:
 
 def _digits(request: _Request) -> Dataset:
     try:
-        from sklearn import datasets  # Slow to import, and needed here only.
+        from sklearn import datasets  # Slow to import, and needed only here.
     except ImportError as error:
         raise InputError("'digits' comes with scikit-learn: pip install 'mlcn_jax[digits]'") from error
     bunch = datasets.load_digits()
@@ -189,7 +189,7 @@ def _folder(request: _Request) -> Dataset:
         train, test = _hold_out(everything, request.test_fraction, _HELD_OUT_SEED, class_names)
         note = f"Images of {root}; a fixed {request.test_fraction:.0%} of each class is the test set."
     else:
-        raise InputError(f"{root} has no test folder, and test_fraction is 0: one must give a test set.")
+        raise InputError(f"{root} has no test folder, and test_fraction is 0: add one, or raise test_fraction.")
     return Dataset(request.name, train, test, class_names, {"bytes": "own", "note": note})
 
 
@@ -203,7 +203,7 @@ DATASETS: dict[str, Callable[[_Request], Dataset]] = {
 }
 
 
-# Height, width and channels of the images, and the number of classes, of what need not be read to know them.
+# Height, width and channels of the images, and the number of classes, of datasets that need not be read for this.
 SHAPES: dict[str, tuple[tuple[int, int, int], int]] = {
     "mnist": ((28, 28, 1), 10),
     "fashion_mnist": ((28, 28, 1), 10),
@@ -214,7 +214,7 @@ SHAPES: dict[str, tuple[tuple[int, int, int], int]] = {
 
 
 def split_validation(train: Split, fraction: float, seed: int) -> tuple[Split, Split]:
-    """Splits off a validation set: `fraction` of each class, at least one image; drawn by `seed`, order kept.
+    """Splits off a validation set: `fraction` of each class, at least one image; `seed` selects them.
 
     Args:
       train: the training set.
@@ -246,7 +246,7 @@ def _hold_out(split: Split, fraction: float, seed: int, class_names: Sequence[st
         members = np.flatnonzero(split.labels == label)
         if len(members) < 2:
             raise InputError(
-                f"Class {class_names[label]!r} has 1 image; holding out a part of it needs at least 2. "
+                f"Class {class_names[label]!r} has 1 image; at least 2 are needed to hold one out. "
                 "Add images, or remove the class."
             )
         count = min(max(round(fraction * len(members)), 1), len(members) - 1)

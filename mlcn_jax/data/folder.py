@@ -20,7 +20,7 @@ def read_folder(
 ) -> tuple[UInt8[np.ndarray, "n {size} {size} channels"], Int32[np.ndarray, " n"], int | None, tuple[str, ...]]:
     """Reads `root/CLASS/*`, or `root/train/CLASS/*` followed by `root/test/CLASS/*`.
 
-    Images are turned upright as their EXIF orientation says and resized, without keeping their proportions.
+    Images are turned upright according to their EXIF orientation and resized, without keeping their proportions.
     Hidden files and folders are ignored.
 
     Args:
@@ -28,14 +28,14 @@ def read_folder(
       size: height and width of the result, in pixels.
 
     Returns:
-      Images, of one channel if all are grayscale, else of three; labels; how many of them, the first ones,
-      are for training, None if there is no test set; and class names, sorted.
+      Images, with one channel if all are grayscale, else three; labels; the number of training images, which come
+      first (None if there is no test set); and class names, sorted.
 
     Raises:
       InputError: fewer than two classes, a class without images, images that cannot be read, or a test class
         that the training set lacks.
     """
-    # A class may be called "train": the training set has folders in it, a class has images.
+    # A class may be called "train": the training set contains folders, a class contains images.
     train_root = root / "train" if _folders(root / "train") else root
     test_root = root / "test"
     class_names = tuple(folder.name for folder in _folders(train_root))
@@ -85,7 +85,7 @@ def _read_images(paths: Sequence[Path], size: int) -> UInt8[np.ndarray, "n {size
 
 
 def _read_image(path: Path, size: int) -> UInt8[np.ndarray, "{size} {size} channels"] | str:
-    """One image, of 1 or 3 channels, or why it cannot be used."""
+    """One image, of 1 or 3 channels, or the reason why it cannot be used."""
     try:
         image = upright(path)
     except InputError as error:

@@ -1,4 +1,4 @@
-"""One picture, a file or its bytes, as the pixels that a model takes; what is too large is refused unread.
+"""Reads one picture, a file or its bytes, as the pixels a model takes; rejects large ones before decoding them.
 
 Needs numpy and Pillow only.
 """
@@ -21,18 +21,18 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 def read_pixels(source: Path | bytes, image_shape: tuple[int, int, int]) -> np.ndarray:
     """A picture in the shape of a model's images, as in training.
 
-    Turned upright as its EXIF orientation says, made gray or RGB, and resized without keeping its proportions. Of
-    an animation the first picture counts; what is transparent counts with the color that it hides.
+    Turned upright according to its EXIF orientation, converted to gray or RGB, and resized without keeping its
+    proportions. Only the first frame of an animation is used; transparency is ignored.
 
     Args:
-      source: a file, or what one holds: PNG, JPEG, WebP, BMP or GIF.
+      source: a file, or a file's bytes: PNG, JPEG, WebP, BMP or GIF.
       image_shape: height, width and channels, 1 or 3.
 
     Returns:
       uint8 [height, width, channels].
 
     Raises:
-      InputError: it is no such picture, is damaged, or has more than `MAX_FILE_BYTES` or `MAX_PIXELS`.
+      InputError: it is not such a picture, is damaged, or exceeds `MAX_FILE_BYTES` or `MAX_PIXELS`.
     """
     height, width, channels = image_shape
     image = upright(source).convert("L" if channels == 1 else "RGB")
@@ -40,7 +40,7 @@ def read_pixels(source: Path | bytes, image_shape: tuple[int, int, int]) -> np.n
 
 
 def upright(source: Path | bytes) -> Image.Image:
-    """A picture turned as its EXIF orientation says, gray if it has no color, else RGB; raises as `read_pixels`."""
+    """A picture turned upright by its EXIF orientation, gray if it has no color, else RGB; raises as `read_pixels`."""
     contents = source if isinstance(source, bytes) else _read(source)
     if len(contents) > MAX_FILE_BYTES:
         raise _too_large(len(contents))
@@ -55,10 +55,10 @@ def upright(source: Path | bytes) -> Image.Image:
             f"it has more than {MAX_PIXELS // 10**6} megapixels ({error}): make it smaller first"
         ) from error
     except UnidentifiedImageError as error:
-        raise InputError(f"it is no image: {', '.join(FORMATS)} are read") from error
+        raise InputError(f"it is not an image: {', '.join(FORMATS)} are supported") from error
     except Exception as error:  # a damaged file, above all its EXIF, can surface as almost any exception
         raise InputError(f"it cannot be read: {str(error).splitlines()[0] if str(error) else error!r}") from error
-    if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow clips to 8 instead of scaling
+    if image.mode.startswith("I"):  # 16 bits per pixel, which Pillow clips to 8 instead of scaling
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
 
@@ -66,7 +66,7 @@ def upright(source: Path | bytes) -> Image.Image:
 def _read(path: Path) -> bytes:
     try:
         if not path.is_file():
-            raise InputError("it is no file" if path.exists() else "there is no such file")
+            raise InputError("it is not a file" if path.exists() else "there is no such file")
         if path.stat().st_size > MAX_FILE_BYTES:
             raise _too_large(path.stat().st_size)
         return path.read_bytes()
@@ -84,7 +84,7 @@ def _check_pixels(width: int, height: int) -> None:
 
 
 def _webp_size(contents: bytes) -> tuple[int, int]:
-    """Width and height in the header of a WebP, for which Pillow takes memory as soon as it opens it; or zeros.
+    """Width and height from the header of a WebP (Pillow allocates memory as soon as it opens one), or zeros.
 
     Source: RFC 9649, sections 2.5 to 2.7.
     """

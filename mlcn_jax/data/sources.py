@@ -1,8 +1,8 @@
-"""The official data files: where they are, how they are checked, and what is in them.
+"""The official data files: where they are, how they are checked, and their contents.
 
-MNIST and Fashion-MNIST are IDX files, each by itself or gzipped; CIFAR-10 and CIFAR-100 are records of fixed
+MNIST and Fashion-MNIST are IDX files, plain or gzipped; CIFAR-10 and CIFAR-100 are records of fixed
 size in a `.tar.gz` or unpacked from one. Archives are read in memory: nothing is ever unpacked to disk, and
-of an archive only the regular members with expected names are read.
+only regular members of an archive with expected names are read.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from mlcn_jax.files import replacing
 
 _BLOCK_BYTES = 1 << 20
 _TIMEOUT_SECONDS = 30.0
-# Decompressed sizes of the official files: what a damaged archive is compared with.
+# Decompressed sizes of the official files, for messages about damaged archives.
 _OFFICIAL_BYTES = {
     "train-images-idx3-ubyte": 47_040_016,
     "train-labels-idx1-ubyte": 60_008,
@@ -47,9 +47,9 @@ class Source:
     """Where the official files of a dataset come from and how they are recognised.
 
     `base_urls` are mirrors, tried in order. They serve the files one by one as `NAME.gz`, or all in the
-    `.tar.gz` named `archive`. `files` maps each to the SHA-256 of its decompressed content; where those are
+    `.tar.gz` named `archive`. `files` maps each to the SHA-256 of its decompressed content; if those are
     not known (empty), `archive_sha256` is that of the archive itself. `folders` are the subfolders of a data
-    directory in which the files may lie.
+    directory in which the files may be.
     """
 
     base_urls: tuple[str, ...]
@@ -60,7 +60,7 @@ class Source:
 
     @property
     def remote(self) -> dict[str, tuple[str, ...]]:
-        """What is downloaded and kept in the cache, and the files in it."""
+        """The files to download into the cache, each with the dataset files it contains."""
         if self.archive:
             return {self.archive: tuple(self.files)}
         return {f"{file}.gz": (file,) for file in self.files}
@@ -107,7 +107,7 @@ SOURCES: dict[str, Source] = {
         archive="cifar-10-binary.tar.gz",
     ),
     # Independent sources agree on the archive's checksum, but only one gives those of the unpacked files; so
-    # unpacked files are used, and reported as not checked.
+    # unpacked files are accepted, and reported as not checked.
     "cifar100": Source(
         base_urls=("https://www.cs.toronto.edu/~kriz/",),
         folders=("cifar-100-binary", "cifar100", "cifar100/cifar-100-binary"),
@@ -123,9 +123,9 @@ def read_files(name: str, directory: str, cache_dir: str) -> tuple[dict[str, byt
 
     Args:
       name: a key of `SOURCES`.
-      directory: folder with the files, as archives or unpacked, in itself or in one of `Source.folders`; used
-        as they are. Empty: download what the cache lacks, and use only what has the official checksum.
-      cache_dir: folder for downloads; empty: `$MLCN_JAX_CACHE`, else `~/.cache/mlcn_jax`.
+      directory: folder with the files, as archives or unpacked, directly or in one of `Source.folders`; used
+        as they are. If empty, downloads what the cache lacks, and uses only files with the official checksum.
+      cache_dir: folder for downloads; if empty, `$MLCN_JAX_CACHE`, else `~/.cache/mlcn_jax`.
 
     Returns:
       File name to content, and two entries of provenance. `bytes` is "official" or "not official", `note` one sentence.
@@ -220,7 +220,7 @@ def _read(path: Path, files: tuple[str, ...]) -> dict[str, bytes]:
             raise InputError(
                 f"{path} ({len(data):,} bytes) is truncated or corrupted: {stream.tell():,} bytes could be "
                 f"decompressed, at least {expected_bytes:,} are expected ({error}). "
-                "Replace it by a complete copy."
+                "Replace it with a complete copy."
             ) from error
     if missing := [name for name in files if name not in contents]:
         raise InputError(f"{path} has no regular member {', '.join(missing)}. Is it the binary version?")
@@ -228,7 +228,7 @@ def _read(path: Path, files: tuple[str, ...]) -> dict[str, bytes]:
 
 
 def _cached(source: Source, path: Path) -> dict[str, bytes] | None:
-    """The content of a file in the cache, or None if it is not there or not the official one (any more)."""
+    """The content of a file in the cache, or None if it is missing or no longer matches the official checksum."""
     with contextlib.suppress(InputError):
         contents = _read(path, source.remote[path.name])
         if not _difference(source, contents, path):
@@ -237,10 +237,10 @@ def _cached(source: Source, path: Path) -> dict[str, bytes] | None:
 
 
 def _download(name: str, source: Source, path: Path) -> dict[str, bytes]:
-    """Downloads `path.name` from the first mirror with the official bytes, and returns its content.
+    """Downloads `path.name` from the first mirror that serves the official bytes, and returns its content.
 
-    The bytes go to a file with a name of its own, renamed to `path` once they are checked: an interrupted
-    download is never taken for a complete one, and several processes may download at once.
+    The bytes go to a temporary file, which is renamed to `path` once they are checked: an interrupted
+    download is never mistaken for a complete one, and several processes may download at once.
     """
     problems = []
     for base_url in source.base_urls:
@@ -261,7 +261,7 @@ def _download(name: str, source: Source, path: Path) -> dict[str, bytes]:
 
 
 def _stream(url: str, path: Path) -> None:
-    """Writes what `url` serves to `path`, with a progress bar where there is a terminal."""
+    """Writes what `url` serves to `path`, with a progress bar on a terminal."""
     with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as response, path.open("wb") as file:
         total = int(response.headers.get("Content-Length", 0)) or None
         with tqdm(total=total, unit="B", unit_scale=True, desc=url.rsplit("/", 1)[-1], disable=None) as progress:
@@ -281,7 +281,7 @@ def parse_idx(data: bytes, name: str, rank: int) -> UInt8[np.ndarray, "..."]:
       rank: number of axes expected: 3 for images, 1 for labels.
 
     Raises:
-      InputError: another kind of file, or its size is not what its header says.
+      InputError: it is another kind of file, or its size does not match its header.
     """
     magic = 0x0800 + rank
     found = int.from_bytes(data[:4], "big")
@@ -295,7 +295,7 @@ def parse_idx(data: bytes, name: str, rank: int) -> UInt8[np.ndarray, "..."]:
     if len(data) != expected_bytes:
         raise InputError(
             f"{name} is truncated or corrupted: its header says {' x '.join(map(str, shape))}, so "
-            f"{expected_bytes:,} bytes are expected, but it has {len(data):,}. Replace it by a complete copy."
+            f"{expected_bytes:,} bytes are expected, but it has {len(data):,}. Replace it with a complete copy."
         )
     return np.frombuffer(data, np.uint8, offset=4 * (1 + rank)).reshape(shape)
 
@@ -303,22 +303,22 @@ def parse_idx(data: bytes, name: str, rank: int) -> UInt8[np.ndarray, "..."]:
 def parse_cifar(
     data: bytes, name: str, label_bytes: int, label_index: int
 ) -> tuple[UInt8[np.ndarray, "n 32 32 3"], UInt8[np.ndarray, " n"]]:
-    """Parses CIFAR records: `label_bytes` labels, then 32x32 red, green and blue planes of one byte a pixel.
+    """Parses CIFAR records: `label_bytes` labels, then 32x32 red, green and blue planes of one byte per pixel.
 
     Args:
       data: content of the file, decompressed.
       name: what to call the file in messages.
       label_bytes: labels per record: 1 in CIFAR-10, 2 (coarse, fine) in CIFAR-100.
-      label_index: which of them is returned.
+      label_index: which of them to return.
 
     Raises:
-      InputError: the size is not that of one or more whole records.
+      InputError: the size is not a multiple of the record size, or is 0.
     """
     record_bytes = label_bytes + 3 * 32 * 32
     if not data or len(data) % record_bytes:
         raise InputError(
             f"{name} is truncated or corrupted: it has {len(data):,} bytes, expected one or more records of "
-            f"{record_bytes:,} bytes each. Replace it by a complete copy."
+            f"{record_bytes:,} bytes each. Replace it with a complete copy."
         )
     records = np.frombuffer(data, np.uint8).reshape(-1, record_bytes)
     images = records[:, label_bytes:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)

@@ -1,4 +1,4 @@
-"""What crosses between stacks of lanes: columns, their gradients and sums, among devices of a process or processes."""
+"""Communication between stacks of lanes: columns, their gradients and sums, within one process or among several."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -14,7 +14,7 @@ _AXIS = "stack"
 
 
 def _move(x: Array, device: jax.Device) -> Array:
-    """A copy on another device, by way of the host between kinds of devices, which is the one way that jax has."""
+    """A copy on another device; between different kinds of devices via the host, the only way jax supports."""
     (here,) = x.devices()
     return jax.device_put(x if here.platform == device.platform else jax.device_get(x), device)
 
@@ -25,7 +25,7 @@ def _sum(parts):
 
 
 class AmongDevices:
-    """Columns, their gradients and sums between the devices of one process, copied from one to the other."""
+    """Exchanges columns, their gradients and sums between the devices of one process, by copying."""
 
     def __init__(self, devices: Sequence[jax.Device], head: jax.Device):
         self._devices, self._head = devices, head
@@ -39,27 +39,27 @@ class AmongDevices:
         return tuple(_move(columns[s], self._head) for s in range(len(self._devices)))
 
     def spread(self, dcolumns: Any, columns: Mapping[int, Array]) -> Iterator[tuple[int, Array]]:
-        """Each stack with the gradients of its columns; those that have to be waited for come last."""
+        """Yields each stack with the gradients of its columns; those that must be waited for come last."""
         del columns
         for s in sorted(range(len(self._devices)), key=lambda s: self._devices[s].platform != self._head.platform):
             yield s, _move(dcolumns[s], self._devices[s])
 
     def total(self, vectors: Mapping[int, Array], from_head: Any, size: int) -> Array:
-        """The sum of the vectors [1, size] of stacks and head."""
+        """The sum of the vectors [1, size] of all stacks and the head."""
         del size
         return _sum([_move(v, self._head) for v in vectors.values()] + [from_head])
 
     def copy(self, total: Array, s: int) -> Array:
-        """A total, on the device of a stack, or for -1 on the head."""
+        """A copy of a total on the device of stack `s`, or on the head if `s` is -1."""
         return _move(total, self._head if s < 0 else self._devices[s])
 
     def add_up(self, tree: Any) -> Any:
-        """Arrays of which every process has a part, and zeros elsewhere, whole in every process."""
+        """Sums arrays over processes, each with its own part and zeros elsewhere; every process gets the sum."""
         return tree
 
 
 class AmongProcesses:
-    """The same between several processes, in collectives over a mesh of the stacks' devices; the head has the first."""
+    """As `AmongDevices`, but among several processes, by collectives over a mesh of the stacks' devices, head first."""
 
     def __init__(self, devices: Sequence[jax.Device], head: jax.Device):
         assert devices[0] == head
@@ -75,7 +75,7 @@ class AmongProcesses:
         self._reduce_scatter = jax.jit(jax.shard_map(scatter, mesh=self._mesh, in_specs=spec, out_specs=spec))
 
     def _over_mesh(self, parts: Sequence[Array]) -> Array:
-        """One array of the parts of this process's stacks and of those of the others."""
+        """One array over the mesh from the parts of this process's stacks and those of the others."""
         shape = (len(self._devices) * parts[0].shape[0], *parts[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self._shared, list(parts))
 

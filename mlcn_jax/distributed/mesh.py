@@ -1,6 +1,6 @@
-"""Where a model runs: a mesh of devices over the batch and over the lanes, and what lies on which device.
+"""Sharding over a mesh of devices: the batch over one axis, the lanes over the other.
 
-Placement decides where something is computed, never what: parameters, loss and gradients are those of one device.
+Sharding determines where something is computed, never what: parameters, loss and gradients are those of one device.
 """
 
 import math
@@ -21,10 +21,10 @@ LANE_AXIS = "lane"
 
 
 def make_mesh(data: int, lane: int) -> Mesh | None:
-    """A mesh of `data` times `lane` devices; None for one device, which needs no mesh.
+    """A mesh of `data` times `lane` devices; None for a single device, which needs no mesh.
 
     Raises:
-      InputError: there are fewer devices.
+      InputError: there are not enough devices.
     """
     devices = take_devices(data, lane, jax.devices())
     if data * lane == 1:
@@ -34,27 +34,27 @@ def make_mesh(data: int, lane: int) -> Mesh | None:
 
 
 def take_devices(data: int, lane: int, present: Sequence[jax.Device]) -> list[jax.Device]:
-    """The first `data` times `lane` of the devices present.
+    """The first `data` times `lane` of the available devices.
 
     Raises:
-      InputError: there are fewer, or a process would be left without one.
+      InputError: there are not enough, or a process would be left without one.
     """
     if data * lane > len(present):
         raise InputError(
-            f"parallel.data={data} times parallel.lane={lane} asks for {data * lane} devices, and there are "
-            f"{len(present)} ({present[0].device_kind}): ask for fewer, add processes (parallel.processes), or, to try "
+            f"parallel.data={data} times parallel.lane={lane} needs {data * lane} devices, but jax finds "
+            f"{len(present)} ({present[0].device_kind}): use fewer, add processes (parallel.processes), or, to try "
             f"it on a CPU, set JAX_NUM_CPU_DEVICES={data * lane}"
         )
     if jax.process_count() > 1 and data * lane != len(present):
         raise InputError(
-            f"parallel.data={data} times parallel.lane={lane} is {data * lane}, and the {jax.process_count()} "
-            f"processes have {len(present)} devices together: every device of every process must have its share"
+            f"parallel.data={data} times parallel.lane={lane} is {data * lane}, but the {jax.process_count()} "
+            f"processes have {len(present)} devices in all: every device of every process must be used"
         )
     return list(present[: data * lane])
 
 
 def check_split(spec: ModelSpec, batch_size: int, data: int, lane: int) -> None:
-    """Raises InputError, naming the nearest that would do, where a mesh divides the batch or the lanes unevenly."""
+    """Raises InputError, suggesting the nearest valid number, if the mesh does not divide batch or lanes evenly."""
     if batch_size % data:
         raise InputError(
             f"parallel.data={data} does not divide train.batch_size={batch_size}: use parallel.data="
@@ -62,12 +62,12 @@ def check_split(spec: ModelSpec, batch_size: int, data: int, lane: int) -> None:
         )
     counts = [group.count for group in spec.lane_groups]
     if lane > 1 and not counts:
-        raise InputError(f"CapsNet has no lanes to spread over parallel.lane={lane} devices: use parallel.data")
+        raise InputError(f"CapsNet has no lanes to shard over parallel.lane={lane} devices: use parallel.data")
     uneven = [str(group) for group in spec.lane_groups if group.count % lane]
     if uneven:
         raise InputError(
-            f"parallel.lane={lane} does not divide {', '.join(uneven)}: a mesh needs as many equal lanes on every "
-            f"device. Use parallel.lane={_nearest_divisor(math.gcd(*counts), lane)}, another number of lanes, or "
+            f"parallel.lane={lane} does not divide {', '.join(uneven)}: each device of a mesh needs an "
+            f"equal number. Use parallel.lane={_nearest_divisor(math.gcd(*counts), lane)}, other lanes, or "
             "parallel.plan=stacks, which places lanes one by one"
         )
 
@@ -77,15 +77,15 @@ def _nearest_divisor(number: int, wanted: int) -> int:
 
 
 def lane_axis(mesh: Mesh | None) -> str:
-    """The axis that the modules of `model` gather over; empty where the lanes lie on one device."""
+    """The axis that the modules of `model` gather over; empty if all lanes are on one device."""
     return LANE_AXIS if mesh is not None and mesh.shape[LANE_AXIS] > 1 else ""
 
 
 def state_specs(tree: Any, lane: int) -> Any:
-    """How parameters, or a state made like them, lie over `lane` devices: a `PartitionSpec` for each array.
+    """The sharding of parameters, or of a tree like them, over `lane` devices: a `PartitionSpec` for each array.
 
-    Lanes lie along their first axis. Dense layers of the decoder whose units the lane axis divides are split by units.
-    All else is on every device.
+    Lanes are sharded along their first axis, and dense layers of the decoder by units if the lane axis divides them
+    evenly. Everything else is replicated on every device.
     """
 
     def spec_of(path, leaf) -> PartitionSpec:
@@ -102,14 +102,14 @@ def state_specs(tree: Any, lane: int) -> Any:
 
 
 def place_state(mesh: Mesh | None, tree: Any) -> Any:
-    """Puts parameters, or a state made like them, where they belong; every process gives all of it."""
+    """Places parameters, or a tree like them, on their devices; every process passes the full tree."""
     if mesh is None:
         return jax.device_put(tree)
     return jax.tree.map(lambda spec, leaf: _place(mesh, spec, leaf), state_specs(tree, mesh.shape[LANE_AXIS]), tree)
 
 
 def place_batch(mesh: Mesh | None, batch: Any) -> Any:
-    """Puts arrays whose first axis is the batch where they belong; every process gives all of it."""
+    """Places arrays whose first axis is the batch on their devices; every process passes the full batch."""
     if mesh is None:
         return jax.device_put(batch)
     return jax.tree.map(lambda leaf: _place(mesh, PartitionSpec(DATA_AXIS), leaf), batch)
@@ -126,7 +126,7 @@ def _place(mesh: Mesh, spec: PartitionSpec, leaf: Any) -> Array:
 
 
 def to_host(tree: Any) -> Any:
-    """Whole arrays in this process's memory, perhaps sharing it with `tree`; every process must call it."""
+    """Full arrays in this process's memory, possibly shared with `tree`; every process must call it."""
 
     def fetch(leaf) -> np.ndarray:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
@@ -139,20 +139,20 @@ def to_host(tree: Any) -> Any:
 
 
 def mean_over(mesh: Mesh | None, function: Callable) -> Callable:
-    """`function(params, images, labels, key)`, whose results are means over the batch, as one over a mesh.
+    """Turns `function(params, images, labels, key)`, whose results are means over the batch, into one over a mesh.
 
-    On each device it sees that device's share of the lanes and of the batch, and gathers what it needs over
-    `lane_axis`. Devices of one lane axis arrive at the same results, of which each counts for its share: so the
-    gradient of a gather is one sum of what the devices that used it found.
+    On each device it sees that device's shard of the lanes and of the batch, and gathers what it needs over
+    `lane_axis`. All devices of one lane axis get the same results, and each result is weighted by one over their
+    number, so that the gradient of a gather is the sum of the gradients on the devices that used it.
     """
     return _over(mesh, function, lax.pmean)
 
 
 def sum_over(mesh: Mesh | None, function: Callable) -> Callable:
-    """As `mean_over`, of a function whose results are sums over the batch."""
+    """As `mean_over`, for a function whose results are sums over the batch."""
 
     def add(results, axes):
-        times = 1 if mesh is None else mesh.shape[LANE_AXIS]  # so often is each sum found
+        times = 1 if mesh is None else mesh.shape[LANE_AXIS]  # how many devices compute each sum
         return jax.tree.map(lambda x: x / times, lax.psum(results, axes))
 
     return _over(mesh, function, add)
@@ -164,7 +164,7 @@ def _over(mesh: Mesh | None, function: Callable, reduce: Callable) -> Callable:
     axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
 
     def vary(x, spec):
-        """As a value that may differ on every device, so that its gradients are added up over all that used it."""
+        """Marks a value as varying over devices, so that its gradients are summed over all devices that used it."""
         missing = tuple(axis for axis in axes if axis not in spec)
         return lax.pcast(x, missing, to="varying") if missing else x
 

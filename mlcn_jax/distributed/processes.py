@@ -1,7 +1,7 @@
-"""Runs of several processes, on one machine or many: started, joined, watched, and ended together.
+"""Runs of several processes, on one or more machines: they are started, joined, watched and ended together.
 
-Process 0 reads and writes the workdir; the others compute. jax cannot go on without one of its processes, so a lost
-process ends the run, and running the command again goes on from the newest checkpoint.
+Process 0 reads and writes the workdir; the others compute. jax cannot continue if one of its processes is lost, so that
+ends the run; running the command again resumes from the newest checkpoint.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from mlcn_jax.config import ParallelSettings
 from mlcn_jax.errors import InputError, differences
 from mlcn_jax.launch import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 
-_WATCHED = "MLCN_JAX_WATCHED"  # set for processes that `watch` started
+_WATCHED = "MLCN_JAX_WATCHED"  # set for processes started by `watch`
 _MAY_DIFFER = ("parallel.process", "parallel.profile", "data.dir", "data.cache_dir")  # between the processes of a run
-_GRACE_SECONDS = 2.0  # for processes that end for the same reason as the first
+_GRACE_SECONDS = 2.0  # for processes that fail for the same reason as the first
 _POLL_SECONDS = 0.1
 
 
@@ -36,18 +36,18 @@ def is_watched() -> bool:
 def watch(settings: ParallelSettings) -> int:
     """Starts this command again once for each process that runs on this machine, and returns their exit code.
 
-    With `settings.process` -1 these are all of them, each on its share of the cores. SIGTERM and Ctrl-C are passed on:
-    all processes then save and stop together. If one is lost the others are ended, within seconds on this machine and
-    within `settings.timeout_seconds` where it was on another.
+    If `settings.process` is -1, these are all, each on its share of the cores. SIGTERM and Ctrl-C are passed on:
+    all processes then save and stop together. If one is lost, the others are ended, within seconds on this machine and
+    within `settings.timeout_seconds` on others.
 
     Raises:
-      InputError: a process of its own number is wanted without a coordinator to meet at.
+      InputError: a single process is to be started, but there is no coordinator address.
     """
     everywhere = settings.process >= 0
     if everywhere and not settings.coordinator:
         raise InputError(
-            f"parallel.process={settings.process} needs parallel.coordinator=HOST:PORT, an address of the machine of "
-            "process 0 that all can reach; without parallel.process all processes start on this machine"
+            f"parallel.process={settings.process} needs parallel.coordinator=HOST:PORT, an address of process 0's "
+            "machine that all can reach; without parallel.process, all processes start on this machine"
         )
     numbers = [settings.process] if everywhere else list(range(settings.processes))
     coordinator = settings.coordinator or f"127.0.0.1:{free_port()}"
@@ -88,9 +88,9 @@ def watch(settings: ParallelSettings) -> int:
 
 
 def _wait(children: dict[int, subprocess.Popen], settings: ParallelSettings) -> int:
-    """The run's exit code: once a process fails, the others get a moment to end by themselves, and say why.
+    """The run's exit code: once a process fails, the others get a moment to end on their own and say why.
 
-    Where one was asked to stop, so were all, and process 0 still has a checkpoint to write: they get more time.
+    If one was asked to stop, so were all, and process 0 still has a checkpoint to write: they get more time.
     """
     failed_at = None
     while None in (codes := {number: child.poll() for number, child in children.items()}).values():
@@ -115,7 +115,7 @@ def _wait(children: dict[int, subprocess.Popen], settings: ParallelSettings) -> 
 def _child_setup(place: int, count: int) -> Callable[[], None]:
     def setup() -> None:
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive who watches
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the watcher
             cores = sorted(os.sched_getaffinity(0))
             if 1 < count <= len(cores):
                 os.sched_setaffinity(0, cores[place * len(cores) // count : (place + 1) * len(cores) // count])
@@ -124,21 +124,21 @@ def _child_setup(place: int, count: int) -> Callable[[], None]:
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens at."""
+    """A port of this machine that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def join(settings: ParallelSettings, values: Mapping[str, Any]) -> None:
-    """Makes this process one of a run of several; with `processes` 0 as the cluster's environment says.
+    """Makes this process part of a run of several; if `processes` is 0, the cluster's environment decides.
 
     Args:
-      settings: how many processes there are, which this is, and where they meet.
-      values: the run's configuration by full names, which must be the same in all processes.
+      settings: how many processes there are, which one this is, and the coordinator's address.
+      values: the run's configuration by full field names; it must be the same in all processes.
 
     Raises:
-      InputError: a process does not come within `timeout_seconds`, or has another configuration.
+      InputError: a process does not join within `timeout_seconds`, or has a different configuration.
     """
     import jax
 
@@ -159,13 +159,13 @@ def join(settings: ParallelSettings, values: Mapping[str, Any]) -> None:
 
 
 def _roll_call(settings: ParallelSettings) -> None:
-    """Waits until all processes are there; jax itself would abort without saying which is not.
+    """Waits until all processes have joined; jax itself would abort without saying which one is missing.
 
-    Process 0 listens at the coordinator's address, before jax does, and answers each of the others once all have come
-    or the time is over.
+    Process 0 listens on the coordinator's address, before jax does, and answers the others once all have joined or
+    time is up.
 
     Raises:
-      InputError: some did not come; the message names them.
+      InputError: some did not join; the message names them.
     """
     host, _, port = settings.coordinator.rpartition(":")
     if not host or not port.isdigit():
@@ -186,8 +186,8 @@ def _hear_all(host: str, port: int, settings: ParallelSettings, deadline: float)
         server = socket.create_server((host, port))
     except OSError as error:
         raise InputError(
-            f"process 0 cannot listen at parallel.coordinator={settings.coordinator} ({error.strerror or error}): give "
-            "a free port of this machine, the one on which process 0 runs"
+            f"process 0 cannot listen on parallel.coordinator={settings.coordinator} ({error.strerror or error}): give "
+            "a free port of this machine, on which process 0 runs"
         ) from error
     with server:
         while missing and time.monotonic() < deadline:
@@ -198,7 +198,7 @@ def _hear_all(host: str, port: int, settings: ParallelSettings, deadline: float)
                 missing.discard(int(connection.recv(16)))
                 here.append(connection)
     names = ", ".join(map(str, sorted(missing)))
-    problem = f"process {names} of {settings.processes} did not come to {settings.coordinator}" if missing else ""
+    problem = f"process {names} of {settings.processes} did not join at {settings.coordinator}" if missing else ""
     for connection in here:
         with contextlib.suppress(OSError), connection:
             connection.sendall(problem.encode())
@@ -216,13 +216,13 @@ def _report(host: str, port: int, number: int, deadline: float) -> str:
 
 
 def _make_collectives_yield(threads: set[int]) -> None:
-    """Lets gloo's thread run only while nothing else wants its core.
+    """Lets gloo's thread run only while nothing else needs its core.
 
-    It polls without pause while a message waits that this process has not asked for yet, and so takes the core from the
-    computation that would ask: a collective takes up to 30 times as long. Linux alone lets a thread's class be changed.
+    While a message waits that this process has not asked for yet, it polls without pause, which keeps the core from the
+    computation that would ask: a collective takes up to 30 times as long. Only Linux can change a thread's class.
     """
     deadline = time.monotonic() + 1.0
-    while time.monotonic() < deadline:  # it may still be on its way to the call by which it is known
+    while time.monotonic() < deadline:  # the thread may not yet have reached the call that identifies it
         for thread in threads:
             with contextlib.suppress(OSError):
                 if "epoll" in Path(f"/proc/self/task/{thread}/wchan").read_text():
@@ -244,7 +244,7 @@ def _check_same_config(values: Mapping[str, Any]) -> None:
     differ = gather(bool(rows))
     if any(differ):
         who = ", ".join(str(i) for i, is_other in enumerate(differ) if is_other)
-        head = f"process {who} was given another configuration than process 0: give all of them the same"
+        head = f"process {who} has a different configuration from process 0: give all processes the same"
         raise InputError("\n".join([head, *rows]))
 
 
@@ -256,7 +256,7 @@ def is_first() -> bool:
 
 
 def from_first(value: Any) -> Any:
-    """Process 0's `value`, which can be written as JSON, in every process."""
+    """Process 0's `value`, which must be JSON-serializable, in every process."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
@@ -270,7 +270,7 @@ def from_first(value: Any) -> Any:
 
 
 def arrays_from_first(tree: Any) -> Any:
-    """Process 0's arrays in every process; the others give arrays of the same shapes and types."""
+    """Process 0's arrays in every process; the others pass arrays of the same shapes and dtypes."""
     import jax
     from jax.experimental import multihost_utils
 
@@ -278,7 +278,7 @@ def arrays_from_first(tree: Any) -> Any:
 
 
 def gather(value: Any) -> list[Any]:
-    """The `value` of every process, which can be written as JSON, in every process."""
+    """The `value` of every process, which must be JSON-serializable, in every process."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
@@ -292,10 +292,10 @@ def gather(value: Any) -> list[Any]:
 
 
 def everywhere(function: Callable[[], Any]) -> list[Any]:
-    """What a function returns, which can be written as JSON, in every process.
+    """What a function returns in each process, in every process; results must be JSON-serializable.
 
     Raises:
-      InputError: the function raised it in one process or more; all raise it, so that none is left waiting.
+      InputError: the function raised it in at least one process; all raise it, so that none is left waiting.
     """
     try:
         mine = {"value": function()}
@@ -311,7 +311,7 @@ def everywhere(function: Callable[[], Any]) -> list[Any]:
 
 
 def asked_to_stop(step: int) -> bool:
-    """Whether all processes are to stop after this step because one of them got SIGTERM; asked at every step."""
+    """Whether all processes must stop after this step because one of them got SIGTERM; checked at every step."""
     from jax.experimental import multihost_utils
 
     return multihost_utils.reached_preemption_sync_point(step)

@@ -1,4 +1,4 @@
-"""Bytes that cross between the devices of a mesh, counted beforehand and in a compiled program."""
+"""Bytes exchanged between the devices of a mesh, counted in advance and in a compiled program."""
 
 import dataclasses
 import math
@@ -12,15 +12,15 @@ from mlcn_jax.nn.model import ModelSpec, init_params
 
 
 def exchanged_bytes(spec: ModelSpec, batch_size: int, data: int, lane: int) -> dict[str, int]:
-    """Bytes of all arrays that a training step on a mesh gathers, scatters and reduces, on each device, by collective.
+    """Bytes per device of all arrays that a training step on a mesh gathers, scatters and reduces, by collective.
 
-    Over `lane` devices: the class capsules and the decoder's activations, gathered forward and, in the transpose of
-    that, their gradients summed and scattered backward; the gradients of what is not split, summed. Over `data`: all
-    gradients, summed. And the scalars: loss, its two parts, accuracy, and a share of the gradient's norm for each array
-    that is split. Equal to what `collective_bytes` finds in the compiled program.
+    Over `lane` devices: the class capsules and the decoder's activations are gathered forward and, in the transpose of
+    that, their gradients reduced and scattered backward; gradients of what is not sharded are summed. Over `data`: all
+    gradients are summed. In addition, scalars: the loss, its two parts, accuracy, and a part of the gradient's norm for
+    each sharded array. Equal to what `collective_bytes` finds in the compiled program.
     """
     if spec.lane_routing == "published" and spec.lane_groups:
-        spec = dataclasses.replace(spec, prior_bias=False)  # it has no gradient then (`capsules.single_capsule`)
+        spec = dataclasses.replace(spec, prior_bias=False)  # it then has no gradient (`capsules.single_capsule`)
     params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
     layout = jax.tree.leaves(mesh_lib.state_specs(params, lane), is_leaf=lambda x: isinstance(x, PartitionSpec))
     split = [any(spec_of) for spec_of in layout]
@@ -42,7 +42,7 @@ def exchanged_bytes(spec: ModelSpec, batch_size: int, data: int, lane: int) -> d
 def collective_bytes(compiled_text: str) -> dict[str, int]:
     """Bytes of all arrays that a compiled program (`compiled.as_text()`) gathers, scatters and reduces, by collective.
 
-    Counted whole: what a gather returns, what a scatter takes. Other collectives are listed where there are any.
+    Full arrays are counted: the output of a gather, the input of a scatter. Other collectives are listed if present.
     """
     totals = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
     pattern = r" = (\(.*?\)|\S+) (all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(?:-start)?\((.*)"

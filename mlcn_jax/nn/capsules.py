@@ -13,14 +13,14 @@ from jaxtyping import Array, Float, Int
 def squash(s: Float[Array, "*shape dim"]) -> Float[Array, "*shape dim"]:
     """Shrinks each vector to a length in [0, 1), keeping its direction.
 
-    `v = |s|^2 / (1 + |s|^2) * s / |s|`, written as `s * |s| / (1 + |s|^2)`, which needs no division by a
+    `v = |s|^2 / (1 + |s|^2) * s / |s|`, written as `s * |s| / (1 + |s|^2)`, which avoids dividing by a
     length; value and gradient are exactly zero at s = 0.
 
     Args:
       s: vectors along the last axis.
 
     Returns:
-      Vectors of the same shape and type.
+      Vectors of the same shape and dtype.
 
     Source: Sabour et al. 2017, eq. 1.
 
@@ -49,7 +49,7 @@ def _sqrt(x: Array) -> Array:
 def mask_classes(
     v: Float[Array, "batch classes dim"], classes: Int[Array, " batch"]
 ) -> Float[Array, "batch classes dim"]:
-    """Zeroes every capsule but the one of the given class (Sabour et al. 2017, section 4.1)."""
+    """Zeroes every capsule except that of the given class (Sabour et al. 2017, section 4.1)."""
     keep = jax.nn.one_hot(classes, v.shape[1], dtype=v.dtype)
     return v * keep[:, :, None]
 
@@ -65,18 +65,18 @@ def dynamic_routing(
     Each iteration computes `c = softmax_j(b)`, `s_j = sum_i c_ij u_hat_ji`, `v_j = squash(s_j)` and
     `b_ij += u_hat_ji . v_j`, with `u_hat_ji = u_i W_ij`. Gradients flow through every iteration.
 
-    The first coupling is the same for the whole batch, so the first `s` is one matrix product. `u_hat` is made once,
-    in the order in which a batched product over input capsules gives it, so that nothing is transposed; doing
+    The first coupling is the same for the entire batch, so the first `s` is one matrix product. `u_hat` is computed
+    once, in the layout of a batched product over input capsules, so that nothing is transposed; doing
     without it (`u_hat_ji . v_j = u_i . (W_ij v_j)`) was slower and took more memory (`benchmarks/routing.py`).
 
     Args:
       u: primary capsules.
       weights: one transformation matrix for each pair of input and output capsule.
-      num_routing_iters: how often coupling is computed; 3 in the paper. At least 1.
-      prior_bias: start value of `b`, shared by the batch; None is zero everywhere.
+      num_routing_iters: number of routing iterations, at least 1; 3 in the paper.
+      prior_bias: initial value of `b`, shared by the batch; None means zeros.
 
     Returns:
-      Class capsules `v`, in the type of `u`.
+      Class capsules `v`, in the dtype of `u`.
 
     Source: Sabour et al. 2017, eq. 2, 3 and procedure 1.
     """
@@ -110,7 +110,7 @@ def single_capsule(
     lane computes as published (do Rosario et al. 2019).
 
     Returns:
-      The output capsule, in the type of `u`.
+      The output capsule, in the dtype of `u`.
     """
     batch, num_in, in_dim = u.shape
     flat = weights.reshape(num_in * in_dim, -1)

@@ -3,14 +3,16 @@
 XLA turns a convolution that is vmapped over its kernels into a grouped convolution, which is slow on every
 backend, and on a CPU its strided input gradient is slow even for one lane. There are three forms:
 
-* `native` is XLA's own; on a CPU lane by lane, with its input gradient made otherwise. Best on a CPU for small
-  kernels between many channels, and for a few images.
+* `native` is XLA's own convolution; on a CPU it runs lane by lane, with a faster input gradient. Best on a CPU for
+  small kernels between many channels, and for few images.
 
-* `im2col` copies what each output pixel sees into a row and multiplies once. Best where that is little, as in
+* `im2col` copies what each output pixel sees into a row and multiplies once. Best where those rows are short, as in
   the first convolution of a lane, which reads the image.
 * `fourier` multiplies spectra (`conv_spectral`). Best for large kernels between many channels.
 
 Every function is written for one lane; the caller vmaps.
+
+Source: Chellapilla, Puri, Simard 2006 for im2col; Mathieu, Henaff, LeCun 2013 for products of spectra.
 """
 
 import math
@@ -37,16 +39,16 @@ def conv2d(x: Array, kernel: Array, *, stride: int = 1, padding: str = "VALID", 
 
     Args:
       x: [batch, height, width, channels in].
-      kernel: [kernel height, kernel width, channels in, channels out], of the type of x.
-      stride: step between output pixels, on both axes.
+      kernel: [kernel height, kernel width, channels in, channels out], of the same dtype as x.
+      stride: step between output pixels in pixels of x, on both axes.
       padding: "VALID" or "SAME" (as in TensorFlow: an odd row or column is added at the end).
-      algorithm: a key of `ALGORITHMS`, or "auto" for the one that `choose` names.
+      algorithm: a key of `ALGORITHMS`, or "auto" for the one that `choose` returns.
 
     Returns:
-      [batch, output height, output width, channels out], of the type of x; products add up in float32.
+      [batch, output height, output width, channels out], of the dtype of x; sums are accumulated in float32.
 
     Raises:
-      InputError: the algorithm is unknown or cannot do this shape, the padding is unknown, or the kernel
+      InputError: the algorithm is unknown or does not support this shape, the padding is unknown, or the kernel
         is larger than the image.
     """
     outputs = _num_outputs(x.shape, kernel.shape, stride, padding)
@@ -63,10 +65,20 @@ def conv2d(x: Array, kernel: Array, *, stride: int = 1, padding: str = "VALID", 
 
 
 def choose(backend: str, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], stride: int, padding: str) -> str:
-    """The algorithm for a shape: a fixed rule from measurements, so that runs can be repeated exactly.
+    """The algorithm for a shape: a fixed rule based on measurements, so that runs are reproducible.
 
-    Only the rule for CPUs was measured (`benchmarks/conv_algorithms.py`); elsewhere products are taken over
-    grouped convolutions untimed.
+    Only the rule for CPUs was measured (`benchmarks/conv_algorithms.py`); elsewhere matrix products are preferred to
+    grouped convolutions without timing them.
+
+    Args:
+      backend: platform that the program will run on, such as `cpu`.
+      x_shape, kernel_shape, stride, padding: as for `conv2d`.
+
+    Returns:
+      A key of `ALGORITHMS`.
+
+    Raises:
+      InputError: the padding is unknown, or the kernel is larger than the image.
     """
     outputs = _num_outputs(x_shape, kernel_shape, stride, padding)
     batch, taps, channels = x_shape[0], math.prod(kernel_shape[:2]), kernel_shape[2]
@@ -78,7 +90,7 @@ def choose(backend: str, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...]
 
 
 def key_of(x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], stride: int, padding: str) -> str:
-    """The name of a convolution on the platform that it is traced for, in a table of algorithms."""
+    """The key of a convolution, on the platform it is traced for, in a table of algorithms (`tracing.Target`)."""
     sizes = ("x".join(map(str, shape)) for shape in (x_shape, kernel_shape))
     return " ".join((tracing.platform(), *sizes, f"stride {stride}", padding))
 
@@ -96,20 +108,20 @@ def lane_convs(
 ) -> Array:
     """A lane's two convolutions: conv2d, bias, relu, conv2d with stride 2, bias; no padding.
 
-    The same as two calls of `conv2d`, but where "auto" means `fourier` for the second, the map between the
-    two is made in the layout of the spectral products and stays in it, forward and backward.
+    Equal to two calls of `conv2d`. If "auto" selects `fourier` for the second, the feature map between the two is
+    computed in the layout of the spectral products and stays in it, forward and backward.
 
     Args:
       x: [batch, height, width, channels].
       kernel1: [k, k, channels, features]; bias1: [features].
       kernel2: [k, k, features, channels out]; bias2: [channels out].
-      algorithm: as for `conv2d`, for both.
+      algorithm: of both, as for `conv2d`.
 
     Returns:
-      [batch, output height, output width, channels out].
+      [batch, output height, output width, channels out], of the dtype of x.
 
     Raises:
-      InputError: as `conv2d`.
+      InputError: as for `conv2d`.
     """
     size = _num_outputs(x.shape, kernel1.shape, 1, "VALID")
     middle = (x.shape[0], *size, bias1.size)
@@ -126,10 +138,10 @@ def lane_convs(
 
 
 def compiled_once(function: Callable, static_argnums: int | tuple[int, ...] = ()) -> Callable:
-    """`jax.jit` of what runs once, such as drawing start values: on a CPU compiled with few optimizations.
+    """`jax.jit` for a function that runs once, such as initialization: on a CPU it is compiled with few optimizations.
 
-    Compiling is most of the time of such a program, and at XLA's second level it takes a fifth of that. Results do not
-    depend on it where, as in drawing random numbers, nothing is added up.
+    Such a program spends most of its time on compilation, and few optimizations cut that to a fifth. Results are the
+    same where nothing is summed, as in drawing random numbers.
     """
     return _compiled_once(function, static_argnums, tracing.platform())
 
@@ -142,10 +154,10 @@ def _compiled_once(function, static_argnums, platform):
 
 @lru_cache
 def compiler_options(backend: str) -> dict[str, str]:
-    """Options for `jax.jit(compiler_options=...)` that speed these products up; {} where there are none.
+    """Options for `jax.jit(compiler_options=...)` that speed these products up; {} if there are none.
 
-    On CPUs, XLA's library YNN then computes a chain of products, biases and relus at once, in place of one
-    after the other with the results between them in memory.
+    On CPUs, XLA's YNN library then computes a chain of products, biases and relus at once, instead of one by
+    one with intermediate results in memory.
     """
     if backend != "cpu":
         return {}
@@ -181,7 +193,7 @@ def _convolve(stride, pads, x, kernel):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _cpu_convolve(stride, pads, x, kernel):
-    """XLA's convolution, lanes in turn; its input gradient on a CPU is 50 times slower than the one below."""
+    """XLA's convolution, one lane after another, with an input gradient 50 times faster on a CPU than XLA's own."""
     return conv_spectral.lanes_in_turn(partial(_convolve, stride, pads))(x, kernel)
 
 
@@ -225,7 +237,7 @@ ALGORITHMS: dict[str, Callable[..., Array]] = {
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _windows(taps, stride, x):
-    """x [batch, h, w, c] -> [batch, outputs, outputs, taps * taps * c]: what each output pixel sees."""
+    """x [batch, h, w, c] -> [batch, outputs, outputs, taps * taps * c]: the window of each output pixel."""
     batch, _, width, channels = x.shape
     oh, ow = _num_outputs(x.shape, taps, stride, "VALID")
     i, j, p, q, c = np.ogrid[:oh, :ow, : taps[0], : taps[1], :channels]
@@ -238,7 +250,7 @@ def _windows_fwd(taps, stride, x):
 
 
 def _windows_bwd(taps, stride, shape, g):
-    """Adds up what came from the same pixel, by columns and then by rows (a scatter would be slow)."""
+    """Sums the contributions to each pixel, by columns and then by rows (a scatter would be slow)."""
     _, height, width, channels = shape
     g = g.reshape(*g.shape[:3], *taps, channels)
     g = _overlap_add(jnp.moveaxis(g, 4, 0), 2, stride, width)
@@ -246,7 +258,7 @@ def _windows_bwd(taps, stride, shape, g):
 
 
 def _overlap_add(parts, axis, stride, size):
-    """The sum of parts[p], stretched along an axis by the stride and moved by p, in an array of that size."""
+    """The sum of parts[p], spread along an axis by the stride and shifted by p, in an array of the given size."""
     zero = jnp.zeros((), parts[0].dtype)
     total = zero
     for p, part in enumerate(parts):

@@ -2,7 +2,7 @@
 
 A convolution with stride s is a sum of s * s convolutions with stride 1 over the phases of the input (every
 s-th row and column). Over n = outputs + taps - 1 points, circular correlation of a phase gives exactly the
-wanted outputs, and the discrete Fourier transform turns it into one independent product a frequency. Written
+wanted outputs, and the discrete Fourier transform turns it into one independent product per frequency. Written
 with real numbers, the transforms are products with constant matrices and a complex product is three real
 ones, so that everything is a matrix product: the dot above stands for one over channels and phases, for each
 row of A x. On 20x20 pixels, a 9x9 kernel with stride 2 takes 4.9 times fewer multiplications than directly.
@@ -39,7 +39,7 @@ def spans_of(outputs, kernel_shape, stride):
 
 
 def can_do(outputs, kernel_shape, stride):
-    """Whether the transforms of this shape are of a reasonable size."""
+    """Whether the transforms for this shape have a reasonable size."""
     first, second = spans_of(outputs, kernel_shape, stride)
     return first.points * second.points <= _MAX_POINTS
 
@@ -54,7 +54,7 @@ def conv2d(x, kernel, stride, pads):
 
 
 def relu_then_correlate(spans, windows, kernel1, bias1, kernel2):
-    """A convolution given by what its outputs see, bias, relu, and a second convolution with stride 2.
+    """A convolution given as the windows of its outputs, bias, relu, and a second convolution with stride 2.
 
     The first one is computed for all four phases of its outputs at once, as a convolution with stride 2 whose
     kernel is one pixel larger: 1.2 times the products of a 9x9 kernel, but a third of the windows to copy, and
@@ -88,16 +88,16 @@ def matmul(a, b):
 
 
 def keep(x, y):
-    """y, made from x, on a CPU in such a way that XLA writes x to memory between the two.
+    """Returns y, which depends on x, and on a CPU makes XLA write x to memory before it computes y.
 
-    Where no gradient reads x later, XLA's CPU library computes a whole chain of products tile by tile, up to twice as
-    slow. A second use of x, which changes nothing, ends the chain.
+    Otherwise, if no gradient reads x later, XLA's CPU library computes the entire chain of products tile by tile, which
+    can take twice as long. A second use of x, which changes nothing, breaks the chain.
     """
     return y + 0 * jnp.nan_to_num(x[(0,) * x.ndim]) if tracing.platform() == "cpu" else y
 
 
 def lanes_in_turn(one_lane):
-    """On a CPU `jax.vmap` calls it lane by lane, unrolled, so that the arrays of a lane fit the cache."""
+    """Makes `jax.vmap` call a function lane by lane on a CPU, unrolled, so that a lane's arrays fit the cache."""
     function = custom_vmap(one_lane)
 
     @function.def_vmap
@@ -132,7 +132,7 @@ def _phases(spans, x):
 
 
 def _kernel_phases(spans, stride, kernel):
-    """[k, k, c, cout] -> [taps * taps, stride * stride * c, cout], with zeros for taps that are not there."""
+    """[k, k, c, cout] -> [taps * taps, stride * stride * c, cout], with zeros for missing taps."""
     t1, t2 = (span.taps for span in spans)
     kh, kw, channels, cout = kernel.shape
     kernel = jnp.pad(kernel, ((0, stride * t1 - kh), (0, stride * t2 - kw), (0, 0), (0, 0)))
@@ -153,7 +153,7 @@ def _matrices(spans):
     """The constant matrices A1, A2, B and C, float64, for real maps, whose spectra have conjugate pairs.
 
     A = A2 A1 works one axis at a time. A1 [2 m, n1] takes real and imaginary part of m frequencies u of the
-    first axis; those of u = 0 and u = n1 / 2, both real, share one place. A2 [m, 3 n2, 2 n2] transforms the
+    first axis; those of u = 0 and u = n1 / 2, both real, share one entry. A2 [m, 3 n2, 2 n2] transforms the
     second axis. B is [3 m n2, taps * taps] and C [outputs * outputs, 3 m n2]. Three rows serve one complex
     product (Gauss): (a + ib)(c + id) = (p - r) + i (p + q) with p = c (a + b), q = a (d - c), r = b (c + d).
     Rows that are left over are zero.
@@ -240,7 +240,7 @@ def _relu_then_correlate_bwd(spans, saved, g):
 
 
 def _with_gradient(forward, backward):
-    """The function of (spans, *arrays) that has this forward and backward pass, each of one lane."""
+    """A function of (spans, *arrays) with the given forward and backward passes, each written for one lane."""
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
     def function(spans, *args):

@@ -1,4 +1,4 @@
-"""Lanes: what one is, how a list of them is written, and equal ones run as a group under vmap.
+"""Lanes: their definition, how a list of them is written, and groups of equal ones that run under vmap.
 
 A lane is a pure function from images to one number per class. Lanes share no parameters and no
 activations: a group of equal lanes is `jax.vmap` of one lane over stacked parameters.
@@ -19,13 +19,13 @@ from mlcn_jax.nn import capsules, conv
 
 PRIMARY_DIM = 8
 LANE_ROUTINGS = ("published", "per_class")
-_MOST = {"width": 1_000, "depth": 100, "count": 10_000}  # more is a slip of the pen, and would take hours
+_MOST = {"width": 1_000, "depth": 100, "count": 10_000}  # more is most likely a typo, and would take hours
 _glorot = nn.initializers.glorot_uniform()
 
 
 @dataclasses.dataclass(frozen=True)
 class LaneSpec:
-    """What one lane is: `kind` is a key of `LANE_KINDS`; `width` and `depth` are method-defined integers >= 1.
+    """Defines one lane: `kind` is a key of `LANE_KINDS`, which gives `width` and `depth` (>= 1) their meaning.
 
     Cost grows linearly with depth and about quadratically with width.
     """
@@ -57,11 +57,11 @@ class LaneGroup:
 def parse_lanes(text: str) -> tuple[LaneGroup, ...]:
     """Reads a list of lanes such as `"mlcn1:w4*8"` or `"mlcn1:w2d1*2, mlcn2:w4d3"`.
 
-    Each entry is `KIND:wWIDTH[dDEPTH][*COUNT]`; depth and count are 1 where left out. Equal lanes are joined
-    into one group, at the place of the first of them.
+    Each entry is `KIND:wWIDTH[dDEPTH][*COUNT]`; depth and count default to 1. Equal lanes are merged
+    into one group, at the position of the first of them.
 
     Raises:
-      InputError: the text is not such a list, and the message points at the place; or a number in it is beyond reason.
+      InputError: the text is not such a list (the message points at the position), or a number in it is too large.
 
     >>> [str(group) for group in parse_lanes("mlcn1:w4*2, mlcn2:w1d3, mlcn1:w4")]
     ['mlcn1:w4d1*3', 'mlcn2:w1d3*1']
@@ -73,7 +73,7 @@ def parse_lanes(text: str) -> tuple[LaneGroup, ...]:
         counts[spec] = counts.get(spec, 0) + count
         start += len(entry) + 1
     if sum(counts.values()) > _MOST["count"]:
-        raise InputError(f"model.lanes has {sum(counts.values()):,} lanes; there can be {_MOST['count']:,} at most")
+        raise InputError(f"model.lanes has {sum(counts.values()):,} lanes; at most {_MOST['count']:,} are allowed")
     return tuple(LaneGroup(spec, count) for spec, count in counts.items())
 
 
@@ -120,15 +120,15 @@ def _parse_entry(text: str, entry: str, start: int) -> tuple[LaneSpec, int]:
 
 @dataclasses.dataclass(frozen=True)
 class LaneSettings:
-    """What all lanes of a model have in common.
+    """Settings shared by all lanes of a model.
 
     Attributes:
       num_classes: classes K; a lane returns K numbers per image.
       lane_routing: `published`, one output capsule of K dimensions, or `per_class`, K capsules of one dimension.
-      num_routing_iters: routing iterations; changes nothing under `published`.
-      prior_bias: trainable start value of the routing logits; counted but without effect under `published`.
-      signed_pixels: whether the first convolution reads pixels in [-1, 1] (`first_input`).
-      dtype: type of the convolutions and matrix products.
+      num_routing_iters: routing iterations; has no effect under `published`.
+      prior_bias: whether routing logits have a trainable initial value; no effect under `published` but on size.
+      signed_pixels: whether the first convolution takes pixels in [-1, 1] (`first_input`).
+      dtype: dtype of the convolutions and matrix products.
       conv_algorithm: a key of `conv.ALGORITHMS`, or `auto`.
     """
 
@@ -142,7 +142,7 @@ class LaneSettings:
 
 
 class ConvParams(nn.Module):
-    """Kernel and bias of a convolution: Glorot-uniform and zero, as Keras starts them."""
+    """Kernel and bias of a convolution, initialized Glorot-uniform and zero, as in Keras."""
 
     shape: tuple[int, int, int, int]
     dtype: DTypeLike = jnp.float32
@@ -157,8 +157,8 @@ class ConvParams(nn.Module):
 class JointConvParams(nn.Module):
     """Kernel and bias of a 1x1 separable convolution and the 9x9 one after it, joined into one 9x9 convolution.
 
-    There is no activation between the two, so their product is a convolution that reads the image's few channels
-    in place of the `middle` features in between: the same function of the same parameters for less work.
+    There is no activation between the two, so their composition is one convolution that reads the image's few channels
+    instead of the `middle` features: the same function of the same parameters for less work.
     """
 
     channels: int
@@ -181,9 +181,10 @@ class JointConvParams(nn.Module):
 def _mlcn1(images: Array, spec: LaneSpec, settings: LaneSettings) -> Array:
     """mlcn1 of width w: 9x9 convolution to 16w filters, relu, 9x9 convolution with stride 2 to 16w filters.
 
-    On 28x28 pixels these are 72w primary capsules of 8 dimensions, on 32x32 pixels 128w.
+    Filters by width 1, 2, 4: first 16, 32, 64; last 16, 32, 64, which are 2w capsules of 8 dimensions per position.
+    Primary capsules: 72w on 28x28 pixels, 128w on 32x32.
 
-    Source: do Rosario et al. 2019, section III; do Rosario 2021 (thesis).
+    Source: do Rosario 2021 (thesis; accuracy in table 4.1); do Rosario et al. 2019, section III.
     """
     shape = (9, 9, images.shape[-1], 16 * spec.width)
     return _primary_features(images, ConvParams(shape, settings.dtype, name="conv1")(), spec, settings)
@@ -192,10 +193,11 @@ def _mlcn1(images: Array, spec: LaneSpec, settings: LaneSettings) -> Array:
 def _mlcn2(images: Array, spec: LaneSpec, settings: LaneSettings) -> Array:
     """mlcn2 of width w: separable 1x1 convolution to 4w filters, 9x9 to 8w, relu, 9x9 with stride 2 to 16w filters.
 
-    The thesis gives 8w filters for the last one and 72w primary capsules on 28x28 pixels, which contradict each other:
-    the number of capsules is kept. The separable convolution has no activation (`JointConvParams`).
+    Filters by width 1, 2, 4: first 4, 8, 16; second 8, 16, 32; last 16, 32, 64. The thesis gives 8w filters for the
+    last one and 72w primary capsules on 28x28 pixels, which contradict each other: here the number of capsules is kept.
+    The separable convolution has no activation (`JointConvParams`).
 
-    Source: do Rosario 2021 (thesis).
+    Source: do Rosario 2021 (thesis; accuracy in table 4.1).
     """
     first = JointConvParams(images.shape[-1], 4 * spec.width, 8 * spec.width, settings.dtype, name="conv1")
     return _primary_features(images, first(), spec, settings)
@@ -204,7 +206,7 @@ def _mlcn2(images: Array, spec: LaneSpec, settings: LaneSettings) -> Array:
 def _primary_features(
     images: Array, first: tuple[Array, Array], spec: LaneSpec, settings: LaneSettings
 ) -> Float[Array, "batch h w filters"]:
-    """The first convolution, the layers that depth adds, and the one that makes 2 * width capsules at each place."""
+    """The first convolution, the 3x3 ones that depth adds, and the one that gives 2 * width capsules per position."""
     features = first[0].shape[-1]
     shape = (9, 9, features, 2 * spec.width * PRIMARY_DIM)
     primary = ConvParams(shape, settings.dtype, name="primary")()
@@ -227,21 +229,27 @@ LANE_KINDS: dict[str, Callable[[Array, LaneSpec, LaneSettings], Array]] = {"mlcn
 def first_input(
     images: Float[Array, "batch h w channels"], signed: bool, dtype: DTypeLike
 ) -> Float[Array, "batch h w channels"]:
-    """Images as the first convolution reads them: pixels in [0, 1], as published, or where `signed` in [-1, 1]."""
+    """The first convolution's input in `dtype`: pixels in [0, 1] as published, or in [-1, 1] (ours) if `signed`."""
     return (2.0 * images - 1.0 if signed else images).astype(dtype)
 
 
 def primary_capsules(
     features: Float[Array, "batch h w filters"], capsule_dim: int = PRIMARY_DIM
 ) -> Float[Array, "batch capsules dim"]:
-    """Cuts the filters of each place into capsules and squashes them."""
+    """Splits the filters at each position into capsules and squashes them (Sabour et al. 2017, section 4)."""
     return capsules.squash(features.reshape(features.shape[0], -1, capsule_dim))
 
 
 class Lane(nn.Module):
-    """One lane: images to one number per class, as a pure function of its parameters.
+    """One lane: maps images to one number per class, as a pure function of its parameters.
 
-    Call `Lane(spec, settings).init(key, images)["params"]` and `.apply({"params": params}, images)`.
+    Call `Lane(spec, settings).init(key, images)["params"]` and `.apply({"params": params}, images)`: images are pixels
+    in [0, 1], the result is [batch, classes] in (-1, 1), of dtype `settings.dtype`.
+
+    Raises:
+      InputError: the images are too small, or `settings.conv_algorithm` cannot do a shape.
+
+    Source: do Rosario et al. 2019, section III; `per_class` routing is this project's.
     """
 
     spec: LaneSpec
@@ -270,8 +278,14 @@ def init_group(
 ) -> dict[str, Array]:
     """Parameters of a group, each array with a leading axis of one entry per lane.
 
-    A lane's start values depend on `key` and on its place in the model (`first_lane` plus its place in the
-    group), not on how many lanes the group has.
+    A lane's initial values depend on `key` and on its index in the model (`first_lane` plus its index in the
+    group), not on the size of the group.
+
+    Args:
+      key: of the entire model.
+      group, settings: the lanes.
+      first_lane: index in the model of the group's first lane.
+      images: an array of the images' shape and dtype, [batch, height, width, channels]; its values do not matter.
     """
     lane = Lane(group.spec, settings)
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(first_lane + jnp.arange(group.count))
@@ -281,16 +295,16 @@ def init_group(
 def apply_group(
     params: dict[str, Array], group: LaneGroup, settings: LaneSettings, images: Float[Array, "batch h w c"]
 ) -> Float[Array, "batch classes lanes"]:
-    """Columns of a group's lanes: one function, vmapped over the leading axis of `params`.
+    """Outputs of a group's lanes: one function, vmapped over the leading axis of `params`.
 
     Args:
-      params: of the group, each array [lanes, ...], as `init_group` makes them.
+      params: parameters of the group, each array [lanes, ...], as returned by `init_group`.
       group: the lanes.
-      settings: those of the model.
+      settings: the model's settings.
       images: pixels in [0, 1].
 
     Returns:
-      Entry [b, k, l] is what lane l says of class k in image b, in `settings.dtype`, in (-1, 1).
+      Entry [b, k, l] is the output of lane l for class k and image b, in (-1, 1), of dtype `settings.dtype`.
 
     Source: do Rosario et al. 2019, section III: lane l gives dimension l of every class capsule.
     """

@@ -1,4 +1,4 @@
-"""Margin loss on the class lengths, or on each lane alone, and mean squared error of the reconstruction."""
+"""Margin loss on the class lengths, or on each lane separately, and mean squared error of the reconstruction."""
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,11 @@ def margin_loss(
 def lane_margin_loss(v: Float[Array, "batch classes lanes"], labels: Int[Array, " batch"]) -> Float[Array, " batch"]:
     """Margin loss of each image with each lane classifying alone: the mean over lanes, in float32.
 
-    Lane l is held to `|v_kl|`, the length that class capsule k has where there is no other lane. Where L lanes agree on
-    lengths, those of the class capsules are sqrt(L) times as long.
+    Lane l is judged by `|v_kl|`, the length class capsule k would have if it were the only lane. If L lanes agree on
+    lengths, the class capsules are sqrt(L) times as long.
 
-    Source: this project. In the published loss, a lane whose entries are small is pushed towards zero by the lengths
-    that the other lanes make.
+    Source: this project. In the published loss, a lane whose entries are small is pushed towards zero by the
+    lengths that result from the other lanes.
     """
     alone = jnp.abs(v.astype(jnp.float32))
     return jnp.mean(jax.vmap(margin_loss, in_axes=(2, None))(alone, labels), axis=0)
@@ -44,8 +44,8 @@ def reconstruction_loss(
 ) -> Float[Array, " batch"]:
     """Mean squared error over the pixels of each image, in float32; pixels are in [0, 1].
 
-    Sabour et al. 2017, section 4.1, sum the squared errors and weigh them by 0.0005; the mean over 784 pixels
-    weighed by 0.392 is the same for 28x28x1.
+    Sabour et al. 2017, section 4.1, sum the squared errors with weight 0.0005; for 28x28x1, the mean over 784
+    pixels with weight 0.392 is the same.
     """
     difference = reconstructions.astype(jnp.float32) - images.astype(jnp.float32)
     return jnp.mean(jnp.square(difference), axis=(1, 2, 3))

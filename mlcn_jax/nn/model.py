@@ -1,7 +1,7 @@
 """CapsNet and MLCN with their decoder, built from a `ModelSpec`.
 
-Modules take a `lane_axis`: inside a `shard_map` over that mesh axis each device holds, and computes, its share of the
-lanes and of the decoder's units. Empty, as everywhere else, there is one share.
+Modules take a `lane_axis`: inside a `shard_map` over that mesh axis, each device holds and computes its shard of the
+lanes and of the decoder's units. If it is empty, as everywhere else, nothing is sharded.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ _MIN_SIZE = 17  # a 9x9 convolution leaves 9 pixels, a second one with stride 2 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """Everything that decides what a model computes.
+    """Everything that determines what a model computes.
 
     Attributes:
       name: `mlcn` or `capsnet`.
@@ -50,17 +50,17 @@ class ModelSpec:
       lanes: for `mlcn`, the lanes as text (`lanes.parse_lanes`); empty for `capsnet`.
       num_routing_iters: iterations of dynamic routing.
       lane_routing: `published` or `per_class` (`lanes.LaneSettings`).
-      prior_bias: whether routing logits have a trainable start value.
+      prior_bias: whether routing logits have a trainable initial value.
       decoder: sizes of the decoder's hidden layers.
-      lane_dropout: chance that a lane is left out of the classification loss of a training step.
-      margin_loss: `joint`, of the lengths that all lanes make, as published, or `per_lane` (`classification_loss`).
-      signed_pixels: whether the encoder reads pixels in [-1, 1] instead of [0, 1]; images and reconstructions are in
-        [0, 1] all the same.
-      compute_dtype: type of convolutions and matrix products; norms, softmax and losses stay float32.
-      conv: a key of `conv.ALGORITHMS`, or `auto`.
+      lane_dropout: probability that a lane is left out of the classification loss in a training step.
+      margin_loss: `joint` (on the lengths from all lanes, as published) or `per_lane` (on each lane alone).
+      signed_pixels: whether the encoder takes pixels in [-1, 1] instead of [0, 1]; images and reconstructions are in
+        [0, 1] in either case.
+      compute_dtype: dtype of convolutions and matrix products; norms, softmax and losses stay float32.
+      conv: convolution algorithm: a key of `conv.ALGORITHMS`, or `auto`.
 
     Raises:
-      InputError: a value is out of range, unknown, or does not fit the others.
+      InputError: a value is out of range, unknown, or inconsistent with the others.
     """
 
     name: str
@@ -108,7 +108,7 @@ class ModelSpec:
             if self.lane_dropout and self.margin_loss == "per_lane":
                 raise InputError(
                     f"model.lane_dropout is {self.lane_dropout} with model.margin_loss=per_lane, in which each lane "
-                    "learns to classify without the others: leave model.lane_dropout at 0, or take margin_loss=joint"
+                    "learns to classify without the others: leave model.lane_dropout at 0, or use margin_loss=joint"
                 )
         elif self.lanes or self.lane_dropout or self.margin_loss != "joint":
             raise InputError(
@@ -127,7 +127,7 @@ class ModelSpec:
 
     @property
     def certain_length(self) -> float:
-        """Length of a class capsule that stands for probability 1: sqrt(L) where each of L lanes classifies alone."""
+        """Length of a class capsule that means probability 1: sqrt(L) if each of L lanes classifies alone."""
         return math.sqrt(len(self.lane_specs)) if self.margin_loss == "per_lane" else 1.0
 
     @property
@@ -148,11 +148,11 @@ class ModelSpec:
 
 
 def rows_of(spec: ModelSpec, lanes: Sequence[int]) -> dict[str, np.ndarray]:
-    """Where some lanes lie along the first axis of their groups' stacked parameters, by the group's name.
+    """Rows of some lanes on the first axis of their groups' stacked parameters, by group name.
 
     Args:
-      spec: the whole model.
-      lanes: places of lanes in it, ascending.
+      spec: the full model.
+      lanes: indices of lanes in it, ascending.
     """
     rows, first = {}, 0
     for group in spec.lane_groups:
@@ -164,19 +164,19 @@ def rows_of(spec: ModelSpec, lanes: Sequence[int]) -> dict[str, np.ndarray]:
 
 
 def spec_of(spec: ModelSpec, lanes: Sequence[int]) -> ModelSpec:
-    """The model of some of the lanes of another, given as for `rows_of`."""
+    """The model with only some of the lanes of another; arguments as for `rows_of`."""
     rows = rows_of(spec, lanes)
     groups = [LaneGroup(group.spec, rows[group.name].size) for group in spec.lane_groups if group.name in rows]
     return dataclasses.replace(spec, lanes=",".join(map(str, groups)))
 
 
 def num_shares(lane_axis: str) -> int:
-    """Devices along the axis over which the lanes are spread; 1 without one."""
+    """Devices along the axis over which the lanes are sharded; 1 if there is none."""
     return lax.axis_size(lane_axis) if lane_axis else 1
 
 
 class CapsNetEncoder(nn.Module):
-    """Images to class capsules of 16 dimensions (Sabour et al. 2017, section 4)."""
+    """Maps images to class capsules of 16 dimensions (Sabour et al. 2017, section 4)."""
 
     spec: ModelSpec
 
@@ -198,7 +198,7 @@ class CapsNetEncoder(nn.Module):
 
 
 class MLCNEncoder(nn.Module):
-    """Images to class capsules, one dimension from each lane (do Rosario et al. 2019, section III)."""
+    """Maps images to class capsules, one dimension from each lane (do Rosario et al. 2019, section III)."""
 
     spec: ModelSpec
     lane_axis: str = ""
@@ -223,7 +223,7 @@ class MLCNEncoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Masked class capsules to an image with pixels in [0, 1] (Sabour et al. 2017, figure 2)."""
+    """Maps masked class capsules to an image with pixels in [0, 1] (Sabour et al. 2017, figure 2)."""
 
     spec: ModelSpec
     lane_axis: str = ""
@@ -237,7 +237,7 @@ class Decoder(nn.Module):
         return x.reshape(-1, *self.spec.image_shape)
 
     def _layer(self, name: str, size: int, activation: Callable[[Array], Array], x: Array) -> Array:
-        """A dense layer; a share of its units where the shares divide it, then gathered."""
+        """A dense layer; if its units divide evenly, each device computes a shard of them, then all are gathered."""
         shares = num_shares(self.lane_axis)
         split = shares > 1 and size % shares == 0
         glorot = nn.initializers.glorot_uniform()
@@ -264,7 +264,7 @@ class CapsuleNetwork(nn.Module):
     def reconstruct(
         self, class_capsules: Float[Array, "batch classes dim"], classes: Int[Array, " batch"]
     ) -> Float[Array, "batch h w channels"]:
-        """Images as the decoder sees them in the capsule of each given class."""
+        """Images decoded from the capsule of each given class."""
         return self.decoder(capsules.mask_classes(class_capsules, classes))
 
     def __call__(
@@ -274,7 +274,7 @@ class CapsuleNetwork(nn.Module):
 
         Args:
           images: pixels in [0, 1].
-          classes: whose capsules to reconstruct from, the true classes in training; None takes the longest.
+          classes: classes whose capsules to decode, the true ones in training; None takes the longest capsule.
         """
         v = self.encode(images)
         if classes is None:
@@ -283,10 +283,10 @@ class CapsuleNetwork(nn.Module):
 
 
 def init_params(spec: ModelSpec, key: Array) -> dict:
-    """Start values of all parameters: `{"encoder": ..., "decoder": ...}`.
+    """Initial values of all parameters: `{"encoder": ..., "decoder": ...}`.
 
-    On a CPU they are compiled with few optimizations: random numbers for three small lanes took 11 s to compile, and
-    so 2 s, for a program that runs once. The values are the same.
+    On a CPU the program is compiled with few optimizations, as it runs once: for three small lanes that took 2 s
+    instead of 11 s. The values are the same.
     """
     if isinstance(key, jax.core.Tracer):
         return _init(spec, key)
@@ -332,14 +332,14 @@ def reconstruct(
 def classification_loss(
     spec: ModelSpec, v: Float[Array, "batch classes dim"], labels: Int[Array, " batch"]
 ) -> Float[Array, " batch"]:
-    """Margin loss of each image, of the class lengths or of each lane alone, as `spec.margin_loss` says."""
+    """Margin loss of each image, on the class lengths or on each lane alone, according to `spec.margin_loss`."""
     if spec.margin_loss == "per_lane":
         return losses.lane_margin_loss(v, labels)
     return losses.margin_loss(capsules.lengths(v), labels)
 
 
 def drop_lanes(key: Array, v: Float[Array, "batch classes lanes"], rate: float) -> Float[Array, "batch classes lanes"]:
-    """Zeroes each lane's column for the whole batch with chance `rate` and scales the others by 1 / (1 - rate).
+    """Zeroes each lane's column for the entire batch with probability `rate` and scales the others by 1 / (1 - rate).
 
     Only the classification loss sees the result; reconstruction sees all lanes.
 
@@ -350,7 +350,7 @@ def drop_lanes(key: Array, v: Float[Array, "batch classes lanes"], rate: float) 
 
 
 def count_parameters(spec: ModelSpec) -> dict[str, int | list[int]]:
-    """Parameters by part, without computing any: `total`, `decoder`, and `per_lane`, in the order of the lanes.
+    """Numbers of parameters, without computing any: `total`, `decoder`, and `per_lane` in the order of the lanes.
 
     >>> count_parameters(ModelSpec("mlcn", (32, 32, 3), 10, lanes="mlcn1:w4*4"))["total"]
     5250816

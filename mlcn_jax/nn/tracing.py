@@ -1,7 +1,7 @@
-"""What a program is traced for: the platform that will run it, and the algorithm that each convolution takes there.
+"""The target of a traced program: the platform that will run it, and the algorithm of each convolution there.
 
 The target is part of the key of JAX's caches (`jax.make_user_context`): a function that is jitted under one target is
-traced again under another, so that what it computes never depends on what was traced before.
+traced again under another, so that what it computes never depends on earlier traces.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What programs are traced for.
+    """The target for which programs are traced.
 
     Attributes:
-      platform: such as `cpu`, `gpu` or `onnx`; empty for that of JAX's default device.
-      batch: images for which algorithms are chosen where the batch is traced as a symbol; 0 takes the traced batch.
-      algorithms: pairs of a convolution (`conv.key_of`) and its algorithm; others take what `conv.choose` names.
+      platform: such as `cpu`, `gpu` or `onnx`; if empty, that of JAX's default device.
+      batch: batch size for which algorithms are chosen if the traced one is symbolic; 0 takes the traced one.
+      algorithms: pairs of a convolution (`conv.key_of`) and its algorithm; for others, `conv.choose` decides.
     """
 
     platform: str = ""
@@ -37,7 +37,7 @@ class Target:
 
 @dataclasses.dataclass(eq=False)
 class _Record:
-    """Algorithms of a trace. Each record is a key of its own in JAX's caches, so that nothing is missed."""
+    """Algorithms of a trace. Each record is a separate key in JAX's caches, so that nothing is missed."""
 
     found: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -46,17 +46,17 @@ _target = jax.make_user_context(Target())
 
 
 def current() -> Target:
-    """The target of the program that is being traced."""
+    """The target of the program being traced."""
     return _target.value
 
 
 def using(target: Target) -> contextlib.AbstractContextManager[None]:
-    """While active, programs are traced for `target`."""
+    """Context in which programs are traced for `target`."""
     return _target(target)
 
 
 def platform() -> str:
-    """The platform that the program which is being traced will run on."""
+    """The platform that the program being traced will run on."""
     if current().platform:
         return current().platform
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
@@ -67,12 +67,12 @@ def resolve(function: Callable, *args: Any, known: Mapping[str, str] | None = No
     """The algorithm of every convolution in `function(*args)`, found before it is traced to run.
 
     Args:
-      function: is traced and not computed.
+      function: traced but not run.
       args: arrays, or `jax.ShapeDtypeStruct`s.
-      known: algorithms that are settled, such as those which a checkpoint keeps.
+      known: algorithms already fixed, such as those stored in a checkpoint.
 
     Returns:
-      `known` and what it lacked, for `Target.algorithms` (`as_pairs`).
+      `known` and the missing ones, for `Target.algorithms` (via `as_pairs`).
     """
     record = _Record()
     with using(dataclasses.replace(current(), algorithms=as_pairs(known or {}), _record=record)):

@@ -1,4 +1,4 @@
-"""What a computation costs, read from the computation itself."""
+"""The cost of a computation, derived from the computation itself."""
 
 import dataclasses
 import functools
@@ -16,12 +16,12 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.nn import lanes, model
 from mlcn_jax.nn.model import ModelSpec, apply_model, init_params
 
-_FLOAT_BYTES = 4  # parameters, their gradients and the optimizer's moments are float32 whatever the compute type
+_FLOAT_BYTES = 4  # parameters, gradients and the optimizer's moments are float32 whatever the compute dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One convolution or matrix product of images with parameters, or with each other. Sizes are numbers of values.
+    """One convolution or matrix product of images with parameters, or with each other. Sizes count values.
 
     Attributes:
       name: its class, such as `conv 3x3`, `conv 9x9 stride 2` or `dot`.
@@ -40,26 +40,26 @@ class Layer:
 
     @property
     def places(self) -> int:
-        """How often an image uses each parameter: the pixels of a convolution's output."""
+        """How often an image uses each parameter: the number of output pixels of a convolution."""
         return self.flops // (2 * self.kernel) if self.kernel else 0
 
     @property
     def speed_class(self) -> str:
-        """Layers that are alike in speed; a strided one may run together with the one before (`conv.lane_convs`)."""
+        """Layers of a class have similar speed; a strided one may be fused with the one before (`conv.lane_convs`)."""
         return f"{self.name} after {self.after}" if "stride" in self.name else self.name
 
 
 @dataclasses.dataclass(frozen=True)
 class LaneCost:
-    """What one lane costs, counted from its plain program, whatever algorithms run.
+    """The cost of one lane, counted from its plain program, whatever algorithms are used.
 
     Attributes:
-      spec, settings, image_shape: of which lane.
-      parameters: their number.
+      spec, settings, image_shape: the lane.
+      parameters: number of parameters.
       layers: in the order in which they run.
-      forward_flops_per_image: of a forward pass.
-      step_flops_per_image: of a forward pass and the gradients of all parameters.
-      fixed_step_flops: of a step whatever its batch: products of parameters alone.
+      forward_flops_per_image: FLOPs of a forward pass.
+      step_flops_per_image: FLOPs of a forward pass and the gradients of all parameters.
+      fixed_step_flops: FLOPs of a step that do not depend on the batch: products of parameters only.
     """
 
     spec: lanes.LaneSpec
@@ -86,21 +86,21 @@ class LaneCost:
         return self.fixed_step_flops + batch_size * self.step_flops_per_image
 
     def step_bytes(self, batch_size: int) -> int:
-        """Bytes that a training step moves at least.
+        """The least number of bytes that a training step moves.
 
-        Each layer reads inputs and kernel and writes outputs, forward and twice more for the two gradients; Adam reads
-        parameters, gradients and moments and writes all but the gradients.
+        Each layer reads its inputs and kernel and writes its outputs, once forward and twice for the two gradients;
+        Adam reads parameters, gradients and moments and writes all except the gradients.
         """
         moved = sum(batch_size * (layer.inputs + layer.outputs) + layer.kernel for layer in self.layers)
         return 3 * self._item_bytes * moved + 7 * _FLOAT_BYTES * self.parameters
 
     def held_bytes(self, batch_size: int) -> int:
-        """Bytes of images, activations, parameters, gradients and moments: a training step without its work space."""
+        """Bytes of images, activations, parameters, gradients and moments: a training step without work space."""
         values = math.prod(self.image_shape) + self.activations
         return self._item_bytes * batch_size * values + _FLOAT_BYTES * self.parameters + self.state_bytes
 
     def memory_features(self, batch_size: int) -> dict[str, float]:
-        """Sizes to which the memory of a training step is fitted (`fit.fit_bytes`)."""
+        """Features for fitting the memory of a training step (`fit.fit_bytes`)."""
         features: dict[str, float] = {
             "step": 1,
             "parameters": self.parameters,
@@ -123,9 +123,9 @@ class LaneCost:
 
 @functools.lru_cache
 def lane_cost(spec: lanes.LaneSpec, settings: lanes.LaneSettings, image_shape: tuple[int, int, int]) -> LaneCost:
-    """Counts what a lane costs from its traced program with plain (native) convolutions; nothing is compiled or run.
+    """Counts the cost of a lane from its traced program with plain (native) convolutions; nothing is compiled or run.
 
-    A new lane kind needs no formula of its own.
+    No lane kind needs its own formula.
     """
     lane = lanes.Lane(spec, dataclasses.replace(settings, conv_algorithm="native"))
     images = [jax.ShapeDtypeStruct((batch, *image_shape), jnp.float32) for batch in (1, 2)]
@@ -139,7 +139,7 @@ def lane_cost(spec: lanes.LaneSpec, settings: lanes.LaneSettings, image_shape: t
         value, vjp = jax.vjp(lambda params: forward(params, images), params)
         return value, vjp(columns)
 
-    # What grows from one image to two is the image's, the rest is the step's.
+    # What grows from one image to two belongs to the images, the rest to the step.
     programs = [jax.make_jaxpr(forward)(params, x).jaxpr for x in images]
     forward_flops = [_count(program, [True])[0] for program in programs]
     step_flops = [matmul_flops(step, params, x, g) for x, g in zip(images, columns, strict=True)]
@@ -156,7 +156,7 @@ def lane_cost(spec: lanes.LaneSpec, settings: lanes.LaneSettings, image_shape: t
 
 
 def estimated_parameters(spec: ModelSpec) -> int:
-    """Parameters of a model, as fast for a deep lane as for others: each further layer has as many as the second."""
+    """Parameters of a model, in constant time for deep lanes: every further layer has as many as the second."""
     if not spec.lane_groups:
         return model.count_parameters(spec)["total"]  # type: ignore[return-value]
     image = jax.ShapeDtypeStruct((1, *spec.image_shape), jnp.float32)
@@ -173,25 +173,25 @@ def estimated_parameters(spec: ModelSpec) -> int:
 
 
 def decoder_widths(spec: ModelSpec) -> list[int]:
-    """Values that go into the decoder of an MLCN, and that each of its layers gives."""
+    """Number of values at the input of an MLCN's decoder and at the output of each of its layers."""
     return [spec.num_classes * len(spec.lane_specs), *spec.decoder, math.prod(spec.image_shape)]
 
 
 def check_fits_memory(spec: ModelSpec, memory_bytes: int) -> None:
-    """Raises InputError where parameters, gradients and moments alone need more memory than there is."""
+    """Raises InputError if parameters, gradients and moments alone need more memory than available."""
     parameters = estimated_parameters(spec)
     needed = 4 * _FLOAT_BYTES * parameters
     if needed > memory_bytes:
         raise InputError(
             f"model.lanes={spec.lanes}: {parameters:,} parameters, with gradients and moments {needed / 2**30:,.0f} "
-            f"GiB, do not fit the {memory_bytes / 2**30:,.0f} GiB of memory here: take fewer or narrower lanes"
+            f"GiB, do not fit into the {memory_bytes / 2**30:,.0f} GiB of memory: use fewer or narrower lanes"
         )
 
 
 def published_seconds(spec: lanes.LaneSpec, slowness: float) -> float:
-    """Cost of a lane on a device by the published formula, `width^2 * depth * slowness`, in units of its own.
+    """Cost of a lane on a device by the published formula, `width^2 * depth * slowness`, in arbitrary units.
 
-    `slowness` is the device's seconds of the tiny network over the fastest device's (`DeviceProfile.slowness`).
+    `slowness` is the device's time for the tiny network divided by the fastest device's (`DeviceProfile.slowness`).
 
     Source: do Rosario 2021 (thesis), chapter 5.
     """
@@ -209,7 +209,7 @@ def published_memory_bytes(spec: lanes.LaneSpec) -> float:
 def make_lane_step(
     group: lanes.LaneGroup, settings: lanes.LaneSettings, optimizer: optax.GradientTransformation
 ) -> Callable[[tuple, Array, Array], tuple[tuple, Array]]:
-    """A training step of some equal lanes as they run among others: what is measured, and compiled for its memory.
+    """A training step of some equal lanes, as part of a larger model: timed, and compiled to learn its memory.
 
     The function `((params, optimizer state), images, gradients of the columns) -> (state, columns)`, pure and not yet
     jitted: forward to the columns [batch, classes, lanes], back from their gradients, update.
@@ -228,7 +228,7 @@ def make_lane_step(
 def compiled_memory_bytes(compiled: jax.stages.Compiled) -> int:
     """Peak memory of a compiled program: arguments, outputs and temporaries, less the outputs that reuse arguments."""
     memory = compiled.memory_analysis()
-    assert memory is not None, "the backend does not tell"
+    assert memory is not None, "the backend does not report its memory"
     return (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes
@@ -241,9 +241,9 @@ def matmul_flops(fn: Callable, *args) -> int:
     """Floating-point operations in the matrix products and convolutions of `fn(*args)`.
 
     One multiplication and one addition count as two. Element-wise work (activations, squash, softmax) is left
-    out, as is usual. Counted from the traced program, so a new layer or lane kind needs no formula of its own;
-    nothing is compiled or run, and `args` may be of `jax.ShapeDtypeStruct`. Results that nothing reads, such as
-    the images' gradient in a training step, cost nothing, as XLA leaves them out.
+    out, as is usual. Counted from the traced program, so no layer or lane kind needs its own formula;
+    nothing is compiled or run, and `args` may be of `jax.ShapeDtypeStruct`. Unused results, such as
+    the images' gradient in a training step, cost nothing, as XLA removes them.
     """
     jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
     return _count(jaxpr, [True] * len(jaxpr.outvars))[0]
@@ -252,7 +252,7 @@ def matmul_flops(fn: Callable, *args) -> int:
 def forward_flops(spec: ModelSpec) -> int:
     """FLOPs of a forward pass of one image, decoder included, counted from plain (native) convolutions.
 
-    Of equal lanes one is counted, so that many take no longer.
+    Of equal lanes only one is traced, so that many take no longer.
     """
     image = jax.ShapeDtypeStruct((1, *spec.image_shape), jnp.float32)
     if not spec.lane_groups:
@@ -268,7 +268,7 @@ def forward_flops(spec: ModelSpec) -> int:
 
 
 def _count(jaxpr, read: list[bool]) -> tuple[int, list[bool]]:
-    """FLOPs of a program of whose outputs only those marked are read, and which of its inputs it then reads."""
+    """FLOPs of a program if only the marked outputs are used, and which inputs it then uses."""
     total = 0
     needed = {id(v) for v, is_read in zip(jaxpr.outvars, read, strict=True) if is_read}
     for equation in reversed(jaxpr.eqns):
@@ -302,9 +302,9 @@ def _products(jaxpr) -> Iterator:
 
 
 def _layers(program_of_one, program_of_two) -> Iterator[Layer]:
-    """Layers of a forward pass, from its program for one image and for two.
+    """Layers of a forward pass, from its programs for one image and for two.
 
-    A product that does not grow is one of parameters alone, and no layer.
+    A product that does not grow involves parameters only, and is not a layer.
     """
     before = "images"
     for one, two in zip(_products(program_of_one), _products(program_of_two), strict=True):
@@ -336,7 +336,7 @@ def _dot_flops(equation) -> int:
 
 
 def _convolution_flops(equation) -> int:
-    """A gradient's convolution, whose operand has zeros between and around its entries, costs as much as forward."""
+    """A gradient's convolution, whose operand is dilated and padded with zeros, costs as much as the forward one."""
     image, kernel, out = equation.invars[0].aval, equation.invars[1].aval, equation.outvars[0].aval
     numbers = equation.params["dimension_numbers"]
     axes = zip(numbers.lhs_spec[2:], numbers.out_spec[2:], strict=True)

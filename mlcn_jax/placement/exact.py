@@ -12,22 +12,22 @@ from mlcn_jax.placement.problem import UNLIMITED, NoRoom, Problem, integer_costs
 
 
 def solve_exactly(problem: Problem, time_limit_seconds: float) -> tuple[list[int], float, bool]:
-    """Devices, a proved lower bound and whether they are optimal, by integer programming (OR-Tools CP-SAT).
+    """Devices, a proven lower bound and whether they are optimal, by integer programming (OR-Tools CP-SAT).
 
-    Where seconds are whole costs times a factor for each device, as by the thesis's formula, makespans can only take
-    certain values: they are tried from the lower bound up, and the first that can be reached is the shortest. Other
-    seconds are rounded to a millionth of the slowest placement, and "optimal" holds to that.
+    If seconds are integer costs times a factor for each device, as in the thesis's formula, makespans can only take
+    certain values: they are tried from the lower bound up, and the first feasible one is the shortest. Other
+    seconds are rounded to a millionth of the slowest placement, and "optimal" holds up to that.
     """
     deadline = time.monotonic() + time_limit_seconds
     try:
         start = greedy(problem, random.Random(0))
-    except NoRoom:  # it found none where this may
+    except NoRoom:  # greedy fails where this may succeed
         start = []
     integers = integer_costs(problem)
     if integers and start:
         return _exact_in_whole_units(problem, *integers, start, deadline)
     unit = (sum(map(max, problem.seconds)) + max(problem.base_seconds)) / 10**6
-    slack = (len(problem.seconds) + 1) / 2  # more than rounding adds
+    slack = (len(problem.seconds) + 1) / 2  # at least the rounding error
     program = _Program(problem, start)
     least = math.floor(lower_bound_seconds(problem) / unit - slack)
     longest = program.model.new_int_var(least, 2 * 10**6, "")
@@ -40,12 +40,12 @@ def solve_exactly(problem: Problem, time_limit_seconds: float) -> tuple[list[int
         largest = max(range(len(problem.seconds)), key=problem.memory_bytes.__getitem__)
         raise NoRoom(
             f"the lanes do not fit: {mib(sum(problem.memory_bytes))} in pieces of up to "
-            f"{mib(problem.memory_bytes[largest])} ({problem.lane_names[largest]}) cannot be laid out over "
+            f"{mib(problem.memory_bytes[largest])} ({problem.lane_names[largest]}) cannot be placed on "
             + ", ".join(f"{n} ({mib(b)})" for n, b in zip(problem.device_names, problem.limit_bytes, strict=True))
-            + ": take fewer or smaller lanes, a smaller batch or more devices"
+            + ": use fewer or smaller lanes, a smaller batch or more devices"
         )
     if status == "unknown" and not start:
-        raise NoRoom(f"no placement was found in {time_limit_seconds} s: give more time, fewer lanes or more memory")
+        raise NoRoom(f"no placement was found in {time_limit_seconds} s: allow more time, or use fewer lanes")
     return device_of or start, (bound - slack) * unit, status == "optimal"
 
 
@@ -77,14 +77,14 @@ def _exact_in_whole_units(
 
 
 class _Program:
-    """Which device gets how many of each kind of equal lanes, as an integer program without its objective."""
+    """The number of lanes of each kind on each device, as an integer program without an objective."""
 
     def __init__(self, problem: Problem, start: list[int]):
         try:
             from ortools.sat.python import cp_model
         except ImportError as error:
             raise InputError(
-                "the partitioner exact needs OR-Tools (pip install 'mlcn_jax[exact]'); greedy needs nothing"
+                "the partitioner exact needs OR-Tools (pip install 'mlcn_jax[exact]'); greedy works without it"
             ) from error
         self._cp, self._problem, self.model = cp_model, problem, cp_model.CpModel()
         kinds: dict[tuple, list[int]] = {}  # equal lanes are interchangeable
@@ -108,11 +108,11 @@ class _Program:
                 self.model.add(self._counts[0][d] >= self._counts[0][e])
 
     def load(self, device: int, costs: Sequence[int]):
-        """What a device's lanes cost together, as an expression."""
+        """The total cost of a device's lanes, as an expression."""
         return sum(row[device] * costs[lanes[0]] for row, lanes in zip(self._counts, self._kinds, strict=True))
 
     def solve(self, deadline: float) -> tuple[list[int], str, float]:
-        """Devices (none where none were found), `optimal`, `feasible`, `infeasible` or `unknown`, and the bound."""
+        """Devices (empty if none were found), `optimal`, `feasible`, `infeasible` or `unknown`, and the bound."""
         solver = self._cp.CpSolver()
         solver.parameters.max_time_in_seconds = max(0.01, deadline - time.monotonic())
         status = solver.solve(self.model)

@@ -1,4 +1,4 @@
-"""Fits of what was measured on a device: seconds and bytes of lanes."""
+"""Fits to measurements on a device: seconds and bytes of lanes."""
 
 import itertools
 import math
@@ -12,21 +12,21 @@ if TYPE_CHECKING:
 from mlcn_jax.placement.profile import log_size
 
 _MEMORY_MARGIN = 1.02  # over what the fitted lanes need: lanes between them were up to 1 % above the fit
-_STRAIGHTNESS = 0.03  # of seconds per FLOP over the size of a layer, against relative errors of the fit
+_STRAIGHTNESS = 0.03  # weight of smoothness in seconds per FLOP over layer size, against relative errors of the fit
 _CROWDINGS = tuple(i / 100 for i in range(21))
 
 
 def fit_lane_seconds(
     stacks: Sequence[Sequence["LaneCost"]], batch_sizes: Sequence[int], seconds: Sequence[float]
 ) -> dict[str, Any]:
-    """The fields of a profile from which `DeviceProfile.stack_seconds` comes nearest to what was measured.
+    """The fields of a profile with which `DeviceProfile.stack_seconds` is closest to the measurements.
 
-    All but `crowding`, of which some are tried, by nonnegative least squares of the relative errors. Seconds per FLOP
-    are pulled towards a straight line over the logarithm of a layer's size where few measurements tell.
+    Some values of `crowding` are tried; the others are fitted by nonnegative least squares of the relative errors.
+    Where measurements are few, seconds per FLOP are pulled towards a straight line over the log of a layer's size.
 
     Args:
       stacks: the lanes of each measured program.
-      batch_sizes, seconds: of each.
+      batch_sizes, seconds: those of each program.
     """
     from scipy import optimize
 
@@ -70,7 +70,7 @@ def fit_lane_seconds(
 
 
 def fit_seconds(features: Sequence[Mapping[str, float]], seconds: Sequence[float]) -> dict[str, float]:
-    """Seconds for one of each feature, 0 or more, with the least sum of squared relative errors."""
+    """Nonnegative seconds per unit of each feature, with the least sum of squared relative errors."""
     from scipy import optimize
 
     names, sizes, largest = _table(features)
@@ -79,9 +79,9 @@ def fit_seconds(features: Sequence[Mapping[str, float]], seconds: Sequence[float
 
 
 def fit_bytes(features: Sequence[Mapping[str, float]], num_bytes: Sequence[float]) -> dict[str, float]:
-    """Bytes for one of each feature, 0 or more, never under those given, and above all others by a small margin.
+    """Nonnegative bytes per unit of each feature; predictions exceed all measurements by a small margin.
 
-    Of all such fits the one with the least sum of relative excesses, found by linear programming.
+    Of all such fits, the one with the least sum of relative excesses, found by linear programming.
     """
     from scipy import optimize
 
@@ -89,12 +89,12 @@ def fit_bytes(features: Sequence[Mapping[str, float]], num_bytes: Sequence[float
     relative = sizes / np.asarray(num_bytes)[:, None]
     found = optimize.linprog(relative.sum(axis=0), A_ub=-relative, b_ub=-np.ones(len(relative)), bounds=(0, None))
     if found.x is None:
-        raise ArithmeticError(f"no fit of the memory was found: {found.message}")
+        raise ArithmeticError(f"the fit of the memory failed: {found.message}")
     return dict(zip(names, (_MEMORY_MARGIN * found.x / largest).tolist(), strict=True))
 
 
 def _table(features: Sequence[Mapping[str, float]]) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """Names of the features, a row of their sizes for each point, scaled to 1, and by what they were divided."""
+    """Names of the features, a row of their values for each point, scaled to 1, and the scales."""
     names = sorted({name for row in features for name in row})
     sizes = np.array([[row.get(name, 0.0) for name in names] for row in features], float)
     largest = np.maximum(sizes.max(axis=0), 1.0)

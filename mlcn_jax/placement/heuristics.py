@@ -1,4 +1,4 @@
-"""Partitioners that are quick: random, round robin, two greedy rules, and Karmarkar-Karp."""
+"""Fast partitioners: random, round robin, two greedy rules, and Karmarkar-Karp."""
 
 import heapq
 import itertools
@@ -9,7 +9,7 @@ from mlcn_jax.placement.problem import NoRoom, Problem, mib
 
 
 class _Filling:
-    """Devices as they fill up."""
+    """The load of devices while lanes are being placed."""
 
     def __init__(self, problem: Problem):
         self._problem = problem
@@ -18,15 +18,15 @@ class _Filling:
         self.device_of = [-1] * len(problem.seconds)
 
     def fitting(self, lane: int) -> list[int]:
-        """Devices with room for a lane; raises InputError where there is none."""
+        """Devices with room for a lane; raises InputError if there are none."""
         needed = self._problem.memory_bytes[lane]
         devices = [d for d, free in enumerate(self.free_bytes) if needed <= free]
         if not devices:
             most = max(range(len(self.free_bytes)), key=self.free_bytes.__getitem__)
             raise NoRoom(
-                f"no device has room left for {self._problem.lane_names[lane]}, which needs {mib(needed)} (most is "
-                f"free on {self._problem.device_names[most]}: {mib(self.free_bytes[most])}): try the partitioner "
-                "exact, which finds a placement if there is one, or take fewer lanes or a smaller batch"
+                f"no device has room left for {self._problem.lane_names[lane]}, which needs {mib(needed)} (most free: "
+                f"{self._problem.device_names[most]}: {mib(self.free_bytes[most])}): try the partitioner "
+                "exact, which finds a placement if there is one, or use fewer lanes or a smaller batch"
             )
         return devices
 
@@ -41,7 +41,7 @@ def _largest_first(problem: Problem) -> list[int]:
 
 
 def _random(problem: Problem, rng: random.Random) -> list[int]:
-    """Each lane, in the order given, to a device drawn among those with room."""
+    """Each lane, in the given order, to a random device with room."""
     filling = _Filling(problem)
     for lane in range(len(problem.seconds)):
         filling.place(lane, rng.choice(filling.fitting(lane)))
@@ -59,7 +59,7 @@ def _round_robin(problem: Problem, rng: random.Random) -> list[int]:
 
 
 def _greedy_published(problem: Problem, rng: random.Random) -> list[int]:
-    """Largest lane first, to the device least loaded so far (do Rosario 2021, thesis, chapter 5)."""
+    """Largest lane first, to the device with the least load so far (do Rosario 2021, thesis, chapter 5)."""
     del rng
     filling = _Filling(problem)
     for lane in _largest_first(problem):
@@ -70,8 +70,8 @@ def _greedy_published(problem: Problem, rng: random.Random) -> list[int]:
 def greedy(problem: Problem, rng: random.Random) -> list[int]:
     """Largest lane first, to the device that would finish first.
 
-    At most 4/3 - 1/(3m) times the best makespan on m equal devices (Graham 1969) and 1.58 times on devices that differ
-    by a factor (Kovacs 2010), without memory limits and base.
+    Without memory limits and base, at most 4/3 - 1/(3m) times the best makespan on m equal devices (Graham 1969), and
+    1.58 times on devices that differ by a factor (Kovacs 2010).
     """
     del rng
     filling = _Filling(problem)
@@ -84,9 +84,9 @@ def greedy(problem: Problem, rng: random.Random) -> list[int]:
 def _karmarkar_karp(problem: Problem, rng: random.Random) -> list[int]:
     """Largest differencing (Karmarkar and Karp 1982) over equal bins.
 
-    At most 4/3 - 1/(3m) times the best makespan on m equal devices (Michiels et al. 2003). A device that is n times as
-    fast as the slowest counts as n bins, rounded, as long as there are lanes for them; without a proven bound then.
-    Base and memory are looked at only when bins are given to devices.
+    At most 4/3 - 1/(3m) times the best makespan on m equal devices (Michiels et al. 2003). A device n times as
+    fast as the slowest counts as n bins, rounded, as long as there are lanes for them; that case has no proven bound.
+    Base and memory are considered only when bins are assigned to devices.
     """
     del rng
     columns = list(zip(*problem.seconds, strict=True))
@@ -95,7 +95,7 @@ def _karmarkar_karp(problem: Problem, rng: random.Random) -> list[int]:
     spare = len(problem.seconds) - len(owners)
     extra = sorted((n / s, d) for d, s in enumerate(speeds) for n in range(2, round(s) + 1))
     owners += [d for _, d in extra[: max(0, spare)]]
-    order = itertools.count()  # so that equal differences keep the order given
+    order = itertools.count()  # so that equal differences keep the given order
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for lane, row in enumerate(problem.seconds):
         bins: list[tuple[float, list[int]]] = [(sum(row), [lane])] + [(0.0, [])] * (len(owners) - 1)

@@ -1,7 +1,7 @@
-"""Lanes to devices: which device computes which lane, so that all finish together. Pure Python.
+"""Assigns lanes to devices so that all finish at about the same time. Pure Python.
 
-A lane's time on a device stands in a table `seconds[lane][device]`, so devices may differ by one factor
-(`uniform_seconds`) or each have costs of its own, as a CPU and a GPU do. A heuristic is one function and one line in
+A lane's time on a device is given by a table `seconds[lane][device]`, so devices may differ by one factor
+(`uniform_seconds`) or have unrelated costs, as a CPU and a GPU do. A heuristic is one function and one line in
 `HEURISTICS`.
 """
 
@@ -19,8 +19,8 @@ def partition(name: str, problem: Problem, *, seed: int = 0, time_limit_seconds:
     Args:
       name: one of `PARTITIONERS`.
       problem: the lanes and devices.
-      seed: of `random`.
-      time_limit_seconds: after which `exact` returns the best that it has.
+      seed: seed of `random`.
+      time_limit_seconds: time after which `exact` returns the best placement found.
 
     Raises:
       InputError: the name is unknown; NoRoom: the lanes do not fit, and the message names the lane or the device.
@@ -31,14 +31,14 @@ def partition(name: str, problem: Problem, *, seed: int = 0, time_limit_seconds:
         if needed > max(problem.limit_bytes):
             device = max(range(problem.num_devices), key=problem.limit_bytes.__getitem__)
             raise NoRoom(
-                f"{problem.lane_names[i]} needs {mib(needed)}, more than any device holds (most: "
+                f"{problem.lane_names[i]} needs {mib(needed)}, more than any device can hold (most: "
                 f"{problem.device_names[device]}, {mib(problem.limit_bytes[device])}): make it narrower or "
-                "shallower, take a smaller batch or a larger device"
+                "shallower, use a smaller batch or a larger device"
             )
     if sum(problem.memory_bytes) > sum(problem.limit_bytes):
         raise NoRoom(
-            f"the lanes need {mib(sum(problem.memory_bytes))} together, the devices hold "
-            f"{mib(sum(problem.limit_bytes))}: take fewer lanes, a smaller batch or more devices"
+            f"the lanes need {mib(sum(problem.memory_bytes))} together, but the devices hold "
+            f"{mib(sum(problem.limit_bytes))}: use fewer lanes, a smaller batch or more devices"
         )
     bound, optimal = lower_bound_seconds(problem), False
     if name == "exact":

@@ -1,4 +1,4 @@
-"""What a partitioner is given and what it answers, with the bound that no placement can beat."""
+"""The input and output of a partitioner, and a lower bound for every placement."""
 
 import dataclasses
 import math
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from mlcn_jax.errors import InputError
 
 UNLIMITED = float("inf")
-_MAX_MULTIPLE = 32  # of the smallest lane's cost in units, where costs are whole numbers of a unit
+_MAX_MULTIPLE = 32  # of the smallest lane's cost, when looking for a unit of which all costs are multiples
 
 
 class NoRoom(InputError):
-    """The lanes do not fit the devices' memory."""
+    """The lanes do not fit into the devices' memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,14 +19,14 @@ class Problem:
     """Lanes to place.
 
     Attributes:
-      seconds: `seconds[i][d]`, what lane i takes on device d. A device runs its lanes one after the other.
-      memory_bytes: what each lane holds; empty counts no memory.
-      limit_bytes: what each device can hold; empty sets no limit.
-      base_seconds: work that each device has besides its lanes, such as the decoder's; empty is none.
-      lane_names, device_names: for messages; empty numbers them.
+      seconds: `seconds[i][d]`, the time of lane i on device d. A device runs its lanes one after another.
+      memory_bytes: memory of each lane; if empty, memory is ignored.
+      limit_bytes: memory of each device; if empty, there is no limit.
+      base_seconds: each device's work in addition to its lanes, such as the decoder; if empty, none.
+      lane_names, device_names: names for messages; if empty, numbers.
 
     Raises:
-      InputError: lengths do not fit together, a number is negative, there is no device or no lane.
+      InputError: lengths are inconsistent, a number is negative, or there is no device or no lane.
     """
 
     seconds: Sequence[Sequence[float]]
@@ -66,15 +66,15 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where each lane runs, and what follows from it.
+    """The device of each lane, and the resulting times.
 
     Attributes:
-      partitioner: who placed them.
+      partitioner: the partitioner that placed them.
       device_of: the device of each lane.
-      seconds: what each device takes for its lanes and its base.
-      memory_bytes: what the lanes of each device hold.
+      seconds: each device's time for its lanes and its base.
+      memory_bytes: memory of each device's lanes.
       lower_bound_seconds: no placement has a shorter makespan.
-      optimal: whether it is proved that no placement has a shorter makespan.
+      optimal: whether this makespan is proven to be the shortest.
     """
 
     partitioner: str
@@ -91,11 +91,11 @@ class Placement:
 
     @property
     def imbalance(self) -> float:
-        """How much longer the last device takes than the mean of all: 0 when all finish together."""
+        """How much longer the last device takes than the mean: 0 if all finish together."""
         return self.makespan_seconds / (sum(self.seconds) / len(self.seconds)) - 1
 
     def to_dict(self) -> dict:
-        """All of it, ready for JSON."""
+        """All fields, ready for JSON."""
         more = {"makespan_seconds": self.makespan_seconds, "imbalance": self.imbalance}
         return {**dataclasses.asdict(self), **more}
 
@@ -108,9 +108,9 @@ def uniform_seconds(costs: Sequence[float], slowness: Sequence[float]) -> list[l
 def lower_bound_seconds(problem: Problem) -> float:
     """A makespan that no placement can beat.
 
-    The larger of the longest lane on the device that runs it fastest, after that device's base, and the time in which
-    the devices together could do all the work if lanes could be cut: with weights y, sum(y) = 1, no makespan is below
-    sum_d y_d base_d + sum_i min_d y_d seconds_id; y is taken in proportion to the devices' speeds.
+    The larger of two bounds: the longest lane on its fastest device, after that device's base, and the time in
+    which the devices together could do all the work if lanes were divisible: with weights y, sum(y) = 1,
+    no makespan is below sum_d y_d base_d + sum_i min_d y_d seconds_id; y is taken in proportion to the devices' speeds.
     """
     columns = list(zip(*problem.seconds, strict=True))
     speeds = [1 / sum(column) for column in columns]
@@ -124,7 +124,7 @@ def lower_bound_seconds(problem: Problem) -> float:
 
 
 def integer_costs(problem: Problem) -> tuple[list[int], list[float]] | None:
-    """Whole numbers and a factor for each device whose products are all the seconds; None where there are none."""
+    """Integer costs and a factor per device whose products are exactly the seconds; None if there are none."""
     factors = [value / problem.seconds[0][0] for value in problem.seconds[0]]
     costs = [row[0] for row in problem.seconds]
     for multiple in range(1, _MAX_MULTIPLE + 1):
@@ -141,7 +141,7 @@ def integer_costs(problem: Problem) -> tuple[list[int], list[float]] | None:
 
 
 def _whole_units_bound(problem: Problem, costs: list[int], factors: list[float], low: float) -> float:
-    """The shortest time in which the devices together complete as many whole units of cost as there are."""
+    """The shortest time in which the devices together complete all units of cost, each unit undivided."""
 
     def units(seconds: float) -> int:
         return sum(

@@ -1,6 +1,6 @@
-"""What a device is and gives: its name, versions and memory, and its profile, from which costs of lanes are predicted.
+"""A device's profile: its name, versions, memory and measurements, from which costs of lanes are predicted.
 
-The command `profile` measures a profile.
+The command `profile` measures it.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from mlcn_jax.host import name_of, num_cores
 from mlcn_jax.launch import program
 
 PROFILE_VERSION = 1
-# Numbers of a profile, as they are read: finite, and 0 or more.
+# Numbers in a profile must be finite, and 0 or more.
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 _SOME = msgspec.Meta(min_length=1)
@@ -33,25 +33,25 @@ _MEASURE = f"measure one there with {program()} profile"
 
 @dataclasses.dataclass(frozen=True)
 class DeviceProfile:
-    """What one device gives, measured, and what it takes for lanes, predicted from their `cost.LaneCost`.
+    """Measurements of one device, and predictions for lanes from their `cost.LaneCost`.
 
     Attributes:
-      device, platform, cpu_count: as in `environment`; what it holds for.
-      jax_version: of the compiler whose programs were measured.
-      image_shape, num_classes, lane_routing, compute_dtype: of the lanes that were measured; what it holds for.
-      batch_sizes: that were measured.
-      tiny_seconds: of a training step of the tiny network (`slowness`).
-      memory_bytes: that programs may use.
+      device, platform, cpu_count: as in `environment`; the profile is valid for these.
+      jax_version: version of jax when it was measured.
+      image_shape, num_classes, lane_routing, compute_dtype: of the measured lanes; the profile is valid for these.
+      batch_sizes: the measured batch sizes.
+      tiny_seconds: time of a training step of the tiny network (`slowness`).
+      memory_bytes: memory that programs may use.
       layer_seconds: for each `Layer.speed_class`, pairs of the logarithm (base 2) of a layer's number of parameters and
-        of the seconds of a training step for each of its forward FLOPs; between them they change linearly.
-      step_seconds, parameter_seconds: of each lane's step, and for each of its parameters, besides.
-      crowding: all these grow with this power of the number of images that a stack holds, batch size times lanes, since
-        what is saved for the backward pass leaves the caches.
-      lane_bytes_of: memory of a lane's training step for one of each of `LaneCost.memory_features`.
-      head_seconds_of: seconds of loss, decoder and its update for one of each of `head_features`.
-      forward_share: part of a lane's training step that is its forward pass.
-      link: `latency_seconds` and `bytes_per_second` of a message to a second device of this kind on the same machine,
-        as a collective sends it; None where there is none.
+        of the seconds of a training step for each of its forward FLOPs; interpolated linearly in between.
+      step_seconds, parameter_seconds: additional time per step of a lane, and per parameter of it.
+      crowding: all these grow with this power of the number of images in a stack (batch size times lanes), as values
+        saved for the backward pass no longer fit the caches.
+      lane_bytes_of: bytes of a lane's training step per unit of each of `LaneCost.memory_features`.
+      head_seconds_of: seconds of loss, decoder and its update per unit of each of `head_features`.
+      forward_share: fraction of a lane's training step spent in the forward pass.
+      link: `latency_seconds` and `bytes_per_second` of a message, sent by a collective, to a second device of this
+        kind on the same machine; None if there is none.
       points: the measured lanes, for people.
 
     Source: the speed factor is that of do Rosario 2021 (thesis), chapter 5; the fits are ours.
@@ -79,13 +79,13 @@ class DeviceProfile:
     points: Annotated[Sequence[Mapping[str, Any]], _SOME]
 
     def slowness(self, fastest: "DeviceProfile") -> float:
-        """How much slower than another device, by the tiny network (`cost.published_seconds`)."""
+        """How much slower it is than another device on the tiny network (`cost.published_seconds`)."""
         return self.tiny_seconds / fastest.tiny_seconds
 
     def lane_seconds(self, cost: "LaneCost", batch_size: int) -> float:
-        """Seconds of a training step of one lane, alone.
+        """Seconds of a training step of a single lane.
 
-        A lane that is wider or narrower than all that were measured is taken to be as fast per FLOP as the nearest.
+        A lane wider or narrower than all measured ones is assumed to be as fast per FLOP as the nearest of them.
 
         Raises:
           InputError: the profile was measured with lanes of another kind, images or classes.
@@ -93,7 +93,7 @@ class DeviceProfile:
         return self.stack_seconds([cost], batch_size)
 
     def stack_seconds(self, costs: Sequence["LaneCost"], batch_size: int) -> float:
-        """Seconds of a training step of some lanes that one program computes; raises as `lane_seconds`."""
+        """Seconds of a training step of several lanes in one program; raises as `lane_seconds`."""
         total = 0.0
         for cost in costs:
             self._check_covers(cost, self.layer_seconds, {layer.speed_class for layer in cost.layers})
@@ -106,11 +106,11 @@ class DeviceProfile:
     def lane_bytes(self, cost: "LaneCost", batch_size: int) -> float:
         """Memory of a training step of one lane: the compiled program's peak, or a little more.
 
-        Lanes of one program share work space, so together they need less than the sum. Batches smaller than all that
-        were measured count as the smallest that was.
+        Lanes of one program share work space, so together they need less than the sum. Batches smaller than all
+        measured ones count as the smallest measured one.
 
         Raises:
-          InputError: as `lane_seconds`.
+          InputError: as for `lane_seconds`.
         """
         features = cost.memory_features(max(batch_size, min(self.batch_sizes)))
         self._check_covers(cost, self.lane_bytes_of, features)
@@ -122,7 +122,7 @@ class DeviceProfile:
         return sum(self.head_seconds_of[name] * size for name, size in features.items())
 
     def check_is_of(self, device: jax.Device) -> None:
-        """Raises InputError for a device of this process that is another than the profile was measured on."""
+        """Raises InputError if a device of this process is not the kind the profile was measured on."""
         here: dict[str, Any] = {"device": name_of(device), "platform": device.platform}
         if device.platform == "cpu":
             here["cpu_count"] = num_cores()
@@ -139,7 +139,7 @@ class DeviceProfile:
             )
 
     def _check_covers(self, cost: "LaneCost", known: Collection[str], needed: Iterable[str]) -> None:
-        """Raises InputError where such lanes were not measured."""
+        """Raises InputError if such lanes were not measured."""
         rows = [
             f"  {field}: {measured!r} in the profile, {given!r} for {cost.spec}"
             for field, measured, given in (
@@ -155,32 +155,32 @@ class DeviceProfile:
             raise InputError(
                 "the device profile was measured with other lanes:\n"
                 + "\n".join(rows)
-                + f"\nmeasure one with these by {program()} profile (--data, --lane_routing, "
+                + f"\nmeasure one with these, using {program()} profile (--data, --lane_routing, "
                 + "--compute_dtype)"
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
+        """All fields, ready for JSON."""
         return {"version": PROFILE_VERSION, **dataclasses.asdict(self)}
 
     @classmethod
     def from_dict(cls, values: Any) -> "DeviceProfile":
-        """Reads what `to_dict` gives.
+        """Reads the output of `to_dict`.
 
         Raises:
-          InputError: it is of another format, or damaged.
+          InputError: it has another format, or is damaged.
         """
         if not isinstance(values, dict) or "version" not in values:
-            raise InputError(f"this is no device profile: {_MEASURE}")
+            raise InputError(f"this is not a device profile: {_MEASURE}")
         values = dict(values)
         version = values.pop("version")
         if version != PROFILE_VERSION:
             raise InputError(
-                f"this is a device profile of format {version}, and format {PROFILE_VERSION} is expected: {_MEASURE}"
+                f"this device profile has format {version}, but format {PROFILE_VERSION} is expected: {_MEASURE}"
             )
         fields = {field.name: field.type for field in dataclasses.fields(cls)}
         for name in sorted(set(fields) ^ set(values)):
-            what = "is missing" if name in fields else "is no field"
+            what = "is missing" if name in fields else "is not a field"
             raise InputError(f"the device profile is damaged, {name} {what}: {_MEASURE}")
         for name, value in values.items():
             try:
@@ -195,7 +195,7 @@ class DeviceProfile:
 
     @classmethod
     def load(cls, path: Path) -> "DeviceProfile":
-        """Reads what `save` wrote; raises InputError, naming the file, where it is missing or cannot be used."""
+        """Reads the output of `save`; raises InputError, naming the file, if it is missing or cannot be used."""
         try:
             return cls.from_dict(json.loads(path.read_text()))
         except OSError as error:
@@ -207,7 +207,7 @@ class DeviceProfile:
 
 
 def head_features(num_lanes: int, batch_size: int) -> dict[str, float]:
-    """Sizes to which seconds of loss and decoder are fitted."""
+    """Features for fitting the seconds of loss and decoder."""
     return {"step": 1, "lanes": num_lanes, "images": batch_size, "images times lanes": batch_size * num_lanes}
 
 

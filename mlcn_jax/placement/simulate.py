@@ -1,9 +1,9 @@
-"""What a training step takes on devices that are not here, from its parts: work, messages, links. Pure Python.
+"""Predicts a training step on devices that are not available, from its work, messages and links. Pure Python.
 
-A message of m bytes takes latency + m / bandwidth; a device sends one and receives one at a time. A step is six phases,
-and no device begins one before all have ended the one before: forward, gather of the class capsules, head (loss,
-decoder, their gradients), spread of the class capsules' gradients, backward with the update, reduction of gradients.
-So nothing sent hides behind what is computed: an upper bound where a real step lets them overlap.
+A message of m bytes takes latency + m / bandwidth; a device sends one and receives one at a time. A step has six
+phases, and no device begins one before all have finished the previous one: forward, gather of the class capsules, head
+(loss, decoder, their gradients), spread of the class capsules' gradients, backward with the update, reduction of
+gradients. So communication never overlaps with computation: an upper bound if it does in a real step.
 
 Source: Thakur, Rabenseifner, Gropp 2005 (Int. J. High Performance Computing Applications 19(1), pages 49-66) for the
 costs of collectives.
@@ -24,10 +24,10 @@ EXCHANGES = ("direct", *ALGORITHMS)
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """How fast messages travel; an infinite `bytes_per_second` costs the latency alone.
+    """The speed of messages; an infinite `bytes_per_second` leaves only the latency.
 
     Raises:
-      InputError: the latency is negative or the bandwidth not above 0.
+      InputError: the latency is negative or the bandwidth is not above 0.
     """
 
     latency_seconds: float
@@ -40,7 +40,7 @@ class Link:
             raise InputError(f"bytes_per_second is {self.bytes_per_second}: give more than 0, such as 1e10")
 
     def seconds(self, num_bytes: float) -> float:
-        """Of one message; where there is nothing to send, none is sent."""
+        """Seconds of one message; 0 if there is nothing to send."""
         return self.latency_seconds + num_bytes / self.bytes_per_second if num_bytes else 0.0
 
 
@@ -50,8 +50,8 @@ class Cluster:
 
     Attributes:
       hosts: the host of each device, by number or name.
-      within: a link of its own between any two devices of a host.
-      between: the link of a host to all others, shared by what leaves it at the same time.
+      within: the link between any two devices of a host, not shared.
+      between: the link of a host to all others, shared by all simultaneous messages that leave the host.
 
     Raises:
       InputError: there is no device.
@@ -72,7 +72,7 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """The phases of a simulated step, and for how long each device computes in it."""
+    """The phases of a simulated step, and the time each device computes in it."""
 
     forward_seconds: float
     gather_seconds: float
@@ -92,11 +92,11 @@ class StepTime:
 
     @property
     def idle_shares(self) -> tuple[float, ...]:
-        """The share of the step in which each device computes nothing."""
+        """The fraction of the step in which each device is idle."""
         return tuple(1 - busy / self.total_seconds for busy in self.busy_seconds)
 
     def to_dict(self) -> dict:
-        """All of it, ready for JSON."""
+        """All fields, ready for JSON."""
         more = ("communication_seconds", "total_seconds", "idle_shares")
         return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in more}}
 
@@ -106,7 +106,7 @@ def collective_seconds(
 ) -> float:
     """Seconds of one collective in each group of devices, all groups at once.
 
-    With n devices on one host, latency a, and t for what all the bytes take on the link:
+    With n devices on one host, latency a, and t for the time of all bytes on the link:
 
         ring, all-gather, reduce-scatter    (n-1) a + (n-1)/n t
         ring, all-reduce                  2 (n-1) a + 2 (n-1)/n t
@@ -115,17 +115,17 @@ def collective_seconds(
 
     A tree is two binomial trees: to one device (gather or reduce), and from there to all (broadcast or scatter). Over
     several hosts, a ring leaves each host once, and each of its rounds takes as long as its slowest link. A tree joins
-    the devices of each host, then the hosts. Groups that leave the same host divide its link between them.
+    the devices of each host, then the hosts. Groups that leave the same host share its link.
 
     Args:
       kind: one of `COLLECTIVES`.
-      num_bytes: of the whole array: what a gather returns, what a scatter or a reduction takes.
+      num_bytes: bytes of the full array: the output of a gather, the input of a scatter or a reduction.
       cluster: the devices.
-      groups: the devices of each group, by number; empty is one group of all.
+      groups: the devices of each group, by number; if empty, one group of all.
       algorithm: one of `ALGORITHMS`.
 
     Raises:
-      InputError: a name is unknown, the bytes are negative, or a group does not fit the cluster.
+      InputError: a name is unknown, the bytes are negative, or a group does not match the cluster.
     """
     _check_name("collective", kind, COLLECTIVES)
     _check_name("algorithm", algorithm, ALGORITHMS)
@@ -139,13 +139,13 @@ def collective_seconds(
     sharing = max(leaving.values(), default=1)
     between = Link(cluster.between.latency_seconds, cluster.between.bytes_per_second / sharing)
     of_group = _ring_seconds if algorithm == "ring" else _tree_seconds
-    # Groups spread over hosts in the same way take the same time.
+    # Groups distributed over hosts in the same way take the same time.
     layouts = {tuple(sorted(counts.values(), reverse=True)) for counts in on_hosts}
     return max(of_group(kind, num_bytes, layout, cluster.within, between) for layout in layouts)
 
 
 def _ring_seconds(kind: str, num_bytes: float, layout: Sequence[int], within: Link, between: Link) -> float:
-    """Of one group with so many devices on each of its hosts."""
+    """Seconds for one group; `layout` is the number of its devices on each host."""
     size = sum(layout)
     links = [within] * (max(layout) > 1) + [between] * (len(layout) > 1)
     rounds = (size - 1) * (2 if kind == "all-reduce" else 1)
@@ -153,7 +153,7 @@ def _ring_seconds(kind: str, num_bytes: float, layout: Sequence[int], within: Li
 
 
 def _tree_seconds(kind: str, num_bytes: float, layout: Sequence[int], within: Link, between: Link) -> float:
-    """Of one group with so many devices on each of its hosts, the fullest first: it is ready last, so none waits."""
+    """As `_ring_seconds`; the host with most devices comes first: it is ready last, so none waits."""
     inside, across = _joined([1] * layout[0]), _joined(layout)
     share = num_bytes / sum(layout)
     gather = sum(within.seconds(n * share) for n in inside) + sum(between.seconds(n * share) for n in across)
@@ -179,29 +179,29 @@ def simulate_mesh(
     num_collectives: Mapping[str, int] | None = None,
     algorithm: str = "ring",
 ) -> StepTime:
-    """A step over a mesh (`mesh_runner.MeshRunner`), in which every device has the same share of the work.
+    """A step over a mesh (`mesh_runner.MeshRunner`), in which every device has an equal share of the work.
 
     Devices are numbered as `mesh.make_mesh` takes them: device d * lane + l has share d of the batch, share l of
     the lanes. Class capsules and the decoder's activations are gathered, and their gradients scattered, over the lane
-    axis. Gradients are reduced over the data axis, or where that is 1, those of what is not split over the lane axis.
+    axis. Gradients are reduced over the data axis, or, if that is 1, those of unsharded arrays over the lane axis.
 
     Args:
-      data, lane: the mesh.
+      data, lane: the sizes of the mesh.
       cluster: its devices.
-      lane_seconds: what each device takes for its share of the lanes and of the batch, forward, backward and update.
-      head_seconds: what each device takes for its share of loss and decoder, forward, backward and update.
-      forward_share: the part of `lane_seconds` that is forward.
+      lane_seconds: each device's time for its shard of the lanes and of the batch, forward, backward and update.
+      head_seconds: each device's time for its shard of loss and decoder, forward, backward and update.
+      forward_share: the fraction of `lane_seconds` that is forward.
       exchanged: bytes by collective, as `cost.exchanged_bytes` counts them.
-      num_collectives: over how many collectives of a kind its bytes are divided; 1 where left out.
+      num_collectives: number of collectives of each kind over which its bytes are divided; by default 1.
       algorithm: one of `ALGORITHMS`.
 
     Raises:
-      InputError: lengths do not fit together, a number is out of range or a name unknown.
+      InputError: lengths are inconsistent, a number is out of range or a name is unknown.
     """
     if min(data, lane) < 1 or data * lane != cluster.num_devices:
         raise InputError(
-            f"a mesh of data={data} times lane={lane} does not have the cluster's {cluster.num_devices} devices: give "
-            "two numbers whose product that is"
+            f"a mesh of data={data} times lane={lane} does not match the cluster's {cluster.num_devices} devices: give "
+            "two numbers with that product"
         )
     counts = dict.fromkeys(COLLECTIVES, 1) | dict(num_collectives or {})
     for kind in {*exchanged, *counts}:
@@ -241,23 +241,23 @@ def simulate_stacks(
 ) -> StepTime:
     """A step of lanes placed one by one (`stacks_runner.StacksRunner`), with loss and decoder on one device, the head.
 
-    Only columns and their gradients cross. `direct`: one message after the other, to the head and from it, of as many
-    bytes as a device's lanes need. `ring`, `tree`: an all-gather and a reduce-scatter among the devices that have lanes
-    and the head, in which every device counts as many lanes as the one with most.
+    Only columns and their gradients are exchanged. `direct`: one message after another, to and from the head, of the
+    size that a device's lanes need. `ring`, `tree`: an all-gather and a reduce-scatter among the devices with lanes and
+    the head, in which every device counts as having as many lanes as the one with most.
 
     Args:
       placement: the device of each lane, and the seconds of each device for its lanes, forward, backward and update;
-        the placement's base must not hold the head's work.
+        the placement's base must not include the head's work.
       cluster: the devices.
-      column_bytes: of one lane's column: 4 * batch * classes for float32.
-      head_seconds: what the head takes for loss, decoder and their gradients, while the others wait.
-      forward_share: the part of the placement's seconds that is forward.
+      column_bytes: bytes of one lane's column: 4 * batch * classes for float32.
+      head_seconds: the head's time for loss, decoder and their gradients, while the others wait.
+      forward_share: the fraction of the placement's seconds that is forward.
       head: number of the device that is the head.
-      head_update_seconds: what the head takes to update the decoder, while the others do their backward.
+      head_update_seconds: the head's time to update the decoder, during the others' backward pass.
       exchange: one of `EXCHANGES`.
 
     Raises:
-      InputError: lengths do not fit together, a number is out of range or a name unknown.
+      InputError: lengths are inconsistent, a number is out of range or a name is unknown.
     """
     _check_name("exchange", exchange, EXCHANGES)
     _check_devices([head, *placement.device_of], cluster)
@@ -300,7 +300,7 @@ def _step(
     spread: float,
     reduce: float = 0.0,
 ) -> StepTime:
-    """From what each device computes and what the phases of communication take."""
+    """The step from each device's computation and the times of the communication phases."""
     update_seconds = update_seconds or [0.0] * cluster.num_devices
     if not 0 <= forward_share <= 1:
         raise InputError(f"forward_share is {forward_share}: give a share from 0 to 1, such as 0.33")

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saved in the background, verified when read, the newest ones and the best kept."""
+"""Checkpoints of a run: saved in the background and verified when read; the newest and the best are kept."""
 
 import contextlib
 import dataclasses
@@ -24,23 +24,23 @@ from mlcn_jax.nn.model import ModelSpec, init_params
 
 _log = logging.getLogger(__name__)
 
-_KEEP_NEWEST = 2  # so that one is left when the newest fails its checksum
+_KEEP_NEWEST = 2  # so that one is left if the newest fails its checksum
 _ACCURACY = "validation_accuracy"
 _UNRANKED = -1.0  # below every accuracy
 _PARTS = ("params", "optimizer")
 
 
 class Checkpoints:
-    """The checkpoints in one folder, one subfolder a step.
+    """The checkpoints in one folder, one subfolder per step.
 
-    The SHA-256 of every part is stored with it; a checkpoint counts only if what is read back has the same.
+    The SHA-256 of every part is stored with it; a checkpoint is valid only if what is read back matches.
     """
 
     def __init__(self, directory: str | Path, *, read_only: bool = False):
-        """Opens `directory`, and makes it where needed unless `read_only`.
+        """Opens `directory`, and creates it if needed unless `read_only`.
 
         Raises:
-          InputError: its name is one that checkpoints cannot be kept under, or it cannot be read.
+          InputError: checkpoints cannot be stored under its name, or it cannot be read.
         """
         check_workdir(Path(directory))
         self._directory = Path(directory).absolute()
@@ -55,7 +55,7 @@ class Checkpoints:
             read_only=read_only,
             save_interval_steps=0 if read_only else 1,  # orbax sets it so, with a warning
             cleanup_tmp_directories=not read_only,
-            multiprocessing_options=ocp.options.MultiprocessingOptions(  # each process by itself
+            multiprocessing_options=ocp.options.MultiprocessingOptions(  # each process on its own
                 primary_host=jax.process_index(),
                 active_processes={jax.process_index()},
                 barrier_sync_key_prefix=f"process{jax.process_index()}",
@@ -66,7 +66,7 @@ class Checkpoints:
                 self._manager = ocp.CheckpointManager(self._directory, options=options, item_names=(*_PARTS, "facts"))
         except OSError as error:
             raise InputError(
-                f"the checkpoints in {self._directory} cannot be read ({error}): mend that first"
+                f"the checkpoints in {self._directory} cannot be read ({error}): fix that first"
             ) from error
         self._accuracies = {step: self._stored_accuracy(step) for step in self._manager.all_steps()}
 
@@ -75,7 +75,7 @@ class Checkpoints:
         return bool(self._manager.all_steps()) or any(self._directory.glob("*.damaged*"))
 
     def best_step(self) -> int:
-        """The step of highest validation accuracy, the newest of equals."""
+        """The step with the highest validation accuracy; the newest in a tie."""
         return max(self._accuracies, key=lambda step: (self._accuracies[step], step))
 
     def save(self, step: int, state: dict[str, Any], facts: dict, validation_accuracy: float | None = None) -> None:
@@ -84,11 +84,11 @@ class Checkpoints:
         Args:
           step: number of training steps done.
           state: the trees `params` and `optimizer`.
-          facts: small JSON-able facts to keep beside the state.
+          facts: small JSON-serializable facts to store with the state.
           validation_accuracy: ranks the checkpoint; None ranks it below all that have one.
 
         Raises:
-          InputError: the checkpoint before this one could not be written, as on a full disk.
+          InputError: the previous checkpoint could not be written, for instance because the disk is full.
         """
         copy = {name: jax.tree.map(np.array, jax.device_get(state[name])) for name in _PARTS}
         digests = {name: _sha256(tree) for name, tree in copy.items()}
@@ -101,7 +101,7 @@ class Checkpoints:
             self._manager.save(step, args=ocp.args.Composite(**items, facts=signed), force=True)
 
     def wait(self) -> None:
-        """Blocks until what was started is on disk.
+        """Blocks until the current save is on disk.
 
         Raises:
           InputError: it could not be written.
@@ -110,18 +110,18 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
     def restore(self, like: dict[str, Any], *, best: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The newest (or best) state that verifies, with its facts.
+        """The newest (or best) state that passes verification, with its facts.
 
-        A checkpoint that is shown to be damaged is skipped with a warning and, unless `read_only`, renamed to
-        `STEP.damaged`; the next one is tried. Where it cannot be read for another reason nothing is renamed.
+        A damaged checkpoint is skipped with a warning and, unless `read_only`, renamed to `STEP.damaged`; the next one
+        is tried. If it cannot be read for another reason, nothing is renamed.
 
         Args:
           like: the parts wanted, `params`, `optimizer` or both, each a tree of arrays or of
-            `jax.ShapeDtypeStruct` with the shapes, types and shardings wanted.
-          best: start from the highest validation accuracy (the newest of equals), then those never ranked.
+            `jax.ShapeDtypeStruct` with the shapes, dtypes and shardings wanted.
+          best: tries checkpoints by validation accuracy, highest first (the newest in a tie), unranked ones last.
 
         Raises:
-          InputError: no checkpoint verifies, there is none, one cannot be read, or it is of another model or
+          InputError: there is no checkpoint, none is intact, one cannot be read, or it belongs to another model or
             optimizer.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
@@ -132,18 +132,18 @@ class Checkpoints:
                 return self._restore(step, like)
             except Exception as error:  # a damaged file can surface as almost any exception
                 self._check_is_damage(step, error)
-                _log.warning("checkpoint of step %d does not verify and is skipped: %s", step, _reason(error))
+                _log.warning("checkpoint of step %d is damaged and is skipped: %s", step, _reason(error))
                 self._set_aside(step)
         if not self.exist():
             raise InputError(f"{self._directory} holds no checkpoint yet: train until one is saved")
         raise InputError(
-            f"no checkpoint in {self._directory} verifies: put one back from a copy, or train in another --workdir "
-            "to start afresh"
+            f"no checkpoint in {self._directory} is intact: restore one from a copy, or start again in another "
+            "--workdir"
         )
 
     def _restore(self, step: int, like: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         facts = self._facts(step)
-        theirs = facts.get("structure", {})  # earlier versions wrote none
+        theirs = facts.get("structure", {})  # earlier versions did not write it
         other = any(theirs.get(name, _structure(tree)) != _structure(tree) for name, tree in like.items())
         items = {name: ocp.args.StandardRestore(tree) for name, tree in like.items()}
         try:
@@ -154,8 +154,8 @@ class Checkpoints:
             other = True
         if other:
             raise InputError(
-                f"the checkpoint of step {step} in {self._directory} is of another model or optimizer than model.json "
-                "and the installed packages make: put back what it was trained with, or train in another --workdir"
+                f"the checkpoint of step {step} in {self._directory} does not match the model of model.json or the "
+                "optimizer of the installed packages: restore what it was trained with, or use another --workdir"
             )
         for name in like:
             found, expected = _sha256(jax.device_get(restored[name])), facts["sha256"][name]
@@ -168,7 +168,7 @@ class Checkpoints:
         signed = self._manager.restore(step, args=args)["facts"]
         facts = signed["facts"]
         if _sha256_of_json(facts) != signed["sha256"] or facts["step"] != step:
-            raise _Damaged("its facts do not have the SHA-256 stored with them")
+            raise _Damaged("its facts do not match the SHA-256 stored with them")
         return facts
 
     def _stored_accuracy(self, step: int) -> float:
@@ -176,13 +176,13 @@ class Checkpoints:
             return _rank(self._facts(step))
         except Exception as error:
             self._check_is_damage(step, error)
-            return _UNRANKED  # damaged: to be found, and told, when it is restored
+            return _UNRANKED  # damaged: detected and reported when it is restored
 
     def _check_is_damage(self, step: int, error: Exception) -> None:
-        """Raises InputError unless `error`, met in reading a checkpoint, shows that its files are not what was saved.
+        """Raises InputError unless `error`, raised while reading a checkpoint, shows that its files are damaged.
 
-        What the storage library tells is believed only if every file can be read: it takes what it has no access to
-        for missing.
+        The storage library's error counts only if every file can be read: it reports files that it has no access
+        to as missing.
         """
         if isinstance(error, InputError):
             raise error
@@ -194,7 +194,7 @@ class Checkpoints:
         if reason:
             raise InputError(
                 f"the checkpoint of step {step} in {self._directory} cannot be read ({reason}), which does not mean "
-                "that it is damaged: mend the disk, the permissions or the lack of memory, then run the same command "
+                "that it is damaged: fix the disk or the permissions, or free memory, then run the same command "
                 "again"
             ) from error
 
@@ -208,7 +208,7 @@ class Checkpoints:
         self._manager.reload()
 
     def close(self) -> None:
-        """Waits for a save under way and frees the background threads."""
+        """Waits for a save in progress and stops the background threads."""
         with _WriteErrors(self._directory):
             self._manager.close()
 
@@ -224,7 +224,7 @@ class Trained:
 
 
 def describe_model(spec: ModelSpec, class_names: Sequence[str], data_digest: str) -> dict[str, Any]:
-    """What `model.json` holds: all that is needed to use the parameters, and the SHA-256 of what they learn from."""
+    """The content of `model.json`: all that is needed to use the parameters, and the training data's SHA-256."""
     return {
         "spec": {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(spec).items()},
         "class_names": list(class_names),
@@ -236,7 +236,7 @@ def load_trained(workdir: str | Path) -> Trained:
     """Reads the best checkpoint of a workdir.
 
     Raises:
-      InputError: the workdir holds no trained model, no checkpoint of it verifies, or it is not of `model.json`.
+      InputError: the workdir holds no trained model, no checkpoint is intact, or none matches `model.json`.
     """
     workdir = Path(workdir).expanduser()
     path = workdir / "model.json"
@@ -247,28 +247,28 @@ def load_trained(workdir: str | Path) -> Trained:
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored["spec"].items()}
         spec, class_names = ModelSpec(**fields), tuple(stored["class_names"])
     except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is not what this version writes ({error}): put it back from a copy") from error
+        raise InputError(f"{path} is not in this version's format ({error}): restore it from a copy") from error
     like = {"params": jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))}
     checkpoints = Checkpoints(workdir / "checkpoints", read_only=True)
     restored, facts = checkpoints.restore(like, best=True)
     checkpoints.close()
     expected = jax.tree_util.tree_leaves_with_path(like["params"])
     for (where, leaf), found in zip(expected, jax.tree.leaves(restored["params"]), strict=True):
-        if leaf.shape != found.shape:  # orbax gives what is stored
+        if leaf.shape != found.shape:  # orbax returns what is stored
             name = jax.tree_util.keystr(where, simple=True, separator="/")
             raise InputError(
-                f"{path} is not of the model in {workdir / 'checkpoints'}: by it {name} has shape {leaf.shape}, stored "
-                f"are {found.shape}: put the file back from a copy"
+                f"{path} does not match {workdir / 'checkpoints'}: it gives {name} the shape {leaf.shape}, but "
+                f"{found.shape} is stored: restore the file from a copy"
             )
     return Trained(spec, class_names, restored["params"], facts["step"])
 
 
 class _Damaged(Exception):
-    """What was read has not the SHA-256 stored with it."""
+    """What was read does not match the SHA-256 stored with it."""
 
 
 def _tells_damage(error: Exception) -> bool:
-    """Whether an error can come from the content of files alone."""
+    """Whether an error can be caused by the content of files only."""
     if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
         return True
     status, number = re.match("[A-Z_]+(?=: )", str(error)), re.search(r"os_error_code='(\d+)'", str(error))
@@ -295,7 +295,7 @@ def _without_remarks_on_reading() -> Iterator[None]:
 
 
 def _read_all(folder: Path) -> None:
-    """Raises OSError where a file in a folder is there and cannot be read to its end."""
+    """Raises OSError if a file in a folder exists but cannot be read to its end."""
 
     def fail(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):
@@ -309,7 +309,7 @@ def _read_all(folder: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what an error says."""
+    """The first line of an error's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
@@ -326,13 +326,13 @@ class _WriteErrors:
         if isinstance(error, Exception):
             reason = "no space left on device" if "No space left" in str(error) else _reason(error)
             raise InputError(
-                f"a checkpoint could not be written to {self._directory}: {reason}. Free disk space or mend the "
-                "permissions, then run the same command again; it resumes from the newest checkpoint that verifies"
+                f"a checkpoint could not be written to {self._directory}: {reason}. Free disk space or fix the "
+                "permissions, then run the same command again; it resumes from the newest intact checkpoint"
             ) from error
 
 
 class _KeepBest:
-    """Preservation policy: the best checkpoint stays, however old it is."""
+    """Preservation policy: keeps the best checkpoint, however old it is."""
 
     def __init__(self, checkpoints: Checkpoints):
         self._checkpoints = checkpoints
@@ -351,14 +351,14 @@ def _sha256_of_json(value: Any) -> str:
 
 
 def _structure(state: Any) -> str:
-    """Digest of names and types of all arrays."""
+    """Digest of the names and dtypes of all arrays."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     rows = [f"{jax.tree_util.keystr(path)} {np.dtype(leaf.dtype)}" for path, leaf in leaves]
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()
 
 
 def _sha256(state: Any) -> str:
-    """Digest of names, types, shapes and bytes of all arrays."""
+    """Digest of the names, dtypes, shapes and bytes of all arrays."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         array = np.ascontiguousarray(leaf)

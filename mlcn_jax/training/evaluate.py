@@ -1,4 +1,4 @@
-"""Scores over a whole split, and the pictures drawn from them."""
+"""Scores over an entire split of a dataset."""
 
 import dataclasses
 import functools
@@ -18,20 +18,20 @@ from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.nn import capsules, conv, losses
 from mlcn_jax.nn.model import ModelSpec, classification_loss, encode, reconstruct
 
-ALIVE = 0.05  # least spread of a lane that tells images apart
+ALIVE = 0.05  # minimum spread of a lane that distinguishes images
 _SPREAD_IMAGES = 500
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Scores of a split; `confusion[t, p]` counts images of class t that were taken for class p."""
+    """Scores of a split; `confusion[t, p]` counts images of class t that were classified as p."""
 
     loss: float
     confusion: np.ndarray
 
     @property
     def accuracy(self) -> float:
-        """Share of images whose longest class capsule is that of their class."""
+        """Fraction of images whose longest class capsule is that of their class."""
         return float(np.trace(self.confusion) / self.confusion.sum())
 
     @property
@@ -55,8 +55,8 @@ def make_evaluator(
 ) -> Callable[[dict, datasets.Split, int], Scores]:
     """A function `(params, split, batch_size) -> Scores` that compiles once.
 
-    The loss is that of training: the mean over images of margin loss plus weighted reconstruction loss, with
-    the true class masked. Accuracy looks at the lengths alone. Over a mesh, `params` lie as `mesh` placed them.
+    The loss is that of training: the mean over images of margin loss plus weighted reconstruction loss, decoded
+    from the true class's capsule. Accuracy depends on the lengths only. With a mesh, `params` must be sharded by it.
     """
 
     lane_axis = mesh_lib.lane_axis(mesh)
@@ -85,7 +85,7 @@ def head_sums(
     mask: Float[Array, " batch"],
     lane_axis: str = "",
 ) -> tuple[Array, Array]:
-    """Sums over the images that `mask` keeps, from their class capsules on: of the losses, and in the confusion."""
+    """Sums over the images that `mask` keeps, from their class capsules: the losses, and the confusion matrix."""
     loss = classification_loss(spec, v, labels)
     reconstructions = reconstruct(spec, decoder, v, labels, lane_axis)
     loss += reconstruction_weight * losses.reconstruction_loss(reconstructions, pixels)
@@ -95,7 +95,7 @@ def head_sums(
 
 
 def scores_of(split: datasets.Split, batch_size: int, sums: Callable[[tuple], tuple[Array, Array]]) -> Scores:
-    """Scores of a split, `sums` giving what `head_sums` does for each of its padded batches."""
+    """Scores of a split; `sums` returns the result of `head_sums` for each of its padded batches."""
     loss, confusion = 0.0, np.zeros(())
     for batch in padded_batches(split, batch_size):
         batch_loss, batch_confusion = jax.device_get(sums(batch))
@@ -121,12 +121,12 @@ def _compiled_encoder(spec: ModelSpec) -> Callable[[dict, np.ndarray], Array]:
 
 
 def lane_spreads(spec: ModelSpec, params: dict, split: datasets.Split, batch_size: int) -> list[float]:
-    """How much the entries of each lane in the class capsules differ between images, in the order of the columns.
+    """How much each lane's entries in the class capsules vary between images, in the order of the columns.
 
-    The standard deviation over 500 images of the whole split, mean over classes, over that of a lane with its share in
-    a model that gives probability 1 to the true class and 0 to others, where classes are equally many. A lane below
-    `ALIVE` says the same of every image: it is near zero or saturated, where squash has almost no gradient. Empty for
-    CapsNet.
+    The standard deviation over 500 images from the entire split, averaged over classes, divided by that of a lane in a
+    perfect model (probability 1 for the true class, 0 for others) with equally frequent classes. A lane below `ALIVE`
+    gives the same output for every image: it is near zero or saturated, where squash has almost no gradient. Empty
+    for CapsNet.
     """
     if not spec.lane_groups:
         return []

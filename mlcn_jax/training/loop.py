@@ -1,4 +1,4 @@
-"""The training loop: start or resume, steps, scores, checkpoints, the summary."""
+"""The training loop: start or resume, steps, scores, checkpoints, summary."""
 
 import contextlib
 import dataclasses
@@ -37,14 +37,14 @@ _PROFILED_STEPS = 5
 
 
 def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
-    """Trains, scores the test set and returns the summary that it writes to `workdir/summary.json`.
+    """Trains, scores the test set and returns the summary, which is also written to `workdir/summary.json`.
 
-    A workdir that holds a run is resumed from its newest checkpoint that verifies, and ends with the same
-    parameters as a run that was never stopped.
+    A run in the workdir is resumed from its newest intact checkpoint, and ends with the same parameters as an
+    uninterrupted run.
 
     Raises:
-      InputError: something given cannot be used; the run that the workdir holds is left as it is.
-      Stopped: a signal asked to stop; a checkpoint was saved.
+      InputError: some input cannot be used; a run already in the workdir is left unchanged.
+      Stopped: a signal asked the run to stop; a checkpoint was saved.
       Diverged: the loss is not finite; earlier checkpoints are kept.
     """
     settings = config.train
@@ -101,10 +101,10 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             return scores
 
         def save(step: int, validate: bool) -> None:
-            # The loss of a step is that before its update: what is saved is tried on the newest batch first.
+            # A step's loss is from before its update, so a state is tried on the newest batch before saving.
             loss = runner.scores(Split(*batches.at(step - 1)), settings.batch_size).loss
             if not math.isfinite(loss):
-                raise Diverged(f"step {step}: the loss after it is {loss}; checkpoints of earlier steps are kept")
+                raise Diverged(f"step {step}: the loss after it is {loss}; earlier checkpoints are kept")
             accuracy = score("validation", validation, step).accuracy if validate else None
             state = runner.fetch()
             if not processes.is_first():
@@ -129,7 +129,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
                 stopping = stop.due(step)
                 if test_due or save_due or stopping:
                     with log.paused():
-                        if test_due:  # before the save: what a checkpoint follows is on disk already
+                        if test_due:  # before the save, so that it is on disk before the checkpoint
                             score("test", dataset.test, step)
                         if save_due or stopping:
                             save(step, validate=save_due and len(validation.labels) > 0)
@@ -177,7 +177,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
 
 
 def _finished_summary(workdir: Path, step: int) -> dict | None:
-    """The summary of a run that ended at `step`, if it is there and whole."""
+    """The summary of a run that ended at `step`, if it exists and is complete."""
     try:
         summary = read_json(workdir / "summary.json")
     except InputError:
@@ -186,9 +186,9 @@ def _finished_summary(workdir: Path, step: int) -> dict | None:
 
 
 class _StopSignals:
-    """Notes the first SIGTERM or Ctrl-C in `requested`; a second one ends the process, whatever it computes.
+    """Records the first SIGTERM or Ctrl-C in `requested`; a second one ends the process at once.
 
-    Python's own handlers wait until a compiler returns, so a thread counts the signals as they come.
+    Python's own handlers wait until a compilation returns, so a thread counts the signals as they arrive.
     """
 
     requested = ""
@@ -209,11 +209,11 @@ class _StopSignals:
             while number := numbers.read(1):
                 stops += number[0] in self._before
                 if stops > 1:
-                    time.sleep(1.0)  # for a KeyboardInterrupt to tidy up
+                    time.sleep(1.0)  # for a KeyboardInterrupt to clean up
                     os._exit(128 + number[0])
 
     def due(self, step: int) -> bool:
-        """Whether to stop after this step; processes of one run agree on it."""
+        """Whether to stop after this step; the same in all processes of a run."""
         if jax.process_count() > 1 and processes.asked_to_stop(step):
             self.requested = "SIGTERM"
         return bool(self.requested)
@@ -224,7 +224,7 @@ class _StopSignals:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def check(self, when: str) -> None:
-        """Raises Stopped if a signal has come."""
+        """Raises Stopped if a signal has arrived."""
         if self.requested:
             raise Stopped(f"stopped by {self.requested} {when}")
 

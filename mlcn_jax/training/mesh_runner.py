@@ -15,7 +15,12 @@ from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 
 
 class MeshRunner:
-    """A run's state and what is done with it, on one device or over a mesh, as one program."""
+    """A `runner.Runner` on one device or over a mesh, as one program.
+
+    Args:
+      spec, optimizer, reconstruction_weight, seed, max_shift, flip: as for `step.make_train_step`.
+      mesh: from `mesh.make_mesh`; None for one device.
+    """
 
     def __init__(
         self,
@@ -41,21 +46,21 @@ class MeshRunner:
         self._evaluate = evaluate.make_evaluator(spec, reconstruction_weight, mesh)
 
     def start(self, state: TrainState) -> None:
-        """Takes over a state, whole and wherever it lies."""
+        """Copies a full state, wherever it is, to the devices."""
         self._state = mesh_lib.place_state(self._mesh, state)
 
     def compile(self, images: np.ndarray, labels: np.ndarray) -> float:
-        """Compiles the step for batches of that shape; returns the seconds taken."""
+        """Compiles the step for batches of this shape; returns the seconds taken."""
         batch = mesh_lib.place_batch(self._mesh, (images, labels))
         self._compiled, seconds = compile_step(self._step, self._state, batch)
         return seconds
 
     def place(self, images: np.ndarray, labels: np.ndarray) -> tuple[Any, Any]:
-        """Starts bringing a batch to the devices; returns what `step` takes."""
+        """Starts copying a batch to the devices; returns the arguments of `step`."""
         return mesh_lib.place_batch(self._mesh, (images, labels))
 
     def step(self, images: Array, labels: Array) -> dict[str, Array]:
-        """Takes a training step and returns its metrics, before they are computed."""
+        """Starts a training step and returns its metrics without waiting for them."""
         self._state, metrics = self._compiled(self._state, images, labels)
         return metrics
 
@@ -64,5 +69,5 @@ class MeshRunner:
         return self._evaluate(self._state.params, split, batch_size)
 
     def fetch(self) -> TrainState:
-        """The whole state in host memory, valid until the next step."""
+        """The full state in host memory, valid until the next step."""
         return mesh_lib.to_host(self._state)

@@ -1,4 +1,4 @@
-"""What is measured and written while training: `metrics.jsonl`, TensorBoard, a progress bar or log lines."""
+"""Metrics recorded during training: `metrics.jsonl`, TensorBoard, a progress bar or log lines."""
 
 import contextlib
 import json
@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 class MetricsWriter:
     """Appends rows to `metrics.jsonl` and the same numbers to TensorBoard.
 
-    Opening it for a run that resumes at `step` drops the rows after that step, and a half-written last row, so
-    that every step stands once.
+    Opening it for a run that resumes at `step` drops the rows after that step, and an incomplete last row, so
+    that every step appears once.
     """
 
     def __init__(self, workdir: Path, step: int):
@@ -46,7 +46,7 @@ class MetricsWriter:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Rows of a `metrics.jsonl`; none where there is no file. Damaged rows are left out."""
+    """Rows of a `metrics.jsonl`; none if the file does not exist. Damaged rows are skipped."""
     rows = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
@@ -57,7 +57,7 @@ def read_rows(path: Path) -> list[dict]:
 
 
 class Progress:
-    """Images per second, loss, accuracy and time left: a bar on a terminal, log lines elsewhere."""
+    """Images per second, loss, accuracy and time left: a bar on a terminal, otherwise log lines."""
 
     def __init__(self, step: int, num_steps: int, steps_per_epoch: int):
         self._num_steps = num_steps
@@ -85,7 +85,7 @@ class Progress:
         _log.info("epoch %d  step %d/%d  %s  %s left", epoch, step, self._num_steps, shown, clock)
 
     def say(self, message: str) -> None:
-        """A line that does not disturb the bar."""
+        """Prints a line without disturbing the bar."""
         if self._bar is not None:
             self._bar.write(message, file=sys.stderr)
         else:
@@ -97,7 +97,7 @@ class Progress:
 
 
 class StepLog:
-    """Collects the metrics of steps, one step late so that the device is never waited for, and reports them."""
+    """Collects and reports the metrics of steps, one step late so as never to wait for the device."""
 
     def __init__(self, writer: MetricsWriter, progress: Progress, batch_size: int, every: int):
         self._writer, self._progress = writer, progress
@@ -107,18 +107,18 @@ class StepLog:
         self._step = 0
         self._reported = False
         self._images = 0
-        self._seconds = 0.0  # spent on the steps looked at, without what was paused for
+        self._seconds = 0.0  # spent on the steps read so far, without pauses
         self._window_seconds = 0.0
         self._input_seconds = 0.0
         self._mark = time.monotonic()
 
     def add(self, step: int, metrics: dict[str, Array]) -> None:
-        """Takes the metrics of a step just dispatched; looks at those of the step before."""
+        """Takes the metrics of a step just dispatched; reads those of the previous step."""
         self.flush()
         self._pending = (step, metrics)
 
     def flush(self) -> None:
-        """Waits for the newest step and looks at its metrics."""
+        """Waits for the newest step and reads its metrics."""
         if self._pending is None:
             return
         step, metrics = self._pending
@@ -132,8 +132,8 @@ class StepLog:
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
             raise Diverged(
                 f"step {step}: the loss is {values['loss']} and the norm of its gradient {values['grad_norm']}; "
-                "checkpoints of earlier steps are kept. Try a smaller --config.train.learning_rate or a "
-                "--config.train.clip_norm in another --workdir, with --config.init_from to keep what was learned"
+                "earlier checkpoints are kept. Try a smaller --config.train.learning_rate or a "
+                "--config.train.clip_norm in another --workdir, with --config.init_from to keep the trained weights"
             )
         self._step = step
         self._window.append(values)
@@ -151,7 +151,7 @@ class StepLog:
         mean = {name: sum(v[name] for v in self._window) / len(self._window) for name in self._window[0]}
         rate = mean["images_per_second"] = self._batch_size * len(self._window) / self._window_seconds
         if not self._reported:
-            self._progress.say(f"an epoch takes {self._progress.steps_per_epoch * self._batch_size / rate:,.1f} s")
+            self._progress.say(f"one epoch takes {self._progress.steps_per_epoch * self._batch_size / rate:,.1f} s")
             self._reported = True
         self._window, self._window_seconds = [], 0.0
         self._writer.write(step, "train", mean)
@@ -159,24 +159,24 @@ class StepLog:
 
     @contextlib.contextmanager
     def paused(self):
-        """Looks at every step dispatched, then leaves out the time that the block takes."""
+        """Reads every step dispatched, then excludes the time that the block takes."""
         self.flush()
         yield
         self._mark = time.monotonic()
 
     @contextlib.contextmanager
     def timing_input(self):
-        """Adds the block's time to that of making batches."""
+        """Adds the block's time to the time spent preparing batches."""
         started = time.monotonic()
         yield
         self._input_seconds += time.monotonic() - started
 
     @property
     def input_share(self) -> float:
-        """Time of making batches over the time of the steps; it is hidden behind the step before while below 1."""
+        """Time spent preparing batches over the time of the steps; below 1 it is hidden behind the previous step."""
         return self._input_seconds / self._seconds if self._seconds else 0.0
 
     @property
     def images_per_second(self) -> float | None:
-        """Training throughput so far, without compilation, evaluation and the saving of checkpoints."""
+        """Training throughput so far, excluding compilation, evaluation and checkpointing."""
         return self._images / self._seconds if self._seconds else None

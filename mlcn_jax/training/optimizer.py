@@ -1,4 +1,4 @@
-"""The optimizers of a run, made of optax's parts."""
+"""The optimizers of a run, built from optax."""
 
 import optax
 
@@ -20,13 +20,13 @@ def make_optimizer(
 
     Args:
       name: `adam` or `adamw`.
-      learning_rate: of Adam at the start, of AdamW at its peak.
-      num_steps: of the whole run, where AdamW's rate comes to zero.
-      steps_per_epoch: after which Adam's rate falls.
-      lr_decay: of Adam.
-      warmup_steps: of AdamW, fewer than `num_steps`.
-      weight_decay: of AdamW.
-      clip_norm: largest global norm of the gradient; 0 does not clip.
+      learning_rate: initial rate of Adam, peak rate of AdamW.
+      num_steps: steps of the entire run, at the end of which AdamW's rate is zero.
+      steps_per_epoch: steps after which Adam's rate decays.
+      lr_decay: decay factor of Adam's rate.
+      warmup_steps: steps of AdamW's warm-up, fewer than `num_steps`.
+      weight_decay: weight decay of AdamW.
+      clip_norm: largest global norm of the gradient; 0 turns clipping off.
     """
     if name == "adam":
         rate = optax.exponential_decay(learning_rate, steps_per_epoch, lr_decay, staircase=True)

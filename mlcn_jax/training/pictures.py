@@ -1,4 +1,4 @@
-"""The pictures drawn of a test set: confusion matrix and reconstructions."""
+"""Pictures for a test set: confusion matrix and reconstructions."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ def write_pictures(workdir: Path, spec: ModelSpec, params: dict, dataset: datase
 
 
 def save_confusion(path: Path, scores: Scores, class_names: Sequence[str]) -> None:
-    """Draws the confusion matrix, each row as shares of its class, with the accuracy of each class."""
+    """Draws the confusion matrix, each row as fractions of its class, with the accuracy of each class."""
     from matplotlib.figure import Figure
 
     n = len(class_names)
@@ -54,7 +54,7 @@ def save_reconstructions(
 ) -> None:
     """Draws, for up to 10 classes, a column of images, each above its reconstruction from the predicted class.
 
-    A prediction that is wrong is named in red.
+    Wrong predictions are labelled in red.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Which device computes what in a run: a mesh, or stacks of lanes that a partitioner places, given or found."""
+"""The plan of a run: which device computes what, on a mesh or as stacks of lanes placed by a partitioner."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ _MEASURE = f"{program()} profile"
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A mesh, None for one device; or, where there is a head, stacks. `about` tells of it, ready for JSON."""
+    """A mesh (None for one device), or stacks if there is a head. `about` describes it, ready for JSON."""
 
     mesh: Mesh | None = None
     stacks: tuple[Stack, ...] = ()
@@ -44,7 +44,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A split that could be used, and what is predicted for it. `placement` is that of stacks, None for a mesh."""
+    """A possible split, and the prediction for it. `placement` is that of stacks, None for a mesh."""
 
     data: int
     lane: int
@@ -66,16 +66,16 @@ def make_plan(
     """A plan for the devices of this process, or of all processes of the run.
 
     Args:
-      spec, batch_size: of the training.
-      kind: `mesh`, `stacks`, or `auto` for the fastest split by the device profiles.
-      data: of a mesh, devices over which each batch is split.
-      lane: of mesh and stacks, devices over which the lanes are spread.
-      partitioner: of stacks, one of `partition.PARTITIONERS`.
+      spec, batch_size: the model, and images per training step.
+      kind: `mesh`, `stacks`, or `auto` for the fastest split according to the device profiles.
+      data: devices over which each batch is split, for a mesh.
+      lane: devices over which the lanes are split, for mesh and stacks.
+      partitioner: one of `partition.PARTITIONERS`, for stacks.
       profile_files: device profiles, one for each kind of device.
-      platforms: of stacks in one process, the kinds of devices to use, such as gpu and cpu; empty takes JAX's default.
+      platforms: kinds of devices to use for stacks in one process, such as gpu and cpu; if empty, JAX's default.
 
     Raises:
-      InputError: there are too few devices, model or batch do not fit them, or a device profile is missing or wrong.
+      InputError: there are too few devices, model or batch do not fit them, or a device profile is missing or invalid.
     """
     if kind == "mesh":
         return _mesh_plan(spec, batch_size, data, lane)
@@ -116,12 +116,12 @@ def make_runner(
     clip_norm: float = 0.0,
     **step_options: Any,
 ) -> Runner:
-    """What runs training steps by a plan.
+    """The runner that executes training steps according to a plan.
 
     Args:
-      plan, spec, optimizer: of the run.
-      clip_norm: that of the optimizer, 0 without, which stacks apply over all devices.
-      step_options: of `step.make_train_step`.
+      plan, spec, optimizer: those of the run.
+      clip_norm: the optimizer's, 0 for none; stacks clip by the norm over all devices.
+      step_options: keyword arguments of `step.make_train_step`.
     """
     if plan.head is None:
         return MeshRunner(spec, optimizer, plan.mesh, **step_options)
@@ -129,11 +129,11 @@ def make_runner(
 
 
 def algorithms_of(plan: Plan, spec: ModelSpec, batch_size: int, known: Mapping[str, str]) -> dict[str, str]:
-    """The convolution algorithms of a run, settled before anything is traced to run (`tracing.resolve`).
+    """The convolution algorithms of a run, fixed before anything is traced to run (`tracing.resolve`).
 
     Args:
-      plan, spec, batch_size: of the run.
-      known: algorithms that a checkpoint keeps, which stay.
+      plan, spec, batch_size: those of the run.
+      known: algorithms stored in a checkpoint, which are kept.
     """
     found = dict(known)
     shares = plan.mesh.shape[mesh_lib.DATA_AXIS] if plan.mesh is not None else 1
@@ -149,7 +149,7 @@ def algorithms_of(plan: Plan, spec: ModelSpec, batch_size: int, known: Mapping[s
 def candidates(
     spec: ModelSpec, batch_size: int, profiles: Sequence[DeviceProfile], partitioner: str, num_processes: int
 ) -> list[Candidate]:
-    """Every split that the devices, given by their profiles, allow; several processes must use all of them."""
+    """Every split possible on the devices, given by their profiles; several processes must use all devices."""
     found = []
     for count in range(1, len(profiles) + 1) if num_processes == 1 else [len(profiles)]:
         # CPU devices of one process share its cores.
@@ -171,8 +171,8 @@ def candidates(
                 found.append(Candidate(1, count, placement, step))
     if not found:
         raise InputError(
-            f"neither batch nor lanes can be spread over {len(profiles)} devices so that each has a share and room for "
-            "it: take fewer processes, another batch size or more lanes"
+            f"neither batch nor lanes can be split over {len(profiles)} devices so that each has a part and memory for "
+            "it: use fewer processes, another batch size or more lanes"
         )
     return found
 
@@ -185,7 +185,7 @@ def predict_mesh(
     profiles: Sequence[DeviceProfile],
     slowness: Sequence[float],
 ) -> simulate.StepTime:
-    """A step on a mesh of devices given by their profiles, each so many times slower than its profile says."""
+    """Predicts a step on a mesh of devices given by their profiles, each slower than its profile by a factor."""
     share = batch_size // data
     lanes = [_lane_cost(spec, group.spec) for group in spec.lane_groups for _ in range(group.count // lane)]
     num_lanes = len(spec.lane_specs)
@@ -210,7 +210,7 @@ def predict_stacks(
     slowness: Sequence[float],
     exchange: str,
 ) -> simulate.StepTime:
-    """A step of lanes in stacks; `exchange` is `direct` in one process and `ring` among several."""
+    """Predicts a step of lanes in stacks; `exchange` is `direct` in one process and `ring` among several."""
     num_lanes = len(placement.device_of)
     kinds = spec.lane_specs
     seconds = []
@@ -234,9 +234,9 @@ def placement_problem(
     device_names: Sequence[str],
     slowness: Sequence[float] = (),
 ) -> Problem:
-    """What each lane takes on each device, by the devices' profiles; without, in FLOPs, which are equal on all.
+    """The cost of each lane on each device by the devices' profiles; without profiles, FLOPs, equal on all devices.
 
-    The head's work is not in it: while one device does it, the others wait.
+    The head's work is not included: while one device does it, the others wait.
     """
     kinds = spec.lane_specs
     costs = [_lane_cost(spec, kind) for kind in kinds]
@@ -257,7 +257,7 @@ def placement_problem(
 
 
 def _has_room(spec: ModelSpec, batch_size: int, lane: int, profile: DeviceProfile) -> bool:
-    """Whether a device can hold its share of the lanes; they run in turn, so the work space is that of the largest."""
+    """Whether a device can hold its part of the lanes; they run in turn, so they share the largest's work space."""
     lanes = [_lane_cost(spec, group.spec) for group in spec.lane_groups for _ in range(group.count // lane)]
     largest = max(lanes, key=lambda one: profile.lane_bytes(one, batch_size))
     others = sum(one.state_bytes for one in lanes) - largest.state_bytes
@@ -265,7 +265,7 @@ def _has_room(spec: ModelSpec, batch_size: int, lane: int, profile: DeviceProfil
 
 
 def _in_first(function: Callable[[], Any]) -> Any:
-    """What a function returns in process 0, in every process: each might find another answer, by its own clock."""
+    """What a function returns in process 0, in every process: timing could give each a different answer."""
     return processes.everywhere(lambda: function() if processes.is_first() else None)[0]
 
 
@@ -274,7 +274,7 @@ def _lane_cost(spec: ModelSpec, lane: LaneSpec) -> cost.LaneCost:
 
 
 def _cluster(profiles: Sequence[DeviceProfile]) -> simulate.Cluster:
-    """Devices with the slowest of their links between all."""
+    """The devices as a cluster, with the slowest of their links between all."""
     links = [simulate.Link(**profile.link) for profile in profiles if profile.link]
     slowest = simulate.Link(
         max((link.latency_seconds for link in links), default=0.0),
@@ -292,7 +292,7 @@ def _stacks_plan(spec: ModelSpec, devices: Sequence[jax.Device], placement: Plac
     idle = [names[d] for d in range(len(devices)) if d not in placement.device_of]
     if idle and jax.process_count() > 1:
         raise InputError(
-            f"{placement.partitioner} gives no lane to {', '.join(idle)}: take fewer processes, more lanes or another "
+            f"{placement.partitioner} places no lane on {', '.join(idle)}: use fewer processes, more lanes or another "
             "partitioner"
         )
     stacks = make_stacks(devices, placement.device_of)
@@ -310,14 +310,14 @@ def _present(platforms: Sequence[str]) -> list[jax.Device]:
             devices += jax.devices(platform)
         except RuntimeError as error:
             raise InputError(
-                f"parallel.platforms={','.join(platforms)}: jax finds no {platform!r} here, it uses "
+                f"parallel.platforms={','.join(platforms)}: jax finds no {platform!r} here; it uses "
                 f"{jax.default_backend()}; is JAX_PLATFORMS set?"
             ) from error
     return devices
 
 
 def _profiles(files: Sequence[Path], devices: Sequence[jax.Device]) -> list[DeviceProfile | None]:
-    """The profile of each device, which every process gives for its own; None for all where there are none."""
+    """The profile of each device, which each process gives for its own; None for all if there are none."""
 
     def read() -> dict[str, Any]:
         given = [DeviceProfile.load(file) for file in files]
@@ -328,7 +328,7 @@ def _profiles(files: Sequence[Path], devices: Sequence[jax.Device]) -> list[Devi
     missing = [f"{device.device_kind} {device.id}" for d, device in enumerate(devices) if d not in found]
     if missing and (found or len({device.device_kind for device in devices}) > 1):
         raise InputError(
-            f"{', '.join(missing)} without a device profile: devices that differ are balanced by profiles, one for "
+            f"{', '.join(missing)} without a device profile: balancing different devices needs profiles, one for "
             f"each kind. Measure with {_MEASURE} and give --config.parallel.profile=FILE,FILE (each process its own)"
         )
     return [found.get(d) for d in range(len(devices))]
@@ -339,7 +339,7 @@ def _profile_of(profiles: Sequence[DeviceProfile], device: jax.Device) -> Device
     if not same_platform:
         given = ", ".join(profile.platform for profile in profiles)
         raise InputError(
-            f"parallel.profile has profiles for {given} and none for {device.platform}: measure one with {_MEASURE}"
+            f"parallel.profile has profiles for {given}, but none for {device.platform}: measure one with {_MEASURE}"
         )
     for profile in same_platform[:-1]:
         with contextlib.suppress(InputError):

@@ -1,4 +1,4 @@
-"""The protocol of what runs training steps: one program over a mesh, or stacks of lanes with programs of their own."""
+"""The runner protocol: runs training steps, as one program over a mesh or as stacks of lanes with separate programs."""
 
 from typing import Any, Protocol
 
@@ -11,14 +11,15 @@ from mlcn_jax.training.step import TrainState
 
 
 class Runner(Protocol):
-    """Holds the state of a run where its plan says, and takes steps.
+    """Holds the state of a run on the devices of its plan, and takes training steps.
 
     The order of calls: `start`, `compile`, then `place` and `step` for each batch; `scores` and `fetch` at any time
-    between steps, and `start` again to take over another state. Among several processes all make the same calls.
+    between steps, and `start` again to load another state. All processes of a run make the same calls.
+    Losses and gradients do not depend on the runner, up to rounding.
     """
 
     def start(self, state: TrainState) -> None:
-        """Takes over a state, whole and wherever it lies; it is copied, and may be used on."""
+        """Copies a full state, wherever it is, to the devices; the caller may go on using it."""
 
     def compile(self, images: np.ndarray, labels: np.ndarray) -> float:
         """Compiles the step for batches of these shapes; returns the seconds taken.
@@ -30,17 +31,17 @@ class Runner(Protocol):
         ...
 
     def place(self, images: np.ndarray, labels: np.ndarray) -> tuple[Any, Any]:
-        """Starts bringing a batch to the devices; returns what `step` takes."""
+        """Starts copying a batch, as in `compile`, to the devices; returns the arguments of `step`."""
         ...
 
     def step(self, images: Any, labels: Any) -> dict[str, Array]:
-        """Takes a training step and returns its metrics (`step.make_train_step`) before they are computed."""
+        """Starts a training step and returns its metrics, float32 scalars (`step.make_train_step`), without waiting."""
         ...
 
     def scores(self, split: Split, batch_size: int) -> Scores:
-        """Scores of the current parameters."""
+        """Scores of the current parameters on a split, in batches of `batch_size` images."""
         ...
 
     def fetch(self) -> TrainState:
-        """The whole state in host memory, valid until the next step."""
+        """The full state in host memory, valid until the next step."""
         ...

@@ -1,6 +1,6 @@
-"""A configuration resolved: the one place that turns it into data, model, optimizer and the options of a step.
+"""Resolves a configuration: the one place that turns it into data, model, optimizer and step options.
 
-Everything below takes these values as plain arguments.
+The layers below take these values as plain arguments.
 """
 
 import dataclasses
@@ -20,15 +20,15 @@ from mlcn_jax.training.plan import Plan, make_plan
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """What a configuration stands for.
+    """A resolved configuration.
 
     Attributes:
-      config: the configuration, for what is stored of it and compared on resume.
+      config: the configuration, to be stored, and compared on resume.
       dataset: all images and classes.
-      train, validation: the images that are learned from and those held out of them.
+      train, validation: the training images, and those held out of them for validation.
       spec: the model.
-      optimizer: its rate depends on `steps_per_epoch`.
-      steps_per_epoch: training steps of one pass over `train`.
+      optimizer: the optimizer; its learning rate depends on `steps_per_epoch`.
+      steps_per_epoch: training steps per pass over `train`.
     """
 
     config: RunConfig
@@ -41,32 +41,32 @@ class Session:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run."""
+        """Steps of the entire run."""
         settings = self.config.train
         num_steps = settings.num_epochs * self.steps_per_epoch
         return min(num_steps, settings.num_steps) if settings.num_steps else num_steps
 
     @property
     def step_options(self) -> dict[str, Any]:
-        """The keyword arguments of `step.make_train_step` that the configuration decides."""
+        """The keyword arguments of `step.make_train_step` that the configuration sets."""
         return step_options(self.config)
 
     def plan(self) -> Plan:
-        """Which device computes what; raises InputError where the devices of this process do not suit."""
+        """Which device computes what; raises InputError if the available devices are not suitable."""
         return plan_of(self.config, self.spec)
 
     def model_facts(self) -> dict[str, Any]:
-        """What `model.json` holds."""
+        """The content of `model.json`."""
         return describe_model(self.spec, self.dataset.class_names, datasets.digest(self.train))
 
     def state_shapes(self) -> dict[str, Any]:
-        """Shapes and types of `params` and `optimizer` as checkpoints hold them, without computing any."""
+        """Shapes and dtypes of `params` and `optimizer` in checkpoints, without computing them."""
         params = jax.eval_shape(lambda key: init_params(self.spec, key), jax.random.key(0))
         return {"params": params, "optimizer": jax.eval_shape(self.optimizer.init, params)}
 
 
 def open_session(config: RunConfig) -> Session:
-    """Loads the data and resolves the rest; raises InputError where something of it cannot be used."""
+    """Loads the data and resolves the rest; raises InputError if any of it cannot be used."""
     settings, dataset = config.train, config.data.load()
     train, validation = datasets.split_validation(dataset.train, config.data.validation_fraction, settings.seed)
     steps_per_epoch = batches.steps_per_epoch(len(train.labels), settings.batch_size)
@@ -82,7 +82,7 @@ def open_session(config: RunConfig) -> Session:
 
 
 def plan_of(config: RunConfig, spec: ModelSpec) -> Plan:
-    """Which device computes what of a model, as a configuration says; raises as `plan.make_plan`."""
+    """Which device computes what, according to a configuration; raises as `plan.make_plan`."""
     settings = config.parallel
     return make_plan(
         spec,
@@ -97,7 +97,7 @@ def plan_of(config: RunConfig, spec: ModelSpec) -> Plan:
 
 
 def step_options(config: RunConfig) -> dict[str, Any]:
-    """The keyword arguments of `step.make_train_step` that a configuration decides."""
+    """The keyword arguments of `step.make_train_step` that a configuration sets."""
     return {
         "reconstruction_weight": config.train.reconstruction_weight,
         "seed": config.train.seed,
@@ -107,7 +107,7 @@ def step_options(config: RunConfig) -> dict[str, Any]:
 
 
 def optimizer_of(settings: TrainSettings, steps_per_epoch: int) -> optax.GradientTransformation:
-    """The optimizer that the settings name."""
+    """The optimizer given by the settings."""
     return make_optimizer(
         settings.optimizer,
         learning_rate=settings.learning_rate,

@@ -1,10 +1,10 @@
-"""Unequal lanes over devices: each device computes a stack of its own, and only columns and their gradients cross.
+"""Unequal lanes over devices: each device computes its own stack of lanes; only columns and gradients are exchanged.
 
-A step: every device turns the batch into the columns of its lanes; one device, the head, joins them to class capsules,
-computes the loss, updates the decoder and finds the columns' gradients; every device then updates its lanes by its part
-of them. A device has programs of its own, dispatched without waiting for one another, so devices may differ in kind,
-and holds only its lanes' parameters and optimizer state. In one process columns are copied from device to device;
-several processes gather and scatter them in small collectives.
+A step: every device computes the columns of its lanes from the batch; one device, the head, joins them to class
+capsules, computes the loss, updates the decoder and computes the columns' gradients; every device then updates its
+lanes with its part of them. Each device has its own programs, dispatched without waiting for one another, so devices
+may differ in kind, and holds only its lanes' parameters and optimizer state. In one process, columns are copied between
+devices; several processes gather and scatter them in small collectives.
 """
 
 import dataclasses
@@ -35,41 +35,41 @@ _METRICS = ("loss", "margin", "reconstruction", "accuracy", "squares")
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """The lanes of one device, by their places in the model, ascending."""
+    """The lanes of one device, by their indices in the model, ascending."""
 
     device: jax.Device
     lanes: tuple[int, ...]
 
 
 def make_stacks(devices: Sequence[jax.Device], device_of: Sequence[int]) -> tuple[Stack, ...]:
-    """A stack for each device, given the device of each lane; devices without lanes have none."""
+    """A stack for each device that has lanes, given the device of each lane."""
     lanes = [tuple(i for i, d in enumerate(device_of) if d == place) for place in range(len(devices))]
     return tuple(Stack(device, own) for device, own in zip(devices, lanes, strict=True) if own)
 
 
 def _group_of(path: tuple) -> str:
-    """The lane group that an array of a state belongs to; empty for one that belongs to none."""
+    """The lane group that an array of a state belongs to; empty if it belongs to none."""
     names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
     return names[names.index("encoder") + 1] if "encoder" in names else ""
 
 
 @flax.struct.dataclass
 class _LaneByLane:
-    """An array of a group of lanes, as one for each lane."""
+    """An array of a group of lanes, split into one per lane."""
 
     lanes: list[Array]
 
 
 class StacksRunner:
-    """A `runner.Runner` of lanes in stacks.
+    """A `runner.Runner` for lanes in stacks.
 
     Args:
       spec, optimizer, reconstruction_weight, seed, max_shift, flip: as for `step.make_train_step`.
       stacks: the lanes of each device; a device of this process may have several.
-      head: the device that has loss and decoder.
-      clip_norm: that of the optimizer; 0 without.
-      programs: compiled programs of other runners, to use and to add to. These runners may differ in their lanes, in
-        nothing else.
+      head: the device that computes the loss and the decoder.
+      clip_norm: the optimizer's; 0 for none.
+      programs: compiled programs of other runners, to reuse and to add to. The runners may differ only in their
+        lanes.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class StacksRunner:
         self._weight = reconstruction_weight
         self._prepare = make_input(seed, max_shift, flip)
         self._specs = [spec_of(spec, stack.lanes) for stack in stacks]
-        alike = jax.process_count() > 1  # for collectives
+        alike = jax.process_count() > 1  # as collectives require
         most = max(len(stack.lanes) for stack in stacks)
         self._widths = [most if alike else len(stack.lanes) for stack in stacks]
         order = list(itertools.chain.from_iterable(stack.lanes for stack in stacks))
-        self._place_of = np.argsort(order)  # of each lane among the columns of one stack after the other
+        self._place_of = np.argsort(order)  # of each lane in the concatenated columns of all stacks
         self._mine = [s for s, stack in enumerate(stacks) if stack.device.process_index == jax.process_index()]
         self._is_head = head.process_index == jax.process_index()
         self._head = head
@@ -109,8 +109,8 @@ class StacksRunner:
         self._model_key = (head, *self._widths, "of", *(len(stack.lanes) for stack in stacks), "order", *order)
         self._head_key = (head, len(order))
 
-    # The programs. Columns and their gradients are [1, batch, classes, lanes], filled up to the lanes of the largest
-    # stack among processes.
+    # The programs. Columns and their gradients are [1, batch, classes, lanes]; among processes they are padded to the
+    # lanes of the largest stack.
 
     def _forward(self, s: int) -> Callable:
         def forward(params, step, images):
@@ -118,13 +118,13 @@ class StacksRunner:
             vjp: Any
             saving = jax.checkpoint(self._columns(s), policy=_save, prevent_cse=False)
             columns, vjp = jax.vjp(lambda p: saving(p, pixels), params["encoder"])
-            vjp.args_res = [None]  # the parameters, which `backward` is given
+            vjp.args_res = [None]  # the parameters, which are passed to `backward`
             return columns, self._lane_by_lane(s, vjp)
 
         return forward
 
     def _lane_by_lane(self, s: int, vjp: Any) -> Any:
-        """What `backward` needs, by lane where lanes run in turn (`conv_spectral.lanes_in_turn`)."""
+        """What `backward` needs, split by lane if lanes run in turn (`conv_spectral.lanes_in_turn`)."""
         counts = {group.count for group in self._specs[s].lane_groups}
 
         def cut(x):
@@ -148,7 +148,7 @@ class StacksRunner:
         return grads, _vector(squares=optax.tree.norm(grads, squared=True))
 
     def _update(self, state, grads, total=None):
-        """The new state; `total` is the sum of all `_vector`s, which clipping alone needs."""
+        """The new state; `total` is the sum of all `_vector`s, needed only for clipping."""
         if total is not None:
             scale = jnp.minimum(1.0, self._clip_norm / jnp.sqrt(total[0, -1]))
             grads = jax.tree.map(lambda g: g * scale, grads)
@@ -156,13 +156,13 @@ class StacksRunner:
         return TrainState(state.step + 1, optax.apply_updates(state.params, updates), optimizer_state)
 
     def _join(self, columns):
-        """Class capsules of the columns of all stacks."""
+        """Joins the columns of all stacks to class capsules."""
         counts = [len(stack.lanes) for stack in self._stacks]
         v = jnp.concatenate([columns[s][..., :count] for s, count in enumerate(counts)], axis=-1)
         return v.reshape(v.shape[-3:])[..., self._place_of]
 
     def _cut(self, joined, dv):
-        """The gradients of the columns of all stacks, of those of the class capsules."""
+        """Splits the class capsules' gradients into those of the columns of all stacks."""
         return jax.linear_transpose(self._join, joined)(dv)[0]
 
     def _head_step(self, state, v, images, labels):
@@ -181,10 +181,10 @@ class StacksRunner:
         loss, confusion = evaluate.head_sums(self._spec, self._weight, params["decoder"], v, pixels, labels, mask)
         return jnp.concatenate([loss[None], confusion.reshape(-1)])[None]
 
-    # What a run does with them.
+    # The methods of a runner.
 
     def start(self, state: TrainState) -> None:
-        """Takes over a state, whole and wherever it lies."""
+        """Copies a full state, wherever it is, to the devices."""
         self._shapes = jax.eval_shape(lambda x: x, state)
         encoder = state.params["encoder"]
         for s in self._mine:
@@ -195,7 +195,7 @@ class StacksRunner:
             self._head_state = jax.device_put(self._share({"decoder": state.params["decoder"]}, state, {}), self._head)
 
     def _share(self, params: dict, state: TrainState, rows: Mapping[str, np.ndarray]) -> TrainState:
-        """What belongs to some of the parameters: all of an array, or the rows of its group."""
+        """The part of a state for some of the parameters: entire arrays, or the rows of a group."""
         whole = dict(jax.tree_util.tree_leaves_with_path(state))
 
         def pick(path, _):
@@ -206,10 +206,10 @@ class StacksRunner:
         return jax.tree_util.tree_map_with_path(pick, mine)
 
     def compile(self, images: np.ndarray, labels: np.ndarray) -> float:
-        """Compiles the step for batches of that shape; returns the seconds taken."""
+        """Compiles the step for batches of this shape; returns the seconds taken."""
         started = time.monotonic()
         pixels = jax.ShapeDtypeStruct(images.shape, jnp.float32)
-        # All lanes, so that every process notes the convolution algorithms of all.
+        # All lanes, so that every process records the convolution algorithms of all.
         v = jax.eval_shape(lambda e, x: encode(self._spec, e, x), self._shapes.params["encoder"], pixels)
         columns = [jax.ShapeDtypeStruct((1, *v.shape[:2], width), v.dtype) for width in self._widths]
         total = (jax.ShapeDtypeStruct((1, len(_METRICS)), jnp.float32),) if self._clip_norm else ()
@@ -237,12 +237,12 @@ class StacksRunner:
         return time.monotonic() - started
 
     def place(self, images: np.ndarray, labels: np.ndarray) -> tuple[Any, Any]:
-        """Starts bringing a batch to the devices, images to every one and labels to the head, for `step` to take."""
+        """Starts copying images to all devices and labels to the head; returns the arguments of `step`."""
         on_stacks = {s: jax.device_put(images, self._stacks[s].device) for s in self._mine}
         return on_stacks, jax.device_put((images, labels), self._head) if self._is_head else ()
 
     def step(self, images: dict[int, Array], head_batch: tuple) -> dict[str, Array]:
-        """Takes a training step and returns its metrics, before they are computed."""
+        """Starts a training step and returns its metrics without waiting for them."""
         run, keys, states = self._programs, self._keys, self._states
         columns, vjps, grads, vectors = {}, {}, {}, {}
         dcolumns = from_head = None
@@ -296,14 +296,14 @@ class StacksRunner:
         return lambda encoder, images: self._columns(s)(encoder, batches.to_pixels(images))
 
     def _run_there(self, device: jax.Device, name: str, key: tuple, function: Callable, *args) -> Any:
-        """Runs a function on a device, compiled the first time that it meets such arguments."""
+        """Runs a function on a device, and compiles it for the first arguments of their shapes."""
         key = (name, *key, *(x.shape for x in jax.tree.leaves(args)))
         if key not in self._programs:
             self._programs[key] = _lower(device, function, (), *args).compile()
         return self._programs[key](*args)
 
     def fetch(self) -> TrainState:
-        """The whole state in host memory."""
+        """The full state in host memory."""
         whole = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._shapes)
         by_path = dict(jax.tree_util.tree_leaves_with_path(whole))
         if self._is_head:
@@ -318,7 +318,7 @@ class StacksRunner:
 
 
 def _save(primitive: Any, *args: Any, **params: Any) -> bool:
-    """Whether `backward` is given a result: all but constants and the windows of images, which it makes faster."""
+    """Whether a result is saved for `backward`: all but constants and image windows, which are faster to recompute."""
     del args, params
     return primitive.name not in ("broadcast_in_dim", "gather", "custom_vjp_call")
 
@@ -334,7 +334,7 @@ def _whole(x: Any) -> Array:
 
 
 def _vector(**metrics) -> Array:
-    """Some of `_METRICS`, or what a stack adds to them, [1, metrics]."""
+    """Some of `_METRICS`, or a stack's contribution to them, [1, metrics]."""
     return jnp.stack([metrics.get(name, jnp.zeros(())) for name in _METRICS])[None]
 
 

@@ -1,4 +1,4 @@
-"""What a run starts from: a checkpoint that it may resume, the weights of another run, or random values."""
+"""The starting point of a run: a checkpoint to resume, the weights of another run, or random values."""
 
 import logging
 from pathlib import Path
@@ -20,12 +20,12 @@ _log = logging.getLogger(__name__)
 
 
 def check_resumable(session: Session, workdir: Path, mine: dict[str, Any]) -> None:
-    """Raises InputError, naming every difference, where a workdir holds a run that this session cannot resume.
+    """Raises InputError, naming every difference, if the run in a workdir cannot be resumed by this session.
 
     Args:
-      session: of this run.
-      workdir: holds `config.json` and `model.json` of a run.
-      mine: what this run's `model.json` would hold (`Session.model_facts`).
+      session: this run's session.
+      workdir: contains `config.json` and `model.json` of a run.
+      mine: the content of `model.json` for this run (`Session.model_facts`).
     """
     session.config.check_resumable(read_stored(workdir), workdir)
     theirs = read_json(workdir / "model.json")
@@ -33,7 +33,7 @@ def check_resumable(session: Session, workdir: Path, mine: dict[str, Any]) -> No
         theirs["spec"] = model_defaults() | theirs["spec"]
     if rows := differences(theirs, mine):
         raise InputError(
-            f"{workdir} holds a run on other data:\n"
+            f"{workdir} holds a run on different data:\n"
             + "\n".join(rows)
             + "\nresume it with the data it started with, or train in another --workdir (with --config.init_from="
             + f"{workdir} to start from its weights)"
@@ -43,7 +43,7 @@ def check_resumable(session: Session, workdir: Path, mine: dict[str, Any]) -> No
 def start_state(session: Session, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, str]]:
     """The state to start from, and the convolution algorithms that the run has used so far.
 
-    1. The newest checkpoint of this workdir that verifies.
+    1. The newest intact checkpoint of this workdir.
     2. `config.init_from`: the best parameters of another workdir, with a fresh optimizer state.
     3. Random parameters from `config.train.seed`.
     """
@@ -60,7 +60,7 @@ def start_state(session: Session, checkpoints: Checkpoints) -> tuple[TrainState,
 
 
 def _adapt(params: dict, spec: ModelSpec, trained: Trained) -> dict:
-    """`trained` parameters where they fit; arrays that depend on a differing number of classes stay as they are."""
+    """`trained` parameters where they fit, else those of `params` (arrays that depend on the number of classes)."""
 
     def shape_of(spec: ModelSpec) -> dict[str, Any]:
         same = ("name", "image_shape", "lane_routing", "prior_bias", "signed_pixels", "decoder")
@@ -68,7 +68,7 @@ def _adapt(params: dict, spec: ModelSpec, trained: Trained) -> dict:
 
     theirs, mine = shape_of(trained.spec), shape_of(spec)
     if rows := differences(theirs, mine):
-        raise InputError("config.init_from names a model of another shape or input:\n" + "\n".join(rows))
+        raise InputError("config.init_from names a model that does not match this one:\n" + "\n".join(rows))
     fresh = []
 
     def choose(path, mine, theirs):
@@ -79,31 +79,31 @@ def _adapt(params: dict, spec: ModelSpec, trained: Trained) -> dict:
 
     adapted = jax.tree_util.tree_map_with_path(choose, params, trained.params)
     if fresh:
-        _log.info("another number of classes: %s start from random values", ", ".join(fresh))
+        _log.info("different number of classes: %s are initialized randomly", ", ".join(fresh))
     return adapted
 
 
 def announce(session: Session, placement: dict[str, Any], workdir: Path, start: int, num_steps: int) -> None:
-    """Logs what is about to be trained, where, and what differs from the defaults.
+    """Logs what will be trained and where, and which settings differ from the defaults.
 
     Args:
-      session: of the run.
+      session: the run's session.
       placement: `Plan.about`.
-      workdir: of the run.
+      workdir: the run's workdir.
       start: steps done so far.
-      num_steps: steps of the whole run.
+      num_steps: steps of the entire run.
     """
     spec, config, counts = session.spec, session.config, count_parameters(session.spec)
     defaults = flat(RunConfig().to_dict())
     changed = [f"{name}={value}" for name, value in flat(config.to_dict()).items() if value != defaults[name]]
     shape = "x".join(map(str, spec.image_shape))
     rows = {
-        "images": f"{len(session.train.labels):,} to learn from, {len(session.validation.labels):,} for validation, "
-        f"{len(session.dataset.test.labels):,} for the test; {shape}, {spec.num_classes} classes",
+        "images": f"{len(session.train.labels):,} for training, {len(session.validation.labels):,} for validation, "
+        f"{len(session.dataset.test.labels):,} for testing; {shape}, {spec.num_classes} classes",
         "model": ", ".join(map(str, spec.lane_groups)) or spec.name,
         "parameters": f"{counts['total']:,}, {counts['decoder']:,} of them in the decoder",
-        "work": f"{forward_flops(spec) / 1e6:,.1f} MFLOP an image, forward",
-        "steps": f"{start:,} done, {num_steps - start:,} to go, {session.steps_per_epoch:,} an epoch of "
+        "work": f"{forward_flops(spec) / 1e6:,.1f} MFLOP per image, forward",
+        "steps": f"{start:,} done, {num_steps - start:,} to go, {session.steps_per_epoch:,} per epoch with "
         f"{config.train.batch_size} images each",
         "placement": ", ".join(f"{name} {value}" for name, value in placement.items()),
         "not default": ", ".join(changed) or "nothing",

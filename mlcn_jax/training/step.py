@@ -19,7 +19,7 @@ from mlcn_jax.nn.model import ModelSpec, classification_loss, drop_lanes, encode
 
 @flax.struct.dataclass
 class TrainState:
-    """All that a training step changes; its random numbers follow from the seed and `step`."""
+    """Everything a training step changes; its random numbers are derived from the seed and `step`."""
 
     step: Array
     params: dict
@@ -34,9 +34,9 @@ class TrainState:
 def make_loss(
     spec: ModelSpec, reconstruction_weight: float, mesh: Mesh | None = None
 ) -> Callable[[dict, Array, Array, Array], tuple[Array, dict[str, Array]]]:
-    """The function `(params, images, labels, key) -> (loss, metrics)`, means over the batch.
+    """Returns the function `(params, images, labels, key) -> (loss, metrics)`, which gives means over the batch.
 
-    `images` are pixels in [0, 1]; `key` draws the lanes that lane dropout leaves out.
+    `images` are pixels in [0, 1]; `key` is the random key of lane dropout.
     """
 
     lane_axis = mesh_lib.lane_axis(mesh)
@@ -58,7 +58,7 @@ def head_loss(
     key: Array,
     lane_axis: str = "",
 ) -> tuple[Array, dict[str, Array]]:
-    """What `make_loss` computes, from the class capsules on."""
+    """The part of `make_loss` that follows the class capsules."""
     reconstructions = reconstruct(spec, decoder, v, labels, lane_axis)
     seen = drop_lanes(key, v, spec.lane_dropout) if spec.lane_dropout else v
     margin = jnp.mean(classification_loss(spec, seen, labels))
@@ -71,7 +71,7 @@ def head_loss(
 def make_input(
     seed: int, max_shift: int, flip: bool
 ) -> Callable[[Array, Array], tuple[Float[Array, "batch h w channels"], Array]]:
-    """The function `(step, images) -> (pixels, key)`: uint8 images as a step sees them, and its key of lane dropout."""
+    """Returns `(step, images) -> (pixels, key)`: augmented pixels of uint8 images, and the key of lane dropout."""
 
     def prepare(step, images):
         augment_key, lane_key = jax.random.split(jax.random.fold_in(jax.random.key(seed), step))
@@ -93,13 +93,13 @@ def make_train_step(
     flip: bool = False,
     mesh: Mesh | None = None,
 ) -> Callable[[TrainState, Array, Array], tuple[TrainState, dict[str, Array]]]:
-    """The function `(state, images, labels) -> (state, metrics)`, pure and not yet jitted.
+    """Returns the function `(state, images, labels) -> (state, metrics)`, pure and not yet jitted.
 
     `images` are uint8 [batch, height, width, channels]. Metrics are float32 scalars over the batch: `loss`,
     `margin`, `reconstruction`, `accuracy`, and `grad_norm`, the gradient's global norm before clipping. The
-    loss is margin + reconstruction_weight * reconstruction. Augmentation and lane dropout draw from a key made
-    of `seed` and `state.step`. Over a mesh (`mesh.make_mesh`) it computes the same of a state and a batch that
-    `mesh` placed there.
+    loss is margin + reconstruction_weight * reconstruction. Augmentation and lane dropout use a key derived
+    from `seed` and `state.step`. Over a mesh (`mesh.make_mesh`) it computes the same from a state and a batch
+    placed by `mesh.place_state` and `mesh.place_batch`.
     """
     loss_fn = make_loss(spec, reconstruction_weight, mesh)
     prepare = make_input(seed, max_shift, flip)
@@ -116,9 +116,9 @@ def make_train_step(
 
 
 def compile_step(step_fn: Callable, state: TrainState, batch: tuple) -> tuple[Callable, float]:
-    """The step, compiled ahead so that it never compiles again, with its state donated; and the seconds taken.
+    """The step compiled ahead of time, with its state donated, and the seconds taken.
 
-    The new state lies where `state` does.
+    The new state has the sharding of `state`.
     """
     options = conv.compiler_options(jax.default_backend())
     started = time.monotonic()

@@ -178,13 +178,13 @@ def test_explain_a_run(run, tmp_path, monkeypatch):
 def test_numbers_of_images():
     assert read_numbers("") == []
     assert read_numbers("7, 0,7") == [7, 0]
-    with pytest.raises(InputError, match=r"--images=1,two is no list of whole numbers"):
+    with pytest.raises(InputError, match=r"--images=1,two is not a list of integers"):
         read_numbers("1,two")
 
 
 @pytest.mark.parametrize("index", [-1, 10**6])
 def test_an_image_that_does_not_exist_is_named(run, tmp_path, index):
-    with pytest.raises(InputError, match=f"no test image {index}; their numbers are 0 to"):
+    with pytest.raises(InputError, match=f"no test image {index}; they are numbered 0 to"):
         script.explain_run(run, tmp_path, [0, index], num_ranked=1)
 
 
@@ -221,5 +221,5 @@ def test_a_description_of_another_model_is_refused(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     path = tmp_path / "run" / "model.json"
     path.write_text(path.read_text().replace("mlcn1:w1*2", "mlcn1:w1*3"))
-    with pytest.raises(InputError, match=r"model\.json is not of the model in .*checkpoints.*put the file back"):
+    with pytest.raises(InputError, match=r"model\.json does not match .*checkpoints.*restore the file"):
         explain.load_explained(tmp_path / "run")

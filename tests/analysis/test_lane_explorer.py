@@ -218,9 +218,9 @@ def test_the_page_in_a_browser(run, browser, url, tmp_path):
     page.wait(lambda: page.lengths() == expected(look, look.predicted, [1], [0, 0.25]))
     page.wait(lambda: page.picture() != picture)
 
-    (tmp_path / "note.png").write_text("no image")
+    (tmp_path / "note.png").write_text("not an image")
     page.drop(tmp_path / "note.png")
-    page.wait(lambda: "no image" in page.texts("#notice")[0])
+    page.wait(lambda: "not an image" in page.texts("#notice")[0])
     assert page.original().startswith(f"test image {zeros[0]}: 0, predicted")
     page.click("button[aria-label=Clear]")
     Image.fromarray(dataset.test.images[5].squeeze()).resize((90, 60)).save(tmp_path / "own.png")

@@ -239,8 +239,8 @@ def test_two_runs_are_drawn_together(workdir, tmp_path):
         ({"max_drop": -0.1}, "max_accuracy_drop=-0.1.*0 or more"),
         ({"max_drop": float("nan")}, "max_accuracy_drop=nan"),
         ({"keep": 2, "output": ""}, "needs --output=FOLDER"),
-        ({}, "one of --keep and --max_accuracy_drop"),
-        ({"keep": 2, "workdirs": ["a", "b"]}, "one --workdir"),
+        ({}, "either --keep or --max_accuracy_drop"),
+        ({"keep": 2, "workdirs": ["a", "b"]}, "a single --workdir"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(flags, message):
@@ -252,7 +252,7 @@ def test_flags_that_do_not_fit_are_refused(flags, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--keep=0", "--output=small"], r"^--keep=0: at least 1 lane must stay$"),
+        (["--keep=0", "--output=small"], r"^--keep=0: at least 1 lane must be kept$"),
         (["--keep=2", "--output=small", "--results=small/prune"], "^--results=small/prune is "),
         (["--keep=two"], "^flag --keep=two: "),
     ],
@@ -263,7 +263,7 @@ def test_the_command_refuses_with_one_message(flags, message):
 
 
 def test_more_lanes_than_there_are_cannot_be_kept(workdir, tmp_path):
-    with pytest.raises(InputError, match=r"--keep=4: .* has 3 lanes; keep 1 to that many"):
+    with pytest.raises(InputError, match=r"--keep=4: .* has 3 lanes; keep 1 to 3"):
         script.measure_and_prune([workdir], order="alone", rounds=0, results=tmp_path, output=tmp_path / "o", keep=4)
     with pytest.raises(InputError, match="at least one lane"):
         prune.prune_spec(SPEC, [])
@@ -274,7 +274,7 @@ def test_nothing_is_overwritten(workdir, tmp_path, used):
     output = {"same": workdir, "file": tmp_path / "file"}[used]
     (tmp_path / "file").touch()
     before = sorted(workdir.rglob("*"))
-    with pytest.raises(InputError, match="is there already"):
+    with pytest.raises(InputError, match="already exists"):
         script.measure_and_prune([workdir], order="alone", rounds=0, results=tmp_path, output=output, keep=1)
     assert sorted(workdir.rglob("*")) == before
 

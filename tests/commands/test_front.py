@@ -72,7 +72,7 @@ def test_an_unknown_command_names_the_nearest():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("search --workdir=w", "--config=FILE is needed, one with search fields"),
+        ("search --workdir=w", "--config=FILE is needed, with search fields"),
         ("search --workdir=w --config=quickstart", "has no search fields"),
         ("search --workdir=w --config=nas_quickstart --config.search.num_model=1", "--config.search.num_models"),
         ("sweep --workdir=w --config=quickstart", "a sweep needs --sweep="),
@@ -80,7 +80,7 @@ def test_an_unknown_command_names_the_nearest():
         ("profile --data=mnst", "--data=mnst is not one of .*mnist"),
         ("explain", "--workdir=FOLDER is needed"),
         ("explain --workdir=digits --num_ranked=0", "num_ranked"),
-        ("describe", "--config=FILE is needed"),
+        ("describe", "--config is missing"),
         ("describe --config=", "--config is empty"),
     ],
 )
@@ -126,7 +126,7 @@ def test_a_file_goes_before_a_configuration_of_the_package(tmp_path, monkeypatch
     with pytest.raises(InputError, match=r"quickstart.py, line 1: RuntimeError: mine"):
         front.run(["describe", "--config=quickstart.py"])
     (tmp_path / "quickstart.py").write_text("def get_config():\n    return 3\n")
-    with pytest.raises(InputError, match=r"gives no ConfigDict"):
+    with pytest.raises(InputError, match=r"returns no ConfigDict"):
         front.run(["describe", "--config=quickstart.py"])
 
 

@@ -61,7 +61,7 @@ def test_train_evaluate_describe(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("known", "said"),
-    [({"lane_spreads": [0.001, 0.3, 0.0]}, "2 of 3 lanes say the same"), ({"lane_spreads": [0.3]}, ""), ({}, "")],
+    [({"lane_spreads": [0.001, 0.3, 0.0]}, "2 of 3 lanes give the same"), ({"lane_spreads": [0.3]}, ""), ({}, "")],
 )
 def test_lanes_that_say_nothing_are_told(capsys, tmp_path, known, said):
     train.print_summary(tmp_path, {"test_accuracy": 0.5, "test_loss": 1.0} | known)
@@ -91,11 +91,11 @@ def test_lanes_that_say_nothing_are_told(capsys, tmp_path, known, said):
         ((QUICKSTART, "--workdir=/proc/none"), ["/proc/none", "cannot be written"]),
         ((QUICKSTART, "--wrkdir=W"), ["wrkdir", "workdir"]),
         (("--mode=evaluate", "--workdir=W"), ["holds no run"]),
-        ((QUICKSTART, "--workdir=W", "--config.search.seed=1"), ["a field of a search", "mlcn_jax search"]),
+        ((QUICKSTART, "--workdir=W", "--config.search.seed=1"), ["a search field", "mlcn_jax search"]),
         ((QUICKSTART, "--workdir=W", "--batch_size=1"), ["unknown flag", "did you mean --config.train.batch_size?"]),
         ((QUICKSTART, "--workdir=W", "--keep=1"), ["unknown flag --keep", "mlcn_jax train --help"]),
         ((QUICKSTART, "runs/w"), ["'runs/w'", "--name=value"]),
-        (("explain", "--workdir=W", "--config.train.seed=1"), ["takes no configuration", "explain --help"]),
+        (("explain", "--workdir=W", "--config.train.seed=1"), ["does not take a configuration", "explain --help"]),
         ((QUICKSTART, "--workdir=W", "--sweep=train.seed=0,1"), ["--mode=sweep"]),
         ((QUICKSTART, "--workdir=W", "--mode=sweep", "--sweep=train.sed=0,1"), ["train.sed", "train.seed"]),
     ],

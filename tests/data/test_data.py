@@ -21,8 +21,8 @@ from mlcn_jax.errors import InputError
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("fashion-mnist", {}, r"'fashion-mnist'; known are mnist, .*folder\. Did you mean 'fashion_mnist'\?"),
-        ("zzz", {}, r"'zzz'; known are mnist, [^?]*$"),
+        ("fashion-mnist", {}, r"'fashion-mnist'; the known ones are mnist, .*folder\. Did you mean 'fashion_mnist'\?"),
+        ("zzz", {}, r"'zzz'; the known ones are mnist, [^?]*$"),
         ("digits", {"test_fraction": 1.0}, r"test_fraction is 1\.0; expected at least 0 and less than 1"),
         ("digits", {"test_fraction": -0.1}, r"test_fraction is -0\.1"),
         ("digits", {"test_fraction": float("nan")}, r"test_fraction is nan"),
@@ -111,7 +111,7 @@ def test_validation_of_a_class_with_one_image():
 def test_steps_per_epoch():
     assert [steps_per_epoch(10, batch_size) for batch_size in (1, 3, 5, 6, 10)] == [10, 3, 2, 1, 1]
     for batch_size in (11, 0, -1):
-        with pytest.raises(InputError, match=rf"batch size is {batch_size}; expected 1 to 10"):
+        with pytest.raises(InputError, match=rf"batch size is {batch_size}; it must be 1 to 10"):
             steps_per_epoch(10, batch_size)
 
 

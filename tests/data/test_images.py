@@ -92,10 +92,10 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"", "no image"),
-        (b"PK\x03\x04 a zip archive", "no image"),
-        (b"plain text", "no image"),
-        (huge_png(20, 20)[:40], "cannot be read|no image"),
+        (b"", "not an image"),
+        (b"PK\x03\x04 a zip archive", "not an image"),
+        (b"plain text", "not an image"),
+        (huge_png(20, 20)[:40], "cannot be read|not an image"),
     ],
 )
 def test_what_is_no_picture_is_refused(content, expected):
@@ -106,7 +106,7 @@ def test_what_is_no_picture_is_refused(content, expected):
 def test_a_missing_file_and_a_folder_are_named(tmp_path):
     with pytest.raises(InputError, match="no such file"):
         images.read_pixels(tmp_path / "a.png", (28, 28, 1))
-    with pytest.raises(InputError, match="no file"):
+    with pytest.raises(InputError, match="not a file"):
         images.read_pixels(tmp_path, (28, 28, 1))
     with pytest.raises(InputError, match="cannot be read: File name too long"):
         images.read_pixels(tmp_path / ("a" * 300), (28, 28, 1))

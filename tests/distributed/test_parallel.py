@@ -53,7 +53,7 @@ def on_one_device(request):
 def test_every_split_has_the_loss_and_gradients_of_one_device(on_one_device, data, lane):
     spec, params, batch, expected = on_one_device
     if spec.name == "capsnet" and lane > 1:
-        with pytest.raises(InputError, match=r"no lanes to spread over parallel.lane"):
+        with pytest.raises(InputError, match=r"no lanes to shard over parallel.lane"):
             mesh_lib.check_split(spec, 8, data, lane)
         return
     mesh_lib.check_split(spec, 8, data, lane)
@@ -113,8 +113,8 @@ def test_a_run_goes_on_in_another_split_as_if_it_had_never_moved(tiny, tmp_path)
     ("data", "lane", "message"),
     [
         (3, 1, r"parallel.data=3 does not divide train.batch_size=50: use parallel.data=2 or a batch of 51"),
-        (1, 3, r"parallel.lane=3 does not divide mlcn1:w1d1\*2.*lane=2, another number .*, or parallel.plan=stacks"),
-        (25, 2, "asks for 50 devices, and there are 8"),
+        (1, 3, r"parallel.lane=3 does not divide mlcn1:w1d1\*2.*lane=2, other lanes, or parallel.plan=stacks"),
+        (25, 2, "needs 50 devices, but jax finds 8"),
     ],
 )
 def test_a_mesh_that_cannot_be_names_one_that_can(tiny, tmp_path, data, lane, message):

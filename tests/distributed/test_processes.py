@@ -99,13 +99,13 @@ def test_a_process_that_does_not_come_or_differs_is_named(tmp_path):
     address = {"parallel.coordinator": "127.0.0.1:18713", "parallel.processes": 2, "parallel.lane": 2}
     code, _, err = run(tmp_path, {**address, "parallel.process": 0, "parallel.timeout_seconds": 1})
     assert code == 2
-    assert "error: process 1 of 2 did not come to 127.0.0.1:18713, within parallel.timeout_seconds=1" in err
+    assert "error: process 1 of 2 did not join at 127.0.0.1:18713, within parallel.timeout_seconds=1" in err
     first = start(tmp_path / "0", {**address, "parallel.process": 0})
     code, _, err = run(tmp_path / "1", {**address, "parallel.process": 1, "train.seed": 7})
     assert code == 2
-    assert "process 1 was given another configuration" in err
+    assert "process 1 has a different configuration" in err
     assert "train.seed: 0 there, 7 here" in err
-    assert "process 1 was given another configuration" in first.communicate(timeout=60)[1]
+    assert "process 1 has a different configuration" in first.communicate(timeout=60)[1]
     assert first.returncode == 2
     stacks = {**address, "parallel.plan": "stacks"}
     first = start(tmp_path / "0", {**stacks, "parallel.process": 0})

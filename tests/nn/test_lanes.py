@@ -170,5 +170,5 @@ def test_numbers_beyond_reason_are_refused(text):
 
 
 def test_lanes_beyond_reason_are_refused_however_they_are_written():
-    with pytest.raises(InputError, match="12,000 lanes; there can be 10,000"):
+    with pytest.raises(InputError, match="12,000 lanes; at most 10,000"):
         lanes.parse_lanes("mlcn1:w1*6000,mlcn1:w2*6000")

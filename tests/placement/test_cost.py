@@ -160,6 +160,6 @@ def test_parameters_are_counted_without_tracing_the_whole(text):
 
 def test_a_model_beyond_the_memory_is_refused_at_once():
     spec = ModelSpec("mlcn", (28, 28, 1), 10, lanes="mlcn1:w1000d100*10000")
-    with pytest.raises(InputError, match=r"do not fit the 16 GiB of memory here: take fewer or narrower lanes"):
+    with pytest.raises(InputError, match=r"do not fit into the 16 GiB of memory: use fewer or narrower lanes"):
         cost.check_fits_memory(spec, 2**34)
     cost.check_fits_memory(ModelSpec("mlcn", (28, 28, 1), 10, lanes="mlcn1:w4*8"), 2**34)

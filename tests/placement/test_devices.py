@@ -84,14 +84,14 @@ def test_an_unknown_layer_is_named(profile):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ({"version": 0}, "format 0, and format 1 is expected"),
+        ({"version": 0}, "format 0, but format 1 is expected"),
         ({"forward_share": "a third"}, "damaged, forward_share: 'a third'"),
         ({"tiny_seconds": -1.0}, "damaged, tiny_seconds: -1.0"),
         ({"layer_seconds": {"dot": [[1.0]]}}, "damaged, layer_seconds"),
         ({"layer_seconds": {"dot": []}}, "damaged, layer_seconds"),
         ({"link": {"latency_seconds": None}}, "damaged, link"),
         ({"batch_sizes": 50}, "damaged, batch_sizes: 50"),
-        ({"colour": "blue"}, "damaged, colour is no field"),
+        ({"colour": "blue"}, "damaged, colour is not a field"),
     ],
 )
 def test_a_damaged_or_older_profile_is_refused(profile, tmp_path, damage, message):
@@ -109,7 +109,7 @@ def test_files_that_are_no_profiles_are_refused(profile, tmp_path):
         DeviceProfile.load(path)
     for text in ("", "[]", json.dumps(profile.to_dict())[:-20]):
         path.write_text(text)
-        with pytest.raises(InputError, match=r"no device profile|is damaged"):
+        with pytest.raises(InputError, match=r"not a device profile|is damaged"):
             DeviceProfile.load(path)
     missing = profile.to_dict()
     del missing["link"]

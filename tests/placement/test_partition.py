@@ -137,10 +137,10 @@ def test_a_problem_that_makes_no_sense_is_refused(arguments, message):
 def test_lanes_that_cannot_fit_name_the_obstacle():
     mib = 2**20
     wide = on_speeds([1, 9], [1, 1], memory_bytes=[mib, 30 * mib], limit_bytes=[20 * mib, 10 * mib])
-    with pytest.raises(InputError, match=r"lane 1 needs 30 MiB, more than any device holds .*device 0, 20 MiB"):
+    with pytest.raises(InputError, match=r"lane 1 needs 30 MiB, more than any device can hold .*device 0, 20 MiB"):
         partition("greedy", wide)
     many = on_speeds([1] * 4, [1, 1], memory_bytes=[8 * mib] * 4, limit_bytes=[20 * mib, 10 * mib])
-    with pytest.raises(InputError, match="need 32 MiB together, the devices hold 30 MiB"):
+    with pytest.raises(InputError, match="need 32 MiB together, but the devices hold 30 MiB"):
         partition("greedy", many)
     pieces = on_speeds([1] * 3, [1, 1], memory_bytes=[8 * mib] * 3, limit_bytes=[15 * mib, 15 * mib])
     for name in PARTITIONERS:

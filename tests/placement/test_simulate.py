@@ -286,7 +286,7 @@ def test_to_dict_holds_phases_total_and_idle_shares():
         (lambda: collective_seconds("all-reduce", -1, one_host(2)), "num_bytes holds -1"),
         (lambda: collective_seconds("all-reduce", 1, one_host(2), [[0, 2]]), "device 2 is not in the cluster"),
         (lambda: collective_seconds("all-reduce", 1, one_host(2), [[]]), "empty or names a device twice"),
-        (lambda: mesh(data=3), "data=3 times lane=1 does not have the cluster's 2 devices"),
+        (lambda: mesh(data=3), "data=3 times lane=1 does not match the cluster's 2 devices"),
         (lambda: mesh(lane_seconds=[1.0]), "lane_seconds has 1 entries for 2 devices"),
         (lambda: mesh(head_seconds=[0.0, -1.0]), "head_seconds holds -1.0"),
         (lambda: mesh(lane_seconds=[0.0, 0.0]), "no device has anything to compute"),

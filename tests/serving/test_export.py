@@ -179,7 +179,7 @@ def test_the_command_needs_no_training_code_and_answers_what_it_can(workdir, pic
         "a.png",
     ]
     assert "megapixels" in rows[2]["error"]
-    assert "no image" in rows[4]["error"]
+    assert "not an image" in rows[4]["error"]
     loaded = artifact.Artifact(workdir / "export")
     expected = list(predict.predict(loaded, sorted(pictures.glob("?.png")), batch_size=2))
     for row, other in zip([rows[0], rows[1], rows[3]], expected, strict=True):

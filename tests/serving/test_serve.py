@@ -221,7 +221,7 @@ def test_what_cannot_be_read_is_named_and_the_others_are_answered(server, pictur
         assert status == 200
         check(answer["predictions"][1:2], pictures[1:2], model)
         errors = [prediction.get("error", "") for prediction in answer["predictions"]]
-        assert "no image" in errors[0]
+        assert "not an image" in errors[0]
         assert "megapixels" in errors[2]
         assert "cannot be read" in errors[3]
     for body in (text, bomb, cut, b""):

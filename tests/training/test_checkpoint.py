@@ -145,7 +145,7 @@ def test_a_damaged_checkpoint_is_skipped_and_the_one_before_used(tmp_path, damag
         restored, facts = checkpoints.restore(LIKE)
     assert facts["step"] == 1
     jax.tree.map(np.testing.assert_array_equal, restored, state_of(1))
-    assert "step 2 does not verify" in caplog.text
+    assert "step 2 is damaged" in caplog.text
     checkpoints.save(2, state_of(2), {})  # its place is free again
     checkpoints.wait()
     assert checkpoints.restore(LIKE)[1]["step"] == 2
@@ -164,7 +164,7 @@ def test_if_none_verifies_it_is_an_error_every_time(tmp_path):
     for _ in range(2):
         checkpoints = Checkpoints(tmp_path)
         assert checkpoints.exist()
-        with pytest.raises(InputError, match=r"no checkpoint in .* verifies"):
+        with pytest.raises(InputError, match=r"no checkpoint in .* is intact"):
             checkpoints.restore(LIKE)
         checkpoints.close()
 
@@ -285,7 +285,7 @@ def test_facts_that_cannot_be_read_do_not_unrank_the_best(tmp_path, monkeypatch)
 def test_another_optimizer_is_not_taken_for_damage(tmp_path):
     save_all(tmp_path, {1: None}).close()
     checkpoints = Checkpoints(tmp_path)
-    with pytest.raises(InputError, match="of another model or optimizer"):
+    with pytest.raises(InputError, match="does not match the model of"):
         checkpoints.restore({**LIKE, "optimizer": LIKE["params"]})
     assert checkpoints.restore(LIKE)[1]["step"] == 1
     checkpoints.close()

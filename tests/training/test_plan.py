@@ -53,12 +53,12 @@ def test_a_slower_device_gets_fewer_lanes(profile):
 def test_a_mesh_whose_lanes_do_not_fit_is_no_candidate(profile):
     lane = profile.lane_bytes(cost.lane_cost(EQUAL.lane_groups[0].spec, EQUAL.lane_settings, EQUAL.image_shape), 100)
     small = dataclasses.replace(profile, memory_bytes=int(lane * 0.9), link=LINK)
-    with pytest.raises(InputError, match="and room for it"):
+    with pytest.raises(InputError, match="and memory for it"):
         plan.candidates(EQUAL, 100, [small], "greedy", 1)
 
 
 def test_no_split_at_all_is_said(profile):
-    with pytest.raises(InputError, match="neither batch nor lanes can be spread over 3 devices"):
+    with pytest.raises(InputError, match="neither batch nor lanes can be split over 3 devices"):
         plan.candidates(dataclasses.replace(EQUAL, lanes="mlcn1:w2*2"), 100, [profile] * 3, "greedy", 3)
 
 
@@ -74,7 +74,7 @@ def test_without_profiles_lanes_weigh_what_they_compute():
 def test_memory_that_a_lane_lacks_is_said(profile):
     none = dataclasses.replace(profile, memory_bytes=10)
     problem = plan.placement_problem(EQUAL, 100, [none, none], ["a", "b"])
-    with pytest.raises(InputError, match=r"lane 0 \(mlcn1:w2d1\) needs .* more than any device holds"):
+    with pytest.raises(InputError, match=r"lane 0 \(mlcn1:w2d1\) needs .* more than any device can hold"):
         partition.partition("greedy", problem)
 
 
@@ -94,7 +94,7 @@ def test_a_run_takes_the_plan_that_is_found(tiny, tmp_path, profile):
         ({}, "parallel.plan=auto needs parallel.profile: measure the devices with"),
         ({"parallel.lane": 2}, "parallel.lane is 2; it must be 1 with parallel.plan=auto, which finds it"),
         ({"profile": {"cpu_count": 77}}, "measured on another device:\n  cpu_count: 77 in the profile"),
-        ({"profile": {"platform": "gpu"}}, "profiles for gpu and none for cpu"),
+        ({"profile": {"platform": "gpu"}}, "profiles for gpu, but none for cpu"),
         ({"profile": {"image_shape": [32, 32, 3]}}, "measured with other lanes:\n  image_shape"),
     ],
 )

@@ -130,7 +130,7 @@ def test_a_run_goes_on_in_stacks_as_if_it_had_never_moved(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"parallel.lane": 9}, "asks for 9 devices, and there are 8"),
+        ({"parallel.lane": 9}, "needs 9 devices, but jax finds 8"),
         ({"parallel.lane": 2, "parallel.data": 2}, "parallel.data is 2; it must be 1 with parallel.plan=stacks"),
         ({"parallel.lane": 2, "parallel.platforms": "tpu"}, "finds no 'tpu' here"),
         ({"parallel.lane": 2, "parallel.partitioner": "best"}, "parallel.partitioner is 'best'"),

@@ -331,9 +331,9 @@ def test_fine_tuning_keeps_what_fits(tiny, tmp_path, monkeypatch):
         np.testing.assert_allclose(ours, theirs, atol=1e-9)
     np.testing.assert_allclose(tuned["decoder"]["hidden2"]["kernel"], donor["decoder"]["hidden2"]["kernel"], atol=1e-9)
     assert tuned["encoder"]["mlcn1_w1d1"]["capsule_weights"].shape[-1] == 4
-    with pytest.raises(InputError, match="another shape or input:\n  lanes"):
+    with pytest.raises(InputError, match="that does not match this one:\n  lanes"):
         loop.train(config.replace({"model.lanes": "mlcn1:w2*2"}), tmp_path / "other")
-    with pytest.raises(InputError, match="another shape or input:\n  signed_pixels: False there, True now"):
+    with pytest.raises(InputError, match="that does not match this one:\n  signed_pixels: False there, True now"):
         loop.train(config.replace({"model.signed_pixels": True}), tmp_path / "other")
     loop.train(config.replace({"model.lanes": "mlcn1:w1d1,mlcn1:w1"}), tmp_path / "same lanes in other words")
 
@@ -359,13 +359,13 @@ def test_a_run_on_other_data_is_refused_and_left_as_it_is(tiny, tmp_path, monkey
 
     monkeypatch.setattr(datasets, "load", one_image_less)
     before = {name: (tmp_path / name).read_text() for name in ("config.json", "model.json", "summary.json")}
-    with pytest.raises(InputError, match="a run on other data:\n  training_images_sha256: "):
+    with pytest.raises(InputError, match="a run on different data:\n  training_images_sha256: "):
         loop.train(tiny.replace({"train.num_steps": 30}), tmp_path)
     assert before == {name: (tmp_path / name).read_text() for name in before}
 
 
 def test_a_workdir_in_use_is_refused(tiny, tmp_path):
-    with files.hold(tmp_path), pytest.raises(InputError, match="another process trains in"):
+    with files.hold(tmp_path), pytest.raises(InputError, match="another process is training in"):
         loop.train(tiny, tmp_path)
 
 
