@@ -61,6 +61,8 @@ def launch(command: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:
         _exit(128 + signal.SIGINT, "interrupted")
     except RuntimeError as error:
+        if "home directory" in str(error):  # pathlib, of a path such as ~nobody/runs
+            _exit(EXIT_INPUT, "error: a path begins with ~ and a name that is not a user's here: write the path out")
         if "Gloo" in str(error):
             _exit(EXIT_STOPPED, f"another process of the run was lost ({str(error).splitlines()[0][:100]}...)")
         if "RESOURCE_EXHAUSTED" not in str(error):
