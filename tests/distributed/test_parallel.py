@@ -99,6 +99,7 @@ def test_what_crosses_is_what_the_formula_says(rng, data, lane, decoder):
     assert traffic.collective_bytes(compiled.as_text()) == traffic.exchanged_bytes(spec, 8, data, lane)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_in_another_split_as_if_it_had_never_moved(tiny, tmp_path):
     whole = loop.train(tiny, tmp_path / "whole")
     moves = tmp_path / "moves"

@@ -1,6 +1,7 @@
 """Lanes in stacks compute what one device does, each device holds only its own, and a run moves between plans."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -49,14 +50,24 @@ def take_steps(runner, optimizer, batch, count):
     return metrics, runner.fetch()
 
 
-@pytest.mark.parametrize("clip_norm", [0.0, 0.2])
-@pytest.mark.parametrize("device_of", PLACEMENTS)
-def test_every_placement_has_the_loss_and_gradients_of_one_device(rng, device_of, clip_norm):
+@functools.cache
+def on_one_device(clip_norm):
+    """The optimizer, and the metrics and state after one step of the ordinary runner."""
     optimizer = optax.sgd(1.0, momentum=0.9)  # its state is the gradient after one step
     if clip_norm:
         optimizer = optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
-    batch = make_batch(rng)
-    (theirs,), expected = take_steps(mesh_runner.MeshRunner(UNEQUAL, optimizer, None, **STEP), optimizer, batch, 1)
+    batch = make_batch(np.random.default_rng(0))
+    (metrics,), state = take_steps(mesh_runner.MeshRunner(UNEQUAL, optimizer, None, **STEP), optimizer, batch, 1)
+    return optimizer, batch, metrics, state
+
+
+QUICK = [(PLACEMENTS[1], 0.0), (PLACEMENTS[1], 0.2), (PLACEMENTS[3], 0.0)]
+LONG = [pytest.param(d, c, marks=pytest.mark.long) for d in PLACEMENTS for c in (0.0, 0.2) if (d, c) not in QUICK]
+
+
+@pytest.mark.parametrize(("device_of", "clip_norm"), [*QUICK, *LONG])
+def test_every_placement_has_the_loss_and_gradients_of_one_device(device_of, clip_norm):
+    optimizer, batch, theirs, expected = on_one_device(clip_norm)
     (mine,), state = take_steps(make_runner(device_of, optimizer, clip_norm=clip_norm), optimizer, batch, 1)
     assert mine.keys() == theirs.keys()
     for name in theirs:
@@ -103,6 +114,7 @@ def test_scores_are_those_of_one_device(rng):
     np.testing.assert_array_equal(scores[0].confusion, scores[1].confusion)
 
 
+@pytest.mark.long
 def test_bfloat16_lanes_in_stacks_train(rng):
     spec = dataclasses.replace(UNEQUAL, compute_dtype="bfloat16")
     devices, optimizer = jax.devices(), optax.adam(1e-3)
@@ -113,6 +125,7 @@ def test_bfloat16_lanes_in_stacks_train(rng):
     assert metrics[-1]["loss"] < metrics[0]["loss"]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_in_stacks_as_if_it_had_never_moved(tiny, tmp_path):
     tiny = tiny.replace({"model.lanes": "mlcn1:w1*2,mlcn2:w1"})
     whole = loop.train(tiny, tmp_path / "whole")
