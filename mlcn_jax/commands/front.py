@@ -24,7 +24,7 @@ COMMANDS = {
     "prune": ("commands.prune", "measures what each lane is worth, and removes the least useful ones"),
     "export": ("commands.export", "exports a trained model for predict and serve"),
     "onnx": ("commands.onnx", "converts an exported model to ONNX, and checks it"),
-    "predict": ("serving.predict", "classifies pictures with an exported model"),
+    "predict": ("serving.predict", "classifies pictures with a trained or exported model"),
     "serve": ("serving.server", "answers HTTP requests with an exported model"),
 }
 MODES = ("train", "evaluate", "describe", "sweep", "export")
