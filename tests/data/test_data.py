@@ -53,7 +53,7 @@ def test_digits():
 
 def test_digits_without_scikit_learn(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(InputError, match="pip install scikit-learn"):
+    with pytest.raises(InputError, match=r"pip install 'mlcn_jax\[digits\]'"):
         datasets.load("digits")
 
 

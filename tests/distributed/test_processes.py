@@ -121,7 +121,7 @@ def test_a_process_that_does_not_come_or_differs_is_named(tmp_path):
     [
         ({"parallel.process": 1}, "needs parallel.coordinator=HOST:PORT"),
         ({"parallel.process": 0, "parallel.coordinator": "nowhere"}, "'nowhere'; it must be HOST:PORT"),
-        ({"parallel.lane": 1}, "the 2 processes have 2 devices together"),
+        ({"parallel.lane": 1}, "the 2 processes have 2 devices in all"),
     ],
 )
 def test_what_cannot_start_says_so_once(tmp_path, changes, message):
