@@ -231,7 +231,9 @@ def test_halving_stops_the_worse_half_early(tmp_path):
     assert sum(model.train_seconds for model in models) < 0.7 * 4 * 24
 
 
-@pytest.mark.parametrize("method", ["evolution", "tpe", "nsgaii"])
+@pytest.mark.parametrize(
+    "method", ["evolution", *(pytest.param(name, marks=pytest.mark.long) for name in ("tpe", "nsgaii"))]
+)
 def test_a_planted_better_region_is_found(tmp_path, method):
     def reached(method, seed):
         folder = tmp_path / f"{method} {seed}"
