@@ -68,7 +68,7 @@ def resolve(function: Callable, *args: Any, known: Mapping[str, str] | None = No
 
     Args:
       function: traced but not run.
-      args: arrays, or `jax.ShapeDtypeStruct`s.
+      args: arrays, or `jax.ShapeDtypeStruct` objects.
       known: algorithms already fixed, such as those stored in a checkpoint.
 
     Returns:
