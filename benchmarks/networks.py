@@ -39,7 +39,7 @@ class Network:
 
     @property
     def lanes_text(self) -> str:
-        """The lanes as `mlcn_jax.lanes.parse_lanes` reads them."""
+        """The lanes as `mlcn_jax.nn.lane_list.parse_lanes` reads them."""
         return f"{self.kind}:w{self.width}*{self.lanes}" if self.lanes else ""
 
 

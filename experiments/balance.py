@@ -23,7 +23,7 @@ from experiments import RESULTS, workers
 from mlcn_jax import host
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
-from mlcn_jax.nn.lanes import LANE_KINDS
+from mlcn_jax.nn.lanes import PUBLISHED_KINDS
 from mlcn_jax.placement.partition import PARTITIONERS, partition
 from mlcn_jax.placement.problem import Problem, uniform_seconds
 from mlcn_jax.placement.profile import DeviceProfile
@@ -70,7 +70,7 @@ def simulate(speeds: tuple[float, ...], num_lanes: int, draws: int, seed: int) -
 def measure(num_lanes: int, profile: DeviceProfile, seed: int, rounds: int) -> dict[str, Any]:
     """Step times of one draw in each partitioner's placement; equal placements are measured once."""
     rng = random.Random(seed)
-    kinds = [rng.choice(list(LANE_KINDS)) for _ in range(num_lanes)]
+    kinds = [rng.choice(PUBLISHED_KINDS) for _ in range(num_lanes)]
     lanes = [f"{kind}:w{rng.randint(1, _LARGEST)}d{rng.randint(1, _LARGEST)}" for kind in kinds]
     changes = {"data.name": "fashion_mnist", "model.lanes": ",".join(lanes), "train.batch_size": _BATCH}
     config = workers.config_of(changes)

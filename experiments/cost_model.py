@@ -26,6 +26,7 @@ from mlcn_jax.commands.profile import define_measuring
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import lanes
+from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.placement import cost
 from mlcn_jax.placement.profile import DeviceProfile
 
@@ -36,7 +37,7 @@ _GROUPS = "mlcn1:w2d1*2, mlcn2:w4d1*8, mlcn1:w1d3*4, mlcn2:w3d2*2"
 def held_out() -> list[lanes.LaneGroup]:
     """All lanes of the grid, as groups of one, that no profile is fitted to."""
     sizes = range(1, _LARGEST + 1)
-    grid = [lanes.LaneSpec(*values) for values in itertools.product(lanes.LANE_KINDS, sizes, sizes)]
+    grid = [lanes.LaneSpec(*values) for values in itertools.product(lanes.PUBLISHED_KINDS, sizes, sizes)]
     fitted = {group.spec for group, _ in measure_device.fitted_lanes()}
     return [lanes.LaneGroup(lane, 1) for lane in grid if lane not in fitted]
 
@@ -141,7 +142,7 @@ def main(values: flags.FlagValues) -> None:
     link = measure_device.measure_link(measure_device.bind(values.cores))
     lab = measure_device.Lab(measure_device.spec_of(values.data, values.lane_routing, values.compute_dtype))
     fitted = measure_device.make_programs(lab)
-    keys = itertools.product([*held_out(), *lanes.parse_lanes(_GROUPS)], measure_device.BATCH_SIZES)
+    keys = itertools.product([*held_out(), *parse_lanes(_GROUPS)], measure_device.BATCH_SIZES)
     others: dict[tuple, measure_device.Program] = {("held out", *key): lab.lane_step(*key) for key in keys}
     seconds = measure_device.least_seconds({**fitted, **others}, values.rounds)
     if values.profile:

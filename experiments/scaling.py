@@ -22,7 +22,7 @@ from experiments import RESULTS, workers
 from mlcn_jax import host
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
-from mlcn_jax.nn.lanes import parse_lanes
+from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.training import plan
 

@@ -5,6 +5,7 @@ import difflib
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from mlcn_jax.data import datasets
+from mlcn_jax.data.batches import Augmentation
 from mlcn_jax.errors import InputError, differences
 from mlcn_jax.files import read_json
 from mlcn_jax.nn.model import MODELS, ModelSpec
 from mlcn_jax.placement.partition import PARTITIONERS
 
-OPTIMIZERS = ("adam", "adamw")
+OPTIMIZERS = ("adam", "adamw", "sgd", "muon")
 PLANS = ("mesh", "stacks", "auto")
 
 # Fields that may differ when a run is resumed; a change to any other makes it a different run.
@@ -29,6 +31,7 @@ _FREE_ON_RESUME = {
     "train.checkpoint_every",
     "train.log_every",
     "train.test_every_epoch",
+    "train.score_test",
     "parallel.plan",
     "parallel.data",
     "parallel.lane",
@@ -44,7 +47,12 @@ _FREE_ON_RESUME = {
 
 # Fields added after the first version: runs stored earlier lack them, and a run that leaves them at their defaults
 # keeps the hash it had before.
-_ADDED = ("model.margin_loss", "model.signed_pixels")
+_ADDED = (
+    *("model.margin_loss", "model.signed_pixels", "model.label_smoothing", "model.ensemble_weight"),
+    *("model.decoder_gradient", "model.norm_group", "data.reflect", "data.alternate_flips", "data.cutout"),
+    *("data.augment_lanes", "train.momentum", "train.bias_learning_rate", "train.head_learning_rate"),
+    *("train.whitening_epochs", "train.score_test", "train.image_sizes"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +69,10 @@ class DataSettings:
       validation_fraction: fraction of the training images held out to choose the best checkpoint.
       max_shift: augmentation: random shifts of up to this many pixels.
       flip: augmentation: random horizontal flips.
+      reflect: augmentation: shifts fill with the reflected image instead of zeros.
+      alternate_flips: augmentation: every image is mirrored in every second epoch.
+      cutout: augmentation: height and width in pixels of a square set to the image's mean; 0 for none.
+      augment_lanes: augmentation: each lane sees every image in a way of its own (lanes that classify alone).
     """
 
     name: str = "digits"
@@ -72,9 +84,20 @@ class DataSettings:
     validation_fraction: float = 0.0
     max_shift: int = 0
     flip: bool = False
+    reflect: bool = False
+    alternate_flips: bool = False
+    cutout: int = 0
+    augment_lanes: bool = False
 
     def __post_init__(self):
-        _check(self.max_shift >= 0, "data.max_shift", self.max_shift, "0 pixels or more")
+        for field in ("max_shift", "cutout"):
+            _check(getattr(self, field) >= 0, f"data.{field}", getattr(self, field), "0 pixels or more")
+        if self.flip:
+            _check(not self.alternate_flips, "data.alternate_flips", True, "false with data.flip, which also mirrors")
+
+    def augmentation(self) -> Augmentation:
+        """The changes of images that a training step makes."""
+        return Augmentation(self.max_shift, self.reflect, self.flip, self.cutout, self.augment_lanes)
 
     def shape(self) -> tuple[tuple[int, int, int], int]:
         """Height, width and channels of the images, and the number of classes."""
@@ -104,17 +127,25 @@ class TrainSettings:
       batch_size: images per training step.
       num_epochs: passes over the training images.
       num_steps: ends the run after this many steps, whatever num_epochs is; 0 means no limit.
-      optimizer: adam (rate times lr_decay after each epoch) or adamw (warm-up, then cosine decay to zero).
-      learning_rate: initial rate of adam, peak rate of adamw.
+      optimizer: adam (rate times lr_decay after each epoch), adamw (warm-up, then cosine decay to zero), or, for
+        residual lanes, sgd or muon (warm-up, then linear decay to zero).
+      learning_rate: initial rate of adam, peak rate of adamw; for sgd and muon that of the convolutions.
       lr_decay: factor applied to adam's learning rate after each epoch.
-      warmup_epochs: epochs over which adamw's learning rate rises to its peak.
-      weight_decay: weight decay of adamw.
+      warmup_epochs: epochs over which the learning rate rises to its peak (not adam).
+      weight_decay: weight decay of adamw; of sgd and muon the share lost in a step, whatever the rate.
+      momentum: momentum of sgd and muon.
+      bias_learning_rate: peak rate of the normalisation's biases under sgd and muon.
+      head_learning_rate: peak rate of the linear head under sgd and muon.
+      whitening_epochs: epochs over which the whitening's bias is trained under sgd and muon.
       clip_norm: largest global norm of the gradient; 0 turns clipping off.
       reconstruction_weight: weight of the mean squared error over pixels, relative to the margin loss.
       seed: seeds the initial values, image order, augmentation, lane dropout and validation split.
       checkpoint_every: steps between checkpoints; 0 saves one every epoch.
+      image_sizes: sizes at which lanes that classify alone see training images, such as 20:0.35,28:0.7 for 20 pixels
+        in the first 35 % of the steps, 28 until 70 %, then the full size; empty for the full size throughout.
       log_every: steps between reports of the metrics.
       test_every_epoch: also scores the test set after each epoch, for the record only.
+      score_test: whether the test set is scored at the end; if false, the run never reads it.
     """
 
     batch_size: int = 100
@@ -125,25 +156,45 @@ class TrainSettings:
     lr_decay: float = 0.9
     warmup_epochs: float = 1.0
     weight_decay: float = 1e-4
+    momentum: float = 0.85
+    bias_learning_rate: float = 26.0
+    head_learning_rate: float = 0.43
+    whitening_epochs: float = 3.0
     clip_norm: float = 0.0
     reconstruction_weight: float = 0.392
     seed: int = 0
     checkpoint_every: int = 0
+    image_sizes: str = ""
     log_every: int = 50
     test_every_epoch: bool = False
+    score_test: bool = True
 
     def __post_init__(self):
         for field in ("batch_size", "num_epochs", "log_every"):
             _check(getattr(self, field) >= 1, f"train.{field}", getattr(self, field), "1 or more")
         for field in (
             *("num_steps", "checkpoint_every", "warmup_epochs", "weight_decay", "clip_norm"),
-            *("reconstruction_weight", "seed"),
+            *("reconstruction_weight", "seed", "bias_learning_rate", "head_learning_rate", "whitening_epochs"),
         ):
             _check(getattr(self, field) >= 0, f"train.{field}", getattr(self, field), "0 or more")
         _check(self.seed < 2**32, "train.seed", self.seed, "below 2**32")
         _check(self.learning_rate > 0, "train.learning_rate", self.learning_rate, "above 0")
+        _check(0 <= self.momentum < 1, "train.momentum", self.momentum, "in [0, 1)")
+        self.sizes()
+        if self.test_every_epoch:
+            _check(self.score_test, "train.score_test", False, "true with train.test_every_epoch")
         _check(0 < self.lr_decay <= 1, "train.lr_decay", self.lr_decay, "in (0, 1]")
         _check(self.optimizer in OPTIMIZERS, "train.optimizer", self.optimizer, " or ".join(OPTIMIZERS))
+
+    def sizes(self) -> tuple[tuple[float, int], ...]:
+        """`image_sizes` as pairs: the share of the steps until which a size holds, and the size; 0 is the full one."""
+        found = []
+        for entry in self.image_sizes.split(",") if self.image_sizes else []:
+            match = re.fullmatch(r" *([1-9][0-9]{0,3}):(0?\.[0-9]+) *", entry)
+            _check(match is not None, "train.image_sizes", self.image_sizes, "a list such as 20:0.35,28:0.7")
+            found.append((float(match[2]), int(match[1])))  # type: ignore[index]
+        _check(found == sorted(found), "train.image_sizes", self.image_sizes, "in the order of the steps")
+        return (*found, (1.0, 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,7 +356,7 @@ class RunConfig:
         """Raises InputError naming every field in which this run and the one stored in `workdir` differ."""
         mine, theirs = flat(self.to_dict()), flat(stored.to_dict())
         free = _FREE_ON_RESUME
-        if self.train.optimizer == "adamw":  # its learning rate depends on where the run ends
+        if self.train.optimizer != "adam":  # the learning rate depends on where the run ends
             free = free - {"train.num_epochs"}
         if rows := differences(theirs, mine, [field for field in mine if field not in free]):
             raise InputError(

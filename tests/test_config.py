@@ -7,7 +7,7 @@ import pytest
 from configs import default
 from mlcn_jax import config
 from mlcn_jax.analysis import describe
-from mlcn_jax.config import RunConfig, flat
+from mlcn_jax.config import _ADDED, RunConfig, flat
 from mlcn_jax.errors import InputError
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("[!_]*.py"))
@@ -48,8 +48,12 @@ def test_changes_are_read_as_the_type_of_their_field(tiny):
         ("train.learning_rate", float("nan"), "train.learning_rate is nan"),
         ("train.lr_decay", 0.0, "train.lr_decay"),
         ("train.seed", -1, "train.seed is -1"),
-        ("train.optimizer", "sgd", "'sgd'; it must be adam or adamw"),
+        ("train.optimizer", "lion", "'lion'; it must be adam or adamw or sgd or muon"),
         ("data.max_shift", -2, "data.max_shift"),
+        ("data.cutout", -1, "data.cutout"),
+        ("train.momentum", 1.0, "train.momentum"),
+        ("train.image_sizes", "20", "train.image_sizes is '20'; it must be a list such as 20:0.35"),
+        ("train.image_sizes", "28:0.7,20:0.3", "in the order of the steps"),
     ],
 )
 def test_bad_changes_are_refused(tiny, field, value, message):
@@ -66,7 +70,9 @@ def test_a_field_that_is_left_out_takes_its_default(tiny):
 
 def test_a_config_that_an_older_version_stored_is_the_same_run(tiny):
     values = tiny.to_dict()
-    del values["model"]["margin_loss"], values["model"]["signed_pixels"]
+    for field in _ADDED:
+        section, name = field.split(".")
+        del values[section][name]
     assert RunConfig.from_dict(values) == tiny
     assert tiny.flat_as_before() == flat(values)
     for changes in ({"model.margin_loss": "per_lane"}, {"model.signed_pixels": True}):

@@ -16,7 +16,7 @@ from mlcn_jax import host
 from mlcn_jax.analysis.workdir import load_with_data
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data.batches import to_pixels
-from mlcn_jax.nn import capsules, lanes
+from mlcn_jax.nn import capsules, lane_list, lanes
 from mlcn_jax.nn.model import encode
 from mlcn_jax.placement import cost
 from mlcn_jax.placement.profile import DeviceProfile
@@ -85,7 +85,7 @@ def test_a_device_profile_predicts_the_same():
     profile, expected = DeviceProfile.load(LEGACY / "profile.json"), EXPECTED["profile"]
     settings = lanes.LaneSettings(profile.num_classes)
     for text, predicted in expected["predicted"].items():
-        (group,) = lanes.parse_lanes(text)
+        (group,) = lane_list.parse_lanes(text)
         one = cost.lane_cost(group.spec, settings, profile.image_shape)
         size = expected["batch_size"]
         found = {

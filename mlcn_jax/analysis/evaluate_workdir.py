@@ -20,6 +20,7 @@ from mlcn_jax.nn import capsules
 from mlcn_jax.training.checkpoint import Trained, load_trained
 from mlcn_jax.training.evaluate import class_capsules, lane_spreads, make_evaluator
 from mlcn_jax.training.pictures import write_pictures
+from mlcn_jax.training.session import with_flips
 
 _log = logging.getLogger(__name__)
 _TOP = 5  # classes of `test_top5_accuracy`, which is told of models with more than twice as many
@@ -60,6 +61,7 @@ def evaluate_workdir(
         _log.warning("pictures are not drawn: %s", reason)
     return {
         **scores.to_dict(dataset.class_names),
+        **with_flips(config.data, lambda: evaluator(trained.params, dataset.test, config.train.batch_size, flips=True)),
         **_top_accuracy(trained, dataset.test, config.train.batch_size),
         "lane_spreads": lane_spreads(trained.spec, trained.params, dataset.test, config.train.batch_size),
         "step": trained.step,

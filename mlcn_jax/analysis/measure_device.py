@@ -24,6 +24,7 @@ from mlcn_jax.data import datasets
 from mlcn_jax.distributed import processes
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv, lanes
+from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.nn.model import ModelSpec, init_params
 from mlcn_jax.placement import cost, fit
 from mlcn_jax.placement.profile import DeviceProfile, head_features
@@ -142,19 +143,22 @@ def tiny_network() -> Program:
     return Program(step, kernel, rows)
 
 
+_FITTED_KINDS = (*lanes.PUBLISHED_KINDS, "resnet")
+
+
 def fitted_lanes() -> list[tuple[lanes.LaneGroup, int]]:
     """The lanes to which a profile is fitted, as groups of one, each with one of the batch sizes."""
     return [
         (lanes.LaneGroup(lanes.LaneSpec(kind, width, depth), 1), BATCH_SIZES[(i + j) % 2])
         for i, (width, depth) in enumerate(_SIZES)
-        for j, kind in enumerate(lanes.LANE_KINDS)
+        for j, kind in enumerate(_FITTED_KINDS)
     ]
 
 
 def make_programs(lab: Lab) -> dict[tuple, Program]:
     """The programs timed for a profile, keyed by what they compute, their lanes and their batch size."""
     singles = fitted_lanes()
-    groups = list(zip(lanes.parse_lanes(_GROUPS), itertools.cycle(BATCH_SIZES), strict=False))
+    groups = list(zip(parse_lanes(_GROUPS), itertools.cycle(BATCH_SIZES), strict=False))
     programs: dict[tuple, Program] = {("step", *key): lab.lane_step(*key) for key in singles + groups}
     programs |= {("forward", *key): lab.lane_forward(*key) for key in singles if str(key[0].spec) in _FORWARDS}
     programs |= {("head", *key): lab.head_step(*key) for key in itertools.product(_HEAD_LANES, BATCH_SIZES)}

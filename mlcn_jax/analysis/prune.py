@@ -31,8 +31,9 @@ from mlcn_jax.data import batches, datasets
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.nn import capsules
+from mlcn_jax.nn.calibration import param_shapes
 from mlcn_jax.nn.conv import compiler_options
-from mlcn_jax.nn.model import ModelSpec, encode, init_params, rows_of, spec_of
+from mlcn_jax.nn.model import ModelSpec, encode, rows_of, spec_of
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.checkpoint import Checkpoints, describe_model, load_trained
 from mlcn_jax.training.session import open_session, optimizer_of
@@ -126,9 +127,9 @@ def load_prunable(workdir: Path, data_dir: str = "") -> Run:
 
 
 def _state_shapes(config: RunConfig, spec: ModelSpec, steps_per_epoch: int) -> dict[str, Any]:
-    params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
     optimizer = optimizer_of(config.train, steps_per_epoch)
-    return {"params": params, "optimizer": jax.eval_shape(optimizer.init, params)}
+    moments = jax.eval_shape(optimizer.init, param_shapes(spec))
+    return {"params": param_shapes(spec, calibrated=True), "optimizer": moments}
 
 
 def accuracy_without(
@@ -185,7 +186,7 @@ def prune_spec(spec: ModelSpec, kept: Sequence[int]) -> ModelSpec:
 def prune_params(spec: ModelSpec, params: dict, kept: Sequence[int]) -> dict:
     """The parameters of `prune_spec(spec, kept)`."""
     smaller = prune_spec(spec, kept)
-    return _prune_tree(spec, params, kept, jax.eval_shape(lambda key: init_params(smaller, key), jax.random.key(0)))
+    return _prune_tree(spec, params, kept, param_shapes(smaller, calibrated=True))
 
 
 def prune_run(run: Run, kept: Sequence[int]) -> Run:

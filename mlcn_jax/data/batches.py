@@ -1,5 +1,6 @@
 """Batches as pure functions of (seed, step), augmentation, and pixels."""
 
+import dataclasses
 from collections.abc import Iterator
 
 import jax
@@ -9,6 +10,8 @@ from jaxtyping import Array, Float, Float32, Int32, PRNGKeyArray
 
 from mlcn_jax.data.datasets import Images, Labels, Split
 from mlcn_jax.errors import InputError
+
+_FLIPS = 2**32  # no epoch has this number
 
 
 def steps_per_epoch(num_examples: int, batch_size: int) -> int:
@@ -33,16 +36,21 @@ class Batches:
       labels: int32 [n].
       batch_size: images per batch, at most n.
       seed: not negative.
+      alternate_flips: mirrors a random half of the images in even epochs and the other half in odd ones, so that each
+        pair of epochs shows every image both ways (Jordan 2024, arXiv 2404.00498, section 3.6).
 
     Raises:
       InputError: `batch_size` is below 1 or above n.
     """
 
-    def __init__(self, images: Images, labels: Labels, batch_size: int, seed: int):
+    def __init__(self, images: Images, labels: Labels, batch_size: int, seed: int, alternate_flips: bool = False):
         self.steps_per_epoch = steps_per_epoch(len(images), batch_size)
         self._split = Split(images, labels)
         self._batch_size = batch_size
         self._seed = seed
+        self._mirrored_first = None
+        if alternate_flips:
+            self._mirrored_first = np.random.default_rng((seed, _FLIPS)).integers(0, 2, len(images)).astype(bool)
         self._order = (-1, np.empty(0, np.int64))  # The epoch last requested, and the order of its images.
 
     def at(self, step: int) -> tuple[Images, Labels]:
@@ -52,8 +60,12 @@ class Batches:
             rng = np.random.default_rng((self._seed, epoch))
             self._order = (epoch, rng.permutation(len(self._split.labels)))
         start = position * self._batch_size
-        batch = self._split[self._order[1][start : start + self._batch_size]]
-        return batch.images, batch.labels
+        indices = self._order[1][start : start + self._batch_size]
+        batch = self._split[indices]
+        if self._mirrored_first is None:
+            return batch.images, batch.labels
+        mirrored = self._mirrored_first[indices] ^ bool(epoch % 2)
+        return np.where(mirrored[:, None, None, None], batch.images[:, :, ::-1], batch.images), batch.labels
 
 
 def padded_batches(split: Split, batch_size: int) -> Iterator[tuple[Images, Labels, Float32[np.ndarray, " b"]]]:
@@ -75,33 +87,96 @@ def padded_batches(split: Split, batch_size: int) -> Iterator[tuple[Images, Labe
         yield images, np.pad(batch.labels, padding), mask
 
 
+@dataclasses.dataclass(frozen=True)
+class Augmentation:
+    """Random changes of training images.
+
+    Attributes:
+      max_shift: each image is moved by -max_shift to max_shift pixels along each axis; 0 does not shift.
+      reflect: fills what a shift leaves free with the reflected image instead of zeros.
+      flip: mirrors each image left to right with probability 1/2.
+      cutout: height and width of a square at a random place, cut at the borders, that is set to the image's mean; 0
+        for none (DeVries and Taylor 2017, arXiv 1708.04552).
+      per_lane: each lane sees the image in a way of its own, and every second lane sees it mirrored.
+      size: height and width in pixels to which lanes that classify alone see images resized; 0 leaves them as they are.
+    """
+
+    max_shift: int = 0
+    reflect: bool = False
+    flip: bool = False
+    cutout: int = 0
+    per_lane: bool = False
+    size: int = 0
+
+
+Draws = dict[str, Array]  # what was drawn for each image, [batch, ...], by kind of change
+
+
+def draw(key: PRNGKeyArray, images: Float[Array, "b height width channels"], augmentation: Augmentation) -> Draws:
+    """Draws how `augment` changes each image; derive the key from (seed, step)."""
+    batch, height, width, _ = images.shape
+    shift_key, flip_key = jax.random.split(key)
+    draws: Draws = {}
+    if augmentation.max_shift:
+        draws["shift"] = jax.random.randint(shift_key, (batch, 2), 0, 2 * augmentation.max_shift + 1)
+    if augmentation.flip:
+        draws["flip"] = jax.random.bernoulli(flip_key, shape=(batch, 1, 1, 1))[:, 0, 0, 0]
+    if augmentation.cutout:
+        sizes = jnp.array([[height, width]])
+        draws["cutout"] = jax.random.randint(jax.random.fold_in(key, 2), (batch, 2), jnp.zeros_like(sizes), sizes)
+    return draws
+
+
+def draw_per_lane(
+    key: PRNGKeyArray, images: Float[Array, "b height width channels"], augmentation: Augmentation, num_lanes: int
+) -> Draws:
+    """As `draw`, for each lane: arrays [batch, lanes, ...]. Every second lane sees the images mirrored."""
+    lanes = jnp.arange(num_lanes)
+    keys = jax.vmap(lambda lane: jax.random.fold_in(key, lane))(lanes)
+    draws = jax.vmap(lambda key: draw(key, images, augmentation), out_axes=1)(keys)
+    odd = jnp.broadcast_to((lanes % 2 == 1)[None], (len(images), num_lanes))
+    draws["flip"] = odd ^ draws["flip"] if "flip" in draws else odd
+    return draws
+
+
 def augment(
-    key: PRNGKeyArray, images: Float[Array, "b height width channels"], *, max_shift: int, flip: bool
+    images: Float[Array, "b height width channels"], draws: Draws, augmentation: Augmentation
 ) -> Float[Array, "b height width channels"]:
-    """Shifts and flips each image at random, on device and under `jit` (`max_shift` and `flip` static).
+    """Images changed as drawn: shifted, mirrored, then cut out; on device and under `jit` (`augmentation` static).
 
     Args:
-      key: the randomness; derive it from (seed, step).
-      images: the batch.
-      max_shift: each image is moved by -max_shift to max_shift pixels along each axis and filled with zeros. Not
-        negative; 0 does not shift.
-      flip: mirrors each image left to right with probability 1/2.
+      images: pixels in [0, 1].
+      draws: from `draw`, or one lane's of `draw_per_lane`.
+      augmentation: that with which they were drawn.
     """
-    batch, height, width, channels = images.shape
-    shift_key, flip_key = jax.random.split(key)
-    if max_shift:
-        margin = (max_shift, max_shift)
-        padded = jnp.pad(images, ((0, 0), margin, margin, (0, 0)))
-        corners = jax.random.randint(shift_key, (batch, 2), 0, 2 * max_shift + 1)
+    _, height, width, channels = images.shape
+    if "shift" in draws:
+        margin = (augmentation.max_shift, augmentation.max_shift)
+        mode = "reflect" if augmentation.reflect else "constant"
+        padded = jnp.pad(images, ((0, 0), margin, margin, (0, 0)), mode=mode)
 
         def crop(image: Float[Array, "..."], corner: Int32[Array, " 2"]) -> Float[Array, "..."]:
             return jax.lax.dynamic_slice(image, (corner[0], corner[1], 0), (height, width, channels))
 
-        images = jax.vmap(crop)(padded, corners)
-    if flip:
-        mirrored = jax.random.bernoulli(flip_key, shape=(batch, 1, 1, 1))
-        images = jnp.where(mirrored, images[:, :, ::-1], images)
+        images = jax.vmap(crop)(padded, draws["shift"])
+    if "flip" in draws:
+        images = jnp.where(draws["flip"][:, None, None, None], images[:, :, ::-1], images)
+    if "cutout" in draws:
+        rows, columns = (
+            jnp.abs(jnp.arange(size)[None] - draws["cutout"][:, i, None] + 0.5) <= augmentation.cutout / 2
+            for i, size in enumerate((height, width))
+        )
+        square = (rows[:, :, None] & columns[:, None])[..., None]
+        images = jnp.where(square, jnp.mean(images, axis=(1, 2), keepdims=True), images)
     return images
+
+
+def resize(images: Float[Array, "b height width channels"], size: int) -> Float[Array, "b size size channels"]:
+    """Images resized linearly, with antialiasing; as they are if `size` is 0 or theirs."""
+    batch, height, width, channels = images.shape
+    if size in (0, height) and height == width:
+        return images
+    return jax.image.resize(images, (batch, size or height, size or width, channels), "linear")
 
 
 def to_pixels(images: jax.Array) -> jax.Array:

@@ -60,7 +60,13 @@ def check_split(spec: ModelSpec, batch_size: int, data: int, lane: int) -> None:
             f"parallel.data={data} does not divide train.batch_size={batch_size}: use parallel.data="
             f"{_nearest_divisor(batch_size, data)} or a batch of {max(1, round(batch_size / data)) * data}"
         )
-    counts = [group.count for group in spec.lane_groups]
+    share, group = batch_size // data, min(spec.norm_group, batch_size)
+    if share % group and any(lanes.kind.normalises for lanes in spec.lane_groups):
+        raise InputError(
+            f"model.norm_group={group} images are normalised together, but parallel.data={data} gives each device "
+            f"{share} of a batch of {batch_size}: use a divisor of {share}, a larger batch or fewer devices"
+        )
+    counts = [lanes.count for lanes in spec.lane_groups]
     if lane > 1 and not counts:
         raise InputError(f"CapsNet has no lanes to shard over parallel.lane={lane} devices: use parallel.data")
     uneven = [str(group) for group in spec.lane_groups if group.count % lane]
@@ -158,6 +164,19 @@ def sum_over(mesh: Mesh | None, function: Callable) -> Callable:
     return _over(mesh, function, add)
 
 
+def num_lane_shares(mesh: Mesh | None) -> int:
+    """Devices over which the lanes are sharded."""
+    return 1 if mesh is None else mesh.shape[LANE_AXIS]
+
+
+def lanes_over(mesh: Mesh | None, function: Callable) -> Callable:
+    """Turns `function(encoder, images)` into one over a mesh; its results are arrays [lanes, groups of images, ...]."""
+    if mesh is None:
+        return function
+    lanes, batch = PartitionSpec(LANE_AXIS), PartitionSpec(DATA_AXIS)
+    return jax.shard_map(function, mesh=mesh, in_specs=(lanes, batch), out_specs=PartitionSpec(LANE_AXIS, DATA_AXIS))
+
+
 def _over(mesh: Mesh | None, function: Callable, reduce: Callable) -> Callable:
     if mesh is None:
         return function
@@ -170,7 +189,7 @@ def _over(mesh: Mesh | None, function: Callable, reduce: Callable) -> Callable:
 
     def over_mesh(params, images, *rest):
         batch = PartitionSpec(DATA_AXIS) if DATA_AXIS in axes else PartitionSpec()
-        others = [batch if leaf.shape[:1] == images.shape[:1] else PartitionSpec() for leaf in rest]
+        others = jax.tree.map(lambda leaf: batch if leaf.shape[:1] == images.shape[:1] else PartitionSpec(), rest)
         in_specs = (state_specs(params, mesh.shape[LANE_AXIS]), batch, *others)
 
         def on_a_device(*args):

@@ -1,25 +1,25 @@
-"""Lanes: their definition, how a list of them is written, and groups of equal ones that run under vmap.
+"""Lanes: their kinds, and groups of equal ones.
 
 A lane is a pure function from images to one number per class. Lanes share no parameters and no
 activations: a group of equal lanes is `jax.vmap` of one lane over stacked parameters.
 """
 
 import dataclasses
-import re
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from mlcn_jax.errors import InputError
-from mlcn_jax.nn import capsules, conv
+from mlcn_jax.nn import capsules, conv, resnet
 
 PRIMARY_DIM = 8
 LANE_ROUTINGS = ("published", "per_class")
-_MOST = {"width": 1_000, "depth": 100, "count": 10_000}  # more is most likely a typo, and would take hours
+_MIN_SIZE = 17  # a 9x9 convolution leaves 9 pixels, a second one with stride 2 leaves 1
 _glorot = nn.initializers.glorot_uniform()
 
 
@@ -49,73 +49,14 @@ class LaneGroup:
         return f"{self.spec}*{self.count}"
 
     @property
+    def kind(self) -> "LaneKind":
+        """What these lanes compute."""
+        return LANE_KINDS[self.spec.kind]
+
+    @property
     def name(self) -> str:
         """Key of the group's stacked parameters, such as `mlcn1_w4d1`."""
         return str(self.spec).replace(":", "_")
-
-
-def parse_lanes(text: str) -> tuple[LaneGroup, ...]:
-    """Reads a list of lanes such as `"mlcn1:w4*8"` or `"mlcn1:w2d1*2, mlcn2:w4d3"`.
-
-    Each entry is `KIND:wWIDTH[dDEPTH][*COUNT]`; depth and count default to 1. Equal lanes are merged
-    into one group, at the position of the first of them.
-
-    Raises:
-      InputError: the text is not such a list (the message points at the position), or a number in it is too large.
-
-    >>> [str(group) for group in parse_lanes("mlcn1:w4*2, mlcn2:w1d3, mlcn1:w4")]
-    ['mlcn1:w4d1*3', 'mlcn2:w1d3*1']
-    """
-    counts: dict[LaneSpec, int] = {}
-    start = 0
-    for entry in text.split(","):
-        spec, count = _parse_entry(text, entry, start)
-        counts[spec] = counts.get(spec, 0) + count
-        start += len(entry) + 1
-    if sum(counts.values()) > _MOST["count"]:
-        raise InputError(f"model.lanes has {sum(counts.values()):,} lanes; at most {_MOST['count']:,} are allowed")
-    return tuple(LaneGroup(spec, count) for spec, count in counts.items())
-
-
-def _parse_entry(text: str, entry: str, start: int) -> tuple[LaneSpec, int]:
-    position = len(entry) - len(entry.lstrip())
-    entry = entry.rstrip()
-
-    def take(pattern: str, expected: str) -> str:
-        nonlocal position
-        match = re.compile(pattern).match(entry, position)
-        if match is None:
-            pointer = " " * (start + position) + "^"
-            raise InputError(
-                f"model.lanes: expected {expected} at character {start + position + 1}\n"
-                f"  {text}\n  {pointer}\n"
-                "a list of lanes looks like mlcn1:w4*8 or mlcn1:w2d1*2,mlcn2:w4d3 (KIND:wWIDTHdDEPTH*COUNT)"
-            )
-        position = match.end()
-        return match.group()
-
-    def number(what: str) -> int:
-        digits = take("[1-9][0-9]*", f"a {what} of 1 or more")
-        if len(digits) > 9 or int(digits) > _MOST[what]:
-            raise InputError(
-                f"model.lanes: a {what} of {digits[:9]}{'...' * (len(digits) > 9)} is above {_MOST[what]:,}"
-            )
-        return int(digits)
-
-    known = sorted(LANE_KINDS, key=len, reverse=True)
-    kind = take("(?:" + "|".join(known) + ")(?![A-Za-z0-9_])", "a lane kind (" + ", ".join(LANE_KINDS) + ")")
-    take(":", "':'")
-    take("w", "'w' and a width")
-    width = number("width")
-    depth = count = 1
-    if entry[position : position + 1] == "d":
-        take("d", "'d'")
-        depth = number("depth")
-    if entry[position : position + 1] == "*":
-        take(r"\*", "'*'")
-        count = number("count")
-    take("$", "'d' and a depth, '*' and a count, ',' or the end")
-    return LaneSpec(kind, width, depth), count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +71,8 @@ class LaneSettings:
       signed_pixels: whether the first convolution takes pixels in [-1, 1] (`first_input`).
       dtype: dtype of the convolutions and matrix products.
       conv_algorithm: a key of `conv.ALGORITHMS`, or `auto`.
+      norm_group: images that are normalised together in training, in the kinds that normalise.
+      folded: whether statistics are folded into the parameters (`fold_group`).
     """
 
     num_classes: int
@@ -139,6 +82,8 @@ class LaneSettings:
     signed_pixels: bool = False
     dtype: DTypeLike = jnp.float32
     conv_algorithm: str = "auto"
+    norm_group: int = 125
+    folded: bool = False
 
 
 class ConvParams(nn.Module):
@@ -220,10 +165,52 @@ def _primary_features(
     return conv.conv2d(x, primary[0], stride=2, algorithm=algorithm) + primary[1][None, None, None]
 
 
-# A lane kind turns [batch, height, width, channels] images into [batch, h, w, n * PRIMARY_DIM] features, which become
-# the lane's primary capsules. It is one function (images, spec, settings) that declares its parameters as Linen
-# modules, and one line here.
-LANE_KINDS: dict[str, Callable[[Array, LaneSpec, LaneSettings], Array]] = {"mlcn1": _mlcn1, "mlcn2": _mlcn2}
+def _resnet(images: Array, spec: LaneSpec, settings: LaneSettings) -> Array:
+    """resnet of width w and depth d: three stages of d 3x3 convolutions to 16w, 48w and 64w filters, a linear head.
+
+    Returns the log-probability of each class (`nn.resnet`).
+    """
+    features = _resnet_caps(images, spec, settings)
+    return resnet.LogProbabilities(settings.num_classes, settings.dtype, name="head")(features)
+
+
+def _resnet_caps(images: Array, spec: LaneSpec, settings: LaneSettings) -> Array:
+    """resnet_caps: the features of a `resnet` lane as 8w primary capsules of 8 dimensions per position.
+
+    Source: this project, to compare a capsule head with a linear one.
+    """
+    s = settings
+    trunk = resnet.Trunk(spec.width, spec.depth, s.norm_group, s.folded, s.dtype, s.conv_algorithm, name="trunk")
+    return trunk(images)
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneKind:
+    """What a lane of this kind computes.
+
+    Attributes:
+      compute: turns images [batch, height, width, channels], the lane's spec and the settings into features
+        [batch, h, w, n * PRIMARY_DIM], which become the lane's primary capsules; if the kind `classifies`, into
+        log-probabilities [batch, classes]. It declares its parameters as Linen modules.
+      min_size: least height and width of the images, in pixels.
+      classifies: whether a lane returns its log-probabilities itself, and learns from them alone.
+      normalises: whether it has statistics of normalisation, which `calibrate_group` collects.
+    """
+
+    compute: Callable[[Array, LaneSpec, LaneSettings], Array]
+    min_size: int
+    classifies: bool = False
+    normalises: bool = False
+
+
+# A new kind is one function and one line here.
+LANE_KINDS: dict[str, LaneKind] = {
+    "mlcn1": LaneKind(_mlcn1, _MIN_SIZE),
+    "mlcn2": LaneKind(_mlcn2, _MIN_SIZE),
+    "resnet": LaneKind(_resnet, resnet.MIN_SIZE, classifies=True, normalises=True),
+    "resnet_caps": LaneKind(_resnet_caps, resnet.MIN_SIZE, normalises=True),
+}
+PUBLISHED_KINDS = ("mlcn1", "mlcn2")
 
 
 def first_input(
@@ -244,7 +231,9 @@ class Lane(nn.Module):
     """One lane: maps images to one number per class, as a pure function of its parameters.
 
     Call `Lane(spec, settings).init(key, images)["params"]` and `.apply({"params": params}, images)`: images are pixels
-    in [0, 1], the result is [batch, classes] in (-1, 1), of dtype `settings.dtype`.
+    in [0, 1], the result is [batch, classes] in (-1, 1), of dtype `settings.dtype`; for a kind that classifies,
+    float32 log-probabilities. A kind that normalises takes the images' own statistics, or those of a collection
+    `statistics` beside the parameters.
 
     Raises:
       InputError: the images are too small, or `settings.conv_algorithm` cannot do a shape.
@@ -258,7 +247,11 @@ class Lane(nn.Module):
     @nn.compact
     def __call__(self, images: Float[Array, "batch h w channels"]) -> Float[Array, "batch classes"]:
         s = self.settings
-        u = primary_capsules(LANE_KINDS[self.spec.kind](first_input(images, s.signed_pixels, s.dtype), self.spec, s))
+        kind = LANE_KINDS[self.spec.kind]
+        computed = kind.compute(first_input(images, s.signed_pixels, s.dtype), self.spec, s)
+        if kind.classifies:
+            return computed
+        u = primary_capsules(computed)
         num_primary = u.shape[1]
         weights = self.param("capsule_weights", _glorot, (num_primary, PRIMARY_DIM, s.num_classes))
         weights = weights.astype(s.dtype)
@@ -298,19 +291,60 @@ def apply_group(
     """Outputs of a group's lanes: one function, vmapped over the leading axis of `params`.
 
     Args:
-      params: parameters of the group, each array [lanes, ...], as returned by `init_group`.
+      params: parameters of the group, each array [lanes, ...], as returned by `init_group`, `calibrate_group` (then
+        images are normalised with the calibrated statistics) or `fold_group`.
       group: the lanes.
       settings: the model's settings.
       images: pixels in [0, 1].
 
     Returns:
-      Entry [b, k, l] is the output of lane l for class k and image b, in (-1, 1), of dtype `settings.dtype`.
+      Entry [b, k, l] is the output of lane l for class k and image b, as for `Lane`.
 
     Source: do Rosario et al. 2019, section III: lane l gives dimension l of every class capsule.
     """
-    lane = Lane(group.spec, settings)
 
     def column(lane_params: dict) -> Array:
-        return lane.apply({"params": lane_params}, images)  # type: ignore[return-value]
+        return apply_lane(lane_params, group.spec, settings, images)
 
-    return jax.vmap(column, out_axes=-1)(params)
+    if not group.kind.normalises:
+        return jax.vmap(column, out_axes=-1)(params)
+    return jnp.stack(lanes_one_by_one(column, params, group.count), axis=-1)
+
+
+def apply_lane(
+    params: dict[str, Any], spec: LaneSpec, settings: LaneSettings, images: Float[Array, "batch h w c"]
+) -> Float[Array, "batch classes"]:
+    """`Lane.apply` with parameters that may hold statistics, or have them folded in; arguments as for `apply_group`."""
+    own = {name: value for name, value in params.items() if name not in (resnet.STATISTICS, resnet.FOLDED)}
+    variables = {"params": own} | {name: params[name] for name in (resnet.STATISTICS,) if name in params}
+    settings = dataclasses.replace(settings, folded=resnet.FOLDED in params)
+    return Lane(spec, settings).apply(variables, images)  # type: ignore[return-value]
+
+
+def lanes_one_by_one(function: Callable[[dict], Any], params: dict, count: int) -> list[Any]:
+    """`function` of each lane's part of `params`, one after the other, so that their work space is not added up."""
+    results: list[Any] = []
+    for i in range(count):
+        if results:
+            params, results[-1] = lax.optimization_barrier((params, results[-1]))
+        results.append(function(jax.tree.map(lambda array, i=i: array[i], params)))
+    return results
+
+
+def calibrate_group(
+    params: dict[str, Array], group: LaneGroup, settings: LaneSettings, images: Float[Array, "batch h w c"]
+) -> dict[str, Array]:
+    """The `means` and `variances` of every normalisation, arrays [lanes, groups, channels] in a tree.
+
+    Args:
+      params: parameters of a group whose kind normalises, without statistics.
+      group, settings: the lanes.
+      images: pixels in [0, 1], whole groups of `settings.norm_group` images.
+    """
+    lane = Lane(group.spec, settings)
+
+    def collect(lane_params: dict) -> dict:
+        return lane.apply({"params": lane_params}, images, mutable=[resnet.STATISTICS])[1][resnet.STATISTICS]
+
+    parts = lanes_one_by_one(collect, params, group.count)
+    return jax.tree.map(lambda *lanes: jnp.stack(lanes), *parts)

@@ -1,4 +1,4 @@
-"""Margin loss on the class lengths, or on each lane separately, and mean squared error of the reconstruction."""
+"""Margin loss on class lengths, cross-entropy of lanes that classify alone, and error of the reconstruction."""
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,30 @@ def lane_margin_loss(v: Float[Array, "batch classes lanes"], labels: Int[Array, 
     """
     alone = jnp.abs(v.astype(jnp.float32))
     return jnp.mean(jax.vmap(margin_loss, in_axes=(2, None))(alone, labels), axis=0)
+
+
+def cross_entropy(
+    log_probabilities: Float[Array, "batch classes"], labels: Int[Array, " batch"], smoothing: float = 0.0
+) -> Float[Array, " batch"]:
+    """Cross-entropy of each image, in float32, from log-probabilities that are normalised over classes.
+
+    The target is 1 - smoothing for the label plus smoothing / K for each of K classes.
+
+    Source: Szegedy et al. 2016, section 7, for label smoothing.
+    """
+    log_probabilities = log_probabilities.astype(jnp.float32)
+    num_classes = log_probabilities.shape[-1]
+    target = (1.0 - smoothing) * jax.nn.one_hot(labels, num_classes) + smoothing / num_classes
+    return -jnp.sum(target * log_probabilities, axis=-1)
+
+
+def ensemble_cross_entropy(
+    log_probabilities: Float[Array, "batch classes lanes"], labels: Int[Array, " batch"], smoothing: float = 0.0
+) -> Float[Array, " batch"]:
+    """Cross-entropy of the mean of the lanes' probabilities, from their logarithms, as for `cross_entropy`."""
+    log_probabilities = log_probabilities.astype(jnp.float32)
+    mean = jax.nn.logsumexp(log_probabilities, axis=-1) - jnp.log(log_probabilities.shape[-1])
+    return cross_entropy(mean, labels, smoothing)
 
 
 def reconstruction_loss(

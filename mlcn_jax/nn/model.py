@@ -18,7 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules, conv, losses
+from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.nn.lanes import (
+    LANE_KINDS,
     LANE_ROUTINGS,
     ConvParams,
     LaneGroup,
@@ -27,16 +29,15 @@ from mlcn_jax.nn.lanes import (
     apply_group,
     first_input,
     init_group,
-    parse_lanes,
     primary_capsules,
 )
 
 MODELS = ("mlcn", "capsnet")
 MARGIN_LOSSES = ("joint", "per_lane")
 COMPUTE_DTYPES = ("float32", "bfloat16")
+DECODER_GRADIENTS = ("auto", "all", "none")
 _CAPSNET_FILTERS = 256
 _CAPSNET_CLASS_DIM = 16
-_MIN_SIZE = 17  # a 9x9 convolution leaves 9 pixels, a second one with stride 2 leaves 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,12 @@ class ModelSpec:
       margin_loss: `joint` (on the lengths from all lanes, as published) or `per_lane` (on each lane alone).
       signed_pixels: whether the encoder takes pixels in [-1, 1] instead of [0, 1]; images and reconstructions are in
         [0, 1] in either case.
+      label_smoothing: share of the target that is spread evenly over all classes, for lanes that classify alone.
+      ensemble_weight: share of the ensemble's cross-entropy in the loss of lanes that classify alone; above 0, their
+        gradients depend on one another.
+      decoder_gradient: lanes that the reconstruction trains: `auto` (those that do not classify alone), `all` or
+        `none`.
+      norm_group: images that are normalised together in training, in lanes with batch normalisation.
       compute_dtype: dtype of convolutions and matrix products; norms, softmax and losses stay float32.
       conv: convolution algorithm: a key of `conv.ALGORITHMS`, or `auto`.
 
@@ -74,6 +81,10 @@ class ModelSpec:
     lane_dropout: float = 0.0
     margin_loss: str = "joint"
     signed_pixels: bool = False
+    label_smoothing: float = 0.0
+    ensemble_weight: float = 0.0
+    decoder_gradient: str = "auto"
+    norm_group: int = 125
     compute_dtype: str = "float32"
     conv: str = "auto"
 
@@ -82,18 +93,21 @@ class ModelSpec:
             ("name", MODELS),
             ("lane_routing", LANE_ROUTINGS),
             ("margin_loss", MARGIN_LOSSES),
+            ("decoder_gradient", DECODER_GRADIENTS),
             ("compute_dtype", COMPUTE_DTYPES),
             ("conv", ("auto", *conv.ALGORITHMS)),
         ):
             value = getattr(self, field)
             if value not in known:
                 raise InputError(f"model.{field} is {value!r}; it must be one of {', '.join(known)}")
+        kinds = [group.spec.kind for group in self.lane_groups] or ["mlcn1"]  # CapsNet has the convolutions of mlcn1
         height, width, _ = self.image_shape
-        if min(height, width) < _MIN_SIZE:
+        neediest = max(kinds, key=lambda kind: LANE_KINDS[kind].min_size)
+        least = LANE_KINDS[neediest].min_size
+        if min(height, width) < least:
             raise InputError(
-                f"images of {height}x{width} pixels are too small for two 9x9 convolutions, the second with "
-                f"stride 2: they need at least {_MIN_SIZE}x{_MIN_SIZE}; for a folder of images set a larger "
-                "--config.data.image_size"
+                f"images of {height}x{width} pixels are too small for {neediest if self.lanes else 'CapsNet'}: its "
+                f"layers need at least {least}x{least}; for a folder of images set a larger --config.data.image_size"
             )
         if self.num_classes < 2:
             raise InputError(f"a classifier needs at least 2 classes, got {self.num_classes}")
@@ -101,14 +115,19 @@ class ModelSpec:
             raise InputError(f"model.num_routing_iters is {self.num_routing_iters}; it must be 1 or more")
         if not 0.0 <= self.lane_dropout < 1.0:
             raise InputError(f"model.lane_dropout is {self.lane_dropout}; it must be in [0, 1)")
+        for field in ("label_smoothing", "ensemble_weight"):
+            if not 0.0 <= getattr(self, field) < 1.0:
+                raise InputError(f"model.{field} is {getattr(self, field)}; it must be in [0, 1)")
+        if self.norm_group < 1:
+            raise InputError(f"model.norm_group is {self.norm_group}; it must be 1 image or more")
         if not self.decoder or min(self.decoder) < 1:
             raise InputError(f"model.decoder is {self.decoder}; it needs one or more sizes of 1 or more")
         if self.name == "mlcn":
-            parse_lanes(self.lanes)
-            if self.lane_dropout and self.margin_loss == "per_lane":
+            if self.lane_dropout and (self.margin_loss == "per_lane" or self.classifies_alone.any()):
+                reason = "model.margin_loss=per_lane" if self.margin_loss == "per_lane" else f"lanes {self.lanes}"
                 raise InputError(
-                    f"model.lane_dropout is {self.lane_dropout} with model.margin_loss=per_lane, in which each lane "
-                    "learns to classify without the others: leave model.lane_dropout at 0, or use margin_loss=joint"
+                    f"model.lane_dropout is {self.lane_dropout} with {reason}, where a lane learns to classify "
+                    "without the others: leave model.lane_dropout at 0, or use published lanes with margin_loss=joint"
                 )
         elif self.lanes or self.lane_dropout or self.margin_loss != "joint":
             raise InputError(
@@ -126,9 +145,29 @@ class ModelSpec:
         return tuple(group.spec for group in self.lane_groups for _ in range(group.count))
 
     @property
+    def classifies_alone(self) -> np.ndarray:
+        """Whether each lane returns log-probabilities and learns from them alone, bool [lanes]."""
+        return np.array([LANE_KINDS[lane.kind].classifies for lane in self.lane_specs], bool)
+
+    @property
     def certain_length(self) -> float:
-        """Length of a class capsule that means probability 1: sqrt(L) if each of L lanes classifies alone."""
-        return math.sqrt(len(self.lane_specs)) if self.margin_loss == "per_lane" else 1.0
+        """Length of a class capsule that means probability 1: sqrt(L) if each of L lanes classifies alone.
+
+        Lanes trained on their joint length count as one.
+        """
+        alone = int(self.classifies_alone.sum())
+        others = len(self.lane_specs) - alone
+        if not others:
+            return math.sqrt(max(1, alone))
+        return math.sqrt(alone + (others if self.margin_loss == "per_lane" else 1))
+
+    @property
+    def probability_power(self) -> int:
+        """Power of `length / certain_length` that is a class's probability.
+
+        1, as published, or 2 where lanes return probabilities, of which a squared length is the sum.
+        """
+        return 2 if self.classifies_alone.any() else 1
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -144,6 +183,7 @@ class ModelSpec:
             signed_pixels=self.signed_pixels,
             dtype=self.dtype,
             conv_algorithm=self.conv,
+            norm_group=self.norm_group,
         )
 
 
@@ -198,7 +238,10 @@ class CapsNetEncoder(nn.Module):
 
 
 class MLCNEncoder(nn.Module):
-    """Maps images to class capsules, one dimension from each lane (do Rosario et al. 2019, section III)."""
+    """Maps images to the lanes' outputs, of which `join_lanes` makes class capsules, one dimension from each lane.
+
+    Source: do Rosario et al. 2019, section III.
+    """
 
     spec: ModelSpec
     lane_axis: str = ""
@@ -210,16 +253,44 @@ class MLCNEncoder(nn.Module):
         columns, first_lane = [], 0
         for whole in self.spec.lane_groups:
             group = dataclasses.replace(whole, count=whole.count // shares)
-            params = self.param(group.name, init_group, group, first_lane, settings, images)
+            if self.is_initializing():
+                params = self.param(group.name, init_group, group, first_lane, settings, images)
+            else:  # which may have statistics besides
+                params = self.get_variable("params", group.name)
             columns.append(apply_group(params, group, settings, images))
             first_lane += group.count
-        v = jnp.concatenate(columns, axis=-1)
-        if not self.lane_axis:
-            return v
-        v = lax.all_gather(v, self.lane_axis, axis=2)  # [batch, classes, shares, lanes of a share]
-        ends = itertools.accumulate(column.shape[-1] for column in columns[:-1])
-        parts = jnp.split(v, list(ends), axis=-1)
-        return jnp.concatenate([part.reshape(*part.shape[:2], -1) for part in parts], axis=-1)
+        return gather_lanes(columns, self.lane_axis)
+
+
+def gather_lanes(columns: Sequence[Float[Array, "batch classes group"]], lane_axis: str) -> Array:
+    """The outputs of all lanes, [batch, classes, lanes], from those of each group's lanes on this device."""
+    outputs = jnp.concatenate(columns, axis=-1)
+    if not lane_axis:
+        return outputs
+    outputs = lax.all_gather(outputs, lane_axis, axis=2)  # [batch, classes, shares, lanes of a share]
+    ends = itertools.accumulate(column.shape[-1] for column in columns[:-1])
+    parts = jnp.split(outputs, list(ends), axis=-1)
+    return jnp.concatenate([part.reshape(*part.shape[:2], -1) for part in parts], axis=-1)
+
+
+def join_lanes(spec: ModelSpec, outputs: Float[Array, "batch classes lanes"]) -> Float[Array, "batch classes lanes"]:
+    """Class capsules from the lanes' outputs.
+
+    A lane that returns log-probabilities `log p` contributes `exp(log p / 2)`, so that its part of a class capsule's
+    squared length is the probability; the others contribute their output itself.
+    """
+    alone = spec.classifies_alone
+    if not alone.any():
+        return outputs
+    return jnp.where(alone[None, None], jnp.exp(jnp.minimum(outputs, 0.0) / 2), outputs)
+
+
+def class_probabilities(spec: ModelSpec, class_lengths: Array) -> Array:
+    """Probability of each class from the lengths of the class capsules: the length, or its square, at most 1.
+
+    Where all lanes classify alone, probabilities sum to 1 over the classes: the mean of the lanes' probabilities.
+    """
+    return (class_lengths / spec.certain_length).clip(max=1.0) ** spec.probability_power
 
 
 class Decoder(nn.Module):
@@ -257,9 +328,13 @@ class CapsuleNetwork(nn.Module):
         self.encoder = CapsNetEncoder(self.spec) if is_capsnet else MLCNEncoder(self.spec, self.lane_axis)
         self.decoder = Decoder(self.spec, self.lane_axis)
 
-    def encode(self, images: Float[Array, "batch h w channels"]) -> Float[Array, "batch classes dim"]:
-        """Class capsules; the length of row k is the probability of class k."""
+    def lane_outputs(self, images: Float[Array, "batch h w channels"]) -> Float[Array, "batch classes dim"]:
+        """What the lanes return (`lanes.apply_group`), before `join_lanes`; the class capsules of CapsNet."""
         return self.encoder(images)
+
+    def encode(self, images: Float[Array, "batch h w channels"]) -> Float[Array, "batch classes dim"]:
+        """Class capsules; the length of row k gives the probability of class k (`class_probabilities`)."""
+        return join_lanes(self.spec, self.encoder(images))
 
     def reconstruct(
         self, class_capsules: Float[Array, "batch classes dim"], classes: Int[Array, " batch"]
@@ -309,6 +384,14 @@ def apply_model(
     return CapsuleNetwork(spec, lane_axis).apply({"params": params}, images, classes)  # type: ignore[return-value]
 
 
+def lane_outputs(
+    spec: ModelSpec, encoder: dict, images: Float[Array, "batch h w channels"], lane_axis: str = ""
+) -> Float[Array, "batch classes dim"]:
+    """`CapsuleNetwork.lane_outputs` as a pure function of the encoder's parameters."""
+    network = CapsuleNetwork(spec, lane_axis)
+    return network.apply({"params": {"encoder": encoder}}, images, method="lane_outputs")  # type: ignore[return-value]
+
+
 def encode(
     spec: ModelSpec, encoder: dict, images: Float[Array, "batch h w channels"], lane_axis: str = ""
 ) -> Float[Array, "batch classes dim"]:
@@ -330,12 +413,43 @@ def reconstruct(
 
 
 def classification_loss(
-    spec: ModelSpec, v: Float[Array, "batch classes dim"], labels: Int[Array, " batch"]
+    spec: ModelSpec, outputs: Float[Array, "batch classes dim"], labels: Int[Array, " batch"]
 ) -> Float[Array, " batch"]:
-    """Margin loss of each image, on the class lengths or on each lane alone, according to `spec.margin_loss`."""
+    """Loss of each image from the outputs of the lanes: `joint_margin_loss` plus `lane_cross_entropy`."""
+    return joint_margin_loss(spec, outputs, labels) + lane_cross_entropy(spec, outputs, labels)
+
+
+def joint_margin_loss(
+    spec: ModelSpec, outputs: Float[Array, "batch classes dim"], labels: Int[Array, " batch"]
+) -> Float[Array, " batch"]:
+    """Margin loss of each image from the lanes that do not classify alone, joint or per lane (`spec.margin_loss`)."""
+    if spec.lane_groups:
+        if spec.classifies_alone.all():
+            return jnp.zeros(outputs.shape[:1])
+        outputs = outputs[..., np.flatnonzero(~spec.classifies_alone)]
     if spec.margin_loss == "per_lane":
-        return losses.lane_margin_loss(v, labels)
-    return losses.margin_loss(capsules.lengths(v), labels)
+        return losses.lane_margin_loss(outputs, labels)
+    return losses.margin_loss(capsules.lengths(outputs), labels)
+
+
+def lane_cross_entropy(
+    spec: ModelSpec, outputs: Float[Array, "batch classes lanes"], labels: Int[Array, " batch"]
+) -> Float[Array, " batch"]:
+    """Cross-entropy of each image, summed over the lanes that classify alone; 0 if there are none.
+
+    With `spec.ensemble_weight` b it is (1 - b) times that sum plus b L times the cross-entropy of the L lanes' mean
+    probabilities.
+    """
+    alone = np.flatnonzero(spec.classifies_alone)
+    if not alone.size:
+        return jnp.zeros(outputs.shape[:1])
+    log_probabilities, smoothing = outputs[..., alone], spec.label_smoothing
+    each = jax.vmap(losses.cross_entropy, in_axes=(2, None, None))(log_probabilities, labels, smoothing)
+    share = spec.ensemble_weight
+    if not share:
+        return jnp.sum(each, axis=0)
+    together = losses.ensemble_cross_entropy(log_probabilities, labels, smoothing)
+    return (1 - share) * jnp.sum(each, axis=0) + share * alone.size * together
 
 
 def drop_lanes(key: Array, v: Float[Array, "batch classes lanes"], rate: float) -> Float[Array, "batch classes lanes"]:

@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import lanes, model
+from mlcn_jax.nn.lane_losses import losses_of_group
 from mlcn_jax.nn.model import ModelSpec, apply_model, init_params
 
 _FLOAT_BYTES = 4  # parameters, gradients and the optimizer's moments are float32 whatever the compute dtype
@@ -212,13 +213,20 @@ def make_lane_step(
     """A training step of some equal lanes, as part of a larger model: timed, and compiled to learn its memory.
 
     The function `((params, optimizer state), images, gradients of the columns) -> (state, columns)`, pure and not yet
-    jitted: forward to the columns [batch, classes, lanes], back from their gradients, update.
+    jitted: forward to the columns [batch, classes, lanes], back from their gradients, update. Lanes that classify alone
+    go back from their own losses instead.
     """
 
     def step(state, images, column_grads):
         params, optimizer_state = state
-        columns, vjp = jax.vjp(lambda params: lanes.apply_group(params, group, settings, images), params)
-        (grads,) = vjp(column_grads)
+        if group.kind.classifies:
+            own = losses_of_group(group, settings)
+            batch = (images, jnp.zeros(len(images), jnp.int32), ())
+            (columns, _), own_vjp = jax.vjp(lambda params: own(params, jnp.arange(group.count), batch), params)
+            (grads,) = own_vjp((column_grads, jnp.ones(group.count)))
+        else:
+            columns, vjp = jax.vjp(lambda params: lanes.apply_group(params, group, settings, images), params)
+            (grads,) = vjp(column_grads)
         updates, optimizer_state = optimizer.update(grads, optimizer_state, params)
         return (optax.apply_updates(params, updates), optimizer_state), columns
 

@@ -13,7 +13,7 @@ from mlcn_jax import host
 from mlcn_jax.config import RunConfig, flat
 from mlcn_jax.files import write_atomic, write_json
 from mlcn_jax.launch import program
-from mlcn_jax.nn.lanes import parse_lanes
+from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.placement import cost
 from mlcn_jax.search import models as models_lib
 

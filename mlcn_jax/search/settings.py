@@ -7,7 +7,8 @@ from ml_collections import ConfigDict
 
 from mlcn_jax.config import default_config
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn.lanes import LANE_KINDS, parse_lanes
+from mlcn_jax.nn.lane_list import parse_lanes
+from mlcn_jax.nn.lanes import LANE_KINDS
 
 METHODS = ("random", "evolution", "halving", "tpe", "nsgaii")
 _FREE_ON_RESUME = {"num_models", "max_training_seconds", "storage", "heartbeat_seconds"}

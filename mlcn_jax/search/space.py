@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn.lanes import LaneSpec, parse_lanes
+from mlcn_jax.nn.lane_list import parse_lanes
+from mlcn_jax.nn.lanes import LaneSpec
 from mlcn_jax.nn.model import ModelSpec
 from mlcn_jax.placement import cost
 from mlcn_jax.placement.profile import DeviceProfile

@@ -20,7 +20,7 @@ from mlcn_jax.data.batches import Batches, steps_per_epoch
 from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.nn import conv, lanes
 from mlcn_jax.nn.model import ModelSpec, init_params
-from mlcn_jax.training.session import optimizer_of, step_options
+from mlcn_jax.training.session import calibration_images, optimizer_of, step_options, whiten_from
 from mlcn_jax.training.stacks_runner import Stack, StacksRunner
 from mlcn_jax.training.step import TrainState
 
@@ -95,6 +95,7 @@ class Trainer:
         self.steps_per_epoch = steps_per_epoch(len(self.train.labels), settings.batch_size)
         self._optimizer = optimizer_of(dataclasses.replace(settings, num_epochs=num_epochs), self.steps_per_epoch)
         self._programs = {} if programs is None else programs
+        self._calibration_images = calibration_images(self.train, settings.batch_size)
 
     def spec(self, lanes_text: str) -> ModelSpec:
         """The model of some lanes."""
@@ -163,6 +164,7 @@ class Trainer:
 
     def _accuracy(self, runner: StacksRunner, state: TrainState, split: datasets.Split) -> float:
         runner.start(state)
+        runner.calibrate(self._calibration_images)
         return runner.scores(split, self._config.train.batch_size).accuracy
 
     def _start_state(self, spec: ModelSpec, repeat: int) -> TrainState:
@@ -175,7 +177,8 @@ class Trainer:
             encoder[group.name] = draw(key, group, first, spec.lane_settings, images)
             first += group.count
         small = dataclasses.replace(spec, lanes=f"{_SMALLEST}*{first}")  # the decoder depends on the number of lanes
-        params = jax.device_get({"encoder": encoder, "decoder": init_params(small, key)["decoder"]})
+        params = {"encoder": encoder, "decoder": init_params(small, key)["decoder"]}
+        params = jax.device_get(whiten_from(spec, params, self.train))
         optimizer = jax.device_get(self._optimizer.init(params))
         step = jnp.asarray(repeat * self._num_epochs * self.steps_per_epoch, jnp.int32)
         return TrainState(step, params, optimizer)

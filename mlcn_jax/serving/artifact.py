@@ -56,6 +56,7 @@ class Classifier:
     class_names: tuple[str, ...]
     image_shape: tuple[int, int, int]
     _certain_length: float
+    _probability_power: int
     _functions: list[tuple[int, Callable[[np.ndarray], jax.Array]]]  # from how many images on, most first
 
     def lengths(self, images: np.ndarray) -> np.ndarray:
@@ -87,6 +88,8 @@ class Classifier:
     def probabilities(self, images: np.ndarray) -> np.ndarray:
         """Probability of each class: the length of its capsule, at most 1. They need not add up to 1.
 
+        Where lanes return probabilities themselves, it is the squared length, and they do add up to 1.
+
         Lengths are at most 1 in a CapsNet, but a class capsule of L lanes, each squashed by itself, can be as long as
         sqrt(L). Where each lane learned to classify alone (`margin_loss` of `per_lane`), a length of sqrt(L) stands
         for probability 1: the probability is then the root mean square of those of the lanes. Arguments, result and
@@ -94,7 +97,7 @@ class Classifier:
 
         Source: Sabour et al. 2017, section 3.
         """
-        return np.minimum(self.lengths(images) / self._certain_length, 1)
+        return np.minimum(self.lengths(images) / self._certain_length, 1) ** self._probability_power
 
     def warm_up(self, most: int = MAX_BATCH) -> None:
         """Compiles the programs for 1, 2, 4 ... images up to `most`."""
@@ -135,6 +138,7 @@ class Artifact(Classifier):
             self.class_names = tuple(description["class_names"])
             self.image_shape = tuple(description["image_shape"])
             self._certain_length = float(description.get("certain_length", 1.0))  # which older versions leave out
+            self._probability_power = int(description.get("probability_power", 1))
             functions = [Function(**function) for function in self.manifest["functions"]]
             weights = jax.device_put(_read_weights(folder / WEIGHTS))
         except InputError:

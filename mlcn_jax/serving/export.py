@@ -1,6 +1,7 @@
 """A trained model made into an artifact: a folder that `predict` and `serve` use without training code."""
 
 import contextlib
+import dataclasses
 import datetime
 import importlib.metadata
 import shlex
@@ -18,6 +19,7 @@ from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import hold, read_json, write_atomic, write_json
 from mlcn_jax.nn import capsules, conv, tracing
+from mlcn_jax.nn.calibration import fold_statistics
 from mlcn_jax.nn.model import encode
 from mlcn_jax.serving import artifact, model_card
 from mlcn_jax.training.checkpoint import Trained, load_trained
@@ -57,6 +59,7 @@ def export(workdir: Path) -> Path:
 
 def _write(trained: Trained, folder: Path, command: str) -> None:
     spec = trained.spec
+    trained = dataclasses.replace(trained, params=fold_statistics(spec, trained.params))
     weights = _flat(trained.params["encoder"])
     description = {
         "class_names": trained.class_names,
@@ -68,6 +71,7 @@ def _write(trained: Trained, folder: Path, command: str) -> None:
         + " is part of the functions",
         "output": "length of each class capsule, float32; the longest is the predicted class",
         "certain_length": spec.certain_length,
+        "probability_power": spec.probability_power,
     }
     write_json(folder / artifact.MODEL, description)
     np.savez(folder / artifact.WEIGHTS, **weights)  # type: ignore[arg-type]

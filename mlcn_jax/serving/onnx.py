@@ -25,8 +25,8 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
 from mlcn_jax.launch import program
 from mlcn_jax.nn import capsules, tracing
-from mlcn_jax.nn.lanes import Lane
-from mlcn_jax.nn.model import ModelSpec, encode
+from mlcn_jax.nn.lanes import apply_lane
+from mlcn_jax.nn.model import ModelSpec, encode, join_lanes
 from mlcn_jax.serving.artifact import MODEL, WEIGHTS, Artifact
 
 if TYPE_CHECKING:
@@ -98,15 +98,14 @@ def lane_by_lane(spec: ModelSpec, encoder: dict) -> Callable[[Array], Array]:
     spec = dataclasses.replace(spec, conv="native", compute_dtype="float32")
     lanes = []
     for group in spec.lane_groups:
-        lane = Lane(group.spec, spec.lane_settings)
-        lanes += [(lane, jax.tree.map(lambda a, i=i: a[i], encoder[group.name])) for i in range(group.count)]
+        lanes += [(jax.tree.map(lambda a, i=i: a[i], encoder[group.name]), group.spec) for i in range(group.count)]
 
     def lengths(images: Array) -> Array:
         x = _pixels(images)
         with tracing.using(tracing.Target(platform="onnx")):  # what is done for XLA on a CPU is left out
             if lanes:
-                columns: list = [lane.apply({"params": params}, x) for lane, params in lanes]
-                v = jnp.stack(columns, axis=-1)
+                columns = [apply_lane(params, lane, spec.lane_settings, x) for params, lane in lanes]
+                v = join_lanes(spec, jnp.stack(columns, axis=-1))
             else:
                 v = encode(spec, encoder, x)
         return capsules.lengths(v)

@@ -7,6 +7,7 @@ import jax
 from mlcn_jax import host
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.nn import capsules, conv
+from mlcn_jax.nn.calibration import fold_statistics
 from mlcn_jax.nn.model import encode
 from mlcn_jax.serving.artifact import Classifier
 from mlcn_jax.training.checkpoint import load_trained
@@ -24,9 +25,10 @@ class TrainedModel(Classifier):
         trained = load_trained(workdir)
         spec = trained.spec
         self.class_names, self.image_shape = trained.class_names, spec.image_shape
-        self._certain_length = spec.certain_length
+        self._certain_length, self._probability_power = spec.certain_length, spec.probability_power
+        encoder = fold_statistics(spec, trained.params)["encoder"]
         lengths = jax.jit(
-            lambda images: capsules.lengths(encode(spec, trained.params["encoder"], to_pixels(images))),
+            lambda images: capsules.lengths(encode(spec, encoder, to_pixels(images))),
             compiler_options=conv.compiler_options(jax.default_backend()),
         )
         self._functions = [(1, lengths)]

@@ -20,7 +20,8 @@ from orbax.checkpoint import checkpoint_managers
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import check_workdir, read_json
-from mlcn_jax.nn.model import ModelSpec, init_params
+from mlcn_jax.nn.calibration import param_shapes
+from mlcn_jax.nn.model import ModelSpec
 
 _log = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ class Checkpoints:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A trained model: its best parameters and the step at which they were saved."""
+    """A trained model: its best parameters, with the statistics for evaluation, and the step of their checkpoint."""
 
     spec: ModelSpec
     class_names: tuple[str, ...]
@@ -248,7 +249,7 @@ def load_trained(workdir: str | Path) -> Trained:
         spec, class_names = ModelSpec(**fields), tuple(stored["class_names"])
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is not in this version's format ({error}): restore it from a copy") from error
-    like = {"params": jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))}
+    like = {"params": param_shapes(spec, calibrated=True)}
     checkpoints = Checkpoints(workdir / "checkpoints", read_only=True)
     restored, facts = checkpoints.restore(like, best=True)
     checkpoints.close()

@@ -16,18 +16,42 @@ from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import padded_batches, to_pixels
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.nn import capsules, conv, losses
-from mlcn_jax.nn.model import ModelSpec, classification_loss, encode, reconstruct
+from mlcn_jax.nn.calibration import group_statistics, join_statistics
+from mlcn_jax.nn.model import (
+    ModelSpec,
+    class_probabilities,
+    classification_loss,
+    encode,
+    join_lanes,
+    lane_outputs,
+    reconstruct,
+)
 
 ALIVE = 0.05  # minimum spread of a lane that distinguishes images
 _SPREAD_IMAGES = 500
+_TINY = 1e-30
+
+
+_BINS = 15  # of the calibration error
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Scores of a split; `confusion[t, p]` counts images of class t that were classified as p."""
+    """Scores of a split.
+
+    Attributes:
+      loss: the loss of training, mean over images.
+      confusion: entry [t, p] counts images of class t that were classified as p.
+      nll: negative log-likelihood of the labels in nats, mean over images, from probabilities that are divided by their
+        sum over classes.
+      calibration_error: mean difference between the largest of these probabilities and accuracy, over 15 bins of equal
+        width, weighted by their images (Guo et al. 2017, section 2).
+    """
 
     loss: float
     confusion: np.ndarray
+    nll: float = math.nan
+    calibration_error: float = math.nan
 
     @property
     def accuracy(self) -> float:
@@ -46,62 +70,122 @@ class Scores:
         return {
             "test_accuracy": self.accuracy,
             "test_loss": self.loss,
+            "test_nll": self.nll,
+            "test_calibration_error": self.calibration_error,
             "test_accuracy_per_class": dict(zip(class_names, self.accuracy_per_class, strict=True)),
         }
 
 
-def make_evaluator(
-    spec: ModelSpec, reconstruction_weight: float, mesh: Mesh | None = None
-) -> Callable[[dict, datasets.Split, int], Scores]:
-    """A function `(params, split, batch_size) -> Scores` that compiles once.
+def make_evaluator(spec: ModelSpec, reconstruction_weight: float, mesh: Mesh | None = None) -> Callable[..., Scores]:
+    """A function `(params, split, batch_size, flips=False) -> Scores` that compiles once for each value of `flips`.
 
-    The loss is that of training: the mean over images of margin loss plus weighted reconstruction loss, decoded
-    from the true class's capsule. Accuracy depends on the lengths only. With a mesh, `params` must be sharded by it.
+    The loss is that of training: the mean over images of classification loss plus weighted reconstruction loss, decoded
+    from the true class's capsule. All else depends on the lengths only; with `flips`, on the root mean square of the
+    lengths for the image and for its mirror image. With a mesh, `params` must be sharded by it.
     """
 
     lane_axis = mesh_lib.lane_axis(mesh)
 
-    def sums_of_batch(params, images, labels, mask):
+    def sums_of_batch(flips, params, images, labels, mask):
         pixels = to_pixels(images)
-        v = encode(spec, params["encoder"], pixels, lane_axis)
-        return head_sums(spec, reconstruction_weight, params["decoder"], v, pixels, labels, mask, lane_axis)
+        outputs = [lane_outputs(spec, params["encoder"], x, lane_axis) for x in views(pixels, flips)]
+        return head_sums(spec, reconstruction_weight, params["decoder"], outputs, pixels, labels, mask, lane_axis)
 
     options = conv.compiler_options(jax.default_backend())
-    sums = jax.jit(mesh_lib.sum_over(mesh, sums_of_batch), compiler_options=options)
+    sums = {
+        flips: jax.jit(mesh_lib.sum_over(mesh, functools.partial(sums_of_batch, flips)), compiler_options=options)
+        for flips in (False, True)
+    }
 
-    def evaluate(params: dict, split: datasets.Split, batch_size: int) -> Scores:
-        return scores_of(split, batch_size, lambda batch: sums(params, *mesh_lib.place_batch(mesh, batch)))
+    def evaluate(params: dict, split: datasets.Split, batch_size: int, flips: bool = False) -> Scores:
+        return scores_of(split, batch_size, lambda batch: sums[flips](params, *mesh_lib.place_batch(mesh, batch)))
 
     return evaluate
+
+
+def make_calibrator(spec: ModelSpec, mesh: Mesh | None = None) -> Callable[[dict, Sequence[np.ndarray]], dict]:
+    """A function `(encoder, batches) -> statistics` (`calibration.join_statistics`), for batches of uint8 images.
+
+    With a mesh, the encoder's parameters must be sharded by it, as the statistics will be. No groups, no statistics:
+    the result is empty.
+    """
+    if not any(group.kind.normalises for group in spec.lane_groups):
+        return lambda encoder, batches: {}
+    options = conv.compiler_options(jax.default_backend())
+
+    def of_batch(encoder, images):
+        return group_statistics(spec, encoder, to_pixels(images), mesh_lib.num_lane_shares(mesh))
+
+    collect = jax.jit(mesh_lib.lanes_over(mesh, of_batch), compiler_options=options)
+    join = jax.jit(join_statistics)
+
+    def calibrate(encoder: dict, batches: Sequence[np.ndarray]) -> dict:
+        return join([collect(encoder, mesh_lib.place_batch(mesh, batch)) for batch in batches])
+
+    return calibrate
+
+
+def views(pixels: Float[Array, "batch h w c"], flips: bool) -> list[Float[Array, "batch h w c"]]:
+    """The images as they are, and mirrored left to right if `flips`."""
+    return [pixels, pixels[:, :, ::-1]] if flips else [pixels]
 
 
 def head_sums(
     spec: ModelSpec,
     reconstruction_weight: float,
     decoder: dict,
-    v: Float[Array, "batch classes dim"],
+    outputs: Sequence[Float[Array, "batch classes dim"]],
     pixels: Float[Array, "batch h w channels"],
     labels: Int[Array, " batch"],
     mask: Float[Array, " batch"],
     lane_axis: str = "",
-) -> tuple[Array, Array]:
-    """Sums over the images that `mask` keeps, from their class capsules: the losses, and the confusion matrix."""
-    loss = classification_loss(spec, v, labels)
-    reconstructions = reconstruct(spec, decoder, v, labels, lane_axis)
+) -> dict[str, Array]:
+    """Sums over the images that `mask` keeps, from the lanes' outputs for each view of them, the plain one first.
+
+    `loss`, `confusion`, `nll`, and `bins` [15, 3]: images, probability and correct predictions in each bin.
+    """
+    v = [join_lanes(spec, each) for each in outputs]
+    loss = classification_loss(spec, outputs[0], labels)
+    reconstructions = reconstruct(spec, decoder, v[0], labels, lane_axis)
     loss += reconstruction_weight * losses.reconstruction_loss(reconstructions, pixels)
+    lengths = capsules.lengths(v[0])
+    if len(v) > 1:
+        lengths = jnp.sqrt(sum(jnp.square(capsules.lengths(each)) for each in v) / len(v))
+    probabilities = class_probabilities(spec, lengths)
+    probabilities /= jnp.maximum(jnp.sum(probabilities, axis=-1, keepdims=True), _TINY)
     truth = jax.nn.one_hot(labels, spec.num_classes) * mask[:, None]
-    predicted = jax.nn.one_hot(jnp.argmax(capsules.lengths(v), axis=-1), spec.num_classes)
-    return jnp.sum(loss * mask), truth.T @ predicted
+    predicted = jax.nn.one_hot(jnp.argmax(lengths, axis=-1), spec.num_classes)
+    likelihood = jnp.sum(truth * probabilities, axis=-1)
+    largest, correct = jnp.max(probabilities, axis=-1), jnp.sum(truth * predicted, axis=-1)
+    bins = jax.nn.one_hot(jnp.clip((largest * _BINS).astype(jnp.int32), 0, _BINS - 1), _BINS)
+    return {
+        "loss": jnp.sum(loss * mask),
+        "confusion": truth.T @ predicted,
+        "nll": -jnp.sum(mask * jnp.log(jnp.where(mask > 0, jnp.maximum(likelihood, _TINY), 1.0))),
+        "bins": bins.T @ jnp.stack([mask, largest * mask, correct], axis=-1),
+    }
 
 
-def scores_of(split: datasets.Split, batch_size: int, sums: Callable[[tuple], tuple[Array, Array]]) -> Scores:
+def no_sums(num_classes: int) -> dict[str, np.ndarray]:
+    """The result of `head_sums` for no images."""
+    zeros = {"loss": (), "confusion": (num_classes, num_classes), "nll": (), "bins": (_BINS, 3)}
+    return {name: np.zeros(shape, np.float32) for name, shape in zeros.items()}
+
+
+def scores_of(split: datasets.Split, batch_size: int, sums: Callable[[tuple], dict[str, Array]]) -> Scores:
     """Scores of a split; `sums` returns the result of `head_sums` for each of its padded batches."""
-    loss, confusion = 0.0, np.zeros(())
+    total: dict[str, np.ndarray] = {}
     for batch in padded_batches(split, batch_size):
-        batch_loss, batch_confusion = jax.device_get(sums(batch))
-        loss += float(batch_loss)
-        confusion = confusion + batch_confusion
-    return Scores(loss / len(split.labels), confusion.astype(np.int64))
+        for name, value in jax.device_get(sums(batch)).items():
+            total[name] = total.get(name, 0) + np.asarray(value, np.float64)
+    count = len(split.labels)
+    _, probability, correct = total["bins"].T
+    return Scores(
+        loss=float(total["loss"]) / count,
+        confusion=total["confusion"].astype(np.int64),
+        nll=float(total["nll"]) / count,
+        calibration_error=float(np.abs(probability - correct).sum()) / count,
+    )
 
 
 def class_capsules(

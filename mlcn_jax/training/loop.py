@@ -22,13 +22,14 @@ from mlcn_jax.distributed import processes
 from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.files import hold, read_json, write_json
 from mlcn_jax.nn import tracing
+from mlcn_jax.nn.calibration import param_shapes, with_statistics, without_statistics
 from mlcn_jax.nn.model import count_parameters
 from mlcn_jax.placement.cost import check_fits_memory
 from mlcn_jax.training import evaluate, pictures
 from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.metrics import MetricsWriter, Progress, StepLog
 from mlcn_jax.training.plan import algorithms_of, make_runner
-from mlcn_jax.training.session import open_session
+from mlcn_jax.training.session import calibration_images, open_session, with_flips
 from mlcn_jax.training.start import announce, check_resumable, start_state
 
 _log = logging.getLogger(__name__)
@@ -83,9 +84,16 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         runner = make_runner(plan, spec, session.optimizer, clip_norm=settings.clip_norm, **session.step_options)
         runner.start(state)
         del state
-        batches = Batches(session.train.images, session.train.labels, settings.batch_size, settings.seed)
+        batches = Batches(
+            session.train.images,
+            session.train.labels,
+            settings.batch_size,
+            settings.seed,
+            alternate_flips=config.data.alternate_flips,
+        )
         _log.info("compiling the training step")
-        compile_seconds = runner.compile(*batches.at(start))
+        sizes = [session.image_size(step) for step in range(start + 1, num_steps + 1)] or [0]
+        compile_seconds = runner.compile(*batches.at(start), sizes)
         writer = MetricsWriter(workdir, start)
         stack.callback(writer.close)
         progress = Progress(start, num_steps, steps_per_epoch)
@@ -94,6 +102,8 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         trace = stack.enter_context(contextlib.ExitStack())
         first_profiled = start + max(0, min(10, num_steps - start - _PROFILED_STEPS))
 
+        calibrating = calibration_images(session.train, settings.batch_size)
+
         def score(split_name: str, split: Split, step: int) -> evaluate.Scores:
             scores = runner.scores(split, settings.batch_size)
             writer.write(step, split_name, {"loss": scores.loss, "accuracy": scores.accuracy})
@@ -101,6 +111,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             return scores
 
         def save(step: int, validate: bool) -> None:
+            statistics = runner.calibrate(calibrating)
             # A step's loss is from before its update, so a state is tried on the newest batch before saving.
             loss = runner.scores(Split(*batches.at(step - 1)), settings.batch_size).loss
             if not math.isfinite(loss):
@@ -109,7 +120,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             state = runner.fetch()
             if not processes.is_first():
                 return
-            parts = {"params": state.params, "optimizer": state.optimizer}
+            parts = {"params": with_statistics(state.params, statistics), "optimizer": state.optimizer}
             checkpoints.save(step, parts, {"config_hash": config.hash(), "conv": algorithms}, accuracy)
 
         stop.check(f"before step {start + 1}")
@@ -119,7 +130,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
                     trace.enter_context(jax.profiler.trace(str(workdir / "profile")))
                 with log.timing_input():
                     batch = runner.place(*batches.at(step - 1))
-                metrics = runner.step(*batch)
+                metrics = runner.step(*batch, session.image_size(step))
                 log.add(step, metrics)
                 if step == first_profiled + _PROFILED_STEPS:
                     log.flush()
@@ -129,6 +140,8 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
                 stopping = stop.due(step)
                 if test_due or save_due or stopping:
                     with log.paused():
+                        if test_due:
+                            runner.calibrate(calibrating)
                         if test_due:  # before the save, so that it is on disk before the checkpoint
                             score("test", dataset.test, step)
                         if save_due or stopping:
@@ -145,19 +158,24 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         if len(validation.labels):
             params = state.params
             if processes.is_first():
-                restored, facts = checkpoints.restore({"params": params}, best=True)
-                params, best_step = restored["params"], facts["step"]
+                restored, facts = checkpoints.restore({"params": param_shapes(spec, calibrated=True)}, best=True)
+                params, best_step = without_statistics(restored["params"]), facts["step"]
             state = dataclasses.replace(state, params=processes.arrays_from_first(params))
             runner.start(state)
-        _log.info("scoring %s test images of step %d", f"{len(dataset.test.labels):,}", best_step)
-        scores, spreads = runner.scores(dataset.test, settings.batch_size), []
-        if processes.is_first():
-            _log.info("drawing confusion.png and reconstructions.png")
-            pictures.write_pictures(workdir, spec, state.params, dataset, scores)
-            spreads = evaluate.lane_spreads(spec, state.params, dataset.test, settings.batch_size)
+        params = with_statistics(state.params, runner.calibrate(calibrating))
+        results = {}
+        if settings.score_test:
+            _log.info("scoring %s test images of step %d", f"{len(dataset.test.labels):,}", best_step)
+            scores = runner.scores(dataset.test, settings.batch_size)
+            results = scores.to_dict(dataset.class_names)
+            results |= with_flips(config.data, lambda: runner.scores(dataset.test, settings.batch_size, flips=True))
+            if processes.is_first():
+                _log.info("drawing confusion.png and reconstructions.png")
+                pictures.write_pictures(workdir, spec, params, dataset, scores)
+                spreads = evaluate.lane_spreads(spec, params, dataset.test, settings.batch_size)
+                results["lane_spreads"] = spreads
         summary = {
-            **scores.to_dict(dataset.class_names),
-            "lane_spreads": spreads,
+            **results,
             "best_step": best_step,
             "steps": num_steps,
             "steps_this_session": num_steps - start,

@@ -1,5 +1,7 @@
 """Training on one device or over a mesh, as one program."""
 
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,17 +10,21 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from mlcn_jax.data import datasets
+from mlcn_jax.data.batches import Augmentation
 from mlcn_jax.distributed import mesh as mesh_lib
+from mlcn_jax.nn.calibration import with_statistics
 from mlcn_jax.nn.model import ModelSpec
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
+
+_PLAIN = Augmentation()
 
 
 class MeshRunner:
     """A `runner.Runner` on one device or over a mesh, as one program.
 
     Args:
-      spec, optimizer, reconstruction_weight, seed, max_shift, flip: as for `step.make_train_step`.
+      spec, optimizer, reconstruction_weight, seed, augmentation: as for `step.make_train_step`.
       mesh: from `mesh.make_mesh`; None for one device.
     """
 
@@ -30,43 +36,53 @@ class MeshRunner:
         *,
         reconstruction_weight: float,
         seed: int,
-        max_shift: int = 0,
-        flip: bool = False,
+        augmentation: Augmentation = _PLAIN,
     ):
         self._mesh = mesh
-        self._step = make_train_step(
-            spec,
-            optimizer,
-            reconstruction_weight=reconstruction_weight,
-            seed=seed,
-            max_shift=max_shift,
-            flip=flip,
-            mesh=mesh,
-        )
+
+        def make_step(size: int) -> Callable:
+            return make_train_step(
+                spec,
+                optimizer,
+                reconstruction_weight=reconstruction_weight,
+                seed=seed,
+                augmentation=dataclasses.replace(augmentation, size=size),
+                mesh=mesh,
+            )
+
+        self._make_step = make_step
         self._evaluate = evaluate.make_evaluator(spec, reconstruction_weight, mesh)
+        self._calibrate = evaluate.make_calibrator(spec, mesh)
+        self._statistics: dict = {}
 
     def start(self, state: TrainState) -> None:
         """Copies a full state, wherever it is, to the devices."""
         self._state = mesh_lib.place_state(self._mesh, state)
 
-    def compile(self, images: np.ndarray, labels: np.ndarray) -> float:
-        """Compiles the step for batches of this shape; returns the seconds taken."""
+    def compile(self, images: np.ndarray, labels: np.ndarray, sizes: Sequence[int] = (0,)) -> float:
+        """Compiles the step for batches of this shape and each of `sizes`; returns the seconds taken."""
         batch = mesh_lib.place_batch(self._mesh, (images, labels))
-        self._compiled, seconds = compile_step(self._step, self._state, batch)
-        return seconds
+        compiled = {size: compile_step(self._make_step(size), self._state, batch) for size in dict.fromkeys(sizes)}
+        self._compiled = {size: program for size, (program, _) in compiled.items()}
+        return sum(seconds for _, seconds in compiled.values())
 
     def place(self, images: np.ndarray, labels: np.ndarray) -> tuple[Any, Any]:
         """Starts copying a batch to the devices; returns the arguments of `step`."""
         return mesh_lib.place_batch(self._mesh, (images, labels))
 
-    def step(self, images: Array, labels: Array) -> dict[str, Array]:
+    def step(self, images: Array, labels: Array, size: int = 0) -> dict[str, Array]:
         """Starts a training step and returns its metrics without waiting for them."""
-        self._state, metrics = self._compiled(self._state, images, labels)
+        self._state, metrics = self._compiled[size](self._state, images, labels)
         return metrics
 
-    def scores(self, split: datasets.Split, batch_size: int) -> evaluate.Scores:
-        """Scores of the current parameters."""
-        return self._evaluate(self._state.params, split, batch_size)
+    def calibrate(self, batches: Sequence[np.ndarray]) -> dict:
+        """Collects the statistics for evaluation of the current parameters, for `scores`, and returns them."""
+        self._statistics = self._calibrate(self._state.params["encoder"], batches)
+        return mesh_lib.to_host(self._statistics)
+
+    def scores(self, split: datasets.Split, batch_size: int, flips: bool = False) -> evaluate.Scores:
+        """Scores of the parameters last calibrated."""
+        return self._evaluate(with_statistics(self._state.params, self._statistics), split, batch_size, flips)
 
     def fetch(self) -> TrainState:
         """The full state in host memory, valid until the next step."""

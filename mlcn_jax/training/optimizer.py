@@ -1,6 +1,17 @@
 """The optimizers of a run, built from optax."""
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import optax
+from jaxtyping import Array
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
+
+from mlcn_jax.nn import resnet
+
+_FIRST_RATE = 0.2  # of the peak, at the start of the warm-up
 
 
 def make_optimizer(
@@ -13,25 +24,117 @@ def make_optimizer(
     warmup_steps: int = 0,
     weight_decay: float = 1e-4,
     clip_norm: float = 0.0,
+    momentum: float = 0.85,
+    bias_learning_rate: float = 26.0,
+    head_learning_rate: float = 0.43,
+    whitening_epochs: float = 3.0,
 ) -> optax.GradientTransformation:
-    """Adam as published, its rate multiplied by `lr_decay` after each epoch, or AdamW with warm-up and cosine decay.
+    """The optimizer of a run.
 
-    Adam's epsilon is 1e-7, the default of Keras, with which the published results were made.
+    * `adam`: as published, its rate multiplied by `lr_decay` after each epoch; epsilon is 1e-7, the default of Keras,
+      with which the published results were made.
+    * `adamw`: with warm-up and cosine decay.
+    * `sgd`, `muon`: for residual lanes; rates rise from a fifth to their peak in the warm-up, then fall linearly to
+      zero. The convolutions are trained by Nesterov SGD, or by Muon with kernels kept at constant norm; biases of the
+      normalisation, the head, and the whitening's bias by Nesterov SGD with rates of their own; all other parameters,
+      such as the decoder's and those of published lanes, by AdamW with a peak rate of 0.001.
 
     Args:
-      name: `adam` or `adamw`.
-      learning_rate: initial rate of Adam, peak rate of AdamW.
-      num_steps: steps of the entire run, at the end of which AdamW's rate is zero.
+      name: `adam`, `adamw`, `sgd` or `muon`.
+      learning_rate: initial rate of Adam, peak rate of AdamW; of the convolutions under `sgd` and `muon`.
+      num_steps: steps of the entire run, at the end of which the rate is zero (not for Adam).
       steps_per_epoch: steps after which Adam's rate decays.
       lr_decay: decay factor of Adam's rate.
-      warmup_steps: steps of AdamW's warm-up, fewer than `num_steps`.
-      weight_decay: weight decay of AdamW.
+      warmup_steps: steps of the warm-up, fewer than `num_steps`.
+      weight_decay: of AdamW; of `sgd` and `muon` the share by which weights shrink in a step at the peak rate, not
+        multiplied by any rate; Muon's kernels, of constant norm, have none.
       clip_norm: largest global norm of the gradient; 0 turns clipping off.
+      momentum: of the convolutions under `sgd` and `muon`.
+      bias_learning_rate, head_learning_rate: peak rates of the biases and of the head under `sgd` and `muon`.
+      whitening_epochs: epochs in which the whitening's bias is trained under `sgd` and `muon`.
+
+    Source: Jordan 2024, arXiv 2404.00498, and the Muon variant of its code, for `sgd` and `muon`.
     """
     if name == "adam":
         rate = optax.exponential_decay(learning_rate, steps_per_epoch, lr_decay, staircase=True)
         optimizer = optax.adam(rate, eps=1e-7)
-    else:
+    elif name == "adamw":
         rate = optax.warmup_cosine_decay_schedule(0.0, learning_rate, min(warmup_steps, num_steps - 1), num_steps)
         optimizer = optax.adamw(rate, weight_decay=weight_decay)
+    else:
+        shape = _triangle(warmup_steps, num_steps)
+        until = min(num_steps, round(whitening_epochs * steps_per_epoch))
+        sgd = _nesterov(learning_rate, shape, weight_decay, momentum)
+        bias = _nesterov(bias_learning_rate, shape, weight_decay)
+        parts = {
+            "kernel": sgd if name == "sgd" else _muon(learning_rate, shape, momentum),
+            "bias": bias,
+            "head": _nesterov(head_learning_rate, shape, weight_decay),
+            "whitening": _until(until, bias),
+            "frozen": optax.set_to_zero(),
+            "other": optax.adamw(lambda step: _OTHER_RATE * shape(step), weight_decay=1e-4),
+        }
+        optimizer = optax.partition(parts, lambda params: jax.tree_util.tree_map_with_path(_part, params))
     return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer) if clip_norm else optimizer
+
+
+_OTHER_RATE = 1e-3
+
+
+def _part(path: tuple, leaf: Any) -> str:
+    """The part of the optimizer that trains a parameter, given its path in the tree of parameters."""
+    del leaf
+    names = [key.key for key in path]
+    if "trunk" in names:
+        *_, layer, last = names
+        if layer == resnet.FROZEN:
+            return "whitening" if last == "bias" else "frozen"
+        return "bias" if last == "bias" else "kernel"
+    return "head" if "head" in names else "other"
+
+
+def _triangle(warmup_steps: int, num_steps: int) -> Callable[[Array], Array]:
+    def shape(step):
+        rising = _FIRST_RATE + (1 - _FIRST_RATE) * step / max(1, warmup_steps)
+        falling = (num_steps - step) / max(1, num_steps - warmup_steps)
+        return jnp.clip(jnp.minimum(rising, falling) if warmup_steps else falling, 0.0)
+
+    return shape
+
+
+def _nesterov(
+    rate: float, shape: Callable, weight_decay: float, momentum: float = 0.85
+) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.trace(momentum, nesterov=True),
+        optax.scale_by_learning_rate(lambda step: rate * shape(step)),
+        optax.add_decayed_weights(lambda step: -weight_decay * shape(step)),
+    )
+
+
+def _muon(rate: float, shape: Callable, momentum: float) -> optax.GradientTransformation:
+    """Muon for stacked kernels [lanes, h, w, in, out], each lane a matrix of its own, and norms that stay as they are.
+
+    A normalisation follows each kernel, so its norm only scales the effective rate.
+    """
+
+    def matrices(params):
+        return jax.tree.map(lambda _: MuonDimensionNumbers((1, 2, 3), (4,)), params)
+
+    return optax.chain(
+        scale_by_muon(beta=momentum, weight_dimension_numbers=matrices),
+        optax.scale_by_learning_rate(lambda step: rate * shape(step)),
+        optax.stateless_with_tree_map(_keep_norm),
+    )
+
+
+def _keep_norm(update: Array, kernel: Array) -> Array:
+    """The update after which each lane's kernel [lanes, h, w, in, out] has the norm of its start, sqrt(out)."""
+    moved = kernel + update
+    norm = jnp.sqrt(jnp.sum(jnp.square(moved), axis=(1, 2, 3, 4), keepdims=True))
+    return moved * (jnp.sqrt(float(kernel.shape[-1])) / norm) - kernel
+
+
+def _until(step: int, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """An optimizer whose updates are zero from a step on."""
+    return optax.chain(optimizer, optax.scale_by_schedule(lambda count: jnp.where(count < step, 1.0, 0.0)))

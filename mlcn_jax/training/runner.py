@@ -1,5 +1,6 @@
 """The runner protocol: runs training steps, as one program over a mesh or as stacks of lanes with separate programs."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,20 +14,21 @@ from mlcn_jax.training.step import TrainState
 class Runner(Protocol):
     """Holds the state of a run on the devices of its plan, and takes training steps.
 
-    The order of calls: `start`, `compile`, then `place` and `step` for each batch; `scores` and `fetch` at any time
-    between steps, and `start` again to load another state. All processes of a run make the same calls.
+    The order of calls: `start`, `compile`, then `place` and `step` for each batch. At any time between steps: `fetch`,
+    `calibrate` and then `scores`, and `start` again to load another state. All processes of a run make the same calls.
     Losses and gradients do not depend on the runner, up to rounding.
     """
 
     def start(self, state: TrainState) -> None:
         """Copies a full state, wherever it is, to the devices; the caller may go on using it."""
 
-    def compile(self, images: np.ndarray, labels: np.ndarray) -> float:
+    def compile(self, images: np.ndarray, labels: np.ndarray, sizes: Sequence[int] = (0,)) -> float:
         """Compiles the step for batches of these shapes; returns the seconds taken.
 
         Args:
           images: uint8 [batch, height, width, channels].
           labels: int32 [batch].
+          sizes: `Augmentation.size` of the steps to take, each compiled separately.
         """
         ...
 
@@ -34,12 +36,29 @@ class Runner(Protocol):
         """Starts copying a batch, as in `compile`, to the devices; returns the arguments of `step`."""
         ...
 
-    def step(self, images: Any, labels: Any) -> dict[str, Array]:
-        """Starts a training step and returns its metrics, float32 scalars (`step.make_train_step`), without waiting."""
+    def step(self, images: Any, labels: Any, size: int = 0) -> dict[str, Array]:
+        """Starts a training step and returns its metrics, float32 scalars (`step.make_train_step`), without waiting.
+
+        `size` is one of those compiled.
+        """
         ...
 
-    def scores(self, split: Split, batch_size: int) -> Scores:
-        """Scores of the current parameters on a split, in batches of `batch_size` images."""
+    def calibrate(self, batches: Sequence[np.ndarray]) -> dict:
+        """Collects the statistics for evaluation of the current parameters, for `scores`, and returns them.
+
+        Args:
+          batches: uint8 training images, each as for `compile`.
+
+        Returns:
+          `calibration.join_statistics` of all lanes, in host memory; empty if no lane normalises.
+        """
+        ...
+
+    def scores(self, split: Split, batch_size: int, flips: bool = False) -> Scores:
+        """Scores of the parameters last calibrated on a split, in batches of `batch_size` images.
+
+        With `flips`, the images and their mirror images are classified together (`evaluate.make_evaluator`).
+        """
         ...
 
     def fetch(self) -> TrainState:

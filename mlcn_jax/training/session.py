@@ -4,18 +4,27 @@ The layers below take these values as plain arguments.
 """
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
-from mlcn_jax.config import RunConfig, TrainSettings
+from mlcn_jax.config import DataSettings, RunConfig, TrainSettings
 from mlcn_jax.data import batches, datasets
-from mlcn_jax.nn.model import ModelSpec, init_params
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import resnet
+from mlcn_jax.nn.calibration import param_shapes, whiten
+from mlcn_jax.nn.model import ModelSpec
 from mlcn_jax.training.checkpoint import describe_model
+from mlcn_jax.training.evaluate import Scores
 from mlcn_jax.training.optimizer import make_optimizer
 from mlcn_jax.training.plan import Plan, make_plan
+
+_CALIBRATION_IMAGES = 4_000
+_WHITENED_IMAGES = 5_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +55,11 @@ class Session:
         num_steps = settings.num_epochs * self.steps_per_epoch
         return min(num_steps, settings.num_steps) if settings.num_steps else num_steps
 
+    def image_size(self, step: int) -> int:
+        """`Augmentation.size` of a step, 1 for the first; it depends on the run's epochs, not on `train.num_steps`."""
+        done = (step - 1) / (self.config.train.num_epochs * self.steps_per_epoch)
+        return next((size for until, size in self.config.train.sizes() if done < until), 0)
+
     @property
     def step_options(self) -> dict[str, Any]:
         """The keyword arguments of `step.make_train_step` that the configuration sets."""
@@ -61,13 +75,26 @@ class Session:
 
     def state_shapes(self) -> dict[str, Any]:
         """Shapes and dtypes of `params` and `optimizer` in checkpoints, without computing them."""
-        params = jax.eval_shape(lambda key: init_params(self.spec, key), jax.random.key(0))
-        return {"params": params, "optimizer": jax.eval_shape(self.optimizer.init, params)}
+        optimizer = jax.eval_shape(self.optimizer.init, param_shapes(self.spec))
+        return {"params": param_shapes(self.spec, calibrated=True), "optimizer": optimizer}
 
 
 def open_session(config: RunConfig) -> Session:
     """Loads the data and resolves the rest; raises InputError if any of it cannot be used."""
     settings, dataset = config.train, config.data.load()
+    spec = config.model_spec(dataset.train.images.shape[1:], len(dataset.class_names))
+    alone = bool(spec.lane_groups) and spec.classifies_alone.all()
+    for field, given in (
+        ("data.augment_lanes", config.data.augment_lanes),
+        ("train.image_sizes", settings.image_sizes),
+    ):
+        if given and not alone:
+            raise InputError(
+                f"{field} is {given} with model.lanes={spec.lanes!r}: it needs lanes that all classify alone (resnet)"
+            )
+    small = [size for _, size in settings.sizes() if 0 < size < resnet.MIN_SIZE]
+    if small:
+        raise InputError(f"train.image_sizes has {small[0]} pixels; resnet lanes need at least {resnet.MIN_SIZE}")
     train, validation = datasets.split_validation(dataset.train, config.data.validation_fraction, settings.seed)
     steps_per_epoch = batches.steps_per_epoch(len(train.labels), settings.batch_size)
     return Session(
@@ -75,10 +102,30 @@ def open_session(config: RunConfig) -> Session:
         dataset=dataset,
         train=train,
         validation=validation,
-        spec=config.model_spec(dataset.train.images.shape[1:], len(dataset.class_names)),
+        spec=spec,
         optimizer=optimizer_of(settings, steps_per_epoch),
         steps_per_epoch=steps_per_epoch,
     )
+
+
+def calibration_images(train: datasets.Split, batch_size: int) -> list[np.ndarray]:
+    """Batches of training images, uint8, for `Runner.calibrate`: evenly spaced, the same for every step."""
+    count = max(1, min(_CALIBRATION_IMAGES, len(train.labels)) // batch_size)
+    evenly = np.linspace(0, len(train.labels) - 1, count * batch_size).astype(int)
+    return np.split(train.images[evenly], count)
+
+
+def whiten_from(spec: ModelSpec, params: dict, train: datasets.Split) -> dict:
+    """Parameters with the whitening of some training images (`calibration.whiten`)."""
+    return whiten(spec, params, train.images[:_WHITENED_IMAGES] / np.float32(255))
+
+
+def with_flips(data: DataSettings, score: Callable[[], Scores]) -> dict[str, float]:
+    """Scores of a test set classified together with its mirror images; empty unless training mirrors images, too."""
+    if not (data.flip or data.alternate_flips):
+        return {}
+    scores = score()
+    return {"test_accuracy_flips": scores.accuracy, "test_nll_flips": scores.nll}
 
 
 def plan_of(config: RunConfig, spec: ModelSpec) -> Plan:
@@ -101,8 +148,7 @@ def step_options(config: RunConfig) -> dict[str, Any]:
     return {
         "reconstruction_weight": config.train.reconstruction_weight,
         "seed": config.train.seed,
-        "max_shift": config.data.max_shift,
-        "flip": config.data.flip,
+        "augmentation": config.data.augmentation(),
     }
 
 
@@ -117,4 +163,8 @@ def optimizer_of(settings: TrainSettings, steps_per_epoch: int) -> optax.Gradien
         warmup_steps=round(settings.warmup_epochs * steps_per_epoch),
         weight_decay=settings.weight_decay,
         clip_norm=settings.clip_norm,
+        momentum=settings.momentum,
+        bias_learning_rate=settings.bias_learning_rate,
+        head_learning_rate=settings.head_learning_rate,
+        whitening_epochs=settings.whitening_epochs,
     )

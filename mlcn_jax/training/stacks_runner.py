@@ -20,17 +20,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.flatten_util import ravel_pytree
 from jaxtyping import Array
 
 from mlcn_jax import host
 from mlcn_jax.data import batches, datasets
+from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.distributed import exchange
+from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv
-from mlcn_jax.nn.model import ModelSpec, encode, rows_of, spec_of
+from mlcn_jax.nn.calibration import group_statistics, join_statistics, param_shapes, with_statistics
+from mlcn_jax.nn.lane_losses import outputs_and_loss
+from mlcn_jax.nn.model import ModelSpec, lane_outputs, rows_of, spec_of
+from mlcn_jax.nn.resnet import STATISTICS
 from mlcn_jax.training import evaluate
-from mlcn_jax.training.step import TrainState, head_loss, make_input
+from mlcn_jax.training.step import TrainState, head_loss, lane_view, make_input
 
-_METRICS = ("loss", "margin", "reconstruction", "accuracy", "squares")
+_METRICS = ("loss", "margin", "cross_entropy", "reconstruction", "accuracy", "squares")
+
+_PLAIN = batches.Augmentation()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +72,7 @@ class StacksRunner:
     """A `runner.Runner` for lanes in stacks.
 
     Args:
-      spec, optimizer, reconstruction_weight, seed, max_shift, flip: as for `step.make_train_step`.
+      spec, optimizer, reconstruction_weight, seed, augmentation: as for `step.make_train_step`.
       stacks: the lanes of each device; a device of this process may have several.
       head: the device that computes the loss and the decoder.
       clip_norm: the optimizer's; 0 for none.
@@ -81,14 +89,20 @@ class StacksRunner:
         *,
         reconstruction_weight: float,
         seed: int,
-        max_shift: int = 0,
-        flip: bool = False,
+        augmentation: batches.Augmentation = _PLAIN,
         clip_norm: float = 0.0,
         programs: dict[tuple, Any] | None = None,
     ):
         self._spec, self._optimizer, self._stacks, self._clip_norm = spec, optimizer, stacks, clip_norm
         self._weight = reconstruction_weight
-        self._prepare = make_input(seed, max_shift, flip)
+        if spec.ensemble_weight or (spec.decoder_gradient == "all" and spec.classifies_alone.any()):
+            raise InputError(
+                "parallel.plan=stacks trains lanes that classify alone without waiting for the others, so it cannot "
+                "share their gradients: leave model.ensemble_weight at 0 and model.decoder_gradient at auto, or use "
+                "parallel.plan=mesh"
+            )
+        self._augmentation = augmentation
+        self._prepare = make_input(spec, seed, augmentation)
         self._specs = [spec_of(spec, stack.lanes) for stack in stacks]
         alike = jax.process_count() > 1  # as collectives require
         most = max(len(stack.lanes) for stack in stacks)
@@ -112,12 +126,27 @@ class StacksRunner:
     # The programs. Columns and their gradients are [1, batch, classes, lanes]; among processes they are padded to the
     # lanes of the largest stack.
 
-    def _forward(self, s: int) -> Callable:
-        def forward(params, step, images):
-            pixels, _ = self._prepare(step, images)
+    def _forward(self, s: int, size: int) -> Callable:
+        """Columns, and what `_backward` needs; of lanes that classify alone, these are their gradients already."""
+
+        def forward(params, step, images, labels):
+            pixels, _, draws = self._prepare(step, images)
+
+            def outputs(encoder):
+                v, loss = outputs_and_loss(
+                    self._specs[s],
+                    encoder,
+                    pixels,
+                    labels,
+                    draws,
+                    view=lane_view(dataclasses.replace(self._augmentation, size=size)),
+                    lane_ids=self._stacks[s].lanes,
+                )
+                return self._padded(s, v), loss
+
             vjp: Any
-            saving = jax.checkpoint(self._columns(s), policy=_save, prevent_cse=False)
-            columns, vjp = jax.vjp(lambda p: saving(p, pixels), params["encoder"])
+            saving = jax.checkpoint(outputs, policy=_save, prevent_cse=False)
+            (columns, _), vjp = jax.vjp(saving, params["encoder"])
             vjp.args_res = [None]  # the parameters, which are passed to `backward`
             return columns, self._lane_by_lane(s, vjp)
 
@@ -133,17 +162,14 @@ class StacksRunner:
 
         return jax.tree.map(cut, vjp)
 
-    def _columns(self, s: int) -> Callable:
-        def columns(encoder, pixels):
-            v = encode(self._specs[s], encoder, pixels)
-            return jnp.pad(v, ((0, 0), (0, 0), (0, self._widths[s] - v.shape[-1])))[None]
-
-        return columns
+    def _padded(self, s: int, v: Array) -> Array:
+        """A stack's outputs [batch, classes, lanes] as its columns."""
+        return jnp.pad(v, ((0, 0), (0, 0), (0, self._widths[s] - v.shape[-1])))[None]
 
     def _backward(self, state, vjp, dcolumns):
         vjp = jax.tree.map(_whole, vjp, is_leaf=lambda x: isinstance(x, _LaneByLane))
         vjp.args_res = [state.params["encoder"]]
-        (grads,) = vjp(dcolumns)
+        (grads,) = vjp((dcolumns, jnp.ones(())))
         grads = {"encoder": grads}
         return grads, _vector(squares=optax.tree.norm(grads, squared=True))
 
@@ -166,20 +192,21 @@ class StacksRunner:
         return jax.linear_transpose(self._join, joined)(dv)[0]
 
     def _head_step(self, state, v, images, labels):
-        pixels, lane_key = self._prepare(state.step, images)
+        pixels, lane_key, _ = self._prepare(state.step, images)
 
         def loss_fn(decoder, v):
             return head_loss(self._spec, self._weight, decoder, v, pixels, labels, lane_key)
 
         with_gradients = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)
         (loss, metrics), (grads, dv) = with_gradients(state.params["decoder"], v)
+        loss += metrics.get("cross_entropy", 0.0)
         grads = {"decoder": grads}
         return grads, dv, _vector(loss=loss, squares=optax.tree.norm(grads, squared=True), **metrics)
 
-    def _head_sums(self, params, v, images, labels, mask):
+    def _head_sums(self, params, outputs, images, labels, mask):
         pixels = batches.to_pixels(images)
-        loss, confusion = evaluate.head_sums(self._spec, self._weight, params["decoder"], v, pixels, labels, mask)
-        return jnp.concatenate([loss[None], confusion.reshape(-1)])[None]
+        sums = evaluate.head_sums(self._spec, self._weight, params["decoder"], outputs, pixels, labels, mask)
+        return ravel_pytree(sums)[0][None]
 
     # The methods of a runner.
 
@@ -191,6 +218,7 @@ class StacksRunner:
             rows = rows_of(self._spec, self._stacks[s].lanes)
             share = self._share({"encoder": {name: encoder[name] for name in rows}}, state, rows)
             self._states[s] = jax.device_put(share, self._stacks[s].device)
+        self._statistics: dict[int, dict] = {s: {} for s in self._mine}
         if self._is_head:
             self._head_state = jax.device_put(self._share({"decoder": state.params["decoder"]}, state, {}), self._head)
 
@@ -205,23 +233,24 @@ class StacksRunner:
         mine = TrainState(state.step, params, jax.eval_shape(self._optimizer.init, params))
         return jax.tree_util.tree_map_with_path(pick, mine)
 
-    def compile(self, images: np.ndarray, labels: np.ndarray) -> float:
-        """Compiles the step for batches of this shape; returns the seconds taken."""
+    def compile(self, images: np.ndarray, labels: np.ndarray, sizes: Sequence[int] = (0,)) -> float:
+        """Compiles the step for batches of this shape and each of `sizes`; returns the seconds taken."""
         started = time.monotonic()
         pixels = jax.ShapeDtypeStruct(images.shape, jnp.float32)
         # All lanes, so that every process records the convolution algorithms of all.
-        v = jax.eval_shape(lambda e, x: encode(self._spec, e, x), self._shapes.params["encoder"], pixels)
+        v = jax.eval_shape(lambda e, x: lane_outputs(self._spec, e, x), self._shapes.params["encoder"], pixels)
         columns = [jax.ShapeDtypeStruct((1, *v.shape[:2], width), v.dtype) for width in self._widths]
         total = (jax.ShapeDtypeStruct((1, len(_METRICS)), jnp.float32),) if self._clip_norm else ()
         lowered: dict[tuple, Any] = {}
         for s in self._mine:
             device, state, key = self._stacks[s].device, self._states[s], self._keys[s]
-            if ("forward", *key) in self._programs:
+            if all(("forward", size, *key) in self._programs for size in sizes):
                 continue
-            forward = _lower(device, self._forward(s), (), state.params, state.step, images)
-            backward = _lower(device, self._backward, (), state, forward.out_info[1], columns[s])
-            update = _lower(device, self._update, (0,), state, backward.out_info[0], *total)
-            lowered |= {("forward", *key): forward, ("backward", *key): backward, ("update", *key): update}
+            for size in dict.fromkeys(sizes):
+                forward = _lower(device, self._forward(s, size), (), state.params, state.step, images, labels)
+                backward = _lower(device, self._backward, (), state, forward.out_info[1], columns[s])
+                lowered |= {("forward", size, *key): forward, ("backward", size, *key): backward}
+            lowered["update", *key] = _lower(device, self._update, (0,), state, backward.out_info[0], *total)
         if self._is_head and ("join", *self._model_key) not in self._programs:
             joined = self._exchange.joined(columns)
             lowered["join", *self._model_key] = _lower(self._head, self._join, (), joined)
@@ -237,24 +266,24 @@ class StacksRunner:
         return time.monotonic() - started
 
     def place(self, images: np.ndarray, labels: np.ndarray) -> tuple[Any, Any]:
-        """Starts copying images to all devices and labels to the head; returns the arguments of `step`."""
-        on_stacks = {s: jax.device_put(images, self._stacks[s].device) for s in self._mine}
+        """Starts copying a batch to all devices; returns the arguments of `step`."""
+        on_stacks = {s: jax.device_put((images, labels), self._stacks[s].device) for s in self._mine}
         return on_stacks, jax.device_put((images, labels), self._head) if self._is_head else ()
 
-    def step(self, images: dict[int, Array], head_batch: tuple) -> dict[str, Array]:
+    def step(self, on_stacks: dict[int, tuple], head_batch: tuple, size: int = 0) -> dict[str, Array]:
         """Starts a training step and returns its metrics without waiting for them."""
         run, keys, states = self._programs, self._keys, self._states
         columns, vjps, grads, vectors = {}, {}, {}, {}
         dcolumns = from_head = None
         for s, state in states.items():
-            columns[s], vjps[s] = run["forward", *keys[s]](state.params, state.step, images[s])
+            columns[s], vjps[s] = run["forward", size, *keys[s]](state.params, state.step, *on_stacks[s])
         joined = self._exchange.gather(columns)
         if self._is_head:
             v = run["join", *self._model_key](joined)
             head_grads, dv, from_head = run["head", *self._head_key](self._head_state, v, *head_batch)
             dcolumns = run["cut", *self._model_key](dv)
         for s, part in self._exchange.spread(dcolumns, columns):
-            grads[s], vectors[s] = run["backward", *keys[s]](states[s], vjps.pop(s), part)
+            grads[s], vectors[s] = run["backward", size, *keys[s]](states[s], vjps.pop(s), part)
         total = self._exchange.total(vectors, from_head, len(_METRICS))
 
         def update(key: tuple, s: int, state: TrainState, grads: dict) -> TrainState:
@@ -267,33 +296,70 @@ class StacksRunner:
             self._head_state = update(self._head_key, -1, self._head_state, head_grads)
         return _unpack(self._exchange.copy(total, -1 if self._is_head else self._mine[0]))
 
-    def scores(self, split: datasets.Split, batch_size: int) -> evaluate.Scores:
-        """Scores of the current parameters."""
-        size = self._spec.num_classes
+    def calibrate(self, batches: Sequence[np.ndarray]) -> dict:
+        """Collects the statistics for evaluation of the current parameters, for `scores`, and returns them."""
+        shapes = param_shapes(self._spec, calibrated=True)["encoder"]
+        whole = {
+            name: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), group[STATISTICS])
+            for name, group in shapes.items()
+            if STATISTICS in group
+        }
+        by_path = dict(jax.tree_util.tree_leaves_with_path(whole))
+        if not whole:
+            return {}
+        for s, state in self._states.items():
+            device, spec = self._stacks[s].device, self._specs[s]
+
+            def of_batch(encoder, images, spec=spec):
+                return group_statistics(spec, encoder, to_pixels(images))
+
+            parts = [
+                self._run_there(device, "statistics", self._keys[s], of_batch, state.params["encoder"], images)
+                for images in (jax.device_put(batch, device) for batch in batches)
+            ]
+            self._statistics[s] = join_statistics(parts) if parts[0] else {}
+            rows = rows_of(self._spec, self._stacks[s].lanes)
+            for path, values in jax.tree_util.tree_leaves_with_path(jax.device_get(self._statistics[s])):
+                by_path[path][rows[path[0].key]] = values
+        return self._exchange.add_up(whole)
+
+    def scores(self, split: datasets.Split, batch_size: int, flips: bool = False) -> evaluate.Scores:
+        """Scores of the parameters last calibrated."""
+        zeros, unravel = ravel_pytree(evaluate.no_sums(self._spec.num_classes))
 
         def sums(batch):
-            columns = {}
-            for s, state in self._states.items():
-                device = self._stacks[s].device
-                images = jax.device_put(batch[0], device)
-                columns[s] = self._run_there(
-                    device, "columns", self._keys[s], self._pixel_columns(s), state.params["encoder"], images
-                )
-            joined = self._exchange.gather(columns)
+            views = []
+            for images in evaluate.views(batch[0], flips):
+                columns = {}
+                for s, state in self._states.items():
+                    device = self._stacks[s].device
+                    encoder = with_statistics(state.params, self._statistics[s])["encoder"]
+                    columns[s] = self._run_there(
+                        device,
+                        "columns",
+                        self._keys[s],
+                        self._pixel_columns(s),
+                        encoder,
+                        jax.device_put(np.ascontiguousarray(images), device),
+                    )
+                joined = self._exchange.gather(columns)
+                if self._is_head:
+                    views.append(self._run_there(self._head, "join to score", self._model_key, self._join, joined))
             vector = None
             if self._is_head:
-                v = self._run_there(self._head, "join to score", self._model_key, self._join, joined)
                 on_head = jax.device_put(batch, self._head)
                 vector = self._run_there(
-                    self._head, "sums", self._head_key, self._head_sums, self._head_state.params, v, *on_head
+                    self._head, "sums", self._head_key, self._head_sums, self._head_state.params, views, *on_head
                 )
-            loss, *confusion = jax.device_get(self._exchange.total({}, vector, 1 + size**2))[0]
-            return loss, np.reshape(confusion, (size, size))
+            return unravel(self._exchange.total({}, vector, zeros.size)[0])
 
         return evaluate.scores_of(split, batch_size, sums)
 
     def _pixel_columns(self, s: int) -> Callable:
-        return lambda encoder, images: self._columns(s)(encoder, batches.to_pixels(images))
+        def columns(encoder, images):
+            return self._padded(s, lane_outputs(self._specs[s], encoder, to_pixels(images)))
+
+        return columns
 
     def _run_there(self, device: jax.Device, name: str, key: tuple, function: Callable, *args) -> Any:
         """Runs a function on a device, and compiles it for the first arguments of their shapes."""

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from mlcn_jax.config import RunConfig, flat, model_defaults, read_stored
 from mlcn_jax.errors import InputError, differences
 from mlcn_jax.files import read_json
+from mlcn_jax.nn.calibration import without_statistics
 from mlcn_jax.nn.model import ModelSpec, count_parameters, init_params
 from mlcn_jax.placement.cost import forward_flops
 from mlcn_jax.training.checkpoint import Checkpoints, Trained, load_trained
-from mlcn_jax.training.session import Session
+from mlcn_jax.training.session import Session, whiten_from
 from mlcn_jax.training.step import TrainState
 
 _log = logging.getLogger(__name__)
@@ -50,10 +51,12 @@ def start_state(session: Session, checkpoints: Checkpoints) -> tuple[TrainState,
     if checkpoints.exist():
         restored, facts = checkpoints.restore(session.state_shapes())
         _log.info("resuming from step %d", facts["step"])
-        state = TrainState(jnp.asarray(facts["step"], jnp.int32), restored["params"], restored["optimizer"])
+        params = without_statistics(restored["params"])
+        state = TrainState(jnp.asarray(facts["step"], jnp.int32), params, restored["optimizer"])
         return state, dict(facts.get("conv", {}))
     spec, donor = session.spec, session.config.init_from
     params = init_params(spec, jax.random.key(session.config.train.seed))
+    params = whiten_from(spec, params, session.train)
     if donor:
         params = _adapt(params, spec, load_trained(Path(donor).expanduser()))
     return jax.jit(TrainState.create, static_argnums=1)(params, session.optimizer), {}
@@ -77,7 +80,7 @@ def _adapt(params: dict, spec: ModelSpec, trained: Trained) -> dict:
         fresh.append(jax.tree_util.keystr(path, simple=True, separator="/"))
         return mine
 
-    adapted = jax.tree_util.tree_map_with_path(choose, params, trained.params)
+    adapted = jax.tree_util.tree_map_with_path(choose, params, without_statistics(trained.params))
     if fresh:
         _log.info("different number of classes: %s are initialized randomly", ", ".join(fresh))
     return adapted

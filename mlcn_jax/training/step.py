@@ -7,6 +7,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
@@ -14,7 +15,17 @@ from mlcn_jax import host
 from mlcn_jax.data import batches
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.nn import capsules, conv, losses
-from mlcn_jax.nn.model import ModelSpec, classification_loss, drop_lanes, encode, reconstruct
+from mlcn_jax.nn.lane_losses import View, outputs_and_loss
+from mlcn_jax.nn.model import (
+    ModelSpec,
+    drop_lanes,
+    join_lanes,
+    joint_margin_loss,
+    lane_cross_entropy,
+    reconstruct,
+)
+
+_PLAIN = batches.Augmentation()
 
 
 @flax.struct.dataclass
@@ -32,18 +43,27 @@ class TrainState:
 
 
 def make_loss(
-    spec: ModelSpec, reconstruction_weight: float, mesh: Mesh | None = None
-) -> Callable[[dict, Array, Array, Array], tuple[Array, dict[str, Array]]]:
-    """Returns the function `(params, images, labels, key) -> (loss, metrics)`, which gives means over the batch.
+    spec: ModelSpec,
+    reconstruction_weight: float,
+    mesh: Mesh | None = None,
+    augmentation: batches.Augmentation = _PLAIN,
+) -> Callable[[dict, Array, Array, Array, batches.Draws], tuple[Array, dict[str, Array]]]:
+    """Returns the function `(params, images, labels, key, draws) -> (loss, metrics)`, which gives means over the batch.
 
-    `images` are pixels in [0, 1]; `key` is the random key of lane dropout.
+    `images` are pixels in [0, 1]; `key` is the random key of lane dropout; `draws` are those of an augmentation per
+    lane, else empty.
     """
 
     lane_axis = mesh_lib.lane_axis(mesh)
 
-    def loss_fn(params, images, labels, key):
-        v = encode(spec, params["encoder"], images, lane_axis)
-        return head_loss(spec, reconstruction_weight, params["decoder"], v, images, labels, key, lane_axis)
+    def loss_fn(params, images, labels, key, draws):
+        outputs, loss = outputs_and_loss(
+            spec, params["encoder"], images, labels, draws, view=lane_view(augmentation), lane_axis=lane_axis
+        )
+        rest, metrics = head_loss(
+            spec, reconstruction_weight, params["decoder"], outputs, images, labels, key, lane_axis
+        )
+        return loss + rest, metrics
 
     return mesh_lib.mean_over(mesh, loss_fn)
 
@@ -52,35 +72,63 @@ def head_loss(
     spec: ModelSpec,
     reconstruction_weight: float,
     decoder: dict,
-    v: Float[Array, "batch classes dim"],
+    outputs: Float[Array, "batch classes dim"],
     images: Float[Array, "batch h w channels"],
     labels: Int[Array, " batch"],
     key: Array,
     lane_axis: str = "",
 ) -> tuple[Array, dict[str, Array]]:
-    """The part of `make_loss` that follows the class capsules."""
-    reconstructions = reconstruct(spec, decoder, v, labels, lane_axis)
-    seen = drop_lanes(key, v, spec.lane_dropout) if spec.lane_dropout else v
-    margin = jnp.mean(classification_loss(spec, seen, labels))
+    """The part of `make_loss` that follows the outputs of the lanes, and the metrics.
+
+    The loss leaves out the cross-entropy of lanes that classify alone, which is among the metrics.
+    """
+    alone = spec.classifies_alone
+    v = join_lanes(spec, outputs)
+    decoded = v
+    if spec.decoder_gradient == "none":
+        decoded = lax.stop_gradient(v)
+    elif alone.any() and spec.decoder_gradient == "auto":
+        decoded = jnp.where(alone[None, None], lax.stop_gradient(v), v)
+    reconstructions = reconstruct(spec, decoder, decoded, labels, lane_axis)
+    if spec.lane_dropout:
+        v = outputs = drop_lanes(key, v, spec.lane_dropout)
+    margin = jnp.mean(joint_margin_loss(spec, outputs, labels))
     reconstruction = jnp.mean(losses.reconstruction_loss(reconstructions, images))
-    accuracy = jnp.mean(jnp.argmax(capsules.lengths(seen), axis=-1) == labels)
-    loss = margin + reconstruction_weight * reconstruction
-    return loss, {"margin": margin, "reconstruction": reconstruction, "accuracy": accuracy}
+    accuracy = jnp.mean(jnp.argmax(capsules.lengths(v), axis=-1) == labels)
+    metrics = {"margin": margin, "reconstruction": reconstruction, "accuracy": accuracy}
+    if alone.any():
+        metrics["cross_entropy"] = jnp.mean(lax.stop_gradient(lane_cross_entropy(spec, outputs, labels)))
+    return margin + reconstruction_weight * reconstruction, metrics
 
 
 def make_input(
-    seed: int, max_shift: int, flip: bool
-) -> Callable[[Array, Array], tuple[Float[Array, "batch h w channels"], Array]]:
-    """Returns `(step, images) -> (pixels, key)`: augmented pixels of uint8 images, and the key of lane dropout."""
+    spec: ModelSpec, seed: int, augmentation: batches.Augmentation
+) -> Callable[[Array, Array], tuple[Float[Array, "batch h w channels"], Array, batches.Draws]]:
+    """Returns `(step, images) -> (pixels, key, draws)` of uint8 images, for the arguments of `make_loss`.
+
+    Pixels are augmented already unless each lane augments its own, with `draws`.
+    """
 
     def prepare(step, images):
         augment_key, lane_key = jax.random.split(jax.random.fold_in(jax.random.key(seed), step))
         pixels = batches.to_pixels(images)
-        if max_shift or flip:
-            pixels = batches.augment(augment_key, pixels, max_shift=max_shift, flip=flip)
-        return pixels, lane_key
+        if augmentation.per_lane:
+            num_lanes = len(spec.lane_specs)
+            return pixels, lane_key, batches.draw_per_lane(augment_key, pixels, augmentation, num_lanes)
+        draws = batches.draw(augment_key, pixels, augmentation)
+        return batches.augment(pixels, draws, augmentation), lane_key, {}
 
     return prepare
+
+
+def lane_view(augmentation: batches.Augmentation) -> View:
+    """How a lane that classifies alone sees images in training, for `lane_losses.outputs_and_loss`."""
+
+    def view(images, draws, lane):
+        drawn = {name: jnp.take(values, lane, axis=1) for name, values in draws.items()}
+        return batches.resize(batches.augment(images, drawn, augmentation), augmentation.size)
+
+    return view
 
 
 def make_train_step(
@@ -89,24 +137,25 @@ def make_train_step(
     *,
     reconstruction_weight: float,
     seed: int,
-    max_shift: int = 0,
-    flip: bool = False,
+    augmentation: batches.Augmentation = _PLAIN,
     mesh: Mesh | None = None,
 ) -> Callable[[TrainState, Array, Array], tuple[TrainState, dict[str, Array]]]:
     """Returns the function `(state, images, labels) -> (state, metrics)`, pure and not yet jitted.
 
     `images` are uint8 [batch, height, width, channels]. Metrics are float32 scalars over the batch: `loss`,
-    `margin`, `reconstruction`, `accuracy`, and `grad_norm`, the gradient's global norm before clipping. The
-    loss is margin + reconstruction_weight * reconstruction. Augmentation and lane dropout use a key derived
+    `margin`, `reconstruction`, `accuracy`, `cross_entropy` if there are lanes that classify alone, and `grad_norm`,
+    the gradient's global norm before clipping. The loss is margin + cross-entropy, summed over lanes,
+    + reconstruction_weight * reconstruction. Augmentation and lane dropout use a key derived
     from `seed` and `state.step`. Over a mesh (`mesh.make_mesh`) it computes the same from a state and a batch
     placed by `mesh.place_state` and `mesh.place_batch`.
     """
-    loss_fn = make_loss(spec, reconstruction_weight, mesh)
-    prepare = make_input(seed, max_shift, flip)
+    loss_fn = make_loss(spec, reconstruction_weight, mesh, augmentation)
+    prepare = make_input(spec, seed, augmentation)
 
     def train_step(state, images, labels):
-        pixels, lane_key = prepare(state.step, images)
-        (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, pixels, labels, lane_key)
+        pixels, lane_key, draws = prepare(state.step, images)
+        with_gradient = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, metrics), grads = with_gradient(state.params, pixels, labels, lane_key, draws)
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlcn_jax.data import datasets
-from mlcn_jax.data.batches import Batches, augment, padded_batches, steps_per_epoch
+from mlcn_jax.data.batches import Augmentation, Batches, augment, draw, draw_per_lane, padded_batches, steps_per_epoch
 from mlcn_jax.errors import InputError
 
 # ---------------------------------------------------------------- arguments
@@ -190,6 +190,45 @@ def shifted(image: np.ndarray, down: int, right: int, mirrored: bool) -> np.ndar
     return result
 
 
+ALL_CHANGES = Augmentation(max_shift=2, reflect=True, flip=True, cutout=2)
+
+
+def augmented(seed, images, augmentation):
+    return augment(images, draw(jax.random.key(seed), images, augmentation), augmentation)
+
+
+def test_a_reflected_shift_repeats_the_image_and_cutout_sets_a_square_to_its_mean():
+    image = np.arange(25, dtype=np.float32).reshape(1, 5, 5, 1)
+    reflected = augment(image, {"shift": np.array([[0, 2]])}, Augmentation(max_shift=2, reflect=True))
+    np.testing.assert_array_equal(reflected[0, :, :, 0], np.pad(image[0, :, :, 0], 2, mode="reflect")[:5, 2:7])
+    cut = np.asarray(augment(image, {"cutout": np.array([[0, 2]])}, Augmentation(cutout=2)))[0, :, :, 0]
+    expected = image[0, :, :, 0].copy()
+    expected[:1, 1:3] = image.mean()
+    np.testing.assert_array_equal(cut, expected)
+
+
+def test_every_lane_sees_an_image_in_a_way_of_its_own_whatever_their_number():
+    images = jax.random.uniform(jax.random.key(0), (6, 8, 8, 1))
+    key = jax.random.key(1)
+    three, two = (draw_per_lane(key, images, ALL_CHANGES, lanes) for lanes in (3, 2))
+    for name, values in three.items():
+        np.testing.assert_array_equal(values[:, :2], two[name])
+        assert (values[:, 0] != values[:, 2]).any()
+    plain = draw_per_lane(key, images, Augmentation(per_lane=True), 2)
+    np.testing.assert_array_equal(plain["flip"], [[False, True]] * 6)  # every second lane sees the mirror image
+
+
+def test_alternating_flips_show_every_image_both_ways_in_two_epochs():
+    images = np.random.default_rng(0).integers(0, 256, (6, 2, 2, 1)).astype(np.uint8)
+    labels = np.arange(6, dtype=np.int32)
+    batches = Batches(images, labels, 3, 0, alternate_flips=True)
+    seen = [dict(zip(labels_, images_, strict=True)) for images_, labels_ in map(batches.at, range(4))]
+    for label in range(6):
+        first, second = (next(part[label] for part in epoch if label in part) for epoch in (seen[:2], seen[2:]))
+        np.testing.assert_array_equal(first, second[:, ::-1])
+        assert (first == images[label]).all() or (second == images[label]).all()
+
+
 @pytest.mark.parametrize(("max_shift", "flip"), [(0, False), (0, True), (1, False), (2, True)])
 def test_augment_is_one_of_the_allowed_moves_each_about_as_often(max_shift, flip):
     rng = np.random.default_rng(0)
@@ -199,8 +238,7 @@ def test_augment_is_one_of_the_allowed_moves_each_about_as_often(max_shift, flip
     candidates = np.stack([shifted(image, *move) for move in moves])
     repeats = 40 * len(moves)
     images = np.repeat(image[None], repeats, axis=0)
-    jitted = jax.jit(augment, static_argnames=("max_shift", "flip"))
-    result = np.asarray(jitted(jax.random.key(0), images, max_shift=max_shift, flip=flip))
+    result = np.asarray(jax.jit(augmented, static_argnums=2)(0, images, Augmentation(max_shift=max_shift, flip=flip)))
     assert result.dtype == np.float32
     equal = (result[:, None] == candidates[None]).all(axis=(2, 3, 4))
     np.testing.assert_array_equal(equal.sum(axis=1), 1)  # Each is exactly one of the allowed moves ...
@@ -211,13 +249,11 @@ def test_augment_is_one_of_the_allowed_moves_each_about_as_often(max_shift, flip
 
 def test_augment_is_drawn_by_its_key_and_treats_each_image_by_itself():
     images = jax.random.uniform(jax.random.key(0), (16, 6, 6, 1))
-    first, again, other = (
-        np.asarray(augment(jax.random.key(seed), images, max_shift=2, flip=True)) for seed in (1, 1, 2)
-    )
+    first, again, other = (np.asarray(augmented(seed, images, ALL_CHANGES)) for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
     blank = images.at[3].set(0)
-    changed = np.asarray(augment(jax.random.key(1), blank, max_shift=2, flip=True)) != first
+    changed = np.asarray(augmented(1, blank, ALL_CHANGES)) != first
     assert changed[3].any()
     assert not np.delete(changed, 3, axis=0).any()
 

@@ -32,7 +32,7 @@ def make_batch(rng, spec, size=8):
 def value_and_grad(spec, mesh, params, batch):
     loss_fn = jax.jit(jax.value_and_grad(make_loss(spec, 0.4, mesh), has_aux=True))
     images, labels = mesh_lib.place_batch(mesh, batch)
-    return loss_fn(mesh_lib.place_state(mesh, params), images / 255.0, labels, jax.random.key(1))
+    return loss_fn(mesh_lib.place_state(mesh, params), images / 255.0, labels, jax.random.key(1), {})
 
 
 def assert_close(mine, theirs):

@@ -6,7 +6,7 @@ import pytest
 from made_params import like, made_params
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import conv, lanes, model
+from mlcn_jax.nn import conv, lane_list, lanes, model
 from mlcn_jax.nn.lanes import Lane, LaneGroup, LaneSettings, LaneSpec
 
 SETTINGS = LaneSettings(num_classes=3)
@@ -22,7 +22,7 @@ SETTINGS = LaneSettings(num_classes=3)
     ],
 )
 def test_lanes_are_read(text, expected):
-    groups = [(g.spec.kind, g.spec.width, g.spec.depth, g.count) for g in lanes.parse_lanes(text)]
+    groups = [(g.spec.kind, g.spec.width, g.spec.depth, g.count) for g in lane_list.parse_lanes(text)]
     assert groups == expected
 
 
@@ -42,7 +42,7 @@ def test_lanes_are_read(text, expected):
 )
 def test_a_typo_is_pointed_at(text, column):
     with pytest.raises(InputError) as error:
-        lanes.parse_lanes(text)
+        lane_list.parse_lanes(text)
     lines = str(error.value).splitlines()
     assert f"at character {column}" in lines[0]
     assert lines[1] == f"  {text}"
@@ -153,7 +153,7 @@ def test_a_new_lane_kind_is_one_function_and_one_line(monkeypatch, rng):
         kernel, bias = lanes.ConvParams((3, 3, x.shape[-1], 8 * spec.width), settings.dtype, name="only")()
         return conv.conv2d(x, kernel) + bias[None, None, None]
 
-    monkeypatch.setitem(lanes.LANE_KINDS, "pooled", pooled)
+    monkeypatch.setitem(lanes.LANE_KINDS, "pooled", lanes.LaneKind(pooled, min_size=20))
     spec = model.ModelSpec("mlcn", (20, 20, 1), 4, "pooled:w3*2,mlcn1:w1", decoder=(4,))
     params = made_params(spec)
     images = jnp.array(rng.uniform(size=(2, 20, 20, 1)), jnp.float32)
@@ -166,9 +166,9 @@ def test_a_new_lane_kind_is_one_function_and_one_line(monkeypatch, rng):
 @pytest.mark.parametrize("text", ["mlcn1:w4*999999999", "mlcn1:w100000", "mlcn1:w1d101", "mlcn1:w" + "9" * 5000])
 def test_numbers_beyond_reason_are_refused(text):
     with pytest.raises(InputError, match=r"a (width|depth|count) of \d{3,9}(\.\.\.)? is above"):
-        lanes.parse_lanes(text)
+        lane_list.parse_lanes(text)
 
 
 def test_lanes_beyond_reason_are_refused_however_they_are_written():
     with pytest.raises(InputError, match="12,000 lanes; at most 10,000"):
-        lanes.parse_lanes("mlcn1:w1*6000,mlcn1:w2*6000")
+        lane_list.parse_lanes("mlcn1:w1*6000,mlcn1:w2*6000")

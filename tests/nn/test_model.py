@@ -103,7 +103,7 @@ def test_bfloat16_is_close_to_float32(name, rng):
         ({"lane_routing": "none"}, "model.lane_routing is 'none'; it must be one of published, per_class"),
         ({"compute_dtype": "float16"}, "float32, bfloat16"),
         ({"conv": "magic"}, "model.conv is 'magic'"),
-        ({"image_shape": (28, 16, 1)}, "28x16 pixels are too small for two 9x9 convolutions"),
+        ({"image_shape": (28, 16, 1)}, "28x16 pixels are too small for mlcn1: its layers need at least 17x17"),
         ({"num_routing_iters": 0}, "num_routing_iters is 0"),
         ({"lane_dropout": 1.0}, r"lane_dropout is 1.0; it must be in \[0, 1\)"),
         ({"decoder": ()}, "model.decoder"),

@@ -17,7 +17,8 @@ import pytest
 from optuna.trial import TrialState
 
 from mlcn_jax.errors import Diverged, InputError
-from mlcn_jax.nn.lanes import LaneSpec, parse_lanes
+from mlcn_jax.nn.lane_list import parse_lanes
+from mlcn_jax.nn.lanes import LaneSpec
 from mlcn_jax.search import budget, space, storage, study
 from mlcn_jax.search import models as models_lib
 from mlcn_jax.search import settings as settings_lib

@@ -9,10 +9,12 @@ import pytest
 
 from configs import default
 from mlcn_jax.config import RunConfig
-from mlcn_jax.data.batches import Batches
+from mlcn_jax.data.batches import Augmentation, Batches
 from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.search import trials
 from mlcn_jax.training import mesh_runner
+
+_SHIFTS = Augmentation(max_shift=2)
 
 
 def make_config(**changes):
@@ -29,7 +31,12 @@ def test_a_trial_takes_the_steps_of_the_ordinary_runner():
     start = trainer._start_state(spec, 0)
     *_, (score, _, (state,)) = trainer._train(lanes)
     runner = mesh_runner.MeshRunner(
-        spec, trainer._optimizer, None, reconstruction_weight=config.train.reconstruction_weight, seed=0, max_shift=2
+        spec,
+        trainer._optimizer,
+        None,
+        reconstruction_weight=config.train.reconstruction_weight,
+        seed=0,
+        augmentation=_SHIFTS,
     )
     runner.start(start)
     batches = Batches(trainer.train.images, trainer.train.labels, 50, 0)

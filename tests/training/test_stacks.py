@@ -11,6 +11,7 @@ import pytest
 from made_params import made_params
 
 from mlcn_jax.data import datasets
+from mlcn_jax.data.batches import Augmentation
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.model import ModelSpec
 from mlcn_jax.training import loop, mesh_runner, stacks_runner, step
@@ -23,7 +24,7 @@ UNEQUAL = ModelSpec(
     signed_pixels=True,
     conv="native",
 )
-STEP = {"reconstruction_weight": 0.4, "seed": 0, "max_shift": 2, "flip": True}
+STEP = {"reconstruction_weight": 0.4, "seed": 0, "augmentation": Augmentation(max_shift=2, flip=True)}
 PLACEMENTS = [[0] * 6, [2, 0, 2, 1, 0, 3], [1, 1, 0, 1, 0, 1], [5, 4, 3, 2, 1, 0], [3, 3, 3, 3, 3, 2]]
 
 

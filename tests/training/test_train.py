@@ -16,6 +16,7 @@ from mlcn_jax import files
 from mlcn_jax.analysis import evaluate_workdir
 from mlcn_jax.config import read_stored
 from mlcn_jax.data import datasets
+from mlcn_jax.data.batches import Augmentation
 from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.nn import conv, losses, model
 from mlcn_jax.training import loop, mesh_runner
@@ -25,6 +26,8 @@ from mlcn_jax.training.session import optimizer_of
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 
 SPEC = model.ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2,mlcn2:w1", decoder=(6,))
+
+_MOVES = Augmentation(max_shift=3, flip=True)
 
 
 def new_state(spec, optimizer):
@@ -119,7 +122,7 @@ def test_augmentation_and_dropout_follow_seed_and_step(rng):
 
     state = new_state(spec, optimizer)
     steps = {
-        seed: jax.jit(make_train_step(spec, optimizer, reconstruction_weight=0.1, seed=seed, max_shift=3, flip=True))
+        seed: jax.jit(make_train_step(spec, optimizer, reconstruction_weight=0.1, seed=seed, augmentation=_MOVES))
         for seed in (0, 1)
     }
 

@@ -1,0 +1,111 @@
+"""What lanes with batch normalisation take from training images: their whitening, and the statistics for evaluation.
+
+Parameters in training have no statistics. Those that are evaluated, stored and exported hold them in each group, so
+that whatever reads lanes finds them there.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import resnet
+from mlcn_jax.nn.lanes import LaneGroup, calibrate_group, first_input
+from mlcn_jax.nn.model import ModelSpec, init_params
+
+
+def param_shapes(spec: ModelSpec, *, calibrated: bool = False) -> dict:
+    """Shapes and dtypes of the parameters, without computing any; with the statistics of `calibrate` if wanted."""
+
+    def make(key: Array, images: Array) -> dict:
+        params = init_params(spec, key)
+        if not calibrated:
+            return params
+        return with_statistics(params, join_statistics([group_statistics(spec, params["encoder"], images)]))
+
+    images = jax.ShapeDtypeStruct((1, *spec.image_shape), jnp.float32)
+    return jax.eval_shape(make, jax.random.key(0), images)
+
+
+def group_statistics(
+    spec: ModelSpec, encoder: dict, images: Float[Array, "batch h w channels"], shares: int = 1
+) -> dict:
+    """`lanes.calibrate_group` of every group of lanes that normalises, by the group's name.
+
+    `encoder` holds one of `shares` equal parts of each group's lanes.
+    """
+    return {
+        group.name: calibrate_group(
+            encoder[group.name], LaneGroup(group.spec, group.count // shares), spec.lane_settings, images
+        )
+        for group in spec.lane_groups
+        if group.kind.normalises
+    }
+
+
+def join_statistics(parts: Sequence[dict]) -> dict:
+    """The statistics for evaluation, by group, from the `group_statistics` of some batches of images."""
+    return {name: resnet.join_statistics([part[name] for part in parts]) for name in parts[0]}
+
+
+def calibrate(spec: ModelSpec, params: dict, images: Sequence[Float[Array, "batch h w channels"]]) -> dict:
+    """Parameters for evaluation, with the statistics by which lanes normalise; unchanged if no lane does.
+
+    Args:
+      spec: the model.
+      params: parameters without statistics.
+      images: batches of training images, pixels in [0, 1], each of whole groups of `spec.norm_group`.
+
+    Source: Wu and Johnson 2021, arXiv 2105.07576, "precise" batch normalisation.
+    """
+    parts = [group_statistics(spec, params["encoder"], batch) for batch in images]
+    return with_statistics(params, join_statistics(parts))
+
+
+def with_statistics(params: dict, statistics: dict) -> dict:
+    """Parameters with the statistics of some groups of lanes beside each group's own."""
+    encoder = dict(params["encoder"])
+    for name, values in statistics.items():
+        encoder[name] = {**encoder[name], resnet.STATISTICS: values}
+    return {**params, "encoder": encoder}
+
+
+def without_statistics(params: dict) -> dict:
+    """Parameters to train: those of `with_statistics` without the statistics."""
+
+    def own(group: Any) -> Any:
+        return {k: v for k, v in group.items() if k != resnet.STATISTICS} if isinstance(group, dict) else group
+
+    return {**params, "encoder": {name: own(group) for name, group in params["encoder"].items()}}
+
+
+def fold_statistics(spec: ModelSpec, params: dict) -> dict:
+    """Calibrated parameters with the statistics folded into kernels and biases: the same function for less work.
+
+    Raises:
+      InputError: a group of lanes has no statistics.
+    """
+    encoder = dict(params["encoder"])
+    for group in spec.lane_groups:
+        if group.kind.normalises:
+            if resnet.STATISTICS not in encoder[group.name]:
+                raise InputError(
+                    f"{group.name} has no statistics for evaluation: calibrate the model on training images first "
+                    "(mlcn_jax.nn.model.calibrate); trained workdirs have them"
+                )
+            encoder[group.name] = resnet.fold(encoder[group.name])
+    return {**params, "encoder": encoder}
+
+
+def whiten(spec: ModelSpec, params: dict, images: Float[np.ndarray, "n h w channels"]) -> dict:
+    """Parameters with the first convolution of residual lanes set from training images (`resnet.whitening`)."""
+    encoder = dict(params["encoder"])
+    for group in spec.lane_groups:
+        if group.kind.normalises:
+            seen = np.asarray(first_input(jnp.asarray(images), spec.signed_pixels, jnp.float32))
+            encoder[group.name] = resnet.whiten(encoder[group.name], seen)
+    return {**params, "encoder": encoder}

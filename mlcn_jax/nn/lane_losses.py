@@ -1,0 +1,142 @@
+"""Outputs of all lanes in training, and the loss of lanes that classify alone, each lane's backward pass at once.
+
+The loss of such a lane needs no other lane, so its gradient is computed right after its forward pass: the activations
+of only one lane are held at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from mlcn_jax.nn import losses
+from mlcn_jax.nn.lanes import LaneGroup, LaneSettings, apply_group, lanes_one_by_one
+from mlcn_jax.nn.model import ModelSpec, gather_lanes, lane_cross_entropy, num_shares
+
+View = Callable[[Array, Any, Array], Array]
+
+
+def _as_they_are(images: Array, draws: Any, lane: Array) -> Array:
+    del draws, lane
+    return images
+
+
+def outputs_and_loss(
+    spec: ModelSpec,
+    encoder: dict,
+    images: Float[Array, "batch h w channels"],
+    labels: Int[Array, " batch"],
+    draws: Any = (),
+    *,
+    view: View = _as_they_are,
+    lane_axis: str = "",
+    lane_ids: Sequence[int] = (),
+) -> tuple[Float[Array, "batch classes lanes"], Array]:
+    """Outputs of the lanes, and the loss of those that classify alone: the mean over images, summed over lanes.
+
+    No gradient flows into the outputs of lanes that classify alone unless `spec.ensemble_weight` or
+    `spec.decoder_gradient` asks for it: then all lanes' activations are held.
+
+    Args:
+      spec: the model, or the part of it whose lanes are computed here.
+      encoder: parameters of the lanes; on a mesh, this device's share.
+      images: pixels in [0, 1].
+      labels: classes.
+      draws: a tree of arrays, passed to `view`.
+      view: `(images, draws, index of a lane in the entire model) -> images` as a lane that classifies alone sees them.
+      lane_axis: as for `model.encode`; on a mesh, the loss is that of all lanes once it is averaged over the axis.
+      lane_ids: indices of the lanes in the entire model; if empty, all of them.
+    """
+    batch = (images, labels, draws)
+    coupled = spec.ensemble_weight > 0 or spec.decoder_gradient == "all"
+    shares = num_shares(lane_axis)
+    columns, loss, first = [], jnp.zeros(()), 0
+    for whole in spec.lane_groups:
+        group = LaneGroup(whole.spec, whole.count // shares)
+        params = encoder[group.name]
+        ids = jnp.array(lane_ids or range(len(spec.lane_specs)))[first : first + whole.count]
+        first += whole.count
+        if lane_axis:
+            ids = lax.dynamic_slice_in_dim(ids, lax.axis_index(lane_axis) * group.count, group.count)
+        if not group.kind.classifies:
+            columns.append(apply_group(params, group, spec.lane_settings, images))
+            continue
+        if coupled:
+            lane = partial(_lane, group, spec.lane_settings, spec.label_smoothing, view)
+            results = [lane(p, i, batch) for p, i in _each(params, ids, group.count)]
+            column, _ = (jnp.stack(parts, axis=-1) for parts in zip(*results, strict=True))
+        else:
+            column, own = losses_of_group(group, spec.lane_settings, spec.label_smoothing, view)(params, ids, batch)
+            column, loss = lax.stop_gradient(column), loss + shares * jnp.sum(own)
+        columns.append(column)
+    outputs = gather_lanes(columns, lane_axis)
+    if coupled:
+        loss = jnp.mean(lane_cross_entropy(spec, outputs, labels))
+    return outputs, loss
+
+
+def _each(params: dict, ids: Array, count: int) -> list[tuple[dict, Array]]:
+    return [(jax.tree.map(lambda x, i=i: x[i], params), ids[i]) for i in range(count)]
+
+
+def _lane(
+    group: LaneGroup,
+    settings: LaneSettings,
+    smoothing: float,
+    view: View,
+    params: dict,
+    lane: Array,
+    batch: tuple,
+) -> tuple[Float[Array, "batch classes"], Array]:
+    """One lane's log-probabilities and its mean loss; `lane` is its index in the entire model."""
+    images, labels, draws = batch
+    one = LaneGroup(group.spec, 1)
+    stacked = jax.tree.map(lambda x: x[None], params)
+    column = apply_group(stacked, one, settings, view(images, draws, lane))[..., 0]
+    return column, jnp.mean(losses.cross_entropy(column, labels, smoothing))
+
+
+def losses_of_group(
+    group: LaneGroup, settings: LaneSettings, smoothing: float = 0.0, view: View = _as_they_are
+) -> Callable[[dict, Array, tuple], tuple[Array, Array]]:
+    """The function `(params, ids, (images, labels, draws)) -> (outputs, losses)` of lanes that classify alone.
+
+    Outputs [batch, classes, lanes] are log-probabilities, losses [lanes] mean cross-entropies. Where it is
+    differentiated, each lane's gradient is computed right after its outputs; only the losses pass gradients on.
+    """
+    lane = partial(_lane, group, settings, smoothing, view)
+
+    def run(function: Callable, params: dict, ids: Array, batch: tuple) -> list:
+        pairs = {"params": params, "id": ids}
+        return lanes_one_by_one(lambda one: function(one["params"], one["id"], batch), pairs, group.count)
+
+    @jax.custom_vjp
+    def outputs(params, ids, batch):
+        columns, own = zip(*run(lane, params, ids, batch), strict=True)
+        return jnp.stack(columns, axis=-1), jnp.stack(own)
+
+    def forward(params, ids, batch):
+        def with_gradient(params, lane_id, batch):
+            def loss(params):
+                column, own = lane(params, lane_id, batch)
+                return own, column
+
+            (own, column), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+            return column, own, gradient
+
+        columns, own, gradients = zip(*run(with_gradient, params, ids, batch), strict=True)
+        together = jax.tree.map(lambda *lanes: jnp.stack(lanes), *gradients)
+        return (jnp.stack(columns, axis=-1), jnp.stack(own)), together
+
+    def backward(gradients, cotangents):
+        def scaled(gradient):
+            return gradient * jnp.expand_dims(cotangents[1], tuple(range(1, gradient.ndim)))
+
+        return jax.tree.map(scaled, gradients), None, None
+
+    outputs.defvjp(forward, backward)
+    return outputs

@@ -1,0 +1,237 @@
+"""The residual lane: a small modern convolutional network that classifies alone and returns log-probabilities.
+
+A whitened 2x2 convolution, three stages of 3x3 convolutions, each pooled after its first one, and a linear head. The
+normalisation has no running averages: in training, each group of `group_size` images is normalised with its own
+statistics, so that whole groups can be on any device; for evaluation, `calibrate` collects the statistics of a fixed
+set of training images under fixed parameters.
+
+Source: Jordan 2024, arXiv 2404.00498, for the layers and their start values; Wu and Johnson 2021, arXiv 2105.07576,
+for statistics collected after training. As lanes of capsules: this project.
+"""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import conv
+
+STAGES = (16, 48, 64)  # filters of each stage for width 1
+MIN_SIZE = 9  # three poolings leave one pixel
+STATISTICS = "statistics"  # the collection of the normalisation's means and variances
+FOLDED = "folded"  # marks parameters of `fold`
+FROZEN = "whitening"  # the layer whose kernel is not trained
+_EPSILON = 1e-5
+_LOGIT_SCALE = 1 / 9
+_PATCH = 2
+_uniform = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+
+
+class GhostBatchNorm(nn.Module):
+    """Batch normalisation over groups of images, or with calibrated statistics; a bias and no scale.
+
+    Called with a collection `statistics` that has a `mean` and a `variance`, it uses them. Called with that collection
+    mutable, it stores the `means` and `variances` of the groups there.
+    """
+
+    group_size: int
+    folded: bool
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "batch h w c"]) -> Float[Array, "batch h w c"]:
+        bias = self.param("bias", nn.initializers.zeros, x.shape[-1:])[None, None, None]
+        if self.folded:
+            return x + bias.astype(x.dtype)
+        values = x.astype(jnp.float32)
+        if self.has_variable(STATISTICS, "mean"):
+            total: dict[str, Array] = {name: self.get_variable(STATISTICS, name) for name in ("mean", "variance")}
+            mean, variance = (total[name][None, None, None] for name in ("mean", "variance"))
+            return ((values - mean) * lax.rsqrt(variance + _EPSILON) + bias).astype(x.dtype)
+        groups = num_groups(x.shape[0], self.group_size)
+        values = values.reshape(groups, -1, *x.shape[1:])
+        mean = jnp.mean(values, axis=(1, 2, 3), keepdims=True)
+        variance = jnp.mean(jnp.square(values - mean), axis=(1, 2, 3), keepdims=True)
+        if self.is_mutable_collection(STATISTICS) and not self.is_initializing():
+            self.put_variable(STATISTICS, "means", mean.reshape(groups, -1))
+            self.put_variable(STATISTICS, "variances", variance.reshape(groups, -1))
+        normal = (values - mean) * lax.rsqrt(variance + _EPSILON)
+        return (normal.reshape(x.shape) + bias).astype(x.dtype)
+
+
+class Trunk(nn.Module):
+    """The convolutions of a residual lane: images [batch, h, w, c] to features [batch, h', w', 64 * width].
+
+    The residual connection of a stage leads from its first convolution around the others, from depth 3 on.
+    """
+
+    width: int
+    depth: int
+    group_size: int
+    folded: bool
+    dtype: DTypeLike
+    algorithm: str
+
+    @nn.compact
+    def __call__(self, images: Float[Array, "batch h w c"]) -> Float[Array, "batch h2 w2 features"]:
+        x = self._convolve(images, *Whitening(images.shape[-1], name=FROZEN)(), "VALID")
+        x = nn.gelu(x)
+        for stage, filters in enumerate(STAGES, start=1):
+            x = self._layer(x, filters * self.width, f"conv{stage}_1", pooled=True)
+            x = shortcut = nn.gelu(x)
+            for i in range(2, self.depth + 1):
+                x = self._layer(x, filters * self.width, f"conv{stage}_{i}")
+                if i == self.depth > 2:
+                    x = x + shortcut
+                x = nn.gelu(x)
+        return x
+
+    def _layer(self, x: Array, filters: int, name: str, pooled: bool = False) -> Array:
+        kernel = self.param(name, _identity_start, (3, 3, x.shape[-1], filters))
+        x = self._convolve(x, kernel, None, "SAME")
+        return GhostBatchNorm(self.group_size, self.folded, name=f"norm{name[4:]}")(_pool(x) if pooled else x)
+
+    def _convolve(self, x: Array, kernel: Array, bias: Array | None, padding: str) -> Array:
+        y = conv.conv2d(x, kernel.astype(self.dtype), padding=padding, algorithm=self.algorithm)
+        return y if bias is None else y + bias.astype(self.dtype)[None, None, None]
+
+
+class Whitening(nn.Module):
+    """Kernel and bias of the first convolution: 8 filters a channel, whose kernel `whiten` sets and nothing trains.
+
+    Until then they are the pixels of the 2x2 patch and their negatives.
+    """
+
+    channels: int
+
+    @nn.compact
+    def __call__(self) -> tuple[Float[Array, "2 2 c filters"], Float[Array, " filters"]]:
+        patch = _PATCH * _PATCH * self.channels
+
+        def pixels(key: Array, shape: tuple[int, ...]) -> Array:
+            del key
+            return jnp.concatenate([jnp.eye(patch), -jnp.eye(patch)], axis=1).reshape(shape)
+
+        kernel = self.param("kernel", pixels, (_PATCH, _PATCH, self.channels, 2 * patch))
+        return lax.stop_gradient(kernel), self.param("bias", nn.initializers.zeros, (2 * patch,))
+
+
+class LogProbabilities(nn.Module):
+    """The head: largest value of each feature, linear layer without bias, log softmax in float32."""
+
+    num_classes: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, features: Float[Array, "batch h w features"]) -> Float[Array, "batch classes"]:
+        x = jnp.max(features, axis=(1, 2))
+        kernel = self.param("kernel", _uniform, (x.shape[-1], self.num_classes))
+        logits = jnp.matmul(x, kernel.astype(self.dtype), preferred_element_type=jnp.float32)
+        return jax.nn.log_softmax(_LOGIT_SCALE * logits.astype(jnp.float32))
+
+
+def num_groups(batch_size: int, group_size: int) -> int:
+    """Groups of `group_size` images in a batch; a smaller batch is one group.
+
+    Raises:
+      InputError: the groups do not divide the batch.
+    """
+    if batch_size > group_size and batch_size % group_size:
+        raise InputError(
+            f"batches of {batch_size} images per device cannot be split into groups of model.norm_group={group_size} "
+            "for normalisation: use a batch that is a multiple of it, or another norm_group"
+        )
+    return max(1, batch_size // group_size)
+
+
+def whitening(images: Float[np.ndarray, "n h w c"], epsilon: float = 3e-5) -> tuple[np.ndarray, np.ndarray]:
+    """Kernel [2, 2, c, 8c] and bias [8c] that whiten the images' 2x2 patches, followed by their negatives.
+
+    The principal components of the patches, each scaled to variance 1, computed in float64 with fixed signs: the same
+    images always give the same bits on one machine.
+
+    Args:
+      images: training images, as the lane sees them.
+      epsilon: added to the variances, in squared pixel values.
+
+    Source: Jordan 2024, arXiv 2404.00498, section 3.2.
+    """
+    images = np.asarray(images, np.float64)
+    height, width, channels = images.shape[1:]
+    shifted = [
+        images[:, i : height - 1 + i, j : width - 1 + j].reshape(-1, channels)
+        for i in range(_PATCH)
+        for j in range(_PATCH)
+    ]
+    patches = np.concatenate(shifted, axis=1)
+    mean = patches.mean(axis=0)
+    variances, components = np.linalg.eigh(np.cov(patches.T, bias=True))
+    variances, components = variances[::-1], components[:, ::-1]
+    largest = components[np.argmax(np.abs(components), axis=0), np.arange(len(variances))]
+    components = components * np.sign(largest) / np.sqrt(np.maximum(variances, 0) + epsilon)
+    kernel = np.concatenate([components, -components], axis=1)
+    return (
+        kernel.reshape(_PATCH, _PATCH, channels, -1).astype(np.float32),
+        (-mean @ kernel).astype(np.float32),
+    )
+
+
+def whiten(params: dict, images: Float[np.ndarray, "n h w c"]) -> dict:
+    """Parameters of a group of lanes, [lanes, ...], with the first convolution set by `whitening`."""
+    kernel, bias = whitening(images)
+    count = params["trunk"][FROZEN]["kernel"].shape[0]
+    first = {"kernel": jnp.stack([kernel] * count), "bias": jnp.stack([bias] * count)}
+    return {**params, "trunk": {**params["trunk"], FROZEN: first}}
+
+
+def join_statistics(parts: Sequence[dict]) -> dict:
+    """The statistics for evaluation from the groups' `means` and `variances`, arrays [lanes, groups, channels].
+
+    The variance is the mean variance within groups plus the variance of the groups' means.
+    """
+
+    def join(*norms: dict) -> dict:
+        if "means" not in norms[0]:
+            return {name: join(*(norm[name] for norm in norms)) for name in norms[0]}
+        means = jnp.concatenate([norm["means"] for norm in norms], axis=1)
+        variances = jnp.concatenate([norm["variances"] for norm in norms], axis=1)
+        return {"mean": means.mean(axis=1), "variance": variances.mean(axis=1) + means.var(axis=1)}
+
+    return join(*parts)
+
+
+def fold(params: dict) -> dict:
+    """Calibrated parameters of lanes, [lanes, ...], with the statistics folded into kernels and biases.
+
+    Pooling takes maxima, so it may follow the scaling, which is positive.
+    """
+    trunk, statistics = dict(params["trunk"]), params[STATISTICS]["trunk"]
+    for name in [name for name in trunk if name.startswith("norm")]:
+        kernel = "conv" + name[4:]
+        scale = lax.rsqrt(statistics[name]["variance"] + _EPSILON)
+        trunk[kernel] = trunk[kernel] * scale[:, None, None, None]
+        trunk[name] = {"bias": trunk[name]["bias"] - statistics[name]["mean"] * scale}
+    rest = {name: value for name, value in params.items() if name != STATISTICS}
+    return {**rest, "trunk": trunk, FOLDED: jnp.ones(len(rest["trunk"][FROZEN]["bias"]), bool)}
+
+
+def _pool(x: Float[Array, "batch h w c"]) -> Float[Array, "batch h2 w2 c"]:
+    """The largest of each 2x2 values; an odd last row or column is left out. Faster on a CPU than `reduce_window`."""
+    batch, height, width, channels = x.shape
+    x = x[:, : height // 2 * 2, : width // 2 * 2]
+    return jnp.max(x.reshape(batch, height // 2, 2, width // 2, 2, channels), axis=(2, 4))
+
+
+def _identity_start(key: Array, shape: tuple[int, int, int, int]) -> Array:
+    """The first filters repeat their input channel, the others are random; each of norm 1."""
+    same = min(shape[2:])
+    channel = jnp.arange(same)
+    identity = jnp.zeros(shape).at[1, 1, channel, channel].set(1.0)
+    repeats = (jnp.arange(shape[3]) < same)[None, None, None]
+    kernel = jnp.where(repeats, identity, _uniform(key, shape))
+    return kernel / jnp.sqrt(jnp.sum(jnp.square(kernel), axis=(0, 1, 2), keepdims=True))

@@ -1,0 +1,229 @@
+"""Residual lanes: whitening, normalisation, folding, losses, independence of lanes, and their join."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from mlcn_jax.data.batches import Augmentation
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import calibration, capsules, losses, model, resnet
+from mlcn_jax.training.step import make_loss
+
+SPEC = model.ModelSpec("mlcn", (12, 12, 3), 4, lanes="resnet:w1d3*2", norm_group=4, decoder=(8,), label_smoothing=0.1)
+MIXED = dataclasses.replace(SPEC, image_shape=(18, 18, 3), lanes="resnet:w1*2,mlcn1:w1*2", decoder=(8,))
+
+
+@pytest.fixture(scope="module")
+def images():
+    return np.random.default_rng(0).uniform(size=(8, 12, 12, 3)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def params(images):
+    return calibration.whiten(SPEC, model.init_params(SPEC, jax.random.key(0)), images)
+
+
+def mixed(seed=0):
+    rng = np.random.default_rng(seed)
+    images = jnp.asarray(rng.uniform(size=(8, *MIXED.image_shape)), jnp.float32)
+    return model.init_params(MIXED, jax.random.key(0)), images, jnp.arange(8) % 4
+
+
+def test_whitened_patches_are_uncorrelated_with_variance_one(images):
+    kernel, bias = resnet.whitening(images, epsilon=0.0)
+    patches = np.stack([images[:, i : 11 + i, j : 11 + j] for i in (0, 1) for j in (0, 1)], axis=3).reshape(-1, 12)
+    white = patches @ kernel.reshape(12, 24) + bias
+    np.testing.assert_allclose(np.cov(white[:, :12].T, bias=True), np.eye(12), atol=1e-4)
+    np.testing.assert_allclose(white[:, 12:], -white[:, :12], atol=1e-4)
+    again, _ = resnet.whitening(images[::-1], epsilon=0.0)
+    np.testing.assert_allclose(again, kernel, atol=1e-4)  # signs do not hang on the order of the images
+
+
+def test_training_normalises_each_group_of_images_alone(params, images):
+    whole = model.lane_outputs(SPEC, params["encoder"], images)
+    halves = [model.lane_outputs(SPEC, params["encoder"], half) for half in (images[:4], images[4:])]
+    np.testing.assert_allclose(whole, np.concatenate(halves), atol=1e-5)
+    one_group = model.lane_outputs(dataclasses.replace(SPEC, norm_group=8), params["encoder"], images)
+    assert np.abs(whole - one_group).max() > 1e-3
+
+
+def test_groups_that_do_not_divide_a_batch_are_refused(params, images):
+    with pytest.raises(InputError, match="batches of 6 images per device cannot be split"):
+        model.lane_outputs(SPEC, params["encoder"], images[:6])
+
+
+def test_statistics_are_means_and_variances_over_all_images():
+    """Of the variance within groups and that of the groups' means, which is the variance over all of them."""
+    values = np.random.default_rng(0).normal(size=(2, 3, 50, 5)) + np.arange(3)[None, :, None, None]
+    groups = {"norm": {"means": jnp.asarray(values.mean(axis=2)), "variances": jnp.asarray(values.var(axis=2))}}
+    halves = [{"norm": {k: v[:, part] for k, v in groups["norm"].items()}} for part in (slice(0, 1), slice(1, 3))]
+    found = resnet.join_statistics(halves)["norm"]
+    np.testing.assert_allclose(found["mean"], values.mean(axis=(1, 2)), rtol=1e-5)
+    np.testing.assert_allclose(found["variance"], values.var(axis=(1, 2)), rtol=1e-5)
+
+
+def test_calibrated_lanes_see_each_image_alone_and_folding_changes_nothing(params, images):
+    calibrated = calibration.calibrate(SPEC, params, [images[:4], images[4:]])
+    together = model.encode(SPEC, calibrated["encoder"], images)
+    np.testing.assert_allclose(together[:3], model.encode(SPEC, calibrated["encoder"], images[:3]), atol=1e-5)
+    folded = calibration.fold_statistics(SPEC, calibrated)
+    np.testing.assert_allclose(model.encode(SPEC, folded["encoder"], images), together, atol=1e-5)
+    shapes = calibration.param_shapes(SPEC, calibrated=True)
+    assert jax.tree.map(jnp.shape, calibrated) == jax.tree.map(jnp.shape, shapes)
+    assert jax.tree.structure(calibration.without_statistics(calibrated)) == jax.tree.structure(params)
+    with pytest.raises(InputError, match="resnet_w1d3 has no statistics"):
+        calibration.fold_statistics(SPEC, params)
+
+
+def test_with_the_statistics_of_one_group_evaluation_equals_training(params, images):
+    spec = dataclasses.replace(SPEC, norm_group=8)
+    calibrated = calibration.calibrate(spec, params, [images])
+    trained = model.lane_outputs(spec, params["encoder"], images)
+    np.testing.assert_allclose(model.lane_outputs(spec, calibrated["encoder"], images), trained, atol=1e-4)
+
+
+def test_squared_lengths_are_the_sum_of_the_lanes_probabilities(params, images):
+    outputs = np.asarray(model.lane_outputs(SPEC, params["encoder"], images), np.float64)
+    np.testing.assert_allclose(np.exp(outputs).sum(axis=1), 1, rtol=1e-5)
+    v = model.encode(SPEC, params["encoder"], images)
+    np.testing.assert_allclose(np.square(capsules.lengths(v)), np.exp(outputs).sum(axis=2), rtol=1e-5)
+    probabilities = model.class_probabilities(SPEC, capsules.lengths(v))
+    np.testing.assert_allclose(probabilities, np.exp(outputs).mean(axis=2), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_losses_of_logits_of_200_are_finite_with_right_gradients(dtype):
+    logits = jnp.array([[200.0, -200.0, 0.0]], dtype)
+    labels = jnp.array([1])
+
+    def loss(logits):
+        log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
+        both = jnp.stack([log_p, log_p], axis=-1)
+        return losses.cross_entropy(log_p, labels)[0] + losses.ensemble_cross_entropy(both, labels)[0]
+
+    value, gradient = jax.value_and_grad(loss)(logits)
+    np.testing.assert_allclose(value, 800.0, rtol=1e-2)
+    np.testing.assert_allclose(gradient, [[2.0, -2.0, 0.0]], atol=1e-2)
+
+
+def test_cross_entropy_equals_numpy():
+    log_p = np.log(np.array([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]]))
+    target = np.array([[0.9 + 0.1 / 3, 0.1 / 3, 0.1 / 3], [0.1 / 3, 0.9 + 0.1 / 3, 0.1 / 3]])
+    found = losses.cross_entropy(jnp.asarray(log_p), jnp.array([0, 1]), 0.1)
+    np.testing.assert_allclose(found, -(target * log_p).sum(axis=1), rtol=1e-5)
+
+
+def gradients(spec, params, images, labels):
+    loss = make_loss(spec, 0.4)
+    return jax.grad(lambda p: loss(p, images, labels, jax.random.key(0), {})[0])(params)["encoder"]
+
+
+def test_gradients_taken_lane_by_lane_are_those_of_the_whole_loss():
+    params, images, labels = mixed()
+    found = gradients(MIXED, params, images, labels)
+
+    def plain(encoder):
+        outputs = model.lane_outputs(MIXED, encoder, images)
+        v = model.join_lanes(MIXED, outputs)
+        v = jnp.concatenate([jax.lax.stop_gradient(v[..., :2]), v[..., 2:]], axis=-1)
+        decoded = model.reconstruct(MIXED, params["decoder"], v, labels)
+        loss = model.classification_loss(MIXED, outputs, labels) + 0.4 * losses.reconstruction_loss(decoded, images)
+        return jnp.mean(loss)
+
+    expected = jax.grad(plain)(params["encoder"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), found, expected)
+    assert np.abs(found["resnet_w1d1"]["trunk"]["conv1_1"]).max() > 1e-4
+    assert np.abs(found["mlcn1_w1d1"]["conv1"]["kernel"]).max() > 1e-4
+    assert not np.any(found["resnet_w1d1"]["trunk"]["whitening"]["kernel"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "independent"),
+    [({}, True), ({"ensemble_weight": 0.5}, False), ({"decoder_gradient": "all"}, False)],
+)
+def test_a_lane_that_classifies_alone_learns_nothing_from_the_others(changes, independent):
+    spec = dataclasses.replace(MIXED, **changes)
+    params, images, labels = mixed()
+    before = gradients(spec, params, images, labels)
+    other = jax.tree.map(lambda x: x, params)
+    other["encoder"]["resnet_w1d1"] = jax.tree.map(lambda x: x.at[1].multiply(1.5), params["encoder"]["resnet_w1d1"])
+    after = gradients(spec, other, images, labels)
+    own = [np.asarray(tree["resnet_w1d1"]["trunk"]["conv1_1"][0]) for tree in (before, after)]
+    assert np.array_equal(*own) == independent
+    np.testing.assert_array_equal(before["mlcn1_w1d1"]["conv1"]["kernel"].shape[0], 2)
+
+
+def test_a_lane_trains_the_same_whatever_the_number_of_lanes(images, params):
+    alone = dataclasses.replace(SPEC, lanes="resnet:w1d3")
+    of_one = {
+        "encoder": jax.tree.map(lambda x: x[:1], params["encoder"]),
+        "decoder": model.init_params(alone, jax.random.key(1))["decoder"],
+    }
+    labels = jnp.arange(8) % 4
+    many = gradients(SPEC, params, images, labels)
+    one = gradients(alone, of_one, images, labels)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a[:1], b, atol=1e-6), many, one)
+
+
+def test_the_capsule_head_routes_the_same_trunk(images):
+    spec = dataclasses.replace(SPEC, lanes="resnet_caps:w1*2", lane_routing="per_class", label_smoothing=0.0)
+    params = model.init_params(spec, jax.random.key(0))
+    v = model.encode(spec, params["encoder"], images)
+    assert v.shape == (8, 4, 2)
+    assert spec.probability_power == 1
+    assert np.abs(gradients(spec, params, images, jnp.arange(8) % 4)["resnet_caps_w1d1"]["capsule_weights"]).max() > 0
+
+
+def test_each_lane_sees_its_own_view(images, params):
+    loss = make_loss(SPEC, 0.0, augmentation=Augmentation(per_lane=True))
+    labels = jnp.arange(8) % 4
+    plain = {"flip": jnp.zeros((8, 2), bool)}
+    mirrored = {"flip": jnp.zeros((8, 2), bool).at[:, 1].set(True)}
+    first, second = (
+        jax.grad(lambda p, d=draws: loss(p, images, labels, jax.random.key(0), d)[0])(params)["encoder"]["resnet_w1d3"]
+        for draws in (plain, mirrored)
+    )
+    np.testing.assert_array_equal(first["head"]["kernel"][0], second["head"]["kernel"][0])
+    assert np.abs(first["head"]["kernel"][1] - second["head"]["kernel"][1]).max() > 1e-6
+
+
+def test_muon_turns_kernels_and_keeps_their_norms_and_the_whitening(params, images):
+    from mlcn_jax.training.optimizer import make_optimizer
+
+    for name in ("muon", "sgd"):
+        optimizer = make_optimizer(
+            name, learning_rate=0.1, num_steps=10, steps_per_epoch=2, whitening_epochs=1, weight_decay=1e-3
+        )
+        state, current = optimizer.init(params), params
+        for step in range(3):
+            grads = jax.tree.map(jnp.ones_like, current)
+            updates, state = optimizer.update(grads, state, current)
+            moved = optax.apply_updates(current, updates)
+            trunk, before = (tree["encoder"]["resnet_w1d3"]["trunk"] for tree in (moved, current))
+            np.testing.assert_array_equal(trunk["whitening"]["kernel"], before["whitening"]["kernel"])
+            still = np.array_equal(trunk["whitening"]["bias"], before["whitening"]["bias"])
+            assert still == (step >= 2)
+            assert np.abs(trunk["conv2_1"] - before["conv2_1"]).max() > 1e-4
+            if name == "muon":
+                norms = jnp.sqrt(jnp.sum(jnp.square(trunk["conv2_1"]), axis=(1, 2, 3, 4)))
+                np.testing.assert_allclose(norms, np.sqrt(48), rtol=1e-5)
+            current = moved
+
+
+def test_small_images_and_unknown_values_are_refused():
+    with pytest.raises(InputError, match="8x8 pixels are too small for resnet: its layers need at least 9x9"):
+        dataclasses.replace(SPEC, image_shape=(8, 8, 3))
+    with pytest.raises(InputError, match="17x17"):
+        dataclasses.replace(SPEC, lanes="resnet:w1,mlcn1:w1")
+    for changes, message in (
+        ({"label_smoothing": 1.0}, "model.label_smoothing is 1.0; it must be in"),
+        ({"norm_group": 0}, "model.norm_group is 0"),
+        ({"decoder_gradient": "some"}, "auto, all, none"),
+        ({"lane_dropout": 0.1}, "learns to classify without the others"),
+    ):
+        with pytest.raises(InputError, match=message):
+            dataclasses.replace(SPEC, **changes)
