@@ -16,6 +16,7 @@ import pytest  # noqa: E402
 
 from mlcn_jax import host  # noqa: E402
 from mlcn_jax.config import RunConfig  # noqa: E402
+from mlcn_jax.training import pictures  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -25,6 +26,23 @@ host.keep_compiled_programs(least_seconds=0.0)
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)
+
+
+_save_reconstructions = pictures.save_reconstructions
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_pictures():
+    """Runs write an empty `reconstructions.png`: to draw its 80 axes takes four times as long as 20 tiny steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pictures, "save_reconstructions", lambda path, *args: path.touch())
+        yield
+
+
+@pytest.fixture
+def real_pictures(monkeypatch):
+    """For the tests that look at pictures."""
+    monkeypatch.setattr(pictures, "save_reconstructions", _save_reconstructions)
 
 
 @pytest.fixture

@@ -165,7 +165,7 @@ def test_clipping_bounds_the_gradient_that_adam_sees(tiny):
     np.testing.assert_allclose(first_moment, [0.03, 0.04], rtol=1e-5)
 
 
-def test_a_few_hundred_steps_learn_the_digits(tiny, tmp_path):
+def test_a_few_hundred_steps_learn_the_digits(tiny, tmp_path, real_pictures):
     config = tiny.replace(
         {"model.lanes": "mlcn1:w1*4", "train.num_steps": 250, "train.num_epochs": 20, "train.checkpoint_every": 0}
     )
