@@ -35,5 +35,7 @@ def test_importing_loads_neither_jax_nor_training_code():
 
 def test_the_example_in_the_readme_runs():
     (code,) = re.findall(r"```python\n(import .*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    short = code.replace("range(30)", "range(3)")
+    assert short != code
+    done = subprocess.run([sys.executable, "-c", short], cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -193,7 +193,15 @@ def test_after_kill_9_nothing_finished_is_lost_or_run_again(tmp_path):
 
 
 def die_at_work(folder):
-    """A worker that any model but the baseline kills."""
+    """Five workers, one after another, that any model but the baseline kills; forked before jax has threads."""
+    for _ in range(5):
+        worker = os.fork()
+        if not worker:
+            work_and_die(folder)
+        assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGKILL
+
+
+def work_and_die(folder):
 
     def evaluate(lanes):
         if lanes != SETTINGS.baseline:
@@ -204,12 +212,10 @@ def die_at_work(folder):
 
 
 def test_a_model_whose_workers_die_again_and_again_fails_with_that_reason(tmp_path):
-    context = multiprocessing.get_context("spawn")  # jax has threads, which a fork would lose
-    for _ in range(5):
-        worker = context.Process(target=die_at_work, args=(tmp_path,))
-        worker.start()
-        worker.join()
-        assert worker.exitcode == -signal.SIGKILL
+    workers = multiprocessing.get_context("spawn").Process(target=die_at_work, args=(tmp_path,))
+    workers.start()
+    workers.join()
+    assert workers.exitcode == 0
     models = run(make_study(tmp_path, num_models=1))
     assert [model.state for model in models] == ["complete", "failed"]
     assert "5 workers ended" in models[1].reason
