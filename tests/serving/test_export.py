@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 from conftest import REPOSITORY
+from made_files import huge_png
 from PIL import Image
-from test_images import huge_png
 
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
