@@ -129,6 +129,20 @@ def test_a_table_is_drawn_with_its_verdicts(tmp_path):
     assert colors >= {(0xD8, 0xF0, 0xD8), (0xF6, 0xDC, 0xDC), (0, 0, 0), (255, 255, 255)}
 
 
+def test_curves_are_drawn_a_panel_a_row_and_a_line_a_run():
+    records = [
+        *(
+            made_record(90.0, row=ROW, column="published", seed=i) | {"test_accuracy_per_epoch": [80, i]}
+            for i in (0, 1)
+        ),
+        made_record(60.0, row="cifar_mlcn2_4x4", column="tuned", seed=0) | {"test_accuracy_per_epoch": [50.0]},
+        made_record(row="cifar_mlcn1_4x4", column="tuned", seed=0),
+    ]
+    cifar, fashion = table_4_1.draw_curves(records).axes
+    assert [line.get_ydata().tolist() for line in fashion.lines[:2]] == [[80, 0], [80, 1]]
+    assert [line.get_label() for line in cifar.lines] == ["tuned", "thesis, after 20"]
+
+
 @pytest.mark.parametrize(
     ("script", "scale"),
     [(table_4_1, "full"), (tuning, "cpu"), (lanes_and_width, "cpu"), (batch_size, "cpu")],
