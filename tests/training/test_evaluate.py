@@ -72,7 +72,7 @@ def test_a_perfect_lane_has_spread_one_whatever_the_model(monkeypatch, num_class
 
 
 @pytest.mark.parametrize("num_classes", [3, 30])
-def test_pictures_are_drawn(tmp_path, split, num_classes):
+def test_pictures_are_drawn(tmp_path, split, num_classes, real_pictures):
     names = [f"class {k}" for k in range(num_classes)]
     scores = evaluate.Scores(0.1, np.eye(num_classes, dtype=int))
     pictures.save_confusion(tmp_path / "confusion.png", scores, names)
