@@ -13,9 +13,12 @@ import time
 from pathlib import Path
 
 import numpy as np
+from absl import flags
 
+from benchmarks import networks
 from benchmarks.frameworks import in_mlcn_jax
 from benchmarks.networks import Network
+from mlcn_jax import host
 from mlcn_jax.errors import InputError
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +39,29 @@ _TRIAL_SECONDS = 0.3  # in which a framework's variants are compared
 _PAUSE_SECONDS = 0.3  # so that another framework's threads have gone to sleep
 _TOLERANCE = 1e-4  # of probabilities, over the largest, and of the loss before the first step
 _LATER_TOLERANCE = 2e-2  # of the losses after one, two and three steps: Adam makes large steps of small differences
+
+
+def define_flags(values: flags.FlagValues, name: str) -> None:
+    """The flags of a comparison with the peers, which writes `results/NAME.json`."""
+    flags.DEFINE_list(
+        "peers", ["keras", "torch"], "frameworks to compare with: keras, torch; empty for none", flag_values=values
+    )
+    flags.DEFINE_list("networks", [n.name for n in networks.TARGETS], "; ".join(networks.NETWORKS), flag_values=values)
+    flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1, flag_values=values)
+    flags.DEFINE_enum(
+        "dtype", "float32", ["float32", "bfloat16"], "type of convolutions and products", flag_values=values
+    )
+    flags.DEFINE_string(
+        "peers_python", ".venv-peers/bin/python", "interpreter with benchmarks/requirements.txt", flag_values=values
+    )
+    flags.DEFINE_string("out", str(RESULTS / f"{name}.json"), "file to write", flag_values=values)
+
+
+def no_results(values: flags.FlagValues) -> dict:
+    """Where the results of a comparison go; raises InputError if a peer is asked for that is not installed."""
+    if values.peers:
+        check_peers_python(values.peers_python)
+    return {"rounds": values.rounds, "dtype": values.dtype, **host.environment(), "networks": {}}
 
 
 class Process:

@@ -14,7 +14,6 @@ from pathlib import Path
 from absl import flags
 
 from benchmarks import networks, peers
-from mlcn_jax import host
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 
@@ -43,25 +42,12 @@ def family(image_shape: tuple[int, int, int], rounds: int, dtype: str) -> dict[s
 
 
 def define(values: flags.FlagValues) -> None:
-    flags.DEFINE_list(
-        "peers", ["keras", "torch"], "frameworks to compare with: keras, torch; empty for none", flag_values=values
-    )
-    flags.DEFINE_list("networks", [n.name for n in networks.TARGETS], "; ".join(networks.NETWORKS), flag_values=values)
-    flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1, flag_values=values)
-    flags.DEFINE_enum(
-        "dtype", "float32", ["float32", "bfloat16"], "type of convolutions and products", flag_values=values
-    )
+    peers.define_flags(values, "train_step")
     flags.DEFINE_bool("families", True, "also CapsNet against each MLCN of the thesis", flag_values=values)
-    flags.DEFINE_string(
-        "peers_python", ".venv-peers/bin/python", "interpreter with benchmarks/requirements.txt", flag_values=values
-    )
-    flags.DEFINE_string("out", str(peers.RESULTS / "train_step.json"), "file to write", flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:
-    if values.peers:
-        peers.check_peers_python(values.peers_python)
-    results = {"rounds": values.rounds, "dtype": values.dtype, **host.environment(), "networks": {}}
+    results = peers.no_results(values)
     for name in values.networks:
         network = networks.find(name)
         results["networks"][name] = peers.compare(

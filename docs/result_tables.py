@@ -36,8 +36,10 @@ def _benchmark(name: str) -> dict[str, Any]:
     return _read(f"benchmarks/results/{name}.json")
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
+def _table(header: str, rows: Iterable[Sequence[Any]]) -> str:
+    """A table under a header of titles with ` | ` between them."""
+    titles = header.split(" | ")
+    lines = [titles, ["---"] * len(titles), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
@@ -121,7 +123,7 @@ def _table_4_1(columns: Sequence[str], differences: bool) -> str:
         ]
         rows.append([_row_title(row["row"], result["runs"]), f"{row['published_accuracy']:.2f}", *cells])
     titles = ["as published" if column == "published" else f"`{column}`" for column in columns]
-    return _table(["test accuracy in %, 20 epochs", "thesis", *titles], rows)
+    return _table(" | ".join(["test accuracy in %, 20 epochs", "thesis", *titles]), rows)
 
 
 @_place
@@ -153,7 +155,7 @@ def table_4_1_parameters() -> str:
         ]
         for row in result["rows"]
     ]
-    return _table(["model", "parameters in the thesis", "here, without the prior bias"], rows)
+    return _table("model | parameters in the thesis | here, without the prior bias", rows)
 
 
 @_place
@@ -175,37 +177,32 @@ def table_4_1_cpu() -> str:
                 *(_accuracy(row["accuracy"].get(column)) for column in ("per_class", "augmented", "tuned")),
             ]
         )
-    header = ["test accuracy in %", "as published, epochs 1 to 3", "TensorFlow, 4x4", "`per_class`, epoch 3"]
-    return (
-        f"{_table([*header, '`augmented`', '`tuned`'], rows)}\n\n{_runs_line(result['runs'])}\n\n"
-        f"{_commands(result['runs'])}"
+    header = (
+        "test accuracy in % | as published, epochs 1 to 3 | TensorFlow, 4x4 | `per_class`, epoch 3 | `augmented` | "
+        "`tuned`"
     )
+    return f"{_table(header, rows)}\n\n{_runs_line(result['runs'])}\n\n{_commands(result['runs'])}"
 
 
 @_place
 def learning_curves() -> str:
     result = _experiment("learning_curves")
-    published = {row["row"]: row["published_accuracy"] for row in _experiment("table_4_1_full")["rows"]}
-    rows = []
-    for key, row in sorted(result.items(), key=lambda item: item[0], reverse=True):
-        last = {seed: run for seed, run in row["runs"].items() if len(run["test_accuracy_per_epoch"]) >= 20}
-        rows.append(
-            [
-                _data(row["data"]),
-                f"`{row['lanes']}`",
-                row["num_runs"],
-                *(f"{value:.2f}" for value in row["mean_accuracy_per_epoch"][:3]),
-                ", ".join(f"{value:.2f}" for value in row["tensorflow_accuracy"]) or "-",
-                ", ".join(f"{run['test_accuracy_per_epoch'][19]:.2f}" for run in last.values()) or "-",
-                f"{published[key]:.2f}" if key in published else "-",
-            ]
-        )
-    header = ["data", "lanes", "seeds", "epoch 1", "epoch 2", "epoch 3", "TensorFlow, epochs 1 to 3"]
+    rows = [
+        [
+            _data(row["data"]),
+            f"`{row['lanes']}`",
+            row["num_runs"],
+            *(f"{value:.2f}" for value in row["mean_accuracy_per_epoch"][:3]),
+            ", ".join(f"{value:.2f}" for value in row["tensorflow_accuracy"]) or "-",
+        ]
+        for _, row in sorted(result.items(), reverse=True)
+    ]
     first = next(iter(next(iter(result.values()))["runs"].values()))
     spreads = {key: row["spread_per_epoch"][2] for key, row in result.items() if key.startswith("cifar")}
     apart = " and ".join(f"{value:.1f} ({key.split('_')[1]})" for key, value in sorted(spreads.items()))
     return (
-        f"{_table([*header, 'epoch 20, seed 0', 'thesis, epoch 20'], rows)}\n\n{_made_on(first)}\n\n"
+        f"{_table('data | lanes | seeds | epoch 1 | epoch 2 | epoch 3 | TensorFlow, epochs 1 to 3', rows)}\n\n"
+        f"{_made_on(first)}\n\n"
         f"After 3 epochs of CIFAR-10 the three seeds lie {apart} points apart, so smaller differences say little."
     )
 
@@ -232,7 +229,7 @@ def tuning_cpu() -> str:
         if any(spreads):
             used = {"adamw_flip_signed": ", `tuned`", "adamw_flip_signed_per_lane": ", `tuned_per_lane`"}.get(name, "")
             rows.append([f"`{name}`{used}", _settings(result, name), *map(_accuracy, spreads)])
-    header = ["candidate", "what it changes", *(_row_title(key, result["runs"]) for key in keys)]
+    header = " | ".join(["candidate", "what it changes", *(_row_title(key, result["runs"]) for key in keys)])
     return f"{_table(header, rows)}\n\n{_runs_line(result['runs'])}\n\n{_commands(result['runs'])}"
 
 
@@ -254,7 +251,7 @@ def tuning_full() -> str:
         for name in next(iter(result["rows"].values()))
         if any(result["rows"][key][name] for key in result["rows"])
     ]
-    header = ["candidate", "what it changes", *(_row_title(key, result["runs"]) for key in result["rows"])]
+    header = " | ".join(["candidate", "what it changes", *(_row_title(key, result["runs"]) for key in result["rows"])])
     return f"{_table(header, rows)}\n\n{_runs_line(result['runs'])}\n\n{_commands(result['runs'])}"
 
 
@@ -289,7 +286,7 @@ def batch_size() -> str:
         ]
         for point in result["points"]
     ]
-    header = ["model", "batch", "test accuracy in %", "minus that of batch 100", "times as fast as batch 100"]
+    header = "model | batch | test accuracy in % | minus that of batch 100 | times as fast as batch 100"
     rounds = len(next(iter(next(iter(result["speeds"].values()))["images_per_second"].values())))
     speeds = sorted({speed["command"] for speed in result["speeds"].values()})
     more = "\n".join(f"- speeds: `{command}`" for command in speeds)
@@ -309,7 +306,7 @@ def lanes_and_width() -> str:
         run = next(run for run in result["runs"] if run["facts"]["figure"] == figure)
         cells = [_accuracy((points.get((figure, width, count)) or {}).get("accuracy")) for count in lanes]
         rows.append([f"{_data(run['data'])}, {figure.split('_')[1]}", width, *cells])
-    header = ["test accuracy in %", "width", *(f"{count} lanes" for count in lanes)]
+    header = " | ".join(["test accuracy in %", "width", *(f"{count} lanes" for count in lanes)])
     run = result["runs"][0]
     return (
         f"{_table(header, rows)}\n\n{_runs_line(result['runs'])} {run['data']['train_images']:,} training images, "
@@ -335,10 +332,7 @@ def prune() -> str:
             ]
         rows.append([kept, *cells])
     titles = [f"lane dropout {run['lane_dropout']:g}" for run in result["runs"]]
-    header = [
-        "lanes kept of 16",
-        *(f"{title}: {what}" for title in titles for what in ("test accuracy in %", "times as fast")),
-    ]
+    header = "lanes kept of 16" + "".join(f" | {t}: test accuracy in % | {t}: times as fast" for t in titles)
     made_on = _made_on(result, f"medians of {result['runs'][0]['rounds']} rounds, one model each")
     return f"{_table(header, rows)}\n\n{made_on}\n\n- `{result['command']}`"
 
@@ -356,9 +350,9 @@ def prune_cifar() -> str:
             ]
             for run in result["runs"]
         ]
-        header = ["model", "data", "4 lanes", "3", "2", "1"]
+        table = _table("model | data | 4 lanes | 3 | 2 | 1", rows)
         texts.append(
-            f"`{name}.json`:\n\n{_table(header, rows)}\n\n{_made_on(result, 'test accuracy in %, one seed each')}\n\n"
+            f"`{name}.json`:\n\n{table}\n\n{_made_on(result, 'test accuracy in %, one seed each')}\n\n"
             f"- `{result['command']}`"
         )
     return "\n\n".join(texts)
@@ -377,7 +371,7 @@ def lane_collapse() -> str:
     ]
     steps = result["runs"][0]["steps"][-1]
     return (
-        f"{_table(['setting', 'what it changes', f'lanes alive at step {steps}'], rows)}\n\n"
+        f"{_table(f'setting | what it changes | lanes alive at step {steps}', rows)}\n\n"
         f"{_made_on(result, _data(result['data']), 'mlcn1 4x4, one seed')} A lane counts as alive while its entries "
         f"differ between test images by more than {result['alive_above']}.\n\n- `{result['command']}`"
     )
@@ -405,10 +399,11 @@ def cost_model() -> str:
             f"{fit['least_ratio']:.2f} to {fit['largest_ratio']:.2f}",
         ]
 
-    header = ["single lanes", "Pearson r", "mean error", "within 10 %", "predicted over measured"]
+    header = "Pearson r | mean error | within 10 % | predicted over measured"
     rows = [row(title, result["lanes"][name]) for name, title in names.items()]
     groups = [row(title, result["groups"][name]) for name, title in names.items()]
-    return f"{_table(header, rows)}\n\n{_table(['groups of equal lanes', *header[1:]], groups)}\n\n{_made_on(result)}"
+    single, grouped = _table(f"single lanes | {header}", rows), _table(f"groups of equal lanes | {header}", groups)
+    return f"{single}\n\n{grouped}\n\n{_made_on(result)}"
 
 
 @_place
@@ -444,7 +439,7 @@ def scaling() -> str:
         for r in result["batches"]
         if r["where"] != "oversubscribed"
     ]
-    header = ["batch", "devices", "mode", "where", "ms", "over MLCN on one core", "over CapsNet on one core"]
+    header = "batch | devices | mode | where | ms | over MLCN on one core | over CapsNet on one core"
     real = {
         key: [r["over_mlcn_on_one_core"]["median"] for r in result[key] if r["where"] == "real cores"]
         for key in ("lanes", "width", "depth")
@@ -466,7 +461,7 @@ def scaling() -> str:
 
 
 _PARTITIONERS = ("round_robin", "greedy_published", "greedy", "karmarkar_karp", "exact")
-_PARTITIONER_TITLES = ("round robin", "greedy, published", "greedy", "Karmarkar-Karp", "exact")
+_PARTITIONER_TITLES = "round robin | greedy, published | greedy | Karmarkar-Karp | exact"
 
 
 @_place
@@ -484,7 +479,7 @@ def balance_simulated() -> str:
         for lanes, entry in by_lanes.items()
     ]
     draws = next(iter(next(iter(result["simulated"].values())).values()))["draws"]
-    table = _table(["devices", "lanes", *_PARTITIONER_TITLES, "proved", "max s"], rows)
+    table = _table(f"devices | lanes | {_PARTITIONER_TITLES} | proved | max s", rows)
     return f"{table}\n\n{_made_on({**result, 'rounds': 0}, f'simulated, means of {draws} draws')}"
 
 
@@ -497,7 +492,7 @@ def balance_measured() -> str:
         for title, field in (("measured", "random_over_this"), ("predicted", "predicted_random_over_this"))
     ]
     made_on = _made_on(result, "one draw of lanes for each number")
-    return f"{_table(['lanes', '', *_PARTITIONER_TITLES], rows)}\n\n{made_on}"
+    return f"{_table(f'lanes |  | {_PARTITIONER_TITLES}', rows)}\n\n{made_on}"
 
 
 @_place
@@ -516,7 +511,7 @@ def published_scaling() -> str:
     assumed = result["assumed"]
     published = result["published"]["speedup_of_8_k80s_over_capsnet_on_one"]
     return (
-        f"{_table(['model', 'split', 'over itself on one', 'over CapsNet on one'], rows)}\n\n"
+        f"{_table('model | split | over itself on one | over CapsNet on one', rows)}\n\n"
         f"*Simulated, 8 K80s. Assumed: a K80 takes {assumed['k80_slowness']} P100s' seconds; links of "
         f"{assumed['link_us']:g} us and {assumed['link_gbytes']:g} GB/s within a host, {assumed['network_us']:g} us "
         f"and {assumed['network_gbits']:g} Gbit/s between hosts; the decoder is "
@@ -554,17 +549,10 @@ def nas_compare() -> str:
         ]
         for method in result["methods"]
     ]
-    header = [
-        "method",
-        "models begun",
-        "trained to the end",
-        "mean accuracy in %",
-        "best",
-        "its test accuracy",
-        "as good as random's best after, each seed",
-        "mean curves",
-        "overhead",
-    ]
+    header = (
+        "method | models begun | trained to the end | mean accuracy in % | best | its test accuracy | "
+        "as good as random's best after, each seed | mean curves | overhead"
+    )
     seeds = result["methods"][0]["seeds"]
     return f"{_table(header, rows)}\n\n{_made_on(result, f'means of {seeds} seeds')}"
 
@@ -586,7 +574,7 @@ def nas_sweeps() -> str:
                     _percent(max(point["accuracies"]), 1),
                 ]
             )
-    header = ["sweep over", "value", "devices", "models", "epochs", "mean accuracy in %", "best"]
+    header = "sweep over | value | devices | models | epochs | mean accuracy in % | best"
     return f"{_table(header, rows)}\n\n{_made_on(_experiment('nas_flops'), 'one seed')}"
 
 
@@ -622,16 +610,9 @@ def train_step() -> str:
                 *(_mebibytes(frameworks[name]) for name in _FRAMEWORKS),
             ]
         )
-    header = [
-        "network",
-        "mlcn_jax, images/s",
-        "Keras",
-        "PyTorch",
-        "ratio (min to max)",
-        "peak MiB: mlcn_jax",
-        "Keras",
-        "PyTorch",
-    ]
+    header = (
+        "network | mlcn_jax, images/s | Keras | PyTorch | ratio (min to max) | peak MiB: mlcn_jax | Keras | PyTorch"
+    )
     return f"{_table(header, rows)}\n\n{_made_on(result, _peer_versions(result), 'batch 100')}"
 
 
@@ -648,7 +629,7 @@ def inference() -> str:
         ]
         for network in result["networks"].values()
     ]
-    header = ["network", "batch", "mlcn_jax, ms", "Keras", "PyTorch", "ratio", "peak MiB: mlcn_jax", "Keras", "PyTorch"]
+    header = "network | batch | mlcn_jax, ms | Keras | PyTorch | ratio | peak MiB: mlcn_jax | Keras | PyTorch"
     return f"{_table(header, rows)}\n\n{_made_on(result, _peer_versions(result))}"
 
 
@@ -660,7 +641,7 @@ def families() -> str:
         for family in result["families"].values()
         if "capsnet_over_this" in family
     ]
-    return f"{_table(['CapsNet over', 'here', 'thesis, on a P100'], rows)}\n\n{_made_on(result)}"
+    return f"{_table('CapsNet over | here | thesis, on a P100', rows)}\n\n{_made_on(result)}"
 
 
 @_place
@@ -679,16 +660,10 @@ def roofline() -> str:
         ]
         for network in result["networks"].values()
     ]
-    header = [
-        "network",
-        "ms",
-        "GFLOP",
-        "direct",
-        "share of the product rate",
-        "GB",
-        "share of the bandwidth",
-        "largest part of the step",
-    ]
+    header = (
+        "network | ms | GFLOP | direct | share of the product rate | GB | share of the bandwidth | "
+        "largest part of the step"
+    )
     return f"{_table(header, rows)}\n\n{_made_on(result)}"
 
 
@@ -704,7 +679,7 @@ def routing() -> str:
         ]
         for title, case in result["cases"].items()
     ]
-    header = ["case", "ms", "the procedure as printed: time over this", "temporary memory over this"]
+    header = "case | ms | the procedure as printed: time over this | temporary memory over this"
     return f"{_table(header, rows)}\n\n{_made_on(result, result['what'])}"
 
 
@@ -726,7 +701,7 @@ def exported() -> str:
         for model in result["models"]
     )
     return (
-        f"{_table(['lanes, 28x28x1', 'images', 'export, ms', 'over the model in process'], rows)}\n\n"
+        f"{_table('lanes, 28x28x1 | images | export, ms | over the model in process', rows)}\n\n"
         f"{_made_on(result)} "
         f"The command `predict`, with starting and compiling: {commands}."
     )
@@ -745,7 +720,7 @@ def onnx() -> str:
         ]
         for entry in result["models"]
     ]
-    header = ["model", "images", "ONNX Runtime, ms", "export run by JAX, ms", "JAX's speed over ONNX Runtime's"]
+    header = "model | images | ONNX Runtime, ms | export run by JAX, ms | JAX's speed over ONNX Runtime's"
     return f"{_table(header, rows)}\n\n{_made_on(result)}"
 
 
@@ -763,13 +738,10 @@ def serving() -> str:
         ]
         for model in result["models"]
     ]
-    header = [
-        f"model, {result['clients']} clients",
-        "with batching, requests/s",
-        "without",
-        "ratio",
-        "a single client waits, times as long",
-    ]
+    header = (
+        f"model, {result['clients']} clients | with batching, requests/s | without | ratio | "
+        "a single client waits, times as long"
+    )
     return f"{_table(header, rows)}\n\n{_made_on(result, 'clients and server on the same cores')}"
 
 
@@ -790,7 +762,7 @@ def conv_algorithms() -> str:
         ]
         for title, case in result["cases"].items()
     ]
-    header = ["convolution", *(f"`{name}`, ms" for name in names), "chosen"]
+    header = " | ".join(["convolution", *(f"`{name}`, ms" for name in names), "chosen"])
     return f"{_table(header, rows)}\n\n{_made_on(result, 'with gradients')}"
 
 
@@ -803,6 +775,6 @@ def tie_break() -> str:
         for order, by_lanes in result["random_over_rule"].items()
         for rule, title in (("greedy_published", "greedy, published"), ("greedy", "greedy"))
     ]
-    table = _table(["devices listed", "rule", *(f"{count} lanes" for count in lanes)], rows)
+    table = _table(" | ".join(["devices listed", "rule", *(f"{count} lanes" for count in lanes)]), rows)
     draws = result["draws"]
     return f"{table}\n\n{_made_on(result, f'simulated, means of {draws} draws')}\n\n- `python -m experiments.tie_break`"

@@ -102,11 +102,18 @@ def place(record: Mapping[str, Any]) -> str:
 
 
 def write(
-    series: Series, name: str, summary: dict[str, Any], text: str, lines: Sequence[str], figure: "Figure"
+    series: Series,
+    name: str,
+    summary: dict[str, Any],
+    text: str,
+    lines: Sequence[str],
+    figure: "Figure",
+    **more: "Figure",
 ) -> None:
     """Writes `NAME_SCALE` as JSON, Markdown and PNG to the workdir, and but for the scale `smoke` to the results.
 
-    The JSON holds `summary`, the caption's `lines`, and every run without its configuration, which the workdir has.
+    Each of `more` is one more picture, `NAME_SCALE_WHICH.png`. The JSON holds `summary`, the caption's `lines`, and
+    every run without its configuration, which the workdir has.
     """
     records = series.records()
     runs = [{field: value for field, value in record.items() if field != "config"} for record in records]
@@ -116,7 +123,8 @@ def write(
         path = folder / f"{name}_{series.scale.name}"
         write_json(path.with_suffix(".json"), {**result, "runs": runs})
         path.with_suffix(".md").write_text(text + "\n\n" + "".join(f"- {line}\n" for line in lines))
-        figure.savefig(path.with_suffix(".png"), dpi=120)
+        for suffix, picture in {"": figure, **{f"_{which}": picture for which, picture in more.items()}}.items():
+            picture.savefig(f"{path}{suffix}.png", dpi=120)
 
 
 def draw_table(header: Sequence[str], rows: Sequence[Sequence[str]], lines: Sequence[str]) -> "Figure":

@@ -12,14 +12,14 @@ nothing, but that `tuned_per_lane` was added after looking at it.
 Scales: `full` is the published experiment, for a GPU (on two CPU cores a row takes minutes to hours); `cpu` trains for
 3 epochs; `smoke` takes two steps on a few images. A run that has ended is not repeated, one that was stopped is
 resumed, and every run in the workdir is shown, whatever was selected. Writes `table_4_1_SCALE` as JSON, Markdown and
-PNG to the workdir and, but for `smoke`, to `experiments/results/`.
+PNG, and `table_4_1_SCALE_curves.png`, to the workdir and, but for `smoke`, to `experiments/results/`.
 """
 
 import functools
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -42,6 +42,9 @@ from experiments.repeated_runs import Scale, Series, asked, chosen, define_flags
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import launch_script
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 VERSION = 1  # raised with every change after which results cannot stand beside older ones
 SCALES = scales(smoke_steps=2)
@@ -165,8 +168,29 @@ def text(records: Records, scale: Scale) -> str:
     return markdown(HEADER, cells(records, scale)) + ("\n\n" + markdown(header, epochs) if epochs else "")
 
 
+def draw_curves(records: Records) -> "Figure":
+    """A panel a row: test accuracy after each epoch, a line a run, and the thesis's after its last epoch."""
+    from matplotlib.figure import Figure
+
+    rows = [name for name in ROWS if any("test_accuracy_per_epoch" in record for record in select(records, row=name))]
+    figure = Figure(figsize=(3.3 * max(1, len(rows)), 3.4), layout="constrained")
+    colors = {column: f"C{i}" for i, column in enumerate(COLUMNS)}
+    for axes, name in zip(figure.subplots(1, max(1, len(rows)), squeeze=False)[0], rows, strict=False):
+        for record in select(records, row=name):
+            curve, column = record.get("test_accuracy_per_epoch", []), record["facts"]["column"]
+            label = column if record["facts"]["seed"] == 0 else None
+            axes.plot(range(1, len(curve) + 1), curve, color=colors[column], label=label)
+        axes.axhline(ROWS[name].accuracy, color="gray", ls=":", label=f"thesis, after {NUM_EPOCHS}")
+        axes.set_title(titled(ROWS[name].title, select(records, row=name)), fontsize=9)
+        axes.set_xlabel("epoch")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.legend(fontsize=7)
+    figure.supylabel("test accuracy, %", fontsize=9)
+    return figure
+
+
 def report(series: Series) -> None:
-    """Writes the table of every run that has ended."""
+    """Writes the table of every run that has ended, and their curves."""
     records = series.records()
     settings = {data: {column: changes(data, column) for column in COLUMNS} for data in ("cifar10", "fashion_mnist")}
     lines = [
@@ -182,7 +206,7 @@ def report(series: Series) -> None:
     ]
     summary = {"settings": settings, "rows": summarise(records)}
     figure = draw_table(HEADER, cells(records, series.scale), lines)
-    write(series, "table_4_1", summary, text(records, series.scale), lines, figure)
+    write(series, "table_4_1", summary, text(records, series.scale), lines, figure, curves=draw_curves(records))
 
 
 if __name__ == "__main__":

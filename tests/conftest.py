@@ -1,6 +1,7 @@
 """Settings of the whole suite, and a run small enough to train in seconds."""
 
 import os
+import shutil
 from pathlib import Path
 
 # Before the package is used: compiled programs are shared by the tests and the commands that they start.
@@ -16,6 +17,8 @@ import pytest  # noqa: E402
 
 from mlcn_jax import host  # noqa: E402
 from mlcn_jax.config import RunConfig  # noqa: E402
+from mlcn_jax.serving import export  # noqa: E402
+from mlcn_jax.training import loop, pictures  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -25,6 +28,39 @@ host.keep_compiled_programs(least_seconds=0.0)
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)
+
+
+_save_reconstructions = pictures.save_reconstructions
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_pictures():
+    """Runs write an empty `reconstructions.png`: to draw its 80 axes takes four times as long as 20 tiny steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pictures, "save_reconstructions", lambda path, *args: path.touch())
+        yield
+
+
+@pytest.fixture
+def real_pictures(monkeypatch):
+    """For the tests that look at pictures."""
+    monkeypatch.setattr(pictures, "save_reconstructions", _save_reconstructions)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """The workdir of `tiny`, trained to its end; whoever changes it makes a copy."""
+    workdir = tmp_path_factory.mktemp("finished")
+    loop.train(RunConfig().replace(TINY), workdir)
+    return workdir
+
+
+@pytest.fixture(scope="session")
+def exported(finished, tmp_path_factory):
+    """A copy of `finished` with its export, likewise."""
+    workdir = shutil.copytree(finished, tmp_path_factory.mktemp("exported") / "run")
+    export.export(workdir)
+    return workdir
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import hashlib
 import io
 import struct
 import tarfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,18 @@ def make_official(monkeypatch: pytest.MonkeyPatch, name: str, files: dict[str, b
 def write_image(path: Path, array: np.ndarray, **options) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(array).save(path, **options)
+
+
+def huge_png(width: int, height: int) -> bytes:
+    """A valid header of so many pixels and next to no data."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
+    )
 
 
 def image_folder(root: Path, counts: dict[str, int], channels: int = 3) -> Path:

@@ -5,27 +5,25 @@ import errno
 import json
 import logging
 import os
+import shutil
 
 import numpy as np
 import pytest
-from conftest import TINY
 from PIL import Image
 
 from mlcn_jax import pretrained
 from mlcn_jax.analysis import evaluate_workdir
 from mlcn_jax.commands import front
-from mlcn_jax.config import DataSettings, RunConfig
+from mlcn_jax.config import DataSettings, read_stored
 from mlcn_jax.data import datasets
 from mlcn_jax.errors import InputError
-from mlcn_jax.training import checkpoint, loop
+from mlcn_jax.training import checkpoint
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    config = RunConfig().replace(TINY).replace({"train.num_steps": 1, "train.checkpoint_every": 1})
-    workdir = tmp_path_factory.mktemp("run")
-    loop.train(config, workdir)
-    return config, workdir
+def trained(finished, tmp_path_factory):
+    workdir = shutil.copytree(finished, tmp_path_factory.mktemp("run") / "run")
+    return read_stored(workdir), workdir
 
 
 def test_scores_are_told_where_nothing_can_be_written(trained, monkeypatch, caplog):

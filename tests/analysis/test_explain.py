@@ -7,17 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY
 from PIL import Image
 
 from mlcn_jax.analysis import explain
 from mlcn_jax.analysis import explain_report as script
 from mlcn_jax.commands.explain import read_numbers
-from mlcn_jax.config import RunConfig
 from mlcn_jax.data.datasets import Split
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules, model
-from mlcn_jax.training import loop
 from mlcn_jax.training.checkpoint import Checkpoints, load_trained
 
 SPEC = model.ModelSpec("mlcn", (18, 18, 1), 3, "mlcn2:w1*2, mlcn1:w1d2", decoder=(6,), conv="native")
@@ -37,15 +34,6 @@ def params():
 @pytest.fixture(scope="module")
 def pixels():
     return np.random.default_rng(0).integers(0, 256, (7, 18, 18, 1)).astype(np.uint8)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The workdir of a run that was trained for a moment."""
-    workdir = tmp_path_factory.mktemp("run")
-    values = {}
-    loop.train(RunConfig.from_dict(values).replace(TINY), workdir)
-    return workdir
 
 
 def decode(params, v, k):
@@ -140,9 +128,12 @@ def test_first_correct_takes_one_image_of_each_class_that_has_one(monkeypatch):
     assert explain.first_correct(SPEC, none, Split(pixels, labels)) == [1, 5, 6]
 
 
-def test_explain_a_run(run, tmp_path, monkeypatch):
-    results = script.explain_run(run, tmp_path / "a", [], num_ranked=30)
-    trained, dataset = explain.load_explained(run)
+def test_explain_a_run(finished, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:  # drawn below, for one image
+        for name in ("draw_offsets", "draw_reconstructions", "draw_ranking"):
+            patch.setattr(script, name, lambda path, *args: path.touch())
+        results = script.explain_run(finished, tmp_path / "a", [], num_ranked=30)
+    trained, dataset = explain.load_explained(finished)
     pixels = dataset.test.images / np.float32(255)
     v, reconstructions = model.apply_model(trained.spec, trained.params, pixels)
     predicted = np.argmax(capsules.lengths(v), axis=-1)
@@ -156,15 +147,15 @@ def test_explain_a_run(run, tmp_path, monkeypatch):
 
     drawn = {path.name for path in (tmp_path / "a").iterdir()}
     assert drawn == {"ranking.json", "ranking.png", "reconstructions.png", *(f"image_{i}.png" for i in first)}
-    for name in drawn - {"ranking.json"}:
-        with Image.open(tmp_path / "a" / name) as picture:
+
+    drawings, draw = [], script.draw_reconstructions
+    monkeypatch.setattr(script, "draw_reconstructions", lambda *drawing: drawings.append(drawing) or draw(*drawing))
+    script.explain_run(finished, tmp_path / "b", [3], num_ranked=30)
+    for name in ("image_3.png", "ranking.png", "reconstructions.png"):
+        with Image.open(tmp_path / "b" / name) as picture:
             assert min(picture.size) > 100
             assert len(picture.convert("RGB").getcolors(1 << 24)) > 20
-
-    drawings = []
-    monkeypatch.setattr(script, "draw_reconstructions", lambda path, *drawing: drawings.append(drawing))
-    script.explain_run(run, tmp_path / "b", [3], num_ranked=30)
-    [(_, [original], [reconstruction])] = drawings
+    [(_, _, [original], [reconstruction])] = drawings
     np.testing.assert_array_equal(original, dataset.test.images[3])
     np.testing.assert_allclose(reconstruction, reconstructions[3], atol=1e-5)
     again = json.loads((tmp_path / "b" / "ranking.json").read_text())
@@ -183,21 +174,21 @@ def test_numbers_of_images():
 
 
 @pytest.mark.parametrize("index", [-1, 10**6])
-def test_an_image_that_does_not_exist_is_named(run, tmp_path, index):
+def test_an_image_that_does_not_exist_is_named(finished, tmp_path, index):
     with pytest.raises(InputError, match=f"no test image {index}; they are numbered 0 to"):
-        script.explain_run(run, tmp_path, [0, index], num_ranked=1)
+        script.explain_run(finished, tmp_path, [0, index], num_ranked=1)
 
 
-def test_more_images_than_there_are_cannot_be_ranked(run, tmp_path):
-    results = script.explain_run(run, tmp_path, [0], num_ranked=10**12)
+def test_more_images_than_there_are_cannot_be_ranked(finished, tmp_path):
+    results = script.explain_run(finished, tmp_path, [0], num_ranked=10**12)
     total = results["ranking_images"].split()[2]
     assert results["ranking_images"].startswith(f"{total} of {total} ")
 
 
-def test_an_output_that_cannot_be_written_is_told_before_any_work(run, tmp_path):
+def test_an_output_that_cannot_be_written_is_told_before_any_work(finished, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot be written to"):
-        script.explain_run(run, tmp_path / "file", [0], num_ranked=1)
+        script.explain_run(finished, tmp_path / "file", [0], num_ranked=1)
 
 
 def test_a_workdir_without_a_model(tmp_path):
@@ -206,19 +197,19 @@ def test_a_workdir_without_a_model(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_checkpoints_without_a_decoder_are_refused(run, tmp_path):
+def test_checkpoints_without_a_decoder_are_refused(finished, tmp_path):
     for name in ("model.json", "config.json"):
-        shutil.copy(run / name, tmp_path)
+        shutil.copy(finished / name, tmp_path)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    encoder = {"encoder": load_trained(run).params["encoder"]}
+    encoder = {"encoder": load_trained(finished).params["encoder"]}
     checkpoints.save(20, {"params": encoder, "optimizer": {"count": jnp.zeros(())}}, {})
     checkpoints.close()
     with pytest.raises(InputError, match=r"hold no decoder \(only encoder\)"):
         explain.load_explained(tmp_path)
 
 
-def test_a_description_of_another_model_is_refused(run, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
+def test_a_description_of_another_model_is_refused(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
     path = tmp_path / "run" / "model.json"
     path.write_text(path.read_text().replace("mlcn1:w1*2", "mlcn1:w1*3"))
     with pytest.raises(InputError, match=r"model\.json does not match .*checkpoints.*restore the file"):

@@ -1,27 +1,14 @@
 import importlib.util
 import io
-import struct
 import warnings
-import zlib
 
 import numpy as np
 import pytest
+from made_files import huge_png
 from PIL import Image
 
 from mlcn_jax.data import images
 from mlcn_jax.errors import InputError
-
-
-def huge_png(width, height):
-    """A valid header of so many pixels and next to no data."""
-
-    def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
-    )
 
 
 @pytest.fixture

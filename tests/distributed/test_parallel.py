@@ -85,8 +85,10 @@ def test_lanes_their_optimizer_state_and_the_decoder_lie_in_shares(rng):
         assert tree["decoder"]["pixels"]["bias"].addressable_shards[0].data.shape == (18 * 19 * 2 // 4,)
 
 
-@pytest.mark.parametrize(("data", "lane"), [(1, 4), (2, 2), (4, 1)])
-@pytest.mark.parametrize("decoder", [(16, 24), (16, 30)])
+@pytest.mark.parametrize(
+    ("data", "lane", "decoder"),
+    [(1, 4, (16, 24)), (2, 2, (16, 24)), (4, 1, (16, 24)), (1, 4, (16, 30))],
+)
 def test_what_crosses_is_what_the_formula_says(rng, data, lane, decoder):
     spec = dataclasses.replace(LANES, decoder=decoder)
     mesh = mesh_lib.make_mesh(data, lane)

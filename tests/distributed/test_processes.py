@@ -12,6 +12,9 @@ import jax
 import numpy as np
 import pytest
 
+from mlcn_jax.config import RunConfig
+from mlcn_jax.distributed import processes
+from mlcn_jax.errors import InputError
 from mlcn_jax.training.checkpoint import load_trained
 from tests.conftest import REPOSITORY, TINY
 
@@ -95,11 +98,11 @@ def test_two_processes_are_stopped_lost_and_resumed_and_end_as_one_does(tmp_path
     assert out.count("test accuracy") == 1
 
 
-def test_a_process_that_does_not_come_or_differs_is_named(tmp_path):
+def test_a_process_that_does_not_come_or_differs_is_named(tmp_path, monkeypatch):
     address = {"parallel.coordinator": "127.0.0.1:18713", "parallel.processes": 2, "parallel.lane": 2}
-    code, _, err = run(tmp_path, {**address, "parallel.process": 0, "parallel.timeout_seconds": 1})
-    assert code == 2
-    assert "error: process 1 of 2 did not join at 127.0.0.1:18713, within parallel.timeout_seconds=1" in err
+    alone = RunConfig().replace({**address, "parallel.process": 0, "parallel.timeout_seconds": 1}).parallel
+    with pytest.raises(InputError, match=r"process 1 of 2 did not join at 127\.0\.0\.1:18713, within .*_seconds=1$"):
+        processes.join(alone, {})
     first = start(tmp_path / "0", {**address, "parallel.process": 0})
     code, _, err = run(tmp_path / "1", {**address, "parallel.process": 1, "train.seed": 7})
     assert code == 2
@@ -107,6 +110,7 @@ def test_a_process_that_does_not_come_or_differs_is_named(tmp_path):
     assert "train.seed: 0 there, 7 here" in err
     assert "process 1 has a different configuration" in first.communicate(timeout=60)[1]
     assert first.returncode == 2
+    monkeypatch.setenv("MLCN_JAX_WATCHED", "1")  # without a process that watches each
     stacks = {**address, "parallel.plan": "stacks"}
     first = start(tmp_path / "0", {**stacks, "parallel.process": 0})
     code, _, err = run(tmp_path / "1", {**stacks, "parallel.process": 1, "parallel.profile": "nowhere.json"})
@@ -116,15 +120,15 @@ def test_a_process_that_does_not_come_or_differs_is_named(tmp_path):
     assert first.returncode == 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"parallel.process": 1}, "needs parallel.coordinator=HOST:PORT"),
-        ({"parallel.process": 0, "parallel.coordinator": "nowhere"}, "'nowhere'; it must be HOST:PORT"),
-        ({"parallel.lane": 1}, "the 2 processes have 2 devices in all"),
-    ],
-)
-def test_what_cannot_start_says_so_once(tmp_path, changes, message):
-    code, _, err = run(tmp_path, {**TWO, **changes})
+def test_a_coordinator_that_is_no_address_is_refused():
+    with pytest.raises(InputError, match=r"parallel\.process=1 needs parallel\.coordinator=HOST:PORT"):
+        processes.watch(RunConfig().replace({**TWO, "parallel.process": 1}).parallel)
+    nowhere = RunConfig().replace({**TWO, "parallel.process": 0, "parallel.coordinator": "nowhere"})
+    with pytest.raises(InputError, match="'nowhere'; it must be HOST:PORT"):
+        processes.join(nowhere.parallel, {})
+
+
+def test_what_no_process_can_start_is_said_once(tmp_path):
+    code, _, err = run(tmp_path, {**TWO, "parallel.lane": 1})
     assert code == 2
-    assert err.count(message) == 1
+    assert err.count("the 2 processes have 2 devices in all") == 1

@@ -76,6 +76,7 @@ def test_python_examples_print_what_the_page_says(page, tmp_path):
             "PYTHONPATH": str(REPOSITORY),
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(REPOSITORY / ".pytest_cache" / "docs"),  # its second run is quick
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         },
         capture_output=True,
         text=True,

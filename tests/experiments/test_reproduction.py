@@ -10,6 +10,8 @@ import types
 import numpy as np
 import pytest
 from made_files import cifar_bytes, idx_files, write_files
+from matplotlib.figure import Figure
+from PIL import Image
 
 from experiments import (
     batch_size,
@@ -81,7 +83,11 @@ def results(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def run(tmp_path, directories, results):
+def run(tmp_path, directories, results, monkeypatch):
+    """Runs a script in a made-up place; tables become empty pictures, which are drawn faster."""
+    for script in (table_4_1, tuning):
+        monkeypatch.setattr(script, "draw_table", lambda *args: Figure())
+
     def run(script=table_4_1, **changes):
         asked = {"scale": "smoke", "repeats": 1, "minutes": 0.0, "directories": directories, "command": "python"}
         if script is table_4_1:
@@ -113,6 +119,28 @@ def test_the_table_shows_spread_difference_and_what_is_missing():
     assert lines["Fashion-MNIST, CapsNet"] == ["-", "8,227,088", "-", "220", "91.30", "not run", *"-----"]
     shorter = table_4_1.cells(records, table_4_1.SCALES["cpu"])
     assert shorter[3][6] == "70.00, 1 run, +0.95"
+
+
+def test_a_table_is_drawn_with_its_verdicts(tmp_path):
+    rows = [["one", "90.00, 1 run, +0.10 reached"], ["other", "80.00, 1 run, -9.00 below"]]
+    repeated_report.draw_table(["", "accuracy"], rows, ["A sentence."]).savefig(tmp_path / "table.png")
+    with Image.open(tmp_path / "table.png") as picture:
+        colors = {color for _, color in picture.convert("RGB").getcolors(1 << 24)}
+    assert colors >= {(0xD8, 0xF0, 0xD8), (0xF6, 0xDC, 0xDC), (0, 0, 0), (255, 255, 255)}
+
+
+def test_curves_are_drawn_a_panel_a_row_and_a_line_a_run():
+    records = [
+        *(
+            made_record(90.0, row=ROW, column="published", seed=i) | {"test_accuracy_per_epoch": [80, i]}
+            for i in (0, 1)
+        ),
+        made_record(60.0, row="cifar_mlcn2_4x4", column="tuned", seed=0) | {"test_accuracy_per_epoch": [50.0]},
+        made_record(row="cifar_mlcn1_4x4", column="tuned", seed=0),
+    ]
+    cifar, fashion = table_4_1.draw_curves(records).axes
+    assert [line.get_ydata().tolist() for line in fashion.lines[:2]] == [[80, 0], [80, 1]]
+    assert [line.get_label() for line in cifar.lines] == ["tuned", "thesis, after 20"]
 
 
 @pytest.mark.parametrize(
@@ -375,11 +403,19 @@ def test_a_lane_at_zero_stays_and_others_do_not(tiny):
     assert 0 <= alive["test_accuracy"] <= 100
 
 
-def test_lane_collapse_writes_after_each_setting_and_names_what_is_unknown(directories, tmp_path):
+def test_lane_collapse_writes_after_each_setting_and_names_what_is_unknown(directories, tmp_path, monkeypatch):
+    trained = []
+
+    def follow(config, dataset, scale, num_steps):
+        trained.append(config.train.optimizer)
+        return {"steps": [0, num_steps], "spreads": [[0.1, 0.2], [0.0, 0.3]], "alive": 1, "test_accuracy": 50.0}
+
+    monkeypatch.setattr(lane_collapse, "follow", follow)
     lane_collapse.compare(ROW, ["published", "warm_up"], 2, 0, directories, tmp_path, "command")
     results = json.loads((tmp_path / f"lane_collapse_{ROW}.json").read_text())
     assert [run["setting"] for run in results["runs"]] == ["published", "warm_up"]
     assert results["command"] == "command"
+    assert trained == ["adam", "adamw"]
     assert (tmp_path / f"lane_collapse_{ROW}.png").stat().st_size > 1000
     with pytest.raises(InputError, match="--settings: slow is not one of published"):
         lane_collapse.compare(ROW, ["slow"], 2, 0, directories, tmp_path, "command")

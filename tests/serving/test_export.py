@@ -9,39 +9,28 @@ import sys
 import jax
 import numpy as np
 import pytest
-from conftest import REPOSITORY, TINY
+from conftest import REPOSITORY
+from made_files import huge_png
 from PIL import Image
-from test_images import huge_png
 
-from mlcn_jax.config import RunConfig
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules
 from mlcn_jax.nn.model import encode
 from mlcn_jax.serving import artifact, export, model_card, predict
 from mlcn_jax.training import checkpoint
-from mlcn_jax.training.loop import train
 
 TRAINING_CODE = ("absl", "flax", "optax", "orbax", "ml_collections", "jaxtyping", "matplotlib", "tqdm", "sklearn")
 
 
-@pytest.fixture(scope="module")
-def workdir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    values = {}
-    train(RunConfig.from_dict(values).replace(TINY), folder)
-    export.export(folder)
-    return folder
-
-
 @pytest.fixture
-def copied(workdir, tmp_path):
-    return shutil.copytree(workdir / "export", tmp_path / "export")
+def copied(exported, tmp_path):
+    return shutil.copytree(exported / "export", tmp_path / "export")
 
 
 @pytest.fixture(scope="module")
-def loaded(workdir):
-    return artifact.Artifact(workdir / "export")
+def loaded(exported):
+    return artifact.Artifact(exported / "export")
 
 
 @pytest.fixture
@@ -54,8 +43,8 @@ def pictures(rng, tmp_path, loaded):
 
 
 @pytest.mark.parametrize("n", [0, 1, 5, artifact.MAX_BATCH + 2])
-def test_an_artifact_computes_what_the_model_does(workdir, loaded, rng, n):
-    trained = checkpoint.load_trained(workdir)
+def test_an_artifact_computes_what_the_model_does(exported, loaded, rng, n):
+    trained = checkpoint.load_trained(exported)
     images = rng.integers(0, 256, (n, *loaded.image_shape)).astype(np.uint8)
     found = loaded.lengths(images)
     assert found.shape == (n, 10)
@@ -72,9 +61,9 @@ def test_probabilities_are_lengths_of_at_most_one(loaded, rng, monkeypatch):
     np.testing.assert_allclose(loaded.probabilities(np.zeros(1)), [[0.1, 0.65]])
 
 
-def test_lanes_that_classify_alone_and_signed_pixels_are_exported(workdir, tmp_path, rng):
+def test_lanes_that_classify_alone_and_signed_pixels_are_exported(exported, tmp_path, rng):
     """A probability is then what the lanes say on average."""
-    trained = checkpoint.load_trained(workdir)
+    trained = checkpoint.load_trained(exported)
     count = sum(group.count for group in trained.spec.lane_groups)
     spec = dataclasses.replace(trained.spec, margin_loss="per_lane", signed_pixels=True)
     export._write(dataclasses.replace(trained, spec=spec), tmp_path, "command")
@@ -87,8 +76,8 @@ def test_lanes_that_classify_alone_and_signed_pixels_are_exported(workdir, tmp_p
     np.testing.assert_allclose(loaded.probabilities(images), loaded.lengths(images) / np.sqrt(count), rtol=1e-6)
 
 
-def test_no_function_holds_a_path_of_this_machine(workdir):
-    functions = list((workdir / "export").glob("*.jaxexport"))
+def test_no_function_holds_a_path_of_this_machine(exported):
+    functions = list((exported / "export").glob("*.jaxexport"))
     assert len(functions) == 3
     for function in functions:
         content = function.read_bytes()
@@ -97,9 +86,9 @@ def test_no_function_holds_a_path_of_this_machine(workdir):
     assert jax.config.jax_traceback_in_locations_limit != 0
 
 
-def test_the_model_card_says_what_the_model_is_and_may_be_edited(workdir, copied):
+def test_the_model_card_says_what_the_model_is_and_may_be_edited(exported, copied):
     card = (copied / "README.md").read_text()
-    summary = json.loads((workdir / "summary.json").read_text())
+    summary = json.loads((exported / "summary.json").read_text())
     assert f"{summary['test_accuracy']:.2%} of the test images" in card
     assert summary["data"]["note"] in card
     assert "`mlcn1:w1*2`" in card
@@ -111,9 +100,9 @@ def test_the_model_card_says_what_the_model_is_and_may_be_edited(workdir, copied
     artifact.Artifact(copied)
 
 
-def test_the_model_card_leaves_out_what_is_not_known_and_private_folders(loaded, workdir):
+def test_the_model_card_leaves_out_what_is_not_known_and_private_folders(loaded, exported):
     assert "Not measured" in model_card.text(loaded, {})
-    assert export._summary(workdir, 7) == {}
+    assert export._summary(exported, 7) == {}
     note = "Images of /home/me/pets; a fixed 20% of each class is the test set."
     card = model_card.text(loaded, {"data": {"name": "folder", "note": note}}, "/home/me/pets")
     assert "Images of pets; a fixed" in card
@@ -127,44 +116,44 @@ def test_images_of_another_shape_or_type_are_refused(loaded):
             loaded.lengths(images)
 
 
-def test_each_number_of_images_gets_its_fastest_function_and_each_platform_has_one(workdir, loaded):
+def test_each_number_of_images_gets_its_fastest_function_and_each_platform_has_one(exported, loaded):
     calls = []
-    loaded = artifact.Artifact(workdir / "export")
+    loaded = artifact.Artifact(exported / "export")
     loaded._functions = [(n, lambda x, n=n: calls.append(n) or np.zeros((len(x), 10))) for n, _ in loaded._functions]
     for n in (1, 4, 5, 8, 100):
         loaded.lengths(np.zeros((n, *loaded.image_shape), np.uint8))
     assert calls == [1, 1, 8, 8, 8]
-    manifest = json.loads((workdir / "export" / "manifest.json").read_text())
+    manifest = json.loads((exported / "export" / "manifest.json").read_text())
     for function in manifest["functions"]:
-        exported = jax.export.deserialize(bytearray((workdir / "export" / function["file"]).read_bytes()))
-        assert list(exported.platforms) == function["platforms"]
+        content = bytearray((exported / "export" / function["file"]).read_bytes())
+        assert list(jax.export.deserialize(content).platforms) == function["platforms"]
     assert {name for function in manifest["functions"] for name in function["platforms"]} == {"cpu", "cuda"}
 
 
-def test_weights_too_large_to_be_compiled_in_give_the_same(workdir, loaded, rng, monkeypatch):
+def test_weights_too_large_to_be_compiled_in_give_the_same(exported, loaded, rng, monkeypatch):
     monkeypatch.setattr(artifact, "_COMPILED_IN_BYTES", 0)
     images = rng.integers(0, 256, (9, *loaded.image_shape)).astype(np.uint8)
-    arguments = artifact.Artifact(workdir / "export")
+    arguments = artifact.Artifact(exported / "export")
     np.testing.assert_allclose(arguments.lengths(images), loaded.lengths(images), atol=1e-5)
     assert loaded._functions[0][1].lower(images).out_info.shape == (9, 10)  # no weights are asked for
     assert not hasattr(arguments._functions[0][1], "lower")
 
 
-def test_without_flatbuffers_what_to_install_is_told(workdir, monkeypatch):
+def test_without_flatbuffers_what_to_install_is_told(exported, monkeypatch):
     def fail(content):
         raise ImportError("No module named 'flatbuffers'")
 
     monkeypatch.setattr(jax.export, "deserialize", fail)
     with pytest.raises(InputError, match="pip install flatbuffers"):
-        artifact.Artifact(workdir / "export")
+        artifact.Artifact(exported / "export")
 
 
-def test_the_command_needs_no_training_code_and_answers_what_it_can(workdir, pictures):
+def test_the_command_needs_no_training_code_and_answers_what_it_can(exported, pictures):
     (pictures / "bomb.png").write_bytes(huge_png(10_000, 10_001))
     (pictures / "text.jpg").write_text("no picture")
     name = "a" * 300 + ".png"
     hide = f"import sys, runpy; sys.modules.update(dict.fromkeys({TRAINING_CODE!r}))"
-    arguments = ["predict", str(workdir / "export"), str(pictures), "--json", name, str(pictures / "a.png")]
+    arguments = ["predict", str(exported / "export"), str(pictures), "--json", name, str(pictures / "a.png")]
     code = f"{hide}; sys.argv = {arguments!r}; runpy.run_module('mlcn_jax.predict', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
     assert done.returncode == 3, done.stderr
@@ -180,7 +169,7 @@ def test_the_command_needs_no_training_code_and_answers_what_it_can(workdir, pic
     ]
     assert "megapixels" in rows[2]["error"]
     assert "not an image" in rows[4]["error"]
-    loaded = artifact.Artifact(workdir / "export")
+    loaded = artifact.Artifact(exported / "export")
     expected = list(predict.predict(loaded, sorted(pictures.glob("?.png")), batch_size=2))
     for row, other in zip([rows[0], rows[1], rows[3]], expected, strict=True):
         assert set(row) == {"file", "class", "probability"}
@@ -258,14 +247,14 @@ def test_a_file_outside_of_the_folder_is_not_read(copied):
         artifact.Artifact(copied)
 
 
-def test_past_the_window_of_jax_export_the_command_to_export_again_is_given(copied, workdir, monkeypatch):
+def test_past_the_window_of_jax_export_the_command_to_export_again_is_given(copied, exported, monkeypatch):
     def refuse(data):
         raise ValueError("calling convention version 9 is below 11, the oldest that is supported")
 
     monkeypatch.setattr(jax.export, "deserialize", refuse)
     with pytest.raises(InputError, match="version 9 is below 11") as caught:
         artifact.Artifact(copied)
-    assert f"mlcn_jax export --workdir={workdir}" in str(caught.value)
+    assert f"mlcn_jax export --workdir={exported}" in str(caught.value)
 
 
 def test_an_unknown_compiler_option_is_left_out(copied, rng):
@@ -277,7 +266,8 @@ def test_an_unknown_compiler_option_is_left_out(copied, rng):
     assert loaded.lengths(np.zeros((1, *loaded.image_shape), np.uint8)).shape == (1, 10)
 
 
-def test_exporting_again_replaces_and_leaves_nothing_else(workdir):
+def test_exporting_again_replaces_and_leaves_nothing_else(exported, tmp_path):
+    workdir = shutil.copytree(exported, tmp_path / "run")
     stamp = (workdir / "export" / "weights.npz").stat().st_ino
     export.export(workdir)
     assert (workdir / "export" / "weights.npz").stat().st_ino != stamp

@@ -13,18 +13,15 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from conftest import TINY
 
 from benchmarks import onnx_inference as benchmark
-from mlcn_jax.config import RunConfig
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.capsules import lengths
 from mlcn_jax.nn.model import ModelSpec, encode, init_params
-from mlcn_jax.serving import export, onnx
+from mlcn_jax.serving import onnx
 from mlcn_jax.serving import onnx_export as script
 from mlcn_jax.training.checkpoint import load_trained
-from mlcn_jax.training.loop import train
 
 installed = pytest.mark.skipif(not importlib.util.find_spec("jax2onnx"), reason="needs requirements-onnx.txt")
 
@@ -36,20 +33,11 @@ SPECS = {
 }
 
 
-@pytest.fixture(scope="module")
-def workdir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    values = {}
-    train(RunConfig.from_dict(values).replace(TINY), folder)
-    export.export(folder)
-    return folder
-
-
 @pytest.fixture
-def copied(workdir, tmp_path):
+def copied(exported, tmp_path):
     for name in ("export", "config.json"):
-        copy = shutil.copytree if (workdir / name).is_dir() else shutil.copy
-        copy(workdir / name, tmp_path / name)
+        copy = shutil.copytree if (exported / name).is_dir() else shutil.copy
+        copy(exported / name, tmp_path / name)
     return tmp_path
 
 
@@ -66,8 +54,8 @@ def some_images(spec: ModelSpec, n: int) -> np.ndarray:
     return np.random.default_rng(2).integers(0, 256, (n, *spec.image_shape), np.uint8)
 
 
-def test_an_export_is_read_back_as_the_model(workdir, rng):
-    trained, model = load_trained(workdir), onnx.read_export(workdir)
+def test_an_export_is_read_back_as_the_model(exported, rng):
+    trained, model = load_trained(exported), onnx.read_export(exported)
     assert model.spec == trained.spec
     assert model.data.name == "digits"
     images = rng.integers(0, 256, (5, *trained.spec.image_shape)).astype(np.uint8)
@@ -88,8 +76,8 @@ def test_lane_by_lane_is_the_model_in_float32(name):
     assert "custom_vmap" not in str(jax.make_jaxpr(function)(images))
 
 
-def test_data_may_have_moved(workdir, tmp_path):
-    assert onnx.read_export(workdir, str(tmp_path)).data.dir == str(tmp_path)
+def test_data_may_have_moved(exported, tmp_path):
+    assert onnx.read_export(exported, str(tmp_path)).data.dir == str(tmp_path)
 
 
 def test_what_was_altered_or_is_not_there_is_refused(copied, tmp_path_factory, monkeypatch):
@@ -140,12 +128,12 @@ def test_onnx_runtime_gives_the_models_lengths(name, tmp_path):
 
 
 @installed
-def test_the_command_writes_a_checked_model_that_says_what_it_takes(workdir):
+def test_the_command_writes_a_checked_model_that_says_what_it_takes(exported):
     import onnxruntime
 
-    path = script.export(workdir)
+    path = script.export(exported)
     session = onnxruntime.InferenceSession(path)
-    model = onnx.read_export(workdir)
+    model = onnx.read_export(exported)
     images = model.data.load().test.images[:130]
     np.testing.assert_allclose(
         session.run(["lengths"], {"images": images})[0], model.artifact.lengths(images), atol=1e-5

@@ -1,6 +1,7 @@
 """What `mlcn_jax.predict` prints."""
 
 import os
+import shutil
 import sys
 import types
 
@@ -9,7 +10,6 @@ import pytest
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.serving import artifact, export, predict
-from mlcn_jax.training import loop
 
 
 def test_names_are_shown_and_not_obeyed(tmp_path, monkeypatch, capsys):
@@ -37,8 +37,8 @@ def test_usual_names_are_shown_as_they_are():
     assert predict.printable("\udcff") == "\\udcff"
 
 
-def test_a_workdir_is_used_by_its_export_only_while_that_is_newer_than_the_checkpoints(tiny, tmp_path, rng):
-    loop.train(tiny.replace({"train.num_steps": 2, "train.checkpoint_every": 2}), tmp_path)
+def test_a_workdir_is_used_by_its_export_only_while_that_is_newer_than_the_checkpoints(finished, tmp_path, rng):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     trained = predict.open_model(str(tmp_path))
     assert not isinstance(trained, artifact.Artifact)
     manifest = export.export(tmp_path) / "manifest.json"

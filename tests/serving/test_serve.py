@@ -19,19 +19,17 @@ import time
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY, TINY
+from conftest import REPOSITORY
+from made_files import huge_png
 from PIL import Image
-from test_images import huge_png
 
-from mlcn_jax.config import RunConfig
 from mlcn_jax.data.images import read_pixels
 from mlcn_jax.errors import InputError
-from mlcn_jax.serving import artifact, export
+from mlcn_jax.serving import artifact
 from mlcn_jax.serving import server as server_lib
 from mlcn_jax.serving.batching import Batcher, Full
 from mlcn_jax.serving.server import _bind, main
 from mlcn_jax.serving.service import Limits, Service, application
-from mlcn_jax.training.loop import train
 
 TIMEOUT_SECONDS = 1.5
 MAX_CONNECTIONS = 60
@@ -41,11 +39,8 @@ FORM = {"Content-Type": "multipart/form-data; boundary=XX"}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("run")
-    values = {}
-    train(RunConfig.from_dict(values).replace(TINY), workdir)
-    return export.export(workdir)
+def folder(exported):
+    return exported / "export"
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def test_a_lane_that_says_the_same_of_every_image_has_no_spread(split):
 def test_a_perfect_lane_has_spread_one_whatever_the_model(monkeypatch, num_classes, num_lanes, margin_loss):
     """Beside one that is silent, on images that are sorted by class."""
     spec = model.ModelSpec("mlcn", (18, 18, 1), num_classes, f"mlcn1:w1*{num_lanes}", margin_loss=margin_loss)
-    labels = np.repeat(np.arange(num_classes), 600)
+    labels = np.repeat(np.arange(num_classes), 1500 // num_classes)
     v = np.zeros((len(labels), num_classes, num_lanes))
     v[np.arange(len(labels)), labels, 1:] = 1.0 if margin_loss == "per_lane" else 1 / np.sqrt(num_lanes)
     monkeypatch.setattr(evaluate, "class_capsules", lambda spec, params, split, size: v[split.labels])
@@ -72,7 +72,7 @@ def test_a_perfect_lane_has_spread_one_whatever_the_model(monkeypatch, num_class
 
 
 @pytest.mark.parametrize("num_classes", [3, 30])
-def test_pictures_are_drawn(tmp_path, split, num_classes):
+def test_pictures_are_drawn(tmp_path, split, num_classes, real_pictures):
     names = [f"class {k}" for k in range(num_classes)]
     scores = evaluate.Scores(0.1, np.eye(num_classes, dtype=int))
     pictures.save_confusion(tmp_path / "confusion.png", scores, names)

@@ -23,9 +23,9 @@ def test_a_second_signal_ends_what_is_deep_in_a_library(number):
     process = subprocess.Popen([sys.executable, "-c", COMPUTES], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "ready\n"
-        time.sleep(1.0)  # until it is in there
+        time.sleep(0.3)  # until it is in there
         process.send_signal(number)
-        time.sleep(0.5)
+        time.sleep(0.3)
         assert process.poll() is None
         process.send_signal(number)
         assert process.wait(timeout=20) == 128 + number

@@ -2,6 +2,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -47,6 +48,12 @@ def params_of(workdir):
 def assert_same_bits(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """A run that has ended, to be changed."""
+    return shutil.copytree(finished, tmp_path / "copied")
 
 
 def test_a_golden_step(rng):
@@ -168,7 +175,7 @@ def test_clipping_bounds_the_gradient_that_adam_sees(tiny):
     np.testing.assert_allclose(first_moment, [0.03, 0.04], rtol=1e-5)
 
 
-def test_a_few_hundred_steps_learn_the_digits(tiny, tmp_path):
+def test_a_few_hundred_steps_learn_the_digits(tiny, tmp_path, real_pictures):
     config = tiny.replace(
         {"model.lanes": "mlcn1:w1*4", "train.num_steps": 250, "train.num_epochs": 20, "train.checkpoint_every": 0}
     )
@@ -186,20 +193,19 @@ def test_a_few_hundred_steps_learn_the_digits(tiny, tmp_path):
         assert (tmp_path / name).stat().st_size > 100
 
 
-def test_a_run_of_an_older_version_goes_on(tiny, tmp_path):
-    loop.train(tiny.replace({"train.num_steps": 5}), tmp_path)
+def test_a_run_of_an_older_version_goes_on(tiny, copied):
     for name, part in (("config.json", "model"), ("model.json", "spec")):
-        stored = json.loads((tmp_path / name).read_text())
+        stored = json.loads((copied / name).read_text())
         del stored[part]["margin_loss"], stored[part]["signed_pixels"]
-        (tmp_path / name).write_text(json.dumps(stored))
+        (copied / name).write_text(json.dumps(stored))
     with pytest.raises(InputError, match=r"model.margin_loss: 'joint' there, 'per_lane' now"):
-        loop.train(tiny.replace({"model.margin_loss": "per_lane"}), tmp_path)
-    assert loop.train(tiny.replace({"train.num_steps": 10}), tmp_path)["steps_this_session"] == 5
+        loop.train(tiny.replace({"model.margin_loss": "per_lane"}), copied)
+    assert loop.train(tiny.replace({"train.num_steps": 25}), copied)["steps_this_session"] == 5
 
 
-@pytest.mark.parametrize("changes", [{}, {"data.max_shift": 2, "model.lane_dropout": 0.3, "train.optimizer": "adamw"}])
-def test_a_resumed_run_equals_an_uninterrupted_one(tiny, tmp_path, changes):
-    config = tiny.replace(changes)
+def test_a_resumed_run_equals_an_uninterrupted_one(tiny, tmp_path):
+    """With everything that is drawn; the run below has nothing of it."""
+    config = tiny.replace({"data.max_shift": 2, "model.lane_dropout": 0.3, "train.optimizer": "adamw"})
     loop.train(config, tmp_path / "whole")
     loop.train(config.replace({"train.num_steps": 5}), tmp_path / "parts")
     loop.train(config.replace({"train.num_steps": 13}), tmp_path / "parts")
@@ -213,43 +219,39 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tiny, tmp_path, changes):
     assert losses_of[0][20] == losses_of[1][20]
 
 
-def test_a_resumed_run_keeps_its_convolution_algorithms(tiny, tmp_path, monkeypatch):
-    loop.train(tiny, tmp_path / "whole")
+def test_a_resumed_run_keeps_its_convolution_algorithms(finished, tiny, tmp_path, monkeypatch):
     loop.train(tiny.replace({"train.num_steps": 5}), tmp_path / "parts")
     monkeypatch.setattr(conv, "choose", lambda *shape: "native")  # as a later version might
     loop.train(tiny, tmp_path / "parts")
     loop.train(tiny, tmp_path / "other")
-    assert_same_bits(params_of(tmp_path / "whole"), params_of(tmp_path / "parts"))
+    assert_same_bits(params_of(finished), params_of(tmp_path / "parts"))
     with pytest.raises(AssertionError):
-        assert_same_bits(params_of(tmp_path / "whole"), params_of(tmp_path / "other"))
+        assert_same_bits(params_of(finished), params_of(tmp_path / "other"))
 
 
-def test_a_finished_run_is_not_run_again(tiny, tmp_path):
-    first = loop.train(tiny, tmp_path)
-    stamp = (tmp_path / "summary.json").stat().st_mtime_ns
-    assert loop.train(tiny, tmp_path) == first
-    assert (tmp_path / "summary.json").stat().st_mtime_ns == stamp
+def test_a_finished_run_is_not_run_again(tiny, copied):
+    stamp = (copied / "summary.json").stat().st_mtime_ns
+    assert loop.train(tiny, copied) == json.loads((copied / "summary.json").read_text())
+    assert (copied / "summary.json").stat().st_mtime_ns == stamp
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.json"])
-def test_a_damaged_file_is_named(tiny, tmp_path, name):
-    loop.train(tiny.replace({"train.num_steps": 5}), tmp_path)
-    (tmp_path / name).write_text('{"a')
+def test_a_damaged_file_is_named(copied, name):
+    (copied / name).write_text('{"a')
     with pytest.raises(InputError, match=f"{name} is damaged"):
-        evaluate_workdir.evaluate_workdir(read_stored(tmp_path), tmp_path)
+        evaluate_workdir.evaluate_workdir(read_stored(copied), copied)
 
 
-def test_a_lost_model_file_is_named(tiny, tmp_path):
-    loop.train(tiny.replace({"train.num_steps": 5}), tmp_path)
-    (tmp_path / "model.json").unlink()
+def test_a_lost_model_file_is_named(tiny, copied):
+    (copied / "model.json").unlink()
     with pytest.raises(InputError, match=r"model\.json is missing"):
-        loop.train(tiny, tmp_path)
+        loop.train(tiny, copied)
 
 
-def test_a_damaged_summary_is_made_again(tiny, tmp_path):
-    first = loop.train(tiny, tmp_path)
-    (tmp_path / "summary.json").write_text('{"a')
-    assert loop.train(tiny, tmp_path)["test_accuracy"] == first["test_accuracy"]
+def test_a_damaged_summary_is_made_again(tiny, copied):
+    first = json.loads((copied / "summary.json").read_text())
+    (copied / "summary.json").write_text('{"a')
+    assert loop.train(tiny, copied)["test_accuracy"] == first["test_accuracy"]
 
 
 def test_sigterm_saves_and_the_rest_follows(tiny, tmp_path):
@@ -306,18 +308,15 @@ def test_the_best_checkpoint_is_chosen_on_validation(tiny, tmp_path, monkeypatch
     assert not [r for r in read_rows(tmp_path / "metrics.jsonl") if r["split"] == "test"]
 
 
-def test_another_model_in_the_same_workdir_is_refused(tiny, tmp_path):
-    loop.train(tiny.replace({"train.num_steps": 5}), tmp_path)
-    before = params_of(tmp_path)
+def test_another_model_in_the_same_workdir_is_refused(tiny, finished, copied):
     with pytest.raises(InputError, match=r"model.lanes: 'mlcn1:w1\*2' there, 'mlcn2:w1' now"):
-        loop.train(tiny.replace({"model.lanes": "mlcn2:w1"}), tmp_path)
-    assert_same_bits(before, params_of(tmp_path))
-    assert read_stored(tmp_path).model["lanes"] == "mlcn1:w1*2"
+        loop.train(tiny.replace({"model.lanes": "mlcn2:w1"}), copied)
+    assert_same_bits(params_of(finished), params_of(copied))
+    assert read_stored(copied).model["lanes"] == "mlcn1:w1*2"
 
 
-def test_fine_tuning_keeps_what_fits(tiny, tmp_path, monkeypatch):
-    loop.train(tiny, tmp_path / "ten")
-    donor = params_of(tmp_path / "ten")
+def test_fine_tuning_keeps_what_fits(tiny, finished, tmp_path, monkeypatch):
+    donor = params_of(finished)
     load = datasets.load
 
     def four_classes(name, **kwargs):
@@ -326,7 +325,7 @@ def test_fine_tuning_keeps_what_fits(tiny, tmp_path, monkeypatch):
         return datasets.Dataset("four", train_split, test_split, full.class_names[:4], full.provenance)
 
     monkeypatch.setattr(datasets, "load", four_classes)
-    config = tiny.replace({"init_from": str(tmp_path / "ten"), "train.num_steps": 1, "train.learning_rate": 1e-12})
+    config = tiny.replace({"init_from": str(finished), "train.num_steps": 1, "train.learning_rate": 1e-12})
     loop.train(config, tmp_path / "four")
     tuned = params_of(tmp_path / "four")
     for name in ("conv1", "primary"):
@@ -352,8 +351,7 @@ def test_a_workdir_that_cannot_be_written_is_refused(tiny, tmp_path):
         loop.train(tiny, tmp_path / "file" / "sub")
 
 
-def test_a_run_on_other_data_is_refused_and_left_as_it_is(tiny, tmp_path, monkeypatch):
-    loop.train(tiny, tmp_path)
+def test_a_run_on_other_data_is_refused_and_left_as_it_is(tiny, copied, monkeypatch):
     load = datasets.load
 
     def one_image_less(name, **kwargs):
@@ -361,10 +359,10 @@ def test_a_run_on_other_data_is_refused_and_left_as_it_is(tiny, tmp_path, monkey
         return dataclasses.replace(full, train=full.train[1:])
 
     monkeypatch.setattr(datasets, "load", one_image_less)
-    before = {name: (tmp_path / name).read_text() for name in ("config.json", "model.json", "summary.json")}
+    before = {name: (copied / name).read_text() for name in ("config.json", "model.json", "summary.json")}
     with pytest.raises(InputError, match="a run on different data:\n  training_images_sha256: "):
-        loop.train(tiny.replace({"train.num_steps": 30}), tmp_path)
-    assert before == {name: (tmp_path / name).read_text() for name in before}
+        loop.train(tiny.replace({"train.num_steps": 30}), copied)
+    assert before == {name: (copied / name).read_text() for name in before}
 
 
 def test_a_workdir_in_use_is_refused(tiny, tmp_path):
@@ -380,11 +378,10 @@ def test_parameters_without_a_finite_loss_are_never_saved(tiny, tmp_path):
         load_trained(tmp_path)
 
 
-def test_fewer_steps_than_were_made_end_where_the_run_stands(tiny, tmp_path):
-    loop.train(tiny.replace({"train.num_steps": 10}), tmp_path)
-    (tmp_path / "summary.json").unlink()
-    summary = loop.train(tiny.replace({"train.num_steps": 5}), tmp_path)
-    assert summary["steps"] == summary["best_step"] == load_trained(tmp_path).step == 10
+def test_fewer_steps_than_were_made_end_where_the_run_stands(tiny, copied):
+    (copied / "summary.json").unlink()
+    summary = loop.train(tiny.replace({"train.num_steps": 5}), copied)
+    assert summary["steps"] == summary["best_step"] == load_trained(copied).step == 20
     assert summary["steps_this_session"] == 0
 
 
