@@ -50,7 +50,11 @@ def print_summary(workdir: Path, summary: dict[str, Any]) -> None:
     """Prints the results of a run for people."""
     from mlcn_jax.training import evaluate
 
-    print(f"test accuracy {summary['test_accuracy']:.2%}, loss {summary['test_loss']:.4f}")
+    for split in ("validation", "test"):
+        if f"{split}_accuracy" in summary:
+            mirrored = summary.get(f"{split}_accuracy_flips")
+            flips = "" if mirrored is None else f", with mirror images {mirrored:.2%}"
+            print(f"{split} accuracy {summary[f'{split}_accuracy']:.2%}{flips}, loss {summary[f'{split}_loss']:.4f}")
     spreads = summary.get("lane_spreads", [])  # older versions did not write it
     if silent := sum(spread < evaluate.ALIVE for spread in spreads):
         print(
@@ -64,4 +68,5 @@ def print_summary(workdir: Path, summary: dict[str, Any]) -> None:
         ("reconstructions", "reconstructions.png"),
         ("confusion matrix", "confusion.png"),
     ):
-        print(f"{what:<17}{workdir / name}")
+        if (workdir / name).exists():
+            print(f"{what:<17}{workdir / name}")

@@ -65,14 +65,14 @@ class Scores:
         correct = np.diag(self.confusion)
         return [float(c / n) if n else None for c, n in zip(correct, counts, strict=True)]
 
-    def to_dict(self, class_names: Sequence[str]) -> dict[str, Any]:
-        """The scores of a test set, ready for JSON."""
+    def to_dict(self, class_names: Sequence[str], split: str = "test") -> dict[str, Any]:
+        """The scores of a split of this name, ready for JSON."""
         return {
-            "test_accuracy": self.accuracy,
-            "test_loss": self.loss,
-            "test_nll": self.nll,
-            "test_calibration_error": self.calibration_error,
-            "test_accuracy_per_class": dict(zip(class_names, self.accuracy_per_class, strict=True)),
+            f"{split}_accuracy": self.accuracy,
+            f"{split}_loss": self.loss,
+            f"{split}_nll": self.nll,
+            f"{split}_calibration_error": self.calibration_error,
+            f"{split}_accuracy_per_class": dict(zip(class_names, self.accuracy_per_class, strict=True)),
         }
 
 

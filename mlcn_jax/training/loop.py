@@ -9,6 +9,7 @@ import signal
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,17 +164,20 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             state = dataclasses.replace(state, params=processes.arrays_from_first(params))
             runner.start(state)
         params = with_statistics(state.params, runner.calibrate(calibrating))
-        results = {}
+        splits = {"validation": validation} if len(validation.labels) else {}
         if settings.score_test:
-            _log.info("scoring %s test images of step %d", f"{len(dataset.test.labels):,}", best_step)
-            scores = runner.scores(dataset.test, settings.batch_size)
-            results = scores.to_dict(dataset.class_names)
-            results |= with_flips(config.data, lambda: runner.scores(dataset.test, settings.batch_size, flips=True))
-            if processes.is_first():
-                _log.info("drawing confusion.png and reconstructions.png")
-                pictures.write_pictures(workdir, spec, params, dataset, scores)
-                spreads = evaluate.lane_spreads(spec, params, dataset.test, settings.batch_size)
-                results["lane_spreads"] = spreads
+            splits["test"] = dataset.test
+        results: dict[str, Any] = {}
+        for name, split in splits.items():
+            _log.info("scoring %s %s images of step %d", f"{len(split.labels):,}", name, best_step)
+            scores = runner.scores(split, settings.batch_size)
+            results |= scores.to_dict(dataset.class_names, name)
+            mirrored = partial(runner.scores, split, settings.batch_size, flips=True)
+            results |= with_flips(config.data, mirrored, name)
+        if settings.score_test and processes.is_first():
+            _log.info("drawing confusion.png and reconstructions.png")
+            pictures.write_pictures(workdir, spec, params, dataset, scores)
+            results["lane_spreads"] = evaluate.lane_spreads(spec, params, dataset.test, settings.batch_size)
         summary = {
             **results,
             "best_step": best_step,

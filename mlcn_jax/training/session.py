@@ -120,12 +120,12 @@ def whiten_from(spec: ModelSpec, params: dict, train: datasets.Split) -> dict:
     return whiten(spec, params, train.images[:_WHITENED_IMAGES] / np.float32(255))
 
 
-def with_flips(data: DataSettings, score: Callable[[], Scores]) -> dict[str, float]:
-    """Scores of a test set classified together with its mirror images; empty unless training mirrors images, too."""
+def with_flips(data: DataSettings, score: Callable[[], Scores], split: str = "test") -> dict[str, float]:
+    """Scores of images classified together with their mirror images; empty unless training mirrors images, too."""
     if not (data.flip or data.alternate_flips):
         return {}
     scores = score()
-    return {"test_accuracy_flips": scores.accuracy, "test_nll_flips": scores.nll}
+    return {f"{split}_accuracy_flips": scores.accuracy, f"{split}_nll_flips": scores.nll}
 
 
 def plan_of(config: RunConfig, spec: ModelSpec) -> Plan:

@@ -17,7 +17,9 @@ from mlcn_jax.training.loop import train
 _log = logging.getLogger(__name__)
 
 _SEED = "train.seed"
-_COLUMNS = ("test_accuracy", "test_loss", "images_per_second", "parameters", "steps")
+_SPLITS = ("validation", "test")  # by the first of them that was scored, points are ranked
+_SCORES = tuple(f"{split}_{score}" for split in _SPLITS for score in ("accuracy", "loss"))
+_COLUMNS = (*_SCORES, "images_per_second", "parameters", "steps")
 
 
 def parse_grid(text: str) -> dict[str, list[str]]:
@@ -65,7 +67,7 @@ def sweep(config: RunConfig, workdir: Path, text: str) -> list[dict[str, Any]]:
         row: dict[str, Any] = {**point, "workdir": str(folder)}
         try:
             summary = train(point_config, folder)
-            row |= {name: summary[name] for name in _COLUMNS}
+            row |= {name: summary[name] for name in _COLUMNS if name in summary}
         except (InputError, Diverged) as error:
             row["error"] = str(error)
             _log.error("point %d failed: %s", i, error)
@@ -88,10 +90,10 @@ def _safe(value: str) -> str:
 
 
 def over_seeds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Test accuracies over the seeds of each combination of the other fields; empty unless seeds were swept.
+    """Accuracies over the seeds of each combination of the other fields; empty unless seeds were swept.
 
     Each has the other fields, `seeds` that were trained to the end, `failed` ones, and `mean`, `min` and `max` of the
-    test accuracy, None where every seed failed.
+    accuracy that ranks points, None where every seed failed.
     """
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for row in rows if rows and _SEED in rows[0] else ():
@@ -101,7 +103,7 @@ def over_seeds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _spread(rows: list[dict[str, Any]]) -> dict[str, Any]:
     failed = [row[_SEED] for row in rows if "error" in row]
-    accuracies = [row["test_accuracy"] for row in rows if "error" not in row]
+    accuracies = [row[_ranked_by(rows)] for row in rows if "error" not in row]
     numbers = [of(accuracies) if accuracies else None for of in (statistics.fmean, min, max)]
     seeds = [row[_SEED] for row in rows if "error" not in row]
     return {"seeds": seeds, "failed": failed, **dict(zip(("mean", "min", "max"), numbers, strict=True))}
@@ -110,14 +112,14 @@ def _spread(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def report(rows: list[dict[str, Any]]) -> str:
     """For people: all points, the best first; which one that is; and the mean and spread over seeds, if swept."""
     parts = [table(rows)]
-    best = min(rows, key=_place)
+    best, score = min(rows, key=_place), _ranked_by(rows)
     if "error" not in best:
         point = " ".join(f"{field}={best[field]}" for field in _fields(best))
-        parts.append(f"best: {point}, test accuracy {best['test_accuracy']:.2%}, in {best['workdir']}")
+        parts.append(f"best: {point}, {score.replace('_', ' ')} {best[score]:.2%}, in {best['workdir']}")
     groups = sorted(over_seeds(rows), key=lambda group: (group["mean"] is None, -(group["mean"] or 0.0)))
     if groups:
         fields = [field for field in _fields(rows[0]) if field != _SEED]
-        lines = [[*fields, "seeds", "mean test_accuracy", "min to max"]]
+        lines = [[*fields, "seeds", f"mean {score}", "min to max"]]
         for group in groups:
             failed = f" ({len(group['failed'])} failed)" if group["failed"] else ""
             known = group["mean"] is not None
@@ -128,12 +130,13 @@ def report(rows: list[dict[str, Any]]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as a Markdown table, by test accuracy; those that failed come last."""
+    """The rows as a Markdown table, the best first; those that failed come last."""
     fields = _fields(rows[0])
-    lines = [[*fields, *_COLUMNS]]
+    columns = [name for name in _COLUMNS if any(name in row for row in rows)]
+    lines = [[*fields, *columns]]
     for row in sorted(rows, key=_place):
         failed = "failed: " + row["error"].splitlines()[0] if "error" in row else ""
-        numbers = [failed, *[""] * (len(_COLUMNS) - 1)] if failed else [_number(row[c]) for c in _COLUMNS]
+        numbers = [failed, *[""] * (len(columns) - 1)] if failed else [_number(row[c]) for c in columns]
         lines.append([str(row[f]) for f in fields] + numbers)
     return _markdown(lines)
 
@@ -143,9 +146,15 @@ def _fields(row: dict[str, Any]) -> list[str]:
     return [name for name in row if name not in (*_COLUMNS, "workdir", "error")]
 
 
+def _ranked_by(rows: list[dict[str, Any]]) -> str:
+    """The score that ranks the rows: validation accuracy, or test accuracy if no images were held out."""
+    names = [f"{split}_accuracy" for split in _SPLITS]
+    return next((name for name in names if any(name in row for row in rows)), names[-1])
+
+
 def _place(row: dict[str, Any]) -> tuple[bool, float]:
     """Where a row stands when sorted."""
-    return "error" in row, -row.get("test_accuracy", 0.0)
+    return "error" in row, -row.get(_ranked_by([row]), 0.0)
 
 
 def _markdown(lines: list[list[str]]) -> str:
