@@ -26,6 +26,7 @@ from mlcn_jax.search import report, storage
 from mlcn_jax.search import settings as settings_lib
 from mlcn_jax.search.setup import Search, open_search
 from mlcn_jax.search.study import Study
+from mlcn_jax.training.stop_signals import SignalWatch
 
 _log = logging.getLogger(__name__)
 
@@ -90,8 +91,10 @@ def work(config: RunConfig, settings: settings_lib.SearchSettings, workdir: Path
 @contextlib.contextmanager
 def _stoppable(study: Study) -> Iterator[None]:
     """Turns SIGTERM and Ctrl-C into `Stopped`, which says where the search stands; a second one ends at once."""
+    here = threading.current_thread() is threading.main_thread()  # only there may handlers be set
+    signals = (signal.SIGTERM, signal.SIGINT) if here else ()
     before: dict[signal.Signals, Any] = {}
-    hook = sys.unraisablehook
+    hook, watch = sys.unraisablehook, SignalWatch(signals)
 
     def stop(number: int, frame: object) -> None:
         for one in before:
@@ -105,13 +108,15 @@ def _stoppable(study: Study) -> Iterator[None]:
             return
         for one in before:
             signal.signal(one, stop)
+        watch.ignored += 1
         threading.Timer(0.1, os.kill, (os.getpid(), signal.Signals[str(failure.exc_value)])).start()
 
     try:
-        if threading.current_thread() is threading.main_thread():
-            before |= {one: signal.signal(one, stop) for one in (signal.SIGTERM, signal.SIGINT)}
-            sys.unraisablehook = again
-        yield
+        with watch:
+            if signals:
+                before |= {one: signal.signal(one, stop) for one in signals}
+                sys.unraisablehook = again
+            yield
     except KeyboardInterrupt as error:
         raise Stopped(f"stopped by {error or 'SIGINT'}: {study.progress()}") from error
     finally:
