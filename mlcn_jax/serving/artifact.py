@@ -51,10 +51,14 @@ class Classifier:
     Attributes:
       class_names: of the classes, in the order of `lengths`.
       image_shape: height, width and channels of the images.
+      step: training steps taken.
+      exported: the day of the export, as YYYY-MM-DD; empty if the model was not exported.
     """
 
     class_names: tuple[str, ...]
     image_shape: tuple[int, int, int]
+    step: int
+    exported: str = ""
     _certain_length: float
     _functions: list[tuple[int, Callable[[np.ndarray], jax.Array]]]  # from how many images on, most first
 
@@ -135,6 +139,7 @@ class Artifact(Classifier):
             self.class_names = tuple(description["class_names"])
             self.image_shape = tuple(description["image_shape"])
             self._certain_length = float(description.get("certain_length", 1.0))  # which older versions leave out
+            self.step, self.exported = self.manifest["step"], self.manifest["date"]
             functions = [Function(**function) for function in self.manifest["functions"]]
             weights = jax.device_put(_read_weights(folder / WEIGHTS))
         except InputError:

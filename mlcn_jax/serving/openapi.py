@@ -119,7 +119,7 @@ def _schemas(class_names: Sequence[str]) -> dict[str, Any]:
                 "classes": {"type": "array", "items": name},
                 "image_shape": {"type": "array", "items": {"type": "integer"}},
                 "step": {"type": "integer"},
-                "exported": {"type": "string", "format": "date"},
+                "exported": {"type": "string", "format": "date", "description": "absent if not exported"},
                 "limits": {"type": "object", "additionalProperties": {"type": "number"}},
             },
         },

@@ -29,6 +29,8 @@ from mlcn_jax.pretrained import find_export
 if TYPE_CHECKING:
     from mlcn_jax.serving.artifact import Classifier
 
+MODEL_HELP = "folder that `mlcn_jax export` wrote, folder of a training run, or a model of the package: digits"
+
 
 def predict(model: "Classifier", files: Sequence[Path], batch_size: int = 64) -> Iterator[dict[str, Any]]:
     """Classifies pictures, in turn.
@@ -116,8 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=(__doc__ or "").split("\n")[0],
         epilog="Takes no configuration: mlcn_jax train --help lists the fields of one.",
     )
-    text = "folder that `mlcn_jax export` wrote, folder of a training run, or a model of the package: digits"
-    parser.add_argument("model", help=text)
+    parser.add_argument("model", help=MODEL_HELP)
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="PNG, JPEG, WebP, BMP or GIF, or a folder of them")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     arguments = parser.parse_intermixed_args(argv)

@@ -1,6 +1,8 @@
-"""Answers HTTP requests with an exported model; needs jax, numpy, Pillow and `pip install 'mlcn_jax[serve]'`.
+"""Answers HTTP requests with a trained model; an exported one needs jax, numpy, Pillow and the extra `serve` only.
 
-    mlcn_jax serve runs/mlcn2/export --port=8000    # or, with the model that comes with the package: serve digits
+    mlcn_jax serve runs/mlcn2/export --port=8000
+    mlcn_jax serve runs/mlcn2    # a training run, exported or not
+    mlcn_jax serve digits        # the model that comes with the package
     curl --data-binary @image.png -H 'Content-Type: image/png' http://127.0.0.1:8000/predict
     curl -F a=@one.png -F b=@two.jpg http://127.0.0.1:8000/predict
 
@@ -34,7 +36,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.pretrained import find_export
+from mlcn_jax.serving.predict import MODEL_HELP, open_model
 
 if TYPE_CHECKING:
     from mlcn_jax.serving.service import Limits, Service
@@ -212,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("artifact", help="folder that `mlcn_jax export` wrote, or a model of the package: digits")
+    add("model", help=MODEL_HELP)
     add("--host", default="127.0.0.1", help="address to listen at")
     add("--port", default=8000, type=int, help="to listen at; 0 takes a free one")
     add("--max_batch", default=64, type=int, help="images computed together, a power of two; 1 turns batching off")
@@ -260,15 +262,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     listener = _bind(arguments.host, arguments.port)
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or XLA tells of each constant that takes a second to fold
-    from mlcn_jax.serving.artifact import Artifact  # slow to load: a mistaken argument has been answered
-    from mlcn_jax.serving.service import Service
+    from mlcn_jax.serving.service import Service  # slow to load: a mistaken argument has been answered
 
-    service = Service(Artifact(find_export(arguments.artifact)), limits)
+    service = Service(open_model(arguments.model), limits)
     service.warm_up()
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     serve(
         service,
         listener,
-        f"serving {arguments.artifact} at http://{host}:{port}/predict, and a page at http://{host}:{port}/",
+        f"serving {arguments.model} at http://{host}:{port}/predict, and a page at http://{host}:{port}/",
     )

@@ -23,7 +23,7 @@ class TrainedModel(Classifier):
         host.keep_compiled_programs()
         trained = load_trained(workdir)
         spec = trained.spec
-        self.class_names, self.image_shape = trained.class_names, spec.image_shape
+        self.class_names, self.image_shape, self.step = trained.class_names, spec.image_shape, trained.step
         self._certain_length = spec.certain_length
         lengths = jax.jit(
             lambda images: capsules.lengths(encode(spec, trained.params["encoder"], to_pixels(images))),

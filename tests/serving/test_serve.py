@@ -8,6 +8,7 @@ import hashlib
 import http.client
 import io
 import json
+import os
 import random
 import re
 import signal
@@ -467,6 +468,29 @@ def in_process(check, **limits):
             await asyncio.wait_for(check(application(service), slow, service), 30)
 
     asyncio.run(run())
+
+
+def test_a_training_run_is_served_without_exporting_it(folder, monkeypatch):
+    workdir, served = folder.parent, []
+    manifest = (folder / artifact.MANIFEST).stat()
+    os.utime(folder / artifact.MANIFEST, (0, 0))  # older than the checkpoint
+    monkeypatch.setattr(server_lib, "serve", lambda service, listener, message: served.append((service, message)))
+    try:
+        main([str(workdir), "--port=0", "--max_batch=1"])
+    finally:
+        os.utime(folder / artifact.MANIFEST, (manifest.st_atime, manifest.st_mtime))
+    (service, message) = served[0]
+    assert message.startswith(f"serving {workdir} at http://127.0.0.1:")
+    assert not isinstance(service.model, artifact.Artifact)
+
+    async def check():
+        async with service.running(None):
+            app = application(service)
+            return await ask(app, b"", "/", "GET"), await ask(app, pixel(0))
+
+    (status, _, about), (predicted, _, answer) = asyncio.run(check())
+    assert (status, about["step"], "exported" in about) == (200, service.model.step, False)
+    assert (predicted, answer["predictions"][0]["class"] in service.model.class_names) == (200, True)
 
 
 def test_what_comes_while_the_model_computes_goes_together_and_too_much_is_refused():
