@@ -220,7 +220,7 @@ def _verified_manifest(folder: Path) -> dict[str, Any]:
         raise InputError(f"{damaged}: {MANIFEST} was altered: {remedy}")
     unknown = {MODEL, WEIGHTS, *(function["file"] for function in manifest["functions"])} - set(files)
     if unknown:
-        raise InputError(f"{damaged}: {MANIFEST} does not know {', '.join(sorted(unknown))}: {remedy}")
+        raise InputError(f"{damaged}: {MANIFEST} does not list {', '.join(sorted(unknown))}: {remedy}")
     for name, known in files.items():
         file = folder / name
         if Path(name).name != name or not file.is_file():
@@ -233,6 +233,6 @@ def _verified_manifest(folder: Path) -> dict[str, Any]:
 def _read_weights(path: Path) -> dict[str, np.ndarray]:
     with zipfile.ZipFile(path) as archive:
         if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-            raise InputError(f"{path} is compressed, and an export never is: export the model again")
+            raise InputError(f"{path} is compressed, but the weights of an export never are: export the model again")
     with np.load(path, allow_pickle=False) as arrays:
         return dict(arrays)

@@ -24,7 +24,7 @@ import numpy as np
 from mlcn_jax.data.images import SUFFIXES, read_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import EXIT_FAILED, program
-from mlcn_jax.pretrained import find_export
+from mlcn_jax.pretrained import find_export, names
 
 if TYPE_CHECKING:
     from mlcn_jax.serving.artifact import Classifier
@@ -69,6 +69,11 @@ def open_model(given: str) -> "Classifier":
     from mlcn_jax.serving.artifact import MANIFEST, Artifact
 
     folder = find_export(given).expanduser()
+    if not folder.exists():
+        raise InputError(
+            f"{given} does not exist: give a folder that `{program()} export` wrote, the folder of a training run, or "
+            f"the name of a model that comes with the package: {', '.join(names())}"
+        )
     checkpoints = folder / "checkpoints"
     if (folder / MANIFEST).is_file() or not checkpoints.is_dir():
         return Artifact(folder)

@@ -16,7 +16,8 @@ and `GET /metrics` is for Prometheus.
 
 Status codes: 200 some picture was classified; 400 none was, or the request is malformed; 404, 405 there is no such path
 or method; 408 the request came too slowly; 413 it has too many bytes or pictures; 415 it is of another type; 429 too
-much waits, try again; 431 its head is too long; 500, and 503 of `/health`, the model itself failed.
+many requests are waiting, try again; 431 the head of the request is too long; 500, and 503 of `/health`, the model
+itself failed.
 
 It listens once the model is ready. On SIGTERM or Ctrl-C it answers the requests that have arrived, then ends. Exit
 codes: 0 ended in this way, 2 input that cannot be used.
@@ -135,7 +136,7 @@ def _protocol(service: "Service"):
             if self._head_bytes > _MAX_HEAD_BYTES:
                 self._refuse(431, "the head of the request is too long")
             if len(self.pipeline) > _MAX_PIPELINED:
-                self._refuse(429, "too many requests came before the first was answered")
+                self._refuse(429, "too many requests were sent before the first was answered")
 
         def on_message_begin(self):
             super().on_message_begin()
@@ -203,7 +204,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _cannot_listen(address: tuple, error: Exception) -> InputError:
     host, port = address[:2]
-    return InputError(f"cannot listen at {host}, port {port} ({error}): give another --host or --port")
+    return InputError(f"cannot listen on {host}, port {port} ({error}): give another --host or --port")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -215,8 +216,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", help=MODEL_HELP)
-    add("--host", default="127.0.0.1", help="address to listen at")
-    add("--port", default=8000, type=int, help="to listen at; 0 takes a free one")
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", default=8000, type=int, help="port to listen on; 0 picks a free one")
     add("--max_batch", default=64, type=int, help="images computed together, a power of two; 1 turns batching off")
     add("--max_queue", default=256, type=int, help="images that wait while others are computed")
     add("--max_body_mib", default=16.0, type=float, help="size of a request")
@@ -239,8 +240,8 @@ def _limits(arguments: argparse.Namespace) -> "Limits":
             raise InputError(f"--{name}={getattr(arguments, name)} must be above 0")
     if arguments.max_images > arguments.max_queue:
         raise InputError(
-            f"--max_images={arguments.max_images} is more than --max_queue={arguments.max_queue}, so that "
-            "such a request would never be accepted"
+            f"--max_images={arguments.max_images} is more than --max_queue={arguments.max_queue}, so a "
+            "request with that many would never be accepted: raise one or lower the other"
         )
     return Limits(
         max_batch=arguments.max_batch,

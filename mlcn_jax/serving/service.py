@@ -176,7 +176,7 @@ class Service:
             ]
         }
         if not good:
-            answer["error"] = "no image in it can be read"
+            answer["error"] = "none of the images can be read"
         await JSONResponse(answer, 200 if good else 400)(scope, receive, send)
 
     async def _receive_pixels(self, find: "_Finder", length: int, receive: Receive) -> "_Pixels":
@@ -198,7 +198,7 @@ class Service:
                 if received > most:
                     raise self._too_large()
                 if self._held_bytes > _BODIES_HELD * most and received > _SMALL_BYTES:
-                    raise HTTPException(429, "too many bytes are arriving: try again", _RETRY)
+                    raise HTTPException(429, "too many large requests are arriving: try again", _RETRY)
             body = b"".join(parts)
             if find is _whole and _is_small(body):
                 return self._pixels(find, body)
@@ -280,7 +280,7 @@ def application(service: Service) -> ASGIApp:
         detail = error.detail
         if error.status_code == 404:
             routes = [f"{'POST' if path == '/predict' else 'GET'} {path}" for path in paths]
-            detail = f"there is nothing at this path; there are {', '.join(routes)}"
+            detail = f"there is nothing at this path; the paths are {', '.join(routes)}"
         if error.status_code == 405:
             detail = f"{request.url.path} takes {(error.headers or {})['Allow']} only"
         return JSONResponse({"error": detail}, error.status_code, error.headers)

@@ -1,6 +1,7 @@
 """What lanes encode: measured against slow loops, and the command from a trained run to its files."""
 
 import json
+import logging
 import shutil
 
 import jax
@@ -140,8 +141,11 @@ def test_first_correct_takes_one_image_of_each_class_that_has_one(monkeypatch):
     assert explain.first_correct(SPEC, none, Split(pixels, labels)) == [1, 5, 6]
 
 
-def test_explain_a_run(run, tmp_path, monkeypatch):
+def test_explain_a_run(run, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "mlcn_jax")
     results = script.explain_run(run, tmp_path / "a", [], num_ranked=30)
+    assert caplog.messages[0] == f"loading {run}, and the images"
+    assert caplog.messages[-1] == "measuring what each lane changes, on 30 test images"
     trained, dataset = explain.load_explained(run)
     pixels = dataset.test.images / np.float32(255)
     v, reconstructions = model.apply_model(trained.spec, trained.params, pixels)

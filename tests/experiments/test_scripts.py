@@ -79,7 +79,11 @@ def test_what_was_given_is_told_without_folders():
         ("tie_break", "--draw=3", "Unknown command line flag 'draw'. Did you mean: draws"),
         ("tie_break", "--draws=none", "flag --draws=none"),
         ("tie_break", "draws", "unknown argument 'draws'"),
-        ("nas_sweeps", "--config.search.num_imags=3", "is no field of the configuration (--config.search.num_imags)"),
+        (
+            "nas_sweeps",
+            "--config.search.num_imags=3",
+            "is not a field of the configuration (--config.search.num_imags)",
+        ),
         ("nas_sweeps", "--workdir=w --config=nowhere.py", "No such file or directory: 'nowhere.py'"),
     ],
 )

@@ -64,7 +64,7 @@ def test_when_every_model_fails_the_first_reason_is_given(tmp_path):
 
 
 def test_a_worker_without_a_search_says_what_to_do(tmp_path):
-    with pytest.raises(InputError, match="start it without --worker first"):
+    with pytest.raises(InputError, match="start it first, with the same command without --worker"):
         work(*make_config(), tmp_path)
 
 

@@ -65,7 +65,7 @@ def test_a_search_trains_each_mix_once_and_says_so_before_it_repeats_one(tmp_pat
     found = make_study(tmp_path, method=method)
     mixes = [model.lanes for model in found.models()[1:]]
     assert len(set(mixes)) == 4
-    assert "has the lanes drawn first; took draw" in caplog.text
+    assert "already has the lanes drawn first, so draw" in caplog.text
     assert "repeats" not in caplog.text
     make_study(tmp_path, method=method, num_models=5).work(small, evaluate, to_the_end=True)
     assert "model 4 repeats model" in caplog.text
@@ -129,7 +129,7 @@ def test_the_command_says_how_to_go_on(tmp_path, monkeypatch, capsys):
     given = ["--config=nas_quickstart", f"--workdir={tmp_path / 'a b'}"]
     assert search.main(given) == 75
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "stopped by SIGTERM: 0 of 8 models have ended. Go on with:"
+    assert lines[0] == "stopped by SIGTERM: 0 of 8 models have ended. Continue with:"
     assert lines[1].endswith(f"search --config=nas_quickstart '--workdir={tmp_path}/a b'")
 
 

@@ -676,7 +676,7 @@ def test_an_address_in_use_gives_one_error(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, message = run_serve(str(tmp_path), f"--port={taken.getsockname()[1]}")
     assert code == 2
-    assert re.fullmatch(r"error: cannot listen at 127.0.0.1, port \d+ \(.*in use\).*--port\n", message)
+    assert re.fullmatch(r"error: cannot listen on 127.0.0.1, port \d+ \(.*in use\).*--port\n", message)
 
 
 @pytest.mark.parametrize(
@@ -689,7 +689,7 @@ def test_an_address_in_use_gives_one_error(tmp_path):
         ("--timeout_seconds=nan", "above 0"),
         ("--max_images=300", "max_queue=256"),
         ("--host=no.such.host.invalid", "cannot listen"),
-        ("--port=0", "folder is not an exported model"),
+        ("--port=0", "folder does not exist"),
     ],
 )
 def test_options_that_make_no_sense_are_named(monkeypatch, option, said):
