@@ -69,7 +69,11 @@ def _adapt(params: dict, spec: ModelSpec, trained: Trained) -> dict:
 
     theirs, mine = shape_of(trained.spec), shape_of(spec)
     if rows := differences(theirs, mine):
-        raise InputError("config.init_from names a model that does not match this one:\n" + "\n".join(rows))
+        raise InputError(
+            "config.init_from names a model that does not match this one:\n"
+            + "\n".join(rows)
+            + "\ngive the same values (--config.model.lanes and so on), or another --config.init_from"
+        )
     fresh = []
 
     def choose(path, mine, theirs):
