@@ -177,7 +177,7 @@ def text(summary: dict[str, Any], workdir: Path) -> str:
     states = ", ".join(f"{count} {state}" for state, count in summary["models"].items())
     lines = [
         f"best of {sum(summary['models'].values())} models ({states}; {summary['distinct_mixes']} "
-        f"different mixes): validation accuracy "
+        f"different {'mix' if summary['distinct_mixes'] == 1 else 'mixes'}): validation accuracy "
         f"{best['validation_accuracy']:.2%}, test accuracy {statistics.fmean(tests):.2%}"
         + (f" (mean of {len(tests)})" if len(tests) > 1 else ""),
         f"mean of the models {summary['mean_validation_accuracy']:.2%}"

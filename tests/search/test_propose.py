@@ -137,5 +137,7 @@ def test_the_report_counts_different_mixes(tmp_path):
     device = {"device": "device", "lanes": "mlcn1:w1*6"}
     best = {"validation_accuracy": 0.5, "test_accuracies": [0.5], "lanes": "mlcn1:w1*6", "devices": [device]}
     summary = {"models": {"complete": 5}, "distinct_mixes": 4, "best": best, "mean_validation_accuracy": 0.4}
-    text = report.text({**summary, "baseline_validation_accuracy": None}, tmp_path)
+    summary["baseline_validation_accuracy"] = None
+    text = report.text(summary, tmp_path)
     assert text.startswith("best of 5 models (5 complete; 4 different mixes): validation accuracy 50.00%")
+    assert "; 1 different mix)" in report.text({**summary, "distinct_mixes": 1}, tmp_path)
