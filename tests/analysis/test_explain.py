@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY
+from matplotlib.figure import Figure
 from PIL import Image
 
 from mlcn_jax.analysis import explain
@@ -177,6 +178,17 @@ def test_explain_a_run(run, tmp_path, monkeypatch, caplog):
     assert again["pictures"] == [picture]
     stored = json.loads((tmp_path / "a" / "ranking.json").read_text())
     assert {**again, "pictures": []} == {**stored, "pictures": []}
+
+
+def test_the_picture_of_an_image_says_what_is_added_to_what(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: drawn.append(figure))
+    row = {"index": 7, "class": "cat", "predicted": "dog"}
+    changed = np.random.default_rng(0).random((2, 3, 4, 4, 1))
+    names = ["lane 0 (mlcn1:w1d1)", "lane 1 (mlcn1:w1d1)"]
+    script.draw_offsets(tmp_path / "a.png", row, names, (-0.1, 0.0, 0.1), np.zeros((4, 4, 1), np.uint8), changed)
+    title = drawn[0].get_suptitle()
+    assert title.startswith("test image 7, class cat, predicted dog: in each row, a number is added to one lane of")
 
 
 def test_numbers_of_images():
