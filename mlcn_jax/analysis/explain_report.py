@@ -43,7 +43,7 @@ def explain_run(
         raise InputError("no test image is classified correctly: choose images with --images=0,1,2")
 
     names, class_names = explain.column_names(spec), dataset.class_names
-    _log.info("drawing what each %s encodes, for %d images", names[0].split()[0], len(indices))
+    _log.info("drawing what each %s encodes; images: %d", names[0].split()[0], len(indices))
     offsets = np.array(explain.OFFSETS, np.float32)
     reconstructions, looked_at = [], []
     for index in indices:

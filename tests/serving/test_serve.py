@@ -412,7 +412,7 @@ def test_a_signal_ends_it_once_all_that_came_is_answered(folder, pictures):
 class Slow:
     """A model that takes its time: it answers once `go` is set."""
 
-    class_names, image_shape, manifest = ("dark", "light"), (2, 2, 1), {"step": 1, "date": "today"}
+    class_names, image_shape, step, exported = ("dark", "light"), (2, 2, 1), 1, "today"
 
     def __init__(self):
         self.entered, self.go, self.sizes = threading.Event(), threading.Event(), []
