@@ -104,7 +104,8 @@ def _parse_flags(define: Callable[["FlagValues"], None], argv: Sequence[str]) ->
         if not given:
             raise
         raise InputError(
-            f"{error} is no field of the configuration ({', '.join(given)}): {program()} search --help lists all fields"
+            f"{error} is not a field of the configuration ({', '.join(given)}): {program()} search --help lists "
+            "all fields"
         ) from error
     except (flags.Error, OSError) as error:
         raise InputError(f"{error}; --help lists all flags") from error

@@ -42,6 +42,7 @@ def evaluate_workdir(
     Raises:
       InputError: the workdir does not hold a trained model, or the images do not fit it.
     """
+    _log.info("loading %s, and the images: %s", workdir, config.data.name)
     trained = load_trained(workdir)
     data = dataclasses.replace(config.data, image_size=_image_size(config.data, trained))
     dataset = fitted(data.load(), trained, workdir)
@@ -51,8 +52,10 @@ def evaluate_workdir(
     folder = pictures or workdir
     reason = "" if os.access(folder, os.W_OK) else f"{folder} cannot be written to"
     evaluator = make_evaluator(trained.spec, config.train.reconstruction_weight)
+    _log.info("scoring %s images", f"{len(dataset.test.labels):,}")
     scores = evaluator(trained.params, dataset.test, config.train.batch_size)
     if not reason:
+        _log.info("drawing confusion.png and reconstructions.png")
         try:
             write_pictures(folder, trained.spec, trained.params, dataset, scores)
         except OSError as error:

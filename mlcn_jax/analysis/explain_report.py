@@ -1,5 +1,6 @@
 """What each lane of a trained run encodes, as pictures, a ranking and JSON."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from mlcn_jax import host
 from mlcn_jax.analysis import explain
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import make_folder, write_json
+
+_log = logging.getLogger(__name__)
 
 _TILE_INCHES = 0.6
 _TITLES = {
@@ -28,6 +31,7 @@ def explain_run(
     Raises:
       InputError: the workdir, the images, their indices or the output folder cannot be used.
     """
+    _log.info("loading %s, and the images", workdir)
     trained, dataset = explain.load_explained(workdir, data_dir)
     spec, params, test = trained.spec, trained.params, dataset.test
     wrong = [index for index in indices if not 0 <= index < len(test.labels)]
@@ -39,6 +43,7 @@ def explain_run(
         raise InputError("no test image is classified correctly: choose images with --images=0,1,2")
 
     names, class_names = explain.column_names(spec), dataset.class_names
+    _log.info("drawing what each %s encodes; images: %d", names[0].split()[0], len(indices))
     offsets = np.array(explain.OFFSETS, np.float32)
     reconstructions, looked_at = [], []
     for index in indices:
@@ -55,6 +60,7 @@ def explain_run(
     draw_reconstructions(output / "reconstructions.png", looked_at, test.images[list(indices)], reconstructions)
 
     ranked = np.unique(np.linspace(0, len(test.labels) - 1, min(num_ranked, len(test.labels))).round().astype(int))
+    _log.info("measuring what each %s changes, on %d test images", names[0].split()[0], len(ranked))
     ranking = explain.rank(spec, params, test.images[ranked])
     draw_ranking(output / "ranking.png", ranking, len(ranked))
     results = {
@@ -122,7 +128,8 @@ def draw_offsets(
     figure = Figure(figsize=(2.4 + 2 * _TILE_INCHES * num_offsets, 2.6 + rows), layout="constrained")
     what = names[0].split()[0]
     figure.suptitle(
-        f"test image {row['index']} ({row['class']}): what is added to one {what} of the capsule of {row['predicted']}",
+        f"test image {row['index']}, class {row['class']}, predicted {row['predicted']}: in each row, a number is "
+        f"added to one {what} of the predicted class's capsule",
         fontsize=10,
     )
     parts: Any = figure.subfigures(2, 1, height_ratios=(1.6, 0.6 + rows))
@@ -154,6 +161,7 @@ def _draw_tiles(
     axes.set_xticks(np.arange(num_offsets) * (width + gap) + width / 2, labels, rotation=45)
     axes.set_yticks(np.arange(num_lanes) * (height + gap) + height / 2, names)
     axes.tick_params(length=0, labelsize=7)
+    axes.set_xlabel("added", fontsize=8)
     for spine in axes.spines.values():
         spine.set_visible(False)
     return drawn

@@ -1,5 +1,6 @@
 """What each lane of trained runs is worth, as a table, a picture and JSON, and the resulting smaller run."""
 
+import logging
 import math
 import shlex
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from mlcn_jax.launch import program
 from mlcn_jax.nn.model import count_parameters
 from mlcn_jax.placement import cost
 from mlcn_jax.training import evaluate
+
+_log = logging.getLogger(__name__)
 
 _MOST_TIMED = 16  # numbers of lanes
 _FINE_TUNING_EPOCHS = 5  # in the command that is printed
@@ -40,6 +43,7 @@ def measure_and_prune(
         prune.check_unused(output)
         make_folder(output.parent, "output")
     host.keep_compiled_programs()
+    _log.info("loading %s, and the images", ", ".join(map(str, workdirs)))
     runs = [prune.load_prunable(workdir, data_dir) for workdir in workdirs]
     if keep is not None and keep > len(runs[0].lanes):
         raise InputError(f"--keep={keep}: {workdirs[0]} has {len(runs[0].lanes)} lanes; keep 1 to {len(runs[0].lanes)}")
@@ -50,6 +54,7 @@ def measure_and_prune(
         entries.append({"workdir": str(workdir), **analyse(run, order, rounds)})
         print(f"{workdir}\n\n{table(entries[-1])}\n", flush=True)
     write_json(results / "prune.json", {"runs": entries, **about})
+    _log.info("drawing prune.png")
     draw(results / "prune.png", entries)
     print(f"written to {results / 'prune.json'} and {results / 'prune.png'}")
     if output:
@@ -64,6 +69,10 @@ def analyse(run: Run, order_name: str, rounds: int) -> dict[str, Any]:
     """Lanes removed alone and one after another: accuracies in [0, 1], parameters, FLOPs, milliseconds."""
     batch_size, lanes = run.config.train.batch_size, run.lanes
     splits = {"ranking": run.ranking, "test": run.test}
+    _log.info(
+        "scoring %d lanes on %s %s and %s test images",
+        *(len(lanes), f"{len(run.ranking.labels):,}", run.ranking_from, f"{len(run.test.labels):,}"),
+    )
     v = {name: evaluate.class_capsules(run.spec, run.params, split, batch_size) for name, split in splits.items()}
     order = prune.ORDERS[order_name](v["ranking"], run.ranking.labels)
     alone = {name: prune.accuracy_without(v[name], split.labels) for name, split in splits.items()}
@@ -109,6 +118,7 @@ def measure(run: Run, order: Sequence[int], rounds: int) -> list[dict[str, Any]]
         )
     if rounds:
         timed = np.unique(np.linspace(0, len(order) - 1, min(len(order), _MOST_TIMED)).round().astype(int))
+        _log.info("timing %d models with fewer and fewer lanes, %d rounds", len(timed), rounds)
         params = [prune.prune_params(run.spec, run.params, sorted(order[removed:])) for removed in timed]
         seconds = prune.inference_seconds([(specs[i], p) for i, p in zip(timed, params, strict=True)], rounds)
         for i, column in zip(timed, seconds.T, strict=True):
@@ -234,7 +244,7 @@ def draw(path: Path, entries: list[dict[str, Any]]) -> None:
     alone.set_title("one lane removed alone", fontsize=10)
     alone.set_xlabel("lane")
     alone.set_ylabel(f"{ranked_on} accuracy lost, percentage points")
-    accuracy.set_title(f"lanes removed, the least useful first (order: {entries[0]['order']})", fontsize=10)
+    accuracy.set_title(f"lanes removed, the least useful first (--order={entries[0]['order']})", fontsize=10)
     accuracy.set_ylabel(f"test accuracy, %; dotted: on {ranked_on} images")
     speed.set_title(f"inference, batches of {entries[0]['timed_batch']}, no decoder", fontsize=10)
     speed.set_ylabel(

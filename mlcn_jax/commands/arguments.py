@@ -22,6 +22,11 @@ CONFIGS = next(path for path in (Path(__file__).parents[i] / "configs" for i in 
 WORKDIR = "Folder of a training run, or the name of a packaged model: digits."
 _HELP = {"h", "help", "helpfull"}
 _FIELD = re.compile(r"--?(?:no)?config\.([^=]+)(=.*)?")
+_PLAIN = {
+    r"invalid literal for int\(\) with base 10: .*": "it must be an integer",
+    r"could not convert string to float: .*": "it must be a number",
+    r"\('Non-boolean argument to boolean flag', .*\)": "it must be true or false",
+}
 Define = Callable[[flags.FlagValues], Any]
 
 
@@ -53,8 +58,15 @@ def parse(command: str, doc: str | None, define: Define, argv: Sequence[str], co
             argv = _define_config(values, argv, command)
         values([command, *argv])
     except flags.Error as error:
-        raise InputError(str(error)) from error
+        raise InputError(_plain(str(error))) from error
     return values
+
+
+def _plain(message: str) -> str:
+    """absl's message, without Python's own words for a value of the wrong type."""
+    for words, expected in _PLAIN.items():
+        message = re.sub(words, expected, message)
+    return message
 
 
 def define_reading(values: flags.FlagValues) -> None:

@@ -25,7 +25,7 @@ COMMANDS = {
     "export": ("commands.export", "exports a trained model for predict and serve"),
     "onnx": ("commands.onnx", "converts an exported model to ONNX, and checks it"),
     "predict": ("serving.predict", "classifies pictures with a trained or exported model"),
-    "serve": ("serving.server", "answers HTTP requests with an exported model"),
+    "serve": ("serving.server", "answers HTTP requests with a trained or exported model"),
 }
 MODES = ("train", "evaluate", "describe", "sweep", "export")
 _HELP = ("-h", "-help", "--help", "--helpfull")

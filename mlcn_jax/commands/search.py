@@ -3,10 +3,10 @@
     mlcn_jax search --config=nas_quickstart --workdir=runs/nas
     mlcn_jax search --config=nas_quickstart --workdir=runs/nas --worker    # any number of these
 
-The first command starts the search or goes on with it, trains models as every worker does, waits for the workers'
-last ones, scores the test set for the best and reports. A search that was stopped goes on with the same command.
-`--worker` only trains; on other machines give it --config.search.storage=postgresql://... too, as to the first. Writes
-to the workdir: `best_config.py`, which `train` takes, `trials.md`, `trials.json`, `summary.json` and `search.png`.
+The first command starts the search or continues it, trains models as every worker does, waits for the last models of
+the workers, scores the best model on the test set and reports. The same command continues a search that was stopped.
+`--worker` only trains; on other machines, give --config.search.storage=postgresql://... to it and to the first command.
+Writes to the workdir: `best_config.py`, which `train` takes, `trials.md`, `trials.json`, `summary.json`, `search.png`.
 """
 
 import shlex
@@ -46,6 +46,6 @@ def main(argv: Sequence[str]) -> int:
         else:
             print(report.text(run.run(config, settings, workdir), workdir))
     except Stopped as stopped:
-        print(f"{stopped}. Go on with:\n  {program()} search {shlex.join(argv)}", file=sys.stderr)
+        print(f"{stopped}. Continue with:\n  {program()} search {shlex.join(argv)}", file=sys.stderr)
         return EXIT_STOPPED
     return 0

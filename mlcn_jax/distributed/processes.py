@@ -145,6 +145,7 @@ def join(settings: ParallelSettings, values: Mapping[str, Any]) -> None:
     from_cluster = settings.processes == 0
     if not from_cluster:
         _roll_call(settings)
+    drop_native_output()
     jax.distributed.initialize(
         coordinator_address=None if from_cluster else settings.coordinator,
         num_processes=None if from_cluster else settings.processes,
@@ -156,6 +157,20 @@ def join(settings: ParallelSettings, values: Mapping[str, Any]) -> None:
     if jax.default_backend() == "cpu":
         _make_collectives_yield(_threads() - before)
     _check_same_config(values)
+
+
+def drop_native_output() -> None:
+    """Discards what C++ libraries print to standard output from here on; Python's own output is unaffected.
+
+    gloo reports every connection there, also of groups of devices that first communicate during training. Its errors
+    are not lost: they are raised as exceptions or written to standard error.
+    """
+    sys.stdout.flush()
+    native = 1
+    sys.stdout = open(os.dup(native), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1)  # noqa: SIM115
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, native)
+    os.close(nowhere)
 
 
 def _roll_call(settings: ParallelSettings) -> None:

@@ -42,7 +42,7 @@ class Bucket:
     crowding: float = 0.0
 
     def load(self, lanes: Sequence[int]) -> float:
-        """What these lanes take together."""
+        """The load and the memory of these lanes together."""
         return math.fsum(self.loads[lane] for lane in lanes) * max(1, len(lanes)) ** self.crowding
 
     def fits(self, lanes: Sequence[int]) -> bool:
@@ -51,14 +51,14 @@ class Bucket:
         return in_memory and self.load(lanes) <= self.limit * _ROUNDING
 
     def fill(self, lanes: Sequence[int]) -> float:
-        """How full it is, in the resource that is scarcer: 1 is full."""
+        """How full the device is in its scarcer resource; 1 is full."""
         if not lanes:
             return 0.0
         memory = sum(self.lane_bytes[lane] for lane in lanes) / self.memory_bytes
         return max(self.load(lanes) / self.limit, memory)
 
     def room(self, lanes: Sequence[int]) -> tuple[float, float]:
-        """What `draw` needs to know of the lanes that are there: the sum of their loads, and the memory left."""
+        """What `draw` needs to know about the lanes already placed: the sum of their loads, and the memory left."""
         free = self.memory_bytes - sum(self.lane_bytes[lane] for lane in lanes)
         return sum(self.loads[lane] for lane in lanes), free
 
@@ -90,7 +90,7 @@ class Bucket:
 
 
 def parse_device(text: str) -> tuple[dict[str, str], int]:
-    """The words of one device's description, and how many there are alike."""
+    """The words that describe one device, and how many such devices there are."""
     words, star, count = text.strip().partition("*")
     pairs = [word.partition("=") for word in words.split()]
     values = {name: value for name, _, value in pairs}
@@ -99,8 +99,8 @@ def parse_device(text: str) -> tuple[dict[str, str], int]:
     good = good and (("flops" in values) if "profile" not in values else ("seconds" in values))
     if not good or (star and not re.fullmatch(r"\s*\d+\s*", count)):
         raise InputError(
-            f"search.devices: {text.strip()!r} does not describe a device: give flops=, or profile= and seconds=, then "
-            f"memory= and *COUNT if you like, {FORM}"
+            f"search.devices: {text.strip()!r} does not describe a device: give flops=, or profile= and seconds=, and "
+            f"optionally memory= and *COUNT, {FORM}"
         )
     return values, int(count) if star else 1
 

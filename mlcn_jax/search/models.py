@@ -1,4 +1,4 @@
-"""The models of a search and what became of them, read from its trials."""
+"""The models of a search and their results, read from its trials."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ BASELINE = -1  # index of the model that all others are compared with
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model of the search and what became of it.
+    """A model of the search and its result.
 
     Attributes:
       index: `BASELINE`, or 0 and up.
@@ -47,13 +47,13 @@ class Model:
 
 
 def best(models: Sequence[Model]) -> Model | None:
-    """The model with the highest accuracy of those that were trained to the end, without the baseline."""
+    """The model with the highest accuracy among those trained to the end, excluding the baseline."""
     complete = [model for model in models if model.state == "complete" and model.index != BASELINE]
     return max(complete, key=lambda model: model.accuracies[-1], default=None)
 
 
 def repeats(models: Sequence[Model]) -> dict[int, int]:
-    """Of each model whose lanes a model of smaller index has, the first that has them; the baseline aside."""
+    """For each model, except the baseline, that repeats the lanes of earlier ones: the index of the first."""
     first: dict[str, int] = {}
     drawn = sorted((m.index, m.lanes) for m in models if m.lanes and m.index != BASELINE)
     return {index: first[lanes] for index, lanes in drawn if first.setdefault(lanes, index) != index}
@@ -67,7 +67,7 @@ def model_of(trial: "FrozenTrial") -> Model:
 
 
 def model_from(attrs: Mapping[str, Any], state: str, accuracies: Sequence[float]) -> Model:
-    """A model from what a search keeps of it."""
+    """A model, from the attributes that a search stores."""
     model, score = attrs.get("model", {}), dict(attrs.get("score", {}))
     seconds, ended = score.pop("seconds", 0.0), score.pop("ended", 0.0)
     return Model(

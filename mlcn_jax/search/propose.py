@@ -20,17 +20,17 @@ class Proposal(NamedTuple):
 
 
 def generator(seed: int, index: int) -> random.Random:
-    """The randomness of a model."""
+    """The random generator of one model."""
     return random.Random(f"{seed} {index}")
 
 
 def drawn(space: Space, rng: random.Random, weights: Sequence[float] = ()) -> Iterator[tuple[Mix, str]]:
-    """Mixes drawn one after the other, without end."""
+    """An endless sequence of drawn mixes."""
     return ((space.draw(rng, weights=weights), "draw") for _ in itertools.count())
 
 
 def first_new(candidates: Iterator[tuple[Mix, str]], taken: Container[str], space: Space) -> Proposal:
-    """The first candidate whose lanes are not taken; the very first one where `REDRAWS` more are taken as well."""
+    """The first candidate whose lanes are not taken; if the next `REDRAWS` are taken too, the very first one."""
     some = (Proposal(*next(candidates), "", i) for i in range(1 + REDRAWS))
     named = (one._replace(lanes=space.text(one.mix)) for one in some)
     first = next(named)
@@ -50,7 +50,7 @@ class Plan:
         self._first_with: dict[str, int] = {}  # of lanes: the smallest index that has them
 
     def of(self, index: int) -> tuple[Proposal, int | None]:
-        """The mix of a model, and the first model with the same lanes where it has to repeat one."""
+        """The mix of a model, and, if it has to repeat one, the first model with the same lanes."""
         for i in range(len(self._proposals), index + 1):
             found = first_new(drawn(self._space, generator(self._seed, i)), self._first_with, self._space)
             self._proposals.append(found)

@@ -1,4 +1,4 @@
-"""What comes out of a search: the table of its trials, the best as a config, the summary and the picture."""
+"""The results of a search: the table of its trials, the best model as a config, the summary and the picture."""
 
 import collections
 import itertools
@@ -63,7 +63,7 @@ def rows(found: "Search") -> list[dict[str, Any]]:
 
 
 def write_trials(found: "Search", workdir: Path, least_seconds: float = 0.0) -> None:
-    """Writes `trials.json` and `trials.md`, models in the order of their accuracy, unless done so recently."""
+    """Writes `trials.json` and `trials.md`, sorted by accuracy, unless they were written recently."""
     if time.time() - _modified(workdir / "trials.json") < least_seconds:
         return
     table = rows(found)
@@ -146,14 +146,14 @@ def write_config(found: "Search", winner: models_lib.Model, path: Path) -> None:
             {name: device[name] for name in ("device", "fill", "lanes")} for device in found.space.report(winner.mix)
         ],
         "train_it": f"mlcn_jax train --config={shlex.quote(str(path))} --workdir=FOLDER",
-        "placed_anew": f"--config.parallel.plan=stacks --config.parallel.lane={len(found.space.buckets)}",
+        "place_its_lanes": f"--config.parallel.plan=stacks --config.parallel.lane={len(found.space.buckets)}",
     }
     lines = [
         '"""The best model of a search, as a configuration that `mlcn_jax train` trains: see FOUND."""',
         "",
         "from mlcn_jax.config import default_config",
         "",
-        "FOUND = {",  # what data gave, and all else, enters Python as a literal only
+        "FOUND = {",  # every value, also one that comes from data, enters the source as a Python literal only
         *(f"    {name!r}: {value!r}," for name, value in json.loads(json.dumps(facts)).items()),
         "}",
         "",
@@ -177,7 +177,7 @@ def text(summary: dict[str, Any], workdir: Path) -> str:
     states = ", ".join(f"{count} {state}" for state, count in summary["models"].items())
     lines = [
         f"best of {sum(summary['models'].values())} models ({states}; {summary['distinct_mixes']} "
-        f"different mixes): validation accuracy "
+        f"different {'mix' if summary['distinct_mixes'] == 1 else 'mixes'}): validation accuracy "
         f"{best['validation_accuracy']:.2%}, test accuracy {statistics.fmean(tests):.2%}"
         + (f" (mean of {len(tests)})" if len(tests) > 1 else ""),
         f"mean of the models {summary['mean_validation_accuracy']:.2%}"
@@ -194,7 +194,7 @@ def text(summary: dict[str, Any], workdir: Path) -> str:
 
 
 def best_so_far(table: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
-    """Training seconds spent, and the best accuracy of models trained to the end by then, without the baseline."""
+    """Training seconds spent, and the best accuracy of models trained to the end by then, excluding the baseline."""
     ended = sorted((row for row in table if row["ended"] and row["model"] != "baseline"), key=lambda row: row["ended"])
     spent = list(itertools.accumulate(row["train_seconds"] for row in ended))
     reached = [row["accuracy"] if row["state"] == "complete" else 0.0 for row in ended]
@@ -202,7 +202,7 @@ def best_so_far(table: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
 
 
 def pareto(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of (cost, accuracy) pairs those that none beats in both, by cost."""
+    """The (cost, accuracy) pairs that no other pair beats in both, sorted by cost."""
     front: list[tuple[float, float]] = []
     for point in sorted(points, key=lambda point: (point[0], -point[1])):
         if not front or point[1] > front[-1][1]:
@@ -224,28 +224,36 @@ def draw(found: "Search", table: list[dict[str, Any]], summary: dict[str, Any], 
     done = [row for row in table if row["state"] == "complete" and row["model"] != "baseline"]
     baseline = next((row for row in table if row["model"] == "baseline" and row["state"] == "complete"), None)
     first = next((i for i, value in enumerate(reached) if value), len(reached))
-    for axes, x, label in ((trials, range(1, len(spent) + 1), "models"), (seconds, spent, "training seconds")):
+    order = sorted((row for row in table if row["ended"] and row["model"] != "baseline"), key=lambda row: row["ended"])
+    numbers = [i for i, row in enumerate(order, start=1) if row["state"] == "complete"]
+    if numbers:
+        accuracies = [100 * order[i - 1]["accuracy"] for i in numbers]
+        trials.plot(numbers, accuracies, ".", color="tab:blue", alpha=0.4, label="each model")
+    for axes, x, label, by in (
+        (trials, range(1, len(spent) + 1), "models trained", "number of models"),
+        (seconds, spent, "training seconds of all models", "training time"),
+    ):
         axes.step(list(x)[first:], [100 * value for value in reached[first:]], where="post", label="best so far")
-        axes.set(xlabel=label, title=f"best so far against {label}")
+        axes.set(xlabel=label, title=f"best accuracy so far, by {by}")
         if baseline:
             axes.axhline(100 * baseline["accuracy"], color="gray", ls="--", label=f"baseline {found.settings.baseline}")
         if first < len(reached) or baseline:
             axes.legend(fontsize=8)
-    trials.xaxis.get_major_locator().set_params(integer=True)  # there is no half of a model
-    order = sorted((row for row in table if row["ended"] and row["model"] != "baseline"), key=lambda row: row["ended"])
-    numbers = [i for i, row in enumerate(order, start=1) if row["state"] == "complete"]
-    trials.plot(numbers, [100 * order[i - 1]["accuracy"] for i in numbers], ".", color="tab:blue", alpha=0.4)
-    for axes, name, scale, label in (
-        (flops, "step_flops", 1e-9, "GFLOP of a training step's lanes"),
-        (front, "step_seconds", 1e3, "ms of a training step, measured"),
+    trials.xaxis.get_major_locator().set_params(integer=True)  # models are counted in whole numbers
+    for axes, name, scale, label, by in (
+        (flops, "step_flops", 1e-9, "GFLOP of the lanes in one training step", "computation"),
+        (front, "step_seconds", 1e3, "ms of one training step, measured", "time of a step"),
     ):
-        axes.plot([scale * row[name] for row in done], [100 * row["accuracy"] for row in done], "o", alpha=0.6)
+        if done:
+            accuracies = [100 * row["accuracy"] for row in done]
+            axes.plot([scale * row[name] for row in done], accuracies, "o", alpha=0.6, label="models")
         if baseline:
             axes.plot(scale * baseline[name], 100 * baseline["accuracy"], "s", color="gray", label="baseline")
+        if done or baseline:
             axes.legend(fontsize=8)
-        axes.set(xlabel=label, title=f"accuracy against {label.split(',')[0]}")
+        axes.set(xlabel=label, title=f"accuracy, by {by}")
     line = pareto([(1e3 * row["step_seconds"], 100 * row["accuracy"]) for row in done])
-    if len(line) > 1:  # a step of one point cannot be seen
+    if len(line) > 1:  # a step plot of a single point would be invisible
         front.step(*zip(*line, strict=True), where="post", color="tab:red", label="Pareto front")
         front.legend(fontsize=8)
     names = [bucket.name for bucket in found.space.buckets]

@@ -1,4 +1,4 @@
-"""A search from beginning to end: all it needs is opened, models are trained, the best is tested, results written."""
+"""A search from beginning to end: opens what it needs, trains models, tests the best, writes the results."""
 
 import contextlib
 import functools
@@ -26,6 +26,7 @@ from mlcn_jax.search import report, storage
 from mlcn_jax.search import settings as settings_lib
 from mlcn_jax.search.setup import Search, open_search
 from mlcn_jax.search.study import Study
+from mlcn_jax.training.stop_signals import SignalWatch
 
 _log = logging.getLogger(__name__)
 
@@ -38,13 +39,13 @@ def run(
     workdir: Path,
     programs: dict[tuple, Any] | None = None,
 ) -> dict[str, Any]:
-    """Starts or goes on with a search until all its models are trained, reports, and returns the summary.
+    """Starts or continues a search until all its models are trained, reports, and returns the summary.
 
     `programs` is as in `trials.Trainer`.
 
     Raises:
-      InputError: something given cannot be used, or no model could be trained; what has finished is kept.
-      Stopped: SIGTERM or Ctrl-C came; says how many models have ended.
+      InputError: an input cannot be used, or no model could be trained; finished models are kept.
+      Stopped: SIGTERM or Ctrl-C arrived; says how many models have ended.
     """
     with files.hold(workdir), storage.storage_errors(settings.storage or str(workdir)):
         found = open_search(config, settings, workdir, create=True, programs=programs)
@@ -76,11 +77,12 @@ def run(
 
 
 def work(config: RunConfig, settings: settings_lib.SearchSettings, workdir: Path) -> None:
-    """Trains models of a search that another process started, until none waits; raises as `run`."""
+    """Trains models of a search that another process started, until none is waiting; raises what `run` raises."""
     with storage.storage_errors(settings.storage or str(workdir)):
         if not settings.storage and not (workdir / "search.db").exists():
             raise InputError(
-                f"{workdir} holds no search: start it without --worker first, or give --config.search.storage"
+                f"{workdir} holds no search: start it first, with the same command without --worker, or give the "
+                "--config.search.storage of one that was started"
             )
         found = open_search(config, settings, workdir, create=False)
         with _stoppable(found.study), worker_slot(found):
@@ -89,29 +91,33 @@ def work(config: RunConfig, settings: settings_lib.SearchSettings, workdir: Path
 
 @contextlib.contextmanager
 def _stoppable(study: Study) -> Iterator[None]:
-    """Turns SIGTERM and Ctrl-C into `Stopped`, which says where the search stands; a second one ends at once."""
+    """Turns SIGTERM and Ctrl-C into `Stopped`, which says how far the search is; a second one ends it at once."""
+    here = threading.current_thread() is threading.main_thread()  # only there may handlers be set
+    signals = (signal.SIGTERM, signal.SIGINT) if here else ()
     before: dict[signal.Signals, Any] = {}
-    hook = sys.unraisablehook
+    hook, watch = sys.unraisablehook, SignalWatch(signals)
 
     def stop(number: int, frame: object) -> None:
         for one in before:
             signal.signal(one, signal.SIG_DFL)
-        raise KeyboardInterrupt(signal.Signals(number).name)  # which libraries know to let through
+        raise KeyboardInterrupt(signal.Signals(number).name)  # which libraries do not swallow
 
     def again(failure: "sys.UnraisableHookArgs") -> None:
-        """Repeats a signal that came in a callback of the garbage collector (JAX has one), which raises nothing."""
+        """Repeats a signal that arrived in a callback of the garbage collector, where exceptions are ignored."""
         if not isinstance(failure.exc_value, KeyboardInterrupt):
             hook(failure)
             return
         for one in before:
             signal.signal(one, stop)
+        watch.ignored += 1
         threading.Timer(0.1, os.kill, (os.getpid(), signal.Signals[str(failure.exc_value)])).start()
 
     try:
-        if threading.current_thread() is threading.main_thread():
-            before |= {one: signal.signal(one, stop) for one in (signal.SIGTERM, signal.SIGINT)}
-            sys.unraisablehook = again
-        yield
+        with watch:
+            if signals:
+                before |= {one: signal.signal(one, stop) for one in signals}
+                sys.unraisablehook = again
+            yield
     except KeyboardInterrupt as error:
         raise Stopped(f"stopped by {error or 'SIGINT'}: {study.progress()}") from error
     finally:
@@ -140,7 +146,9 @@ def worker_slot(found: Search) -> Iterator[None]:
         try:
             lock = next(filter(None, map(files.try_lock, paths)), None)
         except OSError as error:
-            raise InputError(f"{error}: a lock file belongs there: remove what is in its place") from error
+            raise InputError(
+                f"{error}: the lock file of a worker belongs at this path: remove what is there"
+            ) from error
         if lock is not None:
             break
         if not waiting:
@@ -154,7 +162,7 @@ def worker_slot(found: Search) -> Iterator[None]:
 
 
 def _own_folder() -> Path | None:
-    """A folder that all processes of this user on this machine agree on and nobody else can write to; None without."""
+    """A folder that all processes of this user on this machine share and nobody else can write to, or None."""
     temporary = Path(tempfile.gettempdir()) / f"mlcn_jax-{os.getuid()}"
     cache = Path(os.environ.get("MLCN_JAX_CACHE") or "~/.cache/mlcn_jax").expanduser() / f"workers-{platform.node()}"
     for folder in (temporary, cache):

@@ -1,4 +1,4 @@
-"""The settings of a search, and which of them decide its results."""
+"""The settings of a search, and which of them determine its results."""
 
 import dataclasses
 from typing import Any
@@ -72,7 +72,7 @@ class SearchSettings:
             raise InputError(f"search.method is {self.method!r}; it must be one of {', '.join(METHODS)}")
         unknown = [kind for kind in self.lane_kinds if kind not in LANE_KINDS]
         if unknown or not self.lane_kinds:
-            raise InputError(f"search.kinds is {self.kinds!r}; it must be some of {', '.join(LANE_KINDS)}")
+            raise InputError(f"search.kinds is {self.kinds!r}; it must be one or more of {', '.join(LANE_KINDS)}")
         try:
             parse_lanes(self.baseline)
         except InputError as error:
@@ -80,7 +80,7 @@ class SearchSettings:
 
     @property
     def scored_epochs(self) -> tuple[int, ...]:
-        """Epochs after which models are compared: the last, and before it those after which `halving` stops some."""
+        """Epochs after which models are compared: the last, and the earlier ones after which `halving` stops some."""
         rungs = [self.min_epochs * self.reduction_factor**k for k in range(self.num_epochs)]
         earlier = [epoch for epoch in rungs if epoch < self.num_epochs] if self.method == "halving" else []
         return (*earlier, self.num_epochs)
@@ -91,13 +91,13 @@ class SearchSettings:
 
 
 def default_search() -> ConfigDict:
-    """All fields of a run and of a search at their defaults, for a file in `configs/` to start from."""
+    """All fields of a run and of a search with their defaults; files in `configs/` start from them."""
     config = default_config()
     config.search = ConfigDict(dataclasses.asdict(SearchSettings()))
     return config
 
 
 def facts_of(settings: SearchSettings) -> dict[str, Any]:
-    """What of the settings decides the results, by full names."""
+    """The settings that determine the results, by full names."""
     values = dataclasses.asdict(settings)
     return {f"search.{name}": value for name, value in values.items() if name not in _FREE_ON_RESUME}

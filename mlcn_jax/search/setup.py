@@ -1,4 +1,4 @@
-"""A search made ready: its settings read, its space of mixes made, its storage opened."""
+"""Prepares a search: reads its settings, builds its space of mixes, opens its storage."""
 
 import dataclasses
 import logging
@@ -37,13 +37,15 @@ def read_config(values: Mapping[str, Any]) -> tuple[RunConfig, SearchSettings]:
       InputError: a field is unknown, missing or out of range.
     """
     if "search" not in values:
-        raise InputError("the config has no search fields: start from that of --config=nas_quickstart")
+        raise InputError(
+            "the configuration has no search fields: start from --config=nas_quickstart, which has them all"
+        )
     check_fields("search", SearchSettings, values["search"])
     return RunConfig.from_dict(values), SearchSettings(**values["search"])
 
 
 def make_space(config: RunConfig, settings: SearchSettings) -> space_lib.Space:
-    """The mixes that fit the devices of a search; raises InputError where there are none."""
+    """The mixes that fit the devices of a search; raises InputError if there are none."""
     spec = config.replace({"model.name": "mlcn", "model.lanes": settings.baseline}).model_spec(*config.data.shape())
     return space_lib.make_space(
         settings.devices,
@@ -65,7 +67,7 @@ def open_search(
     create: bool,
     programs: dict[tuple, Any] | None = None,
 ) -> Search:
-    """Loads the data, counts what lanes cost and opens the storage; `programs` is as in `trials.Trainer`.
+    """Loads the data, computes what lanes cost and opens the storage; `programs` is as in `trials.Trainer`.
 
     Raises:
       InputError: any of this cannot be used.
@@ -75,7 +77,7 @@ def open_search(
         config, settings.num_epochs, settings.num_repeats, settings.num_images, settings.scored_epochs, programs
     )
     _log.info("%d training and %d validation images", len(trainer.train.labels), len(trainer.validation.labels))
-    _log.info("counting what lanes cost on the devices: %s", settings.devices)
+    _log.info("computing what lanes cost on the devices: %s", settings.devices)
     space = make_space(config, settings)
     _log.info("%d kinds of lanes for %d devices", len(space.menu), len(space.buckets))
     facts = {name: value for name, value in config.flat_as_before().items() if name.split(".")[0] != "parallel"}

@@ -1,4 +1,4 @@
-"""Lane mixes that fill devices: which lanes fit what, drawn at random or by taste, and changed by small moves.
+"""Lane mixes that fill devices: which lanes fit where, drawn at random or with weights, and changed by small moves.
 
 A device is a bucket with memory and work (FLOPs or seconds of a training step) to spend. A mix gives every device its
 lanes, as places in the space's menu of lanes. Drawing is pure Python.
@@ -117,7 +117,7 @@ class Space:
         return self.draw(rng), "draw"
 
     def _apply(self, move: str, lanes: list[list[int]], rng: random.Random) -> bool:
-        """Makes a move, and room for it; whether it could be made."""
+        """Makes a move, and room for it; returns whether that was possible."""
         d = rng.choice([d for d, own in enumerate(lanes) if own])
         old = rng.choice(lanes[d])
         any_lane = rng.randrange(len(self.menu))
@@ -142,7 +142,7 @@ class Space:
         return made and new != old
 
     def _put(self, new: int, lanes: list[list[int]], d: int, rng: random.Random) -> bool:
-        """Adds a lane to a device, where others that differ from it make room; whether it fits then."""
+        """Adds a lane to a device, removing lanes that differ from it to make room; returns whether it then fits."""
         while not self.buckets[d].fits([*lanes[d], new]):
             others = [i for i, lane in enumerate(lanes[d]) if lane != new]
             if not others:
@@ -161,11 +161,11 @@ class Space:
         return max(fills) / (sum(fills) / len(fills)) - 1
 
     def memory_bytes(self, mix: Mix) -> float:
-        """What the lanes of all devices take together."""
+        """The load and the memory of the lanes of all devices together."""
         return sum(bucket.lane_bytes[lane] for bucket, own in zip(self.buckets, mix, strict=True) for lane in own)
 
     def report(self, mix: Mix) -> list[dict[str, float | str | None]]:
-        """Of each device: its name, lanes, load, memory, the limits of both and how full it is."""
+        """For each device: its name, lanes, load, memory, the limits of both and how full it is."""
         return [
             {
                 "device": bucket.name,

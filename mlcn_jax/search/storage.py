@@ -14,7 +14,7 @@ _LOCK_SECONDS = 30.0  # to wait for another worker's transaction in SQLite
 
 
 def load_packages() -> tuple[Any, Any]:
-    """Optuna and SQLAlchemy; raises InputError where they are not installed."""
+    """Optuna and SQLAlchemy; raises InputError if they are not installed."""
     try:
         import optuna
         import sqlalchemy
@@ -44,14 +44,14 @@ def open_storage(url: str, heartbeat_seconds: int) -> "optuna.storages.RDBStorag
         ) from error
     except RuntimeError as error:
         raise InputError(
-            f"the search's storage {shown(url)} is of another version of Optuna ({optuna.__version__} is installed): "
-            f"{error}"
+            f"the search's storage {shown(url)} was written by another version of Optuna than the installed "
+            f"{optuna.__version__}: {error}"
         ) from error
 
 
 @contextlib.contextmanager
 def storage_errors(url: str) -> Iterator[None]:
-    """Turns what a storage raises into an InputError that says what to do about it; finished models stay in it."""
+    """Turns errors of a storage into an InputError that says what to do; finished models stay in the storage."""
     _, sqlalchemy = load_packages()
     try:
         yield
@@ -80,7 +80,7 @@ def storage_errors(url: str) -> Iterator[None]:
             hint = "check that the database is running, that its address is right and that you may write there"
         raise InputError(
             f"the search's storage {shown(url)} cannot be used ({detail}): {hint}. Models that have finished are "
-            "kept; the same command goes on"
+            "kept; the same command continues the search"
         ) from error
 
 

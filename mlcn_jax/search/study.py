@@ -1,4 +1,4 @@
-"""A search as an Optuna study: which mix each trial gets, what became of it, and workers that come, die and go.
+"""A search as an Optuna study: which mix each trial gets, its result, and workers that may start, stop or die.
 
 Every model of a search has an index. Its trial waits in the study's storage until a worker takes it. One whose worker
 sent no heartbeat for two intervals fails without a reason. The process that starts the search or goes on with it makes
@@ -57,14 +57,15 @@ class Study:
         self._lost = False  # whether the last trial was given to another worker meanwhile
         self._plan: propose.Plan | None = None
         self._storage = open_storage(url, settings.heartbeat_seconds)
-        import optuna  # `open_storage` has reported it where it is missing
+        import optuna  # `open_storage` has reported it if it is missing
 
         address = shown(url)
         with storage_errors(url):
             stored = settings.name in optuna.get_all_study_names(self._storage)
             if not stored and not create:
                 raise InputError(
-                    f"{address} holds no search named {settings.name!r}: start it without --worker first (search.name)"
+                    f"{address} holds no search named {settings.name!r}: start it first, with the same command without "
+                    "--worker, or give the search.name of one that was started"
                 )
             self._study = optuna.create_study(
                 storage=self._storage,
@@ -86,7 +87,10 @@ class Study:
                 theirs = self.noted("facts")
             else:
                 if theirs is None:
-                    raise InputError(f"{address}: the search {settings.name!r} was not started: do so without --worker")
+                    raise InputError(
+                        f"{address}: the search {settings.name!r} has not been started: start it with the "
+                        "same command without --worker"
+                    )
         rows = [
             f"  {field}: {theirs.get(field)!r} there, {mine.get(field)!r} now"
             for field in sorted(set(mine) | set(theirs))
@@ -96,11 +100,11 @@ class Study:
             raise InputError(
                 f"{address} holds a search named {settings.name!r} with other settings:\n"
                 + "\n".join(rows)
-                + "\ngive the same ones to go on with it, or another search.name or --workdir"
+                + "\nuse the same settings to continue it, or another search.name or --workdir"
             )
 
     def _sampler(self, trials: int) -> "optuna.samplers.BaseSampler":
-        """A sampler for the trial after so many, so that neither workers nor sessions repeat each other."""
+        """A sampler for the trial after `trials` others, so that neither workers nor sessions repeat each other."""
         import optuna
 
         seed = random.Random(f"{self._settings.seed} {trials}").getrandbits(32)
@@ -147,11 +151,13 @@ class Study:
         return unfinished
 
     def _put_back(self, trial: "FrozenTrial") -> None:
-        """Has the model of a trial whose worker died wait again, unless that happened often."""
-        died = "stopped" not in trial.user_attrs  # else a person stopped it, who may do so as often as they like
+        """Queues the model of a trial whose worker died again, unless that has happened too often."""
+        died = "stopped" not in trial.user_attrs  # if a person stopped it, that does not count
         attrs = {"index": trial.user_attrs["index"], "deaths": trial.user_attrs.get("deaths", 0) + died}
         if attrs["deaths"] < _MAX_DEATHS:
-            _log.info("model %d waits again: its worker %s", attrs["index"], "died" if died else "was stopped")
+            _log.info(
+                "model %d will be trained again: its worker %s", attrs["index"], "died" if died else "was stopped"
+            )
             self._study.enqueue_trial({}, user_attrs=attrs)
             return
         import optuna
@@ -168,7 +174,7 @@ class Study:
         to_the_end: bool,
         done: Callable[[], None] = lambda: None,
     ) -> None:
-        """Takes one waiting trial after the other until none is left.
+        """Takes waiting trials one by one until none is left.
 
         Args:
           space: of the mixes.
@@ -216,17 +222,17 @@ class Study:
             elif unfinished and (not spent or TrialState.RUNNING in states):
                 if not waiting:
                     running = sum(trial.state == TrialState.RUNNING for trial in trials)
-                    _log.info("waiting for other workers: models in training: %d", running)
+                    _log.info("waiting for other workers, which train %d more", running)
                 waiting = True
                 time.sleep(1.0)
             else:
                 if spent and TrialState.WAITING in states:
                     most = self._settings.max_training_seconds
-                    _log.info("search.max_training_seconds (%g) are used up: %s", most, self.progress())
+                    _log.info("search.max_training_seconds=%g is used up: %s", most, self.progress())
                 return
 
     def progress(self) -> str:
-        """How many models have ended, are in training and wait, for people."""
+        """How many models have ended, are in training and are waiting, for people."""
         latest = {trial.user_attrs["index"]: trial for trial in self._trials()}
         states = [
             "waiting" if trial.state.name == "FAIL" and "reason" not in trial.user_attrs else trial.state.name.lower()
@@ -238,7 +244,7 @@ class Study:
         return f"{ended} of {total} models have ended, {running} in training, {total - ended - running} waiting"
 
     def _train_baseline(self, evaluate: Callable[[str], Generator[Score, None, None]]) -> None:
-        """Trains the model that all others are compared with, and keeps its score beside the trials.
+        """Trains the model that all others are compared with, and stores its score with the study.
 
         It is not a trial, since samplers and pruners would learn from it.
         """
@@ -259,7 +265,7 @@ class Study:
         self.note("baseline", found)
 
     def _timed(self, scores: Generator[Score, None, None]) -> Iterator[tuple[Score, float]]:
-        """Each score with the seconds that it and those before it took."""
+        """Each score with the seconds spent on it and on those before it."""
         seconds = 0.0
         with contextlib.closing(scores):
             while True:
@@ -307,7 +313,7 @@ class Study:
         return score.accuracy
 
     def _propose(self, index: int, trial: "optuna.Trial", space: Space) -> propose.Proposal:
-        """A mix by the method of the search, of lanes that no other model has where some draws find such lanes.
+        """A mix chosen by the search's method; if some draws find one, its lanes are those of no other model.
 
         A random one depends on seed and index alone, whichever worker draws it and when (`propose.Plan`). The other
         methods look at the models that are stored; two workers that draw the same lanes at the same moment train both.
@@ -328,13 +334,17 @@ class Study:
                 *(index, other, 1 + propose.REDRAWS),
             )
         elif found.redraws:
-            _log.info("model %d: another model has the lanes drawn first; took draw %d", index, 1 + found.redraws)
+            _log.info(
+                "model %d: another model already has the lanes drawn first, so draw %d is used",
+                index,
+                1 + found.redraws,
+            )
         return found
 
     def _candidates(
         self, trial: "optuna.Trial", space: Space, models: Sequence[Model], rng: random.Random
     ) -> Iterator[tuple[Mix, str]]:
-        """Mixes one after the other, each with how it was found, by a method that learns from the models so far."""
+        """Candidate mixes, each with how it was found, by a method that learns from the models so far."""
         if self._settings.method == "evolution":
             ended = [model for model in models if model.state == "complete"]
             if len(ended) < max(2, min(_POPULATION, self._settings.num_models // 4)):
@@ -356,7 +366,7 @@ class Study:
         return [trial for trial in self._study.get_trials(deepcopy=False) if "index" in trial.user_attrs]
 
     def models(self) -> list[Model]:
-        """The baseline, once it was trained, and all models by index; of one that was put back, its newest trial."""
+        """The baseline, once it was trained, and all models by index; if a model was queued again, its newest trial."""
         latest = {trial.user_attrs["index"]: trial for trial in self._trials()}
         baseline = self.noted("baseline")
         first = []
@@ -373,11 +383,11 @@ class Study:
         return first + [model_of(latest[index]) for index in sorted(latest)]
 
     def note(self, name: str, value: Any) -> None:
-        """Keeps something beside the trials, ready for JSON."""
+        """Stores a JSON-serializable value with the study."""
         self._study.set_user_attr(name, value)
 
     def noted(self, name: str) -> Any:
-        """What was kept; None if nothing was."""
+        """The value stored under a name, or None."""
         return self._study.user_attrs.get(name)
 
 
@@ -393,7 +403,7 @@ def _stored(score: Score, seconds: float) -> dict[str, Any]:
 
 
 def _reason_of(error: Exception) -> str:
-    """Why a model failed; raises what is no fault of the model."""
+    """Why a model failed, on one line; raises the error again if the model did not cause it."""
     if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
         raise error
     return f"{type(error).__name__}: {(str(error).splitlines() or ['no details'])[0]}"

@@ -27,7 +27,7 @@ from mlcn_jax.training.step import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """How good a model is after some epochs.
+    """The score of a model after some epochs.
 
     Attributes:
       epoch: how many of them.
@@ -77,8 +77,8 @@ class Trainer:
     ):
         if not config.data.validation_fraction:
             raise InputError(
-                "data.validation_fraction is 0: a search compares models on validation images, since the test set may "
-                "choose nothing; give 0.1, say"
+                "data.validation_fraction is 0: a search compares models on validation images, because the test set "
+                "must not influence the choice; give 0.1, for example"
             )
         self._config, self._num_epochs, self._num_repeats = config, num_epochs, num_repeats
         self._scored_epochs = {*scored_epochs, num_epochs}
@@ -87,7 +87,8 @@ class Trainer:
         images = self.dataset.train
         if num_images >= len(images.labels):
             raise InputError(
-                f"search.num_images is {num_images}; there are {len(images.labels)}: give fewer, or 0 for all"
+                f"search.num_images is {num_images}, but there are only {len(images.labels)} images: give fewer, "
+                "or 0 for all"
             )
         if num_images:
             _, images = datasets.split_validation(images, num_images / len(images.labels), settings.seed)
@@ -98,7 +99,7 @@ class Trainer:
         self._calibration_images = calibration_images(self.train, settings.batch_size)
 
     def spec(self, lanes_text: str) -> ModelSpec:
-        """The model of some lanes."""
+        """The model with these lanes."""
         config = self._config.replace({"model.name": "mlcn", "model.lanes": lanes_text})
         return config.model_spec(self.dataset.train.images.shape[1:], len(self.dataset.class_names))
 
@@ -168,7 +169,7 @@ class Trainer:
         return runner.scores(split, self._config.train.batch_size).accuracy
 
     def _start_state(self, spec: ModelSpec, repeat: int) -> TrainState:
-        """Random parameters. Steps are numbered on from one repeat to the next, so each has its own augmentation."""
+        """Random parameters. The step count continues from one repeat to the next, so each has its own augmentation."""
         key = jax.random.key(self._config.train.seed + repeat)
         encoder, first = {}, 0
         for group in spec.lane_groups:

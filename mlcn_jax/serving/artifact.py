@@ -51,10 +51,14 @@ class Classifier:
     Attributes:
       class_names: of the classes, in the order of `lengths`.
       image_shape: height, width and channels of the images.
+      step: training steps taken.
+      exported: the day of the export, as YYYY-MM-DD; empty if the model was not exported.
     """
 
     class_names: tuple[str, ...]
     image_shape: tuple[int, int, int]
+    step: int
+    exported: str = ""
     _certain_length: float
     _probability_power: int
     _functions: list[tuple[int, Callable[[np.ndarray], jax.Array]]]  # from how many images on, most first
@@ -139,6 +143,7 @@ class Artifact(Classifier):
             self.image_shape = tuple(description["image_shape"])
             self._certain_length = float(description.get("certain_length", 1.0))  # which older versions leave out
             self._probability_power = int(description.get("probability_power", 1))
+            self.step, self.exported = self.manifest["step"], self.manifest["date"]
             functions = [Function(**function) for function in self.manifest["functions"]]
             weights = jax.device_put(_read_weights(folder / WEIGHTS))
         except InputError:
@@ -219,7 +224,7 @@ def _verified_manifest(folder: Path) -> dict[str, Any]:
         raise InputError(f"{damaged}: {MANIFEST} was altered: {remedy}")
     unknown = {MODEL, WEIGHTS, *(function["file"] for function in manifest["functions"])} - set(files)
     if unknown:
-        raise InputError(f"{damaged}: {MANIFEST} does not know {', '.join(sorted(unknown))}: {remedy}")
+        raise InputError(f"{damaged}: {MANIFEST} does not list {', '.join(sorted(unknown))}: {remedy}")
     for name, known in files.items():
         file = folder / name
         if Path(name).name != name or not file.is_file():
@@ -232,6 +237,6 @@ def _verified_manifest(folder: Path) -> dict[str, Any]:
 def _read_weights(path: Path) -> dict[str, np.ndarray]:
     with zipfile.ZipFile(path) as archive:
         if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-            raise InputError(f"{path} is compressed, and an export never is: export the model again")
+            raise InputError(f"{path} is compressed, but the weights of an export never are: export the model again")
     with np.load(path, allow_pickle=False) as arrays:
         return dict(arrays)

@@ -1,4 +1,4 @@
-"""Batching: one thread computes together what several clients ask for at the same time.
+"""Batching: one thread computes the requests of several clients together.
 
 No request waits for a batch to fill. An idle thread starts with a single item; the items that arrive while it computes
 form the next batch. Needs numpy only.
@@ -16,7 +16,7 @@ _TIMED_CALLS = 3  # of each size, of which the fastest counts
 
 
 class Full(Exception):
-    """More items would wait than are allowed to."""
+    """The queue is full."""
 
 
 class Batcher:
@@ -48,7 +48,7 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Number of items that wait."""
+        """Number of waiting items."""
         return self._waiting.qsize()
 
     def warm_up(self, item: np.ndarray) -> None:

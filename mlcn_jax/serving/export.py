@@ -1,4 +1,4 @@
-"""A trained model made into an artifact: a folder that `predict` and `serve` use without training code."""
+"""Exports a trained model as an artifact: a folder that `predict` and `serve` use without training code."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ _PACKAGES = ("jax", "jaxlib", "numpy", "flax")
 def export(workdir: Path) -> Path:
     """Writes the best checkpoint of a workdir as `workdir/export`, in place of an older one, and returns that folder.
 
-    Before it lands it is loaded again, and must give what the model gives on this platform, to 1e-5.
+    Before it is put in place it is loaded again, and must give the same as the model on this platform, to 1e-5.
 
     Raises:
       InputError: the workdir holds no trained model, or flatbuffers is not installed.
@@ -41,7 +41,7 @@ def export(workdir: Path) -> Path:
     trained, config = load_trained(workdir), read_stored(workdir)
     folder = workdir / "export"
     if folder.exists() and not (folder / artifact.MANIFEST).is_file():
-        raise InputError(f"{folder} exists and is not an export, and would be replaced by one: move it away")
+        raise InputError(f"{folder} exists but is not an export: move it away, because exporting would replace it")
     with hold(workdir), tempfile.TemporaryDirectory(dir=workdir, prefix=".export-") as temporary:
         made = Path(temporary) / "export"
         made.mkdir()
@@ -149,7 +149,7 @@ def _summary(workdir: Path, step: int) -> dict[str, Any]:
 
 
 def _check(trained: Trained, exported: artifact.Artifact) -> None:
-    """Raises RuntimeError where the artifact and the model give different lengths."""
+    """Raises RuntimeError if the artifact and the model give different lengths."""
     spec, rng = trained.spec, np.random.default_rng(0)
     lengths = jax.jit(lambda params, images: capsules.lengths(encode(spec, params["encoder"], to_pixels(images))))
     for n in (1, 8):

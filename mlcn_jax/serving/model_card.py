@@ -91,6 +91,6 @@ def _accuracy(summary: Mapping[str, Any], num_classes: int) -> str:
 
 
 def _code(name: Any) -> str:
-    """A name as code on one line: those of classes are the names of folders, and may hold anything."""
+    """A name as code on one line; class names are the names of folders, which may contain anything."""
     shown = printable(str(name)).replace("`", "'").replace("|", "/")
     return f"`{shown}`"

@@ -42,7 +42,7 @@ _PACKAGES = ("onnx", "onnxruntime", "jax2onnx")
 
 @dataclasses.dataclass(frozen=True)
 class ExportedModel:
-    """What `WORKDIR/export` holds, as a function of its parameters again.
+    """The model in `WORKDIR/export`, as a function of its parameters.
 
     Attributes:
       artifact: the export, verified.
@@ -65,7 +65,7 @@ class ExportedModel:
 
 
 def read_export(workdir: Path, data_dir: str = "") -> ExportedModel:
-    """Reads `workdir/export`; `data_dir` replaces `data.dir` where the run's images have moved.
+    """Reads `workdir/export`; `data_dir` replaces `data.dir` if the run's images have moved.
 
     Raises:
       InputError: there is no export, or it is damaged.
@@ -157,12 +157,12 @@ def run(
 
 
 def difference(found: Float[np.ndarray, "n classes"], wanted: Float[np.ndarray, "n classes"]) -> float:
-    """The largest difference of lengths; over the longest where that is shorter than 1."""
+    """The largest difference of lengths, relative to the longest if that is shorter than 1."""
     return float(np.max(np.abs(found - wanted)) / min(1.0, np.max(wanted)))
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that are needed here only.
+    """The versions of the packages that only the conversion needs.
 
     Raises:
       InputError: one is not installed.
@@ -170,8 +170,8 @@ def versions() -> dict[str, str]:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise InputError(
-            f"{', '.join(missing)} cannot be imported: `make onnx` installs requirements-onnx.txt into .venv-onnx; "
-            "take .venv-onnx/bin/python; without a clone, pip install them in an environment of its own"
+            f"{', '.join(missing)} cannot be imported: in a clone, run `make onnx`, which installs them into "
+            ".venv-onnx, and use .venv-onnx/bin/python; elsewhere, install them with pip in a separate environment"
         )
     return {name: importlib.metadata.version(name) for name in _PACKAGES}
 

@@ -1,4 +1,4 @@
-"""An exported model made into an ONNX file, kept once ONNX Runtime gives the same lengths."""
+"""Converts an exported model to an ONNX file, which is kept if ONNX Runtime gives the same lengths."""
 
 from pathlib import Path
 

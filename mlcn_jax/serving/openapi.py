@@ -10,8 +10,8 @@ _CODES = {
     "400": "no picture was classified, or the request is malformed",
     "408": "the request came too slowly",
     "413": "too many bytes or pictures",
-    "415": "a content type that is not taken",
-    "429": "too much waits: try again",
+    "415": "the content type is not supported",
+    "429": "too many requests are waiting: try again",
     "500": "the model failed",
 }
 
@@ -20,7 +20,7 @@ def description(class_names: Sequence[str], limits: "Limits") -> dict[str, Any]:
     """OpenAPI 3.1, of a server with these classes and limits."""
     top = {
         "anyOf": [{"type": "integer", "minimum": 1, "maximum": len(class_names)}, {"const": "all"}],
-        "description": "how many of the most probable classes to tell, or all",
+        "description": "how many of the most probable classes to return, or all",
     }
     return {
         "openapi": "3.1.0",
@@ -34,11 +34,13 @@ def description(class_names: Sequence[str], limits: "Limits") -> dict[str, Any]:
             "/health": {
                 "get": {
                     **_get("Whether the model answers", "Health"),
-                    "responses": {"200": _json("it does", "Health"), "503": _json("it failed", "Health")},
+                    "responses": {"200": _json("it does answer", "Health"), "503": _json("it failed", "Health")},
                 }
             },
             "/metrics": {"get": {"summary": "Metrics for Prometheus", "responses": {"200": _text()}}},
-            "/openapi.json": {"get": {"summary": "This description", "responses": {"200": {"description": "it"}}}},
+            "/openapi.json": {
+                "get": {"summary": "This description", "responses": {"200": {"description": "OpenAPI 3.1"}}}
+            },
             "/predict": {"post": _predict(limits, top)},
         },
         "components": {"schemas": _schemas(class_names)},
@@ -57,13 +59,18 @@ def _predict(limits: "Limits", top: dict[str, Any]) -> dict[str, Any]:
     return {
         "summary": "Classify pictures",
         "parameters": [
-            {"name": "top", "in": "query", "schema": top, "description": "goes before the field `top` of a body"},
+            {
+                "name": "top",
+                "in": "query",
+                "schema": top,
+                "description": "takes precedence over the field `top` of the body",
+            },
             {
                 "name": "probabilities",
                 "in": "query",
                 "allowEmptyValue": True,
                 "schema": {"type": "string"},
-                "description": "if given, also the probabilities of all classes, in their own order",
+                "description": "if given, the answer also has the probability of each class by name",
             },
         ],
         "requestBody": {
@@ -98,7 +105,7 @@ def _schemas(class_names: Sequence[str]) -> dict[str, Any]:
     return {
         "Prediction": {
             "type": "object",
-            "description": "of one picture; `error` alone says why it cannot be read",
+            "description": "of one picture; one that cannot be read has only `error`, the reason",
             "properties": {
                 **one,
                 "top": {"type": "array", "items": {"type": "object", "properties": one, "required": list(one)}},
@@ -119,7 +126,7 @@ def _schemas(class_names: Sequence[str]) -> dict[str, Any]:
                 "classes": {"type": "array", "items": name},
                 "image_shape": {"type": "array", "items": {"type": "integer"}},
                 "step": {"type": "integer"},
-                "exported": {"type": "string", "format": "date"},
+                "exported": {"type": "string", "format": "date", "description": "absent if not exported"},
                 "limits": {"type": "object", "additionalProperties": {"type": "number"}},
             },
         },
@@ -136,4 +143,7 @@ def _json(meaning: str, schema: str) -> dict[str, Any]:
 
 
 def _text() -> dict[str, Any]:
-    return {"description": "in Prometheus's format", "content": {"text/plain": {"schema": {"type": "string"}}}}
+    return {
+        "description": "in the text format of Prometheus",
+        "content": {"text/plain": {"schema": {"type": "string"}}},
+    }

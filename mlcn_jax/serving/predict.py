@@ -24,10 +24,12 @@ import numpy as np
 from mlcn_jax.data.images import SUFFIXES, read_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import EXIT_FAILED, program
-from mlcn_jax.pretrained import find_export
+from mlcn_jax.pretrained import find_export, names
 
 if TYPE_CHECKING:
     from mlcn_jax.serving.artifact import Classifier
+
+MODEL_HELP = "folder that `mlcn_jax export` wrote, folder of a training run, or a model of the package: digits"
 
 
 def predict(model: "Classifier", files: Sequence[Path], batch_size: int = 64) -> Iterator[dict[str, Any]]:
@@ -67,6 +69,11 @@ def open_model(given: str) -> "Classifier":
     from mlcn_jax.serving.artifact import MANIFEST, Artifact
 
     folder = find_export(given).expanduser()
+    if not folder.exists():
+        raise InputError(
+            f"{given} does not exist: give a folder that `{program()} export` wrote, the folder of a training run, or "
+            f"the name of a model that comes with the package: {', '.join(names())}"
+        )
     checkpoints = folder / "checkpoints"
     if (folder / MANIFEST).is_file() or not checkpoints.is_dir():
         return Artifact(folder)
@@ -116,8 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=(__doc__ or "").split("\n")[0],
         epilog="Takes no configuration: mlcn_jax train --help lists the fields of one.",
     )
-    text = "folder that `mlcn_jax export` wrote, folder of a training run, or a model of the package: digits"
-    parser.add_argument("model", help=text)
+    parser.add_argument("model", help=MODEL_HELP)
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="PNG, JPEG, WebP, BMP or GIF, or a folder of them")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     arguments = parser.parse_intermixed_args(argv)

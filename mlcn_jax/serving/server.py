@@ -1,6 +1,8 @@
-"""Answers HTTP requests with an exported model; needs jax, numpy, Pillow and `pip install 'mlcn_jax[serve]'`.
+"""Answers HTTP requests with a trained model; an exported one needs jax, numpy, Pillow and the extra `serve` only.
 
-    mlcn_jax serve runs/mlcn2/export --port=8000    # or, with the model that comes with the package: serve digits
+    mlcn_jax serve runs/mlcn2/export --port=8000
+    mlcn_jax serve runs/mlcn2    # a training run, exported or not
+    mlcn_jax serve digits        # the model that comes with the package
     curl --data-binary @image.png -H 'Content-Type: image/png' http://127.0.0.1:8000/predict
     curl -F a=@one.png -F b=@two.jpg http://127.0.0.1:8000/predict
 
@@ -14,7 +16,8 @@ and `GET /metrics` is for Prometheus.
 
 Status codes: 200 some picture was classified; 400 none was, or the request is malformed; 404, 405 there is no such path
 or method; 408 the request came too slowly; 413 it has too many bytes or pictures; 415 it is of another type; 429 too
-much waits, try again; 431 its head is too long; 500, and 503 of `/health`, the model itself failed.
+many requests are waiting, try again; 431 the head of the request is too long; 500, and 503 of `/health`, the model
+itself failed.
 
 It listens once the model is ready. On SIGTERM or Ctrl-C it answers the requests that have arrived, then ends. Exit
 codes: 0 ended in this way, 2 input that cannot be used.
@@ -34,7 +37,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.pretrained import find_export
+from mlcn_jax.serving.predict import MODEL_HELP, open_model
 
 if TYPE_CHECKING:
     from mlcn_jax.serving.service import Limits, Service
@@ -133,7 +136,7 @@ def _protocol(service: "Service"):
             if self._head_bytes > _MAX_HEAD_BYTES:
                 self._refuse(431, "the head of the request is too long")
             if len(self.pipeline) > _MAX_PIPELINED:
-                self._refuse(429, "too many requests came before the first was answered")
+                self._refuse(429, "too many requests were sent before the first was answered")
 
         def on_message_begin(self):
             super().on_message_begin()
@@ -201,7 +204,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _cannot_listen(address: tuple, error: Exception) -> InputError:
     host, port = address[:2]
-    return InputError(f"cannot listen at {host}, port {port} ({error}): give another --host or --port")
+    return InputError(f"cannot listen on {host}, port {port} ({error}): give another --host or --port")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -212,9 +215,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("artifact", help="folder that `mlcn_jax export` wrote, or a model of the package: digits")
-    add("--host", default="127.0.0.1", help="address to listen at")
-    add("--port", default=8000, type=int, help="to listen at; 0 takes a free one")
+    add("model", help=MODEL_HELP)
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", default=8000, type=int, help="port to listen on; 0 picks a free one")
     add("--max_batch", default=64, type=int, help="images computed together, a power of two; 1 turns batching off")
     add("--max_queue", default=256, type=int, help="images that wait while others are computed")
     add("--max_body_mib", default=16.0, type=float, help="size of a request")
@@ -237,8 +240,8 @@ def _limits(arguments: argparse.Namespace) -> "Limits":
             raise InputError(f"--{name}={getattr(arguments, name)} must be above 0")
     if arguments.max_images > arguments.max_queue:
         raise InputError(
-            f"--max_images={arguments.max_images} is more than --max_queue={arguments.max_queue}, so that "
-            "such a request would never be accepted"
+            f"--max_images={arguments.max_images} is more than --max_queue={arguments.max_queue}, so a "
+            "request with that many would never be accepted: raise one or lower the other"
         )
     return Limits(
         max_batch=arguments.max_batch,
@@ -260,15 +263,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     listener = _bind(arguments.host, arguments.port)
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or XLA tells of each constant that takes a second to fold
-    from mlcn_jax.serving.artifact import Artifact  # slow to load: a mistaken argument has been answered
-    from mlcn_jax.serving.service import Service
+    from mlcn_jax.serving.service import Service  # slow to load: a mistaken argument has been answered
 
-    service = Service(Artifact(find_export(arguments.artifact)), limits)
+    service = Service(open_model(arguments.model), limits)
     service.warm_up()
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     serve(
         service,
         listener,
-        f"serving {arguments.artifact} at http://{host}:{port}/predict, and a page at http://{host}:{port}/",
+        f"serving {arguments.model} at http://{host}:{port}/predict, and a page at http://{host}:{port}/",
     )

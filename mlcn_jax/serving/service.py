@@ -35,7 +35,7 @@ from mlcn_jax.serving.batching import Batcher, Full
 from mlcn_jax.serving.openapi import description
 
 if TYPE_CHECKING:
-    from mlcn_jax.serving.artifact import Artifact
+    from mlcn_jax.serving.artifact import Classifier
 
 
 _SMALL_BYTES, _SMALL_PIXELS = 2**13, 2**16  # decoded in less time than handing it to a thread takes
@@ -121,20 +121,20 @@ class Service:
     """`POST /predict` as an ASGI application, with the model and the threads that it needs.
 
     Args:
-      artifact: the model.
+      model: that classifies, an export or a training run.
       limits: of what is accepted.
     """
 
-    def __init__(self, artifact: "Artifact", limits: Limits):
-        self.artifact, self.limits = artifact, limits
-        self.batcher = Batcher(artifact.probabilities, limits.max_batch, limits.max_queue, self._count_batch)
+    def __init__(self, model: "Classifier", limits: Limits):
+        self.model, self.limits = model, limits
+        self.batcher = Batcher(model.probabilities, limits.max_batch, limits.max_queue, self._count_batch)
         self.metrics = Metrics(lambda: self.batcher.waiting)
         self._readers = concurrent.futures.ThreadPoolExecutor(_READERS, "reader")
         self._held_bytes = 0
 
     def warm_up(self) -> None:
         """Compiles all programs."""
-        self.batcher.warm_up(np.zeros(self.artifact.image_shape, np.uint8))
+        self.batcher.warm_up(np.zeros(self.model.image_shape, np.uint8))
 
     @contextlib.asynccontextmanager
     async def running(self, app: Any):
@@ -176,7 +176,7 @@ class Service:
             ]
         }
         if not good:
-            answer["error"] = "no image in it can be read"
+            answer["error"] = "none of the images can be read"
         await JSONResponse(answer, 200 if good else 400)(scope, receive, send)
 
     async def _receive_pixels(self, find: "_Finder", length: int, receive: Receive) -> "_Pixels":
@@ -198,7 +198,7 @@ class Service:
                 if received > most:
                     raise self._too_large()
                 if self._held_bytes > _BODIES_HELD * most and received > _SMALL_BYTES:
-                    raise HTTPException(429, "too many bytes are arriving: try again", _RETRY)
+                    raise HTTPException(429, "too many large requests are arriving: try again", _RETRY)
             body = b"".join(parts)
             if find is _whole and _is_small(body):
                 return self._pixels(find, body)
@@ -211,14 +211,14 @@ class Service:
         images, top = find(body, self.limits.max_images)
         for image in images:
             try:
-                found.append(image if isinstance(image, str) else read_pixels(image, self.artifact.image_shape))
+                found.append(image if isinstance(image, str) else read_pixels(image, self.model.image_shape))
             except InputError as error:
                 found.append(str(error))
         return found, top
 
     def _count(self, top: str | None) -> int:
         """How many of the most probable classes `top` asks for; 0 where it is not given."""
-        most = len(self.artifact.class_names)
+        most = len(self.model.class_names)
         if top is None:
             return 0
         if top == "all":
@@ -228,7 +228,7 @@ class Service:
         return int(top)
 
     def _prediction(self, probabilities: np.ndarray, every: bool, top: int) -> dict[str, Any]:
-        names, best = self.artifact.class_names, int(np.argmax(probabilities))
+        names, best = self.model.class_names, int(np.argmax(probabilities))
         answer: dict[str, Any] = {"class": names[best], "probability": float(probabilities[best])}
         if every:
             answer["probabilities"] = dict(zip(names, probabilities.tolist(), strict=True))
@@ -256,17 +256,17 @@ def application(service: Service) -> ASGIApp:
             return HTMLResponse(page.PAGE, headers={**page.HEADERS, **vary})
         return JSONResponse(
             {
-                "classes": service.artifact.class_names,
-                "image_shape": service.artifact.image_shape,
-                "step": service.artifact.manifest["step"],
-                "exported": service.artifact.manifest["date"],
+                "classes": service.model.class_names,
+                "image_shape": service.model.image_shape,
+                "step": service.model.step,
+                **({"exported": service.model.exported} if service.model.exported else {}),
                 "limits": dataclasses.asdict(service.limits),
             },
             headers=vary,
         )
 
     async def openapi(request: Request) -> Response:
-        return JSONResponse(description(service.artifact.class_names, service.limits))
+        return JSONResponse(description(service.model.class_names, service.limits))
 
     async def health(request: Request) -> Response:
         failed = service.batcher.failed
@@ -280,7 +280,7 @@ def application(service: Service) -> ASGIApp:
         detail = error.detail
         if error.status_code == 404:
             routes = [f"{'POST' if path == '/predict' else 'GET'} {path}" for path in paths]
-            detail = f"there is nothing at this path; there are {', '.join(routes)}"
+            detail = f"there is nothing at this path; the paths are {', '.join(routes)}"
         if error.status_code == 405:
             detail = f"{request.url.path} takes {(error.headers or {})['Allow']} only"
         return JSONResponse({"error": detail}, error.status_code, error.headers)

@@ -24,7 +24,7 @@ class TrainedModel(Classifier):
         host.keep_compiled_programs()
         trained = load_trained(workdir)
         spec = trained.spec
-        self.class_names, self.image_shape = trained.class_names, spec.image_shape
+        self.class_names, self.image_shape, self.step = trained.class_names, spec.image_shape, trained.step
         self._certain_length, self._probability_power = spec.certain_length, spec.probability_power
         encoder = fold_statistics(spec, trained.params)["encoder"]
         lengths = jax.jit(

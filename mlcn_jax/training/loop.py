@@ -4,11 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import math
-import os
-import signal
 import tempfile
-import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +16,7 @@ from mlcn_jax.config import RunConfig
 from mlcn_jax.data.batches import Batches
 from mlcn_jax.data.datasets import Split
 from mlcn_jax.distributed import processes
-from mlcn_jax.errors import Diverged, InputError, Stopped
+from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.files import hold, read_json, write_json
 from mlcn_jax.nn import tracing
 from mlcn_jax.nn.calibration import param_shapes, with_statistics, without_statistics
@@ -32,6 +28,7 @@ from mlcn_jax.training.metrics import MetricsWriter, Progress, StepLog
 from mlcn_jax.training.plan import algorithms_of, make_runner
 from mlcn_jax.training.session import calibration_images, open_session, with_flips
 from mlcn_jax.training.start import announce, check_resumable, start_state
+from mlcn_jax.training.stop_signals import StopSignals
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +48,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
     """
     settings = config.train
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(_StopSignals())
+        stop = stack.enter_context(StopSignals())
         if not processes.is_first():
             logging.getLogger("mlcn_jax").setLevel(logging.WARNING)
             workdir = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -205,54 +202,3 @@ def _finished_summary(workdir: Path, step: int) -> dict | None:
     except InputError:
         return None
     return summary if isinstance(summary, dict) and summary.get("steps") == step else None
-
-
-class _StopSignals:
-    """Records the first SIGTERM or Ctrl-C in `requested`; a second one ends the process at once.
-
-    Python's own handlers wait until a compilation returns, so a thread counts the signals as they arrive.
-    """
-
-    requested = ""
-
-    def __enter__(self):
-        one_process = jax.process_count() == 1
-        signals = (signal.SIGTERM, signal.SIGINT) if one_process else ()
-        self._before = {s: signal.signal(s, self._note) for s in signals}
-        came, self._coming = os.pipe()
-        os.set_blocking(self._coming, False)
-        self._fd_before = signal.set_wakeup_fd(self._coming) if signals else None
-        threading.Thread(target=self._end_at_the_second, args=(came,), daemon=True).start()
-        return self
-
-    def _end_at_the_second(self, came: int) -> None:
-        with open(came, "rb", buffering=0) as numbers:
-            stops = 0
-            while number := numbers.read(1):
-                stops += number[0] in self._before
-                if stops > 1:
-                    time.sleep(1.0)  # for a KeyboardInterrupt to clean up
-                    os._exit(128 + number[0])
-
-    def due(self, step: int) -> bool:
-        """Whether to stop after this step; the same in all processes of a run."""
-        if jax.process_count() > 1 and processes.asked_to_stop(step):
-            self.requested = "SIGTERM"
-        return bool(self.requested)
-
-    def _note(self, number, frame):
-        self.requested = signal.Signals(number).name
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def check(self, when: str) -> None:
-        """Raises Stopped if a signal has arrived."""
-        if self.requested:
-            raise Stopped(f"stopped by {self.requested} {when}")
-
-    def __exit__(self, *error):
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        if self._fd_before is not None:
-            signal.set_wakeup_fd(self._fd_before)
-        os.close(self._coming)

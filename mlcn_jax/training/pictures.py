@@ -35,7 +35,7 @@ def save_confusion(path: Path, scores: Scores, class_names: Sequence[str]) -> No
         for name, a in zip(class_names, scores.accuracy_per_class, strict=True)
     ]
     font = 9 if n <= 40 else 5
-    axes.set_xticks(range(n), class_names, rotation=90, fontsize=font)
+    axes.set_xticks(range(n), class_names, rotation=90 if max(map(len, class_names)) > 2 else 0, fontsize=font)
     axes.set_yticks(range(n), names, fontsize=font)
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class, and its accuracy")

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mlcn_jax import pretrained
 from mlcn_jax.config import RunConfig, flat, model_defaults, read_stored
 from mlcn_jax.errors import InputError, differences
 from mlcn_jax.files import read_json
@@ -45,7 +46,7 @@ def start_state(session: Session, checkpoints: Checkpoints) -> tuple[TrainState,
     """The state to start from, and the convolution algorithms that the run has used so far.
 
     1. The newest intact checkpoint of this workdir.
-    2. `config.init_from`: the best parameters of another workdir, with a fresh optimizer state.
+    2. `config.init_from`: the best parameters of another workdir or packaged model, with a fresh optimizer state.
     3. Random parameters from `config.train.seed`.
     """
     if checkpoints.exist():
@@ -58,7 +59,7 @@ def start_state(session: Session, checkpoints: Checkpoints) -> tuple[TrainState,
     params = init_params(spec, jax.random.key(session.config.train.seed))
     params = whiten_from(spec, params, session.train)
     if donor:
-        params = _adapt(params, spec, load_trained(Path(donor).expanduser()))
+        params = _adapt(params, spec, load_trained(pretrained.find_workdir(donor)))
     return jax.jit(TrainState.create, static_argnums=1)(params, session.optimizer), {}
 
 
@@ -71,7 +72,11 @@ def _adapt(params: dict, spec: ModelSpec, trained: Trained) -> dict:
 
     theirs, mine = shape_of(trained.spec), shape_of(spec)
     if rows := differences(theirs, mine):
-        raise InputError("config.init_from names a model that does not match this one:\n" + "\n".join(rows))
+        raise InputError(
+            "config.init_from names a model that does not match this one:\n"
+            + "\n".join(rows)
+            + "\ngive the same values (--config.model.lanes and so on), or another --config.init_from"
+        )
     fresh = []
 
     def choose(path, mine, theirs):

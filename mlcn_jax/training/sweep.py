@@ -38,7 +38,7 @@ def parse_grid(text: str) -> dict[str, list[str]]:
                 "'train.learning_rate=1e-3,3e-4;train.seed=0,1,2'"
             )
         if field.strip() in grid:
-            raise InputError(f"--sweep: {field.strip()} stands twice; give all its values in one list")
+            raise InputError(f"--sweep: {field.strip()} is given twice; give all its values in one list")
         grid[field.strip()] = [value.strip() for value in choices]
     if not grid:
         raise InputError("a sweep needs --sweep='FIELD=VALUE,VALUE;...'")

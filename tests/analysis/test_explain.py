@@ -1,6 +1,7 @@
 """What lanes encode: measured against slow loops, and the command from a trained run to its files."""
 
 import json
+import logging
 import shutil
 
 import jax
@@ -128,11 +129,14 @@ def test_first_correct_takes_one_image_of_each_class_that_has_one(monkeypatch):
     assert explain.first_correct(SPEC, none, Split(pixels, labels)) == [1, 5, 6]
 
 
-def test_explain_a_run(finished, tmp_path, monkeypatch):
+def test_explain_a_run(finished, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "mlcn_jax")
     with monkeypatch.context() as patch:  # drawn below, for one image
         for name in ("draw_offsets", "draw_reconstructions", "draw_ranking"):
             patch.setattr(script, name, lambda path, *args: path.touch())
         results = script.explain_run(finished, tmp_path / "a", [], num_ranked=30)
+    assert caplog.messages[0] == f"loading {finished}, and the images"
+    assert caplog.messages[-1] == "measuring what each lane changes, on 30 test images"
     trained, dataset = explain.load_explained(finished)
     pixels = dataset.test.images / np.float32(255)
     v, reconstructions = model.apply_model(trained.spec, trained.params, pixels)
@@ -164,6 +168,17 @@ def test_explain_a_run(finished, tmp_path, monkeypatch):
     assert again["pictures"] == [picture]
     stored = json.loads((tmp_path / "a" / "ranking.json").read_text())
     assert {**again, "pictures": []} == {**stored, "pictures": []}
+
+
+def test_the_picture_of_an_image_says_what_is_added_to_what(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: drawn.append(figure))
+    row = {"index": 7, "class": "cat", "predicted": "dog"}
+    changed = np.random.default_rng(0).random((2, 3, 4, 4, 1))
+    names = ["lane 0 (mlcn1:w1d1)", "lane 1 (mlcn1:w1d1)"]
+    script.draw_offsets(tmp_path / "a.png", row, names, (-0.1, 0.0, 0.1), np.zeros((4, 4, 1), np.uint8), changed)
+    title = drawn[0].get_suptitle()
+    assert title.startswith("test image 7, class cat, predicted dog: in each row, a number is added to one lane of")
 
 
 def test_numbers_of_images():

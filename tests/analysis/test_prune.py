@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import shlex
 import shutil
 from pathlib import Path
@@ -228,12 +229,15 @@ def test_lanes_are_never_ranked_on_test_images(config, run, workdir, tmp_path, m
     np.testing.assert_array_equal(drawn.ranking.labels, prune.load_prunable(without).ranking.labels)
 
 
-def test_two_runs_are_drawn_together(workdir, tmp_path):
+def test_two_runs_are_drawn_together(workdir, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "mlcn_jax")
     script.measure_and_prune([workdir, workdir], order="greedy", rounds=0, results=tmp_path)
     first, second = json.loads((tmp_path / "prune.json").read_text())["runs"]
     assert first == second
     assert "speedup" not in first["removed"][0]
     assert (tmp_path / "prune.png").stat().st_size > 1000
+    assert f"loading {workdir}, {workdir}, and the images" in caplog.messages
+    assert sum(message.startswith("scoring 3 lanes on ") for message in caplog.messages) == 2
 
 
 @pytest.mark.parametrize(

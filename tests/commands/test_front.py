@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -158,3 +159,16 @@ def test_the_pretrained_model_evaluates_as_it_says(tmp_path, monkeypatch, capsys
     front.run(["evaluate", "--workdir=digits"])
     assert json.loads(capsys.readouterr().out)["test_accuracy"] == pytest.approx(summary["test_accuracy"], abs=0.005)
     assert (tmp_path / "evaluate-digits" / "confusion.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("train.num_epochs=1e3", "--config.train.num_epochs=1e3: it must be an integer"),
+        ("train.learning_rate=fast", "--config.train.learning_rate=fast: it must be a number"),
+        ("profile=maybe", "--config.profile=maybe: it must be true or false"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_in_plain_words(field, message):
+    with pytest.raises(InputError, match=re.escape(message) + "$"):
+        front.run(["train", "--config=quickstart", "--workdir=W", f"--config.{field}"])

@@ -96,6 +96,26 @@ def test_two_processes_are_stopped_lost_and_resumed_and_end_as_one_does(tmp_path
     assert code == 0
     assert "is finished: 20 steps" in err
     assert out.count("test accuracy") == 1
+    assert "Gloo" not in out + err
+
+
+def test_what_libraries_print_is_dropped_and_what_python_prints_is_not(tmp_path, monkeypatch):
+    """gloo reports its connections from C++, past Python's `sys.stdout`."""
+    before = os.dup(1)
+    try:
+        with open(tmp_path / "out", "w") as file:
+            os.dup2(file.fileno(), 1)
+        monkeypatch.setattr(sys, "stdout", open(1, "w", closefd=False))  # noqa: SIM115
+        print("before")
+        processes.drop_native_output()
+        os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks.")
+        os.write(2, b"an error of the library")
+        print("after")
+        sys.stdout.close()
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+    assert (tmp_path / "out").read_text() == "before\nafter\n"
 
 
 def test_a_process_that_does_not_come_or_differs_is_named(tmp_path, monkeypatch):

@@ -82,7 +82,11 @@ def test_what_was_given_is_told_without_folders():
         ("tie_break", "--draw=3", "Unknown command line flag 'draw'. Did you mean: draws"),
         ("tie_break", "--draws=none", "flag --draws=none"),
         ("tie_break", "draws", "unknown argument 'draws'"),
-        ("nas_sweeps", "--config.search.num_imags=3", "is no field of the configuration (--config.search.num_imags)"),
+        (
+            "nas_sweeps",
+            "--config.search.num_imags=3",
+            "is not a field of the configuration (--config.search.num_imags)",
+        ),
     ],
 )
 def test_a_mistaken_flag_is_one_message(script, given, message, monkeypatch):

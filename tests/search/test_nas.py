@@ -27,7 +27,7 @@ def test_a_search_from_beginning_to_end(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     config, settings = make_config()
     summary = run(config, settings, tmp_path)
-    steps = ("loading the data", "counting what lanes cost", "training the baseline", "to score it on the test set")
+    steps = ("loading the data", "computing what lanes cost", "training the baseline", "to score it on the test set")
     assert [any(step in message for message in caplog.messages) for step in (*steps, "drawing")] == [True] * 5
     trials = json.loads((tmp_path / "trials.json").read_text())
     assert [row["model"] for row in trials] == ["baseline", 0, 1, 2]
@@ -64,7 +64,7 @@ def test_when_every_model_fails_the_first_reason_is_given(tmp_path):
 
 
 def test_a_worker_without_a_search_says_what_to_do(tmp_path):
-    with pytest.raises(InputError, match="start it without --worker first"):
+    with pytest.raises(InputError, match="start it first, with the same command without --worker"):
         work(*make_config(), tmp_path)
 
 

@@ -65,7 +65,7 @@ def test_a_search_trains_each_mix_once_and_says_so_before_it_repeats_one(tmp_pat
     found = make_study(tmp_path, method=method)
     mixes = [model.lanes for model in found.models()[1:]]
     assert len(set(mixes)) == 4
-    assert "has the lanes drawn first; took draw" in caplog.text
+    assert "already has the lanes drawn first, so draw" in caplog.text
     assert "repeats" not in caplog.text
     make_study(tmp_path, method=method, num_models=5).work(small, evaluate, to_the_end=True)
     assert "model 4 repeats model" in caplog.text
@@ -129,7 +129,7 @@ def test_the_command_says_how_to_go_on(tmp_path, monkeypatch, capsys):
     given = ["--config=nas_quickstart", f"--workdir={tmp_path / 'a b'}"]
     assert search.main(given) == 75
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "stopped by SIGTERM: 0 of 8 models have ended. Go on with:"
+    assert lines[0] == "stopped by SIGTERM: 0 of 8 models have ended. Continue with:"
     assert lines[1].endswith(f"search --config=nas_quickstart '--workdir={tmp_path}/a b'")
 
 
@@ -137,5 +137,7 @@ def test_the_report_counts_different_mixes(tmp_path):
     device = {"device": "device", "lanes": "mlcn1:w1*6"}
     best = {"validation_accuracy": 0.5, "test_accuracies": [0.5], "lanes": "mlcn1:w1*6", "devices": [device]}
     summary = {"models": {"complete": 5}, "distinct_mixes": 4, "best": best, "mean_validation_accuracy": 0.4}
-    text = report.text({**summary, "baseline_validation_accuracy": None}, tmp_path)
+    summary["baseline_validation_accuracy"] = None
+    text = report.text(summary, tmp_path)
     assert text.startswith("best of 5 models (5 complete; 4 different mixes): validation accuracy 50.00%")
+    assert "; 1 different mix)" in report.text({**summary, "distinct_mixes": 1}, tmp_path)

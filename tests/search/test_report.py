@@ -1,10 +1,11 @@
-"""The config of a search's best model, as Python source."""
+"""What a search writes: the config of its best model, as Python source, and the picture."""
 
 import ast
 import runpy
 import types
 
 import pytest
+from matplotlib.figure import Figure
 
 from mlcn_jax.config import RunConfig
 from mlcn_jax.search import report
@@ -37,3 +38,23 @@ def test_what_data_gave_stays_data(tmp_path, text):
     config = RunConfig.from_dict(made["get_config"]().to_dict())
     assert (config.data.dir, config.model["lanes"]) == (text, "mlcn1:w1d1*2")
     assert not [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)]
+
+
+def test_the_picture_names_what_it_shows_and_counts_whole_models(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: drawn.append(figure))
+    device = {"fill": 0.9}
+    row = {"state": "complete", "accuracy": 0.9, "train_seconds": 2.0, "step_flops": 1e9, "step_seconds": 0.01}
+    models = [{**row, "model": i, "ended": 10.0 + i, "devices": [device]} for i in range(2)]
+    found = types.SimpleNamespace(
+        settings=types.SimpleNamespace(method="random", baseline="mlcn1:w1"),
+        space=types.SimpleNamespace(buckets=[types.SimpleNamespace(name="device 0")]),
+    )
+    summary = {"data": {"name": "digits"}, "train_images": 10, "num_epochs": 1, "best": {"devices": [device]}}
+    report.draw(found, models, {**summary, "drawn_lanes": {"mlcn1:w1d1": 2}}, tmp_path / "search.png")
+    trials, seconds, flops, front, *_ = drawn[0].axes
+    drawn[0].draw_without_rendering()
+    assert trials.get_title() == "best accuracy so far, by number of models"
+    assert all(tick == round(tick) for tick in trials.get_xticks())
+    named = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in (trials, seconds, flops, front)]
+    assert named == [["each model", "best so far"], ["best so far"], ["models"], ["models"]]  # there is no baseline

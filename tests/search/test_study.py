@@ -336,7 +336,7 @@ def test_storages_that_cannot_be_used(tmp_path):
     (tmp_path / "search.db").write_text("no database, but text that is long enough to look like one\n" * 100)
     with pytest.raises(InputError, match="damaged or belongs to another program") as caught:
         make_study(tmp_path)
-    assert "same command goes on" not in str(caught.value)
+    assert "same command continues" not in str(caught.value)
     for url, message in (
         ("nonsense", "is not the address of a database"),
         ("sqlite:////nowhere/search.db", "cannot be used .*unable to open"),

@@ -99,7 +99,7 @@ def test_a_loss_that_is_not_finite_ends_the_trial():
     ("config", "num_images", "message"),
     [
         ({"data__validation_fraction": "0"}, 0, "data.validation_fraction is 0: a search compares models"),
-        ({}, 10**6, "search.num_images is 1000000; there are"),
+        ({}, 10**6, "search.num_images is 1000000, but there are only"),
         ({"train__batch_size": "500"}, 200, "batch size is 500"),
     ],
 )

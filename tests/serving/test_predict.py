@@ -52,6 +52,15 @@ def test_a_workdir_is_used_by_its_export_only_while_that_is_newer_than_the_check
     assert isinstance(predict.open_model(str(manifest.parent)), artifact.Artifact)
 
 
+def test_a_model_that_does_not_exist_is_not_called_an_export_without_a_manifest(tmp_path):
+    with pytest.raises(
+        InputError, match=r"nothing does not exist: give a folder that .* comes with the package: digits"
+    ):
+        predict.open_model(str(tmp_path / "nothing"))
+    with pytest.raises(InputError, match="is not an exported model: it has no manifest"):
+        predict.open_model(str(tmp_path))
+
+
 def test_a_workdir_without_a_model_says_so(tmp_path, monkeypatch):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(InputError, match="holds no trained model"):

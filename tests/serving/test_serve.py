@@ -8,6 +8,7 @@ import hashlib
 import http.client
 import io
 import json
+import os
 import random
 import re
 import signal
@@ -406,7 +407,7 @@ def test_a_signal_ends_it_once_all_that_came_is_answered(folder, pictures):
 class Slow:
     """A model that takes its time: it answers once `go` is set."""
 
-    class_names, image_shape, manifest = ("dark", "light"), (2, 2, 1), {"step": 1, "date": "today"}
+    class_names, image_shape, step, exported = ("dark", "light"), (2, 2, 1), 1, "today"
 
     def __init__(self):
         self.entered, self.go, self.sizes = threading.Event(), threading.Event(), []
@@ -462,6 +463,29 @@ def in_process(check, **limits):
             await asyncio.wait_for(check(application(service), slow, service), 30)
 
     asyncio.run(run())
+
+
+def test_a_training_run_is_served_without_exporting_it(folder, monkeypatch):
+    workdir, served = folder.parent, []
+    manifest = (folder / artifact.MANIFEST).stat()
+    os.utime(folder / artifact.MANIFEST, (0, 0))  # older than the checkpoint
+    monkeypatch.setattr(server_lib, "serve", lambda service, listener, message: served.append((service, message)))
+    try:
+        main([str(workdir), "--port=0", "--max_batch=1"])
+    finally:
+        os.utime(folder / artifact.MANIFEST, (manifest.st_atime, manifest.st_mtime))
+    (service, message) = served[0]
+    assert message.startswith(f"serving {workdir} at http://127.0.0.1:")
+    assert not isinstance(service.model, artifact.Artifact)
+
+    async def check():
+        async with service.running(None):
+            app = application(service)
+            return await ask(app, b"", "/", "GET"), await ask(app, pixel(0))
+
+    (status, _, about), (predicted, _, answer) = asyncio.run(check())
+    assert (status, about["step"], "exported" in about) == (200, service.model.step, False)
+    assert (predicted, answer["predictions"][0]["class"] in service.model.class_names) == (200, True)
 
 
 def test_what_comes_while_the_model_computes_goes_together_and_too_much_is_refused():
@@ -647,7 +671,7 @@ def test_an_address_in_use_gives_one_error(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, message = run_serve(str(tmp_path), f"--port={taken.getsockname()[1]}")
     assert code == 2
-    assert re.fullmatch(r"error: cannot listen at 127.0.0.1, port \d+ \(.*in use\).*--port\n", message)
+    assert re.fullmatch(r"error: cannot listen on 127.0.0.1, port \d+ \(.*in use\).*--port\n", message)
 
 
 @pytest.mark.parametrize(
@@ -660,7 +684,7 @@ def test_an_address_in_use_gives_one_error(tmp_path):
         ("--timeout_seconds=nan", "above 0"),
         ("--max_images=300", "max_queue=256"),
         ("--host=no.such.host.invalid", "cannot listen"),
-        ("--port=0", "folder is not an exported model"),
+        ("--port=0", "folder does not exist"),
     ],
 )
 def test_options_that_make_no_sense_are_named(monkeypatch, option, said):

@@ -6,6 +6,7 @@ import shutil
 import signal
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from mlcn_jax import files
+from mlcn_jax import files, pretrained
 from mlcn_jax.analysis import evaluate_workdir
 from mlcn_jax.config import read_stored
 from mlcn_jax.data import datasets
@@ -21,9 +22,10 @@ from mlcn_jax.data.batches import Augmentation
 from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.nn import conv, losses, model
 from mlcn_jax.training import loop, mesh_runner
-from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.training.checkpoint import Checkpoints, load_trained
 from mlcn_jax.training.metrics import read_rows
 from mlcn_jax.training.session import optimizer_of
+from mlcn_jax.training.start import start_state
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 
 SPEC = model.ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2,mlcn2:w1", decoder=(6,))
@@ -338,6 +340,15 @@ def test_fine_tuning_keeps_what_fits(tiny, finished, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="that does not match this one:\n  signed_pixels: False there, True now"):
         loop.train(config.replace({"model.signed_pixels": True}), tmp_path / "other")
     loop.train(config.replace({"model.lanes": "mlcn1:w1d1,mlcn1:w1"}), tmp_path / "same lanes in other words")
+
+
+def test_fine_tuning_starts_from_a_packaged_model_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no folder has that name
+    donor = load_trained(pretrained.find_workdir("digits"))
+    config = read_stored(pretrained.find_workdir("digits")).replace({"init_from": "digits"})
+    session = types.SimpleNamespace(config=config, spec=donor.spec, optimizer=optax.sgd(0.1))
+    state, _ = start_state(session, Checkpoints(tmp_path / "checkpoints"))
+    assert_same_bits(donor.params, state.params)
 
 
 def test_a_profile_is_written(tiny, tmp_path):
