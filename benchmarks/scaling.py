@@ -34,7 +34,8 @@ from mlcn_jax import host
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import tracing
-from mlcn_jax.nn.model import ModelSpec, init_params
+from mlcn_jax.nn.model import init_params
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 

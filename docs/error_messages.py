@@ -23,7 +23,7 @@ from mlcn_jax.data import datasets
 from mlcn_jax.data.images import read_pixels
 from mlcn_jax.distributed import mesh
 from mlcn_jax.errors import Diverged, InputError
-from mlcn_jax.nn.model import ModelSpec
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.partition import partition
 from mlcn_jax.placement.problem import Problem, uniform_seconds
 from mlcn_jax.placement.profile import DeviceProfile

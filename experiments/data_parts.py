@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from mlcn_jax.config import DataSettings
 from mlcn_jax.data import datasets, sources
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
+from mlcn_jax.settings import DataSettings
 
 # `data.digest` of training sets that are known, and yet not the official bytes.
 _KNOWN_COPIES = {"29f8e3101e0cb417": "JPEG copy"}

@@ -23,7 +23,7 @@ from experiments import RESULTS
 from mlcn_jax.distributed import traffic
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
-from mlcn_jax.nn.model import ModelSpec
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.partition import partition
 from mlcn_jax.placement.problem import Problem, uniform_seconds
 from mlcn_jax.placement.simulate import ALGORITHMS, Cluster, Link, StepTime, simulate_mesh, simulate_stacks

@@ -154,14 +154,14 @@ def _work(values: dict[str, Any]) -> None:
 
     from mlcn_jax.analysis.measure_device import Lab
     from mlcn_jax.nn.model import init_params
-    from mlcn_jax.training import plan, stacks_runner, step
+    from mlcn_jax.training import plan, stack_programs, step
 
     image_shape, num_classes = config.data.shape()
     spec = config.model_spec(image_shape, num_classes)
     optimizer = optimizer_of(config.train, 1000)
     if values["device_of"]:
         laid_out = plan.Plan(
-            stacks=stacks_runner.make_stacks(jax.devices(), values["device_of"]), head=jax.devices()[0]
+            stacks=stack_programs.make_stacks(jax.devices(), values["device_of"]), head=jax.devices()[0]
         )
     else:
         laid_out = plan_of(config, spec)

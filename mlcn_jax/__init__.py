@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mlcn_jax.errors import InputError as InputError
     from mlcn_jax.nn.capsules import lengths as lengths
-    from mlcn_jax.nn.model import ModelSpec as ModelSpec
     from mlcn_jax.nn.model import apply_model as apply_model
     from mlcn_jax.nn.model import count_parameters as count_parameters
     from mlcn_jax.nn.model import init_params as init_params
+    from mlcn_jax.nn.spec import ModelSpec as ModelSpec
     from mlcn_jax.serving.artifact import Artifact as Artifact
     from mlcn_jax.training.checkpoint import Trained as Trained
     from mlcn_jax.training.checkpoint import load_trained as load_trained
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "Artifact": "serving.artifact",
     "InputError": "errors",
-    "ModelSpec": "nn.model",
+    "ModelSpec": "nn.spec",
     "TrainState": "training.step",
     "Trained": "training.checkpoint",
     "apply_model": "nn.model",

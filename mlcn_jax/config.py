@@ -5,22 +5,16 @@ import difflib
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from mlcn_jax.data import datasets
-from mlcn_jax.data.batches import Augmentation
 from mlcn_jax.errors import InputError, differences
 from mlcn_jax.files import read_json
-from mlcn_jax.nn.model import MODELS, ModelSpec
-from mlcn_jax.placement.partition import PARTITIONERS
-
-OPTIMIZERS = ("adam", "adamw", "sgd", "muon")
-PLANS = ("mesh", "stacks", "auto")
+from mlcn_jax.nn.spec import MODELS, ModelSpec
+from mlcn_jax.settings import DataSettings, ParallelSettings, TrainSettings, check
 
 # Fields that may differ when a run is resumed; a change to any other makes it a different run.
 _FREE_ON_RESUME = {
@@ -55,192 +49,6 @@ _ADDED = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class DataSettings:
-    """Which images to use, and how to prepare them.
-
-    Attributes:
-      name: digits, mnist, fashion_mnist, cifar10, cifar100 or folder.
-      dir: folder with the files (archives or unpacked, or one folder per class); if empty, they are downloaded.
-      cache_dir: where downloads are kept; if empty, $MLCN_JAX_CACHE or ~/.cache/mlcn_jax.
-      label_kind: labels of cifar100: fine (100 classes) or coarse (20).
-      image_size: height and width in pixels to which the images of a folder are resized; 0 means 32.
-      test_fraction: fraction of a folder's images held out as the test set, if it has none.
-      validation_fraction: fraction of the training images held out to choose the best checkpoint.
-      max_shift: augmentation: random shifts of up to this many pixels.
-      flip: augmentation: random horizontal flips.
-      reflect: augmentation: shifts fill with the reflected image instead of zeros.
-      alternate_flips: augmentation: every image is mirrored in every second epoch.
-      cutout: augmentation: height and width in pixels of a square set to the image's mean; 0 for none.
-      augment_lanes: augmentation: each lane sees every image in a way of its own (lanes that classify alone).
-    """
-
-    name: str = "digits"
-    dir: str = ""
-    cache_dir: str = ""
-    label_kind: str = "fine"
-    image_size: int = 0
-    test_fraction: float = 0.2
-    validation_fraction: float = 0.0
-    max_shift: int = 0
-    flip: bool = False
-    reflect: bool = False
-    alternate_flips: bool = False
-    cutout: int = 0
-    augment_lanes: bool = False
-
-    def __post_init__(self):
-        for field in ("max_shift", "cutout"):
-            _check(getattr(self, field) >= 0, f"data.{field}", getattr(self, field), "0 pixels or more")
-        if self.flip:
-            _check(not self.alternate_flips, "data.alternate_flips", True, "false with data.flip, which also mirrors")
-
-    def augmentation(self) -> Augmentation:
-        """The changes of images that a training step makes."""
-        return Augmentation(self.max_shift, self.reflect, self.flip, self.cutout, self.augment_lanes)
-
-    def shape(self) -> tuple[tuple[int, int, int], int]:
-        """Height, width and channels of the images, and the number of classes."""
-        if self.name in datasets.SHAPES:
-            image_shape, num_classes = datasets.SHAPES[self.name]
-            return image_shape, 20 if self.name == "cifar100" and self.label_kind == "coarse" else num_classes
-        dataset = self.load()
-        return dataset.train.images.shape[1:], len(dataset.class_names)
-
-    def load(self) -> datasets.Dataset:
-        """Loads the images; raises InputError if they cannot be used."""
-        return datasets.load(
-            self.name,
-            directory=self.dir,
-            cache_dir=self.cache_dir,
-            label_kind=self.label_kind,
-            image_size=self.image_size,
-            test_fraction=self.test_fraction,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainSettings:
-    """How to train.
-
-    Attributes:
-      batch_size: images per training step.
-      num_epochs: passes over the training images.
-      num_steps: ends the run after this many steps, whatever num_epochs is; 0 means no limit.
-      optimizer: adam (rate times lr_decay after each epoch), adamw (warm-up, then cosine decay to zero), or, for
-        residual lanes, sgd or muon (warm-up, then linear decay to zero).
-      learning_rate: initial rate of adam, peak rate of adamw; for sgd and muon that of the convolutions.
-      lr_decay: factor applied to adam's learning rate after each epoch.
-      warmup_epochs: epochs over which the learning rate rises to its peak (not adam).
-      weight_decay: weight decay of adamw; of sgd and muon the share lost in a step, whatever the rate.
-      momentum: momentum of sgd and muon.
-      bias_learning_rate: peak rate of the normalisation's biases under sgd and muon.
-      head_learning_rate: peak rate of the linear head under sgd and muon.
-      whitening_epochs: epochs over which the whitening's bias is trained under sgd and muon.
-      clip_norm: largest global norm of the gradient; 0 turns clipping off.
-      reconstruction_weight: weight of the mean squared error over pixels, relative to the margin loss.
-      seed: seeds the initial values, image order, augmentation, lane dropout and validation split.
-      checkpoint_every: steps between checkpoints; 0 saves one every epoch.
-      image_sizes: sizes at which lanes that classify alone see training images, such as 20:0.35,28:0.7 for 20 pixels
-        in the first 35 % of the steps, 28 until 70 %, then the full size; empty for the full size throughout.
-      log_every: steps between reports of the metrics.
-      test_every_epoch: also scores the test set after each epoch, for the record only.
-      score_test: whether the test set is scored at the end; if false, the run never reads it.
-    """
-
-    batch_size: int = 100
-    num_epochs: int = 20
-    num_steps: int = 0
-    optimizer: str = "adam"
-    learning_rate: float = 1e-3
-    lr_decay: float = 0.9
-    warmup_epochs: float = 1.0
-    weight_decay: float = 1e-4
-    momentum: float = 0.85
-    bias_learning_rate: float = 26.0
-    head_learning_rate: float = 0.43
-    whitening_epochs: float = 3.0
-    clip_norm: float = 0.0
-    reconstruction_weight: float = 0.392
-    seed: int = 0
-    checkpoint_every: int = 0
-    image_sizes: str = ""
-    log_every: int = 50
-    test_every_epoch: bool = False
-    score_test: bool = True
-
-    def __post_init__(self):
-        for field in ("batch_size", "num_epochs", "log_every"):
-            _check(getattr(self, field) >= 1, f"train.{field}", getattr(self, field), "1 or more")
-        for field in (
-            *("num_steps", "checkpoint_every", "warmup_epochs", "weight_decay", "clip_norm"),
-            *("reconstruction_weight", "seed", "bias_learning_rate", "head_learning_rate", "whitening_epochs"),
-        ):
-            _check(getattr(self, field) >= 0, f"train.{field}", getattr(self, field), "0 or more")
-        _check(self.seed < 2**32, "train.seed", self.seed, "below 2**32")
-        _check(self.learning_rate > 0, "train.learning_rate", self.learning_rate, "above 0")
-        _check(0 <= self.momentum < 1, "train.momentum", self.momentum, "in [0, 1)")
-        self.sizes()
-        if self.test_every_epoch:
-            _check(self.score_test, "train.score_test", False, "true with train.test_every_epoch")
-        _check(0 < self.lr_decay <= 1, "train.lr_decay", self.lr_decay, "in (0, 1]")
-        _check(self.optimizer in OPTIMIZERS, "train.optimizer", self.optimizer, " or ".join(OPTIMIZERS))
-
-    def sizes(self) -> tuple[tuple[float, int], ...]:
-        """`image_sizes` as pairs: the share of the steps until which a size holds, and the size; 0 is the full one."""
-        found = []
-        for entry in self.image_sizes.split(",") if self.image_sizes else []:
-            match = re.fullmatch(r" *([1-9][0-9]{0,3}):(0?\.[0-9]+) *", entry)
-            _check(match is not None, "train.image_sizes", self.image_sizes, "a list such as 20:0.35,28:0.7")
-            found.append((float(match[2]), int(match[1])))  # type: ignore[index]
-        _check(found == sorted(found), "train.image_sizes", self.image_sizes, "in the order of the steps")
-        return (*found, (1.0, 0))
-
-
-@dataclasses.dataclass(frozen=True)
-class ParallelSettings:
-    """Where to train; does not affect what is computed.
-
-    Attributes:
-      plan: mesh, stacks (each device has its own lanes), or auto (the fastest according to the device profiles).
-      data: devices over which each batch is split.
-      lane: devices over which the lanes are split; data * lane devices are used in all.
-      partitioner: places lanes under stacks: greedy, karmarkar_karp, exact, random, round_robin or greedy_published.
-      profile: files written by the command `profile`, separated by commas; if empty, all devices count as equal.
-      platforms: kinds of devices in one process, such as gpu,cpu (stacks only); if empty, jax's default.
-      processes: processes of the run, all started here; 0 takes the number from the cluster's environment.
-      process: number of the process to start here, if the others are started on other machines; -1 starts all.
-      coordinator: HOST:PORT on the machine of process 0, if the run uses several machines.
-      timeout_seconds: how long to wait for a process to join, or to be heard from again.
-    """
-
-    plan: str = "mesh"
-    data: int = 1
-    lane: int = 1
-    partitioner: str = "greedy"
-    profile: str = ""
-    platforms: str = ""
-    processes: int = 1
-    process: int = -1
-    coordinator: str = ""
-    timeout_seconds: int = 60
-
-    def __post_init__(self):
-        for field, least in (("data", 1), ("lane", 1), ("processes", 0), ("process", -1), ("timeout_seconds", 1)):
-            _check(getattr(self, field) >= least, f"parallel.{field}", getattr(self, field), f"{least} or more")
-        _check(self.plan in PLANS, "parallel.plan", self.plan, " or ".join(PLANS))
-        _check(self.partitioner in PARTITIONERS, "parallel.partitioner", self.partitioner, " or ".join(PARTITIONERS))
-        if self.plan != "mesh":
-            _check(self.data == 1, "parallel.data", self.data, f"1 with parallel.plan={self.plan}")
-        if self.plan == "auto":
-            _check(self.lane == 1, "parallel.lane", self.lane, "1 with parallel.plan=auto, which finds it")
-        if self.platforms:
-            good = self.plan == "stacks" and self.processes == 1
-            _check(good, "parallel.platforms", self.platforms, "empty unless parallel.plan=stacks in one process")
-        if self.process >= 0:
-            _check(self.process < self.processes, "parallel.process", self.process, f"below {self.processes}")
-
-
 _FROM_DATA = ("image_shape", "num_classes")  # fields of ModelSpec that are set by the data
 _DEFAULT_LANES = "mlcn2:w4*4"
 
@@ -260,18 +68,13 @@ def check_fields(section: str, cls: type, values: Mapping[str, Any]) -> None:
         expected = types[name]
         if expected is float:
             good = isinstance(value, int | float) and not isinstance(value, bool)
-            _check(not good or math.isfinite(value), f"{section}.{name}", value, "finite")
+            check(not good or math.isfinite(value), f"{section}.{name}", value, "finite")
         elif expected in (int, str, bool):
             good = type(value) is expected
         else:
             good = all(type(item) is int for item in value)
         expected_name = getattr(expected, "__name__", "numbers")
-        _check(good, f"{section}.{name}", value, f"of type {expected_name}")
-
-
-def _check(good: bool, field: str, value: Any, expected: str) -> None:
-    if not good:
-        raise InputError(f"{field} is {value!r}; it must be {expected}")
+        check(good, f"{section}.{name}", value, f"of type {expected_name}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,15 +83,15 @@ class RunConfig:
 
     Attributes:
       data, train, parallel: the settings of each part.
-      model: the fields of `model.ModelSpec` that are not set by the data.
+      model: the fields of `spec.ModelSpec` that are not set by the data.
       init_from: workdir whose best checkpoint gives the initial weights; if empty, they are random.
       profile: whether to write a profiler trace of a few steps.
     """
 
-    data: DataSettings = DataSettings()
+    data: DataSettings = dataclasses.field(default_factory=DataSettings)
     model: Mapping[str, Any] = dataclasses.field(default_factory=model_defaults)
-    train: TrainSettings = TrainSettings()
-    parallel: ParallelSettings = ParallelSettings()
+    train: TrainSettings = dataclasses.field(default_factory=TrainSettings)
+    parallel: ParallelSettings = dataclasses.field(default_factory=ParallelSettings)
     init_from: str = ""
     profile: bool = False
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mlcn_jax.nn import model
+from mlcn_jax.nn.spec import ModelSpec
 
 
 def like(shapes: Any, seed: int = 0) -> Any:
@@ -20,6 +21,6 @@ def like(shapes: Any, seed: int = 0) -> Any:
     return jax.tree.map(draw, shapes)
 
 
-def made_params(spec: model.ModelSpec, seed: int = 0) -> dict:
+def made_params(spec: ModelSpec, seed: int = 0) -> dict:
     """Parameters of a model."""
     return like(jax.eval_shape(lambda: model.init_params(spec, jax.random.key(0))), seed)

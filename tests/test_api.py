@@ -13,7 +13,7 @@ from conftest import REPOSITORY
 import mlcn_jax
 
 
-@pytest.mark.parametrize("name", ["mlcn_jax", "mlcn_jax.nn.capsules", "mlcn_jax.nn.lanes", "mlcn_jax.nn.model"])
+@pytest.mark.parametrize("name", ["mlcn_jax", "mlcn_jax.nn.capsules", "mlcn_jax.nn.lane_list", "mlcn_jax.nn.model"])
 def test_examples_in_docstrings_are_true(name):
     result = doctest.testmod(importlib.import_module(name))
     assert result.attempted > 0

@@ -11,7 +11,8 @@ from benchmarks.networks import Network
 from mlcn_jax import host
 from mlcn_jax.data import batches
 from mlcn_jax.nn import capsules, conv
-from mlcn_jax.nn.model import CapsuleNetwork, ModelSpec, init_params
+from mlcn_jax.nn.model import CapsuleNetwork, init_params
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")

@@ -12,11 +12,12 @@ import numpy as np
 from jaxtyping import Float, Int
 from PIL import Image
 
-from mlcn_jax.config import DataSettings, RunConfig
+from mlcn_jax.config import RunConfig
 from mlcn_jax.data.datasets import Dataset, Images, Split, digest, split_validation
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
 from mlcn_jax.nn import capsules
+from mlcn_jax.settings import DataSettings
 from mlcn_jax.training.checkpoint import Trained, load_trained
 from mlcn_jax.training.evaluate import class_capsules, lane_spreads, make_evaluator
 from mlcn_jax.training.pictures import write_pictures

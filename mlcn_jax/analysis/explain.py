@@ -21,7 +21,8 @@ from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import padded_batches, to_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules
-from mlcn_jax.nn.model import ModelSpec, encode, init_params, reconstruct
+from mlcn_jax.nn.model import encode, init_params, reconstruct
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.checkpoint import Trained
 
 OFFSETS = tuple(i / 20 for i in range(-5, 6))  # thesis, figure 4.3

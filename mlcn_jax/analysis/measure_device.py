@@ -19,15 +19,17 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mlcn_jax import host
-from mlcn_jax.config import ParallelSettings, RunConfig
+from mlcn_jax.config import RunConfig
 from mlcn_jax.data import datasets
 from mlcn_jax.distributed import processes
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv, lanes
 from mlcn_jax.nn.lane_list import parse_lanes
-from mlcn_jax.nn.model import ModelSpec, init_params
+from mlcn_jax.nn.model import init_params
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost, fit
 from mlcn_jax.placement.profile import DeviceProfile, head_features
+from mlcn_jax.settings import ParallelSettings
 from mlcn_jax.training.session import optimizer_of
 from mlcn_jax.training.step import head_loss
 

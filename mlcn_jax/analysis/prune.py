@@ -33,7 +33,8 @@ from mlcn_jax.files import read_json, write_json
 from mlcn_jax.nn import capsules
 from mlcn_jax.nn.calibration import param_shapes
 from mlcn_jax.nn.conv import compiler_options
-from mlcn_jax.nn.model import ModelSpec, encode, rows_of, spec_of
+from mlcn_jax.nn.model import encode
+from mlcn_jax.nn.spec import ModelSpec, rows_of, spec_of
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.checkpoint import Checkpoints, describe_model, load_trained
 from mlcn_jax.training.session import open_session, optimizer_of
@@ -212,9 +213,9 @@ def _prune_tree(spec: ModelSpec, tree: Any, kept: Sequence[int], like: Any) -> A
     def cut(path, wanted) -> Array:
         leaf = leaves[path]
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-        if names[:1] == ["encoder"]:
-            leaf = leaf[rows[names[1]]]
-        elif names == ["decoder", "hidden1", "kernel"]:  # its rows are [classes, lanes]
+        if "encoder" in names:
+            leaf = leaf[rows[names[names.index("encoder") + 1]]]
+        elif names[-3:] == ["decoder", "hidden1", "kernel"]:  # its rows are [classes, lanes]
             by_lane = leaf.reshape(spec.num_classes, -1, leaf.shape[-1])
             leaf = by_lane[:, np.array(kept)].reshape(-1, leaf.shape[-1])
         assert leaf.shape == wanted.shape, (path, leaf.shape, wanted.shape)

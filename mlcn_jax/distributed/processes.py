@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlcn_jax.config import ParallelSettings
 from mlcn_jax.errors import InputError, differences
 from mlcn_jax.launch import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
+from mlcn_jax.settings import ParallelSettings
 
 _WATCHED = "MLCN_JAX_WATCHED"  # set for processes started by `watch`
 _MAY_DIFFER = ("parallel.process", "parallel.profile", "data.dir", "data.cache_dir")  # between the processes of a run

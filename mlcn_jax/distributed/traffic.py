@@ -8,7 +8,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from mlcn_jax.distributed import mesh as mesh_lib
-from mlcn_jax.nn.model import ModelSpec, init_params
+from mlcn_jax.nn.model import init_params
+from mlcn_jax.nn.spec import ModelSpec
 
 
 def exchanged_bytes(spec: ModelSpec, batch_size: int, data: int, lane: int) -> dict[str, int]:

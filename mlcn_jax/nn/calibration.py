@@ -15,7 +15,8 @@ from jaxtyping import Array, Float
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import resnet
 from mlcn_jax.nn.lanes import LaneGroup, calibrate_group, first_input
-from mlcn_jax.nn.model import ModelSpec, init_params
+from mlcn_jax.nn.model import init_params
+from mlcn_jax.nn.spec import ModelSpec
 
 
 def param_shapes(spec: ModelSpec, *, calibrated: bool = False) -> dict:
@@ -28,7 +29,7 @@ def param_shapes(spec: ModelSpec, *, calibrated: bool = False) -> dict:
         return with_statistics(params, join_statistics([group_statistics(spec, params["encoder"], images)]))
 
     images = jax.ShapeDtypeStruct((1, *spec.image_shape), jnp.float32)
-    return jax.eval_shape(make, jax.random.key(0), images)
+    return jax.eval_shape(make, jax.eval_shape(lambda: jax.random.key(0)), images)
 
 
 def group_statistics(

@@ -15,7 +15,9 @@ from jaxtyping import Array, Float, Int
 
 from mlcn_jax.nn import losses
 from mlcn_jax.nn.lanes import LaneGroup, LaneSettings, apply_group, lanes_one_by_one
-from mlcn_jax.nn.model import ModelSpec, gather_lanes, lane_cross_entropy, num_shares
+from mlcn_jax.nn.model import gather_lanes, lane_cross_entropy, num_shares
+from mlcn_jax.nn.model import lane_outputs as model_outputs
+from mlcn_jax.nn.spec import ModelSpec
 
 View = Callable[[Array, Any, Array], Array]
 
@@ -52,6 +54,8 @@ def outputs_and_loss(
       lane_ids: indices of the lanes in the entire model; if empty, all of them.
     """
     batch = (images, labels, draws)
+    if not spec.lane_groups:
+        return model_outputs(spec, encoder, images, lane_axis), jnp.zeros(())
     coupled = spec.ensemble_weight > 0 or spec.decoder_gradient == "all"
     shares = num_shares(lane_axis)
     columns, loss, first = [], jnp.zeros(()), 0

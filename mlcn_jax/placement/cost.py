@@ -15,7 +15,8 @@ from jaxtyping import Array
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import lanes, model
 from mlcn_jax.nn.lane_losses import losses_of_group
-from mlcn_jax.nn.model import ModelSpec, apply_model, init_params
+from mlcn_jax.nn.model import apply_model, init_params
+from mlcn_jax.nn.spec import ModelSpec
 
 _FLOAT_BYTES = 4  # parameters, gradients and the optimizer's moments are float32 whatever the compute dtype
 

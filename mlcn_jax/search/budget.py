@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn.model import ModelSpec
+from mlcn_jax.nn.spec import ModelSpec
 
 _ROUNDING = 1 + 1e-9  # sums in another order differ by less
 _STATE_BYTES = 16  # of a parameter: value, gradient and Adam's two moments, float32

@@ -14,7 +14,7 @@ from pathlib import Path
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.nn.lanes import LaneSpec
-from mlcn_jax.nn.model import ModelSpec
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.search.budget import FORM, Bucket, amount, head_bytes, parse_device, read_number

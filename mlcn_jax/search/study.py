@@ -17,13 +17,13 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlcn_jax.errors import Diverged, InputError
+from mlcn_jax.errors import InputError
 from mlcn_jax.search import propose
 from mlcn_jax.search.models import BASELINE, Model, model_from, model_of
 from mlcn_jax.search.settings import SearchSettings
 from mlcn_jax.search.space import Mix, Space
 from mlcn_jax.search.storage import open_storage, shown, storage_errors
-from mlcn_jax.search.trials import Score
+from mlcn_jax.search.trials import FAILURES, Score, reason_of
 
 if TYPE_CHECKING:
     import optuna
@@ -257,8 +257,8 @@ class Study:
             for score, seconds in self._timed(evaluate(self._settings.baseline)):
                 accuracies.append(score.accuracy)
                 found |= {"accuracies": accuracies, "score": _stored(score, seconds)}
-        except _FAILURES as error:
-            found["reason"] = _reason_of(error)
+        except FAILURES as error:
+            found["reason"] = reason_of(error)
             _log.warning("the baseline failed (%s): %s", self._settings.baseline, error)
         else:
             _log.info("baseline: %.2f %%, %.0f s (%s)", 100 * score.accuracy, seconds, self._settings.baseline)
@@ -304,8 +304,8 @@ class Study:
                 if score.epoch < self._settings.num_epochs and trial.should_prune():
                     _log.info("model %d: %.2f %%, stopped after epoch %d", index, 100 * score.accuracy, score.epoch)
                     raise optuna.TrialPruned
-        except _FAILURES as error:
-            trial.set_user_attr("reason", _reason_of(error))
+        except FAILURES as error:
+            trial.set_user_attr("reason", reason_of(error))
             _log.warning("model %d failed (%s): %s", index, lanes, error)
             traceback.clear_frames(error.__traceback__)  # which may hold what there was no memory for
             raise _Failed from error
@@ -391,19 +391,9 @@ class Study:
         return self._study.user_attrs.get(name)
 
 
-_FAILURES = (InputError, Diverged, MemoryError, RuntimeError)
-
-
 class _Failed(Exception):
     """A trial failed and the search goes on."""
 
 
 def _stored(score: Score, seconds: float) -> dict[str, Any]:
     return dataclasses.asdict(score) | {"seconds": seconds, "ended": time.time()}
-
-
-def _reason_of(error: Exception) -> str:
-    """Why a model failed, on one line; raises the error again if the model did not cause it."""
-    if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
-        raise error
-    return f"{type(error).__name__}: {(str(error).splitlines() or ['no details'])[0]}"

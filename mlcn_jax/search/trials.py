@@ -19,9 +19,11 @@ from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Batches, steps_per_epoch
 from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.nn import conv, lanes
-from mlcn_jax.nn.model import ModelSpec, init_params
+from mlcn_jax.nn.model import init_params
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.session import calibration_images, optimizer_of, step_options, whiten_from
-from mlcn_jax.training.stacks_runner import Stack, StacksRunner
+from mlcn_jax.training.stack_programs import Stack
+from mlcn_jax.training.stacks_runner import StacksRunner
 from mlcn_jax.training.step import TrainState
 
 
@@ -195,3 +197,13 @@ def group_stacks(spec: ModelSpec) -> list[Stack]:
     ]
     ends = list(itertools.accumulate(counts))
     return [Stack(jax.devices()[0], tuple(range(end - count, end))) for count, end in zip(counts, ends, strict=True)]
+
+
+FAILURES = (InputError, Diverged, MemoryError, RuntimeError)  # that a model can cause
+
+
+def reason_of(error: Exception) -> str:
+    """Why a model failed, on one line; raises the error again if the model did not cause it."""
+    if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+        raise error
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no details'])[0]}"

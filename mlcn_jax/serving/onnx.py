@@ -20,14 +20,16 @@ import numpy as np
 from flax import traverse_util
 from jaxtyping import Array, Float, UInt8
 
-from mlcn_jax.config import DataSettings, RunConfig
+from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
 from mlcn_jax.launch import program
 from mlcn_jax.nn import capsules, tracing
 from mlcn_jax.nn.lanes import apply_lane
-from mlcn_jax.nn.model import ModelSpec, encode, join_lanes
+from mlcn_jax.nn.model import encode, join_lanes
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving.artifact import MODEL, WEIGHTS, Artifact
+from mlcn_jax.settings import DataSettings
 
 if TYPE_CHECKING:
     import onnx

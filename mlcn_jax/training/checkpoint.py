@@ -21,7 +21,7 @@ from orbax.checkpoint import checkpoint_managers
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import check_workdir, read_json
 from mlcn_jax.nn.calibration import param_shapes
-from mlcn_jax.nn.model import ModelSpec
+from mlcn_jax.nn.spec import ModelSpec
 
 _log = logging.getLogger(__name__)
 
@@ -242,6 +242,11 @@ def load_trained(workdir: str | Path) -> Trained:
     workdir = Path(workdir).expanduser()
     path = workdir / "model.json"
     if not path.exists():
+        if any((workdir / "checkpoints").glob("[0-9]*")):
+            raise InputError(
+                f"{path} is missing, though {workdir} has checkpoints, which cannot be read without it: restore the "
+                "file from a copy"
+            )
         raise InputError(f"{workdir} holds no trained model: give the workdir of a run that saved a checkpoint")
     stored = read_json(path)
     try:

@@ -17,15 +17,8 @@ from mlcn_jax.data.batches import padded_batches, to_pixels
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.nn import capsules, conv, losses
 from mlcn_jax.nn.calibration import group_statistics, join_statistics
-from mlcn_jax.nn.model import (
-    ModelSpec,
-    class_probabilities,
-    classification_loss,
-    encode,
-    join_lanes,
-    lane_outputs,
-    reconstruct,
-)
+from mlcn_jax.nn.model import class_probabilities, classification_loss, encode, join_lanes, lane_outputs, reconstruct
+from mlcn_jax.nn.spec import ModelSpec
 
 ALIVE = 0.05  # minimum spread of a lane that distinguishes images
 _SPREAD_IMAGES = 500
@@ -166,10 +159,9 @@ def head_sums(
     }
 
 
-def no_sums(num_classes: int) -> dict[str, np.ndarray]:
-    """The result of `head_sums` for no images."""
-    zeros = {"loss": (), "confusion": (num_classes, num_classes), "nll": (), "bins": (_BINS, 3)}
-    return {name: np.zeros(shape, np.float32) for name, shape in zeros.items()}
+def sum_shapes(num_classes: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the results of `head_sums`."""
+    return {"loss": (), "confusion": (num_classes, num_classes), "nll": (), "bins": (_BINS, 3)}
 
 
 def scores_of(split: datasets.Split, batch_size: int, sums: Callable[[tuple], dict[str, Array]]) -> Scores:

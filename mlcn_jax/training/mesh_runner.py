@@ -13,7 +13,7 @@ from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Augmentation
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.nn.calibration import with_statistics
-from mlcn_jax.nn.model import ModelSpec
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 

@@ -10,7 +10,8 @@ import numpy as np
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.nn import capsules
-from mlcn_jax.nn.model import ModelSpec, apply_model
+from mlcn_jax.nn.model import apply_model
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.evaluate import Scores
 
 

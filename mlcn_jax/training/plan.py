@@ -20,13 +20,15 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program
 from mlcn_jax.nn import tracing
 from mlcn_jax.nn.lanes import LaneSpec
-from mlcn_jax.nn.model import ModelSpec, encode, init_params, spec_of
+from mlcn_jax.nn.model import encode, init_params
+from mlcn_jax.nn.spec import ModelSpec, spec_of
 from mlcn_jax.placement import cost, partition, simulate
 from mlcn_jax.placement.problem import NoRoom, Placement, Problem, uniform_seconds
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.training.mesh_runner import MeshRunner
 from mlcn_jax.training.runner import Runner
-from mlcn_jax.training.stacks_runner import Stack, StacksRunner, make_stacks
+from mlcn_jax.training.stack_programs import Stack, make_stacks
+from mlcn_jax.training.stacks_runner import StacksRunner
 
 _log = logging.getLogger(__name__)
 _MEASURE = f"{program()} profile"

@@ -12,12 +12,13 @@ import jax
 import numpy as np
 import optax
 
-from mlcn_jax.config import DataSettings, RunConfig, TrainSettings
+from mlcn_jax.config import RunConfig
 from mlcn_jax.data import batches, datasets
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import resnet
 from mlcn_jax.nn.calibration import param_shapes, whiten
-from mlcn_jax.nn.model import ModelSpec
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.settings import DataSettings, TrainSettings
 from mlcn_jax.training.checkpoint import describe_model
 from mlcn_jax.training.evaluate import Scores
 from mlcn_jax.training.optimizer import make_optimizer
@@ -116,7 +117,9 @@ def calibration_images(train: datasets.Split, batch_size: int) -> list[np.ndarra
 
 
 def whiten_from(spec: ModelSpec, params: dict, train: datasets.Split) -> dict:
-    """Parameters with the whitening of some training images (`calibration.whiten`)."""
+    """Parameters with the whitening of some training images (`calibration.whiten`), if any lane has one."""
+    if not any(group.kind.normalises for group in spec.lane_groups):
+        return params
     return whiten(spec, params, train.images[:_WHITENED_IMAGES] / np.float32(255))
 
 

@@ -9,18 +9,17 @@ devices; several processes gather and scatter them in small collectives.
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.flatten_util import ravel_pytree
 from jaxtyping import Array
 
 from mlcn_jax import host
@@ -28,44 +27,18 @@ from mlcn_jax.data import batches, datasets
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.distributed import exchange
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import conv
 from mlcn_jax.nn.calibration import group_statistics, join_statistics, param_shapes, with_statistics
 from mlcn_jax.nn.lane_losses import outputs_and_loss
-from mlcn_jax.nn.model import ModelSpec, lane_outputs, rows_of, spec_of
+from mlcn_jax.nn.model import lane_outputs
 from mlcn_jax.nn.resnet import STATISTICS
+from mlcn_jax.nn.spec import ModelSpec, rows_of, spec_of
 from mlcn_jax.training import evaluate
+from mlcn_jax.training.stack_programs import LaneByLane, Stack, group_of, lower, save, whole
 from mlcn_jax.training.step import TrainState, head_loss, lane_view, make_input
 
-_METRICS = ("loss", "margin", "cross_entropy", "reconstruction", "accuracy", "squares")
+_METRICS = ("loss", "margin", "reconstruction", "accuracy", "squares")
 
 _PLAIN = batches.Augmentation()
-
-
-@dataclasses.dataclass(frozen=True)
-class Stack:
-    """The lanes of one device, by their indices in the model, ascending."""
-
-    device: jax.Device
-    lanes: tuple[int, ...]
-
-
-def make_stacks(devices: Sequence[jax.Device], device_of: Sequence[int]) -> tuple[Stack, ...]:
-    """A stack for each device that has lanes, given the device of each lane."""
-    lanes = [tuple(i for i, d in enumerate(device_of) if d == place) for place in range(len(devices))]
-    return tuple(Stack(device, own) for device, own in zip(devices, lanes, strict=True) if own)
-
-
-def _group_of(path: tuple) -> str:
-    """The lane group that an array of a state belongs to; empty if it belongs to none."""
-    names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-    return names[names.index("encoder") + 1] if "encoder" in names else ""
-
-
-@flax.struct.dataclass
-class _LaneByLane:
-    """An array of a group of lanes, split into one per lane."""
-
-    lanes: list[Array]
 
 
 class StacksRunner:
@@ -94,6 +67,8 @@ class StacksRunner:
         programs: dict[tuple, Any] | None = None,
     ):
         self._spec, self._optimizer, self._stacks, self._clip_norm = spec, optimizer, stacks, clip_norm
+        self._sum_shapes = evaluate.sum_shapes(spec.num_classes)
+        self._metrics = (*(("cross_entropy",) if spec.classifies_alone.any() else ()), *_METRICS)
         self._weight = reconstruction_weight
         if spec.ensemble_weight or (spec.decoder_gradient == "all" and spec.classifies_alone.any()):
             raise InputError(
@@ -145,7 +120,7 @@ class StacksRunner:
                 return self._padded(s, v), loss
 
             vjp: Any
-            saving = jax.checkpoint(outputs, policy=_save, prevent_cse=False)
+            saving = jax.checkpoint(outputs, policy=save, prevent_cse=False)
             (columns, _), vjp = jax.vjp(saving, params["encoder"])
             vjp.args_res = [None]  # the parameters, which are passed to `backward`
             return columns, self._lane_by_lane(s, vjp)
@@ -158,7 +133,7 @@ class StacksRunner:
 
         def cut(x):
             by_lane = self._stacks[s].device.platform == "cpu" and x.ndim > 2 and x.shape[0] in counts
-            return _LaneByLane([x[i] for i in range(x.shape[0])]) if by_lane else x
+            return LaneByLane([x[i] for i in range(x.shape[0])]) if by_lane else x
 
         return jax.tree.map(cut, vjp)
 
@@ -167,11 +142,11 @@ class StacksRunner:
         return jnp.pad(v, ((0, 0), (0, 0), (0, self._widths[s] - v.shape[-1])))[None]
 
     def _backward(self, state, vjp, dcolumns):
-        vjp = jax.tree.map(_whole, vjp, is_leaf=lambda x: isinstance(x, _LaneByLane))
+        vjp = jax.tree.map(whole, vjp, is_leaf=lambda x: isinstance(x, LaneByLane))
         vjp.args_res = [state.params["encoder"]]
         (grads,) = vjp((dcolumns, jnp.ones(())))
         grads = {"encoder": grads}
-        return grads, _vector(squares=optax.tree.norm(grads, squared=True))
+        return grads, self._vector(squares=optax.tree.norm(grads, squared=True))
 
     def _update(self, state, grads, total=None):
         """The new state; `total` is the sum of all `_vector`s, needed only for clipping."""
@@ -201,12 +176,16 @@ class StacksRunner:
         (loss, metrics), (grads, dv) = with_gradients(state.params["decoder"], v)
         loss += metrics.get("cross_entropy", 0.0)
         grads = {"decoder": grads}
-        return grads, dv, _vector(loss=loss, squares=optax.tree.norm(grads, squared=True), **metrics)
+        return grads, dv, self._vector(loss=loss, squares=optax.tree.norm(grads, squared=True), **metrics)
 
     def _head_sums(self, params, outputs, images, labels, mask):
         pixels = batches.to_pixels(images)
         sums = evaluate.head_sums(self._spec, self._weight, params["decoder"], outputs, pixels, labels, mask)
-        return ravel_pytree(sums)[0][None]
+        return jnp.concatenate([sums[name].reshape(-1) for name in self._sum_shapes])[None]
+
+    def _vector(self, **metrics) -> Array:
+        """Some of the metrics, or a stack's contribution to them, [1, metrics]."""
+        return jnp.stack([metrics.get(name, jnp.zeros(())) for name in self._metrics])[None]
 
     # The methods of a runner.
 
@@ -227,7 +206,7 @@ class StacksRunner:
         whole = dict(jax.tree_util.tree_leaves_with_path(state))
 
         def pick(path, _):
-            group = _group_of(path)
+            group = group_of(path)
             return np.asarray(whole[path])[rows[group]] if group else np.array(whole[path])  # a copy: it is donated
 
         mine = TrainState(state.step, params, jax.eval_shape(self._optimizer.init, params))
@@ -240,24 +219,24 @@ class StacksRunner:
         # All lanes, so that every process records the convolution algorithms of all.
         v = jax.eval_shape(lambda e, x: lane_outputs(self._spec, e, x), self._shapes.params["encoder"], pixels)
         columns = [jax.ShapeDtypeStruct((1, *v.shape[:2], width), v.dtype) for width in self._widths]
-        total = (jax.ShapeDtypeStruct((1, len(_METRICS)), jnp.float32),) if self._clip_norm else ()
+        total = (jax.ShapeDtypeStruct((1, len(self._metrics)), jnp.float32),) if self._clip_norm else ()
         lowered: dict[tuple, Any] = {}
         for s in self._mine:
             device, state, key = self._stacks[s].device, self._states[s], self._keys[s]
-            if all(("forward", size, *key) in self._programs for size in sizes):
+            if all(("forward", *key, size) in self._programs for size in sizes):
                 continue
             for size in dict.fromkeys(sizes):
-                forward = _lower(device, self._forward(s, size), (), state.params, state.step, images, labels)
-                backward = _lower(device, self._backward, (), state, forward.out_info[1], columns[s])
-                lowered |= {("forward", size, *key): forward, ("backward", size, *key): backward}
-            lowered["update", *key] = _lower(device, self._update, (0,), state, backward.out_info[0], *total)
+                forward = lower(device, self._forward(s, size), (), state.params, state.step, images, labels)
+                backward = lower(device, self._backward, (), state, forward.out_info[1], columns[s])
+                lowered |= {("forward", *key, size): forward, ("backward", *key, size): backward}
+            lowered["update", *key] = lower(device, self._update, (0,), state, backward.out_info[0], *total)
         if self._is_head and ("join", *self._model_key) not in self._programs:
             joined = self._exchange.joined(columns)
-            lowered["join", *self._model_key] = _lower(self._head, self._join, (), joined)
-            lowered["cut", *self._model_key] = _lower(self._head, partial(self._cut, joined), (), v)
+            lowered["join", *self._model_key] = lower(self._head, self._join, (), joined)
+            lowered["cut", *self._model_key] = lower(self._head, partial(self._cut, joined), (), v)
         if self._is_head and ("head", *self._head_key) not in self._programs:
-            head = _lower(self._head, self._head_step, (), self._head_state, v, images, labels)
-            update = _lower(self._head, self._update, (0,), self._head_state, head.out_info[0], *total)
+            head = lower(self._head, self._head_step, (), self._head_state, v, images, labels)
+            update = lower(self._head, self._update, (0,), self._head_state, head.out_info[0], *total)
             lowered |= {("head", *self._head_key): head, ("update", *self._head_key): update}
         with ThreadPoolExecutor() as pool:
             compiled = pool.map(lambda program: program.compile(), lowered.values())
@@ -276,15 +255,15 @@ class StacksRunner:
         columns, vjps, grads, vectors = {}, {}, {}, {}
         dcolumns = from_head = None
         for s, state in states.items():
-            columns[s], vjps[s] = run["forward", size, *keys[s]](state.params, state.step, *on_stacks[s])
+            columns[s], vjps[s] = run["forward", *keys[s], size](state.params, state.step, *on_stacks[s])
         joined = self._exchange.gather(columns)
         if self._is_head:
             v = run["join", *self._model_key](joined)
             head_grads, dv, from_head = run["head", *self._head_key](self._head_state, v, *head_batch)
             dcolumns = run["cut", *self._model_key](dv)
         for s, part in self._exchange.spread(dcolumns, columns):
-            grads[s], vectors[s] = run["backward", size, *keys[s]](states[s], vjps.pop(s), part)
-        total = self._exchange.total(vectors, from_head, len(_METRICS))
+            grads[s], vectors[s] = run["backward", *keys[s], size](states[s], vjps.pop(s), part)
+        total = self._exchange.total(vectors, from_head, len(self._metrics))
 
         def update(key: tuple, s: int, state: TrainState, grads: dict) -> TrainState:
             needed = (self._exchange.copy(total, s),) if self._clip_norm else ()
@@ -294,10 +273,12 @@ class StacksRunner:
             states[s] = update(keys[s], s, states[s], grads[s])
         if self._is_head:
             self._head_state = update(self._head_key, -1, self._head_state, head_grads)
-        return _unpack(self._exchange.copy(total, -1 if self._is_head else self._mine[0]))
+        return _unpack(self._metrics, self._exchange.copy(total, -1 if self._is_head else self._mine[0]))
 
     def calibrate(self, batches: Sequence[np.ndarray]) -> dict:
         """Collects the statistics for evaluation of the current parameters, for `scores`, and returns them."""
+        if not any(group.kind.normalises for group in self._spec.lane_groups):
+            return {}
         shapes = param_shapes(self._spec, calibrated=True)["encoder"]
         whole = {
             name: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), group[STATISTICS])
@@ -305,8 +286,6 @@ class StacksRunner:
             if STATISTICS in group
         }
         by_path = dict(jax.tree_util.tree_leaves_with_path(whole))
-        if not whole:
-            return {}
         for s, state in self._states.items():
             device, spec = self._stacks[s].device, self._specs[s]
 
@@ -317,7 +296,7 @@ class StacksRunner:
                 self._run_there(device, "statistics", self._keys[s], of_batch, state.params["encoder"], images)
                 for images in (jax.device_put(batch, device) for batch in batches)
             ]
-            self._statistics[s] = join_statistics(parts) if parts[0] else {}
+            self._statistics[s] = _join_statistics(parts) if parts[0] else {}
             rows = rows_of(self._spec, self._stacks[s].lanes)
             for path, values in jax.tree_util.tree_leaves_with_path(jax.device_get(self._statistics[s])):
                 by_path[path][rows[path[0].key]] = values
@@ -325,7 +304,7 @@ class StacksRunner:
 
     def scores(self, split: datasets.Split, batch_size: int, flips: bool = False) -> evaluate.Scores:
         """Scores of the parameters last calibrated."""
-        zeros, unravel = ravel_pytree(evaluate.no_sums(self._spec.num_classes))
+        sizes = [math.prod(shape) for shape in self._sum_shapes.values()]
 
         def sums(batch):
             views = []
@@ -351,7 +330,11 @@ class StacksRunner:
                 vector = self._run_there(
                     self._head, "sums", self._head_key, self._head_sums, self._head_state.params, views, *on_head
                 )
-            return unravel(self._exchange.total({}, vector, zeros.size)[0])
+            total = jax.device_get(self._exchange.total({}, vector, sum(sizes)))[0]
+            parts = np.split(total, np.cumsum(sizes)[:-1])
+            return {
+                name: part.reshape(self._sum_shapes[name]) for name, part in zip(self._sum_shapes, parts, strict=True)
+            }
 
         return evaluate.scores_of(split, batch_size, sums)
 
@@ -365,7 +348,7 @@ class StacksRunner:
         """Runs a function on a device, and compiles it for the first arguments of their shapes."""
         key = (name, *key, *(x.shape for x in jax.tree.leaves(args)))
         if key not in self._programs:
-            self._programs[key] = _lower(device, function, (), *args).compile()
+            self._programs[key] = lower(device, function, (), *args).compile()
         return self._programs[key](*args)
 
     def fetch(self) -> TrainState:
@@ -378,33 +361,15 @@ class StacksRunner:
         for s, state in self._states.items():
             rows = rows_of(self._spec, self._stacks[s].lanes)
             for path, leaf in jax.tree_util.tree_leaves_with_path(jax.device_get(state)):
-                if _group_of(path):
-                    by_path[path][rows[_group_of(path)]] = leaf
+                if group_of(path):
+                    by_path[path][rows[group_of(path)]] = leaf
         return self._exchange.add_up(whole)
 
 
-def _save(primitive: Any, *args: Any, **params: Any) -> bool:
-    """Whether a result is saved for `backward`: all but constants and image windows, which are faster to recompute."""
-    del args, params
-    return primitive.name not in ("broadcast_in_dim", "gather", "custom_vjp_call")
+_join_statistics = jax.jit(join_statistics)
 
 
-def _lower(device: jax.Device, function: Callable, donated: tuple[int, ...], *args):
-    with jax.default_device(device):
-        options = conv.compiler_options(device.platform)
-        return jax.jit(function, donate_argnums=donated, compiler_options=options).lower(*args)
-
-
-def _whole(x: Any) -> Array:
-    return jnp.stack(x.lanes) if isinstance(x, _LaneByLane) else x
-
-
-def _vector(**metrics) -> Array:
-    """Some of `_METRICS`, or a stack's contribution to them, [1, metrics]."""
-    return jnp.stack([metrics.get(name, jnp.zeros(())) for name in _METRICS])[None]
-
-
-@jax.jit
-def _unpack(total):
-    metrics = dict(zip(_METRICS, total[0], strict=True))
+@partial(jax.jit, static_argnums=0)
+def _unpack(names, total):
+    metrics = dict(zip(names, total[0], strict=True))
     return metrics | {"grad_norm": jnp.sqrt(metrics.pop("squares"))}

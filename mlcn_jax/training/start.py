@@ -12,7 +12,8 @@ from mlcn_jax.config import RunConfig, flat, model_defaults, read_stored
 from mlcn_jax.errors import InputError, differences
 from mlcn_jax.files import read_json
 from mlcn_jax.nn.calibration import without_statistics
-from mlcn_jax.nn.model import ModelSpec, count_parameters, init_params
+from mlcn_jax.nn.model import count_parameters, init_params
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.cost import forward_flops
 from mlcn_jax.training.checkpoint import Checkpoints, Trained, load_trained
 from mlcn_jax.training.session import Session, whiten_from

@@ -16,14 +16,8 @@ from mlcn_jax.data import batches
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.nn import capsules, conv, losses
 from mlcn_jax.nn.lane_losses import View, outputs_and_loss
-from mlcn_jax.nn.model import (
-    ModelSpec,
-    drop_lanes,
-    join_lanes,
-    joint_margin_loss,
-    lane_cross_entropy,
-    reconstruct,
-)
+from mlcn_jax.nn.model import drop_lanes, join_lanes, joint_margin_loss, lane_cross_entropy, reconstruct
+from mlcn_jax.nn.spec import ModelSpec
 
 _PLAIN = batches.Augmentation()
 

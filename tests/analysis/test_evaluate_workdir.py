@@ -14,9 +14,10 @@ from PIL import Image
 from mlcn_jax import pretrained
 from mlcn_jax.analysis import evaluate_workdir
 from mlcn_jax.commands import front
-from mlcn_jax.config import DataSettings, read_stored
+from mlcn_jax.config import read_stored
 from mlcn_jax.data import datasets
 from mlcn_jax.errors import InputError
+from mlcn_jax.settings import DataSettings
 from mlcn_jax.training import checkpoint
 
 

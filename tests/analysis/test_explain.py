@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from mlcn_jax.analysis import explain
@@ -16,10 +17,11 @@ from mlcn_jax.commands.explain import read_numbers
 from mlcn_jax.data.datasets import Split
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules, model
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.checkpoint import Checkpoints, load_trained
 
-SPEC = model.ModelSpec("mlcn", (18, 18, 1), 3, "mlcn2:w1*2, mlcn1:w1d2", decoder=(6,), conv="native")
-CAPSNET = model.ModelSpec("capsnet", (18, 18, 1), 3, decoder=(6,), conv="native")
+SPEC = ModelSpec("mlcn", (18, 18, 1), 3, "mlcn2:w1*2, mlcn1:w1d2", decoder=(6,), conv="native")
+CAPSNET = ModelSpec("capsnet", (18, 18, 1), 3, decoder=(6,), conv="native")
 
 
 def random_params(spec):

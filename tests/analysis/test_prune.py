@@ -24,12 +24,13 @@ from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data import datasets
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import model
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost
 from mlcn_jax.training import evaluate, loop
 from mlcn_jax.training.checkpoint import Checkpoints, load_trained
 
 LANES = "mlcn1:w1*2,mlcn2:w1"
-SPEC = model.ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2,mlcn2:w1*3,mlcn1:w1d2", decoder=(6,), conv="native")
+SPEC = ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2,mlcn2:w1*3,mlcn1:w1d2", decoder=(6,), conv="native")
 
 
 @pytest.fixture(scope="module")

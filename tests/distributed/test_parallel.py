@@ -12,7 +12,7 @@ from made_params import made_params
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.distributed import traffic
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn.model import ModelSpec
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training import loop
 from mlcn_jax.training.checkpoint import load_trained
 from mlcn_jax.training.step import TrainState, compile_step, make_loss, make_train_step

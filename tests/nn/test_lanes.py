@@ -8,6 +8,7 @@ from made_params import like, made_params
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv, lane_list, lanes, model
 from mlcn_jax.nn.lanes import Lane, LaneGroup, LaneSettings, LaneSpec
+from mlcn_jax.nn.spec import ModelSpec
 
 SETTINGS = LaneSettings(num_classes=3)
 
@@ -75,7 +76,7 @@ def test_a_vmapped_group_equals_a_loop_of_single_lanes(rng, kind, lane_routing):
 
 def test_lanes_do_not_see_each_other(rng):
     """The gradient of lane i's column with respect to lane j's parameters is exactly zero."""
-    spec = model.ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2,mlcn2:w1", decoder=(4,))
+    spec = ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2,mlcn2:w1", decoder=(4,))
     images = jnp.array(rng.uniform(size=(2, *spec.image_shape)), jnp.float32)
     params = made_params(spec)
     network = model.CapsuleNetwork(spec)
@@ -154,7 +155,7 @@ def test_a_new_lane_kind_is_one_function_and_one_line(monkeypatch, rng):
         return conv.conv2d(x, kernel) + bias[None, None, None]
 
     monkeypatch.setitem(lanes.LANE_KINDS, "pooled", lanes.LaneKind(pooled, min_size=20))
-    spec = model.ModelSpec("mlcn", (20, 20, 1), 4, "pooled:w3*2,mlcn1:w1", decoder=(4,))
+    spec = ModelSpec("mlcn", (20, 20, 1), 4, "pooled:w3*2,mlcn1:w1", decoder=(4,))
     params = made_params(spec)
     images = jnp.array(rng.uniform(size=(2, 20, 20, 1)), jnp.float32)
     v, reconstructions = jax.jit(model.apply_model, static_argnums=0)(spec, params, images)

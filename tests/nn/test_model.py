@@ -8,7 +8,8 @@ from made_params import made_params
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules, model
-from mlcn_jax.nn.model import CapsuleNetwork, ModelSpec, count_parameters
+from mlcn_jax.nn.model import CapsuleNetwork, count_parameters
+from mlcn_jax.nn.spec import ModelSpec
 
 SMALL = ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2,mlcn2:w1", decoder=(6, 5))
 

@@ -11,9 +11,10 @@ import pytest
 from mlcn_jax.data.batches import Augmentation
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import calibration, capsules, losses, model, resnet
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.step import make_loss
 
-SPEC = model.ModelSpec("mlcn", (12, 12, 3), 4, lanes="resnet:w1d3*2", norm_group=4, decoder=(8,), label_smoothing=0.1)
+SPEC = ModelSpec("mlcn", (12, 12, 3), 4, lanes="resnet:w1d3*2", norm_group=4, decoder=(8,), label_smoothing=0.1)
 MIXED = dataclasses.replace(SPEC, image_shape=(18, 18, 3), lanes="resnet:w1*2,mlcn1:w1*2", decoder=(8,))
 
 

@@ -6,7 +6,8 @@ import pytest
 from mlcn_jax.analysis import describe
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import lanes
-from mlcn_jax.nn.model import ModelSpec, count_parameters
+from mlcn_jax.nn.model import count_parameters
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost, fit
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.nn.lanes import LaneSpec
-from mlcn_jax.nn.model import ModelSpec
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost
 from mlcn_jax.search import budget
 from mlcn_jax.search import space as space_lib

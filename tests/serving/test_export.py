@@ -218,7 +218,7 @@ def test_damage_that_the_manifest_agrees_with_is_one_error(copied, name, content
     with pytest.raises(InputError, match=r"cannot be read .*: export the model again"):
         artifact.Artifact(copied)
     rewrite(copied, files={})
-    with pytest.raises(InputError, match=r"manifest.json does not know .*model.json"):
+    with pytest.raises(InputError, match=r"manifest.json does not list .*model.json"):
         artifact.Artifact(copied)
 
 

@@ -18,7 +18,8 @@ from benchmarks import onnx_inference as benchmark
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.capsules import lengths
-from mlcn_jax.nn.model import ModelSpec, encode, init_params
+from mlcn_jax.nn.model import encode, init_params
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving import onnx
 from mlcn_jax.serving import onnx_export as script
 from mlcn_jax.training.checkpoint import load_trained
@@ -92,7 +93,7 @@ def test_what_was_altered_or_is_not_there_is_refused(copied, tmp_path_factory, m
 
 def test_packages_that_are_not_installed_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr(onnx.importlib.util, "find_spec", lambda name: None if name == "jax2onnx" else name)
-    with pytest.raises(InputError, match=r"^jax2onnx cannot be imported: `make onnx`"):
+    with pytest.raises(InputError, match=r"^jax2onnx cannot be imported: in a clone, run `make onnx`"):
         script.export(tmp_path)
 
 

@@ -195,6 +195,12 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
         load_trained(str(tmp_path))
 
 
+def test_checkpoints_without_their_description_say_what_is_missing(tmp_path):
+    (tmp_path / "checkpoints" / "20").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"model\.json is missing, though .* has checkpoints.*restore the file"):
+        load_trained(str(tmp_path))
+
+
 def fails_with(error):
     def fail(*args, **kwargs):
         raise error

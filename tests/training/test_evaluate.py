@@ -9,9 +9,10 @@ from PIL import Image
 
 from mlcn_jax.data.datasets import Split
 from mlcn_jax.nn import capsules, losses, model
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training import evaluate, pictures
 
-SPEC = model.ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2", decoder=(6,))
+SPEC = ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2", decoder=(6,))
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_a_lane_that_says_the_same_of_every_image_has_no_spread(split):
 @pytest.mark.parametrize(("num_classes", "num_lanes"), [(3, 2), (100, 32)])
 def test_a_perfect_lane_has_spread_one_whatever_the_model(monkeypatch, num_classes, num_lanes, margin_loss):
     """Beside one that is silent, on images that are sorted by class."""
-    spec = model.ModelSpec("mlcn", (18, 18, 1), num_classes, f"mlcn1:w1*{num_lanes}", margin_loss=margin_loss)
+    spec = ModelSpec("mlcn", (18, 18, 1), num_classes, f"mlcn1:w1*{num_lanes}", margin_loss=margin_loss)
     labels = np.repeat(np.arange(num_classes), 1500 // num_classes)
     v = np.zeros((len(labels), num_classes, num_lanes))
     v[np.arange(len(labels)), labels, 1:] = 1.0 if margin_loss == "per_lane" else 1 / np.sqrt(num_lanes)

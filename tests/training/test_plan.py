@@ -7,7 +7,7 @@ import pytest
 from made_profile import make_profile
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn.model import ModelSpec
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost, partition
 from mlcn_jax.training import loop, plan
 

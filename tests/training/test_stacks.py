@@ -13,8 +13,8 @@ from made_params import made_params
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Augmentation
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn.model import ModelSpec
-from mlcn_jax.training import loop, mesh_runner, stacks_runner, step
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.training import loop, mesh_runner, stack_programs, stacks_runner, step
 from mlcn_jax.training.checkpoint import load_trained
 
 UNEQUAL = ModelSpec(
@@ -40,7 +40,7 @@ def make_state(optimizer):
 def make_runner(device_of, optimizer, **more):
     devices = jax.devices()
     return stacks_runner.StacksRunner(
-        UNEQUAL, optimizer, stacks_runner.make_stacks(devices, device_of), devices[0], **STEP, **more
+        UNEQUAL, optimizer, stack_programs.make_stacks(devices, device_of), devices[0], **STEP, **more
     )
 
 
@@ -120,7 +120,7 @@ def test_bfloat16_lanes_in_stacks_train(rng):
     spec = dataclasses.replace(UNEQUAL, compute_dtype="bfloat16")
     devices, optimizer = jax.devices(), optax.adam(1e-3)
     runner = stacks_runner.StacksRunner(
-        spec, optimizer, stacks_runner.make_stacks(devices, [0, 0, 0, 1, 1, 1]), devices[0], **STEP
+        spec, optimizer, stack_programs.make_stacks(devices, [0, 0, 0, 1, 1, 1]), devices[0], **STEP
     )
     metrics, _ = take_steps(runner, optimizer, make_batch(rng), 4)
     assert metrics[-1]["loss"] < metrics[0]["loss"]

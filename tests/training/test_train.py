@@ -21,6 +21,7 @@ from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Augmentation
 from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.nn import conv, losses, model
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training import loop, mesh_runner
 from mlcn_jax.training.checkpoint import Checkpoints, load_trained
 from mlcn_jax.training.metrics import read_rows
@@ -28,7 +29,7 @@ from mlcn_jax.training.session import optimizer_of
 from mlcn_jax.training.start import start_state
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 
-SPEC = model.ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2,mlcn2:w1", decoder=(6,))
+SPEC = ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2,mlcn2:w1", decoder=(6,))
 
 _MOVES = Augmentation(max_shift=3, flip=True)
 
@@ -104,7 +105,7 @@ def test_the_loss_is_margin_plus_weighted_reconstruction(rng):
 
 def test_lane_dropout_spares_reconstruction(rng):
     """With every lane dropped, only reconstruction teaches the lanes."""
-    spec = model.ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2", decoder=(6,), lane_dropout=1 - 1e-9)
+    spec = ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2", decoder=(6,), lane_dropout=1 - 1e-9)
     images, labels = batch(rng)
     optimizer = optax.sgd(1.0)
 
@@ -125,7 +126,7 @@ def test_lane_dropout_spares_reconstruction(rng):
 
 
 def test_augmentation_and_dropout_follow_seed_and_step(rng):
-    spec = model.ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*4", decoder=(6,), lane_dropout=0.5)
+    spec = ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*4", decoder=(6,), lane_dropout=0.5)
     optimizer = optax.sgd(0.0)
     images, labels = batch(rng)
 
@@ -346,7 +347,7 @@ def test_fine_tuning_starts_from_a_packaged_model_by_its_name(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)  # where no folder has that name
     donor = load_trained(pretrained.find_workdir("digits"))
     config = read_stored(pretrained.find_workdir("digits")).replace({"init_from": "digits"})
-    session = types.SimpleNamespace(config=config, spec=donor.spec, optimizer=optax.sgd(0.1))
+    session = types.SimpleNamespace(config=config, spec=donor.spec, optimizer=optax.sgd(0.1), train=None)
     state, _ = start_state(session, Checkpoints(tmp_path / "checkpoints"))
     assert_same_bits(donor.params, state.params)
 

@@ -1,0 +1,79 @@
+"""Residual lanes one at a time against all at once: memory and time of a training step.
+
+    python -m benchmarks.lanes_in_turn
+
+The loss of a lane that classifies alone needs no other lane, so its backward pass follows its forward pass and only one
+lane's activations are held. With `model.decoder_gradient=all` the lanes are coupled and all activations are held. The
+two steps take turns. Writes `benchmarks/results/lanes_in_turn.json`.
+"""
+
+import dataclasses
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import flags
+
+from mlcn_jax import host
+from mlcn_jax.files import write_json
+from mlcn_jax.launch import launch_script
+from mlcn_jax.nn.calibration import whiten
+from mlcn_jax.nn.model import init_params
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.training.optimizer import make_optimizer
+from mlcn_jax.training.step import TrainState, compile_step, make_train_step
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("lanes", "resnet:w4d2*4", "lanes of the model", flag_values=values)
+    flags.DEFINE_integer("batch", 500, "images per step", flag_values=values)
+    flags.DEFINE_integer("rounds", 7, "rounds that count, after one that warms up", flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
+    apart = ModelSpec("mlcn", (32, 32, 3), 10, lanes=values.lanes, label_smoothing=0.2)
+    specs = {"in turn": apart, "all held": dataclasses.replace(apart, decoder_gradient="all")}
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (values.batch, 32, 32, 3), np.uint8)
+    batch = (images, np.arange(values.batch, dtype=np.int32) % 10)
+    optimizer = make_optimizer("muon", learning_rate=0.1, num_steps=100, steps_per_epoch=100)
+    params = jax.device_get(whiten(apart, init_params(apart, jax.random.key(0)), images[:100] / np.float32(255)))
+    steps, states = {}, {}
+    for name, spec in specs.items():
+        states[name] = TrainState.create(jax.device_put(params), optimizer)
+        step = make_train_step(spec, optimizer, reconstruction_weight=0.392, seed=0)
+        steps[name], _ = compile_step(step, states[name], batch)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(values.rounds + 1):
+        for name, step in steps.items():
+            started = time.perf_counter()
+            states[name], metrics = step(states[name], *batch)
+            jax.block_until_ready(metrics)
+            seconds[name].append(time.perf_counter() - started)
+    ratios = [a / b for a, b in zip(*(times[1:] for times in seconds.values()), strict=True)]
+    found = {
+        name: {
+            "seconds": statistics.median(seconds[name][1:]),
+            "temporary_bytes": step.memory_analysis().temp_size_in_bytes,
+        }
+        for name, step in steps.items()
+    }
+    result = {
+        "lanes": values.lanes,
+        "batch": values.batch,
+        "rounds": values.rounds,
+        "steps": found,
+        "memory_ratio": found["in turn"]["temporary_bytes"] / found["all held"]["temporary_bytes"],
+        "time_ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+        **host.environment(),
+    }
+    write_json(RESULTS / "lanes_in_turn.json", result)
+    print(f"memory {result['memory_ratio']:.3f}, time {statistics.median(ratios):.3f} of all lanes held")
+
+
+if __name__ == "__main__":
+    launch_script(define, main)

@@ -1,0 +1,188 @@
+"""`ModelSpec`: everything that determines what a model computes."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import conv
+from mlcn_jax.nn.lane_list import parse_lanes
+from mlcn_jax.nn.lanes import LANE_KINDS, LANE_ROUTINGS, LaneGroup, LaneSettings, LaneSpec
+
+MODELS = ("mlcn", "capsnet")
+MARGIN_LOSSES = ("joint", "per_lane")
+COMPUTE_DTYPES = ("float32", "bfloat16")
+DECODER_GRADIENTS = ("auto", "all", "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """Everything that determines what a model computes.
+
+    Attributes:
+      name: `mlcn` or `capsnet`.
+      image_shape: height, width, channels.
+      num_classes: number of classes K.
+      lanes: for `mlcn`, the lanes as text (`lanes.parse_lanes`); empty for `capsnet`.
+      num_routing_iters: iterations of dynamic routing.
+      lane_routing: `published` or `per_class` (`lanes.LaneSettings`).
+      prior_bias: whether routing logits have a trainable initial value.
+      decoder: sizes of the decoder's hidden layers.
+      lane_dropout: probability that a lane is left out of the classification loss in a training step.
+      margin_loss: `joint` (on the lengths from all lanes, as published) or `per_lane` (on each lane alone).
+      signed_pixels: whether the encoder takes pixels in [-1, 1] instead of [0, 1]; images and reconstructions are in
+        [0, 1] in either case.
+      label_smoothing: share of the target that is spread evenly over all classes, for lanes that classify alone.
+      ensemble_weight: share of the ensemble's cross-entropy in the loss of lanes that classify alone; above 0, their
+        gradients depend on one another.
+      decoder_gradient: lanes that the reconstruction trains: `auto` (those that do not classify alone), `all` or
+        `none`.
+      norm_group: images that are normalised together in training, in lanes with batch normalisation.
+      compute_dtype: dtype of convolutions and matrix products; norms, softmax and losses stay float32.
+      conv: convolution algorithm: a key of `conv.ALGORITHMS`, or `auto`.
+
+    Raises:
+      InputError: a value is out of range, unknown, or inconsistent with the others.
+    """
+
+    name: str
+    image_shape: tuple[int, int, int]
+    num_classes: int
+    lanes: str = ""
+    num_routing_iters: int = 3
+    lane_routing: str = "published"
+    prior_bias: bool = True
+    decoder: tuple[int, ...] = (512, 1024)
+    lane_dropout: float = 0.0
+    margin_loss: str = "joint"
+    signed_pixels: bool = False
+    label_smoothing: float = 0.0
+    ensemble_weight: float = 0.0
+    decoder_gradient: str = "auto"
+    norm_group: int = 125
+    compute_dtype: str = "float32"
+    conv: str = "auto"
+
+    def __post_init__(self):
+        for field, known in (
+            ("name", MODELS),
+            ("lane_routing", LANE_ROUTINGS),
+            ("margin_loss", MARGIN_LOSSES),
+            ("decoder_gradient", DECODER_GRADIENTS),
+            ("compute_dtype", COMPUTE_DTYPES),
+            ("conv", ("auto", *conv.ALGORITHMS)),
+        ):
+            value = getattr(self, field)
+            if value not in known:
+                raise InputError(f"model.{field} is {value!r}; it must be one of {', '.join(known)}")
+        kinds = [group.spec.kind for group in self.lane_groups] or ["mlcn1"]  # CapsNet has the convolutions of mlcn1
+        height, width, _ = self.image_shape
+        neediest = max(kinds, key=lambda kind: LANE_KINDS[kind].min_size)
+        least = LANE_KINDS[neediest].min_size
+        if min(height, width) < least:
+            raise InputError(
+                f"images of {height}x{width} pixels are too small for {neediest if self.lanes else 'CapsNet'}: its "
+                f"layers need at least {least}x{least}; for a folder of images set a larger --config.data.image_size"
+            )
+        if self.num_classes < 2:
+            raise InputError(f"a classifier needs at least 2 classes, got {self.num_classes}")
+        if self.num_routing_iters < 1:
+            raise InputError(f"model.num_routing_iters is {self.num_routing_iters}; it must be 1 or more")
+        if not 0.0 <= self.lane_dropout < 1.0:
+            raise InputError(f"model.lane_dropout is {self.lane_dropout}; it must be in [0, 1)")
+        for field in ("label_smoothing", "ensemble_weight"):
+            if not 0.0 <= getattr(self, field) < 1.0:
+                raise InputError(f"model.{field} is {getattr(self, field)}; it must be in [0, 1)")
+        if self.norm_group < 1:
+            raise InputError(f"model.norm_group is {self.norm_group}; it must be 1 image or more")
+        if not self.decoder or min(self.decoder) < 1:
+            raise InputError(f"model.decoder is {self.decoder}; it needs one or more sizes of 1 or more")
+        if self.name == "mlcn":
+            if self.lane_dropout and (self.margin_loss == "per_lane" or self.classifies_alone.any()):
+                reason = "model.margin_loss=per_lane" if self.margin_loss == "per_lane" else f"lanes {self.lanes}"
+                raise InputError(
+                    f"model.lane_dropout is {self.lane_dropout} with {reason}, where a lane learns to classify "
+                    "without the others: leave model.lane_dropout at 0, or use published lanes with margin_loss=joint"
+                )
+        elif self.lanes or self.lane_dropout or self.margin_loss != "joint":
+            raise InputError(
+                "CapsNet has no lanes: leave model.lanes empty, model.lane_dropout at 0 and model.margin_loss joint"
+            )
+
+    @property
+    def lane_groups(self) -> tuple[LaneGroup, ...]:
+        """The lanes, grouped; empty for CapsNet."""
+        return parse_lanes(self.lanes) if self.name == "mlcn" else ()
+
+    @property
+    def lane_specs(self) -> tuple[LaneSpec, ...]:
+        """The lanes one by one, in the order of the columns of the class capsules; empty for CapsNet."""
+        return tuple(group.spec for group in self.lane_groups for _ in range(group.count))
+
+    @property
+    def classifies_alone(self) -> np.ndarray:
+        """Whether each lane returns log-probabilities and learns from them alone, bool [lanes]."""
+        return np.array([LANE_KINDS[lane.kind].classifies for lane in self.lane_specs], bool)
+
+    @property
+    def certain_length(self) -> float:
+        """Length of a class capsule that means probability 1: sqrt(L) if each of L lanes classifies alone.
+
+        Lanes trained on their joint length count as one.
+        """
+        alone = int(self.classifies_alone.sum())
+        others = len(self.lane_specs) - alone
+        if not others:
+            return math.sqrt(max(1, alone))
+        return math.sqrt(alone + (others if self.margin_loss == "per_lane" else 1))
+
+    @property
+    def probability_power(self) -> int:
+        """Power of `length / certain_length` that is a class's probability.
+
+        1, as published, or 2 where lanes return probabilities, of which a squared length is the sum.
+        """
+        return 2 if self.classifies_alone.any() else 1
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.compute_dtype)
+
+    @property
+    def lane_settings(self) -> LaneSettings:
+        return LaneSettings(
+            num_classes=self.num_classes,
+            lane_routing=self.lane_routing,
+            num_routing_iters=self.num_routing_iters,
+            prior_bias=self.prior_bias,
+            signed_pixels=self.signed_pixels,
+            dtype=self.dtype,
+            conv_algorithm=self.conv,
+            norm_group=self.norm_group,
+        )
+
+
+def rows_of(spec: ModelSpec, lanes: Sequence[int]) -> dict[str, np.ndarray]:
+    """Rows of some lanes on the first axis of their groups' stacked parameters, by group name.
+
+    Args:
+      spec: the full model.
+      lanes: indices of lanes in it, ascending.
+    """
+    rows, first = {}, 0
+    for group in spec.lane_groups:
+        own = np.array([lane - first for lane in lanes if first <= lane < first + group.count], np.int32)
+        if own.size:
+            rows[group.name] = own
+        first += group.count
+    return rows
+
+
+def spec_of(spec: ModelSpec, lanes: Sequence[int]) -> ModelSpec:
+    """The model with only some of the lanes of another; arguments as for `rows_of`."""
+    rows = rows_of(spec, lanes)
+    groups = [LaneGroup(group.spec, rows[group.name].size) for group in spec.lane_groups if group.name in rows]
+    return dataclasses.replace(spec, lanes=",".join(map(str, groups)))

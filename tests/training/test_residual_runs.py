@@ -1,0 +1,187 @@
+"""Runs of residual lanes: over devices, resumed, scored, exported and pruned."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from mlcn_jax.analysis import prune
+from mlcn_jax.data.batches import Augmentation
+from mlcn_jax.data.datasets import Split
+from mlcn_jax.distributed import mesh as mesh_lib
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import calibration
+from mlcn_jax.nn.model import init_params
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.serving import artifact, export, trained
+from mlcn_jax.training import checkpoint, loop
+from mlcn_jax.training.evaluate import head_sums, scores_of
+from mlcn_jax.training.mesh_runner import MeshRunner
+from mlcn_jax.training.stack_programs import make_stacks
+from mlcn_jax.training.stacks_runner import StacksRunner
+from mlcn_jax.training.step import TrainState
+
+SPEC = ModelSpec(*("mlcn", (12, 12, 1), 3, "resnet:w1*4"), norm_group=4, decoder=(8,), label_smoothing=0.1)
+MOVES = Augmentation(max_shift=1, reflect=True, cutout=3, per_lane=True)
+OPTIMIZER = optax.sgd(0.1)
+SIZES = (0, 10)
+
+
+def two_steps(runner):
+    """The state, metrics, statistics and scores after a step on full images and one on small ones."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (8, *SPEC.image_shape), dtype=np.uint8)
+    labels = (np.arange(8) % 3).astype(np.int32)
+    params = calibration.whiten(SPEC, init_params(SPEC, jax.random.key(0)), images / np.float32(255))
+    runner.start(jax.device_get(TrainState.create(params, OPTIMIZER)))
+    runner.compile(images, labels, SIZES)
+    with jax.transfer_guard("disallow"):
+        for size in SIZES:
+            metrics = runner.step(*runner.place(images, labels), size)
+        statistics = runner.calibrate([images])
+        scores = runner.scores(Split(images, labels), 4, flips=True)
+    return jax.device_get((runner.fetch().params, metrics, statistics)), scores
+
+
+def settings():
+    return {"reconstruction_weight": 0.4, "seed": 0, "augmentation": MOVES}
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    return two_steps(MeshRunner(SPEC, OPTIMIZER, None, **settings()))
+
+
+def assert_same(mine, theirs):
+    (tree, scores), (expected, expected_scores) = mine, theirs
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), tree, expected)
+    np.testing.assert_array_equal(scores.confusion, expected_scores.confusion)
+    np.testing.assert_allclose(scores.nll, expected_scores.nll, rtol=1e-5)
+    np.testing.assert_allclose(scores.loss, expected_scores.loss, rtol=1e-5)
+
+
+def test_a_mesh_trains_as_one_device_does(on_one_device):
+    mesh = mesh_lib.make_mesh(2, 2)
+    assert_same(two_steps(MeshRunner(SPEC, OPTIMIZER, mesh, **settings())), on_one_device)
+
+
+def test_stacks_train_as_one_device_does(on_one_device):
+    stacks = make_stacks(jax.devices()[:2], [1, 0, 1, 1])
+    assert_same(two_steps(StacksRunner(SPEC, OPTIMIZER, stacks, jax.devices()[0], **settings())), on_one_device)
+
+
+def test_stacks_refuse_coupled_lanes():
+    stacks = make_stacks(jax.devices()[:1], [0] * 4)
+    coupled = dataclasses.replace(SPEC, ensemble_weight=0.5)
+    with pytest.raises(InputError, match="trains lanes that classify alone"):
+        StacksRunner(coupled, OPTIMIZER, stacks, jax.devices()[0], **settings())
+
+
+def test_groups_never_cross_devices():
+    with pytest.raises(InputError, match="gives each device 2 of a batch of 8: use a divisor of 2"):
+        mesh_lib.check_split(SPEC, 8, 4, 1)
+    mesh_lib.check_split(SPEC, 8, 2, 1)
+
+
+def test_scores_equal_numpy():
+    """Likelihood and calibration error from given log-probabilities, with the mirror images' beside them."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(2, 40, 3, 4)) * 3
+    log_p = logits - np.log(np.exp(logits).sum(axis=2, keepdims=True))
+    labels = rng.integers(0, 3, 40).astype(np.int32)
+    images = np.zeros((40, *SPEC.image_shape), np.uint8)
+    decoder = init_params(SPEC, jax.random.key(0))["decoder"]
+
+    def sums(batch):
+        outputs = [np.asarray(each, np.float32) for each in log_p]
+        return head_sums(SPEC, 0.0, decoder, outputs, batch[0] / 255.0, batch[1], batch[2])
+
+    scores = scores_of(Split(images, labels), 40, sums)
+    p = np.exp(log_p).mean(axis=(0, 3))
+    np.testing.assert_allclose(scores.nll, -np.log(p[np.arange(40), labels]).mean(), rtol=1e-5)
+    bins, error = np.clip((p.max(axis=1) * 15).astype(int), 0, 14), 0.0
+    for b in range(15):
+        here = bins == b
+        error += abs((p.max(axis=1)[here] - (p.argmax(axis=1) == labels)[here]).sum()) / 40
+    np.testing.assert_allclose(scores.calibration_error, error, rtol=1e-4)
+    assert scores.accuracy == (p.argmax(axis=1) == labels).mean()
+
+
+RECIPE = {
+    "model.lanes": "resnet:w1*2",
+    "model.label_smoothing": 0.1,
+    "model.norm_group": 25,
+    "data.alternate_flips": True,
+    "data.max_shift": 1,
+    "data.reflect": True,
+    "data.cutout": 4,
+    "data.augment_lanes": True,
+    "data.validation_fraction": 0.2,
+    "train.optimizer": "muon",
+    "train.learning_rate": 0.1,
+    "train.bias_learning_rate": 2.6,
+    "train.head_learning_rate": 0.04,
+    "train.num_epochs": 1,
+    "train.image_sizes": "14:0.4",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of 20 steps: its configuration, workdir and summary."""
+    from mlcn_jax.config import RunConfig
+    from tests.conftest import TINY
+
+    config = RunConfig().replace(TINY | RECIPE)
+    workdir = tmp_path_factory.mktemp("residual") / "whole"
+    return config, workdir, loop.train(config, workdir)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(run, tmp_path):
+    config, workdir, summary = run
+    loop.train(config.replace({"train.num_steps": 7}), tmp_path)
+    resumed = loop.train(config, tmp_path)
+    found, expected = (checkpoint.load_trained(folder).params for folder in (tmp_path, workdir))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert resumed["test_nll"] == summary["test_nll"]
+    assert summary["test_accuracy"] > 0.4
+    assert summary["test_accuracy_flips"] > 0.3
+    with pytest.raises(InputError, match=r"train\.momentum"):
+        loop.train(config.replace({"train.momentum": 0.5}), tmp_path)
+
+
+def test_a_run_can_leave_the_test_set_alone(run, tmp_path):
+    config, _, _ = run
+    summary = loop.train(config.replace({"train.score_test": False, "train.num_steps": 3}), tmp_path)
+    assert not [name for name in summary if name.startswith("test_")]
+    assert 0 < summary["validation_accuracy"] <= 1
+    assert "validation_accuracy_flips" in summary
+    assert not (tmp_path / "confusion.png").exists()
+
+
+def test_an_export_classifies_as_the_workdir_does_with_probabilities_that_sum_to_one(run):
+    _, workdir, _ = run
+    export.export(workdir)
+    exported = artifact.Artifact(workdir / "export")
+    images = np.random.default_rng(0).integers(0, 256, (5, *exported.image_shape), dtype=np.uint8)
+    probabilities = exported.probabilities(images)
+    np.testing.assert_allclose(probabilities.sum(axis=1), 1, rtol=1e-5)
+    np.testing.assert_allclose(trained.TrainedModel(workdir).probabilities(images), probabilities, atol=1e-5)
+    stored = np.load(workdir / "export" / "weights.npz")
+    assert not [name for name in stored if "statistics" in name]  # folded into the kernels
+
+
+def test_a_pruned_model_keeps_the_statistics_of_its_lanes(run, tmp_path):
+    _, workdir, summary = run
+    loaded = prune.load_prunable(workdir)
+    smaller = prune.prune_run(loaded, [1])
+    group = smaller.params["encoder"]["resnet_w1d1"]
+    for name, values in group["statistics"]["trunk"].items():
+        whole = loaded.params["encoder"]["resnet_w1d1"]["statistics"]["trunk"][name]["mean"]
+        np.testing.assert_array_equal(values["mean"], whole[1:])
+    assert smaller.spec.certain_length == 1.0
+    assert smaller.scores(loaded.test).accuracy > 0.3
+    assert json.loads((workdir / "summary.json").read_text())["test_accuracy"] == summary["test_accuracy"]
