@@ -9,7 +9,7 @@ from made_params import made_params
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules, model
 from mlcn_jax.nn.model import CapsuleNetwork, count_parameters
-from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.nn.spec import COMPUTE_DTYPES, ModelSpec
 
 SMALL = ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2,mlcn2:w1", decoder=(6, 5))
 
@@ -85,7 +85,7 @@ def test_bfloat16_is_close_to_float32(name, rng):
     lanes = SMALL.lanes if name == "mlcn" else ""
     images = jnp.array(rng.uniform(size=(3, *SMALL.image_shape)), jnp.float32)
     outputs = {}
-    for dtype in model.COMPUTE_DTYPES:
+    for dtype in COMPUTE_DTYPES:
         spec = ModelSpec(name, (18, 18, 1), 3, lanes, decoder=(6, 5), compute_dtype=dtype)
         params = made_params(spec)
         shapes = jax.eval_shape(lambda spec=spec: model.init_params(spec, jax.random.key(0)))
