@@ -243,10 +243,11 @@ def joint_margin_loss(
     spec: ModelSpec, outputs: Float[Array, "batch classes dim"], labels: Int[Array, " batch"]
 ) -> Float[Array, " batch"]:
     """Margin loss of each image from the lanes that do not classify alone, joint or per lane (`spec.margin_loss`)."""
-    if spec.lane_groups:
-        if spec.classifies_alone.all():
+    alone = spec.classifies_alone
+    if alone.any():
+        if alone.all():
             return jnp.zeros(outputs.shape[:1])
-        outputs = outputs[..., np.flatnonzero(~spec.classifies_alone)]
+        outputs = outputs[..., np.flatnonzero(~alone)]
     if spec.margin_loss == "per_lane":
         return losses.lane_margin_loss(outputs, labels)
     return losses.margin_loss(capsules.lengths(outputs), labels)

@@ -12,7 +12,7 @@ from mlcn_jax.analysis import prune
 from mlcn_jax.data.batches import Augmentation
 from mlcn_jax.data.datasets import Split
 from mlcn_jax.distributed import mesh as mesh_lib
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.nn import calibration
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.nn.spec import ModelSpec
@@ -151,6 +151,20 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run, tmp_path):
     assert summary["test_accuracy_flips"] > 0.3
     with pytest.raises(InputError, match=r"train\.momentum"):
         loop.train(config.replace({"train.momentum": 0.5}), tmp_path)
+
+
+def test_statistics_that_are_not_finite_are_not_saved(run, tmp_path, monkeypatch):
+    config, _, _ = run
+    calibrate, calls = MeshRunner.calibrate, []
+
+    def failing(self, batches):
+        calls.append(0)
+        return jax.tree.map(lambda x: x * (np.nan if len(calls) > 1 else 1), calibrate(self, batches))
+
+    monkeypatch.setattr(MeshRunner, "calibrate", failing)
+    with pytest.raises(Diverged, match="step 10: statistics of normalisation are not finite"):
+        loop.train(config, tmp_path)
+    assert checkpoint.load_trained(tmp_path).step == 5
 
 
 def test_a_run_can_leave_the_test_set_alone(run, tmp_path):
