@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +22,11 @@ from mlcn_jax.nn.calibration import group_statistics, join_statistics
 from mlcn_jax.nn.model import class_probabilities, classification_loss, encode, join_lanes, lane_outputs, reconstruct
 from mlcn_jax.nn.spec import ModelSpec
 
+_log = logging.getLogger(__name__)
+
 ALIVE = 0.05  # minimum spread of a lane that distinguishes images
 _SPREAD_IMAGES = 500
+_SECONDS_BETWEEN_REPORTS = 5.0
 _TINY = 1e-30
 
 
@@ -165,12 +170,19 @@ def sum_shapes(num_classes: int) -> dict[str, tuple[int, ...]]:
 
 
 def scores_of(split: datasets.Split, batch_size: int, sums: Callable[[tuple], dict[str, Array]]) -> Scores:
-    """Scores of a split; `sums` returns the result of `head_sums` for each of its padded batches."""
+    """Scores of a split; `sums` returns the result of `head_sums` for each of its padded batches.
+
+    A long evaluation logs how far it is.
+    """
     total: dict[str, np.ndarray] = {}
-    for batch in padded_batches(split, batch_size):
+    count, said = len(split.labels), time.monotonic()
+    for i, batch in enumerate(padded_batches(split, batch_size)):
         for name, value in jax.device_get(sums(batch)).items():
             total[name] = total.get(name, 0) + np.asarray(value, np.float64)
-    count = len(split.labels)
+        done = min(count, (i + 1) * batch_size)
+        if time.monotonic() - said > _SECONDS_BETWEEN_REPORTS and done < count:
+            said = time.monotonic()
+            _log.info("scored %s of %s images", f"{done:,}", f"{count:,}")
     _, probability, correct = total["bins"].T
     return Scores(
         loss=float(total["loss"]) / count,

@@ -83,3 +83,14 @@ def test_pictures_are_drawn(tmp_path, split, num_classes, real_pictures):
         with Image.open(tmp_path / name) as picture:
             assert min(picture.size) > 300
             assert len(picture.convert("RGB").getcolors(1 << 24)) > 20
+
+
+def test_a_long_evaluation_says_how_far_it_is(rng, monkeypatch, caplog):
+    caplog.set_level("INFO", "mlcn_jax")
+    split = Split(np.zeros((5, 1, 1, 1), np.uint8), np.zeros(5, np.int32))
+    nothing = {name: np.zeros(shape) for name, shape in evaluate.sum_shapes(2).items()}
+    evaluate.scores_of(split, 2, lambda batch: nothing)
+    assert not caplog.messages
+    monkeypatch.setattr(evaluate, "_SECONDS_BETWEEN_REPORTS", -1.0)
+    evaluate.scores_of(split, 2, lambda batch: nothing)
+    assert caplog.messages == ["scored 2 of 5 images", "scored 4 of 5 images"]
