@@ -26,7 +26,7 @@ class ModelSpec:
       name: `mlcn` or `capsnet`.
       image_shape: height, width, channels.
       num_classes: number of classes K.
-      lanes: for `mlcn`, the lanes as text (`lanes.parse_lanes`); empty for `capsnet`.
+      lanes: for `mlcn`, the lanes as text (`lane_list.parse_lanes`); empty for `capsnet`.
       num_routing_iters: iterations of dynamic routing.
       lane_routing: `published` or `per_class` (`lanes.LaneSettings`).
       prior_bias: whether routing logits have a trainable initial value.
