@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import conv
+from mlcn_jax.nn import conv, tracing
 
 STAGES = (16, 48, 64)  # filters of each stage for width 1
 MIN_SIZE = 9  # three poolings leave one pixel
@@ -97,7 +97,10 @@ class Trunk(nn.Module):
         return GhostBatchNorm(self.group_size, self.folded, name=f"norm{name[4:]}")(_pool(x) if pooled else x)
 
     def _convolve(self, x: Array, kernel: Array, bias: Array | None, padding: str) -> Array:
-        y = conv.conv2d(x, kernel.astype(self.dtype), padding=padding, algorithm=self.algorithm)
+        algorithm = self.algorithm
+        if algorithm == "auto" and tracing.platform() != "cpu":
+            algorithm = "native"  # lanes run one by one, so that no convolution is a grouped one
+        y = conv.conv2d(x, kernel.astype(self.dtype), padding=padding, algorithm=algorithm)
         return y if bias is None else y + bias.astype(self.dtype)[None, None, None]
 
 
