@@ -684,6 +684,21 @@ def routing() -> str:
 
 
 @_place
+def lanes_in_turn() -> str:
+    result = _benchmark("lanes_in_turn")
+    rows = [
+        [name, f"{step['seconds']:.2f}", f"{step['temporary_bytes'] / 2**20:,.0f}"]
+        for name, step in result["steps"].items()
+    ]
+    time, memory = result["time_ratio"], result["memory_ratio"]
+    batch = f"batch {result['batch']}"
+    spread = f"{time['median']:.2f} ({time['min']:.2f} to {time['max']:.2f})"
+    ratios = f"in turn over all held: time {spread}, memory {memory:.2f}"
+    table = _table("lanes | s per step | temporary memory, MiB", rows)
+    return f"{table}\n\n{_made_on(result, result['lanes'], batch, ratios)}"
+
+
+@_place
 def exported() -> str:
     result = _benchmark("exported")
     rows = [
