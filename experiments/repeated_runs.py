@@ -34,7 +34,7 @@ class Scale:
 
     Attributes:
       name: of the scale.
-      num_epochs: of each run.
+      num_epochs: of each run; 0 leaves them as configured.
       num_steps: at most, of each run; 0 is no limit.
       num_train, num_test: images, a fixed part of each class; 0 takes all.
     """
@@ -65,6 +65,7 @@ class Series:
       configure: makes a configuration of a run's facts.
       command: the command line, without folders, for the record.
       keep_models: whether the checkpoints of a run stay when it has ended.
+      measure: more for the record of a run, from its folder and its summary.
 
     Attributes:
       marker: script, version and scale, kept in `workdir/runs.json`.
@@ -82,9 +83,10 @@ class Series:
         configure: Callable[..., RunConfig],
         command: str,
         keep_models: bool,
+        measure: Callable[[Path, dict[str, Any]], dict[str, Any]] | None = None,
     ):
         self.workdir, self.scale, self.command = workdir, scale, command
-        self._configure, self._keep_models = configure, keep_models
+        self._configure, self._keep_models, self._measure = configure, keep_models, measure
         self._data: dict[str, tuple[str, dict[str, Any]]] = {}
         self.marker = {"script": script, "version": version, "scale": dataclasses.asdict(scale)}
         path = workdir / "runs.json"
@@ -176,11 +178,14 @@ class Series:
             record |= _measured(summary, folder, config.data.validation_fraction > 0)
             if record["images_per_second"]:
                 record["seconds_per_epoch"] = data_facts["all_train_images"] / record["images_per_second"]
+            if self._measure:
+                record |= self._measure(folder, summary)
         return record | {"date": datetime.datetime.now(datetime.UTC).date().isoformat()}
 
     def _config(self, facts: Facts) -> RunConfig:
         config = self._configure(**facts)
-        return config.replace({"train.num_epochs": self.scale.num_epochs, "train.num_steps": self.scale.num_steps})
+        epochs = self.scale.num_epochs or config.train.num_epochs
+        return config.replace({"train.num_epochs": epochs, "train.num_steps": self.scale.num_steps})
 
     def _folder(self, facts: Facts) -> Path:
         names = (value if isinstance(value, str) else f"{name}{value}" for name, value in facts.items())

@@ -1,0 +1,31 @@
+"""Larger residual lanes on CIFAR-10, trained ten times as long as `resnet_cifar.py`.
+
+    mlcn_jax train --config=configs/resnet_cifar_long.py --workdir=runs/resnet_cifar_long
+
+50 epochs, 5 PFLOP forward and backward: hours on a GPU, or ten times that on a CPU. Its accuracy has not been measured
+yet.
+
+Source: Jordan 2024, arXiv 2404.00498, for layers, start values and recipe; lanes: this project.
+"""
+
+from mlcn_jax.config import default_config
+
+
+def get_config():
+    config = default_config()
+    config.data.name = "cifar10"
+    config.data.max_shift = 4
+    config.data.reflect = True
+    config.data.alternate_flips = True
+    config.data.cutout = 12
+    config.data.augment_lanes = True
+    config.model.lanes = "resnet:w4d3*4"
+    config.model.label_smoothing = 0.2
+    config.train.batch_size = 500
+    config.train.num_epochs = 50
+    config.train.image_sizes = "20:0.35,28:0.7"
+    config.train.optimizer = "muon"
+    config.train.learning_rate = 0.12
+    config.train.weight_decay = 1e-3
+    config.train.checkpoint_every = 20
+    return config

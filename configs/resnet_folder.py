@@ -1,0 +1,31 @@
+"""Residual lanes on your own images: a folder with a folder of images for each class.
+
+    mlcn_jax train --config=configs/resnet_folder.py --workdir=runs/mine --config.data.dir=FOLDER
+
+Images of 24 to 96 pixels (`data.image_size`) and up to 1,000 classes; `data.alternate_flips` is for images whose mirror
+image is of the same class. Its accuracy depends on the images and has not been measured.
+
+Source: Jordan 2024, arXiv 2404.00498, for layers, start values and recipe; lanes: this project.
+"""
+
+from mlcn_jax.config import default_config
+
+
+def get_config():
+    config = default_config()
+    config.data.name = "folder"
+    config.data.image_size = 48
+    config.data.max_shift = 2
+    config.data.reflect = True
+    config.data.alternate_flips = True
+    config.data.augment_lanes = True
+    config.model.lanes = "resnet:w3d2*4"
+    config.model.label_smoothing = 0.2
+    config.train.batch_size = 500
+    config.train.num_epochs = 10
+    config.train.image_sizes = "28:0.35,40:0.7"
+    config.train.optimizer = "muon"
+    config.train.learning_rate = 0.12
+    config.train.weight_decay = 1e-3
+    config.train.checkpoint_every = 50
+    return config

@@ -1,0 +1,261 @@
+"""Residual lanes at fixed budgets of operations: several lanes, one wide lane of the same cost, the capsule head.
+
+    python -m experiments.residual_lanes --workdir=runs/residual_lanes
+    python -m experiments.residual_lanes --workdir=runs/residual_lanes --rows=cifar_4xw3d2 --repeats=3 --minutes=60
+
+Trains rows of `ROWS` on all training images and reads the test set once, when a run ends. Rows of `TRIALS` chose the
+settings: they hold 10,000 training images out, are scored on those, and leave the test set alone. A budget is the FLOPs
+of all training steps, forward and backward, as the cost model counts them (`placement.cost.lane_cost`) for the image
+sizes that a recipe goes through. A run that has ended is not repeated, one that was stopped goes on. Writes
+`residual_lanes_SCALE` as JSON, Markdown and PNG to the workdir and, but for `smoke`, to `experiments/results/`.
+"""
+
+import functools
+import importlib
+import itertools
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from experiments.repeated_report import Records, caption, carry_out, draw_caption, markdown, select, spread, write
+from experiments.repeated_runs import Scale, Series, asked, chosen, define_flags
+from experiments.residual_rows import ROWS, TRIALS
+from mlcn_jax.config import RunConfig, read_stored
+from mlcn_jax.data.datasets import Split
+from mlcn_jax.launch import launch_script
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.placement.cost import lane_cost
+from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.training.evaluate import class_capsules
+from mlcn_jax.training.session import Session, open_session
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+VERSION = 1  # raised with every change after which results cannot stand beside older ones
+SCALES = {"smoke": Scale("smoke", 1, 1, 600, 100), "full": Scale("full", 0)}
+HEADER = (
+    *("", "lanes", "epochs", "PFLOP", "largest lane, %", "parameters", "accuracy", "with flips", "a lane alone"),
+    *("NLL", "ECE", "minutes", "GFLOP/s", "product rate"),
+)
+_PRODUCT_SIZE, _PRODUCT_ROUNDS = 2048, 5
+
+
+def define(values: flags.FlagValues) -> None:
+    define_flags(values, SCALES)
+    values.set_default("scale", "full")
+    known = [*ROWS, *TRIALS]
+    flags.DEFINE_list("rows", [], f"Of {', '.join(known)}; empty: all that are not trials.", flag_values=values)
+    flags.DEFINE_integer("first_seed", 0, "Seed of the first training of each row.", lower_bound=0, flag_values=values)
+
+
+def main(values: flags.FlagValues) -> int:
+    return run(
+        **asked(values, "residual_lanes", ("rows", "first_seed")),
+        rows=values.rows or list(ROWS),
+        first_seed=values.first_seed,
+    )
+
+
+def run(
+    workdir: Path,
+    *,
+    scale: str,
+    repeats: int,
+    first_seed: int,
+    rows: Sequence[str],
+    minutes: float,
+    directories: Mapping[str, str],
+    command: str,
+) -> int:
+    """Trains what has not been trained yet, reports after each run, and returns the exit code."""
+    chosen("scale", [scale], SCALES)
+    rows = chosen("rows", rows, ROWS | TRIALS)
+    runs = [{"row": row, "seed": seed} for seed in range(first_seed, first_seed + repeats) for row in rows]
+    make_config = functools.partial(configure_run, directories)
+    series = Series(workdir, "residual_lanes", VERSION, SCALES[scale], make_config, command, True, measure)
+    return carry_out(series, runs, minutes, text, report)
+
+
+def configure_run(directories: Mapping[str, str], row: str, seed: int) -> RunConfig:
+    """The run of a row and a seed; a trial is scored on validation images alone."""
+    given = (ROWS | TRIALS)[row]
+    config = RunConfig.from_dict(importlib.import_module(f"configs.{given.config}").get_config().to_dict())
+    changes = {"model.lanes": given.lanes, "train.num_epochs": given.epochs, **given.changes}
+    changes |= {"train.seed": seed, "data.dir": directories[given.data]}
+    if row in TRIALS:
+        held_out = 10_000 / {"cifar10": 50_000, "fashion_mnist": 60_000}[given.data]
+        changes |= {"data.validation_fraction": held_out, "train.score_test": False}
+    return config.replace(changes)
+
+
+def training_flops(session: Session, spec: ModelSpec) -> list[float]:
+    """FLOPs of all training steps, of each lane: products and convolutions, forward and backward."""
+    batch, settings = session.config.train.batch_size, spec.lane_settings
+    steps = [session.image_size(step) for step in range(1, session.num_steps + 1)]
+    total = []
+    for lane in spec.lane_specs:
+        costs = {size: lane_cost(lane, settings, _shape(spec, size)).step_flops(batch) for size in set(steps)}
+        total.append(float(sum(costs[size] for size in steps)))
+    return total
+
+
+def _shape(spec: ModelSpec, size: int) -> tuple[int, int, int]:
+    return (size or spec.image_shape[0], size or spec.image_shape[1], spec.image_shape[2])
+
+
+def measure(folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
+    """More of a run that has ended: FLOPs, seconds, scores of the images that it may see, and of fewer of its lanes."""
+    config, trained = read_stored(folder), load_trained(folder)
+    session, batch = open_session(config), config.train.batch_size
+    flops = training_flops(session, trained.spec)
+    split = "test" if config.train.score_test else "validation"
+    seconds = session.num_steps * batch / summary["images_per_second"]
+    record: dict[str, Any] = {
+        "split": split,
+        "lanes": trained.spec.lanes,
+        "epochs": config.train.num_epochs,
+        "flops": sum(flops),
+        "largest_lane": max(flops) / sum(flops),
+        "train_seconds": seconds,
+        "product_gflops_per_second": product_gflops_per_second(),
+        "nll": summary[f"{split}_nll"],
+        "calibration_error": summary[f"{split}_calibration_error"],
+        "accuracy": round(100 * summary[f"{split}_accuracy"], 4),
+    }
+    if f"{split}_accuracy_flips" in summary:
+        record["accuracy_flips"] = round(100 * summary[f"{split}_accuracy_flips"], 4)
+        record["nll_flips"] = summary[f"{split}_nll_flips"]
+    images = session.dataset.test if split == "test" else session.validation
+    capsules = class_capsules(trained.spec, trained.params, images, batch)
+    mirrored = class_capsules(trained.spec, trained.params, Split(images.images[:, :, ::-1], images.labels), batch)
+    record["by_lanes"] = accuracy_by_lanes(np.square(capsules), images.labels)
+    record["by_lanes_flips"] = accuracy_by_lanes(np.square(capsules) + np.square(mirrored), images.labels)
+    return record
+
+
+def accuracy_by_lanes(squares: np.ndarray, labels: np.ndarray) -> list[float]:
+    """Accuracy in % with 1, 2, ... lanes, mean over all choices of so many, of what each lane adds to squared lengths.
+
+    `squares` is [images, classes, lanes].
+    """
+    lanes = range(squares.shape[-1])
+    return [
+        statistics.fmean(
+            100 * float(np.mean(squares[..., list(kept)].sum(axis=-1).argmax(axis=-1) == labels))
+            for kept in itertools.combinations(lanes, count)
+        )
+        for count in range(1, len(lanes) + 1)
+    ]
+
+
+def product_gflops_per_second() -> float:
+    """The best of some products of square float32 matrices: what the machine gives at this hour."""
+    a = jnp.ones((_PRODUCT_SIZE, _PRODUCT_SIZE))
+    product = jax.jit(jnp.matmul)
+    product(a, a).block_until_ready()
+    seconds = []
+    for _ in range(_PRODUCT_ROUNDS):
+        started = time.perf_counter()
+        product(a, a).block_until_ready()
+        seconds.append(time.perf_counter() - started)
+    return 2 * _PRODUCT_SIZE**3 / min(seconds) / 1e9
+
+
+def summarise(records: Records) -> list[dict[str, Any]]:
+    """Each row that has been run: means over its seeds."""
+    rows = []
+    for name, given in (ROWS | TRIALS).items():
+        mine = [record for record in select(records, row=name) if "flops" in record]
+        if not mine:
+            continue
+        first = mine[0]
+        row: dict[str, Any] = {"row": name, "budget": given.budget, "data": given.data, "split": first["split"]}
+        row |= {key: first[key] for key in ("lanes", "epochs", "flops", "largest_lane", "parameters")}
+        for key in ("accuracy", "accuracy_flips", "nll", "calibration_error", "train_seconds"):
+            row[key] = spread(mine, key)
+        row["product_gflops_per_second"] = spread(mine, "product_gflops_per_second")
+        for key in ("by_lanes", "by_lanes_flips"):
+            row[key] = [statistics.fmean(values) for values in zip(*(record[key] for record in mine), strict=True)]
+        rows.append(row)
+    return rows
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """The line of a row of `summarise` under `HEADER`."""
+
+    def told(name: str, digits: int = 2) -> str:
+        found = row[name]
+        if found is None:
+            return "-"
+        more = f" ({found['min']:.{digits}f} to {found['max']:.{digits}f}, {found['runs']} runs)"
+        return f"{found['mean']:.{digits}f}" + (more if found["runs"] > 1 else "")
+
+    seconds = row["train_seconds"]["mean"]
+    return [
+        f"{row['row']}" + (" (validation images)" if row["split"] != "test" else ""),
+        f"`{row['lanes']}`",
+        str(row["epochs"]),
+        f"{row['flops'] / 1e15:.3f}",
+        f"{100 * row['largest_lane']:.0f}",
+        f"{row['parameters']:,}",
+        told("accuracy"),
+        told("accuracy_flips"),
+        f"{row['by_lanes'][0]:.2f}, {row['by_lanes_flips'][0]:.2f}",
+        told("nll", 4),
+        told("calibration_error", 4),
+        f"{seconds / 60:.0f}",
+        f"{row['flops'] / seconds / 1e9:.0f}",
+        f"{row['product_gflops_per_second']['mean']:.0f}",
+    ]
+
+
+def text(records: Records) -> str:
+    """The table as Markdown."""
+    return markdown(HEADER, map(cells, summarise(records)))
+
+
+def draw(rows: Sequence[Mapping[str, Any]]) -> "Figure":
+    """A panel for each data set: accuracy with 1, 2, ... of the lanes of each row that is not a trial."""
+    from matplotlib.figure import Figure
+
+    shown = [row for row in rows if row["split"] == "test"] or list(rows)
+    names = list(dict.fromkeys(row["data"] for row in shown))
+    figure = Figure(figsize=(6 * max(1, len(names)), 5), layout="constrained")
+    for axes, name in zip(figure.subplots(1, max(1, len(names)), squeeze=False)[0], names, strict=False):
+        for row in shown:
+            if row["data"] == name:
+                curve = row["by_lanes_flips"]
+                axes.plot(range(1, len(curve) + 1), curve, marker="o", label=f"{row['row']}, {row['budget']:g} PFLOP")
+        axes.set_title(name)
+        axes.set_xlabel("lanes kept, mean over all choices")
+        axes.set_ylabel("accuracy with flips, %")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.legend(fontsize=8)
+    return figure
+
+
+def report(series: Series) -> None:
+    """Writes the table and the picture of every run that has ended."""
+    records = series.records()
+    rows = summarise(records)
+    lines = [
+        "Accuracy in %, without and with the mirror image; `a lane alone` is the mean over the lanes of each run, "
+        "without and with. PFLOP: products and convolutions of all training steps, forward and backward. Minutes at "
+        "the throughput of the steps; product rate: float32 matrices of 2048, GFLOP/s, when a run ended.",
+        *caption(series, records),
+    ]
+    figure = draw(rows)
+    draw_caption(figure, lines)
+    write(series, "residual_lanes", {"rows": rows}, text(records), lines, figure)
+
+
+if __name__ == "__main__":
+    launch_script(define, main)

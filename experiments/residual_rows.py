@@ -1,0 +1,51 @@
+"""The rows of `residual_lanes.py`: models and lengths of training at budgets of operations, and trials of settings."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A model and how it is trained.
+
+    Attributes:
+      budget: that it belongs to, in 1e15 FLOPs of the training steps.
+      config: a module of `configs`.
+      lanes: of the model.
+      epochs: of training.
+      changes: further fields in which it differs from the config.
+    """
+
+    budget: float
+    config: str
+    lanes: str
+    epochs: int
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def data(self) -> str:
+        """The name of the data set."""
+        return "fashion_mnist" if "fashion" in self.config else "cifar10"
+
+
+ROWS = {
+    "cifar_4xw3d2": Row(0.45, "resnet_cifar", "resnet:w3d2*4", 10),
+    "fashion_4xw3d2": Row(0.45, "resnet_fashion", "resnet:w3d2*4", 12),
+    "cifar_long": Row(5, "resnet_cifar_long", "resnet:w4d3*4", 50),
+    "cifar_1xw6d2": Row(0.45, "resnet_cifar", "resnet:w6d2*1", 11),
+    "fashion_1xw6d2": Row(0.45, "resnet_fashion", "resnet:w6d2*1", 13),
+    "cifar_2xw4d2": Row(0.45, "resnet_cifar", "resnet:w4d2*2", 12),
+    "cifar_8xw2d2": Row(0.45, "resnet_cifar", "resnet:w2d2*8", 10),
+    "cifar_caps_4xw3d2": Row(0.45, "resnet_cifar", "resnet_caps:w3d2*4", 10),
+    "cifar_1xw4d2": Row(0.112, "resnet_cifar", "resnet:w4d2*1", 6),
+    "cifar_2xw3d2": Row(0.112, "resnet_cifar", "resnet:w3d2*2", 5),
+    "cifar_4xw2d2": Row(0.112, "resnet_cifar", "resnet:w2d2*4", 5),
+    "cifar_8xw1d2": Row(0.112, "resnet_cifar", "resnet:w1d2*8", 8),
+}
+TRIALS = {
+    "trial_cifar_4xw3d2": Row(0.45, "resnet_cifar", "resnet:w3d2*4", 10),
+    "trial_fashion_w3": Row(0.11, "resnet_fashion", "resnet:w3d2*1", 12),
+    "trial_fashion_w3_cutout": Row(0.11, "resnet_fashion", "resnet:w3d2*1", 12, {"data.cutout": 8}),
+    "trial_fashion_w3_whole": Row(0.11, "resnet_fashion", "resnet:w3d2*1", 8, {"train.image_sizes": ""}),
+}

@@ -1,0 +1,64 @@
+"""Residual lanes at fixed budgets: what is counted and scored."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import residual_lanes
+from experiments.residual_rows import ROWS, TRIALS
+from mlcn_jax.nn.lane_losses import outputs_and_loss
+from mlcn_jax.nn.model import init_params
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.placement.cost import lane_cost, matmul_flops
+
+DIRECTORIES = {"cifar10": "", "fashion_mnist": ""}
+
+
+def test_accuracy_by_lanes_equals_removing_each_choice():
+    rng = np.random.default_rng(0)
+    v, labels = rng.random((50, 3, 4)), rng.integers(0, 3, 50)
+    expected = []
+    for count in (1, 2, 3, 4):
+        found = []
+        for removed in itertools.combinations(range(4), 4 - count):
+            kept = v.copy()
+            kept[..., list(removed)] = 0
+            found.append(100 * np.mean(np.argmax(np.linalg.norm(kept, axis=-1), axis=-1) == labels))
+        expected.append(np.mean(found))
+    np.testing.assert_allclose(residual_lanes.accuracy_by_lanes(v**2, labels), expected)
+
+
+def test_a_lane_costs_what_its_loss_and_gradient_compute():
+    spec = ModelSpec("mlcn", (12, 12, 3), 5, "resnet:w1*2", norm_group=4, conv="native")
+    params = jax.eval_shape(lambda key: init_params(spec, key)["encoder"], jax.random.key(0))
+    images, labels = jax.ShapeDtypeStruct((8, 12, 12, 3), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)
+
+    def step(params, images, labels):
+        return jax.grad(lambda p: outputs_and_loss(spec, p, images, labels)[1])(params)
+
+    lane = lane_cost(spec.lane_specs[0], spec.lane_settings, spec.image_shape)
+    assert 2 * lane.step_flops(8) == pytest.approx(matmul_flops(step, params, images, labels), rel=1e-6)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_rows_keep_to_their_budget(row):
+    config = residual_lanes.configure_run(DIRECTORIES, row, seed=0)
+    shape, images = ((28, 28, 1), 60_000) if config.data.name == "fashion_mnist" else ((32, 32, 3), 50_000)
+    spec = config.model_spec(shape, 10)
+    flops, before = 0.0, 0.0
+    for until, size in (*config.train.sizes(), (1.0, 0)):
+        image_shape = (size or shape[0], size or shape[1], shape[2])
+        lanes = [lane_cost(lane, spec.lane_settings, image_shape).step_flops_per_image for lane in spec.lane_specs]
+        flops += (until - before) * images * config.train.num_epochs * sum(lanes)
+        before = until
+    assert 0.93 * ROWS[row].budget < flops / 1e15 <= ROWS[row].budget
+
+
+def test_trials_leave_the_test_set_alone():
+    for row in TRIALS:
+        config = residual_lanes.configure_run(DIRECTORIES, row, seed=0)
+        assert not config.train.score_test
+        assert config.data.validation_fraction > 0
