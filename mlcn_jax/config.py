@@ -45,7 +45,7 @@ _ADDED = (
     *("model.margin_loss", "model.signed_pixels", "model.label_smoothing", "model.ensemble_weight"),
     *("model.decoder_gradient", "model.norm_group", "data.reflect", "data.alternate_flips", "data.cutout"),
     *("data.augment_lanes", "train.momentum", "train.bias_learning_rate", "train.head_learning_rate"),
-    *("train.whitening_epochs", "train.score_test", "train.image_sizes"),
+    *("train.whitening_epochs", "train.score_test", "train.image_sizes", "train.lookahead"),
 )
 
 

@@ -95,6 +95,8 @@ class TrainSettings:
       bias_learning_rate: peak rate of the normalisation's biases under sgd and muon.
       head_learning_rate: peak rate of the linear head under sgd and muon.
       whitening_epochs: epochs over which the whitening's bias is trained under sgd and muon.
+      lookahead: weight of the slow weights, which meet the fast ones every 5 steps, at the end of the run; 0 turns
+        Lookahead off.
       clip_norm: largest global norm of the gradient; 0 turns clipping off.
       reconstruction_weight: weight of the mean squared error over pixels, relative to the margin loss.
       seed: seeds the initial values, image order, augmentation, lane dropout and validation split.
@@ -118,6 +120,7 @@ class TrainSettings:
     bias_learning_rate: float = 26.0
     head_learning_rate: float = 0.43
     whitening_epochs: float = 3.0
+    lookahead: float = 0.0
     clip_norm: float = 0.0
     reconstruction_weight: float = 0.392
     seed: int = 0
@@ -137,6 +140,7 @@ class TrainSettings:
             check(getattr(self, field) >= 0, f"train.{field}", getattr(self, field), "0 or more")
         check(self.seed < 2**32, "train.seed", self.seed, "below 2**32")
         check(self.learning_rate > 0, "train.learning_rate", self.learning_rate, "above 0")
+        check(0 <= self.lookahead < 1, "train.lookahead", self.lookahead, "in [0, 1)")
         check(0 <= self.momentum < 1, "train.momentum", self.momentum, "in [0, 1)")
         self.sizes()
         if self.test_every_epoch:

@@ -1,7 +1,7 @@
 """The optimizers of a run, built from optax."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 from mlcn_jax.nn import resnet
 
 _FIRST_RATE = 0.2  # of the peak, at the start of the warm-up
+_LOOKAHEAD_STEPS = 5
 
 
 def make_optimizer(
@@ -28,6 +29,7 @@ def make_optimizer(
     bias_learning_rate: float = 26.0,
     head_learning_rate: float = 0.43,
     whitening_epochs: float = 3.0,
+    lookahead: float = 0.0,
 ) -> optax.GradientTransformation:
     """The optimizer of a run.
 
@@ -52,8 +54,10 @@ def make_optimizer(
       momentum: of the convolutions under `sgd` and `muon`.
       bias_learning_rate, head_learning_rate: peak rates of the biases and of the head under `sgd` and `muon`.
       whitening_epochs: epochs in which the whitening's bias is trained under `sgd` and `muon`.
+      lookahead: weight of the slow weights at the end of the run; 0 turns Lookahead off.
 
-    Source: Jordan 2024, arXiv 2404.00498, and the Muon variant of its code, for `sgd` and `muon`.
+    Source: Jordan 2024, arXiv 2404.00498, and the Muon variant of its code, for `sgd` and `muon`; Zhang et al. 2019,
+    arXiv 1907.08610, for Lookahead.
     """
     if name == "adam":
         rate = optax.exponential_decay(learning_rate, steps_per_epoch, lr_decay, staircase=True)
@@ -75,6 +79,8 @@ def make_optimizer(
             "other": optax.adamw(lambda step: _OTHER_RATE * shape(step), weight_decay=1e-4),
         }
         optimizer = optax.partition(parts, lambda params: jax.tree_util.tree_map_with_path(_part, params))
+    if lookahead:
+        optimizer = _lookahead(optimizer, lambda step: lookahead * (step / num_steps) ** 3)
     return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer) if clip_norm else optimizer
 
 
@@ -138,3 +144,31 @@ def _keep_norm(update: Array, kernel: Array) -> Array:
 def _until(step: int, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """An optimizer whose updates are zero from a step on."""
     return optax.chain(optimizer, optax.scale_by_schedule(lambda count: jnp.where(count < step, 1.0, 0.0)))
+
+
+class _Lookahead(NamedTuple):
+    count: Array
+    slow: optax.Params
+    inner: optax.OptState
+
+
+def _lookahead(inner: optax.GradientTransformation, weight: Callable) -> optax.GradientTransformation:
+    """Lookahead whose slow weights have a weight that grows: every few steps, slow and fast meet at their mean.
+
+    `optax.lookahead` wraps the parameters themselves, which checkpoints and scores would all have to know.
+    """
+
+    def init(params):
+        return _Lookahead(jnp.zeros((), jnp.int32), params, inner.init(params))
+
+    def update(grads, state, params):
+        updates, inner_state = inner.update(grads, state.inner, params)
+        count = state.count + 1
+        due, kept = count % _LOOKAHEAD_STEPS == 0, weight(count)
+        slow = jax.tree.map(
+            lambda s, p, u: jnp.where(due, kept * s + (1 - kept) * (p + u), s), state.slow, params, updates
+        )
+        updates = jax.tree.map(lambda s, p, u: jnp.where(due, s - p, u), slow, params, updates)
+        return updates, _Lookahead(count, slow, inner_state)
+
+    return optax.GradientTransformation(init, update)

@@ -170,4 +170,5 @@ def optimizer_of(settings: TrainSettings, steps_per_epoch: int) -> optax.Gradien
         bias_learning_rate=settings.bias_learning_rate,
         head_learning_rate=settings.head_learning_rate,
         whitening_epochs=settings.whitening_epochs,
+        lookahead=settings.lookahead,
     )

@@ -215,6 +215,27 @@ def test_muon_turns_kernels_and_keeps_their_norms_and_the_whitening(params, imag
             current = moved
 
 
+def test_lookahead_equals_a_slow_loop(params):
+    from mlcn_jax.training.optimizer import make_optimizer
+
+    common = {"learning_rate": 0.1, "num_steps": 12, "steps_per_epoch": 6}
+    plain, ahead = make_optimizer("sgd", **common), make_optimizer("sgd", **common, lookahead=0.8)
+    start = params["encoder"]["resnet_w1d3"]["head"]
+    tree = {"encoder": {"resnet_w1d3": {"head": start}}}
+    state, current = ahead.init(tree), tree
+    fast_state, fast, slow = plain.init(tree), tree, tree
+    for step in range(1, 13):
+        grads = jax.tree.map(lambda p, step=step: jnp.sin(step * p), current)
+        updates, state = ahead.update(grads, state, current)
+        current = optax.apply_updates(current, updates)
+        updates, fast_state = plain.update(jax.tree.map(lambda p, step=step: jnp.sin(step * p), fast), fast_state, fast)
+        fast = optax.apply_updates(fast, updates)
+        if step in (5, 10):
+            kept = 0.8 * (step / 12) ** 3
+            slow = fast = jax.tree.map(lambda s, f, kept=kept: kept * s + (1 - kept) * f, slow, fast)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), current, fast)
+
+
 def test_small_images_and_unknown_values_are_refused():
     with pytest.raises(InputError, match="8x8 pixels are too small for resnet: its layers need at least 9x9"):
         dataclasses.replace(SPEC, image_shape=(8, 8, 3))

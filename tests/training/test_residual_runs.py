@@ -124,6 +124,7 @@ RECIPE = {
     "train.learning_rate": 0.1,
     "train.bias_learning_rate": 2.6,
     "train.head_learning_rate": 0.04,
+    "train.lookahead": 0.7,
     "train.num_epochs": 1,
     "train.image_sizes": "14:0.4",
 }
