@@ -147,7 +147,7 @@ def _until(step: int, optimizer: optax.GradientTransformation) -> optax.Gradient
 
 
 class _Lookahead(NamedTuple):
-    count: Array
+    step: Array
     slow: optax.Params
     inner: optax.OptState
 
@@ -163,12 +163,12 @@ def _lookahead(inner: optax.GradientTransformation, weight: Callable) -> optax.G
 
     def update(grads, state, params):
         updates, inner_state = inner.update(grads, state.inner, params)
-        count = state.count + 1
-        due, kept = count % _LOOKAHEAD_STEPS == 0, weight(count)
+        step = state.step + 1
+        due, kept = step % _LOOKAHEAD_STEPS == 0, weight(step)
         slow = jax.tree.map(
             lambda s, p, u: jnp.where(due, kept * s + (1 - kept) * (p + u), s), state.slow, params, updates
         )
         updates = jax.tree.map(lambda s, p, u: jnp.where(due, s - p, u), slow, params, updates)
-        return updates, _Lookahead(count, slow, inner_state)
+        return updates, _Lookahead(step, slow, inner_state)
 
     return optax.GradientTransformation(init, update)
