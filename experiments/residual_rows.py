@@ -43,7 +43,12 @@ ROWS = {
     "cifar_4xw2d2": Row(0.112, "resnet_cifar", "resnet:w2d2*4", 5),
     "cifar_8xw1d2": Row(0.112, "resnet_cifar", "resnet:w1d2*8", 8),
 }
+_SMALL = (0.022, "resnet_cifar", "resnet:w2d2*1", 5)
 TRIALS = {
+    "trial_cifar_w2": Row(*_SMALL),
+    "trial_cifar_w2_no_warmup": Row(*_SMALL, {"train.warmup_epochs": 0.0}),
+    "trial_cifar_w2_lookahead": Row(*_SMALL, {"train.warmup_epochs": 0.0, "train.lookahead": 0.77}),
+    "trial_cifar_w3": Row(0.11, "resnet_cifar", "resnet:w3d2*1", 10),
     "trial_cifar_4xw3d2": Row(0.45, "resnet_cifar", "resnet:w3d2*4", 10),
     "trial_fashion_w3": Row(0.11, "resnet_fashion", "resnet:w3d2*1", 12),
     "trial_fashion_w3_cutout": Row(0.11, "resnet_fashion", "resnet:w3d2*1", 12, {"data.cutout": 8}),

@@ -35,7 +35,7 @@ _save_reconstructions = pictures.save_reconstructions
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_pictures():
-    """Runs write an empty `reconstructions.png`: to draw its 80 axes takes four times as long as 20 tiny steps."""
+    """Runs write an empty `reconstructions.png`: to draw it takes longer than 20 tiny steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pictures, "save_reconstructions", lambda path, *args: path.touch())
         yield

@@ -15,6 +15,9 @@ from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.evaluate import Scores
 
 
+_GAP = 0.3  # between pictures, for a name, as a share of their size
+
+
 def write_pictures(workdir: Path, spec: ModelSpec, params: dict, dataset: datasets.Dataset, scores: Scores) -> None:
     """Draws `confusion.png` and `reconstructions.png` of the test set."""
     save_confusion(workdir / "confusion.png", scores, dataset.class_names)
@@ -59,26 +62,31 @@ def save_reconstructions(
     """
     from matplotlib.figure import Figure
 
+    columns = min(10, spec.num_classes)
+    shown = [np.flatnonzero(split.labels == label)[:examples] for label in range(columns)]
+    images = split.images[np.concatenate(shown)]
+
     @jax.jit
     def reconstruct(params, images):
         v, reconstructions = apply_model(spec, params, to_pixels(images))
         return jnp.argmax(capsules.lengths(v), axis=-1), reconstructions
 
-    columns = min(10, spec.num_classes)
-    figure = Figure(figsize=(1.15 * columns, 2.5 * examples), layout="constrained")
-    figure.suptitle("test images, and below each its reconstruction from the predicted class's capsule", fontsize=9)
-    axes = figure.subplots(2 * examples, columns, squeeze=False)
-    for ax in axes.flat:
-        ax.axis("off")
-    for label in range(columns):
-        images = split.images[split.labels == label][:examples]
-        if not len(images):
-            continue
-        predicted, reconstructions = jax.device_get(reconstruct(params, images))
-        for i in range(len(images)):
-            above, below = axes[2 * i, label], axes[2 * i + 1, label]
-            above.imshow(images[i].squeeze(), cmap="gray", vmin=0, vmax=255)
-            above.set_title(class_names[label], fontsize=7)
-            below.imshow(reconstructions[i].squeeze(), cmap="gray", vmin=0, vmax=1)
-            below.set_title(class_names[predicted[i]], fontsize=7, color="black" if predicted[i] == label else "red")
+    predicted, reconstructions = jax.device_get(reconstruct(params, images))
+    pixels = to_pixels(images), np.clip(reconstructions, 0, 1)
+    height, width = (round(_GAP * size) + size for size in spec.image_shape[:2])
+    # One picture of all: an axis for each image would take seconds to draw.
+    mosaic = np.ones((2 * examples * height, columns * width, 3))
+    figure = Figure(figsize=(1.15 * columns, 1.15 * columns * len(mosaic) / len(mosaic[0]) + 0.4), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title("test images, and below each its reconstruction from the predicted class's capsule", fontsize=9)
+    axes.axis("off")
+    places = [(row, label) for label in range(columns) for row in range(len(shown[label]))]
+    for i, (row, label) in enumerate(places):
+        right = predicted[i] == label
+        for below, (name, color) in enumerate(((label, "black"), (predicted[i], "black" if right else "red"))):
+            top, left = (2 * row + below + 1) * height - spec.image_shape[0], label * width
+            mosaic[top : top + spec.image_shape[0], left : left + spec.image_shape[1]] = pixels[below][i]
+            middle = left + spec.image_shape[1] / 2
+            axes.text(middle, top - 1, class_names[name], ha="center", va="bottom", fontsize=7, color=color)
+    axes.imshow(mosaic)
     figure.savefig(path, dpi=110)
