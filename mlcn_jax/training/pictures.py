@@ -14,7 +14,6 @@ from mlcn_jax.nn.model import apply_model
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.evaluate import Scores
 
-
 _GAP = 0.3  # between pictures, for a name, as a share of their size
 
 
