@@ -92,7 +92,7 @@ def configure_run(directories: Mapping[str, str], row: str, seed: int) -> RunCon
     changes |= {"train.seed": seed, "data.dir": directories[given.data]}
     if row in TRIALS:
         held_out = 10_000 / {"cifar10": 50_000, "fashion_mnist": 60_000}[given.data]
-        changes |= {"data.validation_fraction": held_out, "train.score_test": False}
+        changes |= {"data.validation_fraction": held_out, "train.score_test": False, "train.checkpoint_every": 0}
     return config.replace(changes)
 
 

@@ -44,10 +44,15 @@ ROWS = {
     "cifar_8xw1d2": Row(0.112, "resnet_cifar", "resnet:w1d2*8", 8),
 }
 _SMALL = (0.022, "resnet_cifar", "resnet:w2d2*1", 5)
+_FOUR = (0.112, "resnet_cifar", "resnet:w2d2*4", 5)
 TRIALS = {
     "trial_cifar_w2": Row(*_SMALL),
     "trial_cifar_w2_no_warmup": Row(*_SMALL, {"train.warmup_epochs": 0.0}),
     "trial_cifar_w2_lookahead": Row(*_SMALL, {"train.warmup_epochs": 0.0, "train.lookahead": 0.77}),
+    "trial_cifar_4xw2d2": Row(*_FOUR),
+    "trial_cifar_4xw2d2_large_groups": Row(*_FOUR, {"model.norm_group": 500}),
+    "trial_cifar_4xw2d2_blend": Row(*_FOUR, {"model.ensemble_weight": 0.5}),
+    "trial_cifar_4xw2d2_less_smoothing": Row(*_FOUR, {"model.label_smoothing": 0.1}),
     "trial_cifar_w3": Row(0.11, "resnet_cifar", "resnet:w3d2*1", 10),
     "trial_cifar_4xw3d2": Row(0.45, "resnet_cifar", "resnet:w3d2*4", 10),
     "trial_fashion_w3": Row(0.11, "resnet_fashion", "resnet:w3d2*1", 12),
