@@ -2,7 +2,8 @@
 # All measurements that need a GPU, against PyTorch: bash benchmarks/gpu.sh [FOLDER]
 # PYTHON must have this project's requirements (CUDA) and PEERS_PYTHON PyTorch with CUDA; they may be the same.
 # DTYPES and NETWORKS, where set, shorten it: DTYPES=bfloat16 NETWORKS=mlcn1_4x4_28x28x1,capsnet_28x28x1
-# JSON goes to FOLDER, benchmarks/results/gpu where none is given.
+# CIFAR_DIR and FASHION_DIR are folders with the data sets, downloaded where not set. RUNS keeps the trainings, which go on
+# where they stopped. JSON goes to FOLDER, benchmarks/results/gpu where none is given.
 set -eu
 cd "$(dirname "$0")/.."
 python="${PYTHON:-.venv/bin/python}" peers="${PEERS_PYTHON:-.venv-peers/bin/python}"
@@ -17,3 +18,6 @@ for dtype in ${DTYPES:-float32 bfloat16}; do
 done
 "$python" -m benchmarks.conv_algorithms --dtype=bfloat16
 mv benchmarks/results/conv_algorithms_gpu.json "$out/"
+residual=(--workdir="${RUNS:-runs/residual_lanes_gpu}" --cifar_dir="${CIFAR_DIR:-}" --fashion_dir="${FASHION_DIR:-}")
+"$python" -m experiments.residual_lanes "${residual[@]}" --repeats=3
+"$python" -m experiments.residual_lanes "${residual[@]}" --repeats=3 --rows=cifar_8xw8d3,fashion_8xw8d3

@@ -3,11 +3,12 @@
     python -m experiments.residual_lanes --workdir=runs/residual_lanes
     python -m experiments.residual_lanes --workdir=runs/residual_lanes --rows=cifar_4xw3d2 --repeats=3 --minutes=60
 
-Trains rows of `ROWS` on all training images and reads the test set once, when a run ends. Rows of `TRIALS` chose the
-settings: they hold 10,000 training images out, are scored on those, and leave the test set alone. A budget is the FLOPs
-of all training steps, forward and backward, as the cost model counts them (`placement.cost.lane_cost`) for the image
-sizes that a recipe goes through. A run that has ended is not repeated, one that was stopped goes on. Writes
-`residual_lanes_SCALE` as JSON, Markdown and PNG to the workdir and, but for `smoke`, to `experiments/results/`.
+Trains rows of `ROWS` (those of `GPU_ROWS` if named) on all training images and reads the test set once, when a run
+ends. Rows of `TRIALS` chose the settings: they hold 10,000 training images out, are scored on those, and leave the test
+set alone. A budget is the FLOPs of all training steps, forward and backward, as the cost model counts them
+(`placement.cost.lane_cost`) for the image sizes that a recipe goes through. A run that has ended is not repeated, one
+that was stopped goes on. Writes `residual_lanes_SCALE` as JSON, Markdown and PNG to the workdir and, but for `smoke`,
+to `experiments/results/`.
 """
 
 import functools
@@ -26,7 +27,7 @@ from absl import flags
 
 from experiments.repeated_report import Records, caption, carry_out, draw_caption, markdown, select, spread, write
 from experiments.repeated_runs import Scale, Series, asked, chosen, define_flags
-from experiments.residual_rows import ROWS, TRIALS
+from experiments.residual_rows import GPU_ROWS, ROWS, TRIALS
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data.datasets import Split
 from mlcn_jax.launch import launch_script
@@ -45,14 +46,14 @@ HEADER = (
     *("", "lanes", "epochs", "PFLOP", "largest lane, %", "parameters", "accuracy", "with flips", "a lane alone"),
     *("NLL", "ECE", "minutes", "GFLOP/s", "product rate"),
 )
+KNOWN = ROWS | GPU_ROWS | TRIALS
 _PRODUCT_SIZE, _PRODUCT_ROUNDS = 2048, 5
 
 
 def define(values: flags.FlagValues) -> None:
     define_flags(values, SCALES)
     values.set_default("scale", "full")
-    known = [*ROWS, *TRIALS]
-    flags.DEFINE_list("rows", [], f"Of {', '.join(known)}; empty: all that are not trials.", flag_values=values)
+    flags.DEFINE_list("rows", [], f"Of {', '.join(KNOWN)}; empty: {', '.join(ROWS)}.", flag_values=values)
     flags.DEFINE_integer("first_seed", 0, "Seed of the first training of each row.", lower_bound=0, flag_values=values)
 
 
@@ -77,7 +78,7 @@ def run(
 ) -> int:
     """Trains what has not been trained yet, reports after each run, and returns the exit code."""
     chosen("scale", [scale], SCALES)
-    rows = chosen("rows", rows, ROWS | TRIALS)
+    rows = chosen("rows", rows, KNOWN)
     runs = [{"row": row, "seed": seed} for seed in range(first_seed, first_seed + repeats) for row in rows]
     make_config = functools.partial(configure_run, directories)
     series = Series(workdir, "residual_lanes", VERSION, SCALES[scale], make_config, command, True, measure)
@@ -86,7 +87,7 @@ def run(
 
 def configure_run(directories: Mapping[str, str], row: str, seed: int) -> RunConfig:
     """The run of a row and a seed; a trial is scored on validation images alone."""
-    given = (ROWS | TRIALS)[row]
+    given = KNOWN[row]
     config = RunConfig.from_dict(importlib.import_module(f"configs.{given.config}").get_config().to_dict())
     changes = {"model.lanes": given.lanes, "train.num_epochs": given.epochs, **given.changes}
     changes |= {"train.seed": seed, "data.dir": directories[given.data]}
@@ -172,7 +173,7 @@ def product_gflops_per_second() -> float:
 def summarise(records: Records) -> list[dict[str, Any]]:
     """Each row that has been run: means over its seeds."""
     rows = []
-    for name, given in (ROWS | TRIALS).items():
+    for name, given in KNOWN.items():
         mine = [record for record in select(records, row=name) if "flops" in record]
         if not mine:
             continue
