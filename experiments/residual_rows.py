@@ -57,6 +57,7 @@ TRIALS = {
     "trial_cifar_4xw2d2_large_groups": Row(*_FOUR, {"model.norm_group": 500}),
     "trial_cifar_4xw2d2_blend": Row(*_FOUR, {"model.ensemble_weight": 0.5}),
     "trial_cifar_4xw2d2_less_smoothing": Row(*_FOUR, {"model.label_smoothing": 0.1}),
+    "trial_cifar_2xw3d2_2xw1d2": Row(0.112, "resnet_cifar", "resnet:w3d2*2,resnet:w1d2*2", 4),
     "trial_cifar_w3": Row(0.11, "resnet_cifar", "resnet:w3d2*1", 10),
     "trial_cifar_4xw3d2": Row(0.45, "resnet_cifar", "resnet:w3d2*4", 10),
     "trial_fashion_w3": Row(0.11, "resnet_fashion", "resnet:w3d2*1", 12),
