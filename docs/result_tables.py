@@ -255,6 +255,31 @@ def tuning_full() -> str:
     return f"{_table(header, rows)}\n\n{_runs_line(result['runs'])}\n\n{_commands(result['runs'])}"
 
 
+def _residual_rows(validation: bool) -> str:
+    result = _experiment("residual_lanes_full")
+    rows = []
+    for row in result["rows"]:
+        if (row["split"] == "validation") != validation:
+            continue
+        percents = [_accuracy(row[name]) for name in ("accuracy", "accuracy_flips")]
+        alone = ", ".join(f"{row[name][0]:.2f}" for name in ("by_lanes", "by_lanes_flips"))
+        errors = [f"{row[name]['mean']:.4f}" for name in ("nll", "calibration_error")]
+        seconds, rate = row["train_seconds"]["mean"], row["product_gflops_per_second"]["mean"]
+        model = [row["row"], f"`{row['lanes']}`", row["epochs"], f"{row['flops'] / 1e15:.3f}", f"{row['parameters']:,}"]
+        rows.append([*model, *percents, alone, *errors, f"{seconds / 60:.0f}", f"{rate:.0f}"])
+    header = (
+        "row | lanes | epochs | PFLOP | parameters | accuracy | with flips | a lane alone, without and with | NLL | ECE"
+        " | minutes | GFLOP/s of matrix products"
+    )
+    runs = [run for run in result["runs"] if (run.get("split") == "validation") == validation]
+    return f"{_table(header, rows)}\n\n{_runs_line(runs)}\n\n{_commands(runs)}"
+
+
+@_place
+def residual_trials() -> str:
+    return _residual_rows(validation=True)
+
+
 @_place
 def signed_pixels() -> str:
     tuning, full = _experiment("table_4_1_tuning_cpu"), _experiment("table_4_1_full")
