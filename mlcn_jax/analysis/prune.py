@@ -30,10 +30,9 @@ from mlcn_jax.config import RunConfig
 from mlcn_jax.data import batches, datasets
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
-from mlcn_jax.nn import capsules
 from mlcn_jax.nn.calibration import param_shapes
 from mlcn_jax.nn.conv import compiler_options
-from mlcn_jax.nn.model import encode
+from mlcn_jax.nn.model import class_lengths, encode
 from mlcn_jax.nn.spec import ModelSpec, rows_of, spec_of
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.checkpoint import Checkpoints, describe_model, load_trained
@@ -131,6 +130,11 @@ def _state_shapes(config: RunConfig, spec: ModelSpec, steps_per_epoch: int) -> d
     optimizer = optimizer_of(config.train, steps_per_epoch)
     moments = jax.eval_shape(optimizer.init, param_shapes(spec))
     return {"params": param_shapes(spec, calibrated=True), "optimizer": moments}
+
+
+def weighted_capsules(run: Run, split: datasets.Split, batch_size: int) -> Float[np.ndarray, "n classes lanes"]:
+    """Class capsules of a split, scaled so that the sum of their squares is the squared length (`spec.weights`)."""
+    return evaluate.class_capsules(run.spec, run.params, split, batch_size) * np.sqrt(np.float32(run.spec.weights))
 
 
 def accuracy_without(
@@ -279,7 +283,7 @@ def inference_seconds(models: Sequence[tuple[ModelSpec, dict]], rounds: int) -> 
     options = compiler_options(jax.default_backend())
 
     def lengths(spec, encoder, images):
-        return capsules.lengths(encode(spec, encoder, batches.to_pixels(images)))
+        return class_lengths(spec, encode(spec, encoder, batches.to_pixels(images)))
 
     def seconds(program: Callable, encoder: dict, calls: int) -> float:
         started = time.perf_counter()

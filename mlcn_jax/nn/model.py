@@ -105,12 +105,18 @@ def join_lanes(spec: ModelSpec, outputs: Float[Array, "batch classes lanes"]) ->
     return jnp.where(alone[None, None], jnp.exp(jnp.minimum(outputs, 0.0) / 2), outputs)
 
 
-def class_probabilities(spec: ModelSpec, class_lengths: Array) -> Array:
-    """Probability of each class from the lengths of the class capsules: the length, or its square, at most 1.
+def class_lengths(spec: ModelSpec, v: Float[Array, "*shape dim"]) -> Float[Array, "*shape"]:
+    """Lengths of class capsules, of which the longest gives the class: `capsules.lengths` with the lanes' weights."""
+    return capsules.lengths(v, spec.weights if spec.lane_weights else None)
 
-    Where all lanes classify alone, probabilities sum to 1 over the classes: the mean of the lanes' probabilities.
+
+def class_probabilities(spec: ModelSpec, lengths: Array) -> Array:
+    """Probability of each class from `class_lengths`: the length, or its square, at most 1.
+
+    Where all lanes classify alone, probabilities sum to 1 over the classes: the weighted mean of the lanes'
+    probabilities.
     """
-    return (class_lengths / spec.certain_length).clip(max=1.0) ** spec.probability_power
+    return (lengths / spec.certain_length).clip(max=1.0) ** spec.probability_power
 
 
 class Decoder(nn.Module):
@@ -173,7 +179,7 @@ class CapsuleNetwork(nn.Module):
         """
         v = self.encode(images)
         if classes is None:
-            classes = jnp.argmax(capsules.lengths(v), axis=-1)
+            classes = jnp.argmax(class_lengths(self.spec, v), axis=-1)
         return v, self.reconstruct(v, classes)
 
 

@@ -43,6 +43,8 @@ class ModelSpec:
       norm_group: images that are normalised together in training, in lanes with batch normalisation.
       compute_dtype: dtype of convolutions and matrix products; norms, softmax and losses stay float32.
       conv: convolution algorithm: a key of `conv.ALGORITHMS`, or `auto`.
+      lane_weights: weight of each lane's square in the lengths of the class capsules, in the order of their columns;
+        empty for 1 each. They are used wherever lengths are read, never in a loss.
 
     Raises:
       InputError: a value is out of range, unknown, or inconsistent with the others.
@@ -65,6 +67,7 @@ class ModelSpec:
     norm_group: int = 125
     compute_dtype: str = "float32"
     conv: str = "auto"
+    lane_weights: tuple[float, ...] = ()
 
     def __post_init__(self):
         for field, known in (
@@ -100,6 +103,7 @@ class ModelSpec:
             raise InputError(f"model.norm_group is {self.norm_group}; it must be 1 image or more")
         if not self.decoder or min(self.decoder) < 1:
             raise InputError(f"model.decoder is {self.decoder}; it needs one or more sizes of 1 or more")
+        self._check_lane_weights()
         if self.name == "mlcn":
             if self.lane_dropout and (self.margin_loss == "per_lane" or self.classifies_alone.any()):
                 reason = "model.margin_loss=per_lane" if self.margin_loss == "per_lane" else f"lanes {self.lanes}"
@@ -110,6 +114,19 @@ class ModelSpec:
         elif self.lanes or self.lane_dropout or self.margin_loss != "joint":
             raise InputError(
                 "CapsNet has no lanes: leave model.lanes empty, model.lane_dropout at 0 and model.margin_loss joint"
+            )
+
+    def _check_lane_weights(self) -> None:
+        weights, count = self.lane_weights, len(self.lane_specs)
+        if not weights:
+            return
+        if len(weights) != count:
+            raise InputError(
+                f"model.lane_weights has {len(weights)} weights for {count} lanes: give one for each, or none at all"
+            )
+        if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights):
+            raise InputError(
+                f"model.lane_weights is {weights}; weights must be finite and 0 or more, and at least one above 0"
             )
 
     @property
@@ -131,13 +148,20 @@ class ModelSpec:
     def certain_length(self) -> float:
         """Length of a class capsule that means probability 1: sqrt(L) if each of L lanes classifies alone.
 
-        Lanes trained on their joint length count as one.
+        With weights, L is their sum. Lanes trained on their joint length count as one, with their mean weight.
         """
-        alone = int(self.classifies_alone.sum())
-        others = len(self.lane_specs) - alone
-        if not others:
-            return math.sqrt(max(1, alone))
-        return math.sqrt(alone + (others if self.margin_loss == "per_lane" else 1))
+        if not self.lane_specs:
+            return 1.0
+        weights, alone = self.weights, self.classifies_alone
+        parts = [weights[alone].sum()]
+        if not alone.all():
+            parts.append(weights[~alone].sum() if self.margin_loss == "per_lane" else weights[~alone].mean())
+        return math.sqrt(sum(parts))
+
+    @property
+    def weights(self) -> np.ndarray:
+        """Weight of each lane's square in the lengths of the class capsules, float64 [lanes]."""
+        return np.array(self.lane_weights or [1.0] * len(self.lane_specs))
 
     @property
     def probability_power(self) -> int:
@@ -182,7 +206,11 @@ def rows_of(spec: ModelSpec, lanes: Sequence[int]) -> dict[str, np.ndarray]:
 
 
 def spec_of(spec: ModelSpec, lanes: Sequence[int]) -> ModelSpec:
-    """The model with only some of the lanes of another; arguments as for `rows_of`."""
+    """The model with only some of the lanes of another; arguments as for `rows_of`.
+
+    Lanes keep their weights; if these are all 0, they count equally.
+    """
     rows = rows_of(spec, lanes)
     groups = [LaneGroup(group.spec, rows[group.name].size) for group in spec.lane_groups if group.name in rows]
-    return dataclasses.replace(spec, lanes=",".join(map(str, groups)))
+    weights = tuple(spec.lane_weights[lane] for lane in lanes) if spec.lane_weights else ()
+    return dataclasses.replace(spec, lanes=",".join(map(str, groups)), lane_weights=weights if any(weights) else ())

@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, Int
 from mlcn_jax import host
 from mlcn_jax.data import batches
 from mlcn_jax.distributed import mesh as mesh_lib
-from mlcn_jax.nn import capsules, conv, losses
+from mlcn_jax.nn import conv, losses
 from mlcn_jax.nn.lane_losses import View, outputs_and_loss
-from mlcn_jax.nn.model import drop_lanes, join_lanes, joint_margin_loss, lane_cross_entropy, reconstruct
+from mlcn_jax.nn.model import class_lengths, drop_lanes, join_lanes, joint_margin_loss, lane_cross_entropy, reconstruct
 from mlcn_jax.nn.spec import ModelSpec
 
 _PLAIN = batches.Augmentation()
@@ -88,7 +88,7 @@ def head_loss(
         v = outputs = drop_lanes(key, v, spec.lane_dropout)
     margin = jnp.mean(joint_margin_loss(spec, outputs, labels))
     reconstruction = jnp.mean(losses.reconstruction_loss(reconstructions, images))
-    accuracy = jnp.mean(jnp.argmax(capsules.lengths(v), axis=-1) == labels)
+    accuracy = jnp.mean(jnp.argmax(class_lengths(spec, v), axis=-1) == labels)
     metrics = {"margin": margin, "reconstruction": reconstruction, "accuracy": accuracy}
     if alone.any():
         metrics["cross_entropy"] = jnp.mean(lax.stop_gradient(lane_cross_entropy(spec, outputs, labels)))
