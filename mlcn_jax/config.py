@@ -26,6 +26,7 @@ _FREE_ON_RESUME = {
     "train.log_every",
     "train.test_every_epoch",
     "train.score_test",
+    "train.lanes_apart",
     "parallel.plan",
     "parallel.data",
     "parallel.lane",
@@ -46,6 +47,7 @@ _ADDED = (
     *("model.decoder_gradient", "model.norm_group", "data.reflect", "data.alternate_flips", "data.cutout"),
     *("data.augment_lanes", "train.momentum", "train.bias_learning_rate", "train.head_learning_rate"),
     *("train.whitening_epochs", "train.score_test", "train.image_sizes", "model.lane_weights"),
+    *("model.lane_seeds", "data.split_seed", "train.lanes_apart"),
 )
 
 
@@ -153,6 +155,11 @@ class RunConfig:
         free = _FREE_ON_RESUME - {"train.num_epochs", "train.num_steps"}
         kept = {k: v for k, v in self.flat_as_before().items() if k not in free}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def split_seed(self) -> int:
+        """The seed that selects the validation images."""
+        return self.train.seed if self.data.split_seed < 0 else self.data.split_seed
 
     def model_spec(self, image_shape: tuple[int, int, int], num_classes: int) -> ModelSpec:
         """The model for images of this shape and this many classes."""

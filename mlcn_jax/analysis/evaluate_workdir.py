@@ -149,7 +149,7 @@ def _all_as_test_set(dataset: Dataset) -> Dataset:
 def _check_unseen(dataset: Dataset, config: RunConfig, workdir: Path) -> None:
     """Warns where the training images are those that the model learned from."""
     try:
-        learned = split_validation(dataset.train, config.data.validation_fraction, config.train.seed)[0]
+        learned = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)[0]
     except InputError:  # too few images to have been trained on
         return
     if digest(learned) == read_json(workdir / "model.json").get("training_images_sha256"):

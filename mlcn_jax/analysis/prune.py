@@ -228,8 +228,10 @@ def _prune_tree(spec: ModelSpec, tree: Any, kept: Sequence[int], like: Any) -> A
     return jax.tree_util.tree_map_with_path(cut, like)
 
 
-def save_run(run: Run, output: Path, validation_accuracy: float | None, about: dict[str, Any]) -> None:
-    """Writes a run as a new workdir, which can be evaluated and resumed; `about` goes to `pruned.json`.
+def save_run(
+    run: Run, output: Path, validation_accuracy: float | None, about: dict[str, Any], name: str = "pruned.json"
+) -> None:
+    """Writes a run as a new workdir, which can be evaluated and resumed.
 
     The folder appears complete or not at all.
 
@@ -237,7 +239,7 @@ def save_run(run: Run, output: Path, validation_accuracy: float | None, about: d
       run: the run.
       output: the workdir to create.
       validation_accuracy: ranks the checkpoint among those that further training adds; None without validation images.
-      about: facts about the pruning.
+      about: facts about how it was made, which go to the file `name`.
 
     Raises:
       InputError: the folder is in use, or cannot be written.
@@ -253,7 +255,7 @@ def save_run(run: Run, output: Path, validation_accuracy: float | None, about: d
                 checkpoints.save(run.step, state, facts, validation_accuracy)
             write_json(workdir / "config.json", run.config.to_dict())
             write_json(workdir / "model.json", describe_model(run.spec, run.class_names, run.training_digest))
-            write_json(workdir / "pruned.json", about)
+            write_json(workdir / name, about)
             workdir.rename(output)
     except OSError as error:
         raise InputError(

@@ -157,14 +157,14 @@ def shrink(run: Run, entry: dict[str, Any], count: int) -> tuple[Run, dict[str, 
 def fine_tuning(run: Run, workdir: Path) -> str:
     """The command that trains a run in `workdir` for a few more epochs.
 
-    AdamW's rate is zero at the end of a run, so in that case a new run starts from the weights.
+    Unless the optimizer is Adam, its rate is zero at the end of a run, so a new run starts from the weights.
     """
     defaults, values = (flat(c.to_dict()) for c in (RunConfig(), run.config))
     values |= {
         "train.num_steps": 0,
         "train.num_epochs": math.ceil(run.step / run.steps_per_epoch) + _FINE_TUNING_EPOCHS,
     }
-    if run.config.train.optimizer == "adamw":
+    if run.config.train.optimizer != "adam":
         values |= {"init_from": str(workdir), "train.num_epochs": _FINE_TUNING_EPOCHS}
         workdir = workdir.with_name(f"{workdir.name}_tuned")
     changes = [

@@ -74,7 +74,8 @@ class MLCNEncoder(nn.Module):
         for whole in self.spec.lane_groups:
             group = dataclasses.replace(whole, count=whole.count // shares)
             if self.is_initializing():
-                params = self.param(group.name, init_group, group, first_lane, settings, images)
+                seeds = self.spec.lane_seeds[first_lane : first_lane + group.count]
+                params = self.param(group.name, init_group, group, first_lane, settings, images, seeds)
             else:  # which may have statistics besides
                 params = self.get_variable("params", group.name)
             columns.append(apply_group(params, group, settings, images))
@@ -255,7 +256,9 @@ def joint_margin_loss(
             return jnp.zeros(outputs.shape[:1])
         outputs = outputs[..., np.flatnonzero(~alone)]
     if spec.margin_loss == "per_lane":
-        return losses.lane_margin_loss(outputs, labels)
+        return jnp.mean(losses.lane_margin_loss(outputs, labels), axis=0)
+    if spec.margin_loss == "per_lane_sum":
+        return jnp.sum(losses.lane_margin_loss(outputs, labels), axis=0)
     return losses.margin_loss(capsules.lengths(outputs), labels)
 
 
