@@ -162,9 +162,9 @@ def test_workers_killed_at_random_moments_lose_no_lane_and_train_none_twice_at_o
         time.sleep(rng.uniform(2, 12))
         victim = rng.randrange(2)
         if workers[victim].poll() is None:
+            killed[workers[victim].pid] = time.time()
             os.kill(workers[victim].pid, signal.SIGKILL)
             workers[victim].wait()
-            killed[workers[victim].pid] = time.time()
             workers[victim] = subprocess.Popen(start, cwd=REPOSITORY, stderr=subprocess.DEVNULL)
     assert [worker.wait(timeout=300) for worker in workers] == [0, 0]
     pool = pool_lib.read_pool(tmp_path, lambda name: RunConfig())
