@@ -125,7 +125,7 @@ def join(
             f"{workdirs[0]} has no validation images to fit the lanes' weights on (data.validation_fraction is 0): "
             "give --weights=equal, or train with a validation_fraction"
         )
-    splits = {"train": session.train, "validation": session.validation}
+    splits = {"train": session.train[: None if decoder_epochs else 0], "validation": session.validation}
     if parts[0].config.train.score_test:
         splits["test"] = session.dataset.test
     splits = {name: split for name, split in splits.items() if len(split.labels)}
@@ -136,7 +136,8 @@ def join(
         spec = dataclasses.replace(spec, lane_weights=tuple(fitted[i] for i in order))
     _log.info("training the decoder for %d epochs", decoder_epochs)
     seed = parts[0].config.train.seed
-    decoder = lane_fit.train_decoder(spec, columns["train"][..., order], session.train, decoder_epochs, seed)
+    v = columns["train"][..., order] if decoder_epochs else np.empty((0, spec.num_classes, len(lanes)))
+    decoder = lane_fit.train_decoder(spec, v, session.train, decoder_epochs, seed)
     params = {"encoder": _stacked(spec, [lanes[i] for i in order]), "decoder": decoder}
     rows = further_lanes(lanes, fitted, {name: columns[name] for name in columns if name != "train"}, splits)
     about = {

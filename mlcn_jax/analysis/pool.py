@@ -20,6 +20,7 @@ from mlcn_jax.analysis.join import join
 from mlcn_jax.config import RunConfig, flat
 from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.files import make_folder, read_json, try_lock, write_json
+from mlcn_jax.placement.cost import forward_flops
 from mlcn_jax.training import loop
 from mlcn_jax.training.apart import check_lanes_apart
 
@@ -34,11 +35,12 @@ _POLL_SECONDS = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class PoolLane:
-    """A lane that is wanted: its name, which is that of its workdir, and the run that trains it."""
+    """A lane that is wanted: its name, which is that of its workdir, the run that trains it, and the work of that."""
 
     name: str
     workdir: Path
     config: RunConfig
+    flops: int
 
     @property
     def is_finished(self) -> bool:
@@ -60,7 +62,7 @@ class PoolLane:
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """The lanes wanted, in the order in which they are taken, and after how many of them a model is joined."""
+    """The lanes wanted, in the order of the columns of joined models, and after how many of them one is joined."""
 
     folder: Path
     lanes: tuple[PoolLane, ...]
@@ -107,13 +109,14 @@ def read_pool(folder: Path, config_of: Callable[[str], RunConfig], changes: Mapp
                 {"model.lanes": str(entry["kind"]), "model.lane_seeds": [seed], "train.lanes_apart": True}
             )
             run = run.replace(dict(changes or {}))
-            check_lanes_apart(run, run.model_spec(*run.data.shape()))
+            spec = run.model_spec(*run.data.shape())
+            check_lanes_apart(run, spec)
             name = f"{entry['kind'].replace(':', '_')}-s{seed}"
             if name in lanes:
                 raise InputError(
                     f"{path} names {entry['kind']} with seed {seed} twice: give each lane a seed of its own"
                 )
-            lanes[name] = PoolLane(name, folder / "lanes" / name, run)
+            lanes[name] = PoolLane(name, folder / "lanes" / name, run, run.train.num_epochs * forward_flops(spec))
     join_at = tuple(given.get("join_at", [len(lanes)]))
     if not all(type(count) is int and 1 <= count <= len(lanes) for count in join_at):
         raise InputError(f"{path}: join_at is {list(join_at)}; it must list numbers of lanes from 1 to {len(lanes)}")
@@ -164,8 +167,11 @@ def work(
 
 
 def _train_next(pool: Pool, train: Callable[[RunConfig, Path], Any], cannot: dict[str, str]) -> bool:
-    """Trains the first lane that nobody trains, begun ones before others; returns whether there was one."""
-    for lane in sorted(pool.lanes, key=lambda lane: not lane.is_begun):
+    """Trains a lane that nobody trains, begun ones first, then the largest; returns whether there was one.
+
+    The largest first, so that no slow machine begins one when the others are about to end.
+    """
+    for lane in sorted(pool.lanes, key=lambda lane: (not lane.is_begun, -lane.flops)):
         if lane.name in cannot or lane.failure or lane.is_finished:
             continue
         lock = try_lock(pool.folder / "claims" / lane.name)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -35,12 +36,14 @@ kind = "mlcn1:w1"
 seeds = [0, 1]
 
 [[lanes]]
-kind = "mlcn2:w1"
+kind = "mlcn1:w2"
 seeds = [0]
 [lanes.set]
 train.batch_size = 50
 """
-NAMES = ["mlcn1_w1-s0", "mlcn1_w1-s1", "mlcn2_w1-s0"]
+NAMES = ["mlcn1_w1-s0", "mlcn1_w1-s1", "mlcn1_w2-s0"]
+
+BY_SIZE = [NAMES[2], *NAMES[:2]]
 
 
 def read(folder, text=LANES):
@@ -74,8 +77,8 @@ def test_lanes_are_trained_in_turn_and_joined_when_enough_have_come(tmp_path):
     assert pool.lanes[2].config.train.batch_size == 50
     assert pool.lanes[1].config.model["lane_seeds"] == (1,)
     assert recorder.work(pool) == {}
-    assert recorder.trained == NAMES
-    assert recorder.joined == [("2", NAMES[:2]), ("3", NAMES)]
+    assert recorder.trained == BY_SIZE
+    assert recorder.joined == [("2", [NAMES[0], NAMES[2]]), ("3", NAMES)]
     events = [json.loads(line)["event"] for line in (pool.lanes[0].workdir / "workers.jsonl").read_text().splitlines()]
     assert events == ["taken", "finished", "left"]
     again = Recorder()
@@ -85,9 +88,9 @@ def test_lanes_are_trained_in_turn_and_joined_when_enough_have_come(tmp_path):
 
 def test_what_another_worker_has_is_left_and_what_one_began_comes_first(tmp_path):
     pool = read(tmp_path)
-    (pool.lanes[2].workdir / "checkpoints" / "4").mkdir(parents=True)
+    (pool.lanes[1].workdir / "checkpoints" / "4").mkdir(parents=True)
     (tmp_path / "claims").mkdir()
-    other = try_lock(tmp_path / "claims" / NAMES[0])
+    other = try_lock(tmp_path / "claims" / NAMES[2])
     recorder, train = Recorder(), Recorder.train
 
     def release_after_two(config, workdir):
@@ -96,7 +99,7 @@ def test_what_another_worker_has_is_left_and_what_one_began_comes_first(tmp_path
             other.release()  # as when the other worker dies
 
     pool_lib.work(pool, train=release_after_two, join_lanes=recorder.join, poll_seconds=0.01)
-    assert recorder.trained == [NAMES[2], NAMES[1], NAMES[0]]
+    assert recorder.trained == [NAMES[1], NAMES[0], NAMES[2]]
 
 
 def test_a_lane_that_diverges_is_told_and_not_tried_again(tmp_path):
@@ -113,7 +116,7 @@ def test_what_one_machine_cannot_train_is_left_to_others(tmp_path):
     small = Recorder({NAMES[0]: InputError("not enough memory")})
     with pytest.raises(InputError, match=f"1 lanes are left that this machine cannot train; {NAMES[0]}: not enough"):
         small.work(pool)
-    assert small.trained == NAMES
+    assert small.trained == BY_SIZE
     other = Recorder()
     other.work(pool)
     assert other.trained == NAMES[:1]
@@ -142,6 +145,15 @@ def test_a_worker_that_is_stopped_leaves_its_lane(tmp_path):
 def test_a_pool_that_cannot_be_used_is_refused(tmp_path, old, new, message):
     with pytest.raises(InputError, match=message):
         read(tmp_path, LANES.replace(old, new))
+
+
+def test_the_example_of_the_docs_is_a_pool(tmp_path):
+    page = (REPOSITORY / "docs" / "howto" / "lanes_apart.md").read_text()
+    (tmp_path / "lanes.toml").write_text(re.search(r"```toml\n(.*?)```", page, re.DOTALL)[1])
+    pool = pool_lib.read_pool(tmp_path, lambda name: command._config(tmp_path, name))
+    assert (len(pool.lanes), pool.join_at) == (8, (4, 8))
+    assert pool.lanes[-1].config.train.num_epochs == 15
+    assert pool.lanes[0].config.data.augment_lanes
 
 
 def test_the_command_needs_a_pool(tmp_path):
