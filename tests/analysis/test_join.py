@@ -1,10 +1,13 @@
 """Joined lanes: the model they make, what is refused, and what can be done with it afterwards."""
 
+import dataclasses
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
+from made_params import made_params
 
 from mlcn_jax.analysis import join as join_lib
 from mlcn_jax.analysis import lane_fit, prune
@@ -12,10 +15,12 @@ from mlcn_jax.commands import join as command
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data.datasets import Split
 from mlcn_jax.errors import InputError
+from mlcn_jax.nn import calibration
 from mlcn_jax.nn.model import class_lengths
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving import artifact, export
 from mlcn_jax.training import loop
-from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.training.checkpoint import Trained, load_trained
 from mlcn_jax.training.evaluate import class_capsules
 
 APART = {
@@ -138,3 +143,19 @@ def test_fitted_weights_favour_the_lanes_that_know(rng):
     assert weights.mean() == pytest.approx(1)
     assert weights[0] / 2 == pytest.approx(min(shares, key=nll), abs=0.01)
     assert lane_fit.fit_weights(v, labels) == pytest.approx((3, 0, 0), abs=1e-3)
+
+
+def test_lanes_that_were_whitened_from_other_images_are_told_apart(rng):
+    spec = ModelSpec("mlcn", (12, 12, 1), 3, "resnet:w1*1", norm_group=4, decoder=(8,))
+    params = made_params(spec)
+
+    def whitened(scale):
+        images = (scale * rng.uniform(size=(50, 12, 12, 1))).astype(np.float32)
+        return Trained(spec, (), calibration.whiten(spec, params, images), 0)
+
+    first, dark = whitened(1.0), whitened(0.5)
+    rounded = dataclasses.replace(first, params=jax.tree.map(lambda x: x * (1 + 1e-4), first.params))
+    assert join_lib._same_whitening(first, rounded)
+    assert not join_lib._same_whitening(first, dark)
+    published = Trained(spec, (), {"encoder": {"mlcn1_w1d1": {}}}, 0)
+    assert join_lib._same_whitening(first, published)

@@ -178,7 +178,7 @@ def test_a_part_of_a_model_keeps_the_weights_of_its_lanes():
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ((1.0,), "has 1 weights for 3 lanes"),
+        ((1.0,), "lane_weights has 1 values for 3 lanes"),
         ((1.0, -1.0, 1.0), "must be finite and 0 or more"),
         ((0.0, 0.0, 0.0), "at least one above 0"),
         ((1.0, float("nan"), 1.0), "must be finite"),

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from mlcn_jax.config import RunConfig
+from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Batches
 from mlcn_jax.errors import InputError
 from mlcn_jax.training.plan import make_runner
@@ -81,3 +82,14 @@ def test_settings_that_couple_lanes_are_refused_with_what_to_give(changes, field
     config = RunConfig().replace(APART | {"model.lanes": "mlcn2:w1*2", "model.lane_seeds": "0,1"} | changes)
     with pytest.raises(InputError, match=f"(?s)lanes_apart is set.*{field}; .*{cure}"):
         open_session(config)
+
+
+def test_the_split_seed_alone_selects_the_validation_images():
+    def digest(changes):
+        config = RunConfig().replace({"data.validation_fraction": 0.1, **changes})
+        return datasets.digest(open_session(config).validation)
+
+    assert digest({"train.seed": 1, "data.split_seed": 5}) == digest({"train.seed": 2, "data.split_seed": 5})
+    assert digest({"train.seed": 1, "data.split_seed": 5}) != digest({"train.seed": 1, "data.split_seed": 6})
+    assert digest({"train.seed": 1}) == digest({"train.seed": 0, "data.split_seed": 1})
+    assert digest({"train.seed": 1}) != digest({"train.seed": 2})
