@@ -715,8 +715,8 @@ def lane_pool() -> str:
     held = real["times_taken"] - real["lanes"]
     kills = (
         f"Measured: {real['kills']} workers killed at random moments, {held} of them with a lane; of {real['lanes']} "
-        f"lanes {real['lanes_lost']} were lost and {real['lanes_trained_twice_at_once']} trained twice at once; the largest "
-        f"difference of a parameter from an undisturbed pool is {real['largest_difference']:g}."
+        f"lanes {real['lanes_lost']} were lost and {real['lanes_trained_twice_at_once']} trained twice at once; the "
+        f"largest difference of a parameter from an undisturbed pool is {real['largest_difference']:g}."
     )
     table = _table("order in which lanes are taken | hours, mean (range) | work done again, %", rows)
     return f"""{kills}
