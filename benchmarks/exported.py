@@ -26,7 +26,7 @@ from mlcn_jax.data import batches
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
-from mlcn_jax.nn import capsules, conv, model
+from mlcn_jax.nn import conv, model
 from mlcn_jax.serving import artifact
 from mlcn_jax.training import checkpoint
 
@@ -57,7 +57,7 @@ def measure(workdir: Path, num_rounds: int) -> dict:
     images = np.random.default_rng(0).integers(0, 256, (max(_BATCHES), *exported.image_shape)).astype(np.uint8)
 
     def lengths(encoder, images):
-        return capsules.lengths(model.encode(trained.spec, encoder, batches.to_pixels(images)))
+        return model.class_lengths(trained.spec, model.encode(trained.spec, encoder, batches.to_pixels(images)))
 
     jitted = jax.jit(lengths, compiler_options=conv.compiler_options(jax.default_backend()))
     rows = []

@@ -724,6 +724,35 @@ def lanes_in_turn() -> str:
 
 
 @_place
+def lane_pool() -> str:
+    real, simulated = _experiment("lane_pool_kills"), _experiment("lane_pool_simulated")
+    rows = [
+        [
+            f"{row['order']}, machines {'come and go' if row['machines_leave'] else 'stay'}",
+            f"{row['hours']:.1f} ({row['least_hours']:.1f} to {row['most_hours']:.1f})",
+            _percent(row["lost_share"], 1),
+        ]
+        for row in simulated["rows"]
+    ]
+    rows.append(["together in step, machines stay", f"{simulated['hours_together_in_step']:.1f}", "-"])
+    machines = f"{len(simulated['machines_gflops'])} machines of {min(simulated['machines_gflops'])} to "
+    machines += f"{max(simulated['machines_gflops'])} GFLOP/s"
+    held = real["times_taken"] - real["lanes"]
+    kills = (
+        f"Measured: {real['kills']} workers killed at random moments, {held} of them with a lane; of {real['lanes']} "
+        f"lanes {real['lanes_lost']} were lost and {real['lanes_trained_twice_at_once']} trained twice at once; the "
+        f"largest difference of a parameter from an undisturbed pool is {real['largest_difference']:g}."
+    )
+    table = _table("order in which lanes are taken | hours, mean (range) | work done again, %", rows)
+    return f"""{kills}
+
+{table}
+
+*Simulated: {simulated["lanes"]} lanes, {machines}, {simulated["draws"]} draws; without any loss \
+{simulated["hours_without_any_loss"]:.1f} hours. {_made_on(real)[1:]}"""
+
+
+@_place
 def exported() -> str:
     result = _benchmark("exported")
     rows = [

@@ -26,6 +26,7 @@ _FREE_ON_RESUME = {
     "train.log_every",
     "train.test_every_epoch",
     "train.score_test",
+    "train.lanes_apart",
     "parallel.plan",
     "parallel.data",
     "parallel.lane",
@@ -46,6 +47,7 @@ _ADDED = (
     *("model.decoder_gradient", "model.norm_group", "data.reflect", "data.alternate_flips", "data.cutout"),
     *("data.augment_lanes", "train.momentum", "train.bias_learning_rate", "train.head_learning_rate"),
     *("train.whitening_epochs", "train.score_test", "train.image_sizes", "train.lookahead"),
+    *("model.lane_weights", "model.lane_seeds", "data.split_seed", "train.lanes_apart"),
 )
 
 
@@ -72,7 +74,8 @@ def check_fields(section: str, cls: type, values: Mapping[str, Any]) -> None:
         elif expected in (int, str, bool):
             good = type(value) is expected
         else:
-            good = all(type(item) is int for item in value)
+            kinds = (int, float) if expected == tuple[float, ...] else (int,)
+            good = all(type(item) in kinds for item in value)
         expected_name = getattr(expected, "__name__", "numbers")
         check(good, f"{section}.{name}", value, f"of type {expected_name}")
 
@@ -107,8 +110,10 @@ class RunConfig:
             for section, section_cls in SECTIONS.items():
                 given = dict(values.get(section, {}))
                 if section == "model":
-                    given = model_defaults() | given
-                    given["decoder"] = tuple(given["decoder"])
+                    defaults = model_defaults()
+                    lists = [name for name, value in defaults.items() if isinstance(value, tuple)]
+                    given = defaults | given
+                    given |= {name: tuple(given[name]) for name in lists}
                 check_fields(section, section_cls, given)
                 sections[section] = given if section == "model" else section_cls(**given)
             top = {name: values[name] for name in ("init_from", "profile") if name in values}
@@ -151,6 +156,11 @@ class RunConfig:
         kept = {k: v for k, v in self.flat_as_before().items() if k not in free}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
+    @property
+    def split_seed(self) -> int:
+        """The seed that selects the validation images."""
+        return self.train.seed if self.data.split_seed < 0 else self.data.split_seed
+
     def model_spec(self, image_shape: tuple[int, int, int], num_classes: int) -> ModelSpec:
         """The model for images of this shape and this many classes."""
         return ModelSpec(image_shape=image_shape, num_classes=num_classes, **self.model)
@@ -182,7 +192,7 @@ SECTIONS: dict[str, type] = {
 def default_config() -> ConfigDict:
     """All fields of a run at their defaults, for a file in `configs/` to start from."""
     values = RunConfig().to_dict()
-    values["model"]["decoder"] = tuple(values["model"]["decoder"])
+    values["model"] |= {name: tuple(value) for name, value in values["model"].items() if isinstance(value, list)}
     return ConfigDict(values)
 
 
@@ -199,11 +209,15 @@ def _read_as(old: Any, text: str, field: str) -> Any:
         if isinstance(old, bool):
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         if isinstance(old, list):
-            return [int(item) for item in text.strip("()").split(",") if item.strip()]
+            return [_number(item) for item in text.strip("()").split(",") if item.strip()]
         return type(old)(text)
     except (ValueError, KeyError):
-        kind = "a list of int" if isinstance(old, list) else type(old).__name__
+        kind = "a list of numbers" if isinstance(old, list) else type(old).__name__
         raise InputError(f"{field}: {text!r} is not {kind}") from None
+
+
+def _number(text: str) -> int | float:
+    return int(text) if text.strip().lstrip("-").isdigit() else float(text)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -25,6 +25,7 @@ class DataSettings:
       image_size: height and width in pixels to which the images of a folder are resized; 0 means 32.
       test_fraction: fraction of a folder's images held out as the test set, if it has none.
       validation_fraction: fraction of the training images held out to choose the best checkpoint.
+      split_seed: selects the validation images; -1 takes train.seed.
       max_shift: augmentation: random shifts of up to this many pixels.
       flip: augmentation: random horizontal flips.
       reflect: augmentation: shifts fill with the reflected image instead of zeros.
@@ -40,6 +41,7 @@ class DataSettings:
     image_size: int = 0
     test_fraction: float = 0.2
     validation_fraction: float = 0.0
+    split_seed: int = -1
     max_shift: int = 0
     flip: bool = False
     reflect: bool = False
@@ -50,6 +52,7 @@ class DataSettings:
     def __post_init__(self):
         for field in ("max_shift", "cutout"):
             check(getattr(self, field) >= 0, f"data.{field}", getattr(self, field), "0 pixels or more")
+        check(-1 <= self.split_seed < 2**32, "data.split_seed", self.split_seed, "-1 or more, and below 2**32")
         if self.flip:
             check(not self.alternate_flips, "data.alternate_flips", True, "false with data.flip, which also mirrors")
 
@@ -99,7 +102,9 @@ class TrainSettings:
         Lookahead off.
       clip_norm: largest global norm of the gradient; 0 turns clipping off.
       reconstruction_weight: weight of the mean squared error over pixels, relative to the margin loss.
-      seed: seeds the initial values, image order, augmentation, lane dropout and validation split.
+      seed: seeds the initial values, image order, augmentation, lane dropout and validation split (but see
+        model.lane_seeds and data.split_seed).
+      lanes_apart: refuses settings under which a lane's training depends on the other lanes; changes nothing else.
       checkpoint_every: steps between checkpoints; 0 saves one every epoch.
       image_sizes: sizes at which lanes that classify alone see training images, such as 20:0.35,28:0.7 for 20 pixels
         in the first 35 % of the steps, 28 until 70 %, then the full size; empty for the full size throughout.
@@ -129,6 +134,7 @@ class TrainSettings:
     log_every: int = 50
     test_every_epoch: bool = False
     score_test: bool = True
+    lanes_apart: bool = False
 
     def __post_init__(self):
         for field in ("batch_size", "num_epochs", "log_every"):

@@ -42,7 +42,7 @@ def test_changes_are_read_as_the_type_of_their_field(tiny):
         ("train.seed.x", "1", "no field"),
         ("train.seed", "one", "'one' is not int"),
         ("data.flip", "maybe", "is not bool"),
-        ("model.decoder", "a,b", "is not a list of int"),
+        ("model.decoder", "a,b", "is not a list of numbers"),
         ("train.batch_size", 0, "train.batch_size is 0; it must be 1 or more"),
         ("train.learning_rate", -1.0, "train.learning_rate is -1.0; it must be above 0"),
         ("train.learning_rate", float("nan"), "train.learning_rate is nan"),

@@ -16,7 +16,7 @@ from mlcn_jax.config import RunConfig
 from mlcn_jax.data.datasets import Dataset, Images, Split, digest, split_validation
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
-from mlcn_jax.nn import capsules
+from mlcn_jax.nn.model import class_lengths
 from mlcn_jax.settings import DataSettings
 from mlcn_jax.training.checkpoint import Trained, load_trained
 from mlcn_jax.training.evaluate import class_capsules, lane_spreads, make_evaluator
@@ -117,7 +117,8 @@ def _top_accuracy(trained: Trained, split: Split, batch_size: int) -> dict[str, 
     if trained.spec.num_classes <= 2 * _TOP:
         return {}
     v = class_capsules(trained.spec, trained.params, split, batch_size)
-    return {f"test_top{_TOP}_accuracy": top_accuracy(np.asarray(capsules.lengths(jnp.asarray(v))), split.labels, _TOP)}
+    lengths = np.asarray(class_lengths(trained.spec, jnp.asarray(v)))
+    return {f"test_top{_TOP}_accuracy": top_accuracy(lengths, split.labels, _TOP)}
 
 
 def _image_size(data: DataSettings, trained: Trained) -> int:
@@ -148,7 +149,7 @@ def _all_as_test_set(dataset: Dataset) -> Dataset:
 def _check_unseen(dataset: Dataset, config: RunConfig, workdir: Path) -> None:
     """Warns where the training images are those that the model learned from."""
     try:
-        learned = split_validation(dataset.train, config.data.validation_fraction, config.train.seed)[0]
+        learned = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)[0]
     except InputError:  # too few images to have been trained on
         return
     if digest(learned) == read_json(workdir / "model.json").get("training_images_sha256"):

@@ -20,8 +20,7 @@ from mlcn_jax.analysis.workdir import load_with_data, stored_config
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import padded_batches, to_pixels
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import capsules
-from mlcn_jax.nn.model import encode, init_params, reconstruct
+from mlcn_jax.nn.model import class_lengths, encode, init_params, reconstruct
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.checkpoint import Trained
 
@@ -80,7 +79,7 @@ def look(
 ) -> tuple[Float[Array, "batch classes dim"], Int[Array, " batch"]]:
     """Class capsules in float32 and the predicted class (the longest capsule)."""
     v = encode(spec, encoder, to_pixels(images)).astype(jnp.float32)
-    return v, jnp.argmax(capsules.lengths(v), axis=-1)
+    return v, jnp.argmax(class_lengths(spec, v), axis=-1)
 
 
 def alter(
@@ -105,7 +104,7 @@ def respond(
 ) -> tuple[Float[Array, "batch classes"], Float[Array, "batch h w channels"]]:
     """Class lengths, and reconstructions from the given classes, after applying `alter`."""
     altered = alter(v, classes, added, kept)
-    return capsules.lengths(altered), reconstruct(spec, decoder, altered, classes).astype(jnp.float32)
+    return class_lengths(spec, altered), reconstruct(spec, decoder, altered, classes).astype(jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=0)

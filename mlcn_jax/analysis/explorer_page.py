@@ -18,6 +18,7 @@ from mlcn_jax.analysis import explain
 from mlcn_jax.data import images
 from mlcn_jax.data.datasets import Split
 from mlcn_jax.errors import InputError
+from mlcn_jax.nn.model import class_lengths
 from mlcn_jax.training.checkpoint import Trained
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Explorer:
     def look(self, pixels: UInt8[np.ndarray, "h w channels"]) -> Look:
         """Encodes an image, once."""
         v = np.asarray(explain.look(self.spec, self._params["encoder"], pixels[None])[0])
-        lengths = np.linalg.norm(v[0], axis=-1)
+        lengths = np.asarray(class_lengths(self.spec, v[0]))
         return Look(pixels, v, lengths, int(np.argmax(lengths)))
 
     def respond(

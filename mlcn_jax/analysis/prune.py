@@ -30,10 +30,9 @@ from mlcn_jax.config import RunConfig
 from mlcn_jax.data import batches, datasets
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
-from mlcn_jax.nn import capsules
 from mlcn_jax.nn.calibration import param_shapes
 from mlcn_jax.nn.conv import compiler_options
-from mlcn_jax.nn.model import encode
+from mlcn_jax.nn.model import class_lengths, encode
 from mlcn_jax.nn.spec import ModelSpec, rows_of, spec_of
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.checkpoint import Checkpoints, describe_model, load_trained
@@ -133,6 +132,11 @@ def _state_shapes(config: RunConfig, spec: ModelSpec, steps_per_epoch: int) -> d
     return {"params": param_shapes(spec, calibrated=True), "optimizer": moments}
 
 
+def weighted_capsules(run: Run, split: datasets.Split, batch_size: int) -> Float[np.ndarray, "n classes lanes"]:
+    """Class capsules of a split, scaled so that the sum of their squares is the squared length (`spec.weights`)."""
+    return evaluate.class_capsules(run.spec, run.params, split, batch_size) * np.sqrt(np.float32(run.spec.weights))
+
+
 def accuracy_without(
     v: Float[np.ndarray, "n classes lanes"], labels: Int[np.ndarray, " n"]
 ) -> Float[np.ndarray, " lanes"]:
@@ -224,8 +228,10 @@ def _prune_tree(spec: ModelSpec, tree: Any, kept: Sequence[int], like: Any) -> A
     return jax.tree_util.tree_map_with_path(cut, like)
 
 
-def save_run(run: Run, output: Path, validation_accuracy: float | None, about: dict[str, Any]) -> None:
-    """Writes a run as a new workdir, which can be evaluated and resumed; `about` goes to `pruned.json`.
+def save_run(
+    run: Run, output: Path, validation_accuracy: float | None, about: dict[str, Any], name: str = "pruned.json"
+) -> None:
+    """Writes a run as a new workdir, which can be evaluated and resumed.
 
     The folder appears complete or not at all.
 
@@ -233,7 +239,7 @@ def save_run(run: Run, output: Path, validation_accuracy: float | None, about: d
       run: the run.
       output: the workdir to create.
       validation_accuracy: ranks the checkpoint among those that further training adds; None without validation images.
-      about: facts about the pruning.
+      about: facts about how it was made, which go to the file `name`.
 
     Raises:
       InputError: the folder is in use, or cannot be written.
@@ -249,7 +255,7 @@ def save_run(run: Run, output: Path, validation_accuracy: float | None, about: d
                 checkpoints.save(run.step, state, facts, validation_accuracy)
             write_json(workdir / "config.json", run.config.to_dict())
             write_json(workdir / "model.json", describe_model(run.spec, run.class_names, run.training_digest))
-            write_json(workdir / "pruned.json", about)
+            write_json(workdir / name, about)
             workdir.rename(output)
     except OSError as error:
         raise InputError(
@@ -279,7 +285,7 @@ def inference_seconds(models: Sequence[tuple[ModelSpec, dict]], rounds: int) -> 
     options = compiler_options(jax.default_backend())
 
     def lengths(spec, encoder, images):
-        return capsules.lengths(encode(spec, encoder, batches.to_pixels(images)))
+        return class_lengths(spec, encode(spec, encoder, batches.to_pixels(images)))
 
     def seconds(program: Callable, encoder: dict, calls: int) -> float:
         started = time.perf_counter()

@@ -18,7 +18,6 @@ from mlcn_jax.files import make_folder, write_json
 from mlcn_jax.launch import program
 from mlcn_jax.nn.model import count_parameters
 from mlcn_jax.placement import cost
-from mlcn_jax.training import evaluate
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ def analyse(run: Run, order_name: str, rounds: int) -> dict[str, Any]:
         "scoring %d lanes on %s %s and %s test images",
         *(len(lanes), f"{len(run.ranking.labels):,}", run.ranking_from, f"{len(run.test.labels):,}"),
     )
-    v = {name: evaluate.class_capsules(run.spec, run.params, split, batch_size) for name, split in splits.items()}
+    v = {name: prune.weighted_capsules(run, split, batch_size) for name, split in splits.items()}
     order = prune.ORDERS[order_name](v["ranking"], run.ranking.labels)
     alone = {name: prune.accuracy_without(v[name], split.labels) for name, split in splits.items()}
     curves = {name: prune.accuracy_curve(v[name], split.labels, order) for name, split in splits.items()}
@@ -158,14 +157,14 @@ def shrink(run: Run, entry: dict[str, Any], count: int) -> tuple[Run, dict[str, 
 def fine_tuning(run: Run, workdir: Path) -> str:
     """The command that trains a run in `workdir` for a few more epochs.
 
-    AdamW's rate is zero at the end of a run, so in that case a new run starts from the weights.
+    Unless the optimizer is Adam, its rate is zero at the end of a run, so a new run starts from the weights.
     """
     defaults, values = (flat(c.to_dict()) for c in (RunConfig(), run.config))
     values |= {
         "train.num_steps": 0,
         "train.num_epochs": math.ceil(run.step / run.steps_per_epoch) + _FINE_TUNING_EPOCHS,
     }
-    if run.config.train.optimizer == "adamw":
+    if run.config.train.optimizer != "adam":
         values |= {"init_from": str(workdir), "train.num_epochs": _FINE_TUNING_EPOCHS}
         workdir = workdir.with_name(f"{workdir.name}_tuned")
     changes = [

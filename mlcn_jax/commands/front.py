@@ -22,6 +22,8 @@ COMMANDS = {
     "explain": ("commands.explain", "draws what each lane of a trained model encodes"),
     "explore": ("commands.explore", "serves a page on which lanes can be changed and switched off"),
     "prune": ("commands.prune", "measures what each lane is worth, and removes the least useful ones"),
+    "join": ("commands.join", "joins lanes that were trained apart to one model"),
+    "work": ("commands.work", "trains the next lane of a pool that nobody trains"),
     "export": ("commands.export", "exports a trained model for predict and serve"),
     "onnx": ("commands.onnx", "converts an exported model to ONNX, and checks it"),
     "predict": ("serving.predict", "classifies pictures with a trained or exported model"),

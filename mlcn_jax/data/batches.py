@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray
 
 from mlcn_jax.data.datasets import Images, Labels, Split
 from mlcn_jax.errors import InputError
@@ -97,7 +97,7 @@ class Augmentation:
       flip: mirrors each image left to right with probability 1/2.
       cutout: height and width of a square at a random place, cut at the borders, that is set to the image's mean; 0
         for none (DeVries and Taylor 2017, arXiv 1708.04552).
-      per_lane: each lane sees the image in a way of its own, and every second lane sees it mirrored.
+      per_lane: each lane sees the image in a way of its own, and every second lane (or odd seed) sees it mirrored.
       size: height and width in pixels to which lanes that classify alone see images resized; 0 leaves them as they are.
     """
 
@@ -128,14 +128,21 @@ def draw(key: PRNGKeyArray, images: Float[Array, "b height width channels"], aug
 
 
 def draw_per_lane(
-    key: PRNGKeyArray, images: Float[Array, "b height width channels"], augmentation: Augmentation, num_lanes: int
+    keys: PRNGKeyArray,
+    mirrored: Bool[Array, " lanes"],
+    images: Float[Array, "b height width channels"],
+    augmentation: Augmentation,
 ) -> Draws:
-    """As `draw`, for each lane: arrays [batch, lanes, ...]. Every second lane sees the images mirrored."""
-    lanes = jnp.arange(num_lanes)
-    keys = jax.vmap(lambda lane: jax.random.fold_in(key, lane))(lanes)
+    """As `draw`, for each lane: arrays [batch, lanes, ...].
+
+    Args:
+      keys: of the lanes, [lanes].
+      mirrored: lanes that see the images mirrored.
+      images, augmentation: as for `draw`.
+    """
     draws = jax.vmap(lambda key: draw(key, images, augmentation), out_axes=1)(keys)
-    odd = jnp.broadcast_to((lanes % 2 == 1)[None], (len(images), num_lanes))
-    draws["flip"] = odd ^ draws["flip"] if "flip" in draws else odd
+    mirrored = jnp.broadcast_to(mirrored[None], (len(images), len(mirrored)))
+    draws["flip"] = mirrored ^ draws["flip"] if "flip" in draws else mirrored
     return draws
 
 

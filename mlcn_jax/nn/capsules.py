@@ -7,6 +7,7 @@ whatever the type of the inputs.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 
@@ -32,12 +33,16 @@ def squash(s: Float[Array, "*shape dim"]) -> Float[Array, "*shape dim"]:
     return (s32 * (_sqrt(squared) / (1.0 + squared))).astype(s.dtype)
 
 
-def lengths(v: Float[Array, "*shape dim"]) -> Float[Array, "*shape"]:
+def lengths(v: Float[Array, "*shape dim"], weights: Float[np.ndarray, " dim"] | None = None) -> Float[Array, "*shape"]:
     """Euclidean length of each capsule in float32, with gradient zero (not NaN) at v = 0.
 
-    For class capsules these are the class probabilities (Sabour et al. 2017, section 3).
+    For class capsules these are the class probabilities (Sabour et al. 2017, section 3). With `weights` w, the length
+    is `sqrt(sum_d w_d v_d^2)`.
     """
-    return _sqrt(jnp.sum(jnp.square(v.astype(jnp.float32)), axis=-1))
+    squares = jnp.square(v.astype(jnp.float32))
+    if weights is not None:
+        squares *= jnp.asarray(weights, jnp.float32).reshape((1,) * (v.ndim - 1) + (-1,))
+    return _sqrt(jnp.sum(squares, axis=-1))
 
 
 def _sqrt(x: Array) -> Array:

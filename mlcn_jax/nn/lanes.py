@@ -5,7 +5,7 @@ activations: a group of equal lanes is `jax.vmap` of one lane over stacked param
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -266,21 +266,30 @@ class Lane(nn.Module):
 
 
 def init_group(
-    key: Array, group: LaneGroup, first_lane: int, settings: LaneSettings, images: Array
+    key: Array,
+    group: LaneGroup,
+    first_lane: int,
+    settings: LaneSettings,
+    images: Array,
+    seeds: Sequence[int] = (),
 ) -> dict[str, Array]:
     """Parameters of a group, each array with a leading axis of one entry per lane.
 
-    A lane's initial values depend on `key` and on its index in the model (`first_lane` plus its index in the
-    group), not on the size of the group.
+    A lane's initial values depend on its seed alone or, if there are no `seeds`, on `key` and on its index in the model
+    (`first_lane` plus its index in the group), not on the size of the group.
 
     Args:
       key: of the entire model.
       group, settings: the lanes.
       first_lane: index in the model of the group's first lane.
       images: an array of the images' shape and dtype, [batch, height, width, channels]; its values do not matter.
+      seeds: one for each lane, in [0, 2**32).
     """
     lane = Lane(group.spec, settings)
-    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(first_lane + jnp.arange(group.count))
+    if seeds:
+        keys = jax.vmap(jax.random.key)(jnp.array(seeds, jnp.uint32))
+    else:
+        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(first_lane + jnp.arange(group.count))
     return jax.vmap(lambda k: lane.init(k, images)["params"])(keys)
 
 

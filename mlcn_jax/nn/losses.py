@@ -25,8 +25,10 @@ def margin_loss(
     return jnp.sum(target * present + absent_weight * (1.0 - target) * absent, axis=-1)
 
 
-def lane_margin_loss(v: Float[Array, "batch classes lanes"], labels: Int[Array, " batch"]) -> Float[Array, " batch"]:
-    """Margin loss of each image with each lane classifying alone: the mean over lanes, in float32.
+def lane_margin_loss(
+    v: Float[Array, "batch classes lanes"], labels: Int[Array, " batch"]
+) -> Float[Array, "lanes batch"]:
+    """Margin loss of each image with each lane classifying alone, in float32.
 
     Lane l is judged by `|v_kl|`, the length class capsule k would have if it were the only lane. If L lanes agree on
     lengths, the class capsules are sqrt(L) times as long.
@@ -35,7 +37,7 @@ def lane_margin_loss(v: Float[Array, "batch classes lanes"], labels: Int[Array, 
     lengths that result from the other lanes.
     """
     alone = jnp.abs(v.astype(jnp.float32))
-    return jnp.mean(jax.vmap(margin_loss, in_axes=(2, None))(alone, labels), axis=0)
+    return jax.vmap(margin_loss, in_axes=(2, None))(alone, labels)
 
 
 def cross_entropy(

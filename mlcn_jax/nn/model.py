@@ -74,7 +74,8 @@ class MLCNEncoder(nn.Module):
         for whole in self.spec.lane_groups:
             group = dataclasses.replace(whole, count=whole.count // shares)
             if self.is_initializing():
-                params = self.param(group.name, init_group, group, first_lane, settings, images)
+                seeds = self.spec.lane_seeds[first_lane : first_lane + group.count]
+                params = self.param(group.name, init_group, group, first_lane, settings, images, seeds)
             else:  # which may have statistics besides
                 params = self.get_variable("params", group.name)
             columns.append(apply_group(params, group, settings, images))
@@ -105,12 +106,18 @@ def join_lanes(spec: ModelSpec, outputs: Float[Array, "batch classes lanes"]) ->
     return jnp.where(alone[None, None], jnp.exp(jnp.minimum(outputs, 0.0) / 2), outputs)
 
 
-def class_probabilities(spec: ModelSpec, class_lengths: Array) -> Array:
-    """Probability of each class from the lengths of the class capsules: the length, or its square, at most 1.
+def class_lengths(spec: ModelSpec, v: Float[Array, "*shape dim"]) -> Float[Array, "*shape"]:
+    """Lengths of class capsules, of which the longest gives the class: `capsules.lengths` with the lanes' weights."""
+    return capsules.lengths(v, spec.weights if spec.lane_weights else None)
 
-    Where all lanes classify alone, probabilities sum to 1 over the classes: the mean of the lanes' probabilities.
+
+def class_probabilities(spec: ModelSpec, lengths: Array) -> Array:
+    """Probability of each class from `class_lengths`: the length, or its square, at most 1.
+
+    Where all lanes classify alone, probabilities sum to 1 over the classes: the weighted mean of the lanes'
+    probabilities.
     """
-    return (class_lengths / spec.certain_length).clip(max=1.0) ** spec.probability_power
+    return (lengths / spec.certain_length).clip(max=1.0) ** spec.probability_power
 
 
 class Decoder(nn.Module):
@@ -173,7 +180,7 @@ class CapsuleNetwork(nn.Module):
         """
         v = self.encode(images)
         if classes is None:
-            classes = jnp.argmax(capsules.lengths(v), axis=-1)
+            classes = jnp.argmax(class_lengths(self.spec, v), axis=-1)
         return v, self.reconstruct(v, classes)
 
 
@@ -249,7 +256,9 @@ def joint_margin_loss(
             return jnp.zeros(outputs.shape[:1])
         outputs = outputs[..., np.flatnonzero(~alone)]
     if spec.margin_loss == "per_lane":
-        return losses.lane_margin_loss(outputs, labels)
+        return jnp.mean(losses.lane_margin_loss(outputs, labels), axis=0)
+    if spec.margin_loss == "per_lane_sum":
+        return jnp.sum(losses.lane_margin_loss(outputs, labels), axis=0)
     return losses.margin_loss(capsules.lengths(outputs), labels)
 
 

@@ -13,7 +13,7 @@ from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.nn.lanes import LANE_KINDS, LANE_ROUTINGS, LaneGroup, LaneSettings, LaneSpec
 
 MODELS = ("mlcn", "capsnet")
-MARGIN_LOSSES = ("joint", "per_lane")
+MARGIN_LOSSES = ("joint", "per_lane", "per_lane_sum")
 COMPUTE_DTYPES = ("float32", "bfloat16")
 DECODER_GRADIENTS = ("auto", "all", "none")
 
@@ -32,7 +32,8 @@ class ModelSpec:
       prior_bias: whether routing logits have a trainable initial value.
       decoder: sizes of the decoder's hidden layers.
       lane_dropout: probability that a lane is left out of the classification loss in a training step.
-      margin_loss: `joint` (on the lengths from all lanes, as published) or `per_lane` (on each lane alone).
+      margin_loss: `joint` (on the lengths from all lanes, as published), `per_lane` (on each lane alone, the mean) or
+        `per_lane_sum` (likewise, the sum, so that a lane's gradient does not depend on the number of lanes).
       signed_pixels: whether the encoder takes pixels in [-1, 1] instead of [0, 1]; images and reconstructions are in
         [0, 1] in either case.
       label_smoothing: share of the target that is spread evenly over all classes, for lanes that classify alone.
@@ -43,6 +44,10 @@ class ModelSpec:
       norm_group: images that are normalised together in training, in lanes with batch normalisation.
       compute_dtype: dtype of convolutions and matrix products; norms, softmax and losses stay float32.
       conv: convolution algorithm: a key of `conv.ALGORITHMS`, or `auto`.
+      lane_weights: weight of each lane's square in the lengths of the class capsules, in the order of their columns;
+        empty for 1 each. They are used wherever lengths are read, never in a loss.
+      lane_seeds: a seed for each lane, in the order of the columns, which gives its start values and the draws of
+        `data.augment_lanes`; empty for values that depend on train.seed and on the lane's place in the model.
 
     Raises:
       InputError: a value is out of range, unknown, or inconsistent with the others.
@@ -65,6 +70,8 @@ class ModelSpec:
     norm_group: int = 125
     compute_dtype: str = "float32"
     conv: str = "auto"
+    lane_weights: tuple[float, ...] = ()
+    lane_seeds: tuple[int, ...] = ()
 
     def __post_init__(self):
         for field, known in (
@@ -100,9 +107,11 @@ class ModelSpec:
             raise InputError(f"model.norm_group is {self.norm_group}; it must be 1 image or more")
         if not self.decoder or min(self.decoder) < 1:
             raise InputError(f"model.decoder is {self.decoder}; it needs one or more sizes of 1 or more")
+        self._check_each_lanes()
         if self.name == "mlcn":
-            if self.lane_dropout and (self.margin_loss == "per_lane" or self.classifies_alone.any()):
-                reason = "model.margin_loss=per_lane" if self.margin_loss == "per_lane" else f"lanes {self.lanes}"
+            per_lane = self.margin_loss != "joint"
+            if self.lane_dropout and (per_lane or self.classifies_alone.any()):
+                reason = f"model.margin_loss={self.margin_loss}" if per_lane else f"lanes {self.lanes}"
                 raise InputError(
                     f"model.lane_dropout is {self.lane_dropout} with {reason}, where a lane learns to classify "
                     "without the others: leave model.lane_dropout at 0, or use published lanes with margin_loss=joint"
@@ -110,6 +119,20 @@ class ModelSpec:
         elif self.lanes or self.lane_dropout or self.margin_loss != "joint":
             raise InputError(
                 "CapsNet has no lanes: leave model.lanes empty, model.lane_dropout at 0 and model.margin_loss joint"
+            )
+
+    def _check_each_lanes(self) -> None:
+        weights, seeds, count = self.lane_weights, self.lane_seeds, len(self.lane_specs)
+        for field, values in (("lane_weights", weights), ("lane_seeds", seeds)):
+            if values and len(values) != count:
+                raise InputError(
+                    f"model.{field} has {len(values)} values for {count} lanes: give one for each, or none at all"
+                )
+        if not all(0 <= seed < 2**32 for seed in seeds):
+            raise InputError(f"model.lane_seeds is {seeds}; seeds must be 0 or more, and below 2**32")
+        if weights and (not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights)):
+            raise InputError(
+                f"model.lane_weights is {weights}; weights must be finite and 0 or more, and at least one above 0"
             )
 
     @property
@@ -131,13 +154,20 @@ class ModelSpec:
     def certain_length(self) -> float:
         """Length of a class capsule that means probability 1: sqrt(L) if each of L lanes classifies alone.
 
-        Lanes trained on their joint length count as one.
+        With weights, L is their sum. Lanes trained on their joint length count as one, with their mean weight.
         """
-        alone = int(self.classifies_alone.sum())
-        others = len(self.lane_specs) - alone
-        if not others:
-            return math.sqrt(max(1, alone))
-        return math.sqrt(alone + (others if self.margin_loss == "per_lane" else 1))
+        if not self.lane_specs:
+            return 1.0
+        weights, alone = self.weights, self.classifies_alone
+        parts = [weights[alone].sum()]
+        if not alone.all():
+            parts.append(weights[~alone].sum() if self.margin_loss != "joint" else weights[~alone].mean())
+        return math.sqrt(sum(parts))
+
+    @property
+    def weights(self) -> np.ndarray:
+        """Weight of each lane's square in the lengths of the class capsules, float64 [lanes]."""
+        return np.array(self.lane_weights or [1.0] * len(self.lane_specs))
 
     @property
     def probability_power(self) -> int:
@@ -182,7 +212,16 @@ def rows_of(spec: ModelSpec, lanes: Sequence[int]) -> dict[str, np.ndarray]:
 
 
 def spec_of(spec: ModelSpec, lanes: Sequence[int]) -> ModelSpec:
-    """The model with only some of the lanes of another; arguments as for `rows_of`."""
+    """The model with only some of the lanes of another; arguments as for `rows_of`.
+
+    Lanes keep their seeds and weights; if these weights are all 0, they count equally.
+    """
     rows = rows_of(spec, lanes)
     groups = [LaneGroup(group.spec, rows[group.name].size) for group in spec.lane_groups if group.name in rows]
-    return dataclasses.replace(spec, lanes=",".join(map(str, groups)))
+    weights = tuple(spec.lane_weights[lane] for lane in lanes) if spec.lane_weights else ()
+    return dataclasses.replace(
+        spec,
+        lanes=",".join(map(str, groups)),
+        lane_weights=weights if any(weights) else (),
+        lane_seeds=tuple(spec.lane_seeds[lane] for lane in lanes) if spec.lane_seeds else (),
+    )

@@ -94,7 +94,9 @@ class Trainer:
             )
         if num_images:
             _, images = datasets.split_validation(images, num_images / len(images.labels), settings.seed)
-        self.train, self.validation = datasets.split_validation(images, config.data.validation_fraction, settings.seed)
+        self.train, self.validation = datasets.split_validation(
+            images, config.data.validation_fraction, config.split_seed
+        )
         self.steps_per_epoch = steps_per_epoch(len(self.train.labels), settings.batch_size)
         self._optimizer = optimizer_of(dataclasses.replace(settings, num_epochs=num_epochs), self.steps_per_epoch)
         self._programs = {} if programs is None else programs

@@ -18,9 +18,9 @@ from mlcn_jax.config import read_stored
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import hold, read_json, write_atomic, write_json
-from mlcn_jax.nn import capsules, conv, tracing
+from mlcn_jax.nn import conv, tracing
 from mlcn_jax.nn.calibration import fold_statistics
-from mlcn_jax.nn.model import encode
+from mlcn_jax.nn.model import class_lengths, encode
 from mlcn_jax.serving import artifact, model_card
 from mlcn_jax.training.checkpoint import Trained, load_trained
 
@@ -116,7 +116,7 @@ def _serialized(trained: Trained, platform: str, device: str, min_batch: int, us
 
     def lengths(weights, images):
         encoder = jax.tree.unflatten(structure, [weights[name] for name in names])
-        return capsules.lengths(encode(spec, encoder, to_pixels(images)))
+        return class_lengths(spec, encode(spec, encoder, to_pixels(images)))
 
     (batch,) = jax.export.symbolic_shape("batch", constraints=[f"batch >= {min_batch}"])
     images = jax.ShapeDtypeStruct((batch, *spec.image_shape), jnp.uint8)
@@ -151,7 +151,7 @@ def _summary(workdir: Path, step: int) -> dict[str, Any]:
 def _check(trained: Trained, exported: artifact.Artifact) -> None:
     """Raises RuntimeError if the artifact and the model give different lengths."""
     spec, rng = trained.spec, np.random.default_rng(0)
-    lengths = jax.jit(lambda params, images: capsules.lengths(encode(spec, params["encoder"], to_pixels(images))))
+    lengths = jax.jit(lambda params, images: class_lengths(spec, encode(spec, params["encoder"], to_pixels(images))))
     for n in (1, 8):
         images = rng.integers(0, 256, (n, *spec.image_shape)).astype(np.uint8)
         error = np.max(np.abs(exported.lengths(images) - np.asarray(lengths(trained.params, images))))

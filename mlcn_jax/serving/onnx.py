@@ -24,9 +24,9 @@ from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
 from mlcn_jax.launch import program
-from mlcn_jax.nn import capsules, tracing
+from mlcn_jax.nn import tracing
 from mlcn_jax.nn.lanes import apply_lane
-from mlcn_jax.nn.model import encode, join_lanes
+from mlcn_jax.nn.model import class_lengths, encode, join_lanes
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving.artifact import MODEL, WEIGHTS, Artifact
 from mlcn_jax.settings import DataSettings
@@ -63,7 +63,7 @@ class ExportedModel:
     def lengths(self, images: UInt8[Array, "batch h w channels"]) -> Float[Array, "batch classes"]:
         """Lengths of the class capsules, in float32 whatever the model was trained in."""
         spec = dataclasses.replace(self.spec, compute_dtype="float32")
-        return capsules.lengths(encode(spec, self.encoder, _pixels(images)))
+        return class_lengths(spec, encode(spec, self.encoder, _pixels(images)))
 
 
 def read_export(workdir: Path, data_dir: str = "") -> ExportedModel:
@@ -110,7 +110,7 @@ def lane_by_lane(spec: ModelSpec, encoder: dict) -> Callable[[Array], Array]:
                 v = join_lanes(spec, jnp.stack(columns, axis=-1))
             else:
                 v = encode(spec, encoder, x)
-        return capsules.lengths(v)
+        return class_lengths(spec, v)
 
     return lengths
 

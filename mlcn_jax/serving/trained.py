@@ -6,9 +6,9 @@ import jax
 
 from mlcn_jax import host
 from mlcn_jax.data.batches import to_pixels
-from mlcn_jax.nn import capsules, conv
+from mlcn_jax.nn import conv
 from mlcn_jax.nn.calibration import fold_statistics
-from mlcn_jax.nn.model import encode
+from mlcn_jax.nn.model import class_lengths, encode
 from mlcn_jax.serving.artifact import Classifier
 from mlcn_jax.training.checkpoint import load_trained
 
@@ -28,7 +28,7 @@ class TrainedModel(Classifier):
         self._certain_length, self._probability_power = spec.certain_length, spec.probability_power
         encoder = fold_statistics(spec, trained.params)["encoder"]
         lengths = jax.jit(
-            lambda images: capsules.lengths(encode(spec, encoder, to_pixels(images))),
+            lambda images: class_lengths(spec, encode(spec, encoder, to_pixels(images))),
             compiler_options=conv.compiler_options(jax.default_backend()),
         )
         self._functions = [(1, lengths)]

@@ -17,9 +17,17 @@ from jaxtyping import Array, Float, Int
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import padded_batches, to_pixels
 from mlcn_jax.distributed import mesh as mesh_lib
-from mlcn_jax.nn import capsules, conv, losses
+from mlcn_jax.nn import conv, losses
 from mlcn_jax.nn.calibration import group_statistics, join_statistics
-from mlcn_jax.nn.model import class_probabilities, classification_loss, encode, join_lanes, lane_outputs, reconstruct
+from mlcn_jax.nn.model import (
+    class_lengths,
+    class_probabilities,
+    classification_loss,
+    encode,
+    join_lanes,
+    lane_outputs,
+    reconstruct,
+)
 from mlcn_jax.nn.spec import ModelSpec
 
 _log = logging.getLogger(__name__)
@@ -146,9 +154,9 @@ def head_sums(
     loss = classification_loss(spec, outputs[0], labels)
     reconstructions = reconstruct(spec, decoder, v[0], labels, lane_axis)
     loss += reconstruction_weight * losses.reconstruction_loss(reconstructions, pixels)
-    lengths = capsules.lengths(v[0])
+    lengths = class_lengths(spec, v[0])
     if len(v) > 1:
-        lengths = jnp.sqrt(sum(jnp.square(capsules.lengths(each)) for each in v) / len(v))
+        lengths = jnp.sqrt(sum(jnp.square(class_lengths(spec, each)) for each in v) / len(v))
     probabilities = class_probabilities(spec, lengths)
     probabilities /= jnp.maximum(jnp.sum(probabilities, axis=-1, keepdims=True), _TINY)
     truth = jax.nn.one_hot(labels, spec.num_classes) * mask[:, None]
@@ -220,6 +228,6 @@ def lane_spreads(spec: ModelSpec, params: dict, split: datasets.Split, batch_siz
         return []
     evenly = np.unique(np.linspace(0, len(split.labels) - 1, _SPREAD_IMAGES).astype(int))
     v = class_capsules(spec, params, split[evenly], min(batch_size, len(evenly)))
-    share = spec.certain_length / math.sqrt(v.shape[2])
+    share = dataclasses.replace(spec, lane_weights=()).certain_length / math.sqrt(v.shape[2])
     perfect = share * math.sqrt((1 - 1 / spec.num_classes) / spec.num_classes)
     return [float(spread) / perfect for spread in v.std(axis=0).mean(axis=0)]

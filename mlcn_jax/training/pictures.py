@@ -9,8 +9,7 @@ import numpy as np
 
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import to_pixels
-from mlcn_jax.nn import capsules
-from mlcn_jax.nn.model import apply_model
+from mlcn_jax.nn.model import apply_model, class_lengths
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.evaluate import Scores
 
@@ -68,7 +67,7 @@ def save_reconstructions(
     @jax.jit
     def reconstruct(params, images):
         v, reconstructions = apply_model(spec, params, to_pixels(images))
-        return jnp.argmax(capsules.lengths(v), axis=-1), reconstructions
+        return jnp.argmax(class_lengths(spec, v), axis=-1), reconstructions
 
     predicted, reconstructions = jax.device_get(reconstruct(params, images))
     pixels = to_pixels(images), np.clip(reconstructions, 0, 1)

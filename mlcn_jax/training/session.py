@@ -19,6 +19,7 @@ from mlcn_jax.nn import resnet
 from mlcn_jax.nn.calibration import param_shapes, whiten
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.settings import DataSettings, TrainSettings
+from mlcn_jax.training.apart import check_lanes_apart
 from mlcn_jax.training.checkpoint import describe_model
 from mlcn_jax.training.evaluate import Scores
 from mlcn_jax.training.optimizer import make_optimizer
@@ -96,7 +97,9 @@ def open_session(config: RunConfig) -> Session:
     small = [size for _, size in settings.sizes() if 0 < size < resnet.MIN_SIZE]
     if small:
         raise InputError(f"train.image_sizes has {small[0]} pixels; resnet lanes need at least {resnet.MIN_SIZE}")
-    train, validation = datasets.split_validation(dataset.train, config.data.validation_fraction, settings.seed)
+    if settings.lanes_apart:
+        check_lanes_apart(config, spec)
+    train, validation = datasets.split_validation(dataset.train, config.data.validation_fraction, config.split_seed)
     steps_per_epoch = batches.steps_per_epoch(len(train.labels), settings.batch_size)
     return Session(
         config=config,

@@ -33,7 +33,8 @@ def check_resumable(session: Session, workdir: Path, mine: dict[str, Any]) -> No
     session.config.check_resumable(read_stored(workdir), workdir)
     theirs = read_json(workdir / "model.json")
     if isinstance(theirs.get("spec"), dict):
-        theirs["spec"] = model_defaults() | theirs["spec"]
+        older = {k: list(v) if isinstance(v, tuple) else v for k, v in model_defaults().items()}
+        theirs["spec"] = older | theirs["spec"]
     if rows := differences(theirs, mine):
         raise InputError(
             f"{workdir} holds a run on different data:\n"

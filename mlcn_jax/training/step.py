@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, Int
 from mlcn_jax import host
 from mlcn_jax.data import batches
 from mlcn_jax.distributed import mesh as mesh_lib
-from mlcn_jax.nn import capsules, conv, losses
+from mlcn_jax.nn import conv, losses
 from mlcn_jax.nn.lane_losses import View, outputs_and_loss
-from mlcn_jax.nn.model import drop_lanes, join_lanes, joint_margin_loss, lane_cross_entropy, reconstruct
+from mlcn_jax.nn.model import class_lengths, drop_lanes, join_lanes, joint_margin_loss, lane_cross_entropy, reconstruct
 from mlcn_jax.nn.spec import ModelSpec
 
 _PLAIN = batches.Augmentation()
@@ -88,7 +88,7 @@ def head_loss(
         v = outputs = drop_lanes(key, v, spec.lane_dropout)
     margin = jnp.mean(joint_margin_loss(spec, outputs, labels))
     reconstruction = jnp.mean(losses.reconstruction_loss(reconstructions, images))
-    accuracy = jnp.mean(jnp.argmax(capsules.lengths(v), axis=-1) == labels)
+    accuracy = jnp.mean(jnp.argmax(class_lengths(spec, v), axis=-1) == labels)
     metrics = {"margin": margin, "reconstruction": reconstruction, "accuracy": accuracy}
     if alone.any():
         metrics["cross_entropy"] = jnp.mean(lax.stop_gradient(lane_cross_entropy(spec, outputs, labels)))
@@ -107,12 +107,21 @@ def make_input(
         augment_key, lane_key = jax.random.split(jax.random.fold_in(jax.random.key(seed), step))
         pixels = batches.to_pixels(images)
         if augmentation.per_lane:
-            num_lanes = len(spec.lane_specs)
-            return pixels, lane_key, batches.draw_per_lane(augment_key, pixels, augmentation, num_lanes)
+            keys, mirrored = _lane_keys(spec, augment_key, step)
+            return pixels, lane_key, batches.draw_per_lane(keys, mirrored, pixels, augmentation)
         draws = batches.draw(augment_key, pixels, augmentation)
         return batches.augment(pixels, draws, augmentation), lane_key, {}
 
     return prepare
+
+
+def _lane_keys(spec: ModelSpec, augment_key: Array, step: Array) -> tuple[Array, Array]:
+    """The key of each lane's augmentation in a step, and whether it sees images mirrored: odd seeds, or places, do."""
+    if spec.lane_seeds:
+        seeds = jnp.array(spec.lane_seeds, jnp.uint32)
+        return jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), step))(seeds), seeds % 2 == 1
+    places = jnp.arange(len(spec.lane_specs))
+    return jax.vmap(lambda place: jax.random.fold_in(augment_key, place))(places), places % 2 == 1
 
 
 def lane_view(augmentation: batches.Augmentation) -> View:
@@ -150,6 +159,8 @@ def make_train_step(
         pixels, lane_key, draws = prepare(state.step, images)
         with_gradient = jax.value_and_grad(loss_fn, has_aux=True)
         (loss, metrics), grads = with_gradient(state.params, pixels, labels, lane_key, draws)
+        if spec.lane_seeds:  # rounding of the update must not depend on how many lanes there are
+            grads = lax.optimization_barrier(grads)
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}

@@ -209,13 +209,13 @@ def test_a_reflected_shift_repeats_the_image_and_cutout_sets_a_square_to_its_mea
 
 def test_every_lane_sees_an_image_in_a_way_of_its_own_whatever_their_number():
     images = jax.random.uniform(jax.random.key(0), (6, 8, 8, 1))
-    key = jax.random.key(1)
-    three, two = (draw_per_lane(key, images, ALL_CHANGES, lanes) for lanes in (3, 2))
+    keys, mirrored = jax.random.split(jax.random.key(1), 3), np.array([False, True, False])
+    three, two = (draw_per_lane(keys[:n], mirrored[:n], images, ALL_CHANGES) for n in (3, 2))
     for name, values in three.items():
         np.testing.assert_array_equal(values[:, :2], two[name])
         assert (values[:, 0] != values[:, 2]).any()
-    plain = draw_per_lane(key, images, Augmentation(per_lane=True), 2)
-    np.testing.assert_array_equal(plain["flip"], [[False, True]] * 6)  # every second lane sees the mirror image
+    plain = draw_per_lane(keys, mirrored, images, Augmentation(per_lane=True))
+    np.testing.assert_array_equal(plain["flip"], [[False, True, False]] * 6)
 
 
 def test_alternating_flips_show_every_image_both_ways_in_two_epochs():

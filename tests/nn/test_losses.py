@@ -28,7 +28,7 @@ def test_lane_margin_loss_is_the_mean_over_lanes_that_classify_alone(rng):
         length = abs(v[image, k, lane])
         short, long = max(0, 0.9 - length) ** 2, 0.5 * max(0, length - 0.1) ** 2
         expected[image] += (short if k == labels[image] else long) / 2
-    np.testing.assert_allclose(losses.lane_margin_loss(v, labels), expected, rtol=1e-5)
+    np.testing.assert_allclose(losses.lane_margin_loss(v, labels).mean(axis=0), expected, rtol=1e-5)
 
 
 def test_lanes_that_agree_have_the_margin_loss_of_any_of_them(rng):
@@ -36,17 +36,17 @@ def test_lanes_that_agree_have_the_margin_loss_of_any_of_them(rng):
     for count in (1, 5):
         v = np.repeat(column, count, axis=2) * rng.choice([-1, 1], count).astype(np.float32)
         joint = losses.margin_loss(capsules.lengths(v) / np.sqrt(count), labels)
-        np.testing.assert_allclose(losses.lane_margin_loss(v, labels), joint, rtol=1e-5)
+        np.testing.assert_allclose(losses.lane_margin_loss(v, labels).mean(axis=0), joint, rtol=1e-5)
 
 
 def test_a_lane_that_says_little_is_not_pushed_to_zero_by_the_others():
     """The class is 0: a loud lane is wrong about class 1, of which the quiet one says next to nothing."""
     v, labels = jnp.array([[[0.5, 0.01], [0.8, 0.01]]]), jnp.array([0])
-    push = jax.grad(lambda v: losses.lane_margin_loss(v, labels)[0])(v)
+    push = jax.grad(lambda v: losses.lane_margin_loss(v, labels).mean(axis=0)[0])(v)
     joint = jax.grad(lambda v: losses.margin_loss(capsules.lengths(v), labels)[0])(v)
     assert joint[0, 1, 1] > 0
     assert push[0, 1, 1] == 0
-    alone = jax.grad(lambda v: losses.lane_margin_loss(v.at[:, :, 0].set(0.3), labels)[0])(v)
+    alone = jax.grad(lambda v: losses.lane_margin_loss(v.at[:, :, 0].set(0.3), labels).mean(axis=0)[0])(v)
     np.testing.assert_array_equal(alone[..., 1], push[..., 1])
 
 

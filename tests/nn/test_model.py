@@ -9,7 +9,7 @@ from made_params import made_params
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules, model
 from mlcn_jax.nn.model import CapsuleNetwork, count_parameters
-from mlcn_jax.nn.spec import COMPUTE_DTYPES, ModelSpec
+from mlcn_jax.nn.spec import COMPUTE_DTYPES, ModelSpec, spec_of
 
 SMALL = ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2,mlcn2:w1", decoder=(6, 5))
 
@@ -138,3 +138,52 @@ def test_the_smallest_image_works():
     spec = ModelSpec("mlcn", (17, 17, 1), 2, "mlcn1:w1", decoder=(4,))
     v, _ = jax.jit(model.apply_model, static_argnums=0)(spec, made_params(spec), jnp.ones((1, 17, 17, 1)))
     assert v.shape == (1, 2, 1)
+
+
+def test_class_lengths_weigh_the_squares_of_the_lanes(rng):
+    weights = (0.5, 0.0, 2.0)
+    spec = dataclasses.replace(SMALL, lane_weights=weights)
+    v = rng.normal(size=(4, 3, 3)).astype(np.float32)
+    expected = np.sqrt((np.array(weights) * v.astype(np.float64) ** 2).sum(axis=-1))
+    np.testing.assert_allclose(model.class_lengths(spec, jnp.array(v)), expected, rtol=1e-6)
+    np.testing.assert_array_equal(model.class_lengths(SMALL, jnp.array(v)), capsules.lengths(jnp.array(v)))
+
+
+def test_probabilities_of_weighted_lanes_that_classify_alone_are_their_weighted_mean(rng):
+    weights = np.array([0.5, 1.5, 1.0])
+    spec = ModelSpec("mlcn", (18, 18, 1), 4, "resnet:w1*3", lane_weights=tuple(weights))
+    each = rng.dirichlet(np.ones(4), size=(5, 3)).transpose(0, 2, 1)  # [images, classes, lanes]
+    v = model.join_lanes(spec, jnp.log(jnp.array(each, jnp.float32)))
+    found = model.class_probabilities(spec, model.class_lengths(spec, v))
+    np.testing.assert_allclose(found, each @ weights / weights.sum(), rtol=1e-5)
+
+
+def test_weights_do_not_enter_a_loss(rng):
+    v, labels = jnp.array(rng.uniform(-0.9, 0.9, size=(4, 3, 3)), jnp.float32), jnp.array([0, 1, 2, 0])
+    for margin_loss in ("joint", "per_lane"):
+        spec = dataclasses.replace(SMALL, margin_loss=margin_loss)
+        weighted = dataclasses.replace(spec, lane_weights=(3.0, 0.0, 1.0))
+        found, expected = (model.classification_loss(one, v, labels) for one in (weighted, spec))
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_part_of_a_model_keeps_the_weights_of_its_lanes():
+    spec = dataclasses.replace(SMALL, lane_weights=(3.0, 0.0, 1.0), margin_loss="per_lane")
+    assert spec_of(spec, [0, 2]).lane_weights == (3.0, 1.0)
+    assert spec_of(spec, [1]).lane_weights == ()
+    assert spec_of(SMALL, [1]).lane_weights == ()
+    assert spec.certain_length == 2.0
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ((1.0,), "lane_weights has 1 values for 3 lanes"),
+        ((1.0, -1.0, 1.0), "must be finite and 0 or more"),
+        ((0.0, 0.0, 0.0), "at least one above 0"),
+        ((1.0, float("nan"), 1.0), "must be finite"),
+    ],
+)
+def test_unusable_weights_are_refused(weights, message):
+    with pytest.raises(InputError, match=message):
+        dataclasses.replace(SMALL, lane_weights=weights)

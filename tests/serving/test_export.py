@@ -13,12 +13,18 @@ from conftest import REPOSITORY
 from made_files import huge_png
 from PIL import Image
 
+from mlcn_jax.analysis import explain
+from mlcn_jax.config import read_stored
+from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules
 from mlcn_jax.nn.model import encode
-from mlcn_jax.serving import artifact, export, model_card, predict
-from mlcn_jax.training import checkpoint
+from mlcn_jax.serving import artifact, export, model_card, onnx, predict
+from mlcn_jax.serving.trained import TrainedModel
+from mlcn_jax.training import checkpoint, evaluate
+from mlcn_jax.training.session import open_session
+from mlcn_jax.training.start import check_resumable
 
 TRAINING_CODE = ("absl", "flax", "optax", "orbax", "ml_collections", "jaxtyping", "matplotlib", "tqdm", "sklearn")
 
@@ -74,6 +80,29 @@ def test_lanes_that_classify_alone_and_signed_pixels_are_exported(exported, tmp_
     assert "127.5 - 1" in json.loads((tmp_path / "model.json").read_text())["preprocessing"]
     assert count > 1
     np.testing.assert_allclose(loaded.probabilities(images), loaded.lengths(images) / np.sqrt(count), rtol=1e-6)
+
+
+def test_lane_weights_are_used_by_all_that_read_lengths(exported, tmp_path, rng):
+    """Weights 1 and 0 leave one lane: so do the model, its export, ONNX and the scores."""
+    for name in ("config.json", "model.json"):
+        stored = json.loads((exported / name).read_text())
+        stored["model" if name == "config.json" else "spec"]["lane_weights"] = [4.0, 0.0]
+        (tmp_path / name).write_text(json.dumps(stored))
+    shutil.copytree(exported / "checkpoints", tmp_path / "checkpoints")
+    trained = checkpoint.load_trained(tmp_path)
+    images = rng.integers(0, 256, (5, *trained.spec.image_shape)).astype(np.uint8)
+    v = np.asarray(encode(trained.spec, trained.params["encoder"], to_pixels(images)))
+    export.export(tmp_path)
+    model = onnx.read_export(tmp_path)
+    by_lane = onnx.lane_by_lane(model.spec, model.encoder)
+    for lengths in (artifact.Artifact(tmp_path / "export").lengths, TrainedModel(tmp_path).lengths, by_lane):
+        np.testing.assert_allclose(lengths(images), 2 * np.abs(v[..., 0]), atol=1e-5)
+    labels = np.abs(v[..., 0]).argmax(axis=-1).astype(np.int32)
+    scores = evaluate.make_evaluator(trained.spec, 0.0)(trained.params, datasets.Split(images, labels), 5)
+    assert scores.accuracy == 1.0
+    assert (explain.look(trained.spec, trained.params["encoder"], images)[1] == labels).all()
+    session = open_session(read_stored(tmp_path))
+    check_resumable(session, tmp_path, session.model_facts())
 
 
 def test_no_function_holds_a_path_of_this_machine(exported):

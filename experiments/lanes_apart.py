@@ -1,0 +1,275 @@
+"""Lanes trained apart and joined, against lanes trained together, and against one larger lane of the same cost.
+
+    python -m experiments.lanes_apart --workdir=runs/lanes_apart --scale=full --minutes=60
+
+Parts: `fashion`, Fashion-MNIST with mlcn2 lanes, 8 pairs; `cifar`, CIFAR-10 with resnet lanes, 3 pairs. A pair is a
+model of 4 lanes that were trained apart, each with its own seeds, then joined, and one whose 4 lanes were trained
+together, with other seeds. Lanes trained apart are also joined one by one, up to 16, equal ones and a mix of sizes, and
+stand beside single lanes whose training step costs as much as several.
+
+10 epochs. Training takes 0.55 PFLOP for `fashion` and 0.7 PFLOP for `cifar`, 1.0 h and 1.3 h at 150 GFLOP/s; compiling,
+scoring and 50 and 25 starts come on top. `smoke` takes a step of each.
+
+One JSON a run (`run.json`) and a join (`joined/NAME.json`); what has ended is not run again. Writes
+`lanes_apart_SCALE`. Test accuracy is compared, for the record; weights are fitted on validation images.
+"""
+
+import functools
+import shutil
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from absl import flags
+
+from experiments.published_rows import configure
+from experiments.repeated_report import Records, caption, carry_out, draw_caption, markdown, number, select, write
+from experiments.repeated_runs import Facts, Scale, Series, asked, chosen, define_flags
+from mlcn_jax.analysis.join import join
+from mlcn_jax.config import RunConfig
+from mlcn_jax.files import read_json, write_json
+from mlcn_jax.launch import launch_script
+from mlcn_jax.placement.cost import lane_cost
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+VERSION = 1  # raised with every change after which results cannot stand beside older ones
+SCALES = {"smoke": Scale("smoke", 1, 1, num_train=1000, num_test=100), "full": Scale("full", 10)}
+KINDS = ("equal", "mixed")  # of joined lanes, in the curves
+_TOGETHER = 1000  # added to the seeds of models whose lanes are trained together
+_OF_PAIR, _MOST = 4, 16
+_COMMON = {"data.validation_fraction": 0.1, "data.split_seed": 0, "model.decoder": [128, 256]}
+
+
+class Part(NamedTuple):
+    """Data, the lane that pairs have, lanes of other sizes, single lanes of the cost of several, and pairs."""
+
+    config: str
+    lane: str
+    others: tuple[str, ...]
+    single: tuple[str, ...]
+    num_pairs: int
+    title: str
+
+
+PARTS = {
+    "fashion": Part("mlcn2_fashion", "mlcn2:w2", ("mlcn2:w3", "mlcn2:w1"), ("mlcn2:w4", "mlcn2:w8"), 8, "mlcn2"),
+    "cifar": Part("resnet_cifar", "resnet:w1d2", ("resnet:w1d1",), ("resnet:w2d2", "resnet:w4d2"), 3, "resnet"),
+}
+
+
+def define(values: flags.FlagValues) -> None:
+    define_flags(values, SCALES)
+    flags.DEFINE_list("parts", list(PARTS), f"Which of {', '.join(PARTS)}.", flag_values=values)
+
+
+def main(values: flags.FlagValues) -> int:
+    return run(**asked(values, "lanes_apart", ("parts",)), parts=values.parts)
+
+
+def run(
+    workdir: Path,
+    *,
+    scale: str,
+    repeats: int,
+    parts: Sequence[str],
+    minutes: float,
+    directories: Mapping[str, str],
+    command: str,
+) -> int:
+    """Trains and joins what has not been yet, reports after each, and returns the exit code.
+
+    `repeats` are trainings of each single lane.
+    """
+    chosen("scale", [scale], SCALES)
+    parts = chosen("parts", parts, PARTS)
+    runs = [facts for part in parts for facts in runs_of(part, repeats, smoke=scale == "smoke")]
+    series = Series(
+        workdir, "lanes_apart", VERSION, SCALES[scale], functools.partial(configure_run, directories), command, True
+    )
+    joins = [join_once(series, name, apart) for part in parts for name, apart in joins_of(part, runs).items()]
+    return carry_out(series, runs, minutes, lambda records: text(series), report, joins)
+
+
+def runs_of(part: str, repeats: int, smoke: bool) -> list[Facts]:
+    """The trainings of a part, in the order in which they are of use."""
+    known = PARTS[part]
+    num_pairs, most = (1, 2) if smoke else (known.num_pairs, _MOST)
+    apart = [one_of(part, "apart", known.lane, seed) for seed in range(max(most, _OF_PAIR * num_pairs))]
+    together = [one_of(part, "together", known.lane, _TOGETHER + pair) for pair in range(num_pairs)]
+    others = [one_of(part, "apart", lane, seed) for seed in range(most // 4) for lane in known.others]
+    single = [one_of(part, "single", lane, seed) for seed in range(repeats) for lane in known.single]
+    return [*apart[: _OF_PAIR * num_pairs], *together, *apart[_OF_PAIR * num_pairs :], *others, *single]
+
+
+def one_of(part: str, mode: str, lane: str, seed: int) -> dict[str, Any]:
+    return {"part": part, "mode": mode, "lane": lane.replace(":", "_"), "seed": seed}
+
+
+def joins_of(part: str, runs: Sequence[Facts]) -> dict[str, list[Facts]]:
+    """The models to be joined of a part's lanes: the pairs' and the curves'."""
+    known = PARTS[part]
+
+    def apart(lane: str) -> list[Facts]:
+        name = lane.replace(":", "_")
+        return [one for one in runs if (one["part"], one["mode"], one["lane"]) == (part, "apart", name)]
+
+    equal = apart(known.lane)
+    num_pairs = sum((one["part"], one["mode"]) == (part, "together") for one in runs)
+    pairs = {f"{part}_pair{i}": equal[i * _OF_PAIR : (i + 1) * _OF_PAIR] for i in range(num_pairs)}
+    sizes = [iter(apart(lane)) for lane in (known.lane, *known.others)]
+    mixed = [lane for row in zip(*sizes, strict=False) for lane in row]
+    mixed = [*mixed, *(lane for lane in equal if lane not in mixed)][:_MOST]
+    return pairs | {f"{part}_equal": equal[:_MOST], f"{part}_mixed": mixed}
+
+
+def configure_run(directories: Mapping[str, str], part: str, mode: str, lane: str, seed: int) -> RunConfig:
+    """The run of a part: one lane `apart` with its own seed, four `together`, or a `single` larger one."""
+    known, text = PARTS[part], lane.replace("_", ":")
+    config = configure(known.config, text, directories).replace({**_COMMON, "train.seed": seed})
+    published = text.startswith("mlcn")
+    if mode == "together":
+        loss = {"model.margin_loss": "per_lane"} if published else {}
+        return config.replace({"model.lanes": f"{text}*{_OF_PAIR}"} | loss)
+    alone = {"model.margin_loss": "per_lane_sum", "model.decoder_gradient": "none"} if published else {}
+    return config.replace({"model.lane_seeds": [seed], "train.lanes_apart": True} | alone)
+
+
+def join_once(series: Series, name: str, lanes: Sequence[Facts]) -> Callable[[], None]:
+    """What joins some lanes and keeps what is told of them, unless that has been done."""
+
+    def do() -> None:
+        path, output = _joined(series, name), series.workdir / "joined" / name
+        folders = [folder_of(series, facts) for facts in lanes]
+        failed = [str(folder) for folder in folders if "failed" in read_json(folder / "run.json")]
+        if path.exists() or failed:
+            return
+        shutil.rmtree(output, ignore_errors=True)
+        about = join(folders, output, decoder_epochs=0)
+        equal = join(folders, output.with_name(f"{name}.equal"), decoder_epochs=0, weights="equal")
+        for folder in (output, output.with_name(f"{name}.equal")):
+            shutil.rmtree(folder)
+        write_json(path, {"weighted": about, "equal": equal})
+
+    return do
+
+
+def _joined(series: Series, name: str) -> Path:
+    return series.workdir / "joined" / f"{name}.json"
+
+
+def folder_of(series: Series, facts: Facts) -> Path:
+    """The workdir of a run."""
+    return series.workdir / "runs" / facts["part"] / facts["mode"] / facts["lane"] / f"seed{facts['seed']}"
+
+
+def step_megaflops(part: str, lane: str) -> float:
+    """MFLOP of a lane's training step, per image."""
+    config = configure(PARTS[part].config, lane, {"fashion_mnist": "", "cifar10": ""})
+    spec = config.model_spec(*config.data.shape())
+    (group,) = spec.lane_groups
+    return lane_cost(group.spec, spec.lane_settings, spec.image_shape).step_flops(100) / 100 / 1e6
+
+
+def summarise(series: Series) -> dict[str, Any]:
+    """For each part: pairs with the interval of their difference, curves, and single lanes; accuracies in %."""
+    records = [one for one in series.records() if "failed" not in one]
+    return {part: _of_part(series, part, select(records, part=part)) for part in PARTS}
+
+
+def _of_part(series: Series, part: str, records: Records) -> dict[str, Any]:
+    together = {one["facts"]["seed"] - _TOGETHER: _test(series, one) for one in select(records, mode="together")}
+    joined = {pair: told for pair in sorted(together) if (told := _read(series, f"{part}_pair{pair}"))}
+    pairs = [
+        {"together": together[pair], **{name: 100 * told[name]["test_accuracy"] for name in ("weighted", "equal")}}
+        for pair, told in joined.items()
+    ]
+    single = [
+        {"lane": lane, "megaflops": step_megaflops(part, lane), "accuracy": _test(series, one)}
+        for one in select(records, mode="single")
+        for lane in [one["facts"]["lane"].replace("_", ":")]
+    ]
+    curves = {kind: told["weighted"]["lanes"] for kind in KINDS if (told := _read(series, f"{part}_{kind}"))}
+    return {
+        "pairs": pairs,
+        "difference": interval([pair["weighted"] - pair["together"] for pair in pairs]),
+        "curves": {kind: curve(part, lanes) for kind, lanes in curves.items()},
+        "single": single,
+    }
+
+
+def curve(part: str, lanes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Cost and accuracy of the models of the first 1, 2, ... lanes."""
+    points, megaflops = [], 0.0
+    for count, lane in enumerate(lanes, start=1):
+        megaflops += step_megaflops(part, lane["lane"])
+        points.append({"lanes": count, "megaflops": megaflops, "accuracy": 100 * lane["test_accuracy"]})
+    return points
+
+
+def interval(differences: Sequence[float]) -> dict[str, Any] | None:
+    """Mean and 95 % interval by Student's t; None for fewer than two."""
+    from scipy.stats import t
+
+    if len(differences) < 2:
+        return None
+    mean, count = statistics.fmean(differences), len(differences)
+    half = float(t.ppf(0.975, count - 1)) * statistics.stdev(differences) / count**0.5
+    return {"mean": mean, "low": mean - half, "high": mean + half, "pairs": count}
+
+
+def _test(series: Series, record: Mapping[str, Any]) -> float:
+    return 100 * read_json(folder_of(series, record["facts"]) / "summary.json")["test_accuracy"]
+
+
+def _read(series: Series, name: str) -> dict[str, Any] | None:
+    path = _joined(series, name)
+    return read_json(path) if path.exists() else None
+
+
+def text(series: Series) -> str:
+    """Tables of the pairs and of the curves as Markdown."""
+    header, rows = ("", "joined", "joined, equal weights", "together", "joined - together, 95 %"), []
+    points = []
+    for part, one in summarise(series).items():
+        if pairs := one["pairs"]:
+            means = [statistics.fmean(pair[name] for pair in pairs) for name in ("weighted", "equal", "together")]
+            between = one["difference"]
+            told = f"{between['mean']:+.2f} ({between['low']:+.2f} to {between['high']:+.2f})" if between else "-"
+            rows.append([f"{part}, {len(pairs)} pairs", *(f"{mean:.2f}" for mean in means), told])
+        for kind, every in one["curves"].items():
+            some = [point for point in every if point["lanes"] in (1, 2, 4, 8, 16)]
+            points += [(f"{part}, {kind}", str(point["lanes"]), point) for point in some]
+        points += [(f"{part}, single {point['lane']}", "1", point) for point in one["single"]]
+    costs = [[name, lanes, number(one["megaflops"]), f"{one['accuracy']:.2f}"] for name, lanes, one in points]
+    return "\n\n".join([markdown(header, rows), markdown(("", "lanes", "MFLOP", "accuracy"), costs)])
+
+
+def draw(series: Series) -> "Figure":
+    """Accuracy against cost: joined lanes, equal and mixed, and single larger lanes; a panel for each part."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    for ax, (part, one) in zip(figure.subplots(1, len(PARTS)), summarise(series).items(), strict=True):
+        drawn = {f"joined, {kind}": (points, "o-") for kind, points in one["curves"].items()}
+        for label, (points, style) in (drawn | {"one lane": (one["single"], "s")}).items():
+            ax.plot([p["megaflops"] for p in points], [p["accuracy"] for p in points], style, ms=4, label=label)
+        ax.set(title=f"{part}, {PARTS[part].title}", xlabel="MFLOP per image and training step", xscale="log")
+        ax.legend()
+    figure.axes[0].set_ylabel("test accuracy, %")
+    return figure
+
+
+def report(series: Series) -> None:
+    """Writes tables and figure of all that has ended."""
+    records: Records = series.records()
+    lines = ["Weights of joined lanes are fitted on validation images; test accuracy in %.", *caption(series, records)]
+    figure = draw(series)
+    draw_caption(figure, lines)
+    write(series, "lanes_apart", summarise(series), text(series), lines, figure)
+
+
+if __name__ == "__main__":
+    launch_script(define, main)

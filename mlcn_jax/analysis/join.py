@@ -1,0 +1,331 @@
+"""Joins the lanes of finished workdirs to one model: checks that they fit, and writes a workdir like any other.
+
+A lane that learned to classify alone needs no other lane, so that lanes trained apart, on any machine at any time, are
+columns of one model. What they have in common is fitted afterwards (`lane_fit`): weights on validation images and the
+decoder on training images, both from columns that are computed once.
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from mlcn_jax.analysis import lane_fit, prune
+from mlcn_jax.analysis.workdir import stored_config
+from mlcn_jax.config import RunConfig
+from mlcn_jax.data import datasets
+from mlcn_jax.errors import InputError, differences
+from mlcn_jax.files import read_json
+from mlcn_jax.nn import resnet
+from mlcn_jax.nn.calibration import without_statistics
+from mlcn_jax.nn.lanes import LaneSpec
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.training.checkpoint import Trained, load_trained
+from mlcn_jax.training.evaluate import class_capsules
+from mlcn_jax.training.session import Session, open_session
+
+_log = logging.getLogger(__name__)
+
+WEIGHTS = ("fitted", "equal")
+FILE = "joined.json"
+# What a lane computes depends on these; the rest of a spec is that of the first workdir.
+_OF_LANES = (
+    *("image_shape", "num_classes", "signed_pixels", "lane_routing", "num_routing_iters", "prior_bias"),
+    "compute_dtype",
+)
+# Which images a run has depends on these.
+_OF_IMAGES = ("name", "dir", "cache_dir", "label_kind", "image_size", "test_fraction", "validation_fraction")
+_WHITENING_TOLERANCE = 1e-2  # relative to the largest entry: other machines round eigenvectors differently
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """A trained lane.
+
+    Attributes:
+      spec: what it is.
+      params: its parameters with a leading axis of 1, with the statistics for evaluation.
+      seed: of `model.lane_seeds`, None if its run had none.
+      source: the workdir that it was trained in, and its number there.
+      step: of the checkpoint.
+    """
+
+    spec: LaneSpec
+    params: dict
+    seed: int | None
+    source: str
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A finished workdir: its configuration, its best parameters, and its images with their digests."""
+
+    workdir: Path
+    config: RunConfig
+    trained: Trained
+    session: Session
+    facts: dict[str, Any]
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """Its lanes in the order of the columns."""
+        spec, found = self.trained.spec, list[Lane]()
+        for group in spec.lane_groups:
+            for row in range(group.count):
+                cut = functools.partial(_row, row=row)
+                number = len(found)
+                seed = spec.lane_seeds[number] if spec.lane_seeds else None
+                params = jax.tree.map(cut, self.trained.params["encoder"][group.name])
+                found.append(Lane(group.spec, params, seed, f"{self.workdir}:{number}", self.trained.step))
+        return found
+
+
+def _row(array: jax.Array, row: int) -> np.ndarray:
+    return np.asarray(array)[row : row + 1]
+
+
+def join(
+    workdirs: Sequence[Path],
+    output: Path,
+    *,
+    data_dir: str = "",
+    weights: str = "fitted",
+    decoder_epochs: int = 5,
+) -> dict[str, Any]:
+    """Writes the model of all lanes of some workdirs as a new workdir, and returns the content of its `joined.json`.
+
+    It is at step 0 of a run with the settings of the first workdir, so that further training starts from these lanes.
+
+    Args:
+      workdirs: finished runs; their lanes become columns in this order, equal ones beside each other.
+      output: the workdir to create; it appears complete or not at all.
+      data_dir: overrides `data.dir` of all runs, if the images have moved.
+      weights: one of `WEIGHTS`: fitted on validation images, or all 1.
+      decoder_epochs: passes over the training images that train the decoder.
+
+    Raises:
+      InputError: a workdir cannot be used or does not fit the first, with every difference named, or the output exists.
+    """
+    prune.check_unused(output)
+    parts = read_parts(workdirs, data_dir)
+    lanes = [lane for part in parts for lane in part.lanes]
+    _check_distinct(lanes)
+    spec, order = joined_spec(parts[0], lanes)
+    session = parts[0].session
+    if weights == "fitted" and not len(session.validation.labels):
+        raise InputError(
+            f"{workdirs[0]} has no validation images to fit the lanes' weights on (data.validation_fraction is 0): "
+            "give --weights=equal, or train with a validation_fraction"
+        )
+    splits = {"train": session.train[: None if decoder_epochs else 0], "validation": session.validation}
+    if parts[0].config.train.score_test:
+        splits["test"] = session.dataset.test
+    splits = {name: split for name, split in splits.items() if len(split.labels)}
+    columns = {name: columns_of(spec, lanes, split, parts[0].config) for name, split in splits.items()}
+    fitted = (1.0,) * len(lanes)
+    if weights == "fitted":
+        fitted = lane_fit.fit_weights(columns["validation"], session.validation.labels)
+        spec = dataclasses.replace(spec, lane_weights=tuple(fitted[i] for i in order))
+    _log.info("training the decoder for %d epochs", decoder_epochs)
+    seed = parts[0].config.train.seed
+    v = columns["train"][..., order] if decoder_epochs else np.empty((0, spec.num_classes, len(lanes)))
+    decoder = lane_fit.train_decoder(spec, v, session.train, decoder_epochs, seed)
+    params = {"encoder": _stacked(spec, [lanes[i] for i in order]), "decoder": decoder}
+    rows = further_lanes(lanes, fitted, {name: columns[name] for name in columns if name != "train"}, splits)
+    about = {
+        "workdirs": [str(part.workdir) for part in parts],
+        "weights": weights,
+        "decoder_epochs": decoder_epochs,
+        "lanes": rows,
+        "columns": list(order),
+        **{f"{name}_accuracy": rows[-1][f"{name}_accuracy"] for name in splits if name != "train"},
+    }
+    run = _as_run(parts[0], spec, params)
+    prune.save_run(run, output, about.get("validation_accuracy"), about, FILE)
+    return about
+
+
+def read_parts(workdirs: Sequence[Path], data_dir: str = "") -> list[Part]:
+    """Reads workdirs and their images.
+
+    Raises:
+      InputError: one cannot be used, or does not fit the first; every difference is named.
+    """
+    paths = [workdir.resolve() for workdir in workdirs]
+    if again := next((path for path in paths if paths.count(path) > 1), None):
+        raise InputError(f"{again} is given twice: its lanes can be joined once")
+    sessions: dict[tuple, Session] = {}
+    parts = []
+    for workdir in workdirs:
+        config, trained = stored_config(workdir, data_dir), load_trained(workdir)
+        check_alone(workdir, trained.spec)
+        images = (*(getattr(config.data, name) for name in _OF_IMAGES), config.split_seed)
+        if images not in sessions:
+            _log.info("loading the images of %s: %s", workdir, config.data.name)
+            sessions[images] = open_session(config)
+        parts.append(Part(workdir, config, trained, sessions[images], _facts(workdir, trained, sessions[images])))
+    first = parts[0]
+    rows = []
+    for part in parts[1:]:
+        if found := differences(first.facts, part.facts, there=f"in {first.workdir}", here=f"in {part.workdir}"):
+            rows += found
+        elif not _same_whitening(first.trained, part.trained):
+            rows.append(f"  whitening: the first convolution of {part.workdir} was set from other images")
+    if rows:
+        raise InputError(
+            "these lanes were not trained for one model:\n" + "\n".join(rows) + "\njoin workdirs that agree in this; "
+            "validation images agree if data.split_seed (or train.seed) and data.validation_fraction do"
+        )
+    return parts
+
+
+def check_alone(workdir: Path, spec: ModelSpec) -> None:
+    """Raises InputError if a lane of a model did not learn to classify alone."""
+    if not spec.lane_groups:
+        raise InputError(f"{workdir} holds a {spec.name}, which has no lanes to join: give workdirs of an MLCN")
+    if spec.margin_loss == "joint" and (~spec.classifies_alone).any() and len(spec.lane_specs) > 1:
+        raise InputError(
+            f"the lanes of {workdir} learned on their joint length (model.margin_loss=joint), so that none classifies "
+            "alone: give runs with model.margin_loss=per_lane or per_lane_sum"
+        )
+
+
+def _facts(workdir: Path, trained: Trained, session: Session) -> dict[str, Any]:
+    stored = read_json(workdir / "model.json")["training_images_sha256"]
+    if stored != datasets.digest(session.train):
+        raise InputError(
+            f"{session.dataset.name} as it is now is not what {workdir} was trained on (its model.json has the "
+            "SHA-256): give --data_dir=FOLDER with those images"
+        )
+    return {
+        "training images (SHA-256)": stored,
+        "validation images (SHA-256)": datasets.digest(session.validation),
+        "test images (SHA-256)": datasets.digest(session.dataset.test),
+        "classes": list(trained.class_names),
+        **{f"model.{name}": getattr(trained.spec, name) for name in _OF_LANES},
+    }
+
+
+def _same_whitening(first: Trained, other: Trained) -> bool:
+    kernels = [
+        np.asarray(group["trunk"][resnet.FROZEN]["kernel"][0])
+        for trained in (first, other)
+        for group in trained.params["encoder"].values()
+        if "trunk" in group
+    ]
+    if len(kernels) < 2:
+        return True
+    close = functools.partial(np.allclose, kernels[0], rtol=0, atol=_WHITENING_TOLERANCE * np.abs(kernels[0]).max())
+    return all(close(kernel) for kernel in kernels)
+
+
+def _check_distinct(lanes: Sequence[Lane]) -> None:
+    seen: dict[tuple, Lane] = {}
+    for lane in lanes:
+        leaves = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(lane.params)]
+        twin = seen.setdefault((lane.spec, hash(tuple(leaves))), lane)
+        if twin is not lane:
+            raise InputError(
+                f"{twin.source} and {lane.source} are the same lane: train one with another seed (model.lane_seeds)"
+            )
+
+
+def joined_spec(first: Part, lanes: Sequence[Lane]) -> tuple[ModelSpec, list[int]]:
+    """The model of some lanes, without weights, and the lane of each column: equal ones side by side."""
+    kinds = list(dict.fromkeys(lane.spec for lane in lanes))
+    order = [i for kind in kinds for i, lane in enumerate(lanes) if lane.spec == kind]
+    seeds = [lanes[i].seed for i in order]
+    published = any(not group.kind.classifies for group in first.trained.spec.lane_groups)
+    spec = dataclasses.replace(
+        first.trained.spec,
+        lanes=",".join(str(lanes[i].spec) for i in order),
+        lane_weights=(),
+        lane_seeds=() if None in seeds else tuple(seed for seed in seeds if seed is not None),
+        margin_loss="per_lane_sum" if first.trained.spec.margin_loss == "joint" else first.trained.spec.margin_loss,
+        decoder_gradient="none" if published else first.trained.spec.decoder_gradient,
+    )
+    return dataclasses.replace(spec, lanes=",".join(map(str, spec.lane_groups))), order
+
+
+def columns_of(
+    spec: ModelSpec, lanes: Sequence[Lane], split: datasets.Split, config: RunConfig
+) -> Float[np.ndarray, "n classes lanes"]:
+    """Class capsules of a split, one lane after another; equal lanes share a program."""
+    _log.info("computing %d lanes on %s images", len(lanes), f"{len(split.labels):,}")
+    columns = np.empty((len(split.labels), spec.num_classes, len(lanes)), np.float32)
+    for i in sorted(range(len(lanes)), key=lambda i: str(lanes[i].spec)):
+        one = dataclasses.replace(spec, lanes=str(lanes[i].spec), lane_seeds=(), lane_weights=())
+        (group,) = one.lane_groups
+        params = {"encoder": {group.name: jax.tree.map(jnp.asarray, lanes[i].params)}}
+        columns[..., i : i + 1] = class_capsules(one, params, split, config.train.batch_size)
+    return columns
+
+
+def further_lanes(
+    lanes: Sequence[Lane],
+    weights: Sequence[float],
+    columns: dict[str, np.ndarray],
+    splits: dict[str, datasets.Split],
+) -> list[dict[str, Any]]:
+    """For each lane its weight, its accuracy alone, and that of it and all lanes before it, by split."""
+    of_all = np.array(weights)
+
+    def row(i: int) -> dict[str, Any]:
+        so_far = np.arange(len(lanes)) <= i
+        until = so_far * of_all if (so_far * of_all).any() else so_far
+        alone = np.arange(len(lanes)) == i
+        found: dict[str, Any] = {"lane": str(lanes[i].spec), "seed": lanes[i].seed, "weight": weights[i]}
+        found |= {"source": lanes[i].source, "step": lanes[i].step}
+        for name, v in columns.items():
+            labels = splits[name].labels
+            measure: Callable[[np.ndarray], float] = functools.partial(lane_fit.accuracy, v, labels)
+            found[f"{name}_accuracy_alone"], found[f"{name}_accuracy"] = measure(alone), measure(until)
+        return found
+
+    return [row(i) for i in range(len(lanes))]
+
+
+def _stacked(spec: ModelSpec, lanes: Sequence[Lane]) -> dict:
+    """Parameters of the encoder, from those of its lanes in the order of the columns."""
+    encoder, first = {}, 0
+    for group in spec.lane_groups:
+        own = [lane.params for lane in lanes[first : first + group.count]]
+        encoder[group.name] = jax.tree.map(lambda *rows: jnp.concatenate(rows), *own)
+        first += group.count
+    return encoder
+
+
+def _as_run(first: Part, spec: ModelSpec, params: dict) -> prune.Run:
+    """The joined model as a run of the first workdir's settings at step 0."""
+    session, config = first.session, first.config
+    changes: dict[str, Any] = {
+        name: list(value) if isinstance(value := getattr(spec, field), tuple) else value
+        for field in ("lanes", "lane_weights", "lane_seeds", "margin_loss", "decoder_gradient")
+        for name in (f"model.{field}",)
+    }
+    lanes_apart = config.train.lanes_apart and bool(spec.lane_seeds)
+    config = config.replace(changes | {"init_from": "", "train.lanes_apart": lanes_apart})
+    optimizer = jax.jit(session.optimizer.init)(without_statistics(params))
+    return prune.Run(
+        config=config,
+        spec=spec,
+        class_names=first.trained.class_names,
+        params=params,
+        optimizer=optimizer,
+        step=0,
+        conv={},
+        steps_per_epoch=session.steps_per_epoch,
+        training_digest=datasets.digest(session.train),
+        dataset={"name": session.dataset.name, **session.dataset.provenance},
+        ranking=session.validation,
+        ranking_from="validation",
+        test=session.dataset.test,
+    )

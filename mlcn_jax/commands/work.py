@@ -1,0 +1,59 @@
+"""Trains lanes of a pool, one after another, each the next that nobody trains; any number of workers, on any machines.
+
+    mlcn_jax work --pool=/shared/pool
+
+The pool is a folder with a file `lanes.toml` (docs/howto/lanes_apart.md), which names the configuration, the lanes and
+after how many of them a model is joined. A worker resumes what another one left, killed or not, and joins when enough
+lanes have come. It ends when none is left; Ctrl-C stops it after a checkpoint. The folder must be on a file system
+whose locks hold between the machines, such as NFS.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from absl import flags
+
+from mlcn_jax.commands import arguments
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import EXIT_FAILED
+
+if TYPE_CHECKING:
+    from mlcn_jax.config import RunConfig
+
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("pool", "", "Folder of the pool, with lanes.toml.", flag_values=values)
+    flags.DEFINE_string("data_dir", "", "This machine's config.data.dir, if not empty.", flag_values=values)
+
+
+def main(argv: Sequence[str]) -> int:
+    values = arguments.parse("work", __doc__, define, argv)
+    if not values.pool:
+        raise InputError("--pool=FOLDER is needed: a folder with lanes.toml")
+    folder = Path(values.pool).expanduser()
+
+    from mlcn_jax import host
+    from mlcn_jax.analysis.pool import read_pool, work
+
+    host.keep_compiled_programs()
+    changes = {"data.dir": values.data_dir} if values.data_dir else {}
+    pool = read_pool(folder, lambda given: _config(folder, given), changes)
+    failed = work(pool)
+    done = sum(lane.is_finished for lane in pool.lanes)
+    print(f"{done} of {len(pool.lanes)} lanes are finished")
+    for name, reason in failed.items():
+        print(f"{name} failed: {reason}; to train it again, remove {folder / 'lanes' / name}")
+    for count in pool.join_at:
+        if pool.joined(count).exists():
+            print(f"model of {count} lanes: {pool.joined(count)}")
+    return EXIT_FAILED if failed else 0
+
+
+def _config(folder: Path, given: str) -> "RunConfig":
+    """The packaged configuration of a name, or that of a file, whose path may be relative to the pool's folder."""
+    from mlcn_jax.config import RunConfig
+
+    beside = folder / given
+    file = beside if beside.is_file() else arguments.config_file(given)
+    return RunConfig.from_dict(arguments.execute(file).to_dict())

@@ -1,0 +1,161 @@
+"""Joined lanes: the model they make, what is refused, and what can be done with it afterwards."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from made_params import made_params
+
+from mlcn_jax.analysis import join as join_lib
+from mlcn_jax.analysis import lane_fit, prune
+from mlcn_jax.commands import join as command
+from mlcn_jax.config import RunConfig, read_stored
+from mlcn_jax.data.datasets import Split
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import calibration
+from mlcn_jax.nn.model import class_lengths
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.serving import artifact, export
+from mlcn_jax.training import loop
+from mlcn_jax.training.checkpoint import Trained, load_trained
+from mlcn_jax.training.evaluate import class_capsules
+
+APART = {
+    "model.margin_loss": "per_lane_sum",
+    "model.decoder_gradient": "none",
+    "model.decoder": "8",
+    "model.lanes": "mlcn1:w1",
+    "train.lanes_apart": True,
+    "data.validation_fraction": 0.2,
+    "data.split_seed": 1,
+    "train.batch_size": 50,
+    "train.num_steps": 10,
+}
+
+
+def lane(folder, seed, changes=()):
+    config = RunConfig().replace(APART | {"model.lane_seeds": str(seed), "train.seed": seed} | dict(changes))
+    loop.train(config, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lanes(tmp_path_factory):
+    """Three workdirs of one lane each, the second of another kind."""
+    folder = tmp_path_factory.mktemp("lanes")
+    kinds = ({}, {"model.lanes": "mlcn2:w1"}, {})
+    return [lane(folder / str(seed), seed, changes) for seed, changes in enumerate(kinds)]
+
+
+@pytest.fixture(scope="module")
+def joined(lanes, tmp_path_factory):
+    """The three as one model, with what was told about it."""
+    output = tmp_path_factory.mktemp("joined") / "model"
+    return output, join_lib.join(lanes, output, decoder_epochs=1)
+
+
+def test_a_joined_model_has_the_columns_of_its_lanes_and_their_weights(lanes, joined, rng):
+    output, about = joined
+    model = load_trained(output)
+    assert model.spec.lanes == "mlcn1:w1d1*2,mlcn2:w1d1*1"
+    assert model.spec.lane_seeds == (0, 2, 1)
+    assert about["columns"] == [0, 2, 1]
+    split = Split(rng.integers(0, 256, (6, 28, 28, 1)).astype(np.uint8), np.zeros(6, np.int32))
+    v = class_capsules(model.spec, model.params, split, 6)
+    for column, workdir in enumerate(lanes[i] for i in about["columns"]):
+        alone = load_trained(workdir)
+        np.testing.assert_allclose(v[..., [column]], class_capsules(alone.spec, alone.params, split, 6), atol=1e-5)
+    weights = np.array([about["lanes"][i]["weight"] for i in about["columns"]])
+    np.testing.assert_allclose(model.spec.weights, weights)
+    np.testing.assert_allclose(class_lengths(model.spec, v), np.sqrt(np.square(v) @ weights), atol=1e-5)
+
+
+def test_accuracy_with_each_further_lane_is_told_and_is_that_of_the_model(joined):
+    output, about = joined
+    run = prune.load_prunable(output)
+    for name, split in (("validation", run.ranking), ("test", run.test)):
+        assert run.scores(split).accuracy == about["lanes"][-1][f"{name}_accuracy"] == about[f"{name}_accuracy"]
+        assert about["lanes"][0][f"{name}_accuracy"] == about["lanes"][0][f"{name}_accuracy_alone"]
+    assert about == json.loads((output / "joined.json").read_text())
+    assert command.told(about, output).count("mlcn1:w1d1") == 2
+
+
+def test_a_joined_model_is_pruned_exported_and_trained_on(joined, tmp_path):
+    output = shutil.copytree(joined[0], tmp_path / "model")
+    run = prune.load_prunable(output)
+    smaller = prune.prune_run(run, [0, 2])
+    assert smaller.spec.lane_weights == (run.spec.lane_weights[0], run.spec.lane_weights[2])
+    assert smaller.spec.lane_seeds == (0, 1)
+    prune.save_run(smaller, tmp_path / "smaller", None, {})
+    exported = artifact.Artifact(export.export(tmp_path / "smaller"))
+    images = run.test.images[:4]
+    v = class_capsules(smaller.spec, smaller.params, run.test[:4], 4)
+    np.testing.assert_allclose(exported.lengths(images), class_lengths(smaller.spec, v), atol=1e-5)
+    summary = loop.train(read_stored(output).replace({"train.num_steps": 2}), output)
+    assert summary["steps"] == 2
+    assert summary["validation_accuracy"] >= joined[1]["validation_accuracy"]
+
+
+def test_a_lane_is_added_to_a_trained_model(joined, lanes, tmp_path):
+    fourth = lane(tmp_path / "3", 3)
+    about = join_lib.join([joined[0], fourth], tmp_path / "four", decoder_epochs=0, weights="equal")
+    spec = load_trained(tmp_path / "four").spec
+    assert (spec.lanes, spec.lane_seeds, spec.lane_weights) == ("mlcn1:w1d1*3,mlcn2:w1d1*1", (0, 2, 3, 1), ())
+    assert [row["weight"] for row in about["lanes"]] == [1.0] * 4
+    with pytest.raises(InputError, match="are the same lane"):
+        join_lib.join([joined[0], lanes[1]], tmp_path / "again", decoder_epochs=0)
+
+
+def test_every_difference_of_the_runs_is_named(lanes, tmp_path):
+    other = lane(tmp_path / "other", 5, {"data.split_seed": 2, "model.signed_pixels": True})
+    match = (
+        r"(?s)training images \(SHA-256\).*validation images \(SHA-256\).*model.signed_pixels: False in .*data.split"
+    )
+    with pytest.raises(InputError, match=match):
+        join_lib.join([lanes[0], other], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_lanes_that_need_one_another_and_workdirs_given_twice_are_refused(finished, lanes, tmp_path):
+    with pytest.raises(InputError, match="joint length"):
+        join_lib.join([finished, lanes[0]], tmp_path / "out")
+    with pytest.raises(InputError, match="given twice"):
+        join_lib.join([lanes[0], lanes[0] / ".." / "0"], tmp_path / "out")
+
+
+def test_fitted_weights_favour_the_lanes_that_know(rng):
+    """Against a search over a grid, and for a lane that says nothing."""
+    labels = rng.integers(0, 3, 400)
+    truth = np.eye(3)[labels]
+    good = 0.7 * truth + 0.1
+    noisy = np.where(rng.uniform(size=(400, 1)) < 0.6, good, 0.7 * np.eye(3)[rng.integers(0, 3, 400)] + 0.1)
+    v = np.sqrt(np.stack([good, noisy, np.full((400, 3), 1 / 3)], axis=-1))
+    weights = np.array(lane_fit.fit_weights(v[..., 1:], labels))
+
+    def nll(share):
+        p = share * noisy[np.arange(400), labels] + (1 - share) / 3
+        return -np.log(p).mean()
+
+    shares = np.linspace(0, 1, 201)
+    assert weights.mean() == pytest.approx(1)
+    assert weights[0] / 2 == pytest.approx(min(shares, key=nll), abs=0.01)
+    assert lane_fit.fit_weights(v, labels) == pytest.approx((3, 0, 0), abs=1e-3)
+
+
+def test_lanes_that_were_whitened_from_other_images_are_told_apart(rng):
+    spec = ModelSpec("mlcn", (12, 12, 1), 3, "resnet:w1*1", norm_group=4, decoder=(8,))
+    params = made_params(spec)
+
+    def whitened(scale):
+        images = (scale * rng.uniform(size=(50, 12, 12, 1))).astype(np.float32)
+        return Trained(spec, (), calibration.whiten(spec, params, images), 0)
+
+    first, dark = whitened(1.0), whitened(0.5)
+    rounded = dataclasses.replace(first, params=jax.tree.map(lambda x: x * (1 + 1e-4), first.params))
+    assert join_lib._same_whitening(first, rounded)
+    assert not join_lib._same_whitening(first, dark)
+    published = Trained(spec, (), {"encoder": {"mlcn1_w1d1": {}}}, 0)
+    assert join_lib._same_whitening(first, published)

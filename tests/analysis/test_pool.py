@@ -1,0 +1,186 @@
+"""A pool of lanes: who takes what, what is joined when, and what is left by workers that die."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import REPOSITORY
+
+from mlcn_jax.analysis import pool as pool_lib
+from mlcn_jax.commands import work as command
+from mlcn_jax.config import RunConfig
+from mlcn_jax.errors import Diverged, InputError, Stopped
+from mlcn_jax.files import try_lock, write_json
+
+LANES = """
+config = "default"
+join_at = [2, 3]
+
+[set]
+data.validation_fraction = 0.2
+data.split_seed = 0
+model.margin_loss = "per_lane_sum"
+model.decoder_gradient = "none"
+model.decoder = [8]
+train.num_steps = 12
+train.checkpoint_every = 1
+
+[[lanes]]
+kind = "mlcn1:w1"
+seeds = [0, 1]
+
+[[lanes]]
+kind = "mlcn1:w2"
+seeds = [0]
+[lanes.set]
+train.batch_size = 50
+"""
+NAMES = ["mlcn1_w1-s0", "mlcn1_w1-s1", "mlcn1_w2-s0"]
+
+BY_SIZE = [NAMES[2], *NAMES[:2]]
+
+
+def read(folder, text=LANES):
+    (folder / "lanes.toml").write_text(text)
+    return pool_lib.read_pool(folder, lambda name: RunConfig())
+
+
+class Recorder:
+    """Stands for training and joining: notes what it is asked to do."""
+
+    def __init__(self, fail=None):
+        self.trained, self.joined, self._fail = [], [], fail or {}
+
+    def train(self, config, workdir):
+        self.trained.append(workdir.name)
+        if error := self._fail.pop(workdir.name, None):
+            raise error
+        write_json(workdir / "summary.json", {"config_hash": config.hash()})
+
+    def join(self, workdirs, output):
+        self.joined.append((output.name, [workdir.name for workdir in workdirs]))
+        output.mkdir(parents=True)
+
+    def work(self, pool):
+        return pool_lib.work(pool, train=self.train, join_lanes=self.join, poll_seconds=0.01)
+
+
+def test_lanes_are_trained_in_turn_and_joined_when_enough_have_come(tmp_path):
+    pool, recorder = read(tmp_path), Recorder()
+    assert [lane.name for lane in pool.lanes] == NAMES
+    assert pool.lanes[2].config.train.batch_size == 50
+    assert pool.lanes[1].config.model["lane_seeds"] == (1,)
+    assert recorder.work(pool) == {}
+    assert recorder.trained == BY_SIZE
+    assert recorder.joined == [("2", [NAMES[0], NAMES[2]]), ("3", NAMES)]
+    events = [json.loads(line)["event"] for line in (pool.lanes[0].workdir / "workers.jsonl").read_text().splitlines()]
+    assert events == ["taken", "finished", "left"]
+    again = Recorder()
+    again.work(pool)
+    assert again.trained == again.joined == []
+
+
+def test_what_another_worker_has_is_left_and_what_one_began_comes_first(tmp_path):
+    pool = read(tmp_path)
+    (pool.lanes[1].workdir / "checkpoints" / "4").mkdir(parents=True)
+    (tmp_path / "claims").mkdir()
+    other = try_lock(tmp_path / "claims" / NAMES[2])
+    recorder, train = Recorder(), Recorder.train
+
+    def release_after_two(config, workdir):
+        train(recorder, config, workdir)
+        if len(recorder.trained) == 2:
+            other.release()  # as when the other worker dies
+
+    pool_lib.work(pool, train=release_after_two, join_lanes=recorder.join, poll_seconds=0.01)
+    assert recorder.trained == [NAMES[1], NAMES[0], NAMES[2]]
+
+
+def test_a_lane_that_diverges_is_told_and_not_tried_again(tmp_path):
+    pool = read(tmp_path)
+    first, second = Recorder({NAMES[1]: Diverged("nan")}), Recorder()
+    assert first.work(pool) == {NAMES[1]: "nan"}
+    assert first.joined == [("2", [NAMES[0], NAMES[2]])]
+    assert second.work(pool) == {NAMES[1]: "nan"}
+    assert second.trained == []
+
+
+def test_what_one_machine_cannot_train_is_left_to_others(tmp_path):
+    pool = read(tmp_path)
+    small = Recorder({NAMES[0]: InputError("not enough memory")})
+    with pytest.raises(InputError, match=f"1 lanes are left that this machine cannot train; {NAMES[0]}: not enough"):
+        small.work(pool)
+    assert small.trained == BY_SIZE
+    other = Recorder()
+    other.work(pool)
+    assert other.trained == NAMES[:1]
+
+
+def test_a_worker_that_is_stopped_leaves_its_lane(tmp_path):
+    pool = read(tmp_path)
+    with pytest.raises(Stopped):
+        Recorder({NAMES[0]: Stopped("SIGTERM")}).work(pool)
+    assert try_lock(tmp_path / "claims" / NAMES[0]) is not None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('config = "default"', "", "lacks config"),
+        ("join_at = [2, 3]", "join_at = [4]", "numbers of lanes from 1 to 3"),
+        ("seeds = [0, 1]", "seeds = [1, 1]", "seed 1 twice"),
+        ("seeds = [0, 1]", "seeds = 2", "must be tables such as"),
+        ("seeds = [0, 1]", "seeds = [0]\ncount = 2", "has count; it may have kind, seeds, set"),
+        ('"per_lane_sum"', '"joint"', "model.margin_loss is 'joint'"),
+        ("[set]", "[set", "cannot be read"),
+        ("train.num_steps", "train.num_stepz", "there is no field train.num_stepz"),
+    ],
+)
+def test_a_pool_that_cannot_be_used_is_refused(tmp_path, old, new, message):
+    with pytest.raises(InputError, match=message):
+        read(tmp_path, LANES.replace(old, new))
+
+
+def test_the_example_of_the_docs_is_a_pool(tmp_path):
+    page = (REPOSITORY / "docs" / "howto" / "lanes_apart.md").read_text()
+    (tmp_path / "lanes.toml").write_text(re.search(r"```toml\n(.*?)```", page, re.DOTALL)[1])
+    pool = pool_lib.read_pool(tmp_path, lambda name: command._config(tmp_path, name))
+    assert (len(pool.lanes), pool.join_at) == (8, (4, 8))
+    assert pool.lanes[-1].config.train.num_epochs == 15
+    assert pool.lanes[0].config.data.augment_lanes
+
+
+def test_the_command_needs_a_pool(tmp_path):
+    with pytest.raises(InputError, match="--pool=FOLDER is needed"):
+        command.main([])
+    with pytest.raises(InputError, match=r"lanes\.toml is missing"):
+        command.main([f"--pool={tmp_path}"])
+
+
+@pytest.mark.long
+def test_workers_killed_at_random_moments_lose_no_lane_and_train_none_twice_at_once(tmp_path):
+    """Two workers, of which one is killed (SIGKILL) and replaced again and again."""
+    read(tmp_path)
+    rng, killed = random.Random(0), {}
+    start = [sys.executable, "-m", "mlcn_jax", "work", f"--pool={tmp_path}"]
+    workers = [subprocess.Popen(start, cwd=REPOSITORY, stderr=subprocess.DEVNULL) for _ in range(2)]
+    for _ in range(4):
+        time.sleep(rng.uniform(2, 12))
+        victim = rng.randrange(2)
+        if workers[victim].poll() is None:
+            killed[workers[victim].pid] = time.time()
+            os.kill(workers[victim].pid, signal.SIGKILL)
+            workers[victim].wait()
+            workers[victim] = subprocess.Popen(start, cwd=REPOSITORY, stderr=subprocess.DEVNULL)
+    assert [worker.wait(timeout=300) for worker in workers] == [0, 0]
+    pool = pool_lib.read_pool(tmp_path, lambda name: RunConfig())
+    assert all(lane.is_finished for lane in pool.lanes)
+    assert (tmp_path / "joined" / "3" / "model.json").exists()
+    for lane in pool.lanes:
+        assert not pool_lib.overlaps(lane.workdir / pool_lib.HISTORY, killed)

@@ -1,0 +1,51 @@
+"""What the experiments on lanes trained apart run, and what they compute from it."""
+
+import random
+
+import pytest
+
+from experiments import lane_pool, lanes_apart
+from mlcn_jax.training.apart import check_lanes_apart
+
+NOWHERE = {"fashion_mnist": "", "cifar10": ""}
+
+
+@pytest.mark.parametrize("part", list(lanes_apart.PARTS))
+def test_lanes_of_a_part_train_apart_on_the_same_images_as_those_trained_together(part):
+    runs = lanes_apart.runs_of(part, repeats=1, smoke=False)
+    configs = [lanes_apart.configure_run(NOWHERE, **facts) for facts in runs]
+    for facts, config in zip(runs, configs, strict=True):
+        if facts["mode"] != "together":
+            check_lanes_apart(config, config.model_spec(*config.data.shape()))
+        assert (config.split_seed, config.data.validation_fraction) == (0, 0.1)
+    pairs = lanes_apart.PARTS[part].num_pairs
+    assert sum(facts["mode"] == "together" for facts in runs) == pairs
+    assert len({tuple(facts.items()) for facts in runs}) == len(runs)
+    joins = lanes_apart.joins_of(part, runs)
+    assert [len(joins[f"{part}_pair{i}"]) for i in range(pairs)] == [4] * pairs
+    assert [len(joins[f"{part}_{kind}"]) for kind in lanes_apart.KINDS] == [16, 16]
+    joined = [tuple(one.items()) for i in range(pairs) for one in joins[f"{part}_pair{i}"]]
+    assert len(set(joined)) == len(joined)
+    assert len({one["lane"] for one in joins[f"{part}_mixed"]}) > 1
+
+
+def test_the_interval_is_students():
+    found = lanes_apart.interval([0.1, 0.3, -0.1, 0.2])
+    assert found["mean"] == pytest.approx(0.125)
+    assert (found["low"], found["high"]) == pytest.approx((0.125 - 0.27175, 0.125 + 0.27175), abs=1e-4)
+    assert lanes_apart.interval([0.1]) is None
+
+
+def test_a_simulated_pool_trains_every_lane_and_loses_work_only_when_machines_leave():
+    lanes = [1e9 * (1 + i % 3) for i in range(30)]
+    order = sorted(range(len(lanes)), key=lambda i: -lanes[i])
+    least = lane_pool.STEPS * sum(lanes) / (1e9 * sum(lane_pool.GFLOPS)) / 3600
+    stay = lane_pool.simulate_pool(lanes, order, random.Random(0), leaving=False)
+    assert stay.lost == 0
+    assert least <= stay.hours < 2 * least
+    assert len(stay.finished_hours) == 30
+    heavy = [300 * lane for lane in lanes]
+    leave = lane_pool.simulate_pool(heavy, order, random.Random(0))
+    assert leave.hours > 300 * least
+    assert 0 < leave.lost < 0.1
+    assert len(leave.finished_hours) == 30

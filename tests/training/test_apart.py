@@ -1,0 +1,95 @@
+"""Lanes trained apart: the same parameters as beside other lanes, and settings that couple lanes refused."""
+
+import jax
+import numpy as np
+import pytest
+
+from mlcn_jax.config import RunConfig
+from mlcn_jax.data import datasets
+from mlcn_jax.data.batches import Batches
+from mlcn_jax.errors import InputError
+from mlcn_jax.training.plan import make_runner
+from mlcn_jax.training.session import Session, open_session
+from mlcn_jax.training.start import start_state
+
+APART = {
+    "train.lanes_apart": True,
+    "model.margin_loss": "per_lane_sum",
+    "model.decoder_gradient": "none",
+    "model.decoder": "8",
+    "data.validation_fraction": 0.1,
+    "data.split_seed": 5,
+    "train.batch_size": 50,
+    "train.num_epochs": 1,
+}
+RESIDUAL = {"data.augment_lanes": True, "data.max_shift": 2, "data.reflect": True, "model.norm_group": 25}
+
+
+class _NoCheckpoints:
+    def exist(self):
+        return False
+
+
+def trained(changes: dict, steps: int = 20) -> tuple[Session, dict]:
+    """The session of some changes of `APART`, and the encoder after some steps."""
+    session = open_session(RunConfig().replace(APART | changes))
+    state, _ = start_state(session, _NoCheckpoints())
+    settings = session.config.train
+    runner = make_runner(session.plan(), session.spec, session.optimizer, **session.step_options)
+    runner.start(state)
+    batches = Batches(session.train.images, session.train.labels, settings.batch_size, settings.seed)
+    runner.compile(*batches.at(0))
+    for step in range(steps):
+        runner.step(*runner.place(*batches.at(step)))
+    return session, runner.fetch().params["encoder"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "others", "changes"),
+    [
+        ("mlcn1", "mlcn1:w1,mlcn2:w1", {"train.optimizer": "adam", "data.max_shift": 1}),
+        ("mlcn2", "mlcn2:w1*2", {"train.optimizer": "sgd", "data.max_shift": 1}),
+        ("resnet", "resnet:w1*2", {"train.optimizer": "adam"} | RESIDUAL),
+        ("resnet", "resnet:w1,resnet:w1d2", {"train.optimizer": "sgd", "train.learning_rate": 0.01} | RESIDUAL),
+    ],
+)
+def test_a_lane_learns_the_same_alone_and_beside_others(kind, others, changes):
+    """It is the last of its group, beside an equal one with another seed, and others."""
+    session, together = trained(changes | {"model.lanes": f"{kind}:w1,{others}", "model.lane_seeds": "4,7,9"})
+    place = [str(spec) for spec in session.spec.lane_specs].count(f"{kind}:w1d1") - 1
+    seed = session.spec.lane_seeds[place]
+    _, alone = trained(changes | {"model.lanes": f"{kind}:w1", "model.lane_seeds": str(seed)})
+    name = f"{kind}_w1d1"
+    assert place > 0
+    for mine, theirs in zip(jax.tree.leaves(alone[name]), jax.tree.leaves(together[name]), strict=True):
+        np.testing.assert_allclose(mine[0], theirs[place], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "cure"),
+    [
+        ({"model.margin_loss": "joint"}, "model.margin_loss is 'joint'", "give per_lane_sum"),
+        ({"model.margin_loss": "per_lane"}, "model.margin_loss is 'per_lane'", "give per_lane_sum"),
+        ({"model.decoder_gradient": "auto"}, "model.decoder_gradient is 'auto'", "give none"),
+        ({"train.clip_norm": 1.0}, "train.clip_norm is 1.0", "give 0"),
+        ({"model.lane_seeds": ""}, r"model.lane_seeds is \[\]", "give 2 seeds"),
+        ({"data.split_seed": -1}, "data.split_seed is -1", "give a seed"),
+        ({"model.lanes": "resnet:w1*2", "model.ensemble_weight": 0.5}, "model.ensemble_weight is 0.5", "give 0"),
+        ({"model.lanes": "resnet:w1*2", "model.decoder_gradient": "all"}, "decoder_gradient is 'all'", "give none"),
+    ],
+)
+def test_settings_that_couple_lanes_are_refused_with_what_to_give(changes, field, cure):
+    config = RunConfig().replace(APART | {"model.lanes": "mlcn2:w1*2", "model.lane_seeds": "0,1"} | changes)
+    with pytest.raises(InputError, match=f"(?s)lanes_apart is set.*{field}; .*{cure}"):
+        open_session(config)
+
+
+def test_the_split_seed_alone_selects_the_validation_images():
+    def digest(changes):
+        config = RunConfig().replace({"data.validation_fraction": 0.1, **changes})
+        return datasets.digest(open_session(config).validation)
+
+    assert digest({"train.seed": 1, "data.split_seed": 5}) == digest({"train.seed": 2, "data.split_seed": 5})
+    assert digest({"train.seed": 1, "data.split_seed": 5}) != digest({"train.seed": 1, "data.split_seed": 6})
+    assert digest({"train.seed": 1}) == digest({"train.seed": 0, "data.split_seed": 1})
+    assert digest({"train.seed": 1}) != digest({"train.seed": 2})
