@@ -5,7 +5,7 @@
 
 Three kinds of points, never in one line. Measured on real cores: processes of one core each, as `main.py
 --config.parallel.processes=N` starts them. Measured oversubscribed: one process whose devices share all cores, which
-shows what splitting costs, not what it brings. Simulated: `plan.predict_mesh` of devices like one core of this machine.
+shows what splitting costs, not what it brings. Simulated: `splits.predict_mesh` of devices like one core of this machine.
 What is measured takes turns with MLCN and CapsNet on one core, and its speed-ups are over them. Two parts: batch sizes,
 and on two cores the width, depth and number of lanes. Writes `experiments/results/scaling.json` and `.png`.
 """
@@ -24,7 +24,7 @@ from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.placement.profile import DeviceProfile
-from mlcn_jax.training import plan
+from mlcn_jax.training import splits
 
 REAL, OVERSUBSCRIBED, SIMULATED, WHOLE = "real cores", "oversubscribed", "simulated", "one process on all cores"
 SWEEPS = {
@@ -128,7 +128,7 @@ def simulate(rows: Sequence[Setting], profile: DeviceProfile, data_name: str) ->
         config = workers.config_of(setting.changes(data_name))
         spec = config.model_spec(*config.data.shape())
         same = [profile] * setting.devices
-        step = plan.predict_mesh(spec, setting.batch, setting.data, setting.lane, same, [1.0] * setting.devices)
+        step = splits.predict_mesh(spec, setting.batch, setting.data, setting.lane, same, [1.0] * setting.devices)
         return step.total_seconds
 
     results = []

@@ -23,7 +23,7 @@ from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.placement import cost, partition
 from mlcn_jax.placement.profile import DeviceProfile
-from mlcn_jax.training import plan
+from mlcn_jax.training import splits
 
 LANES = (
     "mlcn1:w4*8",
@@ -64,7 +64,7 @@ def measure(row: Mapping[str, Any], profile: DeviceProfile, values: flags.FlagVa
     spec = config.model_spec(*config.data.shape())
     profiles, placement = [profile, profile], None
     if row["plan"] == "stacks":
-        problem = plan.placement_problem(spec, _BATCH, profiles, ["0", "1"], [1.0, row["slowness"]])
+        problem = splits.placement_problem(spec, _BATCH, profiles, ["0", "1"], [1.0, row["slowness"]])
         placement = partition.partition(row["partitioner"], problem)
     cores = [[core] for core in sorted(os.sched_getaffinity(0))[:2]]
     device_of = placement.device_of if placement else ()
@@ -75,8 +75,8 @@ def measure(row: Mapping[str, Any], profile: DeviceProfile, values: flags.FlagVa
 
     def predict(slowness: Sequence[float]) -> float:
         if placement:
-            return plan.predict_stacks(spec, _BATCH, placement, profiles, slowness, "ring").total_seconds
-        return plan.predict_mesh(spec, _BATCH, row["data"], row["lane"], profiles, slowness).total_seconds
+            return splits.predict_stacks(spec, _BATCH, placement, profiles, slowness, "ring").total_seconds
+        return splits.predict_mesh(spec, _BATCH, row["data"], row["lane"], profiles, slowness).total_seconds
 
     seconds, factors = [], []
     before = group.yardstick_seconds()
