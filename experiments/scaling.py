@@ -5,7 +5,8 @@
 
 Three kinds of points, never in one line. Measured on real cores: processes of one core each, as `main.py
 --config.parallel.processes=N` starts them. Measured oversubscribed: one process whose devices share all cores, which
-shows what splitting costs, not what it brings. Simulated: `splits.predict_mesh` of devices like one core of this machine.
+shows what splitting costs, not what it brings. Simulated: `splits.predict_mesh` of devices like one core of this
+machine.
 What is measured takes turns with MLCN and CapsNet on one core, and its speed-ups are over them. Two parts: batch sizes,
 and on two cores the width, depth and number of lanes. Writes `experiments/results/scaling.json` and `.png`.
 """

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from mlcn_jax.placement.simulate import Link
 
-MOST_DEVICES = 2**20  # beyond, no crossing is looked for
+_MOST_DEVICES = 2**20  # beyond, no crossing is looked for
 
 
 def _tree(devices: int, num_bytes: float, latency: float, per_byte: float) -> float:
@@ -84,7 +84,7 @@ class Limit:
     at_devices: int
 
 
-def limit(seconds: float, bytes_of: Callable[[int], float], link: Link, most: int = MOST_DEVICES) -> Limit:
+def limit(seconds: float, bytes_of: Callable[[int], float], link: Link, most: int = _MOST_DEVICES) -> Limit:
     """How far a split can scale if computing divides evenly and communication takes the fastest algorithm.
 
     Args:

@@ -73,13 +73,13 @@ def work_of(function: Callable, *args: Any) -> Work:
     return Work(count.work, max(ends, default=0), count.product_flops, count.product_bytes + outside, outside)
 
 
-def combined(parts: Sequence[tuple[int, Work]], depth: int) -> Work:
-    """The work of several programs, each so many times, whose longest chain is known."""
+def combined(parts: Sequence[tuple[int, Work]], depth: int, least_bytes: int) -> Work:
+    """The work of several programs, each so many times, given the depth and least bytes of all together."""
     totals = {
         name: sum(times * getattr(part, name) for times, part in parts)
-        for name in ("work", "product_flops", "moved_bytes", "least_bytes")
+        for name in ("work", "product_flops", "moved_bytes")
     }
-    return Work(depth=depth, **totals)
+    return Work(depth=depth, least_bytes=least_bytes, **totals)
 
 
 class _Count:

@@ -40,7 +40,7 @@ def candidates(
             lane = count // data
             with contextlib.suppress(InputError):
                 mesh_lib.check_split(spec, batch_size, data, lane)
-                if not all(_has_room(spec, batch_size // data, lane, profile) for profile in used):
+                if not all(has_room(spec, batch_size // data, lane, profile) for profile in used):
                     continue
                 found.append(Candidate(data, lane, None, predict_mesh(spec, batch_size, data, lane, used, slowness)))
         problem = placement_problem(spec, batch_size, used, [str(d) for d in range(count)], slowness)
@@ -175,7 +175,7 @@ def placement_problem(
     )
 
 
-def _has_room(spec: ModelSpec, batch_size: int, lane: int, profile: DeviceProfile) -> bool:
+def has_room(spec: ModelSpec, batch_size: int, lane: int, profile: DeviceProfile) -> bool:
     """Whether a device can hold its part of the lanes; they run in turn, so they share the largest's work space."""
     lanes = [_lane_cost(spec, group.spec) for group in spec.lane_groups for _ in range(group.count // lane)]
     largest = max(lanes, key=lambda one: profile.lane_bytes(one, batch_size))
