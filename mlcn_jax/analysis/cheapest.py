@@ -178,10 +178,10 @@ def read_profiles(text: str, offers: Sequence[Offer]) -> dict[str, tuple[DeviceP
         if offer.profile:
             found[offer.machine.lower()] = (load(offer.profile), offer.profile)
     if not found:
-        names = list(dict.fromkeys(offer.accelerator or offer.machine for offer in offers))
+        kinds = list(dict.fromkeys(offer.accelerator or offer.machine for offer in offers))
         raise InputError(
-            f"no machine of the catalog has a device profile: on one of each kind ({', '.join(names[:5])}"
-            f"{', ...' if len(names) > 5 else ''}), measure it with {program()} profile --output=FILE, then give "
+            f"no machine of the catalog has a device profile: on one of each kind ({', '.join(kinds[:5])}"
+            f"{', ...' if len(kinds) > 5 else ''}), measure it with {program()} profile --output=FILE, then give "
             "--profiles=NAME=FILE,NAME=FILE"
         )
     return found

@@ -1,6 +1,7 @@
 """Work, depth and bytes of a training step, how far they let it scale, and what communication costs each split."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -27,8 +28,8 @@ def work_by_part(config: RunConfig, spec: ModelSpec) -> dict[str, tuple[int, wor
 
     The parts are a step of each kind of lane, and the head: loss, decoder, their gradients and the decoder's update.
     They are traced with the convolution algorithms that a run on this platform takes. `all` adds up their work; its
-    depth is that of the whole step as it is traced, except that lanes which run in turn to save memory count as side by
-    side, which their results allow. CapsNet has no parts.
+    depth is that of the whole step, of which one lane of each kind is traced, as equal lanes are side by side. CapsNet
+    has no parts.
     """
     batch_size = config.train.batch_size
     if not spec.lane_groups:
@@ -50,18 +51,14 @@ def work_by_part(config: RunConfig, spec: ModelSpec) -> dict[str, tuple[int, wor
     parts["head"] = (1, _head(config, spec))
     parts["all"] = (
         1,
-        work.combined(list(parts.values()), _whole(config, _side_by_side(spec)).depth, _held(config, spec)),
+        work.combined(list(parts.values()), _whole(config, _one_of_each(spec)).depth, _held(config, spec)),
     )
     return parts
 
 
-def _side_by_side(spec: ModelSpec) -> ModelSpec:
-    """The model with one lane of each group that would otherwise run in turn."""
-    chosen, first = [], 0
-    for group in spec.lane_groups:
-        chosen += range(first, first + (1 if group.kind.normalises else group.count))
-        first += group.count
-    return spec_of(spec, chosen)
+def _one_of_each(spec: ModelSpec) -> ModelSpec:
+    """The model with one lane of each group: equal lanes are side by side, even where they run in turn."""
+    return spec_of(spec, [0, *itertools.accumulate(group.count for group in spec.lane_groups[:-1])])
 
 
 def _held(config: RunConfig, spec: ModelSpec) -> int:

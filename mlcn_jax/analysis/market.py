@@ -209,7 +209,7 @@ class Market:
         task, spec = self.task, self.task.spec
         profiles = [profile for n in chosen for profile in self.choices[n].devices]
         hosts = [host for host, n in enumerate(chosen) for _ in self.choices[n].devices]
-        within = {h: self._inside(n) for h, n in enumerate(chosen)}
+        within: dict[int | str, simulate.Link] = {h: self._inside(n) for h, n in enumerate(chosen)}
         cluster = simulate.Cluster(hosts, within, self.terms.link or _FREE)
         count, ones = len(profiles), [1.0] * len(profiles)
         found = []

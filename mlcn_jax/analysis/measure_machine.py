@@ -142,7 +142,8 @@ def sharing_worker(cores: Sequence[int], data: str, lane_routing: str, compute_d
 
 
 def _median(program: Program) -> float:
-    seconds, ends = [], time.perf_counter() + _TURN_SECONDS
+    seconds: list[float] = []
+    ends = time.perf_counter() + _TURN_SECONDS
     while (started := time.perf_counter()) < ends or not seconds:
         program.run()
         seconds.append(time.perf_counter() - started)

@@ -84,19 +84,19 @@ class Limit:
     at_devices: int
 
 
-def limit(seconds: float, bytes_of: Callable[[int], float], link: Link, most: int = _MOST_DEVICES) -> Limit:
+def limit(seconds: float, num_bytes: float, link: Link, most: int = _MOST_DEVICES) -> Limit:
     """How far a split can scale if computing divides evenly and communication takes the fastest algorithm.
 
     Args:
       seconds: of a step on one device.
-      bytes_of: the bytes that a step sums over so many devices.
+      num_bytes: the bytes that a step sums over the devices, however many they are.
       link: between any two devices.
       most: the largest possible number of devices, such as the number of lanes.
     """
     counts = sorted({*range(1, min(most, 1024) + 1), *(2**k for k in range(10, 21) if 2**k <= most), most})
     outweighed, best = None, (1.0, 1)
     for devices in counts:
-        talking = fastest(devices, bytes_of(devices), link)
+        talking = fastest(devices, num_bytes, link)
         computing = seconds / devices
         if outweighed is None and devices > 1 and talking >= computing:
             outweighed = devices

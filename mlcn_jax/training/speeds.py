@@ -60,8 +60,9 @@ class Speeds:
         for one in costs:
             row = []
             for measured in self.seconds:
-                known = sorted((flops[lane], math.log(seconds)) for lane, seconds in measured.items())
-                nearest = float(np.interp(flops[str(one.spec)], *zip(*known, strict=True)))
+                known = sorted((flops[lane], math.log(taken)) for lane, taken in measured.items())
+                sizes, seconds = zip(*known, strict=True)
+                nearest = float(np.interp(flops[str(one.spec)], sizes, seconds))
                 row.append(math.exp(nearest))
             table.append(row)
         kinds = [f"lane {i} ({kind})" for i, kind in enumerate(spec.lane_specs)]
@@ -83,7 +84,7 @@ def speeds_of(
     if len(set(kinds)) == 1 and not _speeds_differ(devices):
         return None
     lanes_of = _lanes_to_time(spec, batch_size)
-    asked = {"devices": kinds, "batch_size": batch_size, "lanes": [str(lane) for lane in lanes_of]}
+    asked: dict[str, Any] = {"devices": kinds, "batch_size": batch_size, "lanes": [str(lane) for lane in lanes_of]}
     stored = processes.from_first(_stored(kept, asked) if processes.is_first() else None)
     if stored is None:
         _log.info("devices differ and have no profile: timing %s on each", " and ".join(asked["lanes"]))

@@ -86,7 +86,7 @@ def test_lanes_apart_are_a_way_where_lanes_learn_alone(profiles):
 
 
 def test_spot_machines_save_at_the_best_interval_and_count_what_is_lost(profiles):
-    terms = dataclasses.replace(TERMS, interruptions_per_hour=3.0)
+    terms = dataclasses.replace(TERMS, interruptions_per_hour=3.0, link=None)
     spot = market.Market(TASK, terms, offers(profiles, Offer("slow", 0.8, spot=True))).ways()[0]
     demand = market.Market(TASK, terms, offers(profiles, SLOW)).ways()[0]
     assert spot.seconds > demand.seconds
@@ -190,7 +190,7 @@ def test_the_command_finds_and_writes(profiles, tmp_path, capsys):
     best = next(way for way in stored["ways"] if way["best"])
     assert best["cost"] == min(way["cost"] for way in stored["ways"])
     assert "| best | " in told
-    assert "train --config=quickstart --config.model.lanes" in told
+    assert "train --config=quickstart '--config.model.lanes=mlcn1:w2*4' " in told
     assert (tmp_path / "out" / "cheapest.png").stat().st_size > 1000
     for wrong, message in (
         ([], "--catalog=FILE is needed"),
