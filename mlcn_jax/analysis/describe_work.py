@@ -176,11 +176,9 @@ def _communication(
         rows = {n: {"bytes": bytes_of(split, n)} | bounds.communication(n, bytes_of(split, n), link) for n in possible}
         found[split] = {"by_devices": rows}
         if alone is not None and possible:
-            per_device = bytes_of(split, possible[0])  # all splits move as many bytes over any number of devices
+            moved = max(row["bytes"] for row in rows.values())  # alike, but for layers that do not divide
             most = batch_size if split == "data" else len(spec.lane_specs)
-            found[split] |= dataclasses.asdict(
-                bounds.limit(alone, lambda n, m=per_device: m if n > 1 else 0, link, most)
-            )
+            found[split] |= dataclasses.asdict(bounds.limit(alone, moved, link, most))
     return found
 
 

@@ -190,7 +190,7 @@ class Market:
         for least_cost, least, chosen in sorted(bounded):
             if any(way.cost <= least_cost and way.seconds <= least for way in found):
                 continue
-            found = rental.front([*found, *self._splits(chosen)])
+            found = rental.front([*found, *self.on(chosen)])
         return found
 
     def _least_seconds(self, chosen: tuple[int, ...]) -> float:
@@ -205,7 +205,8 @@ class Market:
         lanes = [one for one, count in zip(self._costs, self.counts, strict=True) for _ in range(count)]
         return self.choices[number].profile.stack_seconds(lanes, task.batch_size)
 
-    def _splits(self, chosen: tuple[int, ...]) -> list[Way]:
+    def on(self, chosen: tuple[int, ...]) -> list[Way]:
+        """Every split over a set of machines, by the numbers of their choices, that train one run together."""
         task, spec = self.task, self.task.spec
         profiles = [profile for n in chosen for profile in self.choices[n].devices]
         hosts = [host for host, n in enumerate(chosen) for _ in self.choices[n].devices]

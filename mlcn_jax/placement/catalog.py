@@ -137,11 +137,10 @@ def _of_plain(row: dict[str, str], where: str) -> list[Offer]:
     prices = {spot: _number(row, name, where, math.inf) for name, spot in (("price", False), ("spot_price", True))}
     if min(prices.values()) == math.inf:
         raise InputError(f"{where}: {row['machine']} has no price: fill in price or spot_price (0 if it costs nothing)")
-    optional = {
-        name: value
+    startup, minimum, interruptions = (
+        value if (value := _number(row, name, where, math.inf)) < math.inf else None
         for name in ("startup_seconds", "minimum_seconds", "interruptions_per_hour")
-        if (value := _number(row, name, where, math.inf)) < math.inf
-    }
+    )
     whole = {name: _number(row, name, where, default) for name, default in (("devices", 1), ("available", _ANY))}
     for name, value in whole.items():
         if value < 1 or value != int(value):
@@ -156,7 +155,9 @@ def _of_plain(row: dict[str, str], where: str) -> list[Offer]:
             region=row.get("region", ""),
             available=int(whole["available"]),
             profile=row.get("profile", ""),
-            **optional,
+            startup_seconds=startup,
+            minimum_seconds=minimum,
+            interruptions_per_hour=interruptions,
         )
         for spot, price in prices.items()
         if price < math.inf

@@ -153,7 +153,7 @@ def lane_cost(spec: lanes.LaneSpec, settings: lanes.LaneSettings, image_shape: t
         settings=settings,
         image_shape=image_shape,
         parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
-        layers=tuple(_layers(*programs, family=spec.kind if lanes.LANE_KINDS[spec.kind].normalises else "")),
+        layers=tuple(_layers(programs[0], programs[1], spec.kind if lanes.LANE_KINDS[spec.kind].normalises else "")),
         forward_flops_per_image=forward_flops[1] - forward_flops[0],
         step_flops_per_image=step_flops[1] - step_flops[0],
         fixed_step_flops=2 * step_flops[0] - step_flops[1],

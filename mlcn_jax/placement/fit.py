@@ -104,8 +104,12 @@ def residuals(
         mine = [(sizes.get(layer.speed_class), log_size(layer)) for cost in own for layer in cost.layers]
         if not all(known and min(known) <= size <= max(known) for known, size in mine):
             continue
-        rest = ([values[j] for j in others] for values in (stacks, batch_sizes, seconds))
-        fitted = fit_lane_seconds(*rest, crowdings=_CROWDINGS if len(own) > 1 else (crowding,))
+        fitted = fit_lane_seconds(
+            [stacks[j] for j in others],
+            [batch_sizes[j] for j in others],
+            [seconds[j] for j in others],
+            crowdings=_CROWDINGS if len(own) > 1 else (crowding,),
+        )
         predicted = predict(fitted, own, batch_sizes[i])
         found["stack" if len(own) > 1 else "lane"].append(math.log(seconds[i] / predicted))
     return found

@@ -49,7 +49,7 @@ def test_the_front_holds_the_best_of_every_set_and_split(profiles):
     numbers = range(len(whole.choices))
     for size in (1, 2):
         for chosen in itertools.combinations_with_replacement(numbers, size):
-            every += whole._splits(chosen)
+            every += whole.on(chosen)
     assert len(every) > 20
     for way in every:
         assert any(f.seconds <= way.seconds and f.cost <= way.cost for f in found)
@@ -61,7 +61,7 @@ def test_the_front_holds_the_best_of_every_set_and_split(profiles):
 def test_a_step_is_never_faster_than_the_bound_by_which_sets_are_passed_over(profiles):
     whole = market.Market(TASK, TERMS, offers(profiles, FAST, SLOW, Offer("fast-2", 5.0, devices=2)))
     for chosen in itertools.combinations_with_replacement(range(len(whole.choices)), 2):
-        assert all(way.seconds >= whole._least_seconds(chosen) for way in whole._splits(chosen))
+        assert all(way.seconds >= whole._least_seconds(chosen) for way in whole.on(chosen))
 
 
 def test_without_a_link_no_two_machines_train_together(profiles):
