@@ -86,13 +86,19 @@ def base(values: Any) -> list[str]:
 def market_of(values: Any, profile: DeviceProfile, startup: Mapping[str, float]) -> market.Market:
     """The three kinds as offers, of which two of each may be had."""
     config = workers.config_of(dict(flag[9:].split("=", 1) for flag in base(values)[1:]))
-    offers = [
-        (Offer(kind, price, available=2, startup_seconds=startup[kind]), held_back(profile, slowness), values.profile)
-        for kind, (slowness, price) in KINDS.items()
-    ]
+    offers = []
+    for kind, (slowness, price) in KINDS.items():
+        of_kind, file = held_back(profile, slowness), profile_file(values, kind)
+        of_kind.save(file)
+        offers.append((Offer(kind, price, available=2, startup_seconds=startup[kind]), of_kind, str(file)))
     link = Link(**profile.link) if profile.link else None
     terms = market.Terms(0.0, 0.0, values.checkpoint_seconds, float("inf"), None, link, 2)
     return market.Market(cheapest.task_of(config, open_session(config)), terms, offers)
+
+
+def profile_file(values: Any, kind: str) -> Path:
+    """Where the profile of a kind of machine is kept."""
+    return Path(values.output).resolve() / f"rented_{kind}_profile.json"
 
 
 def measure(kinds: Sequence[str], commands: Sequence[str], cores: Sequence[int]) -> float:
@@ -105,16 +111,16 @@ def measure(kinds: Sequence[str], commands: Sequence[str], cores: Sequence[int])
             arguments = [a for a in shlex.split(given)[1:] if not a.startswith("--workdir=")]
             while arguments[0] != "train":  # the program may be several words
                 arguments.pop(0)
-            running.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "mlcn_jax", *arguments, f"--workdir={folder}/run"],
-                    cwd=REPOSITORY,
-                    env={**os.environ, "MLCN_JAX_WATCHED": "1", "JAX_NUM_CPU_DEVICES": "1"},
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL if i else None,
-                    preexec_fn=lambda core=core: os.sched_setaffinity(0, [core]),
+            with on_core(core):
+                running.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "mlcn_jax", *arguments, f"--workdir={folder}/run"],
+                        cwd=REPOSITORY,
+                        env={**os.environ, "MLCN_JAX_WATCHED": "1", "JAX_NUM_CPU_DEVICES": "1"},
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL if i else None,
+                    )
                 )
-            )
         with contextlib.ExitStack() as stack:
             for kind, process in zip(kinds, running, strict=True):
                 stack.enter_context(throttled(process.pid, KINDS[kind][0]))
@@ -122,6 +128,17 @@ def measure(kinds: Sequence[str], commands: Sequence[str], cores: Sequence[int])
         if any(codes):
             raise InputError(f"a training failed with exit codes {codes}: its message is above")
         return time.monotonic() - started
+
+
+@contextlib.contextmanager
+def on_core(core: int) -> Iterator[None]:
+    """Binds this thread, and the processes that it starts meanwhile, to a core."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, [core])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 @contextlib.contextmanager
@@ -258,6 +275,7 @@ def _startup(values: Any, kind: str, count: int, cores: Sequence[int]) -> float:
         return measure([kind], [shlex.join(["mlcn_jax", "train", *common])], cores)
     two = ["--config.parallel.plan=stacks", "--config.parallel.lane=2", "--config.parallel.processes=2"]
     two += ["--config.parallel.coordinator=HOST:29500", "--config.parallel.partitioner=round_robin"]
+    two.append(f"--config.parallel.profile={Path(values.profile).resolve()}")
     commands = [shlex.join(["mlcn_jax", "train", *common, *two, f"--config.parallel.process={i}"]) for i in range(2)]
     return measure([kind] * 2, commands, cores)
 

@@ -206,7 +206,11 @@ class Market:
         return self.choices[number].profile.stack_seconds(lanes, task.batch_size)
 
     def on(self, chosen: tuple[int, ...]) -> list[Way]:
-        """Every split over a set of machines, by the numbers of their choices, that train one run together."""
+        """Every split over a set of machines, by the numbers of their choices, that train one run together.
+
+        The fastest machine comes first: its first device computes loss and decoder in stacks.
+        """
+        chosen = tuple(sorted(chosen, key=self._speed))
         task, spec = self.task, self.task.spec
         profiles = [profile for n in chosen for profile in self.choices[n].devices]
         hosts = [host for host, n in enumerate(chosen) for _ in self.choices[n].devices]

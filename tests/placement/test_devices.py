@@ -157,3 +157,14 @@ def test_residuals_are_of_programs_left_out_of_the_fit():
     assert len(found["stack"]) == 1
     assert max(found["lane"]) == pytest.approx(np.log(1.5), abs=0.25)
     assert len(found["lane"]) < 7  # the smallest and largest of a class are not left out
+
+
+def test_residual_lanes_have_classes_and_a_cost_of_values_of_their_own():
+    residual = make_profile("resnet")
+    assert set(residual.value_seconds) == {"resnet"}
+    assert all(name.startswith("resnet ") for name in residual.layer_seconds)
+    for costs in ([lane("resnet", 2, 2)], [lane("resnet", 4, 4)], [lane("resnet", 3, 3), lane("resnet", 1, 1)]):
+        expected = planted_seconds(costs, 100, crowding=0.07)
+        assert residual.stack_seconds(costs, 100) == pytest.approx(expected, rel=0.05)
+    with pytest.raises(InputError, match="conv 9x9: not in the profile, but in mlcn1:w2d2"):
+        residual.lane_seconds(lane(), 100)

@@ -185,3 +185,14 @@ def test_a_prediction_says_how_sure_it_is(profile):
     assert alone.high_seconds == pytest.approx(np.exp(0.1 * 2.132), rel=1e-3)  # Student's t, four residuals
     shared = dataclasses.replace(kept, sharing={"devices": 2, "slowdown": 1.0, "spread": 0.3})
     assert splits.interval(1.0, EQUAL, [shared] * 2, lane=2).high_seconds > stack.high_seconds
+
+
+def test_residual_lanes_are_split_by_their_profile():
+    spec = ModelSpec("mlcn", (28, 28, 1), 10, "resnet:w1*2,resnet:w2*2", norm_group=50)
+    residual = dataclasses.replace(make_profile("resnet"), link=LINK)
+    found = splits.candidates(spec, 100, [residual] * 2, "greedy", 2)
+    assert {(c.data, c.lane, c.placement is None) for c in found} == {(2, 1, True), (1, 2, True), (1, 2, False)}
+    placed = next(c.placement for c in found if c.placement)
+    assert sorted(placed.device_of) == [0, 0, 1, 1]
+    together = dataclasses.replace(spec, norm_group=100)  # groups of a whole batch cannot be split
+    assert {c.data for c in splits.candidates(together, 100, [residual] * 2, "greedy", 2)} == {1}
