@@ -150,7 +150,7 @@ def _apart(market: Market, way: Way, choices: Sequence[Choice], base: Sequence[s
 
 
 def _train(base: Sequence[str], fields: Sequence[str], name: str) -> str:
-    return shlex.join([program(), "train", *base, *fields, f"--workdir=runs/{name}"])
+    return f"{program()} train {shlex.join([*base, *fields, f'--workdir=runs/{name}'])}"
 
 
 def _rent(choice: Choice, number: int) -> str:
