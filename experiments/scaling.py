@@ -132,13 +132,26 @@ def simulate(rows: Sequence[Setting], profile: DeviceProfile, data_name: str) ->
         step = splits.predict_mesh(spec, setting.batch, setting.data, setting.lane, same, [1.0] * setting.devices)
         return step.total_seconds
 
+    def share(setting: Setting) -> list[float] | None:
+        """The interval of a step as parts of its prediction."""
+        config = workers.config_of(setting.changes(data_name))
+        spec = config.model_spec(*config.data.shape())
+        sure = splits.interval(1.0, spec, [profile] * setting.devices, lane=setting.lane)
+        return [sure.low_seconds, sure.high_seconds] if sure else None
+
     results = []
     for setting in rows:
         alone = seconds(dataclasses.replace(setting, data=1, lane=1))
         taken = seconds(setting)
         ratio = {"over_mlcn_on_one_core": _spread([alone / taken])}
         results.append(
-            {**dataclasses.asdict(setting), "devices": setting.devices, "milliseconds": 1000 * taken, **ratio}
+            {
+                **dataclasses.asdict(setting),
+                "devices": setting.devices,
+                "milliseconds": 1000 * taken,
+                "interval": share(setting),
+                **ratio,
+            }
         )
     return results
 

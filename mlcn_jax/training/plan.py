@@ -26,7 +26,7 @@ from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.training.mesh_runner import MeshRunner
 from mlcn_jax.training.runner import Runner
 from mlcn_jax.training.speeds import speeds_of
-from mlcn_jax.training.splits import candidates, placement_problem
+from mlcn_jax.training.splits import candidates, interval, placement_problem
 from mlcn_jax.training.stack_programs import Stack, make_stacks
 from mlcn_jax.training.stacks_runner import StacksRunner
 
@@ -94,12 +94,16 @@ def make_plan(
     def choose() -> dict[str, Any]:
         found = candidates(spec, batch_size, known, partitioner, jax.process_count())
         fastest = min(found, key=lambda candidate: candidate.step.total_seconds)
-        return {**dataclasses.asdict(fastest), "seconds": fastest.step.total_seconds}
+        seconds, used = fastest.step.total_seconds, known[: fastest.data * fastest.lane]
+        sure = interval(seconds, spec, used, lane=fastest.lane, placement=fastest.placement)
+        ends = [1000 * sure.low_seconds, 1000 * sure.high_seconds] if sure else None
+        return {**dataclasses.asdict(fastest), "seconds": seconds, "ends": ends}
 
     fastest = _in_first(choose)
     data, lane, placement = (fastest[name] for name in ("data", "lane", "placement"))
     name = f"stacks over {lane} devices" if placement else f"data={data}, lane={lane}"
-    _log.info("parallel.plan=auto: %s, %.1f ms a step predicted", name, 1000 * fastest["seconds"])
+    sure = " (90 % within {:.1f} to {:.1f})".format(*fastest["ends"]) if fastest["ends"] else ""
+    _log.info("parallel.plan=auto: %s, %.1f ms a step predicted%s", name, 1000 * fastest["seconds"], sure)
     if placement is None:
         return _mesh_plan(spec, batch_size, data, lane)
     names = [f"{device.device_kind} {device.id}" for device in devices]

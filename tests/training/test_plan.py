@@ -196,3 +196,12 @@ def test_residual_lanes_are_split_by_their_profile():
     assert sorted(placed.device_of) == [0, 0, 1, 1]
     together = dataclasses.replace(spec, norm_group=100)  # groups of a whole batch cannot be split
     assert {c.data for c in splits.candidates(together, 100, [residual] * 2, "greedy", 2)} == {1}
+
+
+def test_the_plan_that_is_found_says_how_sure_it_is(tiny, tmp_path, profile, caplog):
+    kept = dataclasses.replace(profile, crowding=0.0, residuals={"lane": [0.1, -0.1], "stack": [0.1, -0.1]})
+    kept.save(tmp_path / "profile.json")
+    changes = {"train.num_steps": 1, "parallel.plan": "auto", "parallel.profile": str(tmp_path / "profile.json")}
+    with caplog.at_level("INFO", logger="mlcn_jax"):
+        loop.train(tiny.replace(changes), tmp_path / "run")
+    assert any("ms a step predicted (90 % within " in record.getMessage() for record in caplog.records)
