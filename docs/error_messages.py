@@ -176,6 +176,23 @@ def damaged_profile() -> None:
 
 
 @_message
+def machine_without_profile() -> None:
+    Path("machines.csv").write_text("machine,price\nworkstation,0.40\n")
+    front.run(["cheapest", "--config=quickstart", "--catalog=machines.csv"])
+
+
+@_message
+def machine_without_price() -> None:
+    Path("machines.csv").write_text("machine,price\nworkstation,\n")
+    front.run(["cheapest", "--config=quickstart", "--catalog=machines.csv"])
+
+
+@_message
+def deadline_is_no_time() -> None:
+    front.run(["cheapest", "--config=quickstart", "--catalog=machines.csv", "--deadline=six hours"])
+
+
+@_message
 def no_ortools() -> None:
     with mock.patch.dict(sys.modules, {"ortools": None, "ortools.sat.python": None}):
         partition("exact", Problem(uniform_seconds([5.0, 4.0, 3.0, 3.0, 3.0], [1.0, 1.0])))

@@ -426,9 +426,19 @@ def cost_model() -> str:
 
     header = "Pearson r | mean error | within 10 % | predicted over measured"
     rows = [row(title, result["lanes"][name]) for name, title in names.items()]
+    for kind, found in result.get("by_kind", {}).items():
+        rows += [row(f"{kind}: {what}, device profile", found[what]) for what in ("seconds", "memory")]
     groups = [row(title, result["groups"][name]) for name, title in names.items()]
     single, grouped = _table(f"single lanes | {header}", rows), _table(f"groups of equal lanes | {header}", groups)
     return f"{single}\n\n{grouped}\n\n{_made_on(result)}"
+
+
+def _inside(result: Mapping[str, Any]) -> str:
+    share = result.get("inside_interval")
+    if share is None:
+        return ""
+    level = _percent(result["interval_level"], 0)
+    return f" Intervals of {level} % hold {_percent(share, 0)} % of the measured splits."
 
 
 @_place
@@ -439,7 +449,7 @@ def simulator_check() -> str:
         f"{result['configurations']} splits of two one-core processes were predicted and measured. Predicted steps are "
         f"{_percent(result['mean_error'], 1)} % off in the mean, {_percent(result['largest_error'], 0)} % at most. On "
         f"equal cores, the split that `parallel.plan=auto` picks takes at most {_percent(planned - 1, 0)} % longer "
-        f"than the fastest of the splits that were measured.\n\n{_made_on(result)}"
+        f"than the fastest of the splits that were measured.{_inside(result)}\n\n{_made_on(result)}"
     )
 
 

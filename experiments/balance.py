@@ -27,7 +27,7 @@ from mlcn_jax.nn.lanes import PUBLISHED_KINDS
 from mlcn_jax.placement.partition import PARTITIONERS, partition
 from mlcn_jax.placement.problem import Problem, uniform_seconds
 from mlcn_jax.placement.profile import DeviceProfile
-from mlcn_jax.training import plan
+from mlcn_jax.training import splits
 
 SPEEDS = {"4 equal devices": (1.0, 1.0, 1.0, 1.0), "4 unequal devices": (1.0, 3.1, 4.2, 6.0)}
 LANES = (6, 9, 12, 24)
@@ -75,7 +75,7 @@ def measure(num_lanes: int, profile: DeviceProfile, seed: int, rounds: int) -> d
     changes = {"data.name": "fashion_mnist", "model.lanes": ",".join(lanes), "train.batch_size": _BATCH}
     config = workers.config_of(changes)
     spec = config.model_spec(*config.data.shape())
-    problem = plan.placement_problem(spec, _BATCH, [profile, profile], ["0", "1"], [1.0, _SLOWNESS])
+    problem = splits.placement_problem(spec, _BATCH, [profile, profile], ["0", "1"], [1.0, _SLOWNESS])
     placements = {name: partition(name, problem, seed=seed) for name in PARTITIONERS}
     while len(set(placements["random"].device_of)) < 2:  # every process needs a lane
         seed += 1

@@ -2,11 +2,11 @@
 
     python -m experiments.cost_model --cores=1
 
-Measures what `mlcn_jax profile` does and, in the same rounds, every other lane of width and depth 1..5 and
-some groups of equal lanes, at both batch sizes. A profile is fitted to the former and judged on the latter; `--profile`
-judges one that was measured before, and with it how the machine has changed since. The thesis's formulas stand beside,
-scaled by the one factor that suits them best. Writes `experiments/results/cost_model.json` and `.png`, with `--profile`
-`cost_model_stored.json` and `.png`.
+Measures what `mlcn_jax profile` does and, in the same rounds, every other lane of width and depth 1..5 and some groups
+of equal lanes, at both batch sizes; of `resnet` lanes, widths and depths up to 4. A profile is fitted to the former and
+judged on the latter; `--profile` judges one that was measured before, and with it how the machine has changed since.
+The thesis's formulas stand beside, scaled by the one factor that suits them best. Writes
+`experiments/results/cost_model.json` and `.png`, with `--profile` `cost_model_stored.json` and `.png`.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from absl import flags
 
 from experiments import RESULTS
 from mlcn_jax import host
-from mlcn_jax.analysis import measure_device
+from mlcn_jax.analysis import measure_device, measure_machine
 from mlcn_jax.commands.profile import define_measuring
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
@@ -31,13 +31,18 @@ from mlcn_jax.placement import cost
 from mlcn_jax.placement.profile import DeviceProfile
 
 _LARGEST = 5  # width and depth
-_GROUPS = "mlcn1:w2d1*2, mlcn2:w4d1*8, mlcn1:w1d3*4, mlcn2:w3d2*2"
+_LARGEST_RESIDUAL = 4
+_GROUPS = "mlcn1:w2d1*2, mlcn2:w4d1*8, mlcn1:w1d3*4, mlcn2:w3d2*2, resnet:w2d2*2, resnet:w1d1*4"
 
 
 def held_out() -> list[lanes.LaneGroup]:
     """All lanes of the grid, as groups of one, that no profile is fitted to."""
-    sizes = range(1, _LARGEST + 1)
-    grid = [lanes.LaneSpec(*values) for values in itertools.product(lanes.PUBLISHED_KINDS, sizes, sizes)]
+    largest = dict.fromkeys(lanes.PUBLISHED_KINDS, _LARGEST) | {"resnet": _LARGEST_RESIDUAL}
+    grid = [
+        lanes.LaneSpec(kind, width, depth)
+        for kind, most in largest.items()
+        for width, depth in itertools.product(range(1, most + 1), repeat=2)
+    ]
     fitted = {group.spec for group, _ in measure_device.fitted_lanes()}
     return [lanes.LaneGroup(lane, 1) for lane in grid if lane not in fitted]
 
@@ -139,7 +144,7 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    link = measure_device.measure_link(measure_device.bind(values.cores))
+    machine = measure_machine.measure(values)
     lab = measure_device.Lab(measure_device.spec_of(values.data, values.lane_routing, values.compute_dtype))
     fitted = measure_device.make_programs(lab)
     keys = itertools.product([*held_out(), *parse_lanes(_GROUPS)], measure_device.BATCH_SIZES)
@@ -149,16 +154,18 @@ def main(values: flags.FlagValues) -> None:
         profile = DeviceProfile.load(Path(values.profile))
         profile.check_is_of(jax.devices()[0])
     else:
-        profile = measure_device.make_profile(lab, fitted, seconds, link)
+        profile = measure_device.make_profile(lab, fitted, seconds, **machine)
     rows = judge(lab, profile, others, seconds)
     singles = [row for row in rows if row["lanes"].endswith("*1")]
     groups = [row for row in rows if not row["lanes"].endswith("*1")]
+    kinds = list(dict.fromkeys(row["lanes"].partition(":")[0] for row in singles))
     results = {
         "rounds": values.rounds,
         "data": values.data,
         **host.environment(),
         "lanes": summarize(singles),
         "groups": summarize(groups),
+        "by_kind": {kind: summarize([row for row in singles if row["lanes"].startswith(f"{kind}:")]) for kind in kinds},
         "rows": rows,
         "profile": profile.to_dict(),
     }
@@ -168,6 +175,8 @@ def main(values: flags.FlagValues) -> None:
     draw(singles, RESULTS / f"{name}.png")
     print(f"{len(singles)} held-out lanes, {len(groups)} groups of equal ones")
     print(table(results["lanes"]))
+    for kind, found in results["by_kind"].items():
+        print(table({f"{kind}: {name}": accuracies for name, accuracies in found.items()}))
     print(table({f"groups: {name}": found for name, found in results["groups"].items()}))
 
 

@@ -5,7 +5,8 @@
 
 Three kinds of points, never in one line. Measured on real cores: processes of one core each, as `main.py
 --config.parallel.processes=N` starts them. Measured oversubscribed: one process whose devices share all cores, which
-shows what splitting costs, not what it brings. Simulated: `plan.predict_mesh` of devices like one core of this machine.
+shows what splitting costs, not what it brings. Simulated: `splits.predict_mesh` of devices like one core of this
+machine.
 What is measured takes turns with MLCN and CapsNet on one core, and its speed-ups are over them. Two parts: batch sizes,
 and on two cores the width, depth and number of lanes. Writes `experiments/results/scaling.json` and `.png`.
 """
@@ -24,7 +25,7 @@ from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.placement.profile import DeviceProfile
-from mlcn_jax.training import plan
+from mlcn_jax.training import splits
 
 REAL, OVERSUBSCRIBED, SIMULATED, WHOLE = "real cores", "oversubscribed", "simulated", "one process on all cores"
 SWEEPS = {
@@ -128,8 +129,15 @@ def simulate(rows: Sequence[Setting], profile: DeviceProfile, data_name: str) ->
         config = workers.config_of(setting.changes(data_name))
         spec = config.model_spec(*config.data.shape())
         same = [profile] * setting.devices
-        step = plan.predict_mesh(spec, setting.batch, setting.data, setting.lane, same, [1.0] * setting.devices)
+        step = splits.predict_mesh(spec, setting.batch, setting.data, setting.lane, same, [1.0] * setting.devices)
         return step.total_seconds
+
+    def share(setting: Setting) -> list[float] | None:
+        """The interval of a step as parts of its prediction."""
+        config = workers.config_of(setting.changes(data_name))
+        spec = config.model_spec(*config.data.shape())
+        sure = splits.interval(1.0, spec, [profile] * setting.devices, lane=setting.lane)
+        return [sure.low_seconds, sure.high_seconds] if sure else None
 
     results = []
     for setting in rows:
@@ -137,7 +145,13 @@ def simulate(rows: Sequence[Setting], profile: DeviceProfile, data_name: str) ->
         taken = seconds(setting)
         ratio = {"over_mlcn_on_one_core": _spread([alone / taken])}
         results.append(
-            {**dataclasses.asdict(setting), "devices": setting.devices, "milliseconds": 1000 * taken, **ratio}
+            {
+                **dataclasses.asdict(setting),
+                "devices": setting.devices,
+                "milliseconds": 1000 * taken,
+                "interval": share(setting),
+                **ratio,
+            }
         )
     return results
 

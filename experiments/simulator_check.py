@@ -3,27 +3,31 @@
     mlcn_jax profile --cores=1 --output=profile.json
     python -m experiments.simulator_check --profile=profile.json
 
-Thirty configurations, none of which the profile was fitted to: lanes of several kinds and sizes in meshes, split by
-batch or by lane, and in stacks, placed greedily or by turns; on equal cores, and with the second process stopped for a
-part of the time, which imitates a slower device. What a shared machine gives changes by the minute, so each prediction
-is scaled by what one lane by itself takes just then in both processes over what the profile says of it. Writes
+Forty-eight configurations, none of which the profile was fitted to: lanes of several kinds and sizes in meshes, split
+by batch or by lane, and in stacks, placed greedily or by turns; on equal cores, and with the second process stopped
+for a part of the time, which imitates a slower device. What a shared machine gives changes by the minute, so each
+prediction is scaled by what one lane by itself takes just then in both processes over what the profile says of it, and
+the intervals of 90 % are judged in the same way. A measurement that was stopped goes on where it was. Writes
 `experiments/results/simulator_check.json` and `.png`.
 """
 
+import hashlib
+import json
 import os
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from experiments import RESULTS, workers
 from mlcn_jax import host
-from mlcn_jax.files import write_json
+from mlcn_jax.files import read_json, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.placement import cost, partition
 from mlcn_jax.placement.profile import DeviceProfile
-from mlcn_jax.training import plan
+from mlcn_jax.training import splits
 
 LANES = (
     "mlcn1:w4*8",
@@ -31,9 +35,13 @@ LANES = (
     "mlcn2:w4d2*2,mlcn1:w1*6",
     "mlcn1:w5,mlcn1:w3d2*2,mlcn2:w2d3,mlcn2:w4*2",
     "mlcn1:w3*3,mlcn2:w5d2,mlcn1:w1d4*3",
+    "mlcn2:w2d2*6,mlcn1:w2*2",
+    "resnet:w1d2*4,resnet:w2*2",
+    "mlcn1:w2*2,resnet:w2d2*2",
 )
 SLOWNESS = 2.0
 _BATCH = 100
+_LEVEL = 0.9  # of the intervals
 
 
 def configurations() -> list[dict[str, Any]]:
@@ -60,11 +68,13 @@ def measure(row: Mapping[str, Any], profile: DeviceProfile, values: flags.FlagVa
         "parallel.data": row["data"],
         "parallel.lane": row["lane"],
     }
+    if "resnet" in row["lanes"]:
+        changes["model.norm_group"] = _BATCH // 2  # so that batches can be split in two
     config = workers.config_of(changes)
     spec = config.model_spec(*config.data.shape())
     profiles, placement = [profile, profile], None
     if row["plan"] == "stacks":
-        problem = plan.placement_problem(spec, _BATCH, profiles, ["0", "1"], [1.0, row["slowness"]])
+        problem = splits.placement_problem(spec, _BATCH, profiles, ["0", "1"], [1.0, row["slowness"]])
         placement = partition.partition(row["partitioner"], problem)
     cores = [[core] for core in sorted(os.sched_getaffinity(0))[:2]]
     device_of = placement.device_of if placement else ()
@@ -75,23 +85,28 @@ def measure(row: Mapping[str, Any], profile: DeviceProfile, values: flags.FlagVa
 
     def predict(slowness: Sequence[float]) -> float:
         if placement:
-            return plan.predict_stacks(spec, _BATCH, placement, profiles, slowness, "ring").total_seconds
-        return plan.predict_mesh(spec, _BATCH, row["data"], row["lane"], profiles, slowness).total_seconds
+            return splits.predict_stacks(spec, _BATCH, placement, profiles, slowness, "ring").total_seconds
+        return splits.predict_mesh(spec, _BATCH, row["data"], row["lane"], profiles, slowness).total_seconds
 
     seconds, factors = [], []
     before = group.yardstick_seconds()
     for _ in range(values.rounds):
         seconds.append(group.seconds(steps))
         after = group.yardstick_seconds()
-        factors.append([(a + b) / 2 / yardstick for a, b in zip(before, after, strict=True)])
+        now = [(a + b) / 2 / yardstick for a, b in zip(before, after, strict=True)]
+        factors.append([one / profile.slowdown(2) for one in now])  # both were at work, which the prediction counts
         before = after
     group.close()
     predicted = [predict([first, second * row["slowness"]]) for first, second in factors]
+    sure = splits.interval(1.0, spec, profiles, lane=row["lane"], placement=placement)
+    ratio = statistics.median(s / p for p, s in zip(predicted, seconds, strict=True))
     return {
         **row,
         "measured_seconds": statistics.median(seconds),
         "predicted_seconds": statistics.median(predicted),
         "predicted_over_measured": statistics.median(p / s for p, s in zip(predicted, seconds, strict=True)),
+        "interval": [sure.low_seconds, sure.high_seconds] if sure else None,
+        "inside": sure.holds(ratio) if sure else None,
         "slowness_then": statistics.median(map(max, factors)),
         "planned_seconds": predict([1.0, row["slowness"]]),
     }
@@ -111,8 +126,23 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "configurations": len(rows),
         "mean_error": statistics.mean(errors),
         "largest_error": max(errors),
+        "interval_level": _LEVEL,
+        "inside_interval": statistics.mean(row["inside"] for row in rows) if rows[0]["inside"] is not None else None,
         "planned_over_fastest": longer,
     }
+
+
+def digest(profile: DeviceProfile) -> str:
+    """16 hexadecimal digits that identify a profile."""
+    return hashlib.sha256(json.dumps(profile.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def earlier_rows(path: Path, about: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a measurement with the same profile and settings that was stopped; none if it was finished."""
+    stored = read_json(path) if path.exists() else {}
+    same = all(stored.get(name) == value for name, value in about.items())
+    rows = stored.get("rows", []) if same else []
+    return rows if len(rows) < len(configurations()) else []
 
 
 def draw(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -147,15 +177,17 @@ def define(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> None:
     profile = workers.one_core_profile(values.profile)
     rows: list[dict[str, Any]] = []
-    for row in configurations():
+    path = RESULTS / "simulator_check.json"
+    about = {"batch": _BATCH, "data": values.data, "rounds": values.rounds, "profile": digest(profile)}
+    rows += earlier_rows(path, about)
+    for row in configurations()[len(rows) :]:
         rows.append(measure(row, profile, values))
         print(
             f"{rows[-1]['predicted_over_measured']:.2f}  {1000 * rows[-1]['measured_seconds']:4.0f} ms  {row}",
             flush=True,
         )
-        about = {"batch": _BATCH, "data": values.data, "rounds": values.rounds, **host.environment()}
         RESULTS.mkdir(exist_ok=True)
-        write_json(RESULTS / "simulator_check.json", {**about, **summarize(rows), "rows": rows})
+        write_json(path, {**about, **host.environment(), **summarize(rows), "rows": rows})
     draw(rows)
     print(summarize(rows))
 

@@ -174,7 +174,8 @@ class ParallelSettings:
       data: devices over which each batch is split.
       lane: devices over which the lanes are split; data * lane devices are used in all.
       partitioner: places lanes under stacks: greedy, karmarkar_karp, exact, random, round_robin or greedy_published.
-      profile: files written by the command `profile`, separated by commas; if empty, all devices count as equal.
+      profile: files written by the command `profile`, separated by commas; if empty, devices that differ are timed for
+        some seconds at the start.
       platforms: kinds of devices in one process, such as gpu,cpu (stacks only); if empty, jax's default.
       processes: processes of the run, all started here; 0 takes the number from the cluster's environment.
       process: number of the process to start here, if the others are started on other machines; -1 starts all.

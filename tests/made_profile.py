@@ -22,13 +22,14 @@ def planted_seconds(costs, batch_size, crowding):
         for layer in one.layers:
             slowness = 1e-11 * len(layer.speed_class) * (1 - 0.03 * np.log2(layer.kernel))
             seconds += slowness * batch_size * layer.flops
+            seconds += 1e-9 * batch_size * layer.outputs * bool(layer.family)
     return seconds * (len(costs) * batch_size) ** crowding
 
 
-def make_profile():
+def make_profile(kind="mlcn1"):
     """A profile of this device to whose lanes seconds were given by `planted_seconds`."""
     sizes = ((1, 1), (3, 1), (5, 1), (1, 2), (3, 2), (5, 2), (2, 3), (4, 3), (1, 5), (3, 5), (5, 4))
-    stacks = [[lane("mlcn1", *size)] for size in sizes for _ in BATCH_SIZES] + [[lane("mlcn1", 2, 1)] * 4]
+    stacks = [[lane(kind, *size)] for size in sizes for _ in BATCH_SIZES] + [[lane(kind, 2, 1)] * 4]
     batch_sizes = [BATCH_SIZES[i % 2] for i in range(len(stacks))]
     seconds = [planted_seconds(*stack, crowding=0.07) for stack in zip(stacks, batch_sizes, strict=True)]
     here = host.environment()
@@ -45,7 +46,7 @@ def make_profile():
         tiny_seconds=0.002,
         memory_bytes=2**30,
         **fit.fit_lane_seconds(stacks, batch_sizes, seconds),
-        lane_bytes_of=fit.fit_bytes([lane(depth=d).memory_features(50) for d in (1, 2)], [1000.0, 2000.0]),
+        lane_bytes_of=fit.fit_bytes([lane(kind, depth=d).memory_features(50) for d in (1, 2)], [1000.0, 2000.0]),
         head_seconds_of=profile.head_features(0, 0) | {"step": 0.5, "images": 0.25},
         forward_share=0.3,
         link=None,

@@ -2,17 +2,28 @@
 
 from typing import Any
 
+from mlcn_jax.analysis.describe_work import scaling
 from mlcn_jax.config import RunConfig
 from mlcn_jax.nn import lanes
 from mlcn_jax.nn.model import count_parameters
 from mlcn_jax.placement import cost
+from mlcn_jax.placement.profile import DeviceProfile
+from mlcn_jax.placement.simulate import Link
 
 
-def describe(config: RunConfig) -> dict[str, Any]:
-    """What a configuration builds: lanes, input shape, parameters, forward FLOPs per image, cost of each lane.
+def describe(
+    config: RunConfig, link: Link | None = None, profile: DeviceProfile | None = None, most_devices: int = 64
+) -> dict[str, Any]:
+    """What a configuration builds, and how far its training step can scale.
 
-    FLOPs are those of plain (native) convolutions, whatever algorithm is used. The dataset is not read, except for a
-    folder of images, whose classes must be counted.
+    Lanes, input shape, parameters, forward FLOPs per image, cost of each lane; work, depth and bounds by part
+    (`describe_work.scaling`). FLOPs are those of plain (native) convolutions, whatever algorithm is used; `work` is of
+    the algorithms that a run takes here. The dataset is not read, except for a folder of images, whose classes must be
+    counted.
+
+    Args:
+      config: the configuration.
+      link, profile, most_devices: as for `describe_work.scaling`.
     """
     image_shape, num_classes = config.data.shape()
     spec = config.model_spec(image_shape, num_classes)
@@ -40,4 +51,5 @@ def describe(config: RunConfig) -> dict[str, Any]:
         "parameters_per_lane": counts["per_lane"],
         "parameters_decoder": counts["decoder"],
         "forward_flops_per_image": cost.forward_flops(spec),
+        "scaling": scaling(config, spec, link, profile, most_devices),
     }

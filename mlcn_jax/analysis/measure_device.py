@@ -36,8 +36,10 @@ from mlcn_jax.training.step import head_loss
 BATCH_SIZES = (50, 100)
 # Measured widths and depths: a designed subset of 1..5 times 1..5.
 _SIZES = ((1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (1, 2), (3, 2), (5, 2), (2, 3), (4, 3), (1, 5), (3, 5), (5, 4))
-_GROUPS = "mlcn1:w3d1*4, mlcn2:w2d3*4, mlcn1:w1d2*2, mlcn2:w4d1*2"
-_FORWARDS = ("mlcn1:w1d1", "mlcn2:w3d2", "mlcn1:w2d3")
+_GROUPS = (
+    "mlcn1:w3d1*4, mlcn2:w2d3*4, mlcn1:w1d2*2, mlcn2:w4d1*2, mlcn1:w2d1*8, mlcn2:w1d2*8, resnet:w2d1*4, resnet:w1d2*2"
+)
+_FORWARDS = ("mlcn1:w1d1", "mlcn2:w3d2", "mlcn1:w2d3", "resnet:w2d3")
 _HEAD_LANES = (2, 16)
 _TURN_SECONDS = 0.02
 _LINK_BYTES = (2**12, 2**24)
@@ -170,21 +172,32 @@ def make_programs(lab: Lab) -> dict[tuple, Program]:
 
 
 def make_profile(
-    lab: Lab, programs: Mapping[tuple, Program], seconds: Mapping[tuple, float], link: dict[str, float] | None
+    lab: Lab,
+    programs: Mapping[tuple, Program],
+    seconds: Mapping[tuple, float],
+    link: dict[str, float] | None,
+    sharing: dict[str, float] | None,
+    peak: dict[str, float],
 ) -> DeviceProfile:
-    """The profile of this process's device, from the seconds of the programs of `make_programs`."""
+    """The profile of this process's device.
+
+    Args:
+      lab: the settings of the lanes.
+      programs, seconds: those of `make_programs`, and their measurements.
+      link, sharing, peak: as in a profile (`measure_machine`).
+    """
     keys: dict[str, list] = {}
     for what, *key in programs:
         keys.setdefault(what, []).append(tuple(key))
     singles = [(group, batch_size) for group, batch_size in keys["step"] if group.count == 1]
     memory_features = [lab.lane_cost(group.spec).memory_features(batch_size) for group, batch_size in singles]
-    of_lanes = fit.fit_lane_seconds(
+    measured = (
         [[lab.lane_cost(group.spec)] * group.count for group, _ in keys["step"]],
         [batch_size for _, batch_size in keys["step"]],
         [seconds["step", *key] for key in keys["step"]],
     )
     here = host.environment()
-    return DeviceProfile(
+    profile = DeviceProfile(
         device=here["device"],
         platform=here["platform"],
         cpu_count=here["cpu_count"],
@@ -196,13 +209,15 @@ def make_profile(
         batch_sizes=BATCH_SIZES,
         tiny_seconds=seconds["tiny",],
         memory_bytes=host.usable_memory_bytes(),
-        **of_lanes,
+        **fit.fit_lane_seconds(*measured),
         lane_bytes_of=fit.fit_bytes(memory_features, [programs["step", *key].bytes for key in singles]),
         head_seconds_of=fit.fit_seconds(
             [head_features(*key) for key in keys["head"]], [seconds["head", *key] for key in keys["head"]]
         ),
         forward_share=statistics.median(seconds["forward", *key] / seconds["step", *key] for key in keys["forward"]),
         link=link,
+        sharing=sharing,
+        peak=peak,
         points=[
             {
                 "lanes": str(group),
@@ -213,6 +228,11 @@ def make_profile(
             for group, batch_size in keys["step"]
         ],
     )
+
+    def predict(fields: dict[str, Any], costs: Sequence[cost.LaneCost], batch_size: int) -> float:
+        return dataclasses.replace(profile, **fields).stack_seconds(costs, batch_size)
+
+    return dataclasses.replace(profile, residuals=fit.residuals(*measured, predict))
 
 
 def measure_link(cores: Sequence[int]) -> dict[str, float] | None:
@@ -309,4 +329,14 @@ def table(profile: DeviceProfile) -> str:
         ("forward share of a lane's step", f"{profile.forward_share:.2f}"),
         ("each of 4 lanes in one program", f"{4**profile.crowding:.2f} times one alone"),
     ]
+    if profile.sharing:
+        count, slower = profile.sharing["devices"], profile.sharing["slowdown"]
+        rows.append((f"a step while {count:.0f} compute at once", f"{slower:.2f} times one alone"))
+    if profile.peak:
+        rates = [profile.peak[name] / 1e9 for name in ("flops_per_second", "bytes_per_second")]
+        rows.append(("peak", f"{rates[0]:.0f} GFLOP/s, {rates[1]:.0f} GB/s"))
+    for name, values in profile.residuals.items():
+        if values:
+            error = math.sqrt(statistics.fmean(value * value for value in values))
+            rows.append((f"error, left out of the fit ({name})", f"{100 * error:.0f} %"))
     return "\n".join(["| measured | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])

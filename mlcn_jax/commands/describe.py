@@ -1,26 +1,52 @@
-"""Prints as JSON what a configuration builds: lanes, parameters, FLOPs and the cost of each lane. Trains nothing.
+"""Prints as JSON what a configuration builds and how far it can scale. Trains nothing.
 
-mlcn_jax describe --config=capsnet_mnist
-mlcn_jax describe --workdir=runs/mlcn2
+    mlcn_jax describe --config=capsnet_mnist
+    mlcn_jax describe --workdir=runs/mlcn2
+    mlcn_jax describe --config=mlcn1_fashion --profile=profile.json --latency_seconds=5e-5 --bytes_per_second=1e9
+
+Lanes, parameters, FLOPs and the cost of each lane; work, depth and bytes of a training step by part, and Brent's bound.
+With a device profile, the seconds that no split can beat. With the speed of a link, what communication costs each
+split, and with both, the number of devices from which it outweighs computing. `--tables` prints these as tables
+instead.
 """
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from absl import flags
 
 from mlcn_jax.commands import arguments
 from mlcn_jax.commands.run_config import config_of
+from mlcn_jax.errors import InputError
 
 
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("workdir", "", f"Instead of --config: {arguments.WORKDIR}", flag_values=values)
+    flags.DEFINE_string("profile", "", "Profile of the devices, as the command profile writes it.", flag_values=values)
+    text = "Latency of the link between devices; by default that of the profile."
+    flags.DEFINE_float("latency_seconds", None, text, lower_bound=0.0, flag_values=values)
+    flags.DEFINE_float("bytes_per_second", None, "Bandwidth of that link.", lower_bound=0.0, flag_values=values)
+    flags.DEFINE_integer("devices", 64, "Largest number of devices.", lower_bound=1, flag_values=values)
+    flags.DEFINE_bool("tables", False, "Prints how far it can scale as tables.", flag_values=values)
 
 
 def main(argv: Sequence[str]) -> None:
     values = arguments.parse("describe", __doc__, define, argv, config="run")
+    if (values.latency_seconds is None) != (values.bytes_per_second is None):
+        raise InputError("--latency_seconds and --bytes_per_second describe one link: give both or neither")
     config = config_of(values, arguments.given_workdir(values) if values.workdir else None)
 
     from mlcn_jax.analysis.describe import describe
+    from mlcn_jax.analysis.describe_work import tables
+    from mlcn_jax.placement.profile import DeviceProfile
+    from mlcn_jax.placement.simulate import Link
 
-    print(json.dumps(describe(config), indent=2))
+    profile = DeviceProfile.load(Path(values.profile).expanduser()) if values.profile else None
+    link = None
+    if values.latency_seconds is not None:
+        link = Link(values.latency_seconds, values.bytes_per_second)
+    elif profile is not None and profile.link:
+        link = Link(**profile.link)
+    found = describe(config, link, profile, values.devices)
+    print(tables(found["scaling"]) if values.tables else json.dumps(found, indent=2))

@@ -18,6 +18,7 @@ COMMANDS = {
     "describe": ("commands.describe", "prints what a configuration builds, without training it"),
     "sweep": ("commands.sweep", "trains every point of a grid of settings"),
     "search": ("commands.search", "searches for the lanes that fill given devices and classify best"),
+    "cheapest": ("commands.cheapest", "finds the machines that train by a deadline at the least cost"),
     "profile": ("commands.profile", "measures how fast this device trains lanes"),
     "explain": ("commands.explain", "draws what each lane of a trained model encodes"),
     "explore": ("commands.explore", "serves a page on which lanes can be changed and switched off"),

@@ -1,8 +1,9 @@
-"""Measures how fast this device trains lanes, in under a minute, and writes a profile (`DeviceProfile`).
+"""Measures how fast this device trains lanes, in minutes, and writes a profile (`DeviceProfile`).
 
     mlcn_jax profile --output=profile.json
 
-Training steps of some lanes are compiled and timed; time and memory of all others are predicted from a fit. A process
+Training steps of some lanes are compiled and timed; time and memory of all others are predicted from a fit, and its
+errors are kept. So are the device's peak rates, and how much devices of one machine slow each other down. A process
 that is bound to a number of cores needs a profile measured on the same number: `--cores=1`.
 """
 
@@ -19,8 +20,9 @@ from mlcn_jax.commands import arguments
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("output", "profile.json", "Where to write the profile.", flag_values=values)
     define_measuring(values)
-    hidden = ""  # used by the command itself: one of two processes, as JSON
+    hidden = ""  # used by the command itself: one of some processes, as JSON
     flags.DEFINE_string("link_worker", "", hidden, flag_values=values)
+    flags.DEFINE_string("sharing_worker", "", hidden, flag_values=values)
 
 
 def define_measuring(values: flags.FlagValues) -> None:
@@ -38,21 +40,24 @@ def define_measuring(values: flags.FlagValues) -> None:
 def main(argv: Sequence[str]) -> None:
     values = arguments.parse("profile", __doc__, define, argv)
 
-    from mlcn_jax.analysis import measure_device
+    from mlcn_jax.analysis import measure_device, measure_machine
     from mlcn_jax.files import make_folder
 
     if values.link_worker:
         measure_device.link_worker(**json.loads(values.link_worker))
         return
+    if values.sharing_worker:
+        measure_machine.sharing_worker(**json.loads(values.sharing_worker))
+        return
     started = time.monotonic()
     spec = measure_device.spec_of(values.data, values.lane_routing, values.compute_dtype)
     output = Path(values.output).expanduser()
     make_folder(output.parent, "output")
-    link = measure_device.measure_link(measure_device.bind(values.cores))
+    machine = measure_machine.measure(values)
     lab = measure_device.Lab(spec)
     programs = measure_device.make_programs(lab)
     seconds = measure_device.least_seconds(programs, values.rounds)
-    profile = measure_device.make_profile(lab, programs, seconds, link)
+    profile = measure_device.make_profile(lab, programs, seconds, **machine)
     profile.save(output)
     print(measure_device.table(profile))
     print(f"{output} ({time.monotonic() - started:.0f} s)")

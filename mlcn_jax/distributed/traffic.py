@@ -1,6 +1,7 @@
 """Bytes exchanged between the devices of a mesh, counted in advance and in a compiled program."""
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -12,6 +13,7 @@ from mlcn_jax.nn.model import init_params
 from mlcn_jax.nn.spec import ModelSpec
 
 
+@functools.lru_cache
 def exchanged_bytes(spec: ModelSpec, batch_size: int, data: int, lane: int) -> dict[str, int]:
     """Bytes per device of all arrays that a training step on a mesh gathers, scatters and reduces, by collective.
 

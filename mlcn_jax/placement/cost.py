@@ -31,6 +31,7 @@ class Layer:
       flops: forward, per image.
       inputs, outputs: per image.
       kernel: parameters; 0 in a product of images with each other.
+      family: the kind of its lane if that normalises, which each of its layers pays for; empty for the others.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Layer:
     inputs: int
     outputs: int
     kernel: int
+    family: str = ""
 
     @property
     def places(self) -> int:
@@ -48,7 +50,8 @@ class Layer:
     @property
     def speed_class(self) -> str:
         """Layers of a class have similar speed; a strided one may be fused with the one before (`conv.lane_convs`)."""
-        return f"{self.name} after {self.after}" if "stride" in self.name else self.name
+        name = f"{self.name} after {self.after}" if "stride" in self.name else self.name
+        return f"{self.family} {name}" if self.family else name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +117,7 @@ class LaneCost:
                 ("places", batch_size * layer.places),
                 ("kernel", layer.kernel),
             ):
-                key = f"{layer.name} after {layer.after}: {what}"
+                key = f"{layer.family} {layer.name} after {layer.after}: {what}".strip()
                 features[key] = features.get(key, 0) + size
         return features
 
@@ -150,7 +153,7 @@ def lane_cost(spec: lanes.LaneSpec, settings: lanes.LaneSettings, image_shape: t
         settings=settings,
         image_shape=image_shape,
         parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
-        layers=tuple(_layers(*programs)),
+        layers=tuple(_layers(programs[0], programs[1], spec.kind if lanes.LANE_KINDS[spec.kind].normalises else "")),
         forward_flops_per_image=forward_flops[1] - forward_flops[0],
         step_flops_per_image=step_flops[1] - step_flops[0],
         fixed_step_flops=2 * step_flops[0] - step_flops[1],
@@ -286,10 +289,10 @@ def _count(jaxpr, read: list[bool]) -> tuple[int, list[bool]]:
             continue
         inputs = [True] * len(equation.invars)
         name = equation.primitive.name
-        if name in _PRODUCT_FLOPS:
-            total += _PRODUCT_FLOPS[name](equation)
+        if name in PRODUCT_FLOPS:
+            total += PRODUCT_FLOPS[name](equation)
         else:
-            inner = list(_inner_jaxprs(equation.params))
+            inner = list(inner_jaxprs(equation.params))
             is_call = [(len(j.invars), len(j.outvars)) for j in inner] == [(len(inputs), len(outputs))]
             if is_call and name != "scan":
                 flops, inputs = _count(inner[0], outputs)
@@ -304,20 +307,20 @@ def _count(jaxpr, read: list[bool]) -> tuple[int, list[bool]]:
 def _products(jaxpr) -> Iterator:
     """The products and convolutions of a program, in the order in which they are written."""
     for equation in jaxpr.eqns:
-        if equation.primitive.name in _PRODUCT_FLOPS:
+        if equation.primitive.name in PRODUCT_FLOPS:
             yield equation
-        for inner in _inner_jaxprs(equation.params):
+        for inner in inner_jaxprs(equation.params):
             yield from _products(inner)
 
 
-def _layers(program_of_one, program_of_two) -> Iterator[Layer]:
+def _layers(program_of_one, program_of_two, family: str) -> Iterator[Layer]:
     """Layers of a forward pass, from its programs for one image and for two.
 
     A product that does not grow involves parameters only, and is not a layer.
     """
     before = "images"
     for one, two in zip(_products(program_of_one), _products(program_of_two), strict=True):
-        flops = [_PRODUCT_FLOPS[equation.primitive.name](equation) for equation in (one, two)]
+        flops = [PRODUCT_FLOPS[equation.primitive.name](equation) for equation in (one, two)]
         if flops[0] == flops[1]:
             continue
         sizes = [(a.aval.size, b.aval.size) for a, b in zip(one.invars, two.invars, strict=True)]
@@ -334,6 +337,7 @@ def _layers(program_of_one, program_of_two) -> Iterator[Layer]:
             inputs=sum(b - a for a, b in sizes),
             outputs=two.outvars[0].aval.size - one.outvars[0].aval.size,
             kernel=sum(a for a, b in sizes if a == b),
+            family=family,
         )
         before = name
 
@@ -354,10 +358,10 @@ def _convolution_flops(equation) -> int:
     return 2 * (kernel.size // kernel.shape[numbers.rhs_spec[0]]) * places * batch_and_features
 
 
-_PRODUCT_FLOPS: dict[str, Callable] = {"dot_general": _dot_flops, "conv_general_dilated": _convolution_flops}
+PRODUCT_FLOPS: dict[str, Callable] = {"dot_general": _dot_flops, "conv_general_dilated": _convolution_flops}
 
 
-def _inner_jaxprs(params: dict):
+def inner_jaxprs(params: dict):
     for value in params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, jex_core.ClosedJaxpr):

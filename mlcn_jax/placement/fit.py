@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,10 @@ _CROWDINGS = tuple(i / 100 for i in range(21))
 
 
 def fit_lane_seconds(
-    stacks: Sequence[Sequence["LaneCost"]], batch_sizes: Sequence[int], seconds: Sequence[float]
+    stacks: Sequence[Sequence["LaneCost"]],
+    batch_sizes: Sequence[int],
+    seconds: Sequence[float],
+    crowdings: Sequence[float] = _CROWDINGS,
 ) -> dict[str, Any]:
     """The fields of a profile with which `DeviceProfile.stack_seconds` is closest to the measurements.
 
@@ -27,6 +30,7 @@ def fit_lane_seconds(
     Args:
       stacks: the lanes of each measured program.
       batch_sizes, seconds: those of each program.
+      crowdings: the values to try.
     """
     from scipy import optimize
 
@@ -38,17 +42,20 @@ def fit_lane_seconds(
     places = dict(zip(knots, itertools.accumulate((len(of) for of in knots.values()), initial=0), strict=False))
     num_knots = sum(len(of) for of in knots.values())
 
-    table = np.zeros((len(stacks), num_knots + 2))
+    families = sorted({layer.family for own in layers for layer in own if layer.family})
+    table = np.zeros((len(stacks), num_knots + len(families) + 2))
     for row, costs, own, batch_size in zip(table, stacks, layers, batch_sizes, strict=True):
         for layer in own:
             near = np.maximum(0.0, 1.0 - np.abs(knots[layer.speed_class] - log_size(layer)))
             row[places[layer.speed_class] :][: len(near)] += batch_size * layer.flops * near
+            if layer.family:
+                row[num_knots + families.index(layer.family)] += batch_size * layer.outputs
         row[-2:] = len(costs), sum(cost.parameters for cost in costs)
     relative = table / np.asarray(seconds)[:, None]
-    units = np.full(num_knots + 2, relative[:, :num_knots].sum(axis=1).mean())  # 1 is the mean speed
-    units[-2:] = relative[:, -2:].max(axis=0)
+    units = np.full(table.shape[1], relative[:, :num_knots].sum(axis=1).mean())  # 1 is the mean speed
+    units[num_knots:] = relative[:, num_knots:].max(axis=0)
     inner = [place for name, first in places.items() for place in range(first, first + len(knots[name]) - 2)]
-    bends = _STRAIGHTNESS * np.diff(np.eye(num_knots + 2), n=2, axis=0)[inner]
+    bends = _STRAIGHTNESS * np.diff(np.eye(table.shape[1]), n=2, axis=0)[inner]
     images = np.array([len(costs) * batch_size for costs, batch_size in zip(stacks, batch_sizes, strict=True)])
     targets = np.concatenate([np.ones(len(stacks)), np.zeros(len(bends))])
 
@@ -56,17 +63,56 @@ def fit_lane_seconds(
         slower = (images / images.min()) ** crowding
         return optimize.nnls(np.vstack([relative / units * slower[:, None], bends]), targets)
 
-    crowding = min(_CROWDINGS, key=lambda power: fit(power)[1])
+    crowding = min(crowdings, key=lambda power: fit(power)[1])
     found = fit(crowding)[0] / units / images.min() ** crowding
     return {
         "layer_seconds": {
             name: [(float(size), float(x)) for size, x in zip(of, found[places[name] :], strict=False)]
             for name, of in knots.items()
         },
+        "value_seconds": {name: float(found[num_knots + i]) for i, name in enumerate(families)},
         "step_seconds": float(found[-2]),
         "parameter_seconds": float(found[-1]),
         "crowding": crowding,
+        "crowded_images": (int(images.min()), int(images.max())),
     }
+
+
+def residuals(
+    stacks: Sequence[Sequence["LaneCost"]],
+    batch_sizes: Sequence[int],
+    seconds: Sequence[float],
+    predict: Callable[[dict[str, Any], Sequence["LaneCost"], int], float],
+) -> dict[str, list[float]]:
+    """Logarithms of measured over predicted seconds of each program, by a fit to all others.
+
+    Args:
+      stacks, batch_sizes, seconds: as for `fit_lane_seconds`.
+      predict: seconds of a program, given the fields fitted, its lanes and its batch size.
+
+    Returns:
+      Those of single lanes as `lane` and of several as `stack`. A program is passed over if one of its layers is of a
+      class that no other has, or larger or smaller than all of that class in the others.
+    """
+    found: dict[str, list[float]] = {"lane": [], "stack": []}
+    crowding = fit_lane_seconds(stacks, batch_sizes, seconds)["crowding"]
+    for i, own in enumerate(stacks):
+        others = [j for j in range(len(stacks)) if j != i]
+        sizes: dict[str, list[float]] = {}
+        for layer in (layer for j in others for cost in stacks[j] for layer in cost.layers):
+            sizes.setdefault(layer.speed_class, []).append(log_size(layer))
+        mine = [(sizes.get(layer.speed_class), log_size(layer)) for cost in own for layer in cost.layers]
+        if not all(known and min(known) <= size <= max(known) for known, size in mine):
+            continue
+        fitted = fit_lane_seconds(
+            [stacks[j] for j in others],
+            [batch_sizes[j] for j in others],
+            [seconds[j] for j in others],
+            crowdings=_CROWDINGS if len(own) > 1 else (crowding,),
+        )
+        predicted = predict(fitted, own, batch_sizes[i])
+        found["stack" if len(own) > 1 else "lane"].append(math.log(seconds[i] / predicted))
+    return found
 
 
 def fit_seconds(features: Sequence[Mapping[str, float]], seconds: Sequence[float]) -> dict[str, float]:

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 from mlcn_jax.host import name_of, num_cores
 from mlcn_jax.launch import program
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2  # a profile of format 1 lacks the fields that have a default, and is read with them
 # Numbers in a profile must be finite, and 0 or more.
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
+Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 _SOME = msgspec.Meta(min_length=1)
 _MEASURE = f"measure one there with {program()} profile"
 
@@ -53,6 +54,14 @@ class DeviceProfile:
       link: `latency_seconds` and `bytes_per_second` of a message, sent by a collective, to a second device of this
         kind on the same machine; None if there is none.
       points: the measured lanes, for people.
+      value_seconds: for each `Layer.family`, additional time of a training step for each value that its layers compute.
+      crowded_images: least and most images in a measured stack; beyond, `crowding` does not go on.
+      residuals: logarithms of measured over predicted seconds, of lanes (`lane`) and of groups of them (`stack`) that
+        were left out of the fit (`fit.residuals`).
+      sharing: `devices` of this kind that compute at once on one machine take `slowdown` times as long as one alone,
+        with a standard deviation of the logarithm of `spread`; None if they share nothing, or were not measured.
+      peak: the highest `flops_per_second` of a matrix product and `bytes_per_second` read and written; None if they
+        were not measured.
 
     Source: the speed factor is that of do Rosario 2021 (thesis), chapter 5; the fits are ours.
     """
@@ -77,6 +86,11 @@ class DeviceProfile:
     forward_share: Amount
     link: Mapping[str, Amount] | None
     points: Annotated[Sequence[Mapping[str, Any]], _SOME]
+    value_seconds: Mapping[str, Amount] = dataclasses.field(default_factory=dict)
+    crowded_images: tuple[Count, Count] | None = None
+    residuals: Mapping[str, Sequence[Finite]] = dataclasses.field(default_factory=dict)
+    sharing: Mapping[str, Amount] | None = None
+    peak: Mapping[str, Amount] | None = None
 
     def slowness(self, fastest: "DeviceProfile") -> float:
         """How much slower it is than another device on the tiny network (`cost.published_seconds`)."""
@@ -92,8 +106,15 @@ class DeviceProfile:
         """
         return self.stack_seconds([cost], batch_size)
 
-    def stack_seconds(self, costs: Sequence["LaneCost"], batch_size: int) -> float:
-        """Seconds of a training step of several lanes in one program; raises as `lane_seconds`."""
+    def stack_seconds(self, costs: Sequence["LaneCost"], batch_size: int, images: int = 0) -> float:
+        """Seconds of a training step of several lanes in one program; raises as `lane_seconds`.
+
+        Args:
+          costs: the lanes.
+          batch_size: images per step.
+          images: the images in the stack by which they are crowded; 0 for `batch_size` times lanes. A part of a
+            split is given those of the whole, so that no split gains from smaller stacks.
+        """
         total = 0.0
         for cost in costs:
             self._check_covers(cost, self.layer_seconds, {layer.speed_class for layer in cost.layers})
@@ -101,7 +122,21 @@ class DeviceProfile:
             for layer in cost.layers:
                 sizes, seconds = zip(*self.layer_seconds[layer.speed_class], strict=True)
                 total += batch_size * layer.flops * float(np.interp(log_size(layer), sizes, seconds))
-        return total * (len(costs) * batch_size) ** self.crowding
+                total += batch_size * layer.outputs * self.value_seconds.get(layer.family, 0.0)
+        images = images or len(costs) * batch_size
+        if self.crowded_images:
+            images = min(max(images, self.crowded_images[0]), self.crowded_images[1])
+        return total * images**self.crowding
+
+    def slowdown(self, devices: int) -> float:
+        """How much longer a step takes while so many devices of one machine compute at once.
+
+        In proportion to the number of others up to what was measured; with more, as much as that.
+        """
+        if not self.sharing or self.sharing["devices"] <= 1:
+            return 1.0
+        others = min(devices - 1, self.sharing["devices"] - 1) / (self.sharing["devices"] - 1)
+        return 1 + others * max(0.0, self.sharing["slowdown"] - 1)
 
     def lane_bytes(self, cost: "LaneCost", batch_size: int) -> float:
         """Memory of a training step of one lane: the compiled program's peak, or a little more.
@@ -174,12 +209,13 @@ class DeviceProfile:
             raise InputError(f"this is not a device profile: {_MEASURE}")
         values = dict(values)
         version = values.pop("version")
-        if version != PROFILE_VERSION:
+        if version not in (1, PROFILE_VERSION):
             raise InputError(
                 f"this device profile has format {version}, but format {PROFILE_VERSION} is expected: {_MEASURE}"
             )
         fields = {field.name: field.type for field in dataclasses.fields(cls)}
-        for name in sorted(set(fields) ^ set(values)):
+        added = {"value_seconds", "crowded_images", "residuals", "sharing", "peak"} if version == 1 else set()
+        for name in sorted((set(fields) ^ set(values)) - added):
             what = "is missing" if name in fields else "is not a field"
             raise InputError(f"the device profile is damaged, {name} {what}: {_MEASURE}")
         for name, value in values.items():

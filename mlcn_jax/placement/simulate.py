@@ -44,30 +44,55 @@ class Link:
         return self.latency_seconds + num_bytes / self.bytes_per_second if num_bytes else 0.0
 
 
+Links = Link | Mapping[int | str, Link]  # one for all hosts, or each host's
+
+
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Devices and the links between them.
+    """Devices and the links between them, which may differ from host to host.
 
     Attributes:
       hosts: the host of each device, by number or name.
       within: the link between any two devices of a host, not shared.
-      between: the link of a host to all others, shared by all simultaneous messages that leave the host.
+      between: the link of a host to all others, shared by all simultaneous messages that leave the host. A message
+        between two hosts takes the longer latency and the lower bandwidth of their links.
 
     Raises:
-      InputError: there is no device.
+      InputError: there is no device, or a host has no link.
     """
 
     hosts: Sequence[int | str]
-    within: Link
-    between: Link
+    within: Links
+    between: Links
 
     def __post_init__(self):
         if not self.hosts:
             raise InputError("the cluster has no devices: give the host of each, such as hosts=(0, 0, 1, 1)")
+        for field in ("within", "between"):
+            links = getattr(self, field)
+            missing = [] if isinstance(links, Link) else [host for host in self.hosts if host not in links]
+            if missing:
+                raise InputError(f"{field} has no link for host {missing[0]}: give one link, or one for each host")
 
     @property
     def num_devices(self) -> int:
         return len(self.hosts)
+
+    def inside(self, host: int | str) -> Link:
+        """The link between two devices of a host."""
+        return self.within if isinstance(self.within, Link) else self.within[host]
+
+    def outward(self, host: int | str) -> Link:
+        """The link of a host to all others."""
+        return self.between if isinstance(self.between, Link) else self.between[host]
+
+    def link(self, first: int | str, second: int | str, sharing: int = 1) -> Link:
+        """The link between devices of two hosts, or of one, if so many messages share the link of a host."""
+        if first == second:
+            return self.inside(first)
+        a, b = self.outward(first), self.outward(second)
+        latency = max(a.latency_seconds, b.latency_seconds)
+        return Link(latency, min(a.bytes_per_second, b.bytes_per_second) / sharing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,28 +162,59 @@ def collective_seconds(
     on_hosts = [Counter(cluster.hosts[device] for device in group) for group in groups]
     leaving = Counter(host for counts in on_hosts if len(counts) > 1 for host in counts)
     sharing = max(leaving.values(), default=1)
-    between = Link(cluster.between.latency_seconds, cluster.between.bytes_per_second / sharing)
     of_group = _ring_seconds if algorithm == "ring" else _tree_seconds
-    # Groups distributed over hosts in the same way take the same time.
-    layouts = {tuple(sorted(counts.values(), reverse=True)) for counts in on_hosts}
-    return max(of_group(kind, num_bytes, layout, cluster.within, between) for layout in layouts)
+    # Groups distributed over alike hosts in the same way take the same time.
+    layouts = {}
+    for counts in on_hosts:
+        layout = sorted(counts.items(), key=lambda entry: -entry[1])
+        layouts[tuple((n, cluster.inside(host), cluster.outward(host)) for host, n in layout)] = layout
+    return max(of_group(kind, num_bytes, layout, cluster, sharing) for layout in layouts.values())
 
 
-def _ring_seconds(kind: str, num_bytes: float, layout: Sequence[int], within: Link, between: Link) -> float:
-    """Seconds for one group; `layout` is the number of its devices on each host."""
-    size = sum(layout)
-    links = [within] * (max(layout) > 1) + [between] * (len(layout) > 1)
+Layout = Sequence[tuple[int | str, int]]  # the hosts of a group, and how many of its devices each has, most first
+
+
+def _ring_seconds(kind: str, num_bytes: float, layout: Layout, cluster: Cluster, sharing: int) -> float:
+    """Seconds for one group: every round takes as long as the slowest link between neighbours."""
+    hosts = [host for host, _ in layout]
+    size = sum(count for _, count in layout)
+    links = [cluster.inside(host) for host, count in layout if count > 1]
+    if len(hosts) > 1:
+        links += [cluster.link(a, b, sharing) for a, b in zip(hosts, [*hosts[1:], hosts[0]], strict=True)]
     rounds = (size - 1) * (2 if kind == "all-reduce" else 1)
     return rounds * max((link.seconds(num_bytes / size) for link in links), default=0.0)
 
 
-def _tree_seconds(kind: str, num_bytes: float, layout: Sequence[int], within: Link, between: Link) -> float:
+def _tree_seconds(kind: str, num_bytes: float, layout: Layout, cluster: Cluster, sharing: int) -> float:
     """As `_ring_seconds`; the host with most devices comes first: it is ready last, so none waits."""
-    inside, across = _joined([1] * layout[0]), _joined(layout)
-    share = num_bytes / sum(layout)
-    gather = sum(within.seconds(n * share) for n in inside) + sum(between.seconds(n * share) for n in across)
-    broadcast = len(inside) * within.seconds(num_bytes) + len(across) * between.seconds(num_bytes)
-    return 2 * broadcast if kind == "all-reduce" else gather + broadcast
+
+    def to_one(share: float) -> float:
+        """From all devices to the first; from there to all takes as long. `share` is 0 if messages do not grow."""
+        starts = []
+        for host, count in layout:
+            link = cluster.inside(host)
+            ready = sum(link.seconds(n * share or num_bytes) for n in _joined([1] * count))
+            starts.append((ready, host, count * share or num_bytes))
+        return _meet(starts, cluster, sharing, grows=share > 0)[0]
+
+    back = to_one(0.0)
+    return 2 * back if kind == "all-reduce" else to_one(num_bytes / sum(count for _, count in layout)) + back
+
+
+def _meet(
+    starts: Sequence[tuple[float, int | str, float]], cluster: Cluster, sharing: int, grows: bool
+) -> tuple[float, int | str, float]:
+    """When the first of some hosts has what all send, by a binomial tree, and how much that is.
+
+    `starts` says when each host has how many bytes to send.
+    """
+    if len(starts) == 1:
+        return starts[0]
+    half = 1 << (len(starts) - 1).bit_length() - 1
+    ready, host, held = _meet(starts[:half], cluster, sharing, grows)
+    other_ready, other, sent = _meet(starts[half:], cluster, sharing, grows)
+    arrived = max(ready, other_ready) + cluster.link(host, other, sharing).seconds(sent)
+    return arrived, host, held + sent * grows
 
 
 def _joined(parts: Sequence[int]) -> list[int]:
@@ -267,7 +323,7 @@ def simulate_stacks(
     _check_numbers("head_update_seconds", [head_update_seconds])
     counts = Counter(placement.device_of)
     if exchange == "direct":
-        links = ((cluster.within if cluster.hosts[d] == cluster.hosts[head] else cluster.between, d) for d in counts)
+        links = ((cluster.link(cluster.hosts[head], cluster.hosts[d]), d) for d in counts)
         gather = spread = sum(link.seconds(column_bytes * counts[d]) for link, d in links if d != head)
     else:
         group = sorted({head, *counts})

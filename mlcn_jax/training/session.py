@@ -67,9 +67,13 @@ class Session:
         """The keyword arguments of `step.make_train_step` that the configuration sets."""
         return step_options(self.config)
 
-    def plan(self) -> Plan:
-        """Which device computes what; raises InputError if the available devices are not suitable."""
-        return plan_of(self.config, self.spec)
+    def plan(self, kept: Path | None = None) -> Plan:
+        """Which device computes what; raises InputError if the available devices are not suitable.
+
+        Args:
+          kept: as for `plan.make_plan`.
+        """
+        return plan_of(self.config, self.spec, kept)
 
     def model_facts(self) -> dict[str, Any]:
         """The content of `model.json`."""
@@ -134,7 +138,7 @@ def with_flips(data: DataSettings, score: Callable[[], Scores], split: str = "te
     return {f"{split}_accuracy_flips": scores.accuracy, f"{split}_nll_flips": scores.nll}
 
 
-def plan_of(config: RunConfig, spec: ModelSpec) -> Plan:
+def plan_of(config: RunConfig, spec: ModelSpec, kept: Path | None = None) -> Plan:
     """Which device computes what, according to a configuration; raises as `plan.make_plan`."""
     settings = config.parallel
     return make_plan(
@@ -146,6 +150,7 @@ def plan_of(config: RunConfig, spec: ModelSpec) -> Plan:
         partitioner=settings.partitioner,
         profile_files=[Path(name.strip()) for name in settings.profile.split(",") if name.strip()],
         platforms=[name.strip() for name in settings.platforms.split(",") if name.strip()],
+        kept=kept,
     )
 
 

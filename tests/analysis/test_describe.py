@@ -5,12 +5,16 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from made_profile import make_profile
 
-from mlcn_jax.analysis import describe
+from mlcn_jax.analysis import describe, describe_work
 from mlcn_jax.config import RunConfig
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.nn.lanes import Lane
 from mlcn_jax.nn.model import apply_model, count_parameters, init_params
 from mlcn_jax.placement.cost import matmul_flops
+from mlcn_jax.placement.simulate import Link
 
 
 @pytest.mark.parametrize("lanes", ["mlcn1:w1*2,mlcn2:w1d2", "mlcn2:w2*3"])
@@ -32,3 +36,42 @@ def test_many_lanes_are_described_as_fast_as_one(monkeypatch):
     monkeypatch.setattr(Lane, "__call__", lambda self, images: (traced.append(1), call(self, images))[1])
     assert len(describe.describe(RunConfig().replace({"model.lanes": "mlcn1:w3*1000"}))["lanes"]) == 1000
     assert len(traced) < 20
+
+
+@pytest.mark.parametrize("lanes", ["mlcn1:w1*2,mlcn2:w1d2", "resnet:w1*2"])
+def test_work_and_depth_are_of_every_part_and_of_the_whole_step(lanes):
+    config = RunConfig().replace({"model.lanes": lanes, "train.batch_size": 10})
+    found = describe.describe(config, Link(1e-5, 1e9), most_devices=4)["scaling"]
+    parts = found["work"]
+    whole = parts.pop("all")
+    assert set(parts) == {"head", *(str(group.spec) for group in parse_lanes(lanes))}
+    assert whole["work"] == sum(part["count"] * part["work"] for part in parts.values())
+    deepest = max(part["depth"] for part in parts.values())
+    assert deepest <= whole["depth"] <= sum(part["depth"] for part in parts.values()) + 100
+    assert whole["least_bytes"] < whole["moved_bytes"]
+    low, high = found["brent_unit_operations"][4]
+    assert low == max(whole["work"] / 4, whole["depth"])
+    assert high == whole["work"] / 4 + whole["depth"]
+    assert set(found["communication"]) == {"data", "lane", "stacks"}
+    assert set(found["communication"]["lane"]["by_devices"]) <= {2}
+    assert "seconds" not in found
+
+
+def test_a_profile_gives_seconds_and_where_communication_outweighs_computing():
+    config = RunConfig().replace({"model.lanes": "mlcn1:w2*16", "data.name": "fashion_mnist"})
+    peak = {"flops_per_second": 1e11, "bytes_per_second": 1e10}
+    profile = dataclasses.replace(make_profile(), peak=peak)
+    found = describe.describe(config, Link(1e-2, 1e8), profile, most_devices=4)["scaling"]
+    least, predicted = found["seconds"]["least_by_devices"], found["seconds"]["predicted_on_one_device"]
+    assert least[1] == 4 * least[4] < predicted
+    data = found["communication"]["data"]
+    assert data["best_speedup"] <= predicted / least[1]
+    assert data["outweighed_at"] > 1
+    assert "communication outweighs computing from" in describe_work.tables(found)
+    with pytest.raises(InputError, match="has no peak rates"):
+        describe.describe(config, profile=make_profile())
+
+
+def test_capsnet_has_work_and_no_parts():
+    config = RunConfig().replace({"model.name": "capsnet", "model.lanes": "", "train.batch_size": 2})
+    assert set(describe.describe(config, Link(1e-5, 1e9))["scaling"]["work"]) == {"all"}

@@ -1,6 +1,8 @@
 """What the experiments compute from their measurements."""
 
-from experiments import balance, scaling, simulator_check
+import json
+
+from experiments import balance, rented, scaling, simulator_check
 
 
 def test_balance_compares_every_partitioner_with_random_and_the_exact_one():
@@ -26,7 +28,33 @@ def test_a_batch_is_only_split_evenly_and_all_that_is_split_is_also_simulated():
     assert {("mlcn-data", 2), ("mlcn-lane", 8), ("mlcn-hybrid", 4)} <= simulated
 
 
-def test_the_simulator_is_checked_on_thirty_splits_of_two_devices():
+def test_the_simulator_is_checked_on_enough_splits_of_two_devices():
     rows = simulator_check.configurations()
-    assert len({str(row) for row in rows}) == 30
+    assert len({str(row) for row in rows}) == 48
     assert all(row["data"] * row["lane"] == 2 for row in rows)
+
+
+def test_a_check_of_the_simulator_goes_on_where_it_was(tmp_path):
+    path, about = tmp_path / "check.json", {"rounds": 3, "profile": "abc"}
+    assert simulator_check.earlier_rows(path, about) == []
+    path.write_text(json.dumps({**about, "rows": [{"lanes": "a"}]}))
+    assert simulator_check.earlier_rows(path, about) == [{"lanes": "a"}]
+    assert simulator_check.earlier_rows(path, {**about, "rounds": 4}) == []
+
+
+def test_rented_machines_are_nine_and_choices_are_judged_by_what_was_measured():
+    assert len(set(rented.sets())) == 9
+    rows = []
+    for name, seconds, cost in (("a", 100.0, 3.0), ("b", 200.0, 2.0)):
+        row = {"machines": [name], "interval": [0.9 * seconds, 1.1 * seconds]}
+        for how in ("predicted", "measured"):
+            row |= {f"{how}_seconds": seconds, f"{how}_cost": cost}
+        rows.append(row)
+    found = rented.summarize(rows)
+    assert (found["largest_error_seconds"], found["latest"], found["inside_interval"]) == (0.0, 0.0, 1.0)
+    assert [pick["picked"] for pick in found["choices"]] == [["a"], ["b"]]
+    rows[1]["measured_seconds"] = 250.0  # predicted in time for 100 and 250 only
+    rows[1]["predicted_seconds"] = 90.0
+    found = rented.summarize(rows)
+    assert found["latest"] == 1.5
+    assert found["largest_over_cheapest"] == 1.0

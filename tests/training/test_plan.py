@@ -3,13 +3,15 @@
 import dataclasses
 import json
 
+import jax
+import numpy as np
 import pytest
 from made_profile import make_profile
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.placement import cost, partition
-from mlcn_jax.training import loop, plan
+from mlcn_jax.placement import cost, partition, simulate
+from mlcn_jax.training import loop, speeds, splits
 
 EQUAL = ModelSpec("mlcn", (28, 28, 1), 10, "mlcn1:w2*4")
 LINK = {"latency_seconds": 1e-5, "bytes_per_second": 1e9}
@@ -21,7 +23,7 @@ def profile():
 
 
 def fastest(spec, profiles, num_processes, batch_size=100):
-    found = plan.candidates(spec, batch_size, profiles, "greedy", num_processes)
+    found = splits.candidates(spec, batch_size, profiles, "greedy", num_processes)
     return min(found, key=lambda candidate: candidate.step.total_seconds)
 
 
@@ -32,8 +34,8 @@ def test_devices_that_share_the_cores_of_a_process_bring_nothing(profile):
 
 def test_a_slow_link_favours_lanes_and_lanes_that_do_not_divide_go_to_stacks(profile):
     two = [dataclasses.replace(profile, link=LINK)] * 2
-    splits = {(c.data, c.lane, c.placement is None) for c in plan.candidates(EQUAL, 100, two, "greedy", 2)}
-    assert splits == {(2, 1, True), (1, 2, True), (1, 2, False)}
+    found = {(c.data, c.lane, c.placement is None) for c in splits.candidates(EQUAL, 100, two, "greedy", 2)}
+    assert found == {(2, 1, True), (1, 2, True), (1, 2, False)}
     best = fastest(EQUAL, [dataclasses.replace(profile, link=LINK | {"bytes_per_second": 1e7})] * 2, 2)
     assert (best.data, best.lane) == (1, 2)
     odd = dataclasses.replace(EQUAL, lanes="mlcn1:w2*3")
@@ -54,17 +56,17 @@ def test_a_mesh_whose_lanes_do_not_fit_is_no_candidate(profile):
     lane = profile.lane_bytes(cost.lane_cost(EQUAL.lane_groups[0].spec, EQUAL.lane_settings, EQUAL.image_shape), 100)
     small = dataclasses.replace(profile, memory_bytes=int(lane * 0.9), link=LINK)
     with pytest.raises(InputError, match="and memory for it"):
-        plan.candidates(EQUAL, 100, [small], "greedy", 1)
+        splits.candidates(EQUAL, 100, [small], "greedy", 1)
 
 
 def test_no_split_at_all_is_said(profile):
     with pytest.raises(InputError, match="neither batch nor lanes can be split over 3 devices"):
-        plan.candidates(dataclasses.replace(EQUAL, lanes="mlcn1:w2*2"), 100, [profile] * 3, "greedy", 3)
+        splits.candidates(dataclasses.replace(EQUAL, lanes="mlcn1:w2*2"), 100, [profile] * 3, "greedy", 3)
 
 
 def test_without_profiles_lanes_weigh_what_they_compute():
     spec = dataclasses.replace(EQUAL, lanes="mlcn1:w1*2,mlcn1:w4d2")
-    problem = plan.placement_problem(spec, 100, [None, None], ["a", "b"])
+    problem = splits.placement_problem(spec, 100, [None, None], ["a", "b"])
     (small, same), (_, other), (large, _) = problem.seconds
     assert small == same == other
     assert large > 10 * small
@@ -73,7 +75,7 @@ def test_without_profiles_lanes_weigh_what_they_compute():
 
 def test_memory_that_a_lane_lacks_is_said(profile):
     none = dataclasses.replace(profile, memory_bytes=10)
-    problem = plan.placement_problem(EQUAL, 100, [none, none], ["a", "b"])
+    problem = splits.placement_problem(EQUAL, 100, [none, none], ["a", "b"])
     with pytest.raises(InputError, match=r"lane 0 \(mlcn1:w2d1\) needs .* more than any device can hold"):
         partition.partition("greedy", problem)
 
@@ -106,3 +108,100 @@ def test_a_plan_that_cannot_be_found_says_why(tiny, tmp_path, profile, changes, 
         changes["parallel.profile"] = str(path)
     with pytest.raises(InputError, match=message):
         loop.train(tiny.replace({"parallel.plan": "auto", **changes}), tmp_path / "run")
+
+
+def test_devices_that_differ_are_timed_once_and_named(tiny, tmp_path, monkeypatch):
+    timed = []
+
+    def seconds(lane, spec, batch_size, device):
+        timed.append((str(lane), device.id))
+        return 1.0 + 2.0 * device.id
+
+    monkeypatch.setattr(speeds, "_kind", lambda device: f"kind {device.id}")
+    monkeypatch.setattr(speeds, "_seconds", seconds)
+    few = tiny.replace(
+        {"train.num_steps": 1, "parallel.plan": "stacks", "parallel.lane": 2, "model.lanes": "mlcn1:w1*4"}
+    )
+    about = loop.train(few, tmp_path / "run")["parallel"]
+    assert timed == [("mlcn1:w1d1", 0), ("mlcn1:w1d1", 1)]
+    assert about["lanes"] == {"cpu 0": "mlcn1:w1d1*3", "cpu 1": "mlcn1:w1d1*1"}
+    assert about["measured_seconds"]["cpu 1, kind 1"] == {"mlcn1:w1d1": 3.0}
+    loop.train(few.replace({"train.num_steps": 2}), tmp_path / "run")
+    assert len(timed) == 2
+    (tmp_path / "run" / "device_speeds.json").write_text("{")
+    loop.train(few.replace({"train.num_steps": 3}), tmp_path / "run")
+    assert len(timed) == 4
+
+
+def test_devices_of_one_kind_are_not_timed(monkeypatch):
+    monkeypatch.setattr(speeds, "_seconds", None)
+    assert speeds.speeds_of(EQUAL, 100, jax.devices()[:2]) is None
+
+
+def test_processes_of_one_kind_are_timed_if_one_is_slow(monkeypatch):
+    tiny_seconds = [0.001, 0.002]
+    monkeypatch.setattr(speeds.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(speeds.processes, "everywhere", lambda function: tiny_seconds)
+    assert speeds._speeds_differ(jax.devices())
+    tiny_seconds[1] = 0.0011
+    assert not speeds._speeds_differ(jax.devices())
+
+
+def test_lanes_between_the_timed_ones_are_interpolated():
+    spec = dataclasses.replace(EQUAL, lanes="mlcn1:w1,mlcn1:w2,mlcn1:w4")
+    known = ({"mlcn1:w1d1": 1.0, "mlcn1:w4d1": 9.0}, {"mlcn1:w1d1": 2.0, "mlcn1:w4d1": 2.0})
+    problem = speeds.Speeds(("a", "b"), 100, known).problem(spec, ["a", "b"])
+    assert problem.seconds[0] == pytest.approx([1.0, 2.0])
+    assert 1.0 < problem.seconds[1][0] < 9.0
+    assert problem.seconds[2] == pytest.approx([9.0, 2.0])
+
+
+def test_no_split_is_predicted_to_bring_more_than_its_devices(profile):
+    spec = dataclasses.replace(EQUAL, lanes="mlcn1:w2*8")
+    crowded = dataclasses.replace(
+        profile, crowding=0.2, link=LINK, head_seconds_of=dict.fromkeys(profile.head_seconds_of, 0.0)
+    )
+    alone = splits.predict_mesh(spec, 100, 1, 1, [crowded], [1.0]).total_seconds
+    for count in (2, 4, 8):
+        many, ones = [crowded] * count, [1.0] * count
+        meshes = [splits.predict_mesh(spec, 100, 1, count, many, ones)]
+        meshes += [splits.predict_mesh(spec, 100, count, 1, many, ones)] if count < 8 else []
+        assert all(alone / mesh.total_seconds <= count for mesh in meshes)
+        placement = partition.partition("greedy", splits.placement_problem(spec, 100, many, [""] * count))
+        assert alone / splits.predict_stacks(spec, 100, placement, many, ones, "ring").total_seconds <= count
+    shared = dataclasses.replace(crowded, sharing={"devices": 2, "slowdown": 1.25, "spread": 0.0})
+    step = splits.predict_mesh(spec, 100, 1, 2, [shared] * 2, [1.0] * 2).total_seconds
+    assert alone / step <= 2 / 1.25
+    apart = simulate.Cluster([0, 1], simulate.Link(**LINK), simulate.Link(**LINK))
+    assert splits.predict_mesh(spec, 100, 1, 2, [shared] * 2, [1.0] * 2, apart).total_seconds < step
+
+
+def test_a_prediction_says_how_sure_it_is(profile):
+    assert splits.interval(1.0, EQUAL, [profile]) is None
+    kept = dataclasses.replace(profile, residuals={"lane": [0.1, -0.1, 0.1, -0.1], "stack": [0.2, -0.2, 0.2, -0.2]})
+    alone = splits.interval(1.0, dataclasses.replace(EQUAL, lanes="mlcn1:w2"), [kept])
+    stack = splits.interval(1.0, EQUAL, [kept])
+    assert stack.low_seconds < alone.low_seconds < 1.0 < alone.high_seconds < stack.high_seconds
+    assert alone.high_seconds == pytest.approx(np.exp(0.1 * 2.132), rel=1e-3)  # Student's t, four residuals
+    shared = dataclasses.replace(kept, sharing={"devices": 2, "slowdown": 1.0, "spread": 0.3})
+    assert splits.interval(1.0, EQUAL, [shared] * 2, lane=2).high_seconds > stack.high_seconds
+
+
+def test_residual_lanes_are_split_by_their_profile():
+    spec = ModelSpec("mlcn", (28, 28, 1), 10, "resnet:w1*2,resnet:w2*2", norm_group=50)
+    residual = dataclasses.replace(make_profile("resnet"), link=LINK)
+    found = splits.candidates(spec, 100, [residual] * 2, "greedy", 2)
+    assert {(c.data, c.lane, c.placement is None) for c in found} == {(2, 1, True), (1, 2, True), (1, 2, False)}
+    placed = next(c.placement for c in found if c.placement)
+    assert sorted(placed.device_of) == [0, 0, 1, 1]
+    together = dataclasses.replace(spec, norm_group=100)  # groups of a whole batch cannot be split
+    assert {c.data for c in splits.candidates(together, 100, [residual] * 2, "greedy", 2)} == {1}
+
+
+def test_the_plan_that_is_found_says_how_sure_it_is(tiny, tmp_path, profile, caplog):
+    kept = dataclasses.replace(profile, crowding=0.0, residuals={"lane": [0.1, -0.1], "stack": [0.1, -0.1]})
+    kept.save(tmp_path / "profile.json")
+    changes = {"train.num_steps": 1, "parallel.plan": "auto", "parallel.profile": str(tmp_path / "profile.json")}
+    with caplog.at_level("INFO", logger="mlcn_jax"):
+        loop.train(tiny.replace(changes), tmp_path / "run")
+    assert any("ms a step predicted (90 % within " in record.getMessage() for record in caplog.records)

@@ -1,0 +1,284 @@
+"""Predicted time and cost of real trainings on three kinds of machine, single and in pairs, against what they took.
+
+    mlcn_jax profile --cores=1 --output=profile.json
+    python -m experiments.rented --profile=profile.json --data_dir=FOLDER
+
+The kinds are one core of this machine each, held back by stopping its process for a part of the time; their prices are
+made up. All three singles and six pairs train the same configuration with the commands that `mlcn_jax cheapest`
+prints. Their starts are measured with a run of one step each. For every measured time as a deadline, what `cheapest`
+picks is compared with the cheapest that was measured in time. Goes on where it was stopped. Writes
+`experiments/results/rented.json` and `.png`.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from experiments import REPOSITORY, RESULTS, workers
+from experiments.simulator_check import digest
+from mlcn_jax import host
+from mlcn_jax.analysis import cheapest, cheapest_report, market
+from mlcn_jax.distributed.processes import free_port
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json, write_json
+from mlcn_jax.launch import launch_script
+from mlcn_jax.placement.catalog import Offer
+from mlcn_jax.placement.profile import DeviceProfile
+from mlcn_jax.placement.simulate import Link
+from mlcn_jax.training.session import open_session
+
+KINDS = {"full": (1.0, 1.0), "half": (2.0, 0.4), "third": (3.0, 0.3)}  # slowness and price per hour
+_PERIOD_SECONDS = 0.03
+
+
+def held_back(profile: DeviceProfile, slowness: float) -> DeviceProfile:
+    """The profile of a device that is stopped for a part of the time."""
+    if slowness == 1.0:
+        return profile
+
+    def slower(values: Mapping[str, float]) -> dict[str, float]:
+        return {name: slowness * value for name, value in values.items()}
+
+    return dataclasses.replace(
+        profile,
+        layer_seconds={name: [(x, slowness * s) for x, s in pairs] for name, pairs in profile.layer_seconds.items()},
+        value_seconds=slower(profile.value_seconds),
+        step_seconds=slowness * profile.step_seconds,
+        parameter_seconds=slowness * profile.parameter_seconds,
+        head_seconds_of=slower(profile.head_seconds_of),
+    )
+
+
+def sets() -> list[tuple[str, ...]]:
+    """All singles and pairs."""
+    return [*((kind,) for kind in KINDS), *itertools.combinations_with_replacement(KINDS, 2)]
+
+
+def base(values: Any) -> list[str]:
+    """`--config` and the fields of the training."""
+    fields = {
+        "data.name": values.data,
+        "data.dir": values.data_dir,
+        "model.lanes": values.lanes,
+        "train.batch_size": 100,
+        "train.num_epochs": 100,
+        "train.num_steps": values.steps,
+        "train.checkpoint_every": max(1, values.steps // 3),
+        "train.score_test": "false",
+    }
+    return [f"--config={REPOSITORY / 'configs' / 'default.py'}", *(f"--config.{k}={v}" for k, v in fields.items() if v)]
+
+
+def market_of(values: Any, profile: DeviceProfile, startup: Mapping[str, float]) -> market.Market:
+    """The three kinds as offers, of which two of each may be had."""
+    config = workers.config_of(dict(flag[9:].split("=", 1) for flag in base(values)[1:]))
+    offers = []
+    for kind, (slowness, price) in KINDS.items():
+        of_kind, file = held_back(profile, slowness), profile_file(values, kind)
+        of_kind.save(file)
+        offers.append((Offer(kind, price, available=2, startup_seconds=startup[kind]), of_kind, str(file)))
+    link = Link(**profile.link) if profile.link else None
+    terms = market.Terms(0.0, 0.0, values.checkpoint_seconds, float("inf"), None, link, 2)
+    return market.Market(cheapest.task_of(config, open_session(config)), terms, offers)
+
+
+def profile_file(values: Any, kind: str) -> Path:
+    """Where the profile of a kind of machine is kept."""
+    return Path(values.output).resolve() / f"rented_{kind}_profile.json"
+
+
+def measure(kinds: Sequence[str], commands: Sequence[str], cores: Sequence[int]) -> float:
+    """Seconds from the start of all commands to the end of the last, each on a core, held back as its kind is."""
+    port, running = free_port(), []
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.monotonic()
+        for i, (command, core) in enumerate(zip(commands, cores, strict=False)):
+            given = command.partition("  # ")[0].replace("HOST:29500", f"127.0.0.1:{port}")
+            arguments = [a for a in shlex.split(given)[1:] if not a.startswith("--workdir=")]
+            while arguments[0] != "train":  # the program may be several words
+                arguments.pop(0)
+            with on_core(core):
+                running.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "mlcn_jax", *arguments, f"--workdir={folder}/run"],
+                        cwd=REPOSITORY,
+                        env={**os.environ, "MLCN_JAX_WATCHED": "1", "JAX_NUM_CPU_DEVICES": "1"},
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL if i else None,
+                    )
+                )
+        with contextlib.ExitStack() as stack:
+            for kind, process in zip(kinds, running, strict=True):
+                stack.enter_context(throttled(process.pid, KINDS[kind][0]))
+            codes = [process.wait() for process in running]
+        if any(codes):
+            raise InputError(f"a training failed with exit codes {codes}: its message is above")
+        return time.monotonic() - started
+
+
+@contextlib.contextmanager
+def on_core(core: int) -> Iterator[None]:
+    """Binds this thread, and the processes that it starts meanwhile, to a core."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, [core])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextlib.contextmanager
+def throttled(pid: int, slowness: float) -> Iterator[None]:
+    """Stops a process for all but 1 / slowness of the time."""
+    if slowness == 1.0:
+        yield
+        return
+    over = threading.Event()
+
+    def interrupt() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            while not over.wait(_PERIOD_SECONDS / slowness):
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(_PERIOD_SECONDS * (1 - 1 / slowness))
+                os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Errors of time and cost, and for every measured time as a deadline what the choice by prediction costs."""
+    errors = {
+        what: [abs(row[f"predicted_{what}"] / row[f"measured_{what}"] - 1) for row in rows]
+        for what in ("seconds", "cost")
+    }
+    picks = []
+    for deadline in sorted(row["measured_seconds"] for row in rows):
+        able = [row for row in rows if row["predicted_seconds"] <= deadline]
+        if not able:
+            continue
+        pick = min(able, key=lambda row: row["predicted_cost"])
+        least = min(row["measured_cost"] for row in rows if row["measured_seconds"] <= deadline)
+        late = max(0.0, pick["measured_seconds"] / deadline - 1)
+        over = pick["measured_cost"] / least
+        picks.append({"deadline_seconds": deadline, "picked": pick["machines"], "over_cheapest": over, "late": late})
+    intervals = [row["interval"][0] <= row["measured_seconds"] <= row["interval"][1] for row in rows if row["interval"]]
+    return {
+        "mean_error_seconds": statistics.mean(errors["seconds"]),
+        "largest_error_seconds": max(errors["seconds"]),
+        "largest_error_cost": max(errors["cost"]),
+        "largest_over_cheapest": max((pick["over_cheapest"] for pick in picks), default=None),
+        "latest": max((pick["late"] for pick in picks), default=None),
+        "inside_interval": statistics.mean(intervals) if intervals else None,
+        "choices": picks,
+    }
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Measured and predicted time and cost of all nine."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for row in rows:
+        x, y = ([row[f"{how}_{what}"] for how in ("predicted", "measured")] for what in ("seconds", "cost"))
+        axes.plot(x, y, color="0.7", zorder=0)
+        axes.plot(x[0], y[0], "o", color="C0", fillstyle="none")
+        axes.plot(x[1], y[1], "o", color="C1")
+        axes.annotate(" + ".join(row["machines"]), (x[1], y[1]), (4, 4), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="seconds of the training (open: predicted, filled: measured)", ylabel="cost at made-up prices")
+    axes.set(xlim=(0, None), ylim=(0, None))
+    figure.savefig(path, dpi=120)
+
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("profile", "profile.json", "Profile of one core.", flag_values=values)
+    flags.DEFINE_string("data", "fashion_mnist", "Dataset.", flag_values=values)
+    flags.DEFINE_string("data_dir", "", "Its folder; if empty, it is downloaded.", flag_values=values)
+    flags.DEFINE_string("lanes", "mlcn1:w2*4,mlcn2:w2d2*4", "Lanes of the model.", flag_values=values)
+    flags.DEFINE_integer("steps", 600, "Training steps.", lower_bound=1, flag_values=values)
+    flags.DEFINE_float("checkpoint_seconds", 1.0, "Time that saving takes from training.", flag_values=values)
+    flags.DEFINE_string("output", str(RESULTS), "Folder for rented.json and rented.png.", flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
+    profile = workers.one_core_profile(values.profile)
+    cores = sorted(os.sched_getaffinity(0))
+    output = Path(values.output)
+    output.mkdir(parents=True, exist_ok=True)
+    path, about = output / "rented.json", {"training": base(values), "profile": digest(profile)}
+    about |= {"kinds": {kind: list(of) for kind, of in KINDS.items()}}
+    stored = read_json(path) if path.exists() else {}
+    if any(stored.get(name) != value for name, value in about.items()):
+        stored = {}
+    startup, rows = dict(stored.get("startup_seconds", {})), list(stored.get("rows", []))
+
+    def save() -> None:
+        more = summarize(rows) if rows else {}
+        write_json(path, {**about, **host.environment(), **more, "startup_seconds": startup, "rows": rows})
+
+    for count in (1, 2):  # one alone, and two that must also meet
+        for kind in KINDS:
+            name = kind if count == 1 else f"{kind} with another"
+            if name not in startup:
+                startup[name] = _startup(values, kind, count, cores)
+                save()
+    for kinds in sets()[len(rows) :]:
+        suffix = "" if len(kinds) == 1 else " with another"
+        whole = market_of(values, profile, {kind: startup[kind + suffix] for kind in KINDS})
+        numbers = tuple(sorted([c.offer.machine for c in whole.choices].index(kind) for kind in kinds))
+        way = min(whole.on(numbers), key=lambda way: way.seconds)
+        commands = cheapest_report.commands(whole, way, base(values))
+        ordered = [whole.choices[n].offer.machine for n in way.machines]
+        seconds = measure(ordered, commands, cores)
+        price = sum(KINDS[kind][1] for kind in kinds) / 3600
+        rows.append(
+            {
+                "machines": kinds,
+                "split": cheapest_report.split_of(way),
+                "predicted_seconds": way.seconds,
+                "measured_seconds": seconds,
+                "predicted_cost": way.cost,
+                "measured_cost": price * seconds,
+                "interval": [way.interval.low_seconds, way.interval.high_seconds] if way.interval else None,
+            }
+        )
+        print(f"{way.seconds / seconds:.2f}  {seconds:4.0f} s  {' + '.join(kinds)}  {rows[-1]['split']}", flush=True)
+        save()
+    draw(rows, output / "rented.png")
+    print(summarize(rows))
+
+
+def _startup(values: Any, kind: str, count: int, cores: Sequence[int]) -> float:
+    """Seconds of a training of one step, alone or beside another of the kind: almost all of it is its start."""
+    common = [*base(values), "--config.train.num_steps=1", "--config.train.checkpoint_every=1"]
+    if count == 1:
+        return measure([kind], [shlex.join(["mlcn_jax", "train", *common])], cores)
+    two = ["--config.parallel.plan=stacks", "--config.parallel.lane=2", "--config.parallel.processes=2"]
+    two += ["--config.parallel.coordinator=HOST:29500", "--config.parallel.partitioner=round_robin"]
+    two.append(f"--config.parallel.profile={Path(values.profile).resolve()}")
+    commands = [shlex.join(["mlcn_jax", "train", *common, *two, f"--config.parallel.process={i}"]) for i in range(2)]
+    return measure([kind] * 2, commands, cores)
+
+
+if __name__ == "__main__":
+    launch_script(define, main)

@@ -1,0 +1,187 @@
+"""Which machines train a model by a deadline at the least cost: what is asked, and the answer or what is in its way."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlcn_jax.analysis.market import Market, Task, Terms, Way, lane_cost
+from mlcn_jax.config import did_you_mean
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import program
+from mlcn_jax.placement.catalog import Offer
+from mlcn_jax.placement.profile import DeviceProfile
+
+
+def best_way(market: Market, ways: Sequence[Way], deadline_seconds: float) -> Way:
+    """The cheapest way that is done by the deadline, the fastest of equally cheap ones.
+
+    Raises:
+      InputError: the model fits nowhere, or no way is done by then; it says what would.
+    """
+    if not ways:
+        raise InputError(_fits_nowhere(market))
+    in_time = [way for way in ways if way.seconds <= deadline_seconds]
+    if not in_time:
+        fastest = ways[0]
+        names = " + ".join(market.choices[n].offer.name for n in fastest.machines)
+        raise InputError(
+            f"no way trains it in {duration(deadline_seconds)}: the nearest deadline that can be met is "
+            f"--deadline={round_up(fastest.seconds)} ({names}, {fastest.kind}, for {fastest.cost:.2f}); allow more "
+            "time, more machines (--most_machines) or fewer steps"
+        )
+    return min(in_time, key=lambda way: (way.cost, way.seconds))
+
+
+def _fits_nowhere(market: Market) -> str:
+    task, devices = market.task, [choice.devices[0] for choice in market.choices]
+    roomiest = max(devices, key=lambda profile: profile.memory_bytes)
+    costs = [lane_cost(task.spec, group.spec) for group in task.spec.lane_groups]
+    largest = max(costs, key=lambda one: roomiest.lane_bytes(one, task.batch_size))
+    needed = roomiest.lane_bytes(largest, task.batch_size)
+    others = sum(one.state_bytes * n for one, n in zip(costs, market.counts, strict=True)) - largest.state_bytes
+    batch = task.batch_size
+    while batch > min(roomiest.batch_sizes) and roomiest.lane_bytes(largest, batch) + others > roomiest.memory_bytes:
+        batch //= 2
+    fits = roomiest.lane_bytes(largest, batch) + others <= roomiest.memory_bytes
+    smaller = f"a batch of {batch}, " if fits and batch < task.batch_size else ""
+    return (
+        f"the model fits none of the {len(market.choices)} machines: {largest.spec} needs {needed / 2**30:.2f} GiB for "
+        f"batches of {task.batch_size}, and all lanes {(needed + others) / 2**30:.2f} GiB, but the largest device has "
+        f"{roomiest.memory_bytes / 2**30:.2f} GiB: it would fit with {smaller}narrower lanes, or a device with "
+        f"{(needed + others) / 2**30:.2f} GiB"
+    )
+
+
+def task_of(config: Any, session: Any) -> Task:
+    """What a configuration trains.
+
+    Args:
+      config: a `RunConfig`.
+      session: its `Session`.
+
+    Raises:
+      InputError: the model has no lanes, whose costs a profile could predict.
+    """
+    spec, train = session.spec, config.train
+    if not spec.lane_groups:
+        raise InputError("device profiles predict lanes, and CapsNet has none: give a configuration of an mlcn")
+    save_every = train.checkpoint_every or session.steps_per_epoch
+    saves = math.ceil(session.num_steps / save_every)
+    validation = len(session.validation.labels)
+    views = 2 if config.data.flip or config.data.alternate_flips else 1
+    scored = saves * validation + views * (validation + train.score_test * len(session.dataset.test.labels))
+    alone = bool(spec.classifies_alone.all()) or (
+        spec.margin_loss == "per_lane_sum" and spec.decoder_gradient == "none"
+    )
+    coupled = spec.ensemble_weight or spec.lane_dropout or spec.decoder_gradient == "all" or train.clip_norm
+    images = (session.train.images, session.validation.images, session.dataset.test.images)
+    return Task(
+        spec=spec,
+        batch_size=train.batch_size,
+        steps=session.num_steps,
+        save_every=save_every,
+        scored_images=scored,
+        data_bytes=sum(part.nbytes for part in images),
+        apart=alone and not coupled,
+    )
+
+
+def with_profiles(
+    offers: Sequence[Offer], profiles: Mapping[str, tuple[DeviceProfile, str]], terms: Terms
+) -> tuple[list[tuple[Offer, DeviceProfile, str]], list[str]]:
+    """The offers that can be judged, and why the others cannot.
+
+    Args:
+      offers: of a catalog.
+      profiles: with their files, by machine or accelerator in small letters.
+      terms: without interruptions, spot machines whose catalog does not say are left out.
+    """
+    found, passed = [], []
+    for offer in offers:
+        key = next((n.lower() for n in (offer.machine, offer.accelerator) if n and n.lower() in profiles), "")
+        if not key:
+            passed.append(f"{offer.machine if not offer.accelerator else offer.accelerator}: no profile")
+        elif offer.spot and offer.interruptions_per_hour is None and terms.interruptions_per_hour is None:
+            passed.append("spot machines: no --interruptions_per_hour")
+        elif offer.devices > 1 and profiles[key][0].link is None:
+            passed.append(f"{offer.machine}: the profile {profiles[key][1]} has no link between two devices")
+        else:
+            found.append((offer, *profiles[key]))
+    return found, list(dict.fromkeys(passed))
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: `3.2 h`, `12 min`, `40 s`."""
+    if seconds >= 2 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.1f} min" if seconds >= 120 else f"{seconds:.0f} s"
+
+
+def round_up(seconds: float) -> str:
+    """Seconds as a deadline, not below."""
+    return f"{math.ceil(seconds / 60)}m" if seconds >= 600 else f"{math.ceil(seconds)}s"
+
+
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+def seconds_of(text: str, flag: str) -> float:
+    """Seconds of a text such as `6h`, `1h30m` or `90s`; raises InputError, naming the flag, if it is none."""
+    parts = re.fullmatch(r"(?:(\d+(?:\.\d+)?)([dhms]))+", text)
+    found = re.findall(r"(\d+(?:\.\d+)?)([dhms])", text) if parts else []
+    total = sum(float(number) * _UNITS[unit] for number, unit in found)
+    if not total:
+        raise InputError(f"--{flag}={text} is not a time above 0: give days, hours, minutes or seconds, as 6h or 1h30m")
+    return total
+
+
+def read_profiles(text: str, offers: Sequence[Offer]) -> dict[str, tuple[DeviceProfile, str]]:
+    """The profiles of a catalog's machines, with their files, by machine or accelerator in small letters.
+
+    Args:
+      text: `FILE` or `NAME=FILE`, separated by commas. Without a name, the accelerator whose name is part of the
+        device's in the profile is meant.
+      offers: of the catalog, which may name files itself.
+
+    Raises:
+      InputError: a file cannot be used, a name is of no machine, or no machine has a profile.
+    """
+    found: dict[str, tuple[DeviceProfile, str]] = {}
+    loaded: dict[str, DeviceProfile] = {}
+
+    def load(file: str) -> DeviceProfile:
+        if file not in loaded:
+            loaded[file] = DeviceProfile.load(Path(file).expanduser())
+        return loaded[file]
+
+    known = {name.lower(): name for offer in offers for name in (offer.machine, offer.accelerator) if name}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, file = entry.rpartition("=")
+        if equals:
+            if name.lower() not in known:
+                meant = did_you_mean(name, known.values())
+                raise InputError(f"--profiles={entry}: the catalog has no machine or accelerator {name!r}{meant}")
+            found[name.lower()] = (load(file), file)
+            continue
+        words = set(re.split(r"[^a-z0-9]+", load(file).device.lower()))
+        names = {o.accelerator.lower() for o in offers if o.accelerator}
+        fitting = [name for name in names if set(re.split(r"[^a-z0-9]+", name)) <= words]
+        if not fitting:
+            raise InputError(
+                f"--profiles={file} is of {load(file).device}, which is no accelerator of the catalog: say which "
+                f"machine it is of, as --profiles=NAME={file}"
+            )
+        found |= dict.fromkeys(fitting, (load(file), file))
+    for offer in offers:
+        if offer.profile:
+            found[offer.machine.lower()] = (load(offer.profile), offer.profile)
+    if not found:
+        kinds = list(dict.fromkeys(offer.accelerator or offer.machine for offer in offers))
+        raise InputError(
+            f"no machine of the catalog has a device profile: on one of each kind ({', '.join(kinds[:5])}"
+            f"{', ...' if len(kinds) > 5 else ''}), measure it with {program()} profile --output=FILE, then give "
+            "--profiles=NAME=FILE,NAME=FILE"
+        )
+    return found

@@ -1,0 +1,212 @@
+"""The ways to train a model on rented machines as a table, JSON, a picture and the commands of the best."""
+
+import dataclasses
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mlcn_jax.analysis.cheapest import duration
+from mlcn_jax.analysis.market import Choice, Market, Way
+from mlcn_jax.files import write_json
+from mlcn_jax.launch import program
+from mlcn_jax.placement.spot import Interruptions
+
+_PORT = 29500
+
+
+def machines_of(market: Market, way: Way) -> str:
+    """The machines of a way: `2 x a + b`."""
+    names = [market.choices[n].offer.name for n in way.machines]
+    return " + ".join(f"{names.count(n)} x {n}" if names.count(n) > 1 else n for n in dict.fromkeys(names))
+
+
+def split_of(way: Way) -> str:
+    """How a way splits the model."""
+    if way.kind == "mesh":
+        return "one device" if way.data * way.lane == 1 else f"mesh, data={way.data}, lane={way.lane}"
+    return f"stacks over {way.lane} devices" if way.kind == "stacks" else "lanes apart"
+
+
+def table(market: Market, ways: Sequence[Way], best: Way) -> str:
+    """The Pareto front in Markdown; the best is marked."""
+    lines = [["", "machines", "split", "time", "90 % within", "cost", "save every", "lost if interrupted"]]
+    lines.append(["---"] * len(lines[0]))
+    for way in ways:
+        ends = (way.interval.low_seconds, way.interval.high_seconds) if way.interval else ()
+        lines.append(
+            [
+                "best" if way == best else "",
+                machines_of(market, way),
+                split_of(way),
+                duration(way.seconds),
+                " to ".join(map(duration, ends)) or "not known",
+                f"{way.cost:.4g}",
+                f"{way.save_every:,} steps",
+                duration(way.lost_seconds) if way.lost_seconds else "",
+            ]
+        )
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def rows(market: Market, ways: Sequence[Way], best: Way) -> list[dict[str, Any]]:
+    """The Pareto front, ready for JSON."""
+    return [
+        {
+            **{
+                f.name: getattr(way, f.name) for f in dataclasses.fields(way) if f.name not in ("interval", "placement")
+            },
+            "machines": [market.choices[n].offer.name for n in way.machines],
+            "split": split_of(way),
+            "interval": dataclasses.asdict(way.interval) if way.interval else None,
+            "device_of": way.placement.device_of if way.placement else None,
+            "best": way == best,
+        }
+        for way in ways
+    ]
+
+
+def draw(market: Market, ways: Sequence[Way], best: Way, deadline_seconds: float, path: Path) -> None:
+    """Cost over time, with intervals, the deadline and the best."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    unit, name = next((u, n) for u, n in ((3600, "hours"), (60, "minutes"), (1, "seconds")) if ways[0].seconds > u)
+    hours = [way.seconds / unit for way in ways]
+    axes.step(hours, [way.cost for way in ways], where="post", color="0.7", zorder=0)
+    for kind, marker in (("mesh", "o"), ("stacks", "s"), ("apart", "^")):
+        own = [way for way in ways if way.kind == kind]
+        if own:
+            ends = [way.interval or None for way in own]
+            low = [(w.seconds - e.low_seconds) / unit if e else 0 for w, e in zip(own, ends, strict=True)]
+            high = [(e.high_seconds - w.seconds) / unit if e else 0 for w, e in zip(own, ends, strict=True)]
+            x, y = [way.seconds / unit for way in own], [way.cost for way in own]
+            label = {"mesh": "one device or a mesh", "stacks": "stacks", "apart": "lanes apart"}[kind]
+            axes.errorbar(x, y, xerr=[low, high], fmt=marker, capsize=2, label=f"{label}, with its 90 % interval")
+    axes.annotate(machines_of(market, best), (best.seconds / unit, best.cost), (5, 5), textcoords="offset points")
+    if deadline_seconds < math.inf:
+        axes.axvline(deadline_seconds / unit, color="C3", linewidth=1, label="deadline")
+    axes.set(xlabel=name, ylabel="cost", ylim=(0, None))
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def commands(market: Market, way: Way, base: Sequence[str]) -> list[str]:
+    """The commands that rent the machines of a way and train on them.
+
+    Args:
+      market, way: the answer.
+      base: `--config` and the fields that were given.
+    """
+    choices = [market.choices[n] for n in way.machines]
+    lines = [_rent(choice, i) for i, choice in enumerate(choices) if choice.offer.cloud]
+    if way.kind == "apart":
+        return [*lines, *_apart(market, way, choices, base)]
+    fields = [f"--config.train.checkpoint_every={way.save_every}"]
+    if way.kind == "mesh":
+        fields += [f"--config.parallel.data={way.data}", f"--config.parallel.lane={way.lane}"]
+    else:
+        fields += ["--config.parallel.plan=stacks", f"--config.parallel.lane={way.lane}"]
+        fields += ["--config.parallel.partitioner=exact"]
+    processes = sum(_processes(choice) for choice in choices)
+    number = 0
+    for i, choice in enumerate(choices):
+        own = list(fields)
+        if way.kind == "stacks":
+            own.append(f"--config.parallel.profile={choice.profile_file}")
+        if len(choices) == 1:
+            own += [f"--config.parallel.processes={processes}"] if processes > 1 else []
+            lines.append(_on(choice, i, _train(base, own, "cheapest")))
+            continue
+        host = "$(sky status --ip mlcn-0)" if choices[0].offer.cloud else "HOST"
+        for _ in range(_processes(choice)):
+            address = [f"--config.parallel.processes={processes}", f"--config.parallel.process={number}"]
+            address.append(f"--config.parallel.coordinator={host}:{_PORT}")
+            lines.append(_on(choice, i, _train(base, [*own, *address], "cheapest")))
+            number += 1
+    return lines
+
+
+def _processes(choice: Choice) -> int:
+    """Accelerators of a machine share a process; CPU devices have one each."""
+    return choice.offer.devices if choice.profile.platform == "cpu" else 1
+
+
+def _apart(market: Market, way: Way, choices: Sequence[Choice], base: Sequence[str]) -> list[str]:
+    groups, lines, folders = market.task.spec.lane_groups, [], []
+    done = [0] * len(groups)
+    kept = [flag for flag in base if not flag.startswith("--config.model.lanes=")]
+    for i, (choice, held) in enumerate(zip(choices, way.lanes, strict=True)):
+        for kind, count in enumerate(held):
+            for _ in range(count):
+                name = f"lanes/{groups[kind].name}_{done[kind]}"
+                done[kind] += 1
+                folders.append(f"runs/{name}")
+                own = [f"--config.model.lanes={groups[kind].spec}", f"--config.train.seed={len(folders) - 1}"]
+                lines.append(_on(choice, i, _train(kept, own, name)))
+    return lines
+
+
+def _train(base: Sequence[str], fields: Sequence[str], name: str) -> str:
+    return f"{program()} train {shlex.join([*base, *fields, f'--workdir=runs/{name}'])}"
+
+
+def _rent(choice: Choice, number: int) -> str:
+    offer = choice.offer
+    place = [f"--zone={offer.zone}"] if offer.zone else [f"--region={offer.region}"] if offer.region else []
+    spot = ["--use-spot"] if offer.spot else []
+    return shlex.join(
+        ["sky", "launch", "--yes", f"--cluster=mlcn-{number}", f"--instance-type={offer.machine}", *place, *spot]
+    )
+
+
+def _on(choice: Choice, number: int, command: str) -> str:
+    """The command as it is given for a machine."""
+    if choice.offer.cloud:
+        return (
+            f'sky exec mlcn-{number} "{command}"'
+            if "$(" in command
+            else shlex.join(["sky", "exec", f"mlcn-{number}", command])
+        )
+    return f"{command}  # on {choice.offer.machine}"
+
+
+def write(
+    market: Market,
+    ways: Sequence[Way],
+    best: Way,
+    deadline_seconds: float,
+    passed: Sequence[str],
+    launch: Sequence[str],
+    output: Path,
+) -> None:
+    """Writes `cheapest.json` and `cheapest.png`."""
+    values = {
+        "deadline_seconds": deadline_seconds if deadline_seconds < math.inf else None,
+        "task": {
+            **{f.name: getattr(market.task, f.name) for f in dataclasses.fields(market.task) if f.name != "spec"},
+            "lanes": market.task.spec.lanes,
+        },
+        "terms": dataclasses.asdict(market.terms),
+        "passed_over": list(passed),
+        "ways": rows(market, ways, best),
+        "commands": list(launch),
+    }
+    write_json(output / "cheapest.json", values)
+    draw(market, ways, best, deadline_seconds, output / "cheapest.png")
+
+
+def advice(market: Market, best: Way) -> str:
+    """How often to save, and why, where machines of the best way may be interrupted."""
+    choices = [market.choices[n] for n in best.machines]
+    rate = sum(choice.interruptions.per_second for choice in choices)
+    if not rate:
+        return ""
+    restart = max(choice.interruptions.restart_seconds for choice in choices)
+    interval = Interruptions(rate, restart, market.terms.checkpoint_seconds).best_interval()
+    return (
+        f"{best.interruptions:.2f} interruptions expected; saving every {duration(interval)} of work costs least, and "
+        f"an interruption then undoes {duration(best.lost_seconds)}"
+    )

@@ -1,0 +1,221 @@
+"""Work, depth and bytes of a training step, how far they let it scale, and what communication costs each split."""
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mlcn_jax.config import RunConfig
+from mlcn_jax.distributed import mesh, traffic
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import lanes
+from mlcn_jax.nn.model import init_params
+from mlcn_jax.nn.spec import ModelSpec, spec_of
+from mlcn_jax.placement import bounds, cost, work
+from mlcn_jax.placement.profile import DeviceProfile
+from mlcn_jax.placement.simulate import Link
+from mlcn_jax.training.session import optimizer_of, step_options
+from mlcn_jax.training.step import TrainState, head_loss, make_train_step
+
+_STEPS_PER_EPOCH = 1000  # learning rates depend on it, work does not
+
+
+def work_by_part(config: RunConfig, spec: ModelSpec) -> dict[str, tuple[int, work.Work]]:
+    """Work of a training step by part, and in all, with how often each part occurs.
+
+    The parts are a step of each kind of lane, and the head: loss, decoder, their gradients and the decoder's update.
+    They are traced with the convolution algorithms that a run on this platform takes. `all` adds up their work; its
+    depth is that of the whole step, of which one lane of each kind is traced, as equal lanes are side by side. CapsNet
+    has no parts.
+    """
+    batch_size = config.train.batch_size
+    if not spec.lane_groups:
+        return {"all": (1, _whole(config, spec))}
+    optimizer = optimizer_of(config.train, _STEPS_PER_EPOCH)
+    images = jax.ShapeDtypeStruct((batch_size, *spec.image_shape), jnp.float32)
+    parts: dict[str, tuple[int, work.Work]] = {}
+    for group in spec.lane_groups:
+        one = lanes.LaneGroup(group.spec, 1)
+        step = cost.make_lane_step(one, spec.lane_settings, optimizer)
+
+        def init(key, x, one=one):
+            return lanes.init_group(key, one, 0, spec.lane_settings, x)
+
+        params = jax.eval_shape(init, jax.random.key(0), jax.ShapeDtypeStruct((1, *spec.image_shape), jnp.float32))
+        state = (params, jax.eval_shape(optimizer.init, params))
+        columns = jax.ShapeDtypeStruct((batch_size, spec.num_classes, 1), _column_dtype(group, spec))
+        parts[str(group.spec)] = (group.count, work.work_of(step, state, images, columns))
+    parts["head"] = (1, _head(config, spec))
+    parts["all"] = (
+        1,
+        work.combined(list(parts.values()), _whole(config, _one_of_each(spec)).depth, _held(config, spec)),
+    )
+    return parts
+
+
+def _one_of_each(spec: ModelSpec) -> ModelSpec:
+    """The model with one lane of each group: equal lanes are side by side, even where they run in turn."""
+    return spec_of(spec, [0, *itertools.accumulate(group.count for group in spec.lane_groups[:-1])])
+
+
+def _held(config: RunConfig, spec: ModelSpec) -> int:
+    """Bytes of parameters and optimizer state, read and written, and of a batch of images, read."""
+    optimizer = optimizer_of(config.train, _STEPS_PER_EPOCH)
+    params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
+    state = jax.eval_shape(lambda params: TrainState.create(params, optimizer), params)
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return 2 * held + config.train.batch_size * math.prod(spec.image_shape)
+
+
+def _column_dtype(group: lanes.LaneGroup, spec: ModelSpec) -> Any:
+    return jnp.float32 if group.kind.classifies else spec.dtype
+
+
+def _head(config: RunConfig, spec: ModelSpec) -> work.Work:
+    optimizer, weight = optimizer_of(config.train, _STEPS_PER_EPOCH), config.train.reconstruction_weight
+    batch_size = config.train.batch_size
+    decoder = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))["decoder"]
+    given = {"decoder": decoder}
+    moments = jax.eval_shape(optimizer.init, given)
+    v = jax.ShapeDtypeStruct((batch_size, spec.num_classes, len(spec.lane_specs)), spec.dtype)
+    images = jax.ShapeDtypeStruct((batch_size, *spec.image_shape), jnp.float32)
+    labels = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
+
+    def step(given, moments, v, images, labels):
+        def loss(given, v):
+            return head_loss(spec, weight, given["decoder"], v, images, labels, jax.random.key(0))[0]
+
+        grads, dv = jax.grad(loss, argnums=(0, 1))(given, v)
+        return optimizer.update(grads, moments, given), dv
+
+    return work.work_of(step, given, moments, v, images, labels)
+
+
+def _whole(config: RunConfig, spec: ModelSpec) -> work.Work:
+    optimizer = optimizer_of(config.train, _STEPS_PER_EPOCH)
+    step = make_train_step(spec, optimizer, **step_options(config))
+    params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
+    state = jax.eval_shape(lambda params: TrainState.create(params, optimizer), params)
+    batch_size = config.train.batch_size
+    images = jax.ShapeDtypeStruct((batch_size, *spec.image_shape), jnp.uint8)
+    return work.work_of(step, state, images, jax.ShapeDtypeStruct((batch_size,), jnp.int32))
+
+
+def scaling(
+    config: RunConfig, spec: ModelSpec, link: Link | None, profile: DeviceProfile | None, most_devices: int
+) -> dict[str, Any]:
+    """Work by part, Brent's bound, and for a device the seconds that no split can beat and what communication leaves.
+
+    Args:
+      config, spec: the run and its model.
+      link: between any two devices; None leaves communication out.
+      profile: of the devices; None leaves seconds out.
+      most_devices: devices are counted in powers of two up to this number.
+
+    Raises:
+      InputError: the profile was measured with other lanes, or before its peak rates were kept.
+    """
+    parts = work_by_part(config, spec)
+    whole = parts["all"][1]
+    counts = [2**k for k in range(most_devices.bit_length())]
+    found: dict[str, Any] = {
+        "work": {name: {"count": count, **part.to_dict()} for name, (count, part) in parts.items()},
+        "brent_unit_operations": {n: bounds.brent(whole.work, whole.depth, n) for n in counts},
+    }
+    if profile is not None:
+        found["seconds"] = _seconds(spec, config.train.batch_size, whole, profile, counts)
+    if link is not None and spec.lane_groups:
+        alone = found["seconds"]["predicted_on_one_device"] if profile else None
+        found["communication"] = _communication(spec, config.train.batch_size, link, alone, counts)
+    return found
+
+
+def _seconds(
+    spec: ModelSpec, batch_size: int, whole: work.Work, profile: DeviceProfile, counts: list[int]
+) -> dict[str, Any]:
+    if profile.peak is None:
+        raise InputError(
+            "the device profile has no peak rates, because an earlier version measured it: measure it again"
+        )
+    rates = (profile.peak["flops_per_second"], profile.peak["bytes_per_second"])
+    costs = [
+        cost.lane_cost(group.spec, spec.lane_settings, spec.image_shape)
+        for group in spec.lane_groups
+        for _ in range(group.count)
+    ]
+    return {
+        "least_by_devices": {
+            n: bounds.least_seconds(whole.product_flops, whole.least_bytes, *rates, devices=n) for n in counts
+        },
+        "predicted_on_one_device": profile.stack_seconds(costs, batch_size)
+        + profile.head_seconds(len(spec.lane_specs), batch_size),
+    }
+
+
+def _communication(
+    spec: ModelSpec, batch_size: int, link: Link, alone: float | None, counts: list[int]
+) -> dict[str, Any]:
+    """Seconds of communication by split and number of devices, and how far each split can scale."""
+    column_bytes = 4 * batch_size * spec.num_classes * len(spec.lane_specs)
+
+    def bytes_of(split: str, devices: int) -> float:
+        if devices == 1:
+            return 0.0
+        if split == "stacks":
+            return column_bytes
+        sizes = (devices, 1) if split == "data" else (1, devices)
+        moved = traffic.exchanged_bytes(spec, batch_size, *sizes)
+        return moved["all-reduce"] + moved["all-gather"]  # the scatter is the other half of the gather
+
+    found = {}
+    for split in ("data", "lane", "stacks"):
+        possible = [n for n in counts if n > 1 and _divides(spec, batch_size, split, n)]
+        rows = {n: {"bytes": bytes_of(split, n)} | bounds.communication(n, bytes_of(split, n), link) for n in possible}
+        found[split] = {"by_devices": rows}
+        if alone is not None and possible:
+            moved = max(row["bytes"] for row in rows.values())  # alike, but for layers that do not divide
+            most = batch_size if split == "data" else len(spec.lane_specs)
+            found[split] |= dataclasses.asdict(bounds.limit(alone, moved, link, most))
+    return found
+
+
+def _divides(spec: ModelSpec, batch_size: int, split: str, devices: int) -> bool:
+    if split == "stacks":
+        return devices <= len(spec.lane_specs)
+    try:
+        mesh.check_split(spec, batch_size, *((devices, 1) if split == "data" else (1, devices)))
+    except InputError:
+        return False
+    return True
+
+
+def tables(found: dict[str, Any]) -> str:
+    """The findings for people, in Markdown."""
+    lines = ["| part | count | W | D | W/D | bytes moved | W / bytes |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    for name, part in found["work"].items():
+        numbers = [f"{part[key]:.3g}" for key in ("work", "depth", "parallelism", "moved_bytes", "intensity")]
+        lines.append("| " + " | ".join([name, str(part["count"]), *numbers]) + " |")
+    lines += ["", "| devices | least unit operations in turn | most | least seconds |", "| --- | --- | --- | --- |"]
+    least = found.get("seconds", {}).get("least_by_devices", {})
+    for n, (low, high) in found["brent_unit_operations"].items():
+        lines.append(f"| {n} | {low:.3g} | {high:.3g} | {_number(least.get(n))} |")
+    for split, row in found.get("communication", {}).items():
+        names = ["bytes", *bounds.ALGORITHMS, "least_latency", "least_bytes"]
+        lines += ["", f"| {split}: devices | " + " | ".join(names) + " |", "| --- " * (len(names) + 1) + "|"]
+        for n, values in row["by_devices"].items():
+            lines.append(f"| {n} | " + " | ".join(_number(values[name]) for name in names) + " |")
+        if "best_speedup" in row:
+            at = row["outweighed_at"]
+            lines.append(
+                f"\n{split}: communication outweighs computing "
+                + (f"from {at} devices on" if at else "at no possible number of devices")
+                + f"; the best speed-up there can be is {row['best_speedup']:.1f}, on {row['at_devices']} devices"
+            )
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None or math.isnan(value) else f"{value:.3g}"

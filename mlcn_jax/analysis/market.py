@@ -1,0 +1,376 @@
+"""Every way to train a model on the machines of a catalog, and what it takes and costs."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from mlcn_jax.distributed.mesh import check_split
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.placement import cost, rental, simulate
+from mlcn_jax.placement.catalog import Offer
+from mlcn_jax.placement.interval import Interval, around
+from mlcn_jax.placement.partition import partition
+from mlcn_jax.placement.problem import NoRoom, Placement
+from mlcn_jax.placement.profile import DeviceProfile
+from mlcn_jax.placement.spot import Interruptions
+from mlcn_jax.training import splits
+
+_FREE = simulate.Link(0.0, math.inf)
+_PARETO_POINTS = 5  # of lanes trained apart
+_EARLIER = 0.8
+_EXACT_SECONDS = 1.0  # for one integer program
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is to be trained.
+
+    Attributes:
+      spec, batch_size: the model, and images per training step.
+      steps: training steps of the whole run.
+      save_every: steps between checkpoints, unless machines may be interrupted.
+      scored_images: images classified in the whole run besides training.
+      data_bytes: bytes of images that each machine needs first.
+      apart: whether the lanes can be trained without each other.
+    """
+
+    spec: ModelSpec
+    batch_size: int
+    steps: int
+    save_every: int
+    scored_images: int
+    data_bytes: int
+    apart: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What is assumed of machines whose catalog does not say.
+
+    Attributes:
+      startup_seconds: from the order to the first step.
+      minimum_seconds: shortest time that is paid for.
+      checkpoint_seconds: time that saving a checkpoint takes from training.
+      download_bytes_per_second: rate at which a machine gets its images.
+      interruptions_per_hour: of a spot machine; None leaves spot machines out unless the catalog says.
+      link: between machines; None never lets several machines train one run together.
+      most_machines: to rent at once.
+    """
+
+    startup_seconds: float
+    minimum_seconds: float
+    checkpoint_seconds: float
+    download_bytes_per_second: float
+    interruptions_per_hour: float | None
+    link: simulate.Link | None
+    most_machines: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """An offer with the profile of its devices, and the terms that hold for it."""
+
+    offer: Offer
+    profile: DeviceProfile
+    profile_file: str
+    machine: rental.Machine
+    interruptions: Interruptions
+
+    @property
+    def devices(self) -> list[DeviceProfile]:
+        """A profile for each device, with the memory of the machine if that is less."""
+        own = self.offer.memory_bytes / self.offer.devices
+        memory = int(min(self.profile.memory_bytes, own))
+        return [dataclasses.replace(self.profile, memory_bytes=memory)] * self.offer.devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """Machines, how they train the model, and what that takes and costs.
+
+    Attributes:
+      kind: mesh, stacks or apart.
+      machines: numbers of the choices.
+      seconds, cost: expected, from the order to the end, interruptions included.
+      step_seconds: of one training step; of the longest lane if trained apart.
+      interval: of the run's seconds; None if a profile keeps no residuals.
+      save_every: steps between checkpoints.
+      interruptions: expected number in the whole run.
+      lost_seconds: expected work undone by each.
+      data, lane: devices over which the batch and the lanes are split.
+      placement: of stacks.
+      lanes: for machines that train apart, how many of each kind of lane each trains.
+    """
+
+    kind: str
+    machines: tuple[int, ...]
+    seconds: float
+    cost: float
+    step_seconds: float
+    interval: Interval | None
+    save_every: int
+    interruptions: float
+    lost_seconds: float
+    data: int = 1
+    lane: int = 1
+    placement: Placement | None = None
+    lanes: tuple[tuple[int, ...], ...] = ()
+
+
+class Market:
+    """The choices for one task, and the ways to train it on them.
+
+    Args:
+      task, terms: what is trained and on what terms.
+      offers: with the profile of each and the profile's file.
+
+    Raises:
+      InputError: the profiles are of other lanes or images.
+    """
+
+    def __init__(self, task: Task, terms: Terms, offers: Sequence[tuple[Offer, DeviceProfile, str]]):
+        self.task, self.terms = task, terms
+        self._costs = [lane_cost(task.spec, group.spec) for group in task.spec.lane_groups]
+        self.counts = [group.count for group in task.spec.lane_groups]
+        choices = [self._choice(*entry) for entry in offers]
+        same = {id(c.profile): c.profile for c in choices}
+        for profile in same.values():  # which says so if it was not measured with these lanes
+            for one in self._costs:
+                profile.lane_seconds(one, task.batch_size)
+
+        def alike(k: int, n: int) -> bool:
+            a, b = choices[k], choices[n]
+            return (
+                a.profile is b.profile
+                and a.offer.devices == b.offer.devices
+                and a.offer.memory_bytes >= b.offer.memory_bytes
+                and a.interruptions.per_second <= b.interruptions.per_second
+            )
+
+        kept = rental.undominated([c.machine for c in choices], alike, terms.most_machines)
+        self.choices = [choices[n] for n in kept]
+        self._speed = lru_cache(maxsize=None)(self._whole_seconds)
+
+    def ways(self, deadline_seconds: float = math.inf) -> list[Way]:
+        """The ways that no other beats in time and cost, fastest first; the cheapest by the deadline is among them."""
+        return rental.front([*self._together(), *self._apart(deadline_seconds)])
+
+    def _choice(self, offer: Offer, profile: DeviceProfile, file: str) -> Choice:
+        terms = self.terms
+
+        def given(value: float | None, default: float) -> float:
+            return default if value is None else value
+
+        startup = given(offer.startup_seconds, terms.startup_seconds)
+        startup += self.task.data_bytes / terms.download_bytes_per_second
+        rate = given(offer.interruptions_per_hour, terms.interruptions_per_hour or 0.0) if offer.spot else 0.0
+        machine = rental.Machine(
+            price=offer.price,
+            startup_seconds=startup,
+            minimum_seconds=given(offer.minimum_seconds, terms.minimum_seconds),
+            available=offer.available,
+        )
+        return Choice(offer, profile, file, machine, Interruptions(rate / 3600, startup, terms.checkpoint_seconds))
+
+    # Machines that train one run together.
+
+    def _together(self) -> list[Way]:
+        """The best way of each set of machines that can be on the front; the others are passed over unsolved."""
+        machines = [choice.machine for choice in self.choices]
+        most = self.terms.most_machines if self.terms.link else 1
+        bounded = []
+        for chosen in rental.sets(machines, most):
+            least = self._least_seconds(chosen)
+            bounded.append((sum(machines[n].cost(least) for n in chosen), least, chosen))
+        found: list[Way] = []
+        for least_cost, least, chosen in sorted(bounded):
+            if any(way.cost <= least_cost and way.seconds <= least for way in found):
+                continue
+            found = rental.front([*found, *self.on(chosen)])
+        return found
+
+    def _least_seconds(self, chosen: tuple[int, ...]) -> float:
+        """Seconds that no split over these machines can beat: all their devices busy with lanes all the time."""
+        rate = sum(self.choices[n].offer.devices / self._speed(n) for n in chosen)
+        started = max(self.choices[n].machine.startup_seconds for n in chosen)
+        return started + self.task.steps / rate
+
+    def _whole_seconds(self, number: int) -> float:
+        """A step of all lanes on one device of a machine."""
+        task = self.task
+        lanes = [one for one, count in zip(self._costs, self.counts, strict=True) for _ in range(count)]
+        return self.choices[number].profile.stack_seconds(lanes, task.batch_size)
+
+    def on(self, chosen: tuple[int, ...]) -> list[Way]:
+        """Every split over a set of machines, by the numbers of their choices, that train one run together.
+
+        The fastest machine comes first: its first device computes loss and decoder in stacks.
+        """
+        chosen = tuple(sorted(chosen, key=self._speed))
+        task, spec = self.task, self.task.spec
+        profiles = [profile for n in chosen for profile in self.choices[n].devices]
+        hosts = [host for host, n in enumerate(chosen) for _ in self.choices[n].devices]
+        within: dict[int | str, simulate.Link] = {h: self._inside(n) for h, n in enumerate(chosen)}
+        cluster = simulate.Cluster(hosts, within, self.terms.link or _FREE)
+        count, ones = len(profiles), [1.0] * len(profiles)
+        found = []
+        for data in (n for n in range(1, count + 1) if count % n == 0):
+            lane = count // data
+            with contextlib.suppress(InputError):
+                check_split(spec, task.batch_size, data, lane)
+                if all(splits.has_room(spec, task.batch_size // data, lane, profile) for profile in profiles):
+                    step = splits.predict_mesh(spec, task.batch_size, data, lane, profiles, ones, cluster)
+                    found.append(self._way("mesh", chosen, cluster, profiles, step, data=data, lane=lane))
+        placement = self._placement(profiles, cluster) if count > 1 else None
+        if placement:
+            step = splits.predict_stacks(spec, task.batch_size, placement, profiles, ones, "ring", cluster)
+            found.append(self._way("stacks", chosen, cluster, profiles, step, lane=count, placement=placement))
+        return found
+
+    def _inside(self, number: int) -> simulate.Link:
+        link = self.choices[number].profile.link
+        return simulate.Link(**link) if link else _FREE
+
+    def _placement(self, profiles: Sequence[DeviceProfile], cluster: simulate.Cluster) -> Placement | None:
+        """The lanes of each device such that the last is done soonest; None if they do not fit or leave one idle."""
+        on_host = [cluster.hosts.count(host) for host in cluster.hosts]
+        slower = [profile.slowdown(n) for profile, n in zip(profiles, on_host, strict=True)]
+        names = [str(d) for d in range(len(profiles))]
+        problem = splits.placement_problem(self.task.spec, self.task.batch_size, profiles, names, slower)
+        with contextlib.suppress(NoRoom):
+            placement = None
+            with contextlib.suppress(NoRoom):
+                placement = partition("greedy", problem)
+            if placement is None or not placement.optimal:
+                placement = partition("exact", problem, time_limit_seconds=_EXACT_SECONDS)
+            return placement if len(set(placement.device_of)) == len(profiles) else None
+        return None
+
+    def _way(
+        self,
+        kind: str,
+        chosen: tuple[int, ...],
+        cluster: simulate.Cluster,
+        profiles: Sequence[DeviceProfile],
+        step: simulate.StepTime,
+        *,
+        data: int = 1,
+        lane: int = 1,
+        placement: Placement | None = None,
+    ) -> Way:
+        choices = [self.choices[n] for n in chosen]
+        started = max(choice.machine.startup_seconds for choice in choices)
+        per_second = sum(choice.interruptions.per_second for choice in choices)
+        interruptions = Interruptions(per_second, started, self.terms.checkpoint_seconds)
+        run = self._run(step.total_seconds, profiles[0].forward_share, interruptions)
+        seconds = started + run.seconds
+        interval = splits.interval(
+            step.total_seconds, self.task.spec, profiles, lane=lane, placement=placement, cluster=cluster
+        )
+        return Way(
+            kind=kind,
+            machines=chosen,
+            seconds=seconds,
+            cost=sum(choice.machine.cost(seconds) for choice in choices),
+            step_seconds=step.total_seconds,
+            interval=_of_run(interval, step.total_seconds, started, run.seconds),
+            save_every=run.save_every,
+            interruptions=per_second * seconds,
+            lost_seconds=interruptions.lost_seconds(run.save_every * step.total_seconds),
+            data=data,
+            lane=lane,
+            placement=placement,
+        )
+
+    def _run(self, step_seconds: float, forward_share: float, interruptions: Interruptions) -> "_Run":
+        task = self.task
+        work = task.steps * step_seconds + task.scored_images / task.batch_size * forward_share * step_seconds
+        every = min(task.save_every, task.steps)
+        if interruptions.per_second:
+            every = min(task.steps, max(1, round(interruptions.best_interval() / step_seconds)))
+        return _Run(every, interruptions.expected_seconds(work, every * step_seconds))
+
+    # Lanes trained apart.
+
+    def _apart(self, deadline_seconds: float) -> list[Way]:
+        """Lanes trained apart: the cheapest way by the deadline, and the cheapest of all and by ever earlier ones."""
+        task = self.task
+        if not task.apart or len(task.spec.lane_specs) < 2:
+            return []
+        runs = [[self._lane_run(choice, one) for one in self._costs] for choice in self.choices]
+        machines = [
+            dataclasses.replace(choice.machine, lane_seconds=tuple(run.seconds for run in row))
+            for choice, row in zip(self.choices, runs, strict=True)
+        ]
+        found: list[Way] = []
+        for start in dict.fromkeys((deadline_seconds, math.inf)):
+            deadline = start
+            for _ in range(_PARETO_POINTS if start == math.inf else 1):
+                answer = rental.apart(machines, self.counts, self.terms.most_machines, deadline, _EXACT_SECONDS)
+                if answer is None:
+                    break
+                found.append(self._apart_way(answer, runs))
+                deadline = _EARLIER * answer.seconds
+        return found
+
+    def _lane_run(self, choice: Choice, one: cost.LaneCost) -> "_Run":
+        profile = choice.devices[0]
+        if profile.lane_bytes(one, self.task.batch_size) > profile.memory_bytes:
+            return _Run(1, math.inf)
+        step = self._lane_step(profile, one)
+        run = self._run(step, profile.forward_share, choice.interruptions)
+        return run  # on one of its devices
+
+    def _lane_step(self, profile: DeviceProfile, one: cost.LaneCost) -> float:
+        return profile.lane_seconds(one, self.task.batch_size) + profile.head_seconds(1, self.task.batch_size)
+
+    def _apart_way(self, answer: rental.Apart, runs: Sequence[Sequence["_Run"]]) -> Way:
+        chosen = tuple(n for n, _ in answer.rented)
+        lanes = tuple(held for _, held in answer.rented)
+        longest = max(
+            (
+                (self._lane_step(self.choices[n].profile, one), n, k)
+                for n, held in answer.rented
+                for k, (one, count) in enumerate(zip(self._costs, held, strict=True))
+                if count
+            ),
+        )
+        step, number, kind = longest
+        interruptions = self.choices[number].interruptions
+        interval = around(1.0, [self.choices[n].profile for n in chosen], [1] * len(chosen))
+        started = max(self.choices[n].machine.startup_seconds for n in chosen)
+        return Way(
+            kind="apart",
+            machines=chosen,
+            seconds=answer.seconds,
+            cost=answer.cost,
+            step_seconds=step,
+            interval=_of_run(interval, 1.0, started, answer.seconds - started),
+            save_every=runs[number][kind].save_every,
+            interruptions=sum(self.choices[n].interruptions.per_second for n in chosen) * answer.seconds,
+            lost_seconds=interruptions.lost_seconds(runs[number][kind].save_every * step),
+            lanes=lanes,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    save_every: int
+    seconds: float
+
+
+def _of_run(interval: Interval | None, step: float, started: float, seconds: float) -> Interval | None:
+    """The interval of a run's seconds from that of its step."""
+    if interval is None:
+        return None
+    low, high = (started + seconds * end / step for end in (interval.low_seconds, interval.high_seconds))
+    return Interval(low, high, interval.level)
+
+
+def lane_cost(spec: ModelSpec, lane: Any) -> cost.LaneCost:
+    """The cost of one lane of a model."""
+    return cost.lane_cost(lane, spec.lane_settings, spec.image_shape)

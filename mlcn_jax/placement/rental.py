@@ -1,0 +1,192 @@
+"""The cheapest machines: which to rent, and which lane trains where, so that all is done by a deadline.
+
+`apart` solves the case of lanes that train without each other as an integer program; `front` compares ways.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar
+
+from mlcn_jax.errors import InputError
+
+_UNITS = 10**6  # into which the longest possible time, and its price, are divided
+_HOUR = 3600
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A kind of machine that may be rented.
+
+    Attributes:
+      price: per hour.
+      startup_seconds: from the order to the first step.
+      minimum_seconds: shortest time that is paid for.
+      available: how many may be rented.
+      lane_seconds: expected time in which it trains each lane alone, by kind of lane; infinite if it does not fit.
+    """
+
+    price: float
+    startup_seconds: float
+    minimum_seconds: float
+    available: int
+    lane_seconds: tuple[float, ...] = ()
+
+    def cost(self, seconds: float) -> float:
+        """Price of being rented so long."""
+        return self.price / _HOUR * max(self.minimum_seconds, seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """Machines and the lanes that each trains, one after another.
+
+    Attributes:
+      rented: pairs of the number of a kind of machine and the count of each kind of lane.
+      seconds: when the last machine is done.
+      cost: of all.
+    """
+
+    rented: tuple[tuple[int, tuple[int, ...]], ...]
+    seconds: float
+    cost: float
+
+
+def apart(
+    machines: Sequence[Machine],
+    counts: Sequence[int],
+    most_machines: int,
+    deadline_seconds: float = math.inf,
+    time_limit_seconds: float = 2.0,
+) -> Apart | None:
+    """The cheapest way to train all lanes apart by a deadline (OR-Tools CP-SAT); None if there is none.
+
+    Times are rounded up to a millionth of the longest possible one.
+
+    Args:
+      machines: kinds of machines.
+      counts: number of lanes of each kind.
+      most_machines: to rent in all.
+      deadline_seconds: by which all must be done.
+      time_limit_seconds: after which the best found so far is returned.
+
+    Raises:
+      InputError: OR-Tools is not installed.
+    """
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise InputError("this needs OR-Tools: pip install 'mlcn_jax[exact]'") from error
+    finite = [
+        machine.startup_seconds + sum(n * s for n, s in zip(counts, machine.lane_seconds, strict=True) if s < math.inf)
+        for machine in machines
+    ]
+    longest = min(deadline_seconds, max([*finite, *(m.minimum_seconds for m in machines)]))
+    unit = longest / _UNITS
+    dearest = max((machine.price for machine in machines), default=0.0) or 1.0
+    end = 2 * _UNITS  # more than all of it, rounded up
+    if deadline_seconds < math.inf:
+        end = min(end, math.floor(deadline_seconds / unit))
+    model = cp_model.CpModel()
+    slots, loads, spent = [], [], []
+    for number, machine in enumerate(machines):
+        before = None
+        for _ in range(min(machine.available, most_machines, sum(counts))):
+            used = model.new_bool_var("")
+            held = [
+                model.new_int_var(0, count if seconds < math.inf else 0, "")
+                for count, seconds in zip(counts, machine.lane_seconds, strict=True)
+            ]
+            model.add(sum(held) >= used)
+            for lanes, count in zip(held, counts, strict=True):
+                model.add(lanes <= count * used)
+            needed = [math.ceil(s / unit) if s < math.inf else 0 for s in machine.lane_seconds]
+            taken = sum(n * h for n, h in zip(needed, held, strict=True))
+            taken += math.ceil(machine.startup_seconds / unit) * used
+            least = math.ceil(machine.minimum_seconds / unit)
+            paid = model.new_int_var(0, max(2 * _UNITS, least), "")
+            model.add(taken <= end)
+            model.add(paid >= taken)
+            model.add(paid >= least * used)
+            if before is not None:
+                model.add_implication(used, before)  # alike machines are rented in order
+            before = used
+            slots.append((number, used, held))
+            loads.append(used)
+            spent.append(round(_UNITS * machine.price / dearest) * paid)
+    for kind, count in enumerate(counts):
+        model.add(sum(held[kind] for _, _, held in slots) == count)
+    model.add(sum(loads) <= most_machines)
+    model.minimize(sum(spent))
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = time_limit_seconds
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None
+    rented = tuple((n, tuple(solver.value(x) for x in held)) for n, used, held in slots if solver.value(used))
+    return priced(machines, rented)
+
+
+def priced(machines: Sequence[Machine], rented: Sequence[tuple[int, tuple[int, ...]]]) -> Apart:
+    """Time and cost of machines and their lanes."""
+    seconds = [
+        machines[n].startup_seconds + sum(k * s for k, s in zip(held, machines[n].lane_seconds, strict=True) if k)
+        for n, held in rented
+    ]
+    cost = sum(machines[n].cost(s) for (n, _), s in zip(rented, seconds, strict=True))
+    return Apart(tuple(rented), max(seconds), cost)
+
+
+class Priced(Protocol):
+    """Anything with a time and a cost."""
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def cost(self) -> float: ...
+
+
+P = TypeVar("P", bound=Priced)
+
+
+def front(ways: Iterable[P]) -> list[P]:
+    """The ways that no other beats in both time and cost, fastest first (Pareto front)."""
+    kept: list[P] = []
+    for way in sorted(ways, key=lambda way: (way.seconds, way.cost)):
+        if not kept or way.cost < kept[-1].cost:
+            kept.append(way)
+    return kept
+
+
+def sets(machines: Sequence[Machine], most_machines: int) -> Iterator[tuple[int, ...]]:
+    """Every choice of up to so many machines, by the numbers of their kinds."""
+    for size in range(1, most_machines + 1):
+        for chosen in itertools.combinations_with_replacement(range(len(machines)), size):
+            if all(chosen.count(n) <= machines[n].available for n in set(chosen)):
+                yield chosen
+
+
+def undominated(machines: Sequence[Machine], alike: Callable[[int, int], bool], most_machines: int) -> list[int]:
+    """Numbers of the machines that can be part of a cheapest way.
+
+    One is left out if another is as fast, costs no more and is available as often as can be needed.
+
+    Args:
+      machines: all of them.
+      alike: whether the first machine does all that the second does, as fast; called with their numbers.
+      most_machines: to rent in all.
+    """
+    kept: list[int] = []
+    for n in sorted(range(len(machines)), key=lambda n: (machines[n].price, machines[n].minimum_seconds)):
+        mine = machines[n]
+        beaten = (
+            machines[k].available >= most_machines
+            and machines[k].minimum_seconds <= mine.minimum_seconds
+            and machines[k].startup_seconds <= mine.startup_seconds
+            and alike(k, n)
+            for k in kept
+        )
+        if not any(beaten):
+            kept.append(n)
+    return kept

@@ -1,0 +1,201 @@
+"""The cheapest machines, against brute force over all sets and splits; what is in the way is said."""
+
+import dataclasses
+import itertools
+import json
+import math
+import time
+
+import numpy as np
+import pytest
+from made_profile import make_profile
+
+from mlcn_jax.analysis import cheapest, cheapest_report, market
+from mlcn_jax.commands import front
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.placement.catalog import Offer
+from mlcn_jax.placement.simulate import Link
+
+SPEC = ModelSpec("mlcn", (28, 28, 1), 10, "mlcn1:w2*4,mlcn1:w1d2*2")
+TASK = market.Task(SPEC, 100, 2000, 500, 10_000, 10**8, apart=False)
+TERMS = market.Terms(100.0, 60.0, 2.0, 1e7, None, Link(1e-4, 1e8), 2)
+LINK = {"latency_seconds": 1e-5, "bytes_per_second": 1e9}
+RESIDUALS = {"lane": [0.05, -0.05, 0.05], "stack": [0.1, -0.1, 0.1]}
+
+
+@pytest.fixture(scope="module")
+def profiles():
+    """Of a fast and a slow device."""
+    fast = dataclasses.replace(make_profile(), link=LINK, residuals=RESIDUALS, memory_bytes=2**40)
+    fast = dataclasses.replace(fast, head_seconds_of={name: s * 1e-4 for name, s in fast.head_seconds_of.items()})
+    slower = {name: [(size, 3 * s) for size, s in pairs] for name, pairs in fast.layer_seconds.items()}
+    return {"fast": fast, "slow": dataclasses.replace(fast, layer_seconds=slower)}
+
+
+def offers(profiles, *given):
+    return [(offer, profiles[offer.machine.split("-")[0]], f"{offer.machine}.json") for offer in given]
+
+
+FAST, SLOW = Offer("fast", 3.0), Offer("slow", 0.8)
+
+
+def test_the_front_holds_the_best_of_every_set_and_split(profiles):
+    terms = dataclasses.replace(TERMS, interruptions_per_hour=0.2)
+    given = offers(profiles, FAST, SLOW, Offer("fast-2", 5.0, devices=2), Offer("slow-spot", 0.3, spot=True))
+    whole = market.Market(TASK, terms, given)
+    found = whole.ways()
+    every = []
+    numbers = range(len(whole.choices))
+    for size in (1, 2):
+        for chosen in itertools.combinations_with_replacement(numbers, size):
+            every += whole.on(chosen)
+    assert len(every) > 20
+    for way in every:
+        assert any(f.seconds <= way.seconds and f.cost <= way.cost for f in found)
+    for deadline in np.quantile([way.seconds for way in every], (0.2, 0.5, 1.0)):
+        best = cheapest.best_way(whole, found, deadline)
+        assert best.cost == min(way.cost for way in every if way.seconds <= deadline)
+
+
+def test_a_step_is_never_faster_than_the_bound_by_which_sets_are_passed_over(profiles):
+    whole = market.Market(TASK, TERMS, offers(profiles, FAST, SLOW, Offer("fast-2", 5.0, devices=2)))
+    for chosen in itertools.combinations_with_replacement(range(len(whole.choices)), 2):
+        assert all(way.seconds >= whole._least_seconds(chosen) for way in whole.on(chosen))
+
+
+def test_without_a_link_no_two_machines_train_together(profiles):
+    alone = market.Market(TASK, dataclasses.replace(TERMS, link=None), offers(profiles, FAST, SLOW))
+    assert all(len(way.machines) == 1 for way in alone.ways())
+
+
+def test_lanes_apart_are_a_way_where_lanes_learn_alone(profiles):
+    slow_link = dataclasses.replace(TERMS, link=Link(0.1, 1e5))
+    given = offers(profiles, FAST, SLOW)
+    together = market.Market(TASK, slow_link, given)
+    assert not [way for way in together.ways() if way.kind == "apart"]
+    apart = market.Market(dataclasses.replace(TASK, apart=True), slow_link, given)
+    fastest = apart.ways()[0]
+    assert fastest.kind == "apart"
+    assert len(fastest.machines) == 2
+    assert [sum(held[kind] for held in fastest.lanes) for kind in (0, 1)] == [4, 2]
+    launched = cheapest_report.commands(apart, fastest, ["--config=x", "--config.model.lanes=mlcn1:w2*4"])
+    assert len(launched) == 6
+    assert all(line.count("model.lanes") == 1 for line in launched)
+    assert len({line.split("--workdir=")[1].split()[0] for line in launched}) == 6
+
+
+def test_spot_machines_save_at_the_best_interval_and_count_what_is_lost(profiles):
+    terms = dataclasses.replace(TERMS, interruptions_per_hour=3.0, link=None)
+    spot = market.Market(TASK, terms, offers(profiles, Offer("slow", 0.8, spot=True))).ways()[0]
+    demand = market.Market(TASK, terms, offers(profiles, SLOW)).ways()[0]
+    assert spot.seconds > demand.seconds
+    assert demand.save_every == TASK.save_every
+    assert demand.interruptions == demand.lost_seconds == 0
+    best = math.sqrt(2 * terms.checkpoint_seconds * 1200) / spot.step_seconds
+    assert spot.save_every == pytest.approx(best, rel=0.1)
+    assert 0 < spot.lost_seconds < spot.save_every * spot.step_seconds
+
+
+def test_the_interval_is_of_the_run_and_the_start_is_certain(profiles):
+    way = market.Market(TASK, TERMS, offers(profiles, FAST)).ways()[0]
+    assert 110 < way.interval.low_seconds < way.seconds < way.interval.high_seconds
+
+
+def test_a_thousand_offers_take_less_than_ten_seconds(profiles):
+    rng = np.random.default_rng(0)
+    given = [
+        Offer(
+            f"{kind}-{i}",
+            float(rng.uniform(0.5, 5)),
+            devices=int(rng.choice([1, 2, 4])),
+            startup_seconds=float(rng.choice([60, 120, 180])),
+            region=f"r{i % 7}",
+        )
+        for i in range(500)
+        for kind in ("fast", "slow")
+    ]
+    started = time.perf_counter()
+    whole = market.Market(dataclasses.replace(TASK, apart=True), TERMS, offers(profiles, *given))
+    ways = whole.ways(3600.0)
+    assert time.perf_counter() - started < 10
+    assert ways
+
+
+def test_a_deadline_that_cannot_be_met_names_the_nearest_that_can(profiles):
+    whole = market.Market(TASK, TERMS, offers(profiles, SLOW))
+    ways = whole.ways()
+    with pytest.raises(
+        InputError, match=r"no way trains it in 1 s: the nearest .* is --deadline=(\d+m|\d+s) \(slow"
+    ) as told:
+        cheapest.best_way(whole, ways, 1.0)
+    nearest = str(told.value).split("--deadline=")[1].split()[0]
+    assert cheapest.best_way(whole, ways, cheapest.seconds_of(nearest, "deadline"))
+
+
+def test_a_model_that_fits_nowhere_says_what_would_make_it_fit(profiles):
+    small = {"slow": dataclasses.replace(profiles["slow"], memory_bytes=2000)}
+    whole = market.Market(TASK, TERMS, offers(small, SLOW))
+    with pytest.raises(InputError, match=r"fits none of the 1 machines: mlcn1:w.* needs .* GiB .*it would fit with"):
+        cheapest.best_way(whole, whole.ways(), math.inf)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("6h", 21600), ("1h30m", 5400), ("90s", 90), ("2d", 172800), ("0.5h", 1800)]
+)
+def test_times_are_read(text, seconds):
+    assert cheapest.seconds_of(text, "deadline") == seconds
+
+
+@pytest.mark.parametrize("text", ["6", "six hours", "0h", "-1h", "6 h"])
+def test_a_time_that_is_none_is_refused(text):
+    with pytest.raises(InputError, match=f"--deadline={text} is not a time above 0"):
+        cheapest.seconds_of(text, "deadline")
+
+
+def test_profiles_are_found_by_accelerator_and_by_name(profiles, tmp_path):
+    h100 = dataclasses.replace(profiles["fast"], device="NVIDIA H100 80GB HBM3")
+    h100.save(tmp_path / "h100.json")
+    given = [Offer("p5", 1.0, accelerator="H100"), Offer("box", 1.0), Offer("g", 1.0, accelerator="A100-80GB")]
+    found = cheapest.read_profiles(f"{tmp_path}/h100.json,box={tmp_path}/h100.json", given)
+    assert set(found) == {"h100", "box"}
+    judged, passed = cheapest.with_profiles(given, found, TERMS)
+    assert [offer.machine for offer, _, _ in judged] == ["p5", "box"]
+    assert passed == ["A100-80GB: no profile"]
+    with pytest.raises(InputError, match=r"catalog has no machine or accelerator 'bxo'; did you mean box\?"):
+        cheapest.read_profiles(f"bxo={tmp_path}/h100.json", given)
+    with pytest.raises(InputError, match="which is no accelerator of the catalog: say which machine"):
+        cheapest.read_profiles(f"{tmp_path}/h100.json", given[1:2])
+    with pytest.raises(InputError, match=r"no machine .* has a device profile: .*\(H100, box, A100-80GB\).* --out"):
+        cheapest.read_profiles("", given)
+
+
+def test_the_command_finds_and_writes(profiles, tmp_path, capsys):
+    profiles["fast"].save(tmp_path / "fast.json")
+    profiles["slow"].save(tmp_path / "slow.json")
+    catalog = tmp_path / "machines.csv"
+    catalog.write_text(f"machine,price,profile\nbig,3,{tmp_path}/fast.json\nlittle,0.8,{tmp_path}/slow.json\n")
+    given = ["--config=quickstart", "--config.model.lanes=mlcn1:w2*4", "--config.train.num_steps=100", "--deadline=1d"]
+    front.run(
+        [
+            "cheapest",
+            *given,
+            f"--catalog={catalog}",
+            f"--output={tmp_path}/out",
+            "--latency_seconds=1e-4",
+            "--bytes_per_second=1e8",
+        ]
+    )
+    told, stored = capsys.readouterr().out, json.loads((tmp_path / "out" / "cheapest.json").read_text())
+    best = next(way for way in stored["ways"] if way["best"])
+    assert best["cost"] == min(way["cost"] for way in stored["ways"])
+    assert "| best | " in told
+    assert "train --config=quickstart '--config.model.lanes=mlcn1:w2*4' " in told
+    assert (tmp_path / "out" / "cheapest.png").stat().st_size > 1000
+    for wrong, message in (
+        ([], "--catalog=FILE is needed"),
+        ([f"--catalog={catalog}", "--latency_seconds=1e-4"], "describe one link: give both or neither"),
+        ([f"--catalog={catalog}", "--deadline=soon"], "is not a time above 0"),
+    ):
+        with pytest.raises(InputError, match=message):
+            front.run(["cheapest", "--config=quickstart", *wrong])

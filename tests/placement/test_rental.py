@@ -1,0 +1,206 @@
+"""Lanes trained apart on rented machines, against brute force; interruptions against simulation; catalogs."""
+
+import datetime
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.placement import rental
+from mlcn_jax.placement.catalog import read_catalog
+from mlcn_jax.placement.rental import Machine
+from mlcn_jax.placement.spot import Interruptions
+
+TODAY = datetime.date(2026, 6, 1)
+MACHINES = st.lists(
+    st.builds(
+        Machine,
+        price=st.floats(0.1, 5),
+        startup_seconds=st.floats(0, 300),
+        minimum_seconds=st.sampled_from([0.0, 60.0, 3600.0]),
+        available=st.integers(1, 2),
+        lane_seconds=st.tuples(st.floats(50, 5000), st.one_of(st.floats(50, 5000), st.just(math.inf))),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def brute_force(machines, counts, most, deadline):
+    """The least cost of all ways to give each lane a machine."""
+    best = math.inf
+    slots = [n for n, machine in enumerate(machines) for _ in range(min(machine.available, most))]
+    lanes = [kind for kind, count in enumerate(counts) for _ in range(count)]
+    for places in itertools.product(range(len(slots)), repeat=len(lanes)):
+        used = sorted(set(places))
+        if len(used) > most:
+            continue
+        held = [
+            (
+                slots[p],
+                tuple(sum(1 for q, k in zip(places, lanes, strict=True) if (q, k) == (p, kind)) for kind in (0, 1)),
+            )
+            for p in used
+        ]
+        way = rental.priced(machines, held)
+        if way.seconds <= deadline:
+            best = min(best, way.cost)
+    return best
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    machines=MACHINES,
+    counts=st.tuples(st.integers(1, 2), st.integers(0, 2)),
+    most=st.integers(1, 3),
+    tight=st.floats(0.3, 2),
+)
+def test_lanes_apart_cost_as_little_as_by_brute_force(machines, counts, most, tight):
+    finite = [s for machine in machines for s in machine.lane_seconds if s < math.inf]
+    deadline = 300 + tight * sum(counts) * sum(finite) / len(finite)
+    best, found = brute_force(machines, counts, most, deadline), rental.apart(machines, counts, most, deadline)
+    if best == math.inf:
+        assert found is None
+        return
+    if found is None:  # the deadline is met by less than the rounding
+        assert brute_force(machines, counts, most, deadline * (1 - 2e-5)) == math.inf
+        return
+    assert found.seconds <= deadline * (1 + 1e-9)
+    assert found.cost == pytest.approx(best, rel=1e-4)
+    assert [sum(held[kind] for _, held in found.rented) for kind in (0, 1)] == list(counts)
+
+
+def test_a_machine_that_another_beats_is_left_out():
+    machines = [Machine(2.0, 10, 0, 9), Machine(1.0, 10, 0, 9), Machine(1.0, 10, 0, 1), Machine(0.5, 99, 0, 9)]
+    assert rental.undominated(machines, lambda k, n: True, 2) == [3, 1]
+    assert rental.undominated(machines, lambda k, n: False, 2) == [3, 1, 2, 0]
+    scarce = [Machine(1.0, 10, 0, 1), Machine(2.0, 10, 0, 9)]
+    assert rental.undominated(scarce, lambda k, n: True, 2) == [0, 1]
+
+
+def test_sets_keep_what_is_available():
+    machines = [Machine(1.0, 0, 0, 1), Machine(1.0, 0, 0, 2)]
+    assert list(rental.sets(machines, 2)) == [(0,), (1,), (0, 1), (1, 1)]
+
+
+def test_a_way_that_another_beats_is_not_on_the_front():
+    ways = [rental.Apart((), seconds, cost) for seconds, cost in ((3, 1), (1, 5), (2, 6), (2, 2), (4, 1))]
+    assert [(way.seconds, way.cost) for way in rental.front(ways)] == [(1, 5), (2, 2), (3, 1)]
+
+
+def test_the_shortest_time_that_is_paid_for_counts():
+    assert Machine(3.6, 0, 60, 1).cost(10) == pytest.approx(0.06)
+    assert Machine(3.6, 0, 60, 1).cost(100) == pytest.approx(0.1)
+
+
+def simulated_seconds(work, interval, spot, rng):
+    """The time of one run with interruptions at random."""
+    clock = done = 0.0
+    strikes = rng.exponential(1 / spot.per_second)
+    while done < work - 1e-9:
+        segment = min(interval, work - done) + spot.checkpoint_seconds
+        if strikes >= segment:
+            clock, done, strikes = clock + segment, done + segment - spot.checkpoint_seconds, strikes - segment
+            continue
+        clock += strikes
+        while (strikes := rng.exponential(1 / spot.per_second)) < spot.restart_seconds:
+            clock += strikes
+        clock, strikes = clock + spot.restart_seconds, strikes - spot.restart_seconds
+    return clock
+
+
+def test_the_expected_time_is_that_of_many_interrupted_runs():
+    spot, rng = Interruptions(1 / 3000, 200.0, 20.0), np.random.default_rng(0)
+    for interval in (100.0, spot.best_interval(), 2000.0):
+        work = 5 * interval
+        mean = np.mean([simulated_seconds(work, interval, spot, rng) for _ in range(4000)])
+        assert mean == pytest.approx(spot.expected_seconds(work, interval), rel=0.03)
+
+
+def test_no_interval_is_better_than_the_best():
+    spot = Interruptions(1 / 3000, 200.0, 20.0)
+    best = spot.best_interval()
+    assert best == pytest.approx(math.sqrt(2 * 20 * 3000), rel=0.1)  # Young's first order
+    for other in (0.9, 1.1):
+        assert spot.expected_seconds(1e5, best) < spot.expected_seconds(1e5, other * best)
+    assert 0 < spot.lost_seconds(best) < best
+    never = Interruptions(0.0, 200.0, 20.0)
+    assert never.best_interval() == math.inf
+    assert never.expected_seconds(1000.0, 100.0) == 1200.0
+    assert never.lost_seconds(100.0) == 0.0
+
+
+SKY = """InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice,Region,AvailabilityZone
+p5.48xlarge,H100,8,192,2048,,98.3,40.1,us-east-1,us-east-1a
+c6i.large,,,2,4,,0.085,,us-east-1,us-east-1a
+old.type,K80,1,4,61,,,,us-east-1,us-east-1b
+"""
+
+
+def catalog(tmp_path, text):
+    path = tmp_path / "machines.csv"
+    path.write_text(text)
+    return path
+
+
+def test_skypilots_columns_are_read(tmp_path):
+    found = read_catalog(catalog(tmp_path, SKY))
+    assert [(o.machine, o.price, o.spot, o.devices, o.accelerator) for o in found] == [
+        ("p5.48xlarge", 98.3, False, 8, "H100"),
+        ("p5.48xlarge", 40.1, True, 8, "H100"),
+        ("c6i.large", 0.085, False, 1, ""),
+    ]
+    assert found[0].memory_bytes == math.inf
+    assert found[2].memory_bytes == 4 * 2**30
+    assert (found[0].zone, found[0].region, found[0].cloud) == ("us-east-1a", "us-east-1", True)
+
+
+def test_a_plain_catalog_is_read(tmp_path):
+    text = "machine,price,spot_price,available,minimum_seconds,priced_on\n"
+    text += "box,1.5,,2,60,2026-05-01\nnas,0,0.1,,,2026-05-01\n"
+    found = read_catalog(catalog(tmp_path, text), today=TODAY)
+    assert [(o.name, o.price, o.available) for o in found] == [
+        ("box", 1.5, 2),
+        ("nas", 0.0, 10**6),
+        ("nas spot", 0.1, 10**6),
+    ]
+    assert (found[0].minimum_seconds, found[1].minimum_seconds) == (60.0, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("machine,price\nbox,\n", "line 2: box has no price: fill in price or spot_price"),
+        (
+            "machine,price,priced_on\nbox,1,2025-01-01\n",
+            r"line 2: the price is of 2025-01-01, 516 days old.*--priced_on=",
+        ),
+        ("machine,price,priced_on\nbox,1,2027-01-01\n", "a day to come"),
+        ("machine,price,priced_on\nbox,1,soon\n", "priced_on is 'soon': give a day such as"),
+        ("machine,price\nbox,$1\n", r"line 2: price is '\$1': give a number of 0 or more, without a unit"),
+        ("machine,price\nbox,-1\n", "price is '-1'"),
+        ("machine,price,devices\nbox,1,0\n", "devices is '0': give a whole number, 1 or more"),
+        ("machine,prise\nbox,1\n", r"unknown column 'prise' \(did you mean price\?\)"),
+        ("machine\nbox\n", "has no column price"),
+        ("machine,price\nbox,1,2\n", "line 2 has not as many values as the header"),
+        ("machine,price\n,1\n", "line 2: machine is empty"),
+        ("machine,price\n", "has no rows"),
+        ("InstanceType,Price\na,\n", "has no price in any row"),
+    ],
+)
+def test_a_catalog_that_cannot_be_used_says_why(tmp_path, text, message):
+    with pytest.raises(InputError, match=message):
+        read_catalog(catalog(tmp_path, text), today=TODAY if "priced_on" in text else None)
+
+
+def test_a_file_of_old_prices_is_refused_unless_they_still_hold(tmp_path):
+    path, later = catalog(tmp_path, SKY), datetime.date.today() + datetime.timedelta(days=400)
+    with pytest.raises(InputError, match="400 days old"):
+        read_catalog(path, today=later)
+    assert read_catalog(path, priced_on=str(later), today=later)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_catalog(tmp_path / "none.csv")
