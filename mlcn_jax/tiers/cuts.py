@@ -74,15 +74,16 @@ class Part:
         """The cut's value, from uint8 images and the arrays needed at home."""
         lanes = self._lanes(weights)
         pixels = to_pixels(images)
+        values: list[Array]
         if self.cut == COLUMNS:
-            values = [self._lane(spec).apply({"params": params}, pixels) for spec, params in lanes]
+            values = [self._lane(spec).apply({"params": params}, pixels) for spec, params in lanes]  # type: ignore[misc]
         else:
             path = _PATHS[self.cut]
             values = []
             for spec, params in lanes:
                 params = _with_zeros(params, self._param_shapes(spec))  # of what comes later, which XLA leaves out
                 cuts = self._lane(spec).apply({"params": params}, pixels, mutable=[CUTS])[1]
-                values.append(read(cuts[CUTS], path))  # type: ignore[index]
+                values.append(read(cuts[CUTS], path))
         return jnp.concatenate([v.astype(jnp.float32).reshape(v.shape[0], -1) for v in values], axis=1)
 
     def after(self, weights: Weights, rows: Array) -> Float[Array, "batch classes"]:
@@ -154,7 +155,7 @@ class Part:
         def value(spec: LaneSpec) -> Array:
             lane = Lane(spec, settings)
             variables = {"params": lane.init(jax.random.key(0), image)["params"]}
-            return read(lane.apply(variables, image, mutable=[CUTS])[1][CUTS], _PATHS[self.cut])  # type: ignore[index]
+            return read(lane.apply(variables, image, mutable=[CUTS])[1][CUTS], _PATHS[self.cut])
 
         each = {spec: jax.eval_shape(lambda spec=spec: value(spec)).shape[1:] for spec in set(self.spec.lane_specs)}
         return [each[spec] for spec in self.spec.lane_specs]

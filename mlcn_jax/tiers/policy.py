@@ -26,7 +26,7 @@ _Z95 = 1.6449  # of a one-sided bound
 
 
 class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tier: its name, the indices of its lanes in the model, the sum of their weights, and its share of the FLOPs."""
+    """One tier: its name, the indices of its lanes in the model, the sum of their weights, and their FLOPs an image."""
 
     name: str
     lanes: tuple[int, ...]

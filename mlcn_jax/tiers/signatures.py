@@ -1,6 +1,7 @@
 """Ed25519 signatures: of artifacts, and of what nodes answer. Needs cryptography.
 
-Keys are PEM files, as `openssl genpkey -algorithm ed25519 -out key.pem` and `openssl pkey -in key.pem -pubout` make them.
+Keys are PEM files: `openssl genpkey -algorithm ed25519 -out key.pem` makes one, `openssl pkey -in key.pem -pubout` its
+public key.
 """
 
 from collections.abc import Sequence

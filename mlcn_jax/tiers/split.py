@@ -89,7 +89,7 @@ def check_lanes_classify(spec: ModelSpec) -> None:
     lanes = f"lanes {spec.lanes}" if spec.lanes else "CapsNet, which has no lanes,"
     if not spec.lanes or not (spec.classifies_alone.all() or spec.margin_loss == "per_lane"):
         raise InputError(
-            f"{lanes} with model.margin_loss={spec.margin_loss} do not classify alone, so that what some of them say is "
+            f"{lanes} with model.margin_loss={spec.margin_loss} do not classify alone, so what some of them say is "
             "worth little: train with --config.model.margin_loss=per_lane, or lanes of the kind resnet"
         )
     if len(spec.lane_specs) < 2:
