@@ -116,7 +116,7 @@ class TierClient:
 
     def patience(self, count: int) -> float:
         """Seconds after which an answer is late, so that another tier should be asked as well."""
-        return min((node.times(count).timeout for node in self.nodes if not node.breaker.is_open), default=0.0)
+        return min((node.times(count).late for node in self.nodes if not node.breaker.is_open), default=0.0)
 
     async def ask(self, rows: np.ndarray, bits: int, deadline: float) -> np.ndarray:
         """What the tier's lanes add for each row, [n, classes]; another node is asked where one fails.

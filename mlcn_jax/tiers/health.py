@@ -4,7 +4,9 @@ import random
 import time
 
 _FIRST_SECONDS = 1.0  # before anything is known
-_LEAST_SECONDS, _MOST_SECONDS = 0.02, 10.0  # of a time-out
+_LEAST_SECONDS = 0.02  # before an answer counts as late: less is the noise of a busy machine
+_LEAST_TIMEOUT, _MOST_TIMEOUT = 0.25, 10.0
+_PATIENCES = 4.0  # how many times as long as that an answer is awaited
 _LEAST_SPREAD = 0.01
 _GAIN, _SPREAD_GAIN, _SPREADS = 1 / 8, 1 / 4, 4.0
 _FAILURES = 3  # in a row, after which a node is not asked for a while
@@ -12,9 +14,9 @@ _FIRST_PAUSE, _MOST_PAUSE = 0.5, 30.0
 
 
 class Times:
-    """An adaptive time-out: the smoothed time plus four times its smoothed deviation, doubled after each time-out.
+    """An adaptive time-out from the smoothed time plus four times its smoothed deviation, doubled after each time-out.
 
-    Source: RFC 6298, with a floor for local networks.
+    Source: RFC 6298.
     """
 
     def __init__(self) -> None:
@@ -28,12 +30,16 @@ class Times:
         return (self.mean if self.mean is not None else _FIRST_SECONDS) * self._backoff
 
     @property
+    def late(self) -> float:
+        """Seconds after which an answer is late: something else should be tried as well."""
+        if self.mean is None:
+            return _FIRST_SECONDS * self._backoff
+        return max(self.mean + max(_SPREADS * self._spread, _LEAST_SPREAD), _LEAST_SECONDS) * self._backoff
+
+    @property
     def timeout(self) -> float:
         """Seconds after which an answer is given up."""
-        if self.mean is None:
-            return min(_FIRST_SECONDS * self._backoff, _MOST_SECONDS)
-        wait = self.mean + max(_SPREADS * self._spread, _LEAST_SPREAD)
-        return min(max(wait, _LEAST_SECONDS) * self._backoff, _MOST_SECONDS)
+        return min(max(_PATIENCES * self.late, _LEAST_TIMEOUT), _MOST_TIMEOUT)
 
     def took(self, seconds: float) -> None:
         """Learns from an answer."""
@@ -46,7 +52,7 @@ class Times:
 
     def timed_out(self) -> None:
         """Learns that no answer came in time."""
-        self._backoff = min(2 * self._backoff, _MOST_SECONDS / _LEAST_SECONDS)
+        self._backoff = min(2 * self._backoff, _MOST_TIMEOUT / _LEAST_TIMEOUT)
 
 
 class Breaker:

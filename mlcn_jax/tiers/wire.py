@@ -85,6 +85,8 @@ def unpack_request(
             payload = unpacking.decompress(payload, head.count * row_bytes + 1)
         except zlib.error as error:
             raise Refused(f"the values cannot be unpacked ({error})") from error
+        if not unpacking.eof:
+            raise Refused(f"the values have more bytes than {head.count} times {row_bytes}, or are cut short")
     if len(payload) != head.count * row_bytes:
         raise Refused(f"the values have {len(payload)} bytes or more, not {head.count} times {row_bytes}")
     raw = np.frombuffer(payload, np.uint8).reshape(head.count, row_bytes)
@@ -158,7 +160,7 @@ def _split(body: bytes, kind: type) -> tuple[Any, bytes]:
     end = body.find(b"\n", 0, max(_MAX_HEAD_BYTES, len(body) // 2))
     try:
         return msgspec.json.decode(body[: max(end, 0)], type=kind), body[end + 1 :]
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(f"the message is malformed ({error})") from error
 
 
