@@ -164,6 +164,7 @@ class _Run:
                 del self.busy[i]
                 if failing and failing.mode == "monitor":
                     await self._answers_again(client, i)
+                await asyncio.sleep(0)  # others that wait for a task come first
                 continue
             del self.busy[i]
             self.counts[i] += 1

@@ -32,7 +32,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlcn_jax tiers",
         description=summary,
-        epilog=rest,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -74,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         each.add_argument("--tls_key", default="", help="private key (PEM) of --tls_cert")
         each.add_argument("--tls_clients", default="", help="certificates (PEM) of who signed those of its clients")
         server.add_limits(each)
+    parser.epilog = "\n\n".join([rest.strip(), *(each.format_help().strip() for each in (split, node, gateway))])
     return parser
 
 

@@ -15,7 +15,6 @@ import numpy as np
 from jaxtyping import Float
 
 BITS = (2, 4, 8, 16, 32)
-_MAX_HEAD_BYTES = 2**10
 _LEVEL = 1  # of zlib: time on the trusted device costs more than the last bytes
 
 
@@ -157,7 +156,7 @@ def _from_hex(text: str) -> bytes:
 
 
 def _split(body: bytes, kind: type) -> tuple[Any, bytes]:
-    end = body.find(b"\n", 0, max(_MAX_HEAD_BYTES, len(body) // 2))
+    end = body.find(b"\n")
     try:
         return msgspec.json.decode(body[: max(end, 0)], type=kind), body[end + 1 :]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
