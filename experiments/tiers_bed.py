@@ -42,8 +42,12 @@ class Quota:
     @classmethod
     def top(cls, cores: float) -> "Quota":
         """The quota of a whole bed."""
-        root = _V1 if (_V1 / "cpu.cfs_quota_us").exists() or (_V1 / "tasks").exists() else _V2
-        return cls(root / f"mlcn_tiers_{os.getpid()}", cores)
+        return cls(cls.root() / f"mlcn_tiers_{os.getpid()}", cores)
+
+    @staticmethod
+    def root() -> Path:
+        """Where groups are made."""
+        return _V1 if (_V1 / "tasks").exists() else _V2
 
     def inside(self, name: str, cores: float) -> "Quota":
         """A quota of one process."""
@@ -86,7 +90,7 @@ class RunningNode:
         )
         self._quota = quota
         self._relay: subprocess.Popen | None = None
-        self.url = ""
+        self.url = self.address = ""
 
     def ready(self) -> None:
         """Waits until it listens, then gives it its quota and its link."""
@@ -95,8 +99,9 @@ class RunningNode:
         found = re.search(r"http://[0-9.]+:(\d+)", line)
         if not found:
             raise InputError(f"a node did not start: {line}{self.process.stdout.read()}")
+        self.address = f"127.0.0.1:{found[1]}"
         self._quota.add(self.process.pid)
-        command = [*_python("experiments.tiers_relay"), f"--to=127.0.0.1:{found[1]}"]
+        command = [*_python("experiments.tiers_relay"), f"--to={self.address}"]
         command += [f"--delay_ms={self.plan.delay_ms}", f"--rate_mbit={self.plan.rate_mbit}"]
         self._relay = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._relay.stdout is not None
@@ -132,6 +137,19 @@ class RunningNode:
 
 
 @contextlib.contextmanager
+def limited(pid: int, name: str, cores: float) -> Iterator[None]:
+    """Gives a process that is not a node of a bed a number of cores."""
+    quota = Quota(Quota.root() / f"mlcn_tiers_{os.getpid()}_{name}", cores)
+    quota.add(pid)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        quota.remove()
+
+
+@contextlib.contextmanager
 def bed(
     plans: Sequence[NodePlan], max_images: int, cores: float = CORES, options: Sequence[str] = ()
 ) -> Iterator[list[RunningNode]]:
@@ -140,6 +158,7 @@ def bed(
     Raises:
       InputError: cgroups cannot be written to, or a node does not start.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # or nodes would go on without the script
     top = Quota.top(cores)
     nodes: list[RunningNode] = []
     try:

@@ -13,6 +13,7 @@ the nodes with quotas of cores behind links of 20 and 100 ms there and back, and
 
 import contextlib
 import datetime
+import http.server
 import io
 import json
 import os
@@ -22,6 +23,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,10 +32,12 @@ from typing import Any
 import httpx
 import numpy as np
 from absl import flags
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from PIL import Image
 
 from experiments import RESULTS
-from experiments.tiers_bed import CORES, NodePlan, RunningNode, bed
+from experiments.tiers_bed import CORES, NodePlan, RunningNode, bed, limited
 from experiments.tiers_relay import Link, Relay
 from mlcn_jax import host
 from mlcn_jax.analysis.workdir import load_with_data, stored_config
@@ -46,6 +50,8 @@ from mlcn_jax.tiers.policy import Policy
 _EDGE_MS, _CLOUD_MS = 10.0, 50.0  # each way
 _EXTRA_MS = 50.0  # of a deadline, beyond the end's own lanes
 _Z95 = 1.6449
+CORES_OF = {"end": CORES / 5, "edge": CORES / 5, "cloud": 3 * CORES / 5}
+Fault = tuple[Callable[[list[RunningNode]], None], Callable[[list[RunningNode]], None]]
 _LATE_MS = 5.0  # by a client's clock: the way to the gateway and back
 SCALES = {"smoke": (60, 40), "full": (10_000, 10_000)}  # images of the test set, requests under each fault
 _MILLISECONDS = "of requests one after the other, by the client's clock"
@@ -82,12 +88,18 @@ def main(values: flags.FlagValues) -> None:
             print(f"{key}: {json.dumps(measured[key])}", flush=True)
 
     once("cloud alone", lambda: cloud_alone(workdir, test.images, test.labels))
-    if "answers" not in measured or any(f"fault: {name}" not in measured for name in FAULTS):
-        unit = CORES / 7
-        plans = [NodePlan(tiers / "edge", unit, _EDGE_MS), NodePlan(tiers / "cloud", 4 * unit, _CLOUD_MS)]
-        with bed(plans, 1) as nodes, gateway(tiers / "end", nodes) as url:
+    false = FalseNode(policy)
+    faults = {**{kind: false.takes_over(kind) for kind in false.kinds}, **FAULTS}
+    if "answers" not in measured or any(f"fault: {name}" not in measured for name in faults):
+        rest = CORES_OF["edge"] + CORES_OF["cloud"]
+        plans = [
+            NodePlan(tiers / "edge", CORES_OF["edge"], _EDGE_MS),
+            NodePlan(tiers / "cloud", CORES_OF["cloud"], _CLOUD_MS),
+        ]
+        key, public = make_keys(workdir)
+        with bed(plans, 1, rest, (f"--key={key}",)) as nodes, gateway(tiers / "end", nodes, public) as url:
             once("answers", lambda: answers(url, policy, test.images, test.labels, nodes))
-            for name, fault in FAULTS.items():
+            for name, fault in faults.items():
                 once(f"fault: {name}", lambda fault=fault: under_fault(url, test.images, requests, nodes, fault))
     write_atomic(path.with_suffix(".md"), report(results))
 
@@ -105,8 +117,8 @@ def split_model(workdir: Path, tiers: str, lanes: int, data_dir: str) -> Path:
 
 
 @contextlib.contextmanager
-def process(*arguments: str) -> Iterator[str]:
-    """A server of this package as a process; yields its URL."""
+def process(name: str, cores: float, *arguments: str) -> Iterator[str]:
+    """A server of this package as a process with so many cores; yields its URL."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "mlcn_jax", *arguments, "--port=0", "--max_batch=1", "--max_images=1"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
@@ -115,19 +127,82 @@ def process(*arguments: str) -> Iterator[str]:
     found = re.search(r"(http://[0-9.]+:\d+)", line)
     if not found:
         raise SystemExit(f"error: {line}{running.stdout.read()}")
-    try:
+    with limited(running.pid, name, cores):
         yield found[1]
-    finally:
-        running.terminate()
-        running.wait()
 
 
 @contextlib.contextmanager
-def gateway(artifact: Path, nodes: list[RunningNode]) -> Iterator[str]:
-    """A gateway with an edge and a cloud; yields its URL."""
+def gateway(artifact: Path, nodes: list[RunningNode], key: Path) -> Iterator[str]:
+    """A gateway with an edge and a cloud, whose answers must be signed by a key; yields its URL."""
     urls = f"edge={nodes[0].url},cloud={nodes[1].url}"
-    with process("tiers", "gateway", str(artifact), f"--nodes={urls}") as url:
+    options = (f"--nodes={urls}", f"--node_keys={key}")
+    with process("end", CORES_OF["end"], "tiers", "gateway", str(artifact), *options) as url:
         yield url
+
+
+def make_keys(folder: Path) -> tuple[Path, Path]:
+    """A private key for the nodes, and its public one."""
+    key, public = folder / "tiers-node.pem", folder / "tiers-node.pub.pem"
+    private = Ed25519PrivateKey.generate()
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    key.write_bytes(private.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    public.write_bytes(private.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo))
+    return key, public
+
+
+class FalseNode:
+    """A server that answers gateways with what it must not; `kind` is one of its keys."""
+
+    def __init__(self, policy: Policy):
+        digest, classes, stranger = policy.digest, len(policy.class_names), Ed25519PrivateKey.generate()
+        numbers = np.full((1, classes), 0.01, np.float32)
+        self.kinds: dict[str, Callable[[str, str], tuple[int, bytes]]] = {
+            "not finite": lambda tier, nonce: (200, wire.pack_answer(digest, tier, nonce, numbers * np.nan)),
+            "of another model": lambda tier, nonce: (200, wire.pack_answer("0" * 32, tier, nonce, numbers)),
+            "signed by nobody known": lambda tier, nonce: (
+                200,
+                wire.pack_answer(digest, tier, nonce, numbers, stranger.sign),
+            ),
+            "a full queue": lambda tier, nonce: (429, b"full"),
+        }
+        self.kind, false = "not finite", self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self):
+                head = self.rfile.read(int(self.headers["Content-Length"])).partition(b"\n")[0]
+                status, body = false.kinds[false.kind]("edge", json.loads(head)["nonce"])
+                self._answer(status, body)
+
+            def do_GET(self):
+                self._answer(200, b"{}")
+
+            def _answer(self, status, body):
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def takes_over(self, kind: str) -> Fault:
+        """A fault: the nodes' links lead here, and then to the nodes again."""
+
+        def begin(nodes: list[RunningNode]) -> None:
+            self.kind = kind
+            for node in nodes:
+                node.link(to=f"127.0.0.1:{self.server.server_address[1]}")
+
+        def end(nodes: list[RunningNode]) -> None:
+            for node in nodes:
+                node.link(to=node.address)
+
+        return begin, end
 
 
 def cloud_alone(workdir: Path, images: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
@@ -135,7 +210,7 @@ def cloud_alone(workdir: Path, images: np.ndarray, labels: np.ndarray) -> dict[s
     if not (workdir / "export").is_dir():
         export.export(workdir)
 
-    with process("serve", str(workdir / "export")) as url:
+    with process("cloud", CORES_OF["cloud"], "serve", str(workdir / "export")) as url:
         relay = Relay(("127.0.0.1", int(url.rpartition(":")[2])), Link(_CLOUD_MS))
         found = send(f"http://127.0.0.1:{relay.port}/predict", images)
         relay.close()
@@ -221,7 +296,7 @@ def _as_before(nodes: list[RunningNode]) -> None:
 
 
 # What happens to both nodes after a quarter of the requests, and after three quarters.
-FAULTS: dict[str, tuple[Callable[[list[RunningNode]], None], Callable[[list[RunningNode]], None]]] = {
+FAULTS: dict[str, Fault] = {
     "none": (lambda nodes: None, lambda nodes: None),
     "SIGSTOP, and SIGCONT": (_stop, _go_on),
     "link ten times slower, and as before": (_slow, _as_before),

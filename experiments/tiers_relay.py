@@ -57,8 +57,17 @@ class Relay:
         self._open: set[socket.socket] = set()
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def change(self, **values: float | str) -> None:
-        """Changes the link; what is under way already is not changed, but `drop` cuts it."""
+    def change(self, to: str = "", **values: float | str) -> None:
+        """Changes the link, or where new connections lead (HOST:PORT); `drop` and `to` cut what is under way.
+
+        Raises:
+          InputError: there is no such setting.
+        """
+        if to:
+            host, _, port = to.rpartition(":")
+            self._target = host, int(port)
+            for connection in list(self._open):
+                _close(connection)
         for name, value in values.items():
             if name not in ("delay_ms", "rate_mbit", "mode") or (name == "mode" and value not in MODES):
                 raise InputError(f"a link has delay_ms, rate_mbit and mode ({', '.join(MODES)}), not {name}={value}")
