@@ -115,6 +115,7 @@ class _Run:
         self.busy: dict[int, int] = {}  # task of each end
 
     async def to_the_end(self, client: httpx.AsyncClient) -> Outcome:
+        await asyncio.gather(*(self._connect(client, device) for device in [*self.ends, *self.further]))
         started, before = time.perf_counter(), time.process_time()
         workers = [asyncio.create_task(self._end(client, i, started)) for i in range(len(self.ends))]
         workers += [asyncio.create_task(self._next(client, i)) for i in range(len(self.further))]
@@ -129,6 +130,10 @@ class _Run:
                 raise found
         sums = [np.sum(list(parts.values()), axis=0) for parts in self.parts]
         return Outcome(seconds, self.first, time.process_time() - before, self.timeouts, sums)
+
+    async def _connect(self, client: httpx.AsyncClient, device: Device) -> None:
+        """Opens a connection, which is no part of any task."""
+        (await client.get(device.url + "/health")).raise_for_status()
 
     async def _post(self, client: httpx.AsyncClient, device: Device, number: int) -> None:
         tier, nonce = device.tier, secrets.token_hex(8)

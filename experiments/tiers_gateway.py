@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import http.server
 import io
+import itertools
 import json
 import os
 import re
@@ -45,6 +46,7 @@ from mlcn_jax.files import make_folder, read_json, write_atomic, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.serving import export
 from mlcn_jax.tiers import split, wire
+from mlcn_jax.tiers.artifact import TierArtifact
 from mlcn_jax.tiers.policy import Policy
 
 _EDGE_MS, _CLOUD_MS = 10.0, 50.0  # each way
@@ -52,7 +54,6 @@ _EXTRA_MS = 50.0  # of a deadline, beyond the end's own lanes
 _Z95 = 1.6449
 CORES_OF = {"end": CORES / 5, "edge": CORES / 5, "cloud": 3 * CORES / 5}
 Fault = tuple[Callable[[list[RunningNode]], None], Callable[[list[RunningNode]], None]]
-_LATE_MS = 5.0  # by a client's clock: the way to the gateway and back
 SCALES = {"smoke": (60, 40), "full": (10_000, 10_000)}  # images of the test set, requests under each fault
 _MILLISECONDS = "of requests one after the other, by the client's clock"
 
@@ -87,6 +88,7 @@ def main(values: flags.FlagValues) -> None:
             write_json(path, results)
             print(f"{key}: {json.dumps(measured[key])}", flush=True)
 
+    once("subsets", lambda: subsets(tiers, policy, test.images, test.labels))
     once("cloud alone", lambda: cloud_alone(workdir, test.images, test.labels))
     false = FalseNode(policy)
     faults = {**{kind: false.takes_over(kind) for kind in false.kinds}, **FAULTS}
@@ -102,6 +104,17 @@ def main(values: flags.FlagValues) -> None:
             for name, fault in faults.items():
                 once(f"fault: {name}", lambda fault=fault: under_fault(url, test.images, requests, nodes, fault))
     write_atomic(path.with_suffix(".md"), report(results))
+
+
+def subsets(tiers: Path, policy: Policy, images: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Accuracy of each subset of tiers, computed here: what is left where a tier is lost, or has a model of its own."""
+    parts = {name: TierArtifact(tiers / name).part(images) for name in policy.names}
+    found = {}
+    for size in range(1, len(parts) + 1):
+        for heard in itertools.combinations(policy.names, size):
+            sums = np.sum([parts[name] for name in heard], axis=0)
+            found["+".join(heard)] = float(np.mean(np.argmax(sums, axis=1) == labels))
+    return found
 
 
 def split_model(workdir: Path, tiers: str, lanes: int, data_dir: str) -> Path:
@@ -308,8 +321,7 @@ FAULTS: dict[str, Fault] = {
 
 def under_fault(url: str, images: np.ndarray, requests: int, nodes: list[RunningNode], fault: tuple) -> dict[str, Any]:
     """Requests with a short deadline while nodes or links fail: how many were late, or not answered."""
-    least = httpx.get(f"{url}/").json()["least_deadline_ms"]
-    deadline = least + _EXTRA_MS
+    deadline = httpx.get(f"{url}/").json()["own_p95_ms"] + _EXTRA_MS
     bodies = [png(image) for image in images]
     late: list[dict[str, Any]] = []
     unanswered, times = 0, []
@@ -326,13 +338,14 @@ def under_fault(url: str, images: np.ndarray, requests: int, nodes: list[Running
                 continue
             milliseconds = 1e3 * (time.perf_counter() - started)
             times.append(milliseconds)
-            if milliseconds > deadline + _LATE_MS:
+            if milliseconds > deadline:
                 late.append({"request": i, "ms": milliseconds, "by_gateway_ms": answer["ms"], "lanes": answer["lanes"]})
     time.sleep(1)
     return {
         "requests": requests,
         "deadline_ms": deadline,
         "late": len(late),
+        "late_by_gateway": sum(one["by_gateway_ms"] > deadline for one in late),
         "unanswered": unanswered,
         "p50_ms": float(np.quantile(times, 0.5)),
         "p999_ms": float(np.quantile(times, 0.999)),
@@ -370,14 +383,16 @@ def report(results: dict[str, Any]) -> str:
         "| --- | --- | --- | --- |",
         *("| " + " | ".join(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row) + " |" for row in rows),
         "",
-        "| fault | requests | deadline, ms | late | unanswered | median, ms | 99.9 %, ms |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| fault | requests | deadline, ms | late | by the gateway's clock | unanswered | median, ms | 99.9 %, ms |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for key, row in measured.items():
         if key.startswith("fault: "):
-            fields = ("requests", "deadline_ms", "late", "unanswered", "p50_ms", "p999_ms")
+            fields = ("requests", "deadline_ms", "late", "late_by_gateway", "unanswered", "p50_ms", "p999_ms")
             shown = [f"{row[f]:.4g}" if isinstance(row[f], float) else str(row[f]) for f in fields]
             lines.append(f"| {key.removeprefix('fault: ')} | " + " | ".join(shown) + " |")
+    lines += ["", "| tiers heard | accuracy |", "| --- | --- |"]
+    lines += [f"| {name} | {accuracy:.4f} |" for name, accuracy in measured["subsets"].items()]
     return "\n".join(lines) + "\n"
 
 

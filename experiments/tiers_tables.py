@@ -16,8 +16,10 @@ import dataclasses
 import datetime
 import json
 import math
+import shlex
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -74,28 +76,36 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("workdir", "", "Of a trained model of at least 3 lanes.", flag_values=values)
     flags.DEFINE_string("data_dir", "", "Overrides the run's config.data.dir, if not empty.", flag_values=values)
     flags.DEFINE_enum("scale", "full", list(SCALES), "How much is measured.", flag_values=values)
+    for name, meaning in (("tasks", "All tasks"), ("images", "Images of a task"), ("runs", "Runs of each")):
+        flags.DEFINE_integer(name, 0, f"{meaning}; 0 is as many as the scale has.", lower_bound=0, flag_values=values)
     flags.DEFINE_string("results", str(RESULTS), "Folder to write to.", flag_values=values)
+    flags.DEFINE_string("name", "tiers_tables", "Of the files.", flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:
     folder = Path(values.results).expanduser()
     make_folder(folder, "results")
-    Tables(Path(values.workdir).expanduser(), values.data_dir, values.scale, folder).measure()
+    given = {name: values[name].value for name in ("tasks", "images", "runs") if values[name].value}
+    if "tasks" in given:
+        given["failing_tasks"] = given["tasks"]
+    scale = dataclasses.replace(SCALES[values.scale], **given)
+    path = folder / f"{values.name}{'' if values.scale == 'full' else f'_{values.scale}'}.json"
+    Tables(Path(values.workdir).expanduser(), values.data_dir, scale, path).measure()
 
 
 class Tables:
     """All measurements, each of which is kept as soon as it is there."""
 
-    def __init__(self, workdir: Path, data_dir: str, scale: str, folder: Path):
-        self.workdir, self.data_dir, self.scale, self.folder = workdir, data_dir, SCALES[scale], folder
-        self.path = folder / f"tiers_tables{'' if scale == 'full' else f'_{scale}'}.json"
+    def __init__(self, workdir: Path, data_dir: str, scale: Scale, path: Path):
+        self.workdir, self.data_dir, self.scale, self.path = workdir, data_dir, scale, path
         trained, dataset = load_with_data(workdir, stored_config(workdir, data_dir))
         self.images, self.spec = dataset.test.images, trained.spec
-        about = {"model": trained.spec.lanes, "step": trained.step, "data": dataset.name, "scale": scale}
+        about = {"model": trained.spec.lanes, "step": trained.step, "data": dataset.name}
+        about |= json.loads(json.dumps(dataclasses.asdict(scale)))
         self.results = read_json(self.path) if self.path.is_file() else {"about": about, "measured": {}}
         if self.results["about"] != about:
             raise SystemExit(f"error: {self.path} is of {self.results['about']}, not {about}: move it away")
-        self.results |= {"command": f"python -m experiments.tiers_tables --workdir=WORKDIR --scale={scale}"}
+        self.results |= {"command": shlex.join(["python", "-m", "experiments.tiers_tables", *sys.argv[1:]])}
         self.results |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **host.environment()}
 
     def measure(self) -> None:
@@ -121,7 +131,7 @@ class Tables:
 
     def _split(self, cut: str = "pixels") -> dict[str, TierArtifact]:
         lanes = list(range(len(self.spec.lane_specs)))
-        wishes = self.folder / "tiers_of_tables.json"
+        wishes = self.path.with_name("tiers_of_tables.json")
         tiers = [{"name": n, "lanes": own} for n, own in zip(_NAMES, (lanes[:1], lanes[1:2], lanes[2:]), strict=True)]
         write_json(wishes, {"tiers": tiers, "tolerance": 0.005})
         folder = self.workdir / f"tiers-{cut}"
@@ -151,8 +161,6 @@ class Tables:
         with bed(self._plans(scale.ends, scale.edges, 1), scale.images) as nodes:
             ends, edges, clouds = _devices(nodes, tiers, (scale.ends, scale.edges, 1))
             tasks = self._tasks(scale.tasks)
-            whole = [sum(tier.part(images) for tier in tiers.values()) for images in tasks[:2]]
-            del whole
             devices = self._once("devices", lambda: self._single_tasks(nodes, ends, edges, clouds))
             for (schedule, count), key in keys.items():
                 system = self._system(devices, count)
@@ -244,9 +252,8 @@ class Tables:
             rows = tiers["end"].home("edge", images)
             home.append(time.perf_counter() - started)
             sizes.append(len(wire.pack_request("0" * 32, "0" * 16, rows)) / len(images))
-            outcome = asyncio.run(dispatch("End", [Device(node.url, tiers["edge"])], [], [], [rows]))
+            asyncio.run(dispatch("End", [Device(node.url, tiers["edge"])], [], [], [rows]))
             seconds.append(time.perf_counter() - started)
-            del outcome
         return {
             "home_seconds": statistics.median(home[1:]),
             "task_seconds": statistics.median(seconds[1:]),

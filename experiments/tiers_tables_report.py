@@ -1,5 +1,6 @@
 """The tables and pictures of `experiments.tiers_tables` from its JSON: measured, and predicted apart from that."""
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ def write_report(results: dict[str, Any], path: Path) -> None:
     parts = [
         "# Lanes on ends, edges and a cloud",
         f"Model `{results['about']['model']}`, {results['about']['data']}; {results['device']}, {results['cpu_count']} "
-        f"cores, of which all nodes together have {CORES}; jax {results['versions']['jax']}. `{results['command']}`",
+        f"cores, of which all nodes together have {CORES}; jax {results['versions']['jax']}. "
+        f"{results['about']['tasks']} tasks of {results['about']['images']} images.",
         "## The relay",
         _table(
             ("set", "measured"),
@@ -58,8 +60,7 @@ def schedule_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
     """What each schedule took with each number of ends, and what models say."""
     measured = results["measured"]
     counts = [int(key.split(", ")[1].split()[0]) for key in measured if key.startswith("schedule ")]
-    edges = {"smoke": 1, "full": 4}[results["about"]["scale"]]
-    tasks = {"smoke": 6, "full": 200}[results["about"]["scale"]]
+    edges, tasks = results["about"]["edges"], results["about"]["tasks"]
     rows = []
     for schedule in schedules.SCHEDULES:
         for ends in range(1, max(counts, default=0) + 1):
@@ -122,8 +123,7 @@ def failure_table(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
         if key.startswith("failures "):
             mode, dead = key.removeprefix("failures ").removesuffix(" dead").split(", ")
             found.setdefault(int(dead), {})[mode] = value
-    ends = {"smoke": 2, "full": 8}[results["about"]["scale"]]
-    tasks = {"smoke": 8, "full": 200}[results["about"]["scale"]]
+    ends, tasks = results["about"]["ends"], results["about"]["failing_tasks"]
     rows: list[tuple] = []
     for dead, modes in sorted(found.items()):
         alive = found[0]["monitor"]["seconds"]
@@ -146,7 +146,8 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     ):
         for schedule in schedules.SCHEDULES:
             own = [row for row in rows if row["schedule"] == schedule]
-            axis.plot([row["ends"] for row in own], [row[name] for row in own], marker="o", label=schedule)
+            shown = [row[name] if row[name] > 0 else math.nan for row in own]  # equation 6 can be negative
+            axis.plot([row["ends"] for row in own], shown, marker="o", label=schedule)
         axis.set(title=title, xlabel="ends", yscale="log")
     axes[0].set(ylabel="seconds for all tasks")
     axes[0].legend()

@@ -108,6 +108,13 @@ class TierClient:
         """Whether a node may be asked now."""
         return not self.stopped and any(not node.breaker.is_open for node in self.nodes)
 
+    @property
+    def trouble(self) -> str:
+        """Why it is not available."""
+        if self.stopped:
+            return "stopped"
+        return "; ".join(f"{node.url}: {node.breaker.reason}" for node in self.nodes if node.breaker.reason)
+
     def expected(self, count: int) -> float:
         """Seconds that an answer for so many images is expected to take."""
         return min(

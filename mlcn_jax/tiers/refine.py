@@ -88,7 +88,8 @@ async def refine(
             which = np.flatnonzero(~answer.final)
             left = deadline - time.monotonic()
             if not client.is_available or client.expected(len(which)) > max(left, 0):
-                answer.lost[client.name] = "not available" if not client.is_available else "too slow for the deadline"
+                reason = "" if client.is_available else client.trouble
+                answer.lost[client.name] = reason or "too slow for the deadline"
                 continue
             task = asyncio.create_task(_ask(client, images[which], home, bits, deadline))
             asked[task] = client.name, which

@@ -68,9 +68,8 @@ def test_links_stall_break_and_come_back(echo):
 class Ends:
     """Devices that take a while for each task, and may stop."""
 
-    def __init__(self, monkeypatch, seconds):
+    def __init__(self, seconds):
         self.stopped, self.seconds, self.work = set(), seconds, []
-        monkeypatch.setattr(tiers_dispatch._Run, "_post", self._post)
 
     async def _post(self, run, client, device, number):
         if device in self.stopped:
@@ -88,12 +87,13 @@ class Ends:
 
 @pytest.fixture
 def devices(monkeypatch):
-    made = Ends(monkeypatch, {**{f"en{i}": 0.02 for i in range(4)}, "ed0": 0.01, "ed1": 0.01, "cl0": 0.01})
+    made = Ends({**{f"en{i}": 0.02 for i in range(4)}, "ed0": 0.01, "ed1": 0.01, "cl0": 0.01})
 
     async def post(run, client, device, number):
         await made._post(run, client, device, number)
 
     monkeypatch.setattr(tiers_dispatch._Run, "_post", post)
+    monkeypatch.setattr(tiers_dispatch._Run, "_connect", lambda run, client, device: asyncio.sleep(0))
     return made
 
 

@@ -16,12 +16,10 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
-from conftest import TINY
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from PIL import Image
 
-from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.nn.spec import ModelSpec
@@ -34,36 +32,14 @@ from mlcn_jax.tiers.client import Node, TierClient, check_nodes
 from mlcn_jax.tiers.gateway import GatewayService
 from mlcn_jax.tiers.node import NodeService
 from mlcn_jax.tiers.refine import Answer
-from mlcn_jax.training import loop
 
 LIMITS = Limits(max_batch=2, max_queue=16, max_body_bytes=2**20, max_images=4, max_connections=50, timeout_seconds=5.0)
-TIERS = {
-    "tiers": [{"name": "end", "lanes": [1]}, {"name": "edge", "lanes": [0]}, {"name": "cloud"}],
-    "groups": {"low": list("01234"), "high": list("56789")},
-    "tolerance": 0.05,
-}
 
 
 @pytest.fixture(scope="session")
-def per_lane(tmp_path_factory):
-    """The workdir of a trained model of three lanes."""
-    workdir = tmp_path_factory.mktemp("per_lane")
-    changes = {"model.margin_loss": "per_lane", "model.lanes": "mlcn1:w1*2,mlcn2:w1", "data.validation_fraction": 0.2}
-    loop.train(RunConfig().replace(TINY | changes), workdir)
-    (workdir / "tiers.json").write_text(json.dumps(TIERS))
-    return workdir
-
-
-@pytest.fixture(scope="session")
-def folder(per_lane):
-    """Its tiers, cut at the pixels."""
-    return split.split(per_lane, per_lane / "tiers.json")
-
-
-@pytest.fixture(scope="session")
-def tiers(folder):
+def tiers(tiers_folder):
     """The artifacts, by name."""
-    return {name: TierArtifact(folder / name) for name in ("end", "edge", "cloud")}
+    return {name: TierArtifact(tiers_folder / name) for name in ("end", "edge", "cloud")}
 
 
 class Wire(httpx.ASGITransport):
@@ -150,10 +126,10 @@ async def lines_of(client, pixels, query=""):
 
 
 @pytest.mark.parametrize("cut", ["pixels", "capsules"])
-def test_the_sum_over_the_tiers_is_the_whole_model(per_lane, folder, images, cut):
+def test_the_sum_over_the_tiers_is_the_whole_model(per_lane, tiers_folder, images, cut):
     if cut != "pixels":
-        folder = split.split(per_lane, per_lane / "tiers.json", cut, out=f"tiers-{cut}")
-    tiers = {name: TierArtifact(folder / name) for name in ("end", "edge", "cloud")}
+        tiers_folder = split.split(per_lane, per_lane / "tiers.json", cut, out=f"tiers-{cut}")
+    tiers = {name: TierArtifact(tiers_folder / name) for name in ("end", "edge", "cloud")}
     whole = TrainedModel(per_lane)
     rows = {name: tiers["end"].home(name, images) for name in ("edge", "cloud")} | {"end": images}
     total = sum(tier.part(rows[name]) for name, tier in tiers.items())
@@ -164,15 +140,15 @@ def test_the_sum_over_the_tiers_is_the_whole_model(per_lane, folder, images, cut
     assert all(tier.policy.digest == policy.digest for tier in tiers.values())
     if cut != "pixels":
         assert rows["edge"].shape == (5, *tiers["edge"].row_shape)
-        held = artifacts.read_weights(folder / "edge" / artifacts.WEIGHTS)
+        held = artifacts.read_weights(tiers_folder / "edge" / artifacts.WEIGHTS)
         assert {name.split("/")[-1] for name in held} == {"capsule_weights", "prior_bias"}, (
             "what is at home stays there"
         )
 
 
-def test_an_altered_artifact_is_refused(folder, tmp_path):
+def test_an_altered_artifact_is_refused(tiers_folder, tmp_path):
     for file in ("weights.npz", "policy.json", "model.json", "part-cpu-1.jaxexport", "manifest.json"):
-        copy = shutil.copytree(folder / "edge", tmp_path / file)
+        copy = shutil.copytree(tiers_folder / "edge", tmp_path / file)
         content = bytearray((copy / file).read_bytes())
         content[len(content) // 2] ^= 1
         (copy / file).write_bytes(bytes(content))
@@ -180,8 +156,8 @@ def test_an_altered_artifact_is_refused(folder, tmp_path):
             TierArtifact(copy)
 
 
-def test_lanes_that_are_not_the_policys_and_other_exports_are_refused(folder, exported, tmp_path):
-    copy = shutil.copytree(folder / "edge", tmp_path / "edge")
+def test_lanes_that_are_not_the_policys_and_other_exports_are_refused(tiers_folder, exported, tmp_path):
+    copy = shutil.copytree(tiers_folder / "edge", tmp_path / "edge")
     write_json(copy / "model.json", read_json(copy / "model.json") | {"lanes": [2]})
     manifest = read_json(copy / "manifest.json")
     found = (copy / "model.json").read_bytes()
@@ -193,9 +169,9 @@ def test_lanes_that_are_not_the_policys_and_other_exports_are_refused(folder, ex
         TierArtifact(exported / "export")
 
 
-def test_only_what_a_trusted_key_signed_is_taken(folder, tmp_path):
+def test_only_what_a_trusted_key_signed_is_taken(tiers_folder, tmp_path):
     (private, public), (_, other) = key_files(tmp_path, "mine"), key_files(tmp_path, "other")
-    copy = shutil.copytree(folder / "edge", tmp_path / "edge")
+    copy = shutil.copytree(tiers_folder / "edge", tmp_path / "edge")
     with pytest.raises(InputError, match="is not signed, and only what"):
         TierArtifact(copy, [public])
     manifest = (copy / "manifest.json").read_bytes()
@@ -375,7 +351,7 @@ def test_a_node_of_another_split_is_named_and_not_asked_again(thorough, tiers, i
             for _ in range(2):
                 found = await lines_of(client, images[0])
                 assert found[-1]["lanes"] == [1]
-            assert "give both tiers of one split" in found[-1]["lost"]["edge"] or "not available" in str(found)
+            assert "give both tiers of one split" in found[-1]["lost"]["edge"]
             assert wires["edge"].asked == 1
 
     asyncio.run(check())
@@ -447,7 +423,7 @@ def test_tiers_can_be_stopped_from_the_page_where_that_is_allowed(thorough, imag
         ("/refine", b"no picture", 400, "it is not an image"),
         ("/predict", b"no picture", 400, None),
         ("/refine", b"", 400, "it is not an image"),
-        ("/tiers", b"", 405, "GET only"),
+        ("/tiers", b"", 405, "/tiers takes"),
         ("/nothing", b"", 404, "POST /refine"),
     ],
 )
