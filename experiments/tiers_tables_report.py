@@ -50,7 +50,10 @@ def write_report(results: dict[str, Any], path: Path) -> None:
         "## Table 4: cuts",
         _table(*cut_table(results)),
         "## Table 5: ends that die",
+        "Measured, seconds:",
         _table(*failure_table(results)),
+        "Predicted from the measured run without failures, seconds:",
+        _table(*failure_prediction(results)),
     ]
     write_atomic(path.with_suffix(".md"), "\n\n".join(parts) + "\n")
     draw(rows, path.with_suffix(".png"))
@@ -117,21 +120,34 @@ def cut_table(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
 
 
 def failure_table(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
-    """Head and rows: seconds with some ends dead, measured; how much more than the living ones' share of the work."""
+    """Head and rows: seconds with some ends dead, measured."""
+    found = _failures(results)
+    rows = []
+    for dead, modes in found.items():
+        rows.append((dead, *("never" if modes[mode]["seconds"] is None else modes[mode]["seconds"] for mode in modes)))
+    return ("dead ends", *found[0]), rows
+
+
+def failure_prediction(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
+    """Head and rows: the least that dead ends can cost, what equation 8 says, and how far "monitor" is from it."""
+    found, about = _failures(results), results["about"]
+    ends, tasks = about["ends"], about["failing_tasks"]
+    rows = []
+    for dead, modes in found.items():
+        monitor, before = modes["monitor"]["seconds"], modes["monitor"]["tasks_before"]
+        least = schedules.living(tasks, ends, dead, before, found[0]["monitor"]["seconds"] * ends / tasks)
+        serial = schedules.reassigned(found[0]["reassign"]["seconds"], ends, dead, before, modes["monitor"]["timeout"])
+        rows.append((dead, least, f"{monitor / least:.2f}", serial))
+    return ("dead ends", "remaining work over living ends", "measured monitor over it", "reassign by equation 8"), rows
+
+
+def _failures(results: dict[str, Any]) -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     for key, value in results["measured"].items():
         if key.startswith("failures "):
             mode, dead = key.removeprefix("failures ").removesuffix(" dead").split(", ")
             found.setdefault(int(dead), {})[mode] = value
-    ends, tasks = results["about"]["ends"], results["about"]["failing_tasks"]
-    rows: list[tuple] = []
-    for dead, modes in sorted(found.items()):
-        alive = found[0]["monitor"]["seconds"]
-        before = modes["monitor"]["tasks_before"]
-        least = schedules.living(tasks, ends, dead, before, alive * ends / tasks)
-        shown = [modes[mode]["seconds"] if modes[mode]["seconds"] is not None else "never" for mode in modes]
-        rows.append((dead, *shown, least, modes["monitor"]["seconds"] / least))
-    return ("dead ends", *found[0], "remaining work over living ends, s", "monitor, times that"), rows
+    return dict(sorted(found.items()))
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:

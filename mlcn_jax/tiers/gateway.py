@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.serving.http_service import Limits
+from mlcn_jax.serving.openapi import description
 from mlcn_jax.serving.service import Service
 from mlcn_jax.tiers import page
 from mlcn_jax.tiers.artifact import TierArtifact
@@ -227,6 +228,26 @@ class GatewayService(Service):
             "least_deadline_ms": round(self.least_ms, 2),
             "may_stop": self._may_stop,
         }
+
+    async def _openapi(self, request: Request) -> Response:
+        found = description(self.model.class_names, self.limits)
+        predict = found["paths"]["/predict"]["post"]
+        deadline = {
+            "name": "deadline_ms",
+            "in": "query",
+            "schema": {"type": "number", "minimum": 0},
+            "description": f"milliseconds in which to answer, {self.least_ms:.1f} or more; 0 waits for a final answer",
+        }
+        predict["parameters"].append(deadline)
+        lines = {"200": {"description": "a JSON object a line, the last is final", "content": {_JSON_LINES: {}}}}
+        found["paths"]["/refine"] = {
+            "post": {
+                **predict,
+                "summary": "Classify one picture, better and better",
+                "responses": predict["responses"] | lines,
+            }
+        }
+        return JSONResponse(found)
 
     def _states(self) -> list[dict[str, Any]]:
         states: list[dict[str, Any]] = []

@@ -67,7 +67,7 @@ class Breaker:
         self._failures = 0
         self._pause = _FIRST_PAUSE
         self._opened = 0.0
-        self._trying = False
+        self._trying = self._surely = False
         self._rng = rng or random.Random()
 
     @property
@@ -86,7 +86,7 @@ class Breaker:
     def failed(self, reason: str, *, surely: bool = False) -> None:
         """A request failed; `surely` if another would too, as with an answer of another model."""
         again = self._failures >= _FAILURES
-        self.reason, self._trying = reason, False
+        self.reason, self._trying, self._surely = reason, False, surely
         self._failures = _FAILURES if surely else self._failures + 1
         if self._failures >= _FAILURES:
             if again:
@@ -98,5 +98,6 @@ class Breaker:
         self._trying = False
 
     def seen(self) -> None:
-        """The node answers again, as far as its health is concerned: it may be tried at once."""
-        self._opened = 0.0
+        """The node is healthy: it may be tried at once, unless health was not what was wrong."""
+        if not self._surely:
+            self._opened = -self._pause

@@ -51,9 +51,11 @@ def split(
     Raises:
       InputError: the workdir, the tiers, the cut or the key cannot be used, or the model's lanes do not classify alone.
     """
-    from mlcn_jax.tiers import signatures
+    signing = None
+    if key is not None:
+        from mlcn_jax.tiers import signatures  # which needs cryptography
 
-    signing = signatures.private_key(key) if key else None
+        signing = signatures.private_key(key)
     config = stored_config(workdir, data_dir)
     trained, dataset = load_with_data(workdir, config)
     check_lanes_classify(trained.spec)
