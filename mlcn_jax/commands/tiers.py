@@ -8,6 +8,8 @@
 The gateway takes what `mlcn_jax serve` takes. `POST /refine` answers one picture with a JSON line for each answer that
 is better than the one before; `POST /predict` answers with the last. `?deadline_ms=N` gives the best answer there is by
 then. `GET /` is a page that shows answers arrive, `GET /tiers` tells how the tiers are.
+
+Takes no configuration: mlcn_jax train --help lists the fields of one.
 """
 
 import argparse
