@@ -20,6 +20,7 @@ from mlcn_jax.tiers.node import PATH
 from mlcn_jax.tiers.policy import Policy
 
 _SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_BETWEEN_TRIES = 1.0  # of a tier that was too slow for a deadline
 _LOOK_SECONDS = 2.0
 _log = logging.getLogger("mlcn_jax")
 
@@ -63,6 +64,13 @@ class Node:
         """Sends a request; raises httpx.HTTPError."""
         return await self._client.post(PATH, content=body, headers={"Content-Type": "application/octet-stream"})
 
+    def gave_up(self, times: Times, seconds: float) -> None:
+        """An answer is no longer needed after so many seconds: it was late, or its deadline short."""
+        if times.mean is not None and seconds >= times.late:
+            self.breaker.failed("no answer before the deadline")
+        else:
+            self.breaker.gave_up()
+
     async def look(self) -> None:
         """Finds out whether a node that had failed answers again."""
         with contextlib.suppress(httpx.HTTPError, TimeoutError):
@@ -102,6 +110,7 @@ class TierClient:
         self.nodes = [Node(url, tls) for url in urls]
         self._digest, self._classes = policy.digest, len(policy.class_names)
         self._weight, self._is_signed = policy.tier(name).weight, is_signed
+        self._asked = 0.0
 
     @property
     def is_available(self) -> bool:
@@ -121,6 +130,13 @@ class TierClient:
             (node.times(count).expected for node in self.nodes if not node.breaker.is_open), default=float("inf")
         )
 
+    def is_worth_asking(self, count: int, seconds: float) -> bool:
+        """Whether an answer may come in so many seconds; from time to time also if it has taken longer so far."""
+        known = [node.times(count) for node in self.nodes if not node.breaker.is_open]
+        if any(times.mean is None or times.expected <= seconds for times in known):
+            return True
+        return bool(known) and time.monotonic() > self._asked + _SECONDS_BETWEEN_TRIES
+
     def patience(self, count: int) -> float:
         """Seconds after which an answer is late, so that another tier should be asked as well."""
         return min((node.times(count).late for node in self.nodes if not node.breaker.is_open), default=0.0)
@@ -136,6 +152,7 @@ class TierClient:
         Raises:
           TierLost: no node gave an answer.
         """
+        self._asked = time.monotonic()
         tried: list[Node] = []
         reasons: list[str] = []
         while time.monotonic() < deadline:
@@ -174,10 +191,10 @@ class TierClient:
                 times.timed_out()
                 node.breaker.failed("no answer in time")
             else:
-                node.breaker.gave_up()
+                node.gave_up(times, time.monotonic() - started)
             raise self._lost("time-out", f"no answer within {1e3 * min(left, patience):.0f} ms") from error
         except asyncio.CancelledError:
-            node.breaker.gave_up()
+            node.gave_up(times, time.monotonic() - started)
             raise
         except httpx.HTTPError as error:
             node.breaker.failed(str(error) or repr(error))

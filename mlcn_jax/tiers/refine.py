@@ -87,7 +87,7 @@ async def refine(
             client = clients[waiting.pop(0)]
             which = np.flatnonzero(~answer.final)
             left = deadline - time.monotonic()
-            if not client.is_available or client.expected(len(which)) > max(left, 0):
+            if not client.is_available or not client.is_worth_asking(len(which), left):
                 reason = "" if client.is_available else client.trouble
                 answer.lost[client.name] = reason or "too slow for the deadline"
                 continue

@@ -297,6 +297,31 @@ def test_a_deadline_gives_the_best_that_has_come(thorough, images):
     asyncio.run(check())
 
 
+def test_short_deadlines_do_not_keep_tiers_from_being_tried_and_one_that_hangs_is_left_alone(thorough, images):
+    async def hang(response):
+        await asyncio.sleep(60)
+
+    async def check():
+        async with started(thorough) as (client, gateway, wires):
+            deadline = "?deadline_ms=900"
+            assert (await lines_of(client, images[0], deadline))[-1]["lanes"] == [0, 1, 2], "nothing is known yet"
+            node = gateway.clients["edge"].nodes[0]
+            node.times(1).mean = 5.0
+            gateway.clients["edge"]._asked = time.monotonic()
+            found = await lines_of(client, images[0], deadline)
+            assert found[-1]["lost"] == {"edge": "too slow for the deadline"}
+            gateway.clients["edge"]._asked = 0.0
+            assert (await lines_of(client, images[0], deadline))[-1]["lanes"] == [0, 1, 2], "tried again after a while"
+            node.times(1).mean, node.times(1)._spread = 0.01, 0.0
+            wires["edge"].change = hang
+            for _ in range(3):
+                assert (await lines_of(client, images[0], "?deadline_ms=200"))[-1]["lanes"] in ([1, 2], [1])
+            assert node.breaker.is_open
+            assert node.breaker.reason == "no answer before the deadline"
+
+    asyncio.run(check())
+
+
 def test_a_tier_that_is_late_does_not_hold_the_others_up(thorough, images):
     async def slowly(response):
         await asyncio.sleep(0.2)
