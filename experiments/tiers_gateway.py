@@ -13,18 +13,14 @@ the nodes with quotas of cores behind links of 20 and 100 ms there and back, and
 
 import contextlib
 import datetime
-import http.server
-import io
 import itertools
 import json
 import os
 import re
 import secrets
-import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,12 +29,10 @@ from typing import Any
 import httpx
 import numpy as np
 from absl import flags
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from PIL import Image
 
 from experiments import RESULTS
 from experiments.tiers_bed import CORES, NodePlan, RunningNode, bed, limited
+from experiments.tiers_faults import FAULTS, FalseNode, make_keys, png, under_fault
 from experiments.tiers_relay import Link, Relay
 from mlcn_jax import host
 from mlcn_jax.analysis.workdir import load_with_data, stored_config
@@ -50,10 +44,8 @@ from mlcn_jax.tiers.artifact import TierArtifact
 from mlcn_jax.tiers.policy import Policy
 
 _EDGE_MS, _CLOUD_MS = 10.0, 50.0  # each way
-_EXTRA_MS = 50.0  # of a deadline, beyond the end's own lanes
 _Z95 = 1.6449
 CORES_OF = {"end": CORES / 5, "edge": CORES / 5, "cloud": 3 * CORES / 5}
-Fault = tuple[Callable[[list[RunningNode]], None], Callable[[list[RunningNode]], None]]
 SCALES = {"smoke": (60, 40), "full": (10_000, 10_000)}  # images of the test set, requests under each fault
 _MILLISECONDS = "of requests one after the other, by the client's clock"
 
@@ -153,71 +145,6 @@ def gateway(artifact: Path, nodes: list[RunningNode], key: Path) -> Iterator[str
         yield url
 
 
-def make_keys(folder: Path) -> tuple[Path, Path]:
-    """A private key for the nodes, and its public one."""
-    key, public = folder / "tiers-node.pem", folder / "tiers-node.pub.pem"
-    private = Ed25519PrivateKey.generate()
-    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
-    key.write_bytes(private.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
-    public.write_bytes(private.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo))
-    return key, public
-
-
-class FalseNode:
-    """A server that answers gateways with what it must not; `kind` is one of its keys."""
-
-    def __init__(self, policy: Policy):
-        digest, classes, stranger = policy.digest, len(policy.class_names), Ed25519PrivateKey.generate()
-        numbers = np.full((1, classes), 0.01, np.float32)
-        self.kinds: dict[str, Callable[[str, str], tuple[int, bytes]]] = {
-            "not finite": lambda tier, nonce: (200, wire.pack_answer(digest, tier, nonce, numbers * np.nan)),
-            "of another model": lambda tier, nonce: (200, wire.pack_answer("0" * 32, tier, nonce, numbers)),
-            "signed by nobody known": lambda tier, nonce: (
-                200,
-                wire.pack_answer(digest, tier, nonce, numbers, stranger.sign),
-            ),
-            "a full queue": lambda tier, nonce: (429, b"full"),
-        }
-        self.kind, false = "not finite", self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self):
-                head = self.rfile.read(int(self.headers["Content-Length"])).partition(b"\n")[0]
-                status, body = false.kinds[false.kind]("edge", json.loads(head)["nonce"])
-                self._answer(status, body)
-
-            def do_GET(self):
-                self._answer(200, b"{}")
-
-            def _answer(self, status, body):
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_):
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def takes_over(self, kind: str) -> Fault:
-        """A fault: the nodes' links lead here, and then to the nodes again."""
-
-        def begin(nodes: list[RunningNode]) -> None:
-            self.kind = kind
-            for node in nodes:
-                node.link(to=f"127.0.0.1:{self.server.server_address[1]}")
-
-        def end(nodes: list[RunningNode]) -> None:
-            for node in nodes:
-                node.link(to=node.address)
-
-        return begin, end
-
-
 def cloud_alone(workdir: Path, images: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
     """The whole model in the cloud, to which every image is sent."""
     if not (workdir / "export").is_dir():
@@ -229,7 +156,13 @@ def cloud_alone(workdir: Path, images: np.ndarray, labels: np.ndarray) -> dict[s
         relay.close()
     bodies = sum(len(wire.pack_request("0" * 32, secrets.token_hex(8), image[None])) for image in images)
     right = np.array([one["class"] for one in found["answers"]]) == names_of(labels, found["classes"])
-    return {**found["times"], "accuracy": float(right.mean()), "sent_bytes": bodies, "right": right.tolist()}
+    return {
+        **found["times"],
+        "images": len(right),
+        "accuracy": float(right.mean()),
+        "sent_bytes": bodies,
+        "right": packed(right),
+    }
 
 
 def answers(
@@ -245,13 +178,24 @@ def answers(
     own = len(policy.tiers[0].lanes)
     return {
         **found["times"],
+        "images": len(right),
         "accuracy": float(right.mean()),
-        "right": right.tolist(),
+        "right": packed(right),
         "settled_at_end": float(np.mean(np.array(heard) == own)),
         "sent_bytes": sum(states[name].get("sent_bytes", 0) for name in states),
         "wire_bytes": sum(a["sent"] - b["sent"] for a, b in zip(after, before, strict=True)),
         "end_flops_share": policy.tiers[0].flops / sum(tier.flops for tier in policy.tiers),
     }
+
+
+def packed(right: np.ndarray) -> str:
+    """Which images were classified rightly, a bit each, in hexadecimal digits."""
+    return np.packbits(right).tobytes().hex()
+
+
+def unpacked(text: str, count: int) -> np.ndarray:
+    """The same as numbers, 0 or 1."""
+    return np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8), count=count).astype(float)
 
 
 def names_of(labels: np.ndarray, classes: list[str]) -> np.ndarray:
@@ -273,91 +217,12 @@ def send(url: str, images: np.ndarray) -> dict[str, Any]:
     return {"answers": found, "classes": classes, "times": times}
 
 
-def png(image: np.ndarray) -> bytes:
-    """An image as a PNG file."""
-    buffer = io.BytesIO()
-    Image.fromarray(image.squeeze()).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def _stop(nodes: list[RunningNode]) -> None:
-    for node in nodes:
-        node.signal(signal.SIGSTOP)
-
-
-def _go_on(nodes: list[RunningNode]) -> None:
-    for node in nodes:
-        node.signal(signal.SIGCONT)
-
-
-def _link(**changes: float | str) -> Callable[[list[RunningNode]], None]:
-    def change(nodes: list[RunningNode]) -> None:
-        for node in nodes:
-            node.link(**changes)
-
-    return change
-
-
-def _slow(nodes: list[RunningNode]) -> None:
-    for node in nodes:
-        node.link(delay_ms=10 * node.plan.delay_ms)
-
-
-def _as_before(nodes: list[RunningNode]) -> None:
-    for node in nodes:
-        node.link(delay_ms=node.plan.delay_ms, mode="pass")
-
-
-# What happens to both nodes after a quarter of the requests, and after three quarters.
-FAULTS: dict[str, Fault] = {
-    "none": (lambda nodes: None, lambda nodes: None),
-    "SIGSTOP, and SIGCONT": (_stop, _go_on),
-    "link ten times slower, and as before": (_slow, _as_before),
-    "link stalls, and goes on": (_link(mode="stall"), _as_before),
-    "partition, and as before": (_link(mode="drop"), _as_before),
-    "SIGKILL": (lambda nodes: [node.signal(signal.SIGKILL) for node in nodes] and None, lambda nodes: None),
-}
-
-
-def under_fault(url: str, images: np.ndarray, requests: int, nodes: list[RunningNode], fault: tuple) -> dict[str, Any]:
-    """Requests with a short deadline while nodes or links fail: how many were late, or not answered."""
-    deadline = httpx.get(f"{url}/").json()["own_p95_ms"] + _EXTRA_MS
-    bodies = [png(image) for image in images]
-    late: list[dict[str, Any]] = []
-    unanswered, times = 0, []
-    with httpx.Client(timeout=30, trust_env=False) as client:
-        for i in range(requests):
-            if i in (requests // 4, 3 * requests // 4):
-                fault[i > requests // 2](nodes)
-            started = time.perf_counter()
-            try:
-                response = client.post(f"{url}/predict?deadline_ms={deadline}", content=bodies[i % len(bodies)])
-                answer = response.raise_for_status().json()["predictions"][0]
-            except httpx.HTTPError:
-                unanswered += 1
-                continue
-            milliseconds = 1e3 * (time.perf_counter() - started)
-            times.append(milliseconds)
-            if milliseconds > deadline:
-                late.append({"request": i, "ms": milliseconds, "by_gateway_ms": answer["ms"], "lanes": answer["lanes"]})
-    time.sleep(1)
-    return {
-        "requests": requests,
-        "deadline_ms": deadline,
-        "late": len(late),
-        "late_by_gateway": sum(one["by_gateway_ms"] > deadline for one in late),
-        "unanswered": unanswered,
-        "p50_ms": float(np.quantile(times, 0.5)),
-        "p999_ms": float(np.quantile(times, 0.999)),
-        "late_ones": late[:20],
-    }
-
-
 def report(results: dict[str, Any]) -> str:
     """The tables in Markdown."""
     measured = results["measured"]
     cloud, own = measured["cloud alone"], measured["answers"]
-    lost = np.array(cloud["right"], float) - np.array(own["right"], float)
+    right = {name: unpacked(row["right"], row["images"]) for name, row in (("cloud", cloud), ("own", own))}
+    lost = right["cloud"] - right["own"]
     bound = lost.mean() + _Z95 * lost.std() / np.sqrt(len(lost))
     rows = [
         (
