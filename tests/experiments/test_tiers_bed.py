@@ -94,6 +94,7 @@ def devices(monkeypatch):
 
     monkeypatch.setattr(tiers_dispatch._Run, "_post", post)
     monkeypatch.setattr(tiers_dispatch._Run, "_connect", lambda run, client, device: asyncio.sleep(0))
+    monkeypatch.setattr(tiers_dispatch._Run, "_answers_again", lambda run, client, i: asyncio.sleep(3600))
     return made
 
 
