@@ -16,7 +16,7 @@ import mlcn_jax
 from mlcn_jax.commands import front
 
 # From the ground up, as in docs/design.md: what comes later may import what comes before. The rest follows by name.
-ORDER = ("nn", "data", "placement", "distributed", "training", "search", "analysis", "serving")
+ORDER = ("nn", "data", "placement", "distributed", "training", "search", "analysis", "serving", "tiers")
 _ROOT = Path(mlcn_jax.__file__).parent
 
 

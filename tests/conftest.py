@@ -1,5 +1,6 @@
 """Settings of the whole suite, and a run small enough to train in seconds."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest  # noqa: E402
 from mlcn_jax import host  # noqa: E402
 from mlcn_jax.config import RunConfig  # noqa: E402
 from mlcn_jax.serving import export  # noqa: E402
+from mlcn_jax.tiers import split  # noqa: E402
 from mlcn_jax.training import loop, pictures  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -63,6 +65,22 @@ def exported(finished, tmp_path_factory):
     return workdir
 
 
+@pytest.fixture(scope="session")
+def per_lane(tmp_path_factory):
+    """The workdir of a trained model of three lanes."""
+    workdir = tmp_path_factory.mktemp("per_lane")
+    changes = {"model.margin_loss": "per_lane", "model.lanes": "mlcn1:w1*2,mlcn2:w1", "data.validation_fraction": 0.2}
+    loop.train(RunConfig().replace(TINY | changes), workdir)
+    (workdir / "tiers.json").write_text(json.dumps(TIERS))
+    return workdir
+
+
+@pytest.fixture(scope="session")
+def tiers_folder(per_lane):
+    """Its tiers, cut at the pixels."""
+    return split.split(per_lane, per_lane / "tiers.json")
+
+
 @pytest.fixture
 def tiny() -> RunConfig:
     """Two small lanes on the digits, 20 steps of 50 images."""
@@ -76,4 +94,10 @@ TINY = {
     "train.num_steps": 20,
     "train.checkpoint_every": 5,
     "train.log_every": 5,
+}
+
+TIERS = {
+    "tiers": [{"name": "end", "lanes": [1]}, {"name": "edge", "lanes": [0]}, {"name": "cloud"}],
+    "groups": {"low": list("01234"), "high": list("56789")},
+    "tolerance": 0.05,
 }

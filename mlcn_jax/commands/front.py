@@ -29,6 +29,7 @@ COMMANDS = {
     "onnx": ("commands.onnx", "converts an exported model to ONNX, and checks it"),
     "predict": ("serving.predict", "classifies pictures with a trained or exported model"),
     "serve": ("serving.server", "answers HTTP requests with a trained or exported model"),
+    "tiers": ("commands.tiers", "splits a model's lanes over devices, and answers with them"),
 }
 MODES = ("train", "evaluate", "describe", "sweep", "export")
 _HELP = ("-h", "-help", "--help", "--helpfull")

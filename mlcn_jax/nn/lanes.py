@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from mlcn_jax.nn import capsules, conv, resnet
+from mlcn_jax.nn.cut_points import CutPoint, cut_point, name_of
 
 PRIMARY_DIM = 8
 LANE_ROUTINGS = ("published", "per_class")
@@ -131,7 +132,7 @@ def _mlcn1(images: Array, spec: LaneSpec, settings: LaneSettings) -> Array:
     Source: do Rosario 2021 (thesis; accuracy in table 4.1); do Rosario et al. 2019, section III.
     """
     shape = (9, 9, images.shape[-1], 16 * spec.width)
-    return _primary_features(images, ConvParams(shape, settings.dtype, name="conv1")(), spec, settings)
+    return _primary_features(images, ConvParams(shape, settings.dtype, name="conv1"), spec, settings)
 
 
 def _mlcn2(images: Array, spec: LaneSpec, settings: LaneSettings) -> Array:
@@ -144,20 +145,25 @@ def _mlcn2(images: Array, spec: LaneSpec, settings: LaneSettings) -> Array:
     Source: do Rosario 2021 (thesis; accuracy in table 4.1).
     """
     first = JointConvParams(images.shape[-1], 4 * spec.width, 8 * spec.width, settings.dtype, name="conv1")
-    return _primary_features(images, first(), spec, settings)
+    return _primary_features(images, first, spec, settings)
 
 
 def _primary_features(
-    images: Array, first: tuple[Array, Array], spec: LaneSpec, settings: LaneSettings
+    images: Array, first: ConvParams | JointConvParams, spec: LaneSpec, settings: LaneSettings
 ) -> Float[Array, "batch h w filters"]:
     """The first convolution, the 3x3 ones that depth adds, and the one that gives 2 * width capsules per position."""
-    features = first[0].shape[-1]
+    features = first.features if isinstance(first, JointConvParams) else first.shape[-1]
     shape = (9, 9, features, 2 * spec.width * PRIMARY_DIM)
     primary = ConvParams(shape, settings.dtype, name="primary")()
     algorithm = settings.conv_algorithm
-    if spec.depth == 1:
-        return conv.lane_convs(images, *first, *primary, algorithm=algorithm)
-    x = nn.relu(conv.conv2d(images, first[0], algorithm=algorithm) + first[1][None, None, None])
+    cut = CutPoint(name=name_of("conv1"))
+    if spec.depth == 1 and not cut.is_used:
+        return conv.lane_convs(images, *first(), *primary, algorithm=algorithm)
+    if cut.is_given:
+        x = cut.given()
+    else:
+        kernel, bias = first()
+        x = cut(nn.relu(conv.conv2d(images, kernel, algorithm=algorithm) + bias[None, None, None]))
     for i in range(1, spec.depth):
         kernel, bias = ConvParams((3, 3, features, features), settings.dtype, name=f"deep{i}")()
         x = nn.relu(conv.conv2d(x, kernel, padding="SAME", algorithm=algorithm) + bias[None, None, None])
@@ -247,10 +253,13 @@ class Lane(nn.Module):
     def __call__(self, images: Float[Array, "batch h w channels"]) -> Float[Array, "batch classes"]:
         s = self.settings
         kind = LANE_KINDS[self.spec.kind]
-        computed = kind.compute(first_input(images, s.signed_pixels, s.dtype), self.spec, s)
+
+        def compute() -> Array:
+            return kind.compute(first_input(images, s.signed_pixels, s.dtype), self.spec, s)
+
         if kind.classifies:
-            return computed
-        u = primary_capsules(computed)
+            return compute()
+        u = cut_point("capsules", lambda: primary_capsules(compute()))()
         num_primary = u.shape[1]
         weights = self.param("capsule_weights", _glorot, (num_primary, PRIMARY_DIM, s.num_classes))
         weights = weights.astype(s.dtype)

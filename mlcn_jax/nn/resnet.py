@@ -9,7 +9,8 @@ Source: Jordan 2024, arXiv 2404.00498, for the layers and their start values; Wu
 for statistics collected after training. As lanes of capsules: this project.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import flax.linen as nn
 import jax
@@ -21,6 +22,7 @@ from jaxtyping import Array, Float
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv, tracing
+from mlcn_jax.nn.cut_points import cut_point
 
 STAGES = (16, 48, 64)  # filters of each stage for width 1
 MIN_SIZE = 9  # three poolings leave one pixel
@@ -79,16 +81,22 @@ class Trunk(nn.Module):
 
     @nn.compact
     def __call__(self, images: Float[Array, "batch h w c"]) -> Float[Array, "batch h2 w2 features"]:
-        x = self._convolve(images, *Whitening(images.shape[-1], name=FROZEN)(), "VALID")
-        x = nn.gelu(x)
+        def stem() -> Array:
+            return nn.gelu(self._convolve(images, *Whitening(images.shape[-1], name=FROZEN)(), "VALID"))
+
+        x = cut_point("stem", stem)
         for stage, filters in enumerate(STAGES, start=1):
-            x = self._layer(x, filters * self.width, f"conv{stage}_1", pooled=True)
-            x = shortcut = nn.gelu(x)
-            for i in range(2, self.depth + 1):
-                x = self._layer(x, filters * self.width, f"conv{stage}_{i}")
-                if i == self.depth > 2:
-                    x = x + shortcut
-                x = nn.gelu(x)
+            x = cut_point(f"stage{stage}", functools.partial(self._stage, x, stage, filters * self.width))
+        return x()
+
+    def _stage(self, before: Callable[[], Array], stage: int, filters: int) -> Array:
+        x = self._layer(before(), filters, f"conv{stage}_1", pooled=True)
+        x = shortcut = nn.gelu(x)
+        for i in range(2, self.depth + 1):
+            x = self._layer(x, filters, f"conv{stage}_{i}")
+            if i == self.depth > 2:
+                x = x + shortcut
+            x = nn.gelu(x)
         return x
 
     def _layer(self, x: Array, filters: int, name: str, pooled: bool = False) -> Array:

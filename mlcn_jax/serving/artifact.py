@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,9 @@ class Function:
     compiler_options: Mapping[str, str]
 
 
+Functions = Sequence[tuple[int, Callable[[np.ndarray], jax.Array]]]  # from how many rows on each is used, most first
+
+
 class Classifier:
     """A model that is ready to classify.
 
@@ -61,7 +64,7 @@ class Classifier:
     exported: str = ""
     _certain_length: float
     _probability_power: int
-    _functions: list[tuple[int, Callable[[np.ndarray], jax.Array]]]  # from how many images on, most first
+    _functions: "Functions"
 
     def lengths(self, images: np.ndarray) -> np.ndarray:
         """Lengths of the class capsules; the longest is of the predicted class.
@@ -83,11 +86,9 @@ class Classifier:
                 + ", ".join(map(str, self.image_shape))
                 + "]"
             )
-        found = np.zeros((len(images), len(self.class_names)), np.float32)
-        for start in range(0, len(images), MAX_BATCH):
-            part = images[start : start + MAX_BATCH]
-            found[start : start + len(part)] = self._lengths_of_part(part)
-        return found
+        if not len(images):
+            return np.zeros((0, len(self.class_names)), np.float32)
+        return apply_in_batches(self._functions, images)
 
     def probabilities(self, images: np.ndarray) -> np.ndarray:
         """Probability of each class: the length of its capsule, at most 1. They need not add up to 1.
@@ -107,16 +108,8 @@ class Classifier:
         """Compiles the programs for 1, 2, 4 ... images up to `most`."""
         size = 1
         while size <= min(most, MAX_BATCH):
-            self._lengths_of_part(np.zeros((size, *self.image_shape), np.uint8))
+            self.lengths(np.zeros((size, *self.image_shape), np.uint8))
             size *= 2
-
-    def _lengths_of_part(self, images: np.ndarray) -> np.ndarray:
-        count = len(images)
-        size = 1 << (count - 1).bit_length()
-        if size > count:
-            images = np.concatenate([images, np.zeros((size - count, *self.image_shape), np.uint8)])
-        call = next(call for least, call in self._functions if size >= least)
-        return jax.device_get(call(images))[:count]
 
 
 class Artifact(Classifier):
@@ -137,7 +130,7 @@ class Artifact(Classifier):
     def __init__(self, folder: str | Path):
         folder = Path(folder)
         try:
-            self.manifest = _verified_manifest(folder)
+            self.manifest = verified_manifest(folder)
             self.description = description = json.loads((folder / MODEL).read_text())
             self.class_names = tuple(description["class_names"])
             self.image_shape = tuple(description["image_shape"])
@@ -145,48 +138,87 @@ class Artifact(Classifier):
             self._probability_power = int(description.get("probability_power", 1))
             self.step, self.exported = self.manifest["step"], self.manifest["date"]
             functions = [Function(**function) for function in self.manifest["functions"]]
-            weights = jax.device_put(_read_weights(folder / WEIGHTS))
+            weights = jax.device_put(read_weights(folder / WEIGHTS))
         except InputError:
             raise
         except Exception as error:  # the files match the manifest, and yet cannot be read
             raise InputError(f"{folder} cannot be read ({error!r}): export the model again") from error
-        platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-        functions = [function for function in functions if platform in function.platforms]
-        if not functions:
-            made_for = sorted({name for f in self.manifest["functions"] for name in f["platforms"]})
-            raise InputError(
-                f"{folder} was exported for {', '.join(made_for)} and cannot run on {platform}: set "
-                "JAX_PLATFORMS=cpu, or " + self._again()
-            )
-        self._functions = [
-            (function.min_batch, self._load(folder / function.file, function, weights))
-            for function in sorted(functions, key=lambda function: -function.min_batch)
-        ]
+        row = jax.ShapeDtypeStruct(self.image_shape, jnp.uint8)
+        self._functions = load_functions(folder, functions, weights, row, self.manifest)
 
-    def _load(self, path: Path, function: Function, weights: dict[str, jax.Array]):
-        try:
-            exported = jax.export.deserialize(bytearray(path.read_bytes()))
-            call, options = exported.call, dict(function.compiler_options)
-            image = jax.ShapeDtypeStruct((function.min_batch, *self.image_shape), jnp.uint8)
-            jax.eval_shape(call, weights, image)
-        except ImportError as error:
-            raise InputError("an exported model is read with flatbuffers: pip install flatbuffers") from error
-        except Exception as error:  # what jax raises here differs between its versions
-            reason = (str(error).splitlines() or [repr(error)])[0][:200]
-            raise InputError(
-                f"{path} was exported with jax {self.manifest['versions']['jax']} and cannot be used by jax "
-                f"{jax.__version__} ({reason}). jax reads exports for six months: " + self._again()
-            ) from error
-        try:
-            jax.jit(lambda: jnp.zeros(()), compiler_options=options).lower().compile()
-        except Exception:  # jaxlib versions raise different types for an option that they do not know
-            options = {}
-        if sum(array.nbytes for array in weights.values()) <= _COMPILED_IN_BYTES:
-            return jax.jit(functools.partial(call, weights), compiler_options=options)
-        return functools.partial(jax.jit(call, compiler_options=options), weights)
 
-    def _again(self) -> str:
-        return f"export it again where it was trained: {self.manifest['command']}"
+def apply_in_batches(functions: Functions, rows: np.ndarray) -> np.ndarray:
+    """What functions give for rows [n, ...], n at least 1, in calls of at most `MAX_BATCH`, padded to powers of two."""
+    parts = [_padded(functions, rows[start : start + MAX_BATCH]) for start in range(0, len(rows), MAX_BATCH)]
+    return np.concatenate(parts)
+
+
+def _padded(functions: Functions, rows: np.ndarray) -> np.ndarray:
+    count = len(rows)
+    size = 1 << (count - 1).bit_length()
+    if size > count:
+        rows = np.concatenate([rows, np.zeros((size - count, *rows.shape[1:]), rows.dtype)])
+    call = next(call for least, call in functions if size >= least)
+    return jax.device_get(call(rows))[:count]
+
+
+def load_functions(
+    folder: Path,
+    functions: Sequence[Function],
+    weights: Mapping[str, jax.Array],
+    row: jax.ShapeDtypeStruct,
+    manifest: Mapping[str, Any],
+) -> Functions:
+    """Those functions of a verified artifact that run on this platform, ready for `apply_in_batches`.
+
+    Args:
+      folder: of the artifact.
+      functions: that do the same for different platforms and numbers of rows.
+      weights: that they take.
+      row: what they take one of, without the first axis.
+      manifest: of the artifact.
+
+    Raises:
+      InputError: none runs on this platform, or this jax cannot read them.
+    """
+    platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    usable = [function for function in functions if platform in function.platforms]
+    if not usable:
+        made_for = sorted({name for function in functions for name in function.platforms})
+        raise InputError(
+            f"{folder} was exported for {', '.join(made_for)} and cannot run on {platform}: set "
+            "JAX_PLATFORMS=cpu, or " + _again(manifest)
+        )
+    return [
+        (function.min_batch, _load(folder / function.file, function, dict(weights), row, manifest))
+        for function in sorted(usable, key=lambda function: -function.min_batch)
+    ]
+
+
+def _load(path: Path, function: Function, weights: dict[str, jax.Array], row: jax.ShapeDtypeStruct, manifest):
+    try:
+        exported = jax.export.deserialize(bytearray(path.read_bytes()))
+        call, options = exported.call, dict(function.compiler_options)
+        jax.eval_shape(call, weights, jax.ShapeDtypeStruct((function.min_batch, *row.shape), row.dtype))
+    except ImportError as error:
+        raise InputError("an exported model is read with flatbuffers: pip install flatbuffers") from error
+    except Exception as error:  # what jax raises here differs between its versions
+        reason = (str(error).splitlines() or [repr(error)])[0][:200]
+        raise InputError(
+            f"{path} was exported with jax {manifest['versions']['jax']} and cannot be used by jax "
+            f"{jax.__version__} ({reason}). jax reads exports for six months: " + _again(manifest)
+        ) from error
+    try:
+        jax.jit(lambda: jnp.zeros(()), compiler_options=options).lower().compile()
+    except Exception:  # jaxlib versions raise different types for an option that they do not know
+        options = {}
+    if sum(array.nbytes for array in weights.values()) <= _COMPILED_IN_BYTES:
+        return jax.jit(functools.partial(call, weights), compiler_options=options)
+    return functools.partial(jax.jit(call, compiler_options=options), weights)
+
+
+def _again(manifest: Mapping[str, Any]) -> str:
+    return f"export it again where it was trained: {manifest['command']}"
 
 
 def sha256_of(path: Path) -> str:
@@ -201,7 +233,8 @@ def signed(manifest: dict[str, Any]) -> dict[str, Any]:
     return {**content, "sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
 
-def _verified_manifest(folder: Path) -> dict[str, Any]:
+def verified_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of an artifact, all of whose files are as it says; raises InputError if one is not."""
     path = folder / MANIFEST
     if not path.is_file():
         inside = folder / "export" / MANIFEST
@@ -234,7 +267,8 @@ def _verified_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _read_weights(path: Path) -> dict[str, np.ndarray]:
+def read_weights(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an artifact, by name; raises InputError if they are compressed."""
     with zipfile.ZipFile(path) as archive:
         if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
             raise InputError(f"{path} is compressed, but the weights of an export never are: export the model again")

@@ -6,7 +6,7 @@ import datetime
 import importlib.metadata
 import shlex
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def export(workdir: Path) -> Path:
 def _write(trained: Trained, folder: Path, command: str) -> None:
     spec = trained.spec
     trained = dataclasses.replace(trained, params=fold_statistics(spec, trained.params))
-    weights = _flat(trained.params["encoder"])
+    weights = flat_weights(trained.params["encoder"])
     description = {
         "class_names": trained.class_names,
         "image_shape": spec.image_shape,
@@ -75,10 +75,47 @@ def _write(trained: Trained, folder: Path, command: str) -> None:
     }
     write_json(folder / artifact.MODEL, description)
     np.savez(folder / artifact.WEIGHTS, **weights)  # type: ignore[arg-type]
+    structure, names = jax.tree.structure(trained.params["encoder"]), list(weights)
+
+    def lengths(weights, images):
+        encoder = jax.tree.unflatten(structure, [weights[name] for name in names])
+        return class_lengths(spec, encode(spec, encoder, to_pixels(images)))
+
+    row = jax.ShapeDtypeStruct(spec.image_shape, jnp.uint8)
+    write_manifest(folder, trained.step, write_functions(folder, "inference", lengths, weights, row), command)
+
+
+def write_functions(
+    folder: Path,
+    stem: str,
+    function: Callable[[dict[str, jax.Array], jax.Array], jax.Array],
+    weights: Mapping[str, np.ndarray],
+    row: jax.ShapeDtypeStruct,
+) -> list[dict[str, Any]]:
+    """Serializes `function(weights, rows)` for each platform and number of rows; returns `artifact.Function`s as JSON.
+
+    Args:
+      folder: to write to.
+      stem: of the files' names.
+      function: to be exported.
+      weights: that it takes, by name.
+      row: what it takes, without the first axis.
+
+    Raises:
+      InputError: flatbuffers is not installed.
+    """
+    shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in weights.items()}
     functions = []
     for platform, device, min_batch, usual_batch in _FUNCTIONS:
-        name = f"inference-{platform}-{min_batch}.jaxexport"
-        (folder / name).write_bytes(_serialized(trained, platform, device, min_batch, usual_batch))
+        name = f"{stem}-{platform}-{min_batch}.jaxexport"
+        (batch,) = jax.export.symbolic_shape("batch", constraints=[f"batch >= {min_batch}"])
+        rows = jax.ShapeDtypeStruct((batch, *row.shape), row.dtype)
+        with tracing.using(tracing.Target(platform=device, batch=usual_batch)), _without_paths():
+            exported = jax.export.export(jax.jit(function), platforms=[platform])(shapes, rows)
+        try:
+            (folder / name).write_bytes(exported.serialize())
+        except ImportError as error:
+            raise InputError("exporting needs flatbuffers: pip install 'mlcn_jax[export]'") from error
         functions.append(
             {
                 "file": name,
@@ -87,13 +124,18 @@ def _write(trained: Trained, folder: Path, command: str) -> None:
                 "compiler_options": conv.compiler_options("cpu") if platform == "cpu" else {},
             }
         )
+    return functions
+
+
+def write_manifest(folder: Path, step: int, functions: list[dict[str, Any]], command: str) -> None:
+    """Writes the manifest of all files in a folder."""
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": artifact.sha256_of(path)}
         for path in sorted(folder.iterdir())
     }
     manifest = {
         "format": artifact.FORMAT,
-        "step": trained.step,
+        "step": step,
         "functions": functions,
         "files": files,
         "command": command,
@@ -103,30 +145,10 @@ def _write(trained: Trained, folder: Path, command: str) -> None:
     write_json(folder / artifact.MANIFEST, artifact.signed(manifest))
 
 
-def _flat(encoder: dict) -> dict[str, np.ndarray]:
+def flat_weights(encoder: dict) -> dict[str, np.ndarray]:
+    """The arrays of parameters, by their path."""
     leaves = jax.tree_util.tree_leaves_with_path(encoder)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
-
-
-def _serialized(trained: Trained, platform: str, device: str, min_batch: int, usual_batch: int) -> bytearray:
-    """The function for `min_batch` images or more, with the algorithms that suit `usual_batch`."""
-    spec = trained.spec
-    structure = jax.tree.structure(trained.params["encoder"])
-    names = list(_flat(trained.params["encoder"]))
-
-    def lengths(weights, images):
-        encoder = jax.tree.unflatten(structure, [weights[name] for name in names])
-        return class_lengths(spec, encode(spec, encoder, to_pixels(images)))
-
-    (batch,) = jax.export.symbolic_shape("batch", constraints=[f"batch >= {min_batch}"])
-    images = jax.ShapeDtypeStruct((batch, *spec.image_shape), jnp.uint8)
-    weights = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in _flat(trained.params["encoder"]).items()}
-    with tracing.using(tracing.Target(platform=device, batch=usual_batch)), _without_paths():
-        exported = jax.export.export(jax.jit(lengths), platforms=[platform])(weights, images)
-    try:
-        return exported.serialize()
-    except ImportError as error:
-        raise InputError("exporting needs flatbuffers: pip install 'mlcn_jax[export]'") from error
 
 
 @contextlib.contextmanager

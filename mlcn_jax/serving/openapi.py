@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlcn_jax.serving.service import Limits
+    from mlcn_jax.serving.http_service import Limits
 
 _CODES = {
     "400": "no picture was classified, or the request is malformed",

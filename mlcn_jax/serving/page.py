@@ -64,8 +64,13 @@ def _digest(content: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-HEADERS = {
-    "Content-Security-Policy": f"default-src 'none'; script-src {_digest(_SCRIPT)}; style-src {_digest(_STYLE)}; "
-    "img-src blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-}
+def headers(script: str, style: str) -> dict[str, str]:
+    """Headers of a page that may use this script and this style, and nothing else but what it comes from."""
+    return {
+        "Content-Security-Policy": f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; "
+        "img-src blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        "X-Content-Type-Options": "nosniff",
+    }
+
+
+HEADERS = headers(_SCRIPT, _STYLE)

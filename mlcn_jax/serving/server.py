@@ -34,13 +34,13 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.serving.predict import MODEL_HELP, open_model
 
 if TYPE_CHECKING:
-    from mlcn_jax.serving.service import Limits, Service
+    from mlcn_jax.serving.http_service import BatchService, Limits
 
 
 _PACKAGES = ("httptools", "prometheus_client", "python_multipart", "starlette", "uvicorn")
@@ -50,20 +50,21 @@ _SWITCH_SECONDS = 2e-4  # how long the computing thread waits for Python's lock;
 _log = logging.getLogger("mlcn_jax")
 
 
-def serve(service: "Service", listener: socket.socket, message: str) -> None:
+def serve(service: "BatchService", listener: socket.socket, message: str, **tls: Any) -> None:
     """Answers requests until a signal comes.
 
     Args:
       service: the model, warm.
       listener: a bound socket that does not listen yet.
       message: printed once it listens.
+      tls: uvicorn's settings of TLS, `ssl_*`; none serves without.
 
     Raises:
       InputError: the address is in use.
     """
     import uvicorn
 
-    from mlcn_jax.serving.service import application
+    from mlcn_jax.serving.http_service import application
 
     class Server(uvicorn.Server):
         async def startup(self, sockets=None):
@@ -88,6 +89,7 @@ def serve(service: "Service", listener: socket.socket, message: str) -> None:
         proxy_headers=False,
         server_header=False,
         timeout_graceful_shutdown=int(3 * service.limits.timeout_seconds) + 1,
+        **tls,
     )
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # the answer tells the client
     sys.setswitchinterval(_SWITCH_SECONDS)
@@ -96,7 +98,7 @@ def serve(service: "Service", listener: socket.socket, message: str) -> None:
     Server(config).run(sockets=[listener])
 
 
-def _protocol(service: "Service"):
+def _protocol(service: "BatchService"):
     """uvicorn's HTTP protocol that ends requests which arrive too slowly or never end, and stuck connections."""
     from starlette.responses import JSONResponse
     from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -182,8 +184,8 @@ def _protocol(service: "Service"):
     return Protocol
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """Binds a socket, which does not listen yet.
+def bind(host: str, port: int, secure: bool = False) -> socket.socket:
+    """Binds a socket, which does not listen yet; warns if others can reach it, unless it is `secure` (TLS).
 
     Raises:
       InputError: the address is in use, or is not one.
@@ -195,7 +197,7 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except (OSError, UnicodeError) as error:
         raise _cannot_listen((host, port), error) from error
-    if not ipaddress.ip_address(address[0]).is_loopback:
+    if not secure and not ipaddress.ip_address(address[0]).is_loopback:
         _log.warning(
             "%s can be reached from other machines: anyone who reaches it may use it, and nothing is encrypted", host
         )
@@ -214,8 +216,14 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Takes no configuration: mlcn_jax train --help lists the fields of one.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    parser.add_argument("model", help=MODEL_HELP)
+    add_limits(parser)
+    return parser
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of every server: where it listens, and what it accepts (`limits_of`)."""
     add = parser.add_argument
-    add("model", help=MODEL_HELP)
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", default=8000, type=int, help="port to listen on; 0 picks a free one")
     add("--max_batch", default=64, type=int, help="images computed together, a power of two; 1 turns batching off")
@@ -224,12 +232,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--max_images", default=64, type=int, help="images in a request")
     add("--max_connections", default=400, type=int, help="open at a time")
     add("--timeout_seconds", default=10.0, type=float, help="in which a request must have arrived completely")
-    return parser
 
 
-def _limits(arguments: argparse.Namespace) -> "Limits":
+def limits_of(arguments: argparse.Namespace) -> "Limits":
     """The limits given; raises InputError for a value that is out of range."""
-    from mlcn_jax.serving.service import Limits
+    from mlcn_jax.serving.http_service import Limits
 
     if arguments.max_batch not in (1, 2, 4, 8, 16, 32, 64, 128):
         raise InputError(f"--max_batch={arguments.max_batch} must be a power of two from 1 to 128")
@@ -253,24 +260,30 @@ def _limits(arguments: argparse.Namespace) -> "Limits":
     )
 
 
+def check_packages(others: Sequence[str] = (), extra: str = "serve") -> None:
+    """Raises InputError if packages that a server needs, or these others, are not installed."""
+    missing = [name for name in (*_PACKAGES, *others) if not importlib.util.find_spec(name)]
+    if missing:
+        raise InputError(f"serving needs {', '.join(missing)}: pip install 'mlcn_jax[{extra}]'")
+
+
+def url_of(listener: socket.socket, secure: bool = False) -> str:
+    """The address at which a bound socket is reached, as a URL without a path."""
+    host, port = listener.getsockname()[:2]
+    return f"{'https' if secure else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Serves what `argv` says, or the command line, until a signal comes."""
     arguments = _parser().parse_args(argv)
-    missing = [name for name in _PACKAGES if not importlib.util.find_spec(name)]
-    if missing:
-        raise InputError(f"serving needs {', '.join(missing)}: pip install 'mlcn_jax[serve]'")
-    limits = _limits(arguments)
-    listener = _bind(arguments.host, arguments.port)
+    check_packages()
+    limits = limits_of(arguments)
+    listener = bind(arguments.host, arguments.port)
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or XLA tells of each constant that takes a second to fold
     from mlcn_jax.serving.service import Service  # slow to load: a mistaken argument has been answered
 
     service = Service(open_model(arguments.model), limits)
     service.warm_up()
-    host, port = listener.getsockname()[:2]
-    host = f"[{host}]" if ":" in host else host
-    serve(
-        service,
-        listener,
-        f"serving {arguments.model} at http://{host}:{port}/predict, and a page at http://{host}:{port}/",
-    )
+    url = url_of(listener)
+    serve(service, listener, f"serving {arguments.model} at {url}/predict, and a page at {url}/")

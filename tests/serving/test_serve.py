@@ -29,8 +29,9 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.serving import artifact
 from mlcn_jax.serving import server as server_lib
 from mlcn_jax.serving.batching import Batcher, Full
-from mlcn_jax.serving.server import _bind, main
-from mlcn_jax.serving.service import Limits, Service, application
+from mlcn_jax.serving.http_service import Limits, application
+from mlcn_jax.serving.server import bind, main
+from mlcn_jax.serving.service import Service
 
 TIMEOUT_SECONDS = 1.5
 MAX_CONNECTIONS = 60
@@ -702,7 +703,7 @@ def test_what_is_missing_is_named(monkeypatch):
 
 def test_an_address_that_others_can_reach_is_warned_of(caplog, monkeypatch):
     monkeypatch.setattr("mlcn_jax.serving.server._log.propagate", True)
-    _bind("localhost", 0).close()
+    bind("localhost", 0).close()
     assert not caplog.records
-    _bind("0.0.0.0", 0).close()
+    bind("0.0.0.0", 0).close()
     assert "other machines" in caplog.text

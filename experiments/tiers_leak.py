@@ -1,0 +1,305 @@
+"""What leaves a trusted device can be turned back into the image: measured, for each cut, precision and noise.
+
+    python -m experiments.tiers_leak --workdir=runs/mlcn2 --scale=smoke
+    python -m experiments.tiers_leak --workdir=runs/mlcn2
+
+The attacker has the weights of the lanes and reads what is sent. Attacks: `least squares` inverts the first convolution
+(cut `conv1` only), where its relu let values pass; `optimisation` looks for the image whose values at the cut come
+nearest, with a total-variation prior; `inverter` is a network trained on training images. `found` is the share of
+images that their values at the cut point out among 10,000. Reports PSNR and SSIM of restored test images. Writes
+`tiers_leak.json`, `.md` and `.png` to `experiments/results/`; run again, it goes on with what is missing.
+
+Source: the kinds of attack of L1ziang/GLASS; Wang et al. 2004 for SSIM.
+"""
+
+import datetime
+import functools
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import flags
+from jaxtyping import Array, Float
+from matplotlib.figure import Figure
+from scipy.ndimage import gaussian_filter
+from scipy.sparse import coo_array
+from scipy.sparse.linalg import lsmr
+
+from experiments import RESULTS
+from mlcn_jax import host
+from mlcn_jax.analysis.workdir import load_with_data, stored_config
+from mlcn_jax.files import make_folder, read_json, replacing, write_atomic, write_json
+from mlcn_jax.launch import launch_script
+from mlcn_jax.nn.calibration import fold_statistics
+from mlcn_jax.nn.spec import rows_of, spec_of
+from mlcn_jax.serving.export import flat_weights
+from mlcn_jax.tiers import wire
+from mlcn_jax.tiers.cuts import Part, cuts_of
+
+# Images restored, candidates to find one among, steps of optimisation, training images and epochs of the inverter.
+SCALES = {"smoke": (2, 200, 20, 200, 1), "full": (32, 10_000, 1500, 20_000, 20)}
+SETTINGS = (("32 bits", 32, 0.0), ("8 bits", 8, 0.0), ("4 bits", 4, 0.0), ("2 bits", 2, 0.0), ("noise 0.5", 32, 0.5))
+_TV = 1e-3
+_BATCH = 100
+_PAIRS = 500  # distances that are held at once
+
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("workdir", "", "Of a trained model whose lanes classify alone.", flag_values=values)
+    flags.DEFINE_string("data_dir", "", "Overrides the run's config.data.dir, if not empty.", flag_values=values)
+    flags.DEFINE_integer("lane", 0, "Whose values are sent.", flag_values=values)
+    flags.DEFINE_enum("scale", "full", list(SCALES), "How much is measured.", flag_values=values)
+    flags.DEFINE_string("results", str(RESULTS), "Folder to write to.", flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
+    folder = Path(values.results).expanduser()
+    make_folder(folder, "results")
+    scale = SCALES[values.scale]
+    path = folder / f"tiers_leak{'' if values.scale == 'full' else f'_{values.scale}'}.json"
+    workdir = Path(values.workdir).expanduser()
+    trained, dataset = load_with_data(workdir, stored_config(workdir, values.data_dir))
+    spec = spec_of(trained.spec, [values.lane])
+    encoder = fold_statistics(trained.spec, trained.params)["encoder"]
+    own = rows_of(trained.spec, [values.lane])
+    weights = flat_weights({name: jax.tree.map(lambda a, r=rows: a[r], encoder[name]) for name, rows in own.items()})
+    about = {
+        "lane": spec.lanes,
+        "data": dataset.name,
+        "scale": values.scale,
+        "images": scale[0],
+        "candidates": scale[1],
+    }
+    results = read_json(path) if path.is_file() else {"about": about, "rows": {}}
+    if results["about"] != about:
+        raise SystemExit(f"error: {path} is of {results['about']}, not {about}: move it away")
+    results |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **host.environment()}
+    pictures: dict[str, np.ndarray] = {}
+    for cut in cuts_of(spec)[1:]:
+        part = Part(spec, (1.0,), cut)
+        home = part.split_weights(weights)[0]
+        attacker = Attacker(part, home, dataset.train.images[: scale[3]], scale[2], scale[4])
+        for name, bits, noise in SETTINGS:
+            for attack in ("least squares", "optimisation", "inverter", "found"):
+                key = f"{cut}, {name}, {attack}"
+                if key in results["rows"] or (attack == "least squares" and cut != "conv1"):
+                    continue
+                candidates = dataset.test.images[: scale[1]]
+                sent = as_sent(attacker.values(candidates[: scale[0]]), bits, noise)
+                if attack == "found":
+                    results["rows"][key] = {"found": share_found(sent, attacker.values(candidates))}
+                else:
+                    restored = attacker.restore(attack, sent, name, lambda v, b=bits, n=noise: as_sent(v, b, n))
+                    results["rows"][key] = scores(restored, candidates[: scale[0]])
+                    pictures[key] = restored[:8]
+                print(f"{key}: {results['rows'][key]}", flush=True)
+                write_json(path, results)
+    report(results, path)
+    if pictures:
+        draw(pictures, dataset.test.images[:8], path.with_suffix(".png"))
+
+
+def as_sent(values: Float[np.ndarray, "n size"], bits: int, noise: float) -> Float[np.ndarray, "n size"]:
+    """The values as a tier gets them, in so many bits, with noise of so many of their standard deviations."""
+    if noise:
+        values = values + noise * values.std() * np.random.default_rng(0).standard_normal(values.shape, np.float32)
+    parts = [values[i : i + _BATCH] for i in range(0, len(values), _BATCH)]
+    size = values.shape[1:]
+    bodies = [wire.pack_request("", "", part, bits) for part in parts]
+    return np.concatenate([wire.unpack_request(body, "", size, np.dtype("f4"), _BATCH)[1] for body in bodies])
+
+
+class Attacker:
+    """Restores images from the values at a cut, with the weights of what comes before it."""
+
+    def __init__(self, part: Part, weights: dict[str, np.ndarray], train: np.ndarray, steps: int, epochs: int):
+        self.part, self.train, self.steps, self.epochs = part, train, steps, epochs
+        self.weights = {name: jnp.asarray(array) for name, array in weights.items()}
+        self.shape = part.spec.image_shape
+        self._before = jax.jit(lambda pixels: part.before(self.weights, 255.0 * pixels))
+
+    def values(self, images: np.ndarray) -> np.ndarray:
+        """The values at the cut of uint8 images."""
+        parts = [images[i : i + _BATCH] for i in range(0, len(images), _BATCH)]
+        return np.concatenate([np.asarray(self._before(part.astype(np.float32) / 255)) for part in parts])
+
+    def restore(
+        self, attack: str, sent: np.ndarray, setting: str, again: Callable[[np.ndarray], np.ndarray]
+    ) -> Float[np.ndarray, "n h w c"]:
+        """Images in [0, 1] from what was sent; `again` sends values of the attacker's own images likewise."""
+        del setting
+        if attack == "least squares":
+            return np.stack([self._least_squares(row) for row in sent])
+        if attack == "optimisation":
+            return np.asarray(self._optimise(jnp.asarray(sent)))
+        return self._invert(sent, again)
+
+    def _least_squares(self, sent: np.ndarray) -> np.ndarray:
+        """Solves for the pixels from the values that relu let pass, where the convolution is linear."""
+        linear, constant = self._linear
+        passed = np.flatnonzero(sent > 1e-6 * max(float(sent.max()), 1e-30))
+        found = lsmr(linear[passed], sent[passed] - constant[passed], atol=1e-12, btol=1e-12, maxiter=2000)[0]
+        return found.reshape(self.shape).clip(0, 1)
+
+    @functools.cached_property
+    def _linear(self) -> tuple[Any, np.ndarray]:
+        """The first convolution as a sparse matrix of the pixels, and its constant."""
+        size = int(np.prod(self.shape))
+        kernel, bias, signed = self._convolution()
+        height, width, channels = self.shape
+        taps, filters = kernel.shape[0], kernel.shape[-1]
+        oh, ow = height - taps + 1, width - taps + 1
+        y, x, f, i, j, c = np.ogrid[:oh, :ow, :filters, :taps, :taps, :channels]
+        rows = np.broadcast_to((y * ow + x) * filters + f, (oh, ow, filters, taps, taps, channels)).ravel()
+        columns = np.broadcast_to(
+            ((y + i) * width + x + j) * channels + c, (oh, ow, filters, taps, taps, channels)
+        ).ravel()
+        entries = np.broadcast_to(kernel.transpose(3, 0, 1, 2), (oh, ow, filters, taps, taps, channels)).ravel()
+        constant = np.tile(bias, oh * ow).astype(np.float64)
+        if signed:
+            constant -= np.tile(kernel.sum(axis=(0, 1, 2)), oh * ow)
+            entries = 2 * entries
+        return coo_array((entries.astype(np.float64), (rows, columns)), (oh * ow * filters, size)).tocsr(), constant
+
+    def _convolution(self) -> tuple[np.ndarray, np.ndarray, bool]:
+        """Kernel and bias of the lane's first convolution; those of a separable one are joined."""
+        own = {name.split("/", 1)[1]: np.asarray(array[0], np.float64) for name, array in self.weights.items()}
+        kernel, bias = own["conv1/kernel"], own["conv1/bias"]
+        if "conv1/depthwise" in own:
+            pointwise = own["conv1/depthwise"][:, None] * own["conv1/pointwise"]
+            bias = bias + np.einsum("m,hwmo->o", own["conv1/pointwise_bias"], kernel)
+            kernel = np.einsum("cm,hwmo->hwco", pointwise, kernel)
+        return kernel, bias, self.part.spec.signed_pixels
+
+    def _optimise(self, sent: Array) -> Array:
+        """Adam on logits of pixels, on the squared distance at the cut plus total variation."""
+        scale = jnp.mean(jnp.square(sent)) + 1e-12
+
+        def loss(logits: Array) -> Array:
+            pixels = jax.nn.sigmoid(logits)
+            far = jnp.mean(jnp.square(self.part.before(self.weights, 255.0 * pixels) - sent)) / scale
+            variation = jnp.mean(jnp.abs(jnp.diff(pixels, axis=1))) + jnp.mean(jnp.abs(jnp.diff(pixels, axis=2)))
+            return far + _TV * variation
+
+        optimizer = optax.adam(0.1)
+
+        @jax.jit
+        def step(logits: Array, state: optax.OptState) -> tuple[Array, optax.OptState]:
+            updates, state = optimizer.update(jax.grad(loss)(logits), state)
+            return optax.apply_updates(logits, updates), state  # type: ignore[return-value]
+
+        logits = jnp.zeros((len(sent), *self.shape))
+        state = optimizer.init(logits)
+        for _ in range(self.steps):
+            logits, state = step(logits, state)
+        return jax.nn.sigmoid(logits)
+
+    def _invert(self, sent: np.ndarray, again: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """A network of one hidden layer, from values to pixels, trained on the attacker's own images."""
+        values = again(self.values(self.train))
+        targets = self.train.reshape(len(self.train), -1).astype(np.float32) / 255
+        mean, spread = values.mean(axis=0), values.std(axis=0) + 1e-3
+        keys = jax.random.split(jax.random.key(0))
+        init = jax.nn.initializers.glorot_uniform()
+        sizes = (values.shape[1], 512, targets.shape[1])
+        pairs = zip(keys, itertools.pairwise(sizes), strict=True)
+        params = [(init(key, pair), jnp.zeros(pair[1])) for key, pair in pairs]
+
+        def apply(params: Any, x: Array) -> Array:
+            (w1, b1), (w2, b2) = params
+            hidden = jax.nn.relu((x - mean[None]) / spread[None] @ w1 + b1[None])
+            return jax.nn.sigmoid(hidden @ w2 + b2[None])
+
+        optimizer = optax.adam(1e-3)
+
+        @jax.jit
+        def step(params: Any, state: optax.OptState, x: Array, y: Array) -> tuple[Any, optax.OptState]:
+            grads = jax.grad(lambda p: jnp.mean(jnp.square(apply(p, x) - y)))(params)
+            updates, state = optimizer.update(grads, state)
+            return optax.apply_updates(params, updates), state
+
+        state = optimizer.init(params)
+        for epoch in range(self.epochs):
+            order = np.random.default_rng((0, epoch)).permutation(len(values))
+            for start in range(0, len(order) - _BATCH + 1, _BATCH):
+                batch = order[start : start + _BATCH]
+                params, state = step(params, state, values[batch], targets[batch])
+        return np.asarray(apply(params, jnp.asarray(sent))).reshape(-1, *self.shape)
+
+
+def share_found(sent: np.ndarray, candidates: np.ndarray) -> float:
+    """Share of rows whose nearest candidate is the one of the same index."""
+    nearest = []
+    for row in sent:
+        parts = [candidates[i : i + _PAIRS] for i in range(0, len(candidates), _PAIRS)]
+        nearest.append(np.argmin(np.concatenate([np.square(part - row).sum(axis=1) for part in parts])))
+    return float(np.mean(np.array(nearest) == np.arange(len(sent))))
+
+
+def scores(restored: np.ndarray, images: np.ndarray) -> dict[str, float]:
+    """Medians over the images: PSNR in dB, and SSIM."""
+    truth = images.astype(np.float64) / 255
+    return {
+        "psnr_db": float(np.median([psnr(a, b) for a, b in zip(restored, truth, strict=True)])),
+        "ssim": float(np.median([ssim(a, b) for a, b in zip(restored, truth, strict=True)])),
+    }
+
+
+def psnr(a: np.ndarray, b: np.ndarray) -> float:
+    """Peak signal-to-noise ratio of images in [0, 1], in dB."""
+    return float(-10 * np.log10(max(float(np.mean(np.square(a - b))), 1e-20)))
+
+
+def ssim(a: np.ndarray, b: np.ndarray) -> float:
+    """Structural similarity of images [h, w, c] in [0, 1], with a Gaussian window of 1.5 pixels, mean over pixels.
+
+    Source: Wang et al. 2004.
+    """
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    blur = functools.partial(gaussian_filter, sigma=(1.5, 1.5, 0), truncate=3.5)
+    ma, mb = blur(a), blur(b)
+    va, vb, both = blur(a * a) - ma**2, blur(b * b) - mb**2, blur(a * b) - ma * mb
+    c1, c2 = 0.01**2, 0.03**2
+    return float(np.mean((2 * ma * mb + c1) * (2 * both + c2) / ((ma**2 + mb**2 + c1) * (va + vb + c2))))
+
+
+def report(results: dict[str, Any], path: Path) -> None:
+    """Writes the table beside the JSON."""
+    about = results["about"]
+    lines = [
+        "# What leaves the device gives the image away",
+        "",
+        f"One lane `{about['lane']}`, {about['data']}; medians of {about['images']} test images, `found` among "
+        f"{about['candidates']:,}. The attacker has the weights.",
+        "",
+        "| cut | sent as | attack | PSNR, dB | SSIM | found |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for key, row in results["rows"].items():
+        own = (f"{row['psnr_db']:.1f}", f"{row['ssim']:.3f}", "") if "ssim" in row else ("", "", f"{row['found']:.1%}")
+        lines.append("| " + " | ".join((*key.split(", "), *own)) + " |")
+    write_atomic(path.with_suffix(".md"), "\n".join(lines) + "\n")
+
+
+def draw(pictures: dict[str, np.ndarray], images: np.ndarray, path: Path) -> None:
+    """The images, and what was restored of them, a row for each cut, precision and attack."""
+    rows = {"images": images / 255.0, **pictures}
+    count = len(next(iter(pictures.values())))
+    figure = Figure(figsize=(3.6 + count, len(rows)), layout="constrained")
+    axes = figure.subplots(len(rows), count, squeeze=False)
+    for line, (name, shown) in zip(axes, rows.items(), strict=True):
+        for axis, image in zip(line, shown, strict=False):
+            axis.imshow(image.squeeze(), cmap="gray", vmin=0, vmax=1)
+            axis.set(xticks=[], yticks=[])
+        line[0].set_ylabel(name, rotation=0, ha="right", va="center")
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png", dpi=80)
+
+
+if __name__ == "__main__":
+    launch_script(define, main)

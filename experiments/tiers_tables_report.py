@@ -1,0 +1,183 @@
+"""The tables and pictures of `experiments.tiers_tables` from its JSON: measured, and predicted apart from that."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from experiments.tiers_bed import CORES
+from mlcn_jax.files import replacing, write_atomic
+from mlcn_jax.tiers import schedules
+
+
+def write_report(results: dict[str, Any], path: Path) -> None:
+    """Writes the Markdown and the picture beside the JSON, at `path`."""
+    rows = schedule_rows(results)
+    parts = [
+        "# Lanes on ends, edges and a cloud",
+        f"Model `{results['about']['model']}`, {results['about']['data']}; {results['device']}, {results['cpu_count']} "
+        f"cores, of which all nodes together have {CORES}; jax {results['versions']['jax']}. "
+        f"{results['about']['tasks']} tasks of {results['about']['images']} images.",
+        "## The relay",
+        _table(
+            ("set", "measured"),
+            [
+                (f"{row['delay_ms']:g} ms each way", f"{row['measured_ms']:.2f} ms")
+                if "delay_ms" in row
+                else (f"{row['rate_mbit']:g} Mbit/s", f"{row['measured_mbit']:.2f} Mbit/s")
+                for row in results["measured"]["relay"]
+            ],
+        ),
+        "## Table 2 and figure 3: schedules",
+        "Measured, medians:",
+        _table(
+            ("schedule", "ends", "all tasks, s", "ends' answers, s", "runs"),
+            [(r["schedule"], r["ends"], r["measured"], r["first"], r["runs"]) for r in rows],
+        ),
+        "Predicted from single tasks on single devices (not from the runs above):",
+        _table(
+            ("schedule", "ends", "printed, s", "error", "corrected, s", "error"),
+            [
+                (r["schedule"], r["ends"], r["printed"], _error(r, "printed"), r["corrected"], _error(r, "corrected"))
+                for r in rows
+            ],
+        ),
+        f"Mean error over {len(rows)} configurations: printed {mean_error(rows, 'printed'):.0%}, corrected "
+        f"{mean_error(rows, 'corrected'):.0%}.",
+        "## Table 4: cuts",
+        _table(*cut_table(results)),
+        "## Table 5: ends that die",
+        "Measured, seconds:",
+        _table(*failure_table(results)),
+        "Predicted from the measured run without failures, seconds:",
+        _table(*failure_prediction(results)),
+    ]
+    write_atomic(path.with_suffix(".md"), "\n\n".join(parts) + "\n")
+    draw(rows, path.with_suffix(".png"))
+
+
+def schedule_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each schedule took with each number of ends, and what models say."""
+    measured = results["measured"]
+    counts = [int(key.split(", ")[1].split()[0]) for key in measured if key.startswith("schedule ")]
+    edges, tasks = results["about"]["edges"], results["about"]["tasks"]
+    rows = []
+    for schedule in schedules.SCHEDULES:
+        for ends in range(1, max(counts, default=0) + 1):
+            devices = measured["devices"]
+            kinds = {
+                name: schedules.Device(count, **devices[name])
+                for name, count in (("end", ends), ("edge", edges), ("cloud", 1))
+            }
+            system = schedules.System(**kinds, tasks=tasks, dispatch=devices["dispatch"], cores=CORES)
+            found = measured[f"schedule {schedule}, {ends} ends"]
+            rows.append(
+                {
+                    "schedule": schedule,
+                    "ends": ends,
+                    "measured": found["seconds"],
+                    "first": found["first_seconds"],
+                    "runs": found["runs"],
+                    "printed": schedules.printed(schedule, system),
+                    "corrected": schedules.corrected(schedule, system),
+                }
+            )
+    return rows
+
+
+def mean_error(rows: Sequence[dict[str, Any]], model: str) -> float:
+    """Mean of the relative errors of a model."""
+    return statistics.mean(abs(row[model] / row["measured"] - 1) for row in rows)
+
+
+def cut_table(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
+    """Head and rows: what each cut costs at each delay, over sending pixels."""
+    found = {}
+    for key, value in results["measured"].items():
+        if key.startswith("cut "):
+            cut, delay = key.removeprefix("cut ").removesuffix(" s").split(", ")
+            found[cut, float(delay)] = value
+    rows = []
+    for (cut, delay), value in found.items():
+        plain = found["pixels", delay]["task_seconds"]
+        more = value["task_seconds"] - plain
+        rows.append(
+            (
+                cut,
+                delay,
+                value["bytes_per_image"],
+                value["home_seconds"],
+                value["task_seconds"],
+                more,
+                f"{more / plain:.1%}",
+            )
+        )
+    head = ("cut", "delay, s", "bytes an image", "at home, s", "task, s", "more than pixels, s", "overhead")
+    return head, rows
+
+
+def failure_table(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
+    """Head and rows: seconds with some ends dead, measured."""
+    found = _failures(results)
+    rows = []
+    for dead, modes in found.items():
+        rows.append((dead, *("never" if modes[mode]["seconds"] is None else modes[mode]["seconds"] for mode in modes)))
+    return ("dead ends", *found[0]), rows
+
+
+def failure_prediction(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
+    """Head and rows: the least that dead ends can cost, what equation 8 says, and how far "monitor" is from it."""
+    found, about = _failures(results), results["about"]
+    ends, tasks = about["ends"], about["failing_tasks"]
+    rows = []
+    for dead, modes in found.items():
+        monitor, before = modes["monitor"]["seconds"], modes["monitor"]["tasks_before"]
+        least = schedules.living(tasks, ends, dead, before, found[0]["monitor"]["seconds"] * ends / tasks)
+        serial = schedules.reassigned(found[0]["reassign"]["seconds"], ends, dead, before, modes["monitor"]["timeout"])
+        rows.append((dead, least, f"{monitor / least:.2f}", serial))
+    return ("dead ends", "remaining work over living ends", "measured monitor over it", "reassign by equation 8"), rows
+
+
+def _failures(results: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    for key, value in results["measured"].items():
+        if key.startswith("failures "):
+            mode, dead = key.removeprefix("failures ").removesuffix(" dead").split(", ")
+            found.setdefault(int(dead), {})[mode] = value
+    return dict(sorted(found.items()))
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Figure 3: seconds against ends, measured; and by both models, in panels of their own."""
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    axes = figure.subplots(1, 3, sharey=True)
+    for axis, name, title in zip(
+        axes,
+        ("measured", "corrected", "printed"),
+        ("measured", "predicted: corrected", "predicted: as printed"),
+        strict=True,
+    ):
+        for schedule in schedules.SCHEDULES:
+            own = [row for row in rows if row["schedule"] == schedule]
+            shown = [row[name] if row[name] > 0 else math.nan for row in own]  # equation 6 can be negative
+            axis.plot([row["ends"] for row in own], shown, marker="o", label=schedule)
+        axis.set(title=title, xlabel="ends", yscale="log")
+    axes[0].set(ylabel="seconds for all tasks")
+    axes[0].legend()
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png", dpi=120)
+
+
+def _error(row: dict[str, Any], model: str) -> str:
+    return f"{row[model] / row['measured'] - 1:+.0%}"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    def text(value: Any) -> str:
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(map(text, row)) + " |" for row in rows])

@@ -1,0 +1,195 @@
+"""Splits a model's lanes over devices, and answers with them: at once from the nearest, better from the others.
+
+    mlcn_jax tiers split runs/mlcn2 --tiers=tiers.json      # one artifact a tier, in runs/mlcn2/tiers
+    mlcn_jax tiers node runs/mlcn2/tiers/edge --port=8001   # on the edge
+    mlcn_jax tiers gateway runs/mlcn2/tiers/end --nodes=edge=http://edge:8001,cloud=http://cloud:8002
+    curl -N --data-binary @image.png -H 'Content-Type: image/png' http://127.0.0.1:8000/refine
+
+The gateway takes what `mlcn_jax serve` takes. `POST /refine` answers one picture with a JSON line for each answer that
+is better than the one before; `POST /predict` answers with the last. `?deadline_ms=N` gives the best answer there is by
+then. `GET /` is a page that shows answers arrive, `GET /tiers` tells how the tiers are.
+
+Takes no configuration: mlcn_jax train --help lists the fields of one.
+"""
+
+import argparse
+import asyncio
+import os
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.serving import server
+
+_WITH_KEYS = ("cryptography",)
+_OF_GATEWAY = ("httpx",)
+_BITS = (2, 4, 8, 16, 32)
+_LOOK_SECONDS = 2.0
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="mlcn_jax tiers",
+        description=summary,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, meaning: str) -> argparse.ArgumentParser:
+        kind = argparse.ArgumentDefaultsHelpFormatter
+        return commands.add_parser(name, help=meaning, description=meaning, formatter_class=kind)
+
+    split = command("split", "makes one artifact a tier, and chooses when an answer is final")
+    split.add_argument("workdir", help="folder of a training run")
+    split.add_argument("--tiers", required=True, help="JSON file: the tiers, from the nearest on (docs/howto/tiers.md)")
+    split.add_argument(
+        "--cut", default="pixels", help="what leaves the first tier: pixels, conv1, capsules, columns, ..."
+    )
+    split.add_argument("--key", default="", help="Ed25519 private key (PEM) to sign the artifacts with")
+    split.add_argument("--data_dir", default="", help="overrides the run's config.data.dir, if not empty")
+    split.add_argument("--out", default="tiers", help="name of the folder in WORKDIR")
+
+    node = command("node", "answers gateways with the lanes of one tier")
+    node.add_argument("artifact", help="folder of the tier, as `tiers split` wrote it")
+    node.add_argument("--key", default="", help="Ed25519 private key (PEM) to sign answers with")
+
+    gateway = command("gateway", "answers clients with its own lanes, and better with those of the other tiers")
+    gateway.add_argument("artifact", help="folder of the first tier, as `tiers split` wrote it")
+    gateway.add_argument("--nodes", default="", help="NAME=URL,... of the other tiers; a tier may have several nodes")
+    gateway.add_argument("--deadline_ms", default=0.0, type=float, help="of an answer; 0 waits until it is final")
+    gateway.add_argument("--bits", default=32, type=int, choices=_BITS, help="of each value that leaves this device")
+    gateway.add_argument("--noise", default=0.0, type=float, help="added to these values, in their standard deviations")
+    gateway.add_argument("--may_stop", action="store_true", help="the page may stop tiers")
+    gateway.add_argument("--node_keys", default="", help="public keys (PEM), one of which must sign a node's answer")
+    gateway.add_argument("--ca", default="", help="certificates (PEM) of who signed those of the nodes")
+    gateway.add_argument("--cert", default="", help="certificate (PEM) to show the nodes, with its --cert_key")
+    gateway.add_argument("--cert_key", default="", help="private key (PEM) of --cert")
+    for each in (node, gateway):
+        each.add_argument("--trust", default="", help="public keys (PEM), one of which must have signed the artifact")
+        each.add_argument(
+            "--tls_cert", default="", help="certificate (PEM) of this server, which then takes https only"
+        )
+        each.add_argument("--tls_key", default="", help="private key (PEM) of --tls_cert")
+        each.add_argument("--tls_clients", default="", help="certificates (PEM) of who signed those of its clients")
+        server.add_limits(each)
+    parser.epilog = "\n\n".join([rest.strip(), *(each.format_help().strip() for each in (split, node, gateway))])
+    return parser
+
+
+def main(argv: Sequence[str]) -> None:
+    arguments = _parser().parse_args(argv)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or XLA tells of each constant that takes a second to fold
+    {"split": _split, "node": _node, "gateway": _gateway}[arguments.command](arguments)
+
+
+def _split(arguments: argparse.Namespace) -> None:
+    server.check_packages(_WITH_KEYS if arguments.key else (), "tiers")
+    from mlcn_jax import pretrained
+    from mlcn_jax.tiers import split
+
+    workdir = pretrained.find_workdir(arguments.workdir)
+    pretrained.check_writable(workdir, "tiers split")
+    key = Path(arguments.key) if arguments.key else None
+    folder = split.split(workdir, Path(arguments.tiers), arguments.cut, key, arguments.data_dir, arguments.out)
+    print(split.describe(folder))
+
+
+def _node(arguments: argparse.Namespace) -> None:
+    limits, listener, tls = _listen(arguments, _WITH_KEYS if arguments.key or arguments.trust else ())
+    from mlcn_jax.tiers.artifact import TierArtifact
+    from mlcn_jax.tiers.node import NodeService
+
+    sign = None
+    if arguments.key:
+        from mlcn_jax.tiers import signatures
+
+        sign = signatures.private_key(Path(arguments.key)).sign
+    service = NodeService(TierArtifact(arguments.artifact, _paths(arguments.trust)), limits, sign)
+    service.warm_up()
+    name, url = service.artifact.name, server.url_of(listener, bool(tls))
+    server.serve(service, listener, f"tier {name} at {url}", **tls)
+
+
+def _gateway(arguments: argparse.Namespace) -> None:
+    keys = arguments.node_keys or arguments.trust
+    limits, listener, tls = _listen(arguments, (*_OF_GATEWAY, *(_WITH_KEYS if keys else ())))
+    if arguments.noise < 0 or arguments.deadline_ms < 0:
+        raise InputError("--noise and --deadline_ms must be 0 or more")
+    from mlcn_jax.tiers.artifact import TierArtifact
+    from mlcn_jax.tiers.client import TierClient, check_nodes
+    from mlcn_jax.tiers.gateway import GatewayService
+
+    artifact = TierArtifact(arguments.artifact, _paths(arguments.trust))
+    policy = artifact.policy
+    if artifact.name != policy.names[0]:
+        raise InputError(
+            f"{arguments.artifact} is the tier {artifact.name}, and a gateway takes the first, {policy.names[0]}: give "
+            f"its folder, or start this one with: mlcn_jax tiers node {arguments.artifact}"
+        )
+    is_signed = None
+    if arguments.node_keys:
+        from mlcn_jax.tiers import signatures
+
+        trusted = signatures.public_keys(_paths(arguments.node_keys))
+
+        def is_signed(content: bytes, signature: bytes) -> bool:
+            return signatures.is_signed(content, signature, trusted)
+
+    context = _client_tls(arguments)
+    urls = _urls(arguments.nodes, policy.names[1:])
+    clients = {name: TierClient(name, policy, urls[name], context, is_signed) for name in urls}
+    asyncio.run(check_nodes(policy, urls, context, _LOOK_SECONDS))
+    service = GatewayService(
+        artifact, clients, limits, arguments.deadline_ms, arguments.bits, arguments.noise, arguments.may_stop
+    )
+    service.warm_up()
+    url = server.url_of(listener, bool(tls))
+    server.serve(service, listener, f"gateway at {url}/refine, and a page at {url}/", **tls)
+
+
+def _listen(arguments: argparse.Namespace, packages: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]:
+    """The limits, a bound socket, and uvicorn's settings of TLS."""
+    server.check_packages(packages, "tiers,serve")
+    limits, tls = server.limits_of(arguments), {}
+    if arguments.tls_cert or arguments.tls_clients or arguments.tls_key:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(arguments.tls_cert, arguments.tls_key or None)
+            if arguments.tls_clients:
+                context.load_verify_locations(arguments.tls_clients)
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise InputError(f"--tls_cert, --tls_key or --tls_clients cannot be used: {error}") from error
+        tls = {"ssl_certfile": arguments.tls_cert, "ssl_keyfile": arguments.tls_key or None}
+        if arguments.tls_clients:
+            tls |= {"ssl_ca_certs": arguments.tls_clients, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    return limits, server.bind(arguments.host, arguments.port, secure=bool(tls)), tls
+
+
+def _client_tls(arguments: argparse.Namespace) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=arguments.ca or None)
+        if arguments.cert:
+            context.load_cert_chain(arguments.cert, arguments.cert_key or None)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--ca, --cert or --cert_key cannot be used: {error}") from error
+    return context
+
+
+def _urls(text: str, names: Sequence[str]) -> dict[str, list[str]]:
+    """The URLs of each tier that has any."""
+    found: dict[str, list[str]] = {}
+    for item in filter(None, text.split(",")):
+        name, _, url = item.partition("=")
+        if name not in names or not url.startswith(("http://", "https://")):
+            raise InputError(
+                f"--nodes has {item!r}; give NAME=URL,... with a name of {', '.join(names)}, and http(s)://"
+            )
+        found.setdefault(name, []).append(url)
+    return found
+
+
+def _paths(text: str) -> list[Path]:
+    return [Path(item) for item in filter(None, text.split(","))]

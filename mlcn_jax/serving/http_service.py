@@ -1,0 +1,237 @@
+"""What all services of this package share: limits, counts, bodies as they come in, batches, paths and errors.
+
+Needs starlette, prometheus_client and python_multipart.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import prometheus_client
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlcn_jax.serving.batching import Batcher, Full
+
+SMALL_BYTES = 2**13  # of a body that is read in less time than handing it to a thread takes
+_BODIES_HELD = 8  # how many bodies of the largest size may be held at once, or smaller ones with as many bytes
+_READERS = 2  # threads that read what is not small
+_RETRY = {"Retry-After": "1"}
+_log = logging.getLogger("mlcn_jax")
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What one server accepts.
+
+    Attributes:
+      max_batch: images that are computed together, a power of two.
+      max_queue: images that wait while others are computed.
+      max_body_bytes: of one request.
+      max_images: in one request.
+      max_connections: at a time.
+      timeout_seconds: in which a request must have arrived completely.
+    """
+
+    max_batch: int
+    max_queue: int
+    max_body_bytes: int
+    max_images: int
+    max_connections: int
+    timeout_seconds: float
+
+
+class Metrics:
+    """Metrics for Prometheus."""
+
+    def __init__(self, waiting: Callable[[], int]):
+        self._registry = registry = prometheus_client.CollectorRegistry()
+        prometheus_client.ProcessCollector(registry=registry)
+        self._requests = prometheus_client.Counter(
+            "mlcn_jax_requests", "Requests that were answered", ["path", "status"], registry=registry
+        )
+        self._seconds = prometheus_client.Histogram(
+            "mlcn_jax_predict_seconds",
+            "From the head of a request that computes to its answer",
+            buckets=[2.0**i for i in range(-10, 4)],
+            registry=registry,
+        )
+        self.batch_images = prometheus_client.Histogram(
+            "mlcn_jax_batch_images",
+            "Images that were computed together",
+            buckets=[2**i for i in range(8)],
+            registry=registry,
+        )
+        queue = prometheus_client.Gauge("mlcn_jax_waiting_images", "Images that wait", registry=registry)
+        queue.set_function(waiting)
+
+    def counter(self, name: str, meaning: str, labels: Sequence[str]) -> prometheus_client.Counter:
+        """A counter of a service's own, `mlcn_jax_NAME`."""
+        return prometheus_client.Counter(f"mlcn_jax_{name}", meaning, labels, registry=self._registry)
+
+    def count(self, status: int, path: str = "") -> None:
+        """Counts one answer; `path` is one of the routes, or empty."""
+        self._requests.labels(path, status).inc()
+
+    def counting(self, app: ASGIApp, paths: Sequence[str] = (), computing: str = "") -> ASGIApp:
+        """The same application, which counts its answers, separately for each of `paths`, and times one of them."""
+
+        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            started = time.perf_counter()
+
+            async def count(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    path = scope["path"] if scope["path"] in paths else ""
+                    self.count(message["status"], path)
+                    if path == computing:
+                        self._seconds.observe(time.perf_counter() - started)
+                await send(message)
+
+            await app(scope, receive, count)
+
+        return counted
+
+    def text(self) -> bytes:
+        """All counts, in the format of Prometheus."""
+        return prometheus_client.generate_latest(self._registry)
+
+
+class BatchService:
+    """What computes rows for the requests of many clients, in batches.
+
+    Args:
+      compute: takes [n, ...] and returns [n, ...], one row for each (`batching.Batcher`).
+      row: an example of what it takes, without the first axis.
+      limits: of what is accepted.
+    """
+
+    computing = ""  # the path of the requests that are timed
+
+    def __init__(self, compute: Callable[[np.ndarray], np.ndarray], row: np.ndarray, limits: Limits):
+        self.limits, self._row = limits, row
+        self.batcher = Batcher(compute, limits.max_batch, limits.max_queue, self._count_batch)
+        self.metrics = Metrics(lambda: self.batcher.waiting)
+        self._readers = concurrent.futures.ThreadPoolExecutor(_READERS, "reader")
+        self._held_bytes = 0
+
+    def routes(self) -> list[Route]:
+        """Its own paths, besides /health and /metrics."""
+        raise NotImplementedError
+
+    def warm_up(self) -> None:
+        """Compiles all programs."""
+        self.batcher.warm_up(self._row)
+
+    @contextlib.asynccontextmanager
+    async def running(self, app: Any):
+        """Answers requests while it is open."""
+        self.batcher.start(asyncio.get_running_loop())
+        yield
+        self.batcher.stop()
+        self._readers.shutdown(cancel_futures=True)
+
+    async def receive(
+        self, headers: dict[bytes, bytes], receive: Receive, use: Callable[[bytes], T], small: Callable[[bytes], bool]
+    ) -> T:
+        """Reads a body and returns what `use` makes of it, in a thread unless it is `small`.
+
+        Raises:
+          ClientDisconnect: the client has gone.
+          HTTPException: it is too large, or too many large ones are arriving.
+        """
+        if b"upgrade" in headers:  # after which no body is read
+            raise HTTPException(
+                400, "Upgrade is not supported: send the request without it (curl --http1.1)", {"Connection": "close"}
+            )
+        most = self.limits.max_body_bytes
+        if int(headers.get(b"content-length", b"0")) > most:
+            raise self._too_large()
+        parts: list[bytes] = []
+        received, more = 0, True
+        try:
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                more = message["more_body"]
+                parts.append(message["body"])
+                received += len(message["body"])
+                self._held_bytes += len(message["body"])
+                if received > most:
+                    raise self._too_large()
+                if self._held_bytes > _BODIES_HELD * most and received > SMALL_BYTES:
+                    raise HTTPException(429, "too many large requests are arriving: try again", _RETRY)
+            body = b"".join(parts)
+            if small(body):
+                return use(body)
+            return await asyncio.get_running_loop().run_in_executor(self._readers, use, body)
+        finally:
+            self._held_bytes -= received
+
+    def check_room(self) -> None:
+        """Raises HTTPException if the queue is full."""
+        if self.batcher.waiting >= self.limits.max_queue:
+            raise self._full()
+
+    async def rows(self, items: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The computed row of each item; raises HTTPException if the queue is full or the model fails."""
+        try:
+            return [await row for row in self.batcher.submit(items)]
+        except Full as error:
+            raise self._full() from error
+        except Exception as error:
+            _log.error("the model failed: %s", (str(error).splitlines() or [repr(error)])[0])
+            raise HTTPException(500, "the model failed") from error
+
+    def _count_batch(self, size: int) -> None:
+        self.metrics.batch_images.observe(size)
+
+    def _too_large(self) -> HTTPException:
+        return HTTPException(413, f"the body has more than {self.limits.max_body_bytes / 2**20:g} MiB")
+
+    def _full(self) -> HTTPException:
+        return HTTPException(429, f"the queue of {self.limits.max_queue} images is full: try again", _RETRY)
+
+
+def application(service: BatchService) -> ASGIApp:
+    """The ASGI application of all paths of a service."""
+
+    async def health(request: Request) -> Response:
+        failed = service.batcher.failed
+        return JSONResponse({"status": "failing" if failed else "ready"}, 503 if failed else 200)
+
+    async def metrics(request: Request) -> Response:
+        return Response(service.metrics.text(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        detail = error.detail
+        if error.status_code == 404:
+            known = [f"{'POST' if 'POST' in (r.methods or ()) else 'GET'} {r.path}" for r in routes]
+            detail = f"there is nothing at this path; the paths are {', '.join(known)}"
+        if error.status_code == 405:
+            detail = f"{request.url.path} takes {(error.headers or {})['Allow']} only"
+        return JSONResponse({"error": detail}, error.status_code, error.headers)
+
+    routes = sorted(
+        [*service.routes(), Route("/health", health), Route("/metrics", metrics)], key=lambda route: route.path
+    )
+    app = Starlette(routes=routes, exception_handlers={HTTPException: refuse}, lifespan=service.running)
+    app.router.redirect_slashes = False
+    counted = service.metrics.counting(app, [route.path for route in routes], service.computing)
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        await (counted if scope["type"] == "http" else app)(scope, receive, send)
+
+    return serve

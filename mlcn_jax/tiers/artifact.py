@@ -1,0 +1,123 @@
+"""What one tier holds: a folder with its lanes, the policy, and what is computed at home for the other tiers.
+
+The folder is an artifact (`serving.artifact`): its manifest has the SHA-256 of each file. Where a key was given, the
+manifest is signed. Needs what reading an export needs; signatures need cryptography.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import program
+from mlcn_jax.serving.artifact import (
+    MANIFEST,
+    MODEL,
+    WEIGHTS,
+    Function,
+    Functions,
+    apply_in_batches,
+    load_functions,
+    read_weights,
+    verified_manifest,
+)
+from mlcn_jax.tiers.policy import FILE, Policy
+
+SIGNATURE = "manifest.sig"
+PART = "part"  # prefix of the weights, and stem of the functions, of a tier's own lanes
+HOME = "home-"  # of what is computed at home, before the name of the tier that goes on with it
+
+
+class TierArtifact:
+    """A verified artifact of one tier.
+
+    Args:
+      folder: that `mlcn_jax tiers split` wrote for a tier.
+      trusted: public keys (PEM files), one of which must have signed it; none takes it unsigned.
+
+    Attributes:
+      policy: of the split.
+      name: of the tier.
+      lanes: that it has.
+      class_names, image_shape, step, exported: of the model, as for `artifact.Classifier`.
+      row_shape, row_dtype: of what its lanes take of one image.
+
+    Raises:
+      InputError: the folder is no such artifact, was altered, is not signed by a trusted key, has other lanes than its
+        policy says, or cannot run here.
+    """
+
+    def __init__(self, folder: str | Path, trusted: Sequence[Path] = ()):
+        folder = Path(folder)
+        manifest = verified_manifest(folder)
+        _check_signature(folder, trusted)
+        if not (folder / FILE).is_file() or FILE not in manifest["files"]:
+            raise InputError(
+                f"{folder} is no tier of a split model: it has no {FILE}; {program()} tiers split WORKDIR writes them"
+            )
+        self.policy = Policy.read(folder / FILE)
+        try:
+            about = json.loads((folder / MODEL).read_text())
+            self.name, self.lanes = str(about["tier"]), tuple(about["lanes"])
+            self.class_names, self.image_shape = tuple(about["class_names"]), tuple(about["image_shape"])
+            self.row_shape, self.row_dtype = tuple(about["row_shape"]), np.dtype(about["row_dtype"])
+            homes = {tier: int(size) for tier, size in about["home"].items()}
+            self.step, self.exported = manifest["step"], manifest["date"]
+            functions = [Function(**function) for function in manifest["functions"]]
+            weights = read_weights(folder / WEIGHTS)
+        except InputError:
+            raise
+        except Exception as error:  # the files match the manifest, and yet cannot be read
+            raise InputError(f"{folder} cannot be read ({error!r}): split the model again") from error
+        if self.name not in self.policy.names or self.policy.tier(self.name).lanes != self.lanes:
+            raise InputError(
+                f"{folder} has the lanes {', '.join(map(str, self.lanes))} of tier {self.name}, and its policy says "
+                "otherwise: split the model again"
+            )
+
+        def load(stem: str, row: jax.ShapeDtypeStruct) -> Functions:
+            own = {name.partition(":")[2]: a for name, a in weights.items() if name.partition(":")[0] == stem}
+            chosen = [function for function in functions if function.file.rsplit("-", 2)[0] == stem]
+            return load_functions(folder, chosen, jax.device_put(own), row, manifest)
+
+        self._part = load(PART, jax.ShapeDtypeStruct(self.row_shape, self.row_dtype))
+        image = jax.ShapeDtypeStruct(self.image_shape, jnp.uint8)
+        self._home = {tier: load(HOME + tier, image) for tier in homes}
+
+    def part(self, rows: np.ndarray) -> np.ndarray:
+        """What this tier's lanes add to the squared length of each class capsule, float32 [n, classes].
+
+        Args:
+          rows: [n, *row_shape] of `row_dtype`, n at least 1.
+        """
+        return apply_in_batches(self._part, rows)
+
+    def home(self, tier: str, images: np.ndarray) -> np.ndarray:
+        """What another tier takes of images, uint8 [n, height, width, channels], n at least 1: the cut's values."""
+        functions = self._home.get(tier)
+        return images if functions is None else apply_in_batches(functions, images)
+
+    def warm_up(self, most: int) -> None:
+        """Compiles what is computed at home for the other tiers, for 1, 2, 4 ... images up to `most`."""
+        for tier in self._home:
+            for size in (1 << i for i in range(most.bit_length())):
+                self.home(tier, np.zeros((size, *self.image_shape), np.uint8))
+
+
+def _check_signature(folder: Path, trusted: Sequence[Path]) -> None:
+    if not trusted:
+        return
+    from mlcn_jax.tiers import signatures
+
+    path = folder / SIGNATURE
+    keys = signatures.public_keys(trusted)
+    named = ", ".join(map(str, trusted))
+    again = f"trust its maker's key, or split the model with --key: {program()} tiers split --help"
+    if not path.is_file():
+        raise InputError(f"{folder} is not signed, and only what {named} signed is trusted: {again}")
+    if not signatures.is_signed((folder / MANIFEST).read_bytes(), path.read_bytes(), keys):
+        raise InputError(f"{folder} is not signed by {named}: {again}")

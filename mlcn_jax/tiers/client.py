@@ -1,0 +1,257 @@
+"""The next tiers as a gateway sees them: nodes that are asked, watched, given up and tried again. Needs httpx."""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import secrets
+import ssl
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import httpx
+import numpy as np
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import program
+from mlcn_jax.tiers import wire
+from mlcn_jax.tiers.health import Breaker, Times
+from mlcn_jax.tiers.node import PATH
+from mlcn_jax.tiers.policy import Policy
+
+_SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_BETWEEN_TRIES = 1.0  # of a tier that was too slow for a deadline
+_LOOK_SECONDS = 2.0
+_log = logging.getLogger("mlcn_jax")
+
+
+class TierLost(Exception):
+    """No node of a tier gave an answer that can be used; the text says why."""
+
+
+@dataclasses.dataclass
+class Traffic:
+    """Bytes of bodies that were sent to a tier and came back, and requests that failed, by reason."""
+
+    sent: int = 0
+    received: int = 0
+    answers: int = 0
+    failures: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+class Node:
+    """One node of a tier, at a URL, reached by `transport` if it is given (httpx's own otherwise)."""
+
+    def __init__(self, url: str, tls: ssl.SSLContext | bool, transport: httpx.AsyncBaseTransport | None = None):
+        self.url = url
+        self.breaker = Breaker()
+        self.outstanding = 0
+        self._times: dict[int, Times] = {}
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            verify=tls,
+            timeout=None,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None),
+            transport=transport,
+        )
+
+    def times(self, count: int) -> Times:
+        """What is known of requests with about so many images."""
+        return self._times.setdefault(count.bit_length(), Times())
+
+    async def post(self, body: bytes) -> httpx.Response:
+        """Sends a request; raises httpx.HTTPError."""
+        return await self._client.post(PATH, content=body, headers={"Content-Type": "application/octet-stream"})
+
+    def gave_up(self, times: Times, seconds: float) -> None:
+        """An answer is no longer needed after so many seconds: it was late, or its deadline short."""
+        if times.mean is not None and seconds >= times.late:
+            self.breaker.failed("no answer before the deadline")
+        else:
+            self.breaker.gave_up()
+
+    async def look(self) -> None:
+        """Finds out whether a node that had failed answers again."""
+        with contextlib.suppress(httpx.HTTPError, TimeoutError):
+            async with asyncio.timeout(_LOOK_SECONDS):
+                if (await self._client.get("/health")).status_code == 200:
+                    self.breaker.seen()
+
+    async def close(self) -> None:
+        """Closes its connections."""
+        await self._client.aclose()
+
+
+class TierClient:
+    """The nodes of one tier, any of which can answer.
+
+    Args:
+      name: of the tier.
+      policy: of the split.
+      urls: of its nodes.
+      tls: settings for https.
+      is_signed: whether a content has a trusted node's signature; None takes answers unsigned.
+
+    Attributes:
+      stopped: whether it is not to be asked, as the page can say.
+      traffic: what went to and fro.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        policy: Policy,
+        urls: Sequence[str],
+        tls: ssl.SSLContext | bool = True,
+        is_signed: Callable[[bytes, bytes], bool] | None = None,
+    ):
+        self.name, self.stopped, self.traffic = name, False, Traffic()
+        self.nodes = [Node(url, tls) for url in urls]
+        self._digest, self._classes = policy.digest, len(policy.class_names)
+        self._weight, self._is_signed = policy.tier(name).weight, is_signed
+        self._asked = 0.0
+
+    @property
+    def is_available(self) -> bool:
+        """Whether a node may be asked now."""
+        return not self.stopped and any(not node.breaker.is_open for node in self.nodes)
+
+    @property
+    def trouble(self) -> str:
+        """Why it is not available."""
+        if self.stopped:
+            return "stopped"
+        return "; ".join(f"{node.url}: {node.breaker.reason}" for node in self.nodes if node.breaker.reason)
+
+    def expected(self, count: int) -> float:
+        """Seconds that an answer for so many images is expected to take."""
+        return min(
+            (node.times(count).expected for node in self.nodes if not node.breaker.is_open), default=float("inf")
+        )
+
+    def is_worth_asking(self, count: int, seconds: float) -> bool:
+        """Whether an answer may come in so many seconds; from time to time also if it has taken longer so far."""
+        known = [node.times(count) for node in self.nodes if not node.breaker.is_open]
+        if any(times.mean is None or times.expected <= seconds for times in known):
+            return True
+        return bool(known) and time.monotonic() > self._asked + _SECONDS_BETWEEN_TRIES
+
+    def patience(self, count: int) -> float:
+        """Seconds after which an answer is late, so that another tier should be asked as well."""
+        return min((node.times(count).late for node in self.nodes if not node.breaker.is_open), default=0.0)
+
+    async def ask(self, rows: np.ndarray, bits: int, deadline: float) -> np.ndarray:
+        """What the tier's lanes add for each row, [n, classes]; another node is asked where one fails.
+
+        Args:
+          rows: what the tier takes.
+          bits: of the values that are sent.
+          deadline: of `time.monotonic`, after which no answer is needed.
+
+        Raises:
+          TierLost: no node gave an answer.
+        """
+        self._asked = time.monotonic()
+        tried: list[Node] = []
+        reasons: list[str] = []
+        while time.monotonic() < deadline:
+            able = [node for node in self.nodes if node not in tried and not node.breaker.is_open]
+            if not able or self.stopped:
+                break
+            node = min(able, key=lambda node: (1 + node.outstanding) * node.times(len(rows)).expected)
+            tried.append(node)
+            try:
+                return await self._ask(node, rows, bits, deadline)
+            except TierLost as error:
+                reasons.append(f"{node.url}: {error}")
+        raise TierLost("; ".join(reasons) or f"no node of {self.name} is available")
+
+    async def _ask(self, node: Node, rows: np.ndarray, bits: int, deadline: float) -> np.ndarray:
+        nonce = secrets.token_hex(8)
+        body = wire.pack_request(self._digest, nonce, rows, bits)
+        times, started = node.times(len(rows)), time.monotonic()
+        left = deadline - started
+        patience = times.timeout
+        node.outstanding += 1
+        node.breaker.asked()
+        try:
+            async with asyncio.timeout(min(left, patience)):
+                self.traffic.sent += len(body)
+                response = await node.post(body)
+            self.traffic.received += len(response.content)
+            if response.status_code != 200:
+                raise wire.Refused(f"status {response.status_code}: {response.text[:300]}")
+            shape = (len(rows), self._classes)
+            sums = wire.unpack_answer(
+                response.content, self._digest, self.name, nonce, shape, self._weight, self._is_signed
+            )
+        except TimeoutError as error:
+            if patience <= left:
+                times.timed_out()
+                node.breaker.failed("no answer in time")
+            else:
+                node.gave_up(times, time.monotonic() - started)
+            raise self._lost("time-out", f"no answer within {1e3 * min(left, patience):.0f} ms") from error
+        except asyncio.CancelledError:
+            node.gave_up(times, time.monotonic() - started)
+            raise
+        except httpx.HTTPError as error:
+            node.breaker.failed(str(error) or repr(error))
+            raise self._lost("connection", str(error) or repr(error)) from error
+        except wire.Refused as error:
+            full = response.status_code == 429
+            node.breaker.failed(str(error), surely=not full and response.status_code < 500)
+            raise self._lost("full" if full else "refused", str(error)) from error
+        finally:
+            node.outstanding -= 1
+        times.took(time.monotonic() - started)
+        node.breaker.worked()
+        self.traffic.answers += 1
+        return sums
+
+    def _lost(self, kind: str, text: str) -> TierLost:
+        self.traffic.failures[kind] = self.traffic.failures.get(kind, 0) + 1
+        return TierLost(text)
+
+    async def watch(self) -> None:
+        """Looks from time to time whether nodes that had failed answer again, until it is cancelled."""
+        while True:
+            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+            await asyncio.gather(*(node.look() for node in self.nodes if node.breaker.reason))
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        for node in self.nodes:
+            await node.close()
+
+
+async def check_nodes(
+    policy: Policy, urls: Mapping[str, Sequence[str]], tls: ssl.SSLContext | bool, seconds: float
+) -> None:
+    """Looks at the nodes that can be reached, before anything is served; the others may come later.
+
+    Raises:
+      InputError: one is not a node, has another tier's lanes, or is of another split.
+    """
+
+    async def look(client: httpx.AsyncClient, tier: str, url: str) -> None:
+        try:
+            about = (await client.get(url)).json()
+            found = about["tier"], about["policy"], tuple(about["lanes"])
+        except httpx.HTTPError as error:
+            _log.warning(
+                "%s at %s cannot be reached (%s); it is asked once it can", tier, url, str(error) or repr(error)
+            )
+            return
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{url} is no node of a tier: start one with `{program()} tiers node FOLDER`") from error
+        if found != (tier, policy.digest, policy.tier(tier).lanes):
+            raise InputError(
+                f"{url} has tier {found[0]}, lanes {', '.join(map(str, found[2]))}, policy {found[1]}; this gateway "
+                f"needs tier {tier}, lanes {', '.join(map(str, policy.tier(tier).lanes))}, policy {policy.digest}: "
+                "start all tiers from one split"
+            )
+
+    async with httpx.AsyncClient(verify=tls, timeout=seconds, trust_env=False) as client:
+        await asyncio.gather(*(look(client, tier, url) for tier, own in urls.items() for url in own))

@@ -1,0 +1,295 @@
+"""`tiers gateway`: the end device. its lanes answer at once, further tiers refine, and there is always an answer."""
+
+import asyncio
+import contextlib
+import json
+import re
+import time
+import urllib.parse
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any
+
+import numpy as np
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.serving.http_service import Limits
+from mlcn_jax.serving.openapi import description
+from mlcn_jax.serving.service import Service
+from mlcn_jax.tiers import page
+from mlcn_jax.tiers.artifact import TierArtifact
+from mlcn_jax.tiers.client import TierClient
+from mlcn_jax.tiers.refine import Answer, refine
+
+_RESERVE_SECONDS = 0.005  # to write an answer before its deadline
+_TIMED_RUNS = 50
+_JSON_LINES = "application/x-ndjson"
+
+
+class _Own:
+    """The gateway's own lanes as a model of a `Service`."""
+
+    def __init__(self, artifact: TierArtifact):
+        self.class_names, self.image_shape = artifact.class_names, artifact.image_shape
+        self.step, self.exported = artifact.step, artifact.exported
+        self.probabilities = artifact.part  # the rows of this service are squared lengths
+
+
+class GatewayService(Service):
+    """`POST /predict` and `POST /refine`, answered by the tiers of a split model.
+
+    Args:
+      artifact: of the first tier.
+      clients: of the other tiers, by name.
+      limits: of what is accepted.
+      deadline_ms: of each answer; 0 waits until it is final. Requests may give another.
+      bits: of the values of a cut that leave this device.
+      noise: standard deviation of the Gaussian noise added to them, in standard deviations of their own.
+      may_stop: whether clients may stop tiers, as the page does.
+      seed: of the noise.
+
+    Raises:
+      InputError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        artifact: TierArtifact,
+        clients: Mapping[str, TierClient],
+        limits: Limits,
+        deadline_ms: float = 0.0,
+        bits: int = 32,
+        noise: float = 0.0,
+        may_stop: bool = False,
+        seed: int = 0,
+    ):
+        super().__init__(_Own(artifact), limits)  # type: ignore[arg-type]
+        self.artifact, self.policy, self.clients = artifact, artifact.policy, dict(clients)
+        self.deadline_ms, self.own_ms, self.least_ms = deadline_ms, 0.0, 0.0
+        self._bits, self._noise, self._may_stop = bits, noise, may_stop
+        self._rng = np.random.default_rng(seed)
+        self._answers = self.metrics.counter("tier_answers", "Images by the tiers that were heard", ["heard"])
+
+    def routes(self) -> list[Route]:
+        return [
+            *super().routes(),
+            Route("/refine", self._refine, methods=["POST"]),
+            Route("/tiers", self._tiers),
+            Route("/tiers/{name}", self._stop, methods=["POST"]),
+        ]
+
+    def warm_up(self) -> None:
+        """Compiles all programs, and times the own lanes: no deadline can be shorter than they take."""
+        super().warm_up()
+        self.artifact.warm_up(self.limits.max_images)
+        row = np.zeros((1, *self.artifact.image_shape), np.uint8)
+        seconds = []
+        for _ in range(_TIMED_RUNS):
+            started = time.perf_counter()
+            self.artifact.part(row)
+            seconds.append(time.perf_counter() - started)
+        self.own_ms = 1e3 * float(np.quantile(seconds, 0.95))
+        self.least_ms = self.own_ms + 1e3 * _RESERVE_SECONDS
+        if 0 < self.deadline_ms < self.least_ms:
+            raise InputError(self._too_short(self.deadline_ms))
+
+    @contextlib.asynccontextmanager
+    async def running(self, app: Any):
+        watching = [asyncio.create_task(client.watch()) for client in self.clients.values()]
+        async with super().running(app):
+            yield
+        for task in watching:
+            task.cancel()
+        for client in self.clients.values():
+            await client.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        deadline, started = self._deadline(scope), time.monotonic()
+        try:
+            asked = await self.read(scope, receive)
+        except ClientDisconnect:
+            return
+        found: list[dict[str, Any]] = [{"error": p} if isinstance(p, str) else {} for p in asked.pixels]
+        if asked.good:
+            answer = None
+            async with contextlib.aclosing(self._answers_to(asked.good, started, deadline)) as answers:
+                async for answer in answers:  # noqa: B007  # the last one counts
+                    pass
+            assert answer is not None
+            self._count_answers(answer)
+            for image, one in enumerate(one for one in found if not one):
+                one |= self.prediction(answer.probabilities(image), asked) | self._heard(answer, image, started)
+        await self.answer(found)(scope, receive, send)
+
+    async def _refine(self, request: Request) -> Response:
+        deadline, started = self._deadline(request.scope), time.monotonic()
+        try:
+            asked = await self.read(request.scope, request.receive)
+        except ClientDisconnect:
+            return Response()
+        if len(asked.pixels) != 1:
+            raise HTTPException(400, f"/refine takes one picture, not {len(asked.pixels)}")
+        if not asked.good:
+            raise HTTPException(400, str(asked.pixels[0]))
+        answers = self._answers_to(asked.good, started, deadline)
+        first = await anext(answers)  # so that what fails has a status of its own
+
+        def line(values: dict[str, Any]) -> bytes:
+            return json.dumps(values).encode() + b"\n"
+
+        async def lines() -> AsyncIterator[bytes]:
+            async with contextlib.aclosing(answers):
+                answer: Answer | None = first
+                if self.policy.groups:
+                    groups = self.policy.group_probabilities(first.sums[0], first.heard[0])
+                    coarse = max(groups, key=lambda name: groups[name])
+                    told = {"coarse": coarse, "probability": groups[coarse]}
+                    yield line(told | self._heard(first, 0, started, final=False))
+                while answer is not None:
+                    told = self.prediction(answer.probabilities(0), asked) | self._heard(answer, 0, started)
+                    yield line(told)
+                    if told["final"]:
+                        break
+                    answer = await anext(answers, None)
+                else:  # nothing better will come
+                    yield line(told | {"final": True, "lost": first.lost, "ms": self._ms(started)})
+                self._count_answers(first)
+
+        return StreamingResponse(lines(), media_type=_JSON_LINES, headers={"Cache-Control": "no-store"})
+
+    async def _answers_to(
+        self, images: list[np.ndarray], started: float, deadline: float
+    ) -> AsyncGenerator[Answer, None]:
+        own = np.stack(await self.rows(images))
+        until = started + deadline - _RESERVE_SECONDS
+        async with contextlib.aclosing(
+            refine(self.policy, np.stack(images), own, self.clients, self._home, self._bits, until)
+        ) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def _home(self, tier: str, images: np.ndarray) -> np.ndarray:
+        if self.policy.cut == "pixels":
+            return images
+        rows = await asyncio.get_running_loop().run_in_executor(self._readers, self.artifact.home, tier, images)
+        if self._noise:
+            rows = rows + self._noise * rows.std() * self._rng.standard_normal(rows.shape, np.float32)
+        return rows
+
+    def _heard(self, answer: Answer, image: int, started: float, final: bool | None = None) -> dict[str, Any]:
+        heard = answer.heard[image]
+        return {
+            "tier": answer.tier if answer.tier in heard else self.policy.names[0],
+            "lanes": self.policy.lanes(heard),
+            "ms": self._ms(started),
+            "final": bool(answer.final[image]) if final is None else final,
+            **({"lost": answer.lost} if answer.lost else {}),
+        }
+
+    def _ms(self, started: float) -> float:
+        return round(1e3 * (time.monotonic() - started), 2)
+
+    def _count_answers(self, answer: Answer) -> None:
+        for heard in answer.heard:
+            self._answers.labels("+".join(name for name in self.policy.names if name in heard)).inc()
+
+    def _deadline(self, scope: Scope) -> float:
+        """Seconds from the head of a request to its answer."""
+        query = urllib.parse.parse_qs(scope["query_string"].decode("latin-1"), True)
+        text = query.get("deadline_ms", [f"{self.deadline_ms:g}"])[-1]
+        if not re.fullmatch(r"[0-9]{1,7}(\.[0-9]{1,6})?", text):
+            raise HTTPException(
+                400, f"deadline_ms is {text[:20]!r}: give milliseconds, or 0 to wait for a final answer"
+            )
+        milliseconds = float(text)
+        if 0 < milliseconds < self.least_ms:
+            raise HTTPException(400, self._too_short(milliseconds))
+        return milliseconds / 1e3 or float("inf")
+
+    def _too_short(self, milliseconds: float) -> str:
+        return (
+            f"a deadline of {milliseconds:g} ms is shorter than this device's own lanes take, {self.least_ms:.1f} ms "
+            "(95 % of the time): give a longer one, or this tier fewer lanes"
+        )
+
+    def about(self) -> dict[str, Any]:
+        return {
+            **super().about(),
+            "tiers": self._states(),
+            "policy": self.policy.digest,
+            "cut": self.policy.cut,
+            "bits": self._bits,
+            "deadline_ms": self.deadline_ms,
+            "own_p95_ms": round(self.own_ms, 2),
+            "least_deadline_ms": round(self.least_ms, 2),
+            "may_stop": self._may_stop,
+        }
+
+    async def _openapi(self, request: Request) -> Response:
+        found = description(self.model.class_names, self.limits)
+        predict = found["paths"]["/predict"]["post"]
+        deadline = {
+            "name": "deadline_ms",
+            "in": "query",
+            "schema": {"type": "number", "minimum": 0},
+            "description": f"milliseconds in which to answer, {self.least_ms:.1f} or more; 0 waits for a final answer",
+        }
+        predict["parameters"].append(deadline)
+        lines = {"200": {"description": "a JSON object a line, the last is final", "content": {_JSON_LINES: {}}}}
+        found["paths"]["/refine"] = {
+            "post": {
+                **predict,
+                "summary": "Classify one picture, better and better",
+                "responses": predict["responses"] | lines,
+            }
+        }
+        return JSONResponse(found)
+
+    def _states(self) -> list[dict[str, Any]]:
+        states: list[dict[str, Any]] = []
+        for tier in self.policy.tiers:
+            client = self.clients.get(tier.name)
+            state: dict[str, Any] = {"name": tier.name, "lanes": tier.lanes}
+            if client is not None:
+                state |= {
+                    "available": client.is_available,
+                    "stopped": client.stopped,
+                    "sent_bytes": client.traffic.sent,
+                    "received_bytes": client.traffic.received,
+                    "answers": client.traffic.answers,
+                    "failures": client.traffic.failures,
+                    "nodes": [
+                        {"url": node.url, "trouble": node.breaker.reason, "expected_ms": _ms_of(node.times(1).mean)}
+                        for node in client.nodes
+                    ],
+                }
+            states.append(state)
+        return states
+
+    async def _tiers(self, request: Request) -> Response:
+        return JSONResponse(self._states())
+
+    async def _stop(self, request: Request) -> Response:
+        if not self._may_stop:
+            raise HTTPException(403, "tiers can be stopped where the gateway was started with --may_stop only")
+        name = request.path_params["name"]
+        if name not in self.clients:
+            raise HTTPException(400, f"there is no tier {name[:40]!r}; there are {', '.join(self.clients)}")
+        body = await self.receive(dict(request.headers.raw), request.receive, bytes, lambda body: True)
+        if request.headers.get("content-type") != "application/json" or body not in (b"true", b"false"):
+            raise HTTPException(400, "send true to stop it or false to go on, as application/json")
+        self.clients[name].stopped = body == b"true"
+        return JSONResponse(self._states())
+
+    async def _about(self, request: Request) -> Response:
+        if "text/html" in request.headers.get("accept", ""):
+            return HTMLResponse(page.PAGE, headers={**page.HEADERS, "Vary": "Accept"})
+        return await super()._about(request)
+
+
+def _ms_of(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 2)

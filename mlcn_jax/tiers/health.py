@@ -1,0 +1,103 @@
+"""What a gateway knows of a node: how long it takes, when to give up on an answer, and whether to ask it at all."""
+
+import random
+import time
+
+_FIRST_SECONDS = 1.0  # before anything is known
+_LEAST_SECONDS = 0.02  # before an answer counts as late: less is the noise of a busy machine
+_LEAST_TIMEOUT, _MOST_TIMEOUT = 0.25, 10.0
+_PATIENCES = 4.0  # how many times as long as that an answer is awaited
+_LEAST_SPREAD = 0.01
+_GAIN, _SPREAD_GAIN, _SPREADS = 1 / 8, 1 / 4, 4.0
+_FAILURES = 3  # in a row, after which a node is not asked for a while
+_FIRST_PAUSE, _MOST_PAUSE = 0.5, 30.0
+
+
+class Times:
+    """An adaptive time-out from the smoothed time plus four times its smoothed deviation, doubled after each time-out.
+
+    Source: RFC 6298.
+    """
+
+    def __init__(self) -> None:
+        self.mean: float | None = None
+        self._spread = 0.0
+        self._backoff = 1.0
+
+    @property
+    def expected(self) -> float:
+        """Seconds that the next answer is expected to take."""
+        return (self.mean if self.mean is not None else _FIRST_SECONDS) * self._backoff
+
+    @property
+    def late(self) -> float:
+        """Seconds after which an answer is late: something else should be tried as well."""
+        if self.mean is None:
+            return _FIRST_SECONDS * self._backoff
+        return max(self.mean + max(_SPREADS * self._spread, _LEAST_SPREAD), _LEAST_SECONDS) * self._backoff
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which an answer is given up."""
+        return min(max(_PATIENCES * self.late, _LEAST_TIMEOUT), _MOST_TIMEOUT)
+
+    def took(self, seconds: float) -> None:
+        """Learns from an answer."""
+        self._backoff = 1.0
+        if self.mean is None:
+            self.mean, self._spread = seconds, seconds / 2
+        else:
+            self._spread += _SPREAD_GAIN * (abs(seconds - self.mean) - self._spread)
+            self.mean += _GAIN * (seconds - self.mean)
+
+    def timed_out(self) -> None:
+        """Learns that no answer came in time."""
+        self._backoff = min(2 * self._backoff, _MOST_TIMEOUT / _LEAST_TIMEOUT)
+
+
+class Breaker:
+    """A circuit breaker: after failures in a row a node is left alone, then tried with one request, then longer.
+
+    Attributes:
+      reason: of the last failure, empty while all is well.
+    """
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self.reason = ""
+        self._failures = 0
+        self._pause = _FIRST_PAUSE
+        self._opened = 0.0
+        self._trying = self._surely = False
+        self._rng = rng or random.Random()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the node is left alone now."""
+        return self._failures >= _FAILURES and (self._trying or time.monotonic() < self._opened + self._pause)
+
+    def asked(self) -> None:
+        """A request goes out; if the node had failed, it is the one that tries it."""
+        self._trying = self._failures >= _FAILURES
+
+    def worked(self) -> None:
+        """An answer came that could be used."""
+        self.reason, self._failures, self._pause, self._trying = "", 0, _FIRST_PAUSE, False
+
+    def failed(self, reason: str, *, surely: bool = False) -> None:
+        """A request failed; `surely` if another would too, as with an answer of another model."""
+        again = self._failures >= _FAILURES
+        self.reason, self._trying, self._surely = reason, False, surely
+        self._failures = _FAILURES if surely else self._failures + 1
+        if self._failures >= _FAILURES:
+            if again:
+                self._pause = min(2 * self._pause, _MOST_PAUSE)
+            self._opened = time.monotonic() + self._rng.uniform(0, self._pause / 10)
+
+    def gave_up(self) -> None:
+        """A request was no longer needed; it says nothing of the node."""
+        self._trying = False
+
+    def seen(self) -> None:
+        """The node is healthy: it may be tried at once, unless health was not what was wrong."""
+        if not self._surely:
+            self._opened = -self._pause

@@ -1,0 +1,76 @@
+"""`tiers node`: a tier's server. `POST /part` takes what its lanes need of images and answers with their numbers."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+
+import numpy as np
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from mlcn_jax.serving.http_service import SMALL_BYTES, BatchService, Limits
+from mlcn_jax.tiers import wire
+from mlcn_jax.tiers.artifact import TierArtifact
+
+PATH = "/part"
+_log = logging.getLogger("mlcn_jax")
+
+
+class NodeService(BatchService):
+    """The lanes of one tier as a service.
+
+    Args:
+      artifact: of the tier.
+      limits: of what is accepted.
+      sign: signs what it answers, if given.
+    """
+
+    computing = PATH
+
+    def __init__(self, artifact: TierArtifact, limits: Limits, sign: Callable[[bytes], bytes] | None = None):
+        super().__init__(artifact.part, np.zeros(artifact.row_shape, artifact.row_dtype), limits)
+        self.artifact, self._sign = artifact, sign
+        self._digest = artifact.policy.digest
+
+    def routes(self) -> list[Route]:
+        return [Route("/", self._about), Route(PATH, self, methods=["POST"])]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.check_room()
+        try:
+            nonce, rows = await self.receive(
+                dict(scope["headers"]), receive, self._read, lambda body: len(body) <= SMALL_BYTES
+            )
+        except ClientDisconnect:
+            return
+        except wire.Refused as error:
+            raise HTTPException(400, str(error)) from error
+        sums = np.stack(await self.rows(list(rows)))
+        body = wire.pack_answer(self._digest, self.artifact.name, nonce, sums, self._sign)
+        await Response(body, media_type="application/octet-stream")(scope, receive, send)
+
+    def _read(self, body: bytes) -> tuple[str, np.ndarray]:
+        artifact = self.artifact
+        return wire.unpack_request(
+            body,
+            self._digest,
+            artifact.row_shape,
+            artifact.row_dtype,
+            min(self.limits.max_images, self.limits.max_queue),
+        )
+
+    async def _about(self, request: Request) -> Response:
+        return JSONResponse(
+            {
+                "tier": self.artifact.name,
+                "lanes": self.artifact.lanes,
+                "policy": self._digest,
+                "model": self.artifact.policy.model,
+                "cut": self.artifact.policy.cut,
+                "step": self.artifact.step,
+                "limits": dataclasses.asdict(self.limits),
+            }
+        )

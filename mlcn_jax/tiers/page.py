@@ -1,0 +1,107 @@
+"""The page at `/` of a gateway: answers arrive and become better, tiers can be stopped. One file by itself."""
+
+from mlcn_jax.serving.page import headers
+
+_STYLE = """
+body { font: 1rem/1.5 sans-serif; margin: 2rem auto; max-width: 52rem; padding: 0 1rem; }
+img { display: block; image-rendering: pixelated; margin: 1rem 0; min-height: 8rem; max-height: 14rem; }
+table { border-collapse: collapse; }
+td, th { padding: .2rem 1rem .2rem 0; text-align: left; }
+td.number { font-variant-numeric: tabular-nums; text-align: right; }
+tr.final { font-weight: bold; }
+progress { width: 12rem; }
+.off { color: #a40000; }
+"""
+
+# Names and messages become text, never markup.
+_SCRIPT = """
+const [file, picture, rows, tiers, message, again, deadline] =
+  ["file", "picture", "rows", "tiers", "message", "again", "deadline"].map(id => document.getElementById(id));
+let last = 0, mayStop = false;
+const cell = (row, text, kind) => { const c = row.insertCell(); c.textContent = text; c.className = kind || ""; };
+function showTiers(states) {
+  tiers.replaceChildren();
+  for (const s of states) {
+    const row = tiers.insertRow(), remote = "available" in s;
+    cell(row, s.name);
+    cell(row, s.lanes.join(", "));
+    const trouble = (s.nodes || []).map(n => n.trouble).filter(t => t).join("; ");
+    const state = !remote ? "this device" : s.stopped ? "stopped" : s.available ? "in use" : "lost: " + trouble;
+    cell(row, state, remote && (s.stopped || !s.available) ? "off" : "");
+    cell(row, remote ? s.answers : "", "number");
+    cell(row, remote ? (s.sent_bytes / 1024).toFixed(1) : "", "number");
+    const button = document.createElement("button");
+    button.textContent = s.stopped ? "Go on" : "Stop";
+    button.addEventListener("click", () => fetch("tiers/" + s.name, {method: "POST", body: JSON.stringify(!s.stopped),
+      headers: {"Content-Type": "application/json"}}).then(r => r.json()).then(showTiers));
+    if (remote && mayStop) row.insertCell().append(button);
+  }
+}
+function showAnswer(found) {
+  const row = rows.insertRow();
+  row.className = found.final ? "final" : "";
+  cell(row, found.ms.toFixed(1), "number");
+  cell(row, found.tier);
+  cell(row, found.lanes.join(", "));
+  cell(row, found.coarse ? found.coarse + " (group)" : found.class);
+  const bar = document.createElement("progress");
+  bar.value = found.probability;
+  row.insertCell().append(bar);
+  cell(row, (100 * found.probability).toFixed(1) + " %", "number");
+  const lost = Object.entries(found.lost || {}).map(([name, why]) => name + ": " + why).join("; ");
+  cell(row, found.final ? "final" + (lost ? "; without " + lost : "") : "");
+}
+async function classify() {
+  const number = ++last, chosen = file.files[0];
+  if (!chosen) return;
+  rows.replaceChildren();
+  message.textContent = "";
+  URL.revokeObjectURL(picture.src);
+  picture.src = URL.createObjectURL(chosen);
+  picture.hidden = again.hidden = false;
+  try {
+    const given = deadline.value ? "?deadline_ms=" + encodeURIComponent(deadline.value) : "";
+    const response = await fetch("refine" + given, {method: "POST", body: chosen});
+    if (!response.ok) throw new Error((await response.json()).error);
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    let rest = "";
+    for (let part; !(part = await reader.read()).done;) {
+      rest += part.value;
+      const lines = rest.split("\\n");
+      rest = lines.pop();
+      if (number === last) lines.forEach(line => showAnswer(JSON.parse(line)));
+    }
+  } catch (error) {
+    if (number === last) message.textContent = error.message;
+  }
+}
+file.addEventListener("change", classify);
+again.addEventListener("click", classify);
+const look = () => fetch("tiers").then(r => r.json()).then(showTiers).catch(e => { message.textContent = e.message; });
+fetch("./", {headers: {Accept: "application/json"}}).then(r => r.json()).then(about => {
+  mayStop = about.may_stop; showTiers(about.tiers); setInterval(look, 1000);
+});
+"""
+
+PAGE = f"""<!DOCTYPE html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>Answers that become better</title>
+<style>{_STYLE}</style>
+<h1>Answers that become better</h1>
+<p><label>Picture: <input id="file" type="file" accept="image/*"></label>
+<label>Deadline, ms: <input id="deadline" type="number" min="0" size="6" placeholder="none"></label>
+<button id="again" hidden>Again</button></p>
+<img id="picture" alt="the chosen picture" hidden>
+<p id="message" role="alert"></p>
+<table><thead><tr><th>ms</th><th>tier</th><th>lanes heard</th><th>class</th><th></th><th>probability</th><th></th></tr>
+</thead><tbody id="rows" aria-live="polite"></tbody></table>
+<h2>Tiers</h2>
+<table><thead><tr><th>tier</th><th>lanes</th><th>state</th><th>answers</th><th>KiB sent</th><th></th></tr></thead>
+<tbody id="tiers"></tbody></table>
+<script>{_SCRIPT}</script>
+</html>
+"""
+
+HEADERS = headers(_SCRIPT, _STYLE)

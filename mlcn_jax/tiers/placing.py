@@ -1,0 +1,149 @@
+"""Which tier gets which lanes: as `tiers.json` says, or by what lanes add and what the tier's device can do."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from jaxtyping import Float, Int
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.placement.cost import lane_cost
+from mlcn_jax.placement.profile import DeviceProfile
+from mlcn_jax.tiers.policy import check_lanes
+
+
+class TierWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `tiers.json` says of a tier.
+
+    Attributes:
+      name: of the tier.
+      lanes: indices of its lanes in the model; otherwise the next two limit them. The last tier takes what is left.
+      flops_share: its lanes have at most this share of the model's FLOPs.
+      profile: device profile (`mlcn_jax profile`), with `max_ms`: its lanes take at most so long there for an image.
+      max_ms: see `profile`.
+    """
+
+    name: str
+    lanes: list[int] | None = None
+    flops_share: float | None = None
+    profile: str | None = None
+    max_ms: float | None = None
+
+
+class Wishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `tiers.json` holds.
+
+    Attributes:
+      tiers: from the nearest to the farthest.
+      groups: names of coarse classes, with the names of their classes.
+      tolerance: accuracy, as a fraction, that answers before the last tier's may cost.
+    """
+
+    tiers: list[TierWish]
+    groups: dict[str, list[str]] = {}
+    tolerance: float = 0.005
+
+
+def read_wishes(path: Path, class_names: Sequence[str]) -> Wishes:
+    """Reads `tiers.json`; raises InputError if it cannot be used for a model with these classes."""
+    try:
+        wishes = msgspec.convert(read_json(path), Wishes)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{path}: {error}: docs/howto/tiers.md describes the file") from error
+    if not 0 <= wishes.tolerance < 1:
+        raise InputError(f"{path}: tolerance is {wishes.tolerance}; it must be in [0, 1), such as 0.005")
+    grouped = [name for members in wishes.groups.values() for name in members]
+    if wishes.groups and sorted(grouped) != sorted(class_names):
+        raise InputError(
+            f"{path}: groups must have each class of the model once; it has {', '.join(class_names)}, and they have "
+            f"{', '.join(grouped)}"
+        )
+    return wishes
+
+
+def place(
+    path: Path,
+    wishes: Wishes,
+    spec: ModelSpec,
+    squares: Float[np.ndarray, "n classes lanes"],
+    labels: Int[np.ndarray, " n"],
+) -> list[list[int]]:
+    """The lanes of each tier, ascending.
+
+    A tier whose lanes are not given takes lanes while they fit, each time the one with which the lanes so far, those of
+    nearer tiers included, classify most validation images, of equals the one with the fewest FLOPs.
+
+    Args:
+      path: of `tiers.json`, for messages.
+      wishes: its content.
+      spec: the model.
+      squares: weighted squared outputs of its lanes for validation images, and their `labels`.
+
+    Raises:
+      InputError: lanes are missing, repeated or mixed up, or no lane fits a tier.
+    """
+    flops = lane_flops(spec)
+    given = {lane for tier in wishes.tiers for lane in tier.lanes or ()}
+    free = [lane for lane in range(len(spec.lane_specs)) if lane not in given]
+    placed: list[list[int]] = []
+    for i, tier in enumerate(wishes.tiers):
+        if tier.lanes is not None:
+            placed.append(list(tier.lanes))
+        elif i == len(wishes.tiers) - 1:
+            placed.append(free)
+        else:
+            nearer = [lane for lanes in placed for lane in lanes]
+            nearer = [lane for lane in nearer if 0 <= lane < len(flops)]
+            own = _chosen(_limit(path, tier, spec, flops), free, nearer, flops, squares, labels)
+            placed.append(own)
+            free = [lane for lane in free if lane not in own]
+    check_lanes(path, placed, [tier.name for tier in wishes.tiers], len(spec.lane_specs))
+    return [sorted(lanes) for lanes in placed]
+
+
+def lane_flops(spec: ModelSpec) -> list[int]:
+    """FLOPs of each lane's forward pass of one image."""
+    costs = [lane_cost(lane, spec.lane_settings, spec.image_shape) for lane in spec.lane_specs]
+    return [cost.forward_flops_per_image for cost in costs]
+
+
+def _limit(path: Path, tier: TierWish, spec: ModelSpec, flops: Sequence[int]) -> Callable[[Sequence[int]], bool]:
+    """Whether a tier can have some lanes."""
+    share, profile, most = tier.flops_share, tier.profile, tier.max_ms
+    if share is not None and profile is None and most is None:
+        if not 0 < share < 1:
+            raise InputError(f"{path}: flops_share of {tier.name} is {share}; it must be between 0 and 1")
+        return lambda lanes: sum(flops[lane] for lane in lanes) <= share * sum(flops)
+    if share is None and profile is not None and most is not None:
+        device = DeviceProfile.load(path.parent / profile)
+        milliseconds = []
+        for lane in spec.lane_specs:
+            cost = lane_cost(lane, spec.lane_settings, spec.image_shape)
+            forward = cost.forward_flops_per_image / cost.step_flops(1)  # profiles are of training steps
+            milliseconds.append(1e3 * forward * device.lane_seconds(cost, 1))
+        return lambda lanes: sum(milliseconds[lane] for lane in lanes) <= most
+    raise InputError(f"{path}: give tier {tier.name} either lanes, or flops_share, or profile and max_ms")
+
+
+def _chosen(
+    fits: Callable[[Sequence[int]], bool],
+    free: Sequence[int],
+    nearer: Sequence[int],
+    flops: Sequence[int],
+    squares: np.ndarray,
+    labels: np.ndarray,
+) -> list[int]:
+    own: list[int] = []
+    while True:
+        able = [lane for lane in free if lane not in own and fits([*own, lane])]
+        if not able:
+            return own
+
+        def worth(lane: int) -> tuple[float, int]:
+            sums = squares[..., [*nearer, *own, lane]].sum(axis=-1)
+            return float(np.mean(np.argmax(sums, axis=1) == labels)), -flops[lane]
+
+        own.append(max(able, key=worth))

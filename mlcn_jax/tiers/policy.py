@@ -1,0 +1,219 @@
+"""The policy of a split model: which lanes each tier has, what their sum means, and when an answer is final.
+
+The squared length of a class capsule is a sum over lanes, so what tiers return adds up. An answer's margin is the
+largest sum less the second largest, divided by the weight of the lanes heard: from 0 to 1. It is final where the margin
+reaches the threshold for the tiers that have answered, or all have. Needs numpy and msgspec only.
+"""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json
+
+FORMAT = 1
+FILE = "policy.json"
+MAX_TIERS = 6  # there is a threshold for each subset of them
+_Z95 = 1.6449  # of a one-sided bound
+
+
+class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tier: its name, the indices of its lanes in the model, the sum of their weights, and their FLOPs an image."""
+
+    name: str
+    lanes: tuple[int, ...]
+    weight: float
+    flops: int
+
+
+class Threshold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When the answer of some tiers is final, and what that does on the validation images.
+
+    Attributes:
+      margin: from which on it is final; None is never.
+      settled: share of the images whose answer is.
+      loss: accuracy lost on all images if these answers are taken instead of the whole model's.
+      loss_bound: upper end of the paired one-sided 95 % confidence interval of `loss`.
+    """
+
+    margin: float | None
+    settled: float
+    loss: float
+    loss_bound: float
+
+
+class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a model is split and its parts are joined, as `policy.json` has it.
+
+    Attributes:
+      format: of the file.
+      model: SHA-256 of the whole model's parameters, with the weights of its lanes.
+      class_names: in the order of the numbers that tiers return.
+      cut: what leaves the first tier (`cuts.NAMES`).
+      tiers: from the nearest to the farthest; the first is the gateway's own.
+      power: of a probability's root mean square over lanes that is told: 1, or 2 where lanes return probabilities.
+      groups: names of coarse classes, with the indices of theirs; empty if there are none.
+      tolerance: accuracy that all thresholds together may cost.
+      validation_images: that thresholds were chosen on.
+      thresholds: by the names of the tiers that have answered, in their order, joined by `+`.
+    """
+
+    format: int
+    model: str
+    class_names: tuple[str, ...]
+    cut: str
+    tiers: tuple[Tier, ...]
+    power: int
+    groups: dict[str, tuple[int, ...]]
+    tolerance: float
+    validation_images: int
+    thresholds: dict[str, Threshold]
+
+    @property
+    def digest(self) -> str:
+        """32 hexadecimal digits of the SHA-256 of all this: gateways and nodes that work together agree on it."""
+        content = json.dumps(self.to_dict(), sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tiers."""
+        return tuple(tier.name for tier in self.tiers)
+
+    def tier(self, name: str) -> Tier:
+        """The tier of a name."""
+        return self.tiers[self.names.index(name)]
+
+    def weight(self, heard: Collection[str]) -> float:
+        """Sum of the weights of the lanes of some tiers."""
+        return sum(tier.weight for tier in self.tiers if tier.name in heard)
+
+    def lanes(self, heard: Collection[str]) -> list[int]:
+        """The lanes of some tiers, ascending."""
+        return sorted(lane for tier in self.tiers if tier.name in heard for lane in tier.lanes)
+
+    def probabilities(self, sums: Float[np.ndarray, "n classes"], heard: Collection[str]) -> np.ndarray:
+        """Probability of each class from the sums of the tiers heard, as `artifact.Classifier.probabilities`."""
+        squares = np.clip(sums / max(self.weight(heard), 1e-30), 0, 1)
+        return squares if self.power == 2 else np.sqrt(squares)
+
+    def group_probabilities(self, sums: Float[np.ndarray, " classes"], heard: Collection[str]) -> dict[str, float]:
+        """Probability of each group of classes: a group's squared length is the sum of those of its classes."""
+        squares = np.array([[sums[list(members)].sum() for members in self.groups.values()]])
+        return dict(zip(self.groups, self.probabilities(squares, heard)[0].tolist(), strict=True))
+
+    def is_final(self, sums: Float[np.ndarray, "n classes"], heard: Collection[str]) -> Bool[np.ndarray, " n"]:
+        """Whether each answer is final."""
+        if len(heard) == len(self.tiers):
+            return np.ones(len(sums), bool)
+        threshold = self.thresholds[key(self.names, heard)].margin
+        if threshold is None:
+            return np.zeros(len(sums), bool)
+        return margins(sums, self.weight(heard)) >= threshold
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `read` reads, as JSON."""
+        return msgspec.to_builtins(self)
+
+    @classmethod
+    def read(cls, path: Path) -> "Policy":
+        """Reads a file; raises InputError if it cannot be used."""
+        try:
+            policy = msgspec.convert(read_json(path), cls)
+        except msgspec.ValidationError as error:
+            raise InputError(f"{path} is no policy of this version ({error}): split the model again") from error
+        if policy.format != FORMAT:
+            raise InputError(f"{path} has format {policy.format}, not {FORMAT}: split the model again")
+        check_lanes(path, [tier.lanes for tier in policy.tiers], policy.names)
+        return policy
+
+
+def key(names: Sequence[str], heard: Collection[str]) -> str:
+    """The key of a subset of tiers in `Policy.thresholds`."""
+    return "+".join(name for name in names if name in heard)
+
+
+def margins(sums: Float[np.ndarray, "n classes"], weight: float) -> Float[np.ndarray, " n"]:
+    """The largest sum less the second largest, over the weight of the lanes: from 0 to 1."""
+    two = np.sort(sums, axis=1)[:, -2:]
+    return (two[:, 1] - two[:, 0]) / max(weight, 1e-30)
+
+
+def check_lanes(source: Any, lanes: Sequence[Sequence[int]], names: Sequence[str], count: int | None = None) -> None:
+    """Raises InputError unless tiers have each lane once, and names that can be told apart."""
+    found = sorted(lane for each in lanes for lane in each)
+    count = count if count is not None else len(found)
+    wrong = [
+        f"{name} are {', '.join(map(str, which))}"
+        for name, which in (
+            ("tiers without lanes", [name for name, each in zip(names, lanes, strict=True) if not each]),
+            ("lanes that no tier has", sorted(set(range(count)) - set(found))),
+            ("lanes that are given twice", sorted({lane for lane in found if found.count(lane) > 1})),
+            ("lanes that the model does not have", sorted(set(found) - set(range(count)))),
+            ("names given twice", sorted({name for name in names if list(names).count(name) > 1})),
+            ("names with other characters than a-z, 0-9, - or _", [name for name in names if not _plain(name)]),
+        )
+        if which
+    ]
+    if not 2 <= len(names) <= MAX_TIERS:
+        wrong.append(f"there are {len(names)} tiers, not 2 to {MAX_TIERS}")
+    if wrong:
+        raise InputError(f"{source}: {'; '.join(wrong)}: each of the lanes 0 to {count - 1} belongs to one tier")
+
+
+def _plain(name: str) -> bool:
+    return bool(name) and all(c.isascii() and (c.islower() or c.isdigit() or c in "-_") for c in name)
+
+
+def thresholds(
+    names: Sequence[str],
+    parts: Mapping[str, Float[np.ndarray, "n classes"]],
+    weights: Mapping[str, float],
+    labels: Int[np.ndarray, " n"],
+    tolerance: float,
+) -> dict[str, Threshold]:
+    """The threshold of each subset of tiers but the whole, from validation images.
+
+    It is the least margin for which the upper 95 % bound of the accuracy lost stays within `tolerance`, divided by the
+    number of tiers less one: a request passes at most so many thresholds, so what they cost adds up to no more.
+
+    Args:
+      names: of the tiers, in order.
+      parts: of each tier, the squared lengths that its lanes add.
+      weights: of each tier, the sum of its lanes' weights.
+      labels: of the images.
+      tolerance: accuracy that may be lost, as a fraction.
+    """
+    whole = np.argmax(sum(parts[name] for name in names), axis=1) == labels
+    found = {}
+    for size in range(1, len(names)):
+        for heard in itertools.combinations(names, size):
+            sums = np.sum([parts[name] for name in heard], axis=0)
+            right = np.argmax(sums, axis=1) == labels
+            margin = margins(sums, sum(weights[name] for name in heard))
+            found[key(names, heard)] = _threshold(margin, whole.astype(int) - right, tolerance / (len(names) - 1))
+    return found
+
+
+def _threshold(margin: np.ndarray, lost: np.ndarray, tolerance: float) -> Threshold:
+    """`lost` is 1 where only the whole model is right, -1 where only these tiers are, else 0."""
+    order = np.argsort(-margin, kind="stable")
+    count = len(margin)
+    mean = np.cumsum(lost[order]) / count
+    variance = np.cumsum(np.square(lost[order])) / count - mean**2
+    bound = mean + _Z95 * np.sqrt(np.maximum(variance, 0) / count)
+    within = np.flatnonzero((bound <= tolerance) & (np.append(margin[order][1:], -1) < margin[order]))
+    if not within.size:
+        return Threshold(None, 0.0, 0.0, 0.0)
+    last = within[-1]
+    return Threshold(
+        float(margin[order][last]), float((last + 1) / count), float(mean[last]), max(0.0, float(bound[last]))
+    )

@@ -1,0 +1,132 @@
+"""Answers that become better: what has come is added up, and further tiers are asked until it is final or time is up.
+
+The next tier is asked where an answer is not final. The one after it is asked too if that one's answer is not final
+either, is late, or could not come before the deadline if they were asked in turn.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float, UInt8
+
+from mlcn_jax.tiers.client import TierClient, TierLost
+from mlcn_jax.tiers.policy import Policy
+
+Home = Callable[[str, np.ndarray], Coroutine[None, None, np.ndarray]]  # what a tier takes of images
+
+
+class Answer:
+    """What is known of some images so far.
+
+    Attributes:
+      sums: squared lengths of the class capsules, from the lanes heard.
+      heard: of each image, the tiers that have answered, once each.
+      lost: the tiers that did not answer, and why.
+      tier: the last that answered.
+    """
+
+    def __init__(self, policy: Policy, count: int):
+        self._policy = policy
+        self.sums: Float[np.ndarray, "n classes"] = np.zeros((count, len(policy.class_names)), np.float32)
+        self.heard: list[frozenset[str]] = [frozenset()] * count
+        self.lost: dict[str, str] = {}
+        self.tier = ""
+
+    def add(self, tier: str, which: Sequence[int], sums: Float[np.ndarray, "some classes"]) -> None:
+        """Adds what a tier found for some images; what it has said before does not count twice."""
+        for image, own in zip(which, sums, strict=True):
+            if tier not in self.heard[image]:
+                self.sums[image] += own
+                self.heard[image] |= {tier}
+        self.tier = tier
+
+    @property
+    def final(self) -> Bool[np.ndarray, " n"]:
+        """Whether each image's answer is final."""
+        pairs = zip(self.sums, self.heard, strict=True)
+        return np.array([self._policy.is_final(own[None], heard)[0] for own, heard in pairs], bool)
+
+    def probabilities(self, image: int) -> np.ndarray:
+        """Probability of each class for an image."""
+        return self._policy.probabilities(self.sums[image][None], self.heard[image])[0]
+
+
+async def refine(
+    policy: Policy,
+    images: UInt8[np.ndarray, "n height width channels"],
+    own: Float[np.ndarray, "n classes"],
+    clients: Mapping[str, TierClient],
+    home: Home,
+    bits: int = 32,
+    deadline: float = float("inf"),
+) -> AsyncGenerator[Answer, None]:
+    """Yields the answer after each tier that has come; it is changed in place.
+
+    Args:
+      policy: of the split.
+      images: all of one request.
+      own: what the first tier's lanes found.
+      clients: of the other tiers, by name.
+      home: computes what a tier takes.
+      bits: of the values that are sent.
+      deadline: of `time.monotonic`; nothing is yielded after it.
+    """
+    answer = Answer(policy, len(images))
+    answer.add(policy.names[0], range(len(images)), own)
+    yield answer
+    waiting = [name for name in policy.names[1:] if name in clients]
+    asked: dict[asyncio.Task, tuple[str, np.ndarray]] = {}
+    late = float("inf")  # when the answers that are awaited are late
+
+    def ask() -> None:
+        """Asks the next tier that can be, and those that could not answer in time if they were asked after it."""
+        nonlocal late
+        while waiting:
+            client = clients[waiting.pop(0)]
+            which = np.flatnonzero(~answer.final)
+            left = deadline - time.monotonic()
+            if not client.is_available or not client.is_worth_asking(len(which), left):
+                reason = "" if client.is_available else client.trouble
+                answer.lost[client.name] = reason or "too slow for the deadline"
+                continue
+            task = asyncio.create_task(_ask(client, images[which], home, bits, deadline))
+            asked[task] = client.name, which
+            late = time.monotonic() + client.patience(len(which))
+            after = [clients[name].expected(len(which)) for name in waiting if clients[name].is_available]
+            if not after or client.expected(len(which)) + min(after) <= left:
+                return
+
+    try:
+        while not answer.final.all():
+            if not asked:
+                ask()
+            if not asked:
+                return
+            until = min(deadline, late if waiting else float("inf"))
+            wait = None if until == float("inf") else max(0.0, until - time.monotonic())
+            done, _ = await asyncio.wait(asked, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                if time.monotonic() >= deadline:
+                    return
+                late = float("inf")
+                ask()
+                continue
+            came = False
+            for task in done:
+                name, which = asked.pop(task)
+                try:
+                    answer.add(name, which.tolist(), task.result())
+                    came = True
+                except TierLost as error:
+                    answer.lost[name] = str(error)
+            if came:
+                yield answer
+    finally:
+        for task in asked:
+            task.cancel()
+
+
+async def _ask(client: TierClient, images: np.ndarray, home: Home, bits: int, deadline: float) -> np.ndarray:
+    return await client.ask(await home(client.name, images), bits, deadline)

@@ -1,0 +1,122 @@
+"""How long tasks take on ends, edges and a cloud: the report's equations as printed, and a corrected model.
+
+A task is a batch of images. Every task is answered by an end's lanes; under the other schedules it then goes on to an
+edge or the cloud, whose lanes refine it.
+
+Source: Zhang 2018, End, edge and cloud: heterogeneous distributed deep neural networks, equations 1 to 6. The corrected
+model is this project's.
+"""
+
+import dataclasses
+import math
+
+SCHEDULES = ("End", "End-Cloud", "End-Edge", "Mapping")
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One kind of device.
+
+    Attributes:
+      count: how many there are.
+      communication, processing: seconds of a task, t_c and t_p in the report.
+      work: core seconds of a task, of those that all devices of a test bed share; 0 where they share none.
+    """
+
+    count: int
+    communication: float
+    processing: float
+    work: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of a task, t_c + t_p."""
+        return self.communication + self.processing
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """Devices, and what they share.
+
+    Attributes:
+      end, edge, cloud: the tiers.
+      tasks: to be done, N_t.
+      dispatch: seconds that the one dispatcher spends on each task that it hands to a device.
+      cores: that all devices share; 0 is as many as they like.
+    """
+
+    end: Device
+    edge: Device
+    cloud: Device
+    tasks: int
+    dispatch: float = 0.0
+    cores: float = 0.0
+
+
+def printed(schedule: str, system: System) -> float:
+    """Seconds by equations 1, 2, 3 and 6 as printed: what runs at the same time is added up."""
+    tasks = system.tasks
+    end = tasks / system.end.count * system.end.seconds
+    with_cloud = end + tasks / system.cloud.count * system.cloud.seconds
+    with_edge = end + tasks / system.edge.count * system.edge.seconds
+    if schedule == "Mapping":
+        share = printed_cloud_share(system)
+        return share * with_cloud + (1 - share) * with_edge
+    return {"End": end, "End-Cloud": with_cloud, "End-Edge": with_edge}[schedule]
+
+
+def printed_ends_per_edge(system: System) -> int:
+    """Equation 4, N_map. For ends that work in parallel it is upside down: an edge keeps up with its inverse."""
+    return math.ceil(system.edge.seconds / system.end.seconds)
+
+
+def printed_cloud_share(system: System) -> float:
+    """Equation 5, theta_cloud, as printed; negative where the edges have more ends mapped to them than there are."""
+    return (system.end.count - system.edge.count * printed_ends_per_edge(system)) / system.end.count
+
+
+def cloud_share(system: System) -> float:
+    """Share of the ends that are mapped to the cloud so that edges and cloud finish together, in whole ends."""
+    to_cloud = system.cloud.count / system.cloud.seconds
+    to_edges = system.edge.count / system.edge.seconds
+    ends = system.end.count
+    return min(max(round(ends * to_cloud / (to_cloud + to_edges)), 0), ends) / ends
+
+
+def corrected(schedule: str, system: System) -> float:
+    """Seconds if devices work side by side and tasks flow on: the slowest resource, and filling the pipe.
+
+    Resources are each tier's devices, the dispatcher, and the cores that all share. The pipe is filled once by a task's
+    time on the other tiers that it passes.
+    """
+    tasks, cloud = system.tasks, cloud_share(system)
+    shares = {"End": (0.0, 0.0), "End-Cloud": (0.0, 1.0), "End-Edge": (1.0, 0.0), "Mapping": (1 - cloud, cloud)}
+    share = shares[schedule]
+    stages = [(system.end, float(tasks)), (system.edge, tasks * share[0]), (system.cloud, tasks * share[1])]
+    stages = [(device, number) for device, number in stages if number]
+    busy = [math.ceil(number / device.count) * device.seconds for device, number in stages]
+    handed = sum(number for _, number in stages)
+    shared = sum(number * device.work for device, number in stages) / system.cores if system.cores else 0.0
+    slowest = max(*busy, handed * system.dispatch, shared)
+    passed = max((device.seconds for device, _ in stages[1:]), default=0.0)
+    fill = 0.0 if len(stages) == 1 else (passed if busy[0] == max(busy) else system.end.seconds)
+    return slowest + fill
+
+
+def reassigned(seconds: float, ends: int, dead: int, tasks_before: int, timeout: float) -> float:
+    """Seconds of "reassign" by equation 8 summed up: each dead end's tasks wait for a time-out, one after the other.
+
+    Args:
+      seconds: without a failure.
+      ends: that there are, of which `dead` die after `tasks_before` tasks each.
+      timeout: in seconds.
+    """
+    if dead >= ends:
+        return math.inf
+    return seconds + timeout * (tasks_before + 1) * dead * (1 + dead / (ends - dead))
+
+
+def living(tasks: int, ends: int, dead: int, tasks_before: int, task_seconds: float) -> float:
+    """Seconds if dead ends are not asked again: what is left when they die, over those that live."""
+    done = min(ends * tasks_before, tasks)
+    return tasks_before * task_seconds + (tasks - done) / (ends - dead) * task_seconds

@@ -1,0 +1,62 @@
+"""Ed25519 signatures: of artifacts, and of what nodes answer. Needs cryptography.
+
+Keys are PEM files: `openssl genpkey -algorithm ed25519 -out key.pem` makes one, `openssl pkey -in key.pem -pubout` its
+public key.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlcn_jax.errors import InputError
+
+try:
+    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+except ImportError as error:
+    raise InputError(f"keys need the package cryptography ({error}): pip install 'mlcn_jax[tiers]'") from error
+
+_MAKE = "openssl genpkey -algorithm ed25519 -out key.pem makes one, openssl pkey -in key.pem -pubout its public key"
+
+
+def private_key(path: Path) -> Ed25519PrivateKey:
+    """Reads a private key; raises InputError if the file holds none, or it is encrypted."""
+    try:
+        key = serialization.load_pem_private_key(_read(path), None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise InputError(f"{path} is no unencrypted private key ({error}): {_MAKE}") from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise InputError(f"{path} is not an Ed25519 key: {_MAKE}")
+    return key
+
+
+def public_keys(paths: Sequence[Path]) -> list[Ed25519PublicKey]:
+    """Reads public keys; raises InputError if a file holds none."""
+    keys = []
+    for path in paths:
+        try:
+            key = serialization.load_pem_public_key(_read(path))
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise InputError(f"{path} is no public key ({error}): {_MAKE}") from error
+        if not isinstance(key, Ed25519PublicKey):
+            raise InputError(f"{path} is not an Ed25519 key: {_MAKE}")
+        keys.append(key)
+    return keys
+
+
+def is_signed(content: bytes, signature: bytes, keys: Sequence[Ed25519PublicKey]) -> bool:
+    """Whether one of the keys signed the content."""
+    for key in keys:
+        try:
+            key.verify(signature, content)
+        except InvalidSignature:
+            continue
+        return True
+    return False
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}): {_MAKE}") from error

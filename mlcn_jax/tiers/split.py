@@ -1,0 +1,229 @@
+"""Splits a trained model into one artifact a tier, and chooses when an answer is final."""
+
+import dataclasses
+import hashlib
+import logging
+import shlex
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mlcn_jax.analysis.workdir import load_with_data, stored_config
+from mlcn_jax.data.datasets import Split, split_validation
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import hold, write_json
+from mlcn_jax.launch import program
+from mlcn_jax.nn.calibration import fold_statistics
+from mlcn_jax.nn.spec import ModelSpec, rows_of, spec_of
+from mlcn_jax.serving import artifact
+from mlcn_jax.serving.export import flat_weights, write_functions, write_manifest
+from mlcn_jax.tiers import policy as policies
+from mlcn_jax.tiers.artifact import HOME, PART, SIGNATURE, TierArtifact
+from mlcn_jax.tiers.cuts import COLUMNS, PIXELS, Part
+from mlcn_jax.tiers.placing import Wishes, place, read_wishes
+from mlcn_jax.training.checkpoint import Trained
+from mlcn_jax.training.evaluate import class_capsules
+
+FOLDER = "tiers"
+GOOD_VALIDATION_IMAGES = 5000  # fewer leave wide bounds on what a threshold costs
+_TOLERANCE = 1e-5
+_log = logging.getLogger(__name__)
+
+
+def split(
+    workdir: Path, wishes_path: Path, cut: str = PIXELS, key: Path | None = None, data_dir: str = "", out: str = ""
+) -> Path:
+    """Writes an artifact a tier into a folder of `workdir`, in place of older ones, and returns that folder.
+
+    Before they are put in place they are loaded again, and must add up to the whole model's lengths, to 1e-5.
+
+    Args:
+      workdir: of a trained model.
+      wishes_path: `tiers.json` (`placing.Wishes`).
+      cut: what leaves the first tier (`cuts.NAMES`).
+      key: private key to sign with, a PEM file.
+      data_dir: overrides the run's `data.dir`, for the validation images, if not empty.
+      out: name of the folder in `workdir`; empty is `tiers`.
+
+    Raises:
+      InputError: the workdir, the tiers, the cut or the key cannot be used, or the model's lanes do not classify alone.
+    """
+    signing = None
+    if key is not None:
+        from mlcn_jax.tiers import signatures  # which needs cryptography
+
+        signing = signatures.private_key(key)
+    config = stored_config(workdir, data_dir)
+    trained, dataset = load_with_data(workdir, config)
+    check_lanes_classify(trained.spec)
+    wishes = read_wishes(wishes_path, trained.class_names)
+    validation = split_validation(dataset.train, config.data.validation_fraction, config.train.seed)[1]
+    _check_validation(workdir, len(validation.labels))
+    v = class_capsules(trained.spec, trained.params, validation, config.train.batch_size)
+    squares = np.square(v) * trained.spec.weights.astype(np.float32)
+    lanes = place(wishes_path, wishes, trained.spec, squares, validation.labels)
+    trained = dataclasses.replace(trained, params=fold_statistics(trained.spec, trained.params))
+    policy, parts = _policy(trained, wishes, lanes, cut, squares, validation)
+    folder = workdir / (out or FOLDER)
+    if folder.exists() and not any(folder.glob(f"*/{policies.FILE}")):
+        raise InputError(f"{folder} exists but holds no split model: move it away, because splitting would replace it")
+    command = f"mlcn_jax tiers split {shlex.quote(str(workdir))} --tiers={shlex.quote(str(wishes_path))}"
+    with hold(workdir), tempfile.TemporaryDirectory(dir=workdir, prefix=".tiers-") as temporary:
+        made = Path(temporary) / "tiers"
+        for i, tier in enumerate(policy.tiers):
+            others = {other.name: part for other, part in zip(policy.tiers, parts, strict=True) if other != tier}
+            _write(made / tier.name, trained, policy, i, parts[i], {} if i else others, command)
+            if signing is not None:
+                content = (made / tier.name / artifact.MANIFEST).read_bytes()
+                (made / tier.name / SIGNATURE).write_bytes(signing.sign(content))
+        _check(made, policy, squares, validation)
+        if folder.exists():
+            folder.rename(Path(temporary) / "before")
+        made.rename(folder)
+    return folder
+
+
+def check_lanes_classify(spec: ModelSpec) -> None:
+    """Raises InputError unless each lane of a model classifies alone, so that some of them are an answer."""
+    lanes = f"lanes {spec.lanes}" if spec.lanes else "CapsNet, which has no lanes,"
+    if not spec.lanes or not (spec.classifies_alone.all() or spec.margin_loss == "per_lane"):
+        raise InputError(
+            f"{lanes} with model.margin_loss={spec.margin_loss} do not classify alone, so what some of them say is "
+            "worth little: train with --config.model.margin_loss=per_lane, or lanes of the kind resnet"
+        )
+    if len(spec.lane_specs) < 2:
+        raise InputError(f"{lanes} cannot be split: train a model with 2 lanes or more")
+
+
+def _check_validation(workdir: Path, count: int) -> None:
+    if not count:
+        raise InputError(
+            f"{workdir} was trained without validation images, and thresholds are chosen on them: train with "
+            "--config.data.validation_fraction=0.1"
+        )
+    if count < GOOD_VALIDATION_IMAGES:
+        _log.warning(
+            "thresholds are chosen on %d validation images; with fewer than %d, few answers can be shown to be final",
+            *(count, GOOD_VALIDATION_IMAGES),
+        )
+
+
+def _policy(
+    trained: Trained, wishes: Wishes, lanes: list[list[int]], cut: str, squares: np.ndarray, validation: Split
+) -> tuple[policies.Policy, list[Part]]:
+    spec, names = trained.spec, [tier.name for tier in wishes.tiers]
+    parts, tiers = [], []
+    for i, (name, own) in enumerate(zip(names, lanes, strict=True)):
+        weights = tuple(spec.weights[own].tolist())
+        part = Part(spec_of(spec, own), weights, cut if i else PIXELS)
+        parts.append(part)
+        everything = _weights_of(trained, own)
+        tiers.append(policies.Tier(name, tuple(own), float(sum(weights)), _all_flops(part, everything)))
+    sums = {name: squares[..., own].sum(axis=-1) for name, own in zip(names, lanes, strict=True)}
+    thresholds = policies.thresholds(
+        names, sums, {tier.name: tier.weight for tier in tiers}, validation.labels, wishes.tolerance
+    )
+    order = {name: i for i, name in enumerate(trained.class_names)}
+    groups = {name: tuple(order[member] for member in members) for name, members in wishes.groups.items()}
+    policy = policies.Policy(
+        format=policies.FORMAT,
+        model=model_digest(trained),
+        class_names=trained.class_names,
+        cut=cut,
+        tiers=tuple(tiers),
+        power=spec.probability_power,
+        groups=groups,
+        tolerance=wishes.tolerance,
+        validation_images=len(validation.labels),
+        thresholds=thresholds,
+    )
+    return policy, parts
+
+
+def model_digest(trained: Trained) -> str:
+    """SHA-256 of a whole model: of the parameters of its lanes, and their weights."""
+    content = hashlib.sha256(repr((trained.spec.lanes, trained.spec.weights.tolist())).encode())
+    for name, array in sorted(flat_weights(trained.params["encoder"]).items()):
+        content.update(f"{name} {array.dtype} {array.shape}".encode())
+        content.update(np.ascontiguousarray(array).tobytes())
+    return content.hexdigest()
+
+
+def _all_flops(part: Part, weights: dict[str, np.ndarray]) -> int:
+    whole = dataclasses.replace(part, cut=COLUMNS)
+    return whole.home_flops(whole.split_weights(weights)[0])
+
+
+def _weights_of(trained: Trained, lanes: list[int]) -> dict[str, np.ndarray]:
+    """The arrays of some lanes, [lanes, ...], by name."""
+    encoder = trained.params["encoder"]
+    rows = rows_of(trained.spec, lanes)
+    return flat_weights({name: jax.tree.map(lambda a, own=own: a[own], encoder[name]) for name, own in rows.items()})
+
+
+def _write(
+    folder: Path,
+    trained: Trained,
+    policy: policies.Policy,
+    index: int,
+    part: Part,
+    others: dict[str, Part],
+    command: str,
+) -> None:
+    """Writes one tier's artifact; `others` are the parts for which it computes what they take."""
+    folder.mkdir(parents=True)
+    own = policy.tiers[index]
+    weights = {PART: part.split_weights(_weights_of(trained, list(own.lanes)))[1]}
+    functions = write_functions(folder, PART, part.after, weights[PART], part.row)
+    home = {tier: other for tier, other in others.items() if other.cut != PIXELS}
+    image = jax.ShapeDtypeStruct(trained.spec.image_shape, jnp.uint8)
+    for tier, other in home.items():
+        needed = other.split_weights(_weights_of(trained, list(policy.tier(tier).lanes)))[0]
+        weights[HOME + tier] = needed
+        functions += write_functions(folder, HOME + tier, other.before, needed, image)
+    arrays = {f"{stem}:{name}": array for stem, own in weights.items() for name, array in own.items()}
+    np.savez(folder / artifact.WEIGHTS, **arrays)  # type: ignore[arg-type]
+    about = {
+        "tier": own.name,
+        "lanes": own.lanes,
+        "class_names": trained.class_names,
+        "image_shape": trained.spec.image_shape,
+        "row_shape": part.row.shape,
+        "row_dtype": str(part.row.dtype),
+        "home": {tier: int(np.prod(other.row.shape)) for tier, other in home.items()},
+        "output": "what the lanes add to the squared length of each class capsule, float32",
+    }
+    write_json(folder / artifact.MODEL, about)
+    write_json(folder / policies.FILE, policy.to_dict())
+    write_manifest(folder, trained.step, functions, command)
+
+
+def _check(folder: Path, policy: policies.Policy, squares: np.ndarray, validation: Split) -> None:
+    """Raises RuntimeError if the tiers' answers do not add up to the whole model's lengths."""
+    tiers = [TierArtifact(folder / name) for name in policy.names]
+    for n in (1, 8):
+        images = validation.images[:n]
+        rows = [tiers[0].home(tier.name, images) if i else images for i, tier in enumerate(tiers)]
+        total = sum(tier.part(own) for tier, own in zip(tiers, rows, strict=True))
+        error = np.max(np.abs(np.sqrt(total) - np.sqrt(squares[: len(images)].sum(axis=-1))))
+        if not error <= _TOLERANCE:
+            raise RuntimeError(f"the sum over the tiers differs from the whole model by {error}")
+
+
+def describe(folder: Path) -> str:
+    """What a split model is, as a table: each tier's lanes and share of the FLOPs, and when an answer is final."""
+    policy = policies.Policy.read(next(folder.glob(f"*/{policies.FILE}")))
+    total = sum(tier.flops for tier in policy.tiers)
+    lines = [f"{'tier':<12}{'lanes':<16}{'FLOPs':>8}"]
+    lines += [f"{tier.name:<12}{','.join(map(str, tier.lanes)):<16}{tier.flops / total:>8.1%}" for tier in policy.tiers]
+    lines += [f"\n{'answered':<20}{'margin':>8}{'settled':>9}{'loss':>8}{'at most':>9}  (95 %, validation images)"]
+    for name, found in policy.thresholds.items():
+        margin = "never" if found.margin is None else f"{found.margin:.3f}"
+        lines.append(
+            f"{name:<20}{margin:>8}{found.settled:>9.1%}{100 * found.loss:>8.2f}{100 * found.loss_bound:>9.2f}"
+        )
+    lines.append(f"\n{program()} tiers gateway {folder / policy.names[0]} --nodes=NAME=URL,... answers with them")
+    return "\n".join(lines)

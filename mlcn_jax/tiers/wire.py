@@ -1,0 +1,188 @@
+"""What a gateway and a node send each other: a line of JSON, then numbers.
+
+A request holds one row an image, pixels in uint8 or the values of a cut in 2 to 32 bits, compressed where that makes it
+smaller. An answer holds K float32 numbers an image. A nonce binds an answer, and its signature, to its request.
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from jaxtyping import Float
+
+BITS = (2, 4, 8, 16, 32)
+_LEVEL = 1  # of zlib: time on the trusted device costs more than the last bytes
+
+
+class Refused(Exception):
+    """A message cannot be used; the text says why."""
+
+
+class _Request(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    policy: str
+    nonce: str
+    count: int
+    bits: int = 0  # of the values; 0 where rows are pixels
+    packed: bool = False
+    ranges: list[tuple[float, float]] = []  # least and largest value of each row, below 16 bits
+
+
+class _Answer(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    policy: str
+    tier: str
+    nonce: str
+    signature: str = ""
+
+
+def pack_request(policy: str, nonce: str, rows: np.ndarray, bits: int = 32) -> bytes:
+    """The body of a request for rows, [n, ...], in uint8 or float32; the latter are sent in `bits` bits a value."""
+    head = _Request(policy, nonce, len(rows))
+    if rows.dtype == np.uint8:
+        payload = rows.tobytes()
+    else:
+        head.bits = bits
+        head.ranges, payload = _quantised(rows.reshape(len(rows), -1), bits)
+    packed = zlib.compress(payload, _LEVEL)
+    if len(packed) < len(payload):
+        head.packed, payload = True, packed
+    return msgspec.json.encode(head) + b"\n" + payload
+
+
+def unpack_request(
+    body: bytes, policy: str, shape: Sequence[int], dtype: np.dtype, most: int
+) -> tuple[str, np.ndarray]:
+    """The nonce and the rows of a request.
+
+    Args:
+      body: of the request.
+      policy: digest of the policy that it must be of.
+      shape, dtype: of a row.
+      most: rows in a request.
+
+    Raises:
+      Refused: it is malformed, of another policy, has too many rows or values that are not finite.
+    """
+    head, payload = _split(body, _Request)
+    if head.policy != policy:
+        raise Refused(
+            f"the gateway has the policy {head.policy[:32]!r} and this node {policy!r}: give both tiers of one split"
+        )
+    if not 1 <= head.count <= most:
+        raise Refused(f"the request has {head.count} images; 1 to {most} are taken")
+    of_pixels = dtype == np.uint8
+    if head.bits not in ((0,) if of_pixels else BITS):
+        raise Refused(f"the values have {head.bits} bits; this node takes {'pixels' if of_pixels else BITS}")
+    size = math.prod(shape)
+    row_bytes = size if of_pixels else -(-size * head.bits // 8)
+    if head.packed:
+        unpacking = zlib.decompressobj()
+        try:
+            payload = unpacking.decompress(payload, head.count * row_bytes + 1)
+        except zlib.error as error:
+            raise Refused(f"the values cannot be unpacked ({error})") from error
+        if not unpacking.eof:
+            raise Refused(f"the values have more bytes than {head.count} times {row_bytes}, or are cut short")
+    if len(payload) != head.count * row_bytes:
+        raise Refused(f"the values have {len(payload)} bytes or more, not {head.count} times {row_bytes}")
+    raw = np.frombuffer(payload, np.uint8).reshape(head.count, row_bytes)
+    rows = raw if of_pixels else _restored(raw, head.bits, head.ranges, size)
+    if not np.isfinite(rows).all():
+        raise Refused("the values are not all finite")
+    return head.nonce, rows.reshape(head.count, *shape)
+
+
+def pack_answer(
+    policy: str,
+    tier: str,
+    nonce: str,
+    sums: Float[np.ndarray, "n classes"],
+    sign: Callable[[bytes], bytes] | None = None,
+) -> bytes:
+    """The body of an answer; `sign` signs what it says."""
+    payload = np.ascontiguousarray(sums, "<f4").tobytes()
+    signature = sign(_signed_content(policy, tier, nonce, payload)).hex() if sign else ""
+    return msgspec.json.encode(_Answer(policy, tier, nonce, signature)) + b"\n" + payload
+
+
+def unpack_answer(
+    body: bytes,
+    policy: str,
+    tier: str,
+    nonce: str,
+    shape: tuple[int, int],
+    most: float,
+    is_signed: Callable[[bytes, bytes], bool] | None = None,
+) -> Float[np.ndarray, "n classes"]:
+    """What a tier's lanes add to the squared lengths.
+
+    Args:
+      body: of the answer.
+      policy, tier, nonce: that it must be of.
+      shape: images and classes.
+      most: the largest value that is possible.
+      is_signed: whether a content has a signature that is trusted; None takes answers unsigned.
+
+    Raises:
+      Refused: it is malformed, of another model, not signed, not finite or out of range.
+    """
+    head, payload = _split(body, _Answer)
+    if (head.policy, head.tier) != (policy, tier):
+        raise Refused(f"the answer is of tier {head.tier[:32]!r} of another model or split, {head.policy[:32]!r}")
+    if head.nonce != nonce:
+        raise Refused("the answer is to another request")
+    if is_signed and not is_signed(_signed_content(policy, tier, nonce, payload), _from_hex(head.signature)):
+        raise Refused("the answer is not signed by a trusted node")
+    if len(payload) != 4 * math.prod(shape):
+        raise Refused(f"the answer has {len(payload)} bytes of numbers, not {4 * math.prod(shape)}")
+    sums = np.frombuffer(payload, "<f4").reshape(shape)
+    if not np.isfinite(sums).all() or sums.min() < 0 or sums.max() > most * 1.001:
+        raise Refused(f"the answer has numbers that are not finite, or not from 0 to {most:g}")
+    return sums
+
+
+def _signed_content(policy: str, tier: str, nonce: str, payload: bytes) -> bytes:
+    return json.dumps(["mlcn_jax tier answer", policy, tier, nonce]).encode() + b"\n" + payload
+
+
+def _from_hex(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return b""
+
+
+def _split(body: bytes, kind: type) -> tuple[Any, bytes]:
+    end = body.find(b"\n")
+    try:
+        return msgspec.json.decode(body[: max(end, 0)], type=kind), body[end + 1 :]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(f"the message is malformed ({error})") from error
+
+
+def _quantised(rows: Float[np.ndarray, "n size"], bits: int) -> tuple[list[tuple[float, float]], bytes]:
+    """Values in fewer bits: evenly spaced between the least and the largest of each row, below 16 bits."""
+    if bits >= 16:
+        return [], rows.astype("<f2" if bits == 16 else "<f4").tobytes()
+    low, high = rows.min(axis=1), rows.max(axis=1)
+    levels = 2**bits - 1
+    scaled = (rows - low[:, None]) / np.maximum(high - low, 1e-30)[:, None] * levels
+    codes = np.rint(scaled).astype(np.uint8)
+    each = 8 // bits
+    codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % each))).reshape(len(rows), -1, each)
+    joined = np.bitwise_or.reduce(codes << (bits * np.arange(each, dtype=np.uint8)), axis=2)
+    return list(zip(low.tolist(), high.tolist(), strict=True)), joined.astype(np.uint8).tobytes()
+
+
+def _restored(raw: np.ndarray, bits: int, ranges: Sequence[tuple[float, float]], size: int) -> np.ndarray:
+    if bits >= 16:
+        return raw.reshape(-1).view("<f2" if bits == 16 else "<f4").astype(np.float32).reshape(len(raw), size)
+    if len(ranges) != len(raw):
+        raise Refused(f"there are {len(ranges)} ranges for {len(raw)} rows")
+    each = 8 // bits
+    codes = (raw[:, :, None] >> (bits * np.arange(each, dtype=np.uint8))) & (2**bits - 1)
+    low, high = np.array(ranges, np.float32).T[:, :, None]
+    return (low + (high - low) * codes.reshape(len(raw), -1)[:, :size] / (2**bits - 1)).astype(np.float32)

@@ -1,0 +1,157 @@
+"""The test bed of tiers: its relay, dispatcher and attacks."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from experiments import tiers_dispatch, tiers_leak, tiers_relay
+from experiments.tiers_relay import Link, Relay
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn.model import init_params
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.serving.export import flat_weights
+from mlcn_jax.tiers.cuts import Part
+
+
+@pytest.fixture
+def echo():
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=tiers_relay._echo, args=(listener,), daemon=True).start()
+    yield listener.getsockname()
+    listener.close()
+
+
+def connect(relay):
+    return socket.create_connection(("127.0.0.1", relay.port), timeout=5)
+
+
+def test_links_delay_and_limit_what_goes_over_them():
+    delay, rate = tiers_relay.check((20.0,), (4.0,))
+    assert 20 <= delay["measured_ms"] < 40, "a busy machine adds to it"
+    assert 2 < rate["measured_mbit"] < 4.4
+
+
+def test_links_stall_break_and_come_back(echo):
+    relay = Relay(echo, Link())
+    with connect(relay) as connection:
+        connection.sendall(b"a")
+        assert connection.recv(1) == b"a"
+        relay.change(mode="stall")
+        connection.sendall(b"b")
+        connection.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+        relay.change(mode="pass")
+        connection.settimeout(5)
+        assert connection.recv(1) == b"b"
+        assert (relay.sent, relay.received) == (2, 2)
+        relay.change(mode="drop")
+        with contextlib.suppress(OSError):
+            assert connection.recv(1) == b""
+    with connect(relay) as connection, contextlib.suppress(OSError):
+        assert connection.recv(1) == b""
+    relay.change(mode="pass")
+    with connect(relay) as connection:
+        connection.sendall(b"c")
+        assert connection.recv(1) == b"c"
+    for wrong in ({"mode": "other"}, {"speed": 1}):
+        with pytest.raises(InputError, match="a link has delay_ms"):
+            relay.change(**wrong)
+    relay.close()
+
+
+class Ends:
+    """Devices that take a while for each task, and may stop."""
+
+    def __init__(self, seconds):
+        self.stopped, self.seconds, self.work = set(), seconds, []
+
+    async def _post(self, run, client, device, number):
+        if device in self.stopped:
+            await asyncio.sleep(3600)
+        await asyncio.sleep(self.seconds[device])
+        self.work.append((device, number, time.perf_counter()))
+        run_parts = run.parts[number]
+        if device[:2] not in run_parts:
+            run_parts[device[:2]] = np.ones(1)
+            if len(run_parts) == run.stages:
+                run.left -= 1
+                if not run.left:
+                    run.done.set()
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    made = Ends({**{f"en{i}": 0.02 for i in range(4)}, "ed0": 0.01, "ed1": 0.01, "cl0": 0.01})
+
+    async def post(run, client, device, number):
+        await made._post(run, client, device, number)
+
+    monkeypatch.setattr(tiers_dispatch._Run, "_post", post)
+    monkeypatch.setattr(tiers_dispatch._Run, "_connect", lambda run, client, device: asyncio.sleep(0))
+    monkeypatch.setattr(tiers_dispatch._Run, "_answers_again", lambda run, client, i: asyncio.sleep(3600))
+    return made
+
+
+def run(schedule, failures=None, tasks=16, share=0.5):
+    ends, edges = [f"en{i}" for i in range(4)], ["ed0", "ed1"]
+    images = [np.zeros(1)] * tasks
+    return asyncio.run(tiers_dispatch.dispatch(schedule, ends, edges, ["cl0"], images, share, failures))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "tiers"),
+    [("End", {"en"}), ("End-Edge", {"en", "ed"}), ("End-Cloud", {"en", "cl"}), ("Mapping", {"en", "ed", "cl"})],
+)
+def test_every_schedule_does_each_task_once_on_each_of_its_tiers(devices, schedule, tiers):
+    outcome = run(schedule)
+    assert {device[:2] for device, _, _ in devices.work} == tiers
+    stages = 1 if schedule == "End" else 2
+    assert len(devices.work) == 16 * stages
+    assert all(total.sum() == stages for total in outcome.sums)
+    assert outcome.seconds < 16 * 0.03, "tiers and devices work side by side"
+
+
+def failing(devices, mode, dead):
+    return tiers_dispatch.Failures(mode, dead, 2, 0.1, lambda i: devices.stopped.add(f"en{i}"))
+
+
+def test_dead_ends_stop_everything_are_asked_again_and_again_or_left_alone(devices):
+    assert run("End", failing(devices, "none", 1)).seconds == float("inf")
+    devices.stopped.clear()
+    again = run("End", failing(devices, "reassign", 2), tasks=40)
+    devices.stopped.clear()
+    left_alone = run("End", failing(devices, "monitor", 2), tasks=40)
+    assert left_alone.timeouts == 2
+    assert again.timeouts > 2
+    assert again.seconds < float("inf")
+    assert sorted({number for _, number, _ in devices.work}) == list(range(40))
+
+
+def test_whoever_has_the_weights_restores_the_image_from_the_first_feature_map():
+    spec = ModelSpec("mlcn", (20, 20, 1), 10, lanes="mlcn2:w2", margin_loss="per_lane")
+    import jax
+
+    weights = flat_weights(init_params(spec, jax.random.key(0))["encoder"])
+    part = Part(spec, (1.0,), "conv1")
+    images = np.random.default_rng(0).integers(0, 256, (3, 20, 20, 1)).astype(np.uint8)
+    attacker = tiers_leak.Attacker(part, part.split_weights(weights)[0], images, 2, 1)
+    values = attacker.values(images)
+    restored = attacker.restore("least squares", values[:1], "", lambda v: v)
+    assert tiers_leak.scores(restored, images[:1])["psnr_db"] > 60
+    coarse = attacker.restore("least squares", tiers_leak.as_sent(values[:1], 4, 0.0), "", lambda v: v)
+    assert 10 < tiers_leak.scores(coarse, images[:1])["psnr_db"] < 60
+    assert tiers_leak.share_found(values[:2], values) == 1
+    assert tiers_leak.share_found(values[[1, 0]], values) == 0
+
+
+def test_scores_of_pictures():
+    image = np.random.default_rng(0).uniform(size=(20, 20, 1))
+    assert tiers_leak.ssim(image, image) == pytest.approx(1)
+    assert tiers_leak.ssim(image, 1 - image) < 0
+    assert tiers_leak.psnr(image, np.clip(image + 0.1, 0, 2)) == pytest.approx(20, abs=0.1)

@@ -1,0 +1,49 @@
+"""The report's tables from measurements: what is measured and what is predicted stand apart."""
+
+import json
+
+from experiments.tiers_tables_report import mean_error, schedule_rows, write_report
+from mlcn_jax.tiers import schedules
+
+
+def made():
+    tier = {"communication": 0.1, "processing": 0.1, "work": 0.0}
+    measured = {
+        "relay": [{"delay_ms": 5.0, "measured_ms": 5.2}, {"rate_mbit": 2.0, "measured_mbit": 1.97}],
+        "devices": {"end": tier, "edge": tier, "cloud": tier, "dispatch": 0.0},
+        "cut pixels, 0.5 s": {"home_seconds": 0.0, "task_seconds": 1.0, "bytes_per_image": 800.0, "runs": 3},
+        "cut conv1, 0.5 s": {"home_seconds": 0.1, "task_seconds": 1.5, "bytes_per_image": 9000.0, "runs": 3},
+    }
+    for name in schedules.SCHEDULES:
+        for ends in (1, 2):
+            measured[f"schedule {name}, {ends} ends"] = {"seconds": 2.0, "first_seconds": 1.0, "runs": 1}
+    for mode, seconds in (("none", None), ("reassign", 4.0), ("monitor", 2.2)):
+        for dead in (0, 1):
+            taken = {"seconds": 2.0 if not dead else seconds, "tasks_before": 2, "timeout": 0.5}
+            measured[f"failures {mode}, {dead} dead"] = taken
+    about = {
+        "model": "mlcn1:w1*3",
+        "data": "digits",
+        "ends": 2,
+        "edges": 1,
+        "tasks": 10,
+        "images": 4,
+        "failing_tasks": 20,
+    }
+    return {"about": about, "measured": measured, "device": "a CPU", "cpu_count": 2, "versions": {"jax": "0"}}
+
+
+def test_tables_tell_what_was_measured_and_how_far_models_are_off(tmp_path):
+    results = made()
+    write_report(json.loads(json.dumps(results)), tmp_path / "tables.json")
+    text = (tmp_path / "tables.md").read_text()
+    assert (tmp_path / "tables.png").stat().st_size > 1000
+    assert "| 1 | never | 4 | 2.2 |" in text
+    assert "| conv1 | 0.5 | 9000 | 0.1 | 1.5 | 0.5 | 50.0% |" in text
+    rows = schedule_rows(results)
+    assert len(rows) == 8
+    end = rows[0]
+    assert (end["schedule"], end["ends"], end["corrected"]) == ("End", 1, 2.0)
+    assert mean_error([end], "corrected") == 0
+    lines = [line for line in text.splitlines() if "End-Cloud | 2" in line]
+    assert len(lines) == 2, "measured and predicted are in tables of their own"

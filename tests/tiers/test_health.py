@@ -1,0 +1,79 @@
+"""Adaptive time-outs and circuit breakers."""
+
+import random
+
+import pytest
+
+from mlcn_jax.tiers import health
+from mlcn_jax.tiers.health import Breaker, Times
+
+
+def test_time_outs_follow_what_answers_take_and_double_when_they_fail():
+    times = Times()
+    assert times.timeout > 1, "nothing is known yet"
+    for _ in range(100):
+        times.took(0.1)
+    assert times.mean == pytest.approx(0.1)
+    assert 0.1 < times.late < 0.15
+    assert times.timeout == pytest.approx(4 * times.late)
+    before = times.timeout
+    times.timed_out()
+    assert times.timeout == pytest.approx(2 * before)
+    times.took(0.1)
+    assert times.timeout == pytest.approx(before, rel=0.05)
+    for _ in range(100):
+        times.timed_out()
+    assert times.timeout <= 10
+    steady = times.late
+    rng = random.Random(0)
+    times.took(0.1)
+    for _ in range(200):
+        times.took(rng.uniform(0.05, 0.15))
+    assert 0.15 < times.late < steady, "what varies is waited for"
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(health.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_node_that_fails_is_left_alone_for_longer_and_longer_and_tried_with_one_request(clock):
+    breaker = Breaker(random.Random(0))
+    for _ in range(2):
+        breaker.asked()
+        breaker.failed("slow")
+    assert not breaker.is_open
+    breaker.failed("slow")
+    assert breaker.is_open
+    assert breaker.reason == "slow"
+    pauses = []
+    for _ in range(4):
+        start = clock[0]
+        while breaker.is_open:
+            clock[0] += 0.1
+        pauses.append(clock[0] - start)
+        breaker.asked()
+        assert breaker.is_open, "one request tries it, no second one"
+        breaker.failed("slow")
+    assert pauses == sorted(pauses)
+    assert pauses[-1] > 4 * pauses[0]
+    breaker.seen()
+    assert not breaker.is_open
+    breaker.asked()
+    breaker.gave_up()
+    assert not breaker.is_open
+    breaker.worked()
+    assert not breaker.is_open
+    assert breaker.reason == ""
+
+
+def test_an_answer_that_cannot_be_right_is_enough(clock):
+    breaker = Breaker(random.Random(0))
+    breaker.failed("of another model", surely=True)
+    assert breaker.is_open
+    breaker.seen()
+    assert breaker.is_open, "its health was not in doubt"
+    clock[0] += 60
+    assert not breaker.is_open

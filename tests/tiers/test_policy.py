@@ -1,0 +1,115 @@
+"""When an answer is final, what it means, and lanes that tiers miss or mix up."""
+
+import dataclasses
+
+import msgspec
+import numpy as np
+import pytest
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import write_json
+from mlcn_jax.tiers import policy as policies
+from mlcn_jax.tiers.policy import Policy, Threshold, Tier, check_lanes, thresholds
+
+
+def made(**changes):
+    values = {
+        "format": policies.FORMAT,
+        "model": "0" * 64,
+        "class_names": ("a", "b", "c"),
+        "cut": "pixels",
+        "tiers": (Tier("end", (1,), 1.0, 10), Tier("edge", (0, 2), 3.0, 30)),
+        "power": 1,
+        "groups": {"ab": (0, 1), "c": (2,)},
+        "tolerance": 0.01,
+        "validation_images": 100,
+        "thresholds": {"end": Threshold(0.3, 0.5, 0.0, 0.0), "edge": Threshold(None, 0.0, 0.0, 0.0)},
+    }
+    return Policy(**{**values, **changes})
+
+
+def test_an_answer_is_final_from_its_threshold_on_or_if_all_have_answered():
+    policy = made()
+    sums = np.array([[0.8, 0.4, 0.1], [0.5, 0.3, 0.1]], np.float32)
+    assert policy.is_final(sums, {"end"}).tolist() == [True, False]
+    assert policy.is_final(sums, {"edge"}).tolist() == [False, False], "never, by its threshold"
+    assert policy.is_final(sums, {"end", "edge"}).tolist() == [True, True]
+    assert policy.lanes({"edge", "end"}) == [0, 1, 2]
+
+
+def test_probabilities_are_means_over_the_lanes_heard_and_groups_add_their_classes():
+    policy = made()
+    sums = np.array([[1.0, 0.25, 0.04]], np.float32)
+    np.testing.assert_allclose(policy.probabilities(sums, {"end"}), [[1.0, 0.5, 0.2]], rtol=1e-6)
+    np.testing.assert_allclose(policy.probabilities(sums, {"end", "edge"}), [[0.5, 0.25, 0.1]], rtol=1e-6)
+    both = made(power=2).group_probabilities(np.float32([0.5, 0.25, 0.25]), {"end"})
+    assert both == pytest.approx({"ab": 0.75, "c": 0.25})
+
+
+def test_a_policy_is_read_as_it_was_written_and_its_digest_tells_it_from_others(tmp_path):
+    policy = made()
+    write_json(tmp_path / "policy.json", policy.to_dict())
+    assert Policy.read(tmp_path / "policy.json") == policy
+    assert Policy.read(tmp_path / "policy.json").digest == policy.digest
+    assert made(tolerance=0.02).digest != policy.digest
+    write_json(tmp_path / "policy.json", {**msgspec.to_builtins(policy), "format": 99})
+    with pytest.raises(InputError, match="has format 99"):
+        Policy.read(tmp_path / "policy.json")
+    write_json(tmp_path / "policy.json", {"format": 1})
+    with pytest.raises(InputError, match="no policy of this version"):
+        Policy.read(tmp_path / "policy.json")
+
+
+@pytest.mark.parametrize(
+    ("lanes", "names", "said"),
+    [
+        ([[0], [2]], ["a", "b"], "lanes that no tier has are 1"),
+        ([[0, 1], [1, 2]], ["a", "b"], "lanes that are given twice are 1"),
+        ([[0, 1], [2, 7]], ["a", "b"], "lanes that the model does not have are 7"),
+        ([[0, 1, 2], []], ["a", "b"], "tiers without lanes are b"),
+        ([[0, 1], [2]], ["a", "a"], "names given twice are a"),
+        ([[0, 1], [2]], ["a", "B/.."], "names with other characters"),
+        ([[0, 1, 2]], ["a"], "there are 1 tiers"),
+    ],
+)
+def test_tiers_that_miss_repeat_or_mix_up_lanes_give_one_error(lanes, names, said):
+    with pytest.raises(InputError, match=said):
+        check_lanes("tiers.json", lanes, names, 3)
+    check_lanes("tiers.json", [[2], [0, 1]], ["a", "b"], 3)
+
+
+def test_a_threshold_costs_no_more_than_it_may_and_settles_what_it_can():
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 10, 6000)
+    truth = np.eye(10)[labels]
+    parts = {
+        name: np.clip(truth * 0.5 + rng.normal(0.25, noise, truth.shape), 0, 1).astype(np.float32)
+        for name, noise in (("end", 0.25), ("edge", 0.15), ("cloud", 0.05))
+    }
+    found = thresholds(("end", "edge", "cloud"), parts, dict.fromkeys(parts, 1.0), labels, 0.01)
+    assert set(found) == {"end", "edge", "cloud", "end+edge", "end+cloud", "edge+cloud"}
+    for name, threshold in found.items():
+        heard = name.split("+")
+        sums = np.sum([parts[tier] for tier in heard], axis=0)
+        settled = policies.margins(sums, len(heard)) >= threshold.margin
+        whole = np.argmax(sum(parts.values()), axis=1)
+        taken = np.where(settled, np.argmax(sums, axis=1), whole)
+        assert settled.mean() == pytest.approx(threshold.settled)
+        assert np.mean(whole == labels) - np.mean(taken == labels) == pytest.approx(threshold.loss)
+        assert threshold.loss <= threshold.loss_bound <= 0.005, "half of the tolerance: two thresholds may be passed"
+    assert found["end"].settled < found["end+edge"].settled
+    strict = thresholds(("end", "edge", "cloud"), parts, dict.fromkeys(parts, 1.0), labels, 0.0)
+    assert strict["end"].settled < found["end"].settled
+
+
+def test_useless_lanes_never_settle_anything():
+    labels = np.arange(1000) % 10
+    good = np.eye(10, dtype=np.float32)[labels]
+    found = thresholds(("a", "b"), {"a": good[::-1].copy(), "b": 3 * good}, {"a": 1.0, "b": 3.0}, labels, 0.005)
+    assert found["a"].margin is None
+    assert found["a"].settled == 0
+
+
+def test_fields_are_frozen():
+    with pytest.raises((AttributeError, dataclasses.FrozenInstanceError)):
+        made().cut = "conv1"

@@ -1,0 +1,244 @@
+"""Tiers as real processes on real sockets: commands, TLS, nodes that are killed, stopped and started again, floods."""
+
+import contextlib
+import datetime
+import http.client
+import ipaddress
+import json
+import random
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import REPOSITORY
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from test_tiers import png
+
+from mlcn_jax.commands.tiers import main
+from mlcn_jax.errors import InputError
+
+SMALL = ("--max_batch=1", "--max_images=1")
+
+
+class Started:
+    """A node or a gateway in a process of its own."""
+
+    def __init__(self, *arguments):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mlcn_jax", "tiers", *map(str, arguments), *SMALL],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        line = self.process.stdout.readline()
+        while "cannot be reached" in line:
+            line = self.process.stdout.readline()
+        found = re.search(r"(https?)://127.0.0.1:(\d+)", line)
+        assert found, line + self.process.stdout.read()
+        self.scheme, self.port = found[1], int(found[2])
+        self.url = f"{self.scheme}://127.0.0.1:{self.port}"
+
+    def ask(self, path, body=None, method="POST"):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection.request(method, path, body, {"Content-Type": "application/octet-stream"})
+        response = connection.getresponse()
+        content = response.read().decode()
+        connection.close()
+        return response.status, [json.loads(line) for line in content.splitlines()]
+
+    def resident_kib(self):
+        return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{self.process.pid}/status").read_text())[1])
+
+    def end(self):
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def start():
+    running = []
+
+    def begin(*arguments):
+        running.append(Started(*arguments))
+        return running[-1]
+
+    yield begin
+    for one in running:
+        one.end()
+
+
+@pytest.fixture
+def picture():
+    return png(np.random.default_rng(1).integers(0, 256, (28, 28, 1)).astype(np.uint8))
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.fixture
+def thorough(tiers_folder, tmp_path):
+    """The tiers with thresholds that no answer reaches, so that each tier is asked; with manifests to match."""
+    import shutil
+
+    from mlcn_jax.files import read_json, write_json
+    from mlcn_jax.serving import artifact
+
+    folder = shutil.copytree(tiers_folder, tmp_path / "tiers")
+    for tier in folder.iterdir():
+        policy = read_json(tier / "policy.json")
+        for threshold in policy["thresholds"].values():
+            threshold["margin"] = None
+        write_json(tier / "policy.json", policy)
+        manifest = read_json(tier / "manifest.json")
+        content = (tier / "policy.json").read_bytes()
+        digest = artifact.sha256_of(tier / "policy.json")
+        manifest["files"]["policy.json"] = {"bytes": len(content), "sha256": digest}
+        write_json(tier / "manifest.json", artifact.signed(manifest))
+    return folder
+
+
+def lanes(gateway, picture, query=""):
+    status, lines = gateway.ask(f"/refine{query}", picture)
+    assert status == 200
+    assert lines[-1]["final"] or query
+    return lines[-1]["lanes"]
+
+
+@pytest.mark.long
+def test_answers_go_on_while_nodes_are_killed_stopped_and_come_back(thorough, start, picture):
+    port = free_port()
+    edge, cloud = start("node", thorough / "edge", f"--port={port}"), start("node", thorough / "cloud", "--port=0")
+    nodes = f"--nodes=edge={edge.url},cloud={cloud.url}"
+    gateway = start("gateway", thorough / "end", "--port=0", nodes)
+    assert lanes(gateway, picture) == [0, 1, 2]
+    edge.process.kill()
+    assert lanes(gateway, picture) == [1, 2]
+    cloud.process.send_signal(signal.SIGSTOP)
+    for _ in range(20):
+        started = time.monotonic()
+        assert lanes(gateway, picture, "?deadline_ms=300") == [1]
+        assert time.monotonic() - started < 2
+    cloud.process.send_signal(signal.SIGCONT)
+    start("node", thorough / "edge", f"--port={port}")
+    until = time.monotonic() + 30
+    while lanes(gateway, picture) != [0, 1, 2]:
+        assert time.monotonic() < until, "they came back"
+        time.sleep(0.2)
+
+
+@pytest.mark.long
+def test_ten_thousand_malformed_requests_change_nothing(thorough, start, picture):
+    node = start("node", thorough / "edge", "--port=0")
+    gateway = start("gateway", thorough / "end", "--port=0", f"--nodes=edge={node.url}")
+    rng = random.Random(0)
+    assert lanes(gateway, picture) == [0, 1]
+    before = gateway.resident_kib(), node.resident_kib()
+    for server, paths in ((gateway, ("/refine", "/predict", "/tiers/edge")), (node, ("/part",))):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        for _ in range(5000):
+            body = rng.randbytes(rng.randrange(400)) if rng.random() < 0.5 else picture[: rng.randrange(40)]
+            connection.request("POST", rng.choice(paths), body, {"Content-Type": "application/octet-stream"})
+            response = connection.getresponse()
+            assert 400 <= response.status < 500
+            assert "error" in json.loads(response.read())
+        connection.close()
+    assert lanes(gateway, picture) == [0, 1]
+    for kib, server in zip(before, (gateway, node), strict=True):
+        assert server.resident_kib() < kib + 50 * 1024
+
+
+def certificate(folder, name, issuer=None, days=1):
+    """A key and a certificate for 127.0.0.1, signed by itself or by an issuer; paths and what signs others."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    by, by_key = (issuer[2].subject, issuer[3]) if issuer else (subject, key)
+    builder = x509.CertificateBuilder(by, subject, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now - datetime.timedelta(days=10))
+    builder = builder.not_valid_after(now + datetime.timedelta(days=days))
+    builder = builder.add_extension(x509.BasicConstraints(issuer is None, None), True)
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    builder = builder.add_extension(x509.SubjectAlternativeName([address]), False)
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
+    issued = x509.AuthorityKeyIdentifier.from_issuer_public_key(by_key.public_key())
+    builder = builder.add_extension(issued, False)
+    made = builder.sign(by_key, hashes.SHA256())
+    paths = folder / f"{name}.crt", folder / f"{name}.key"
+    pem = serialization.Encoding.PEM
+    paths[0].write_bytes(made.public_bytes(pem))
+    plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    paths[1].write_bytes(key.private_bytes(pem, *plain))
+    return (*paths, made, key)
+
+
+@pytest.mark.long
+def test_nodes_and_gateways_show_each_other_certificates(thorough, start, picture, tmp_path):
+    ca = certificate(tmp_path, "ca")
+    node_own, mine = certificate(tmp_path, "node", ca), certificate(tmp_path, "mine", ca)
+    late, stranger = certificate(tmp_path, "late", ca, days=-1), certificate(tmp_path, "stranger")
+    secure = (f"--tls_cert={node_own[0]}", f"--tls_key={node_own[1]}", f"--tls_clients={ca[0]}")
+    edge = start("node", thorough / "edge", "--port=0", *secure)
+    expired = start("node", thorough / "cloud", "--port=0", f"--tls_cert={late[0]}", f"--tls_key={late[1]}")
+    assert edge.scheme == "https"
+    nodes = f"--nodes=edge={edge.url},cloud={expired.url}"
+    known = (f"--ca={ca[0]}", f"--cert={mine[0]}", f"--cert_key={mine[1]}")
+    gateway = start("gateway", thorough / "end", "--port=0", nodes, *known)
+    status, lines = gateway.ask("/refine", picture)
+    assert status == 200
+    assert lines[-1]["lanes"] == [0, 1]
+    assert "expired" in lines[-1]["lost"]["cloud"]
+    unknown = (f"--ca={ca[0]}", f"--cert={stranger[0]}", f"--cert_key={stranger[1]}")
+    other = start("gateway", thorough / "end", "--port=0", nodes, *unknown)
+    assert lanes(other, picture) == [1]
+    context = ssl.create_default_context(cafile=str(ca[0]))
+    connection = http.client.HTTPSConnection("127.0.0.1", edge.port, context=context, timeout=10)
+
+    def ask():
+        connection.request("GET", "/health")
+        return connection.getresponse()
+
+    with pytest.raises(OSError, match=r"(?i)certificate|reset|closed|eof"):  # nobody without one is let in
+        ask()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gateway", "{}/edge"], "is the tier edge, and a gateway takes the first, end"),
+        (["gateway", "{}/end", "--nodes=other=http://x"], "--nodes has 'other=http://x'; give NAME=URL"),
+        (["gateway", "{}/end", "--nodes=edge=ftp://x"], "--nodes has 'edge=ftp://x'"),
+        (["gateway", "{}/end", "--deadline_ms=0.01"], "a deadline of 0.01 ms is shorter than this device's own lanes"),
+        (["gateway", "{}/end", "--noise=-1"], "must be 0 or more"),
+        (["gateway", "{}/end", "--ca=/none.pem"], "--ca, --cert or --cert_key cannot be used"),
+        (["node", "{}"], "is not an exported model"),
+        (["node", "{}/edge", "--tls_cert=/none.pem"], "--tls_cert, --tls_key or --tls_clients cannot be used"),
+        (["node", "{}/edge", "--key=/none.pem"], "cannot be read"),
+        (["split", "/none", "--tiers=/none.json"], "/none"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_named(tiers_folder, arguments, said):
+    given = [argument.format(tiers_folder) for argument in arguments]
+    with pytest.raises(InputError, match=re.escape(said)):
+        main([*given, *(("--port=0", *SMALL) if given[0] != "split" else ())])
+
+
+def test_each_command_has_help(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = capsys.readouterr().out
+    assert all(flag in told for flag in ("--cut", "--tls_cert", "--deadline_ms", "--node_keys"))
