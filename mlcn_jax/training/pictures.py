@@ -70,7 +70,7 @@ def save_reconstructions(
         return jnp.argmax(class_lengths(spec, v), axis=-1), reconstructions
 
     predicted, reconstructions = jax.device_get(reconstruct(params, images))
-    pixels = to_pixels(images), np.clip(reconstructions, 0, 1)
+    pixels = images / np.float32(255), np.clip(reconstructions, 0, 1)
     height, width = (round(_GAP * size) + size for size in spec.image_shape[:2])
     # One picture of all: an axis for each image would take seconds to draw.
     mosaic = np.ones((2 * examples * height, columns * width, 3))
