@@ -85,6 +85,7 @@ def task_of(config: Any, session: Any) -> Task:
         scored_images=scored,
         data_bytes=sum(part.nbytes for part in images),
         apart=alone and not coupled,
+        validated=validation > 0,
     )
 
 

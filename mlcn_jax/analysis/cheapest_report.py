@@ -137,16 +137,22 @@ def _processes(choice: Choice) -> int:
 def _apart(market: Market, way: Way, choices: Sequence[Choice], base: Sequence[str]) -> list[str]:
     groups, lines, folders = market.task.spec.lane_groups, [], []
     done = [0] * len(groups)
-    kept = [flag for flag in base if not flag.startswith("--config.model.lanes=")]
+    replaced = ("--config.model.lanes=", "--config.model.lane_seeds=", "--config.train.lanes_apart=")
+    kept = [flag for flag in base if not flag.startswith(replaced)]
+    if not any(flag.startswith("--config.data.split_seed=") for flag in base):
+        kept.append("--config.data.split_seed=0")
+    kept.append("--config.train.lanes_apart=true")
     for i, (choice, held) in enumerate(zip(choices, way.lanes, strict=True)):
         for kind, count in enumerate(held):
             for _ in range(count):
                 name = f"lanes/{groups[kind].name}_{done[kind]}"
                 done[kind] += 1
                 folders.append(f"runs/{name}")
-                own = [f"--config.model.lanes={groups[kind].spec}", f"--config.train.seed={len(folders) - 1}"]
+                own = [f"--config.model.lanes={groups[kind].spec}", f"--config.model.lane_seeds={len(folders) - 1}"]
                 lines.append(_on(choice, i, _train(kept, own, name)))
-    return lines
+    weights = "" if market.task.validated else " --weights=equal"
+    joined = f"{program()} join --workdir={','.join(folders)} --output=runs/cheapest{weights}"
+    return [*lines, f"{joined}  # where the folders of all machines are"]
 
 
 def _train(base: Sequence[str], fields: Sequence[str], name: str) -> str:

@@ -36,6 +36,7 @@ class Task:
       scored_images: images classified in the whole run besides training.
       data_bytes: bytes of images that each machine needs first.
       apart: whether the lanes can be trained without each other.
+      validated: whether there are validation images, on which joined lanes get their weights.
     """
 
     spec: ModelSpec
@@ -45,6 +46,7 @@ class Task:
     scored_images: int
     data_bytes: int
     apart: bool
+    validated: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

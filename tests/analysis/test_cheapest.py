@@ -80,9 +80,13 @@ def test_lanes_apart_are_a_way_where_lanes_learn_alone(profiles):
     assert len(fastest.machines) == 2
     assert [sum(held[kind] for held in fastest.lanes) for kind in (0, 1)] == [4, 2]
     launched = cheapest_report.commands(apart, fastest, ["--config=x", "--config.model.lanes=mlcn1:w2*4"])
-    assert len(launched) == 6
-    assert all(line.count("model.lanes") == 1 for line in launched)
-    assert len({line.split("--workdir=")[1].split()[0] for line in launched}) == 6
+    *trained, joined = launched
+    assert len(trained) == 6
+    assert all(line.count("model.lanes") == 1 and "train.lanes_apart=true" in line for line in trained)
+    assert [f"model.lane_seeds={seed}" in line for seed, line in enumerate(trained)] == [True] * 6
+    folders = [line.split("--workdir=")[1].split()[0] for line in trained]
+    assert len(set(folders)) == 6
+    assert f"join --workdir={','.join(folders)} --output=runs/cheapest --weights=equal" in joined
 
 
 def test_spot_machines_save_at_the_best_interval_and_count_what_is_lost(profiles):
