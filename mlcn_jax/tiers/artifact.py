@@ -92,7 +92,7 @@ class TierArtifact:
         """What this tier's lanes add to the squared length of each class capsule, float32 [n, classes].
 
         Args:
-          rows: [n, *row_shape] of `row_dtype`, n at least 1.
+          rows: [n, then `row_shape`] of `row_dtype`, n at least 1.
         """
         return apply_in_batches(self._part, rows)
 
