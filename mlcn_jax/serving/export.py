@@ -92,7 +92,7 @@ def write_functions(
     weights: Mapping[str, np.ndarray],
     row: jax.ShapeDtypeStruct,
 ) -> list[dict[str, Any]]:
-    """Serializes `function(weights, rows)` for each platform and number of rows; returns each `artifact.Function` as JSON.
+    """Serializes `function(weights, rows)` for each platform and number of rows, as the JSON of `artifact.Function`.
 
     Args:
       folder: to write to.
