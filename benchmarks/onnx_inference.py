@@ -84,7 +84,7 @@ def compare_all(workdirs: list[Path], batches: list[int], rounds: int, out: Path
 
 def programs(model: "ExportedModel", workdir: Path, threads: int) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
     """What is compared: functions from images to lengths."""
-    from mlcn_jax.serving import onnx
+    from mlcn_jax.serving import runtime
 
     path = workdir / "onnx" / "model.onnx"
     if not path.is_file():
@@ -93,19 +93,19 @@ def programs(model: "ExportedModel", workdir: Path, threads: int) -> dict[str, C
         raise InputError(
             f"{workdir} computes in {model.spec.compute_dtype}, its ONNX model in float32: nothing to compare"
         )
-    session = onnx.open_session(path, threads)
-    return {THEIRS: functools.partial(onnx.run, session), OURS: model.artifact.lengths}
+    session = runtime.open_session(path, threads)
+    return {THEIRS: functools.partial(runtime.run, session), OURS: model.artifact.lengths}
 
 
 def compare(calls: dict[str, Callable], model: "ExportedModel", batch: int, rounds: int) -> dict:
     """Milliseconds of each program on so many images, and how many times as fast as ONNX Runtime ours is."""
-    from mlcn_jax.serving import onnx
+    from mlcn_jax.serving import onnx, runtime
 
     images = np.random.default_rng(0).integers(0, 256, (batch, *model.spec.image_shape), np.uint8)
     wanted = calls[OURS](images)
     counts = {}
     for name, call in calls.items():
-        difference = onnx.difference(call(images), wanted)
+        difference = runtime.difference(call(images), wanted)
         if not difference <= onnx.TOLERANCE:
             raise InputError(f"{name} differs from the export by {difference:.2g}: run `{program()} onnx` again")
         once = min(timed(call, images, 1) for _ in range(3))

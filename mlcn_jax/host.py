@@ -101,14 +101,24 @@ def keep_compiled_programs(least_seconds: float = 1.0) -> Path | None:
     features = _cpu_features()
     if jax.default_backend() == "cpu" and not features:
         return None
-    root = Path(os.environ.get("MLCN_JAX_CACHE", Path.home() / ".cache" / "mlcn_jax"))
-    folder = root / f"compiled-{cpu_digest()}"
+    folder = cache_folder() / f"compiled-{cpu_digest()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     return folder
+
+
+def cache_folder() -> Path:
+    """Where this machine keeps what can be made again: the variable `MLCN_JAX_CACHE`, else `~/.cache/mlcn_jax`."""
+    return Path(os.environ.get("MLCN_JAX_CACHE", Path.home() / ".cache" / "mlcn_jax"))
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def cpu_digest() -> str:

@@ -17,11 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program
 
 FORMAT = 1
 MANIFEST, MODEL, WEIGHTS = "manifest.json", "model.json", "weights.npz"
+CONVERTED = "onnx/model.onnx"  # beside the export
+RUNTIMES = ("auto", "xla", "onnxruntime")
 MAX_BATCH = 128  # images in one call of a function; more are split into several calls
 # Weights of up to so many bytes are compiled into the programs, already transformed: 1.8 times as fast for 8 images on
 # a CPU (benchmarks/results/exported.json), but each program takes ten times the memory of the weights.
@@ -64,7 +67,7 @@ class Classifier:
     exported: str = ""
     _certain_length: float
     _probability_power: int
-    _functions: "Functions"
+    _compute: Callable[[np.ndarray], np.ndarray]
 
     def lengths(self, images: np.ndarray) -> np.ndarray:
         """Lengths of the class capsules; the longest is of the predicted class.
@@ -88,7 +91,7 @@ class Classifier:
             )
         if not len(images):
             return np.zeros((0, len(self.class_names)), np.float32)
-        return apply_in_batches(self._functions, images)
+        return np.concatenate([self._compute(images[i : i + MAX_BATCH]) for i in range(0, len(images), MAX_BATCH)])
 
     def probabilities(self, images: np.ndarray) -> np.ndarray:
         """Probability of each class: the length of its capsule, at most 1. They need not add up to 1.
@@ -117,6 +120,8 @@ class Artifact(Classifier):
 
     Args:
       folder: that `mlcn_jax export` wrote.
+      runtime: of `RUNTIMES`. `xla` runs the exported programs, `onnxruntime` the model that `mlcn_jax onnx` converted
+        and put beside the export; `auto` the faster one, measured for each batch size (`runtime.Fastest`).
 
     Attributes:
       description: of the model, as `model.json` has it.
@@ -124,10 +129,10 @@ class Artifact(Classifier):
 
     Raises:
       InputError: the folder is not an export, was altered or cut, is of a newer version, or cannot run on this
-        platform.
+        platform; or the runtime is unknown or cannot be used.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, runtime: str = "auto"):
         folder = Path(folder)
         try:
             self.manifest = verified_manifest(folder)
@@ -144,7 +149,17 @@ class Artifact(Classifier):
         except Exception as error:  # the files match the manifest, and yet cannot be read
             raise InputError(f"{folder} cannot be read ({error!r}): export the model again") from error
         row = jax.ShapeDtypeStruct(self.image_shape, jnp.uint8)
-        self._functions = load_functions(folder, functions, weights, row, self.manifest)
+        if runtime not in RUNTIMES:
+            raise InputError(f"runtime {runtime!r} is unknown: use {', '.join(RUNTIMES)}")
+        self._compute = functools.partial(
+            apply_in_batches, load_functions(folder, functions, weights, row, self.manifest)
+        )
+        converted = folder.resolve().parent / CONVERTED
+        required = runtime == "onnxruntime"
+        if required or (runtime == "auto" and converted.is_file() and jax.default_backend() == "cpu"):
+            from mlcn_jax.serving.runtime import choose  # needs more than the rest
+
+            self._compute = choose(self._compute, converted, self.manifest, self.image_shape, required)
 
 
 def apply_in_batches(functions: Functions, rows: np.ndarray) -> np.ndarray:
@@ -221,12 +236,6 @@ def _again(manifest: Mapping[str, Any]) -> str:
     return f"export it again where it was trained: {manifest['command']}"
 
 
-def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def signed(manifest: dict[str, Any]) -> dict[str, Any]:
     """A manifest with the SHA-256 of its own content."""
     content = {name: value for name, value in manifest.items() if name != "sha256"}
@@ -262,7 +271,7 @@ def verified_manifest(folder: Path) -> dict[str, Any]:
         file = folder / name
         if Path(name).name != name or not file.is_file():
             raise InputError(f"{damaged}: {name} is missing: {remedy}")
-        if file.stat().st_size != known["bytes"] or sha256_of(file) != known["sha256"]:
+        if file.stat().st_size != known["bytes"] or host.sha256_of(file) != known["sha256"]:
             raise InputError(f"{damaged}: {name} was altered or cut: {remedy}")
     return manifest
 

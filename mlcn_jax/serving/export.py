@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mlcn_jax import host
 from mlcn_jax.config import read_stored
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
@@ -47,7 +48,7 @@ def export(workdir: Path) -> Path:
         made.mkdir()
         write_json(made / "config.json", config.to_dict())
         _write(trained, made, f"mlcn_jax export --workdir={shlex.quote(str(workdir))}")
-        checked = artifact.Artifact(made)
+        checked = artifact.Artifact(made, "xla")
         _check(trained, checked)
         card = model_card.text(checked, _summary(workdir, trained.step), config.data.dir)
         write_atomic(made / model_card.FILE, card)
@@ -130,8 +131,7 @@ def write_functions(
 def write_manifest(folder: Path, step: int, functions: list[dict[str, Any]], command: str) -> None:
     """Writes the manifest of all files in a folder."""
     files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": artifact.sha256_of(path)}
-        for path in sorted(folder.iterdir())
+        path.name: {"bytes": path.stat().st_size, "sha256": host.sha256_of(path)} for path in sorted(folder.iterdir())
     }
     manifest = {
         "format": artifact.FORMAT,

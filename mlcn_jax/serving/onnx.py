@@ -29,14 +29,13 @@ from mlcn_jax.nn.lanes import apply_lane
 from mlcn_jax.nn.model import class_lengths, encode, join_lanes
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving.artifact import MODEL, WEIGHTS, Artifact
+from mlcn_jax.serving.runtime import INPUT, OUTPUT
 from mlcn_jax.settings import DataSettings
 
 if TYPE_CHECKING:
     import onnx
-    import onnxruntime
 
 
-INPUT, OUTPUT = "images", "lengths"
 TOLERANCE = 1e-4  # of lengths
 _OPSET = 18  # the oldest that has every operator, so that older runtimes read the model too
 _PACKAGES = ("onnx", "onnxruntime", "jax2onnx")
@@ -77,7 +76,7 @@ def read_export(workdir: Path, data_dir: str = "") -> ExportedModel:
         raise InputError(
             f"{workdir} does not hold an exported model: train one, then run {program()} export --workdir={workdir}"
         )
-    artifact = Artifact(folder)
+    artifact = Artifact(folder, "xla")
     config = RunConfig.from_dict(read_json(folder / "config.json"))
     if data_dir:
         config = config.replace({"data.dir": data_dir})
@@ -140,27 +139,6 @@ def convert(model: ExportedModel) -> "onnx.ModelProto":
     onnx.helper.set_model_props(converted, {name: json.dumps(value) for name, value in facts.items()})
     onnx.checker.check_model(converted, full_check=True)
     return converted
-
-
-def open_session(path: Path, threads: int) -> "onnxruntime.InferenceSession":
-    """An ONNX model, ready to run on the CPU."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
-
-def run(
-    session: "onnxruntime.InferenceSession", images: UInt8[np.ndarray, "n h w c"]
-) -> Float[np.ndarray, "n classes"]:
-    """The lengths that ONNX Runtime computes."""
-    return session.run([OUTPUT], {INPUT: images})[0]
-
-
-def difference(found: Float[np.ndarray, "n classes"], wanted: Float[np.ndarray, "n classes"]) -> float:
-    """The largest difference of lengths, relative to the longest if that is shorter than 1."""
-    return float(np.max(np.abs(found - wanted)) / min(1.0, np.max(wanted)))
 
 
 def versions() -> dict[str, str]:

@@ -7,9 +7,8 @@ import numpy as np
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import replacing, write_json
-from mlcn_jax.host import num_cores
-from mlcn_jax.serving import onnx
-from mlcn_jax.serving.artifact import sha256_of
+from mlcn_jax.host import num_cores, sha256_of
+from mlcn_jax.serving import onnx, runtime
 
 BATCHES = (1, 7, 100)  # that are checked
 
@@ -43,18 +42,19 @@ def export(workdir: Path, data_dir: str = "", folder: Path | None = None) -> Pat
             "image_shape": model.spec.image_shape,
             "lanes": model.lanes,
             "input": {
-                "name": onnx.INPUT,
+                "name": runtime.INPUT,
                 "type": "uint8",
                 "shape": ["batch", *model.spec.image_shape],
                 "meaning": "pictures as mlcn_jax.data.images.read_pixels gives them: upright, gray or RGB, "
                 "resized (bilinear)",
             },
             "output": {
-                "name": onnx.OUTPUT,
+                "name": runtime.OUTPUT,
                 "type": "float32",
                 "shape": ["batch", len(model.artifact.class_names)],
                 "meaning": "length of each class capsule; the longest is the predicted class",
             },
+            "export": model.artifact.manifest["sha256"],
             "step": model.artifact.manifest["step"],
             "opset": converted.opset_import[0].version,
             "checked": {"batches": BATCHES, "tolerance": onnx.TOLERANCE, "largest_difference": differences},
@@ -75,11 +75,11 @@ def check(model: onnx.ExportedModel, path: Path, images: dict[str, np.ndarray]) 
     """
     in_float32 = model.spec.compute_dtype == "float32"
     own = model.artifact.lengths if in_float32 else jax.jit(model.lengths)
-    session = onnx.open_session(path, num_cores())
+    session = runtime.open_session(path, num_cores())
     largest = {}
     for kind, some in images.items():
         batches = [some[:n] for n in BATCHES]
-        largest[kind] = max(onnx.difference(onnx.run(session, x), np.asarray(own(x))) for x in batches)
+        largest[kind] = max(runtime.difference(runtime.run(session, x), np.asarray(own(x))) for x in batches)
         if not largest[kind] <= onnx.TOLERANCE:
             raise RuntimeError(f"for {kind} images ONNX Runtime differs from the model by {largest[kind]:.2g}: {path}")
     return largest

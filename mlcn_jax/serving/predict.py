@@ -29,6 +29,7 @@ from mlcn_jax.pretrained import find_export, names
 if TYPE_CHECKING:
     from mlcn_jax.serving.artifact import Classifier
 
+RUNTIME_HELP = "auto (the fastest, measured), xla, or onnxruntime with a model that `mlcn_jax onnx` converted"
 MODEL_HELP = "folder that `mlcn_jax export` wrote, folder of a training run, or a model of the package: digits"
 
 
@@ -60,8 +61,10 @@ def predict(model: "Classifier", files: Sequence[Path], batch_size: int = 64) ->
                 yield {"file": str(path), "class": model.class_names[best], "probability": float(own[best])}
 
 
-def open_model(given: str) -> "Classifier":
+def open_model(given: str, runtime: str = "auto") -> "Classifier":
     """The model that a command line names: an export, a training workdir, or a model that comes with the package.
+
+    `runtime` is as for `Artifact`; a training run that is not exported has XLA only.
 
     Raises:
       InputError: it is none of them, or cannot be used.
@@ -76,11 +79,16 @@ def open_model(given: str) -> "Classifier":
         )
     checkpoints = folder / "checkpoints"
     if (folder / MANIFEST).is_file() or not checkpoints.is_dir():
-        return Artifact(folder)
+        return Artifact(folder, runtime)
     saved = [path.stat().st_mtime for path in checkpoints.iterdir() if path.name.isdecimal()]
     manifest = folder / "export" / MANIFEST
     if manifest.is_file() and manifest.stat().st_mtime >= max(saved, default=0):
-        return Artifact(folder / "export")
+        return Artifact(folder / "export", runtime)
+    if runtime not in ("auto", "xla"):
+        raise InputError(
+            f"runtime {runtime!r} needs an exported model, which {folder} does not have: run {program()} export "
+            f"--workdir={folder}, then {program()} onnx --workdir={folder}"
+        )
     try:
         from mlcn_jax.serving.trained import TrainedModel
     except ImportError as error:
@@ -125,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("model", help=MODEL_HELP)
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="PNG, JPEG, WebP, BMP or GIF, or a folder of them")
+    parser.add_argument("--runtime", default="auto", help=RUNTIME_HELP)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     arguments = parser.parse_intermixed_args(argv)
     files = _files_of(arguments.images)
@@ -132,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names may hold any bytes
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or XLA tells of each constant that takes a second to fold
     failed = False
-    for found in predict(open_model(arguments.model), files):
+    for found in predict(open_model(arguments.model, arguments.runtime), files):
         failed |= "error" in found
         if arguments.json:
             print(json.dumps(found), flush=True)

@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.serving.predict import MODEL_HELP, open_model
+from mlcn_jax.serving.predict import MODEL_HELP, RUNTIME_HELP, open_model
 
 if TYPE_CHECKING:
     from mlcn_jax.serving.http_service import BatchService, Limits
@@ -217,6 +217,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("model", help=MODEL_HELP)
+    parser.add_argument("--runtime", default="auto", help=RUNTIME_HELP)
     add_limits(parser)
     return parser
 
@@ -283,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or XLA tells of each constant that takes a second to fold
     from mlcn_jax.serving.service import Service  # slow to load: a mistaken argument has been answered
 
-    service = Service(open_model(arguments.model), limits)
+    service = Service(open_model(arguments.model, arguments.runtime), limits)
     service.warm_up()
     url = url_of(listener)
     serve(service, listener, f"serving {arguments.model} at {url}/predict, and a page at {url}/")

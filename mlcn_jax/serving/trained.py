@@ -1,5 +1,6 @@
 """A training workdir as a model that classifies, with its training code: for those who did not export it."""
 
+import functools
 from pathlib import Path
 
 import jax
@@ -9,7 +10,7 @@ from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.nn import conv
 from mlcn_jax.nn.calibration import fold_statistics
 from mlcn_jax.nn.model import class_lengths, encode
-from mlcn_jax.serving.artifact import Classifier
+from mlcn_jax.serving.artifact import Classifier, apply_in_batches
 from mlcn_jax.training.checkpoint import load_trained
 
 
@@ -31,4 +32,4 @@ class TrainedModel(Classifier):
             lambda images: class_lengths(spec, encode(spec, encoder, to_pixels(images))),
             compiler_options=conv.compiler_options(jax.default_backend()),
         )
-        self._functions = [(1, lengths)]
+        self._compute = functools.partial(apply_in_batches, [(1, lengths)])

@@ -1,6 +1,7 @@
 """Exported models: equal to the model, used without training code, and refused where they were altered."""
 
 import dataclasses
+import functools
 import json
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from conftest import REPOSITORY
 from made_files import huge_png
 from PIL import Image
 
+from mlcn_jax import host
 from mlcn_jax.analysis import explain
 from mlcn_jax.config import read_stored
 from mlcn_jax.data import datasets
@@ -148,7 +150,8 @@ def test_images_of_another_shape_or_type_are_refused(loaded):
 def test_each_number_of_images_gets_its_fastest_function_and_each_platform_has_one(exported, loaded):
     calls = []
     loaded = artifact.Artifact(exported / "export")
-    loaded._functions = [(n, lambda x, n=n: calls.append(n) or np.zeros((len(x), 10))) for n, _ in loaded._functions]
+    functions = [(n, lambda x, n=n: calls.append(n) or np.zeros((len(x), 10))) for n, _ in loaded._compute.args[0]]
+    loaded._compute = functools.partial(artifact.apply_in_batches, functions)
     for n in (1, 4, 5, 8, 100):
         loaded.lengths(np.zeros((n, *loaded.image_shape), np.uint8))
     assert calls == [1, 1, 8, 8, 8]
@@ -164,8 +167,8 @@ def test_weights_too_large_to_be_compiled_in_give_the_same(exported, loaded, rng
     images = rng.integers(0, 256, (9, *loaded.image_shape)).astype(np.uint8)
     arguments = artifact.Artifact(exported / "export")
     np.testing.assert_allclose(arguments.lengths(images), loaded.lengths(images), atol=1e-5)
-    assert loaded._functions[0][1].lower(images).out_info.shape == (9, 10)  # no weights are asked for
-    assert not hasattr(arguments._functions[0][1], "lower")
+    assert loaded._compute.args[0][0][1].lower(images).out_info.shape == (9, 10)  # no weights are asked for
+    assert not hasattr(arguments._compute.args[0][0][1], "lower")
 
 
 def test_without_flatbuffers_what_to_install_is_told(exported, monkeypatch):
@@ -242,7 +245,7 @@ def test_a_manifest_that_was_altered_is_refused(copied):
 def test_damage_that_the_manifest_agrees_with_is_one_error(copied, name, content):
     (copied / name).write_bytes(content)
     manifest = json.loads((copied / "manifest.json").read_text())
-    known = {"bytes": len(content), "sha256": artifact.sha256_of(copied / name)}
+    known = {"bytes": len(content), "sha256": host.sha256_of(copied / name)}
     rewrite(copied, files={**manifest["files"], name: known})
     with pytest.raises(InputError, match=r"cannot be read .*: export the model again"):
         artifact.Artifact(copied)
@@ -270,7 +273,7 @@ def test_newer_versions_other_platforms_and_other_folders_are_named(copied, tmp_
 def test_a_file_outside_of_the_folder_is_not_read(copied):
     (copied.parent / "secret").write_text("x")
     files = json.loads((copied / "manifest.json").read_text())["files"]
-    secret = {"bytes": 1, "sha256": artifact.sha256_of(copied.parent / "secret")}
+    secret = {"bytes": 1, "sha256": host.sha256_of(copied.parent / "secret")}
     rewrite(copied, files={**files, "../secret": secret})
     with pytest.raises(InputError, match=r"\.\./secret is missing"):
         artifact.Artifact(copied)

@@ -20,8 +20,9 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.nn.capsules import lengths
 from mlcn_jax.nn.model import encode, init_params
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.serving import onnx
+from mlcn_jax.serving import onnx, runtime
 from mlcn_jax.serving import onnx_export as script
+from mlcn_jax.serving.artifact import Artifact
 from mlcn_jax.training.checkpoint import load_trained
 
 installed = pytest.mark.skipif(not importlib.util.find_spec("jax2onnx"), reason="needs requirements-onnx.txt")
@@ -73,7 +74,7 @@ def test_lane_by_lane_is_the_model_in_float32(name):
     assert wanted.max() > 0.1
     assert wanted.std() > 0.01
     assert wanted.dtype == np.float32
-    assert onnx.difference(np.asarray(jax.jit(function)(images)), wanted) < 1e-5
+    assert runtime.difference(np.asarray(jax.jit(function)(images)), wanted) < 1e-5
     assert "custom_vmap" not in str(jax.make_jaxpr(function)(images))
 
 
@@ -121,11 +122,11 @@ def test_onnx_runtime_gives_the_models_lengths(name, tmp_path):
     model = model_of(SPECS[name])
     converted = onnx.convert(model)
     (tmp_path / "model.onnx").write_bytes(converted.SerializeToString())
-    session = onnx.open_session(tmp_path / "model.onnx", 2)
+    session = runtime.open_session(tmp_path / "model.onnx", 2)
     for n in (1, 3):
         images = some_images(model.spec, n)
         wanted = np.asarray(jax.jit(model.lengths)(images))
-        assert onnx.difference(onnx.run(session, images), wanted) < 1e-5
+        assert runtime.difference(runtime.run(session, images), wanted) < 1e-5
 
 
 @installed
@@ -136,6 +137,10 @@ def test_the_command_writes_a_checked_model_that_says_what_it_takes(exported):
     session = onnxruntime.InferenceSession(path)
     model = onnx.read_export(exported)
     images = model.data.load().test.images[:130]
+    for name in ("onnxruntime", "auto"):
+        np.testing.assert_allclose(
+            Artifact(exported / "export", name).lengths(images), model.artifact.lengths(images), atol=1e-5
+        )
     np.testing.assert_allclose(
         session.run(["lengths"], {"images": images})[0], model.artifact.lengths(images), atol=1e-5
     )

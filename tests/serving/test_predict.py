@@ -18,7 +18,7 @@ def test_names_are_shown_and_not_obeyed(tmp_path, monkeypatch, capsys):
         {"file": str(good), "class": "cat\x1b[1m", "probability": 0.5},
         {"file": str(bad), "error": "it is\nno image"},
     ]
-    monkeypatch.setattr(predict, "open_model", lambda given: None)
+    monkeypatch.setattr(predict, "open_model", lambda given, runtime: None)
     monkeypatch.setattr(predict, "predict", lambda *args: found)
     monkeypatch.setattr(sys, "argv", ["predict", "export", str(good), str(bad)])
     monkeypatch.setattr(

@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from test_tiers import png
 
+from mlcn_jax import host
 from mlcn_jax.commands.tiers import main
 from mlcn_jax.errors import InputError
 
@@ -106,7 +107,7 @@ def thorough(tiers_folder, tmp_path):
         write_json(tier / "policy.json", policy)
         manifest = read_json(tier / "manifest.json")
         content = (tier / "policy.json").read_bytes()
-        digest = artifact.sha256_of(tier / "policy.json")
+        digest = host.sha256_of(tier / "policy.json")
         manifest["files"]["policy.json"] = {"bytes": len(content), "sha256": digest}
         write_json(tier / "manifest.json", artifact.signed(manifest))
     return folder

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from PIL import Image
 
+from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.nn.spec import ModelSpec
@@ -161,7 +162,7 @@ def test_lanes_that_are_not_the_policys_and_other_exports_are_refused(tiers_fold
     write_json(copy / "model.json", read_json(copy / "model.json") | {"lanes": [2]})
     manifest = read_json(copy / "manifest.json")
     found = (copy / "model.json").read_bytes()
-    manifest["files"]["model.json"] = {"bytes": len(found), "sha256": artifacts.sha256_of(copy / "model.json")}
+    manifest["files"]["model.json"] = {"bytes": len(found), "sha256": host.sha256_of(copy / "model.json")}
     write_json(copy / "manifest.json", artifacts.signed(manifest))
     with pytest.raises(InputError, match="has the lanes 2 of tier edge, and its policy says otherwise"):
         TierArtifact(copy)

@@ -1,0 +1,209 @@
+"""Which runtime computes a model's batches on this CPU: XLA or, where a converted model is there, ONNX Runtime.
+
+The faster one is found by measurement when a batch size is first used, and kept for the same model, CPU, number of
+cores and versions in a file of the cache folder. Needs onnxruntime, and what an `Artifact` needs.
+"""
+
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jaxtyping import Float, UInt8
+
+from mlcn_jax import host
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import write_json
+from mlcn_jax.launch import program
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+XLA, ONNX = "xla", "onnxruntime"
+INPUT, OUTPUT = "images", "lengths"  # of a converted model
+TOLERANCE = 1e-5  # of lengths, beyond which a converted model is not used in place of XLA's
+_ROUNDS, _ROUND_SECONDS = 5, 0.05
+_PAUSE_SECONDS = 0.1  # so that the other runtime's threads have gone to sleep
+_log = logging.getLogger("mlcn_jax")
+
+Compute = Callable[[np.ndarray], np.ndarray]
+
+
+class Fastest:
+    """Computes lengths by the runtime that is the faster one for as many images.
+
+    Args:
+      computes: what computes lengths from uint8 images, by runtime, XLA first. The others are used where their lengths
+        differ by no more than `TOLERANCE`.
+      image_shape: height, width and channels.
+      record: file of earlier measurements, or None to keep none.
+      conditions: under which measurements hold: those of others in `record` are replaced.
+
+    Attributes:
+      milliseconds: of each runtime, by the number of images (a power of two, to which others are rounded up).
+    """
+
+    def __init__(
+        self,
+        computes: Mapping[str, Compute],
+        image_shape: tuple[int, int, int],
+        record: Path | None,
+        conditions: Mapping[str, Any],
+    ):
+        self._computes, self._shape, self._record, self._conditions = computes, image_shape, record, conditions
+        self.milliseconds: dict[int, dict[str, float]] = _read(record, conditions, set(computes))
+
+    def __call__(self, images: UInt8[np.ndarray, "n h w c"]) -> Float[np.ndarray, "n classes"]:
+        return self._computes[self.choice(len(images))](images)
+
+    def choice(self, count: int) -> str:
+        """The runtime for so many images, measured if it is not known yet."""
+        size = 1 << (count - 1).bit_length()
+        if size not in self.milliseconds:
+            self.milliseconds[size] = self._measure(size)
+            self._keep()
+        own = self.milliseconds[size]
+        return min(own, key=own.__getitem__)
+
+    def _measure(self, size: int) -> dict[str, float]:
+        images = np.random.default_rng(0).integers(0, 256, (size, *self._shape), np.uint8)
+        able, wanted = {}, None
+        for name, compute in self._computes.items():
+            found = compute(images)
+            wanted = found if wanted is None else wanted
+            differs = difference(found, wanted)
+            if differs <= TOLERANCE:
+                able[name] = compute
+            else:
+                _log.warning("%s differs from %s by %.2g of the lengths and is not used", name, XLA, differs)
+        if len(able) == 1:
+            return dict.fromkeys(able, 0.0)
+        seconds: dict[str, list[float]] = {name: [] for name in able}
+        for _ in range(_ROUNDS):
+            for name, compute in able.items():
+                time.sleep(_PAUSE_SECONDS)
+                once = _seconds(compute, images, 1)
+                seconds[name].append(_seconds(compute, images, max(1, round(_ROUND_SECONDS / once))))
+        return {name: 1000 * statistics.median(values) for name, values in seconds.items()}
+
+    def _keep(self) -> None:
+        if self._record is None:
+            return
+        known = {str(size): own for size, own in sorted(self.milliseconds.items())}
+        try:
+            self._record.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self._record, {**self._conditions, "milliseconds": known})
+        except OSError as error:  # it is measured again next time
+            _log.warning("%s cannot be written (%s)", self._record, error.strerror)
+
+
+def choose(
+    xla: Compute, converted: Path, manifest: Mapping[str, Any], image_shape: tuple[int, int, int], required: bool
+) -> Compute:
+    """What computes the lengths of an exported model.
+
+    Args:
+      xla: the programs of the export.
+      converted: the file of the converted model.
+      manifest: of the export.
+      image_shape: height, width and channels.
+      required: to use ONNX Runtime always, instead of where it is the faster one and can be used.
+
+    Raises:
+      InputError: ONNX Runtime is required and cannot be used.
+    """
+    problem = _problem(converted, manifest)
+    if problem and required:
+        raise InputError(f"runtime {ONNX} cannot be used: {problem}")
+    if problem:
+        _log.warning("computing with XLA, ONNX Runtime cannot be used: %s", problem)
+        return xla
+    session = open_session(converted, host.num_cores())
+
+    own = functools.partial(run, session)
+    if required:
+        return own
+    conditions = {
+        "model": manifest["sha256"],
+        "converted": _description(converted)["sha256"],
+        "cpu": host.name_of(jax.local_devices()[0]),
+        "features": host.cpu_digest(),
+        "cores": host.num_cores(),
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "onnxruntime")},
+    }
+    record = host.cache_folder() / f"runtimes-{manifest['sha256'][:16]}.json"
+    return Fastest({XLA: xla, ONNX: own}, image_shape, record, conditions)
+
+
+def open_session(path: Path, threads: int) -> "onnxruntime.InferenceSession":
+    """A converted model, ready to run on the CPU."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def run(
+    session: "onnxruntime.InferenceSession", images: UInt8[np.ndarray, "n h w c"]
+) -> Float[np.ndarray, "n classes"]:
+    """The lengths that ONNX Runtime computes."""
+    return session.run([OUTPUT], {INPUT: images})[0]
+
+
+def difference(found: Float[np.ndarray, "n classes"], wanted: Float[np.ndarray, "n classes"]) -> float:
+    """The largest difference of lengths, relative to the longest if that is shorter than 1."""
+    return float(np.max(np.abs(found - wanted)) / min(1.0, np.max(wanted)))
+
+
+def _problem(path: Path, manifest: Mapping[str, Any]) -> str:
+    """Why the converted model at `path` cannot stand for an export; empty if it can."""
+    again = f"{program()} onnx --workdir={path.parent.parent} converts it"
+    if not path.is_file():
+        return f"{path} is missing: {again}"
+    try:
+        known = _description(path)
+    except (OSError, ValueError) as error:
+        return f"{path.with_suffix('.json')} cannot be read ({error}): {again} anew"
+    if known.get("export") != manifest["sha256"]:
+        return f"{path} was made of another export: {again} anew"
+    if known.get("sha256") != host.sha256_of(path):
+        return f"{path} was altered or cut: {again} anew"
+    if importlib.util.find_spec("onnxruntime") is None:
+        return "onnxruntime is not installed: pip install 'mlcn_jax[onnxruntime]'"
+    return ""
+
+
+def _description(path: Path) -> dict[str, Any]:
+    return json.loads(path.with_suffix(".json").read_text())
+
+
+def _read(record: Path | None, conditions: Mapping[str, Any], names: set[str]) -> dict[int, dict[str, float]]:
+    """The measurements in `record` that were made under `conditions`."""
+    if record is None:
+        return {}
+    try:
+        kept = json.loads(record.read_text())
+        if {name: kept.get(name) for name in conditions} != dict(conditions):
+            return {}
+        found = {
+            int(size): {str(name): float(ms) for name, ms in own.items()} for size, own in kept["milliseconds"].items()
+        }
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):  # it is only a cache
+        return {}
+    return {size: own for size, own in found.items() if own and set(own) <= names}
+
+
+def _seconds(compute: Compute, images: np.ndarray, count: int) -> float:
+    started = time.perf_counter()
+    for _ in range(count):
+        compute(images)
+    return (time.perf_counter() - started) / count

@@ -1,0 +1,115 @@
+"""The runtime that computes is the one measured to be faster, for the same lengths, on this CPU."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+from mlcn_jax import host
+from mlcn_jax.errors import InputError
+from mlcn_jax.serving import runtime
+from mlcn_jax.serving.artifact import Artifact
+from mlcn_jax.serving.predict import open_model
+
+SHAPE = (4, 4, 1)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(runtime, "_PAUSE_SECONDS", 0)
+    monkeypatch.setattr(runtime, "_ROUND_SECONDS", 0)
+
+
+def lengths_of(calls: list, name: str, seconds=lambda count: 0.0, error: float = 0.0):
+    """A runtime that takes so many seconds and is off by `error`."""
+
+    def compute(images):
+        calls.append((name, len(images)))
+        time.sleep(seconds(len(images)))
+        return images.mean(axis=(1, 2)).repeat(3, axis=1) + np.float32(1 + error)
+
+    return compute
+
+
+def images_of(count: int) -> np.ndarray:
+    return np.zeros((count, *SHAPE), np.uint8)
+
+
+def test_each_batch_size_is_measured_once_and_the_faster_runtime_computes(tmp_path):
+    calls: list = []
+    computes = {
+        "xla": lengths_of(calls, "xla", lambda count: 0.002),
+        "onnxruntime": lengths_of(calls, "onnxruntime", lambda count: 0.001 * count),
+    }
+    record = tmp_path / "cache" / "runtimes.json"
+    fastest = runtime.Fastest(computes, SHAPE, record, {"cpu": "a"})
+    assert fastest.choice(1) == "onnxruntime"
+    assert fastest.choice(7) == "xla"
+    calls.clear()
+    np.testing.assert_array_equal(fastest(images_of(5)), np.ones((5, 3)))
+    assert calls == [("xla", 5)]  # 5 to 8 images count as 8
+    calls.clear()
+    same = runtime.Fastest(computes, SHAPE, record, {"cpu": "a"})
+    assert same.milliseconds == fastest.milliseconds
+    assert (same.choice(1), same.choice(8), calls) == ("onnxruntime", "xla", [])
+    other = runtime.Fastest(computes, SHAPE, record, {"cpu": "b"})
+    assert other.milliseconds == {}
+    assert other.choice(1) == "onnxruntime"
+    assert calls
+    assert set(json.loads(record.read_text())["milliseconds"]) == {"1"}
+
+
+def test_a_runtime_with_other_lengths_is_not_used_however_fast(tmp_path, caplog):
+    calls: list = []
+    computes = {
+        "xla": lengths_of(calls, "xla", lambda count: 0.002),
+        "onnxruntime": lengths_of(calls, "onnxruntime", error=1e-3),
+    }
+    fastest = runtime.Fastest(computes, SHAPE, None, {})
+    assert fastest.choice(2) == "xla"
+    assert "onnxruntime differs from xla by 0.001" in caplog.text
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"cpu": "a"}', '{"cpu": "a", "milliseconds": {"x": 1}}'])
+def test_a_damaged_record_is_measured_again(tmp_path, content):
+    record = tmp_path / "runtimes.json"
+    record.write_text(content)
+    computes = {"xla": lengths_of([], "xla"), "onnxruntime": lengths_of([], "onnxruntime", lambda count: 0.002)}
+    assert runtime.Fastest(computes, SHAPE, record, {"cpu": "a"}).choice(1) == "xla"
+    assert json.loads(record.read_text())["cpu"] == "a"
+
+
+def test_a_converted_model_that_cannot_be_used_is_named(exported, tmp_path, monkeypatch, caplog):
+    folder, converted = tmp_path / "export", tmp_path / "onnx" / "model.onnx"
+    folder.symlink_to(exported / "export")
+    manifest = Artifact(folder).manifest
+    xla = lengths_of([], "xla")
+
+    def refused(pattern: str) -> None:
+        with pytest.raises(InputError, match=pattern):
+            runtime.choose(xla, converted, manifest, SHAPE, required=True)
+        caplog.clear()
+        assert runtime.choose(xla, converted, manifest, SHAPE, required=False) is xla
+        assert "computing with XLA" in caplog.text
+
+    refused(r"model.onnx is missing: .*mlcn_jax onnx --workdir=")
+    converted.parent.mkdir()
+    converted.write_bytes(b"model")
+    refused("model.json cannot be read")
+    description = {"export": "another", "sha256": host.sha256_of(converted)}
+    converted.with_suffix(".json").write_text(json.dumps(description))
+    refused("was made of another export")
+    converted.with_suffix(".json").write_text(json.dumps(description | {"export": manifest["sha256"]}))
+    converted.write_bytes(b"other")
+    refused("was altered or cut")
+    converted.write_bytes(b"model")
+    monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: None)
+    refused(r"pip install .mlcn_jax\[onnxruntime\]")
+
+
+def test_an_unknown_runtime_and_one_without_a_model_are_refused(exported):
+    with pytest.raises(InputError, match="runtime 'tensorrt' is unknown: use auto, xla, onnxruntime"):
+        Artifact(exported / "export", runtime="tensorrt")
+    with pytest.raises(InputError, match=r"model\.onnx is missing"):
+        open_model(str(exported / "export"), "onnxruntime")
