@@ -1,10 +1,14 @@
 """Batching: one thread computes the requests of several clients together.
 
 No request waits for a batch to fill. An idle thread starts with a single item; the items that arrive while it computes
-form the next batch. Needs numpy only.
+form the next batch. With a deadline, batches are no larger than lets the item that has waited longest be done in time,
+and items that cannot be are refused at once. Needs numpy only.
+
+Source: Crankshaw et al. 2017 (Clipper), section 4.3, for batches sized by a deadline; here from times measured before.
 """
 
 import asyncio
+import dataclasses
 import queue
 import threading
 import time
@@ -19,6 +23,22 @@ class Full(Exception):
     """The queue is full."""
 
 
+class Late(Exception):
+    """The result cannot be there by the deadline."""
+
+
+class Gone(Exception):
+    """The client has gone before its turn came."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Waiting:
+    item: np.ndarray
+    future: asyncio.Future
+    due: float  # on the clock of `time.monotonic`
+    is_gone: Callable[[], bool]
+
+
 class Batcher:
     """Computes items for the coroutines of one event loop, in batches.
 
@@ -28,6 +48,7 @@ class Batcher:
       max_batch: largest number of rows in a call, a power of two; 1 turns batching off.
       max_waiting: how many items may wait while others are computed.
       on_batch: called with the number of items of each batch, in the computing thread.
+      deadline_seconds: from `submit` to the result.
 
     Attributes:
       failed: whether the last call of `compute` raised.
@@ -39,8 +60,11 @@ class Batcher:
         max_batch: int,
         max_waiting: int,
         on_batch: Callable[[int], None] = lambda size: None,
+        deadline_seconds: float = float("inf"),
     ):
         self.failed = False
+        self._deadline_seconds = deadline_seconds
+        self._busy_until = 0.0
         self._compute, self._max_batch, self._max_waiting, self._on_batch = compute, max_batch, max_waiting, on_batch
         self._waiting: queue.SimpleQueue = queue.SimpleQueue()
         self._seconds: dict[int, float] = {}
@@ -70,46 +94,78 @@ class Batcher:
         self._waiting.put(None)
         self._thread.join()
 
-    def submit(self, items: Sequence[np.ndarray]) -> list[asyncio.Future]:
+    def submit(self, items: Sequence[np.ndarray], is_gone: Callable[[], bool] = lambda: False) -> list[asyncio.Future]:
         """Returns a future for the row of each item, or for what `compute` raised; called in the event loop.
+
+        An item that is late when its turn comes is not computed, nor is one whose client `is_gone`: their futures raise
+        `Late` and `Gone`.
 
         Raises:
           Full: more than `max_waiting` items would wait; none of these is taken.
+          Late: they cannot be done by the deadline, as far as `warm_up` has timed it; none of these is taken.
         """
         if self.waiting + len(items) > self._max_waiting:
             raise Full
+        now = time.monotonic()
+        if max(self._busy_until - now, 0) + self.seconds_for(self.waiting + len(items)) > self._deadline_seconds:
+            raise Late
         futures = [self._loop.create_future() for _ in items]
-        for pair in zip(items, futures, strict=True):
-            self._waiting.put(pair)
+        for item, future in zip(items, futures, strict=True):
+            self._waiting.put(_Waiting(item, future, now + self._deadline_seconds, is_gone))
         return futures
 
-    def batch_size(self, waiting: int) -> int:
-        """How many of the waiting items to take: the number with the most rows per second, as timed by `warm_up`."""
+    def seconds_for(self, count: int) -> float:
+        """How long so many items take, in batches of the size with the most rows per second; 0 before `warm_up`."""
+        if not self._seconds or not count:
+            return 0.0
+        size = self.batch_size(count)
+        return -(-count // size) * self._seconds[1 << (size - 1).bit_length()]
+
+    def batch_size(self, waiting: int, seconds: float = float("inf")) -> int:
+        """How many of the waiting items to take: the number with the most rows per second, as timed by `warm_up`.
+
+        Args:
+          waiting: at least 1.
+          seconds: that the batch may take; 1 item is taken where that is too short for any.
+        """
         usable = [size for size in self._seconds if size < 2 * waiting]  # the largest may be padded
-        best = max(usable, key=lambda size: (min(size, waiting) / self._seconds[size], size), default=self._max_batch)
-        return min(best, waiting)
+        if not usable:
+            return min(self._max_batch, waiting)
+        quick = [size for size in usable if self._seconds[size] <= seconds] or [1]
+        return min(max(quick, key=lambda size: (min(size, waiting) / self._seconds[size], size)), waiting)
 
     def _run(self) -> None:
-        while (pair := self._waiting.get()) is not None:
-            size = self.batch_size(1 + self._waiting.qsize())
-            pairs = [pair]
-            while len(pairs) < size:
-                if (pair := self._waiting.get()) is None:
+        while (first := self._waiting.get()) is not None:
+            if not self._is_wanted(first):
+                continue
+            size = self.batch_size(1 + self._waiting.qsize(), first.due - time.monotonic())
+            batch = [first]
+            while len(batch) < size and not self._waiting.empty():
+                if (more := self._waiting.get()) is None:
                     self._waiting.put(None)  # so that the loop ends after this batch
                     break
-                pairs.append(pair)
-            self._take(pairs)
+                if self._is_wanted(more):
+                    batch.append(more)
+            self._take(batch)
 
-    def _take(self, pairs: list[tuple[np.ndarray, asyncio.Future]]) -> None:
+    def _is_wanted(self, one: _Waiting) -> bool:
+        """Whether an item is still to be computed; if not, its future raises why."""
+        reason = Gone() if one.is_gone() else Late() if time.monotonic() > one.due else None
+        if reason is not None:
+            self._loop.call_soon_threadsafe(_deliver, [one.future], [reason])
+        return reason is None
+
+    def _take(self, batch: list[_Waiting]) -> None:
+        self._busy_until = time.monotonic() + self.seconds_for(len(batch))
         try:
-            rows: Iterable = self._compute(np.stack([item for item, _ in pairs]))
+            rows: Iterable = self._compute(np.stack([one.item for one in batch]))
             self.failed = False
         except Exception as error:
-            rows = [error] * len(pairs)
+            rows = [error] * len(batch)
             self.failed = True
-        self._on_batch(len(pairs))
-        futures = [future for _, future in pairs]
-        self._loop.call_soon_threadsafe(_deliver, futures, rows)
+        self._busy_until = 0.0
+        self._on_batch(len(batch))
+        self._loop.call_soon_threadsafe(_deliver, [one.future for one in batch], rows)
 
 
 def _deliver(futures: Sequence[asyncio.Future], rows: Iterable) -> None:

@@ -21,9 +21,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlcn_jax.serving.batching import Batcher, Full
+from mlcn_jax.errors import InputError
+from mlcn_jax.serving.batching import Batcher, Full, Gone, Late
 
 SMALL_BYTES = 2**13  # of a body that is read in less time than handing it to a thread takes
+IS_GONE = "mlcn_jax.is_gone"  # in the scope of a request: whether its client has gone
 _BODIES_HELD = 8  # how many bodies of the largest size may be held at once, or smaller ones with as many bytes
 _READERS = 2  # threads that read what is not small
 _RETRY = {"Retry-After": "1"}
@@ -42,6 +44,7 @@ class Limits:
       max_images: in one request.
       max_connections: at a time.
       timeout_seconds: in which a request must have arrived completely.
+      deadline_seconds: from then to its answer, beyond which it is refused; 0 sets none.
     """
 
     max_batch: int
@@ -50,6 +53,7 @@ class Limits:
     max_images: int
     max_connections: int
     timeout_seconds: float
+    deadline_seconds: float = 0.0
 
 
 class Metrics:
@@ -120,7 +124,8 @@ class BatchService:
 
     def __init__(self, compute: Callable[[np.ndarray], np.ndarray], row: np.ndarray, limits: Limits):
         self.limits, self._row = limits, row
-        self.batcher = Batcher(compute, limits.max_batch, limits.max_queue, self._count_batch)
+        deadline = limits.deadline_seconds or float("inf")
+        self.batcher = Batcher(compute, limits.max_batch, limits.max_queue, self._count_batch, deadline)
         self.metrics = Metrics(lambda: self.batcher.waiting)
         self._readers = concurrent.futures.ThreadPoolExecutor(_READERS, "reader")
         self._held_bytes = 0
@@ -130,8 +135,14 @@ class BatchService:
         raise NotImplementedError
 
     def warm_up(self) -> None:
-        """Compiles all programs."""
+        """Compiles all programs; raises InputError if one image alone takes longer than the deadline."""
         self.batcher.warm_up(self._row)
+        seconds, deadline = self.batcher.seconds_for(1), self.limits.deadline_seconds
+        if deadline and seconds > deadline:
+            raise InputError(
+                f"one image alone takes {seconds:.2g} seconds, so that nothing would be answered within "
+                f"--deadline_seconds={deadline:g}: give a longer one, or a smaller model"
+            )
 
     @contextlib.asynccontextmanager
     async def running(self, app: Any):
@@ -184,12 +195,22 @@ class BatchService:
         if self.batcher.waiting >= self.limits.max_queue:
             raise self._full()
 
-    async def rows(self, items: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The computed row of each item; raises HTTPException if the queue is full or the model fails."""
+    async def rows(self, items: Sequence[np.ndarray], is_gone: Callable[[], bool] = lambda: False) -> list[np.ndarray]:
+        """The computed row of each item.
+
+        Raises:
+          ClientDisconnect: the client `is_gone`, and not all items were computed.
+          HTTPException: the queue is full, the deadline cannot be met, or the model fails.
+        """
         try:
-            return [await row for row in self.batcher.submit(items)]
+            return [await row for row in self.batcher.submit(items, is_gone)]
         except Full as error:
             raise self._full() from error
+        except Late as error:
+            told = f"no answer within {self.limits.deadline_seconds:g} seconds: try again"
+            raise HTTPException(503, told, _RETRY) from error
+        except Gone as error:
+            raise ClientDisconnect from error
         except Exception as error:
             _log.error("the model failed: %s", (str(error).splitlines() or [repr(error)])[0])
             raise HTTPException(500, "the model failed") from error

@@ -13,6 +13,7 @@ _CODES = {
     "415": "the content type is not supported",
     "429": "too many requests are waiting: try again",
     "500": "the model failed",
+    "503": "it cannot be answered within the deadline: try again",
 }
 
 

@@ -25,6 +25,7 @@ codes: 0 ended in this way, 2 input that cannot be used.
 
 import argparse
 import asyncio
+import dataclasses
 import importlib.util
 import ipaddress
 import json
@@ -103,6 +104,8 @@ def _protocol(service: "BatchService"):
     from starlette.responses import JSONResponse
     from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+    from mlcn_jax.serving.http_service import IS_GONE
+
     limits, metrics = service.limits, service.metrics
     too_many = {"error": f"more than {limits.max_connections} connections are open: try again"}
     busy = metrics.counting(JSONResponse(too_many, 429, {"Retry-After": "1", "Connection": "close"}))
@@ -128,6 +131,7 @@ def _protocol(service: "BatchService"):
 
         def _start_asgi_task(self, cycle, app):
             self._running = cycle
+            cycle.scope[IS_GONE] = lambda: cycle.disconnected
             super()._start_asgi_task(cycle, app)
 
         def data_received(self, data):
@@ -218,6 +222,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", help=MODEL_HELP)
     parser.add_argument("--runtime", default="auto", help=RUNTIME_HELP)
+    deadline = "from a request to its answer; what cannot be answered by then is refused (503); 0 sets no deadline"
+    parser.add_argument("--deadline_seconds", default=0.0, type=float, help=deadline)
     add_limits(parser)
     return parser
 
@@ -278,7 +284,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serves what `argv` says, or the command line, until a signal comes."""
     arguments = _parser().parse_args(argv)
     check_packages()
-    limits = limits_of(arguments)
+    if not 0 <= arguments.deadline_seconds < float("inf"):
+        raise InputError(f"--deadline_seconds={arguments.deadline_seconds} must be 0 or more")
+    limits = dataclasses.replace(limits_of(arguments), deadline_seconds=arguments.deadline_seconds)
     listener = bind(arguments.host, arguments.port)
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or XLA tells of each constant that takes a second to fold

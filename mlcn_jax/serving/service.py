@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from mlcn_jax.data.images import FORMATS, read_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.serving import page
-from mlcn_jax.serving.http_service import SMALL_BYTES, BatchService, Limits
+from mlcn_jax.serving.http_service import IS_GONE, SMALL_BYTES, BatchService, Limits
 from mlcn_jax.serving.openapi import description
 
 if TYPE_CHECKING:
@@ -78,9 +78,9 @@ class Service(BatchService):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             asked = await self.read(scope, receive)
+            rows = iter(await self.rows(asked.good, scope.get(IS_GONE, lambda: False)))
         except ClientDisconnect:
             return
-        rows = iter(await self.rows(asked.good))
         found = [{"error": p} if isinstance(p, str) else self.prediction(next(rows), asked) for p in asked.pixels]
         await self.answer(found)(scope, receive, send)
 

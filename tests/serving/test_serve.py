@@ -29,7 +29,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.serving import artifact
 from mlcn_jax.serving import server as server_lib
 from mlcn_jax.serving.batching import Batcher, Full
-from mlcn_jax.serving.http_service import Limits, application
+from mlcn_jax.serving.http_service import IS_GONE, Limits, application
 from mlcn_jax.serving.server import bind, main
 from mlcn_jax.serving.service import Service
 
@@ -434,9 +434,11 @@ async def until(condition):
         await asyncio.sleep(0.01)
 
 
-async def ask(app, body, path="/predict", method="POST", whole=None, query=b"", headers=(), parse=json.loads):
-    """Status, headers and answer of an ASGI application; the body ends once `whole` is set."""
-    scope = {"type": "http", "method": method, "path": path, "query_string": query, "root_path": ""}
+async def ask(
+    app, body, path="/predict", method="POST", whole=None, query=b"", headers=(), parse=json.loads, scope=None
+):
+    """Status, headers and answer of an ASGI application, if there is one; the body ends once `whole` is set."""
+    scope = {**(scope or {}), "type": "http", "method": method, "path": path, "query_string": query, "root_path": ""}
     scope["headers"] = [(name.lower().encode(), value.encode()) for name, value in dict(headers).items()]
     sent, parts = [], [body, b""] if whole else [body]
 
@@ -450,7 +452,7 @@ async def ask(app, body, path="/predict", method="POST", whole=None, query=b"", 
         sent.append(message)
 
     await app(scope, receive, send)
-    return sent[0]["status"], dict(sent[0]["headers"]), parse(sent[1]["body"])
+    return (sent[0]["status"], dict(sent[0]["headers"]), parse(sent[1]["body"])) if sent else None
 
 
 def in_process(check, **limits):
@@ -660,6 +662,59 @@ def test_more_than_may_wait_is_not_taken():
         batcher.submit([np.zeros(1)] * 4)
 
 
+def test_a_batch_is_no_larger_than_its_first_item_has_time_for():
+    batcher = Batcher(lambda items: items, 8, 100)
+    batcher._seconds = {1: 1.0, 2: 1.2, 4: 1.6, 8: 2.4}
+    assert [batcher.batch_size(50, left) for left in (5, 2.4, 2, 1.3, 0.1)] == [8, 8, 4, 2, 1]
+
+
+def test_what_cannot_be_answered_by_the_deadline_is_refused_at_once_and_late_items_are_not_computed():
+    async def check(app, slow, service):
+        service.batcher._seconds = {1: 0.2, 2: 0.2, 4: 0.2, 8: 0.2}
+        asked = [asyncio.create_task(ask(app, pixel(0)))]
+        await until(slow.entered.is_set)
+        asked.append(asyncio.create_task(ask(app, pixel(200))))
+        await until(lambda: service.batcher.waiting == 1)
+        service.batcher._seconds |= {1: 0.6, 2: 1.1}
+        status, headers, answer = await ask(app, pixel(201))
+        assert (status, headers[b"retry-after"]) == (503, b"1")
+        assert answer == {"error": "no answer within 1 seconds: try again"}
+        assert service.batcher.waiting == 1
+        await asyncio.sleep(1)  # until the waiting one is late
+        slow.go.set()
+        first, second = await asyncio.gather(*asked)
+        assert (first[0], second[0], slow.sizes) == (200, 503, [1])
+        assert (await ask(app, pixel(202)))[0] == 200
+
+    in_process(check, deadline_seconds=1.0)
+
+
+def test_a_model_too_slow_for_the_deadline_is_named():
+    slow = Slow()
+    slow.go.set()
+    slow.probabilities = lambda images: time.sleep(0.02) or np.zeros((len(images), 2))
+    limits = Limits(2, 8, 1000, 4, 9, timeout_seconds=5, deadline_seconds=0.01)
+    with pytest.raises(InputError, match=r"one image alone takes 0\.02\d? seconds.*--deadline_seconds=0\.01"):
+        Service(slow, limits).warm_up()
+
+
+def test_what_a_client_no_longer_waits_for_is_not_computed():
+    async def check(app, slow, service):
+        gone = []
+        asked = [asyncio.create_task(ask(app, pixel(0)))]
+        await until(slow.entered.is_set)
+        for value in (100, 101):
+            asked.append(asyncio.create_task(ask(app, pixel(value), scope={IS_GONE: lambda v=value: v in gone})))
+        await until(lambda: service.batcher.waiting == 2)
+        gone.append(100)
+        slow.go.set()
+        first, left, stayed = await asyncio.gather(*asked)
+        assert (first[0], left, stayed[0]) == (200, None, 200)
+        assert slow.sizes == [1, 1]
+
+    in_process(check)
+
+
 def run_serve(*options):
     done = subprocess.run(
         [sys.executable, "-m", "mlcn_jax.serve", *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=100
@@ -683,6 +738,7 @@ def test_an_address_in_use_gives_one_error(tmp_path):
         ("--port=70000", "0 to 65535"),
         ("--max_body_mib=0", "above 0"),
         ("--timeout_seconds=nan", "above 0"),
+        ("--deadline_seconds=-1", "0 or more"),
         ("--max_images=300", "max_queue=256"),
         ("--host=no.such.host.invalid", "cannot listen"),
         ("--port=0", "folder does not exist"),
