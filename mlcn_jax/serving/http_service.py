@@ -8,12 +8,14 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import prometheus_client
+import prometheus_client.multiprocess
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -61,7 +63,12 @@ class Metrics:
 
     def __init__(self, waiting: Callable[[], int]):
         self._registry = registry = prometheus_client.CollectorRegistry()
-        prometheus_client.ProcessCollector(registry=registry)
+        self._all = registry  # of all processes
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            self._all = prometheus_client.CollectorRegistry()
+            prometheus_client.multiprocess.MultiProcessCollector(self._all)
+        else:
+            prometheus_client.ProcessCollector(registry=registry)
         self._requests = prometheus_client.Counter(
             "mlcn_jax_requests", "Requests that were answered", ["path", "status"], registry=registry
         )
@@ -71,18 +78,25 @@ class Metrics:
             buckets=[2.0**i for i in range(-10, 4)],
             registry=registry,
         )
-        self.batch_images = prometheus_client.Histogram(
+        self._batch_images = prometheus_client.Histogram(
             "mlcn_jax_batch_images",
             "Images that were computed together",
             buckets=[2**i for i in range(8)],
             registry=registry,
         )
-        queue = prometheus_client.Gauge("mlcn_jax_waiting_images", "Images that wait", registry=registry)
-        queue.set_function(waiting)
+        self._queue = prometheus_client.Gauge(
+            "mlcn_jax_waiting_images", "Images that wait", registry=registry, multiprocess_mode="livesum"
+        )
+        self._waiting = waiting
 
     def counter(self, name: str, meaning: str, labels: Sequence[str]) -> prometheus_client.Counter:
         """A counter of a service's own, `mlcn_jax_NAME`."""
         return prometheus_client.Counter(f"mlcn_jax_{name}", meaning, labels, registry=self._registry)
+
+    def batch(self, size: int) -> None:
+        """Counts a batch of so many images."""
+        self._batch_images.observe(size)
+        self._queue.set(self._waiting())
 
     def count(self, status: int, path: str = "") -> None:
         """Counts one answer; `path` is one of the routes, or empty."""
@@ -108,7 +122,8 @@ class Metrics:
 
     def text(self) -> bytes:
         """All counts, in the format of Prometheus."""
-        return prometheus_client.generate_latest(self._registry)
+        self._queue.set(self._waiting())
+        return prometheus_client.generate_latest(self._all)
 
 
 class BatchService:
@@ -216,7 +231,7 @@ class BatchService:
             raise HTTPException(500, "the model failed") from error
 
     def _count_batch(self, size: int) -> None:
-        self.metrics.batch_images.observe(size)
+        self.metrics.batch(size)
 
     def _too_large(self) -> HTTPException:
         return HTTPException(413, f"the body has more than {self.limits.max_body_bytes / 2**20:g} MiB")

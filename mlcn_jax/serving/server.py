@@ -26,6 +26,7 @@ codes: 0 ended in this way, 2 input that cannot be used.
 import argparse
 import asyncio
 import dataclasses
+import functools
 import importlib.util
 import ipaddress
 import json
@@ -38,6 +39,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlcn_jax.errors import InputError
+from mlcn_jax.launch import EXIT_INPUT
 from mlcn_jax.serving.predict import MODEL_HELP, RUNTIME_HELP, open_model
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 _PACKAGES = ("httptools", "prometheus_client", "python_multipart", "starlette", "uvicorn")
 _MAX_HEAD_BYTES = 2**16  # of a request, with what frames the parts of its body
 _MAX_PIPELINED = 16  # requests that a client may send before the first is answered
+_DRAIN_SECONDS = 0.1  # for reading what arrived before the signal
 _SWITCH_SECONDS = 2e-4  # how long the computing thread waits for Python's lock; the default is as long as a batch takes
 _log = logging.getLogger("mlcn_jax")
 
@@ -65,8 +68,6 @@ def serve(service: "BatchService", listener: socket.socket, message: str, **tls:
     """
     import uvicorn
 
-    from mlcn_jax.serving.http_service import application
-
     class Server(uvicorn.Server):
         async def startup(self, sockets=None):
             try:
@@ -76,27 +77,54 @@ def serve(service: "BatchService", listener: socket.socket, message: str, **tls:
             print(message, flush=True)
 
         async def shutdown(self, sockets=None):
-            await asyncio.sleep(0.1)  # to read what arrived before the signal
+            await asyncio.sleep(_DRAIN_SECONDS)
             await super().shutdown(sockets)
 
-    config = uvicorn.Config(
-        application(service),
-        http=_protocol(service),
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        log_level=logging.ERROR,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_graceful_shutdown=int(3 * service.limits.timeout_seconds) + 1,
-        **tls,
-    )
-    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # the answer tells the client
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    config = uvicorn.Config("", **_settings(service.limits), **tls)
+    _complete(service, config)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # uvicorn has its own, and raises the signal again at the end
     Server(config).run(sockets=[listener])
+
+
+def _settings(limits: "Limits") -> dict[str, Any]:
+    """uvicorn's settings that need no model."""
+    return {
+        "ws": "none",
+        "lifespan": "on",
+        "log_config": None,
+        "log_level": logging.ERROR,
+        "access_log": False,
+        "proxy_headers": False,
+        "server_header": False,
+        "timeout_graceful_shutdown": int(3 * limits.timeout_seconds) + 1,
+    }
+
+
+def _complete(service: "BatchService", config: Any) -> None:
+    """Completes uvicorn's settings, and this process's, with what serves a warm model."""
+    from mlcn_jax.serving.http_service import application
+
+    config.app, config.http = application(service), _protocol(service)
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # the answer tells the client
+    sys.setswitchinterval(_SWITCH_SECONDS)
+
+
+def _complete_worker(arguments: argparse.Namespace, limits: "Limits", config: Any) -> None:
+    try:
+        _complete(_warm_service(arguments, limits), config)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_INPUT)
+
+
+def _warm_service(arguments: argparse.Namespace, limits: "Limits") -> "BatchService":
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or XLA tells of each constant that takes a second to fold
+    from mlcn_jax.serving.service import Service  # slow to load: a mistaken argument has been answered
+
+    service = Service(open_model(arguments.model, arguments.runtime), limits)
+    service.warm_up()
+    return service
 
 
 def _protocol(service: "BatchService"):
@@ -156,6 +184,9 @@ def _protocol(service: "BatchService"):
         def on_message_complete(self):
             super().on_message_complete()
             self._coming_since = None
+
+        def shutdown(self):
+            self.loop.call_later(_DRAIN_SECONDS, super().shutdown)
 
         def send_400_response(self, msg):
             self._refuse(400, "this is not HTTP")
@@ -224,6 +255,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--runtime", default="auto", help=RUNTIME_HELP)
     deadline = "from a request to its answer; what cannot be answered by then is refused (503); 0 sets no deadline"
     parser.add_argument("--deadline_seconds", default=0.0, type=float, help=deadline)
+    workers = "processes, each with the model; SIGHUP replaces them one by one without losing a request"
+    parser.add_argument("--workers", default=1, type=int, help=workers)
     add_limits(parser)
     return parser
 
@@ -286,13 +319,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_packages()
     if not 0 <= arguments.deadline_seconds < float("inf"):
         raise InputError(f"--deadline_seconds={arguments.deadline_seconds} must be 0 or more")
+    if arguments.workers < 1:
+        raise InputError(f"--workers={arguments.workers} must be 1 or more")
     limits = dataclasses.replace(limits_of(arguments), deadline_seconds=arguments.deadline_seconds)
     listener = bind(arguments.host, arguments.port)
 
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or XLA tells of each constant that takes a second to fold
-    from mlcn_jax.serving.service import Service  # slow to load: a mistaken argument has been answered
-
-    service = Service(open_model(arguments.model, arguments.runtime), limits)
-    service.warm_up()
     url = url_of(listener)
-    serve(service, listener, f"serving {arguments.model} at {url}/predict, and a page at {url}/")
+    message = f"serving {arguments.model} at {url}/predict, and a page at {url}/"
+    if arguments.workers == 1:
+        serve(_warm_service(arguments, limits), listener, message)
+        return
+    from mlcn_jax.serving import workers
+
+    complete = functools.partial(_complete_worker, arguments, limits)
+    if not workers.run(complete, listener, arguments.workers, message, **_settings(limits)):
+        sys.exit(EXIT_INPUT)

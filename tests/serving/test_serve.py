@@ -739,6 +739,7 @@ def test_an_address_in_use_gives_one_error(tmp_path):
         ("--max_body_mib=0", "above 0"),
         ("--timeout_seconds=nan", "above 0"),
         ("--deadline_seconds=-1", "0 or more"),
+        ("--workers=0", "1 or more"),
         ("--max_images=300", "max_queue=256"),
         ("--host=no.such.host.invalid", "cannot listen"),
         ("--port=0", "folder does not exist"),
