@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _PACKAGES = ("httptools", "prometheus_client", "python_multipart", "starlette", "uvicorn")
 _MAX_HEAD_BYTES = 2**16  # of a request, with what frames the parts of its body
 _MAX_PIPELINED = 16  # requests that a client may send before the first is answered
-_DRAIN_SECONDS = 0.1  # for reading what arrived before the signal
+_DRAIN_SECONDS = 0.3  # for what was on its way when the signal came
 _SWITCH_SECONDS = 2e-4  # how long the computing thread waits for Python's lock; the default is as long as a batch takes
 _log = logging.getLogger("mlcn_jax")
 
@@ -144,6 +144,7 @@ def _protocol(service: "BatchService"):
             self._coming_since: float | None = self.loop.time()  # None while all that came has been read
             self._head_bytes = 0  # that came with a request, less twice what is of its body
             self._was_stuck = False
+            self._is_ending = False
             self._running = None
             self._timer = self.loop.call_later(limits.timeout_seconds, self._look)
             if len(self.connections) > limits.max_connections:
@@ -159,6 +160,7 @@ def _protocol(service: "BatchService"):
 
         def _start_asgi_task(self, cycle, app):
             self._running = cycle
+            cycle.keep_alive &= not self._is_ending
             cycle.scope[IS_GONE] = lambda: cycle.disconnected
             super()._start_asgi_task(cycle, app)
 
@@ -186,6 +188,10 @@ def _protocol(service: "BatchService"):
             self._coming_since = None
 
         def shutdown(self):
+            """Tells the client with its next answer that the connection ends; ends it if nothing more is asked."""
+            self._is_ending = True
+            if self.cycle is not None and not self.cycle.response_started:
+                self.cycle.keep_alive = False
             self.loop.call_later(_DRAIN_SECONDS, super().shutdown)
 
         def send_400_response(self, msg):
