@@ -8,7 +8,7 @@ A page marks a place with two comments, and what lies between them is made here:
     <!-- made: NAME -->
     <!-- end -->
 
-NAME is a function of docs/result_tables.py, or of docs/error_messages.py, which makes error messages by provoking them.
+NAME is a function of docs/tables, or of docs/error_messages.py, which makes error messages by provoking them.
 A test runs the check, so that no figure can differ from what was measured, and no message from what the code says.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-import result_tables
+import tables
 
 sys.path.append(str(Path(__file__).parents[1]))  # mlcn_jax, also where it is not installed
 ROOT = Path(__file__).parents[1]
@@ -40,8 +40,8 @@ def places(text: str) -> Iterator[tuple[str, str]]:
 
 def made(name: str) -> str:
     """What belongs between the marks of `name`."""
-    if name in result_tables.MADE:
-        return f"\n{result_tables.MADE[name]().strip()}\n\n"
+    if name in tables.MADE:
+        return f"\n{tables.MADE[name]().strip()}\n\n"
     os.environ.update(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="1")
     with mock.patch("shutil.which", return_value="mlcn_jax"):  # as where the package is installed
         import error_messages  # loads JAX, which the tables do without

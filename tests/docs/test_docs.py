@@ -13,7 +13,7 @@ from conftest import REPOSITORY
 sys.path.append(str(REPOSITORY / "docs"))
 
 import make_tables
-import result_tables
+import tables
 
 from mlcn_jax.config import RunConfig, flat
 
@@ -47,7 +47,7 @@ def test_a_figure_that_was_changed_by_hand_is_found():
 
 def test_every_table_has_a_place():
     placed = {name for text in PAGES.values() for name, _ in make_tables.places(text)}
-    assert set(result_tables.MADE) <= placed
+    assert set(tables.MADE) <= placed
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/results/") or page == "README.md"])

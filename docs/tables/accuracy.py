@@ -1,0 +1,231 @@
+"""Tables of accuracy."""
+
+from collections.abc import Mapping, Sequence
+from statistics import mean
+from typing import Any
+
+from tables.parts import (
+    NOT_RUN,
+    accuracy_text,
+    commands_of,
+    curve_of,
+    data_title,
+    experiment,
+    measured_on,
+    percent,
+    place,
+    row_title,
+    runs_line,
+    table_of,
+    verdict,
+)
+
+
+def _table_4_1(columns: Sequence[str], differences: bool) -> str:
+    result = experiment("table_4_1_full")
+    rows = []
+    for row in result["rows"]:
+        if not any(row["accuracy"].get(column) for column in columns):
+            continue
+        cells = [
+            accuracy_text(row["accuracy"].get(column)) + (verdict(row["difference"].get(column)) if differences else "")
+            for column in columns
+        ]
+        rows.append([row_title(row["row"], result["runs"]), f"{row['published_accuracy']:.2f}", *cells])
+    titles = ["as published" if column == "published" else f"`{column}`" for column in columns]
+    return table_of(" | ".join(["test accuracy in %, 20 epochs", "thesis", *titles]), rows)
+
+
+@place
+def readme_accuracy() -> str:
+    runs = experiment("table_4_1_full")["runs"]
+    table = _table_4_1(["published", "tuned", "tuned_per_lane"], differences=False)
+    return f"{table}\n\n*One seed each; a range is the least and the most of three seeds. {runs_line(runs)[1:]}"
+
+
+@place
+def table_4_1_full() -> str:
+    result = experiment("table_4_1_full")
+    text = _table_4_1(["published", "signed_pixels", "tuned", "tuned_per_lane"], differences=True)
+    run = {(row["row"], c) for row in result["rows"] for c, s in row["accuracy"].items() if s}
+    missing = [row["row"] for row in result["rows"] if not any(key[0] == row["row"] for key in run)]
+    titles = "; ".join(row_title(row, result["runs"]) for row in missing)
+    rest = f"Not run at this scale: {titles}." if missing else ""
+    return f"{text}\n\n{runs_line(result['runs'])} {rest}\n\n{commands_of(result['runs'])}"
+
+
+@place
+def table_4_1_parameters() -> str:
+    result = experiment("table_4_1_full")
+    rows = [
+        [
+            row_title(row["row"], ()),
+            f"{row['published_parameters']:,}" if row["published_parameters"] else "-",
+            f"{row['parameters']:,}" if row["parameters"] else NOT_RUN,
+        ]
+        for row in result["rows"]
+    ]
+    return table_of("model | parameters in the thesis | here, without the prior bias", rows)
+
+
+@place
+def table_4_1_cpu() -> str:
+    result, curves = experiment("table_4_1_cpu"), experiment("learning_curves")
+    peers = {row["lanes"] + key.split("_")[0]: row["tensorflow_accuracy"] for key, row in curves.items()}
+    rows = []
+    for row in result["rows"]:
+        runs = [r for r in result["runs"] if r["facts"]["row"] == row["row"] and r["facts"]["column"] == "published"]
+        if not runs:
+            continue
+        kind = row["row"].split("_")[1]
+        peer = peers.get(f"{kind}:w4*4{row['row'].split('_')[0]}") or []
+        rows.append(
+            [
+                row_title(row["row"], result["runs"]),
+                curve_of(runs[0]),
+                ", ".join(f"{value:.2f}" for value in peer) or "-",
+                *(accuracy_text(row["accuracy"].get(column)) for column in ("per_class", "augmented", "tuned")),
+            ]
+        )
+    header = (
+        "test accuracy in % | as published, epochs 1 to 3 | TensorFlow, 4x4 | `per_class`, epoch 3 | `augmented` | "
+        "`tuned`"
+    )
+    return f"{table_of(header, rows)}\n\n{runs_line(result['runs'])}\n\n{commands_of(result['runs'])}"
+
+
+@place
+def learning_curves() -> str:
+    result = experiment("learning_curves")
+    rows = [
+        [
+            data_title(row["data"]),
+            f"`{row['lanes']}`",
+            row["num_runs"],
+            *(f"{value:.2f}" for value in row["mean_accuracy_per_epoch"][:3]),
+            ", ".join(f"{value:.2f}" for value in row["tensorflow_accuracy"]) or "-",
+        ]
+        for _, row in sorted(result.items(), reverse=True)
+    ]
+    first = next(iter(next(iter(result.values()))["runs"].values()))
+    spreads = {key: row["spread_per_epoch"][2] for key, row in result.items() if key.startswith("cifar")}
+    apart = " and ".join(f"{value:.1f} ({key.split('_')[1]})" for key, value in sorted(spreads.items()))
+    return (
+        f"{table_of('data | lanes | seeds | epoch 1 | epoch 2 | epoch 3 | TensorFlow, epochs 1 to 3', rows)}\n\n"
+        f"{measured_on(first)}\n\n"
+        f"After 3 epochs of CIFAR-10 the three seeds lie {apart} points apart, so smaller differences say little."
+    )
+
+
+@place
+def quickstart_seeds() -> str:
+    result = experiment("quickstart_seeds")
+    values = [row["test_accuracy"] for row in result["rows"]]
+    return (
+        f"`make train` (`configs/quickstart.py`) reaches {percent(mean(values), 1)} % test accuracy on average over "
+        f"{len(values)} seeds, {percent(min(values), 1)} to {percent(max(values), 1)}, with "
+        f"{result['rows'][0]['parameters']:,} parameters.\n\n{measured_on(result, f'{len(values)} runs')}"
+    )
+
+
+@place
+def tuning_cpu() -> str:
+    result = experiment("table_4_1_tuning_cpu")
+    keys = list(result["rows"])
+    names = list(dict.fromkeys(name for row in result["rows"].values() for name in row))
+    rows = []
+    for name in names:
+        spreads = [result["rows"][key].get(name) for key in keys]
+        if any(spreads):
+            used = {"adamw_flip_signed": ", `tuned`", "adamw_flip_signed_per_lane": ", `tuned_per_lane`"}.get(name, "")
+            rows.append([f"`{name}`{used}", _settings(result, name), *map(accuracy_text, spreads)])
+    header = " | ".join(["candidate", "what it changes", *(row_title(key, result["runs"]) for key in keys)])
+    return f"{table_of(header, rows)}\n\n{runs_line(result['runs'])}\n\n{commands_of(result['runs'])}"
+
+
+def _settings(result: Mapping[str, Any], name: str) -> str:
+    cifar, fashion = (result["settings"][data].get(name, {}) for data in ("cifar10", "fashion_mnist"))
+
+    def told(values: Mapping[str, Any]) -> str:
+        return ", ".join(f"{field.split('.')[1]}={value}" for field, value in values.items())
+
+    other = told({field: value for field, value in fashion.items() if cifar.get(field) != value})
+    return (told(cifar) or "nothing") + (f" (Fashion-MNIST: {other})" if other else "")
+
+
+@place
+def tuning_full() -> str:
+    result = experiment("table_4_1_tuning_full")
+    rows = [
+        [f"`{name}`", _settings(result, name), *(accuracy_text(result["rows"][key][name]) for key in result["rows"])]
+        for name in next(iter(result["rows"].values()))
+        if any(result["rows"][key][name] for key in result["rows"])
+    ]
+    header = " | ".join(["candidate", "what it changes", *(row_title(key, result["runs"]) for key in result["rows"])])
+    return f"{table_of(header, rows)}\n\n{runs_line(result['runs'])}\n\n{commands_of(result['runs'])}"
+
+
+def _residual_rows(validation: bool) -> str:
+    result = experiment("residual_lanes_full")
+    rows = []
+    for row in result["rows"]:
+        if (row["split"] == "validation") != validation:
+            continue
+        percents = [accuracy_text(row[name]) for name in ("accuracy", "accuracy_flips")]
+        alone = ", ".join(f"{row[name][0]:.2f}" for name in ("by_lanes", "by_lanes_flips"))
+        errors = [f"{row[name]['mean']:.4f}" for name in ("nll", "calibration_error")]
+        seconds, rate = row["train_seconds"]["mean"], row["product_gflops_per_second"]["mean"]
+        model = [row["row"], f"`{row['lanes']}`", row["epochs"], f"{row['flops'] / 1e15:.3f}", f"{row['parameters']:,}"]
+        rows.append([*model, *percents, alone, *errors, f"{seconds / 60:.0f}", f"{rate:.0f}"])
+    header = (
+        "row | lanes | epochs | PFLOP | parameters | accuracy | with flips | a lane alone, without and with | NLL | ECE"
+        " | minutes | GFLOP/s of matrix products"
+    )
+    runs = [run for run in result["runs"] if (run.get("split") == "validation") == validation]
+    return f"{table_of(header, rows)}\n\n{runs_line(runs)}\n\n{commands_of(runs)}"
+
+
+@place
+def residual_trials() -> str:
+    return _residual_rows(validation=True)
+
+
+@place
+def signed_pixels() -> str:
+    tuning, full = experiment("table_4_1_tuning_cpu"), experiment("table_4_1_full")
+    gains = {
+        key.split("_")[1]: row["signed_pixels"]["mean"] - row["published"]["mean"]
+        for key, row in tuning["rows"].items()
+        if row.get("signed_pixels")
+    }
+    row = next(row for row in full["rows"] if row["row"] == "cifar_mlcn2_4x4")
+    test = row["accuracy"]["signed_pixels"]["mean"] - row["accuracy"]["published"]["mean"]
+    return (
+        f"With pixels in [-1, 1] instead of the published [0, 1], and nothing else changed, on "
+        f"{data_title(next(r['data'] for r in tuning['runs'] if r['facts']['row'].startswith('cifar')))}: "
+        f"mlcn1 gains {gains['mlcn1']:.1f} points and mlcn2 {gains['mlcn2']:.1f} on validation images after 3 epochs; "
+        f"mlcn2 gains {test:.1f} on test images after 20. One seed each."
+    )
+
+
+@place
+def batch_size() -> str:
+    result = experiment("batch_size_cpu")
+    rows = [
+        [
+            row_title(point["row"], result["runs"]),
+            point["batch_size"],
+            accuracy_text(point["test_accuracy"]),
+            f"{point['accuracy_difference']:+.2f}",
+            "{:.2f} ({:.2f} to {:.2f})".format(*point["speedup"]),
+        ]
+        for point in result["points"]
+    ]
+    header = "model | batch | test accuracy in % | minus that of batch 100 | times as fast as batch 100"
+    rounds = len(next(iter(next(iter(result["speeds"].values()))["images_per_second"].values())))
+    speeds = sorted({speed["command"] for speed in result["speeds"].values()})
+    more = "\n".join(f"- speeds: `{command}`" for command in speeds)
+    return (
+        f"{table_of(header, rows)}\n\n{runs_line(result['runs'])} "
+        f"Speed: median, least and most of {rounds} rounds.\n\n{commands_of(result['runs'])}\n{more}"
+    )

@@ -1,0 +1,173 @@
+"""Tables of placement: the cost model, the simulator, partitioners and scaling."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tables.parts import experiment, measured_on, percent, place, table_of
+
+
+@place
+def cost_model() -> str:
+    result = experiment("cost_model")
+    names = {
+        "seconds": "seconds, device profile",
+        "seconds, thesis, scaled": "seconds, thesis's formula, scaled",
+        "memory": "memory, device profile",
+        "memory, thesis, scaled": "memory, thesis's formula, scaled",
+    }
+
+    def row(title: str, fit: Mapping[str, float]) -> list[str]:
+        return [
+            title,
+            f"{fit['pearson_r']:.4f}" if fit["pearson_r"] > 0.9 else f"{fit['pearson_r']:.2f}",
+            f"{percent(fit['mean_error'], 1)} %",
+            f"{percent(fit['within_10_percent'], 0)} %",
+            f"{fit['least_ratio']:.2f} to {fit['largest_ratio']:.2f}",
+        ]
+
+    header = "Pearson r | mean error | within 10 % | predicted over measured"
+    rows = [row(title, result["lanes"][name]) for name, title in names.items()]
+    for kind, found in result.get("by_kind", {}).items():
+        rows += [row(f"{kind}: {what}, device profile", found[what]) for what in ("seconds", "memory")]
+    groups = [row(title, result["groups"][name]) for name, title in names.items()]
+    single, grouped = table_of(f"single lanes | {header}", rows), table_of(f"groups of equal lanes | {header}", groups)
+    return f"{single}\n\n{grouped}\n\n{measured_on(result)}"
+
+
+def _inside(result: Mapping[str, Any]) -> str:
+    share = result.get("inside_interval")
+    if share is None:
+        return ""
+    level = percent(result["interval_level"], 0)
+    return f" Intervals of {level} % hold {percent(share, 0)} % of the measured splits."
+
+
+@place
+def simulator_check() -> str:
+    result = experiment("simulator_check")
+    planned = max(result["planned_over_fastest"].values())
+    return (
+        f"{result['configurations']} splits of two one-core processes were predicted and measured. Predicted steps are "
+        f"{percent(result['mean_error'], 1)} % off in the mean, {percent(result['largest_error'], 0)} % at most. On "
+        f"equal cores, the split that `parallel.plan=auto` picks takes at most {percent(planned - 1, 0)} % longer "
+        f"than the fastest of the splits that were measured.{_inside(result)}\n\n{measured_on(result)}"
+    )
+
+
+@place
+def scaling() -> str:
+    result = experiment("scaling")
+
+    def over(record: Mapping[str, Any], field: str) -> str:
+        value = record.get(field)
+        return f"{value['median']:.2f}" if value else ""
+
+    rows = [
+        [
+            r["batch"],
+            r["devices"],
+            r["mode"],
+            r["where"],
+            f"{r['milliseconds']:.0f}",
+            over(r, "over_mlcn_on_one_core"),
+            over(r, "over_capsnet_on_one_core"),
+        ]
+        for r in result["batches"]
+        if r["where"] != "oversubscribed"
+    ]
+    header = "batch | devices | mode | where | ms | over MLCN on one core | over CapsNet on one core"
+    real = {
+        key: [r["over_mlcn_on_one_core"]["median"] for r in result[key] if r["where"] == "real cores"]
+        for key in ("lanes", "width", "depth")
+    }
+    spans = {key: f"{min(values):.2f} to {max(values):.2f}" for key, values in real.items()}
+    one = {r["batch"]: r["milliseconds"] for r in result["batches"] if r["devices"] == 1 and r["mode"] == "mlcn-lane"}
+    two = {
+        r["batch"]: r["milliseconds"]
+        for r in result["batches"]
+        if r["devices"] == 2 and r["mode"] == "mlcn-lane" and r["where"] == "real cores"
+    }
+    shares = ", ".join(f"{two[batch] / one[batch]:.2f} at batch {batch}" for batch in sorted(one))
+    return (
+        f"{table_of(header, rows)}\n\n{measured_on(result)}\n\nOver two real cores, 2 to 32 lanes of width 4 gain "
+        f"{spans['lanes']}, 8 lanes of width 1 to 6 {spans['width']}, and 8 lanes of depth 1 to 5 {spans['depth']}. "
+        f"One process on both cores is the other way to use them: two processes that split the lanes took {shares} of "
+        "its time."
+    )
+
+
+_PARTITIONERS = ("round_robin", "greedy_published", "greedy", "karmarkar_karp", "exact")
+
+
+_PARTITIONER_TITLES = "round robin | greedy, published | greedy | Karmarkar-Karp | exact"
+
+
+@place
+def balance_simulated() -> str:
+    result = experiment("balance")
+    rows = [
+        [
+            devices,
+            lanes,
+            *(f"{entry['mean_random_over_this'][name]:.2f}" for name in _PARTITIONERS),
+            f"{entry['proved_optimal']} of {entry['draws']}",
+            f"{entry['exact_seconds']['max']:.2f}",
+        ]
+        for devices, by_lanes in result["simulated"].items()
+        for lanes, entry in by_lanes.items()
+    ]
+    draws = next(iter(next(iter(result["simulated"].values())).values()))["draws"]
+    table = table_of(f"devices | lanes | {_PARTITIONER_TITLES} | proved | max s", rows)
+    return f"{table}\n\n{measured_on({**result, 'rounds': 0}, f'simulated, means of {draws} draws')}"
+
+
+@place
+def balance_measured() -> str:
+    result = experiment("balance")
+    rows = [
+        [entry["num_lanes"], title, *(f"{entry[field][name]:.2f}" for name in _PARTITIONERS)]
+        for entry in result["measured"]
+        for title, field in (("measured", "random_over_this"), ("predicted", "predicted_random_over_this"))
+    ]
+    made_on = measured_on(result, "one draw of lanes for each number")
+    return f"{table_of(f'lanes |  | {_PARTITIONER_TITLES}', rows)}\n\n{made_on}"
+
+
+@place
+def published_scaling() -> str:
+    result = experiment("published_scaling")
+    rows = [
+        [
+            f"{point['data']}, {'`' + point['lanes'] + '`' if point['lanes'] else 'CapsNet'}",
+            point["mode"],
+            f"{point['over_itself_on_one']:.2f}",
+            f"{point['over_capsnet_on_one']:.2f}",
+        ]
+        for point in result["simulated"]["few_devices"]
+        if point["devices"] == 8
+    ]
+    assumed = result["assumed"]
+    published = result["published"]["speedup_of_8_k80s_over_capsnet_on_one"]
+    return (
+        f"{table_of('model | split | over itself on one | over CapsNet on one', rows)}\n\n"
+        f"*Simulated, 8 K80s. Assumed: a K80 takes {assumed['k80_slowness']} P100s' seconds; links of "
+        f"{assumed['link_us']:g} us and {assumed['link_gbytes']:g} GB/s within a host, {assumed['network_us']:g} us "
+        f"and {assumed['network_gbits']:g} Gbit/s between hosts; the decoder is "
+        f"{percent(assumed['decoder_share'], 0)} % of a step. The thesis reports {published}.*"
+    )
+
+
+@place
+def tie_break() -> str:
+    result = experiment("tie_break")
+    lanes = list(next(iter(result["random_over_rule"].values())))
+    rows = [
+        [order, title, *(f"{by_lanes[count][rule]:.2f}" for count in lanes)]
+        for order, by_lanes in result["random_over_rule"].items()
+        for rule, title in (("greedy_published", "greedy, published"), ("greedy", "greedy"))
+    ]
+    table = table_of(" | ".join(["devices listed", "rule", *(f"{count} lanes" for count in lanes)]), rows)
+    draws = result["draws"]
+    return (
+        f"{table}\n\n{measured_on(result, f'simulated, means of {draws} draws')}\n\n- `python -m experiments.tie_break`"
+    )

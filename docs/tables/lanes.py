@@ -1,0 +1,138 @@
+"""Tables of what lanes do: how many, how wide, how they are removed, collapse and train alone."""
+
+from pathlib import Path
+
+from tables.parts import (
+    accuracy_text,
+    benchmark,
+    commands_of,
+    data_title,
+    experiment,
+    measured_on,
+    percent,
+    place,
+    runs_line,
+    table_of,
+)
+
+
+@place
+def lanes_and_width() -> str:
+    result = experiment("lanes_and_width_cpu")
+    points = {(p["figure"], p["width"], p["lanes"]): p for p in result["points"] if p["accuracy"]}
+    lanes = sorted({key[2] for key in points})
+    rows = []
+    for figure, width in sorted({key[:2] for key in points}, reverse=True):
+        run = next(run for run in result["runs"] if run["facts"]["figure"] == figure)
+        cells = [accuracy_text((points.get((figure, width, count)) or {}).get("accuracy")) for count in lanes]
+        rows.append([f"{data_title(run['data'])}, {figure.split('_')[1]}", width, *cells])
+    header = " | ".join(["test accuracy in %", "width", *(f"{count} lanes" for count in lanes)])
+    run = result["runs"][0]
+    return (
+        f"{table_of(header, rows)}\n\n{runs_line(result['runs'])} {run['data']['train_images']:,} training images, "
+        f"{result['scale']['num_epochs']} epochs, one seed.\n\n{commands_of(result['runs'])}"
+    )
+
+
+@place
+def prune() -> str:
+    result = experiment("prune")
+    rows = []
+    for kept in (16, 14, 8, 4, 3, 2, 1):
+        cells: list[str] = []
+        for run in result["runs"]:
+            left = run["removed"][16 - kept]
+            speed = left["speedup"]
+            cells += [
+                percent(left["test_accuracy"]),
+                f"{speed['median']:.2f} ({speed['min']:.2f} to {speed['max']:.2f})",
+            ]
+        rows.append([kept, *cells])
+    titles = [f"lane dropout {run['lane_dropout']:g}" for run in result["runs"]]
+    header = "lanes kept of 16" + "".join(f" | {t}: test accuracy in % | {t}: times as fast" for t in titles)
+    made_on = measured_on(result, f"medians of {result['runs'][0]['rounds']} rounds, one model each")
+    return f"{table_of(header, rows)}\n\n{made_on}\n\n- `{result['command']}`"
+
+
+@place
+def prune_cifar() -> str:
+    texts = []
+    for name in ("prune_cifar_signed", "prune_cifar"):
+        result = experiment(name)
+        rows = [
+            [
+                f"`{Path(run['workdir']).name}`",
+                data_title(run["data"]),
+                *(percent(r["test_accuracy"]) for r in run["removed"]),
+            ]
+            for run in result["runs"]
+        ]
+        table = table_of("model | data | 4 lanes | 3 | 2 | 1", rows)
+        texts.append(
+            f"`{name}.json`:\n\n{table}\n\n{measured_on(result, 'test accuracy in %, one seed each')}\n\n"
+            f"- `{result['command']}`"
+        )
+    return "\n\n".join(texts)
+
+
+@place
+def lane_collapse() -> str:
+    result = experiment("lane_collapse_cifar_mlcn1_4x4")
+    rows = [
+        [
+            f"`{run['setting']}`",
+            ", ".join(f"{field}={value}" for field, value in run["changes"].items()) or "nothing",
+            f"{run['alive']} of {len(run['spreads'][-1])}",
+        ]
+        for run in result["runs"]
+    ]
+    steps = result["runs"][0]["steps"][-1]
+    return (
+        f"{table_of(f'setting | what it changes | lanes alive at step {steps}', rows)}\n\n"
+        f"{measured_on(result, data_title(result['data']), 'mlcn1 4x4, one seed')} A lane counts as alive while its "
+        f"entries differ between test images by more than {result['alive_above']}.\n\n- `{result['command']}`"
+    )
+
+
+@place
+def lanes_in_turn() -> str:
+    result = benchmark("lanes_in_turn")
+    rows = [
+        [name, f"{step['seconds']:.2f}", f"{step['temporary_bytes'] / 2**20:,.0f}"]
+        for name, step in result["steps"].items()
+    ]
+    time, memory = result["time_ratio"], result["memory_ratio"]
+    batch = f"batch {result['batch']}"
+    spread = f"{time['median']:.2f} ({time['min']:.2f} to {time['max']:.2f})"
+    ratios = f"in turn over all held: time {spread}, memory {memory:.2f}"
+    table = table_of("lanes | s per step | temporary memory, MiB", rows)
+    return f"{table}\n\n{measured_on(result, result['lanes'], batch, ratios)}"
+
+
+@place
+def lane_pool() -> str:
+    real, simulated = experiment("lane_pool_kills"), experiment("lane_pool_simulated")
+    rows = [
+        [
+            f"{row['order']}, machines {'come and go' if row['machines_leave'] else 'stay'}",
+            f"{row['hours']:.1f} ({row['least_hours']:.1f} to {row['most_hours']:.1f})",
+            percent(row["lost_share"], 1),
+        ]
+        for row in simulated["rows"]
+    ]
+    rows.append(["together in step, machines stay", f"{simulated['hours_together_in_step']:.1f}", "-"])
+    machines = f"{len(simulated['machines_gflops'])} machines of {min(simulated['machines_gflops'])} to "
+    machines += f"{max(simulated['machines_gflops'])} GFLOP/s"
+    held = real["times_taken"] - real["lanes"]
+    kills = (
+        f"Measured: {real['kills']} workers killed at random moments, {held} of them with a lane; of {real['lanes']} "
+        f"lanes {real['lanes_lost']} were lost and {real['lanes_trained_twice_at_once']} trained twice at once; the "
+        f"largest difference of a parameter from an undisturbed pool is {real['largest_difference']:g}."
+    )
+    table = table_of("order in which lanes are taken | hours, mean (range) | work done again, %", rows)
+    return f"""{kills}
+
+{table}
+
+*Simulated: {simulated["lanes"]} lanes, {machines}, {simulated["draws"]} draws; without any loss \
+{simulated["hours_without_any_loss"]:.1f} hours. {measured_on(real)[1:]}"""

@@ -1,0 +1,191 @@
+"""Tables of speed, against the peers and of the parts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tables.parts import benchmark, measured_on, percent, place, table_of
+
+
+def _mebibytes(framework: Mapping[str, Any]) -> str:
+    return f"{framework['peak_bytes'] / 2**20:,.0f}"
+
+
+_FRAMEWORKS = ("mlcn_jax", "keras", "torch")
+
+
+def _peer_versions(result: Mapping[str, Any]) -> str:
+    frameworks = next(iter(result["networks"].values()))["frameworks"]
+    versions = {**frameworks["keras"]["versions"], **frameworks["torch"]["versions"]}
+    return ", ".join(f"{name} {versions[name]}" for name in ("keras", "tensorflow", "torch"))
+
+
+@place
+def train_step() -> str:
+    result = benchmark("train_step")
+    rows = []
+    for network in result["networks"].values():
+        frameworks = network["frameworks"]
+        fastest = min(("keras", "torch"), key=lambda name: frameworks[name]["milliseconds"]["median"])
+        ratio = frameworks[fastest]["ours_over_theirs"]
+        rows.append(
+            [
+                network["title"],
+                *(f"{frameworks[name]['images_per_second']:,.0f}" for name in _FRAMEWORKS),
+                f"**{network['ours_over_fastest_peer']:.2f}** ({ratio['min']:.2f} to {ratio['max']:.2f})",
+                *(_mebibytes(frameworks[name]) for name in _FRAMEWORKS),
+            ]
+        )
+    header = (
+        "network | mlcn_jax, images/s | Keras | PyTorch | ratio (min to max) | peak MiB: mlcn_jax | Keras | PyTorch"
+    )
+    return f"{table_of(header, rows)}\n\n{measured_on(result, _peer_versions(result), 'batch 100')}"
+
+
+@place
+def inference() -> str:
+    result = benchmark("inference")
+    rows = [
+        [
+            network["title"],
+            network["batch"],
+            *(f"{network['frameworks'][name]['milliseconds']['median']:.2f}" for name in _FRAMEWORKS),
+            f"**{network['ours_over_fastest_peer']:.2f}**",
+            *(_mebibytes(network["frameworks"][name]) for name in _FRAMEWORKS),
+        ]
+        for network in result["networks"].values()
+    ]
+    header = "network | batch | mlcn_jax, ms | Keras | PyTorch | ratio | peak MiB: mlcn_jax | Keras | PyTorch"
+    return f"{table_of(header, rows)}\n\n{measured_on(result, _peer_versions(result))}"
+
+
+@place
+def families() -> str:
+    result = benchmark("train_step")
+    rows = [
+        [family["title"], f"{family['capsnet_over_this']:.2f}", f"{family['thesis']:.2f}" if family["thesis"] else "-"]
+        for family in result["families"].values()
+        if "capsnet_over_this" in family
+    ]
+    return f"{table_of('CapsNet over | here | thesis, on a P100', rows)}\n\n{measured_on(result)}"
+
+
+@place
+def roofline() -> str:
+    result = benchmark("roofline")
+    rows = [
+        [
+            network["title"],
+            f"{1e3 * network['seconds']:.0f}",
+            f"{network['flops'] / 1e9:.1f}",
+            f"{network['flops_of_plain_convolutions'] / 1e9:.1f}",
+            f"{percent(network['share_of_product_roof'], 0)} %",
+            f"{network['bytes'] / 1e9:.2f}",
+            f"{percent(network['share_of_bandwidth_roof'], 0)} %",
+            f"{network['largest_part']}, {percent(network['parts'][network['largest_part']], 0)} %",
+        ]
+        for network in result["networks"].values()
+    ]
+    header = (
+        "network | ms | GFLOP | direct | share of the product rate | GB | share of the bandwidth | "
+        "largest part of the step"
+    )
+    return f"{table_of(header, rows)}\n\n{measured_on(result)}"
+
+
+@place
+def routing() -> str:
+    result = benchmark("routing")
+    rows = [
+        [
+            title,
+            f"{case['ours']['median_milliseconds']:.0f}",
+            f"{case['plain_over_ours_median']:.2f}",
+            f"{case['plain']['temporary_mebibytes'] / case['ours']['temporary_mebibytes']:.2f}",
+        ]
+        for title, case in result["cases"].items()
+    ]
+    header = "case | ms | the procedure as printed: time over this | temporary memory over this"
+    return f"{table_of(header, rows)}\n\n{measured_on(result, result['what'])}"
+
+
+@place
+def exported() -> str:
+    result = benchmark("exported")
+    rows = [
+        [
+            f"`{model['model']}`",
+            entry["batch"],
+            f"{entry['exported_milliseconds']:.2f}",
+            f"{entry['exported_over_model']:.2f}",
+        ]
+        for model in result["models"]
+        for entry in model["inference"]
+    ]
+    commands = "; ".join(
+        f"`{model['model']}`: {model['command']['pictures']} pictures in {model['command']['seconds']:.1f} s"
+        for model in result["models"]
+    )
+    return (
+        f"{table_of('lanes, 28x28x1 | images | export, ms | over the model in process', rows)}\n\n"
+        f"{measured_on(result)} "
+        f"The command `predict`, with starting and compiling: {commands}."
+    )
+
+
+@place
+def onnx() -> str:
+    result = benchmark("onnx")
+    rows = [
+        [
+            entry["model"],
+            entry["batch"],
+            f"{entry['milliseconds']['onnxruntime']['median']:.2f}",
+            f"{entry['milliseconds']['artifact']['median']:.2f}",
+            f"{entry['artifact_over_onnxruntime']['median']:.2f}",
+        ]
+        for entry in result["models"]
+    ]
+    header = "model | images | ONNX Runtime, ms | export run by JAX, ms | JAX's speed over ONNX Runtime's"
+    return f"{table_of(header, rows)}\n\n{measured_on(result)}"
+
+
+@place
+def serving() -> str:
+    result = benchmark("serving")
+    clients = f"{result['clients']}_clients"
+    rows = [
+        [
+            f"`{model['lanes']}`" if model["lanes"] else "CapsNet",
+            f"{model['with_batching'][clients]['requests_per_second']:,.0f}",
+            f"{model['without_batching'][clients]['requests_per_second']:,.0f}",
+            f"{model['throughput_over_without_batching']['median']:.2f}",
+            f"{model['single_client_latency_over_without_batching']['median']:.2f}",
+        ]
+        for model in result["models"]
+    ]
+    header = (
+        f"model, {result['clients']} clients | with batching, requests/s | without | ratio | "
+        "a single client waits, times as long"
+    )
+    return f"{table_of(header, rows)}\n\n{measured_on(result, 'clients and server on the same cores')}"
+
+
+@place
+def conv_algorithms() -> str:
+    result = benchmark("conv_algorithms_cpu")
+    names = list(next(iter(result["cases"].values()))["with_gradients_milliseconds"])
+    rows = [
+        [
+            title,
+            *(
+                f"{case['with_gradients_milliseconds'][name]:.2f}"
+                if name in case["with_gradients_milliseconds"]
+                else "-"
+                for name in names
+            ),
+            f"`{case['chosen']}`",
+        ]
+        for title, case in result["cases"].items()
+    ]
+    header = " | ".join(["convolution", *(f"`{name}`, ms" for name in names), "chosen"])
+    return f"{table_of(header, rows)}\n\n{measured_on(result, 'with gradients')}"
