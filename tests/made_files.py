@@ -1,9 +1,11 @@
 """Small files of every format that datasets come in, made here."""
 
+import base64
 import dataclasses
 import gzip
 import hashlib
 import io
+import json
 import struct
 import tarfile
 import zlib
@@ -104,3 +106,21 @@ def image_folder(root: Path, counts: dict[str, int], channels: int = 3) -> Path:
         for i in range(count):
             write_image(root / name / f"{i:03}.png", rng.integers(0, 256, shape, dtype=np.uint8))
     return root
+
+
+# Requests with pictures, as clients send them.
+JSON = {"Content-Type": "application/json"}
+RAW = {"Content-Type": "image/png"}
+FORM = {"Content-Type": "multipart/form-data; boundary=XX"}
+
+
+def form(files):
+    parts = [
+        b'--XX\r\nContent-Disposition: form-data; name="%d"; filename="a.png"\r\n\r\n%s\r\n' % (i, file)
+        for i, file in enumerate(files)
+    ]
+    return b"".join(parts) + b"--XX--\r\n"
+
+
+def in_json(files):
+    return json.dumps({"images": [base64.b64encode(file).decode() for file in files]})

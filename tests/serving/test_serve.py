@@ -1,14 +1,10 @@
-"""The HTTP server: answers, batches, limits, hostile clients and its end; and the batcher by itself."""
+"""The HTTP server: answers, batches, limits, hostile clients and its end."""
 
-import asyncio
-import base64
 import concurrent.futures
 import contextlib
-import hashlib
 import http.client
 import io
 import json
-import os
 import random
 import re
 import signal
@@ -21,23 +17,17 @@ import time
 import numpy as np
 import pytest
 from conftest import REPOSITORY
-from made_files import huge_png
+from made_files import FORM, JSON, RAW, form, huge_png, in_json
 from PIL import Image
 
 from mlcn_jax.data.images import read_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.serving import artifact
 from mlcn_jax.serving import server as server_lib
-from mlcn_jax.serving.batching import Batcher, Full
-from mlcn_jax.serving.http_service import IS_GONE, Limits, application
 from mlcn_jax.serving.server import bind, main
-from mlcn_jax.serving.service import Service
 
 TIMEOUT_SECONDS = 1.5
 MAX_CONNECTIONS = 60
-JSON = {"Content-Type": "application/json"}
-RAW = {"Content-Type": "image/png"}
-FORM = {"Content-Type": "multipart/form-data; boundary=XX"}
 
 
 @pytest.fixture(scope="module")
@@ -123,18 +113,6 @@ def pictures(model):
         Image.fromarray(rng.integers(0, 256, model.image_shape[:2]).astype(np.uint8)).save(buffer, "PNG")
         files.append(buffer.getvalue())
     return files
-
-
-def form(files):
-    parts = [
-        b'--XX\r\nContent-Disposition: form-data; name="%d"; filename="a.png"\r\n\r\n%s\r\n' % (i, file)
-        for i, file in enumerate(files)
-    ]
-    return b"".join(parts) + b"--XX--\r\n"
-
-
-def in_json(files):
-    return json.dumps({"images": [base64.b64encode(file).decode() for file in files]})
 
 
 def request(body, headers, method="POST", path="/predict"):
@@ -403,316 +381,6 @@ def test_a_signal_ends_it_once_all_that_came_is_answered(folder, pictures):
     with pytest.raises(ConnectionRefusedError):
         server.connect()
     assert server.process.stdout.read() == ""
-
-
-class Slow:
-    """A model that takes its time: it answers once `go` is set."""
-
-    class_names, image_shape, step, exported = ("dark", "light"), (2, 2, 1), 1, "today"
-
-    def __init__(self):
-        self.entered, self.go, self.sizes = threading.Event(), threading.Event(), []
-
-    def probabilities(self, images):
-        self.entered.set()
-        self.go.wait(30)
-        self.sizes.append(len(images))
-        if images[0].max() == 13:
-            raise RuntimeError("thirteen")
-        light = images.mean(axis=(1, 2, 3)) / 255
-        return np.stack([1 - light, light], axis=1)
-
-
-def pixel(value):
-    buffer = io.BytesIO()
-    Image.new("L", (2, 2), value).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.01)
-
-
-async def ask(
-    app, body, path="/predict", method="POST", whole=None, query=b"", headers=(), parse=json.loads, scope=None
-):
-    """Status, headers and answer of an ASGI application, if there is one; the body ends once `whole` is set."""
-    scope = {**(scope or {}), "type": "http", "method": method, "path": path, "query_string": query, "root_path": ""}
-    scope["headers"] = [(name.lower().encode(), value.encode()) for name, value in dict(headers).items()]
-    sent, parts = [], [body, b""] if whole else [body]
-
-    async def receive():
-        part = parts.pop(0)
-        if whole and not parts:
-            await whole.wait()
-        return {"type": "http.request", "body": part, "more_body": bool(parts)}
-
-    async def send(message):
-        sent.append(message)
-
-    await app(scope, receive, send)
-    return (sent[0]["status"], dict(sent[0]["headers"]), parse(sent[1]["body"])) if sent else None
-
-
-def in_process(check, **limits):
-    """Runs `check(app, slow, service)`, a coroutine, with a server without HTTP before a slow model."""
-    slow = Slow()
-    values = {"max_batch": 8, "max_queue": 8, "max_body_bytes": 1000, "max_images": 4, "max_connections": 9} | limits
-    service = Service(slow, Limits(timeout_seconds=5, **values))
-
-    async def run():
-        async with service.running(None):
-            await asyncio.wait_for(check(application(service), slow, service), 30)
-
-    asyncio.run(run())
-
-
-def test_a_training_run_is_served_without_exporting_it(folder, monkeypatch):
-    workdir, served = folder.parent, []
-    manifest = (folder / artifact.MANIFEST).stat()
-    os.utime(folder / artifact.MANIFEST, (0, 0))  # older than the checkpoint
-    monkeypatch.setattr(server_lib, "serve", lambda service, listener, message: served.append((service, message)))
-    try:
-        main([str(workdir), "--port=0", "--max_batch=1"])
-    finally:
-        os.utime(folder / artifact.MANIFEST, (manifest.st_atime, manifest.st_mtime))
-    (service, message) = served[0]
-    assert message.startswith(f"serving {workdir} at http://127.0.0.1:")
-    assert not isinstance(service.model, artifact.Artifact)
-
-    async def check():
-        async with service.running(None):
-            app = application(service)
-            return await ask(app, b"", "/", "GET"), await ask(app, pixel(0))
-
-    (status, _, about), (predicted, _, answer) = asyncio.run(check())
-    assert (status, about["step"], "exported" in about) == (200, service.model.step, False)
-    assert (predicted, answer["predictions"][0]["class"] in service.model.class_names) == (200, True)
-
-
-def test_what_comes_while_the_model_computes_goes_together_and_too_much_is_refused():
-    async def check(app, slow, service):
-        asked = [asyncio.create_task(ask(app, pixel(0)))]
-        await until(slow.entered.is_set)
-        asked += [asyncio.create_task(ask(app, pixel(200 + i))) for i in range(8)]
-        await until(lambda: service.batcher.waiting == 8)
-        status, headers, answer = await ask(app, pixel(1))
-        assert (status, headers[b"retry-after"], list(answer)) == (429, b"1", ["error"])
-        slow.go.set()
-        answers = [answer["predictions"][0] for _, _, answer in await asyncio.gather(*asked)]
-        assert slow.sizes == [1, 8]
-        assert [answer["class"] for answer in answers] == ["dark"] + ["light"] * 8
-        np.testing.assert_allclose([a["probability"] for a in answers[1:]], np.arange(200, 208) / 255)
-        assert (await ask(app, pixel(1)))[0] == 200
-
-    in_process(check)
-
-
-def test_without_batching_each_goes_by_itself():
-    async def check(app, slow, service):
-        asked = [asyncio.create_task(ask(app, pixel(i))) for i in range(8)]
-        slow.go.set()
-        assert [status for status, _, _ in await asyncio.gather(*asked)] == [200] * 8
-        assert slow.sizes == [1] * 8
-
-    in_process(check, max_batch=1)
-
-
-def test_a_model_that_fails_is_told_apart_from_a_bad_request():
-    async def check(app, slow, service):
-        slow.go.set()
-        assert (await ask(app, pixel(13)))[0] == 500
-        assert (await ask(app, b"", "/health", "GET"))[::2] == (503, {"status": "failing"})
-        assert (await ask(app, pixel(14)))[0] == 200
-        assert (await ask(app, b"", "/health", "GET"))[::2] == (200, {"status": "ready"})
-
-    in_process(check)
-
-
-def test_too_many_bytes_at_once_are_refused():
-    async def check(app, slow, service):
-        slow.go.set()
-        whole = asyncio.Event()
-        asked = [asyncio.create_task(ask(app, bytes(20_000), whole=whole)) for _ in range(8)]
-        await asyncio.sleep(0)
-        assert (await ask(app, bytes(20_000)))[0] == 429
-        assert (await ask(app, pixel(1)))[0] == 200
-        whole.set()
-        assert [status for status, _, _ in await asyncio.gather(*asked)] == [400] * 8
-        assert (await ask(app, bytes(20_000)))[0] == 400
-
-    in_process(check, max_body_bytes=20_000)
-
-
-def test_the_most_probable_classes_are_told_as_many_as_are_asked_for():
-    light = pixel(153)
-    first, second = {"class": "light", "probability": 0.6}, {"class": "dark", "probability": 0.4}
-    field = b'--XX\r\nContent-Disposition: form-data; name="top"\r\n\r\n%s\r\n'
-
-    async def check(app, slow, service):
-        slow.go.set()
-
-        async def tops(body=light, query=b"", headers=RAW):
-            status, _, answer = await ask(app, body, query=query, headers=headers)
-            if status != 200:
-                return status, answer["error"]
-            (prediction,) = answer["predictions"]
-            assert (prediction["class"], round(prediction["probability"], 6)) == ("light", 0.6)
-            return [one | {"probability": round(one["probability"], 6)} for one in prediction.get("top", [])]
-
-        assert await tops() == []
-        assert await tops(query=b"top=1") == [first]
-        assert await tops(query=b"top=2") == await tops(query=b"top=all") == [first, second]
-        body = json.loads(in_json([pixel(153)]))
-        for value, expected in ((1, [first]), ("1", [first]), ("all", [first, second]), (None, [])):
-            assert await tops(json.dumps(body | {"top": value}).encode(), headers=JSON) == expected
-        assert await tops(field % b"1" + form([pixel(153)]), headers=FORM) == [first]
-        assert await tops(field % b"1" + form([pixel(153)]), b"top=all", FORM) == [first, second]
-        expected = "give a number from 1 to 2, or all"
-        for query in (
-            b"top",
-            b"top=0",
-            b"top=3",
-            b"top=-1",
-            b"top=1.5",
-            b"top=%b2",
-            b"top=some",
-            b"top=" + b"9" * 5000,
-        ):
-            status, error = await tops(query=query)
-            assert status == 400
-            assert expected in error
-            assert len(error) < 100
-        for value in (0, 3, True, 1.0, "\ud800", [1], {}):
-            status, error = await tops(json.dumps(body | {"top": value}).encode(), headers=JSON)
-            assert (status, expected in error) == (400, True)
-        assert (await tops(field % b"x" + form([pixel(153)]), headers=FORM))[0] == 400
-
-    in_process(check)
-
-
-def test_browsers_get_a_page_and_programs_the_description():
-    async def check(app, slow, service):
-        accept = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
-        status, headers, text = await ask(app, b"", "/", "GET", headers=accept, parse=bytes.decode)
-        assert status == 200
-        assert headers[b"content-type"].startswith(b"text/html")
-        assert not re.search(r"(src|href)=[\"']?(https?:)?//", text)
-        policy = headers[b"content-security-policy"].decode()
-        assert policy.startswith("default-src 'none'")
-        for tag in ("script", "style"):
-            content = re.search(f"<{tag}>(.*?)</{tag}>", text, re.S)[1]
-            digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-            assert f"{tag}-src 'sha256-{digest}'" in policy
-        _, headers, answer = await ask(app, b"", "/", "GET", headers={"Accept": "*/*"})
-        assert answer["classes"] == ["dark", "light"]
-        assert headers[b"vary"] == b"Accept"
-
-    in_process(check)
-
-
-def test_the_description_names_every_route_and_what_is_taken():
-    async def check(app, slow, service):
-        _, _, found = await ask(app, b"", "/openapi.json", "GET")
-        missing = (await ask(app, b"", "/nothing", "GET"))[2]["error"]
-        for path, operations in found["paths"].items():
-            (method,) = operations
-            assert f"{method.upper()} {path}" in missing
-            status = (await ask(app, b"", path, method.upper(), parse=bytes))[0]
-            assert str(status) in operations[method]["responses"]
-        assert len(found["paths"]) == len(re.findall("GET|POST", missing))
-        predict = found["paths"]["/predict"]["post"]
-        for kind, schema in predict["requestBody"]["content"].items():
-            status, _, answer = await ask(app, b"?", headers={"Content-Type": kind})
-            assert status == 400, answer
-            assert schema["schema"]["type"] in ("string", "object")
-        images = predict["requestBody"]["content"]["application/json"]["schema"]["properties"]["images"]
-        assert images["maxItems"] == service.limits.max_images
-        for name in re.findall("#/components/schemas/([A-Za-z]+)", json.dumps(found)):
-            assert name in found["components"]["schemas"]
-
-    in_process(check)
-
-
-def test_another_method_is_answered_with_the_one_to_take():
-    async def check(app, slow, service):
-        status, headers, answer = await ask(app, b"", "/predict", "GET")
-        assert (status, headers[b"allow"], answer) == (405, b"POST", {"error": "/predict takes POST only"})
-
-    in_process(check)
-
-
-@pytest.mark.parametrize(("waiting", "taken"), [(1, 1), (3, 2), (5, 5), (6, 6), (8, 8), (9, 8), (50, 8)])
-def test_fewer_are_taken_where_padding_would_cost_more(waiting, taken):
-    batcher = Batcher(lambda items: items, 8, 100)
-    batcher._seconds = {1: 1.0, 2: 1.2, 4: 2.4, 8: 3.0}
-    assert batcher.batch_size(waiting) == taken
-
-
-def test_a_size_that_computes_slowly_is_not_taken():
-    batcher = Batcher(lambda items: items, 8, 100)
-    batcher._seconds = {1: 1.0, 2: 1.2, 4: 10.0, 8: 20.0}
-    assert [batcher.batch_size(waiting) for waiting in (1, 2, 4, 8, 50)] == [1, 2, 2, 2, 2]
-
-
-def test_more_than_may_wait_is_not_taken():
-    batcher = Batcher(lambda items: items, 8, 3)
-    with pytest.raises(Full):
-        batcher.submit([np.zeros(1)] * 4)
-
-
-def test_a_batch_is_no_larger_than_its_first_item_has_time_for():
-    batcher = Batcher(lambda items: items, 8, 100)
-    batcher._seconds = {1: 1.0, 2: 1.2, 4: 1.6, 8: 2.4}
-    assert [batcher.batch_size(50, left) for left in (5, 2.4, 2, 1.3, 0.1)] == [8, 8, 4, 2, 1]
-
-
-def test_what_cannot_be_answered_by_the_deadline_is_refused_at_once_and_late_items_are_not_computed():
-    async def check(app, slow, service):
-        service.batcher._seconds = {1: 0.2, 2: 0.2, 4: 0.2, 8: 0.2}
-        asked = [asyncio.create_task(ask(app, pixel(0)))]
-        await until(slow.entered.is_set)
-        asked.append(asyncio.create_task(ask(app, pixel(200))))
-        await until(lambda: service.batcher.waiting == 1)
-        service.batcher._seconds |= {1: 0.6, 2: 1.1}
-        status, headers, answer = await ask(app, pixel(201))
-        assert (status, headers[b"retry-after"]) == (503, b"1")
-        assert answer == {"error": "no answer within 1 seconds: try again"}
-        assert service.batcher.waiting == 1
-        await asyncio.sleep(1)  # until the waiting one is late
-        slow.go.set()
-        first, second = await asyncio.gather(*asked)
-        assert (first[0], second[0], slow.sizes) == (200, 503, [1])
-        assert (await ask(app, pixel(202)))[0] == 200
-
-    in_process(check, deadline_seconds=1.0)
-
-
-def test_a_model_too_slow_for_the_deadline_is_named():
-    slow = Slow()
-    slow.go.set()
-    slow.probabilities = lambda images: time.sleep(0.02) or np.zeros((len(images), 2))
-    limits = Limits(2, 8, 1000, 4, 9, timeout_seconds=5, deadline_seconds=0.01)
-    with pytest.raises(InputError, match=r"one image alone takes 0\.02\d? seconds.*--deadline_seconds=0\.01"):
-        Service(slow, limits).warm_up()
-
-
-def test_what_a_client_no_longer_waits_for_is_not_computed():
-    async def check(app, slow, service):
-        gone = []
-        asked = [asyncio.create_task(ask(app, pixel(0)))]
-        await until(slow.entered.is_set)
-        for value in (100, 101):
-            asked.append(asyncio.create_task(ask(app, pixel(value), scope={IS_GONE: lambda v=value: v in gone})))
-        await until(lambda: service.batcher.waiting == 2)
-        gone.append(100)
-        slow.go.set()
-        first, left, stayed = await asyncio.gather(*asked)
-        assert (first[0], left, stayed[0]) == (200, None, 200)
-        assert slow.sizes == [1, 1]
-
-    in_process(check)
 
 
 def run_serve(*options):
