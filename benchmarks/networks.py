@@ -5,6 +5,7 @@ import dataclasses
 from mlcn_jax.errors import InputError
 
 BATCH = 100
+RESNET_BATCH = 500  # normalised together
 NUM_CLASSES = 10
 LEARNING_RATE = 1e-3
 EPSILON = 1e-12  # of Adam; small, because Keras adds it elsewhere than the others
@@ -16,31 +17,42 @@ class Network:
     """A row of the comparison.
 
     Attributes:
-      kind: `capsnet`, `mlcn1` or `mlcn2`.
+      kind: `capsnet`, `mlcn1`, `mlcn2` or `resnet`.
       image_shape: height, width, channels.
       lanes, width: of MLCN; 0 for CapsNet.
+      depth: of `resnet` lanes.
     """
 
     kind: str
     image_shape: tuple[int, int, int]
     lanes: int = 0
     width: int = 0
+    depth: int = 1
+
+    @property
+    def _lanes_name(self) -> str:
+        return f"{self.lanes}x{self.width}" if self.depth == 1 else f"{self.lanes}xw{self.width}d{self.depth}"
 
     @property
     def name(self) -> str:
         size = "x".join(map(str, self.image_shape))
-        return f"{self.kind}_{self.lanes}x{self.width}_{size}" if self.lanes else f"{self.kind}_{size}"
+        return f"{self.kind}_{self._lanes_name}_{size}" if self.lanes else f"{self.kind}_{size}"
 
     @property
     def title(self) -> str:
         """As tables name it."""
-        kind = "CapsNet" if self.kind == "capsnet" else f"{self.kind} {self.lanes}x{self.width}"
+        kind = "CapsNet" if self.kind == "capsnet" else f"{self.kind} {self._lanes_name}"
         return f"{kind}, {'x'.join(map(str, self.image_shape))}"
 
     @property
     def lanes_text(self) -> str:
         """The lanes as `mlcn_jax.nn.lane_list.parse_lanes` reads them."""
-        return f"{self.kind}:w{self.width}*{self.lanes}" if self.lanes else ""
+        return f"{self.kind}:w{self.width}d{self.depth}*{self.lanes}" if self.lanes else ""
+
+    @property
+    def batch(self) -> int:
+        """Images of a training step."""
+        return RESNET_BATCH if self.kind == "resnet" else BATCH
 
 
 FASHION, CIFAR = (28, 28, 1), (32, 32, 3)
@@ -52,6 +64,9 @@ TARGETS = (
     Network("mlcn1", CIFAR, 32, 2),
     Network("mlcn2", CIFAR, 4, 4),
     Network("capsnet", FASHION),
+    Network("resnet", CIFAR, 1, 8, 2),
+    Network("resnet", CIFAR, 4, 4, 2),
+    Network("resnet", CIFAR, 8, 2, 2),
 )
 OTHERS = (
     Network("capsnet", CIFAR),

@@ -67,11 +67,11 @@ def no_results(values: flags.FlagValues) -> dict:
 class Process:
     """A `benchmarks.worker`: one network in one framework."""
 
-    def __init__(self, framework: str, variant: str, network: Network, batch: int, dtype: str, python: str):
+    def __init__(self, framework: str, variant: str, network: Network, do: str, batch: int, dtype: str, python: str):
         self.framework, self.variant = framework, variant
         self._folder = tempfile.TemporaryDirectory()
         weights = Path(self._folder.name) / "weights.npz"
-        np.savez(weights, **in_mlcn_jax.start_weights(network))
+        np.savez(weights, **in_mlcn_jax.start_weights(network, folded=do == "infer"))
         self._errors = Path(self._folder.name) / "errors.txt"
         arguments = (framework, network.name, variant, str(batch), dtype, str(weights))
         with self._errors.open("w") as errors:
@@ -153,7 +153,7 @@ def compare(network: Network, batch: int, peers: list[str], do: str, rounds: int
     for framework in (OURS, *peers):
         trials: dict[str, tuple[Process, dict]] = {}
         for variant in VARIANTS[do][framework]:
-            process = Process(framework, variant, network, batch, dtype, python)
+            process = Process(framework, variant, network, do, batch, dtype, python)
             trials[variant] = process, warm_up(process, do)
         variant, (process, warm) = min(trials.items(), key=lambda item: item[1][1]["milliseconds"])
         for other, _ in trials.values():

@@ -20,9 +20,9 @@ from mlcn_jax.launch import launch_script
 
 def family(image_shape: tuple[int, int, int], rounds: int, dtype: str) -> dict[str, dict]:
     """CapsNet's step time over each MLCN's on one image shape, in mlcn_jax."""
-    chosen = [n for n in networks.NETWORKS.values() if n.image_shape == image_shape]
+    chosen = [n for n in networks.NETWORKS.values() if n.image_shape == image_shape and n.kind != "resnet"]
     chosen.sort(key=lambda network: network.kind != "capsnet")
-    processes = [peers.Process(peers.OURS, "vmap", n, networks.BATCH, dtype, "") for n in chosen]
+    processes = [peers.Process(peers.OURS, "vmap", n, "train", n.batch, dtype, "") for n in chosen]
     warm = [peers.warm_up(process, "train") for process in processes]
     times = peers.take_turns(processes, "train", [max(2, round(1000 / w["milliseconds"])) for w in warm], rounds)
     results = {}
@@ -51,7 +51,7 @@ def main(values: flags.FlagValues) -> None:
     for name in values.networks:
         network = networks.find(name)
         results["networks"][name] = peers.compare(
-            network, networks.BATCH, values.peers, "train", values.rounds, values.dtype, values.peers_python
+            network, network.batch, values.peers, "train", values.rounds, values.dtype, values.peers_python
         )
         write_json(Path(values.out), results)
         print(peers.table([results["networks"][name]]), flush=True)

@@ -22,6 +22,10 @@ def lengths(v):
     return tf.sqrt(tf.reduce_sum(tf.square(v), axis=-1) + 1e-20)
 
 
+def gelu(x):
+    return tf.nn.gelu(x, approximate=True)
+
+
 def conv(filters, **kwargs):
     return keras.layers.Conv2D(filters, 9, **kwargs)
 
@@ -62,6 +66,69 @@ class MLCN(keras.Model):
             lane.dense.set_weights([lane_weights["capsule_weights"].reshape(-1, networks.NUM_CLASSES)])
 
 
+class ResNetLane(keras.layers.Layer):
+    """A lane of the kind `resnet`: its log-probabilities. Normalisation may be folded into its weights."""
+
+    def __init__(self, network: Network, folded: bool):
+        super().__init__()
+        self.folded, self.depth, width = folded, network.depth, network.width
+        self.stem = keras.layers.Conv2D(8 * network.image_shape[-1], 2, activation=gelu)
+        self.convs, self.norms = [], []
+        for filters in (16 * width, 48 * width, 64 * width):
+            for _ in range(self.depth):
+                self.convs.append(keras.layers.Conv2D(filters, 3, padding="same", use_bias=folded))
+                norm = keras.layers.BatchNormalization(scale=False, epsilon=1e-5)
+                self.norms.append(keras.layers.Identity() if folded else norm)
+        self.head = keras.layers.Dense(networks.NUM_CLASSES, use_bias=False)
+
+    def layer(self, x, index, pooled):
+        x = self.convs[index](x)
+        if pooled:
+            x = tf.nn.max_pool2d(x, 2, 2, "VALID")
+        return x if self.folded else self.norms[index](x, training=True)
+
+    def call(self, x):
+        x = self.stem(x)
+        for stage in range(3):
+            first = stage * self.depth
+            x = shortcut = gelu(self.layer(x, first, True))
+            for i in range(1, self.depth):
+                x = self.layer(x, first + i, False)
+                if i == self.depth - 1 > 1:
+                    x = x + shortcut
+                x = gelu(x)
+        return tf.nn.log_softmax(self.head(tf.reduce_max(x, axis=(1, 2))) / 9)
+
+    def load(self, weights):
+        self.stem.set_weights([weights["trunk/whitening/kernel"], weights["trunk/whitening/bias"]])
+        layers = [f"{stage}_{i}" for stage in (1, 2, 3) for i in range(1, self.depth + 1)]
+        for layer, conv, norm in zip(layers, self.convs, self.norms, strict=True):
+            bias = weights[f"trunk/norm{layer}/bias"]
+            conv.set_weights([weights[f"trunk/conv{layer}"], *([bias] if self.folded else [])])
+            if not self.folded:
+                norm.set_weights([bias, np.zeros_like(bias), np.ones_like(bias)])
+        self.head.set_weights([weights["head/kernel"]])
+
+
+class ResNets(keras.Model):
+    def __init__(self, network: Network, folded: bool):
+        super().__init__()
+        self.lanes = [ResNetLane(network, folded) for _ in range(network.lanes)]
+
+    def call(self, x):
+        return tf.stack([lane(x) for lane in self.lanes], axis=-1)
+
+    def load(self, weights):
+        for i, lane in enumerate(self.lanes):
+            lane.load({name.split("/", 2)[2]: w[i] for name, w in weights.items() if name.startswith("encoder/")})
+
+    @property
+    def trained(self):
+        """What the optimizer changes: the whitening's kernel stays."""
+        frozen = {id(lane.stem.kernel) for lane in self.lanes}
+        return [variable for variable in self.trainable_variables if id(variable) not in frozen]
+
+
 class CapsNet(keras.Model):
     def __init__(self, network: Network):
         super().__init__()
@@ -95,7 +162,11 @@ class Program:
         if dtype != "float32":
             raise ValueError(f"the Keras peer computes in float32 only, not in {dtype}")
         self.image_shape = (batch, *network.image_shape)
-        self.encoder = CapsNet(network) if network.kind == "capsnet" else MLCN(network)
+        self.classifies = network.kind == "resnet"
+        if self.classifies:
+            self.encoder = ResNets(network, any(name.endswith("/folded") for name in weights))
+        else:
+            self.encoder = CapsNet(network) if network.kind == "capsnet" else MLCN(network)
         pixels = int(np.prod(network.image_shape))
         dense = keras.layers.Dense
         self.decoder = keras.Sequential(
@@ -106,7 +177,8 @@ class Program:
         self.encoder.load(weights)
         for name, layer in zip(("hidden1", "hidden2", "pixels"), self.decoder.layers, strict=True):
             layer.set_weights([weights[f"decoder/{name}/kernel"], weights[f"decoder/{name}/bias"]])
-        self.variables = self.encoder.trainable_variables + self.decoder.trainable_variables
+        trained = self.encoder.trained if self.classifies else self.encoder.trainable_variables
+        self.variables = trained + self.decoder.trainable_variables
         self.optimizer = keras.optimizers.Adam(networks.LEARNING_RATE, epsilon=networks.EPSILON)
         self.optimizer.build(self.variables)
         xla = variant == "graph_xla"  # in place of tf.function as it is
@@ -115,19 +187,24 @@ class Program:
         self._infer = tf.function(self._lengths, [images], jit_compile=xla)
 
     def _lengths(self, images):
-        return lengths(self.encoder(tf.cast(images, tf.float32) / 255.0))
+        found = self.encoder(tf.cast(images, tf.float32) / 255.0)
+        return tf.sqrt(tf.reduce_sum(tf.exp(found), axis=-1)) if self.classifies else lengths(found)
 
     def _loss(self, images, labels):
         x = tf.cast(images, tf.float32) / 255.0
         v = self.encoder(x)
         truth = tf.one_hot(labels, networks.NUM_CLASSES)
-        size = lengths(v)
-        margin = truth * tf.square(tf.nn.relu(0.9 - size)) + 0.5 * (1 - truth) * tf.square(tf.nn.relu(size - 0.1))
+        if self.classifies:
+            own = -tf.reduce_sum(v * truth[..., None], axis=(1, 2))
+            v = tf.stop_gradient(tf.exp(v / 2))
+        else:
+            size = lengths(v)
+            margin = truth * tf.square(tf.nn.relu(0.9 - size)) + 0.5 * (1 - truth) * tf.square(tf.nn.relu(size - 0.1))
+            own = tf.reduce_sum(margin, axis=-1)
         masked = tf.reshape(v * truth[..., None], (v.shape[0], -1))
         reconstruction = tf.reshape(self.decoder(masked), x.shape)
-        return tf.reduce_mean(tf.reduce_sum(margin, axis=-1)) + networks.RECONSTRUCTION_WEIGHT * tf.reduce_mean(
-            tf.square(reconstruction - x)
-        )
+        error = tf.reduce_mean(tf.square(reconstruction - x))
+        return tf.reduce_mean(own) + networks.RECONSTRUCTION_WEIGHT * error
 
     def _train_step(self, images, labels):
         with tf.GradientTape() as tape:

@@ -11,6 +11,7 @@ from benchmarks.networks import Network
 from mlcn_jax import host
 from mlcn_jax.data import batches
 from mlcn_jax.nn import capsules, conv
+from mlcn_jax.nn.calibration import calibrate, fold_statistics, whiten
 from mlcn_jax.nn.model import CapsuleNetwork, init_params
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
@@ -22,12 +23,23 @@ def make_spec(network: Network, dtype: str = "float32") -> ModelSpec:
     """The network as mlcn_jax's `ModelSpec`. Without prior bias: it is no variable in the peers."""
     name = "mlcn" if network.lanes else "capsnet"
     shape, classes = network.image_shape, networks.NUM_CLASSES
-    return ModelSpec(name, shape, classes, network.lanes_text, prior_bias=False, compute_dtype=dtype)
+    return ModelSpec(
+        name, shape, classes, network.lanes_text, prior_bias=False, compute_dtype=dtype, norm_group=network.batch
+    )
 
 
-def start_weights(network: Network, seed: int = 0) -> dict[str, np.ndarray]:
-    """The weights from which every framework starts, by their path in mlcn_jax's parameters."""
-    params = jax.jit(lambda key: init_params(make_spec(network), key))(jax.random.key(seed))
+def start_weights(network: Network, seed: int = 0, folded: bool = False) -> dict[str, np.ndarray]:
+    """The weights from which every framework starts, by their path in mlcn_jax's parameters.
+
+    If `folded`, normalisation has been folded into them with statistics of random images, as in an export.
+    """
+    spec = make_spec(network)
+    params = jax.jit(lambda key: init_params(spec, key))(jax.random.key(seed))
+    images = np.random.default_rng(seed).random((networks.BATCH, *network.image_shape), np.float32)
+    if network.kind == "resnet":
+        params = whiten(spec, params, images)
+    if folded:
+        params = fold_statistics(spec, calibrate(spec, params, [images]))
     return traverse_util.flatten_dict(jax.device_get(params), sep="/")
 
 

@@ -95,6 +95,58 @@ class GroupedMLCN(nn.Module):
         return squash(torch.bmm(u.flatten(2), self.dense)).permute(1, 2, 0)
 
 
+class ResNetLane(nn.Module):
+    """Lanes of the kind `resnet`, some of them at once; returns their log-probabilities.
+
+    Weights are [groups, ...]; where normalisation is folded into them, it is left out.
+    """
+
+    def __init__(self, weights, depth: int):
+        super().__init__()
+        self.folded = "folded" in weights
+        self.groups, self.depth = weights["head/kernel"].shape[0], depth
+
+        def joined(kernels):  # [groups, k, k, in, out] -> [groups * out, in, k, k]
+            return parameter(np.concatenate([kernel.transpose(3, 2, 0, 1) for kernel in kernels]))
+
+        self.stem = joined(weights["trunk/whitening/kernel"]).requires_grad_(False)
+        self.stem_bias = parameter(weights["trunk/whitening/bias"].reshape(-1))
+        layers = [f"{stage}_{i}" for stage in (1, 2, 3) for i in range(1, depth + 1)]
+        self.kernels = nn.ParameterList(joined(weights[f"trunk/conv{layer}"]) for layer in layers)
+        self.biases = nn.ParameterList(parameter(weights[f"trunk/norm{layer}/bias"].reshape(-1)) for layer in layers)
+        self.head = parameter(weights["head/kernel"])
+
+    def layer(self, x, index, pooled):
+        bias = self.biases[index]
+        x = functional.conv2d(x, self.kernels[index], bias if self.folded else None, padding=1, groups=self.groups)
+        if pooled:
+            x = functional.max_pool2d(x, 2)
+        return x if self.folded else functional.batch_norm(x, None, None, None, bias, training=True)
+
+    def forward(self, x):
+        x = functional.gelu(functional.conv2d(x, self.stem, self.stem_bias), approximate="tanh")
+        for stage in range(3):
+            first = stage * self.depth
+            x = shortcut = functional.gelu(self.layer(x, first, True), approximate="tanh")
+            for i in range(1, self.depth):
+                x = self.layer(x, first + i, False)
+                if i == self.depth - 1 > 1:
+                    x = x + shortcut
+                x = functional.gelu(x, approximate="tanh")
+        x = x.amax((2, 3)).float().unflatten(1, (self.groups, -1)).transpose(0, 1)
+        return (torch.bmm(x, self.head) / 9).log_softmax(-1).permute(1, 2, 0)  # [batch, classes, groups]
+
+
+class ResNets(nn.Module):
+    def __init__(self, network: Network, weights, grouped: bool):
+        super().__init__()
+        parts = [weights] if grouped else [{n: w[i : i + 1] for n, w in weights.items()} for i in range(network.lanes)]
+        self.parts = nn.ModuleList(ResNetLane(part, network.depth) for part in parts)
+
+    def forward(self, x):
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
 class CapsNet(nn.Module):
     def __init__(self, network: Network, weights):
         super().__init__()
@@ -127,7 +179,11 @@ class Program:
             self.encoder = CapsNet(network, encoder)
         else:
             encoder = {name.split("/", 1)[1]: w for name, w in encoder.items()}
-            self.encoder = (GroupedMLCN if "grouped" in variant else MLCN)(network, encoder)
+            if network.kind == "resnet":
+                self.encoder = ResNets(network, encoder, "grouped" in variant)
+            else:
+                self.encoder = (GroupedMLCN if "grouped" in variant else MLCN)(network, encoder)
+        self.classifies = network.kind == "resnet"
         self.decoder = nn.ParameterList()
         for layer in ("hidden1", "hidden2", "pixels"):
             self.decoder.append(parameter(weights[f"decoder/{layer}/kernel"]))
@@ -147,21 +203,28 @@ class Program:
             return x, self.encoder(x).float()
 
     def _lengths(self, images):
-        return lengths(self._capsules(images)[1])
+        found = self._capsules(images)[1]
+        return found.exp().sum(-1).sqrt() if self.classifies else lengths(found)
 
     def _loss(self, images, labels):
         x, v = self._capsules(images)
         truth = functional.one_hot(labels, networks.NUM_CLASSES).float()
+        if self.classifies:
+            own = -(v * truth[..., None]).sum((1, 2)).mean()
+            return own + networks.RECONSTRUCTION_WEIGHT * self._error(x, (v.detach() / 2).exp(), truth)
         size = lengths(v)
         margin = truth * functional.relu(0.9 - size).square() + 0.5 * (1 - truth) * functional.relu(size - 0.1).square()
+        error = self._error(x, v, truth)
+        return margin.sum(-1).mean() + networks.RECONSTRUCTION_WEIGHT * error
+
+    def _error(self, x, v, truth):
         h = (v * truth[..., None]).flatten(1)
         with torch.autocast(DEVICE, self.dtype, enabled=self.dtype != torch.float32):
             h = functional.relu(h @ self.decoder[0] + self.decoder[1])
             h = functional.relu(h @ self.decoder[2] + self.decoder[3])
             h = h @ self.decoder[4] + self.decoder[5]
         reconstruction = torch.sigmoid(h.float())
-        error = (reconstruction - x.permute(0, 2, 3, 1).flatten(1)).square().mean()
-        return margin.sum(-1).mean() + networks.RECONSTRUCTION_WEIGHT * error
+        return (reconstruction - x.permute(0, 2, 3, 1).flatten(1)).square().mean()
 
     def train(self, images: np.ndarray, labels: np.ndarray):
         """Takes a training step; returns its loss, which `float` waits for."""

@@ -1,4 +1,4 @@
-"""`tiers gateway`: the end device. its lanes answer at once, further tiers refine, and there is always an answer."""
+"""`tiers gateway`: the end device. Its lanes answer at once, further tiers refine, and there is always an answer."""
 
 import asyncio
 import contextlib

@@ -45,6 +45,17 @@ def test_our_program_trains_and_predicts_the_network_that_it_is_named_after(rng)
     assert later < first
 
 
+def test_residual_lanes_infer_with_normalisation_folded_in(rng):
+    network = networks.Network("resnet", (10, 10, 1), lanes=2, width=1, depth=2)
+    images = rng.integers(0, 256, (4, *network.image_shape), dtype=np.uint8)
+    weights = in_mlcn_jax.start_weights(network, folded=True)
+    program = in_mlcn_jax.Program(network, 4, weights, "vmap", "float32")
+    probabilities = program.infer(images)
+    np.testing.assert_allclose(np.square(probabilities).sum(axis=1), network.lanes, rtol=1e-5)
+    one_by_one = np.concatenate([program.infer(image[None]) for image in images])
+    np.testing.assert_allclose(one_by_one, probabilities, rtol=1e-4)  # no image depends on the others
+
+
 def test_a_peer_that_computes_something_else_is_seen():
     ours = np.array([0.8, 0.7, 0.6, 0.5])
     assert peers._differences(ours, ours, "train") == (0.0, 0.0)
