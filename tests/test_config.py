@@ -3,6 +3,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from made_files import image_folder
 
 from configs import default
 from mlcn_jax import config
@@ -14,8 +15,10 @@ CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("[!_]*.py"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_describes_a_model(path):
+def test_every_config_describes_a_model(path, tmp_path):
     config = RunConfig.from_dict(runpy.run_path(str(path))["get_config"]().to_dict())
+    if config.data.name == "folder":
+        config = config.replace({"data.dir": str(image_folder(tmp_path, {"dog": 10, "cat": 10}))})
     described = describe.describe(config)
     assert described["parameters"] > 0
     assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
