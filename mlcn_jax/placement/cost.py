@@ -225,7 +225,7 @@ def make_lane_step(
         params, optimizer_state = state
         if group.kind.classifies:
             own = losses_of_group(group, settings)
-            batch = (images, jnp.zeros(len(images), jnp.int32), ())
+            batch = (images, jnp.zeros(len(images), jnp.int32), (), ())
             (columns, _), own_vjp = jax.vjp(lambda params: own(params, jnp.arange(group.count), batch), params)
             (grads,) = own_vjp((column_grads, jnp.ones(group.count)))
         else:
