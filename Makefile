@@ -6,7 +6,7 @@ STAMP := .venv/installed-$(REQUIREMENTS)
 RUN := .venv/bin/python
 WORKDIR = runs/quickstart
 
-.PHONY: setup train test test-long test-all lint bench onnx docs
+.PHONY: setup train test test-long test-all lint bench onnx precision docs
 
 train: setup
 	$(RUN) main.py --config=configs/quickstart.py --workdir=runs/quickstart
@@ -34,6 +34,11 @@ bench: setup .venv-peers/installed
 onnx: setup .venv-onnx/installed
 	$(RUN) main.py export --workdir=$(WORKDIR)
 	.venv-onnx/bin/python -m mlcn_jax onnx --workdir=$(WORKDIR)
+
+# Each lane in float32, bfloat16 and int8, and the smallest mix as an export.
+precision: setup .venv-onnx/installed
+	$(RUN) main.py export --workdir=$(WORKDIR)
+	.venv-onnx/bin/python -m mlcn_jax precision --workdir=$(WORKDIR)
 
 .venv-onnx/installed: requirements-onnx.txt
 	$(PYTHON) -m venv --clear .venv-onnx

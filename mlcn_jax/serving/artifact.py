@@ -19,8 +19,10 @@ import numpy as np
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program
+from mlcn_jax.serving import parts
 
 FORMAT = 1
+MIXED_FORMAT = 2  # lanes in several precisions, some of them for ONNX Runtime
 MANIFEST, MODEL, WEIGHTS = "manifest.json", "model.json", "weights.npz"
 MAX_BATCH = 128  # images in one call of a function; more are split into several calls
 # Weights of up to so many bytes are compiled into the programs, already transformed: 1.8 times as fast for 8 images on
@@ -45,7 +47,7 @@ class Function:
     compiler_options: Mapping[str, str]
 
 
-Functions = Sequence[tuple[int, Callable[[np.ndarray], jax.Array]]]  # from how many rows on each is used, most first
+Functions = Sequence[tuple[int, Callable[[np.ndarray], Any]]]  # from how many rows on each is used, most first
 
 
 class Classifier:
@@ -144,7 +146,12 @@ class Artifact(Classifier):
         except Exception as error:  # the files match the manifest, and yet cannot be read
             raise InputError(f"{folder} cannot be read ({error!r}): export the model again") from error
         row = jax.ShapeDtypeStruct(self.image_shape, jnp.uint8)
-        self._functions = load_functions(folder, functions, weights, row, self.manifest)
+        if self.manifest["format"] == FORMAT:
+            self._functions = load_functions(folder, functions, weights, row, self.manifest)
+            return
+        squares = load_functions(folder, functions, weights, row, self.manifest) if functions else []
+        sessions = [parts.open_onnx(folder / name) for name in self.manifest["onnx"]]
+        self._functions = parts.square_roots(parts.added_up(squares, sessions))
 
 
 def apply_in_batches(functions: Functions, rows: np.ndarray) -> np.ndarray:
@@ -248,14 +255,14 @@ def verified_manifest(folder: Path) -> dict[str, Any]:
         whole = signed(manifest)["sha256"] == manifest["sha256"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{damaged}: {MANIFEST} is damaged ({error!r}): {remedy}") from error
-    if isinstance(version, int) and version > FORMAT:
+    if isinstance(version, int) and version > MIXED_FORMAT:
         raise InputError(
-            f"{folder} is of format {version}, from a newer mlcn_jax than this one, which reads format {FORMAT}: "
+            f"{folder} is of format {version}, from a newer mlcn_jax than this one, which reads format {MIXED_FORMAT}: "
             "update mlcn_jax, or export the model again with this version"
         )
-    if not whole or version != FORMAT:
+    if not whole or version not in (FORMAT, MIXED_FORMAT):
         raise InputError(f"{damaged}: {MANIFEST} was altered: {remedy}")
-    unknown = {MODEL, WEIGHTS, *(function["file"] for function in manifest["functions"])} - set(files)
+    unknown = {MODEL, WEIGHTS, *(f["file"] for f in manifest["functions"]), *manifest.get("onnx", ())} - set(files)
     if unknown:
         raise InputError(f"{damaged}: {MANIFEST} does not list {', '.join(sorted(unknown))}: {remedy}")
     for name, known in files.items():

@@ -73,9 +73,9 @@ class MeshRunner:
         """Starts copying a batch to the devices; returns the arguments of `step`."""
         return mesh_lib.place_batch(self._mesh, (images, labels, soft))
 
-    def step(self, images: Array, labels: Array, soft: Any = (), *, size: int = 0) -> dict[str, Array]:
+    def step(self, *batch: Any, size: int = 0) -> dict[str, Array]:
         """Starts a training step and returns its metrics without waiting for them."""
-        self._state, metrics = self._compiled[size](self._state, images, labels, soft)
+        self._state, metrics = self._compiled[size](self._state, *batch)
         return metrics
 
     def calibrate(self, batches: Sequence[np.ndarray]) -> dict:

@@ -261,8 +261,9 @@ class StacksRunner:
         on_stacks = {s: jax.device_put(batch, self._stacks[s].device) for s in self._mine}
         return on_stacks, jax.device_put(batch, self._head) if self._is_head else ()
 
-    def step(self, on_stacks: dict[int, tuple], head_batch: tuple, *, size: int = 0) -> dict[str, Array]:
+    def step(self, *batch: Any, size: int = 0) -> dict[str, Array]:
         """Starts a training step and returns its metrics without waiting for them."""
+        on_stacks, head_batch = batch
         run, keys, states = self._programs, self._keys, self._states
         columns, vjps, grads, vectors = {}, {}, {}, {}
         dcolumns = from_head = None
