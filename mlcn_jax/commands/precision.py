@@ -16,6 +16,7 @@ alone. Writes `precision.json` and the folder `export`, which predict, serve and
 import math
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from absl import flags
 
@@ -34,6 +35,8 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("calibration_images", 512, text, lower_bound=1, flag_values=values)
     flags.DEFINE_integer("batch", 64, "Images in a timed call.", lower_bound=1, upper_bound=128, flag_values=values)
     flags.DEFINE_integer("rounds", 10, "Interleaved rounds of timing.", lower_bound=1, flag_values=values)
+    text = "Device profiles (profile --forms=LANES), separated by commas: forms and devices are chosen together."
+    flags.DEFINE_string("profiles", "", text, flag_values=values)
     text = "Folder for the results; default: WORKDIR/precision, or precision-digits for the packaged digits."
     flags.DEFINE_string("output", "", text, flag_values=values)
 
@@ -51,6 +54,7 @@ def main(argv: Sequence[str]) -> None:
     terms = Terms(values.choose, drop, values.calibration_images, values.batch, values.rounds)
     command = shlex.join(["mlcn_jax", "precision", *argv])
     results = pretrained.output_folder(values.output, workdir, "precision")
-    about = precision(workdir, results, terms, command, values.data_dir)
+    profiles = [Path(name.strip()).expanduser() for name in values.profiles.split(",") if name.strip()]
+    about = precision(workdir, results, terms, command, values.data_dir, profiles)
     print(table(about))
     print(f"exported {about['export']}; use it with: {program()} predict {shlex.quote(about['export'])} IMAGE ...")

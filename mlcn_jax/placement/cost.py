@@ -227,7 +227,7 @@ def make_lane_step(
             own = losses_of_group(group, settings)
             batch = (images, jnp.zeros(len(images), jnp.int32), (), ())
             (columns, _), own_vjp = jax.vjp(lambda params: own(params, jnp.arange(group.count), batch), params)
-            (grads,) = own_vjp((column_grads, jnp.ones(group.count)))
+            (grads,) = own_vjp((column_grads.astype(columns.dtype), jnp.ones(group.count)))
         else:
             columns, vjp = jax.vjp(lambda params: lanes.apply_group(params, group, settings, images), params)
             (grads,) = vjp(column_grads)

@@ -10,10 +10,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from mlcn_jax.errors import InputError
+from mlcn_jax.launch import program
+from mlcn_jax.nn.lanes import LaneSpec
 from mlcn_jax.placement.partition import PARTITIONERS, partition
 from mlcn_jax.placement.problem import UNLIMITED, NoRoom, Problem, mib
+from mlcn_jax.placement.profile import DeviceProfile
 
 _BISECTIONS = 60
 
@@ -71,6 +75,41 @@ class FormProblem:
     @property
     def num_devices(self) -> int:
         return len(self.seconds[0][0])
+
+
+def form_problem(
+    profiles: Sequence[DeviceProfile], lanes: Sequence[LaneSpec], task: str, batch_size: int, **more: Any
+) -> FormProblem:
+    """The problem of placing lanes on devices given by their profiles.
+
+    Args:
+      profiles: of the devices, measured with `mlcn_jax profile --forms=LANES`.
+      lanes: all lanes.
+      task: `train` or `infer`.
+      batch_size: images in a step or a call.
+      more: other fields of `FormProblem`; lists over forms are in the order of `forms_of`.
+
+    Raises:
+      InputError: a lane was not measured on a device.
+    """
+    forms = forms_of(profiles, task)
+    for number, profile in enumerate(profiles):
+        measured = {lane for form in forms for lane in profile.form_seconds.get(form, {})}
+        if missing := sorted({str(lane) for lane in lanes} - measured):
+            raise InputError(
+                f"device profile {number} ({profile.device}) has no {task} seconds of {', '.join(missing)}: measure it "
+                f"again with {program()} profile --forms={','.join(sorted({str(lane) for lane in lanes}))}"
+            )
+    seconds = [
+        [[batch_size * p.form_seconds.get(form, {}).get(str(lane), math.inf) for p in profiles] for form in forms]
+        for lane in lanes
+    ]
+    return FormProblem(seconds, forms, **more)
+
+
+def forms_of(profiles: Sequence[DeviceProfile], task: str) -> list[str]:
+    """The forms of a task that were measured on at least one device."""
+    return sorted({form for profile in profiles for form in profile.form_seconds if form.split()[0] == task})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +189,7 @@ def place_one_after_other(name: str, problem: FormProblem) -> FormPlacement:
         return sum(problem.seconds[lane][form]) / problem.num_devices
 
     lanes, forms = range(len(problem.seconds)), range(len(problem.forms))
-    form_of = [min(forms, key=lambda f, i=i: (problem.losses[i][f], mean(i, f))) for i in lanes]
+    form_of = [min((problem.losses[i][f], mean(i, f), f) for f in forms)[2] for i in lanes]
     lost = sum(problem.losses[i][f] for i, f in enumerate(form_of))
     if lost > problem.most_lost:
         raise NoRoom(_too_lossy(problem, lost))
@@ -169,10 +208,7 @@ def _at_price(name: str, problem: FormProblem, price: float) -> FormPlacement:
     """Each lane in its best form on each device, where a unit of loss costs so many seconds."""
     forms, devices = range(len(problem.forms)), range(problem.num_devices)
     best = [
-        [
-            min(forms, key=lambda f, i=i, d=d: (problem.seconds[i][f][d] + price * problem.losses[i][f], f))
-            for d in devices
-        ]
+        [min((problem.seconds[i][f][d] + price * problem.losses[i][f], f) for f in forms)[1] for d in devices]
         for i in range(len(problem.seconds))
     ]
     priced = [

@@ -7,6 +7,7 @@ channel, activations with scales calibrated on training images. Reading it needs
 import dataclasses
 import logging
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,17 +160,20 @@ def _quantized(lane: Lane, path: Path, images: UInt8[np.ndarray, "n h w c"]) -> 
             return next(self._batches, None)
 
     found = path.with_name("int8.onnx")
-    with np.errstate(invalid="ignore"):
-        quantization.quantize_static(
-            path,
-            found,
-            Reader(),
-            quant_format=quantization.QuantFormat.QDQ,
-            op_types_to_quantize=_QUANTIZED,
-            per_channel=True,
-            weight_type=quantization.QuantType.QInt8,
-            activation_type=quantization.QuantType.QUInt8,
-        )
+    try:
+        with warnings.catch_warnings(action="ignore"):  # which NumPy gives of ranges that are not finite
+            quantization.quantize_static(
+                path,
+                found,
+                Reader(),
+                quant_format=quantization.QuantFormat.QDQ,
+                op_types_to_quantize=_QUANTIZED,
+                per_channel=True,
+                weight_type=quantization.QuantType.QInt8,
+                activation_type=quantization.QuantType.QUInt8,
+            )
+    except AssertionError as error:  # which is how it refuses such ranges
+        raise _not_finite(str(lane), str(error)) from error
     check_scales(onnx.load(found), str(lane))
     return found
 
@@ -180,7 +184,11 @@ def check_scales(model: "onnx.ModelProto", lane: str) -> None:
 
     for tensor in model.graph.initializer:
         if tensor.name.endswith("_scale") and not np.isfinite(numpy_helper.to_array(tensor)).all():
-            raise InputError(
-                f"{lane}: the scale {tensor.name} is not finite, as the lane's weights or what it computes from the "
-                "calibration images are not: train the model again"
-            )
+            raise _not_finite(lane, tensor.name)
+
+
+def _not_finite(lane: str, what: str) -> InputError:
+    return InputError(
+        f"{lane}: a scale of its int8 form is not finite ({what}), as the lane's weights or what it computes from the "
+        "calibration images are not: train the model again"
+    )

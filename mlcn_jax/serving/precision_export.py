@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,17 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.serving import artifact, model_card, onnx
 from mlcn_jax.serving.export import write_manifest
+from mlcn_jax.serving.form_speeds import call_seconds
 from mlcn_jax.serving.parts import FORMS, Form, weights_digest
 from mlcn_jax.serving.precision import Lane, Made, lanes_of, make
 from mlcn_jax.serving.precision_lanes import tolerance, write_lanes
 from mlcn_jax.serving.precision_mix import cheapest_mix, mix_accuracy
+from mlcn_jax.serving.precision_place import place_lanes
 
 FILE = "precision.json"
 CHOICES = ("smallest", "fastest")
 _RANKING_IMAGES = 5_000  # of the training images, where none were held out
 _BATCH = 500  # images whose parts are computed at once
-_TURN_SECONDS = 0.2
 _log = logging.getLogger(__name__)
 
 
@@ -52,7 +52,9 @@ class Terms:
     rounds: int = 10
 
 
-def precision(workdir: Path, results: Path, terms: Terms, command: str, data_dir: str = "") -> dict[str, Any]:
+def precision(
+    workdir: Path, results: Path, terms: Terms, command: str, data_dir: str = "", profiles: Sequence[Path] = ()
+) -> dict[str, Any]:
     """Writes the chosen mix to `results/export` and all that was measured to `results/precision.json`; returns that.
 
     Args:
@@ -61,6 +63,7 @@ def precision(workdir: Path, results: Path, terms: Terms, command: str, data_dir
       terms: what is wanted.
       command: that makes the export again.
       data_dir: overrides the run's `data.dir`, if not empty.
+      profiles: of devices, on which the lanes are placed in the forms that finish first.
 
     Raises:
       InputError: there is no export or it is damaged, it has no lanes, its images do not fit it, or a package is not
@@ -98,6 +101,10 @@ def precision(workdir: Path, results: Path, terms: Terms, command: str, data_dir
         ]
         for both in zip(made, seconds, strict=True)
     ]
+    placement = {}
+    if profiles:
+        drop = terms.max_accuracy_drop
+        placement = place_lanes(model.spec, profiles, parts, ranking.labels, drop, terms.batch)
     before = mix_accuracy(parts, [0] * len(lanes), ranking.labels)
     mix, proven = cheapest_mix(parts, costs, ranking.labels, before - terms.max_accuracy_drop / 100)
     chosen = [own[form] for own, form in zip(made, mix, strict=True)]
@@ -106,7 +113,8 @@ def precision(workdir: Path, results: Path, terms: Terms, command: str, data_dir
     exported = artifact.Artifact(folder)
     _check(exported, chosen, ranking.images)
     calls = {"before": model.artifact.lengths, "chosen": exported.lengths}
-    whole = dict(zip(calls, _seconds(list(calls.values()), model.spec.image_shape, terms).tolist(), strict=True))
+    seconds_of_all = call_seconds(list(calls.values()), model.spec.image_shape, terms.batch, terms.rounds)
+    whole = dict(zip(calls, seconds_of_all.tolist(), strict=True))
     test = dataset.test
     about = {
         "terms": dataclasses.asdict(terms),
@@ -132,6 +140,7 @@ def precision(workdir: Path, results: Path, terms: Terms, command: str, data_dir
         "test_accuracy": {name: _accuracy(call, test) for name, call in calls.items()},
         "bytes": {"before": _weight_bytes(workdir / "export"), "chosen": _weight_bytes(folder)},
         "milliseconds": {name: 1000 * value for name, value in whole.items()},
+        "placement": placement,
         "export": str(folder),
         "packages": packages,
         **host.environment(),
@@ -167,30 +176,10 @@ def _seconds_of_kinds(lanes: Sequence[Lane], made: Sequence[Sequence[Made]], ter
     for lane, own in zip(lanes, made, strict=True):
         kind = str(lane.spec.lane_specs[lane.index])
         if kind not in kinds:
-            kinds[kind] = _seconds([each.call for each in own], lane.spec.image_shape, terms).tolist()
+            calls = [each.call for each in own]
+            kinds[kind] = call_seconds(calls, lane.spec.image_shape, terms.batch, terms.rounds).tolist()
         found.append(kinds[kind])
     return found
-
-
-def _seconds(calls: Sequence[Callable], image_shape: tuple[int, ...], terms: Terms) -> Float[np.ndarray, " calls"]:
-    """Seconds of each call on a batch of images, the median over rounds in which all take turns."""
-    images = np.random.default_rng(0).integers(0, 256, (terms.batch, *image_shape), np.uint8)
-
-    def once(call: Callable, times: int) -> float:
-        started = time.perf_counter()
-        for _ in range(times):
-            np.asarray(call(images))
-        return (time.perf_counter() - started) / times
-
-    counts = []
-    for call in calls:
-        once(call, 2)
-        counts.append(max(1, round(_TURN_SECONDS / once(call, 1))))
-    found = np.zeros((terms.rounds, len(calls)))
-    for turn in range(terms.rounds):
-        for i in np.roll(np.arange(len(calls)), -turn).tolist():
-            found[turn, i] = once(calls[i], counts[i])
-    return np.median(found, axis=0)
 
 
 def _write(
@@ -263,4 +252,12 @@ def table(about: Mapping[str, Any]) -> str:
         f"{about['terms']['batch']} images in {speed['before']:.2f} ms before, {speed['chosen']:.2f} ms chosen: "
         f"{speed['before'] / speed['chosen']:.2f} times as fast",
     ]
+    if placed := about["placement"]:
+        lines += ["", "form and device of each lane, chosen together:"]
+        devices = placed["devices"]
+        lines += [f"  {n} {x['lane']}: {x['form']} on {devices[x['device']]}" for n, x in enumerate(placed["lanes"])]
+        lines.append(
+            f"  {about['terms']['batch']} images in {placed['makespan_milliseconds']:.2f} ms by the profiles, "
+            f"{placed['accuracy_drop']:.2f} points lost"
+        )
     return "\n".join(lines)
