@@ -14,16 +14,21 @@ BATCH = 50
 
 def training_seconds(spec: ModelSpec, lanes: Sequence[LaneSpec], rounds: int) -> dict[str, dict[str, float]]:
     """Seconds for each image of a training step of each lane, by form, for `DeviceProfile.form_seconds`."""
+    found: dict[str, dict[str, float]] = {}
+    for (form, name), seconds in least_seconds(lane_programs(spec, lanes, BATCH), rounds).items():
+        found.setdefault(form, {})[name] = seconds / BATCH
+    return found
+
+
+def lane_programs(spec: ModelSpec, lanes: Sequence[LaneSpec], batch: int) -> dict[tuple, Program]:
+    """A training step of each lane in each form that it has, by form and lane."""
     programs: dict[tuple, Program] = {}
     for dtype in COMPUTE_DTYPES:
         for algorithm in conv.ALGORITHMS:
-            lab = Lab(dataclasses.replace(spec, compute_dtype=dtype, conv=algorithm, norm_group=BATCH))
+            lab = Lab(dataclasses.replace(spec, compute_dtype=dtype, conv=algorithm, norm_group=batch))
             for lane in lanes:
                 try:
-                    programs[f"train {dtype} {algorithm}", str(lane)] = lab.lane_step(LaneGroup(lane, 1), BATCH)
+                    programs[f"train {dtype} {algorithm}", str(lane)] = lab.lane_step(LaneGroup(lane, 1), batch)
                 except InputError:  # the algorithm cannot do a shape of this lane
                     continue
-    found: dict[str, dict[str, float]] = {}
-    for (form, name), seconds in least_seconds(programs, rounds).items():
-        found.setdefault(form, {})[name] = seconds / BATCH
-    return found
+    return programs

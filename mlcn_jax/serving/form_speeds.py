@@ -30,22 +30,23 @@ def inference_seconds(spec: ModelSpec, lanes: Sequence[LaneSpec], rounds: int) -
 
     Forms of ONNX Runtime are left out where the packages of requirements-onnx.txt are not installed, and on a GPU.
     """
-    try:
-        onnx.versions()
-        with_onnx = jax.default_backend() == "cpu"
-    except InputError:
-        with_onnx = False
     found: dict[str, dict[str, float]] = {}
     for lane in lanes:
-        calls = _calls(dataclasses.replace(spec, lanes=str(lane), lane_seeds=(), lane_weights=()), with_onnx)
+        calls = lane_calls(spec, lane)
         seconds = call_seconds(list(calls.values()), spec.image_shape, BATCH, rounds)
         for form, value in zip(calls, seconds.tolist(), strict=True):
             found.setdefault(form, {})[str(lane)] = value / BATCH
     return found
 
 
-def _calls(spec: ModelSpec, with_onnx: bool) -> dict[str, Callable]:
-    """The lane in each form that it has, by the form's name."""
+def lane_calls(spec: ModelSpec, lane: LaneSpec) -> dict[str, Callable]:
+    """A lane with random parameters in each form that it has here, from uint8 images, by the form's name."""
+    try:
+        onnx.versions()
+        with_onnx = jax.default_backend() == "cpu"
+    except InputError:
+        with_onnx = False
+    spec = dataclasses.replace(spec, lanes=str(lane), lane_seeds=(), lane_weights=())
     images = np.random.default_rng(0).integers(0, 256, (_IMAGES, *spec.image_shape), np.uint8)
     params = init_params(spec, jax.random.key(0))
     if any(group.kind.normalises for group in spec.lane_groups):
@@ -58,8 +59,8 @@ def _calls(spec: ModelSpec, with_onnx: bool) -> dict[str, Callable]:
                 calls[f"infer {form}"] = make(lanes_of(spec, encoder)[0], form, images).call
             continue
         for algorithm in conv.ALGORITHMS:
-            lane = lanes_of(dataclasses.replace(spec, conv=algorithm), encoder)[0]
-            call = make(lane, form, images).call
+            own = lanes_of(dataclasses.replace(spec, conv=algorithm), encoder)[0]
+            call = make(own, form, images).call
             try:
                 jax.eval_shape(call, jax.ShapeDtypeStruct((BATCH, *spec.image_shape), np.uint8))
             except InputError:  # the algorithm cannot do a shape of this lane

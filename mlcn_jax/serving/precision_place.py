@@ -1,6 +1,7 @@
 """Chooses the precision of each lane together with its device, from device profiles and the accuracy of every mix."""
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,12 @@ def place_lanes(
     labels: Int[np.ndarray, " n"],
     max_accuracy_drop: float,
     batch: int,
-    partitioner: str = "exact",
 ) -> dict[str, Any]:
     """The form and the device of each lane, so that the last device finishes first, ready for JSON.
 
     What a lane loses in a form is what the model loses if only that lane has it. Losses are added up to choose, and the
-    accuracy of the choice is computed exactly: if it lost too much, the sum may be less the next time.
+    accuracy of the choice is computed exactly: if it lost too much, the sum may be less the next time. The choice is
+    optimal for these losses where OR-Tools is installed, and greedy elsewhere.
 
     Args:
       spec: the model.
@@ -38,11 +39,11 @@ def place_lanes(
       parts, labels: as for `precision_mix.mix_accuracy`, with `FORMS`.
       max_accuracy_drop: percentage points that the choice may lose.
       batch: images in a call.
-      partitioner: one of `partition.PARTITIONERS`.
 
     Raises:
       InputError: a profile cannot be used, or lacks a lane.
     """
+    partitioner = "exact" if importlib.util.find_spec("ortools") else "greedy"
     profiles = [DeviceProfile.load(file) for file in files]
     forms = forms_of(profiles, "infer")
     first_of = {form.precision: i for i, form in reversed(list(enumerate(FORMS)))}
@@ -75,7 +76,7 @@ def place_lanes(
         ],
         "makespan_milliseconds": 1000 * placed.makespan_seconds,
         "accuracy_drop": lost,
-        "optimal": placed.optimal,
+        "partitioner": partitioner,
     }
 
 
