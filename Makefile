@@ -1,4 +1,4 @@
-# make train, make test, make docs, make bench, make onnx: each sets up what it needs and does its job. CUDA=0 or CUDA=1 overrides what is detected.
+# make train, make test, make docs, make bench, make onnx, make precision: each sets up what it needs and does its job. CUDA=0 or CUDA=1 overrides what is detected.
 PYTHON ?= python3
 override CUDA := $(if $(filter 0 1,$(CUDA)),$(CUDA),$(shell nvidia-smi >/dev/null 2>&1 && echo 1 || echo 0))
 REQUIREMENTS := $(if $(filter 1,$(CUDA)),requirements-cuda12.txt,requirements.txt)
