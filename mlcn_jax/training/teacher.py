@@ -46,8 +46,8 @@ class Teacher:
     def kept(self, session: Session) -> Float32[np.ndarray, "n ways classes"] | None:
         """Its probabilities for all training images, as `batches.Batches` takes them; None where steps compute them.
 
-        They are kept where a run sees an image in one way, or mirrored as a second one: a step then takes as long as
-        without a teacher (`benchmarks/distillation.py`). Other augmentation shows the teacher new images in every step.
+        They are kept where a run sees an image in one way, or mirrored as a second one, so that a step only reads them
+        (`benchmarks/distillation.py`). Other augmentation shows the teacher new images in every step.
         """
         data, images = session.config.data, session.train.images
         if self.distillation is None or data.augmentation() != Augmentation():

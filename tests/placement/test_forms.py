@@ -1,15 +1,20 @@
 """Forms and devices chosen at once: against brute force, and against one after the other."""
 
+import dataclasses
 import itertools
+import json
 import math
 
 import numpy as np
 import pytest
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.placement.forms import FormProblem, place_one_after_other, place_together
+from mlcn_jax.nn.lanes import LaneSpec
+from mlcn_jax.placement.forms import FormProblem, form_problem, place_one_after_other, place_together
 from mlcn_jax.placement.partition import PARTITIONERS
 from mlcn_jax.placement.problem import NoRoom
+from mlcn_jax.placement.profile import DeviceProfile
+from tests.made_profile import make_profile
 
 FORMS = ("float32", "bfloat16", "int8")
 
@@ -102,3 +107,29 @@ def test_a_loss_that_is_too_large_keeps_lanes_as_they_are():
 def test_bad_problems_are_refused(seconds, message):
     with pytest.raises(InputError, match=message):
         FormProblem(seconds, FORMS)
+
+
+LANE = LaneSpec("mlcn2", 1)
+CPU = {
+    "infer float32 native": {str(LANE): 2e-3},
+    "infer int8 onnxruntime": {str(LANE): 1e-3},
+    "train float32 native": {},
+}
+GPU = {"infer float32 native": {str(LANE): 5e-4}}
+
+
+def test_profiles_hold_forms_and_make_a_problem():
+    profile = make_profile()
+    cpu, gpu = (dataclasses.replace(profile, form_seconds=seconds) for seconds in (CPU, GPU))
+    assert DeviceProfile.from_dict(json.loads(json.dumps(cpu.to_dict()))).form_seconds == CPU
+    problem = form_problem([cpu, gpu], [LANE, LANE], "infer", 10)
+    assert problem.forms == ["infer float32 native", "infer int8 onnxruntime"]
+    np.testing.assert_allclose(problem.seconds, [[[0.02, 0.005], [0.01, math.inf]]] * 2)
+    with pytest.raises(InputError, match=r"has no train seconds of mlcn2:w1d1: measure it again"):
+        form_problem([cpu, gpu], [LANE], "train", 10)
+
+
+def test_a_profile_without_forms_is_read_as_before():
+    stored = make_profile().to_dict()
+    del stored["form_seconds"]
+    assert DeviceProfile.from_dict(stored).form_seconds == {}

@@ -16,12 +16,14 @@ from mlcn_jax.data.datasets import split_validation
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.capsules import lengths
 from mlcn_jax.nn.model import encode
-from mlcn_jax.serving import export, onnx, precision_export, precision_lanes, precision_mix
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.serving import export, onnx, precision_export, precision_lanes, precision_mix, precision_place
 from mlcn_jax.serving.artifact import Artifact
-from mlcn_jax.serving.parts import FLOAT32, Form, open_onnx, weights_digest
+from mlcn_jax.serving.parts import FLOAT32, FORMS, Form, open_onnx, weights_digest
 from mlcn_jax.serving.precision import lanes_of, make
 from mlcn_jax.tiers import split
 from mlcn_jax.tiers.artifact import TierArtifact
+from tests.made_profile import make_profile
 
 installed = pytest.mark.skipif(not importlib.util.find_spec("jax2onnx"), reason="needs requirements-onnx.txt")
 BFLOAT16, INT8 = Form("bfloat16", "xla"), Form("int8", "onnxruntime")
@@ -177,6 +179,30 @@ def test_with_too_many_mixes_one_that_is_accurate_enough_is_found(monkeypatch):
     mix, proven = precision_mix.cheapest_mix(parts, costs, labels, least)
     assert not proven
     assert precision_mix.mix_accuracy(parts, mix, labels) >= least
+
+
+def test_lanes_are_placed_in_forms_that_together_lose_no_more_than_allowed(tmp_path):
+    """Lanes agree, so that one alone in int8 changes little, and all of them in int8 change much."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 3, 400)
+    parts = [[np.eye(3)[labels] + rng.uniform(0, 1, (400, 3)) for _ in FORMS] for _ in range(3)]
+    for own in parts:
+        own[1], own[2] = own[0], own[0]
+        own[3] = own[0] + rng.uniform(0, 1.5, (400, 3))
+    lane = "mlcn2:w1d1"
+    seconds = {"infer float32 native": {lane: 2e-3}, "infer int8 onnxruntime": {lane: 1e-3}}
+    for name in "ab":
+        dataclasses.replace(make_profile(), form_seconds=seconds).save(tmp_path / f"{name}.json")
+    spec = ModelSpec("mlcn", (28, 28, 1), 3, f"{lane}*3")
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    base = precision_mix.mix_accuracy(parts, [0] * 3, labels)
+    all_int8 = 100 * (base - precision_mix.mix_accuracy(parts, [3] * 3, labels))
+    for allowed, makespan in ((all_int8 + 0.01, 2.0), (0.0, 4.0)):
+        placed = precision_place.place_lanes(spec, files, parts, labels, allowed, 1)
+        mix = [3 if lane["form"].startswith("int8") else 0 for lane in placed["lanes"]]
+        assert 100 * (base - precision_mix.mix_accuracy(parts, mix, labels)) <= allowed
+        assert placed["makespan_milliseconds"] <= makespan
+    assert mix != [3] * 3
 
 
 @installed
