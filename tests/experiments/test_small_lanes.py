@@ -12,8 +12,8 @@ DIRECTORIES = {"cifar10": "", "fashion_mnist": ""}
 TEACHERS = {"cifar10": Path("a"), "fashion_mnist": Path("b")}
 
 
-def configured(case, way):
-    return distilled_lanes.configure_run(DIRECTORIES, TEACHERS, case, way, 1)
+def configured(case, way, trial=False):
+    return distilled_lanes.configure_run(DIRECTORIES, TEACHERS, trial, case, way, 1)
 
 
 @pytest.mark.parametrize("case", distilled_lanes.CASES)
@@ -22,7 +22,7 @@ def test_students_have_a_tenth_of_the_flops_and_differ_in_the_teacher_only(case)
     shape = (28, 28, 1) if given.data == "fashion_mnist" else (32, 32, 3)
     labels, distilled, teacher = (
         configured(case, "labels"),
-        configured(case, "distilled"),
+        configured(case, "w0.9t4"),
         configured(given.data, "teacher"),
     )
     assert distilled.train.teacher == str(TEACHERS[given.data])
@@ -36,16 +36,16 @@ def test_the_share_of_the_gap_is_that_of_the_means():
     def record(case, way, seed, accuracy):
         return {
             "facts": {"case": case, "way": way, "seed": seed},
-            "test_accuracy": accuracy,
+            "accuracy": accuracy,
             "flops": 1.0,
             "lanes": "x",
         }
 
     records = [record("cifar10", "teacher", 0, 94.0)]
     records += [record("cifar", "labels", seed, 90.0 + seed) for seed in range(3)]
-    records += [record("cifar", "distilled", seed, 91.5 + seed) for seed in range(3)]
+    records += [record("cifar", "w0.9t4", seed, 91.5 + seed) for seed in range(3)]
     for one in records:
-        one["train_seconds"] = 1.0
+        one |= {"train_seconds": 1.0, "split": "test"}
     (row,) = distilled_lanes.summarise(records, {})
     assert row["gap"] == pytest.approx(3.0)
     assert row["recovered"] == pytest.approx(0.5)
@@ -82,3 +82,13 @@ def test_a_python_that_is_missing_is_one_error(tmp_path):
 def test_together_is_never_slower_on_simulated_devices(monkeypatch):
     monkeypatch.setattr(forms_and_places, "_SIMULATED", 5)
     assert forms_and_places.simulate()["exact"]["min"] > 0.9999
+
+
+def test_trials_leave_the_test_set_alone():
+    for way in ("labels", "w0.5t1"):
+        config = configured("cifar", way, trial=True)
+        assert not config.train.score_test
+        assert config.data.validation_fraction == 0.2
+    assert (config.train.teacher_weight, config.train.teacher_temperature) == (0.5, 1.0)
+    with pytest.raises(InputError, match="is not written as w0"):
+        configured("cifar", "distilled")
