@@ -4,10 +4,10 @@
     python -m experiments.forms_and_places --rounds=0     # the simulated devices alone
 
 Simulated: two devices and random lanes, where the second device is a few times faster in some forms and cannot run
-others. Real: two processes on a core each, of which the second compiles for SSE4.2 only, as an old processor would, so
-that float32 is slow on it and ONNX Runtime, which takes no notice, is not. Each process times its lanes in every form;
-forms and devices are chosen from the two tables; both processes then compute what they were given at the same time,
-and the makespan is that of the slower one. Writes `experiments/results/forms_and_places.json`.
+others. Real: two processes on a core each, of which the second has no ONNX Runtime, and compiles for SSE4.2 only, as
+for an old processor. Each process times its lanes in every form; forms and devices are chosen from the two tables; both
+processes then compute what they were given at the same time, and the makespan is that of the slower one. Writes
+`experiments/results/forms_and_places.json`.
 """
 
 import json
@@ -177,6 +177,8 @@ def _line(worker: subprocess.Popen) -> str:
 def work(core: int, lanes: str, data: str, rounds: int, given: Sequence[Sequence[str]] | None = None) -> None:
     """What one process does: times all lanes in all forms, or computes what it was given, again and again."""
     os.sched_setaffinity(0, {core})
+    if _OLD in os.environ.get("XLA_FLAGS", ""):
+        sys.modules["jax2onnx"] = None  # type: ignore[assignment]  # as if it were not installed
     from mlcn_jax.analysis.measure_device import spec_of
     from mlcn_jax.analysis.measure_forms import lane_programs, training_seconds
     from mlcn_jax.nn.lane_list import parse_lanes
