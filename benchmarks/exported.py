@@ -53,7 +53,7 @@ def main(values: flags.FlagValues) -> None:
 
 def measure(workdir: Path, num_rounds: int) -> dict:
     """One model's figures."""
-    exported, trained = artifact.Artifact(workdir / "export"), checkpoint.load_trained(workdir)
+    exported, trained = artifact.Artifact(workdir / "export", "xla"), checkpoint.load_trained(workdir)
     images = np.random.default_rng(0).integers(0, 256, (max(_BATCHES), *exported.image_shape)).astype(np.uint8)
 
     def lengths(encoder, images):

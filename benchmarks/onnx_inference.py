@@ -9,7 +9,6 @@ process with as many threads as it has cores. mlcn_jax takes part as the artifac
 two; ratios are medians over rounds. Needs what `experiments.export_onnx` wrote; writes `benchmarks/results/onnx.json`.
 """
 
-import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -85,6 +84,7 @@ def compare_all(workdirs: list[Path], batches: list[int], rounds: int, out: Path
 def programs(model: "ExportedModel", workdir: Path, threads: int) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
     """What is compared: functions from images to lengths."""
     from mlcn_jax.serving import runtime
+    from mlcn_jax.serving.onnx_file import open_onnx
 
     path = workdir / "onnx" / "model.onnx"
     if not path.is_file():
@@ -93,8 +93,7 @@ def programs(model: "ExportedModel", workdir: Path, threads: int) -> dict[str, C
         raise InputError(
             f"{workdir} computes in {model.spec.compute_dtype}, its ONNX model in float32: nothing to compare"
         )
-    session = runtime.open_session(path, threads)
-    return {THEIRS: functools.partial(runtime.run, session), OURS: model.artifact.lengths}
+    return {THEIRS: open_onnx(path, runtime.OUTPUT, threads), OURS: model.artifact.lengths}
 
 
 def compare(calls: dict[str, Callable], model: "ExportedModel", batch: int, rounds: int) -> dict:

@@ -31,7 +31,9 @@ from mlcn_jax.search import space
 from mlcn_jax.serving.artifact import MANIFEST, Artifact
 from mlcn_jax.training.checkpoint import load_trained
 from mlcn_jax.training.metrics import StepLog
+from mlcn_jax.training.session import open_session
 from mlcn_jax.training.sweep import parse_grid
+from mlcn_jax.training.teacher import open_teacher
 
 MADE: dict[str, Callable[[], str]] = {}
 _SHAPE = (28, 28, 1)
@@ -79,6 +81,12 @@ def no_config() -> None:
 @_message
 def wrong_value() -> None:
     RunConfig().replace({"train.batch_size": "0"})
+
+
+@_message
+def no_teacher() -> None:
+    config = RunConfig().replace({"train.teacher": "runs/techer"})
+    open_teacher(open_session(config))
 
 
 @_message

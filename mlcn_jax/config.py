@@ -48,6 +48,7 @@ _ADDED = (
     *("data.augment_lanes", "train.momentum", "train.bias_learning_rate", "train.head_learning_rate"),
     *("train.whitening_epochs", "train.score_test", "train.image_sizes", "train.lookahead"),
     *("model.lane_weights", "model.lane_seeds", "data.split_seed", "train.lanes_apart"),
+    *("train.teacher", "train.teacher_weight", "train.teacher_temperature"),
 )
 
 

@@ -106,6 +106,10 @@ class TrainSettings:
         model.lane_seeds and data.split_seed).
       lanes_apart: refuses settings under which a lane's training depends on the other lanes; changes nothing else.
       checkpoint_every: steps between checkpoints; 0 saves one every epoch.
+      teacher: workdirs of trained models, separated by commas, whose mean probabilities are learned beside the labels;
+        empty for none.
+      teacher_weight: share of the teacher in the loss; the labels have the rest.
+      teacher_temperature: softens teacher and lanes that classify alone; no effect on the margin loss.
       image_sizes: sizes at which lanes that classify alone see training images, such as 20:0.35,28:0.7 for 20 pixels
         in the first 35 % of the steps, 28 until 70 %, then the full size; empty for the full size throughout.
       log_every: steps between reports of the metrics.
@@ -130,6 +134,9 @@ class TrainSettings:
     reconstruction_weight: float = 0.392
     seed: int = 0
     checkpoint_every: int = 0
+    teacher: str = ""
+    teacher_weight: float = 0.9
+    teacher_temperature: float = 4.0
     image_sizes: str = ""
     log_every: int = 50
     test_every_epoch: bool = False
@@ -148,6 +155,8 @@ class TrainSettings:
         check(self.learning_rate > 0, "train.learning_rate", self.learning_rate, "above 0")
         check(0 <= self.lookahead < 1, "train.lookahead", self.lookahead, "in [0, 1)")
         check(0 <= self.momentum < 1, "train.momentum", self.momentum, "in [0, 1)")
+        check(0 < self.teacher_weight <= 1, "train.teacher_weight", self.teacher_weight, "in (0, 1]")
+        check(self.teacher_temperature > 0, "train.teacher_temperature", self.teacher_temperature, "above 0")
         self.sizes()
         if self.test_every_epoch:
             check(self.score_test, "train.score_test", False, "true with train.test_every_epoch")

@@ -27,6 +27,7 @@ COMMANDS = {
     "work": ("commands.work", "trains the next lane of a pool that nobody trains"),
     "export": ("commands.export", "exports a trained model for predict and serve"),
     "onnx": ("commands.onnx", "converts an exported model to ONNX, and checks it"),
+    "precision": ("commands.precision", "measures lanes in float32, bfloat16 and int8, and exports a mix"),
     "predict": ("serving.predict", "classifies pictures with a trained or exported model"),
     "serve": ("serving.server", "answers HTTP requests with a trained or exported model"),
     "tiers": ("commands.tiers", "splits a model's lanes over devices, and answers with them"),

@@ -5,16 +5,24 @@
 Training steps of some lanes are compiled and timed; time and memory of all others are predicted from a fit, and its
 errors are kept. So are the device's peak rates, and how much devices of one machine slow each other down. A process
 that is bound to a number of cores needs a profile measured on the same number: `--cores=1`.
+
+`--forms=mlcn2:w4,resnet:w1d2` also times these lanes in each precision and convolution algorithm, in training and in
+inference; int8 needs requirements-onnx.txt.
 """
 
+import dataclasses
 import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from absl import flags
 
 from mlcn_jax.commands import arguments
+
+if TYPE_CHECKING:
+    from mlcn_jax.nn.spec import ModelSpec
 
 
 def define(values: flags.FlagValues) -> None:
@@ -35,6 +43,18 @@ def define_measuring(values: flags.FlagValues) -> None:
     flags.DEFINE_string("compute_dtype", "float32", "As config.model.compute_dtype.", flag_values=values)
     text = "Rounds of timing; in each, all programs take turns."
     flags.DEFINE_integer("rounds", 5, text, lower_bound=1, flag_values=values)
+    text = "Lanes to time in each precision and algorithm too, as config.model.lanes; empty for none."
+    flags.DEFINE_string("forms", "", text, flag_values=values)
+
+
+def form_seconds(spec: "ModelSpec", text: str, rounds: int) -> dict[str, dict[str, float]]:
+    """Seconds of lanes, written as for model.lanes, in each form of training and of inference."""
+    from mlcn_jax.analysis.measure_forms import training_seconds
+    from mlcn_jax.nn.lane_list import parse_lanes
+    from mlcn_jax.serving.precision.speeds import inference_seconds
+
+    lanes = [group.spec for group in parse_lanes(text)]
+    return training_seconds(spec, lanes, rounds) | inference_seconds(spec, lanes, rounds)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -58,6 +78,8 @@ def main(argv: Sequence[str]) -> None:
     programs = measure_device.make_programs(lab)
     seconds = measure_device.least_seconds(programs, values.rounds)
     profile = measure_device.make_profile(lab, programs, seconds, **machine)
+    if values.forms:
+        profile = dataclasses.replace(profile, form_seconds=form_seconds(spec, values.forms, values.rounds))
     profile.save(output)
     print(measure_device.table(profile))
     print(f"{output} ({time.monotonic() - started:.0f} s)")

@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     split.add_argument("--key", default="", help="Ed25519 private key (PEM) to sign the artifacts with")
     split.add_argument("--data_dir", default="", help="overrides the run's config.data.dir, if not empty")
     split.add_argument("--out", default="tiers", help="name of the folder in WORKDIR")
+    split.add_argument("--precision", default="", help="export of the model that `mlcn_jax precision` wrote")
 
     node = command("node", "answers gateways with the lanes of one tier")
     node.add_argument("artifact", help="folder of the tier, as `tiers split` wrote it")
@@ -93,7 +94,10 @@ def _split(arguments: argparse.Namespace) -> None:
     workdir = pretrained.find_workdir(arguments.workdir)
     pretrained.check_writable(workdir, "tiers split")
     key = Path(arguments.key) if arguments.key else None
-    folder = split.split(workdir, Path(arguments.tiers), arguments.cut, key, arguments.data_dir, arguments.out)
+    precision = Path(arguments.precision).expanduser() if arguments.precision else None
+    folder = split.split(
+        workdir, Path(arguments.tiers), arguments.cut, key, arguments.data_dir, arguments.out, precision
+    )
     print(split.describe(folder))
 
 

@@ -38,23 +38,37 @@ class Batches:
       seed: not negative.
       alternate_flips: mirrors a random half of the images in even epochs and the other half in odd ones, so that each
         pair of epochs shows every image both ways (Jordan 2024, arXiv 2404.00498, section 3.6).
+      soft: a third array of each batch, float32 [n, ways, classes]: a teacher's probabilities for each image as it is
+        and, with `alternate_flips`, mirrored; None for none.
 
     Raises:
       InputError: `batch_size` is below 1 or above n.
     """
 
-    def __init__(self, images: Images, labels: Labels, batch_size: int, seed: int, alternate_flips: bool = False):
+    def __init__(
+        self,
+        images: Images,
+        labels: Labels,
+        batch_size: int,
+        seed: int,
+        alternate_flips: bool = False,
+        soft: Float32[np.ndarray, "n ways classes"] | None = None,
+    ):
         self.steps_per_epoch = steps_per_epoch(len(images), batch_size)
         self._split = Split(images, labels)
         self._batch_size = batch_size
         self._seed = seed
+        self._soft = soft
         self._mirrored_first = None
         if alternate_flips:
             self._mirrored_first = np.random.default_rng((seed, _FLIPS)).integers(0, 2, len(images)).astype(bool)
         self._order = (-1, np.empty(0, np.int64))  # The epoch last requested, and the order of its images.
 
-    def at(self, step: int) -> tuple[Images, Labels]:
-        """The batch of `step` (0, 1, ... over all epochs): uint8 [b, height, width, channels], int32 [b]."""
+    def at(self, step: int) -> tuple[np.ndarray, ...]:
+        """The batch of `step` (0, 1, ... over all epochs): uint8 [b, height, width, channels], int32 [b].
+
+        With `soft`, also float32 [b, classes].
+        """
         epoch, position = divmod(step, self.steps_per_epoch)
         if self._order[0] != epoch:
             rng = np.random.default_rng((self._seed, epoch))
@@ -62,10 +76,12 @@ class Batches:
         start = position * self._batch_size
         indices = self._order[1][start : start + self._batch_size]
         batch = self._split[indices]
-        if self._mirrored_first is None:
-            return batch.images, batch.labels
-        mirrored = self._mirrored_first[indices] ^ bool(epoch % 2)
-        return np.where(mirrored[:, None, None, None], batch.images[:, :, ::-1], batch.images), batch.labels
+        images, mirrored = batch.images, np.zeros(len(indices), bool)
+        if self._mirrored_first is not None:
+            mirrored = self._mirrored_first[indices] ^ bool(epoch % 2)
+            images = np.where(mirrored[:, None, None, None], images[:, :, ::-1], images)
+        soft = () if self._soft is None else (self._soft[indices, mirrored.astype(int)],)
+        return images, batch.labels, *soft
 
 
 def padded_batches(split: Split, batch_size: int) -> Iterator[tuple[Images, Labels, Float32[np.ndarray, " b"]]]:

@@ -4,6 +4,7 @@ The loss of such a lane needs no other lane, so its gradient is computed right a
 of only one lane are held at a time.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from mlcn_jax.nn import losses
+from mlcn_jax.nn.distillation import Distillation
 from mlcn_jax.nn.lanes import LaneGroup, LaneSettings, apply_group, lanes_one_by_one
 from mlcn_jax.nn.model import gather_lanes, lane_cross_entropy, num_shares
 from mlcn_jax.nn.model import lane_outputs as model_outputs
@@ -33,8 +35,11 @@ def outputs_and_loss(
     images: Float[Array, "batch h w channels"],
     labels: Int[Array, " batch"],
     draws: Any = (),
+    soft: Any = (),
     *,
     view: View = _as_they_are,
+    distillation: Distillation | None = None,
+    seen_by_teacher: View = _as_they_are,
     lane_axis: str = "",
     lane_ids: Sequence[int] = (),
 ) -> tuple[Float[Array, "batch classes lanes"], Array]:
@@ -49,11 +54,16 @@ def outputs_and_loss(
       images: pixels in [0, 1].
       labels: classes.
       draws: a tree of arrays, passed to `view`.
+      soft: the teacher's probabilities, [batch, classes], if they are the same for all lanes; else it is asked for each
+        lane.
       view: `(images, draws, index of a lane in the entire model) -> images` as a lane that classifies alone sees them.
+      distillation: how lanes learn from a teacher, if they do; not with `spec.ensemble_weight`.
+      seen_by_teacher: as `view`, what the teacher is asked about for each lane.
       lane_axis: as for `model.encode`; on a mesh, the loss is that of all lanes once it is averaged over the axis.
       lane_ids: indices of the lanes in the entire model; if empty, all of them.
     """
-    batch = (images, labels, draws)
+    batch = (images, labels, draws, soft)
+    rule = _Rule(spec.label_smoothing, view, distillation, seen_by_teacher)
     if not spec.lane_groups:
         return model_outputs(spec, encoder, images, lane_axis), jnp.zeros(())
     coupled = spec.ensemble_weight > 0 or spec.decoder_gradient == "all"
@@ -70,15 +80,17 @@ def outputs_and_loss(
             columns.append(apply_group(params, group, spec.lane_settings, images))
             continue
         if coupled:
-            lane = partial(_lane, group, spec.lane_settings, spec.label_smoothing, view)
+            lane = partial(_lane, group, spec.lane_settings, rule)
             results = [lane(p, i, batch) for p, i in _each(params, ids, group.count)]
-            column, _ = (jnp.stack(parts, axis=-1) for parts in zip(*results, strict=True))
+            column, own = (jnp.stack(parts, axis=-1) for parts in zip(*results, strict=True))
+            if distillation is not None:
+                loss = loss + shares * jnp.sum(own)
         else:
-            column, own = losses_of_group(group, spec.lane_settings, spec.label_smoothing, view)(params, ids, batch)
+            column, own = losses_of_group(group, spec.lane_settings, rule)(params, ids, batch)
             column, loss = lax.stop_gradient(column), loss + shares * jnp.sum(own)
         columns.append(column)
     outputs = gather_lanes(columns, lane_axis)
-    if coupled:
+    if coupled and distillation is None:
         loss = jnp.mean(lane_cross_entropy(spec, outputs, labels))
     return outputs, loss
 
@@ -87,32 +99,53 @@ def _each(params: dict, ids: Array, count: int) -> list[tuple[dict, Array]]:
     return [(jax.tree.map(lambda x, i=i: x[i], params), ids[i]) for i in range(count)]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """What a lane that classifies alone sees and learns; as for `outputs_and_loss`."""
+
+    smoothing: float = 0.0
+    view: View = _as_they_are
+    distillation: Distillation | None = None
+    seen_by_teacher: View = _as_they_are
+
+    def loss(self, column: Array, lane: Array, batch: tuple) -> Array:
+        """Mean loss of a lane from its log-probabilities; `lane` is its index in the entire model."""
+        images, labels, draws, soft = batch
+        if self.distillation is None:
+            return jnp.mean(losses.cross_entropy(column, labels, self.smoothing))
+        if isinstance(soft, tuple):
+            soft = self.distillation.probabilities(self.seen_by_teacher(images, draws, lane))
+        return jnp.mean(self.distillation.cross_entropy(column, labels, self.smoothing, soft))
+
+
 def _lane(
     group: LaneGroup,
     settings: LaneSettings,
-    smoothing: float,
-    view: View,
+    rule: _Rule,
     params: dict,
     lane: Array,
     batch: tuple,
 ) -> tuple[Float[Array, "batch classes"], Array]:
     """One lane's log-probabilities and its mean loss; `lane` is its index in the entire model."""
-    images, labels, draws = batch
+    images, _, draws, _ = batch
     one = LaneGroup(group.spec, 1)
     stacked = jax.tree.map(lambda x: x[None], params)
-    column = apply_group(stacked, one, settings, view(images, draws, lane))[..., 0]
-    return column, jnp.mean(losses.cross_entropy(column, labels, smoothing))
+    column = apply_group(stacked, one, settings, rule.view(images, draws, lane))[..., 0]
+    return column, rule.loss(column, lane, batch)
+
+
+_PLAIN = _Rule()
 
 
 def losses_of_group(
-    group: LaneGroup, settings: LaneSettings, smoothing: float = 0.0, view: View = _as_they_are
+    group: LaneGroup, settings: LaneSettings, rule: _Rule = _PLAIN
 ) -> Callable[[dict, Array, tuple], tuple[Array, Array]]:
-    """The function `(params, ids, (images, labels, draws)) -> (outputs, losses)` of lanes that classify alone.
+    """The function `(params, ids, (images, labels, draws, soft)) -> (outputs, losses)` of lanes that classify alone.
 
     Outputs [batch, classes, lanes] are log-probabilities, losses [lanes] mean cross-entropies. Where it is
     differentiated, each lane's gradient is computed right after its outputs; only the losses pass gradients on.
     """
-    lane = partial(_lane, group, settings, smoothing, view)
+    lane = partial(_lane, group, settings, rule)
 
     def run(function: Callable, params: dict, ids: Array, batch: tuple) -> list:
         pairs = {"params": params, "id": ids}

@@ -225,9 +225,9 @@ def make_lane_step(
         params, optimizer_state = state
         if group.kind.classifies:
             own = losses_of_group(group, settings)
-            batch = (images, jnp.zeros(len(images), jnp.int32), ())
+            batch = (images, jnp.zeros(len(images), jnp.int32), (), ())
             (columns, _), own_vjp = jax.vjp(lambda params: own(params, jnp.arange(group.count), batch), params)
-            (grads,) = own_vjp((column_grads, jnp.ones(group.count)))
+            (grads,) = own_vjp((column_grads.astype(columns.dtype), jnp.ones(group.count)))
         else:
             columns, vjp = jax.vjp(lambda params: lanes.apply_group(params, group, settings, images), params)
             (grads,) = vjp(column_grads)

@@ -60,6 +60,8 @@ class DeviceProfile:
         were left out of the fit (`fit.residuals`).
       sharing: `devices` of this kind that compute at once on one machine take `slowdown` times as long as one alone,
         with a standard deviation of the logarithm of `spread`; None if they share nothing, or were not measured.
+      form_seconds: for each form of a lane, such as `train bfloat16 native` or `infer int8 onnxruntime`, the seconds
+        for an image of each measured lane (`forms.form_problem`); empty if none was measured.
       peak: the highest `flops_per_second` of a matrix product and `bytes_per_second` read and written; None if they
         were not measured.
 
@@ -91,6 +93,7 @@ class DeviceProfile:
     residuals: Mapping[str, Sequence[Finite]] = dataclasses.field(default_factory=dict)
     sharing: Mapping[str, Amount] | None = None
     peak: Mapping[str, Amount] | None = None
+    form_seconds: Mapping[str, Mapping[str, Amount]] = dataclasses.field(default_factory=dict)
 
     def slowness(self, fastest: "DeviceProfile") -> float:
         """How much slower it is than another device on the tiny network (`cost.published_seconds`)."""
@@ -214,7 +217,9 @@ class DeviceProfile:
                 f"this device profile has format {version}, but format {PROFILE_VERSION} is expected: {_MEASURE}"
             )
         fields = {field.name: field.type for field in dataclasses.fields(cls)}
-        added = {"value_seconds", "crowded_images", "residuals", "sharing", "peak"} if version == 1 else set()
+        added = {"form_seconds"}
+        if version == 1:
+            added |= {"value_seconds", "crowded_images", "residuals", "sharing", "peak"}
         for name in sorted((set(fields) ^ set(values)) - added):
             what = "is missing" if name in fields else "is not a field"
             raise InputError(f"the device profile is damaged, {name} {what}: {_MEASURE}")

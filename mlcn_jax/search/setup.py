@@ -41,7 +41,13 @@ def read_config(values: Mapping[str, Any]) -> tuple[RunConfig, SearchSettings]:
             "the configuration has no search fields: start from --config=nas_quickstart, which has them all"
         )
     check_fields("search", SearchSettings, values["search"])
-    return RunConfig.from_dict(values), SearchSettings(**values["search"])
+    config = RunConfig.from_dict(values)
+    if config.train.teacher:
+        raise InputError(
+            f"train.teacher is {config.train.teacher!r}, and a search trains on labels alone: leave it empty and teach "
+            "the mix that was found with the teacher"
+        )
+    return config, SearchSettings(**values["search"])
 
 
 def make_space(config: RunConfig, settings: SearchSettings) -> space_lib.Space:

@@ -20,8 +20,11 @@ import numpy as np
 from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program
+from mlcn_jax.serving import parts
+from mlcn_jax.serving.onnx_file import open_onnx
 
 FORMAT = 1
+MIXED_FORMAT = 2  # lanes in several precisions, some of them for ONNX Runtime
 MANIFEST, MODEL, WEIGHTS = "manifest.json", "model.json", "weights.npz"
 CONVERTED = "onnx/model.onnx"  # beside the export
 RUNTIMES = ("auto", "xla", "onnxruntime")
@@ -48,7 +51,7 @@ class Function:
     compiler_options: Mapping[str, str]
 
 
-Functions = Sequence[tuple[int, Callable[[np.ndarray], jax.Array]]]  # from how many rows on each is used, most first
+Functions = Sequence[tuple[int, Callable[[np.ndarray], Any]]]  # from how many rows on each is used, most first
 
 
 class Classifier:
@@ -151,9 +154,14 @@ class Artifact(Classifier):
         row = jax.ShapeDtypeStruct(self.image_shape, jnp.uint8)
         if runtime not in RUNTIMES:
             raise InputError(f"runtime {runtime!r} is unknown: use {', '.join(RUNTIMES)}")
-        self._compute = functools.partial(
-            apply_in_batches, load_functions(folder, functions, weights, row, self.manifest)
-        )
+        programs = load_functions(folder, functions, weights, row, self.manifest) if functions else []
+        if self.manifest["format"] == MIXED_FORMAT:
+            if runtime != "auto":
+                raise InputError(f"{folder} has lanes of several runtimes: runtime {runtime!r} cannot be chosen for it")
+            lanes = [open_onnx(folder / name, parts.OUTPUT) for name in self.manifest["onnx"]]
+            self._compute = functools.partial(apply_in_batches, parts.square_roots(parts.added_up(programs, lanes)))
+            return
+        self._compute = functools.partial(apply_in_batches, programs)
         converted = folder.resolve().parent / CONVERTED
         required = runtime == "onnxruntime"
         if required or (runtime == "auto" and converted.is_file() and jax.default_backend() == "cpu"):
@@ -257,14 +265,14 @@ def verified_manifest(folder: Path) -> dict[str, Any]:
         whole = signed(manifest)["sha256"] == manifest["sha256"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{damaged}: {MANIFEST} is damaged ({error!r}): {remedy}") from error
-    if isinstance(version, int) and version > FORMAT:
+    if isinstance(version, int) and version > MIXED_FORMAT:
         raise InputError(
-            f"{folder} is of format {version}, from a newer mlcn_jax than this one, which reads format {FORMAT}: "
+            f"{folder} is of format {version}, from a newer mlcn_jax than this one, which reads format {MIXED_FORMAT}: "
             "update mlcn_jax, or export the model again with this version"
         )
-    if not whole or version != FORMAT:
+    if not whole or version not in (FORMAT, MIXED_FORMAT):
         raise InputError(f"{damaged}: {MANIFEST} was altered: {remedy}")
-    unknown = {MODEL, WEIGHTS, *(function["file"] for function in manifest["functions"])} - set(files)
+    unknown = {MODEL, WEIGHTS, *(f["file"] for f in manifest["functions"]), *manifest.get("onnx", ())} - set(files)
     if unknown:
         raise InputError(f"{damaged}: {MANIFEST} does not list {', '.join(sorted(unknown))}: {remedy}")
     for name, known in files.items():

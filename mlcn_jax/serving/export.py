@@ -6,7 +6,7 @@ import datetime
 import importlib.metadata
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,19 +128,27 @@ def write_functions(
     return functions
 
 
-def write_manifest(folder: Path, step: int, functions: list[dict[str, Any]], command: str) -> None:
-    """Writes the manifest of all files in a folder."""
+def write_manifest(
+    folder: Path, step: int, functions: list[dict[str, Any]], command: str, onnx: Sequence[str] | None = None
+) -> None:
+    """Writes the manifest of all files in a folder.
+
+    `onnx` are the files of the lanes that ONNX Runtime computes, if lanes have precisions of their own.
+    """
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": host.sha256_of(path)} for path in sorted(folder.iterdir())
     }
     manifest = {
-        "format": artifact.FORMAT,
+        "format": artifact.FORMAT if onnx is None else artifact.MIXED_FORMAT,
         "step": step,
         "functions": functions,
+        **({} if onnx is None else {"onnx": list(onnx)}),
         "files": files,
         "command": command,
         "date": datetime.date.today().isoformat(),
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "versions": {
+            name: importlib.metadata.version(name) for name in (*_PACKAGES, *(["onnxruntime"] if onnx else []))
+        },
     }
     write_json(folder / artifact.MANIFEST, artifact.signed(manifest))
 

@@ -29,7 +29,8 @@ from mlcn_jax.nn.lanes import apply_lane
 from mlcn_jax.nn.model import class_lengths, encode, join_lanes
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving.artifact import MODEL, WEIGHTS, Artifact
-from mlcn_jax.serving.runtime import INPUT, OUTPUT
+from mlcn_jax.serving.onnx_file import INPUT
+from mlcn_jax.serving.runtime import OUTPUT
 from mlcn_jax.settings import DataSettings
 
 if TYPE_CHECKING:

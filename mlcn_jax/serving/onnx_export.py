@@ -7,8 +7,9 @@ import numpy as np
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import replacing, write_json
-from mlcn_jax.host import num_cores, sha256_of
+from mlcn_jax.host import sha256_of
 from mlcn_jax.serving import onnx, runtime
+from mlcn_jax.serving.onnx_file import INPUT, open_onnx
 
 BATCHES = (1, 7, 100)  # that are checked
 
@@ -42,7 +43,7 @@ def export(workdir: Path, data_dir: str = "", folder: Path | None = None) -> Pat
             "image_shape": model.spec.image_shape,
             "lanes": model.lanes,
             "input": {
-                "name": runtime.INPUT,
+                "name": INPUT,
                 "type": "uint8",
                 "shape": ["batch", *model.spec.image_shape],
                 "meaning": "pictures as mlcn_jax.data.images.read_pixels gives them: upright, gray or RGB, "
@@ -75,11 +76,11 @@ def check(model: onnx.ExportedModel, path: Path, images: dict[str, np.ndarray]) 
     """
     in_float32 = model.spec.compute_dtype == "float32"
     own = model.artifact.lengths if in_float32 else jax.jit(model.lengths)
-    session = runtime.open_session(path, num_cores())
+    converted = open_onnx(path, runtime.OUTPUT)
     largest = {}
     for kind, some in images.items():
         batches = [some[:n] for n in BATCHES]
-        largest[kind] = max(runtime.difference(runtime.run(session, x), np.asarray(own(x))) for x in batches)
+        largest[kind] = max(runtime.difference(converted(x), np.asarray(own(x))) for x in batches)
         if not largest[kind] <= onnx.TOLERANCE:
             raise RuntimeError(f"for {kind} images ONNX Runtime differs from the model by {largest[kind]:.2g}: {path}")
     return largest

@@ -4,7 +4,6 @@ The faster one is found by measurement when a batch size is first used, and kept
 cores and versions in a file of the cache folder. Needs onnxruntime, and what an `Artifact` needs.
 """
 
-import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -13,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,12 +22,10 @@ from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import program
+from mlcn_jax.serving.onnx_file import open_onnx
+from mlcn_jax.serving.parts import ONNX, XLA
 
-if TYPE_CHECKING:
-    import onnxruntime
-
-XLA, ONNX = "xla", "onnxruntime"
-INPUT, OUTPUT = "images", "lengths"  # of a converted model
+OUTPUT = "lengths"  # of a converted model
 TOLERANCE = 1e-5  # of lengths, beyond which a converted model is not used in place of XLA's
 _ROUNDS, _ROUND_SECONDS = 5, 0.05
 _PAUSE_SECONDS = 0.1  # so that the other runtime's threads have gone to sleep
@@ -126,9 +123,7 @@ def choose(
     if problem:
         _log.warning("computing with XLA, ONNX Runtime cannot be used: %s", problem)
         return xla
-    session = open_session(converted, host.num_cores())
-
-    own = functools.partial(run, session)
+    own = open_onnx(converted, OUTPUT)
     if required:
         return own
     conditions = {
@@ -141,22 +136,6 @@ def choose(
     }
     record = host.cache_folder() / f"runtimes-{manifest['sha256'][:16]}.json"
     return Fastest({XLA: xla, ONNX: own}, image_shape, record, conditions)
-
-
-def open_session(path: Path, threads: int) -> "onnxruntime.InferenceSession":
-    """A converted model, ready to run on the CPU."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
-
-def run(
-    session: "onnxruntime.InferenceSession", images: UInt8[np.ndarray, "n h w c"]
-) -> Float[np.ndarray, "n classes"]:
-    """The lengths that ONNX Runtime computes."""
-    return session.run([OUTPUT], {INPUT: images})[0]
 
 
 def difference(found: Float[np.ndarray, "n classes"], wanted: Float[np.ndarray, "n classes"]) -> float:

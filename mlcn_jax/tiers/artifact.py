@@ -25,6 +25,8 @@ from mlcn_jax.serving.artifact import (
     read_weights,
     verified_manifest,
 )
+from mlcn_jax.serving.onnx_file import open_onnx
+from mlcn_jax.serving.parts import OUTPUT, added_up
 from mlcn_jax.tiers.policy import FILE, Policy
 
 SIGNATURE = "manifest.sig"
@@ -82,9 +84,11 @@ class TierArtifact:
         def load(stem: str, row: jax.ShapeDtypeStruct) -> Functions:
             own = {name.partition(":")[2]: a for name, a in weights.items() if name.partition(":")[0] == stem}
             chosen = [function for function in functions if function.file.rsplit("-", 2)[0] == stem]
-            return load_functions(folder, chosen, jax.device_put(own), row, manifest)
+            return load_functions(folder, chosen, jax.device_put(own), row, manifest) if chosen else []
 
         self._part = load(PART, jax.ShapeDtypeStruct(self.row_shape, self.row_dtype))
+        if files := manifest.get("onnx"):
+            self._part = added_up(self._part, [open_onnx(folder / name, OUTPUT) for name in files])
         image = jax.ShapeDtypeStruct(self.image_shape, jnp.uint8)
         self._home = {tier: load(HOME + tier, image) for tier in homes}
 

@@ -5,6 +5,7 @@ import hashlib
 import logging
 import shlex
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -20,6 +21,9 @@ from mlcn_jax.nn.calibration import fold_statistics
 from mlcn_jax.nn.spec import ModelSpec, rows_of, spec_of
 from mlcn_jax.serving import artifact
 from mlcn_jax.serving.export import flat_weights, write_functions, write_manifest
+from mlcn_jax.serving.parts import weights_digest
+from mlcn_jax.serving.precision.lanes import read_lanes, tolerance, write_lanes
+from mlcn_jax.serving.precision.make import Made
 from mlcn_jax.tiers import policy as policies
 from mlcn_jax.tiers.artifact import HOME, PART, SIGNATURE, TierArtifact
 from mlcn_jax.tiers.cuts import COLUMNS, PIXELS, Part
@@ -34,7 +38,13 @@ _log = logging.getLogger(__name__)
 
 
 def split(
-    workdir: Path, wishes_path: Path, cut: str = PIXELS, key: Path | None = None, data_dir: str = "", out: str = ""
+    workdir: Path,
+    wishes_path: Path,
+    cut: str = PIXELS,
+    key: Path | None = None,
+    data_dir: str = "",
+    out: str = "",
+    precision: Path | None = None,
 ) -> Path:
     """Writes an artifact a tier into a folder of `workdir`, in place of older ones, and returns that folder.
 
@@ -47,10 +57,14 @@ def split(
       key: private key to sign with, a PEM file.
       data_dir: overrides the run's `data.dir`, for the validation images, if not empty.
       out: name of the folder in `workdir`; empty is `tiers`.
+      precision: export of the model with a precision for each lane, which the tiers then have; None for float32.
 
     Raises:
-      InputError: the workdir, the tiers, the cut or the key cannot be used, or the model's lanes do not classify alone.
+      InputError: the workdir, the tiers, the cut, the key or the export cannot be used, or the model's lanes do not
+        classify alone.
     """
+    if precision is not None and cut != PIXELS:
+        raise InputError(f"--cut={cut} splits lanes, and those of --precision are whole: give --cut={PIXELS}")
     signing = None
     if key is not None:
         from mlcn_jax.tiers import signatures  # which needs cryptography
@@ -62,8 +76,14 @@ def split(
     wishes = read_wishes(wishes_path, trained.class_names)
     validation = split_validation(dataset.train, config.data.validation_fraction, config.train.seed)[1]
     _check_validation(workdir, len(validation.labels))
-    v = class_capsules(trained.spec, trained.params, validation, config.train.batch_size)
-    squares = np.square(v) * trained.spec.weights.astype(np.float32)
+    chosen: list[Made] = []
+    if precision is not None:
+        whole = fold_statistics(trained.spec, trained.params)["encoder"]
+        chosen = read_lanes(precision, trained.spec, weights_digest(flat_weights(whole)))
+        squares = _squares_of(chosen, validation.images)
+    else:
+        v = class_capsules(trained.spec, trained.params, validation, config.train.batch_size)
+        squares = np.square(v) * trained.spec.weights.astype(np.float32)
     lanes = place(wishes_path, wishes, trained.spec, squares, validation.labels)
     trained = dataclasses.replace(trained, params=fold_statistics(trained.spec, trained.params))
     policy, parts = _policy(trained, wishes, lanes, cut, squares, validation)
@@ -75,11 +95,11 @@ def split(
         made = Path(temporary) / "tiers"
         for i, tier in enumerate(policy.tiers):
             others = {other.name: part for other, part in zip(policy.tiers, parts, strict=True) if other != tier}
-            _write(made / tier.name, trained, policy, i, parts[i], {} if i else others, command)
+            _write(made / tier.name, trained, policy, i, parts[i], {} if i else others, command, chosen)
             if signing is not None:
                 content = (made / tier.name / artifact.MANIFEST).read_bytes()
                 (made / tier.name / SIGNATURE).write_bytes(signing.sign(content))
-        _check(made, policy, squares, validation)
+        _check(made, policy, squares, validation, tolerance(chosen) if chosen else _TOLERANCE)
         if folder.exists():
             folder.rename(Path(temporary) / "before")
         made.rename(folder)
@@ -172,12 +192,23 @@ def _write(
     part: Part,
     others: dict[str, Part],
     command: str,
+    chosen: Sequence[Made] = (),
 ) -> None:
-    """Writes one tier's artifact; `others` are the parts for which it computes what they take."""
+    """Writes one tier's artifact.
+
+    `others` are the parts for which it computes what they take; `chosen` are all lanes, if they have precisions of
+    their own.
+    """
     folder.mkdir(parents=True)
     own = policy.tiers[index]
-    weights = {PART: part.split_weights(_weights_of(trained, list(own.lanes)))[1]}
-    functions = write_functions(folder, PART, part.after, weights[PART], part.row)
+    files: list[str] | None = None
+    if chosen:
+        lanes = {lane: chosen[lane] for lane in own.lanes}
+        functions, files = write_lanes(folder, trained.spec, lanes, part.row)
+        weights = {PART: {name: array for lane in lanes.values() for name, array in lane.arrays.items()}}
+    else:
+        weights = {PART: part.split_weights(_weights_of(trained, list(own.lanes)))[1]}
+        functions = write_functions(folder, PART, part.after, weights[PART], part.row)
     home = {tier: other for tier, other in others.items() if other.cut != PIXELS}
     image = jax.ShapeDtypeStruct(trained.spec.image_shape, jnp.uint8)
     for tier, other in home.items():
@@ -198,10 +229,17 @@ def _write(
     }
     write_json(folder / artifact.MODEL, about)
     write_json(folder / policies.FILE, policy.to_dict())
-    write_manifest(folder, trained.step, functions, command)
+    write_manifest(folder, trained.step, functions, command, files)
 
 
-def _check(folder: Path, policy: policies.Policy, squares: np.ndarray, validation: Split) -> None:
+def _squares_of(chosen: Sequence[Made], images: np.ndarray) -> np.ndarray:
+    """What each lane adds to the squared lengths, [n, classes, lanes]."""
+    starts = range(0, len(images), artifact.MAX_BATCH)
+    columns = [[np.asarray(own.call(images[s : s + artifact.MAX_BATCH])) for s in starts] for own in chosen]
+    return np.stack([np.concatenate(column) for column in columns], axis=-1)
+
+
+def _check(folder: Path, policy: policies.Policy, squares: np.ndarray, validation: Split, tolerance: float) -> None:
     """Raises RuntimeError if the tiers' answers do not add up to the whole model's lengths."""
     tiers = [TierArtifact(folder / name) for name in policy.names]
     for n in (1, 8):
@@ -209,7 +247,7 @@ def _check(folder: Path, policy: policies.Policy, squares: np.ndarray, validatio
         rows = [tiers[0].home(tier.name, images) if i else images for i, tier in enumerate(tiers)]
         total = sum(tier.part(own) for tier, own in zip(tiers, rows, strict=True))
         error = np.max(np.abs(np.sqrt(total) - np.sqrt(squares[: len(images)].sum(axis=-1))))
-        if not error <= _TOLERANCE:
+        if not error <= tolerance:
             raise RuntimeError(f"the sum over the tiers differs from the whole model by {error}")
 
 

@@ -223,6 +223,11 @@ class Trained:
     params: dict
     step: int
 
+    @property
+    def sha256(self) -> str:
+        """Digest of the parameters."""
+        return _sha256(self.params)
+
 
 def describe_model(spec: ModelSpec, class_names: Sequence[str], data_digest: str) -> dict[str, Any]:
     """The content of `model.json`: all that is needed to use the parameters, and the training data's SHA-256."""

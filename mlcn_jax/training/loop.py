@@ -30,6 +30,7 @@ from mlcn_jax.training.plan import algorithms_of, make_runner
 from mlcn_jax.training.session import calibration_images, open_session, with_flips
 from mlcn_jax.training.start import announce, check_resumable, start_state
 from mlcn_jax.training.stop_signals import StopSignals
+from mlcn_jax.training.teacher import open_teacher
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         stack.enter_context(hold(workdir))
         _log.info("loading %s", config.data.name)
         session = open_session(config)
+        teacher = open_teacher(session)
         dataset, validation, spec = session.dataset, session.validation, session.spec
         steps_per_epoch = session.steps_per_epoch
         check_fits_memory(spec, host.total_memory_bytes())
@@ -63,7 +65,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
 
         checkpoints = Checkpoints(workdir / "checkpoints")
         stack.callback(checkpoints.close)
-        model_facts = session.model_facts()
+        model_facts = session.model_facts() | teacher.facts()
         if checkpoints.exist():
             check_resumable(session, workdir, model_facts)
         state, algorithms = start_state(session, checkpoints)
@@ -80,7 +82,8 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             return finished
 
         announce(session, plan.about, workdir, start, num_steps)
-        runner = make_runner(plan, spec, session.optimizer, clip_norm=settings.clip_norm, **session.step_options)
+        options = session.step_options | teacher.options
+        runner = make_runner(plan, spec, session.optimizer, clip_norm=settings.clip_norm, **options)
         runner.start(state)
         del state
         batches = Batches(
@@ -89,10 +92,11 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             settings.batch_size,
             settings.seed,
             alternate_flips=config.data.alternate_flips,
+            soft=teacher.kept(session),
         )
         _log.info("compiling the training step")
         sizes = [session.image_size(step) for step in range(start + 1, num_steps + 1)] or [0]
-        compile_seconds = runner.compile(*batches.at(start), sizes)
+        compile_seconds = runner.compile(*batches.at(start), sizes=sizes)
         writer = MetricsWriter(workdir, start)
         stack.callback(writer.close)
         progress = Progress(start, num_steps, steps_per_epoch)
@@ -114,7 +118,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(statistics)):
                 raise Diverged(f"step {step}: statistics of normalisation are not finite; earlier checkpoints are kept")
             # A step's loss is from before its update, so a state is tried on the newest batch before saving.
-            loss = runner.scores(Split(*batches.at(step - 1)), settings.batch_size).loss
+            loss = runner.scores(Split(*batches.at(step - 1)[:2]), settings.batch_size).loss
             if not math.isfinite(loss):
                 raise Diverged(f"step {step}: the loss after it is {loss}; earlier checkpoints are kept")
             accuracy = score("validation", validation, step).accuracy if validate else None
@@ -131,7 +135,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
                     trace.enter_context(jax.profiler.trace(str(workdir / "profile")))
                 with log.timing_input():
                     batch = runner.place(*batches.at(step - 1))
-                metrics = runner.step(*batch, session.image_size(step))
+                metrics = runner.step(*batch, size=session.image_size(step))
                 log.add(step, metrics)
                 if step == first_profiled + _PROFILED_STEPS:
                     log.flush()

@@ -13,6 +13,7 @@ from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Augmentation
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.nn.calibration import with_statistics
+from mlcn_jax.nn.distillation import Distillation
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
@@ -24,7 +25,7 @@ class MeshRunner:
     """A `runner.Runner` on one device or over a mesh, as one program.
 
     Args:
-      spec, optimizer, reconstruction_weight, seed, augmentation: as for `step.make_train_step`.
+      spec, optimizer, reconstruction_weight, seed, augmentation, distillation: as for `step.make_train_step`.
       mesh: from `mesh.make_mesh`; None for one device.
     """
 
@@ -37,6 +38,7 @@ class MeshRunner:
         reconstruction_weight: float,
         seed: int,
         augmentation: Augmentation = _PLAIN,
+        distillation: Distillation | None = None,
     ):
         self._mesh = mesh
 
@@ -48,6 +50,7 @@ class MeshRunner:
                 seed=seed,
                 augmentation=dataclasses.replace(augmentation, size=size),
                 mesh=mesh,
+                distillation=distillation,
             )
 
         self._make_step = make_step
@@ -59,20 +62,20 @@ class MeshRunner:
         """Copies a full state, wherever it is, to the devices."""
         self._state = mesh_lib.place_state(self._mesh, state)
 
-    def compile(self, images: np.ndarray, labels: np.ndarray, sizes: Sequence[int] = (0,)) -> float:
+    def compile(self, images: np.ndarray, labels: np.ndarray, soft: Any = (), *, sizes: Sequence[int] = (0,)) -> float:
         """Compiles the step for batches of this shape and each of `sizes`; returns the seconds taken."""
-        batch = mesh_lib.place_batch(self._mesh, (images, labels))
+        batch = self.place(images, labels, soft)
         compiled = {size: compile_step(self._make_step(size), self._state, batch) for size in dict.fromkeys(sizes)}
         self._compiled = {size: program for size, (program, _) in compiled.items()}
         return sum(seconds for _, seconds in compiled.values())
 
-    def place(self, images: np.ndarray, labels: np.ndarray) -> tuple[Any, Any]:
+    def place(self, images: np.ndarray, labels: np.ndarray, soft: Any = ()) -> tuple[Any, ...]:
         """Starts copying a batch to the devices; returns the arguments of `step`."""
-        return mesh_lib.place_batch(self._mesh, (images, labels))
+        return mesh_lib.place_batch(self._mesh, (images, labels, soft))
 
-    def step(self, images: Array, labels: Array, size: int = 0) -> dict[str, Array]:
+    def step(self, *batch: Any, size: int = 0) -> dict[str, Array]:
         """Starts a training step and returns its metrics without waiting for them."""
-        self._state, metrics = self._compiled[size](self._state, images, labels)
+        self._state, metrics = self._compiled[size](self._state, *batch)
         return metrics
 
     def calibrate(self, batches: Sequence[np.ndarray]) -> dict:

@@ -22,21 +22,22 @@ class Runner(Protocol):
     def start(self, state: TrainState) -> None:
         """Copies a full state, wherever it is, to the devices; the caller may go on using it."""
 
-    def compile(self, images: np.ndarray, labels: np.ndarray, sizes: Sequence[int] = (0,)) -> float:
+    def compile(self, images: np.ndarray, labels: np.ndarray, soft: Any = (), *, sizes: Sequence[int] = (0,)) -> float:
         """Compiles the step for batches of these shapes; returns the seconds taken.
 
         Args:
           images: uint8 [batch, height, width, channels].
           labels: int32 [batch].
+          soft: a teacher's probabilities, float32 [batch, classes], if they were computed before; else empty.
           sizes: `Augmentation.size` of the steps to take, each compiled separately.
         """
         ...
 
-    def place(self, images: np.ndarray, labels: np.ndarray) -> tuple[Any, Any]:
+    def place(self, images: np.ndarray, labels: np.ndarray, soft: Any = ()) -> tuple[Any, ...]:
         """Starts copying a batch, as in `compile`, to the devices; returns the arguments of `step`."""
         ...
 
-    def step(self, images: Any, labels: Any, size: int = 0) -> dict[str, Array]:
+    def step(self, *batch: Any, size: int = 0) -> dict[str, Array]:
         """Starts a training step and returns its metrics, float32 scalars (`step.make_train_step`), without waiting.
 
         `size` is one of those compiled.

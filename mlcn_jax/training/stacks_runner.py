@@ -28,13 +28,14 @@ from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.distributed import exchange
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.calibration import group_statistics, join_statistics, param_shapes, with_statistics
+from mlcn_jax.nn.distillation import Distillation
 from mlcn_jax.nn.lane_losses import outputs_and_loss
 from mlcn_jax.nn.model import lane_outputs
 from mlcn_jax.nn.resnet import STATISTICS
 from mlcn_jax.nn.spec import ModelSpec, rows_of, spec_of
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.stack_programs import LaneByLane, Stack, group_of, lower, save, whole
-from mlcn_jax.training.step import TrainState, head_loss, lane_view, make_input
+from mlcn_jax.training.step import TrainState, head_loss, lane_options, make_input, soft_targets
 
 _METRICS = ("loss", "margin", "reconstruction", "accuracy", "squares")
 
@@ -45,7 +46,7 @@ class StacksRunner:
     """A `runner.Runner` for lanes in stacks.
 
     Args:
-      spec, optimizer, reconstruction_weight, seed, augmentation: as for `step.make_train_step`.
+      spec, optimizer, reconstruction_weight, seed, augmentation, distillation: as for `step.make_train_step`.
       stacks: the lanes of each device; a device of this process may have several.
       head: the device that computes the loss and the decoder.
       clip_norm: the optimizer's; 0 for none.
@@ -63,6 +64,7 @@ class StacksRunner:
         reconstruction_weight: float,
         seed: int,
         augmentation: batches.Augmentation = _PLAIN,
+        distillation: Distillation | None = None,
         clip_norm: float = 0.0,
         programs: dict[tuple, Any] | None = None,
     ):
@@ -76,7 +78,7 @@ class StacksRunner:
                 "share their gradients: leave model.ensemble_weight at 0 and model.decoder_gradient at auto, or use "
                 "parallel.plan=mesh"
             )
-        self._augmentation = augmentation
+        self._augmentation, self._distillation = augmentation, distillation
         self._prepare = make_input(spec, seed, augmentation)
         self._specs = [spec_of(spec, stack.lanes) for stack in stacks]
         alike = jax.process_count() > 1  # as collectives require
@@ -102,10 +104,14 @@ class StacksRunner:
     # lanes of the largest stack.
 
     def _forward(self, s: int, size: int) -> Callable:
-        """Columns, and what `_backward` needs; of lanes that classify alone, these are their gradients already."""
+        """Columns, and what `_backward` needs; of lanes that classify alone, their gradients already and their loss."""
+        augmentation = dataclasses.replace(self._augmentation, size=size)
+        alone = self._specs[s].classifies_alone.any()
 
-        def forward(params, step, images, labels):
+        def forward(params, step, images, labels, soft):
             pixels, _, draws = self._prepare(step, images)
+            if alone:
+                soft = soft_targets(self._distillation, augmentation, pixels, soft)
 
             def outputs(encoder):
                 v, loss = outputs_and_loss(
@@ -114,16 +120,17 @@ class StacksRunner:
                     pixels,
                     labels,
                     draws,
-                    view=lane_view(dataclasses.replace(self._augmentation, size=size)),
+                    soft,
+                    **lane_options(augmentation, self._distillation),
                     lane_ids=self._stacks[s].lanes,
                 )
                 return self._padded(s, v), loss
 
             vjp: Any
             saving = jax.checkpoint(outputs, policy=save, prevent_cse=False)
-            (columns, _), vjp = jax.vjp(saving, params["encoder"])
+            (columns, loss), vjp = jax.vjp(saving, params["encoder"])
             vjp.args_res = [None]  # the parameters, which are passed to `backward`
-            return columns, self._lane_by_lane(s, vjp)
+            return columns, (self._lane_by_lane(s, vjp), loss)
 
         return forward
 
@@ -141,12 +148,13 @@ class StacksRunner:
         """A stack's outputs [batch, classes, lanes] as its columns."""
         return jnp.pad(v, ((0, 0), (0, 0), (0, self._widths[s] - v.shape[-1])))[None]
 
-    def _backward(self, state, vjp, dcolumns):
+    def _backward(self, state, from_forward, dcolumns):
+        vjp, loss = from_forward
         vjp = jax.tree.map(whole, vjp, is_leaf=lambda x: isinstance(x, LaneByLane))
         vjp.args_res = [state.params["encoder"]]
         (grads,) = vjp((dcolumns, jnp.ones(())))
         grads = {"encoder": grads}
-        return grads, self._vector(squares=optax.tree.norm(grads, squared=True))
+        return grads, self._vector(loss=loss, squares=optax.tree.norm(grads, squared=True))
 
     def _update(self, state, grads, total=None):
         """The new state; `total` is the sum of all `_vector`s, needed only for clipping."""
@@ -166,15 +174,18 @@ class StacksRunner:
         """Splits the class capsules' gradients into those of the columns of all stacks."""
         return jax.linear_transpose(self._join, joined)(dv)[0]
 
-    def _head_step(self, state, v, images, labels):
+    def _head_step(self, state, v, images, labels, soft):
         pixels, lane_key, _ = self._prepare(state.step, images)
+        target = None
+        if self._distillation is not None and not self._spec.classifies_alone.all():
+            soft = soft_targets(self._distillation, self._augmentation, pixels, soft)
+            target = self._distillation.target(labels, soft)
 
         def loss_fn(decoder, v):
-            return head_loss(self._spec, self._weight, decoder, v, pixels, labels, lane_key)
+            return head_loss(self._spec, self._weight, decoder, v, pixels, labels, lane_key, target=target)
 
         with_gradients = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)
         (loss, metrics), (grads, dv) = with_gradients(state.params["decoder"], v)
-        loss += metrics.get("cross_entropy", 0.0)
         grads = {"decoder": grads}
         return grads, dv, self._vector(loss=loss, squares=optax.tree.norm(grads, squared=True), **metrics)
 
@@ -212,7 +223,7 @@ class StacksRunner:
         mine = TrainState(state.step, params, jax.eval_shape(self._optimizer.init, params))
         return jax.tree_util.tree_map_with_path(pick, mine)
 
-    def compile(self, images: np.ndarray, labels: np.ndarray, sizes: Sequence[int] = (0,)) -> float:
+    def compile(self, images: np.ndarray, labels: np.ndarray, soft: Any = (), *, sizes: Sequence[int] = (0,)) -> float:
         """Compiles the step for batches of this shape and each of `sizes`; returns the seconds taken."""
         started = time.monotonic()
         pixels = jax.ShapeDtypeStruct(images.shape, jnp.float32)
@@ -226,7 +237,7 @@ class StacksRunner:
             if all(("forward", *key, size) in self._programs for size in sizes):
                 continue
             for size in dict.fromkeys(sizes):
-                forward = lower(device, self._forward(s, size), (), state.params, state.step, images, labels)
+                forward = lower(device, self._forward(s, size), (), state.params, state.step, images, labels, soft)
                 backward = lower(device, self._backward, (), state, forward.out_info[1], columns[s])
                 lowered |= {("forward", *key, size): forward, ("backward", *key, size): backward}
             lowered["update", *key] = lower(device, self._update, (0,), state, backward.out_info[0], *total)
@@ -235,7 +246,7 @@ class StacksRunner:
             lowered["join", *self._model_key] = lower(self._head, self._join, (), joined)
             lowered["cut", *self._model_key] = lower(self._head, partial(self._cut, joined), (), v)
         if self._is_head and ("head", *self._head_key) not in self._programs:
-            head = lower(self._head, self._head_step, (), self._head_state, v, images, labels)
+            head = lower(self._head, self._head_step, (), self._head_state, v, images, labels, soft)
             update = lower(self._head, self._update, (0,), self._head_state, head.out_info[0], *total)
             lowered |= {("head", *self._head_key): head, ("update", *self._head_key): update}
         with ThreadPoolExecutor() as pool:
@@ -244,13 +255,15 @@ class StacksRunner:
         host.return_unused_memory()
         return time.monotonic() - started
 
-    def place(self, images: np.ndarray, labels: np.ndarray) -> tuple[Any, Any]:
+    def place(self, images: np.ndarray, labels: np.ndarray, soft: Any = ()) -> tuple[Any, ...]:
         """Starts copying a batch to all devices; returns the arguments of `step`."""
-        on_stacks = {s: jax.device_put((images, labels), self._stacks[s].device) for s in self._mine}
-        return on_stacks, jax.device_put((images, labels), self._head) if self._is_head else ()
+        batch = (images, labels, soft)
+        on_stacks = {s: jax.device_put(batch, self._stacks[s].device) for s in self._mine}
+        return on_stacks, jax.device_put(batch, self._head) if self._is_head else ()
 
-    def step(self, on_stacks: dict[int, tuple], head_batch: tuple, size: int = 0) -> dict[str, Array]:
+    def step(self, *batch: Any, size: int = 0) -> dict[str, Array]:
         """Starts a training step and returns its metrics without waiting for them."""
+        on_stacks, head_batch = batch
         run, keys, states = self._programs, self._keys, self._states
         columns, vjps, grads, vectors = {}, {}, {}, {}
         dcolumns = from_head = None

@@ -18,6 +18,7 @@ from mlcn_jax.placement.cost import forward_flops
 from mlcn_jax.training.checkpoint import Checkpoints, Trained, load_trained
 from mlcn_jax.training.session import Session, whiten_from
 from mlcn_jax.training.step import TrainState
+from mlcn_jax.training.teacher import TEACHERS
 
 _log = logging.getLogger(__name__)
 
@@ -35,11 +36,12 @@ def check_resumable(session: Session, workdir: Path, mine: dict[str, Any]) -> No
     if isinstance(theirs.get("spec"), dict):
         older = {k: list(v) if isinstance(v, tuple) else v for k, v in model_defaults().items()}
         theirs["spec"] = older | theirs["spec"]
+    theirs = {TEACHERS: mine.get(TEACHERS)} | theirs  # runs that were pruned or joined have none yet
     if rows := differences(theirs, mine):
         raise InputError(
-            f"{workdir} holds a run on different data:\n"
+            f"{workdir} holds a run on different data or with another teacher:\n"
             + "\n".join(rows)
-            + "\nresume it with the data it started with, or train in another --workdir (with --config.init_from="
+            + "\nresume it with those it started with, or train in another --workdir (with --config.init_from="
             + f"{workdir} to start from its weights)"
         )
 

@@ -1,7 +1,9 @@
 """One training step: loss, optimizer and update as pure functions, compiled for one device or a mesh of them."""
 
+import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
 import flax.struct
 import jax
@@ -15,6 +17,7 @@ from mlcn_jax import host
 from mlcn_jax.data import batches
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.nn import conv, losses
+from mlcn_jax.nn.distillation import Distillation
 from mlcn_jax.nn.lane_losses import View, outputs_and_loss
 from mlcn_jax.nn.model import class_lengths, drop_lanes, join_lanes, joint_margin_loss, lane_cross_entropy, reconstruct
 from mlcn_jax.nn.spec import ModelSpec
@@ -41,21 +44,31 @@ def make_loss(
     reconstruction_weight: float,
     mesh: Mesh | None = None,
     augmentation: batches.Augmentation = _PLAIN,
-) -> Callable[[dict, Array, Array, Array, batches.Draws], tuple[Array, dict[str, Array]]]:
-    """Returns the function `(params, images, labels, key, draws) -> (loss, metrics)`, which gives means over the batch.
+    distillation: Distillation | None = None,
+) -> Callable[..., tuple[Array, dict[str, Array]]]:
+    """Returns the function `(params, images, labels, key, draws, soft=()) -> (loss, metrics)`, means over the batch.
 
     `images` are pixels in [0, 1]; `key` is the random key of lane dropout; `draws` are those of an augmentation per
-    lane, else empty.
+    lane, else empty; `soft` are the teacher's probabilities if they were computed before.
     """
 
     lane_axis = mesh_lib.lane_axis(mesh)
 
-    def loss_fn(params, images, labels, key, draws):
+    def loss_fn(params, images, labels, key, draws, soft=()):
+        soft = soft_targets(distillation, augmentation, images, soft)
         outputs, loss = outputs_and_loss(
-            spec, params["encoder"], images, labels, draws, view=lane_view(augmentation), lane_axis=lane_axis
+            spec,
+            params["encoder"],
+            images,
+            labels,
+            draws,
+            soft,
+            **lane_options(augmentation, distillation),
+            lane_axis=lane_axis,
         )
+        target = labels if isinstance(soft, tuple) or distillation is None else distillation.target(labels, soft)
         rest, metrics = head_loss(
-            spec, reconstruction_weight, params["decoder"], outputs, images, labels, key, lane_axis
+            spec, reconstruction_weight, params["decoder"], outputs, images, labels, key, lane_axis, target
         )
         return loss + rest, metrics
 
@@ -71,10 +84,12 @@ def head_loss(
     labels: Int[Array, " batch"],
     key: Array,
     lane_axis: str = "",
+    target: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
     """The part of `make_loss` that follows the outputs of the lanes, and the metrics.
 
-    The loss leaves out the cross-entropy of lanes that classify alone, which is among the metrics.
+    The loss leaves out that of lanes that classify alone; the cross-entropy of their labels is among the metrics.
+    The margin loss takes `target` (`Distillation.target`) instead of the labels, if it is given.
     """
     alone = spec.classifies_alone
     v = join_lanes(spec, outputs)
@@ -86,7 +101,7 @@ def head_loss(
     reconstructions = reconstruct(spec, decoder, decoded, labels, lane_axis)
     if spec.lane_dropout:
         v = outputs = drop_lanes(key, v, spec.lane_dropout)
-    margin = jnp.mean(joint_margin_loss(spec, outputs, labels))
+    margin = jnp.mean(joint_margin_loss(spec, outputs, labels if target is None else target))
     reconstruction = jnp.mean(losses.reconstruction_loss(reconstructions, images))
     accuracy = jnp.mean(jnp.argmax(class_lengths(spec, v), axis=-1) == labels)
     metrics = {"margin": margin, "reconstruction": reconstruction, "accuracy": accuracy}
@@ -124,6 +139,27 @@ def _lane_keys(spec: ModelSpec, augment_key: Array, step: Array) -> tuple[Array,
     return jax.vmap(lambda place: jax.random.fold_in(augment_key, place))(places), places % 2 == 1
 
 
+def soft_targets(
+    distillation: Distillation | None,
+    augmentation: batches.Augmentation,
+    images: Float[Array, "batch h w channels"],
+    known: Any = (),
+) -> Any:
+    """The teacher's probabilities [batch, classes] for augmented images, unless they are `known` already.
+
+    Empty without a teacher, and where each lane sees images in a way of its own: then it is asked for each lane.
+    """
+    if distillation is None or augmentation.per_lane or not isinstance(known, tuple):
+        return known
+    return distillation.probabilities(images)
+
+
+def lane_options(augmentation: batches.Augmentation, distillation: Distillation | None) -> dict[str, Any]:
+    """Arguments of `lane_losses.outputs_and_loss`: a teacher sees what its lane sees, but always at full size."""
+    full_size = lane_view(dataclasses.replace(augmentation, size=0))
+    return {"view": lane_view(augmentation), "distillation": distillation, "seen_by_teacher": full_size}
+
+
 def lane_view(augmentation: batches.Augmentation) -> View:
     """How a lane that classifies alone sees images in training, for `lane_losses.outputs_and_loss`."""
 
@@ -142,23 +178,25 @@ def make_train_step(
     seed: int,
     augmentation: batches.Augmentation = _PLAIN,
     mesh: Mesh | None = None,
-) -> Callable[[TrainState, Array, Array], tuple[TrainState, dict[str, Array]]]:
-    """Returns the function `(state, images, labels) -> (state, metrics)`, pure and not yet jitted.
+    distillation: Distillation | None = None,
+) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
+    """Returns the function `(state, images, labels, soft=()) -> (state, metrics)`, pure and not yet jitted.
 
     `images` are uint8 [batch, height, width, channels]. Metrics are float32 scalars over the batch: `loss`,
     `margin`, `reconstruction`, `accuracy`, `cross_entropy` if there are lanes that classify alone, and `grad_norm`,
     the gradient's global norm before clipping. The loss is margin + cross-entropy, summed over lanes,
     + reconstruction_weight * reconstruction. Augmentation and lane dropout use a key derived
-    from `seed` and `state.step`. Over a mesh (`mesh.make_mesh`) it computes the same from a state and a batch
+    from `seed` and `state.step`. With a `distillation`, the teacher is asked about the augmented images, unless `soft`
+    has its probabilities. Over a mesh (`mesh.make_mesh`) it computes the same from a state and a batch
     placed by `mesh.place_state` and `mesh.place_batch`.
     """
-    loss_fn = make_loss(spec, reconstruction_weight, mesh, augmentation)
+    loss_fn = make_loss(spec, reconstruction_weight, mesh, augmentation, distillation)
     prepare = make_input(spec, seed, augmentation)
 
-    def train_step(state, images, labels):
+    def train_step(state, images, labels, soft=()):
         pixels, lane_key, draws = prepare(state.step, images)
         with_gradient = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, metrics), grads = with_gradient(state.params, pixels, labels, lane_key, draws)
+        (loss, metrics), grads = with_gradient(state.params, pixels, labels, lane_key, draws, soft)
         if spec.lane_seeds:  # rounding of the update must not depend on how many lanes there are
             grads = lax.optimization_barrier(grads)
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)

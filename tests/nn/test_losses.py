@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from mlcn_jax.nn import capsules, losses
 
@@ -63,3 +64,24 @@ def test_reconstruction_weight_is_that_of_the_paper(rng):
     a, b = rng.uniform(size=(2, 5, 28, 28, 1)).astype(np.float32)
     summed = 0.0005 * np.sum((a - b) ** 2, axis=(1, 2, 3))
     np.testing.assert_allclose(0.392 * losses.reconstruction_loss(a, b), summed, rtol=1e-5)
+
+
+def test_margin_loss_of_probabilities_is_the_expected_loss():
+    lengths = jnp.array([[0.2, 0.7, 0.5]])
+    p = jnp.array([[0.1, 0.6, 0.3]])
+    expected = sum(p[0, k] * losses.margin_loss(lengths, jnp.array([k])) for k in range(3))
+    np.testing.assert_allclose(losses.margin_loss(lengths, p), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+def test_soft_divergence_is_zero_and_flat_where_student_and_teacher_agree(temperature):
+    soft = jnp.array([[0.1, 0.6, 0.3]])
+    value, gradient = jax.value_and_grad(lambda x: losses.soft_divergence(x, soft, temperature).sum())(jnp.log(soft))
+    np.testing.assert_allclose(value, 0, atol=1e-5)
+    np.testing.assert_allclose(gradient, 0, atol=1e-5)
+    assert losses.soft_divergence(jnp.log(soft[:, ::-1]), soft, temperature) > 0.05
+
+
+def test_soft_divergence_at_temperature_one_is_the_cross_entropy_less_the_entropy():
+    soft, log_p = jnp.array([[1.0, 0.0, 0.0]]), jnp.log(jnp.array([[0.5, 0.25, 0.25]]))
+    np.testing.assert_allclose(losses.soft_divergence(log_p, soft, 1.0), np.log(2), rtol=1e-5)

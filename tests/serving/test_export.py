@@ -255,8 +255,8 @@ def test_damage_that_the_manifest_agrees_with_is_one_error(copied, name, content
 
 
 def test_newer_versions_other_platforms_and_other_folders_are_named(copied, tmp_path):
-    rewrite(copied, format=2)
-    with pytest.raises(InputError, match="format 2, from a newer mlcn_jax"):
+    rewrite(copied, format=3)
+    with pytest.raises(InputError, match="format 3, from a newer mlcn_jax"):
         artifact.Artifact(copied)
     rewrite(copied, format=0)
     with pytest.raises(InputError, match=r"manifest\.json was altered"):

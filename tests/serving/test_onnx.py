@@ -23,6 +23,7 @@ from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving import onnx, runtime
 from mlcn_jax.serving import onnx_export as script
 from mlcn_jax.serving.artifact import Artifact
+from mlcn_jax.serving.onnx_file import open_onnx
 from mlcn_jax.training.checkpoint import load_trained
 
 installed = pytest.mark.skipif(not importlib.util.find_spec("jax2onnx"), reason="needs requirements-onnx.txt")
@@ -122,11 +123,11 @@ def test_onnx_runtime_gives_the_models_lengths(name, tmp_path):
     model = model_of(SPECS[name])
     converted = onnx.convert(model)
     (tmp_path / "model.onnx").write_bytes(converted.SerializeToString())
-    session = runtime.open_session(tmp_path / "model.onnx", 2)
+    converted = open_onnx(tmp_path / "model.onnx", runtime.OUTPUT, 2)
     for n in (1, 3):
         images = some_images(model.spec, n)
         wanted = np.asarray(jax.jit(model.lengths)(images))
-        assert runtime.difference(runtime.run(session, images), wanted) < 1e-5
+        assert runtime.difference(converted(images), wanted) < 1e-5
 
 
 @installed

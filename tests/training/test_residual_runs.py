@@ -37,10 +37,10 @@ def two_steps(runner):
     labels = (np.arange(8) % 3).astype(np.int32)
     params = calibration.whiten(SPEC, init_params(SPEC, jax.random.key(0)), images / np.float32(255))
     runner.start(jax.device_get(TrainState.create(params, OPTIMIZER)))
-    runner.compile(images, labels, SIZES)
+    runner.compile(images, labels, sizes=SIZES)
     with jax.transfer_guard("disallow"):
         for size in SIZES:
-            metrics = runner.step(*runner.place(images, labels), size)
+            metrics = runner.step(*runner.place(images, labels), size=size)
         statistics = runner.calibrate([images])
         scores = runner.scores(Split(images, labels), 4, flips=True)
     return jax.device_get((runner.fetch().params, metrics, statistics)), scores

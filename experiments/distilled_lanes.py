@@ -1,0 +1,280 @@
+"""Small lanes taught by a larger model, against the same lanes trained on labels alone.
+
+    python -m experiments.distilled_lanes --workdir=runs/distilled --repeats=3
+    python -m experiments.distilled_lanes --workdir=runs/distilled --repeats=3 --cases=cifar --cifar_teacher=runs/mine
+    python -m experiments.distilled_lanes --workdir=runs/trial --trial --cases=cifar --settings=w0.5t1,w0.9t1,w0.9t4
+
+For each case the teacher is trained first, once, or taken from the workdir of one trained before. Its students have a
+tenth of its FLOPs, are trained for as many epochs on all training images, and read the test set once, when a run ends.
+The share of the gap that is recovered is (distilled - labels) / (teacher - labels), of mean accuracies. With `--trial`,
+which chooses settings, teacher and students hold 10,000 training images out, are scored on those, and leave the test
+set alone; give it a workdir of its own. A run that has ended is not repeated, one that was stopped goes on. Writes
+`distilled_lanes_SCALE`, for trials `distilled_lanes_trial_SCALE`, as JSON, Markdown and PNG to the workdir and, but for
+`smoke`, to `experiments/results/`.
+"""
+
+import dataclasses
+import functools
+import importlib
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from experiments.repeated_report import Records, caption, carry_out, draw_caption, markdown, select, spread, told, write
+from experiments.repeated_runs import Scale, Series, asked, chosen, define_flags
+from mlcn_jax.config import RunConfig, read_stored
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json
+from mlcn_jax.launch import launch_script
+from mlcn_jax.placement.cost import forward_flops
+from mlcn_jax.training.checkpoint import load_trained
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+VERSION = 1  # raised with every change after which results cannot stand beside older ones
+SCALES = {"smoke": Scale("smoke", 1, 2, 600, 100), "full": Scale("full", 0)}
+HEADER = (
+    *("", "teacher", "students", "FLOPs", "setting"),
+    *("teacher, %", "labels, %", "distilled, %", "gap", "recovered, %"),
+)
+LABELS = "labels"
+_HELD_OUT = 10_000
+_IMAGES = {"cifar10": 50_000, "fashion_mnist": 60_000}  # for training
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A teacher and its students: a module of `configs`, the lanes of both, and what students change in it."""
+
+    config: str
+    teacher: str
+    students: str
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def data(self) -> str:
+        """The name of the data set."""
+        return "fashion_mnist" if "fashion" in self.config else "cifar10"
+
+
+# All lanes see the same view of an image, so that the teacher is asked once a step and not once for each lane.
+_ONE_VIEW = {"data.augment_lanes": False}
+CASES = {
+    "cifar": Case("resnet_cifar", "resnet:w3d2*4", "resnet:w1d2*2", _ONE_VIEW),
+    "fashion": Case("resnet_fashion", "resnet:w3d2*4", "resnet:w1d2*2", _ONE_VIEW),
+    "fashion_capsules": Case(
+        "resnet_fashion",
+        "resnet:w3d2*4",
+        "mlcn2:w2*4",
+        {
+            **_ONE_VIEW,
+            "model.margin_loss": "per_lane",
+            "model.signed_pixels": True,
+            "train.image_sizes": "",
+            "train.optimizer": "adamw",
+            "train.learning_rate": 3e-3,
+            "train.batch_size": 100,
+            "train.checkpoint_every": 0,
+        },
+    ),
+}
+
+
+def define(values: flags.FlagValues) -> None:
+    define_flags(values, SCALES)
+    values.set_default("scale", "full")
+    flags.DEFINE_list("cases", ["cifar", "fashion"], f"Of {', '.join(CASES)}.", flag_values=values)
+    flags.DEFINE_list(
+        "settings", ["w0.9t4"], "Weight and temperature of the teacher, each trained.", flag_values=values
+    )
+    flags.DEFINE_bool("trial", False, "Score images held out of the training images.", flag_values=values)
+    for name in ("cifar", "fashion"):
+        text = f"Workdir of a trained teacher for {name}; empty trains one."
+        flags.DEFINE_string(f"{name}_teacher", "", text, flag_values=values)
+
+
+def main(values: flags.FlagValues) -> int:
+    return run(
+        **asked(values, "distilled_lanes", ("cases", "settings", "trial")),
+        cases=values.cases,
+        settings=values.settings,
+        trial=values.trial,
+        teachers={"cifar10": values.cifar_teacher, "fashion_mnist": values.fashion_teacher},
+    )
+
+
+def run(
+    workdir: Path,
+    *,
+    scale: str,
+    repeats: int,
+    cases: Sequence[str],
+    settings: Sequence[str],
+    trial: bool,
+    teachers: Mapping[str, str],
+    minutes: float,
+    directories: Mapping[str, str],
+    command: str,
+) -> int:
+    """Trains what has not been trained yet, reports after each run, and returns the exit code."""
+    chosen("scale", [scale], SCALES)
+    cases = chosen("cases", cases, CASES)
+    given = {data: Path(folder).expanduser() for data, folder in teachers.items() if folder}
+    for folder in given.values():
+        load_trained(folder)  # refused before anything is trained
+    needed = dict.fromkeys(CASES[case].data for case in cases)
+    runs: list[dict[str, Any]] = [{"case": data, "way": "teacher", "seed": 0} for data in needed if data not in given]
+    for setting in settings:
+        _weight_and_temperature(setting)
+    ways = (LABELS, *settings)
+    runs += [{"case": case, "way": way, "seed": s} for s in range(repeats) for case in cases for way in ways]
+    teacher_of = {data: given.get(data, workdir / "runs" / data / "teacher" / "seed0") for data in needed}
+    make_config = functools.partial(configure_run, directories, teacher_of, trial)
+    series = Series(workdir, "distilled_lanes", VERSION, SCALES[scale], make_config, command, True, measure)
+    scored = {data: _test_accuracy(folder) for data, folder in given.items()}
+    return carry_out(series, runs, minutes, functools.partial(text, scored=scored), functools.partial(report, scored))
+
+
+def configure_run(
+    directories: Mapping[str, str], teacher_of: Mapping[str, Path], trial: bool, case: str, way: str, seed: int
+) -> RunConfig:
+    """The run of a case, or, for a teacher, of a data set; `way` is `teacher`, `labels` or such as `w0.9t4`."""
+    is_teacher = way == "teacher"
+    given = next(c for c in CASES.values() if c.data == case) if is_teacher else CASES[case]
+    config = RunConfig.from_dict(importlib.import_module(f"configs.{given.config}").get_config().to_dict())
+    changes: dict[str, Any] = {"train.seed": seed, "data.dir": directories[given.data]}
+    if trial:
+        held_out = _HELD_OUT / _IMAGES[given.data]
+        changes |= {"data.validation_fraction": held_out, "data.split_seed": 0, "train.score_test": False}
+    if is_teacher:
+        return config.replace(changes | {"model.lanes": given.teacher})
+    changes |= {"model.lanes": given.students, **given.changes}
+    if way != LABELS:
+        weight, temperature = _weight_and_temperature(way)
+        changes |= {"train.teacher_weight": weight, "train.teacher_temperature": temperature}
+        changes["train.teacher"] = str(teacher_of[given.data])
+    return config.replace(changes)
+
+
+def _weight_and_temperature(setting: str) -> tuple[float, float]:
+    match = re.fullmatch(r"w([0-9.]+)t([0-9.]+)", setting)
+    if match is None:
+        raise InputError(f"--settings: {setting} is not written as w0.9t4, weight 0.9 and temperature 4")
+    return float(match[1]), float(match[2])
+
+
+def measure(folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
+    """More of a run that has ended: its lanes and their FLOPs, and how long it trained."""
+    config, spec = read_stored(folder), load_trained(folder).spec
+    seconds = summary["steps"] * config.train.batch_size / summary["images_per_second"]
+    split = "test" if config.train.score_test else "validation"
+    accuracy = 100 * summary[f"{split}_accuracy"]
+    about = {"lanes": spec.lanes, "flops": forward_flops(spec), "train_seconds": seconds}
+    return about | {"split": split, "accuracy": accuracy}
+
+
+def _test_accuracy(folder: Path) -> dict[str, Any]:
+    """What is told of a teacher that was trained before."""
+    summary = read_json(folder / "summary.json")
+    if "test_accuracy" not in summary:
+        raise InputError(f"{folder} has no test accuracy: give a teacher whose run scored the test set")
+    spec = load_trained(folder).spec
+    return {"accuracy": 100 * summary["test_accuracy"], "lanes": spec.lanes, "flops": forward_flops(spec)}
+
+
+def summarise(records: Records, scored: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each case and setting of which all three are there: means over seeds, and the share of the gap recovered."""
+    rows = []
+    settings = dict.fromkeys(record["facts"]["way"] for record in records)
+    for name, setting in itertools.product(CASES, [way for way in settings if way not in (LABELS, "teacher")]):
+        case = CASES[name]
+        teachers = [r for r in select(records, case=case.data, way="teacher") if "flops" in r]
+        teacher = scored.get(case.data) or (teachers[0] if teachers else None)
+        ways = [[r for r in select(records, case=name, way=way) if "flops" in r] for way in (LABELS, setting)]
+        if teacher is None or not all(ways):
+            continue
+        labels, distilled = (spread(mine, "accuracy") for mine in ways)
+        assert labels is not None
+        assert distilled is not None
+        gap = teacher["accuracy"] - labels["mean"]
+        rows.append(
+            {
+                "case": name,
+                "setting": setting,
+                "split": ways[0][0]["split"],
+                "teacher_lanes": teacher["lanes"],
+                "lanes": ways[0][0]["lanes"],
+                "flops_share": ways[0][0]["flops"] / teacher["flops"],
+                "teacher": teacher["accuracy"],
+                "labels": labels,
+                "distilled": distilled,
+                "gap": gap,
+                "recovered": (distilled["mean"] - labels["mean"]) / gap if gap > 0 else None,
+                "train_seconds": [spread(mine, "train_seconds") for mine in ways],
+            }
+        )
+    return rows
+
+
+def text(records: Records, scored: Mapping[str, dict[str, Any]]) -> str:
+    """The table as Markdown."""
+    lines = []
+    for row in summarise(records, scored):
+        recovered = "-" if row["recovered"] is None else f"{100 * row['recovered']:.0f}"
+        mine = [select(records, case=row["case"], way=way) for way in (LABELS, row["setting"])]
+        lines.append(
+            [
+                row["case"] + ("" if row["split"] == "test" else " (validation images)"),
+                f"`{row['teacher_lanes']}`",
+                f"`{row['lanes']}`",
+                f"{row['flops_share']:.3f}",
+                row["setting"],
+                f"{row['teacher']:.2f}",
+                *(told(own, "accuracy") for own in mine),
+                f"{row['gap']:.2f}",
+                recovered,
+            ]
+        )
+    return markdown(HEADER, lines)
+
+
+def draw(rows: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Bars of the mean test accuracies of each case, with the least and the most of the seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(5, 3 * len(rows)), 4.5), layout="constrained")
+    axes = figure.subplots()
+    for place, row in enumerate(rows):
+        for i, way in enumerate(("labels", "distilled")):
+            found = row[way]
+            ends = [[found["mean"] - found["min"]], [found["max"] - found["mean"]]]
+            label = way if not place else None
+            axes.bar(place + 0.3 * i, found["mean"], 0.28, yerr=ends, color=f"C{i}", label=label, capsize=3)
+        axes.bar(place + 0.6, row["teacher"], 0.28, color="0.7", label="teacher" if not place else None)
+    axes.set_xticks([place + 0.3 for place in range(len(rows))], [f"{row['case']}, {row['setting']}" for row in rows])
+    least = min((row["labels"]["min"] for row in rows), default=0)
+    axes.set_ylim(max(0, least - 2), None)
+    axes.set_ylabel("accuracy, %")
+    if rows:
+        axes.legend()
+    return figure
+
+
+def report(scored: Mapping[str, dict[str, Any]], series: Series) -> None:
+    """Writes the table and the picture of every run that has ended."""
+    records = series.records()
+    rows = summarise(records, scored)
+    lines = ["FLOPs: of the students, over those of the teacher, for one image forward.", *caption(series, records)]
+    figure = draw(rows)
+    draw_caption(figure, lines)
+    name = "distilled_lanes" if all(row["split"] == "test" for row in rows) else "distilled_lanes_trial"
+    write(series, name, {"rows": rows}, text(records, scored), lines, figure)
+
+
+if __name__ == "__main__":
+    launch_script(define, main)

@@ -1,0 +1,238 @@
+"""The form of each lane chosen together with its device, against one after the other: simulated and real devices.
+
+    python -m experiments.forms_and_places                # some minutes; `make precision` once, for .venv-onnx
+    python -m experiments.forms_and_places --rounds=0     # the simulated devices alone
+
+Simulated: two devices and random lanes, where the second device is a few times faster in some forms and cannot run
+others. Real: two processes on a core each, of which the second has no ONNX Runtime, and compiles for SSE4.2 only, as
+for an old processor. Each process times its lanes in every form; forms and devices are chosen from the two tables; both
+processes then compute what they were given at the same time, and the makespan is that of the slower one. Writes
+`experiments/results/forms_and_places.json`.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from experiments import REPOSITORY, RESULTS
+from mlcn_jax import host
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import write_json
+from mlcn_jax.launch import launch_script
+from mlcn_jax.placement.forms import FormPlacement, FormProblem, place_one_after_other, place_together
+
+NAME = "forms_and_places"
+LANES = ("mlcn2:w4*2", "mlcn1:w2*2", "resnet:w1d2*2")
+TASKS = ("train", "infer")
+WAYS: Mapping[str, Callable[[str, FormProblem], FormPlacement]] = {
+    "one after the other": place_one_after_other,
+    "together": place_together,
+}
+_OLD = "--xla_cpu_max_isa=SSE4_2"
+_SIMULATED, _LANES, _FORMS = 200, 8, 4
+_BATCH = 64
+_TURN_SECONDS = 1.0
+
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_integer("rounds", 5, "Rounds of timing; 0 simulates only.", lower_bound=0, flag_values=values)
+    flags.DEFINE_list("lanes", list(LANES), "Lanes on the real devices.", flag_values=values)
+    flags.DEFINE_string("data", "fashion_mnist", "Data set whose image shape lanes take.", flag_values=values)
+    text = "Python of the processes, which has requirements-onnx.txt."
+    flags.DEFINE_string("onnx_python", ".venv-onnx/bin/python", text, flag_values=values)
+    flags.DEFINE_string("output", str(RESULTS / f"{NAME}.json"), "Where to write the results.", flag_values=values)
+    text = "Used by the script itself: what one process does, as JSON."
+    flags.DEFINE_string("worker", "", text, flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
+    if values.worker:
+        work(**json.loads(values.worker))
+        return
+    result: dict[str, Any] = {"simulated": simulate(), "lanes": values.lanes, "rounds": values.rounds}
+    if values.rounds:
+        result["real"] = on_real_devices(values.onnx_python, ",".join(values.lanes), values.data, values.rounds)
+    write_json(Path(values.output).expanduser(), result | host.environment())
+    print(table(result))
+
+
+def simulate() -> dict[str, Any]:
+    """Makespans of random problems with budgets of losses, together over one after the other."""
+    ratios: dict[str, list[float]] = {"exact": [], "greedy": []}
+    for seed in range(_SIMULATED):
+        problem = random_problem(seed)
+        for name, found in ratios.items():
+            after, together = (place(name, problem).makespan_seconds for place in WAYS.values())
+            found.append(after / together)
+    return {
+        name: {"median": statistics.median(found), "min": min(found), "max": max(found), "problems": len(found)}
+        for name, found in ratios.items()
+    }
+
+
+def random_problem(seed: int) -> FormProblem:
+    """Lanes of different work; each device is faster in some forms, and cannot run a third of the others."""
+    rng = np.random.default_rng(seed)
+    work = rng.uniform(1, 10, (_LANES, 1, 1))
+    speeds = rng.uniform(0.5, 4, (1, _FORMS, 2))
+    missing = rng.random((1, _FORMS, 2)) < 1 / 3
+    missing[:, 0] = False  # every device has the first form
+    seconds = np.where(missing, np.inf, work / speeds)
+    losses = rng.uniform(0, 0.2, (_LANES, _FORMS)) * (np.arange(_FORMS) > 0)
+    return FormProblem(seconds.tolist(), [f"form {f}" for f in range(_FORMS)], losses=losses.tolist(), most_lost=0.4)
+
+
+def on_real_devices(python: str, lanes: str, data: str, rounds: int) -> dict[str, Any]:
+    """Predicted and measured makespans of both tasks on two processes."""
+    path = Path(python).expanduser().absolute()  # not resolved: it is a link in its environment
+    if not path.exists():
+        raise InputError(f"--onnx_python={python} does not exist: `make precision` makes .venv-onnx")
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise InputError("two processes need two cores: --rounds=0 simulates only")
+    asked = {"lanes": lanes, "data": data, "rounds": rounds}
+    flags_of = ("", _OLD)
+    tables = [  # one after the other: the second core is idle meanwhile
+        _ask([_start(str(path), core, xla_flags, asked)])[0] for core, xla_flags in zip(cores, flags_of, strict=False)
+    ]
+    names = [name for entry in lanes.split(",") for name in _names(entry)]
+    found: dict[str, Any] = {"tables": tables}
+    for task in TASKS:
+        forms = sorted({form for table in tables for form in table if form.startswith(task)})
+        seconds = [
+            [[_BATCH * table.get(form, {}).get(name, float("inf")) for table in tables] for form in forms]
+            for name in names
+        ]
+        problem = FormProblem(seconds, forms)
+        found[task] = {}
+        for way, place in WAYS.items():
+            placed = place("exact", problem)
+            given = [
+                [
+                    [names[i], forms[f]]
+                    for i, (f, d) in enumerate(zip(placed.form_of, placed.device_of, strict=True))
+                    if d == device
+                ]
+                for device in range(2)
+            ]
+            workers = [
+                _start(str(path), core, xla_flags, asked | {"given": mine})
+                for core, xla_flags, mine in zip(cores, flags_of, given, strict=False)
+            ]
+            measured = [value["seconds"] for value in _ask(workers)]
+            found[task][way] = {
+                "given": given,
+                "predicted_seconds": placed.makespan_seconds,
+                "measured_seconds": max(measured),
+                "of_each": measured,
+            }
+    return found
+
+
+def _names(entry: str) -> list[str]:
+    from mlcn_jax.nn.lane_list import parse_lanes
+
+    return [str(group.spec) for group in parse_lanes(entry) for _ in range(group.count)]
+
+
+def _start(python: str, core: int, xla_flags: str, asked: Mapping[str, Any]) -> subprocess.Popen:
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": xla_flags}
+    worker = json.dumps({**asked, "core": core})
+    command = [python, "-m", f"experiments.{NAME}", f"--worker={worker}"]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _ask(workers: Sequence[subprocess.Popen]) -> list[Any]:
+    """Lets workers that are ready go on together; returns what they say."""
+    for worker in workers:
+        _line(worker)
+    for worker in workers:
+        assert worker.stdin is not None
+        worker.stdin.write("go\n")
+        worker.stdin.flush()
+    found = [json.loads(_line(worker)) for worker in workers]
+    for worker in workers:
+        worker.wait()
+    return found
+
+
+def _line(worker: subprocess.Popen) -> str:
+    assert worker.stdout is not None
+    line = worker.stdout.readline()
+    if not line:
+        raise InputError(f"a process of this script ended with {worker.wait()}: see above")
+    return line
+
+
+def work(core: int, lanes: str, data: str, rounds: int, given: Sequence[Sequence[str]] | None = None) -> None:
+    """What one process does: times all lanes in all forms, or computes what it was given, again and again."""
+    os.sched_setaffinity(0, {core})
+    if _OLD in os.environ.get("XLA_FLAGS", ""):
+        sys.modules["jax2onnx"] = None  # type: ignore[assignment]  # as if it were not installed
+    from mlcn_jax.analysis.measure_device import spec_of
+    from mlcn_jax.analysis.measure_forms import lane_programs, training_seconds
+    from mlcn_jax.nn.lane_list import parse_lanes
+    from mlcn_jax.serving.precision.speeds import inference_seconds, lane_calls
+
+    spec = spec_of(data, "published", "float32")
+    kinds = [group.spec for group in parse_lanes(lanes)]
+    if given is None:
+        _ready()
+        print(json.dumps(training_seconds(spec, kinds, rounds) | inference_seconds(spec, kinds, rounds)), flush=True)
+        return
+    images = np.random.default_rng(0).integers(0, 256, (_BATCH, *spec.image_shape), np.uint8)
+    steps: list[Callable[[], Any]] = []
+    for name, form in given:
+        if form.startswith("train"):
+            programs = lane_programs(spec, [parse_lanes(name)[0].spec], _BATCH)
+            steps.append(programs[form, name].run)
+        else:
+            call = lane_calls(spec, parse_lanes(name)[0].spec)[form]
+            steps.append(lambda call=call: np.asarray(call(images)))  # type: ignore[misc]
+    for step in steps:
+        step()
+    _ready()
+    seconds = []
+    for _ in range(rounds):
+        count, started = 0, time.perf_counter()
+        while not count or time.perf_counter() - started < _TURN_SECONDS:
+            for step in steps:
+                step()
+            count += 1
+        seconds.append((time.perf_counter() - started) / count)
+    print(json.dumps({"seconds": statistics.median(seconds) if steps else 0.0}), flush=True)
+
+
+def _ready() -> None:
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """For people."""
+    lines = [
+        f"simulated, {name}: one after the other takes {found['median']:.2f} times as long ({found['min']:.2f} to "
+        f"{found['max']:.2f}, {found['problems']} problems)"
+        for name, found in result["simulated"].items()
+    ]
+    for task in TASKS if "real" in result else ():
+        for way, found in result["real"][task].items():
+            lines.append(
+                f"real, {task}, {way}: {1000 * found['predicted_seconds']:.1f} ms predicted, "
+                f"{1000 * found['measured_seconds']:.1f} ms measured"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    launch_script(define, main)

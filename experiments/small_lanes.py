@@ -1,0 +1,191 @@
+"""Lanes in 8 bits: how much smaller, how accurate and how fast they are, over several seeds.
+
+    make precision                    # once, for .venv-onnx
+    python -m experiments.small_lanes --workdir=runs/small_lanes --repeats=3
+
+Trains the rows, exports each run, and has `mlcn_jax precision` measure every lane in float32, bfloat16 and int8 and
+export all of them in int8. The test set is read once for each run, before and after. A run that has ended is not
+repeated, one that was stopped goes on. Writes `small_lanes_SCALE` as JSON, Markdown and PNG to the workdir and, but for
+`smoke`, to `experiments/results/`.
+"""
+
+import functools
+import importlib
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from experiments import REPOSITORY
+from experiments.repeated_report import Records, caption, carry_out, draw_caption, markdown, select, write
+from experiments.repeated_runs import Scale, Series, asked, chosen, define_flags
+from mlcn_jax.config import RunConfig
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json
+from mlcn_jax.launch import launch_script
+from mlcn_jax.serving import export
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+VERSION = 1  # raised with every change after which results cannot stand beside older ones
+SCALES = {"smoke": Scale("smoke", 1, 2, 600, 100), "full": Scale("full", 0)}
+HEADER = (
+    *("", "runs", "times smaller", "float32, %", "int8, %", "points"),
+    *("float32, ms", "bfloat16, ms", "int8, ms", "times as fast"),
+)
+ROWS = {"fashion_mlcn2_2x4": "mlcn2_fashion", "cifar_resnet": "resnet_cifar"}  # modules of `configs`
+_ANY_DROP = 100  # points: all lanes become int8
+_PRECISIONS = ("float32", "bfloat16", "int8")
+
+
+def define(values: flags.FlagValues) -> None:
+    define_flags(values, SCALES)
+    values.set_default("scale", "full")
+    flags.DEFINE_list("rows", list(ROWS), f"Of {', '.join(ROWS)}.", flag_values=values)
+    flags.DEFINE_integer("rounds", 10, "Rounds of timing.", lower_bound=1, flag_values=values)
+    text = "Python that has requirements-onnx.txt."
+    flags.DEFINE_string("onnx_python", ".venv-onnx/bin/python", text, flag_values=values)
+
+
+def main(values: flags.FlagValues) -> int:
+    return run(
+        **asked(values, "small_lanes", ("rows", "rounds")),
+        rows=values.rows,
+        rounds=values.rounds,
+        onnx_python=values.onnx_python,
+    )
+
+
+def run(
+    workdir: Path,
+    *,
+    scale: str,
+    repeats: int,
+    rows: Sequence[str],
+    rounds: int,
+    onnx_python: str,
+    minutes: float,
+    directories: Mapping[str, str],
+    command: str,
+) -> int:
+    """Trains and measures what has not been yet, reports after each run, and returns the exit code."""
+    chosen("scale", [scale], SCALES)
+    rows = chosen("rows", rows, ROWS)
+    python = str(Path(onnx_python).expanduser().absolute())  # not resolved: it is a link in its environment
+    if not Path(python).exists():
+        raise InputError(f"--onnx_python={onnx_python} does not exist: `make precision` makes .venv-onnx")
+    runs = [{"row": row, "seed": seed} for seed in range(repeats) for row in rows]
+    make_config = functools.partial(configure_run, directories)
+    measured = functools.partial(measure, python, rounds)
+    series = Series(workdir, "small_lanes", VERSION, SCALES[scale], make_config, command, True, measured)
+    return carry_out(series, runs, minutes, text, report)
+
+
+def configure_run(directories: Mapping[str, str], row: str, seed: int) -> RunConfig:
+    """The run of a row and a seed."""
+    config = RunConfig.from_dict(importlib.import_module(f"configs.{ROWS[row]}").get_config().to_dict())
+    return config.replace({"train.seed": seed, "data.dir": directories[config.data.name]})
+
+
+def measure(python: str, rounds: int, folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
+    """What `mlcn_jax precision` finds out of a run, with all lanes in int8."""
+    del summary
+    export.export(folder)
+    flag_values = ("--choose=smallest", f"--max_accuracy_drop={_ANY_DROP}", f"--rounds={rounds}")
+    command = [python, "-m", "mlcn_jax", "precision", f"--workdir={folder}", *flag_values]
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, env=environment, stdout=sys.stderr)
+    if done.returncode:
+        raise InputError(f"`mlcn_jax precision` failed for {folder}: see above")
+    about = read_json(folder / "precision" / "precision.json")
+    kept = ("lanes", "test_accuracy", "bytes", "milliseconds", "terms", "packages")
+    return {"precision": {name: about[name] for name in kept}}
+
+
+def milliseconds(about: Mapping[str, Any], precision: str) -> float:
+    """Of a batch: the sum over lanes, each in the runtime that is the fastest for this precision."""
+    return sum(min(f["milliseconds"] for f in lane["forms"] if f["precision"] == precision) for lane in about["lanes"])
+
+
+def summarise(records: Records) -> list[dict[str, Any]]:
+    """Each row that has been run: means over its seeds."""
+    rows = []
+    for name in ROWS:
+        found = [record["precision"] for record in select(records, row=name) if "precision" in record]
+        if not found:
+            continue
+        before, after = ([100 * about["test_accuracy"][way] for about in found] for way in ("before", "chosen"))
+        times = {p: statistics.fmean(milliseconds(about, p) for about in found) for p in _PRECISIONS}
+        rows.append(
+            {
+                "row": name,
+                "runs": len(found),
+                "smaller": statistics.fmean(about["bytes"]["before"] / about["bytes"]["chosen"] for about in found),
+                "accuracy": {"float32": before, "int8": after},
+                "points": statistics.fmean(after) - statistics.fmean(before),
+                "milliseconds": times,
+                "faster": times["float32"] / times["int8"],
+                "batch": found[0]["terms"]["batch"],
+            }
+        )
+    return rows
+
+
+def text(records: Records) -> str:
+    """The table as Markdown."""
+    return markdown(
+        HEADER,
+        [
+            [
+                row["row"],
+                str(row["runs"]),
+                f"{row['smaller']:.2f}",
+                *(f"{statistics.fmean(row['accuracy'][p]):.2f}" for p in ("float32", "int8")),
+                f"{row['points']:+.2f}",
+                *(f"{row['milliseconds'][p]:.2f}" for p in _PRECISIONS),
+                f"{row['faster']:.2f}",
+            ]
+            for row in summarise(records)
+        ],
+    )
+
+
+def draw(rows: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Milliseconds of each row in each precision."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(5, 3 * len(rows)), 4.5), layout="constrained")
+    axes = figure.subplots()
+    for i, precision in enumerate(_PRECISIONS):
+        values = [row["milliseconds"][precision] for row in rows]
+        axes.bar([place + 0.28 * i for place in range(len(rows))], values, 0.26, label=precision)
+    axes.set_xticks([place + 0.28 for place in range(len(rows))], [row["row"] for row in rows])
+    axes.set_ylabel("ms of a batch, all lanes, fastest runtime")
+    axes.legend()
+    return figure
+
+
+def report(series: Series) -> None:
+    """Writes the table and the picture of every run that has ended."""
+    records = series.records()
+    rows = summarise(records)
+    batch = rows[0]["batch"] if rows else 0
+    lines = [
+        "Times smaller: the files of weights of the exports. Test accuracy in %, mean over the seeds. Milliseconds of "
+        f"{batch} images: the sum over lanes, each in the fastest runtime (XLA or ONNX Runtime) for this precision.",
+        *caption(series, records),
+    ]
+    figure = draw(rows)
+    draw_caption(figure, lines)
+    write(series, "small_lanes", {"rows": rows}, text(records), lines, figure)
+
+
+if __name__ == "__main__":
+    launch_script(define, main)

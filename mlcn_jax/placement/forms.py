@@ -1,0 +1,286 @@
+"""Chooses the form of every lane (its precision and algorithm) together with its device.
+
+Which form is the fastest depends on the device, and a form that loses accuracy is worth it only where it shortens the
+makespan. Choosing forms first and devices afterwards sees neither.
+
+Source: do Rosario 2021 (thesis), chapters 3 and 5, for lanes that are placed by measured costs; forms are ours.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import program
+from mlcn_jax.nn.lanes import LaneSpec
+from mlcn_jax.placement.partition import PARTITIONERS, partition
+from mlcn_jax.placement.problem import UNLIMITED, NoRoom, Problem, mib
+from mlcn_jax.placement.profile import DeviceProfile
+
+_BISECTIONS = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class FormProblem:
+    """Lanes to place in one of several forms each.
+
+    Attributes:
+      seconds: `seconds[i][f][d]`, the time of lane i in form f on device d; infinite where it cannot run.
+      forms: names of the forms.
+      memory_bytes: `memory_bytes[i][f]`; if empty, memory is ignored.
+      limit_bytes: memory of each device; if empty, there is no limit.
+      base_seconds: each device's other work; if empty, none.
+      losses: `losses[i][f]`, what lane i loses in form f, in any unit; if empty, nothing. They are added up.
+      most_lost: the sum of losses may be so much.
+
+    Raises:
+      InputError: lengths are inconsistent, a number is negative, or a lane can run nowhere.
+    """
+
+    seconds: Sequence[Sequence[Sequence[float]]]
+    forms: Sequence[str]
+    memory_bytes: Sequence[Sequence[float]] = ()
+    limit_bytes: Sequence[float] = ()
+    base_seconds: Sequence[float] = ()
+    losses: Sequence[Sequence[float]] = ()
+    most_lost: float = UNLIMITED
+
+    def __post_init__(self):
+        if not self.seconds or not self.forms or not self.seconds[0][0]:
+            raise InputError("nothing to place: give at least one lane, one form and one device")
+        lanes, forms, devices = len(self.seconds), len(self.forms), len(self.seconds[0][0])
+        nothing = [[0.0] * forms] * lanes
+        for field, empty in (
+            ("memory_bytes", nothing),
+            ("losses", nothing),
+            ("limit_bytes", [UNLIMITED] * devices),
+            ("base_seconds", [0.0] * devices),
+        ):
+            object.__setattr__(self, field, getattr(self, field) or empty)
+        tables = (*self.seconds, self.memory_bytes, self.losses)
+        if any(len(row) != forms for row in self.seconds) or any(
+            len(row) != size
+            for table in tables
+            for row, size in zip(table, itertools.repeat(len(table[0])), strict=False)
+        ):
+            raise InputError(f"every lane needs {forms} forms with a number for each of {devices} devices")
+        if not all(value > 0 for lane in self.seconds for row in lane for value in row):
+            raise InputError("every lane's seconds must be above 0 on every device, or infinite")
+        for lane, rows in enumerate(self.seconds):
+            if not any(math.isfinite(value) for row in rows for value in row):
+                raise InputError(f"lane {lane} can run on no device in any of the forms {', '.join(self.forms)}")
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.seconds[0][0])
+
+
+def form_problem(
+    profiles: Sequence[DeviceProfile], lanes: Sequence[LaneSpec], task: str, batch_size: int, **more: Any
+) -> FormProblem:
+    """The problem of placing lanes on devices given by their profiles.
+
+    Args:
+      profiles: of the devices, measured with `mlcn_jax profile --forms=LANES`.
+      lanes: all lanes.
+      task: `train` or `infer`.
+      batch_size: images in a step or a call.
+      more: other fields of `FormProblem`; lists over forms are in the order of `forms_of`.
+
+    Raises:
+      InputError: a lane was not measured on a device.
+    """
+    forms = forms_of(profiles, task)
+    for number, profile in enumerate(profiles):
+        measured = {lane for form in forms for lane in profile.form_seconds.get(form, {})}
+        if missing := sorted({str(lane) for lane in lanes} - measured):
+            raise InputError(
+                f"device profile {number} ({profile.device}) has no {task} seconds of {', '.join(missing)}: measure it "
+                f"again with {program()} profile --forms={','.join(sorted({str(lane) for lane in lanes}))}"
+            )
+    seconds = [
+        [[batch_size * p.form_seconds.get(form, {}).get(str(lane), math.inf) for p in profiles] for form in forms]
+        for lane in lanes
+    ]
+    return FormProblem(seconds, forms, **more)
+
+
+def forms_of(profiles: Sequence[DeviceProfile], task: str) -> list[str]:
+    """The forms of a task that were measured on at least one device."""
+    return sorted({form for profile in profiles for form in profile.form_seconds if form.split()[0] == task})
+
+
+@dataclasses.dataclass(frozen=True)
+class FormPlacement:
+    """The form and the device of each lane, and the resulting times.
+
+    Attributes:
+      form_of, device_of: of each lane.
+      seconds: each device's time for its lanes and its base.
+      lost: the sum of the lanes' losses.
+      optimal: whether no choice has a shorter makespan, up to a millionth.
+    """
+
+    form_of: tuple[int, ...]
+    device_of: tuple[int, ...]
+    seconds: tuple[float, ...]
+    lost: float
+    optimal: bool = False
+
+    @property
+    def makespan_seconds(self) -> float:
+        """When the last device finishes."""
+        return max(self.seconds)
+
+
+def place_together(name: str, problem: FormProblem, *, time_limit_seconds: float = 5.0) -> FormPlacement:
+    """The form and the device of every lane, chosen at once.
+
+    `exact` is optimal; the others see each lane in its fastest form on each device, where a unit of loss counts as so
+    many seconds that the sum of losses is small enough (a Lagrange multiplier, found by bisection).
+
+    Args:
+      name: one of `partition.PARTITIONERS`.
+      problem: the lanes, forms and devices.
+      time_limit_seconds: time after which `exact` returns the best choice found.
+
+    Raises:
+      InputError: the name is unknown, or OR-Tools is needed and not installed; NoRoom: the lanes do not fit, or lose
+        too much in every form that does.
+    """
+    if name not in PARTITIONERS:
+        raise InputError(f"partitioner {name!r} is unknown: use one of {', '.join(PARTITIONERS)}")
+    if name == "exact":
+        return _exactly(problem, time_limit_seconds)
+    low, high = 0.0, _LARGEST_PRICE
+    found = _at_price(name, problem, low)
+    if found.lost <= problem.most_lost:
+        return found
+    best = _at_price(name, problem, high)
+    if best.lost > problem.most_lost:
+        raise NoRoom(_too_lossy(problem, best.lost))
+    for _ in range(_BISECTIONS):
+        price = math.sqrt(max(low, 1 / _LARGEST_PRICE) * high)
+        found = _at_price(name, problem, price)
+        if found.lost <= problem.most_lost:
+            high = price
+            best = min(best, found, key=lambda each: each.makespan_seconds)
+        else:
+            low = price
+    return best
+
+
+_LARGEST_PRICE = 1e12  # seconds for a unit of loss
+
+
+def place_one_after_other(name: str, problem: FormProblem) -> FormPlacement:
+    """Forms first, devices afterwards: what is compared with choosing both at once.
+
+    Each lane gets the form that is the fastest on average over the devices on which it runs everywhere, as long as the
+    losses allow: lanes that gain most are changed first.
+
+    Raises:
+      NoRoom: as for `place_together`.
+    """
+
+    def mean(lane: int, form: int) -> float:
+        return sum(problem.seconds[lane][form]) / problem.num_devices
+
+    lanes, forms = range(len(problem.seconds)), range(len(problem.forms))
+    form_of = [min((problem.losses[i][f], mean(i, f), f) for f in forms)[2] for i in lanes]
+    lost = sum(problem.losses[i][f] for i, f in enumerate(form_of))
+    if lost > problem.most_lost:
+        raise NoRoom(_too_lossy(problem, lost))
+    changes = [(mean(i, form_of[i]) - mean(i, f), i, f) for i in lanes for f in forms]
+    for gain, lane, form in sorted(changes, reverse=True):
+        more = problem.losses[lane][form] - problem.losses[lane][form_of[lane]]
+        if gain > 0 and mean(lane, form) < mean(lane, form_of[lane]) and lost + more <= problem.most_lost:
+            form_of[lane], lost = form, lost + more
+    seconds = [[_finite(s) for s in problem.seconds[i][f]] for i, f in enumerate(form_of)]
+    memory = [problem.memory_bytes[i][f] for i, f in enumerate(form_of)]
+    placed = partition(name, Problem(seconds, memory, problem.limit_bytes, problem.base_seconds))
+    return _placement(problem, form_of, placed.device_of)
+
+
+def _at_price(name: str, problem: FormProblem, price: float) -> FormPlacement:
+    """Each lane in its best form on each device, where a unit of loss costs so many seconds."""
+    forms, devices = range(len(problem.forms)), range(problem.num_devices)
+    best = [
+        [min((problem.seconds[i][f][d] + price * problem.losses[i][f], f) for f in forms)[1] for d in devices]
+        for i in range(len(problem.seconds))
+    ]
+    priced = [
+        [_finite(problem.seconds[i][f][d] + price * problem.losses[i][f]) for d, f in enumerate(row)]
+        for i, row in enumerate(best)
+    ]
+    memory = [max(problem.memory_bytes[i][f] for f in row) for i, row in enumerate(best)]
+    placed = partition(name, Problem(priced, memory, problem.limit_bytes, problem.base_seconds))
+    form_of = [best[i][d] for i, d in enumerate(placed.device_of)]
+    return _placement(problem, form_of, placed.device_of)
+
+
+def _finite(seconds: float) -> float:
+    return min(seconds, 1e18)
+
+
+def _placement(
+    problem: FormProblem, form_of: Sequence[int], device_of: Sequence[int], optimal: bool = False
+) -> FormPlacement:
+    seconds = list(problem.base_seconds)
+    for lane, (form, device) in enumerate(zip(form_of, device_of, strict=True)):
+        seconds[device] += problem.seconds[lane][form][device]
+    lost = sum(problem.losses[lane][form] for lane, form in enumerate(form_of))
+    return FormPlacement(tuple(form_of), tuple(device_of), tuple(seconds), lost, optimal)
+
+
+def _too_lossy(problem: FormProblem, lost: float) -> str:
+    return f"the lanes lose at least {lost:g} in the forms that fit, and may lose {problem.most_lost:g}: allow more"
+
+
+def _exactly(problem: FormProblem, time_limit_seconds: float) -> FormPlacement:
+    """By integer programming (OR-Tools CP-SAT); seconds are rounded to a millionth of the slowest choice."""
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise InputError(
+            "the partitioner exact needs OR-Tools (pip install 'mlcn_jax[exact]'); greedy works without it"
+        ) from error
+    model, devices = cp_model.CpModel(), range(problem.num_devices)
+    possible = {
+        (i, f, d): model.new_bool_var("")
+        for i, rows in enumerate(problem.seconds)
+        for f, row in enumerate(rows)
+        for d, value in enumerate(row)
+        if math.isfinite(value)
+    }
+    slowest = [max(s for row in rows for s in row if math.isfinite(s)) for rows in problem.seconds]
+    unit = (sum(slowest) + max(problem.base_seconds)) / 10**6
+    for lane in range(len(problem.seconds)):
+        model.add_exactly_one(v for (i, _, _), v in possible.items() if i == lane)
+    longest = model.new_int_var(0, 2 * 10**6, "")
+    for device in devices:
+        here = {(i, f): v for (i, f, d), v in possible.items() if d == device}
+        load = sum(v * round(problem.seconds[i][f][device] / unit) for (i, f), v in here.items())
+        model.add(load + round(problem.base_seconds[device] / unit) <= longest)
+        if problem.limit_bytes[device] < UNLIMITED:
+            held = sum(v * math.ceil(problem.memory_bytes[i][f]) for (i, f), v in here.items())
+            model.add(held <= int(problem.limit_bytes[device]))
+    if problem.most_lost < UNLIMITED:
+        share = max(max(max(row) for row in problem.losses), problem.most_lost, 1e-12) / 10**6
+        lost = sum(v * math.ceil(problem.losses[i][f] / share - 1e-9) for (i, f, _), v in possible.items())
+        model.add(lost <= math.floor(problem.most_lost / share + 1e-9))
+    model.minimize(longest)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = time_limit_seconds
+    status = solver.solve(model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        room = ", ".join(mib(b) for b in problem.limit_bytes)
+        raise NoRoom(
+            f"no form and device of every lane fits into {room} and loses at most {problem.most_lost:g}: allow more "
+            "loss, or use fewer lanes or larger devices"
+        )
+    chosen = {i: (f, d) for (i, f, d), v in possible.items() if solver.value(v)}
+    form_of, device_of = zip(*(chosen[i] for i in range(len(problem.seconds))), strict=True)
+    return _placement(problem, form_of, device_of, status == cp_model.OPTIMAL)

@@ -1,0 +1,263 @@
+"""Measures the lanes of an exported model in each precision, chooses a mix, and writes it as an export."""
+
+import dataclasses
+import logging
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from mlcn_jax import host
+from mlcn_jax.config import RunConfig
+from mlcn_jax.data.datasets import Dataset, Split, split_validation
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json, write_json
+from mlcn_jax.serving import artifact, model_card, onnx
+from mlcn_jax.serving.export import write_manifest
+from mlcn_jax.serving.parts import FORMS, Form, weights_digest
+from mlcn_jax.serving.precision.lanes import tolerance, write_lanes
+from mlcn_jax.serving.precision.make import Lane, Made, lanes_of, make
+from mlcn_jax.serving.precision.mix import cheapest_mix, mix_accuracy
+from mlcn_jax.serving.precision.place import place_lanes
+from mlcn_jax.serving.precision.speeds import call_seconds
+
+FILE = "precision.json"
+CHOICES = ("smallest", "fastest")
+_RANKING_IMAGES = 5_000  # of the training images, where none were held out
+_BATCH = 500  # images whose parts are computed at once
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What is wanted.
+
+    Attributes:
+      choose: `smallest` or `fastest`.
+      max_accuracy_drop: percentage points that the mix may lose, on validation images.
+      calibration_images: training images that int8 is calibrated on.
+      batch: images in a timed call.
+      rounds: of timing.
+    """
+
+    choose: str = "smallest"
+    max_accuracy_drop: float = 0.1
+    calibration_images: int = 512
+    batch: int = 64
+    rounds: int = 10
+
+
+def precision(
+    workdir: Path, results: Path, terms: Terms, command: str, data_dir: str = "", profiles: Sequence[Path] = ()
+) -> dict[str, Any]:
+    """Writes the chosen mix to `results/export` and all that was measured to `results/precision.json`; returns that.
+
+    Args:
+      workdir: holds an export.
+      results: folder to write to.
+      terms: what is wanted.
+      command: that makes the export again.
+      data_dir: overrides the run's `data.dir`, if not empty.
+      profiles: of devices, on which the lanes are placed in the forms that finish first.
+
+    Raises:
+      InputError: there is no export or it is damaged, it has no lanes, its images do not fit it, or a package is not
+        installed.
+    """
+    packages = onnx.versions()
+    model = onnx.read_export(workdir, data_dir)
+    if not model.spec.lane_specs:
+        raise InputError(f"{workdir} holds a CapsNet, which has no lanes of which each could have a precision")
+    folder = results / "export"
+    if folder.exists() and not (folder / artifact.MANIFEST).is_file():
+        raise InputError(f"{folder} exists but is not an export: move it away, because it would be replaced")
+    dataset = model.data.load()
+    check_images(dataset, model)
+    config = RunConfig.from_dict(read_json(workdir / "export" / "config.json"))
+    train, ranking = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)
+    ranked_on = "validation"
+    if not len(ranking.labels):
+        drawn = np.random.default_rng(0).permutation(len(train.labels))[:_RANKING_IMAGES]
+        ranking, ranked_on = train[np.sort(drawn)], "training"
+        _log.warning("no validation images were held out: the mix is chosen on training images, which looks too good")
+    evenly = np.unique(np.linspace(0, len(train.labels) - 1, terms.calibration_images).astype(int))
+
+    lanes = lanes_of(model.spec, model.encoder)
+    made = []
+    for lane in lanes:
+        _log.info("%s of %d: %s", lane, len(lanes), ", ".join(map(str, FORMS)))
+        made.append([make(lane, form, train.images[evenly]) for form in FORMS])
+    parts = [[_parts(each.call, ranking.images) for each in own] for own in made]
+    seconds = _seconds_of_kinds(lanes, made, terms)
+    costs = [
+        [
+            (each.num_bytes, s) if terms.choose == "smallest" else (s, each.num_bytes)
+            for each, s in zip(*both, strict=True)
+        ]
+        for both in zip(made, seconds, strict=True)
+    ]
+    placement = {}
+    if profiles:
+        drop = terms.max_accuracy_drop
+        placement = place_lanes(model.spec, profiles, parts, ranking.labels, drop, terms.batch)
+    before = mix_accuracy(parts, [0] * len(lanes), ranking.labels)
+    mix, proven = cheapest_mix(parts, costs, ranking.labels, before - terms.max_accuracy_drop / 100)
+    chosen = [own[form] for own, form in zip(made, mix, strict=True)]
+    _write(model, workdir, folder, lanes, chosen, command)
+
+    exported = artifact.Artifact(folder, "xla")
+    _check(exported, chosen, ranking.images)
+    calls = {"before": model.artifact.lengths, "chosen": exported.lengths}
+    seconds_of_all = call_seconds(list(calls.values()), model.spec.image_shape, terms.batch, terms.rounds)
+    whole = dict(zip(calls, seconds_of_all.tolist(), strict=True))
+    test = dataset.test
+    about = {
+        "terms": dataclasses.asdict(terms),
+        "lanes": [
+            {
+                "lane": str(lane.spec.lane_specs[lane.index]),
+                "chosen": str(own[form].form),
+                "forms": [
+                    {
+                        **dataclasses.asdict(each.form),
+                        "bytes": each.num_bytes,
+                        "milliseconds": 1000 * s,
+                        "accuracy_alone": mix_accuracy([[part]], [0], ranking.labels),
+                    }
+                    for each, s, part in zip(own, times, part_of, strict=True)
+                ],
+            }
+            for lane, own, form, times, part_of in zip(lanes, made, mix, seconds, parts, strict=True)
+        ],
+        "ranked_on": ranked_on,
+        "proven": proven,
+        "accuracy": {"before": before, "chosen": mix_accuracy(parts, mix, ranking.labels)},
+        "test_accuracy": {name: _accuracy(call, test) for name, call in calls.items()},
+        "bytes": {"before": _weight_bytes(workdir / "export"), "chosen": _weight_bytes(folder)},
+        "milliseconds": {name: 1000 * value for name, value in whole.items()},
+        "placement": placement,
+        "export": str(folder),
+        "packages": packages,
+        **host.environment(),
+    }
+    write_json(results / FILE, about)
+    return about
+
+
+def check_images(dataset: Dataset, model: onnx.ExportedModel) -> None:
+    """Raises InputError if the images are of another size or of other classes than the model's."""
+    shape, expected = dataset.train.images.shape[1:], tuple(model.spec.image_shape)
+    names = tuple(model.artifact.class_names)
+    if shape != expected or dataset.class_names != names:
+        raise InputError(
+            f"the model takes images of {'x'.join(map(str, expected))} of {len(names)} classes, and those of "
+            f"{dataset.name} for calibration are {'x'.join(map(str, shape))} of {len(dataset.class_names)}: give "
+            "--data_dir=FOLDER with the images that it was trained on"
+        )
+
+
+def _parts(call: Callable[[np.ndarray], Any], images: np.ndarray) -> Float[np.ndarray, "n classes"]:
+    return np.concatenate([np.asarray(call(images[s : s + _BATCH])) for s in range(0, len(images), _BATCH)])
+
+
+def _accuracy(lengths: Callable[[np.ndarray], np.ndarray], split: Split) -> float:
+    return float(np.mean(np.argmax(_parts(lengths, split.images), axis=-1) == split.labels))
+
+
+def _seconds_of_kinds(lanes: Sequence[Lane], made: Sequence[Sequence[Made]], terms: Terms) -> list[list[float]]:
+    """Seconds of a call of each lane in each form; equal lanes are timed once."""
+    kinds: dict[str, list[float]] = {}
+    found = []
+    for lane, own in zip(lanes, made, strict=True):
+        kind = str(lane.spec.lane_specs[lane.index])
+        if kind not in kinds:
+            calls = [each.call for each in own]
+            kinds[kind] = call_seconds(calls, lane.spec.image_shape, terms.batch, terms.rounds).tolist()
+        found.append(kinds[kind])
+    return found
+
+
+def _write(
+    model: onnx.ExportedModel, workdir: Path, folder: Path, lanes: Sequence[Lane], chosen: Sequence[Made], command: str
+) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as temporary:
+        made = Path(temporary) / "export"
+        made.mkdir()
+        write_json(made / "config.json", read_json(workdir / "export" / "config.json"))
+        forms = [own.form for own in chosen]
+        description = model.artifact.description | {
+            "forms": [dataclasses.asdict(form) for form in forms],
+            "model_sha256": weights_digest(artifact.read_weights(workdir / "export" / artifact.WEIGHTS)),
+        }
+        write_json(made / artifact.MODEL, description)
+        weights = {name: array for own in chosen for name, array in own.arrays.items()}
+        row = jax.ShapeDtypeStruct(model.spec.image_shape, jnp.uint8)
+        functions, files = write_lanes(made, model.spec, dict(enumerate(chosen)), row)
+        np.savez(made / artifact.WEIGHTS, **weights)  # type: ignore[arg-type]
+        write_manifest(made, model.artifact.step, functions, command, files)
+        (made / model_card.FILE).write_text(model_card.text(artifact.Artifact(made), {}, model.data.dir))
+        if folder.exists():
+            folder.rename(Path(temporary) / "before")
+        made.rename(folder)
+
+
+def _check(exported: artifact.Artifact, chosen: Sequence[Made], images: np.ndarray) -> None:
+    """Raises RuntimeError if the export gives other lengths than its lanes together."""
+    for n in (1, 8):
+        expected = np.sqrt(sum(np.asarray(own.call(images[:n])) for own in chosen))
+        error = float(np.max(np.abs(exported.lengths(images[:n]) - expected)))
+        if not error <= tolerance(chosen):
+            raise RuntimeError(f"the export differs from its lanes by {error}")
+
+
+def _weight_bytes(folder: Path) -> int:
+    """Bytes of the files that hold weights; those of ONNX Runtime have the graph of their lane too."""
+    files = artifact.verified_manifest(folder)["files"]
+    return sum(known["bytes"] for name, known in files.items() if name == artifact.WEIGHTS or name.endswith(".onnx"))
+
+
+def table(about: Mapping[str, Any]) -> str:
+    """What was measured, for people: lane by precision, the mix that was chosen, and what it costs."""
+    rows = [["lane", "precision", "runtime", "KB", "ms", "alone", ""]]
+    for number, lane in enumerate(about["lanes"]):
+        for form in lane["forms"]:
+            chosen = "chosen" if str(Form(form["precision"], form["runtime"])) == lane["chosen"] else ""
+            rows.append(
+                [
+                    f"{number} {lane['lane']}",
+                    form["precision"],
+                    form["runtime"],
+                    f"{form['bytes'] / 1000:,.1f}",
+                    f"{form['milliseconds']:.2f}",
+                    f"{form['accuracy_alone']:.2%}",
+                    chosen,
+                ]
+            )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    accuracy, test, size, speed = (about[name] for name in ("accuracy", "test_accuracy", "bytes", "milliseconds"))
+    lines += [
+        "",
+        f"{about['ranked_on']} accuracy {accuracy['before']:.2%} before, {accuracy['chosen']:.2%} chosen"
+        + ("" if about["proven"] else " (a cheaper mix may be as accurate: there are too many to try them all)"),
+        f"test accuracy {test['before']:.2%} before, {test['chosen']:.2%} chosen",
+        f"files of weights {size['before']:,} bytes before, {size['chosen']:,} chosen: "
+        f"{size['before'] / size['chosen']:.2f} times smaller",
+        f"{about['terms']['batch']} images in {speed['before']:.2f} ms before, {speed['chosen']:.2f} ms chosen: "
+        f"{speed['before'] / speed['chosen']:.2f} times as fast",
+    ]
+    if placed := about["placement"]:
+        lines += ["", "form and device of each lane, chosen together:"]
+        devices = placed["devices"]
+        lines += [f"  {n} {x['lane']}: {x['form']} on {devices[x['device']]}" for n, x in enumerate(placed["lanes"])]
+        lines.append(
+            f"  {about['terms']['batch']} images in {placed['makespan_milliseconds']:.2f} ms by the profiles, "
+            f"{placed['accuracy_drop']:.2f} points lost"
+        )
+    return "\n".join(lines)

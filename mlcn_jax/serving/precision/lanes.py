@@ -1,0 +1,108 @@
+"""Lanes in their forms, as the files of an artifact: written for an export or a tier, and read back one by one."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import program
+from mlcn_jax.nn import conv
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.serving.artifact import MIXED_FORMAT, WEIGHTS, Artifact, read_weights
+from mlcn_jax.serving.export import write_functions
+from mlcn_jax.serving.onnx_file import open_onnx
+from mlcn_jax.serving.parts import ONNX, OUTPUT, STEM, Form, lane_file
+from mlcn_jax.serving.precision.make import BITS, Made, lane_part
+
+# Of lengths: convolutions are computed in another order for another number of images, and a value that is rounded to
+# the other side of a step of 8 bits, or of bfloat16, shows.
+_TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 1e-2}
+
+
+def tolerance(chosen: Sequence[Made]) -> float:
+    """How far lengths of the same lanes may differ."""
+    return max(_TOLERANCES[own.form.precision] for own in chosen)
+
+
+def write_lanes(
+    folder: Path, spec: ModelSpec, chosen: Mapping[int, Made], row: jax.ShapeDtypeStruct
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Writes lanes, by index, in their forms; returns the functions of those in XLA, and the files of the others."""
+    in_xla = {lane: own for lane, own in chosen.items() if own.form.runtime != ONNX}
+    functions: list[dict[str, Any]] = []
+    if in_xla:
+        weights = {name: array for own in in_xla.values() for name, array in own.arrays.items()}
+        precisions = {lane: own.form.precision for lane, own in in_xla.items()}
+        functions = write_functions(folder, STEM, lanes_function(spec, precisions), weights, row)
+    files = []
+    for lane, own in chosen.items():
+        if own.form.runtime == ONNX:
+            (folder / lane_file(lane)).write_bytes(own.onnx)
+            files.append(lane_file(lane))
+    return functions, files
+
+
+def read_lanes(folder: Path, spec: ModelSpec, digest: str) -> list[Made]:
+    """The lanes of an export in several precisions, ready to run here.
+
+    Args:
+      folder: that `mlcn_jax precision` wrote.
+      spec: the model.
+      digest: `parts.weights_digest` of its arrays in float32.
+
+    Raises:
+      InputError: the folder is no such export, was altered, or is of another model.
+    """
+    exported = Artifact(folder)
+    if exported.manifest["format"] != MIXED_FORMAT:
+        raise InputError(f"{folder} is an export in one precision: give one that `{program()} precision` wrote")
+    if exported.description["model_sha256"] != digest:
+        raise InputError(
+            f"{folder} is of another model, or of another step of it: make it again with `{program()} export` and "
+            f"`{program()} precision`"
+        )
+    weights = read_weights(folder / WEIGHTS)
+    options = conv.compiler_options(jax.default_backend())
+    lanes = []
+    for lane, form in enumerate(Form(**form) for form in exported.description["forms"]):
+        if form.runtime == ONNX:
+            path = folder / lane_file(lane)
+            lanes.append(Made(form, path.stat().st_size, open_onnx(path, OUTPUT), onnx=path.read_bytes()))
+            continue
+        arrays = {name: array for name, array in weights.items() if name.split("/")[0] == str(lane)}
+        call = jax.jit(_with(lanes_function(spec, {lane: form.precision}), arrays), compiler_options=options)
+        lanes.append(Made(form, sum(a.nbytes for a in arrays.values()), call, arrays))
+    return lanes
+
+
+def _with(function: Callable, arrays: Mapping[str, np.ndarray]) -> Callable[[Array], Array]:
+    on_device = {name: jnp.asarray(array) for name, array in arrays.items()}
+    return lambda images: function(on_device, images)
+
+
+def lanes_function(spec: ModelSpec, precisions: Mapping[int, str]) -> Callable[[Mapping[str, Array], Array], Array]:
+    """The function `(arrays of `stored`, uint8 images) -> sum of the parts` of some lanes, by their precisions."""
+
+    def total(weights: Mapping[str, Array], images: Array) -> Array:
+        parts = []
+        for lane, precision in precisions.items():
+            params: dict = {}
+            for name, array in weights.items():
+                number, *modules, leaf = name.split("/")
+                if number != str(lane):
+                    continue
+                node = params
+                for module in modules:
+                    node = node.setdefault(module, {})
+                bits = array.dtype == BITS
+                node[leaf] = lax.bitcast_convert_type(array, jnp.dtype(precision)) if bits else array
+            parts.append(lane_part(spec, lane, params, images, precision))
+        return sum(parts)  # type: ignore[return-value]
+
+    return total

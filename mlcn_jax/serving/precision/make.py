@@ -1,0 +1,195 @@
+"""Makes each lane of a trained model in each precision: its function, its weights and their calibration.
+
+Int8 is made by ONNX Runtime's static quantisation of the lane that jax2onnx converts: weights with a scale per output
+channel, activations with scales calibrated on training images. Reading it needs ONNX Runtime only.
+"""
+
+import dataclasses
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import conv, tracing
+from mlcn_jax.nn.lanes import apply_lane
+from mlcn_jax.nn.model import join_lanes
+from mlcn_jax.nn.spec import ModelSpec, spec_of
+from mlcn_jax.serving.onnx_file import INPUT, open_onnx
+from mlcn_jax.serving.parts import ONNX, OUTPUT, Form
+
+if TYPE_CHECKING:
+    import onnx
+
+CALIBRATION_BATCH = 64
+_OPSET = 18  # as of `serving.onnx`
+_QUANTIZED = ["Conv", "MatMul", "Gemm"]  # the rest, above all squash and softmax, stays float32
+BITS = np.dtype(np.uint16)  # NumPy's files have no bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """A lane of a trained model, with its index in it and its parameters without the axis of lanes."""
+
+    spec: ModelSpec
+    index: int
+    params: dict
+
+    def __str__(self) -> str:
+        return f"lane {self.index}, {self.spec.lane_specs[self.index]}"
+
+    def part(self, images: UInt8[Array, "batch h w c"], precision: str = "float32") -> Float[Array, "batch classes"]:
+        """What it adds to the squared length of each class capsule, in float32."""
+        return lane_part(self.spec, self.index, self.params, images, precision)
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A lane in one form.
+
+    Attributes:
+      form: the form.
+      num_bytes: of its weights: those of its arrays, or of its ONNX file, which has the graph too.
+      call: from uint8 images to its part, on this machine.
+      arrays: its weights for XLA, by name (`stored`).
+      onnx: its file for ONNX Runtime.
+    """
+
+    form: Form
+    num_bytes: int
+    call: Callable[[np.ndarray], Any]
+    arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    onnx: bytes = b""
+
+
+def lanes_of(spec: ModelSpec, encoder: Mapping) -> list[Lane]:
+    """The lanes of a model, from its parameters with statistics folded in."""
+    each = [jax.tree.map(lambda a, i=i: a[i], encoder[g.name]) for g in spec.lane_groups for i in range(g.count)]
+    return [Lane(spec, i, params) for i, params in enumerate(each)]
+
+
+def make(lane: Lane, form: Form, calibration: UInt8[np.ndarray, "n h w c"]) -> Made:
+    """A lane in a form, ready to run here; `calibration` are training images, for int8.
+
+    Raises:
+      InputError: jax2onnx cannot convert the lane, or its scales are not finite.
+    """
+    if form.runtime != ONNX:
+        arrays = stored(lane.params, lane.index, form.precision)
+        run = jax.jit(
+            lambda images: lane.part(images, form.precision),
+            compiler_options=conv.compiler_options(jax.default_backend()),
+        )
+        return Made(form, sum(a.nbytes for a in arrays.values()), run, arrays)
+    with tempfile.TemporaryDirectory() as folder:
+        path = _optimized(lane, Path(folder))
+        if form.precision == "int8":
+            path = _quantized(lane, path, calibration)
+        content = path.read_bytes()
+        return Made(form, len(content), open_onnx(path, OUTPUT), onnx=content)
+
+
+def lane_part(
+    spec: ModelSpec, lane: int, params: dict, images: UInt8[Array, "batch h w c"], precision: str
+) -> Float[Array, "batch classes"]:
+    """`Lane.part` as a pure function."""
+    one = dataclasses.replace(spec_of(spec, [lane]), compute_dtype=precision, lane_weights=())
+    column = apply_lane(params, one.lane_specs[0], one.lane_settings, images.astype(jnp.float32) / 255.0)
+    v = join_lanes(one, column[..., None])[..., 0].astype(jnp.float32)
+    return np.float32(spec.weights[lane]) * jnp.square(v)
+
+
+def stored(params: dict, lane: int, precision: str) -> dict[str, np.ndarray]:
+    """The arrays of a lane as an export has them, by name; those in bfloat16 as their bits."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    arrays = {f"{lane}/{jax.tree_util.keystr(p, simple=True, separator='/')}": np.asarray(a) for p, a in leaves}
+    if precision == "float32":
+        return arrays
+    return {n: a if a.dtype == bool else a.astype(jnp.dtype(precision)).view(BITS) for n, a in arrays.items()}
+
+
+def _optimized(lane: Lane, folder: Path) -> Path:
+    """The lane as an ONNX file, with what depends on its weights alone computed."""
+    import jax2onnx
+    import onnx
+    from onnxruntime.quantization import quant_pre_process
+
+    logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # it warns of shapes that it leaves to the runtime
+    plain = dataclasses.replace(lane, spec=dataclasses.replace(lane.spec, conv="native"))
+
+    def part(images: Array) -> Array:
+        with tracing.using(tracing.Target(platform="onnx")):  # what is done for XLA on a CPU is left out
+            return plain.part(images)
+
+    try:
+        converted = jax2onnx.to_onnx(
+            part,
+            [jax.ShapeDtypeStruct(("batch", *lane.spec.image_shape), jnp.uint8)],
+            model_name="lane",
+            opset=_OPSET,
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+        )
+    except NotImplementedError as error:
+        raise InputError(f"jax2onnx cannot convert {lane}: {error}") from error
+    onnx.save(converted, folder / "converted.onnx")
+    quant_pre_process(folder / "converted.onnx", folder / "optimized.onnx", skip_symbolic_shape=True)
+    return folder / "optimized.onnx"
+
+
+def _quantized(lane: Lane, path: Path, images: UInt8[np.ndarray, "n h w c"]) -> Path:
+    """An ONNX file in int8, next to it.
+
+    Source: Krishnamoorthi 2018, arXiv 1806.08342, section 3: a scale per output channel for weights.
+    """
+    import onnx
+    from onnxruntime import quantization
+
+    class Reader(quantization.CalibrationDataReader):
+        def __init__(self) -> None:
+            starts = range(0, len(images), CALIBRATION_BATCH)
+            self._batches: Iterator[dict] = iter({INPUT: images[s : s + CALIBRATION_BATCH]} for s in starts)
+
+        def get_next(self) -> dict | None:
+            return next(self._batches, None)
+
+    found = path.with_name("int8.onnx")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # which NumPy gives of ranges that are not finite
+            quantization.quantize_static(
+                path,
+                found,
+                Reader(),
+                quant_format=quantization.QuantFormat.QDQ,
+                op_types_to_quantize=_QUANTIZED,
+                per_channel=True,
+                weight_type=quantization.QuantType.QInt8,
+                activation_type=quantization.QuantType.QUInt8,
+            )
+    except AssertionError as error:  # which is how it refuses such ranges
+        raise _not_finite(str(lane), str(error)) from error
+    check_scales(onnx.load(found), str(lane))
+    return found
+
+
+def check_scales(model: "onnx.ModelProto", lane: str) -> None:
+    """Raises InputError if a scale of a quantised model is not finite."""
+    from onnx import numpy_helper
+
+    for tensor in model.graph.initializer:
+        if tensor.name.endswith("_scale") and not np.isfinite(numpy_helper.to_array(tensor)).all():
+            raise _not_finite(lane, tensor.name)
+
+
+def _not_finite(lane: str, what: str) -> InputError:
+    return InputError(
+        f"{lane}: a scale of its int8 form is not finite ({what}), as the lane's weights or what it computes from the "
+        "calibration images are not: train the model again"
+    )

@@ -1,0 +1,86 @@
+"""Chooses a precision for each lane: the cheapest mix that is accurate enough.
+
+The squared length of a class capsule is a sum over lanes, so the accuracy of every mix follows exactly from what each
+lane gives in each form, computed once.
+"""
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float, Int
+
+MOST_TRIED = 20_000  # mixes whose accuracy is computed before one that is good enough is taken as it is
+
+
+def accuracy(squares: Float[np.ndarray, "n classes"], labels: Int[np.ndarray, " n"]) -> float:
+    """Fraction of images whose longest class capsule, from squared lengths, is that of their class."""
+    return float(np.mean(np.argmax(squares, axis=-1) == labels))
+
+
+def mix_accuracy(parts: Sequence[Sequence[np.ndarray]], mix: Sequence[int], labels: Int[np.ndarray, " n"]) -> float:
+    """Accuracy of a mix.
+
+    Args:
+      parts: what each lane adds to the squared lengths in each form, `parts[lane][form]`, [n, classes].
+      mix: the form of each lane.
+      labels: classes of the images.
+    """
+    total = np.sum([parts[lane][form] for lane, form in enumerate(mix)], axis=0, dtype=np.float32)
+    return accuracy(np.asarray(total), labels)
+
+
+def cheapest_mix(
+    parts: Sequence[Sequence[np.ndarray]],
+    costs: Sequence[Sequence[tuple[float, ...]]],
+    labels: Int[np.ndarray, " n"],
+    least_accuracy: float,
+) -> tuple[list[int], bool]:
+    """The mix with the least sum of costs among those at least so accurate, and whether that is proven.
+
+    Mixes are tried from the cheapest on, so the first that is accurate enough is the one. After `MOST_TRIED` of them,
+    lanes of the cheapest mix are made more accurate one by one, and nothing is proven.
+
+    Args:
+      parts, labels: as for `mix_accuracy`.
+      costs: of each lane in each form; tuples, of which a later number decides between equal earlier ones.
+      least_accuracy: which the mix of every lane's first form must have.
+    """
+    orders = [sorted(range(len(own)), key=own.__getitem__) for own in costs]
+
+    def cost(places: Sequence[int]) -> tuple[float, ...]:
+        own = [costs[lane][orders[lane][place]] for lane, place in enumerate(places)]
+        return tuple(map(sum, zip(*own, strict=True)))
+
+    def forms(places: Sequence[int]) -> list[int]:
+        return [orders[lane][place] for lane, place in enumerate(places)]
+
+    first = (0,) * len(costs)
+    heap, seen, tried = [(cost(first), first)], {first}, 0
+    while heap and tried < MOST_TRIED:
+        _, places = heapq.heappop(heap)
+        tried += 1
+        if mix_accuracy(parts, forms(places), labels) >= least_accuracy:
+            return forms(places), True
+        for lane, place in enumerate(places):
+            after = (*places[:lane], place + 1, *places[lane + 1 :])
+            if after[lane] < len(orders[lane]) and after not in seen:
+                seen.add(after)
+                heapq.heappush(heap, (cost(after), after))
+    return _step_by_step(parts, costs, labels, least_accuracy, forms(first)), False
+
+
+def _step_by_step(parts, costs, labels, least_accuracy, mix: list[int]) -> list[int]:
+    """Changes one lane's form at a time, the one that gains most accuracy; at worst every lane gets its first form."""
+    while mix_accuracy(parts, mix, labels) < least_accuracy:
+        changes = [
+            [*mix[:lane], form, *mix[lane + 1 :]]
+            for lane, own in enumerate(costs)
+            for form in range(len(own))
+            if form != mix[lane]
+        ]
+        best = max(changes, key=lambda change: mix_accuracy(parts, change, labels))
+        if mix_accuracy(parts, best, labels) <= mix_accuracy(parts, mix, labels):
+            return [0] * len(mix)
+        mix = best
+    return mix

@@ -1,0 +1,92 @@
+"""Chooses the precision of each lane together with its device, from device profiles and the accuracy of every mix."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.placement.forms import FormPlacement, FormProblem, form_problem, forms_of, place_together
+from mlcn_jax.placement.problem import NoRoom
+from mlcn_jax.placement.profile import DeviceProfile
+from mlcn_jax.serving.parts import FORMS
+from mlcn_jax.serving.precision.mix import mix_accuracy
+
+_TRIES = 12
+
+
+def place_lanes(
+    spec: ModelSpec,
+    files: Sequence[Path],
+    parts: Sequence[Sequence[np.ndarray]],
+    labels: Int[np.ndarray, " n"],
+    max_accuracy_drop: float,
+    batch: int,
+) -> dict[str, Any]:
+    """The form and the device of each lane, so that the last device finishes first, ready for JSON.
+
+    What a lane loses in a form is what the model loses if only that lane has it. Losses are added up to choose, and the
+    accuracy of the choice is computed exactly: if it lost too much, the sum may be less the next time. The choice is
+    optimal for these losses where OR-Tools is installed, and greedy elsewhere.
+
+    Args:
+      spec: the model.
+      files: profiles of the devices, with the forms of these lanes.
+      parts, labels: as for `mix.mix_accuracy`, with `FORMS`.
+      max_accuracy_drop: percentage points that the choice may lose.
+      batch: images in a call.
+
+    Raises:
+      InputError: a profile cannot be used, or lacks a lane.
+    """
+    partitioner = "exact" if importlib.util.find_spec("ortools") else "greedy"
+    profiles = [DeviceProfile.load(file) for file in files]
+    forms = forms_of(profiles, "infer")
+    first_of = {form.precision: i for i, form in reversed(list(enumerate(FORMS)))}
+    part_of = [first_of[form.split()[1]] for form in forms]
+    problem = form_problem(profiles, spec.lane_specs, "infer", batch)
+    base = mix_accuracy(parts, [0] * len(parts), labels)
+
+    def drop(mix: Sequence[int]) -> float:
+        return 100 * (base - mix_accuracy(parts, mix, labels))
+
+    def alone(lane: int, part: int) -> float:
+        return max(0.0, drop([part if i == lane else 0 for i in range(len(parts))]))
+
+    losses = [[alone(lane, part) for part in part_of] for lane in range(len(parts))]
+    most = max_accuracy_drop
+    for _ in range(_TRIES):
+        placed = _place(problem, losses, most, partitioner)
+        lost = drop([part_of[form] for form in placed.form_of])
+        if lost <= max_accuracy_drop:
+            break
+        most = min(most, placed.lost) / 2
+    else:
+        exact = [[0.0 if form.split()[1] == "float32" else 1.0 for form in forms]] * len(parts)
+        placed, lost = _place(problem, exact, 0.0, partitioner), 0.0
+    return {
+        "devices": [profile.device for profile in profiles],
+        "lanes": [
+            {"lane": str(lane), "form": forms[f].removeprefix("infer "), "device": d}
+            for lane, f, d in zip(spec.lane_specs, placed.form_of, placed.device_of, strict=True)
+        ],
+        "makespan_milliseconds": 1000 * placed.makespan_seconds,
+        "accuracy_drop": lost,
+        "partitioner": partitioner,
+    }
+
+
+def _place(
+    problem: FormProblem, losses: Sequence[Sequence[float]], most_lost: float, partitioner: str
+) -> FormPlacement:
+    wanted = dataclasses.replace(problem, losses=losses, most_lost=most_lost)
+    try:
+        return place_together(partitioner, wanted)
+    except NoRoom:  # a lane that runs nowhere in a form that loses nothing
+        return place_together(
+            partitioner, dataclasses.replace(wanted, most_lost=min(map(sum, zip(*losses, strict=True))))
+        )

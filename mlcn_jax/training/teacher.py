@@ -1,0 +1,122 @@
+"""The teacher of a run: trained models, checked against it, and their outputs where these can be kept."""
+
+import dataclasses
+import logging
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float32
+
+from mlcn_jax import pretrained
+from mlcn_jax.data.batches import Augmentation, padded_batches, to_pixels
+from mlcn_jax.data.datasets import Split
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import conv
+from mlcn_jax.nn.calibration import fold_statistics
+from mlcn_jax.nn.distillation import Distillation, mean_probabilities, model_probabilities
+from mlcn_jax.training.checkpoint import Trained, load_trained
+from mlcn_jax.training.session import Session
+
+TEACHERS = "teachers_sha256"  # in model.json
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """The teacher of a run, or none.
+
+    Attributes:
+      distillation: how lanes learn from it; None without a teacher.
+      digests: SHA-256 of the parameters of each of its models.
+    """
+
+    distillation: Distillation | None = None
+    digests: tuple[str, ...] = ()
+
+    def facts(self) -> dict[str, Any]:
+        """What `model.json` has of it, so that the run is not resumed with another one."""
+        return {TEACHERS: list(self.digests)} if self.digests else {}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `step.make_train_step`."""
+        return {"distillation": self.distillation} if self.distillation else {}
+
+    def kept(self, session: Session) -> Float32[np.ndarray, "n ways classes"] | None:
+        """Its probabilities for all training images, as `batches.Batches` takes them; None where steps compute them.
+
+        They are kept where a run sees an image in one way, or mirrored as a second one, so that a step only reads them
+        (`benchmarks/distillation.py`). Other augmentation shows the teacher new images in every step.
+        """
+        data, images = session.config.data, session.train.images
+        if self.distillation is None or data.augmentation() != Augmentation():
+            return None
+        _log.info("asking the teacher about %s images", f"{len(images):,}")
+        ways = [images, images[:, :, ::-1]] if data.alternate_flips else [images]
+        return np.stack([self._of(way, session.config.train.batch_size) for way in ways], axis=1)
+
+    def _of(self, images: np.ndarray, batch_size: int) -> Float32[np.ndarray, "n classes"]:
+        assert self.distillation is not None
+        probabilities = self.distillation.probabilities
+        options = conv.compiler_options(jax.default_backend())
+        ask = jax.jit(lambda images: probabilities(to_pixels(images)), compiler_options=options)
+        split = Split(images, np.zeros(len(images), np.int32))
+        parts = [np.asarray(ask(batch)) for batch, _, _ in padded_batches(split, batch_size)]
+        return np.concatenate(parts)[: len(images)]
+
+
+def open_teacher(session: Session) -> Teacher:
+    """Loads the models that `train.teacher` names; raises InputError if one is none, or does not fit the run."""
+    settings = session.config.train
+    names = [name.strip() for name in settings.teacher.split(",")] if settings.teacher else []
+    if not names:
+        return Teacher()
+    if session.spec.ensemble_weight:
+        raise InputError(
+            f"train.teacher is {settings.teacher!r} with model.ensemble_weight={session.spec.ensemble_weight}, and "
+            "each lane learns from the teacher by itself: leave model.ensemble_weight at 0"
+        )
+    models = [_load(name, session) for name in names]
+    members = [model_probabilities(m.spec, _encoder(m)) for m in models]
+    _log.info("learning from %s: %s", " and ".join(names), ", ".join(m.spec.lanes or m.spec.name for m in models))
+    distillation = Distillation(mean_probabilities(members), settings.teacher_weight, settings.teacher_temperature)
+    return Teacher(distillation, tuple(m.sha256 for m in models))
+
+
+def _load(name: str, session: Session) -> Trained:
+    if not name:
+        raise InputError(
+            f"train.teacher is {session.config.train.teacher!r}: give the workdir of a trained model, or several "
+            "separated by commas"
+        )
+    try:
+        trained = load_trained(pretrained.find_workdir(name))
+    except InputError as error:
+        raise InputError(f"train.teacher={name}: {error}") from error
+    spec, mine = trained.spec, session.spec
+    if spec.image_shape != mine.image_shape:
+        raise InputError(
+            f"train.teacher={name} takes images of {_shape(spec.image_shape)}, and {session.dataset.name} has "
+            f"{_shape(mine.image_shape)}: give a teacher that was trained on such images"
+        )
+    if trained.class_names != session.dataset.class_names:
+        raise InputError(
+            f"train.teacher={name} has {len(trained.class_names)} classes ({_some(trained.class_names)}), and "
+            f"{session.dataset.name} has {len(session.dataset.class_names)} ({_some(session.dataset.class_names)}): "
+            "give a teacher that was trained on the same classes, in the same order"
+        )
+    return trained
+
+
+def _encoder(trained: Trained) -> dict:
+    """On no device, so that every device of the run can take it."""
+    return jax.tree.map(np.asarray, fold_statistics(trained.spec, trained.params)["encoder"])
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

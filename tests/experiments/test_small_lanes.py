@@ -1,0 +1,94 @@
+"""Distilled lanes, lanes in 8 bits, forms and places: what is compared and told."""
+
+from pathlib import Path
+
+import pytest
+
+from experiments import distilled_lanes, forms_and_places, small_lanes
+from mlcn_jax.errors import InputError
+from mlcn_jax.placement.cost import forward_flops
+
+DIRECTORIES = {"cifar10": "", "fashion_mnist": ""}
+TEACHERS = {"cifar10": Path("a"), "fashion_mnist": Path("b")}
+
+
+def configured(case, way, trial=False):
+    return distilled_lanes.configure_run(DIRECTORIES, TEACHERS, trial, case, way, 1)
+
+
+@pytest.mark.parametrize("case", distilled_lanes.CASES)
+def test_students_have_a_tenth_of_the_flops_and_differ_in_the_teacher_only(case):
+    given = distilled_lanes.CASES[case]
+    shape = (28, 28, 1) if given.data == "fashion_mnist" else (32, 32, 3)
+    labels, distilled, teacher = (
+        configured(case, "labels"),
+        configured(case, "w0.9t4"),
+        configured(given.data, "teacher"),
+    )
+    assert distilled.train.teacher == str(TEACHERS[given.data])
+    assert labels == distilled.replace({"train.teacher": ""})
+    assert labels.train.num_epochs == teacher.train.num_epochs
+    small, large = (forward_flops(config.model_spec(shape, 10)) for config in (labels, teacher))
+    assert small <= 0.1 * large
+
+
+def test_the_share_of_the_gap_is_that_of_the_means():
+    def record(case, way, seed, accuracy):
+        return {
+            "facts": {"case": case, "way": way, "seed": seed},
+            "accuracy": accuracy,
+            "flops": 1.0,
+            "lanes": "x",
+        }
+
+    records = [record("cifar10", "teacher", 0, 94.0)]
+    records += [record("cifar", "labels", seed, 90.0 + seed) for seed in range(3)]
+    records += [record("cifar", "w0.9t4", seed, 91.5 + seed) for seed in range(3)]
+    for one in records:
+        one |= {"train_seconds": 1.0, "split": "test"}
+    (row,) = distilled_lanes.summarise(records, {})
+    assert row["gap"] == pytest.approx(3.0)
+    assert row["recovered"] == pytest.approx(0.5)
+    assert "| 50 |" in distilled_lanes.text(records, {})
+
+
+def test_int8_is_compared_with_the_fastest_float32():
+    forms = [
+        ("float32", "xla", 4.0),
+        ("float32", "onnxruntime", 2.0),
+        ("bfloat16", "xla", 3.0),
+        ("int8", "onnxruntime", 1.0),
+    ]
+    lane = {"forms": [{"precision": p, "runtime": r, "milliseconds": ms} for p, r, ms in forms]}
+    about = {
+        "lanes": [lane, lane],
+        "test_accuracy": {"before": 0.9, "chosen": 0.899},
+        "bytes": {"before": 400, "chosen": 100},
+        "terms": {"batch": 64},
+    }
+    records = [{"facts": {"row": "cifar_resnet", "seed": 0}, "precision": about}]
+    (row,) = small_lanes.summarise(records)
+    assert row["faster"] == 2.0
+    assert row["smaller"] == 4.0
+    assert row["points"] == pytest.approx(-0.1)
+
+
+def test_a_python_that_is_missing_is_one_error(tmp_path):
+    options = {"rows": ["cifar_resnet"], "rounds": 1, "minutes": 0, "directories": DIRECTORIES, "command": ""}
+    with pytest.raises(InputError, match="`make precision` makes"):
+        small_lanes.run(tmp_path, scale="smoke", repeats=1, onnx_python=str(tmp_path / "none"), **options)
+
+
+def test_together_is_never_slower_on_simulated_devices(monkeypatch):
+    monkeypatch.setattr(forms_and_places, "_SIMULATED", 5)
+    assert forms_and_places.simulate()["exact"]["min"] > 0.9999
+
+
+def test_trials_leave_the_test_set_alone():
+    for way in ("labels", "w0.5t1"):
+        config = configured("cifar", way, trial=True)
+        assert not config.train.score_test
+        assert config.data.validation_fraction == 0.2
+    assert (config.train.teacher_weight, config.train.teacher_temperature) == (0.5, 1.0)
+    with pytest.raises(InputError, match="is not written as w0"):
+        configured("cifar", "distilled")

@@ -1,0 +1,135 @@
+"""Forms and devices chosen at once: against brute force, and against one after the other."""
+
+import dataclasses
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn.lanes import LaneSpec
+from mlcn_jax.placement.forms import FormProblem, form_problem, place_one_after_other, place_together
+from mlcn_jax.placement.partition import PARTITIONERS
+from mlcn_jax.placement.problem import NoRoom
+from mlcn_jax.placement.profile import DeviceProfile
+from tests.made_profile import make_profile
+
+FORMS = ("float32", "bfloat16", "int8")
+
+
+def random_problem(seed, lanes=4, devices=2):
+    """Each device has a form that it is good at; smaller forms lose more and need less memory."""
+    rng = np.random.default_rng(seed)
+    seconds = rng.uniform(1, 4, (lanes, 1, 1)) * rng.uniform(0.5, 2, (1, len(FORMS), devices))
+    seconds[:, 2, 0] = math.inf if seed % 3 == 0 else seconds[:, 2, 0]
+    memory = np.ones((lanes, 1)) * np.array([[4.0, 2.0, 1.0]])
+    losses = rng.uniform(0, 1, (lanes, 1)) * np.array([[0.0, 0.2, 1.0]])
+    return FormProblem(
+        seconds.tolist(),
+        FORMS,
+        memory.tolist(),
+        [9.0, 12.0],
+        [0.5, 0.0],
+        losses.tolist(),
+        most_lost=0.6,
+    )
+
+
+def brute_force(problem):
+    lanes, devices = len(problem.seconds), problem.num_devices
+    best = math.inf
+    for choice in itertools.product(itertools.product(range(len(FORMS)), range(devices)), repeat=lanes):
+        loads, held = list(problem.base_seconds), [0.0] * devices
+        for lane, (form, device) in enumerate(choice):
+            loads[device] += problem.seconds[lane][form][device]
+            held[device] += problem.memory_bytes[lane][form]
+        lost = sum(problem.losses[lane][form] for lane, (form, _) in enumerate(choice))
+        if lost <= problem.most_lost and all(h <= m for h, m in zip(held, problem.limit_bytes, strict=True)):
+            best = min(best, max(loads))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_exact_equals_brute_force_and_nothing_beats_it(seed):
+    problem = random_problem(seed)
+    best = brute_force(problem)
+    exact = place_together("exact", problem)
+    assert exact.optimal
+    assert exact.lost <= problem.most_lost
+    assert exact.makespan_seconds == pytest.approx(best, rel=1e-4)
+    for name in PARTITIONERS:
+        for place in (place_together, place_one_after_other):
+            try:
+                found = place(name, problem)
+            except NoRoom:  # heuristics may miss a placement that fits
+                continue
+            assert found.lost <= problem.most_lost
+            assert found.makespan_seconds >= best * (1 - 1e-9)
+
+
+def test_together_is_faster_than_one_after_the_other_where_devices_prefer_other_forms():
+    """The CPU is fast in int8, the GPU in bfloat16: one form for all is right on one device only."""
+    lane = [[4.0, 4.0], [6.0, 1.0], [1.0, 5.0]]
+    problem = FormProblem([lane] * 4, FORMS)
+    together, after = (place("exact", problem) for place in (place_together, place_one_after_other))
+    assert together.makespan_seconds == pytest.approx(2.0)
+    assert after.makespan_seconds > 1.5 * together.makespan_seconds
+    assert {(FORMS[f], d) for f, d in zip(together.form_of, together.device_of, strict=True)} == {
+        ("bfloat16", 1),
+        ("int8", 0),
+    }
+
+
+def test_a_loss_that_is_too_large_keeps_lanes_as_they_are():
+    lane = [[4.0, 4.0], [2.0, 2.0], [1.0, 1.0]]
+    losses = [[0.0, 0.1, 1.0]] * 2
+    for name in ("exact", "greedy"):
+        found = place_together(name, FormProblem([lane] * 2, FORMS, losses=losses, most_lost=0.25))
+        assert found.form_of == (1, 1)
+        assert found.device_of[0] != found.device_of[1]
+    with pytest.raises(NoRoom, match="loses at most 0: allow more"):
+        place_together("exact", FormProblem([lane], FORMS, losses=[[0.1, 0.1, 1.0]], most_lost=0.0))
+    with pytest.raises(NoRoom, match=r"lose at least 0\.1"):
+        place_together("greedy", FormProblem([lane], FORMS, losses=[[0.1, 0.1, 1.0]], most_lost=0.0))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "message"),
+    [
+        ([], "nothing to place"),
+        ([[[1.0], [1.0]]], "needs 3 forms"),
+        ([[[1.0], [1.0], [-1.0]]], "above 0"),
+        ([[[math.inf]] * 3], "lane 0 can run on no device"),
+    ],
+)
+def test_bad_problems_are_refused(seconds, message):
+    with pytest.raises(InputError, match=message):
+        FormProblem(seconds, FORMS)
+
+
+LANE = LaneSpec("mlcn2", 1)
+CPU = {
+    "infer float32 native": {str(LANE): 2e-3},
+    "infer int8 onnxruntime": {str(LANE): 1e-3},
+    "train float32 native": {},
+}
+GPU = {"infer float32 native": {str(LANE): 5e-4}}
+
+
+def test_profiles_hold_forms_and_make_a_problem():
+    profile = make_profile()
+    cpu, gpu = (dataclasses.replace(profile, form_seconds=seconds) for seconds in (CPU, GPU))
+    assert DeviceProfile.from_dict(json.loads(json.dumps(cpu.to_dict()))).form_seconds == CPU
+    problem = form_problem([cpu, gpu], [LANE, LANE], "infer", 10)
+    assert problem.forms == ["infer float32 native", "infer int8 onnxruntime"]
+    np.testing.assert_allclose(problem.seconds, [[[0.02, 0.005], [0.01, math.inf]]] * 2)
+    with pytest.raises(InputError, match=r"has no train seconds of mlcn2:w1d1: measure it again"):
+        form_problem([cpu, gpu], [LANE], "train", 10)
+
+
+def test_a_profile_without_forms_is_read_as_before():
+    stored = make_profile().to_dict()
+    del stored["form_seconds"]
+    assert DeviceProfile.from_dict(stored).form_seconds == {}

@@ -1,0 +1,237 @@
+"""Lanes in several precisions: made, chosen, exported and split. What makes int8 needs requirements-onnx.txt."""
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+import shutil
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from mlcn_jax.commands import front
+from mlcn_jax.data.datasets import split_validation
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn.capsules import lengths
+from mlcn_jax.nn.model import encode
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.serving import export, onnx
+from mlcn_jax.serving.artifact import Artifact
+from mlcn_jax.serving.onnx_file import open_onnx
+from mlcn_jax.serving.parts import FLOAT32, FORMS, OUTPUT, Form, weights_digest
+from mlcn_jax.serving.precision import export as precision_export
+from mlcn_jax.serving.precision import lanes as precision_lanes
+from mlcn_jax.serving.precision import mix as precision_mix
+from mlcn_jax.serving.precision import place as precision_place
+from mlcn_jax.serving.precision.make import lanes_of, make
+from mlcn_jax.tiers import split
+from mlcn_jax.tiers.artifact import TierArtifact
+from tests.made_profile import make_profile
+
+installed = pytest.mark.skipif(not importlib.util.find_spec("jax2onnx"), reason="needs requirements-onnx.txt")
+BFLOAT16, INT8 = Form("bfloat16", "xla"), Form("int8", "onnxruntime")
+
+
+@pytest.fixture(scope="module")
+def workdir(per_lane, tmp_path_factory):
+    copied = shutil.copytree(per_lane, tmp_path_factory.mktemp("precision") / "run")
+    export.export(copied)
+    return copied
+
+
+@pytest.fixture(scope="module")
+def model(workdir):
+    return onnx.read_export(workdir)
+
+
+@pytest.fixture(scope="module")
+def images(model):
+    return model.data.load().test.images[:9]
+
+
+def mixed(model, workdir, folder, forms, calibration):
+    """An export with these forms of the lanes, and the lanes."""
+    lanes = lanes_of(model.spec, model.encoder)
+    chosen = [make(lane, form, calibration) for lane, form in zip(lanes, forms, strict=True)]
+    precision_export._write(model, workdir, folder, lanes, chosen, "mlcn_jax precision")
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def in_xla(model, workdir, images, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("in_xla") / "export"
+    return folder, mixed(model, workdir, folder, [FLOAT32, BFLOAT16, FLOAT32], images)
+
+
+def test_the_parts_of_all_lanes_are_the_squared_lengths(model, images):
+    spec = dataclasses.replace(model.spec, lane_weights=(1.0, 0.5, 2.0))
+    parts = [make(lane, FLOAT32, images).call(images) for lane in lanes_of(spec, model.encoder)]
+    v = encode(model.spec, model.encoder, images / np.float32(255))
+    np.testing.assert_allclose(np.sqrt(sum(parts)), lengths(v, np.array(spec.lane_weights)), atol=1e-5)
+
+
+def test_an_export_of_several_precisions_is_read_like_any_other(in_xla, model, images, capsys):
+    folder, chosen = in_xla
+    found = Artifact(folder)
+    expected = np.sqrt(sum(np.asarray(own.call(images)) for own in chosen))
+    np.testing.assert_allclose(found.lengths(images), expected, atol=2e-2)
+    assert 1e-5 < np.abs(found.lengths(images) - model.artifact.lengths(images)).max() < 2e-2
+    assert found.probabilities(images).shape == (9, 10)
+    with np.load(folder / "weights.npz") as arrays:
+        in_bfloat16 = [a for name, a in arrays.items() if name.startswith("1/")]
+    assert {a.dtype for a in in_bfloat16} == {np.dtype(np.uint16)}
+
+
+def test_its_lanes_are_read_back_for_the_same_model_only(in_xla, model, workdir, images):
+    folder, chosen = in_xla
+    with np.load(workdir / "export" / "weights.npz") as arrays:
+        digest = weights_digest(dict(arrays))
+    for own, read in zip(chosen, precision_lanes.read_lanes(folder, model.spec, digest), strict=True):
+        assert read.form == own.form
+        np.testing.assert_allclose(read.call(images), own.call(images), atol=1e-6)
+    with pytest.raises(InputError, match="is of another model, or of another step"):
+        precision_lanes.read_lanes(folder, model.spec, "0")
+    with pytest.raises(InputError, match="is an export in one precision"):
+        precision_lanes.read_lanes(workdir / "export", model.spec, digest)
+
+
+def test_tiers_have_the_lanes_as_they_are_in_the_export(in_xla, workdir, images):
+    folder, chosen = in_xla
+    tiers = split.split(workdir, workdir / "tiers.json", out="mixed", precision=folder)
+    found = sum(TierArtifact(tiers / name).part(images) for name in ("end", "edge", "cloud"))
+    np.testing.assert_allclose(found, sum(np.asarray(own.call(images)) for own in chosen), atol=2e-2)
+    with pytest.raises(InputError, match="those of --precision are whole"):
+        split.split(workdir, workdir / "tiers.json", cut="capsules", precision=folder)
+
+
+def test_an_altered_file_is_found(in_xla, tmp_path):
+    folder = shutil.copytree(in_xla[0], tmp_path / "export")
+    with (folder / "weights.npz").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(InputError, match=r"weights\.npz was altered or cut"):
+        Artifact(folder)
+    manifest = json.loads((in_xla[0] / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"onnx": ["lane0.onnx"]}))
+    with pytest.raises(InputError, match=r"manifest\.json was altered"):
+        Artifact(folder)
+
+
+def test_without_onnx_runtime_the_error_says_how_to_install_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(InputError, match=r"not installed: pip install 'mlcn_jax\[int8\]'"):
+        open_onnx(tmp_path / "lane0.onnx", OUTPUT)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("onnxruntime"), reason="needs onnxruntime")
+def test_what_onnx_runtime_cannot_read_is_one_error(tmp_path):
+    (tmp_path / "lane0.onnx").write_bytes(b"nothing")
+    with pytest.raises(InputError, match=r"cannot read .*lane0.onnx"):
+        open_onnx(tmp_path / "lane0.onnx", OUTPUT)
+
+
+def test_images_of_another_size_are_refused(model):
+    dataset = model.data.load()
+    small = dataclasses.replace(dataset.train, images=dataset.train.images[:, :20, :20])
+    with pytest.raises(InputError, match="28x28x1 of 10 classes, and those of digits for calibration are 20x20x1"):
+        precision_export.check_images(dataclasses.replace(dataset, train=small), model)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max_accuracy_drop=-1"], "must be 0 or more"),
+        (["--max_accuracy_drop=nan"], "must be 0 or more"),
+        (["--choose=prettiest"], "choose"),
+    ],
+)
+def test_flags_that_cannot_be_used(workdir, flags, message):
+    with pytest.raises(InputError, match=message):
+        front.run(["precision", f"--workdir={workdir}", *flags])
+
+
+def some_parts(rng, num_lanes, num_forms):
+    labels = rng.integers(0, 4, 60)
+    good = np.eye(4)[labels] + rng.normal(0, 0.8, (num_lanes, 1, 60, 4))
+    noise = rng.normal(0, 0.5, (num_lanes, num_forms, 60, 4)) * np.arange(num_forms)[None, :, None, None]
+    return np.square(good + noise).astype(np.float32), labels
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_cheapest_mix_is_that_of_brute_force(seed):
+    rng = np.random.default_rng(seed)
+    parts, labels = some_parts(rng, 4, 3)
+    costs = [[(3.0, 0.0), (2.0, float(rng.random())), (1.0, float(rng.random()))] for _ in range(4)]
+    least = precision_mix.mix_accuracy(parts, [0] * 4, labels) - 0.05
+    enough = [
+        mix for mix in itertools.product(range(3), repeat=4) if precision_mix.mix_accuracy(parts, mix, labels) >= least
+    ]
+
+    def cost(mix):
+        return tuple(np.sum([costs[lane][form] for lane, form in enumerate(mix)], axis=0))
+
+    mix, proven = precision_mix.cheapest_mix(parts, costs, labels, least)
+    assert proven
+    np.testing.assert_allclose(cost(mix), min(map(cost, enough)))
+
+
+def test_with_too_many_mixes_one_that_is_accurate_enough_is_found(monkeypatch):
+    parts, labels = some_parts(np.random.default_rng(0), 5, 3)
+    costs = [[(3.0,), (2.0,), (1.0,)]] * 5
+    least = precision_mix.mix_accuracy(parts, [0] * 5, labels)
+    monkeypatch.setattr(precision_mix, "MOST_TRIED", 1)
+    mix, proven = precision_mix.cheapest_mix(parts, costs, labels, least)
+    assert not proven
+    assert precision_mix.mix_accuracy(parts, mix, labels) >= least
+
+
+def test_lanes_are_placed_in_forms_that_together_lose_no_more_than_allowed(tmp_path):
+    """Lanes agree, so that one alone in int8 changes little, and all of them in int8 change much."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 3, 400)
+    parts = [[np.eye(3)[labels] + rng.uniform(0, 1, (400, 3)) for _ in FORMS] for _ in range(3)]
+    for own in parts:
+        own[1], own[2] = own[0], own[0]
+        own[3] = own[0] + rng.uniform(0, 1.5, (400, 3))
+    lane = "mlcn2:w1d1"
+    seconds = {"infer float32 native": {lane: 2e-3}, "infer int8 onnxruntime": {lane: 1e-3}}
+    for name in "ab":
+        dataclasses.replace(make_profile(), form_seconds=seconds).save(tmp_path / f"{name}.json")
+    spec = ModelSpec("mlcn", (28, 28, 1), 3, f"{lane}*3")
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    base = precision_mix.mix_accuracy(parts, [0] * 3, labels)
+    all_int8 = 100 * (base - precision_mix.mix_accuracy(parts, [3] * 3, labels))
+    for allowed, makespan in ((all_int8 + 0.01, 2.0), (0.0, 4.0)):
+        placed = precision_place.place_lanes(spec, files, parts, labels, allowed, 1)
+        mix = [3 if lane["form"].startswith("int8") else 0 for lane in placed["lanes"]]
+        assert 100 * (base - precision_mix.mix_accuracy(parts, mix, labels)) <= allowed
+        assert placed["makespan_milliseconds"] <= makespan
+    assert mix != [3] * 3
+
+
+@installed
+def test_int8_is_measured_chosen_exported_and_split(workdir, model, images, tmp_path, capsys):
+    out = tmp_path / "results"
+    front.run(["precision", f"--workdir={workdir}", f"--output={out}", "--rounds=1", "--max_accuracy_drop=5"])
+    about = json.loads((out / "precision.json").read_text())
+    assert {lane["chosen"] for lane in about["lanes"]} == {"int8 onnxruntime"}
+    printed = capsys.readouterr().out
+    assert "times smaller" in printed
+    found = Artifact(out / "export")
+    assert about["bytes"]["chosen"] < 0.6 * about["bytes"]["before"]
+    assert np.abs(found.lengths(images) - model.artifact.lengths(images)).max() < 0.05
+    dataset = model.data.load()
+    validation = split_validation(dataset.train, 0.2, 0)[1]
+    accuracy = np.mean(found.lengths(validation.images).argmax(-1) == validation.labels)
+    np.testing.assert_allclose(accuracy, about["accuracy"]["chosen"])
+    tiers = split.split(workdir, workdir / "tiers.json", out="int8", precision=out / "export")
+    parts = sum(TierArtifact(tiers / name).part(images) for name in ("end", "edge", "cloud"))
+    np.testing.assert_allclose(np.sqrt(parts), found.lengths(images), atol=1e-2)
+
+
+@installed
+def test_scales_that_are_not_finite_are_one_error(model, images):
+    lane = lanes_of(model.spec, jax.tree.map(lambda a: np.full_like(a, np.nan), model.encoder))[0]
+    with pytest.raises(InputError, match=r"lane 0, mlcn1:w1d1: .* not finite"):
+        make(lane, INT8, images)

@@ -1,0 +1,183 @@
+import dataclasses
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from mlcn_jax.config import RunConfig
+from mlcn_jax.data.batches import Augmentation
+from mlcn_jax.distributed import mesh as mesh_lib
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import losses
+from mlcn_jax.nn.capsules import lengths
+from mlcn_jax.nn.distillation import Distillation
+from mlcn_jax.nn.lane_losses import outputs_and_loss
+from mlcn_jax.nn.model import encode, init_params
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.training import loop
+from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.training.mesh_runner import MeshRunner
+from mlcn_jax.training.session import open_session
+from mlcn_jax.training.stack_programs import make_stacks
+from mlcn_jax.training.stacks_runner import StacksRunner
+from mlcn_jax.training.step import TrainState, lane_options, lane_view, make_input, make_loss
+from mlcn_jax.training.teacher import open_teacher
+from tests.conftest import TINY
+
+MARGIN = ModelSpec("mlcn", (17, 17, 1), 3, lanes="mlcn1:w1*2", decoder=(4,))
+ALONE = ModelSpec("mlcn", (17, 17, 1), 3, lanes="resnet:w1*2", decoder=(4,), norm_group=4)
+OPTIMIZER = optax.sgd(0.01)
+IMAGES = np.random.default_rng(0).integers(0, 256, (8, 17, 17, 1), np.uint8)
+LABELS = np.arange(8, dtype=np.int32) % 3
+OWN_VIEWS = Augmentation(max_shift=2, per_lane=True)
+
+
+def probabilities(images):
+    """A teacher that tells images apart, and an image from its shifted one."""
+    return jax.nn.softmax(
+        20
+        * jnp.stack(
+            [images[:, :6].mean((1, 2, 3)), images[:, 6:12].mean((1, 2, 3)), images[:, 12:].mean((1, 2, 3))], -1
+        )
+    )
+
+
+def settings(spec, weight=0.7, **more):
+    distillation = Distillation(probabilities, weight, 3.0) if weight else None
+    return {"reconstruction_weight": 0.4, "seed": 0, "distillation": distillation, **more}
+
+
+def two_steps(runner, spec, *soft):
+    runner.start(TrainState.create(init_params(spec, jax.random.key(0)), OPTIMIZER))
+    runner.compile(IMAGES, LABELS, *soft)
+    for _ in range(2):
+        metrics = runner.step(*runner.place(IMAGES, LABELS, *soft))
+    return jax.device_get(runner.fetch().params), {k: float(v) for k, v in metrics.items()}
+
+
+def on_one_device(spec, *soft, **more):
+    return two_steps(MeshRunner(spec, OPTIMIZER, None, **settings(spec, **more)), spec, *soft)
+
+
+CASES = {"margin": (MARGIN, Augmentation(max_shift=1)), "alone": (ALONE, OWN_VIEWS)}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request):
+    spec, augmentation = CASES[request.param]
+    return spec, augmentation, on_one_device(spec, augmentation=augmentation)
+
+
+def assert_same(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+
+
+def test_on_a_mesh_lanes_learn_the_same_from_the_teacher(case):
+    spec, augmentation, expected = case
+    runner = MeshRunner(spec, OPTIMIZER, mesh_lib.make_mesh(2, 2), **settings(spec, augmentation=augmentation))
+    assert_same(two_steps(runner, spec), expected)
+
+
+def test_in_stacks_lanes_learn_the_same_from_the_teacher(case):
+    spec, augmentation, expected = case
+    stacks = make_stacks(jax.devices()[:2], [1, 0])
+    runner = StacksRunner(spec, OPTIMIZER, stacks, jax.devices()[0], **settings(spec, augmentation=augmentation))
+    assert_same(two_steps(runner, spec), expected)
+
+
+def test_the_teacher_sees_what_each_lane_sees_at_full_size():
+    distillation = Distillation(probabilities, 1.0, 3.0)
+    augmentation = dataclasses.replace(OWN_VIEWS, size=12)
+    pixels, _, draws = make_input(ALONE, 0, augmentation)(jnp.zeros((), jnp.int32), jnp.asarray(IMAGES))
+    encoder = init_params(ALONE, jax.random.key(0))["encoder"]
+    options = lane_options(augmentation, distillation)
+    outputs, loss = outputs_and_loss(ALONE, encoder, pixels, LABELS, draws, **options)
+    seen = [lane_view(OWN_VIEWS)(pixels, draws, jnp.array(lane)) for lane in range(2)]
+    assert np.abs(seen[0] - seen[1]).max() > 0.1
+    expected = sum(losses.soft_divergence(outputs[..., i], probabilities(x), 3.0).mean() for i, x in enumerate(seen))
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+def test_the_margin_loss_takes_labels_and_teacher_mixed():
+    distillation = Distillation(probabilities, 0.7, 3.0)
+    params, pixels = init_params(MARGIN, jax.random.key(0)), jnp.asarray(IMAGES / np.float32(255))
+    _, metrics = make_loss(MARGIN, 0.4, distillation=distillation)(params, pixels, LABELS, jax.random.key(0), {})
+    target = 0.3 * jax.nn.one_hot(LABELS, 3) + 0.7 * probabilities(pixels)
+    expected = losses.margin_loss(lengths(encode(MARGIN, params["encoder"], pixels)), target).mean()
+    np.testing.assert_allclose(metrics["margin"], expected, rtol=1e-6)
+
+
+def test_kept_outputs_teach_what_computed_ones_do():
+    computed = on_one_device(MARGIN)
+    kept = on_one_device(MARGIN, np.asarray(probabilities(jnp.asarray(IMAGES / np.float32(255)))))
+    assert_same(kept, computed)
+
+
+@pytest.fixture
+def student(tiny, finished):
+    return tiny.replace({"train.teacher": str(finished), "model.lanes": "mlcn2:w1*2"})
+
+
+@pytest.mark.parametrize("changes", [{"data.max_shift": 1}, {"data.alternate_flips": True}])
+def test_a_resumed_student_equals_an_uninterrupted_one(student, changes, tmp_path):
+    config = student.replace(changes)
+    loop.train(config, tmp_path / "whole")
+    loop.train(config.replace({"train.num_steps": 10}), tmp_path / "parts")
+    loop.train(config, tmp_path / "parts")
+    whole, parts = (load_trained(tmp_path / name).params for name in ("whole", "parts"))
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+
+
+def test_an_ensemble_says_the_mean(student, finished, per_lane):
+    session = open_session(student.replace({"train.teacher": f"{finished},{per_lane}"}))
+    images = jnp.asarray(session.train.images[:4] / np.float32(255))
+    both = open_teacher(session).distillation.probabilities(images)
+    each = [
+        open_teacher(open_session(student.replace({"train.teacher": str(name)}))).distillation.probabilities(images)
+        for name in (finished, per_lane)
+    ]
+    np.testing.assert_allclose(both, np.mean(each, axis=0), rtol=1e-5)
+    np.testing.assert_allclose(both.sum(-1), 1, rtol=1e-5)
+
+
+def test_another_teacher_at_the_same_place_is_refused(student, finished, per_lane, tmp_path):
+    teacher = shutil.copytree(finished, tmp_path / "teacher")
+    config = student.replace({"train.teacher": str(teacher), "train.num_steps": 5})
+    loop.train(config, tmp_path / "student")
+    shutil.rmtree(teacher)
+    shutil.copytree(per_lane, teacher)
+    with pytest.raises(InputError, match="with another teacher:\n  teachers_sha256"):
+        loop.train(config.replace({"train.num_steps": 10}), tmp_path / "student")
+    with pytest.raises(InputError, match=r"train\.teacher: "):
+        loop.train(config.replace({"train.teacher": str(finished)}), tmp_path / "student")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train.teacher": "nowhere"}, "train.teacher=nowhere: nowhere holds no trained model"),
+        ({"train.teacher": "digits,"}, "or several separated by commas"),
+        ({"model.lanes": "resnet:w1*2", "model.ensemble_weight": 0.5}, "leave model.ensemble_weight at 0"),
+    ],
+)
+def test_a_teacher_that_cannot_be_used_is_one_error(student, changes, message):
+    with pytest.raises(InputError, match=message):
+        open_teacher(open_session(student.replace(changes)))
+
+
+def test_a_teacher_of_other_images_or_classes_is_one_error(student):
+    session = open_session(student)
+    with pytest.raises(InputError, match="takes images of 28x28x1, and digits has 32x32x1"):
+        open_teacher(dataclasses.replace(session, spec=dataclasses.replace(session.spec, image_shape=(32, 32, 1))))
+    names = ("a", *session.dataset.class_names[1:])
+    with pytest.raises(InputError, match=r"has 10 classes \(0, 1, 2, 3, 4, ...\), and digits has 10 \(a, 1"):
+        open_teacher(dataclasses.replace(session, dataset=dataclasses.replace(session.dataset, class_names=names)))
+
+
+@pytest.mark.parametrize("changes", [{"train.teacher_weight": 0.0}, {"train.teacher_temperature": 0.0}])
+def test_weight_and_temperature_are_checked(changes):
+    with pytest.raises(InputError, match="it must be"):
+        RunConfig().replace(TINY | changes)
