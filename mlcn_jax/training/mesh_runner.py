@@ -24,7 +24,7 @@ class MeshRunner:
     """A `runner.Runner` on one device or over a mesh, as one program.
 
     Args:
-      spec, optimizer, reconstruction_weight, seed, augmentation: as for `step.make_train_step`.
+      spec, optimizer, reconstruction_weight, seed, augmentation, accumulation_steps: as for `step.make_train_step`.
       mesh: from `mesh.make_mesh`; None for one device.
     """
 
@@ -37,6 +37,7 @@ class MeshRunner:
         reconstruction_weight: float,
         seed: int,
         augmentation: Augmentation = _PLAIN,
+        accumulation_steps: int = 1,
     ):
         self._mesh = mesh
 
@@ -48,6 +49,7 @@ class MeshRunner:
                 seed=seed,
                 augmentation=dataclasses.replace(augmentation, size=size),
                 mesh=mesh,
+                accumulation_steps=accumulation_steps,
             )
 
         self._make_step = make_step

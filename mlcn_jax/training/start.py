@@ -34,7 +34,7 @@ def check_resumable(session: Session, workdir: Path, mine: dict[str, Any]) -> No
     theirs = read_json(workdir / "model.json")
     if isinstance(theirs.get("spec"), dict):
         older = {k: list(v) if isinstance(v, tuple) else v for k, v in model_defaults().items()}
-        theirs["spec"] = older | theirs["spec"]
+        theirs["spec"] = {k: v for k, v in (older | theirs["spec"]).items() if k != "remat"}
     if rows := differences(theirs, mine):
         raise InputError(
             f"{workdir} holds a run on different data:\n"

@@ -18,6 +18,7 @@ from mlcn_jax.nn import conv, losses
 from mlcn_jax.nn.lane_losses import View, outputs_and_loss
 from mlcn_jax.nn.model import class_lengths, drop_lanes, join_lanes, joint_margin_loss, lane_cross_entropy, reconstruct
 from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.training.accumulate import in_parts
 
 _PLAIN = batches.Augmentation()
 
@@ -41,11 +42,13 @@ def make_loss(
     reconstruction_weight: float,
     mesh: Mesh | None = None,
     augmentation: batches.Augmentation = _PLAIN,
+    accumulation_steps: int = 1,
 ) -> Callable[[dict, Array, Array, Array, batches.Draws], tuple[Array, dict[str, Array]]]:
     """Returns the function `(params, images, labels, key, draws) -> (loss, metrics)`, which gives means over the batch.
 
     `images` are pixels in [0, 1]; `key` is the random key of lane dropout; `draws` are those of an augmentation per
-    lane, else empty.
+    lane, else empty. With several `accumulation_steps`, each device computes its images in that many parts
+    (`accumulate.in_parts`).
     """
 
     lane_axis = mesh_lib.lane_axis(mesh)
@@ -59,7 +62,7 @@ def make_loss(
         )
         return loss + rest, metrics
 
-    return mesh_lib.mean_over(mesh, loss_fn)
+    return mesh_lib.mean_over(mesh, in_parts(loss_fn, accumulation_steps))
 
 
 def head_loss(
@@ -142,6 +145,7 @@ def make_train_step(
     seed: int,
     augmentation: batches.Augmentation = _PLAIN,
     mesh: Mesh | None = None,
+    accumulation_steps: int = 1,
 ) -> Callable[[TrainState, Array, Array], tuple[TrainState, dict[str, Array]]]:
     """Returns the function `(state, images, labels) -> (state, metrics)`, pure and not yet jitted.
 
@@ -150,9 +154,10 @@ def make_train_step(
     the gradient's global norm before clipping. The loss is margin + cross-entropy, summed over lanes,
     + reconstruction_weight * reconstruction. Augmentation and lane dropout use a key derived
     from `seed` and `state.step`. Over a mesh (`mesh.make_mesh`) it computes the same from a state and a batch
-    placed by `mesh.place_state` and `mesh.place_batch`.
+    placed by `mesh.place_state` and `mesh.place_batch`, and so it does in several `accumulation_steps`: augmentation
+    and lane dropout are drawn once for the entire batch, and the optimizer sees one gradient.
     """
-    loss_fn = make_loss(spec, reconstruction_weight, mesh, augmentation)
+    loss_fn = make_loss(spec, reconstruction_weight, mesh, augmentation, accumulation_steps)
     prepare = make_input(spec, seed, augmentation)
 
     def train_step(state, images, labels):
