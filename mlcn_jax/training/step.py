@@ -168,7 +168,7 @@ def make_train_step(
             grads = lax.optimization_barrier(grads)
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+        metrics |= {"loss": loss, "grad_norm": mesh_lib.global_norm(mesh, grads)}
         return TrainState(state.step + 1, params, optimizer_state), metrics
 
     return train_step
