@@ -20,6 +20,8 @@ from mlcn_jax.settings import DataSettings, ParallelSettings, TrainSettings, che
 _FREE_ON_RESUME = {
     "data.dir",
     "data.cache_dir",
+    "model.remat",
+    "train.accumulation_steps",
     "train.num_epochs",
     "train.num_steps",
     "train.checkpoint_every",
@@ -49,6 +51,7 @@ _ADDED = (
     *("train.whitening_epochs", "train.score_test", "train.image_sizes", "train.lookahead"),
     *("model.lane_weights", "model.lane_seeds", "data.split_seed", "train.lanes_apart"),
     *("train.teacher", "train.teacher_weight", "train.teacher_temperature"),
+    *("model.remat", "train.accumulation_steps"),
 )
 
 

@@ -86,6 +86,8 @@ class TrainSettings:
 
     Attributes:
       batch_size: images per training step.
+      accumulation_steps: parts of the batch whose gradients are computed one after the other and averaged before the
+        update, to save memory; the result is that of the whole batch, up to rounding.
       num_epochs: passes over the training images.
       num_steps: ends the run after this many steps, whatever num_epochs is; 0 means no limit.
       optimizer: adam (rate times lr_decay after each epoch), adamw (warm-up, then cosine decay to zero), or, for
@@ -118,6 +120,7 @@ class TrainSettings:
     """
 
     batch_size: int = 100
+    accumulation_steps: int = 1
     num_epochs: int = 20
     num_steps: int = 0
     optimizer: str = "adam"
@@ -144,7 +147,7 @@ class TrainSettings:
     lanes_apart: bool = False
 
     def __post_init__(self):
-        for field in ("batch_size", "num_epochs", "log_every"):
+        for field in ("batch_size", "accumulation_steps", "num_epochs", "log_every"):
             check(getattr(self, field) >= 1, f"train.{field}", getattr(self, field), "1 or more")
         for field in (
             *("num_steps", "checkpoint_every", "warmup_epochs", "weight_decay", "clip_norm"),

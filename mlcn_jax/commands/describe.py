@@ -2,12 +2,14 @@
 
     mlcn_jax describe --config=capsnet_mnist
     mlcn_jax describe --workdir=runs/mlcn2
+    mlcn_jax describe --config=mlcn1_fashion --memory_gib=2
     mlcn_jax describe --config=mlcn1_fashion --profile=profile.json --latency_seconds=5e-5 --bytes_per_second=1e9
 
 Lanes, parameters, FLOPs and the cost of each lane; work, depth and bytes of a training step by part, and Brent's bound.
 With a device profile, the seconds that no split can beat. With the speed of a link, what communication costs each
 split, and with both, the number of devices from which it outweighs computing. `--tables` prints these as tables
-instead.
+instead. With `--memory_gib`, the predicted memory of a training step, and settings of equal result that need less,
+until one fits.
 """
 
 import json
@@ -28,6 +30,10 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_float("latency_seconds", None, text, lower_bound=0.0, flag_values=values)
     flags.DEFINE_float("bytes_per_second", None, "Bandwidth of that link.", lower_bound=0.0, flag_values=values)
     flags.DEFINE_integer("devices", 64, "Largest number of devices.", lower_bound=1, flag_values=values)
+    text = (
+        "Memory of a device in GiB: also says whether a training step fits, and what makes it fit; 0 is this machine's."
+    )
+    flags.DEFINE_float("memory_gib", None, text, lower_bound=0.0, flag_values=values)
     flags.DEFINE_bool("tables", False, "Prints how far it can scale as tables.", flag_values=values)
 
 
@@ -49,4 +55,10 @@ def main(argv: Sequence[str]) -> None:
     elif profile is not None and profile.link:
         link = Link(**profile.link)
     found = describe(config, link, profile, values.devices)
+    if values.memory_gib is not None:
+        from mlcn_jax import host
+        from mlcn_jax.analysis.fit_memory import fit_memory
+
+        available = round(values.memory_gib * 2**30) or host.usable_memory_bytes()
+        found["memory"] = fit_memory(config, config.model_spec(*config.data.shape()), available)
     print(tables(found["scaling"]) if values.tables else json.dumps(found, indent=2))

@@ -8,8 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -177,6 +180,21 @@ def lanes_over(mesh: Mesh | None, function: Callable) -> Callable:
     return jax.shard_map(function, mesh=mesh, in_specs=(lanes, batch), out_specs=PartitionSpec(LANE_AXIS, DATA_AXIS))
 
 
+def global_norm(mesh: Mesh | None, tree: Any) -> Array:
+    """The norm of all arrays of a tree placed as by `place_state`, with one sum over the devices for all arrays."""
+    if not lane_axis(mesh):
+        return optax.tree.norm(tree)
+    specs = state_specs(tree, num_lane_shares(mesh))
+
+    def squares(shares):
+        layout = jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+        parts = [(any(spec), jnp.sum(jnp.square(x))) for spec, x in zip(layout, jax.tree.leaves(shares), strict=True)]
+        split, whole = (sum((x for is_split, x in parts if is_split == kind), jnp.zeros(())) for kind in (True, False))
+        return lax.psum(split, LANE_AXIS) + whole
+
+    return jnp.sqrt(jax.shard_map(squares, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec())(tree))
+
+
 def _over(mesh: Mesh | None, function: Callable, reduce: Callable) -> Callable:
     if mesh is None:
         return function
@@ -187,13 +205,30 @@ def _over(mesh: Mesh | None, function: Callable, reduce: Callable) -> Callable:
         missing = tuple(axis for axis in axes if axis not in spec)
         return lax.pcast(x, missing, to="varying") if missing else x
 
+    def vary_together(params, specs):
+        """`vary` of all parameters, as one array for each set of axes, so that one sum brings all their gradients."""
+        leaves, tree = jax.tree.flatten(params)
+        layout = jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+        kinds = [(tuple(spec), leaf.dtype) for spec, leaf in zip(layout, leaves, strict=True)]
+        for kind in dict.fromkeys(kinds):
+            places = [i for i, own in enumerate(kinds) if own == kind]
+            flat, apart = ravel_pytree([leaves[i] for i in places])
+            for i, leaf in zip(places, apart(vary(flat, kind[0])), strict=True):
+                leaves[i] = leaf
+        return jax.tree.unflatten(tree, leaves)
+
+    def together(results):
+        flat, apart = ravel_pytree(results)
+        return apart(reduce(flat, axes))
+
     def over_mesh(params, images, *rest):
         batch = PartitionSpec(DATA_AXIS) if DATA_AXIS in axes else PartitionSpec()
         others = jax.tree.map(lambda leaf: batch if leaf.shape[:1] == images.shape[:1] else PartitionSpec(), rest)
         in_specs = (state_specs(params, mesh.shape[LANE_AXIS]), batch, *others)
 
-        def on_a_device(*args):
-            return reduce(function(*jax.tree.map(vary, args, in_specs)), axes)
+        def on_a_device(params, *batch):
+            batch = jax.tree.map(vary, batch, in_specs[1:])
+            return together(function(vary_together(params, in_specs[0]), *batch))
 
         mapped = jax.shard_map(on_a_device, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec())
         return mapped(params, images, *rest)

@@ -1,9 +1,10 @@
 """Bytes exchanged between the devices of a mesh, counted in advance and in a compiled program."""
 
-import dataclasses
+import collections
 import functools
 import math
 import re
+from collections.abc import Iterator
 
 import jax
 from jax.sharding import PartitionSpec
@@ -19,17 +20,15 @@ def exchanged_bytes(spec: ModelSpec, batch_size: int, data: int, lane: int) -> d
 
     Over `lane` devices: the class capsules and the decoder's activations are gathered forward and, in the transpose of
     that, their gradients reduced and scattered backward; gradients of what is not sharded are summed. Over `data`: all
-    gradients are summed. In addition, scalars: the loss, its two parts, accuracy, and a part of the gradient's norm for
-    each sharded array. Equal to what `collective_bytes` finds in the compiled program.
+    gradients are summed. In addition, scalars: the loss, its two parts, accuracy, and a part of the gradient's norm.
+    Equal to what `collective_bytes` finds in the compiled program.
     """
-    if spec.lane_routing == "published" and spec.lane_groups:
-        spec = dataclasses.replace(spec, prior_bias=False)  # it then has no gradient (`capsules.single_capsule`)
     params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
     layout = jax.tree.leaves(mesh_lib.state_specs(params, lane), is_leaf=lambda x: isinstance(x, PartitionSpec))
     split = [any(spec_of) for spec_of in layout]
     whole = [leaf.size for leaf in jax.tree.leaves(params)]
     sizes = [size // (lane if is_split else 1) for size, is_split in zip(whole, split, strict=True)]
-    reduced = 4 + sum(split)
+    reduced = 4 + any(split)
     if data > 1:
         reduced += sum(sizes)
     elif lane > 1:
@@ -48,14 +47,27 @@ def collective_bytes(compiled_text: str) -> dict[str, int]:
     Full arrays are counted: the output of a gather, the input of a scatter. Other collectives are listed if present.
     """
     totals = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
-    pattern = r" = (\(.*?\)|\S+) (all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(?:-start)?\((.*)"
-    for shapes, name, rest in re.findall(pattern, compiled_text):
-        size = 0
-        for kind, bits, dims in re.findall(r"\b([a-z]+)(\d+)\[([\d,]*)\]", shapes):
-            del kind
-            size += int(bits) // 8 * math.prod(int(n) for n in dims.split(",") if n)
-        if name == "reduce-scatter":
-            group = re.search(r"replica_groups=\{\{([\d,]+)\}", rest)
-            size *= len(group.group(1).split(",")) if group else 1
+    for name, size in _collectives(compiled_text):
         totals[name] = totals.get(name, 0) + size
     return totals
+
+
+def collective_messages(compiled_text: str) -> dict[str, int]:
+    """How many arrays a compiled program (`compiled.as_text()`) gathers, scatters and reduces, by kind of collective.
+
+    A collective of several arrays counts as several: on CPUs, each of its arrays is sent by itself.
+    """
+    return dict(collections.Counter(name for name, _ in _collectives(compiled_text)))
+
+
+def _collectives(compiled_text: str) -> Iterator[tuple[str, int]]:
+    """The kind of collective and the bytes of each array."""
+    pattern = r" = (\(.*?\)|\S+) (all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(?:-start)?\((.*)"
+    for shapes, name, rest in re.findall(pattern, compiled_text):
+        times = 1
+        if name == "reduce-scatter":
+            group = re.search(r"replica_groups=\{\{([\d,]+)\}", rest)
+            times = len(group.group(1).split(",")) if group else 1
+        for kind, bits, dims in re.findall(r"\b([a-z]+)(\d+)\[([\d,]*)\]", shapes):
+            del kind
+            yield name, times * (int(bits) // 8) * math.prod(int(n) for n in dims.split(",") if n)

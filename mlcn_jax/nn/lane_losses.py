@@ -16,9 +16,10 @@ from jaxtyping import Array, Float, Int
 
 from mlcn_jax.nn import losses
 from mlcn_jax.nn.distillation import Distillation
-from mlcn_jax.nn.lanes import LaneGroup, LaneSettings, apply_group, lanes_one_by_one
+from mlcn_jax.nn.lanes import LaneGroup, LaneSettings, apply_group, apply_lane, lanes_one_by_one
 from mlcn_jax.nn.model import gather_lanes, lane_cross_entropy, num_shares
 from mlcn_jax.nn.model import lane_outputs as model_outputs
+from mlcn_jax.nn.remat import scan_lanes
 from mlcn_jax.nn.spec import ModelSpec
 
 View = Callable[[Array, Any, Array], Array]
@@ -77,12 +78,16 @@ def outputs_and_loss(
         if lane_axis:
             ids = lax.dynamic_slice_in_dim(ids, lax.axis_index(lane_axis) * group.count, group.count)
         if not group.kind.classifies:
-            columns.append(apply_group(params, group, spec.lane_settings, images))
+            columns.append(_joint_columns(spec, group, params, images))
             continue
         if coupled:
             lane = partial(_lane, group, spec.lane_settings, rule)
-            results = [lane(p, i, batch) for p, i in _each(params, ids, group.count)]
-            column, own = (jnp.stack(parts, axis=-1) for parts in zip(*results, strict=True))
+            if spec.remat == "none":
+                results = [lane(p, i, batch) for p, i in _each(params, ids, group.count)]
+                column, own = (jnp.stack(parts, axis=-1) for parts in zip(*results, strict=True))
+            else:
+                each, own = scan_lanes(lambda one, lane=lane: lane(*one, batch), (params, ids), spec.remat)
+                column = jnp.moveaxis(each, 0, -1)
             if distillation is not None:
                 loss = loss + shares * jnp.sum(own)
         else:
@@ -93,6 +98,19 @@ def outputs_and_loss(
     if coupled and distillation is None:
         loss = jnp.mean(lane_cross_entropy(spec, outputs, labels))
     return outputs, loss
+
+
+def _joint_columns(
+    spec: ModelSpec, group: LaneGroup, params: dict, images: Float[Array, "batch h w channels"]
+) -> Float[Array, "batch classes lanes"]:
+    """Outputs of lanes that learn from their joint loss, with the activations that `spec.remat` keeps."""
+    if spec.remat == "none":
+        return apply_group(params, group, spec.lane_settings, images)
+
+    def column(lane_params: dict) -> Array:
+        return apply_lane(lane_params, group.spec, spec.lane_settings, images)
+
+    return jnp.moveaxis(scan_lanes(column, params, spec.remat), 0, -1)
 
 
 def _each(params: dict, ids: Array, count: int) -> list[tuple[dict, Array]]:

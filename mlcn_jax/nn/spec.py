@@ -11,6 +11,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv
 from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.nn.lanes import LANE_KINDS, LANE_ROUTINGS, LaneGroup, LaneSettings, LaneSpec
+from mlcn_jax.nn.remat import REMATS
 
 MODELS = ("mlcn", "capsnet")
 MARGIN_LOSSES = ("joint", "per_lane", "per_lane_sum")
@@ -44,6 +45,8 @@ class ModelSpec:
       norm_group: images that are normalised together in training, in lanes with batch normalisation.
       compute_dtype: dtype of convolutions and matrix products; norms, softmax and losses stay float32.
       conv: convolution algorithm: a key of `conv.ALGORITHMS`, or `auto`.
+      remat: activations of lanes that share a loss in training: `none` keeps those of all lanes until the backward
+        pass, `full` computes each lane again there and holds those of one lane. The result is the same, up to rounding.
       lane_weights: weight of each lane's square in the lengths of the class capsules, in the order of their columns;
         empty for 1 each. They are used wherever lengths are read, never in a loss.
       lane_seeds: a seed for each lane, in the order of the columns, which gives its start values and the draws of
@@ -70,6 +73,7 @@ class ModelSpec:
     norm_group: int = 125
     compute_dtype: str = "float32"
     conv: str = "auto"
+    remat: str = "none"
     lane_weights: tuple[float, ...] = ()
     lane_seeds: tuple[int, ...] = ()
 
@@ -81,6 +85,7 @@ class ModelSpec:
             ("decoder_gradient", DECODER_GRADIENTS),
             ("compute_dtype", COMPUTE_DTYPES),
             ("conv", ("auto", *conv.ALGORITHMS)),
+            ("remat", REMATS),
         ):
             value = getattr(self, field)
             if value not in known:

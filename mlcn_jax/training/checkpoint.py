@@ -231,8 +231,10 @@ class Trained:
 
 def describe_model(spec: ModelSpec, class_names: Sequence[str], data_digest: str) -> dict[str, Any]:
     """The content of `model.json`: all that is needed to use the parameters, and the training data's SHA-256."""
+    fields = dataclasses.asdict(spec)
+    del fields["remat"]  # how it is trained, which may change on resume
     return {
-        "spec": {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(spec).items()},
+        "spec": {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()},
         "class_names": list(class_names),
         "training_images_sha256": data_digest,
     }

@@ -70,7 +70,8 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             check_resumable(session, workdir, model_facts)
         state, algorithms = start_state(session, checkpoints)
         state, algorithms = processes.arrays_from_first(state), processes.from_first(algorithms)
-        algorithms = algorithms_of(plan, spec, settings.batch_size, algorithms)
+        for parts in {1, settings.accumulation_steps}:
+            algorithms = algorithms_of(plan, spec, settings.batch_size // parts, algorithms)
         stack.enter_context(tracing.using(tracing.Target(algorithms=tracing.as_pairs(algorithms))))
         start = int(state.step)
         num_steps = max(session.num_steps, start)

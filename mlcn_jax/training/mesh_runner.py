@@ -25,7 +25,8 @@ class MeshRunner:
     """A `runner.Runner` on one device or over a mesh, as one program.
 
     Args:
-      spec, optimizer, reconstruction_weight, seed, augmentation, distillation: as for `step.make_train_step`.
+      spec, optimizer, reconstruction_weight, seed, augmentation, distillation, accumulation_steps: as for
+        `step.make_train_step`.
       mesh: from `mesh.make_mesh`; None for one device.
     """
 
@@ -39,6 +40,7 @@ class MeshRunner:
         seed: int,
         augmentation: Augmentation = _PLAIN,
         distillation: Distillation | None = None,
+        accumulation_steps: int = 1,
     ):
         self._mesh = mesh
 
@@ -51,6 +53,7 @@ class MeshRunner:
                 augmentation=dataclasses.replace(augmentation, size=size),
                 mesh=mesh,
                 distillation=distillation,
+                accumulation_steps=accumulation_steps,
             )
 
         self._make_step = make_step

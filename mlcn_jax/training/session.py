@@ -14,11 +14,13 @@ import optax
 
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data import batches, datasets
+from mlcn_jax.distributed.mesh import DATA_AXIS
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import resnet
 from mlcn_jax.nn.calibration import param_shapes, whiten
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.settings import DataSettings, TrainSettings
+from mlcn_jax.training.accumulate import check_parts
 from mlcn_jax.training.apart import check_lanes_apart
 from mlcn_jax.training.checkpoint import describe_model
 from mlcn_jax.training.evaluate import Scores
@@ -101,6 +103,7 @@ def open_session(config: RunConfig) -> Session:
     small = [size for _, size in settings.sizes() if 0 < size < resnet.MIN_SIZE]
     if small:
         raise InputError(f"train.image_sizes has {small[0]} pixels; resnet lanes need at least {resnet.MIN_SIZE}")
+    check_remat(spec)
     if settings.lanes_apart:
         check_lanes_apart(config, spec)
     train, validation = datasets.split_validation(dataset.train, config.data.validation_fraction, config.split_seed)
@@ -141,7 +144,7 @@ def with_flips(data: DataSettings, score: Callable[[], Scores], split: str = "te
 def plan_of(config: RunConfig, spec: ModelSpec, kept: Path | None = None) -> Plan:
     """Which device computes what, according to a configuration; raises as `plan.make_plan`."""
     settings = config.parallel
-    return make_plan(
+    plan = make_plan(
         spec,
         config.train.batch_size,
         kind=settings.plan,
@@ -152,6 +155,26 @@ def plan_of(config: RunConfig, spec: ModelSpec, kept: Path | None = None) -> Pla
         platforms=[name.strip() for name in settings.platforms.split(",") if name.strip()],
         kept=kept,
     )
+    if plan.head is None:
+        data = plan.mesh.shape[DATA_AXIS] if plan.mesh is not None else 1
+        check_parts(spec, config.train.batch_size, data, config.train.accumulation_steps)
+    return plan
+
+
+def check_remat(spec: ModelSpec) -> None:
+    """Raises InputError if there are no activations that `model.remat` could save."""
+    if spec.remat == "none":
+        return
+    if not spec.lane_groups:
+        raise InputError(
+            f"model.remat={spec.remat} computes one lane at a time, and CapsNet has no lanes: leave it at none, and "
+            "use train.accumulation_steps"
+        )
+    if spec.classifies_alone.all() and not spec.ensemble_weight and spec.decoder_gradient != "all":
+        raise InputError(
+            f"model.remat={spec.remat} with model.lanes={spec.lanes!r}: lanes that classify alone hold one lane's "
+            "activations already: leave it at none, and use train.accumulation_steps"
+        )
 
 
 def step_options(config: RunConfig) -> dict[str, Any]:
@@ -160,6 +183,7 @@ def step_options(config: RunConfig) -> dict[str, Any]:
         "reconstruction_weight": config.train.reconstruction_weight,
         "seed": config.train.seed,
         "augmentation": config.data.augmentation(),
+        "accumulation_steps": config.train.accumulation_steps,
     }
 
 

@@ -46,7 +46,8 @@ class StacksRunner:
     """A `runner.Runner` for lanes in stacks.
 
     Args:
-      spec, optimizer, reconstruction_weight, seed, augmentation, distillation: as for `step.make_train_step`.
+      spec, optimizer, reconstruction_weight, seed, augmentation, distillation, accumulation_steps: as for
+        `step.make_train_step`; only one part is supported.
       stacks: the lanes of each device; a device of this process may have several.
       head: the device that computes the loss and the decoder.
       clip_norm: the optimizer's; 0 for none.
@@ -65,6 +66,7 @@ class StacksRunner:
         seed: int,
         augmentation: batches.Augmentation = _PLAIN,
         distillation: Distillation | None = None,
+        accumulation_steps: int = 1,
         clip_norm: float = 0.0,
         programs: dict[tuple, Any] | None = None,
     ):
@@ -77,6 +79,11 @@ class StacksRunner:
                 "parallel.plan=stacks trains lanes that classify alone without waiting for the others, so it cannot "
                 "share their gradients: leave model.ensemble_weight at 0 and model.decoder_gradient at auto, or use "
                 "parallel.plan=mesh"
+            )
+        if accumulation_steps > 1:
+            raise InputError(
+                f"train.accumulation_steps={accumulation_steps} with parallel.plan=stacks, which computes a batch at "
+                "once: leave it at 1 and use model.remat=full, more devices or a smaller batch, or parallel.plan=mesh"
             )
         self._augmentation, self._distillation = augmentation, distillation
         self._prepare = make_input(spec, seed, augmentation)
@@ -110,12 +117,13 @@ class StacksRunner:
 
         def forward(params, step, images, labels, soft):
             pixels, _, draws = self._prepare(step, images)
+            own = self._specs[s]
             if alone:
                 soft = soft_targets(self._distillation, augmentation, pixels, soft)
 
             def outputs(encoder):
                 v, loss = outputs_and_loss(
-                    self._specs[s],
+                    own,
                     encoder,
                     pixels,
                     labels,
@@ -127,7 +135,9 @@ class StacksRunner:
                 return self._padded(s, v), loss
 
             vjp: Any
-            saving = jax.checkpoint(outputs, policy=save, prevent_cse=False)
+            again = own.remat != "none" and not alone
+            policy = jax.checkpoint_policies.nothing_saveable if again else save
+            saving = jax.checkpoint(outputs, policy=policy, prevent_cse=False)
             (columns, loss), vjp = jax.vjp(saving, params["encoder"])
             vjp.args_res = [None]  # the parameters, which are passed to `backward`
             return columns, (self._lane_by_lane(s, vjp), loss)

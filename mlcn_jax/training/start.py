@@ -35,7 +35,7 @@ def check_resumable(session: Session, workdir: Path, mine: dict[str, Any]) -> No
     theirs = read_json(workdir / "model.json")
     if isinstance(theirs.get("spec"), dict):
         older = {k: list(v) if isinstance(v, tuple) else v for k, v in model_defaults().items()}
-        theirs["spec"] = older | theirs["spec"]
+        theirs["spec"] = {k: v for k, v in (older | theirs["spec"]).items() if k != "remat"}
     theirs = {TEACHERS: mine.get(TEACHERS)} | theirs  # runs that were pruned or joined have none yet
     if rows := differences(theirs, mine):
         raise InputError(

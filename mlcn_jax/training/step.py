@@ -21,6 +21,7 @@ from mlcn_jax.nn.distillation import Distillation
 from mlcn_jax.nn.lane_losses import View, outputs_and_loss
 from mlcn_jax.nn.model import class_lengths, drop_lanes, join_lanes, joint_margin_loss, lane_cross_entropy, reconstruct
 from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.training.accumulate import in_parts
 
 _PLAIN = batches.Augmentation()
 
@@ -45,11 +46,13 @@ def make_loss(
     mesh: Mesh | None = None,
     augmentation: batches.Augmentation = _PLAIN,
     distillation: Distillation | None = None,
+    accumulation_steps: int = 1,
 ) -> Callable[..., tuple[Array, dict[str, Array]]]:
     """Returns the function `(params, images, labels, key, draws, soft=()) -> (loss, metrics)`, means over the batch.
 
     `images` are pixels in [0, 1]; `key` is the random key of lane dropout; `draws` are those of an augmentation per
-    lane, else empty; `soft` are the teacher's probabilities if they were computed before.
+    lane, else empty; `soft` are the teacher's probabilities if they were computed before. With several
+    `accumulation_steps`, each device computes its images in that many parts (`accumulate.in_parts`).
     """
 
     lane_axis = mesh_lib.lane_axis(mesh)
@@ -72,7 +75,7 @@ def make_loss(
         )
         return loss + rest, metrics
 
-    return mesh_lib.mean_over(mesh, loss_fn)
+    return mesh_lib.mean_over(mesh, in_parts(loss_fn, accumulation_steps))
 
 
 def head_loss(
@@ -179,6 +182,7 @@ def make_train_step(
     augmentation: batches.Augmentation = _PLAIN,
     mesh: Mesh | None = None,
     distillation: Distillation | None = None,
+    accumulation_steps: int = 1,
 ) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
     """Returns the function `(state, images, labels, soft=()) -> (state, metrics)`, pure and not yet jitted.
 
@@ -188,9 +192,10 @@ def make_train_step(
     + reconstruction_weight * reconstruction. Augmentation and lane dropout use a key derived
     from `seed` and `state.step`. With a `distillation`, the teacher is asked about the augmented images, unless `soft`
     has its probabilities. Over a mesh (`mesh.make_mesh`) it computes the same from a state and a batch
-    placed by `mesh.place_state` and `mesh.place_batch`.
+    placed by `mesh.place_state` and `mesh.place_batch`, and so it does in several `accumulation_steps`: augmentation
+    and lane dropout are drawn once for the entire batch, and the optimizer sees one gradient.
     """
-    loss_fn = make_loss(spec, reconstruction_weight, mesh, augmentation, distillation)
+    loss_fn = make_loss(spec, reconstruction_weight, mesh, augmentation, distillation, accumulation_steps)
     prepare = make_input(spec, seed, augmentation)
 
     def train_step(state, images, labels, soft=()):
@@ -201,7 +206,7 @@ def make_train_step(
             grads = lax.optimization_barrier(grads)
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+        metrics |= {"loss": loss, "grad_norm": mesh_lib.global_norm(mesh, grads)}
         return TrainState(state.step + 1, params, optimizer_state), metrics
 
     return train_step

@@ -86,10 +86,11 @@ def test_lanes_their_optimizer_state_and_the_decoder_lie_in_shares(rng):
 
 
 @pytest.mark.parametrize(
-    ("data", "lane", "decoder"),
-    [(1, 4, (16, 24)), (2, 2, (16, 24)), (4, 1, (16, 24)), (1, 4, (16, 30))],
+    ("data", "lane", "decoder", "sums"),
+    [(1, 4, (16, 24), 2), (2, 2, (16, 24), 4), (4, 1, (16, 24), 2), (1, 4, (16, 30), 3)],
 )
-def test_what_crosses_is_what_the_formula_says(rng, data, lane, decoder):
+def test_what_crosses_is_what_the_formula_says_in_few_messages(rng, data, lane, decoder, sums):
+    """Sums over devices: the metrics, a norm, and one for the gradients of each set of axes, however many arrays."""
     spec = dataclasses.replace(LANES, decoder=decoder)
     mesh = mesh_lib.make_mesh(data, lane)
     optimizer = optax.adam(1e-3)
@@ -98,7 +99,11 @@ def test_what_crosses_is_what_the_formula_says(rng, data, lane, decoder):
     state, batch = mesh_lib.place_state(mesh, whole), mesh_lib.place_batch(mesh, make_batch(rng, spec))
     step = make_train_step(spec, optimizer, reconstruction_weight=0.4, seed=0, mesh=mesh)
     compiled, _ = compile_step(step, state, batch)
-    assert traffic.collective_bytes(compiled.as_text()) == traffic.exchanged_bytes(spec, 8, data, lane)
+    text = compiled.as_text()
+    assert traffic.collective_bytes(text) == traffic.exchanged_bytes(spec, 8, data, lane)
+    gathers = 1 + sum(size % lane == 0 for size in (*decoder, 18 * 19 * 2)) if lane > 1 else 0
+    expected = {"all-gather": gathers, "reduce-scatter": gathers, "all-reduce": sums}
+    assert traffic.collective_messages(text) == {name: count for name, count in expected.items() if count}
 
 
 @pytest.mark.long

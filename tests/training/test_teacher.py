@@ -75,6 +75,14 @@ def assert_same(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
 
 
+def test_in_parts_lanes_learn_the_same_from_the_teacher(case):
+    spec, augmentation, expected = case
+    assert_same(on_one_device(spec, augmentation=augmentation, accumulation_steps=2), expected)
+    known = np.asarray(probabilities(IMAGES / np.float32(255)))
+    plain = on_one_device(spec, known)
+    assert_same(on_one_device(spec, known, accumulation_steps=2), plain)
+
+
 def test_on_a_mesh_lanes_learn_the_same_from_the_teacher(case):
     spec, augmentation, expected = case
     runner = MeshRunner(spec, OPTIMIZER, mesh_lib.make_mesh(2, 2), **settings(spec, augmentation=augmentation))

@@ -1,0 +1,78 @@
+"""Lanes computed again in the backward pass against all activations held: memory and time of a training step.
+
+    python -m benchmarks.remat
+
+Compares what a lane may keep between its forward and its backward pass (`mlcn_jax/nn/remat.py`): all (`none`), nothing
+(`full`), or the results of matrix products (`dots`). The steps take turns, so that what
+slows the machine down slows all of them. Writes `benchmarks/results/remat.json`.
+"""
+
+import dataclasses
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import flags
+
+from mlcn_jax import host
+from mlcn_jax.files import write_json
+from mlcn_jax.launch import launch_script
+from mlcn_jax.nn import remat
+from mlcn_jax.nn.model import init_params
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.training.optimizer import make_optimizer
+from mlcn_jax.training.step import TrainState, compile_step, make_train_step
+
+RESULTS = Path(__file__).parent / "results"
+POLICIES = {"none": None, "full": remat.POLICIES["full"], "dots": jax.checkpoint_policies.dots_saveable}
+
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("lanes", "mlcn1:w4*16", "lanes of the model", flag_values=values)
+    flags.DEFINE_integer("batch", 100, "images per step", flag_values=values)
+    flags.DEFINE_list("image", ["28", "28", "1"], "height, width and channels of the images", flag_values=values)
+    flags.DEFINE_integer("rounds", 7, "rounds that count, after one that warms up", flag_values=values)
+    flags.DEFINE_string("output", str(RESULTS / "remat.json"), "file to write", flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
+    shape = tuple(int(size) for size in values.image)
+    spec = ModelSpec("mlcn", shape, 10, lanes=values.lanes)
+    images = np.random.default_rng(0).integers(0, 256, (values.batch, *shape), np.uint8)
+    batch = (images, np.arange(values.batch, dtype=np.int32) % 10)
+    optimizer = make_optimizer("adam", learning_rate=1e-3, num_steps=100, steps_per_epoch=100)
+    params = jax.device_get(init_params(spec, jax.random.key(0)))
+    steps, states, compile_seconds = {}, {}, {}
+    for name, policy in POLICIES.items():
+        states[name] = TrainState.create(jax.device_put(params), optimizer)
+        own = dataclasses.replace(spec, remat="none" if policy is None else "full")
+        remat.POLICIES["full"] = policy or POLICIES["full"]
+        step = make_train_step(own, optimizer, reconstruction_weight=0.392, seed=0)
+        steps[name], compile_seconds[name] = compile_step(step, states[name], batch)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(values.rounds + 1):
+        for name, step in steps.items():
+            started = time.perf_counter()
+            states[name], metrics = step(states[name], *batch)
+            jax.block_until_ready(metrics)
+            seconds[name].append(time.perf_counter() - started)
+    kept = {name: step.memory_analysis().temp_size_in_bytes for name, step in steps.items()}
+    found = {}
+    for name, times in seconds.items():
+        ratios = [a / b for a, b in zip(times[1:], seconds["none"][1:], strict=True)]
+        found[name] = {
+            "seconds": statistics.median(times[1:]),
+            "compile_seconds": compile_seconds[name],
+            "temporary_bytes": kept[name],
+            "memory_ratio": kept[name] / kept["none"],
+            "time_ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+        }
+        print(f"{name}: memory {found[name]['memory_ratio']:.3f}, time {statistics.median(ratios):.3f} of none")
+    settings = {"lanes": values.lanes, "batch": values.batch, "image": shape, "rounds": values.rounds}
+    write_json(Path(values.output), {**settings, "policies": found, **host.environment()})
+
+
+if __name__ == "__main__":
+    launch_script(define, main)

@@ -1,0 +1,56 @@
+"""Predicted memory of training steps against the compiler's count, before and after the settings that save memory.
+
+    python -m experiments.memory_plan
+
+Predictions (`mlcn_jax/analysis/fit_memory.py`) come from programs of a few lanes; here entire steps are compiled, too.
+Nothing is trained. Writes `experiments/results/memory_plan.json`.
+"""
+
+from pathlib import Path
+
+from absl import flags
+
+from mlcn_jax import host
+from mlcn_jax.analysis.fit_memory import compiled_bytes, predicted_bytes
+from mlcn_jax.config import RunConfig
+from mlcn_jax.files import write_json
+from mlcn_jax.launch import launch_script
+
+RESULTS = Path(__file__).parent / "results"
+MODELS = (
+    {"data.name": "fashion_mnist", "model.lanes": "mlcn1:w4*16"},
+    {"data.name": "cifar10", "model.lanes": "mlcn1:w2*32"},
+    {"data.name": "cifar10", "model.lanes": "mlcn2:w4*8,mlcn1:w2*6"},
+    {"data.name": "fashion_mnist", "model.lanes": "mlcn2:w2d2*12", "model.lane_routing": "per_class"},
+    {"data.name": "cifar10", "model.lanes": "resnet:w1d2*6", "train.batch_size": 250, "train.optimizer": "muon"},
+)
+SAVINGS = ({}, {"model.remat": "full"}, {"train.accumulation_steps": 2})
+
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_list("only", [], "numbers of the models to compile, from 0; all if empty", flag_values=values)
+    flags.DEFINE_integer("batch", 0, "images per step instead of the models' own", flag_values=values)
+    flags.DEFINE_string("output", str(RESULTS / "memory_plan.json"), "file to write", flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
+    rows = []
+    for number, model in enumerate(MODELS):
+        if values.only and str(number) not in values.only:
+            continue
+        for saving in SAVINGS:
+            if "model.remat" in saving and model["model.lanes"].startswith("resnet:"):
+                continue
+            changes = model | saving | ({"train.batch_size": values.batch} if values.batch else {})
+            config = RunConfig().replace(changes)
+            spec = config.model_spec(*config.data.shape())
+            row = {"predicted_bytes": predicted_bytes(config, spec), "compiled_bytes": compiled_bytes(config, spec)}
+            over = row["predicted_bytes"] / row["compiled_bytes"] - 1
+            rows.append({"changes": changes, **row, "over": over})
+            print(f"{changes}: {row['compiled_bytes'] / 2**20:.0f} MiB, predicted {over:+.1%}", flush=True)
+    worst = {"least_over": min(row["over"] for row in rows), "most_over": max(row["over"] for row in rows)}
+    write_json(Path(values.output), {"rows": rows, **worst, **host.environment()})
+
+
+if __name__ == "__main__":
+    launch_script(define, main)

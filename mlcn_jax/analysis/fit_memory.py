@@ -1,0 +1,130 @@
+"""Whether a training step fits the memory of a device, told before it is compiled, and what makes it fit."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mlcn_jax.config import RunConfig
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn import conv
+from mlcn_jax.nn.model import init_params
+from mlcn_jax.nn.spec import ModelSpec, spec_of
+from mlcn_jax.placement.cost import compiled_memory_bytes
+from mlcn_jax.training.accumulate import check_parts
+from mlcn_jax.training.session import check_remat, optimizer_of, step_options
+from mlcn_jax.training.step import TrainState, make_train_step
+
+_STEPS_PER_EPOCH = 1000  # learning rates depend on it, memory does not
+_FEW = 2  # lanes of a group from which on its memory grows by equal steps; checked by experiments/memory_plan.py
+_MARGIN = 1.07  # over the extrapolation from few lanes, which can be some percent too low (the same script)
+
+
+def fit_memory(config: RunConfig, spec: ModelSpec, memory_bytes: int) -> dict[str, Any]:
+    """Memory of a training step on each device of a mesh, and under settings that need less until one fits.
+
+    Args:
+      config, spec: the run and its model.
+      memory_bytes: memory of a device for programs.
+
+    Returns:
+      `device_bytes`; `tried`, a list of changed settings (none at first), predicted bytes and whether they fit; `fits`,
+      the settings to change so that it fits, or None if none was found.
+
+    Raises:
+      InputError: lanes are not on a mesh, or the settings cannot be used.
+    """
+    parallel, tried = config.parallel, []
+    if parallel.plan != "mesh":
+        raise InputError(
+            f"the memory of parallel.plan={parallel.plan} is not predicted: use parallel.plan=mesh, or the device "
+            "profiles, which hold the memory of each lane"
+        )
+    check_remat(spec)
+    check_parts(spec, config.train.batch_size, parallel.data, config.train.accumulation_steps)
+    for changes in _savings(config, spec):
+        changed = config.replace(changes)
+        need = predicted_bytes(changed, dataclasses.replace(spec, remat=changed.model["remat"]))
+        tried.append({"changes": changes, "bytes": need, "fits": need <= memory_bytes})
+        if need <= memory_bytes:
+            break
+    fits = tried[-1]["changes"] if tried[-1]["fits"] else None
+    return {"device_bytes": memory_bytes, "tried": tried, "fits": fits}
+
+
+def _savings(config: RunConfig, spec: ModelSpec) -> Iterator[dict[str, Any]]:
+    """Settings that give the same result, from the given ones to those that need the least memory."""
+    changes: dict[str, Any] = {}
+    yield changes
+    if spec.remat == "none" and _is_good(check_remat, dataclasses.replace(spec, remat="full")):
+        changes = {"model.remat": "full"}
+        yield changes
+    size, data, parts = config.train.batch_size, config.parallel.data, config.train.accumulation_steps
+    for more in range(2, size // data + 1):
+        if more >= 2 * parts and _is_good(check_parts, spec, size, data, more):
+            parts = more
+            yield changes | {"train.accumulation_steps": parts}
+
+
+def _is_good(check: Any, *args: Any) -> bool:
+    try:
+        check(*args)
+    except InputError:
+        return False
+    return True
+
+
+def predicted_bytes(config: RunConfig, spec: ModelSpec) -> int:
+    """Memory of a training step on each device of a mesh: state, batch and temporaries.
+
+    Where lanes run in a scan the step itself is compiled, which takes no longer for many lanes. Else steps of few lanes
+    are compiled, and every further lane adds what the third one of its group does. What a mesh gathers is left out.
+    """
+    whole = _share(config, spec)
+    counts = [group.count for group in whole.lane_groups]
+    few = [count if whole.remat != "none" or count <= _FEW + 1 else _FEW for count in counts]
+    if few == counts:
+        return compiled_bytes(config, whole)
+    base = compiled_bytes(config, _first_of_each(whole, few))
+    total = float(base)
+    for place, (count, start) in enumerate(zip(counts, few, strict=True)):
+        if count > start:
+            one_more = [n + (i == place) for i, n in enumerate(few)]
+            total += (count - start) * (compiled_bytes(config, _first_of_each(whole, one_more)) - base)
+    return round(_MARGIN * total)
+
+
+def _share(config: RunConfig, spec: ModelSpec) -> ModelSpec:
+    """The lanes of one device."""
+    counts = [group.count // config.parallel.lane for group in spec.lane_groups]
+    return _first_of_each(spec, counts) if config.parallel.lane > 1 else spec
+
+
+def _first_of_each(spec: ModelSpec, counts: list[int]) -> ModelSpec:
+    """The model with only the first lanes of each group."""
+    lanes: list[int] = []
+    first = 0
+    for group, count in zip(spec.lane_groups, counts, strict=True):
+        lanes += range(first, first + count)
+        first += group.count
+    return spec_of(spec, lanes)
+
+
+def compiled_bytes(config: RunConfig, spec: ModelSpec) -> int:
+    """Memory of a training step on one device by the compiler's count; nothing is computed.
+
+    The batch is the share of each device of the mesh.
+    """
+    optimizer = optimizer_of(config.train, _STEPS_PER_EPOCH)
+    params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
+    state = jax.eval_shape(lambda params: TrainState.create(params, optimizer), params)
+    share = config.train.batch_size // config.parallel.data
+    images = jax.ShapeDtypeStruct((share, *spec.image_shape), jnp.uint8)
+    step = jax.jit(
+        make_train_step(spec, optimizer, **step_options(config)),
+        donate_argnums=0,
+        compiler_options=conv.compiler_options(jax.default_backend()),
+    )
+    return compiled_memory_bytes(step.lower(state, images, jax.ShapeDtypeStruct((share,), jnp.int32)).compile())

@@ -1,0 +1,60 @@
+"""Memory of a step, told before it is compiled, and the settings that make it fit."""
+
+import json
+
+import pytest
+
+from mlcn_jax.analysis import fit_memory
+from mlcn_jax.commands import describe
+from mlcn_jax.config import RunConfig
+from mlcn_jax.errors import InputError
+
+SMALL = {"data.name": "digits", "model.lanes": "mlcn1:w1*12", "model.decoder": "8", "train.batch_size": 12}
+
+
+def of(changes):
+    config = RunConfig().replace(SMALL | changes)
+    return config, config.model_spec(*config.data.shape())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"train.accumulation_steps": 3}, {"model.lanes": "mlcn2:w1*6,mlcn1:w1*5"}, {"parallel.lane": 2}],
+    ids=["many lanes", "in parts", "two groups", "on a mesh"],
+)
+def test_few_lanes_tell_the_memory_of_many(changes):
+    config, spec = of(changes)
+    share = fit_memory._share(config, spec)
+    ratio = fit_memory.predicted_bytes(config, spec) / fit_memory.compiled_bytes(config, share)
+    assert 1.0 <= ratio <= 1.1
+
+
+def test_settings_are_changed_until_a_step_fits():
+    config, spec = of({})
+    plain = fit_memory.predicted_bytes(config, spec)
+    found = fit_memory.fit_memory(config, spec, plain)
+    assert (found["fits"], len(found["tried"])) == ({}, 1)
+    found = fit_memory.fit_memory(config, spec, plain - 1)
+    assert found["fits"] == {"model.remat": "full"}
+    assert found["tried"][1]["bytes"] < found["tried"][0]["bytes"] == plain
+    RunConfig().replace(SMALL | found["fits"])
+
+
+def test_a_device_that_holds_no_step_is_told_so_after_every_setting():
+    config, spec = of({"model.lanes": "resnet:w1*2", "model.norm_group": 6})
+    found = fit_memory.fit_memory(config, spec, 1000)
+    assert found["fits"] is None
+    assert [row["changes"] for row in found["tried"]] == [{}, {"train.accumulation_steps": 2}]  # whole norm groups
+
+
+def test_stacks_are_refused():
+    with pytest.raises(InputError, match=r"memory of parallel.plan=stacks is not predicted"):
+        fit_memory.fit_memory(*of({"parallel.plan": "stacks"}), 10**9)
+
+
+def test_describe_prints_it(capsys):
+    fields = [f"--config.{name}={value}" for name, value in (SMALL | {"model.lanes": "mlcn1:w1*1"}).items()]
+    describe.main(["--config=configs/quickstart.py", "--memory_gib=1", *fields])
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert memory["device_bytes"] == 2**30
+    assert memory["fits"] == {}

@@ -1,0 +1,142 @@
+"""Less memory for the same result: lanes computed again in the backward pass, and batches in parts."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from made_params import made_params
+
+from mlcn_jax.data.batches import Augmentation
+from mlcn_jax.distributed import mesh as mesh_lib
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.training import loop, stack_programs, stacks_runner
+from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.training.step import TrainState, compile_step, make_train_step
+
+JOINT = ModelSpec("mlcn", (18, 19, 2), 3, "mlcn2:w1*2,mlcn1:w1d2*2", decoder=(16, 24), lane_dropout=0.3)
+GROUPS = ModelSpec("mlcn", (12, 12, 2), 3, "resnet:w1*2,resnet_caps:w1*2", decoder=(8,), norm_group=4)
+COUPLED = dataclasses.replace(GROUPS, ensemble_weight=0.5)
+STEP = {"reconstruction_weight": 0.4, "seed": 0, "augmentation": Augmentation(max_shift=2, flip=True)}
+PER_LANE = {**STEP, "augmentation": Augmentation(max_shift=2, per_lane=True)}
+
+
+def make_batch(spec, size=16):
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (size, *spec.image_shape), dtype=np.uint8)
+    return images, rng.integers(0, spec.num_classes, size, dtype=np.int32)
+
+
+def step_of(spec, mesh=None, options=None, **more):
+    """A step's metrics and gradients."""
+    optimizer = optax.sgd(1.0, momentum=0.9)  # its state is the gradient after one step
+    state = mesh_lib.place_state(mesh, TrainState.create(made_params(spec), optimizer))
+    step = make_train_step(spec, optimizer, mesh=mesh, **{**(options or STEP), **more})
+    batch = mesh_lib.place_batch(mesh, make_batch(spec))
+    compiled, _ = compile_step(step, state, batch)
+    state, metrics = compiled(state, *batch)
+    return jax.device_get((metrics, state.optimizer)), compiled.memory_analysis().temp_size_in_bytes
+
+
+@functools.cache
+def plain(spec, per_lane=False):
+    return step_of(spec, options=PER_LANE if per_lane else STEP)
+
+
+def assert_close(mine, theirs):
+    for (path, a), (_, b) in zip(*map(jax.tree_util.tree_leaves_with_path, (mine, theirs)), strict=True):
+        error = np.max(np.abs(a - b)) / max(np.max(np.abs(b)), 1e-30)
+        assert error < 2e-5, f"{jax.tree_util.keystr(path)}: {error}"
+
+
+@pytest.mark.parametrize("spec", [JOINT, COUPLED], ids=["joint", "coupled"])
+def test_lanes_computed_again_have_the_same_gradients(spec):
+    found, _ = step_of(dataclasses.replace(spec, remat="full"))
+    assert_close(found, plain(spec)[0])
+
+
+def test_many_lanes_computed_again_need_less_than_half_the_memory():
+    spec = ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*8", decoder=(6,))
+    found, less = step_of(dataclasses.replace(spec, remat="full"))
+    expected, more = plain(spec)
+    assert_close(found, expected)
+    assert less < 0.5 * more
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts", "mesh", "per_lane"),
+    [
+        (JOINT, 4, None, False),
+        (dataclasses.replace(JOINT, remat="full"), 2, (2, 2), False),
+        (GROUPS, 4, None, True),
+        (GROUPS, 2, (2, 2), False),
+    ],
+    ids=["one device", "a mesh", "groups, each lane's augmentation", "groups on a mesh"],
+)
+def test_a_batch_in_parts_has_the_metrics_and_gradients_of_the_whole(spec, parts, mesh, per_lane):
+    """With lane dropout, augmentation, and normalisation of groups of images."""
+    expected, whole = plain(dataclasses.replace(spec, remat="none"), per_lane)
+    found, in_parts = step_of(
+        spec,
+        mesh and mesh_lib.make_mesh(*mesh),
+        PER_LANE if per_lane else STEP,
+        accumulation_steps=parts,
+    )
+    assert_close(found, expected)
+    assert in_parts < whole
+
+
+def test_a_stack_keeps_no_activations_of_lanes_that_it_computes_again():
+    def steps(remat):
+        spec, optimizer = dataclasses.replace(JOINT, remat=remat), optax.sgd(1.0, momentum=0.9)
+        stacks = stack_programs.make_stacks(jax.devices(), [1, 0, 0, 1])
+        runner = stacks_runner.StacksRunner(spec, optimizer, stacks, jax.devices()[0], **STEP)
+        runner.start(jax.device_get(TrainState.create(made_params(spec), optimizer)))
+        runner.compile(*make_batch(spec))
+        metrics = runner.step(*runner.place(*make_batch(spec)))
+        forward = [program for key, program in runner._programs.items() if key[0] == "forward"]
+        kept = sum(leaf.size for program in forward for leaf in jax.tree.leaves(program.out_info))
+        return jax.device_get(metrics), runner.fetch().optimizer, kept
+
+    *found, less = steps("full")
+    *expected, more = steps("none")
+    assert_close(found, expected)
+    assert less < 0.5 * more
+
+
+def test_a_run_goes_on_with_less_memory_as_if_nothing_had_changed(tiny, tmp_path):
+    changes = {"model.remat": "full", "train.accumulation_steps": 2}
+    loop.train(tiny.replace({"train.num_steps": 2}), tmp_path / "moved")
+    loop.train(tiny.replace({"train.num_steps": 4} | changes), tmp_path / "moved")
+    loop.train(tiny.replace({"train.num_steps": 4}), tmp_path / "stayed")
+    moved, stayed = (load_trained(tmp_path / name).params for name in ("moved", "stayed"))
+    for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(stayed), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+    assert tiny.replace(changes).hash() == tiny.hash()
+
+
+_RESNET = {"model.lanes": "resnet:w1*2", "model.norm_group": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.remat": "some"}, r"model.remat is 'some'; it must be one of none, full"),
+        ({"model.remat": "full", "model.name": "capsnet", "model.lanes": ""}, r"CapsNet has no lanes"),
+        ({"model.remat": "full", **_RESNET}, r"hold one lane's activations already"),
+        ({"train.accumulation_steps": 0}, r"train.accumulation_steps is 0; it must be 1 or more"),
+        ({"train.accumulation_steps": 7}, r"does not divide train.batch_size=16: use a divisor of 16, such as 4"),
+        (
+            {"train.accumulation_steps": 4, "parallel.data": 8},
+            r"each of parallel.data=8 devices has 2: use a divisor of 2",
+        ),
+        ({"train.accumulation_steps": 4, **_RESNET}, r"gives parts of 4 images: use a divisor of 2, the number of"),
+        ({"train.accumulation_steps": 2, "parallel.plan": "stacks"}, r"stacks, which computes a batch at once"),
+    ],
+)
+def test_settings_that_cannot_save_memory_are_refused(tiny, tmp_path, changes, message):
+    with pytest.raises(InputError, match=message):
+        loop.train(tiny.replace({"train.batch_size": 16} | changes), tmp_path / "run")
