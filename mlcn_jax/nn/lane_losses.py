@@ -81,12 +81,12 @@ def outputs_and_loss(
             columns.append(_joint_columns(spec, group, params, images))
             continue
         if coupled:
-            lane = partial(_lane, group, spec.lane_settings, rule)
+            lane = partial(_lane, group, spec.lane_settings, rule, batch=batch)
             if spec.remat == "none":
-                results = [lane(p, i, batch) for p, i in _each(params, ids, group.count)]
+                results = [lane(p, i) for p, i in _each(params, ids, group.count)]
                 column, own = (jnp.stack(parts, axis=-1) for parts in zip(*results, strict=True))
             else:
-                each, own = scan_lanes(lambda one, lane=lane: lane(*one, batch), (params, ids), spec.remat)
+                each, own = scan_lanes(lane, (params, ids), spec.remat)
                 column = jnp.moveaxis(each, 0, -1)
             if distillation is not None:
                 loss = loss + shares * jnp.sum(own)
@@ -110,7 +110,7 @@ def _joint_columns(
     def column(lane_params: dict) -> Array:
         return apply_lane(lane_params, group.spec, spec.lane_settings, images)
 
-    return jnp.moveaxis(scan_lanes(column, params, spec.remat), 0, -1)
+    return jnp.moveaxis(scan_lanes(column, (params,), spec.remat), 0, -1)
 
 
 def _each(params: dict, ids: Array, count: int) -> list[tuple[dict, Array]]:
