@@ -8,9 +8,9 @@ from pathlib import Path
 # Before the package is used: compiled programs are shared by the tests and the commands that they start.
 REPOSITORY = Path(__file__).parents[1]
 os.environ["MLCN_JAX_CACHE"] = str(REPOSITORY / ".pytest_cache" / "mlcn_jax")
-# Most of the time of a test is compiling, and at XLA's second level it takes a third of that. `make test-long` leaves
-# the compiler as users have it.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
+# Most of the time of a test is compiling, which takes a third of the time without LLVM's optimisations and with XLA's
+# older code for fused loops. `make test-long` leaves the compiler as users have it.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

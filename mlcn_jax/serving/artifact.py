@@ -154,8 +154,10 @@ class Artifact(Classifier):
         row = jax.ShapeDtypeStruct(self.image_shape, jnp.uint8)
         if runtime not in RUNTIMES:
             raise InputError(f"runtime {runtime!r} is unknown: use {', '.join(RUNTIMES)}")
-        programs = load_functions(folder, functions, weights, row, self.manifest) if functions else []
-        if self.manifest["format"] == MIXED_FORMAT:
+        mixed = self.manifest["format"] == MIXED_FORMAT
+        in_xla = functions or not mixed  # the lanes may all be for ONNX Runtime
+        programs = load_functions(folder, functions, weights, row, self.manifest) if in_xla else []
+        if mixed:
             if runtime != "auto":
                 raise InputError(f"{folder} has lanes of several runtimes: runtime {runtime!r} cannot be chosen for it")
             lanes = [open_onnx(folder / name, parts.OUTPUT) for name in self.manifest["onnx"]]

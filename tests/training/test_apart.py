@@ -49,8 +49,12 @@ def trained(changes: dict, steps: int = 20) -> tuple[Session, dict]:
     [
         ("mlcn1", "mlcn1:w1,mlcn2:w1", {"train.optimizer": "adam", "data.max_shift": 1}),
         ("mlcn2", "mlcn2:w1*2", {"train.optimizer": "sgd", "data.max_shift": 1}),
-        ("resnet", "resnet:w1*2", {"train.optimizer": "adam"} | RESIDUAL),
-        ("resnet", "resnet:w1,resnet:w1d2", {"train.optimizer": "sgd", "train.learning_rate": 0.01} | RESIDUAL),
+        # With the quick compiler options of conftest.py the rounding of these depends on the number of lanes.
+        pytest.param("resnet", "resnet:w1*2", {"train.optimizer": "adam"} | RESIDUAL, marks=pytest.mark.long),
+        pytest.param(
+            *("resnet", "resnet:w1,resnet:w1d2", {"train.optimizer": "sgd", "train.learning_rate": 0.01} | RESIDUAL),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_lane_learns_the_same_alone_and_beside_others(kind, others, changes):
