@@ -2,9 +2,9 @@
 
     python -m benchmarks.conv_algorithms
 
-Four lanes vmapped over their kernels, forward alone and with both gradients (of the first convolution: the kernel's
-alone, since images need none), in interleaved rounds on the backend at hand. Writes
-`benchmarks/results/conv_algorithms_<backend>.json`.
+Four lanes vmapped over their kernels, and one residual lane by itself, as each is computed; forward alone and with both
+gradients (of the first convolution: the kernel's alone, since images need none), in interleaved rounds on the backend
+at hand. Writes `benchmarks/results/conv_algorithms_<backend>.json`.
 """
 
 import functools
@@ -22,26 +22,29 @@ from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import conv
 
-_LANES = 4
-
-CASES = {  # image size, channels in, kernel size, filters, stride, padding
-    "first, 28x28x1": (28, 1, 9, 64, 1, "VALID"),
-    "first, 32x32x3": (32, 3, 9, 64, 1, "VALID"),
-    "primary, 20x20x64": (20, 64, 9, 64, 2, "VALID"),
-    "primary, 24x24x64": (24, 64, 9, 64, 2, "VALID"),
-    "primary, 24x24x32": (24, 32, 9, 32, 2, "VALID"),
-    "depth, 20x20x64": (20, 64, 3, 64, 1, "SAME"),
+CASES = {  # lanes, image size, channels in, kernel size, filters, stride, padding
+    "first, 28x28x1": (4, 28, 1, 9, 64, 1, "VALID"),
+    "first, 32x32x3": (4, 32, 3, 9, 64, 1, "VALID"),
+    "primary, 20x20x64": (4, 20, 64, 9, 64, 2, "VALID"),
+    "primary, 24x24x64": (4, 24, 64, 9, 64, 2, "VALID"),
+    "primary, 24x24x32": (4, 24, 32, 9, 32, 2, "VALID"),
+    "depth, 20x20x64": (4, 20, 64, 3, 64, 1, "SAME"),
+    "resnet w2, 31x31x24": (1, 31, 24, 3, 32, 1, "SAME"),
+    "resnet w2, 15x15x32": (1, 15, 32, 3, 96, 1, "SAME"),
+    "resnet w2, 7x7x96": (1, 7, 96, 3, 128, 1, "SAME"),
+    "resnet w4, 15x15x64": (1, 15, 64, 3, 192, 1, "SAME"),
+    "resnet w4, 7x7x192": (1, 7, 192, 3, 256, 1, "SAME"),
 }
 _BATCHES = (1, 8, 100)
 
 
 def compile_case(case, batch: int, algorithm: str, gradients: bool, dtype: str):
     """The compiled function and its arguments; raises InputError where the algorithm cannot do the shape."""
-    size, channels, taps, filters, stride, padding = case
+    lanes, size, channels, taps, filters, stride, padding = case
     first = channels < 8
     x_key, kernel_key = jax.random.split(jax.random.key(0))
-    x = jax.random.normal(x_key, (*(() if first else (_LANES,)), batch, size, size, channels), dtype)
-    kernels = jax.random.normal(kernel_key, (_LANES, taps, taps, channels, filters), dtype)
+    x = jax.random.normal(x_key, (*(() if first else (lanes,)), batch, size, size, channels), dtype)
+    kernels = jax.random.normal(kernel_key, (lanes, taps, taps, channels, filters), dtype)
 
     def forward(x, kernels):
         one = functools.partial(conv.conv2d, stride=stride, padding=padding, algorithm=algorithm)
@@ -79,12 +82,13 @@ def define(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> None:
     backend = jax.default_backend()
-    results = {"rounds": values.rounds, "dtype": values.dtype, "lanes": _LANES, **host.environment(), "cases": {}}
+    results = {"rounds": values.rounds, "dtype": values.dtype, **host.environment(), "cases": {}}
     for name, case in CASES.items():
-        size, channels, taps, filters, stride, padding = case
+        lanes, size, channels, taps, filters, stride, padding = case
         for batch in _BATCHES:
             shapes = (batch, size, size, channels), (taps, taps, channels, filters)
             entry = {
+                "lanes": lanes,
                 "chosen": conv.choose(backend, *shapes, stride, padding),
                 "forward_milliseconds": measure(case, batch, False, values),
                 "with_gradients_milliseconds": measure(case, batch, True, values),

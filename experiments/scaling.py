@@ -136,7 +136,7 @@ def simulate(rows: Sequence[Setting], profile: DeviceProfile, data_name: str) ->
         """The interval of a step as parts of its prediction."""
         config = workers.config_of(setting.changes(data_name))
         spec = config.model_spec(*config.data.shape())
-        sure = splits.interval(1.0, spec, [profile] * setting.devices, lane=setting.lane)
+        sure = splits.interval(1.0, spec, [profile] * setting.devices)
         return [sure.low_seconds, sure.high_seconds] if sure else None
 
     results = []

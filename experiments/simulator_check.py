@@ -98,7 +98,7 @@ def measure(row: Mapping[str, Any], profile: DeviceProfile, values: flags.FlagVa
         before = after
     group.close()
     predicted = [predict([first, second * row["slowness"]]) for first, second in factors]
-    sure = splits.interval(1.0, spec, profiles, lane=row["lane"], placement=placement)
+    sure = splits.interval(1.0, spec, profiles, placement=placement)
     ratio = statistics.median(s / p for p, s in zip(predicted, seconds, strict=True))
     return {
         **row,

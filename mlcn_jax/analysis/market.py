@@ -270,9 +270,7 @@ class Market:
         interruptions = Interruptions(per_second, started, self.terms.checkpoint_seconds)
         run = self._run(step.total_seconds, profiles[0].forward_share, interruptions)
         seconds = started + run.seconds
-        interval = splits.interval(
-            step.total_seconds, self.task.spec, profiles, lane=lane, placement=placement, cluster=cluster
-        )
+        interval = splits.interval(step.total_seconds, self.task.spec, profiles, placement=placement, cluster=cluster)
         return Way(
             kind=kind,
             machines=chosen,
@@ -343,7 +341,7 @@ class Market:
         )
         step, number, kind = longest
         interruptions = self.choices[number].interruptions
-        interval = around(1.0, [self.choices[n].profile for n in chosen], [1] * len(chosen))
+        interval = around(1.0, [self.choices[n].profile for n in chosen], [[(kind, 1.0)]] * len(chosen))
         started = max(self.choices[n].machine.startup_seconds for n in chosen)
         return Way(
             kind="apart",

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from mlcn_jax.placement.profile import DeviceProfile
 
@@ -23,18 +24,23 @@ class Interval:
 
 
 def around(
-    seconds: float, profiles: Sequence[DeviceProfile], lanes_of: Sequence[int], sharing: int = 1, level: float = LEVEL
+    seconds: float,
+    profiles: Sequence[DeviceProfile],
+    lanes_of: Sequence[Sequence[tuple[Any, float]]],
+    sharing: int = 1,
+    level: float = LEVEL,
 ) -> Interval | None:
     """The interval around predicted seconds of a step; None if a profile was measured before residuals were kept.
 
-    The logarithm of measured over predicted is taken as normal around 0, with the mean square of the residuals of lanes
-    alone, or of groups of lanes where a device has several, plus that of devices that share a machine. The device whose
-    profile is least sure counts.
+    The logarithm of measured over predicted is taken as normal around 0. Its variance is that of the residuals of lanes
+    alone, where errors of different lanes are independent of each other, so that they partly cancel, and those of equal
+    lanes are the same; for several lanes, plus what the residuals of lanes together have in excess of that; plus that of
+    devices that share a machine. The device whose profile is least sure counts.
 
     Args:
       seconds: the prediction.
       profiles: of each device.
-      lanes_of: number of lanes on each device.
+      lanes_of: for each device, what each of its lanes is, and its seconds, in any unit.
       sharing: the largest number of devices on one machine.
       level: probability that a measurement lies inside.
     """
@@ -46,15 +52,24 @@ def around(
     return Interval(seconds * math.exp(-reach), seconds * math.exp(reach), level)
 
 
-def _spread(profile: DeviceProfile, lanes: int, sharing: int) -> tuple[float, int] | None:
+def _spread(profile: DeviceProfile, lanes: Sequence[tuple[Any, float]], sharing: int) -> tuple[float, int] | None:
     """The standard deviation of the logarithm of measured over predicted, and the residuals it rests on."""
-    group = profile.residuals.get("stack" if lanes > 1 else "lane", ())
-    if not group:
+    alone, together = (_mean_square(profile.residuals.get(name, ())) for name in ("lane", "stack"))
+    if alone is None:
         return None
-    square = sum(r * r for r in group) / len(group)
+    seconds: dict[Any, float] = {}
+    for lane, own in lanes:
+        seconds[lane] = seconds.get(lane, 0.0) + own
+    square = alone * sum(own**2 for own in seconds.values()) / sum(seconds.values()) ** 2
+    if together is not None and len(lanes) > 1:
+        square += max(0.0, together - alone)
     if sharing > 1 and profile.sharing:
         square += profile.sharing["spread"] ** 2
-    return math.sqrt(square), len(group)
+    return math.sqrt(square), len(profile.residuals["lane"])
+
+
+def _mean_square(residuals: Sequence[float]) -> float | None:
+    return sum(r * r for r in residuals) / len(residuals) if residuals else None
 
 
 def _student(level: float, count: int) -> float:

@@ -95,7 +95,7 @@ def make_plan(
         found = candidates(spec, batch_size, known, partitioner, jax.process_count())
         fastest = min(found, key=lambda candidate: candidate.step.total_seconds)
         seconds, used = fastest.step.total_seconds, known[: fastest.data * fastest.lane]
-        sure = interval(seconds, spec, used, lane=fastest.lane, placement=fastest.placement)
+        sure = interval(seconds, spec, used, placement=fastest.placement)
         ends = [1000 * sure.low_seconds, 1000 * sure.high_seconds] if sure else None
         return {**dataclasses.asdict(fastest), "seconds": seconds, "ends": ends}
 

@@ -124,13 +124,19 @@ def interval(
     spec: ModelSpec,
     profiles: Sequence[DeviceProfile],
     *,
-    lane: int = 1,
     placement: Placement | None = None,
     cluster: simulate.Cluster | None = None,
 ) -> Interval | None:
-    """The interval around a prediction for a mesh, over whose `lane` devices lanes are split, or for stacks."""
-    share = len(spec.lane_specs) // lane
-    lanes_of = [placement.device_of.count(d) if placement else share for d in range(len(profiles))]
+    """The interval around a prediction for stacks, or for a mesh where there is no placement."""
+    costs = {kind: _lane_cost(spec, kind) for kind in set(spec.lane_specs)}
+    lanes_of = [
+        [
+            (kind, profile.lane_seconds(costs[kind], max(profile.batch_sizes)))
+            for place, kind in enumerate(spec.lane_specs)
+            if placement is None or placement.device_of[place] == d  # on a mesh, all devices have the same mix
+        ]
+        for d, profile in enumerate(profiles)
+    ]
     hosts = (cluster or _cluster(profiles)).hosts
     return around(seconds, profiles, lanes_of, sharing=max(collections.Counter(hosts).values()))
 

@@ -178,13 +178,19 @@ def test_no_split_is_predicted_to_bring_more_than_its_devices(profile):
 
 def test_a_prediction_says_how_sure_it_is(profile):
     assert splits.interval(1.0, EQUAL, [profile]) is None
-    kept = dataclasses.replace(profile, residuals={"lane": [0.1, -0.1, 0.1, -0.1], "stack": [0.2, -0.2, 0.2, -0.2]})
+    kept = dataclasses.replace(profile, residuals={"lane": [0.1, -0.1, 0.1, -0.1], "stack": [0.2, -0.2]})
     alone = splits.interval(1.0, dataclasses.replace(EQUAL, lanes="mlcn1:w2"), [kept])
-    stack = splits.interval(1.0, EQUAL, [kept])
-    assert stack.low_seconds < alone.low_seconds < 1.0 < alone.high_seconds < stack.high_seconds
+    assert alone.low_seconds < 1.0 < alone.high_seconds
     assert alone.high_seconds == pytest.approx(np.exp(0.1 * 2.132), rel=1e-3)  # Student's t, four residuals
+    lanes_only = dataclasses.replace(kept, residuals={"lane": kept.residuals["lane"]})
+    equal = splits.interval(1.0, EQUAL, [lanes_only])
+    assert equal.high_seconds == pytest.approx(np.exp(0.1 * 2.132), rel=1e-3), "equal lanes have the same error"
+    mixed = splits.interval(1.0, dataclasses.replace(EQUAL, lanes="mlcn1:w2,mlcn2:w2"), [lanes_only])
+    assert np.exp(0.1 * 2.132 / np.sqrt(2)) <= mixed.high_seconds < equal.high_seconds, "others partly cancel"
+    stack = splits.interval(1.0, EQUAL, [kept])
+    assert stack.high_seconds == pytest.approx(np.exp(0.2 * 2.132), rel=1e-3), "what several lanes have in excess"
     shared = dataclasses.replace(kept, sharing={"devices": 2, "slowdown": 1.0, "spread": 0.3})
-    assert splits.interval(1.0, EQUAL, [shared] * 2, lane=2).high_seconds > stack.high_seconds
+    assert splits.interval(1.0, EQUAL, [shared] * 2).high_seconds > stack.high_seconds
 
 
 def test_residual_lanes_are_split_by_their_profile():
