@@ -33,9 +33,9 @@ def around(
     """The interval around predicted seconds of a step; None if a profile was measured before residuals were kept.
 
     The logarithm of measured over predicted is taken as normal around 0. Its variance is that of the residuals of lanes
-    alone, where errors of different lanes are independent of each other, so that they partly cancel, and those of equal
-    lanes are the same; for several lanes, plus what the residuals of lanes together have in excess of that; plus that of
-    devices that share a machine. The device whose profile is least sure counts.
+    alone, where errors of equal lanes are the same and those of different lanes independent, so that these partly
+    cancel. Several lanes add what the residuals of lanes together have in excess, and devices that share a machine the
+    variance of that. The device whose profile is least sure counts.
 
     Args:
       seconds: the prediction.
