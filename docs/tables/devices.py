@@ -55,29 +55,6 @@ def simulator_check() -> str:
 
 
 @place
-def rented() -> str:
-    result = experiment("rented")
-
-    def pair(row: Mapping[str, Any], what: str, unit: float, digits: int) -> list[str]:
-        return [f"{unit * row[f'{how}_{what}']:.{digits}f}" for how in ("predicted", "measured")]
-
-    rows = [
-        [" + ".join(row["machines"]), row["split"], *pair(row, "seconds", 1, 0), *pair(row, "cost", 1000, 2)]
-        for row in result["rows"]
-    ]
-    header = "machines | split | predicted s | measured s | predicted cost / 1000 | measured cost / 1000"
-    inside = sum(row["interval"][0] <= row["measured_seconds"] <= row["interval"][1] for row in result["rows"])
-    over, late = result["largest_over_cheapest"], result["latest"]
-    return (
-        f"{table_of(header, rows)}\n\n{measured_on(result, 'one training each')}\n\n"
-        f"Times are {percent(result['mean_error_seconds'], 0)} % off in the mean and "
-        f"{percent(result['largest_error_seconds'], 0)} % at most; {inside} of {len(rows)} lie in their intervals of "
-        f"90 %. With each measured time as a deadline, what `cheapest` picks costs at most {over:.2f} times as much as "
-        f"the cheapest that was measured in time, and is at most {percent(late, 0)} % late."
-    )
-
-
-@place
 def scaling() -> str:
     result = experiment("scaling")
 

@@ -171,6 +171,22 @@ def serving() -> str:
 
 
 @place
+def winograd() -> str:
+    result = benchmark("winograd_cpu")
+    names = list(next(iter(result["cases"].values()))["milliseconds"])
+    rows = [
+        [
+            title,
+            *(f"{case['milliseconds'][name]:.1f}" for name in names),
+            *(f"{case['error'][n]:.0e}" for n in names[:2]),
+        ]
+        for title, case in result["cases"].items()
+    ]
+    header = " | ".join(["convolution", *(f"{name}, ms" for name in names), "error, native", "error, Winograd"])
+    return f"{table_of(header, rows)}\n\n{measured_on(result, str(result['batch']) + ' images')}"
+
+
+@place
 def conv_algorithms() -> str:
     result = benchmark("conv_algorithms_cpu")
     names = list(next(iter(result["cases"].values()))["with_gradients_milliseconds"])

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mlcn_jax.config import RunConfig
+from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv
 from mlcn_jax.nn.model import init_params
@@ -82,6 +83,8 @@ def predicted_bytes(config: RunConfig, spec: ModelSpec) -> int:
     Where lanes run in a scan the step itself is compiled, which takes no longer for many lanes. Else steps of few lanes
     are compiled, and every further lane adds what the third one of its group does. What a mesh gathers is left out.
     """
+    if spec.lane_groups:
+        mesh_lib.check_split(spec, config.train.batch_size, config.parallel.data, config.parallel.lane)
     whole = _share(config, spec)
     counts = [group.count for group in whole.lane_groups]
     few = [count if whole.remat != "none" or count <= _FEW + 1 else _FEW for count in counts]

@@ -203,7 +203,13 @@ def prune_run(run: Run, kept: Sequence[int]) -> Run:
     shapes = _state_shapes(run.config, spec, run.steps_per_epoch)
     return dataclasses.replace(
         run,
-        config=run.config.replace({"model.lanes": spec.lanes}),
+        config=run.config.replace(
+            {
+                "model.lanes": spec.lanes,
+                "model.lane_weights": list(spec.lane_weights),
+                "model.lane_seeds": list(spec.lane_seeds),
+            }
+        ),
         spec=spec,
         params=_prune_tree(run.spec, run.params, kept, shapes["params"]),
         optimizer=_prune_tree(run.spec, run.optimizer, kept, shapes["optimizer"]),

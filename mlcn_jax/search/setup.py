@@ -42,6 +42,10 @@ def read_config(values: Mapping[str, Any]) -> tuple[RunConfig, SearchSettings]:
         )
     check_fields("search", SearchSettings, values["search"])
     config = RunConfig.from_dict(values)
+    if config.train.accumulation_steps > 1:
+        raise InputError(
+            f"train.accumulation_steps is {config.train.accumulation_steps}, and a search trains whole batches: give 1"
+        )
     if config.train.teacher:
         raise InputError(
             f"train.teacher is {config.train.teacher!r}, and a search trains on labels alone: leave it empty and teach "

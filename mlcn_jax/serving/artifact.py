@@ -158,7 +158,7 @@ class Artifact(Classifier):
         in_xla = functions or not mixed  # the lanes may all be for ONNX Runtime
         programs = load_functions(folder, functions, weights, row, self.manifest) if in_xla else []
         if mixed:
-            if runtime != "auto":
+            if runtime != "auto" and (runtime != "xla" or self.manifest["onnx"]):
                 raise InputError(f"{folder} has lanes of several runtimes: runtime {runtime!r} cannot be chosen for it")
             lanes = [open_onnx(folder / name, parts.OUTPUT) for name in self.manifest["onnx"]]
             self._compute = functools.partial(apply_in_batches, parts.square_roots(parts.added_up(programs, lanes)))

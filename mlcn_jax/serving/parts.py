@@ -44,8 +44,8 @@ def added_up(functions: "Functions", sessions: Sequence[Callable[[np.ndarray], n
 
     def add(call: Callable | None) -> Callable[[np.ndarray], np.ndarray]:
         def total(rows: np.ndarray) -> np.ndarray:
-            pending = call(rows) if call is not None else 0.0  # XLA computes while ONNX Runtime does
-            return sum((session(rows) for session in sessions), 0.0) + np.asarray(pending)
+            pending = call(rows) if call is not None else np.float32(0)  # XLA computes while ONNX Runtime does
+            return sum((session(rows) for session in sessions), np.float32(0)) + np.asarray(pending)
 
         return total
 

@@ -74,7 +74,7 @@ def split(
     trained, dataset = load_with_data(workdir, config)
     check_lanes_classify(trained.spec)
     wishes = read_wishes(wishes_path, trained.class_names)
-    validation = split_validation(dataset.train, config.data.validation_fraction, config.train.seed)[1]
+    validation = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)[1]
     _check_validation(workdir, len(validation.labels))
     chosen: list[Made] = []
     if precision is not None:

@@ -18,7 +18,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.nn import calibration
 from mlcn_jax.nn.model import class_lengths
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.serving import artifact, export
+from mlcn_jax.serving import artifact, export, onnx
 from mlcn_jax.training import loop
 from mlcn_jax.training.checkpoint import Trained, load_trained
 from mlcn_jax.training.evaluate import class_capsules
@@ -94,6 +94,10 @@ def test_a_joined_model_is_pruned_exported_and_trained_on(joined, tmp_path):
     images = run.test.images[:4]
     v = class_capsules(smaller.spec, smaller.params, run.test[:4], 4)
     np.testing.assert_allclose(exported.lengths(images), class_lengths(smaller.spec, v), atol=1e-5)
+    assert onnx.read_export(tmp_path / "smaller").spec.lane_weights == smaller.spec.lane_weights
+    smaller_config = read_stored(tmp_path / "smaller")
+    assert smaller_config.model["lane_seeds"] == (0, 1)
+    assert smaller_config.model_spec(*smaller_config.data.shape()) == smaller.spec
     summary = loop.train(read_stored(output).replace({"train.num_steps": 2}), output)
     assert summary["steps"] == 2
     assert summary["validation_accuracy"] >= joined[1]["validation_accuracy"]

@@ -20,7 +20,7 @@ from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving import export, onnx
 from mlcn_jax.serving.artifact import Artifact
 from mlcn_jax.serving.onnx_file import open_onnx
-from mlcn_jax.serving.parts import FLOAT32, FORMS, OUTPUT, Form, weights_digest
+from mlcn_jax.serving.parts import FLOAT32, FORMS, OUTPUT, Form, added_up, square_roots, weights_digest
 from mlcn_jax.serving.precision import export as precision_export
 from mlcn_jax.serving.precision import lanes as precision_lanes
 from mlcn_jax.serving.precision import mix as precision_mix
@@ -208,6 +208,39 @@ def test_lanes_are_placed_in_forms_that_together_lose_no_more_than_allowed(tmp_p
         assert 100 * (base - precision_mix.mix_accuracy(parts, mix, labels)) <= allowed
         assert placed["makespan_milliseconds"] <= makespan
     assert mix != [3] * 3
+
+
+def test_the_smallest_mix_of_forms_in_xla_is_measured_and_exported(
+    workdir, model, images, tmp_path, monkeypatch, capsys
+):
+    """The whole command without the packages that make int8."""
+    xla = tuple(form for form in FORMS if form.runtime == "xla")
+    monkeypatch.setattr(precision_export, "FORMS", xla)
+    monkeypatch.setattr(onnx, "versions", dict)
+    out = tmp_path / "results"
+    front.run(["precision", f"--workdir={workdir}", f"--output={out}", "--rounds=1", "--max_accuracy_drop=5"])
+    about = json.loads((out / "precision.json").read_text())
+    assert {lane["chosen"] for lane in about["lanes"]} == {"bfloat16 xla"}
+    assert "times smaller" in capsys.readouterr().out
+    for found in (Artifact(out / "export"), Artifact(out / "export", "xla")):
+        np.testing.assert_allclose(found.lengths(images), model.artifact.lengths(images), atol=0.03)
+
+
+def test_parts_of_lanes_are_added_up_in_float32():
+    def in_xla(rows):
+        return np.full((len(rows), 3), 2, np.float32)
+
+    def session(rows):
+        return np.full((len(rows), 3), 7, np.float32)
+
+    rows = np.zeros((4, 1), np.uint8)
+    for functions, expected in (([(1, in_xla)], 16), ([], 14)):
+        ((least, call),) = added_up(functions, [session, session])
+        assert (least, call(rows).dtype) == (1, np.float32)
+        np.testing.assert_array_equal(call(rows), np.full((4, 3), expected))
+        np.testing.assert_array_equal(
+            square_roots([(1, call)])[0][1](rows), np.sqrt(np.full((4, 3), expected, np.float32))
+        )
 
 
 @installed

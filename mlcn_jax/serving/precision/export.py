@@ -110,7 +110,7 @@ def precision(
     chosen = [own[form] for own, form in zip(made, mix, strict=True)]
     _write(model, workdir, folder, lanes, chosen, command)
 
-    exported = artifact.Artifact(folder, "xla")
+    exported = artifact.Artifact(folder)
     _check(exported, chosen, ranking.images)
     calls = {"before": model.artifact.lengths, "chosen": exported.lengths}
     seconds_of_all = call_seconds(list(calls.values()), model.spec.image_shape, terms.batch, terms.rounds)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
+_SLACK = 1e-9  # of differences of accuracies, which are rounded
 MOST_TRIED = 20_000  # mixes whose accuracy is computed before one that is good enough is taken as it is
 
 
@@ -60,7 +61,7 @@ def cheapest_mix(
     while heap and tried < MOST_TRIED:
         _, places = heapq.heappop(heap)
         tried += 1
-        if mix_accuracy(parts, forms(places), labels) >= least_accuracy:
+        if mix_accuracy(parts, forms(places), labels) >= least_accuracy - _SLACK:
             return forms(places), True
         for lane, place in enumerate(places):
             after = (*places[:lane], place + 1, *places[lane + 1 :])
