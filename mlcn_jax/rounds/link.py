@@ -29,6 +29,7 @@ _CALL_SECONDS = 3600.0  # a message of many megabytes over a slow link; a dead l
 _PINGS = [("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 20_000)]
 _ALLOWED_PINGS = [("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000), ("grpc.http2.max_ping_strikes", 0)]
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+_TLS_WORDS = ("handshake", "certificate", "ssl")
 _log = logging.getLogger(__name__)
 
 
@@ -128,6 +129,11 @@ class Client:
             try:
                 answer = self._calls[name](request, timeout=_CALL_SECONDS)
             except grpc.RpcError as error:
+                if any(word in error.details().lower() for word in _TLS_WORDS):
+                    raise InputError(
+                        f"no secure connection to the coordinator at {self._address} ({error.details()}): check "
+                        "--tls_cert, --tls_key and --ca, here and there"
+                    ) from error
                 if error.code() not in _LOST:
                     raise InputError(f"the coordinator at {self._address} refuses: {error.details()}") from error
                 if not told:
