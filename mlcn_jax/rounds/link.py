@@ -27,7 +27,12 @@ CALLS: dict[str, tuple[type, type]] = {
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between tries
 _CALL_SECONDS = 3600.0  # a message of many megabytes over a slow link; a dead link is found by pings
 _PINGS = [("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 20_000)]
-_ALLOWED_PINGS = [("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000), ("grpc.http2.max_ping_strikes", 0)]
+_OF_SERVER = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.so_reuseport", 0),  # or a second coordinator at the same port would take a part of the calls
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+]
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 _TLS_WORDS = ("handshake", "certificate", "ssl")
 _log = logging.getLogger(__name__)
@@ -78,7 +83,7 @@ def serve(
 
     # Every worker may wait in one call while a lost one of its calls has not yet timed out.
     pool = concurrent.futures.ThreadPoolExecutor(2 * workers + 2)
-    server = grpc.server(pool, options=[("grpc.max_receive_message_length", -1), *_PINGS, *_ALLOWED_PINGS])
+    server = grpc.server(pool, options=[*_OF_SERVER, *_PINGS])
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(SERVICE, {name: handler(name) for name in CALLS}),)
     )
