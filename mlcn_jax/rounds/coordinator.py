@@ -20,6 +20,7 @@ import optax
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import Diverged, InputError, differences
 from mlcn_jax.files import hold, write_json
+from mlcn_jax.nn import tracing
 from mlcn_jax.nn.calibration import param_shapes
 from mlcn_jax.rounds import link
 from mlcn_jax.rounds.judge import Judge
@@ -28,6 +29,7 @@ from mlcn_jax.rounds.messages import Join
 from mlcn_jax.rounds.vector import Vector, compress, decode, to_vector
 from mlcn_jax.settings import RoundSettings
 from mlcn_jax.training.checkpoint import Checkpoints
+from mlcn_jax.training.plan import algorithms_of
 from mlcn_jax.training.session import Session, open_session
 from mlcn_jax.training.start import check_resumable, start_state
 from mlcn_jax.training.stop_signals import StopSignals
@@ -150,6 +152,9 @@ def coordinate(
         shared = _start(session, own)
         write_json(workdir / "config.json", config.to_dict())
         write_json(workdir / "model.json", facts)
+        plan = session.plan(workdir / "device_speeds.json")
+        algorithms = algorithms_of(plan, session.spec, config.train.batch_size, {})
+        stack.enter_context(tracing.using(tracing.Target(algorithms=tracing.as_pairs(algorithms))))
         judge = Judge(session, workdir, min(shared.round * settings.steps, session.num_steps))
         stack.callback(judge.close)
         meeting = Meeting(settings, identity(session), shared.vector, shared.round)

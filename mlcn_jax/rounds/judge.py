@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mlcn_jax import host
 from mlcn_jax.files import write_json
@@ -72,9 +73,8 @@ class Judge:
             accuracy = scores.accuracy
             self._writer.write(step, "validation", {"loss": scores.loss, "accuracy": accuracy})
             _log.info("step %d  validation loss %.4f  accuracy %.2f%%", step, scores.loss, 100 * accuracy)
-        self._checkpoints.save(
-            step, {"params": calibrated, "optimizer": ()}, {"config_hash": session.config.hash()}, accuracy
-        )
+        state = {"params": calibrated, "optimizer": {"steps": np.int32(step)}}  # the optimizers' states are elsewhere
+        self._checkpoints.save(step, state, {"config_hash": session.config.hash()}, accuracy)
 
     def _load(self, vector: Vector, step: int) -> dict:
         params = from_vector(vector, self._like)

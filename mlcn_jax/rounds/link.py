@@ -33,6 +33,12 @@ _OF_SERVER = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
 ]
+_OF_WORKER = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 10_000),
+]
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 _TLS_WORDS = ("handshake", "certificate", "ssl")
 _log = logging.getLogger(__name__)
@@ -106,8 +112,7 @@ class Client:
     """
 
     def __init__(self, address: str, tls: Tls, check: Callable[[], None]):
-        options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), *_PINGS]
-        credentials = tls.of_worker()
+        options, credentials = [*_OF_WORKER, *_PINGS], tls.of_worker()
         self._address, self._check = address, check
         self._channel = (
             grpc.secure_channel(address, credentials, options)

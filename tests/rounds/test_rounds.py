@@ -34,36 +34,46 @@ PLAIN = {
 @contextlib.contextmanager
 def workers(session, folder, port, stop_after=None):
     """Workers in threads; gives a function that raises what one of them raised, or Stopped after some rounds."""
-    clients, errors, done = [], [], []
+    errors, over = [], threading.Event()
+
+    def check_worker():
+        if over.is_set():
+            raise Stopped("over")
 
     def run(i):
+        client = link.Client(f"127.0.0.1:{port}", link.Tls(), check_worker)
+        trainer = worker.Trainer(session, i, folder / f"worker{i}")
         try:
-            client = link.Client(f"127.0.0.1:{port}", link.Tls(), lambda: None)
-            trainer = worker.Trainer(session, i, folder / f"worker{i}")
             facts = session.model_facts()["training_images_sha256"]
             name = client.call("join", Join(i, session.config.fixed(), facts))
-            clients.append(client)
-            worker.follow(client, trainer, name, i, lambda: None)
-            trainer.close()
+            worker.follow(client, trainer, name, i, check_worker)
+        except Stopped:
+            pass
         except Exception as error:
             errors.append(error)
+        finally:
+            trainer.close()
+            client.close()
 
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(session.config.train.rounds.workers)]
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(session.config.train.rounds.workers)]
     for thread in threads:
         thread.start()
 
     def check():
-        done.append(1)
         if errors:
             raise errors[0]
         if stop_after is not None and len(read_rows(folder / "metrics.jsonl")) >= stop_after:
             raise Stopped("enough")
 
-    yield check
-    if stop_after is None:
+    try:
+        yield check
         for thread in threads:
             thread.join(60)
-        assert not errors
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert not errors
 
 
 def in_rounds(monkeypatch, config, folder, optimizer=None, **options):
