@@ -75,6 +75,7 @@ class Judge:
             _log.info("step %d  validation loss %.4f  accuracy %.2f%%", step, scores.loss, 100 * accuracy)
         state = {"params": calibrated, "optimizer": {"steps": np.int32(step)}}  # the optimizers' states are elsewhere
         self._checkpoints.save(step, state, {"config_hash": session.config.hash()}, accuracy)
+        self._checkpoints.wait()  # before the coordinator saves its own state: Orbax does one at a time
 
     def _load(self, vector: Vector, step: int) -> dict:
         params = from_vector(vector, self._like)

@@ -7,16 +7,19 @@ cannot go on (`SqlCoreState._cleanup_expired_task_tokens`), and its deployment b
 import concurrent.futures
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import grpc
 import msgspec
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.rounds import messages
+
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when it is imported
+import grpc
 
 SERVICE = "mlcn_jax.Rounds"
 CALLS: dict[str, tuple[type, type]] = {
@@ -147,7 +150,13 @@ class Client:
                 if error.code() not in _LOST:
                     raise InputError(f"the coordinator at {self._address} refuses: {error.details()}") from error
                 if not told:
-                    _log.info("the coordinator at %s cannot be reached (%s): trying on", self._address, error.details())
+                    hint = "; it may want a certificate, or another one" if "Socket closed" in error.details() else ""
+                    _log.info(
+                        "the coordinator at %s cannot be reached (%s)%s: trying on",
+                        self._address,
+                        error.details(),
+                        hint,
+                    )
                 told = True
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

@@ -67,15 +67,24 @@ def test_an_address_in_use_is_named():
     server.stop(None)
 
 
-def test_only_who_has_a_certificate_is_let_in(tmp_path):
+def test_only_who_has_a_certificate_is_let_in(tmp_path, caplog):
     ca = certificate(tmp_path, "ca")
     own, mine = (certificate(tmp_path, name, ca) for name in ("own", "mine"))
     stranger = certificate(tmp_path, "stranger")
     server, port = started(tls=Tls(own[0], own[1], ca[0]))
     assert client(port, Tls(mine[0], mine[1], ca[0])).call("fetch", REQUEST).round == 3
-    for tls in (Tls(ca=ca[0]), Tls(stranger[0], stranger[1], ca[0]), Tls(mine[0], mine[1], stranger[0])):
-        with pytest.raises(InputError, match="no secure connection"):
-            client(port, tls).call("fetch", REQUEST)
+    with pytest.raises(InputError, match="no secure connection"):
+        client(port, Tls(mine[0], mine[1], stranger[0])).call("fetch", REQUEST)
+    for tls in (Tls(ca=ca[0]), Tls(stranger[0], stranger[1], ca[0]), PLAIN):
+        tries, before = iter(range(2)), len(caplog.records)
+
+        def give_up(tries=tries):
+            if next(tries, None) is None:
+                raise KeyboardInterrupt
+
+        with caplog.at_level("INFO", logger="mlcn_jax"), pytest.raises(KeyboardInterrupt):
+            Client(f"127.0.0.1:{port}", tls, give_up).call("fetch", REQUEST)
+        assert "it may want a certificate" in caplog.records[before].getMessage()
     server.stop(None)
 
 

@@ -15,7 +15,7 @@ from mlcn_jax.rounds import coordinator, link, worker
 from mlcn_jax.rounds.messages import Join
 from mlcn_jax.rounds.vector import num_bytes, to_vector
 from mlcn_jax.training import loop
-from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.training.checkpoint import Checkpoints, load_trained
 from mlcn_jax.training.mesh_runner import MeshRunner
 from mlcn_jax.training.metrics import read_rows
 from mlcn_jax.training.session import open_session
@@ -31,13 +31,29 @@ PLAIN = {
 }
 
 
+@pytest.fixture(autouse=True)
+def one_save_at_a_time(monkeypatch):
+    """Orbax cannot save from several threads of one process at once; workers have a process each elsewhere."""
+    save, lock = Checkpoints.save, threading.Lock()
+
+    def alone(self, *args, **kwargs):
+        with lock:
+            save(self, *args, **kwargs)
+            self.wait()
+
+    monkeypatch.setattr(Checkpoints, "save", alone)
+
+
 @contextlib.contextmanager
 def workers(session, folder, port, stop_after=None):
     """Workers in threads; gives a function that raises what one of them raised, or Stopped after some rounds."""
     errors, over = [], threading.Event()
 
+    def enough():
+        return stop_after is not None and len(read_rows(folder / "metrics.jsonl")) >= stop_after
+
     def check_worker():
-        if over.is_set():
+        if over.is_set() or enough():
             raise Stopped("over")
 
     def run(i):
@@ -62,7 +78,7 @@ def workers(session, folder, port, stop_after=None):
     def check():
         if errors:
             raise errors[0]
-        if stop_after is not None and len(read_rows(folder / "metrics.jsonl")) >= stop_after:
+        if enough():
             raise Stopped("enough")
 
     try:
