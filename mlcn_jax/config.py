@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from mlcn_jax.errors import InputError, differences
 from mlcn_jax.files import read_json
 from mlcn_jax.nn.spec import MODELS, ModelSpec
-from mlcn_jax.settings import DataSettings, ParallelSettings, TrainSettings, check
+from mlcn_jax.settings import DataSettings, ParallelSettings, RoundSettings, TrainSettings, check
 
 # Fields that may differ when a run is resumed; a change to any other makes it a different run.
 _FREE_ON_RESUME = {
@@ -29,6 +29,7 @@ _FREE_ON_RESUME = {
     "train.test_every_epoch",
     "train.score_test",
     "train.lanes_apart",
+    "train.rounds.patience_seconds",
     "parallel.plan",
     "parallel.data",
     "parallel.lane",
@@ -52,6 +53,7 @@ _ADDED = (
     *("model.lane_weights", "model.lane_seeds", "data.split_seed", "train.lanes_apart"),
     *("train.teacher", "train.teacher_weight", "train.teacher_temperature"),
     *("model.remat", "train.accumulation_steps"),
+    *(f"train.rounds.{field.name}" for field in dataclasses.fields(RoundSettings)),
 )
 
 
@@ -72,7 +74,9 @@ def check_fields(section: str, cls: type, values: Mapping[str, Any]) -> None:
         if name not in types:
             raise InputError(f"there is no field {section}.{name}{did_you_mean(name, types, f'{section}.')}")
         expected = types[name]
-        if expected is float:
+        if dataclasses.is_dataclass(expected):
+            good = isinstance(value, expected)
+        elif expected is float:
             good = isinstance(value, int | float) and not isinstance(value, bool)
             check(not good or math.isfinite(value), f"{section}.{name}", value, "finite")
         elif expected in (int, str, bool):
@@ -118,6 +122,10 @@ class RunConfig:
                     lists = [name for name, value in defaults.items() if isinstance(value, tuple)]
                     given = defaults | given
                     given |= {name: tuple(given[name]) for name in lists}
+                if section == "train":
+                    rounds = dict(given.get("rounds", {}))
+                    check_fields("train.rounds", RoundSettings, rounds)
+                    given["rounds"] = RoundSettings(**rounds)
                 check_fields(section, section_cls, given)
                 sections[section] = given if section == "model" else section_cls(**given)
             top = {name: values[name] for name in ("init_from", "profile") if name in values}
@@ -154,11 +162,14 @@ class RunConfig:
         values = flat(self.to_dict())
         return {name: value for name, value in values.items() if name not in _ADDED or value != defaults[name]}
 
+    def fixed(self) -> dict[str, Any]:
+        """The fields that affect the result, by their full names, without newer ones left at their defaults."""
+        free = _FREE_ON_RESUME - {"train.num_epochs", "train.num_steps"}
+        return {name: value for name, value in self.flat_as_before().items() if name not in free}
+
     def hash(self) -> str:
         """SHA-256 of everything that affects the result, 16 hexadecimal digits."""
-        free = _FREE_ON_RESUME - {"train.num_epochs", "train.num_steps"}
-        kept = {k: v for k, v in self.flat_as_before().items() if k not in free}
-        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.fixed(), sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def split_seed(self) -> int:

@@ -81,6 +81,43 @@ class DataSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class RoundSettings:
+    """Local rounds: workers take some steps by themselves, then their changes meet in an outer optimizer step.
+
+    Attributes:
+      steps: training steps that a worker takes in a round; 0 trains in the ordinary way, without rounds.
+      workers: among whom each batch is divided.
+      learning_rate: of the outer step, an SGD step with Nesterov momentum on the workers' mean change.
+      momentum: of the outer step.
+      bits: in which each parameter's change is sent: 8, with error feedback, or 32.
+      quorum: workers whose changes are enough for a round if the others are not heard from; 0 is more than half.
+      patience_seconds: how long a round waits for the other workers after the first one has answered.
+    """
+
+    steps: int = 0
+    workers: int = 1
+    learning_rate: float = 0.7
+    momentum: float = 0.9
+    bits: int = 8
+    quorum: int = 0
+    patience_seconds: float = 600.0
+
+    def __post_init__(self):
+        for field, least in (("steps", 0), ("workers", 1)):
+            check(getattr(self, field) >= least, f"train.rounds.{field}", getattr(self, field), f"{least} or more")
+        check(self.learning_rate > 0, "train.rounds.learning_rate", self.learning_rate, "above 0")
+        check(0 <= self.momentum < 1, "train.rounds.momentum", self.momentum, "in [0, 1)")
+        check(self.bits in (8, 32), "train.rounds.bits", self.bits, "8 or 32")
+        check(0 <= self.quorum <= self.workers, "train.rounds.quorum", self.quorum, f"0 to {self.workers}, the workers")
+        check(self.patience_seconds > 0, "train.rounds.patience_seconds", self.patience_seconds, "above 0")
+
+    @property
+    def enough(self) -> int:
+        """Workers that are enough for a round."""
+        return self.quorum or self.workers // 2 + 1
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainSettings:
     """How to train.
 
@@ -106,6 +143,7 @@ class TrainSettings:
       reconstruction_weight: weight of the mean squared error over pixels, relative to the margin loss.
       seed: seeds the initial values, image order, augmentation, lane dropout and validation split (but see
         model.lane_seeds and data.split_seed).
+      rounds: local rounds of workers that hardly talk (`mlcn_jax rounds`).
       lanes_apart: refuses settings under which a lane's training depends on the other lanes; changes nothing else.
       checkpoint_every: steps between checkpoints; 0 saves one every epoch.
       teacher: workdirs of trained models, separated by commas, whose mean probabilities are learned beside the labels;
@@ -145,6 +183,7 @@ class TrainSettings:
     test_every_epoch: bool = False
     score_test: bool = True
     lanes_apart: bool = False
+    rounds: RoundSettings = dataclasses.field(default_factory=RoundSettings)
 
     def __post_init__(self):
         for field in ("batch_size", "accumulation_steps", "num_epochs", "log_every"):

@@ -29,7 +29,7 @@ def meanings(cls: type) -> dict[str, str]:
 
 def listing(with_search: bool) -> str:
     """All fields, section by section, including those of a search if asked for."""
-    from mlcn_jax.config import SECTIONS, RunConfig
+    from mlcn_jax.config import SECTIONS, RunConfig, flat
     from mlcn_jax.search.settings import SearchSettings
 
     defaults = {**RunConfig().to_dict(), "search": dataclasses.asdict(SearchSettings())}
@@ -38,7 +38,10 @@ def listing(with_search: bool) -> str:
     for section, cls in sections.items():
         lines += ["", f"  {section}: {(cls.__doc__ or '').splitlines()[0]}"]
         known = meanings(cls)
-        lines += [entry(f"--config.{section}.{name}", value, known[name]) for name, value in defaults[section].items()]
+        for nested in (field for field in dataclasses.fields(cls) if dataclasses.is_dataclass(field.type)):
+            known |= {f"{nested.name}.{name}": text for name, text in meanings(nested.type).items()}
+        values = flat(defaults[section])
+        lines += [entry(f"--config.{section}.{name}", value, known[name]) for name, value in values.items()]
     lines += ["", "  for the entire run:"]
     of_run = meanings(RunConfig)
     of_sections = {*SECTIONS, "search"}

@@ -25,6 +25,7 @@ COMMANDS = {
     "prune": ("commands.prune", "measures what each lane is worth, and removes the least useful ones"),
     "join": ("commands.join", "joins lanes that were trained apart to one model"),
     "work": ("commands.work", "trains the next lane of a pool that nobody trains"),
+    "rounds": ("commands.rounds", "trains with workers that hardly talk, in local rounds"),
     "export": ("commands.export", "exports a trained model for predict and serve"),
     "onnx": ("commands.onnx", "converts an exported model to ONNX, and checks it"),
     "precision": ("commands.precision", "measures lanes in float32, bfloat16 and int8, and exports a mix"),

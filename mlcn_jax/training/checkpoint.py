@@ -75,6 +75,10 @@ class Checkpoints:
         """Whether any checkpoint was ever finished here, damaged ones included."""
         return bool(self._manager.all_steps()) or any(self._directory.glob("*.damaged*"))
 
+    def has(self, step: int) -> bool:
+        """Whether there is a checkpoint of `step`."""
+        return step in self._manager.all_steps()
+
     def best_step(self) -> int:
         """The step with the highest validation accuracy; the newest in a tie."""
         return max(self._accuracies, key=lambda step: (self._accuracies[step], step))

@@ -5,7 +5,6 @@ import dataclasses
 import logging
 import math
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,17 @@ from mlcn_jax.data.datasets import Split
 from mlcn_jax.distributed import processes
 from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.files import hold, read_json, write_json
+from mlcn_jax.launch import program
 from mlcn_jax.nn import tracing
 from mlcn_jax.nn.calibration import param_shapes, with_statistics, without_statistics
 from mlcn_jax.nn.model import count_parameters
 from mlcn_jax.placement.cost import check_fits_memory
-from mlcn_jax.training import evaluate, pictures
+from mlcn_jax.training import evaluate
 from mlcn_jax.training.checkpoint import Checkpoints
+from mlcn_jax.training.finish import final_results
 from mlcn_jax.training.metrics import MetricsWriter, Progress, StepLog
 from mlcn_jax.training.plan import algorithms_of, make_runner
-from mlcn_jax.training.session import calibration_images, open_session, with_flips
+from mlcn_jax.training.session import calibration_images, open_session
 from mlcn_jax.training.start import announce, check_resumable, start_state
 from mlcn_jax.training.stop_signals import StopSignals
 from mlcn_jax.training.teacher import open_teacher
@@ -49,6 +50,10 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
       Diverged: the loss is not finite; earlier checkpoints are kept.
     """
     settings = config.train
+    if settings.rounds.steps:
+        raise InputError(
+            f"train.rounds.steps is {settings.rounds.steps}: start it with {program()} rounds, or leave it at 0"
+        )
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignals())
         if not processes.is_first():
@@ -168,21 +173,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
                 params, best_step = without_statistics(restored["params"]), facts["step"]
             state = dataclasses.replace(state, params=processes.arrays_from_first(params))
             runner.start(state)
-        params = with_statistics(state.params, runner.calibrate(calibrating))
-        splits = {"validation": validation} if len(validation.labels) else {}
-        if settings.score_test:
-            splits["test"] = dataset.test
-        results: dict[str, Any] = {}
-        for name, split in splits.items():
-            _log.info("scoring %s %s images of step %d", f"{len(split.labels):,}", name, best_step)
-            scores = runner.scores(split, settings.batch_size)
-            results |= scores.to_dict(dataset.class_names, name)
-            mirrored = partial(runner.scores, split, settings.batch_size, flips=True)
-            results |= with_flips(config.data, mirrored, name)
-        if settings.score_test and processes.is_first():
-            _log.info("drawing confusion.png and reconstructions.png")
-            pictures.write_pictures(workdir, spec, params, dataset, scores)
-            results["lane_spreads"] = evaluate.lane_spreads(spec, params, dataset.test, settings.batch_size)
+        results = final_results(session, runner, workdir, best_step)
         summary = {
             **results,
             "best_step": best_step,

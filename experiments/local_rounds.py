@@ -1,0 +1,260 @@
+"""Local rounds over a slow link and over none, beside a gradient sum in every step; and processes that are killed.
+
+    python -m experiments.local_rounds --workdir=FOLDER --data_dir=FOLDER                # hours on two cores
+    python -m experiments.local_rounds --workdir=FOLDER --kills=20                       # some minutes
+
+Two workers and the coordinator are processes of this machine. The slow link of each worker is a relay of 10 Mbit/s and
+50 ms in each direction (`experiments.tiers_relay`). Three seeds train in rounds over the slow link and over loopback,
+and in the ordinary way, which computes what a sum of gradients in every step would. That sum is timed over 20 steps:
+rounds of one step in 32 bits, over both links. Time counts from the first round's end, when all have compiled.
+
+With `--kills`, a worker or the coordinator is killed (SIGKILL) at random moments and started again; what came of it is
+compared with a run that nobody disturbed. Writes `local_rounds.json`, or `local_rounds_kills.json`, to the results.
+A case that is finished in the workdir is not run again.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from experiments import REPOSITORY, RESULTS
+from experiments.tiers_relay import Link, Relay
+from mlcn_jax import host
+from mlcn_jax.distributed.processes import free_port
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json, write_json
+from mlcn_jax.launch import launch_script
+from mlcn_jax.rounds.coordinator import FOLDER
+from mlcn_jax.rounds.vector import num_bytes
+from mlcn_jax.training.metrics import read_rows
+
+WORKERS = 2
+SLOW = Link(delay_ms=50, rate_mbit=10)
+LINKS = {"loopback": Link(), "slow": SLOW}
+_KILLED = {
+    "data.validation_fraction": 0.2,
+    "model.lanes": "mlcn1:w1*2",
+    "model.decoder": "8",
+    "train.batch_size": 50,
+    "train.num_epochs": 6,
+    "train.checkpoint_every": 30,
+    "train.rounds.steps": 6,
+    "train.rounds.workers": WORKERS,
+    "train.rounds.quorum": 1,
+    "train.rounds.patience_seconds": 5.0,
+}
+_KILL_SECONDS = (3.0, 12.0)  # between kills: a process needs some to start
+
+
+class Run:
+    """The processes of a run in rounds, each with its link."""
+
+    def __init__(self, changes: dict[str, Any], folder: Path, link: Link):
+        self._folder, self._port = folder, free_port()
+        self._flags = [f"--config={REPOSITORY / 'configs' / 'default.py'}"]
+        self._flags += [f"--config.{name}={value}" for name, value in changes.items()]
+        self._relays = [Relay(("127.0.0.1", self._port), Link(link.delay_ms, link.rate_mbit)) for _ in range(WORKERS)]
+        cores = sorted(os.sched_getaffinity(0))
+        self._cores = [cores, *([cores[i % len(cores)]] for i in range(WORKERS))]
+        self.processes = [self.start(i) for i in range(WORKERS + 1)]
+
+    def start(self, i: int) -> subprocess.Popen:
+        """Starts the coordinator (0) or a worker, in the place of one that ended."""
+        own = ["--serve", f"127.0.0.1:{self._port}", "--workdir", str(self._folder)]
+        if i:
+            own = ["--coordinator", f"127.0.0.1:{self._relays[i - 1].port}", "--worker", str(i - 1)]
+            own += ["--workdir", str(self._folder / f"worker{i - 1}")]
+        log = (self._folder.parent / f"{self._folder.name}.log").open("a")
+        with log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "mlcn_jax", "rounds", *self._flags, *own],
+                cwd=REPOSITORY,
+                stdout=log,
+                stderr=log,
+            )
+        os.sched_setaffinity(process.pid, self._cores[i])
+        return process
+
+    def kill(self, i: int) -> None:
+        """Kills a process and starts it again."""
+        self.processes[i].send_signal(signal.SIGKILL)
+        self.processes[i].wait()
+        self.processes[i] = self.start(i)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that went over all links so far, in both directions."""
+        return sum(relay.sent + relay.received for relay in self._relays)
+
+    def end(self) -> None:
+        """Waits for the coordinator, then ends the rest."""
+        code = self.processes[0].wait()
+        for process in self.processes[1:]:
+            process.terminate()
+            process.wait()
+        for relay in self._relays:
+            relay.close()
+        if code:
+            raise InputError(f"the coordinator ended with code {code}: see {self._folder}.log")
+
+
+def timed(changes: dict[str, Any], folder: Path, link: str) -> dict[str, Any]:
+    """Runs a case unless it is finished: when each row of its metrics came, and the bytes that were moved by then."""
+    path = folder.parent / f"{folder.name}.json"
+    if path.exists():
+        return read_json(path)
+    run, rows = Run(changes, folder, LINKS[link]), list[dict[str, Any]]()
+    while run.processes[0].poll() is None:
+        for row in read_rows(folder / "metrics.jsonl")[len(rows) :]:
+            rows.append({**row, "at_seconds": time.monotonic(), "bytes": run.bytes_moved})
+        time.sleep(0.1)
+    run.end()
+    summary = read_json(folder / "summary.json")
+    result = {"link": link, "rows": rows, "bytes": run.bytes_moved}
+    result |= {name: summary[name] for name in ("validation_accuracy", "parameters", "steps")}
+    write_json(path, result)
+    return result
+
+
+def seconds_to(case: dict[str, Any], accuracy: float) -> float | None:
+    """Seconds from the end of the first round until a validation accuracy was first measured; None if it never was."""
+    start = case["rows"][0]["at_seconds"]
+    reached = [row for row in case["rows"] if row["split"] == "validation" and row["accuracy"] >= accuracy]
+    return reached[0]["at_seconds"] - start if reached else None
+
+
+def settings(values: Any, seed: int) -> dict[str, Any]:
+    """The training that all cases share."""
+    changes = {
+        "data.name": values.data,
+        "data.dir": values.data_dir,
+        "data.validation_fraction": 0.1,
+        "model.lanes": values.lanes,
+        "train.batch_size": values.batch,
+        "train.num_epochs": values.epochs,
+        "train.checkpoint_every": values.every,
+        "train.seed": seed,
+        "train.score_test": False,
+    }
+    if "resnet" in values.lanes:
+        changes |= {"model.norm_group": values.batch // WORKERS, "train.optimizer": "muon", "train.learning_rate": 0.12}
+    return changes
+
+
+def measure(values: Any) -> dict[str, Any]:
+    """Rounds over both links, gradient sums in every step over both, and ordinary training, all with each seed."""
+    workdir = Path(values.workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    rounds = {
+        "train.rounds.workers": WORKERS,
+        "train.rounds.steps": values.steps,
+        "train.rounds.learning_rate": values.outer_rate,
+        "train.rounds.momentum": values.outer_momentum,
+    }
+    seeds = []
+    for seed in range(values.repeats):
+        common = settings(values, seed)
+        found = {link: timed(common | rounds, workdir / f"rounds_{link}_{seed}", link) for link in LINKS}
+        plain = workdir / f"plain_{seed}"
+        if not (plain / "summary.json").exists():
+            fields = [f"--config.{name}={value}" for name, value in common.items()]
+            command = [sys.executable, "-m", "mlcn_jax", "train", f"--config={REPOSITORY / 'configs' / 'default.py'}"]
+            subprocess.run([*command, *fields, f"--workdir={plain}"], check=True, cwd=REPOSITORY)
+        stated = values.accuracy or 0.98 * found["loopback"]["validation_accuracy"]
+        times = {link: seconds_to(found[link], stated) for link in LINKS}
+        seeds.append(
+            {
+                "seed": seed,
+                "stated_accuracy": stated,
+                "seconds_to_it": times,
+                "slow_over_loopback": times["slow"] / times["loopback"] if all(times.values()) else None,
+                "validation_accuracy": {link: found[link]["validation_accuracy"] for link in LINKS}
+                | {"sum in every step": read_json(plain / "summary.json")["validation_accuracy"]},
+                "bytes_per_step": found["slow"]["bytes"] / found["slow"]["steps"] / WORKERS,
+            }
+        )
+    every = {"train.rounds.workers": WORKERS, "train.rounds.steps": 1, "train.rounds.bits": 32, "train.num_steps": 20}
+    sums = {}
+    for link in LINKS:
+        case = timed(settings(values, 0) | every, workdir / f"sum_{link}", link)
+        rows = [row for row in case["rows"] if row["split"] == "train"]
+        count = rows[-1]["step"] - rows[0]["step"]
+        sums[link] = {
+            "seconds_per_step": (rows[-1]["at_seconds"] - rows[0]["at_seconds"]) / count,
+            "bytes_per_step": (rows[-1]["bytes"] - rows[0]["bytes"]) / count / WORKERS,
+        }
+    parameters = case["parameters"]
+    return {
+        "training": settings(values, 0) | rounds,
+        "seeds": seeds,
+        "sum_in_every_step": sums,
+        "bytes_share": seeds[0]["bytes_per_step"] / sums["slow"]["bytes_per_step"],
+        "bytes_expected": {"round": 2 * num_bytes(parameters, 8), "sum": 2 * num_bytes(parameters, 32)},
+    }
+
+
+def kill(kills: int, seed: int) -> dict[str, Any]:
+    """What comes of a run whose processes are killed at random moments."""
+    rng, killed, rounds = random.Random(seed), [], dict[str, list[int]]()
+    with tempfile.TemporaryDirectory() as folder:
+        quiet, disturbed = (Run(_KILLED, Path(folder, name), Link()) for name in ("quiet", "disturbed"))
+        quiet.end()
+        while len(killed) < kills and disturbed.processes[0].poll() is None:
+            time.sleep(rng.uniform(*_KILL_SECONDS))
+            victim = rng.randrange(WORKERS + 1)
+            before = _last_round(Path(folder, "disturbed"))
+            disturbed.kill(victim)
+            killed.append({"process": "coordinator" if victim == 0 else f"worker {victim - 1}", "round": before})
+        disturbed.end()
+        for name in ("quiet", "disturbed"):
+            rows = [row for row in read_rows(Path(folder, name, "metrics.jsonl")) if row["split"] == "train"]
+            rounds[name] = [row["step"] for row in rows]
+        scores = {name: read_json(Path(folder, name, "summary.json"))["validation_accuracy"] for name in rounds}
+    return {
+        "kills": killed,
+        "rounds": len(rounds["quiet"]),
+        "every_round_once": rounds["quiet"] == rounds["disturbed"],
+        "validation_accuracy": scores,
+    }
+
+
+def _last_round(folder: Path) -> int:
+    steps = [int(path.name) for path in (folder / FOLDER).glob("[0-9]*") if path.name.isdigit()]
+    return max(steps, default=0)
+
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("workdir", "", "Folder of the runs; a finished one is kept.", flag_values=values)
+    flags.DEFINE_string("data", "fashion_mnist", "Dataset.", flag_values=values)
+    flags.DEFINE_string("data_dir", "", "Its folder; if empty, it is downloaded.", flag_values=values)
+    flags.DEFINE_string("lanes", "resnet:w4d2*4", "Lanes of the model.", flag_values=values)
+    flags.DEFINE_integer("batch", 500, "Images per step, of both workers together.", flag_values=values)
+    flags.DEFINE_integer("epochs", 4, "Epochs of each run.", flag_values=values)
+    flags.DEFINE_integer("steps", 50, "Steps of a round.", flag_values=values)
+    flags.DEFINE_integer("every", 50, "Steps between scores.", flag_values=values)
+    flags.DEFINE_float("outer_rate", 0.7, "Learning rate of the outer step.", flag_values=values)
+    flags.DEFINE_float("outer_momentum", 0.9, "Momentum of the outer step.", flag_values=values)
+    flags.DEFINE_float("accuracy", 0.0, "Stated accuracy; 0 is 0.98 of that over loopback.", flag_values=values)
+    flags.DEFINE_integer("repeats", 3, "Seeds.", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("kills", 0, "Kill so many processes instead.", lower_bound=0, flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
+    if not values.kills and not values.workdir:
+        raise InputError("--workdir=FOLDER is needed: the runs are kept there")
+    name = "local_rounds_kills" if values.kills else "local_rounds"
+    found = kill(values.kills, 0) if values.kills else measure(values)
+    write_json(RESULTS / f"{name}.json", {**found, **host.environment()})
+    print(found)
+
+
+if __name__ == "__main__":
+    launch_script(define, main)

@@ -1,0 +1,109 @@
+"""Trains one model with several workers that hardly talk: each takes some steps by itself, then their changes meet.
+
+    mlcn_jax rounds --config=quickstart --workdir=runs/rounds --config.train.rounds.steps=50 \
+        --config.train.rounds.workers=2                                    # everything on this machine
+    mlcn_jax rounds --config=... --workdir=runs/rounds --serve=0.0.0.0:29600                  # the coordinator
+    mlcn_jax rounds --config=... --workdir=runs/worker1 --coordinator=HOST:29600 --worker=1   # a worker, elsewhere
+
+All of them take the same configuration (`train.rounds`). The same command resumes what was stopped or killed. Without
+`--serve` and `--coordinator` the workers are started here. Writes to the coordinator's workdir what `train` writes.
+Certificates (`--tls_cert`, `--tls_key`, `--ca`) encrypt, and let in only who has one.
+"""
+
+import contextlib
+import importlib.util
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from absl import flags
+
+from mlcn_jax.commands import arguments
+from mlcn_jax.commands.run_config import config_of, needed_workdir
+from mlcn_jax.commands.train import print_summary
+from mlcn_jax.errors import InputError
+
+_STOP_SECONDS = 20.0
+_log = logging.getLogger("mlcn_jax")
+
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("workdir", "", "Folder of the run, or of the worker's state.", flag_values=values)
+    flags.DEFINE_string("serve", "", "HOST:PORT at which workers elsewhere reach this coordinator.", flag_values=values)
+    flags.DEFINE_string("coordinator", "", "HOST:PORT of the coordinator, for a worker.", flag_values=values)
+    flags.DEFINE_integer("worker", -1, "Number of this worker, from 0.", flag_values=values)
+    flags.DEFINE_string("tls_cert", "", "Own certificate (PEM).", flag_values=values)
+    flags.DEFINE_string("tls_key", "", "Private key (PEM) of --tls_cert.", flag_values=values)
+    flags.DEFINE_string("ca", "", "Certificates (PEM) of who signed those of the others.", flag_values=values)
+
+
+def main(argv: Sequence[str]) -> int:
+    values = arguments.parse("rounds", __doc__, define, argv, config="run")
+    workdir, config = needed_workdir(values), config_of(values)
+    if values.serve and values.coordinator:
+        raise InputError("--serve makes this the coordinator, --coordinator a worker: give one of them")
+    if bool(values.coordinator) != (values.worker >= 0):
+        raise InputError("a worker needs both --coordinator=HOST:PORT and its number, --worker=0 and so on")
+    if bool(values.tls_cert) != bool(values.tls_key):
+        raise InputError("--tls_cert and --tls_key are a pair: give both")
+    if not importlib.util.find_spec("grpc"):
+        raise InputError("rounds need grpcio: pip install 'mlcn_jax[rounds]'")
+
+    from mlcn_jax import host
+    from mlcn_jax.rounds.coordinator import coordinate
+    from mlcn_jax.rounds.link import Tls
+    from mlcn_jax.rounds.worker import work
+
+    tls = Tls(*(Path(name).expanduser() if name else None for name in (values.tls_cert, values.tls_key, values.ca)))
+    host.keep_compiled_programs()
+    if values.coordinator:
+        work(config, workdir, values.coordinator, values.worker, tls)
+        return 0
+    here = None if values.serve else _Here(list(argv), workdir, config.train.rounds.workers)
+    summary = coordinate(config, workdir, values.serve or "127.0.0.1:0", tls, here)
+    print_summary(workdir, summary)
+    return 0
+
+
+class _Here:
+    """Starts workers on this machine and stops them in the end.
+
+    Args:
+      argv: the flags of this command.
+      workdir: each has a folder in it.
+      count: how many.
+    """
+
+    def __init__(self, argv: list[str], workdir: Path, count: int):
+        self._argv, self._workdir, self._count = argv, workdir, count
+
+    @contextlib.contextmanager
+    def __call__(self, port: int) -> Iterator[Callable[[], None]]:
+        common = [sys.executable, "-m", "mlcn_jax", "rounds", *self._argv, f"--coordinator=127.0.0.1:{port}"]
+        folders = [self._workdir / f"worker{i}" for i in range(self._count)]
+        running = [subprocess.Popen([*common, f"--worker={i}", f"--workdir={at}"]) for i, at in enumerate(folders)]
+        told: set[int] = set()
+
+        def check() -> None:
+            for i, process in enumerate(running):
+                if process.poll() is not None and i not in told:
+                    told.add(i)
+                    _log.warning("worker %d ended with code %d", i, process.returncode)
+            if len(told) == self._count:
+                raise InputError("all workers have ended: their messages are above")
+
+        try:
+            yield check
+        finally:
+            for process in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_STOP_SECONDS if sys.exc_info()[0] is None else 0)
+            for process in running:
+                process.terminate()
+            for process in running:
+                try:
+                    process.wait(_STOP_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()

@@ -1,0 +1,217 @@
+"""The coordinator of a run in rounds: the outer step on the workers' mean change, checkpoints, scores, the summary.
+
+A round is saved before workers hear of the next one, so that a coordinator that was killed repeats at most one.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mlcn_jax.config import RunConfig
+from mlcn_jax.errors import Diverged, InputError, differences
+from mlcn_jax.files import hold, write_json
+from mlcn_jax.nn import tracing
+from mlcn_jax.nn.calibration import param_shapes
+from mlcn_jax.rounds import link
+from mlcn_jax.rounds.judge import Judge
+from mlcn_jax.rounds.meeting import Meeting
+from mlcn_jax.rounds.messages import Join
+from mlcn_jax.rounds.vector import Vector, compress, decode, to_vector
+from mlcn_jax.settings import RoundSettings
+from mlcn_jax.training.checkpoint import Checkpoints
+from mlcn_jax.training.plan import algorithms_of
+from mlcn_jax.training.session import Session, open_session
+from mlcn_jax.training.start import check_resumable, start_state
+from mlcn_jax.training.stop_signals import StopSignals
+
+_GRACE_SECONDS = 2.0  # for workers to hear that the run is over
+FOLDER = "rounds"  # of the coordinator's own checkpoints, in the workdir
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """What a round begins with: parameters, the outer optimizer's state, and what 8 bits have left out so far."""
+
+    round: int
+    vector: Vector
+    outer: optax.OptState
+    residual: Vector
+
+
+def outer_step(settings: RoundSettings, shared: Shared, changes: Mapping[int, Vector]) -> tuple[Shared, bytes]:
+    """The next round's beginning, and the bytes that bring a worker there from this one's.
+
+    Workers apply the bytes, so the new parameters are the old ones plus what the bytes hold, here as there.
+
+    Source: Douillard et al. 2023, arXiv 2311.08105, algorithm 1, lines 10 to 13.
+    """
+    mean = np.mean(list(changes.values()), axis=0, dtype=np.float32)
+    optimizer = optax.sgd(settings.learning_rate, settings.momentum, nesterov=True)
+    update, outer = optimizer.update(jnp.asarray(mean), shared.outer)
+    content, residual = compress(np.asarray(update), shared.residual, settings.bits)
+    vector = shared.vector + decode(content, shared.vector.size, settings.bits)
+    return Shared(shared.round + 1, vector, jax.device_get(outer), residual), content
+
+
+def start_outer(settings: RoundSettings, vector: Vector) -> optax.OptState:
+    """The outer optimizer's state before the first round."""
+    return optax.sgd(settings.learning_rate, settings.momentum, nesterov=True).init(jnp.asarray(vector))
+
+
+def check_rounds(session: Session) -> int:
+    """The number of rounds of a run; raises InputError if its batches cannot be divided among the workers."""
+    settings, rounds = session.config.train, session.config.train.rounds
+    if not rounds.steps:
+        raise InputError("train.rounds.steps is 0: give the steps that a worker takes by itself, such as 50")
+    if session.config.parallel.processes != 1:
+        raise InputError(
+            f"parallel.processes is {session.config.parallel.processes}; it must be 1 in rounds, where each worker is "
+            "a run of its own: give train.rounds.workers"
+        )
+    if settings.teacher:
+        raise InputError("train.teacher is not possible in rounds: leave it empty")
+    if settings.batch_size % rounds.workers:
+        raise InputError(
+            f"train.batch_size={settings.batch_size} cannot be divided among train.rounds.workers={rounds.workers}: "
+            "use a multiple"
+        )
+    share, spec = settings.batch_size // rounds.workers, session.spec
+    group = min(spec.norm_group, settings.batch_size)
+    if share % group and any(lanes.kind.normalises for lanes in spec.lane_groups):
+        raise InputError(
+            f"model.norm_group={group} images are normalised together, but a worker's part of a batch has {share}: use "
+            f"a divisor of {share}"
+        )
+    return -(-session.num_steps // rounds.steps)
+
+
+def identity(session: Session) -> str:
+    """16 hexadecimal digits of all that workers of one run have in common: configuration and training images."""
+    facts = f"{session.config.hash()} {session.model_facts()['training_images_sha256']}"
+    return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+
+def admit(session: Session, request: Join) -> str:
+    """The answer to a worker that joins: the run's identity.
+
+    Raises:
+      InputError: its configuration or its images are others.
+    """
+    mine = {**session.config.fixed(), "training images": session.model_facts()["training_images_sha256"]}
+    theirs = {**request.fields, "training images": request.data}
+    names = dict.fromkeys([*mine, *theirs])
+    if rows := differences(theirs, mine, names, f"in worker {request.worker}", "in the coordinator"):
+        raise InputError("the configurations differ:\n" + "\n".join(rows) + "\ngive all of them the same values")
+    return identity(session)
+
+
+def coordinate(
+    config: RunConfig,
+    workdir: Path,
+    address: str,
+    tls: link.Tls = link.Tls(),  # noqa: B008 -- it is frozen
+    on_start: Callable[[int], contextlib.AbstractContextManager[Callable[[], None]]] | None = None,
+) -> dict[str, Any]:
+    """Coordinates a run until its end and returns the summary, which is also written to `workdir/summary.json`.
+
+    A run in the workdir is resumed after its last complete round.
+
+    Args:
+      config: the run's, equal in all workers but for what does not affect the result.
+      workdir: holds what `loop.train` writes, and the coordinator's state in `rounds`.
+      address: HOST:PORT to listen at; port 0 takes a free one.
+      tls: certificates.
+      on_start: called with the port once it listens; what it gives is called now and then while workers compute.
+
+    Raises:
+      InputError: some input cannot be used.
+      Stopped: a signal asked it to stop; the last complete round is saved.
+      Diverged: the parameters are no longer finite; earlier rounds are kept.
+    """
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(StopSignals())
+        stack.enter_context(hold(workdir))
+        session = open_session(config)
+        settings, num_rounds = config.train.rounds, check_rounds(session)
+        own = Checkpoints(workdir / FOLDER)
+        stack.callback(own.close)
+        facts = session.model_facts()
+        if own.exist():
+            check_resumable(session, workdir, facts)
+        shared = _start(session, own)
+        write_json(workdir / "config.json", config.to_dict())
+        write_json(workdir / "model.json", facts)
+        plan = session.plan(workdir / "device_speeds.json")
+        algorithms = algorithms_of(plan, session.spec, config.train.batch_size, {})
+        stack.enter_context(tracing.using(tracing.Target(algorithms=tracing.as_pairs(algorithms))))
+        judge = Judge(session, workdir, min(shared.round * settings.steps, session.num_steps))
+        stack.callback(judge.close)
+        meeting = Meeting(settings, identity(session), shared.vector, shared.round)
+        handlers = {"join": lambda request: admit(session, request), "fetch": meeting.fetch, "push": meeting.push}
+        server, port = link.serve(handlers, address, tls, settings.workers)
+        stack.callback(lambda: server.stop(_GRACE_SECONDS).wait())
+        watch = stack.enter_context(on_start(port)) if on_start else _no_watch
+
+        def check() -> None:
+            stop.check(f"after round {shared.round} of {num_rounds}")
+            watch()
+
+        _log.info("round %d of %d; %d workers may come to port %d", shared.round, num_rounds, settings.workers, port)
+        while shared.round < num_rounds:
+            started = time.monotonic()
+            changes, metrics = meeting.gather(check)
+            shared, update = outer_step(settings, shared, changes)
+            if not np.isfinite(shared.vector).all():
+                raise Diverged(f"round {shared.round}: the parameters are not finite; earlier rounds are kept")
+            state = {"params": {"vector": shared.vector}, "optimizer": (shared.outer, shared.residual)}
+            own.save(shared.round, state, {"config_hash": config.hash()})
+            own.wait()
+            if shared.round == num_rounds:
+                meeting.finish()
+            else:
+                meeting.advance(shared.vector, update)
+            step = min(shared.round * settings.steps, session.num_steps)
+            judge.round(step, metrics, time.monotonic() - started, shared.vector)
+        meeting.finish()
+        about = {"rounds": num_rounds, "workers": settings.workers, "parameters": shared.vector.size}
+        return judge.finish(shared.vector, about)
+
+
+def _no_watch() -> None:
+    """Nothing to look at while workers compute."""
+
+
+class _Nothing:
+    """No checkpoints, so that a run starts anew."""
+
+    def exist(self) -> bool:
+        return False
+
+
+def _start(session: Session, own: Checkpoints) -> Shared:
+    """The newest round saved, or the beginning of the run."""
+    settings = session.config.train.rounds
+    if not own.exist():
+        vector = to_vector(start_state(session, _Nothing())[0].params)
+        return Shared(0, vector, jax.device_get(start_outer(settings, vector)), np.zeros_like(vector))
+    size = sum(leaf.size for leaf in jax.tree.leaves(param_shapes(session.spec)))
+    vector = jax.ShapeDtypeStruct((size,), jnp.float32)
+    like = {
+        "params": {"vector": vector},
+        "optimizer": (jax.eval_shape(lambda v: start_outer(settings, v), vector), vector),
+    }
+    restored, facts = own.restore(like)
+    _log.info("resuming after round %d", facts["step"])
+    outer, residual = jax.device_get(restored["optimizer"])
+    return Shared(facts["step"], np.asarray(restored["params"]["vector"]), outer, np.asarray(residual))

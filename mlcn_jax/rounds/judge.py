@@ -1,0 +1,131 @@
+"""Scores of a run in rounds: metrics of each round, checkpoints that other commands read, and the summary."""
+
+import logging
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mlcn_jax import host
+from mlcn_jax.files import write_json
+from mlcn_jax.nn.calibration import param_shapes, with_statistics, without_statistics
+from mlcn_jax.nn.model import count_parameters
+from mlcn_jax.rounds.vector import Vector, from_vector
+from mlcn_jax.training.checkpoint import Checkpoints
+from mlcn_jax.training.finish import final_results
+from mlcn_jax.training.mesh_runner import MeshRunner
+from mlcn_jax.training.metrics import MetricsWriter
+from mlcn_jax.training.session import Session, calibration_images
+from mlcn_jax.training.step import TrainState
+
+_log = logging.getLogger(__name__)
+
+
+class Judge:
+    """Scores parameters on the coordinator's device.
+
+    Args:
+      session: the run's.
+      workdir: where metrics, checkpoints and the summary go.
+      step: training steps done so far.
+    """
+
+    def __init__(self, session: Session, workdir: Path, step: int):
+        self._session, self._workdir = session, workdir
+        self._checkpoints = Checkpoints(workdir / "checkpoints")
+        self._like = param_shapes(session.spec)
+        self._runner = MeshRunner(session.spec, session.optimizer, None, **session.step_options)
+        self._writer = MetricsWriter(workdir, step)
+        self._calibrating = calibration_images(session.train, session.config.train.batch_size)
+        self._last = step
+
+    def round(self, step: int, metrics: Mapping[int, Mapping[str, float]], seconds: float, vector: Vector) -> None:
+        """Records a round that ended at `step`, and scores its parameters where a checkpoint is due.
+
+        Args:
+          step: training steps done.
+          metrics: of the workers that took part.
+          seconds: that the round took.
+          vector: the parameters after it.
+        """
+        settings, session = self._session.config.train, self._session
+        means = {name: statistics.mean(own[name] for own in metrics.values()) for name in ("loss", "accuracy")}
+        self._writer.write(step, "train", {**means, "workers": len(metrics), "round_seconds": seconds})
+        _log.info(
+            "step %d  loss %.4f  accuracy %.2f%%  %d workers  %.1f s", step, *_shown(means), len(metrics), seconds
+        )
+        every = settings.checkpoint_every or session.steps_per_epoch
+        if step // every > self._last // every or step == session.num_steps:
+            self._save(step, vector)
+        self._last = step
+
+    def _save(self, step: int, vector: Vector) -> None:
+        """Writes a checkpoint as that of an ordinary run, with the accuracy on the held-out images."""
+        session = self._session
+        params, accuracy = self._load(vector, step), None
+        calibrated = with_statistics(params, self._runner.calibrate(self._calibrating))
+        if len(session.validation.labels):
+            scores = self._runner.scores(session.validation, session.config.train.batch_size)
+            accuracy = scores.accuracy
+            self._writer.write(step, "validation", {"loss": scores.loss, "accuracy": accuracy})
+            _log.info("step %d  validation loss %.4f  accuracy %.2f%%", step, scores.loss, 100 * accuracy)
+        state = {"params": calibrated, "optimizer": {"steps": np.int32(step)}}  # the optimizers' states are elsewhere
+        self._checkpoints.save(step, state, {"config_hash": session.config.hash()}, accuracy)
+        self._checkpoints.wait()  # before the coordinator saves its own state: Orbax does one at a time
+
+    def _load(self, vector: Vector, step: int) -> dict:
+        params = from_vector(vector, self._like)
+        self._runner.start(TrainState(jnp.asarray(step, jnp.int32), params, ()))
+        return params
+
+    def finish(self, vector: Vector, about: Mapping[str, Any]) -> dict[str, Any]:
+        """Scores the best parameters and writes the summary.
+
+        Args:
+          vector: the parameters at the end.
+          about: what the summary says of the rounds.
+        """
+        session, config = self._session, self._session.config
+        num_steps = session.num_steps
+        if not self._checkpoints.has(num_steps):  # it was stopped right after the last round
+            self._save(num_steps, vector)
+        self._checkpoints.wait()
+        step = num_steps
+        self._load(vector, step)
+        if len(session.validation.labels):
+            like = {"params": param_shapes(session.spec, calibrated=True)}
+            restored, facts = self._checkpoints.restore(like, best=True)
+            step = facts["step"]
+            self._runner.start(
+                TrainState(jnp.asarray(step, jnp.int32), without_statistics(jax.device_get(restored["params"])), ())
+            )
+        summary = {
+            **final_results(session, self._runner, self._workdir, step),
+            "best_step": step,
+            "steps": num_steps,
+            "parameters": count_parameters(session.spec)["total"],
+            "peak_memory_bytes": host.peak_memory_bytes(),
+            "data": {
+                "name": session.dataset.name,
+                "train_images": len(session.train.labels),
+                **session.dataset.provenance,
+            },
+            "config_hash": config.hash(),
+            "rounds": dict(about),
+            **host.environment(),
+        }
+        write_json(self._workdir / "summary.json", summary)
+        return summary
+
+    def close(self) -> None:
+        """Ends what writes in the background."""
+        self._writer.close()
+        self._checkpoints.close()
+
+
+def _shown(means: Mapping[str, float]) -> tuple[float, float]:
+    return means["loss"], 100 * means["accuracy"]

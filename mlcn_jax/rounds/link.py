@@ -1,0 +1,181 @@
+"""The connection between workers and their coordinator: gRPC calls, TLS, and patience with a link that fails.
+
+gRPC rather than a framework for federated learning: in Flower 1.42 a run whose server process dies is a failed one that
+cannot go on (`SqlCoreState._cleanup_expired_task_tokens`), and its deployment brings a database, FastAPI and uv.
+"""
+
+import concurrent.futures
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.rounds import messages
+
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when it is imported
+import grpc
+
+SERVICE = "mlcn_jax.Rounds"
+CALLS: dict[str, tuple[type, type]] = {
+    "join": (messages.Join, str),
+    "fetch": (messages.Fetch, messages.Begin),
+    "push": (messages.Change, messages.Receipt),
+}
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between tries
+_CALL_SECONDS = 3600.0  # a message of many megabytes over a slow link; a dead link is found by pings
+_PINGS = [("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 20_000)]
+_OF_SERVER = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.so_reuseport", 0),  # or a second coordinator at the same port would take a part of the calls
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+]
+_OF_WORKER = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 10_000),
+]
+_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+_TLS_WORDS = ("handshake", "certificate", "ssl")
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tls:
+    """Files (PEM) of TLS: one's own certificate and key, and the certificates of who signed the others'."""
+
+    cert: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+
+    def of_server(self) -> grpc.ServerCredentials | None:
+        """None without a certificate. With `ca`, only workers with a certificate of its are let in."""
+        if self.cert is None or self.key is None:
+            return None
+        pair = (_read(self.key), _read(self.cert))
+        return grpc.ssl_server_credentials([pair], _read(self.ca), require_client_auth=self.ca is not None)
+
+    def of_worker(self) -> grpc.ChannelCredentials | None:
+        """None without `ca`."""
+        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert)) if self.ca else None
+
+
+def serve(
+    handlers: Mapping[str, Callable[[Any], Any]], address: str, tls: Tls, workers: int
+) -> tuple[grpc.Server, int]:
+    """Starts answering calls with `handlers`, by name; returns the server and its port.
+
+    An InputError of a handler refuses the call; the worker ends with its text.
+
+    Raises:
+      InputError: the address cannot be used.
+    """
+
+    def handler(name: str) -> grpc.RpcMethodHandler:
+        taken, _ = CALLS[name]
+
+        def answer(request: Any, context: grpc.ServicerContext) -> Any:
+            try:
+                return handlers[name](request)
+            except InputError as error:
+                return context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+
+        decoder = msgspec.msgpack.Decoder(taken)
+        return grpc.unary_unary_rpc_method_handler(answer, decoder.decode, msgspec.msgpack.Encoder().encode)
+
+    # Every worker may wait in one call while a lost one of its calls has not yet timed out.
+    pool = concurrent.futures.ThreadPoolExecutor(2 * workers + 2)
+    server = grpc.server(pool, options=[*_OF_SERVER, *_PINGS])
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(SERVICE, {name: handler(name) for name in CALLS}),)
+    )
+    credentials = tls.of_server()
+    try:
+        port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise InputError(f"--serve={address} cannot be used ({error}): give HOST:PORT of a free port") from error
+    server.start()
+    return server, port
+
+
+class Client:
+    """A worker's calls to its coordinator, tried again until they are answered.
+
+    Args:
+      address: HOST:PORT of the coordinator.
+      tls: how to connect.
+      check: is called before each try, and may raise to give up.
+    """
+
+    def __init__(self, address: str, tls: Tls, check: Callable[[], None]):
+        options, credentials = [*_OF_WORKER, *_PINGS], tls.of_worker()
+        self._address, self._check = address, check
+        self._channel = (
+            grpc.secure_channel(address, credentials, options)
+            if credentials
+            else grpc.insecure_channel(address, options)
+        )
+        self._calls = {
+            name: self._channel.unary_unary(
+                f"/{SERVICE}/{name}", msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(given).decode
+            )
+            for name, (_, given) in CALLS.items()
+        }
+        self.sent = self.received = 0  # bytes of messages
+
+    def call(self, name: str, request: Any) -> Any:
+        """The answer to one of `CALLS`.
+
+        Raises:
+          InputError: the coordinator refuses.
+        """
+        pause, told = _PAUSE_SECONDS, False
+        while True:
+            self._check()
+            try:
+                answer = self._calls[name](request, timeout=_CALL_SECONDS)
+            except grpc.RpcError as error:
+                if any(word in error.details().lower() for word in _TLS_WORDS):
+                    raise InputError(
+                        f"no secure connection to the coordinator at {self._address} ({error.details()}): check "
+                        "--tls_cert, --tls_key and --ca, here and there"
+                    ) from error
+                if error.code() not in _LOST:
+                    raise InputError(f"the coordinator at {self._address} refuses: {error.details()}") from error
+                if not told:
+                    hint = "; it may want a certificate, or another one" if "Socket closed" in error.details() else ""
+                    _log.info(
+                        "the coordinator at %s cannot be reached (%s)%s: trying on",
+                        self._address,
+                        error.details(),
+                        hint,
+                    )
+                told = True
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            else:
+                if told:
+                    _log.info("the coordinator at %s is back", self._address)
+                self.sent += len(getattr(request, "content", b""))
+                self.received += len(getattr(answer, "content", b""))
+                return answer
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._channel.close()
+
+
+def _read(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}): give a PEM file") from error

@@ -1,0 +1,142 @@
+"""Where the changes of a round meet: who is expected, whose change has come, and when a round can end.
+
+Every round counts each worker at most once. A round ends when all workers that are expected have answered, or when
+enough have and the first of them has waited long enough. A worker whose change did not come is not expected again until
+it asks for parameters.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.rounds.messages import Begin, Change, Fetch, Receipt
+from mlcn_jax.rounds.vector import Vector, decode, encode
+from mlcn_jax.settings import RoundSettings
+
+_POLL_SECONDS = 0.5
+_log = logging.getLogger(__name__)
+
+
+class Meeting:
+    """The state of a run that workers and the coordinator's loop share; all methods may be called from any thread.
+
+    Args:
+      settings: of the run.
+      run: identifies it; messages of another are refused.
+      vector: the parameters that the round begins with.
+      round_: the round to begin with.
+      wait_seconds: how long a call of `fetch` is held while there is nothing to do.
+      clock: seconds, for tests.
+    """
+
+    def __init__(
+        self,
+        settings: RoundSettings,
+        run: str,
+        vector: Vector,
+        round_: int,
+        wait_seconds: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._settings, self._run, self._wait_seconds, self._clock = settings, run, wait_seconds, clock
+        self._vector, self._round, self._update, self._finished = vector, round_, b"", False
+        self._changes: dict[int, Vector] = {}
+        self._metrics: dict[int, dict[str, float]] = {}
+        self._expected = set(range(settings.workers))
+        self._first_answer = 0.0
+        self._told = False
+        self._condition = threading.Condition()
+
+    def fetch(self, request: Fetch) -> Begin:
+        """What a worker is to do next; waits for some seconds if that is nothing.
+
+        Raises:
+          InputError: the request is of another run or worker.
+        """
+        self._check(request.run, request.worker)
+        with self._condition:
+            self._condition.wait_for(lambda: self._has_work(request), self._wait_seconds)
+            if self._finished:
+                return Begin(self._round, "finished")
+            if not self._has_work(request):
+                return Begin(self._round, "wait")
+            self._expected.add(request.worker)
+            if request.have == self._round:
+                return Begin(self._round, "again")
+            if request.have == self._round - 1 and self._update:
+                return Begin(self._round, "update", self._update)
+            return Begin(self._round, "full", encode(self._vector, 32))
+
+    def _has_work(self, request: Fetch) -> bool:
+        return self._finished or request.have != self._round or request.worker not in self._changes
+
+    def push(self, change: Change) -> Receipt:
+        """Takes a worker's change if it is of the round that is open and its first.
+
+        Raises:
+          InputError: it is of another run, of a worker that there is not, or damaged.
+        """
+        self._check(change.run, change.worker)
+        try:
+            vector = decode(change.content, self._vector.size, self._settings.bits)
+        except ValueError as error:
+            raise InputError(f"the change of worker {change.worker} in round {change.round} has {error}") from error
+        with self._condition:
+            if change.round != self._round or self._finished:
+                return Receipt(False, f"round {change.round} is over, and round {self._round} is open")
+            if change.worker not in self._changes:
+                if not self._changes:
+                    self._first_answer = self._clock()
+                self._changes[change.worker], self._metrics[change.worker] = vector, change.metrics
+                self._condition.notify_all()
+            return Receipt(True)
+
+    def _check(self, run: str, worker: int) -> None:
+        if run != self._run:
+            raise InputError(f"worker {worker} is of another configuration or other images than this run")
+        if not 0 <= worker < self._settings.workers:
+            raise InputError(
+                f"there is no worker {worker}: train.rounds.workers is {self._settings.workers}, and they count from 0"
+            )
+
+    def gather(self, check: Callable[[], None]) -> tuple[dict[int, Vector], dict[int, dict[str, float]]]:
+        """Waits until the round can end; returns changes and metrics by worker.
+
+        Args:
+          check: is called now and then while it waits, and may raise.
+        """
+        with self._condition:
+            while not self._can_end():
+                check()
+                self._condition.wait(_POLL_SECONDS)
+            return dict(sorted(self._changes.items())), dict(sorted(self._metrics.items()))
+
+    def _can_end(self) -> bool:
+        came, enough = self._changes.keys(), len(self._changes) >= self._settings.enough
+        if self._expected <= came:
+            if not enough and not self._told:
+                self._told = True
+                _log.warning(
+                    "round %d waits: %d of %d workers have answered, and %d are needed (train.rounds.quorum)",
+                    *(self._round, len(came), self._settings.workers, self._settings.enough),
+                )
+            return enough
+        return enough and self._clock() - self._first_answer >= self._settings.patience_seconds
+
+    def advance(self, vector: Vector, update: bytes) -> None:
+        """Opens the next round with new parameters; `update` is what brings there whoever has those before."""
+        with self._condition:
+            if missing := sorted(self._expected - self._changes.keys()):
+                _log.warning("round %d ended without worker %s", self._round, ", ".join(map(str, missing)))
+            self._expected = set(self._changes)
+            self._vector, self._update, self._round, self._told = vector, update, self._round + 1, False
+            self._changes, self._metrics = {}, {}
+            self._condition.notify_all()
+
+    def finish(self) -> None:
+        """Tells all workers that the run is over."""
+        with self._condition:
+            self._finished = True
+            self._condition.notify_all()

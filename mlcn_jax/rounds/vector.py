@@ -1,0 +1,79 @@
+"""A model's parameters as one vector, and changes of it in 8 bits with error feedback."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float32
+
+BLOCK = 256  # values that share a scale
+_LARGEST = 127  # of the codes
+
+Vector = Float32[np.ndarray, " n"]
+
+
+def to_vector(params: Any) -> Vector:
+    """All values of a tree of arrays, in the order of its leaves."""
+    return np.concatenate([np.asarray(leaf).astype(np.float32).ravel() for leaf in jax.tree.leaves(params)])
+
+
+def from_vector(vector: Vector, like: Any) -> Any:
+    """The tree of arrays that a vector stands for, with the shapes and dtypes of `like`."""
+    leaves, tree = jax.tree.flatten(like)
+    ends = np.cumsum([leaf.size for leaf in leaves])
+    parts = np.split(vector, ends[:-1])
+    return jax.tree.unflatten(
+        tree, [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)]
+    )
+
+
+def encode(values: Vector, bits: int) -> bytes:
+    """Values as bytes: in 32 bits exactly, or in 8 bits with a scale for each `BLOCK` of them.
+
+    Source: Dettmers et al. 2022, arXiv 2110.02861, section 2.1, for scales by block; codes here are evenly spaced.
+    """
+    if bits == 32:
+        return values.astype("<f4").tobytes()
+    blocks = _blocks(values)
+    scales = np.max(np.abs(blocks), axis=1, initial=0).astype(np.float32) / np.float32(_LARGEST)
+    codes = np.rint(blocks / np.where(scales > 0, scales, 1)[:, None]).astype(np.int8)
+    return scales.astype("<f4").tobytes() + codes.ravel()[: values.size].tobytes()
+
+
+def num_bytes(size: int, bits: int) -> int:
+    """How many bytes `encode` gives for so many values."""
+    return 4 * size if bits == 32 else 4 * -(-size // BLOCK) + size
+
+
+def decode(content: bytes, size: int, bits: int) -> Vector:
+    """The values that `encode` gave.
+
+    Raises:
+      ValueError: there are more or fewer than `size` values, or they are not finite.
+    """
+    if len(content) != num_bytes(size, bits):
+        raise ValueError(f"{len(content):,} bytes, where {size:,} values in {bits} bits take {num_bytes(size, bits):,}")
+    if bits == 32:
+        values = np.frombuffer(content, "<f4").astype(np.float32)
+    else:
+        codes = np.frombuffer(content, np.int8, size, len(content) - size).astype(np.float32)
+        scales = np.frombuffer(content, "<f4", -(-size // BLOCK)).astype(np.float32)
+        values = (_blocks(codes) * scales[:, None]).ravel()[:size]
+    if not np.isfinite(values).all():
+        raise ValueError("values that are not finite")
+    return values
+
+
+def compress(values: Vector, residual: Vector, bits: int) -> tuple[bytes, Vector]:
+    """Values and what was left of those before, as bytes, and what these leave out: the next residual.
+
+    Source: Seide et al. 2014 (1-bit SGD), section 2, for error feedback.
+    """
+    total = values + residual
+    content = encode(total, bits)
+    return content, total - decode(content, total.size, bits)
+
+
+def _blocks(values: np.ndarray) -> np.ndarray:
+    """Rows of `BLOCK` values, the last filled up with zeros."""
+    return np.pad(values, (0, -values.size % BLOCK)).reshape(-1, BLOCK)

@@ -1,0 +1,245 @@
+"""A worker of a run in rounds: takes its part of every batch, and sends how its steps changed the parameters.
+
+Its optimizer's state and what 8 bits have left out are saved before a change is sent: a worker that was killed sends
+the same change again, or repeats the round.
+"""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mlcn_jax.config import RunConfig
+from mlcn_jax.data.batches import Batches
+from mlcn_jax.errors import Diverged, InputError
+from mlcn_jax.files import hold
+from mlcn_jax.nn import tracing
+from mlcn_jax.nn.calibration import param_shapes
+from mlcn_jax.rounds import link
+from mlcn_jax.rounds.coordinator import check_rounds, identity
+from mlcn_jax.rounds.messages import Begin, Change, Fetch, Join
+from mlcn_jax.rounds.vector import Vector, compress, decode, from_vector, num_bytes, to_vector
+from mlcn_jax.training.checkpoint import Checkpoints
+from mlcn_jax.training.plan import algorithms_of, make_runner
+from mlcn_jax.training.session import Session, open_session
+from mlcn_jax.training.step import TrainState
+from mlcn_jax.training.stop_signals import StopSignals
+
+_SEEDS_APART = 2**20  # of the workers' augmentation and lane dropout
+_log = logging.getLogger(__name__)
+
+
+def work(config: RunConfig, workdir: Path, address: str, worker: int, tls: link.Tls = link.Tls()) -> None:  # noqa: B008
+    """Works for the coordinator at an address until the run is over.
+
+    Args:
+      config: equal to the coordinator's, but for what does not affect the result.
+      workdir: where this worker keeps its own state, and finds it again.
+      address: HOST:PORT.
+      worker: its number, from 0.
+      tls: certificates.
+
+    Raises:
+      InputError: the coordinator refuses, or some input cannot be used.
+      Stopped: a signal asked it to stop; at most the round that it was in is repeated.
+      Diverged: its parameters are no longer finite.
+    """
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(StopSignals())
+        stack.enter_context(hold(workdir))
+        session = open_session(config)
+        check_rounds(session)
+        if not 0 <= worker < config.train.rounds.workers:
+            raise InputError(
+                f"--worker={worker} is not one of train.rounds.workers={config.train.rounds.workers}, counted from 0"
+            )
+
+        def check() -> None:
+            stop.check(f"in worker {worker}")
+
+        client = link.Client(address, tls, check)
+        stack.callback(client.close)
+        trainer = Trainer(session, worker, workdir)
+        stack.callback(trainer.close)
+        facts = session.model_facts()
+        request = Join(worker, config.fixed(), facts["training_images_sha256"])
+        run = client.call("join", request)
+        follow(client, trainer, run, worker, check)
+        _log.info("the run is over; sent %s and received %s bytes", f"{client.sent:,}", f"{client.received:,}")
+
+
+def follow(client: Any, trainer: "Trainer", run: str, worker: int, check: Callable[[], None]) -> None:
+    """Computes the rounds that a coordinator gives, until there are no more.
+
+    Args:
+      client: has `call`, as `link.Client`.
+      trainer: computes rounds.
+      run: what the coordinator called the run.
+      worker: the number of this worker.
+      check: is called between steps, and may raise.
+    """
+    have, vector = -1, np.empty(0, np.float32)
+    while True:
+        begin: Begin = client.call("fetch", Fetch(run, worker, have))
+        if begin.kind == "finished":
+            return
+        if begin.kind == "wait":
+            continue
+        if begin.kind == "full":
+            vector = decode(begin.content, trainer.size, 32)
+        elif begin.kind == "update":
+            vector = vector + decode(begin.content, trainer.size, trainer.bits)
+        have = begin.round
+        content, metrics = trainer.change(have, vector, check)
+        receipt = client.call("push", Change(run, worker, have, content, metrics))
+        if not receipt.counts:
+            _log.warning("worker %d was late: %s", worker, receipt.reason)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """A worker's state after a round, and what it sent."""
+
+    round: int
+    optimizer: optax.OptState
+    residual: Vector
+    content: bytes
+    metrics: dict[str, float]
+
+
+class Trainer:
+    """Computes the rounds of one worker.
+
+    Args:
+      session: the run's.
+      worker: its number, from 0: which part of each batch it takes.
+      workdir: where its state is kept; an earlier one there is taken up.
+
+    Attributes:
+      size: number of parameters.
+      bits: in which changes are sent.
+
+    Raises:
+      InputError: the state in the workdir is of another run.
+    """
+
+    def __init__(self, session: Session, worker: int, workdir: Path):
+        self._session, self._worker = session, worker
+        settings = session.config.train
+        self._rounds, self._share = settings.rounds, settings.batch_size // settings.rounds.workers
+        self._like = param_shapes(session.spec)
+        self.size, self.bits = sum(leaf.size for leaf in jax.tree.leaves(self._like)), self._rounds.bits
+        self._stack = contextlib.ExitStack()
+        self._checkpoints = Checkpoints(workdir / "worker")
+        self._stack.callback(self._checkpoints.close)
+        self._kept = self._read(workdir)
+        plan = session.plan(workdir / "device_speeds.json")
+        algorithms = algorithms_of(plan, session.spec, self._share, {})
+        self._stack.enter_context(tracing.using(tracing.Target(algorithms=tracing.as_pairs(algorithms))))
+        options = session.step_options
+        options["seed"] = (options["seed"] + _SEEDS_APART * worker) % 2**32
+        self._runner = make_runner(plan, session.spec, session.optimizer, clip_norm=settings.clip_norm, **options)
+        self._batches = Batches(
+            session.train.images,
+            session.train.labels,
+            settings.batch_size,
+            settings.seed,
+            alternate_flips=session.config.data.alternate_flips,
+        )
+        self._compiled: set[int] = set()
+
+    def _read(self, workdir: Path) -> _Kept | None:
+        if not self._checkpoints.exist():
+            return None
+        optimizer = jax.eval_shape(self._session.optimizer.init, self._like)
+        vector = jax.ShapeDtypeStruct((self.size,), jnp.float32)
+        content = jax.ShapeDtypeStruct((num_bytes(self.size, self.bits),), jnp.uint8)
+        like = {"params": {"residual": vector, "content": content}, "optimizer": optimizer}
+        restored, facts = self._checkpoints.restore(like)
+        if facts["run"] != identity(self._session) or facts["worker"] != self._worker:
+            raise InputError(
+                f"{workdir} holds the state of worker {facts['worker']} of "
+                + ("this run" if facts["run"] == identity(self._session) else "another run")
+                + f", and this is worker {self._worker}: give another --workdir"
+            )
+        _log.info("worker %d goes on after round %d", self._worker, facts["step"])
+        residual, sent = (np.asarray(restored["params"][name]) for name in ("residual", "content"))
+        return _Kept(facts["step"], restored["optimizer"], residual, sent.tobytes(), facts["metrics"])
+
+    def change(self, round_: int, vector: Vector, check: Callable[[], None]) -> tuple[bytes, dict[str, float]]:
+        """How this worker's steps of a round change the parameters, as bytes, and the means of its metrics.
+
+        Asked again for the round that it computed last, it gives the same.
+
+        Args:
+          round_: from 0.
+          vector: the parameters that the round begins with.
+          check: is called between steps, and may raise.
+
+        Raises:
+          Diverged: the parameters are no longer finite.
+        """
+        kept = self._kept
+        if kept is not None and kept.round == round_:
+            return kept.content, kept.metrics
+        first = round_ * self._rounds.steps
+        last = min(first + self._rounds.steps, self._session.num_steps)
+        params = from_vector(vector, self._like)
+        optimizer = kept.optimizer if kept else self._session.optimizer.init(params)
+        if kept is not None and kept.round != round_ - 1:  # rates of the steps that it missed are over
+            optimizer = _at_step(optimizer, first)
+        self._runner.start(TrainState(jnp.asarray(first, jnp.int32), params, optimizer))
+        self._compile(first, last)
+        rows = []
+        for step in range(first, last):
+            check()
+            batch = self._runner.place(*self._part(step))
+            rows.append(self._runner.step(*batch, size=self._session.image_size(step + 1)))
+        state = jax.device_get(self._runner.fetch())
+        moved = vector - to_vector(state.params)
+        if not np.isfinite(moved).all():
+            raise Diverged(f"worker {self._worker}, step {last}: the parameters are not finite")
+        residual = kept.residual if kept else np.zeros_like(vector)
+        content, residual = compress(moved, residual, self.bits)
+        means = {name: float(np.mean([row[name] for row in jax.device_get(rows)])) for name in ("loss", "accuracy")}
+        self._kept = _Kept(round_, state.optimizer, residual, content, means)
+        self._save()
+        return content, means
+
+    def _part(self, step: int) -> tuple[np.ndarray, ...]:
+        """This worker's images and labels of a batch."""
+        start = self._worker * self._share
+        return tuple(each[start : start + self._share] for each in self._batches.at(step))
+
+    def _compile(self, first: int, last: int) -> None:
+        sizes = dict.fromkeys(self._session.image_size(step + 1) for step in range(first, last))
+        if not sizes.keys() <= self._compiled:
+            _log.info("compiling the training step")
+            self._compiled |= sizes.keys()
+            self._runner.compile(*self._part(first), sizes=sorted(self._compiled))
+
+    def _save(self) -> None:
+        kept = self._kept
+        assert kept is not None
+        facts = {"run": identity(self._session), "worker": self._worker, "metrics": kept.metrics}
+        sent = {"residual": kept.residual, "content": np.frombuffer(kept.content, np.uint8)}
+        self._checkpoints.save(kept.round, {"params": sent, "optimizer": kept.optimizer}, facts)
+        self._checkpoints.wait()
+
+    def close(self) -> None:
+        """Ends what saves in the background."""
+        self._stack.close()
+
+
+def _at_step(optimizer: optax.OptState, step: int) -> optax.OptState:
+    """An optimizer's state with its counts of steps, on which rates depend, set to a step."""
+    if not optax.tree.get_all_with_path(optimizer, "count"):
+        return optimizer
+    return optax.tree.set(optimizer, count=jnp.asarray(step, jnp.int32))

@@ -1,0 +1,43 @@
+"""The end of a run: its parameters scored on the held-out images and the test set, and drawn."""
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mlcn_jax.distributed import processes
+from mlcn_jax.nn.calibration import with_statistics
+from mlcn_jax.training import evaluate, pictures
+from mlcn_jax.training.runner import Runner
+from mlcn_jax.training.session import Session, calibration_images, with_flips
+
+_log = logging.getLogger(__name__)
+
+
+def final_results(session: Session, runner: Runner, workdir: Path, step: int) -> dict[str, Any]:
+    """Scores of the parameters that a runner holds, for `summary.json`; writes the pictures to the workdir.
+
+    Args:
+      session: the run's; its settings say whether the test set is scored.
+      runner: holds the parameters, of which it collects the statistics for evaluation.
+      workdir: the run's.
+      step: of the parameters, for the log.
+    """
+    settings, dataset, validation = session.config.train, session.dataset, session.validation
+    batch_size = settings.batch_size
+    params = with_statistics(runner.fetch().params, runner.calibrate(calibration_images(session.train, batch_size)))
+    splits = {"validation": validation} if len(validation.labels) else {}
+    if settings.score_test:
+        splits["test"] = dataset.test
+    results: dict[str, Any] = {}
+    for name, split in splits.items():
+        _log.info("scoring %s %s images of step %d", f"{len(split.labels):,}", name, step)
+        scores = runner.scores(split, batch_size)
+        results |= scores.to_dict(dataset.class_names, name)
+        mirrored = partial(runner.scores, split, batch_size, flips=True)
+        results |= with_flips(session.config.data, mirrored, name)
+    if settings.score_test and processes.is_first():
+        _log.info("drawing confusion.png and reconstructions.png")
+        pictures.write_pictures(workdir, session.spec, params, dataset, scores)
+        results["lane_spreads"] = evaluate.lane_spreads(session.spec, params, dataset.test, batch_size)
+    return results

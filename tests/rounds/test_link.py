@@ -1,0 +1,93 @@
+"""Calls between workers and a coordinator: refusals, restarts and certificates."""
+
+import threading
+import time
+
+import pytest
+from made_certificates import certificate
+
+from mlcn_jax.distributed.processes import free_port
+from mlcn_jax.errors import InputError
+from mlcn_jax.rounds.link import Client, Tls, serve
+from mlcn_jax.rounds.messages import Begin, Fetch
+
+PLAIN = Tls()
+REQUEST = Fetch("run", 0, -1)
+
+
+def answer(request):
+    if request.run != "run":
+        raise InputError("of another run")
+    return Begin(3, "full", bytes(10_000_000))
+
+
+def started(address="127.0.0.1:0", tls=PLAIN):
+    return serve({"fetch": answer, "join": answer, "push": answer}, address, tls, workers=1)
+
+
+def client(port, tls=PLAIN):
+    return Client(f"127.0.0.1:{port}", tls, lambda: None)
+
+
+def test_messages_of_any_size_and_refusals():
+    server, port = started()
+    mine = client(port)
+    begin = mine.call("fetch", REQUEST)
+    assert (begin.round, len(begin.content), mine.received) == (3, 10_000_000, 10_000_000)
+    with pytest.raises(InputError, match="refuses: of another run"):
+        mine.call("fetch", Fetch("other", 0, -1))
+    server.stop(None)
+
+
+def test_a_coordinator_that_comes_back_is_found_again():
+    port, found = free_port(), []
+    mine = client(port)
+    asking = threading.Thread(target=lambda: found.append(mine.call("fetch", REQUEST)), daemon=True)
+    asking.start()
+    time.sleep(1.0)
+    assert asking.is_alive(), "it keeps trying"
+    server, _ = started(f"127.0.0.1:{port}")
+    asking.join(20)
+    assert found
+    server.stop(None)
+
+
+def test_whoever_waits_can_be_stopped():
+    def stop():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Client(f"127.0.0.1:{free_port()}", PLAIN, stop).call("fetch", REQUEST)
+
+
+def test_an_address_in_use_is_named():
+    server, port = started()
+    with pytest.raises(InputError, match=r"--serve=127\.0\.0\.1:\d+ cannot be used"):
+        started(f"127.0.0.1:{port}")
+    server.stop(None)
+
+
+def test_only_who_has_a_certificate_is_let_in(tmp_path, caplog):
+    ca = certificate(tmp_path, "ca")
+    own, mine = (certificate(tmp_path, name, ca) for name in ("own", "mine"))
+    stranger = certificate(tmp_path, "stranger")
+    server, port = started(tls=Tls(own[0], own[1], ca[0]))
+    assert client(port, Tls(mine[0], mine[1], ca[0])).call("fetch", REQUEST).round == 3
+    with pytest.raises(InputError, match="no secure connection"):
+        client(port, Tls(mine[0], mine[1], stranger[0])).call("fetch", REQUEST)
+    for tls in (Tls(ca=ca[0]), Tls(stranger[0], stranger[1], ca[0]), PLAIN):
+        tries, before = iter(range(2)), len(caplog.records)
+
+        def give_up(tries=tries):
+            if next(tries, None) is None:
+                raise KeyboardInterrupt
+
+        with caplog.at_level("INFO", logger="mlcn_jax"), pytest.raises(KeyboardInterrupt):
+            Client(f"127.0.0.1:{port}", tls, give_up).call("fetch", REQUEST)
+        assert "it may want a certificate" in caplog.records[before].getMessage()
+    server.stop(None)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"none\.pem cannot be read"):
+        started(tls=Tls(tmp_path / "none.pem", tmp_path / "none.pem"))

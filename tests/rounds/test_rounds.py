@@ -1,0 +1,198 @@
+"""Runs in rounds: equal to ordinary optimizers where they should be, resumed, and refused where they cannot be."""
+
+import contextlib
+import dataclasses
+import threading
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from mlcn_jax.data.batches import Batches
+from mlcn_jax.errors import InputError, Stopped
+from mlcn_jax.rounds import coordinator, link, worker
+from mlcn_jax.rounds.messages import Join
+from mlcn_jax.rounds.vector import num_bytes, to_vector
+from mlcn_jax.training import loop
+from mlcn_jax.training.checkpoint import Checkpoints, load_trained
+from mlcn_jax.training.mesh_runner import MeshRunner
+from mlcn_jax.training.metrics import read_rows
+from mlcn_jax.training.session import open_session
+from mlcn_jax.training.start import start_state
+
+PLAIN = {
+    "train.num_steps": 4,
+    "train.rounds.steps": 1,
+    "train.rounds.bits": 32,
+    "train.rounds.learning_rate": 1.0,
+    "train.score_test": False,
+    "train.checkpoint_every": 100,
+}
+
+
+@pytest.fixture(autouse=True)
+def one_save_at_a_time(monkeypatch):
+    """Orbax cannot save from several threads of one process at once; workers have a process each elsewhere."""
+    save, lock = Checkpoints.save, threading.Lock()
+
+    def alone(self, *args, **kwargs):
+        with lock:
+            save(self, *args, **kwargs)
+            self.wait()
+
+    monkeypatch.setattr(Checkpoints, "save", alone)
+
+
+@contextlib.contextmanager
+def workers(session, folder, port, stop_after=None):
+    """Workers in threads; gives a function that raises what one of them raised, or Stopped after some rounds."""
+    errors, over = [], threading.Event()
+
+    def enough():
+        return stop_after is not None and len(read_rows(folder / "metrics.jsonl")) >= stop_after
+
+    def check_worker():
+        if over.is_set() or enough():
+            raise Stopped("over")
+
+    def run(i):
+        client = link.Client(f"127.0.0.1:{port}", link.Tls(), check_worker)
+        trainer = worker.Trainer(session, i, folder / f"worker{i}")
+        try:
+            facts = session.model_facts()["training_images_sha256"]
+            name = client.call("join", Join(i, session.config.fixed(), facts))
+            worker.follow(client, trainer, name, i, check_worker)
+        except Stopped:
+            pass
+        except Exception as error:
+            errors.append(error)
+        finally:
+            trainer.close()
+            client.close()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(session.config.train.rounds.workers)]
+    for thread in threads:
+        thread.start()
+
+    def check():
+        if errors:
+            raise errors[0]
+        if enough():
+            raise Stopped("enough")
+
+    try:
+        yield check
+        for thread in threads:
+            thread.join(60)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert not errors
+
+
+def in_rounds(monkeypatch, config, folder, optimizer=None, **options):
+    """The parameters at the end, as a vector, and the summary."""
+    session = open_session(config)
+    if optimizer:
+        session = dataclasses.replace(session, optimizer=optimizer)
+    monkeypatch.setattr(coordinator, "open_session", lambda config: session)
+    summary = coordinator.coordinate(
+        config, folder, "127.0.0.1:0", on_start=lambda port: workers(session, folder, port, **options)
+    )
+    return to_vector(load_trained(folder).params), summary
+
+
+def by_one_optimizer(config, optimizer):
+    """The same batches with an ordinary optimizer, without rounds."""
+    session = dataclasses.replace(open_session(config), optimizer=optimizer)
+    state, _ = start_state(session, coordinator._Nothing())
+    runner = MeshRunner(session.spec, optimizer, None, **session.step_options)
+    runner.start(state)
+    batches = Batches(session.train.images, session.train.labels, config.train.batch_size, config.train.seed)
+    runner.compile(*batches.at(0))
+    for step in range(session.num_steps):
+        runner.step(*runner.place(*batches.at(step)))
+    return to_vector(runner.fetch().params)
+
+
+def test_one_worker_and_single_steps_are_nesterov_sgd(tiny, tmp_path, monkeypatch):
+    config = tiny.replace(PLAIN | {"train.rounds.learning_rate": 0.5, "train.rounds.momentum": 0.8})
+    found, summary = in_rounds(monkeypatch, config, tmp_path, optax.sgd(0.2))
+    expected = by_one_optimizer(config, optax.sgd(0.1, 0.8, nesterov=True))
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+    assert summary["steps"] == 4
+    assert np.abs(found - to_vector(start_state(open_session(config), coordinator._Nothing())[0].params)).max() > 1e-3
+
+
+def test_two_workers_take_the_step_of_the_whole_batch(tiny, tmp_path, monkeypatch):
+    config = tiny.replace(PLAIN | {"train.rounds.workers": 2, "train.rounds.momentum": 0.0})
+    found, _ = in_rounds(monkeypatch, config, tmp_path, optax.sgd(0.1))
+    np.testing.assert_allclose(found, by_one_optimizer(config, optax.sgd(0.1)), atol=2e-6)
+
+
+LONG = {"train.num_steps": 14, "train.rounds.steps": 4, "train.rounds.workers": 2, "data.validation_fraction": 0.1}
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tiny, tmp_path, monkeypatch):
+    """In 8 bits, with Adam: what workers and coordinator keep is all that the rest depends on."""
+    config = tiny.replace(LONG)
+    expected, summary = in_rounds(monkeypatch, config, tmp_path / "whole")
+    with pytest.raises(Stopped):
+        in_rounds(monkeypatch, config, tmp_path / "cut", stop_after=2)
+    found, resumed = in_rounds(monkeypatch, config, tmp_path / "cut")
+    np.testing.assert_array_equal(found, expected)
+    assert resumed["validation_accuracy"] == summary["validation_accuracy"]
+    steps = [row["step"] for row in read_rows(tmp_path / "cut" / "metrics.jsonl") if row["split"] == "train"]
+    assert steps == [4, 8, 12, 14]
+
+
+def test_8_bits_learn_as_32_do(tiny, tmp_path, monkeypatch):
+    config = tiny.replace(LONG | {"train.num_steps": 40, "train.rounds.steps": 10})
+    losses = {}
+    for bits in (8, 32):
+        folder = tmp_path / str(bits)
+        in_rounds(monkeypatch, config.replace({"train.rounds.bits": bits}), folder)
+        rows = [row for row in read_rows(folder / "metrics.jsonl") if row["split"] == "train"]
+        losses[bits] = rows[-1]["loss"]
+        assert rows[-1]["loss"] < 0.7 * rows[0]["loss"]
+    assert abs(losses[8] / losses[32] - 1) < 0.05
+    assert num_bytes(10**6, 8) < 0.26 * num_bytes(10**6, 32)
+
+
+def test_a_worker_with_other_settings_is_told_which(tiny):
+    session, other = open_session(tiny.replace(LONG)), open_session(tiny.replace(LONG | {"train.seed": 3}))
+    data = session.model_facts()["training_images_sha256"]
+    with pytest.raises(InputError, match=r"train\.seed: 3 in worker 1, 0 in the coordinator"):
+        coordinator.admit(session, Join(1, other.config.fixed(), data))
+    with pytest.raises(InputError, match="training images: 'x' in worker 1"):
+        coordinator.admit(session, Join(1, session.config.fixed(), "x"))
+    assert coordinator.admit(session, Join(1, session.config.fixed(), data)) == coordinator.identity(session)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train.rounds.steps": 0}, "train.rounds.steps is 0"),
+        ({"train.rounds.workers": 3}, "train.batch_size=50 cannot be divided among train.rounds.workers=3"),
+        ({"parallel.processes": 2}, "parallel.processes is 2; it must be 1 in rounds"),
+        ({"model.lanes": "resnet:w1*2", "model.norm_group": 50}, "a worker's part of a batch has 25"),
+    ],
+)
+def test_settings_that_have_no_rounds_are_refused(tiny, tmp_path, changes, message):
+    with pytest.raises(InputError, match=message):
+        coordinator.coordinate(tiny.replace(LONG | changes), tmp_path, "127.0.0.1:0")
+
+
+def test_an_ordinary_training_refuses_rounds(tiny, tmp_path):
+    with pytest.raises(InputError, match=r"start it with .*mlcn_jax rounds"):
+        loop.train(tiny.replace(LONG), tmp_path)
+
+
+def test_a_late_worker_has_the_rates_of_its_steps():
+    optimizer = optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda step: step))
+    state = worker._at_step(optimizer.init({"x": np.zeros(2, np.float32)}), 70)
+    assert optax.tree.get(state, "count") == 70
+    plain = optax.trace(0.9).init({"x": np.zeros(2, np.float32)})
+    assert jax.tree.structure(worker._at_step(plain, 3)) == jax.tree.structure(plain)
