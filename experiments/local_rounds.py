@@ -44,13 +44,13 @@ _KILLED = {
     "model.lanes": "mlcn1:w1*2",
     "model.decoder": "8",
     "train.batch_size": 50,
-    "train.num_epochs": 6,
     "train.checkpoint_every": 30,
     "train.rounds.steps": 6,
     "train.rounds.workers": WORKERS,
     "train.rounds.quorum": 1,
     "train.rounds.patience_seconds": 5.0,
 }
+_EPOCHS_PER_KILL = 15
 _KILL_SECONDS = (3.0, 12.0)  # between kills: a process needs some to start
 
 
@@ -205,8 +205,9 @@ def kill(kills: int, seed: int) -> dict[str, Any]:
     """What comes of a run whose processes are killed at random moments."""
     rng, killed, rounds = random.Random(seed), [], dict[str, list[int]]()
     with tempfile.TemporaryDirectory() as folder:
-        quiet, disturbed = (Run(_KILLED, Path(folder, name), Link()) for name in ("quiet", "disturbed"))
-        quiet.end()
+        changes = _KILLED | {"train.num_epochs": _EPOCHS_PER_KILL * kills}
+        Run(changes, Path(folder, "quiet"), Link()).end()
+        disturbed = Run(changes, Path(folder, "disturbed"), Link())
         while len(killed) < kills and disturbed.processes[0].poll() is None:
             time.sleep(rng.uniform(*_KILL_SECONDS))
             victim = rng.randrange(WORKERS + 1)

@@ -75,7 +75,7 @@ def check_fields(section: str, cls: type, values: Mapping[str, Any]) -> None:
             raise InputError(f"there is no field {section}.{name}{did_you_mean(name, types, f'{section}.')}")
         expected = types[name]
         if dataclasses.is_dataclass(expected):
-            good = isinstance(value, expected)
+            good = dataclasses.is_dataclass(value)
         elif expected is float:
             good = isinstance(value, int | float) and not isinstance(value, bool)
             check(not good or math.isfinite(value), f"{section}.{name}", value, "finite")

@@ -38,8 +38,9 @@ def listing(with_search: bool) -> str:
     for section, cls in sections.items():
         lines += ["", f"  {section}: {(cls.__doc__ or '').splitlines()[0]}"]
         known = meanings(cls)
-        for nested in (field for field in dataclasses.fields(cls) if dataclasses.is_dataclass(field.type)):
-            known |= {f"{nested.name}.{name}": text for name, text in meanings(nested.type).items()}
+        for field in dataclasses.fields(cls):
+            if isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
+                known |= {f"{field.name}.{name}": text for name, text in meanings(field.type).items()}
         values = flat(defaults[section])
         lines += [entry(f"--config.{section}.{name}", value, known[name]) for name, value in values.items()]
     lines += ["", "  for the entire run:"]

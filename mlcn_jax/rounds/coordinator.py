@@ -158,7 +158,11 @@ def coordinate(
         judge = Judge(session, workdir, min(shared.round * settings.steps, session.num_steps))
         stack.callback(judge.close)
         meeting = Meeting(settings, identity(session), shared.vector, shared.round)
-        handlers = {"join": lambda request: admit(session, request), "fetch": meeting.fetch, "push": meeting.push}
+        handlers: dict[str, Callable[[Any], Any]] = {
+            "join": lambda request: admit(session, request),
+            "fetch": meeting.fetch,
+            "push": meeting.push,
+        }
         server, port = link.serve(handlers, address, tls, settings.workers)
         stack.callback(lambda: server.stop(_GRACE_SECONDS).wait())
         watch = stack.enter_context(on_start(port)) if on_start else _no_watch
@@ -192,24 +196,17 @@ def _no_watch() -> None:
     """Nothing to look at while workers compute."""
 
 
-class _Nothing:
-    """No checkpoints, so that a run starts anew."""
-
-    def exist(self) -> bool:
-        return False
-
-
 def _start(session: Session, own: Checkpoints) -> Shared:
     """The newest round saved, or the beginning of the run."""
     settings = session.config.train.rounds
     if not own.exist():
-        vector = to_vector(start_state(session, _Nothing())[0].params)
+        vector = to_vector(start_state(session, None)[0].params)
         return Shared(0, vector, jax.device_get(start_outer(settings, vector)), np.zeros_like(vector))
     size = sum(leaf.size for leaf in jax.tree.leaves(param_shapes(session.spec)))
-    vector = jax.ShapeDtypeStruct((size,), jnp.float32)
+    shape = jax.ShapeDtypeStruct((size,), jnp.float32)
     like = {
-        "params": {"vector": vector},
-        "optimizer": (jax.eval_shape(lambda v: start_outer(settings, v), vector), vector),
+        "params": {"vector": shape},
+        "optimizer": (jax.eval_shape(lambda v: start_outer(settings, v), shape), shape),
     }
     restored, facts = own.restore(like)
     _log.info("resuming after round %d", facts["step"])

@@ -87,7 +87,7 @@ def serve(
             except InputError as error:
                 return context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
-        decoder = msgspec.msgpack.Decoder(taken)
+        decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(taken)
         return grpc.unary_unary_rpc_method_handler(answer, decoder.decode, msgspec.msgpack.Encoder().encode)
 
     # Every worker may wait in one call while a lost one of its calls has not yet timed out.

@@ -46,14 +46,14 @@ def check_resumable(session: Session, workdir: Path, mine: dict[str, Any]) -> No
         )
 
 
-def start_state(session: Session, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, str]]:
+def start_state(session: Session, checkpoints: Checkpoints | None) -> tuple[TrainState, dict[str, str]]:
     """The state to start from, and the convolution algorithms that the run has used so far.
 
-    1. The newest intact checkpoint of this workdir.
+    1. The newest intact checkpoint of this workdir, if `checkpoints` are given.
     2. `config.init_from`: the best parameters of another workdir or packaged model, with a fresh optimizer state.
     3. Random parameters from `config.train.seed`.
     """
-    if checkpoints.exist():
+    if checkpoints is not None and checkpoints.exist():
         restored, facts = checkpoints.restore(session.state_shapes())
         _log.info("resuming from step %d", facts["step"])
         params = without_statistics(restored["params"])

@@ -107,7 +107,7 @@ def in_rounds(monkeypatch, config, folder, optimizer=None, **options):
 def by_one_optimizer(config, optimizer):
     """The same batches with an ordinary optimizer, without rounds."""
     session = dataclasses.replace(open_session(config), optimizer=optimizer)
-    state, _ = start_state(session, coordinator._Nothing())
+    state, _ = start_state(session, None)
     runner = MeshRunner(session.spec, optimizer, None, **session.step_options)
     runner.start(state)
     batches = Batches(session.train.images, session.train.labels, config.train.batch_size, config.train.seed)
@@ -123,7 +123,7 @@ def test_one_worker_and_single_steps_are_nesterov_sgd(tiny, tmp_path, monkeypatc
     expected = by_one_optimizer(config, optax.sgd(0.1, 0.8, nesterov=True))
     np.testing.assert_allclose(found, expected, atol=2e-6)
     assert summary["steps"] == 4
-    assert np.abs(found - to_vector(start_state(open_session(config), coordinator._Nothing())[0].params)).max() > 1e-3
+    assert np.abs(found - to_vector(start_state(open_session(config), None)[0].params)).max() > 1e-3
 
 
 def test_two_workers_take_the_step_of_the_whole_batch(tiny, tmp_path, monkeypatch):

@@ -25,15 +25,10 @@ APART = {
 RESIDUAL = {"data.augment_lanes": True, "data.max_shift": 2, "data.reflect": True, "model.norm_group": 25}
 
 
-class _NoCheckpoints:
-    def exist(self):
-        return False
-
-
 def trained(changes: dict, steps: int = 20) -> tuple[Session, dict]:
     """The session of some changes of `APART`, and the encoder after some steps."""
     session = open_session(RunConfig().replace(APART | changes))
-    state, _ = start_state(session, _NoCheckpoints())
+    state, _ = start_state(session, None)
     settings = session.config.train
     runner = make_runner(session.plan(), session.spec, session.optimizer, **session.step_options)
     runner.start(state)
