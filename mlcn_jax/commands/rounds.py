@@ -13,6 +13,7 @@ Certificates (`--tls_cert`, `--tls_key`, `--ca`) encrypt, and let in only who ha
 import contextlib
 import importlib.util
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -51,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
     if not importlib.util.find_spec("grpc"):
         raise InputError("rounds need grpcio: pip install 'mlcn_jax[rounds]'")
 
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # which gRPC reads when it is imported
     from mlcn_jax import host
     from mlcn_jax.rounds.coordinator import coordinate
     from mlcn_jax.rounds.link import Tls

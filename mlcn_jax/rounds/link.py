@@ -7,19 +7,16 @@ cannot go on (`SqlCoreState._cleanup_expired_task_tokens`), and its deployment b
 import concurrent.futures
 import dataclasses
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import grpc
 import msgspec
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.rounds import messages
-
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when it is imported
-import grpc
 
 SERVICE = "mlcn_jax.Rounds"
 CALLS: dict[str, tuple[type, type]] = {

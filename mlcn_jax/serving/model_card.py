@@ -26,6 +26,9 @@ def text(exported: Artifact, summary: Mapping[str, Any], data_dir: str = "") -> 
     height, width, channels = exported.image_shape
     names = exported.class_names
     color = "gray" if channels == 1 else "RGB"
+    packages = "jax, flatbuffers, numpy and Pillow"
+    if exported.manifest.get("onnx"):
+        packages = "jax, flatbuffers, numpy, onnxruntime and Pillow"
     return f"""# Image classifier, {len(names)} classes
 
 - A capsule network, exported by mlcn_jax on {exported.manifest["date"]} with jax {versions["jax"]}.
@@ -64,7 +67,7 @@ image = read_pixels(pathlib.Path("image.png"), model.image_shape)
 print(dict(zip(model.class_names, model.probabilities(image[np.newaxis])[0])))
 ```
 
-Predicting needs jax, flatbuffers, numpy and Pillow. The folder holds programs: use it only if you trust its source.
+Predicting needs {packages}. The folder holds programs: use it only if you trust its source.
 """
 
 

@@ -33,7 +33,7 @@ def test_the_list_names_every_command(capsys):
 def test_help_tells_of_the_command_and_of_its_configuration(command, capsys):
     told = help_of(command, capsys)
     assert f"mlcn_jax {command}" in told
-    with_config = command in {"train", "evaluate", "describe", "sweep", "search", "cheapest"}
+    with_config = command in {"train", "evaluate", "describe", "sweep", "search", "cheapest", "rounds"}
     assert ("--config.train.batch_size=100 " in told) == with_config
     assert ("--config.search.method=random " in told) == (command == "search")
     assert with_config or "train --help" in told

@@ -197,9 +197,13 @@ def test_lanes_are_placed_in_forms_that_together_lose_no_more_than_allowed(tmp_p
     lane = "mlcn2:w1d1"
     seconds = {"infer float32 native": {lane: 2e-3}, "infer int8 onnxruntime": {lane: 1e-3}}
     for name in "ab":
-        dataclasses.replace(make_profile(), form_seconds=seconds).save(tmp_path / f"{name}.json")
+        dataclasses.replace(make_profile(), form_seconds=seconds, num_classes=3).save(tmp_path / f"{name}.json")
     spec = ModelSpec("mlcn", (28, 28, 1), 3, f"{lane}*3")
     files = [tmp_path / "a.json", tmp_path / "b.json"]
+    with pytest.raises(
+        InputError, match=r"a.json was measured with other inputs:\n  images: \(28, 28, 1\) in the profile"
+    ):
+        precision_place.place_lanes(dataclasses.replace(spec, image_shape=(32, 32, 3)), files, parts, labels, 1.0, 1)
     base = precision_mix.mix_accuracy(parts, [0] * 3, labels)
     all_int8 = 100 * (base - precision_mix.mix_accuracy(parts, [3] * 3, labels))
     for allowed, makespan in ((all_int8 + 0.01, 2.0), (0.0, 4.0)):

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from mlcn_jax.errors import InputError, differences
+from mlcn_jax.launch import program
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.forms import FormPlacement, FormProblem, form_problem, forms_of, place_together
 from mlcn_jax.placement.problem import NoRoom
@@ -45,6 +47,19 @@ def place_lanes(
     """
     partitioner = "exact" if importlib.util.find_spec("ortools") else "greedy"
     profiles = [DeviceProfile.load(file) for file in files]
+    for file, profile in zip(files, profiles, strict=True):
+        measured = {
+            "images": tuple(profile.image_shape),
+            "classes": profile.num_classes,
+            "routing": profile.lane_routing,
+        }
+        wanted = {"images": spec.image_shape, "classes": spec.num_classes, "routing": spec.lane_routing}
+        if rows := differences(measured, wanted, there="in the profile", here="in the model"):
+            raise InputError(
+                f"{file} was measured with other inputs:\n"
+                + "\n".join(rows)
+                + f"\nmeasure one with {program()} profile --forms=... --data=NAME"
+            )
     forms = forms_of(profiles, "infer")
     first_of = {form.precision: i for i, form in reversed(list(enumerate(FORMS)))}
     part_of = [first_of[form.split()[1]] for form in forms]
