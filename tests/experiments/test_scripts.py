@@ -37,7 +37,7 @@ def test_importing_them_has_no_effect():
     code = f"""
 import importlib, logging, os, sys, warnings
 import jax, flax, optax, orbax.checkpoint, ml_collections.config_flags, matplotlib.figure, PIL.Image, optuna, sqlalchemy
-import tensorboardX, ortools.sat.python.cp_model, sklearn
+import grpc, tensorboardX, ortools.sat.python.cp_model, sklearn
 from absl import flags
 
 def state():
