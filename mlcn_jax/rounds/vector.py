@@ -58,7 +58,8 @@ def decode(content: bytes, size: int, bits: int) -> Vector:
     else:
         codes = np.frombuffer(content, np.int8, size, len(content) - size).astype(np.float32)
         scales = np.frombuffer(content, "<f4", -(-size // BLOCK)).astype(np.float32)
-        values = (_blocks(codes) * scales[:, None]).ravel()[:size]
+        with np.errstate(invalid="ignore"):  # told below
+            values = (_blocks(codes) * scales[:, None]).ravel()[:size]
     if not np.isfinite(values).all():
         raise ValueError("values that are not finite")
     return values
