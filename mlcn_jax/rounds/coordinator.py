@@ -178,6 +178,8 @@ def coordinate(
             shared, update = outer_step(settings, shared, changes)
             if not np.isfinite(shared.vector).all():
                 raise Diverged(f"round {shared.round}: the parameters are not finite; earlier rounds are kept")
+            step = min(shared.round * settings.steps, session.num_steps)
+            judge.record(step, metrics, time.monotonic() - started)
             state = {"params": {"vector": shared.vector}, "optimizer": (shared.outer, shared.residual)}
             own.save(shared.round, state, {"config_hash": config.hash()})
             own.wait()
@@ -185,8 +187,7 @@ def coordinate(
                 meeting.finish()
             else:
                 meeting.advance(shared.vector, update)
-            step = min(shared.round * settings.steps, session.num_steps)
-            judge.round(step, metrics, time.monotonic() - started, shared.vector)
+            judge.score(step, shared.vector)
         meeting.finish()
         about = {"rounds": num_rounds, "workers": settings.workers, "parameters": shared.vector.size}
         return judge.finish(shared.vector, about)

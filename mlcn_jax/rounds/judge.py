@@ -43,22 +43,24 @@ class Judge:
         self._calibrating = calibration_images(session.train, session.config.train.batch_size)
         self._last = step
 
-    def round(self, step: int, metrics: Mapping[int, Mapping[str, float]], seconds: float, vector: Vector) -> None:
-        """Records a round that ended at `step`, and scores its parameters where a checkpoint is due.
+    def record(self, step: int, metrics: Mapping[int, Mapping[str, float]], seconds: float) -> None:
+        """Records a round before it is saved: if it is not, the row is dropped on resume, and the round repeated.
 
         Args:
           step: training steps done.
           metrics: of the workers that took part.
           seconds: that the round took.
-          vector: the parameters after it.
         """
-        settings, session = self._session.config.train, self._session
         means = {name: statistics.mean(own[name] for own in metrics.values()) for name in ("loss", "accuracy")}
         self._writer.write(step, "train", {**means, "workers": len(metrics), "round_seconds": seconds})
         _log.info(
             "step %d  loss %.4f  accuracy %.2f%%  %d workers  %.1f s", step, *_shown(means), len(metrics), seconds
         )
-        every = settings.checkpoint_every or session.steps_per_epoch
+
+    def score(self, step: int, vector: Vector) -> None:
+        """Scores the parameters after `step` steps where a checkpoint is due, and saves it."""
+        session = self._session
+        every = session.config.train.checkpoint_every or session.steps_per_epoch
         if step // every > self._last // every or step == session.num_steps:
             self._save(step, vector)
         self._last = step

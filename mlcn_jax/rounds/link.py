@@ -53,14 +53,26 @@ class Tls:
     ca: Path | None = None
 
     def of_server(self) -> grpc.ServerCredentials | None:
-        """None without a certificate. With `ca`, only workers with a certificate of its are let in."""
+        """None without a certificate. With `ca`, only workers with a certificate of its are let in.
+
+        Raises:
+          InputError: there is a `ca` and no certificate, so that nothing would be encrypted; or a file cannot be read.
+        """
         if self.cert is None or self.key is None:
+            if self.ca is not None:
+                raise InputError("--ca at the coordinator needs its own --tls_cert and --tls_key")
             return None
         pair = (_read(self.key), _read(self.cert))
         return grpc.ssl_server_credentials([pair], _read(self.ca), require_client_auth=self.ca is not None)
 
     def of_worker(self) -> grpc.ChannelCredentials | None:
-        """None without `ca`."""
+        """None without `ca`.
+
+        Raises:
+          InputError: there is a certificate and no `ca`, so that nothing would be encrypted; or a file cannot be read.
+        """
+        if self.cert is not None and self.ca is None:
+            raise InputError("--tls_cert at a worker needs --ca, the certificates of who signed the coordinator's")
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert)) if self.ca else None
 
 
@@ -139,21 +151,17 @@ class Client:
             try:
                 answer = self._calls[name](request, timeout=_CALL_SECONDS)
             except grpc.RpcError as error:
-                if any(word in error.details().lower() for word in _TLS_WORDS):
-                    raise InputError(
-                        f"no secure connection to the coordinator at {self._address} ({error.details()}): check "
-                        "--tls_cert, --tls_key and --ca, here and there"
-                    ) from error
+                details = error.details() or str(error.code())
                 if error.code() not in _LOST:
-                    raise InputError(f"the coordinator at {self._address} refuses: {error.details()}") from error
+                    raise InputError(f"the coordinator at {self._address} refuses: {details}") from error
+                if any(word in details.lower() for word in _TLS_WORDS):
+                    raise InputError(
+                        f"no secure connection to the coordinator at {self._address} ({details}): check --tls_cert, "
+                        "--tls_key and --ca, here and there"
+                    ) from error
                 if not told:
-                    hint = "; it may want a certificate, or another one" if "Socket closed" in error.details() else ""
-                    _log.info(
-                        "the coordinator at %s cannot be reached (%s)%s: trying on",
-                        self._address,
-                        error.details(),
-                        hint,
-                    )
+                    hint = "; it may want a certificate, or another one" if "Socket closed" in details else ""
+                    _log.info("the coordinator at %s cannot be reached (%s)%s: trying on", self._address, details, hint)
                 told = True
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

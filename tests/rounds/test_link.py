@@ -2,6 +2,7 @@
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from made_certificates import certificate
@@ -86,6 +87,13 @@ def test_only_who_has_a_certificate_is_let_in(tmp_path, caplog):
             Client(f"127.0.0.1:{port}", tls, give_up).call("fetch", REQUEST)
         assert "it may want a certificate" in caplog.records[before].getMessage()
     server.stop(None)
+
+
+def test_half_of_what_encryption_needs_is_refused():
+    with pytest.raises(InputError, match="--ca at the coordinator needs its own --tls_cert"):
+        started(tls=Tls(ca=Path("ca.pem")))
+    with pytest.raises(InputError, match="--tls_cert at a worker needs --ca"):
+        client(1, Tls(Path("a.pem"), Path("b.pem")))
 
 
 def test_a_missing_file_is_named(tmp_path):
