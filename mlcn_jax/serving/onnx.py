@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -115,27 +115,45 @@ def lane_by_lane(spec: ModelSpec, encoder: dict) -> Callable[[Array], Array]:
     return lengths
 
 
+def to_onnx(
+    function: Callable[[Any], Any], image_shape: tuple[int, int, int], output: str, what: str
+) -> "onnx.ModelProto":
+    """A function of uint8 images [batch, h, w, channels] as ONNX, for any batch.
+
+    Args:
+      function: to convert.
+      image_shape: height, width and channels.
+      output: the name of what it returns; its argument's is `INPUT`.
+      what: is converted, for the message.
+
+    Raises:
+      InputError: jax2onnx cannot convert one of its operations.
+    """
+    import jax2onnx
+
+    logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # it warns of shapes that it leaves to the runtime
+    try:
+        return jax2onnx.to_onnx(
+            function,
+            [jax.ShapeDtypeStruct(("batch", *image_shape), jnp.uint8)],
+            model_name="mlcn_jax",
+            opset=_OPSET,
+            input_names=[INPUT],
+            output_names=[output],
+        )
+    except NotImplementedError as error:
+        raise InputError(f"jax2onnx cannot convert {what}: {error}") from error
+
+
 def convert(model: ExportedModel) -> "onnx.ModelProto":
     """The model as ONNX: uint8 `images` [batch, h, w, channels] to float32 `lengths` [batch, classes].
 
     Raises:
       InputError: jax2onnx cannot convert an operation of a lane.
     """
-    import jax2onnx
     import onnx
 
-    logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # it warns of shapes that it leaves to the runtime
-    try:
-        converted = jax2onnx.to_onnx(
-            lane_by_lane(model.spec, model.encoder),
-            [jax.ShapeDtypeStruct(("batch", *model.spec.image_shape), jnp.uint8)],
-            model_name="mlcn_jax",
-            opset=_OPSET,
-            input_names=[INPUT],
-            output_names=[OUTPUT],
-        )
-    except NotImplementedError as error:
-        raise InputError(f"jax2onnx cannot convert {model.lanes}: {error}") from error
+    converted = to_onnx(lane_by_lane(model.spec, model.encoder), model.spec.image_shape, OUTPUT, model.lanes)
     facts = {"class_names": model.artifact.class_names, "image_shape": model.spec.image_shape, "lanes": model.lanes}
     onnx.helper.set_model_props(converted, {name: json.dumps(value) for name, value in facts.items()})
     onnx.checker.check_model(converted, full_check=True)

@@ -5,7 +5,6 @@ channel, activations with scales calibrated on training images. Reading it needs
 """
 
 import dataclasses
-import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from mlcn_jax.nn import conv, tracing
 from mlcn_jax.nn.lanes import apply_lane
 from mlcn_jax.nn.model import join_lanes
 from mlcn_jax.nn.spec import ModelSpec, spec_of
+from mlcn_jax.serving.onnx import to_onnx
 from mlcn_jax.serving.onnx_file import INPUT, open_onnx
 from mlcn_jax.serving.parts import ONNX, OUTPUT, Form
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import onnx
 
 CALIBRATION_BATCH = 64
-_OPSET = 18  # as of `serving.onnx`
 _QUANTIZED = ["Conv", "MatMul", "Gemm"]  # the rest, above all squash and softmax, stays float32
 BITS = np.dtype(np.uint16)  # NumPy's files have no bfloat16
 
@@ -117,28 +116,16 @@ def stored(params: dict, lane: int, precision: str) -> dict[str, np.ndarray]:
 
 def _optimized(lane: Lane, folder: Path) -> Path:
     """The lane as an ONNX file, with what depends on its weights alone computed."""
-    import jax2onnx
     import onnx
     from onnxruntime.quantization import quant_pre_process
 
-    logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # it warns of shapes that it leaves to the runtime
     plain = dataclasses.replace(lane, spec=dataclasses.replace(lane.spec, conv="native"))
 
     def part(images: Array) -> Array:
         with tracing.using(tracing.Target(platform="onnx")):  # what is done for XLA on a CPU is left out
             return plain.part(images)
 
-    try:
-        converted = jax2onnx.to_onnx(
-            part,
-            [jax.ShapeDtypeStruct(("batch", *lane.spec.image_shape), jnp.uint8)],
-            model_name="lane",
-            opset=_OPSET,
-            input_names=[INPUT],
-            output_names=[OUTPUT],
-        )
-    except NotImplementedError as error:
-        raise InputError(f"jax2onnx cannot convert {lane}: {error}") from error
+    converted = to_onnx(part, lane.spec.image_shape, OUTPUT, str(lane))
     onnx.save(converted, folder / "converted.onnx")
     quant_pre_process(folder / "converted.onnx", folder / "optimized.onnx", skip_symbolic_shape=True)
     return folder / "optimized.onnx"
