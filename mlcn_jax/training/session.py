@@ -184,6 +184,7 @@ def step_options(config: RunConfig) -> dict[str, Any]:
         "seed": config.train.seed,
         "augmentation": config.data.augmentation(),
         "accumulation_steps": config.train.accumulation_steps,
+        "exchange_dtype": config.parallel.exchange_dtype,
     }
 
 
