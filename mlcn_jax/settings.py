@@ -183,12 +183,14 @@ class ParallelSettings:
     """Where to train; does not affect what is computed, but for the rounding of `exchange_dtype`.
 
     Attributes:
-      plan: mesh, stacks (each device has its own lanes), or auto (the fastest according to the device profiles).
+      plan: mesh, stacks (each device has its own lanes), or auto (the fastest according to the device profiles and to
+        the links between processes, which are measured).
       data: devices over which each batch is split.
       lane: devices over which the lanes are split; data * lane devices are used in all.
       exchange_dtype: float32, or bfloat16 for half the bytes between devices: columns, activations of the decoder and
         gradients are rounded on their way. Columns of lanes that classify alone are always sent in float32.
-      partitioner: places lanes under stacks: greedy, karmarkar_karp, exact, random, round_robin or greedy_published.
+      partitioner: places lanes under stacks: greedy, karmarkar_karp, exact, random, round_robin or greedy_published;
+        auto tries all but random.
       profile: files written by the command `profile`, separated by commas; if empty, devices that differ are timed for
         some seconds at the start.
       platforms: kinds of devices in one process, such as gpu,cpu (stacks only); if empty, jax's default.

@@ -1,4 +1,4 @@
-"""Latency and bandwidth between devices, measured; between the processes of a run at its start, and kept for the next."""
+"""Latency and bandwidth between devices, measured; between the processes of a run at its start, and kept."""
 
 import dataclasses
 import logging

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import tracing
+from mlcn_jax.nn import tracing, words
 from mlcn_jax.nn.spec import ModelSpec
 
 DATA_AXIS = "data"
@@ -221,7 +221,7 @@ def _over(mesh: Mesh | None, function: Callable, reduce: Callable, exchange_dtyp
             return vary(x, spec)
 
         def backward(_, gradient):
-            return (lax.psum(gradient.astype(sent_in), missing).astype(gradient.dtype),)
+            return (words.psum(gradient, missing, sent_in),)
 
         varying.defvjp(lambda x: (varying(x), None), backward)
         return varying(x)

@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -26,6 +25,7 @@ from mlcn_jax.nn.lanes import (
     primary_capsules,
 )
 from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.nn.words import all_gather
 
 _CAPSNET_FILTERS = 256
 _CAPSNET_CLASS_DIM = 16
@@ -93,15 +93,10 @@ def gather_lanes(spec: ModelSpec, columns: Sequence[Float[Array, "batch classes 
     if not lane_axis:
         return outputs
     dtype = "" if spec.classifies_alone.any() else tracing.current().exchange_dtype
-    outputs = _all_gather(outputs, lane_axis, dtype, axis=2)  # [batch, classes, shares, lanes of a share]
+    outputs = all_gather(outputs, lane_axis, dtype, axis=2)  # [batch, classes, shares, lanes of a share]
     ends = itertools.accumulate(column.shape[-1] for column in columns[:-1])
     parts = jnp.split(outputs, list(ends), axis=-1)
     return jnp.concatenate([part.reshape(*part.shape[:2], -1) for part in parts], axis=-1)
-
-
-def _all_gather(x: Array, axis_name: str, dtype: str, **options: Any) -> Array:
-    """`lax.all_gather`, sent in another dtype if one is given."""
-    return lax.all_gather(x.astype(dtype or x.dtype), axis_name, **options).astype(x.dtype)
 
 
 def join_lanes(spec: ModelSpec, outputs: Float[Array, "batch classes lanes"]) -> Float[Array, "batch classes lanes"]:
@@ -152,7 +147,7 @@ class Decoder(nn.Module):
         dense = nn.Dense(size // shares if split else size, dtype=self.spec.dtype, kernel_init=glorot, name=name)
         x = activation(dense(x))
         dtype = tracing.current().exchange_dtype
-        return _all_gather(x, self.lane_axis, dtype, axis=1, tiled=True) if split else x
+        return all_gather(x, self.lane_axis, dtype, axis=1, tiled=True) if split else x
 
 
 class CapsuleNetwork(nn.Module):

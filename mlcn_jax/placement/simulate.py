@@ -56,8 +56,7 @@ class Cluster:
       within: the link between any two devices of a host, not shared.
       between: the link of a host to all others, shared by all simultaneous messages that leave the host. A message
         between two hosts takes the longer latency and the lower bandwidth of their links.
-      machines: the machine of each device, if hosts are processes, of which a machine may have several; if empty, each
-        host is a machine.
+      machines: the machine of each device, if hosts are processes; if empty, each host is a machine.
 
     Raises:
       InputError: there is no device, or a host has no link.
@@ -331,9 +330,8 @@ def simulate_stacks(
     _check_numbers("head_update_seconds", [head_update_seconds])
     counts = Counter(placement.device_of)
     if exchange == "direct":
-        links = ((cluster.link(cluster.hosts[head], cluster.hosts[d]), d) for d in counts)
-        others = [(link, counts[d]) for link, d in links if d != head]
-        gather = spread = sum(link.seconds(column_bytes * lanes) for link, lanes in others)
+        others = [(cluster.link(cluster.hosts[head], cluster.hosts[d]), n) for d, n in counts.items() if d != head]
+        gather = spread = sum(link.seconds(column_bytes * n) for link, n in others)
         reduce = 2 * sum(link.seconds(total_bytes) for link, _ in others)
     else:
         group = sorted({head, *counts})

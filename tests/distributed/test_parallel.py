@@ -98,18 +98,37 @@ def test_bfloat16_rounds_gradients_on_their_way():
 
 
 @pytest.mark.parametrize(
-    ("data", "lane", "decoder", "sums", "dtype"),
-    [
-        (1, 4, (16, 24), 2, "float32"),
-        (2, 2, (16, 24), 4, "float32"),
-        (4, 1, (16, 24), 2, "float32"),
-        (1, 4, (16, 30), 3, "float32"),
-        (2, 2, (16, 24), 4, "bfloat16"),
-    ],
+    ("data", "lane", "decoder", "sums"),
+    [(1, 4, (16, 24), 2), (2, 2, (16, 24), 4), (4, 1, (16, 24), 2), (1, 4, (16, 30), 3)],
 )
-def test_what_crosses_is_what_the_formula_says_in_few_messages(rng, data, lane, decoder, sums, dtype):
+def test_what_crosses_is_what_the_formula_says_in_few_messages(rng, data, lane, decoder, sums):
     """Sums over devices: the metrics, a norm, and one for the gradients of each set of axes, however many arrays."""
     spec = dataclasses.replace(LANES, decoder=decoder)
+    text = compiled_step(rng, spec, data, lane)
+    assert traffic.collective_bytes(text) == traffic.exchanged_bytes(spec, 8, data, lane)
+    gathers = 1 + sum(size % lane == 0 for size in (*decoder, 18 * 19 * 2)) if lane > 1 else 0
+    expected = {"all-gather": gathers, "reduce-scatter": gathers, "all-reduce": sums}
+    assert traffic.collective_messages(text) == {name: count for name, count in expected.items() if count}
+    assert traffic.exchanged_messages(spec, data, lane) == traffic.collective_messages(text)
+
+
+def test_half_the_bytes_cross_in_bfloat16(rng):
+    """A sum is an all-to-all and a gather, in each of which as many bytes cross as the sum has in bfloat16."""
+    spec = dataclasses.replace(LANES, decoder=(16, 24))
+    whole, half = (traffic.exchanged_bytes(spec, 8, 2, 2, dtype) for dtype in ("float32", "bfloat16"))
+    text = compiled_step(rng, spec, 2, 2, "bfloat16")
+    found = traffic.collective_bytes(text)
+    scalars = 4 * 5
+    crossing = half["all-gather"] + half["all-reduce"] - scalars
+    assert crossing == (whole["all-gather"] + whole["all-reduce"] - scalars) / 2
+    count = 4 + 2  # columns, three layers, gradients of two kinds
+    for name, arrays in (("all-gather", 1), ("all-to-all", 2)):  # an all-to-all has one for each device
+        assert crossing <= found[name] <= crossing + 4 * 2 * count, "padding to words and to parts"
+        assert traffic.collective_messages(text)[name] == arrays * count
+    assert (found["all-reduce"], found["reduce-scatter"]) == (scalars, 0)
+
+
+def compiled_step(rng, spec, data, lane, dtype="float32"):
     mesh = mesh_lib.make_mesh(data, lane)
     optimizer = optax.adam(1e-3)
     params = made_params(spec)
@@ -117,12 +136,7 @@ def test_what_crosses_is_what_the_formula_says_in_few_messages(rng, data, lane, 
     state, batch = mesh_lib.place_state(mesh, whole), mesh_lib.place_batch(mesh, make_batch(rng, spec))
     step = make_train_step(spec, optimizer, reconstruction_weight=0.4, seed=0, mesh=mesh, exchange_dtype=dtype)
     compiled, _ = compile_step(step, state, batch)
-    text = compiled.as_text()
-    assert traffic.collective_bytes(text) == traffic.exchanged_bytes(spec, 8, data, lane, dtype)
-    gathers = 1 + sum(size % lane == 0 for size in (*decoder, 18 * 19 * 2)) if lane > 1 else 0
-    expected = {"all-gather": gathers, "reduce-scatter": gathers, "all-reduce": sums}
-    assert traffic.collective_messages(text) == {name: count for name, count in expected.items() if count}
-    assert traffic.exchanged_messages(spec, data, lane) == traffic.collective_messages(text)
+    return compiled.as_text()
 
 
 @pytest.mark.long
