@@ -2,8 +2,8 @@
 
     with PacketLink(delay_ms=50, rate_mbit=10) as link: ...    # commands after `link.prefix(0)` and `link.prefix(1)`
 
-Whatever a process sends to the other namespace goes over it, so it shapes what no relay can stand in the way of, such as
-the collectives of gloo, which choose their own ports. Each direction is a link of its own: a packet leaves once those
+Whatever a process sends to the other namespace goes over it, also what no relay can stand in the way of, such as the
+collectives of gloo, which choose their own ports. Each direction is a link of its own: a packet leaves once those
 before it have, at the rate, and arrives after the delay; none is lost. TCP is Reno's, and does not start slowly again
 after a pause. Needs root, `ip` and /dev/net/tun. It ends with the process that made it.
 """
@@ -27,7 +27,7 @@ from experiments import REPOSITORY
 from mlcn_jax.errors import InputError
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-_DEVICE = "link"
+_DEVICE = "tun0"
 _TUN = "/dev/net/tun"
 _LARGEST_PACKET = 65536
 _CLONE_NEWNET, _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x40000000, 0x400454CA, 0x0001, 0x1000  # of Linux
@@ -46,15 +46,12 @@ class PacketLink:
     """
 
     def __init__(self, delay_ms: float, rate_mbit: float):
-        self._settings = {
-            "delay_ms": delay_ms,
-            "rate_mbit": rate_mbit,
-            "names": [f"mlcn{os.getpid()}{s}" for s in "ab"],
-        }
+        self._names = [f"mlcn{os.getpid()}{side}" for side in "ab"]
+        self._settings = {"delay_ms": delay_ms, "rate_mbit": rate_mbit, "names": self._names}
 
     def prefix(self, side: int) -> list[str]:
         """What to put before a command, so that it runs on a side of the link, 0 or 1."""
-        return ["ip", "netns", "exec", self._settings["names"][side]]
+        return ["ip", "netns", "exec", self._names[side]]
 
     def __enter__(self) -> "PacketLink":
         if os.geteuid() or not os.path.exists(_TUN) or shutil.which("ip") is None:
@@ -83,7 +80,7 @@ def _make(name: str, side: int) -> int:
     fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", _DEVICE.encode(), _IFF_TUN | _IFF_NO_PI))
     _ip("-n", name, "link", "set", "lo", "up")
     _ip("-n", name, "addr", "add", own, "peer", other, "dev", _DEVICE)
-    _ip("-n", name, "link", "set", _DEVICE, "up")
+    _ip("-n", name, "link", "set", "dev", _DEVICE, "up")
     for field, value in _TCP.items():
         _ip("netns", "exec", name, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{field}")
     hosts = _hosts(name)  # `ip netns exec` puts it in the place of /etc/hosts; gloo looks its own name up there

@@ -82,10 +82,8 @@ class Group:
 
     def __init__(self, run: Run):
         self._run = run
-        address = {
-            "parallel.processes": len(run.cores),
-            "parallel.coordinator": f"{run.address}:{processes.free_port()}",
-        }
+        coordinator = f"{run.address}:{processes.free_port()}"
+        address = {"parallel.processes": len(run.cores), "parallel.coordinator": coordinator}
         env = {**os.environ, "JAX_NUM_CPU_DEVICES": str(run.devices)}
         self._processes = []
         for i in range(len(run.cores)):

@@ -44,7 +44,7 @@ from mlcn_jax.training.stacks_runner import StacksRunner
 _log = logging.getLogger(__name__)
 _MEASURE = f"{program()} profile"
 _SPEEDS, _LINKS = "device_speeds.json", "links.json"
-_TRIED = [name for name in partition.PARTITIONERS if name != "random"]  # under `auto`
+TRIED = [name for name in partition.PARTITIONERS if name != "random"]  # under `auto`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ def make_plan(
 
     def choose() -> dict[str, Any]:
         messages = Messages(exchange_dtype, clip_norm > 0)
-        found = candidates(spec, batch_size, known, _TRIED, jax.process_count(), cluster, messages)
+        found = candidates(spec, batch_size, known, TRIED, jax.process_count(), cluster, messages)
         fastest = min(found, key=lambda candidate: candidate.step.total_seconds)
         seconds, used = fastest.step.total_seconds, known[: fastest.data * fastest.lane]
         sure = interval(seconds, spec, used, lane=fastest.lane, placement=fastest.placement, cluster=cluster)
