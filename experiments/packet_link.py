@@ -34,6 +34,11 @@ _CLONE_NEWNET, _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x40000000, 0x400454CA, 0x0001
 _TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
 
 
+def possible() -> bool:
+    """Whether this process may make such a link."""
+    return not os.geteuid() and os.path.exists(_TUN) and shutil.which("ip") is not None
+
+
 class PacketLink:
     """Two namespaces, the addresses of which are `ADDRESSES`, and the link between them, while it is entered.
 
@@ -54,7 +59,7 @@ class PacketLink:
         return ["ip", "netns", "exec", self._names[side]]
 
     def __enter__(self) -> "PacketLink":
-        if os.geteuid() or not os.path.exists(_TUN) or shutil.which("ip") is None:
+        if not possible():
             raise InputError(f"a packet link needs root, the command ip and {_TUN}: run it on Linux, as root")
         command = [sys.executable, "-m", "experiments.packet_link", json.dumps(self._settings)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

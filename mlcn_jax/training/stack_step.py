@@ -172,8 +172,8 @@ class StackStep:
         return grads, dv, jnp.stack(numbers), _square(grads)
 
     def head_sums(self, params, outputs, images, labels, mask):
-        pixels = batches.to_pixels(images)
         """All sums of `evaluate.head_sums`, as one row [1, numbers]."""
+        pixels = batches.to_pixels(images)
         sums = evaluate.head_sums(self._spec, self._weight, params["decoder"], outputs, pixels, labels, mask)
         return jnp.concatenate([sums[name].reshape(-1) for name in self.sum_shapes])[None]
 
