@@ -72,7 +72,8 @@ def test_every_split_of_two_processes_is_measured_and_predicted():
         links.candidates_over({"latency_seconds": seconds, "bytes_per_second": 1e8}, spec, profile, "float32")
         for seconds in (0.0, 10.0)
     )
-    assert {"alone", "mesh, data=2, lane=1", "mesh, data=1, lane=2", "stacks, greedy"} <= fast.keys() == slow.keys()
+    assert {"alone", "mesh, data=2, lane=1", "mesh, data=1, lane=2"} < fast.keys() == slow.keys()
+    assert any(name.startswith("stacks, ") for name in fast)
     assert min(slow, key=lambda name: slow[name].step.total_seconds) == "alone"
     assert min(fast, key=lambda name: fast[name].step.total_seconds) != "alone"
 
@@ -80,7 +81,8 @@ def test_every_split_of_two_processes_is_measured_and_predicted():
 @pytest.mark.skipif(not packet_link.possible(), reason="needs root and /dev/net/tun")
 def test_a_packet_link_delays_what_goes_over_it():
     answer = (
-        "import socket; s = socket.create_server(('10.77.0.1', 5555)); print(); c, _ = s.accept(); c.send(c.recv(1))"
+        "import socket; s = socket.create_server(('10.77.0.1', 5555)); print(flush=True);"
+        " c, _ = s.accept(); c.send(c.recv(1))"
     )
     ask = (
         "import socket, time; c = socket.create_connection(('10.77.0.1', 5555)); t = time.perf_counter(); c.send(b'.');"
