@@ -77,4 +77,7 @@ class GradientNorm:
         del copy
         if self._send is not None:
             self.arrived(self._send())
-        return np.sqrt(jax.device_get(self._square).reshape(())).astype(dtype)
+        return np.asarray(np.sqrt(jax.device_get(self._square).reshape(())), dtype)
+
+    def __float__(self) -> float:
+        return float(np.asarray(self))
