@@ -96,8 +96,8 @@ def measure(row: Mapping[str, str], profile: DeviceProfile, values: flags.FlagVa
 
         guess = candidates_over({"latency_seconds": 0.0, "bytes_per_second": 1e9}, spec, profile, values.exchange_dtype)
         groups = {name: start(candidate) for name, candidate in guess.items()}
-        link = next(iter(groups.values())).link()
         steps = {name: max(2, round(values.turn_seconds / group.seconds(1))) for name, group in groups.items()}
+        link = next(iter(groups.values())).link()  # now that none compiles
         seconds: dict[str, list[float]] = {name: [] for name in groups}
         for _ in range(values.rounds):
             for name, group in groups.items():
@@ -105,7 +105,7 @@ def measure(row: Mapping[str, str], profile: DeviceProfile, values: flags.FlagVa
     found = candidates_over(link, spec, profile, values.exchange_dtype)
     cluster = simulate.Cluster((0, 1), simulate.Link(**link), simulate.Link(**link), ("here", "here"))
     measured = {name: statistics.median(taken) for name, taken in seconds.items()}
-    predicted = {name: candidate.step.total_seconds for name, candidate in found.items()}
+    predicted = {name: found[name].step.total_seconds for name in measured if name in found}
     chosen, fastest = (min(table, key=table.__getitem__) for table in (predicted, measured))
     return {
         **row,
