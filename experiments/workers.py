@@ -22,7 +22,7 @@ import numpy as np
 from experiments import REPOSITORY
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig, flat
-from mlcn_jax.distributed import processes
+from mlcn_jax.distributed import links, processes
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program
 from mlcn_jax.nn.lanes import LaneGroup, LaneSpec
@@ -43,6 +43,9 @@ class Run:
       devices: of each process.
       device_of: the device of each lane, in stacks; empty for a mesh.
       slowness: process 1 runs for this part of the time, inverted: 2 is half of it.
+      alone: whether each process computes the whole model by itself.
+      prefixes: of each process's command, such as that of a network namespace; empty for none.
+      address: of the first process, for the others.
     """
 
     changes: Mapping[str, Any]
@@ -50,6 +53,9 @@ class Run:
     devices: int = 1
     device_of: Sequence[int] = ()
     slowness: float = 1.0
+    alone: bool = False
+    prefixes: Sequence[Sequence[str]] = ()
+    address: str = "127.0.0.1"
 
 
 def config_of(changes: Mapping[str, Any]) -> RunConfig:
@@ -76,7 +82,8 @@ class Group:
 
     def __init__(self, run: Run):
         self._run = run
-        address = {"parallel.processes": len(run.cores), "parallel.coordinator": f"127.0.0.1:{processes.free_port()}"}
+        coordinator = f"{run.address}:{processes.free_port()}"
+        address = {"parallel.processes": len(run.cores), "parallel.coordinator": coordinator}
         env = {**os.environ, "JAX_NUM_CPU_DEVICES": str(run.devices)}
         self._processes = []
         for i in range(len(run.cores)):
@@ -84,7 +91,7 @@ class Group:
             values = json.dumps({**dataclasses.asdict(run), "changes": mine, "cores": list(run.cores[i])})
             self._processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "experiments.workers", values],
+                    [*(run.prefixes[i] if run.prefixes else ()), sys.executable, "-m", "experiments.workers", values],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     env=env,
@@ -102,16 +109,20 @@ class Group:
         """Of a step of `YARDSTICK`, now, in all processes at once, none of them interrupted."""
         return self._ask("yardstick")
 
-    def _ask(self, what: str) -> list[float]:
+    def link(self) -> dict[str, float]:
+        """The link between the first two processes, measured now (`links.measure`)."""
+        return self._ask("link")[0]
+
+    def _ask(self, what: str) -> list[Any]:
         for process in self._processes:
             process.stdin.write(f"{what}\n")
             process.stdin.flush()
         return [self._answer(process) for process in self._processes]
 
-    def _answer(self, process: subprocess.Popen) -> float:
+    def _answer(self, process: subprocess.Popen) -> Any:
         for line in process.stdout:
-            if line.startswith("seconds "):
-                return float(line.split()[1])
+            if line.startswith("answer "):
+                return json.loads(line.partition(" ")[2])
         raise InputError("a process ended before it had measured; its message is above")
 
     @contextlib.contextmanager
@@ -144,7 +155,7 @@ class Group:
 
 
 def _work(values: dict[str, Any]) -> None:
-    """Answers each line of standard input, a number of steps or `yardstick`, with the mean seconds of a step."""
+    """Answers each line of standard input: a number of steps or `yardstick` with a step's mean seconds, or `link`."""
     os.sched_setaffinity(0, values["cores"])
     config = config_of(values["changes"])
     if config.parallel.processes > 1:
@@ -163,6 +174,8 @@ def _work(values: dict[str, Any]) -> None:
         laid_out = plan.Plan(
             stacks=stack_programs.make_stacks(jax.devices(), values["device_of"]), head=jax.devices()[0]
         )
+    elif values["alone"]:
+        laid_out = plan.Plan()
     else:
         laid_out = plan_of(config, spec)
     runner = plan.make_runner(laid_out, spec, optimizer, clip_norm=config.train.clip_norm, **step_options(config))
@@ -186,11 +199,14 @@ def _work(values: dict[str, Any]) -> None:
             yardstick().run()
 
     for line in sys.stdin:
+        if line.strip() == "link":
+            print("answer", json.dumps(dataclasses.asdict(links.measure(jax.devices()[:2]))), flush=True)
+            continue
         run, count = (steps, int(line)) if line.strip().isdigit() else (yardstick_steps, 20)
         run(1)  # brings caches and memory back
         started = time.perf_counter()
         run(count)
-        print("seconds", (time.perf_counter() - started) / count, flush=True)
+        print("answer", (time.perf_counter() - started) / count, flush=True)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ _ADDED = (
     *("train.whitening_epochs", "train.score_test", "train.image_sizes", "train.lookahead"),
     *("model.lane_weights", "model.lane_seeds", "data.split_seed", "train.lanes_apart"),
     *("train.teacher", "train.teacher_weight", "train.teacher_temperature"),
-    *("model.remat", "train.accumulation_steps"),
+    *("model.remat", "train.accumulation_steps", "parallel.exchange_dtype"),
     *(f"train.rounds.{field.name}" for field in dataclasses.fields(RoundSettings)),
 )
 

@@ -11,6 +11,7 @@ from mlcn_jax.placement.partition import PARTITIONERS
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "muon")
 PLANS = ("mesh", "stacks", "auto")
+EXCHANGE_DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,13 +219,17 @@ class TrainSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelSettings:
-    """Where to train; does not affect what is computed.
+    """Where to train; does not affect what is computed, but for the rounding of `exchange_dtype`.
 
     Attributes:
-      plan: mesh, stacks (each device has its own lanes), or auto (the fastest according to the device profiles).
+      plan: mesh, stacks (each device has its own lanes), or auto (the fastest according to the device profiles and to
+        the links between processes, which are measured).
       data: devices over which each batch is split.
       lane: devices over which the lanes are split; data * lane devices are used in all.
-      partitioner: places lanes under stacks: greedy, karmarkar_karp, exact, random, round_robin or greedy_published.
+      exchange_dtype: float32, or bfloat16 for half the bytes between devices: columns, activations of the decoder and
+        gradients are rounded on their way. Columns of lanes that classify alone are always sent in float32.
+      partitioner: places lanes under stacks: greedy, karmarkar_karp, exact, random, round_robin or greedy_published;
+        auto tries all but random.
       profile: files written by the command `profile`, separated by commas; if empty, devices that differ are timed for
         some seconds at the start.
       platforms: kinds of devices in one process, such as gpu,cpu (stacks only); if empty, jax's default.
@@ -237,6 +242,7 @@ class ParallelSettings:
     plan: str = "mesh"
     data: int = 1
     lane: int = 1
+    exchange_dtype: str = "float32"
     partitioner: str = "greedy"
     profile: str = ""
     platforms: str = ""
@@ -249,6 +255,8 @@ class ParallelSettings:
         for field, least in (("data", 1), ("lane", 1), ("processes", 0), ("process", -1), ("timeout_seconds", 1)):
             check(getattr(self, field) >= least, f"parallel.{field}", getattr(self, field), f"{least} or more")
         check(self.plan in PLANS, "parallel.plan", self.plan, " or ".join(PLANS))
+        known = " or ".join(EXCHANGE_DTYPES)
+        check(self.exchange_dtype in EXCHANGE_DTYPES, "parallel.exchange_dtype", self.exchange_dtype, known)
         check(self.partitioner in PARTITIONERS, "parallel.partitioner", self.partitioner, " or ".join(PARTITIONERS))
         if self.plan != "mesh":
             check(self.data == 1, "parallel.data", self.data, f"1 with parallel.plan={self.plan}")

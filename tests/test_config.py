@@ -57,6 +57,7 @@ def test_changes_are_read_as_the_type_of_their_field(tiny):
         ("train.momentum", 1.0, "train.momentum"),
         ("train.image_sizes", "20", "train.image_sizes is '20'; it must be a list such as 20:0.35"),
         ("train.image_sizes", "28:0.7,20:0.3", "in the order of the steps"),
+        ("parallel.exchange_dtype", "int8", "'int8'; it must be float32 or bfloat16"),
     ],
 )
 def test_bad_changes_are_refused(tiny, field, value, message):
@@ -98,6 +99,13 @@ def test_a_workdir_refuses_another_configuration_and_names_every_field(tiny):
 def test_a_longer_run_from_another_folder_may_resume(tiny):
     longer = tiny.replace({"train.num_steps": 40, "data.dir": "elsewhere", "train.checkpoint_every": 7})
     longer.check_resumable(tiny, Path("W"))
+
+
+def test_what_rounds_gradients_is_fixed(tiny):
+    rounded = tiny.replace({"parallel.exchange_dtype": "bfloat16"})
+    assert rounded.hash() != tiny.hash()
+    with pytest.raises(InputError, match=r"parallel\.exchange_dtype"):
+        rounded.check_resumable(tiny, Path("W"))
 
 
 def test_hash_ignores_places_only(tiny):

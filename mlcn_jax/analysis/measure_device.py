@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data import datasets
-from mlcn_jax.distributed import processes
+from mlcn_jax.distributed import links, processes
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv, lanes
 from mlcn_jax.nn.lane_list import parse_lanes
@@ -42,7 +41,6 @@ _GROUPS = (
 _FORWARDS = ("mlcn1:w1d1", "mlcn2:w3d2", "mlcn1:w2d3", "resnet:w2d3")
 _HEAD_LANES = (2, 16)
 _TURN_SECONDS = 0.02
-_LINK_BYTES = (2**12, 2**24)
 
 
 class Program:
@@ -241,7 +239,7 @@ def measure_link(cores: Sequence[int]) -> dict[str, float] | None:
     For CPUs, these are two processes on one of `cores` each, joined as in runs of several processes.
     """
     if jax.default_backend() != "cpu":
-        return _link(jax.local_devices()[:2]) if jax.local_device_count() > 1 else None
+        return dataclasses.asdict(links.measure(jax.local_devices()[:2])) if jax.local_device_count() > 1 else None
     if len(cores) < 2:
         return None
     port = processes.free_port()
@@ -270,31 +268,9 @@ def link_worker(process: int, port: int, core: int) -> None:
     """Runs one of the two processes of `measure_link`; process 0 prints the result."""
     os.sched_setaffinity(0, [core])
     processes.join(ParallelSettings(processes=2, process=process, coordinator=f"127.0.0.1:{port}"), {})
-    found = _link(jax.devices())
+    found = dataclasses.asdict(links.measure(jax.devices()))
     if processes.is_first():
         print(json.dumps(found), flush=True)
-
-
-def _link(pair: Sequence[jax.Device]) -> dict[str, float]:
-    """Latency and bandwidth from gathers of few and of many bytes, of which each of two devices sends half."""
-    mesh = Mesh(np.array(pair), ("device",))
-    whole, halves = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("device"))
-    gather = jax.jit(lambda x: x, out_shardings=whole)
-    seconds = []
-    for size in _LINK_BYTES:
-        zeros = np.zeros(size // 4, np.float32)
-        x = jax.make_array_from_callback(zeros.shape, halves, zeros.__getitem__)
-        least = math.inf
-        for _ in range(50):
-            started = time.perf_counter()
-            gather(x).block_until_ready()
-            least = min(least, time.perf_counter() - started)
-        seconds.append(least)
-    few, many = (size / 2 for size in _LINK_BYTES)
-    if seconds[1] <= seconds[0]:
-        raise InputError("the link could not be measured: many bytes took no longer than few; try a less busy machine")
-    bytes_per_second = (many - few) / (seconds[1] - seconds[0])
-    return {"latency_seconds": max(0.0, seconds[0] - few / bytes_per_second), "bytes_per_second": bytes_per_second}
 
 
 def spec_of(data: str, lane_routing: str, compute_dtype: str) -> ModelSpec:

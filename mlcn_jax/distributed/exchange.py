@@ -1,5 +1,9 @@
-"""Communication between stacks of lanes: columns, their gradients and sums, within one process or among several."""
+"""Communication between stacks of lanes, within one process or among several: messages to the head and back, and sums.
 
+A step needs two: each stack's message to the head, and the head's to each stack (`messages`).
+"""
+
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,45 +17,54 @@ from jaxtyping import Array
 _AXIS = "stack"
 
 
-def _move(x: Array, device: jax.Device) -> Array:
-    """A copy on another device; between different kinds of devices via the host, the only way jax supports."""
-    (here,) = x.devices()
-    return jax.device_put(x if here.platform == device.platform else jax.device_get(x), device)
-
-
 @jax.jit
 def _sum(parts):
     return sum(parts[1:], parts[0])
 
 
 class AmongDevices:
-    """Exchanges columns, their gradients and sums between the devices of one process, by copying."""
+    """Exchanges messages and sums between the devices of one process, by copying.
+
+    `sent` counts `messages` and `bytes` that went from one device to another.
+    """
 
     def __init__(self, devices: Sequence[jax.Device], head: jax.Device):
         self._devices, self._head = devices, head
+        self.sent: Counter[str] = Counter()
 
-    def joined(self, columns: Sequence[jax.ShapeDtypeStruct]) -> Any:
-        """The shapes of what `gather` returns, given those of the columns of each stack."""
-        return tuple(columns)
+    def _move(self, x: Array, device: jax.Device) -> Array:
+        """A copy on another device; between different kinds of devices via the host, the only way jax supports."""
+        (here,) = x.devices()
+        if here != device:
+            self.sent.update(messages=1, bytes=x.nbytes)
+        return jax.device_put(x if here.platform == device.platform else jax.device_get(x), device)
 
-    def gather(self, columns: Mapping[int, Array]) -> tuple[Array, ...]:
-        """The columns of all stacks, on the head."""
-        return tuple(_move(columns[s], self._head) for s in range(len(self._devices)))
+    def joined(self, parts: Sequence[jax.ShapeDtypeStruct]) -> Any:
+        """The shapes of what `gather` returns, given those of each stack's part."""
+        return tuple(parts)
 
-    def spread(self, dcolumns: Any, columns: Mapping[int, Array]) -> Iterator[tuple[int, Array]]:
-        """Yields each stack with the gradients of its columns; those that must be waited for come last."""
-        del columns
+    def together(self, parts: Sequence[Array]) -> Any:
+        """What the head passes to `spread`, from the part of each stack [1, ...]; traced."""
+        return tuple(parts)
+
+    def gather(self, parts: Mapping[int, Array]) -> tuple[Array, ...]:
+        """The parts of all stacks, on the head."""
+        return tuple(self._move(parts[s], self._head) for s in range(len(self._devices)))
+
+    def spread(self, parts: Any, part: jax.ShapeDtypeStruct | None) -> Iterator[tuple[int, Array]]:
+        """Yields each stack with its part, whose shape is `part`; those that must be waited for come last."""
+        del part
         for s in sorted(range(len(self._devices)), key=lambda s: self._devices[s].platform != self._head.platform):
-            yield s, _move(dcolumns[s], self._devices[s])
+            yield s, self._move(parts[s], self._devices[s])
 
     def total(self, vectors: Mapping[int, Array], from_head: Any, size: int) -> Array:
         """The sum of the vectors [1, size] of all stacks and the head."""
         del size
-        return _sum([_move(v, self._head) for v in vectors.values()] + [from_head])
+        return _sum([self._move(v, self._head) for v in vectors.values()] + [from_head])
 
     def copy(self, total: Array, s: int) -> Array:
         """A copy of a total on the device of stack `s`, or on the head if `s` is -1."""
-        return _move(total, self._head if s < 0 else self._devices[s])
+        return self._move(total, self._head if s < 0 else self._devices[s])
 
     def add_up(self, tree: Any) -> Any:
         """Sums arrays over processes, each with its own part and zeros elsewhere; every process gets the sum."""
@@ -59,11 +72,15 @@ class AmongDevices:
 
 
 class AmongProcesses:
-    """As `AmongDevices`, but among several processes, by collectives over a mesh of the stacks' devices, head first."""
+    """As `AmongDevices`, but among several processes, by collectives over a mesh of the stacks' devices, head first.
+
+    Every process takes part in each of them. `sent` counts them as `traffic` does: the full array of each.
+    """
 
     def __init__(self, devices: Sequence[jax.Device], head: jax.Device):
         assert devices[0] == head
         self._devices = devices
+        self.sent: Counter[str] = Counter()
         self._known_zeros: dict[tuple, Array] = {}
         self._mine = [s for s, device in enumerate(devices) if device.process_index == jax.process_index()]
         self._mesh = Mesh(np.array(devices), (_AXIS,))
@@ -79,18 +96,23 @@ class AmongProcesses:
         shape = (len(self._devices) * parts[0].shape[0], *parts[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self._shared, list(parts))
 
-    def joined(self, columns: Sequence[jax.ShapeDtypeStruct]) -> Any:
-        return jax.ShapeDtypeStruct((len(self._devices), *columns[0].shape[1:]), columns[0].dtype)
+    def joined(self, parts: Sequence[jax.ShapeDtypeStruct]) -> Any:
+        return jax.ShapeDtypeStruct((len(self._devices), *parts[0].shape[1:]), parts[0].dtype)
 
-    def gather(self, columns: Mapping[int, Array]) -> Array:
-        return self._all_gather(self._over_mesh(list(columns.values()))).addressable_data(0)
+    def together(self, parts: Sequence[Array]) -> Any:
+        return jnp.concatenate(parts)
 
-    def spread(self, dcolumns: Any, columns: Mapping[int, Array]) -> Iterator[tuple[int, Array]]:
-        shape, dtype = (len(self._devices), *columns[self._mine[0]].shape[1:]), columns[self._mine[0]].dtype
-        parts = [self._zeros(s, shape, dtype) for s in self._mine]
-        if dcolumns is not None:
-            parts[0] = dcolumns
-        scattered = self._reduce_scatter(self._over_mesh(parts))
+    def gather(self, parts: Mapping[int, Array]) -> Array:
+        whole = self._over_mesh(list(parts.values()))
+        self.sent.update(messages=1, bytes=whole.nbytes)
+        return self._all_gather(whole).addressable_data(0)
+
+    def spread(self, parts: Any, part: jax.ShapeDtypeStruct) -> Iterator[tuple[int, Array]]:
+        each = [self._zeros(s, (len(self._devices), *part.shape[1:]), part.dtype) for s in self._mine]
+        if parts is not None:
+            each[0] = parts
+        self.sent.update(messages=1, bytes=each[0].nbytes)
+        scattered = self._reduce_scatter(self._over_mesh(each))
         for s in self._mine:
             yield s, self.copy(scattered, s)
 
@@ -98,6 +120,7 @@ class AmongProcesses:
         parts = [vectors[s] if s in vectors else self._zeros(s, (1, size), np.float32) for s in self._mine]
         if from_head is not None:
             parts[0] = _sum([parts[0], from_head])
+        self.sent.update(messages=1, bytes=parts[0].nbytes)
         return self._all_reduce(self._over_mesh(parts))
 
     def copy(self, total: Array, s: int) -> Array:
@@ -105,9 +128,10 @@ class AmongProcesses:
         return next(shard.data for shard in total.addressable_shards if shard.device == device)
 
     def _zeros(self, s: int, shape: tuple[int, ...], dtype: Any) -> Array:
-        if (s, shape) not in self._known_zeros:
-            self._known_zeros[s, shape] = jax.device_put(np.zeros(shape, dtype), self._devices[s])
-        return self._known_zeros[s, shape]
+        key = (s, shape, np.dtype(dtype).name)
+        if key not in self._known_zeros:
+            self._known_zeros[key] = jax.device_put(np.zeros(shape, dtype), self._devices[s])
+        return self._known_zeros[key]
 
     def add_up(self, tree: Any) -> Any:
 

@@ -1,8 +1,10 @@
 """Sharding over a mesh of devices: the batch over one axis, the lanes over the other.
 
-Sharding determines where something is computed, never what: parameters, loss and gradients are those of one device.
+Sharding determines where something is computed, never what: parameters, loss and gradients are those of one device,
+but for the rounding of what is sent in bfloat16.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from mlcn_jax.errors import InputError
+from mlcn_jax.nn import tracing, words
 from mlcn_jax.nn.spec import ModelSpec
 
 DATA_AXIS = "data"
@@ -147,14 +150,15 @@ def to_host(tree: Any) -> Any:
     return jax.tree.map(fetch, tree)
 
 
-def mean_over(mesh: Mesh | None, function: Callable) -> Callable:
+def mean_over(mesh: Mesh | None, function: Callable, exchange_dtype: str = "float32") -> Callable:
     """Turns `function(params, images, labels, key)`, whose results are means over the batch, into one over a mesh.
 
     On each device it sees that device's shard of the lanes and of the batch, and gathers what it needs over
     `lane_axis`. All devices of one lane axis get the same results, and each result is weighted by one over their
-    number, so that the gradient of a gather is the sum of the gradients on the devices that used it.
+    number, so that the gradient of a gather is the sum of the gradients on the devices that used it. Gradients are
+    summed, and lanes gathered, in `exchange_dtype`; results are averaged in their own.
     """
-    return _over(mesh, function, lax.pmean)
+    return _over(mesh, function, lax.pmean, exchange_dtype)
 
 
 def sum_over(mesh: Mesh | None, function: Callable) -> Callable:
@@ -195,15 +199,32 @@ def global_norm(mesh: Mesh | None, tree: Any) -> Array:
     return jnp.sqrt(jax.shard_map(squares, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec())(tree))
 
 
-def _over(mesh: Mesh | None, function: Callable, reduce: Callable) -> Callable:
+def _over(mesh: Mesh | None, function: Callable, reduce: Callable, exchange_dtype: str = "float32") -> Callable:
     if mesh is None:
         return function
     axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
+    sent_in = "" if exchange_dtype == "float32" else exchange_dtype  # what has another dtype keeps that
 
     def vary(x, spec):
         """Marks a value as varying over devices, so that its gradients are summed over all devices that used it."""
         missing = tuple(axis for axis in axes if axis not in spec)
         return lax.pcast(x, missing, to="varying") if missing else x
+
+    def vary_rounding(x, spec):
+        """`vary`, with the sum in `exchange_dtype`."""
+        missing = tuple(axis for axis in axes if axis not in spec)
+        if not sent_in or not missing:
+            return vary(x, spec)
+
+        @jax.custom_vjp
+        def varying(x):
+            return vary(x, spec)
+
+        def backward(_, gradient):
+            return (words.psum(gradient, missing, sent_in),)
+
+        varying.defvjp(lambda x: (varying(x), None), backward)
+        return varying(x)
 
     def vary_together(params, specs):
         """`vary` of all parameters, as one array for each set of axes, so that one sum brings all their gradients."""
@@ -213,7 +234,7 @@ def _over(mesh: Mesh | None, function: Callable, reduce: Callable) -> Callable:
         for kind in dict.fromkeys(kinds):
             places = [i for i, own in enumerate(kinds) if own == kind]
             flat, apart = ravel_pytree([leaves[i] for i in places])
-            for i, leaf in zip(places, apart(vary(flat, kind[0])), strict=True):
+            for i, leaf in zip(places, apart(vary_rounding(flat, kind[0])), strict=True):
                 leaves[i] = leaf
         return jax.tree.unflatten(tree, leaves)
 
@@ -228,7 +249,8 @@ def _over(mesh: Mesh | None, function: Callable, reduce: Callable) -> Callable:
 
         def on_a_device(params, *batch):
             batch = jax.tree.map(vary, batch, in_specs[1:])
-            return together(function(vary_together(params, in_specs[0]), *batch))
+            with tracing.using(dataclasses.replace(tracing.current(), exchange_dtype=sent_in)):
+                return together(function(vary_together(params, in_specs[0]), *batch))
 
         mapped = jax.shard_map(on_a_device, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec())
         return mapped(params, images, *rest)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from mlcn_jax.distributed import mesh as mesh_lib
@@ -15,30 +16,60 @@ from mlcn_jax.nn.spec import ModelSpec
 
 
 @functools.lru_cache
-def exchanged_bytes(spec: ModelSpec, batch_size: int, data: int, lane: int) -> dict[str, int]:
+def exchanged_bytes(
+    spec: ModelSpec, batch_size: int, data: int, lane: int, exchange_dtype: str = "float32"
+) -> dict[str, int]:
     """Bytes per device of all arrays that a training step on a mesh gathers, scatters and reduces, by collective.
 
     Over `lane` devices: the class capsules and the decoder's activations are gathered forward and, in the transpose of
     that, their gradients reduced and scattered backward; gradients of what is not sharded are summed. Over `data`: all
     gradients are summed. In addition, scalars: the loss, its two parts, accuracy, and a part of the gradient's norm.
-    Equal to what `collective_bytes` finds in the compiled program.
+    All but these scalars, and columns of lanes that classify alone, are sent in `exchange_dtype`; in bfloat16, a
+    scatter is an all-to-all, and a sum an all-to-all and a gather (`nn.words`), of as many bytes each. Up to padding in
+    bfloat16, equal to what `collective_bytes` finds in the compiled program.
     """
-    params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
-    layout = jax.tree.leaves(mesh_lib.state_specs(params, lane), is_leaf=lambda x: isinstance(x, PartitionSpec))
-    split = [any(spec_of) for spec_of in layout]
-    whole = [leaf.size for leaf in jax.tree.leaves(params)]
-    sizes = [size // (lane if is_split else 1) for size, is_split in zip(whole, split, strict=True)]
-    reduced = 4 + any(split)
+    size_of = jnp.dtype(exchange_dtype).itemsize
+    layout, whole = _layout(spec, lane)
+    sizes = [size // (lane if any(axes) else 1) for size, axes in zip(whole, layout, strict=True)]
+    gradients = 0
     if data > 1:
-        reduced += sum(sizes)
+        gradients = sum(sizes)
     elif lane > 1:
-        reduced += sum(size for size, is_split in zip(sizes, split, strict=True) if not is_split)
+        gradients = sum(size for size, axes in zip(sizes, layout, strict=True) if not any(axes))
     gathered = 0
     if lane > 1:
-        layers = [size for size in (*spec.decoder, math.prod(spec.image_shape)) if size % lane == 0]
-        num_lanes = len(spec.lane_specs)
-        gathered = batch_size // data * (num_lanes * spec.num_classes + sum(layers))
-    return {"all-gather": 4 * gathered, "reduce-scatter": 4 * gathered, "all-reduce": 4 * reduced}
+        column = batch_size // data * len(spec.lane_specs) * spec.num_classes
+        gathered = column * (4 if spec.classifies_alone.any() else size_of)
+        gathered += size_of * batch_size // data * sum(_gathered_layers(spec, lane))
+    reduced = 4 * (4 + any(map(any, layout))) + size_of * gradients
+    return {"all-gather": gathered, "reduce-scatter": gathered, "all-reduce": reduced}
+
+
+@functools.lru_cache
+def exchanged_messages(spec: ModelSpec, data: int, lane: int) -> dict[str, int]:
+    """Collectives of a training step on a mesh, by kind; equal to what `collective_messages` finds, without zeros.
+
+    Gathers and scatters: of columns and of each layer of the decoder that divides. Sums: of the metrics, of a part of
+    the gradient's norm, and of the gradients of the arrays that are sharded alike.
+    """
+    layout, _ = _layout(spec, lane)
+    sums = len(set(layout)) if data > 1 else sum(not any(axes) for axes in set(layout))
+    gathers = 1 + len(_gathered_layers(spec, lane)) if lane > 1 else 0
+    reduced = (1 + sums + any(map(any, layout))) if data * lane > 1 else 0
+    found = {"all-gather": gathers, "reduce-scatter": gathers, "all-reduce": reduced}
+    return {name: count for name, count in found.items() if count}
+
+
+def _layout(spec: ModelSpec, lane: int) -> tuple[list[PartitionSpec], list[int]]:
+    """The sharding over `lane` devices and the size of every array of the parameters."""
+    params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
+    layout = jax.tree.leaves(mesh_lib.state_specs(params, lane), is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return layout, [leaf.size for leaf in jax.tree.leaves(params)]
+
+
+def _gathered_layers(spec: ModelSpec, lane: int) -> list[int]:
+    """The sizes of the decoder's layers whose units are sharded."""
+    return [size for size in (*spec.decoder, math.prod(spec.image_shape)) if size % lane == 0]
 
 
 def collective_bytes(compiled_text: str) -> dict[str, int]:

@@ -94,7 +94,7 @@ def outputs_and_loss(
             column, own = losses_of_group(group, spec.lane_settings, rule)(params, ids, batch)
             column, loss = lax.stop_gradient(column), loss + shares * jnp.sum(own)
         columns.append(column)
-    outputs = gather_lanes(columns, lane_axis)
+    outputs = gather_lanes(spec, columns, lane_axis)
     if coupled and distillation is None:
         loss = jnp.mean(lane_cross_entropy(spec, outputs, labels))
     return outputs, loss

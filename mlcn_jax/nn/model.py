@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from mlcn_jax.nn import capsules, conv, losses
+from mlcn_jax.nn import capsules, conv, losses, tracing
 from mlcn_jax.nn.lanes import (
     ConvParams,
     apply_group,
@@ -25,6 +25,7 @@ from mlcn_jax.nn.lanes import (
     primary_capsules,
 )
 from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.nn.words import all_gather
 
 _CAPSNET_FILTERS = 256
 _CAPSNET_CLASS_DIM = 16
@@ -80,15 +81,19 @@ class MLCNEncoder(nn.Module):
                 params = self.get_variable("params", group.name)
             columns.append(apply_group(params, group, settings, images))
             first_lane += group.count
-        return gather_lanes(columns, self.lane_axis)
+        return gather_lanes(self.spec, columns, self.lane_axis)
 
 
-def gather_lanes(columns: Sequence[Float[Array, "batch classes group"]], lane_axis: str) -> Array:
-    """The outputs of all lanes, [batch, classes, lanes], from those of each group's lanes on this device."""
+def gather_lanes(spec: ModelSpec, columns: Sequence[Float[Array, "batch classes group"]], lane_axis: str) -> Array:
+    """The outputs of all lanes, [batch, classes, lanes], from those of each group's lanes on this device.
+
+    Log-probabilities of lanes that classify alone are never rounded on their way.
+    """
     outputs = jnp.concatenate(columns, axis=-1)
     if not lane_axis:
         return outputs
-    outputs = lax.all_gather(outputs, lane_axis, axis=2)  # [batch, classes, shares, lanes of a share]
+    dtype = "" if spec.classifies_alone.any() else tracing.current().exchange_dtype
+    outputs = all_gather(outputs, lane_axis, dtype, axis=2)  # [batch, classes, shares, lanes of a share]
     ends = itertools.accumulate(column.shape[-1] for column in columns[:-1])
     parts = jnp.split(outputs, list(ends), axis=-1)
     return jnp.concatenate([part.reshape(*part.shape[:2], -1) for part in parts], axis=-1)
@@ -141,7 +146,8 @@ class Decoder(nn.Module):
         glorot = nn.initializers.glorot_uniform()
         dense = nn.Dense(size // shares if split else size, dtype=self.spec.dtype, kernel_init=glorot, name=name)
         x = activation(dense(x))
-        return lax.all_gather(x, self.lane_axis, axis=1, tiled=True) if split else x
+        dtype = tracing.current().exchange_dtype
+        return all_gather(x, self.lane_axis, dtype, axis=1, tiled=True) if split else x
 
 
 class CapsuleNetwork(nn.Module):

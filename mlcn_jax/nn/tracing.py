@@ -1,4 +1,4 @@
-"""The target of a traced program: the platform that will run it, and the algorithm of each convolution there.
+"""The target of a traced program: the platform that will run it, the algorithm of each convolution, and its messages.
 
 The target is part of the key of JAX's caches (`jax.make_user_context`): a function that is jitted under one target is
 traced again under another, so that what it computes never depends on earlier traces.
@@ -20,11 +20,13 @@ class Target:
       platform: such as `cpu`, `gpu` or `onnx`; if empty, that of JAX's default device.
       batch: batch size for which algorithms are chosen if the traced one is symbolic; 0 takes the traced one.
       algorithms: pairs of a convolution (`conv.key_of`) and its algorithm; for others, `conv.choose` decides.
+      exchange_dtype: in which arrays are gathered over devices, and their gradients scattered; if empty, their own.
     """
 
     platform: str = ""
     batch: int = 0
     algorithms: tuple[tuple[str, str], ...] = ()
+    exchange_dtype: str = ""
     _record: "_Record | None" = dataclasses.field(default=None, repr=False)
 
     def algorithm(self, key: str, choose: Callable[[], str]) -> str:

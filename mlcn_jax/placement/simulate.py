@@ -56,6 +56,7 @@ class Cluster:
       within: the link between any two devices of a host, not shared.
       between: the link of a host to all others, shared by all simultaneous messages that leave the host. A message
         between two hosts takes the longer latency and the lower bandwidth of their links.
+      machines: the machine of each device, if hosts are processes; if empty, each host is a machine.
 
     Raises:
       InputError: there is no device, or a host has no link.
@@ -64,8 +65,12 @@ class Cluster:
     hosts: Sequence[int | str]
     within: Links
     between: Links
+    machines: Sequence[int | str] = ()
 
     def __post_init__(self):
+        object.__setattr__(self, "machines", tuple(self.machines) or tuple(self.hosts))
+        if len(self.machines) != len(self.hosts):
+            raise InputError(f"machines has {len(self.machines)} entries for {len(self.hosts)} devices")
         if not self.hosts:
             raise InputError("the cluster has no devices: give the host of each, such as hosts=(0, 0, 1, 1)")
         for field in ("within", "between"):
@@ -293,6 +298,7 @@ def simulate_stacks(
     forward_share: float,
     head: int = 0,
     head_update_seconds: float = 0.0,
+    total_bytes: float = 0.0,
     exchange: str = "direct",
 ) -> StepTime:
     """A step of lanes placed one by one (`stacks_runner.StacksRunner`), with loss and decoder on one device, the head.
@@ -310,6 +316,7 @@ def simulate_stacks(
       forward_share: the fraction of the placement's seconds that is forward.
       head: number of the device that is the head.
       head_update_seconds: the head's time to update the decoder, during the others' backward pass.
+      total_bytes: bytes that are summed over the devices before the update, as clipping needs; 0 for none.
       exchange: one of `EXCHANGES`.
 
     Raises:
@@ -323,13 +330,15 @@ def simulate_stacks(
     _check_numbers("head_update_seconds", [head_update_seconds])
     counts = Counter(placement.device_of)
     if exchange == "direct":
-        links = ((cluster.link(cluster.hosts[head], cluster.hosts[d]), d) for d in counts)
-        gather = spread = sum(link.seconds(column_bytes * counts[d]) for link, d in links if d != head)
+        others = [(cluster.link(cluster.hosts[head], cluster.hosts[d]), n) for d, n in counts.items() if d != head]
+        gather = spread = sum(link.seconds(column_bytes * n) for link, n in others)
+        reduce = 2 * sum(link.seconds(total_bytes) for link, _ in others)
     else:
         group = sorted({head, *counts})
         num_bytes = column_bytes * max(counts.values()) * len(group)
         gather = collective_seconds("all-gather", num_bytes, cluster, [group], algorithm=exchange)
         spread = collective_seconds("reduce-scatter", num_bytes, cluster, [group], algorithm=exchange)
+        reduce = collective_seconds("all-reduce", total_bytes, cluster, [group], algorithm=exchange)
 
     def on_head(seconds: float) -> list[float]:
         return [seconds if d == head else 0.0 for d in range(cluster.num_devices)]
@@ -342,6 +351,7 @@ def simulate_stacks(
         on_head(head_update_seconds),
         gather=gather,
         spread=spread,
+        reduce=reduce,
     )
 
 

@@ -152,7 +152,7 @@ def coordinate(
         shared = _start(session, own)
         write_json(workdir / "config.json", config.to_dict())
         write_json(workdir / "model.json", facts)
-        plan = session.plan(workdir / "device_speeds.json")
+        plan = session.plan(workdir)
         algorithms = algorithms_of(plan, session.spec, config.train.batch_size, {})
         stack.enter_context(tracing.using(tracing.Target(algorithms=tracing.as_pairs(algorithms))))
         judge = Judge(session, workdir, min(shared.round * settings.steps, session.num_steps))

@@ -140,7 +140,7 @@ class Trainer:
         self._checkpoints = Checkpoints(workdir / "worker")
         self._stack.callback(self._checkpoints.close)
         self._kept = self._read(workdir)
-        plan = session.plan(workdir / "device_speeds.json")
+        plan = session.plan(workdir)
         algorithms = algorithms_of(plan, session.spec, self._share, {})
         self._stack.enter_context(tracing.using(tracing.Target(algorithms=tracing.as_pairs(algorithms))))
         options = session.step_options

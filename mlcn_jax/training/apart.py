@@ -1,5 +1,7 @@
 """Lanes trained apart: whether a lane's training depends on the other lanes of its run."""
 
+from collections.abc import Sequence
+
 from mlcn_jax.config import RunConfig, flat
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.spec import ModelSpec
@@ -12,18 +14,8 @@ def check_lanes_apart(config: RunConfig, spec: ModelSpec) -> None:
     """
     if not spec.lane_groups:
         raise InputError("train.lanes_apart is set for CapsNet, which has no lanes: leave it, or use model.name=mlcn")
-    published = not spec.classifies_alone.all()
-    whole = "a lane's loss depends on the others: give"
     couplings = (
-        (published and spec.margin_loss != "per_lane_sum", "model.margin_loss", f"{whole} per_lane_sum"),
-        (spec.ensemble_weight > 0, "model.ensemble_weight", f"{whole} 0"),
-        (spec.lane_dropout > 0, "model.lane_dropout", f"{whole} 0"),
-        (
-            spec.decoder_gradient == "all" or (published and spec.decoder_gradient == "auto"),
-            "model.decoder_gradient",
-            "the decoder sees all lanes, and its gradient trains them: give none",
-        ),
-        (config.train.clip_norm > 0, "train.clip_norm", "the norm is that of all lanes' gradients: give 0"),
+        *couplings_of_losses(spec, config.train.clip_norm),
         (
             not spec.lane_seeds,
             "model.lane_seeds",
@@ -40,3 +32,20 @@ def check_lanes_apart(config: RunConfig, spec: ModelSpec) -> None:
         raise InputError(
             "train.lanes_apart is set, but a lane's training would depend on the others:\n" + "\n".join(rows)
         )
+
+
+def couplings_of_losses(spec: ModelSpec, clip_norm: float) -> Sequence[tuple[bool, str, str]]:
+    """What can couple the gradients of lanes: whether it does, the setting, and what to give instead."""
+    published = not spec.classifies_alone.all()
+    whole = "a lane's loss depends on the others: give"
+    return (
+        (published and spec.margin_loss != "per_lane_sum", "model.margin_loss", f"{whole} per_lane_sum"),
+        (spec.ensemble_weight > 0, "model.ensemble_weight", f"{whole} 0"),
+        (spec.lane_dropout > 0, "model.lane_dropout", f"{whole} 0"),
+        (
+            spec.decoder_gradient == "all" or (published and spec.decoder_gradient == "auto"),
+            "model.decoder_gradient",
+            "the decoder sees all lanes, and its gradient trains them: give none",
+        ),
+        (clip_norm > 0, "train.clip_norm", "the norm is that of all lanes' gradients: give 0"),
+    )

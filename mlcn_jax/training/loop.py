@@ -66,7 +66,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         dataset, validation, spec = session.dataset, session.validation, session.spec
         steps_per_epoch = session.steps_per_epoch
         check_fits_memory(spec, host.total_memory_bytes())
-        plan = session.plan(workdir / "device_speeds.json")
+        plan = session.plan(workdir)
 
         checkpoints = Checkpoints(workdir / "checkpoints")
         stack.callback(checkpoints.close)

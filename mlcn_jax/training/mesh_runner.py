@@ -25,8 +25,8 @@ class MeshRunner:
     """A `runner.Runner` on one device or over a mesh, as one program.
 
     Args:
-      spec, optimizer, reconstruction_weight, seed, augmentation, distillation, accumulation_steps: as for
-        `step.make_train_step`.
+      spec, optimizer, reconstruction_weight, seed, augmentation, distillation, accumulation_steps, exchange_dtype: as
+        for `step.make_train_step`.
       mesh: from `mesh.make_mesh`; None for one device.
     """
 
@@ -41,6 +41,7 @@ class MeshRunner:
         augmentation: Augmentation = _PLAIN,
         distillation: Distillation | None = None,
         accumulation_steps: int = 1,
+        exchange_dtype: str = "float32",
     ):
         self._mesh = mesh
 
@@ -54,6 +55,7 @@ class MeshRunner:
                 mesh=mesh,
                 distillation=distillation,
                 accumulation_steps=accumulation_steps,
+                exchange_dtype=exchange_dtype,
             )
 
         self._make_step = make_step

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from mlcn_jax.distributed import links, processes
 from mlcn_jax.distributed import mesh as mesh_lib
-from mlcn_jax.distributed import processes
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program
 from mlcn_jax.nn import tracing
@@ -23,15 +23,28 @@ from mlcn_jax.nn.spec import ModelSpec, spec_of
 from mlcn_jax.placement import partition
 from mlcn_jax.placement.problem import Placement
 from mlcn_jax.placement.profile import DeviceProfile
+from mlcn_jax.placement.simulate import Cluster
+from mlcn_jax.training.apart import couplings_of_losses
 from mlcn_jax.training.mesh_runner import MeshRunner
 from mlcn_jax.training.runner import Runner
 from mlcn_jax.training.speeds import speeds_of
-from mlcn_jax.training.splits import candidates, interval, placement_problem
+from mlcn_jax.training.splits import (
+    ROUND_STEPS,
+    Messages,
+    candidates,
+    interval,
+    placement_problem,
+    predict_apart,
+    predict_rounds,
+    slowest_link,
+)
 from mlcn_jax.training.stack_programs import Stack, make_stacks
 from mlcn_jax.training.stacks_runner import StacksRunner
 
 _log = logging.getLogger(__name__)
 _MEASURE = f"{program()} profile"
+_SPEEDS, _LINKS = "device_speeds.json", "links.json"
+TRIED = [name for name in partition.PARTITIONERS if name != "random"]  # under `auto`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +68,23 @@ def make_plan(
     profile_files: Sequence[Path] = (),
     platforms: Sequence[str] = (),
     kept: Path | None = None,
+    exchange_dtype: str = "float32",
+    clip_norm: float = 0.0,
 ) -> Plan:
     """A plan for the devices of this process, or of all processes of the run.
 
     Args:
       spec, batch_size: the model, and images per training step.
-      kind: `mesh`, `stacks`, or `auto` for the fastest split according to the device profiles.
+      kind: `mesh`, `stacks`, or `auto` for the fastest split according to the device profiles and, among processes,
+        the links between them, which are measured.
       data: devices over which each batch is split, for a mesh.
       lane: devices over which the lanes are split, for mesh and stacks.
       partitioner: one of `partition.PARTITIONERS`, for stacks.
       profile_files: device profiles, one for each kind of device.
       platforms: kinds of devices to use for stacks in one process, such as gpu and cpu; if empty, JAX's default.
-      kept: a file that keeps the measurements of devices that differ and have no profile (`speeds.speeds_of`).
+      kept: a folder that keeps the measurements of devices that differ and have no profile (`speeds.speeds_of`), and
+        of links (`links.between_processes`).
+      exchange_dtype, clip_norm: those of the run, which decide what is sent.
 
     Raises:
       InputError: there are too few devices, model or batch do not fit them, or a device profile is missing or invalid.
@@ -79,7 +97,7 @@ def make_plan(
         devices = mesh_lib.take_devices(1, lane, _present(platforms))
         profiles = _profiles(profile_files, devices)
         names = [f"{device.device_kind} {device.id}" for device in devices]
-        speeds = speeds_of(spec, batch_size, devices, kept) if None in profiles else None
+        speeds = speeds_of(spec, batch_size, devices, kept and kept / _SPEEDS) if None in profiles else None
         problem = speeds.problem(spec, names) if speeds else placement_problem(spec, batch_size, profiles, names)
         placement = _in_first(lambda: dataclasses.asdict(partition.partition(partitioner, problem)))
         found = _stacks_plan(spec, devices, Placement(**placement), names)
@@ -91,23 +109,56 @@ def make_plan(
     if not known:
         raise InputError(f"parallel.plan=auto needs parallel.profile: measure the devices with {_MEASURE}")
 
+    cluster = links.between_processes(devices, slowest_link(known), kept and kept / _LINKS)
+
     def choose() -> dict[str, Any]:
-        found = candidates(spec, batch_size, known, partitioner, jax.process_count())
+        messages = Messages(exchange_dtype, clip_norm > 0)
+        found = candidates(spec, batch_size, known, TRIED, jax.process_count(), cluster, messages)
         fastest = min(found, key=lambda candidate: candidate.step.total_seconds)
         seconds, used = fastest.step.total_seconds, known[: fastest.data * fastest.lane]
-        sure = interval(seconds, spec, used, placement=fastest.placement)
+        sure = interval(seconds, spec, used, placement=fastest.placement, cluster=cluster)
         ends = [1000 * sure.low_seconds, 1000 * sure.high_seconds] if sure else None
-        return {**dataclasses.asdict(fastest), "seconds": seconds, "ends": ends}
+        other = faster_otherwise(spec, batch_size, known, cluster, clip_norm, seconds) if cluster else {}
+        return {**dataclasses.asdict(fastest), "seconds": seconds, "ends": ends, "other": other}
 
     fastest = _in_first(choose)
     data, lane, placement = (fastest[name] for name in ("data", "lane", "placement"))
-    name = f"stacks over {lane} devices" if placement else f"data={data}, lane={lane}"
+    name = f"stacks over {lane} devices ({placement['partitioner']})" if placement else f"data={data}, lane={lane}"
+    alone = cluster is not None and data * lane == 1
+    name = "each process by itself" if alone else name
     sure = " (90 % within {:.1f} to {:.1f})".format(*fastest["ends"]) if fastest["ends"] else ""
-    _log.info("parallel.plan=auto: %s, %.1f ms a step predicted%s", name, 1000 * fastest["seconds"], sure)
-    if placement is None:
-        return _mesh_plan(spec, batch_size, data, lane)
+    other = ", ".join(f"{what}, {1000 * seconds:.1f} ms" for what, seconds in fastest["other"].items())
+    other = other and f"; faster, but trained in another way: {other}"
+    _log.info("parallel.plan=auto: %s, %.1f ms a step predicted%s%s", name, 1000 * fastest["seconds"], sure, other)
     names = [f"{device.device_kind} {device.id}" for device in devices]
-    return _stacks_plan(spec, devices[:lane], Placement(**placement), names)
+    if alone:
+        found = Plan(about={"plan": "mesh", "data": 1, "lane": 1, "in each process": True})
+    elif placement is None:
+        found = _mesh_plan(spec, batch_size, data, lane)
+    else:
+        found = _stacks_plan(spec, devices[:lane], Placement(**placement), names)
+    if cluster is None:
+        return found
+    return dataclasses.replace(found, about={**found.about, "measured_links": links.about(cluster)})
+
+
+def faster_otherwise(
+    spec: ModelSpec,
+    batch_size: int,
+    profiles: Sequence[DeviceProfile],
+    cluster: Cluster,
+    clip_norm: float,
+    seconds: float,
+) -> dict[str, float]:
+    """Ways to train whose result is not that of a split, and the seconds of a step where these are fewer than given.
+
+    Local rounds, and lanes trained apart if nothing couples their losses.
+    """
+    rounds = f"rounds of {ROUND_STEPS} steps (train.rounds.steps, {program()} rounds)"
+    found = {rounds: predict_rounds(spec, batch_size, profiles, cluster)}
+    if not any(coupled for coupled, _, _ in couplings_of_losses(spec, clip_norm)):
+        found[f"lanes apart (train.lanes_apart, {program()} pool)"] = predict_apart(spec, batch_size, profiles, cluster)
+    return {what: taken for what, taken in found.items() if taken is not None and taken < seconds}
 
 
 def make_runner(

@@ -154,6 +154,8 @@ def plan_of(config: RunConfig, spec: ModelSpec, kept: Path | None = None) -> Pla
         profile_files=[Path(name.strip()) for name in settings.profile.split(",") if name.strip()],
         platforms=[name.strip() for name in settings.platforms.split(",") if name.strip()],
         kept=kept,
+        exchange_dtype=settings.exchange_dtype,
+        clip_norm=config.train.clip_norm,
     )
     if plan.head is None:
         data = plan.mesh.shape[DATA_AXIS] if plan.mesh is not None else 1
@@ -184,6 +186,7 @@ def step_options(config: RunConfig) -> dict[str, Any]:
         "seed": config.train.seed,
         "augmentation": config.data.augmentation(),
         "accumulation_steps": config.train.accumulation_steps,
+        "exchange_dtype": config.parallel.exchange_dtype,
     }
 
 

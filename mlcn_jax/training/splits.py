@@ -3,8 +3,9 @@
 import collections
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
+
+import jax.numpy as jnp
 
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.distributed import traffic
@@ -13,13 +14,18 @@ from mlcn_jax.nn.lanes import LaneSpec
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost, partition, simulate
 from mlcn_jax.placement.interval import Interval, around
-from mlcn_jax.placement.problem import NoRoom, Placement, Problem, uniform_seconds
+from mlcn_jax.placement.problem import Placement, Problem, uniform_seconds
 from mlcn_jax.placement.profile import DeviceProfile
+
+ROUND_STEPS = 50  # of a local round, in predictions
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A possible split, and the prediction for it. `placement` is that of stacks, None for a mesh."""
+    """A possible split, and the prediction for it. `placement` is that of stacks, None for a mesh.
+
+    With data=1 and lane=1, each process computes the whole by itself.
+    """
 
     data: int
     lane: int
@@ -27,11 +33,39 @@ class Candidate:
     step: simulate.StepTime
 
 
+@dataclasses.dataclass(frozen=True)
+class Messages:
+    """What decides how much a split sends: `parallel.exchange_dtype`, and whether the gradient's norm is clipped."""
+
+    dtype: str = "float32"
+    clips: bool = False
+
+
 def candidates(
-    spec: ModelSpec, batch_size: int, profiles: Sequence[DeviceProfile], partitioner: str, num_processes: int
+    spec: ModelSpec,
+    batch_size: int,
+    profiles: Sequence[DeviceProfile],
+    partitioners: Sequence[str],
+    num_processes: int,
+    cluster: simulate.Cluster | None = None,
+    messages: Messages = Messages(),
 ) -> list[Candidate]:
-    """Every split possible on the devices, given by their profiles; several processes must use all devices."""
+    """Every split possible on the devices, given by their profiles; several processes must use all devices.
+
+    Args:
+      spec, batch_size: the model, and images per training step.
+      profiles: of each device of the run.
+      partitioners: whose placements are tried for stacks.
+      num_processes: of the run.
+      cluster: the links between the processes, if they were measured; else those of the profiles.
+      messages: how columns and gradients are sent.
+
+    Raises:
+      InputError: there is none.
+    """
     found = []
+    if num_processes > 1 and all(has_room(spec, batch_size, 1, profile) for profile in profiles):
+        found.append(Candidate(1, 1, None, predict_alone(spec, batch_size, profiles, cluster)))
     for count in range(1, len(profiles) + 1) if num_processes == 1 else [len(profiles)]:
         # CPU devices of one process share its cores.
         shared = float(count) if num_processes == 1 and profiles[0].platform == "cpu" else 1.0
@@ -42,13 +76,13 @@ def candidates(
                 mesh_lib.check_split(spec, batch_size, data, lane)
                 if not all(has_room(spec, batch_size // data, lane, profile) for profile in used):
                     continue
-                found.append(Candidate(data, lane, None, predict_mesh(spec, batch_size, data, lane, used, slowness)))
+                step = predict_mesh(spec, batch_size, data, lane, used, slowness, cluster, messages)
+                found.append(Candidate(data, lane, None, step))
         problem = placement_problem(spec, batch_size, used, [str(d) for d in range(count)], slowness)
-        with contextlib.suppress(NoRoom):
-            placement = partition.partition(partitioner, problem)
+        for placement in placements(problem, partitioners):
             if num_processes == 1 or len(set(placement.device_of)) == count:
                 exchange = "direct" if num_processes == 1 else "ring"
-                step = predict_stacks(spec, batch_size, placement, used, slowness, exchange)
+                step = predict_stacks(spec, batch_size, placement, used, slowness, exchange, cluster, messages)
                 found.append(Candidate(1, count, placement, step))
     if not found:
         raise InputError(
@@ -56,6 +90,59 @@ def candidates(
             "it: use fewer processes, another batch size or more lanes"
         )
     return found
+
+
+def placements(problem: Problem, partitioners: Sequence[str]) -> list[Placement]:
+    """The placements of some partitioners, each once; those that find none, or lack OR-Tools, are left out."""
+    found: dict[tuple[int, ...], Placement] = {}
+    for name in partitioners:
+        with contextlib.suppress(InputError):
+            placement = partition.partition(name, problem)
+            found.setdefault(placement.device_of, placement)
+    return list(found.values())
+
+
+def predict_alone(
+    spec: ModelSpec, batch_size: int, profiles: Sequence[DeviceProfile], cluster: simulate.Cluster | None = None
+) -> simulate.StepTime:
+    """The slowest device's step if each computes all lanes, all at once and without a message."""
+    slower = _slower(profiles, [1.0] * len(profiles), cluster or _cluster(profiles), range(len(profiles)))
+    steps = [predict_mesh(spec, batch_size, 1, 1, [p], [s]) for p, s in zip(profiles, slower, strict=True)]
+    return max(steps, key=lambda step: step.total_seconds)
+
+
+def predict_rounds(
+    spec: ModelSpec, batch_size: int, profiles: Sequence[DeviceProfile], cluster: simulate.Cluster
+) -> float | None:
+    """Seconds of a step in local rounds of `ROUND_STEPS`; None if the batch cannot be divided among the devices.
+
+    Each device computes all lanes from its part of the batch. After a round, each sends a byte for each parameter to
+    the host of the first, all at once over that one's link, and as many come back.
+    """
+    try:
+        mesh_lib.check_split(spec, batch_size, len(profiles), 1)
+    except InputError:
+        return None
+    share = batch_size // len(profiles)
+    if not all(has_room(spec, share, 1, profile) for profile in profiles):
+        return None
+    first, *others = cluster.hosts
+    away = [host for host in others if host != first]
+    num_bytes = cost.estimated_parameters(spec)
+    longest = max((cluster.link(first, host, len(away)).seconds(num_bytes) for host in away), default=0.0)
+    return predict_alone(spec, share, profiles, cluster).total_seconds + 2 * longest / ROUND_STEPS
+
+
+def predict_apart(
+    spec: ModelSpec, batch_size: int, profiles: Sequence[DeviceProfile], cluster: simulate.Cluster
+) -> float | None:
+    """Seconds in which all lanes have taken a step if each is trained by itself; None if they have no room."""
+    slower = _slower(profiles, [1.0] * len(profiles), cluster, range(len(profiles)))
+    problem = placement_problem(spec, batch_size, profiles, [str(d) for d in range(len(profiles))], slower)
+    heads = [factor * profile.head_seconds(1, batch_size) for profile, factor in zip(profiles, slower, strict=True)]
+    table = [[lane + head for lane, head in zip(row, heads, strict=True)] for row in problem.seconds]
+    found = placements(dataclasses.replace(problem, seconds=table), ["greedy"])
+    return found[0].makespan_seconds if found else None
 
 
 def predict_mesh(
@@ -66,6 +153,7 @@ def predict_mesh(
     profiles: Sequence[DeviceProfile],
     slowness: Sequence[float],
     cluster: simulate.Cluster | None = None,
+    messages: Messages = Messages(),
 ) -> simulate.StepTime:
     """Predicts a step on a mesh of devices given by their profiles, each slower than its profile by a factor.
 
@@ -78,7 +166,6 @@ def predict_mesh(
     whole = batch_size * num_lanes
     cluster = cluster or _cluster(profiles)
     slower = _slower(profiles, slowness, cluster, range(data * lane))
-    num_gathers = 1 + sum(size % lane == 0 for size in (*spec.decoder, math.prod(spec.image_shape)))
     return simulate.simulate_mesh(
         data,
         lane,
@@ -86,8 +173,8 @@ def predict_mesh(
         lane_seconds=[s * p.stack_seconds(lanes, share, whole) for p, s in zip(profiles, slower, strict=True)],
         head_seconds=[s * p.head_seconds(num_lanes, share) / lane for p, s in zip(profiles, slower, strict=True)],
         forward_share=profiles[0].forward_share,
-        exchanged=traffic.exchanged_bytes(spec, batch_size, data, lane),
-        num_collectives={"all-gather": num_gathers, "reduce-scatter": num_gathers},
+        exchanged=traffic.exchanged_bytes(spec, batch_size, data, lane, messages.dtype),
+        num_collectives=traffic.exchanged_messages(spec, data, lane),
     )
 
 
@@ -99,6 +186,7 @@ def predict_stacks(
     slowness: Sequence[float],
     exchange: str,
     cluster: simulate.Cluster | None = None,
+    messages: Messages = Messages(),
 ) -> simulate.StepTime:
     """As `predict_mesh`, of lanes in stacks; `exchange` is `direct` in one process and `ring` among several."""
     num_lanes = len(placement.device_of)
@@ -112,9 +200,10 @@ def predict_stacks(
     return simulate.simulate_stacks(
         dataclasses.replace(placement, seconds=tuple(seconds)),
         cluster,
-        column_bytes=4 * batch_size * spec.num_classes,
+        column_bytes=batch_size * spec.num_classes * (4 if spec.classifies_alone.any() else _bytes_of(messages.dtype)),
         head_seconds=slowness[0] * profiles[0].head_seconds(num_lanes, batch_size),
         forward_share=profiles[0].forward_share,
+        total_bytes=4 if messages.clips else 0,
         exchange=exchange,
     )
 
@@ -137,18 +226,18 @@ def interval(
         ]
         for d, profile in enumerate(profiles)
     ]
-    hosts = (cluster or _cluster(profiles)).hosts
-    return around(seconds, profiles, lanes_of, sharing=max(collections.Counter(hosts).values()))
+    machines = (cluster or _cluster(profiles)).machines
+    return around(seconds, profiles, lanes_of, sharing=max(collections.Counter(machines).values()))
 
 
 def _slower(
     profiles: Sequence[DeviceProfile], slowness: Sequence[float], cluster: simulate.Cluster, busy: Iterable[int]
 ) -> list[float]:
     """How much slower each device is than its profile, with all the busy ones at work."""
-    on_host = collections.Counter(cluster.hosts[d] for d in set(busy))
+    on_machine = collections.Counter(cluster.machines[d] for d in set(busy))
     return [
-        factor * profile.slowdown(max(1, on_host[host]))
-        for profile, factor, host in zip(profiles, slowness, cluster.hosts, strict=True)
+        factor * profile.slowdown(max(1, on_machine[machine]))
+        for profile, factor, machine in zip(profiles, slowness, cluster.machines, strict=True)
     ]
 
 
@@ -193,11 +282,20 @@ def _lane_cost(spec: ModelSpec, lane: LaneSpec) -> cost.LaneCost:
     return cost.lane_cost(lane, spec.lane_settings, spec.image_shape)
 
 
-def _cluster(profiles: Sequence[DeviceProfile]) -> simulate.Cluster:
-    """The devices as a cluster, with the slowest of their links between all."""
+def _bytes_of(dtype: str) -> int:
+    return jnp.dtype(dtype).itemsize
+
+
+def slowest_link(profiles: Sequence[DeviceProfile]) -> simulate.Link:
+    """The longest latency and the lowest bandwidth of the profiles' links; a link that costs nothing without any."""
     links = [simulate.Link(**profile.link) for profile in profiles if profile.link]
-    slowest = simulate.Link(
+    return simulate.Link(
         max((link.latency_seconds for link in links), default=0.0),
         min((link.bytes_per_second for link in links), default=float("inf")),
     )
+
+
+def _cluster(profiles: Sequence[DeviceProfile]) -> simulate.Cluster:
+    """The devices as a cluster, with the slowest of their links between all."""
+    slowest = slowest_link(profiles)
     return simulate.Cluster([0] * len(profiles), slowest, slowest)

@@ -1,4 +1,4 @@
-"""Stacks of lanes, and how their programs are compiled and what they keep between forward and backward."""
+"""Stacks of lanes: how their programs are compiled, what these keep between forward and backward, and a late norm."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -7,6 +7,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from mlcn_jax.nn import conv
@@ -53,3 +54,30 @@ def lower(device: jax.Device, function: Callable, donated: tuple[int, ...], *arg
 
 def whole(x: Any) -> Array:
     return jnp.stack(x.lanes) if isinstance(x, LaneByLane) else x
+
+
+class GradientNorm:
+    """The norm of a step's gradient, read as an array; its square arrives with the messages of the next step.
+
+    Read before that, it is sent by itself: by all processes of a run, or by none.
+
+    Args:
+      send: returns the square [1, 1], summed over all devices.
+    """
+
+    def __init__(self, send: Callable[[], Array]):
+        self._send: Callable[[], Array] | None = send
+        self._square: Array | None = None
+
+    def arrived(self, square: Array) -> None:
+        """Takes the square, which has arrived."""
+        self._square, self._send = square, None
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy
+        if self._send is not None:
+            self.arrived(self._send())
+        return np.asarray(np.sqrt(jax.device_get(self._square).reshape(())), dtype)
+
+    def __float__(self) -> float:
+        return float(np.asarray(self))

@@ -47,12 +47,14 @@ def make_loss(
     augmentation: batches.Augmentation = _PLAIN,
     distillation: Distillation | None = None,
     accumulation_steps: int = 1,
+    exchange_dtype: str = "float32",
 ) -> Callable[..., tuple[Array, dict[str, Array]]]:
     """Returns the function `(params, images, labels, key, draws, soft=()) -> (loss, metrics)`, means over the batch.
 
     `images` are pixels in [0, 1]; `key` is the random key of lane dropout; `draws` are those of an augmentation per
     lane, else empty; `soft` are the teacher's probabilities if they were computed before. With several
-    `accumulation_steps`, each device computes its images in that many parts (`accumulate.in_parts`).
+    `accumulation_steps`, each device computes its images in that many parts (`accumulate.in_parts`). Over a mesh,
+    gradients are summed and lanes gathered in `exchange_dtype`.
     """
 
     lane_axis = mesh_lib.lane_axis(mesh)
@@ -75,7 +77,7 @@ def make_loss(
         )
         return loss + rest, metrics
 
-    return mesh_lib.mean_over(mesh, in_parts(loss_fn, accumulation_steps))
+    return mesh_lib.mean_over(mesh, in_parts(loss_fn, accumulation_steps), exchange_dtype)
 
 
 def head_loss(
@@ -183,6 +185,7 @@ def make_train_step(
     mesh: Mesh | None = None,
     distillation: Distillation | None = None,
     accumulation_steps: int = 1,
+    exchange_dtype: str = "float32",
 ) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
     """Returns the function `(state, images, labels, soft=()) -> (state, metrics)`, pure and not yet jitted.
 
@@ -192,10 +195,12 @@ def make_train_step(
     + reconstruction_weight * reconstruction. Augmentation and lane dropout use a key derived
     from `seed` and `state.step`. With a `distillation`, the teacher is asked about the augmented images, unless `soft`
     has its probabilities. Over a mesh (`mesh.make_mesh`) it computes the same from a state and a batch
-    placed by `mesh.place_state` and `mesh.place_batch`, and so it does in several `accumulation_steps`: augmentation
+    placed by `mesh.place_state` and `mesh.place_batch`, up to the rounding of what is sent in `exchange_dtype`, and so
+    it does in several `accumulation_steps`: augmentation
     and lane dropout are drawn once for the entire batch, and the optimizer sees one gradient.
     """
-    loss_fn = make_loss(spec, reconstruction_weight, mesh, augmentation, distillation, accumulation_steps)
+    parts = (accumulation_steps, exchange_dtype)
+    loss_fn = make_loss(spec, reconstruction_weight, mesh, augmentation, distillation, *parts)
     prepare = make_input(spec, seed, augmentation)
 
     def train_step(state, images, labels, soft=()):

@@ -29,16 +29,16 @@ def make_batch(rng, spec, size=8):
     return images, rng.integers(0, spec.num_classes, size, dtype=np.int32)
 
 
-def value_and_grad(spec, mesh, params, batch):
-    loss_fn = jax.jit(jax.value_and_grad(make_loss(spec, 0.4, mesh), has_aux=True))
+def value_and_grad(spec, mesh, params, batch, dtype="float32"):
+    loss_fn = jax.jit(jax.value_and_grad(make_loss(spec, 0.4, mesh, exchange_dtype=dtype), has_aux=True))
     images, labels = mesh_lib.place_batch(mesh, batch)
     return loss_fn(mesh_lib.place_state(mesh, params), images / 255.0, labels, jax.random.key(1), {})
 
 
-def assert_close(mine, theirs):
+def assert_close(mine, theirs, tolerance=1e-5):
     for (path, a), (_, b) in zip(*map(jax.tree_util.tree_leaves_with_path, (mine, theirs)), strict=True):
         error = np.max(np.abs(np.asarray(a) - b)) / max(np.max(np.abs(b)), 1e-30)
-        assert error < 1e-5, f"{jax.tree_util.keystr(path)}: {error}"
+        assert error < tolerance, f"{jax.tree_util.keystr(path)}: {error}"
 
 
 @pytest.fixture(scope="module", params=["mlcn", "capsnet"])
@@ -85,6 +85,18 @@ def test_lanes_their_optimizer_state_and_the_decoder_lie_in_shares(rng):
         assert tree["decoder"]["pixels"]["bias"].addressable_shards[0].data.shape == (18 * 19 * 2 // 4,)
 
 
+def test_bfloat16_rounds_gradients_on_their_way():
+    params, batch = jax.device_get(made_params(LANES)), make_batch(np.random.default_rng(0), LANES)
+    (loss, _), expected = jax.device_get(value_and_grad(LANES, None, params, batch))
+    for data, lane in ((2, 1), (2, 2)):
+        found = value_and_grad(LANES, mesh_lib.make_mesh(data, lane), params, batch, "bfloat16")
+        (mine, _), gradients = jax.device_get(found)
+        np.testing.assert_allclose(mine, loss, rtol=1e-6 if lane == 1 else 2e-3)
+        assert_close(gradients, expected, 0.05)
+        with pytest.raises(AssertionError):
+            assert_close(gradients, expected)
+
+
 @pytest.mark.parametrize(
     ("data", "lane", "decoder", "sums"),
     [(1, 4, (16, 24), 2), (2, 2, (16, 24), 4), (4, 1, (16, 24), 2), (1, 4, (16, 30), 3)],
@@ -92,18 +104,39 @@ def test_lanes_their_optimizer_state_and_the_decoder_lie_in_shares(rng):
 def test_what_crosses_is_what_the_formula_says_in_few_messages(rng, data, lane, decoder, sums):
     """Sums over devices: the metrics, a norm, and one for the gradients of each set of axes, however many arrays."""
     spec = dataclasses.replace(LANES, decoder=decoder)
+    text = compiled_step(rng, spec, data, lane)
+    assert traffic.collective_bytes(text) == traffic.exchanged_bytes(spec, 8, data, lane)
+    gathers = 1 + sum(size % lane == 0 for size in (*decoder, 18 * 19 * 2)) if lane > 1 else 0
+    expected = {"all-gather": gathers, "reduce-scatter": gathers, "all-reduce": sums}
+    assert traffic.collective_messages(text) == {name: count for name, count in expected.items() if count}
+    assert traffic.exchanged_messages(spec, data, lane) == traffic.collective_messages(text)
+
+
+def test_half_the_bytes_cross_in_bfloat16(rng):
+    """A sum is an all-to-all and a gather, in each of which as many bytes cross as the sum has in bfloat16."""
+    spec = dataclasses.replace(LANES, decoder=(16, 24))
+    whole, half = (traffic.exchanged_bytes(spec, 8, 2, 2, dtype) for dtype in ("float32", "bfloat16"))
+    text = compiled_step(rng, spec, 2, 2, "bfloat16")
+    found = traffic.collective_bytes(text)
+    scalars = 4 * 5
+    crossing = half["all-gather"] + half["all-reduce"] - scalars
+    assert crossing == (whole["all-gather"] + whole["all-reduce"] - scalars) / 2
+    count = 4 + 2  # columns, three layers, gradients of two kinds
+    for name, arrays in (("all-gather", 1), ("all-to-all", 2)):  # an all-to-all has one for each device
+        assert crossing <= found[name] <= crossing + 4 * 2 * count, "padding to words and to parts"
+        assert traffic.collective_messages(text)[name] == arrays * count
+    assert (found["all-reduce"], found["reduce-scatter"]) == (scalars, 0)
+
+
+def compiled_step(rng, spec, data, lane, dtype="float32"):
     mesh = mesh_lib.make_mesh(data, lane)
     optimizer = optax.adam(1e-3)
     params = made_params(spec)
     whole = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
     state, batch = mesh_lib.place_state(mesh, whole), mesh_lib.place_batch(mesh, make_batch(rng, spec))
-    step = make_train_step(spec, optimizer, reconstruction_weight=0.4, seed=0, mesh=mesh)
+    step = make_train_step(spec, optimizer, reconstruction_weight=0.4, seed=0, mesh=mesh, exchange_dtype=dtype)
     compiled, _ = compile_step(step, state, batch)
-    text = compiled.as_text()
-    assert traffic.collective_bytes(text) == traffic.exchanged_bytes(spec, 8, data, lane)
-    gathers = 1 + sum(size % lane == 0 for size in (*decoder, 18 * 19 * 2)) if lane > 1 else 0
-    expected = {"all-gather": gathers, "reduce-scatter": gathers, "all-reduce": sums}
-    assert traffic.collective_messages(text) == {name: count for name, count in expected.items() if count}
+    return compiled.as_text()
 
 
 @pytest.mark.long

@@ -1,8 +1,13 @@
 """What the experiments compute from their measurements."""
 
 import json
+import subprocess
+import sys
 
-from experiments import balance, rented, scaling, simulator_check
+import pytest
+
+from experiments import RESULTS, balance, links, packet_link, rented, scaling, simulator_check
+from mlcn_jax.placement.profile import DeviceProfile
 
 
 def test_balance_compares_every_partitioner_with_random_and_the_exact_one():
@@ -58,3 +63,34 @@ def test_rented_machines_are_nine_and_choices_are_judged_by_what_was_measured():
     found = rented.summarize(rows)
     assert found["latest"] == 1.5
     assert found["largest_over_cheapest"] == 1.0
+
+
+def test_every_split_of_two_processes_is_measured_and_predicted():
+    profile = DeviceProfile.load(RESULTS / "profile_one_core.json")
+    spec = links.config_of("mlcn1:w2*4", "fashion_mnist", "float32").model_spec((28, 28, 1), 10)
+    fast, slow = (
+        links.candidates_over({"latency_seconds": seconds, "bytes_per_second": 1e8}, spec, profile, "float32")
+        for seconds in (0.0, 10.0)
+    )
+    assert {"alone", "mesh, data=2, lane=1", "mesh, data=1, lane=2"} < fast.keys() == slow.keys()
+    assert any(name.startswith("stacks, ") for name in fast)
+    assert min(slow, key=lambda name: slow[name].step.total_seconds) == "alone"
+    assert min(fast, key=lambda name: fast[name].step.total_seconds) != "alone"
+
+
+@pytest.mark.skipif(not packet_link.possible(), reason="needs root and /dev/net/tun")
+def test_a_packet_link_delays_what_goes_over_it():
+    answer = (
+        "import socket; s = socket.create_server(('10.77.0.1', 5555)); print(flush=True);"
+        " c, _ = s.accept(); c.send(c.recv(1))"
+    )
+    ask = (
+        "import socket, time; c = socket.create_connection(('10.77.0.1', 5555)); t = time.perf_counter(); c.send(b'.');"
+        " c.recv(1); print(time.perf_counter() - t)"
+    )
+    with packet_link.PacketLink(20, 10) as link:
+        server = subprocess.Popen([*link.prefix(0), sys.executable, "-c", answer], stdout=subprocess.PIPE)
+        server.stdout.readline()
+        asked = subprocess.run([*link.prefix(1), sys.executable, "-c", ask], capture_output=True, check=True)
+        server.wait()
+    assert 0.04 <= float(asked.stdout) < 0.2

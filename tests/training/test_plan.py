@@ -2,16 +2,19 @@
 
 import dataclasses
 import json
+import math
+import types
 
 import jax
 import numpy as np
 import pytest
 from made_profile import make_profile
 
+from mlcn_jax.distributed import links
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost, partition, simulate
-from mlcn_jax.training import loop, speeds, splits
+from mlcn_jax.training import loop, plan, speeds, splits
 
 EQUAL = ModelSpec("mlcn", (28, 28, 1), 10, "mlcn1:w2*4")
 LINK = {"latency_seconds": 1e-5, "bytes_per_second": 1e9}
@@ -23,7 +26,7 @@ def profile():
 
 
 def fastest(spec, profiles, num_processes, batch_size=100):
-    found = splits.candidates(spec, batch_size, profiles, "greedy", num_processes)
+    found = splits.candidates(spec, batch_size, profiles, ["greedy"], num_processes)
     return min(found, key=lambda candidate: candidate.step.total_seconds)
 
 
@@ -34,8 +37,8 @@ def test_devices_that_share_the_cores_of_a_process_bring_nothing(profile):
 
 def test_a_slow_link_favours_lanes_and_lanes_that_do_not_divide_go_to_stacks(profile):
     two = [dataclasses.replace(profile, link=LINK)] * 2
-    found = {(c.data, c.lane, c.placement is None) for c in splits.candidates(EQUAL, 100, two, "greedy", 2)}
-    assert found == {(2, 1, True), (1, 2, True), (1, 2, False)}
+    found = {(c.data, c.lane, c.placement is None) for c in splits.candidates(EQUAL, 100, two, ["greedy"], 2)}
+    assert found == {(1, 1, True), (2, 1, True), (1, 2, True), (1, 2, False)}
     best = fastest(EQUAL, [dataclasses.replace(profile, link=LINK | {"bytes_per_second": 1e7})] * 2, 2)
     assert (best.data, best.lane) == (1, 2)
     odd = dataclasses.replace(EQUAL, lanes="mlcn1:w2*3")
@@ -56,12 +59,13 @@ def test_a_mesh_whose_lanes_do_not_fit_is_no_candidate(profile):
     lane = profile.lane_bytes(cost.lane_cost(EQUAL.lane_groups[0].spec, EQUAL.lane_settings, EQUAL.image_shape), 100)
     small = dataclasses.replace(profile, memory_bytes=int(lane * 0.9), link=LINK)
     with pytest.raises(InputError, match="and memory for it"):
-        splits.candidates(EQUAL, 100, [small], "greedy", 1)
+        splits.candidates(EQUAL, 100, [small], ["greedy"], 1)
 
 
 def test_no_split_at_all_is_said(profile):
+    small = dataclasses.replace(profile, memory_bytes=10)
     with pytest.raises(InputError, match="neither batch nor lanes can be split over 3 devices"):
-        splits.candidates(dataclasses.replace(EQUAL, lanes="mlcn1:w2*2"), 100, [profile] * 3, "greedy", 3)
+        splits.candidates(dataclasses.replace(EQUAL, lanes="mlcn1:w2*2"), 100, [small] * 3, ["greedy"], 3)
 
 
 def test_without_profiles_lanes_weigh_what_they_compute():
@@ -196,12 +200,13 @@ def test_a_prediction_says_how_sure_it_is(profile):
 def test_residual_lanes_are_split_by_their_profile():
     spec = ModelSpec("mlcn", (28, 28, 1), 10, "resnet:w1*2,resnet:w2*2", norm_group=50)
     residual = dataclasses.replace(make_profile("resnet"), link=LINK)
-    found = splits.candidates(spec, 100, [residual] * 2, "greedy", 2)
-    assert {(c.data, c.lane, c.placement is None) for c in found} == {(2, 1, True), (1, 2, True), (1, 2, False)}
+    found = splits.candidates(spec, 100, [residual] * 2, ["greedy"], 2)
+    kinds = {(c.data, c.lane, c.placement is None) for c in found}
+    assert kinds == {(1, 1, True), (2, 1, True), (1, 2, True), (1, 2, False)}
     placed = next(c.placement for c in found if c.placement)
     assert sorted(placed.device_of) == [0, 0, 1, 1]
     together = dataclasses.replace(spec, norm_group=100)  # groups of a whole batch cannot be split
-    assert {c.data for c in splits.candidates(together, 100, [residual] * 2, "greedy", 2)} == {1}
+    assert {c.data for c in splits.candidates(together, 100, [residual] * 2, ["greedy"], 2)} == {1}
 
 
 def test_the_plan_that_is_found_says_how_sure_it_is(tiny, tmp_path, profile, caplog):
@@ -211,3 +216,90 @@ def test_the_plan_that_is_found_says_how_sure_it_is(tiny, tmp_path, profile, cap
     with caplog.at_level("INFO", logger="mlcn_jax"):
         loop.train(tiny.replace(changes), tmp_path / "run")
     assert any("ms a step predicted (90 % within " in record.getMessage() for record in caplog.records)
+
+
+def cluster_of(link, count=2):
+    """Processes on a machine each."""
+    return simulate.Cluster(range(count), simulate.Link(0.0, math.inf), link)
+
+
+def chosen(spec, profile, link, **how):
+    found = splits.candidates(
+        spec, 100, [profile] * 2, ["greedy"], 2, cluster_of(link), splits.Messages(**how) if how else splits.Messages()
+    )
+    return min(found, key=lambda candidate: candidate.step.total_seconds)
+
+
+def test_the_measured_link_decides_the_split(profile):
+    """Loopback splits, a slow link stays on one device, and one in between sends columns but no gradients."""
+    free = dataclasses.replace(profile, crowding=0.0, head_seconds_of=dict.fromkeys(profile.head_seconds_of, 1e-6))
+    alone = splits.predict_alone(EQUAL, 100, [free] * 2).total_seconds
+    spread = chosen(EQUAL, free, simulate.Link(1e-5, 1e10))
+    assert spread.data * spread.lane == 2
+    assert spread.step.total_seconds < 0.6 * alone
+    between = chosen(EQUAL, free, simulate.Link(1e-5, 10 * 16e3 * 4 / alone))
+    assert (between.data, between.lane) == (1, 2)
+    slow = chosen(EQUAL, free, simulate.Link(alone, 1e6))
+    assert (slow.data, slow.lane, slow.placement) == (1, 1, None)
+    assert slow.step.communication_seconds == 0
+
+
+def test_few_bytes_and_messages_are_predicted_to_be_faster(profile):
+    link, placed = simulate.Link(0.01, 1e6), partition.Placement("greedy", (0, 0, 1, 1), (1.0, 1.0), (0.0, 0.0), 1.0)
+    args = (EQUAL, 100, placed, [profile] * 2, [1.0] * 2, "ring", cluster_of(link))
+    plain, half, clipped = (
+        splits.predict_stacks(*args, splits.Messages(*how)).communication_seconds
+        for how in (("float32", False), ("bfloat16", False), ("float32", True))
+    )
+    columns = 2 * 2 * 100 * 10  # of two stacks of two lanes
+    assert plain == pytest.approx(2 * (0.01 + 4 * columns / 2 / 1e6))
+    assert half == pytest.approx(2 * (0.01 + 2 * columns / 2 / 1e6))
+    assert clipped == pytest.approx(plain + 2 * (0.01 + 2 / 1e6))
+    mesh = splits.predict_mesh(EQUAL, 100, 2, 1, [profile] * 2, [1.0] * 2, cluster_of(simulate.Link(0.01, math.inf)))
+    assert mesh.reduce_seconds == pytest.approx(2 * 2 * 0.01), "the gradients and the metrics"
+
+
+def test_rounds_and_lanes_apart_are_recommended_where_they_are_faster(profile):
+    profile = dataclasses.replace(profile, head_seconds_of=dict.fromkeys(profile.head_seconds_of, 1e-6))
+    apart = dataclasses.replace(EQUAL, margin_loss="per_lane_sum", decoder_gradient="none")
+    slow, fast = cluster_of(simulate.Link(0.05, 1.25e6)), cluster_of(simulate.Link(0.0, math.inf))
+    seconds = splits.predict_alone(EQUAL, 100, [profile] * 2).total_seconds
+    joint = plan.faster_otherwise(EQUAL, 100, [profile] * 2, slow, 0.0, seconds)
+    (rounds,) = joint
+    assert rounds.startswith("rounds of 50 steps")
+    local = splits.predict_alone(EQUAL, 50, [profile] * 2).total_seconds
+    sent = cost.estimated_parameters(EQUAL) / 1.25e6
+    assert joint[rounds] == pytest.approx(local + 2 * (0.05 + sent) / 50)
+    both = plan.faster_otherwise(apart, 100, [profile] * 2, slow, 0.0, seconds)
+    assert [what.split(" (")[0] for what in both] == ["rounds of 50 steps", "lanes apart"]
+    assert both.popitem()[1] == splits.predict_apart(apart, 100, [profile] * 2, fast), "which sends nothing"
+    assert list(plan.faster_otherwise(apart, 100, [profile] * 2, slow, 0.5, seconds)) == [rounds], "clipping couples"
+    assert plan.faster_otherwise(apart, 100, [profile] * 2, fast, 0.0, 0.0) == {}
+
+
+def test_a_run_of_processes_measures_its_links_and_takes_the_fastest(profile, tmp_path, monkeypatch, caplog):
+    """Over a link that is slow, each process computes by itself, and the log says what else would be faster."""
+    monkeypatch.setattr(plan.jax, "process_count", lambda: 2)
+    two = [types.SimpleNamespace(process_index=i, platform="cpu", device_kind="cpu", id=i) for i in range(2)]
+    monkeypatch.setattr(plan.jax, "devices", lambda: two)
+    monkeypatch.setattr(plan, "_profiles", lambda files, devices: [profile] * 2)
+    monkeypatch.setattr(plan, "_in_first", lambda function: function())
+    monkeypatch.setattr(links.processes, "everywhere", lambda function: [function()] * 2)
+    measured = []
+
+    def measure(pair):
+        measured.append(pair)
+        return simulate.Link(5.0, 1.25e6)
+
+    monkeypatch.setattr(links, "measure", measure)
+    monkeypatch.setattr(links.processes, "from_first", lambda value: value)
+    for _ in range(2):
+        with caplog.at_level("INFO", logger="mlcn_jax"):
+            found = plan.make_plan(EQUAL, 100, kind="auto", kept=tmp_path)
+    assert measured == [two], "the second run takes what was kept"
+    assert found.about["in each process"]
+    assert (found.mesh, found.head) == (None, None)
+    assert found.about["measured_links"] == {"process 1": {"latency_seconds": 5.0, "bytes_per_second": 1.25e6}}
+    line = next(record.getMessage() for record in caplog.records if "parallel.plan=auto" in record.getMessage())
+    assert "each process by itself" in line
+    assert "faster, but trained in another way: rounds of 50 steps (train.rounds.steps, " in line

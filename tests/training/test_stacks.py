@@ -12,6 +12,7 @@ from made_params import made_params
 
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Augmentation
+from mlcn_jax.distributed import traffic
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training import loop, mesh_runner, stack_programs, stacks_runner, step
@@ -25,6 +26,7 @@ UNEQUAL = ModelSpec(
     conv="native",
 )
 STEP = {"reconstruction_weight": 0.4, "seed": 0, "augmentation": Augmentation(max_shift=2, flip=True)}
+IN_ORDER = [0, 0, 1, 1, 2, 2]
 PLACEMENTS = [[0] * 6, [2, 0, 2, 1, 0, 3], [1, 1, 0, 1, 0, 1], [5, 4, 3, 2, 1, 0], [3, 3, 3, 3, 3, 2]]
 
 
@@ -51,6 +53,18 @@ def take_steps(runner, optimizer, batch, count):
     return metrics, runner.fetch()
 
 
+@pytest.fixture
+def among_processes(monkeypatch):
+    """Stacks exchange by the collectives of several processes, here over the devices of one."""
+    monkeypatch.setattr(stacks_runner.jax, "process_count", lambda: 2)
+
+
+def assert_same_gradients(mine, theirs, tolerance):
+    for (path, a), (_, b) in zip(*map(jax.tree_util.tree_leaves_with_path, (mine, theirs)), strict=True):
+        error = np.max(np.abs(a - b)) / max(np.max(np.abs(b)), 1e-30)
+        assert error < tolerance, f"{jax.tree_util.keystr(path)}: {error}"
+
+
 @functools.cache
 def on_one_device(clip_norm):
     """The optimizer, and the metrics and state after one step of the ordinary runner."""
@@ -73,13 +87,86 @@ def test_every_placement_has_the_loss_and_gradients_of_one_device(device_of, cli
     assert mine.keys() == theirs.keys()
     for name in theirs:
         np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-5, err_msg=name)
-    for (path, a), (_, b) in zip(
-        *map(jax.tree_util.tree_leaves_with_path, (state.optimizer, expected.optimizer)), strict=True
-    ):
-        error = np.max(np.abs(a - b)) / max(np.max(np.abs(b)), 1e-30)
-        assert error < (2e-5 if clip_norm else 1e-5), f"{jax.tree_util.keystr(path)}: {error}"
+    assert_same_gradients(state.optimizer, expected.optimizer, 2e-5 if clip_norm else 1e-5)
     assert jax.tree.leaves(state.optimizer)
     assert state.step == 1
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.2])
+@pytest.mark.usefixtures("among_processes")
+def test_processes_exchange_what_one_device_computes(clip_norm):
+    optimizer, batch, theirs, expected = on_one_device(clip_norm)
+    (mine,), state = take_steps(make_runner(IN_ORDER, optimizer, clip_norm=clip_norm), optimizer, batch, 1)
+    for name in theirs:
+        np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-5, err_msg=name)
+    assert_same_gradients(state.optimizer, expected.optimizer, 2e-5 if clip_norm else 1e-5)
+
+
+@pytest.mark.parametrize("how", ["devices", "processes"])
+def test_columns_in_bfloat16_round_the_gradients_and_nothing_else(how, request):
+    if how == "processes":
+        request.getfixturevalue("among_processes")
+    optimizer, batch, theirs, expected = on_one_device(0.0)
+    runner = make_runner(IN_ORDER, optimizer, exchange_dtype="bfloat16")
+    (mine,), state = take_steps(runner, optimizer, batch, 1)
+    np.testing.assert_allclose(mine["loss"], theirs["loss"], rtol=2e-3)
+    assert_same_gradients(state.optimizer, expected.optimizer, 0.05)
+    with pytest.raises(AssertionError):
+        assert_same_gradients(state.optimizer, expected.optimizer, 1e-5)
+
+
+def words(lanes, dtype_bytes, numbers):
+    return 4 * (-(-8 * 3 * lanes * dtype_bytes // 4) + numbers)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize("clip_norm", [0.0, 0.2])
+def test_a_step_takes_a_message_from_each_device_and_one_to_it(rng, dtype, size, clip_norm):
+    """Two lanes on the head and on three devices one or two: with clipping, squares go to the head and a sum back."""
+    optimizer = optax.sgd(0.1)
+    runner = make_runner([2, 0, 2, 1, 0, 3], optimizer, exchange_dtype=dtype, clip_norm=clip_norm)
+    batch = make_batch(rng)
+    take_steps(runner, optimizer, batch, 0)
+    metrics = [runner.step(*runner.place(*batch)) for _ in range(3)]
+    assert runner._exchange.sent["messages"] == 3 * (6 + (6 if clip_norm else 0))
+    sizes = [words(lanes, size, 2) + words(lanes, size, 6) for lanes in (2, 1, 1)]
+    assert runner._exchange.sent["bytes"] == 3 * (sum(sizes) + (6 * 4 if clip_norm else 0))
+    sent = runner._exchange.sent["messages"]
+    assert all(np.isfinite(jax.device_get(one["grad_norm"])) for one in metrics[:2])
+    assert runner._exchange.sent["messages"] == sent, "a norm came with the messages of the next step"
+    jax.device_get(metrics[2]["grad_norm"])
+    assert runner._exchange.sent["messages"] == sent + (0 if clip_norm else 3)
+
+
+@pytest.mark.usefixtures("among_processes")
+def test_a_step_among_processes_takes_a_gather_and_a_scatter(rng):
+    optimizer, batch = optax.sgd(0.1), make_batch(rng)
+    runner = make_runner(IN_ORDER, optimizer)
+    take_steps(runner, optimizer, batch, 0)
+    for _ in range(3):
+        runner.step(*runner.place(*batch))
+    among, stacks = runner._exchange, len(set(IN_ORDER))
+    to_head, to_stacks = words(2, 4, 2), words(2, 4, 6)
+    assert among.sent == {"messages": 3 * 2, "bytes": 3 * stacks * (to_head + to_stacks)}
+    message = jax.ShapeDtypeStruct((stacks, to_head // 4), jnp.uint32, sharding=among._shared)
+    gather = among._all_gather.lower(message).compile().as_text()
+    assert traffic.collective_bytes(gather)["all-gather"] == stacks * to_head
+    assert traffic.collective_messages(gather) == {"all-gather": 1}
+    message = jax.ShapeDtypeStruct((stacks * stacks, to_stacks // 4), jnp.uint32, sharding=among._shared)
+    scatter = among._reduce_scatter.lower(message).compile().as_text()
+    assert traffic.collective_bytes(scatter)["reduce-scatter"] == stacks * to_stacks
+    assert traffic.collective_messages(scatter) == {"reduce-scatter": 1}
+
+
+def test_norms_are_those_of_one_device_step_by_step(rng):
+    optimizer, batch = optax.sgd(0.1), make_batch(rng)
+    found = []
+    for runner in (mesh_runner.MeshRunner(UNEQUAL, optimizer, None, **STEP), make_runner(IN_ORDER, optimizer)):
+        take_steps(runner, optimizer, batch, 0)
+        metrics = [runner.step(*runner.place(*batch)) for _ in range(3)]
+        found.append([float(jax.device_get(one["grad_norm"])) for one in metrics])
+    np.testing.assert_allclose(*found, rtol=1e-4)
+    assert len(set(found[0])) == 3
 
 
 def test_a_device_holds_only_its_lanes_and_runs_only_them(rng):

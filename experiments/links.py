@@ -1,0 +1,152 @@
+"""What `parallel.plan=auto` chooses over links of different speed, against the fastest of all splits of equal result.
+
+    mlcn_jax profile --cores=1 --output=profile.json
+    python -m experiments.links --profile=profile.json            # about an hour on two cores, as root
+
+Two processes of one core each, joined by loopback or by a shaped link between two network namespaces
+(`experiments.packet_link`): the processes' collectives go over it packet by packet. Each link is measured as a run
+measures it at its start. Each model trains in every split that `splits.candidates` finds: a mesh by batch, by lane,
+stacks of each partitioner whose placement differs, and each process by itself; they take turns. What is chosen is what
+is predicted to be fastest from the profile and the measured link. A measurement that was stopped goes on where it was.
+Writes `experiments/results/links.json`.
+"""
+
+import contextlib
+import os
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from experiments import RESULTS, workers
+from experiments.packet_link import ADDRESSES, PacketLink
+from experiments.simulator_check import digest
+from mlcn_jax import host
+from mlcn_jax.config import RunConfig
+from mlcn_jax.files import read_json, write_json
+from mlcn_jax.launch import launch_script
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.placement import simulate
+from mlcn_jax.placement.profile import DeviceProfile
+from mlcn_jax.training import plan, splits
+
+LINKS: dict[str, dict[str, float]] = {
+    "loopback": {},
+    "100 Mbit/s, 5 ms": {"delay_ms": 5, "rate_mbit": 100},
+    "10 Mbit/s, 50 ms": {"delay_ms": 50, "rate_mbit": 10},
+}
+MODELS = ("mlcn1:w4*4", "mlcn1:w2*8", "mlcn1:w3d2*2,mlcn2:w2*3", "resnet:w2*4")
+_BATCH = 100
+_WITHIN = 0.1  # of the fastest
+
+
+def config_of(lanes: str, data: str, dtype: str) -> RunConfig:
+    """A run of a model; a part of a batch must hold whole groups of images that are normalised together."""
+    changes = {"data.name": data, "model.lanes": lanes, "train.batch_size": _BATCH, "parallel.exchange_dtype": dtype}
+    if "resnet" in lanes:
+        changes["model.norm_group"] = _BATCH // 2
+    return workers.config_of(changes)
+
+
+def name_of(candidate: splits.Candidate) -> str:
+    """What a split is called in the results."""
+    if candidate.placement:
+        return f"stacks, {candidate.placement.partitioner}"
+    return f"mesh, data={candidate.data}, lane={candidate.lane}" if candidate.data * candidate.lane > 1 else "alone"
+
+
+def candidates_over(
+    link: Mapping[str, float], spec: ModelSpec, profile: DeviceProfile, dtype: str
+) -> dict[str, splits.Candidate]:
+    """Every split over two processes of this machine, with its prediction, by its name."""
+    between = simulate.Link(**link)
+    cluster = simulate.Cluster((0, 1), splits.slowest_link([profile]), between, ("here", "here"))
+    found = splits.candidates(spec, _BATCH, [profile] * 2, plan.TRIED, 2, cluster, splits.Messages(dtype))
+    return {name_of(candidate): candidate for candidate in found}
+
+
+def measure(row: Mapping[str, str], profile: DeviceProfile, values: flags.FlagValues) -> dict[str, Any]:
+    """Measured and predicted seconds of a step in every split of a model over a link."""
+    config = config_of(row["lanes"], values.data, values.exchange_dtype)
+    spec = config.model_spec(*config.data.shape())
+    cores = [[core] for core in sorted(os.sched_getaffinity(0))[:2]]
+    with contextlib.ExitStack() as stack:
+        where: dict[str, Any] = {}
+        if LINKS[row["link"]]:
+            shaped = stack.enter_context(PacketLink(**LINKS[row["link"]]))
+            where = {"prefixes": [shaped.prefix(0), shaped.prefix(1)], "address": ADDRESSES[0]}
+
+        def start(candidate: splits.Candidate) -> workers.Group:
+            changes = {
+                "data.name": values.data,
+                "model.lanes": row["lanes"],
+                "model.norm_group": spec.norm_group,
+                "train.batch_size": _BATCH,
+                "parallel.data": candidate.data,
+                "parallel.lane": candidate.lane,
+                "parallel.exchange_dtype": values.exchange_dtype,
+            }
+            device_of = candidate.placement.device_of if candidate.placement else ()
+            alone = candidate.data * candidate.lane == 1
+            group = workers.Group(workers.Run(changes, cores, device_of=device_of, alone=alone, **where))
+            stack.callback(group.close)
+            return group
+
+        guess = candidates_over({"latency_seconds": 0.0, "bytes_per_second": 1e9}, spec, profile, values.exchange_dtype)
+        groups = {name: start(candidate) for name, candidate in guess.items()}
+        steps = {name: max(2, round(values.turn_seconds / group.seconds(1))) for name, group in groups.items()}
+        link = next(iter(groups.values())).link()  # now that none compiles
+        seconds: dict[str, list[float]] = {name: [] for name in groups}
+        for _ in range(values.rounds):
+            for name, group in groups.items():
+                seconds[name].append(group.seconds(steps[name]))
+    found = candidates_over(link, spec, profile, values.exchange_dtype)
+    cluster = simulate.Cluster((0, 1), simulate.Link(**link), simulate.Link(**link), ("here", "here"))
+    measured = {name: statistics.median(taken) for name, taken in seconds.items()}
+    predicted = {name: found[name].step.total_seconds for name in measured if name in found}
+    chosen, fastest = (min(table, key=table.__getitem__) for table in (predicted, measured))
+    return {
+        **row,
+        "measured_link": link,
+        "measured_seconds": measured,
+        "predicted_seconds": predicted,
+        "chosen": chosen,
+        "fastest": fastest,
+        "chosen_over_fastest": measured[chosen] / measured[fastest],
+        "recommended_seconds": plan.faster_otherwise(spec, _BATCH, [profile] * 2, cluster, 0.0, predicted[chosen]),
+    }
+
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("profile", "profile.json", "Profile of one core.", flag_values=values)
+    flags.DEFINE_string("data", "fashion_mnist", "Dataset whose image shape is taken.", flag_values=values)
+    flags.DEFINE_string("exchange_dtype", "float32", "As parallel.exchange_dtype.", flag_values=values)
+    flags.DEFINE_string("links", ";".join(LINKS), "Links to measure, separated by ;", flag_values=values)
+    flags.DEFINE_string("models", ";".join(MODELS), "Lanes of each model, separated by ;", flag_values=values)
+    flags.DEFINE_string("output", str(RESULTS / "links.json"), "File to write.", flag_values=values)
+    flags.DEFINE_integer("rounds", 3, "Turns of each split.", lower_bound=1, flag_values=values)
+    flags.DEFINE_float("turn_seconds", 2.0, "Length of a turn, but at least two steps.", flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
+    profile = workers.one_core_profile(values.profile)
+    path = Path(values.output)
+    settings = ("data", "exchange_dtype", "links", "models", "rounds")
+    about = {"batch": _BATCH, "profile": digest(profile), **{name: getattr(values, name) for name in settings}}
+    stored = read_json(path) if path.exists() else {}
+    rows = stored.get("rows", []) if all(stored.get(name) == value for name, value in about.items()) else []
+    wanted = [{"link": link, "lanes": lanes} for link in values.links.split(";") for lanes in values.models.split(";")]
+    for row in wanted[len(rows) % len(wanted) :]:
+        rows = rows if len(rows) < len(wanted) else []
+        rows.append(measure(row, profile, values))
+        print(f"{rows[-1]['chosen_over_fastest']:.2f}  {rows[-1]['chosen']}  {row}", flush=True)
+        ratios = [one["chosen_over_fastest"] for one in rows]
+        summary = {"largest": max(ratios), "within": sum(ratio <= 1 + _WITHIN for ratio in ratios), "of": len(ratios)}
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, {**about, **host.environment(), "chosen_over_fastest": summary, "rows": rows})
+
+
+if __name__ == "__main__":
+    launch_script(define, main)
