@@ -42,7 +42,7 @@ from mlcn_jax.placement.simulate import Link
 from mlcn_jax.training.session import open_session
 
 KINDS = {"full": (1.0, 1.0), "half": (2.0, 0.4), "third": (3.0, 0.3)}  # slowness and price per hour
-_PERIOD_SECONDS = 0.03
+_PERIOD_SECONDS = 0.004  # a pair of trainings waits for each other some times a step, of 0.1 s or more
 
 
 def held_back(profile: DeviceProfile, slowness: float) -> DeviceProfile:

@@ -126,6 +126,11 @@ def cpu_digest() -> str:
     return hashlib.sha256(f"{platform.machine()} {_cpu_features()}".encode()).hexdigest()[:12]
 
 
+def adds_bytes_exactly() -> bool:
+    """Whether ONNX Runtime sums products of 8-bit numbers exactly here: x86 CPUs without VNNI saturate at 16 bits."""
+    return platform.machine() not in ("x86_64", "AMD64") or "vnni" in _cpu_features()
+
+
 def _cpu_features() -> str:
     return _cpuinfo("flags") or _cpuinfo("Features")
 

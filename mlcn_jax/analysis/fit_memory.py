@@ -35,13 +35,18 @@ def fit_memory(config: RunConfig, spec: ModelSpec, memory_bytes: int) -> dict[st
       the settings to change so that it fits, or None if none was found.
 
     Raises:
-      InputError: lanes are not on a mesh, or the settings cannot be used.
+      InputError: lanes are not on a mesh, there is a teacher, or the settings cannot be used.
     """
     parallel, tried = config.parallel, []
     if parallel.plan != "mesh":
         raise InputError(
             f"the memory of parallel.plan={parallel.plan} is not predicted: use parallel.plan=mesh, or the device "
             "profiles, which hold the memory of each lane"
+        )
+    if config.train.teacher:
+        raise InputError(
+            "the memory of a teacher is not predicted: describe the run without train.teacher, and add the teacher's "
+            "parameters and what it takes to classify a batch"
         )
     check_remat(spec)
     check_parts(spec, config.train.batch_size, parallel.data, config.train.accumulation_steps)

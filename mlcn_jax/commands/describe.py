@@ -13,6 +13,7 @@ until one fits.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,6 +60,10 @@ def main(argv: Sequence[str]) -> None:
         from mlcn_jax import host
         from mlcn_jax.analysis.fit_memory import fit_memory
 
+        if not math.isfinite(values.memory_gib):
+            raise InputError(
+                f"--memory_gib={values.memory_gib} is not the memory of a device: give a number, 0 for this"
+            )
         available = round(values.memory_gib * 2**30) or host.usable_memory_bytes()
         found["memory"] = fit_memory(config, config.model_spec(*config.data.shape()), available)
     print(tables(found["scaling"]) if values.tables else json.dumps(found, indent=2))

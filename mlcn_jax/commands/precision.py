@@ -6,7 +6,8 @@
 Needs requirements-onnx.txt and the output of `mlcn_jax export`. Int8 is ONNX Runtime's static quantisation: weights
 with a scale per channel, activations calibrated on training images. Every lane is computed once in each precision, from
 which the accuracy of every mix follows exactly. The mix may lose --max_accuracy_drop points on the validation images,
-or, if the run has none, on 5,000 of its training images. Test accuracy is for the record and decides nothing.
+or, if the run has none, on 5,000 of its training images. Test accuracy is for the record and decides nothing. For the
+fastest, the mix whose lanes take the least time one by one, and all lanes in one form, are timed as whole models.
 
 Prints a table of lane by precision: the bytes of its weights, milliseconds of a batch on this machine, and its accuracy
 alone. Writes `precision.json` and the folder `export`, which predict, serve and `tiers split --precision` take, to

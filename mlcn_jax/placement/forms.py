@@ -6,6 +6,7 @@ makespan. Choosing forms first and devices afterwards sees neither.
 Source: do Rosario 2021 (thesis), chapters 3 and 5, for lanes that are placed by measured costs; forms are ours.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -240,7 +241,7 @@ def _too_lossy(problem: FormProblem, lost: float) -> str:
 
 
 def _exactly(problem: FormProblem, time_limit_seconds: float) -> FormPlacement:
-    """By integer programming (OR-Tools CP-SAT); seconds are rounded to a millionth of the slowest choice."""
+    """By integer programming (OR-Tools CP-SAT); seconds are rounded to a millionth of a makespan that is possible."""
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
@@ -248,18 +249,18 @@ def _exactly(problem: FormProblem, time_limit_seconds: float) -> FormPlacement:
             "the partitioner exact needs OR-Tools (pip install 'mlcn_jax[exact]'); greedy works without it"
         ) from error
     model, devices = cp_model.CpModel(), range(problem.num_devices)
+    enough = _possible_makespan(problem)
+    unit = enough / 10**6
     possible = {
         (i, f, d): model.new_bool_var("")
         for i, rows in enumerate(problem.seconds)
         for f, row in enumerate(rows)
         for d, value in enumerate(row)
-        if math.isfinite(value)
+        if value <= enough
     }
-    slowest = [max(s for row in rows for s in row if math.isfinite(s)) for rows in problem.seconds]
-    unit = (sum(slowest) + max(problem.base_seconds)) / 10**6
     for lane in range(len(problem.seconds)):
         model.add_exactly_one(v for (i, _, _), v in possible.items() if i == lane)
-    longest = model.new_int_var(0, 2 * 10**6, "")
+    longest = model.new_int_var(0, 10**6 + len(problem.seconds), "")  # as many numbers may be rounded up
     for device in devices:
         here = {(i, f): v for (i, f, d), v in possible.items() if d == device}
         load = sum(v * round(problem.seconds[i][f][device] / unit) for (i, f), v in here.items())
@@ -268,9 +269,9 @@ def _exactly(problem: FormProblem, time_limit_seconds: float) -> FormPlacement:
             held = sum(v * math.ceil(problem.memory_bytes[i][f]) for (i, f), v in here.items())
             model.add(held <= int(problem.limit_bytes[device]))
     if problem.most_lost < UNLIMITED:
-        share = max(max(max(row) for row in problem.losses), problem.most_lost, 1e-12) / 10**6
-        lost = sum(v * math.ceil(problem.losses[i][f] / share - 1e-9) for (i, f, _), v in possible.items())
-        model.add(lost <= math.floor(problem.most_lost / share + 1e-9))
+        share = max(max(max(row) for row in problem.losses), problem.most_lost, 1e-12) / 10**12
+        lost = sum(v * round(problem.losses[i][f] / share) for (i, f, _), v in possible.items())
+        model.add(lost <= round(problem.most_lost / share) + len(problem.seconds))  # a rounding error for each lane
     model.minimize(longest)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_seconds
@@ -284,3 +285,12 @@ def _exactly(problem: FormProblem, time_limit_seconds: float) -> FormPlacement:
     chosen = {i: (f, d) for (i, f, d), v in possible.items() if solver.value(v)}
     form_of, device_of = zip(*(chosen[i] for i in range(len(problem.seconds))), strict=True)
     return _placement(problem, form_of, device_of, status == cp_model.OPTIMAL)
+
+
+def _possible_makespan(problem: FormProblem) -> float:
+    """A makespan that some choice has, so that no better one has a lane that takes longer."""
+    slowest = [max(s for row in rows for s in row if math.isfinite(s)) for rows in problem.seconds]
+    found = math.inf
+    with contextlib.suppress(NoRoom):  # greedy may find no room where there is some
+        found = place_together("greedy", problem).makespan_seconds
+    return min(found, sum(slowest) + max(problem.base_seconds))

@@ -27,6 +27,7 @@ PROFILE_VERSION = 2  # a profile of format 1 lacks the fields that have a defaul
 # Numbers in a profile must be finite, and 0 or more.
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
+FormName = Annotated[str, msgspec.Meta(pattern=r"^(train|infer) (float32|bfloat16|int8) \S+$")]
 Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 _SOME = msgspec.Meta(min_length=1)
 _MEASURE = f"measure one there with {program()} profile"
@@ -93,7 +94,7 @@ class DeviceProfile:
     residuals: Mapping[str, Sequence[Finite]] = dataclasses.field(default_factory=dict)
     sharing: Mapping[str, Amount] | None = None
     peak: Mapping[str, Amount] | None = None
-    form_seconds: Mapping[str, Mapping[str, Amount]] = dataclasses.field(default_factory=dict)
+    form_seconds: Mapping[FormName, Mapping[str, Amount]] = dataclasses.field(default_factory=dict)
 
     def slowness(self, fastest: "DeviceProfile") -> float:
         """How much slower it is than another device on the tiny network (`cost.published_seconds`)."""

@@ -21,7 +21,6 @@ from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program
 from mlcn_jax.serving import parts
-from mlcn_jax.serving.onnx_file import open_onnx
 
 FORMAT = 1
 MIXED_FORMAT = 2  # lanes in several precisions, some of them for ONNX Runtime
@@ -151,6 +150,11 @@ class Artifact(Classifier):
             raise
         except Exception as error:  # the files match the manifest, and yet cannot be read
             raise InputError(f"{folder} cannot be read ({error!r}): export the model again") from error
+        if "tier" in description:
+            raise InputError(
+                f"{folder} has the lanes of tier {description['tier']!r} alone, not a whole model: answer with it by "
+                f"{program()} tiers node, or give the export of the whole"
+            )
         row = jax.ShapeDtypeStruct(self.image_shape, jnp.uint8)
         if runtime not in RUNTIMES:
             raise InputError(f"runtime {runtime!r} is unknown: use {', '.join(RUNTIMES)}")
@@ -160,7 +164,7 @@ class Artifact(Classifier):
         if mixed:
             if runtime != "auto" and (runtime != "xla" or self.manifest["onnx"]):
                 raise InputError(f"{folder} has lanes of several runtimes: runtime {runtime!r} cannot be chosen for it")
-            lanes = [open_onnx(folder / name, parts.OUTPUT) for name in self.manifest["onnx"]]
+            lanes = parts.open_lanes(folder, self.manifest["onnx"])
             self._compute = functools.partial(apply_in_batches, parts.square_roots(parts.added_up(programs, lanes)))
             return
         self._compute = functools.partial(apply_in_batches, programs)

@@ -1,14 +1,17 @@
 """Runs a file in the ONNX format with ONNX Runtime on the CPU."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.host import num_cores
+from mlcn_jax.host import adds_bytes_exactly, num_cores
 
 INPUT = "images"  # uint8 [n, height, width, channels]
+FULL_RANGE = "int8_full_range"  # property of a file whose 8-bit weights use all 8 bits
+_log = logging.getLogger(__name__)
 
 
 def open_onnx(path: Path, output: str, threads: int | None = None) -> Callable[[np.ndarray], np.ndarray]:
@@ -39,4 +42,6 @@ def open_onnx(path: Path, output: str, threads: int | None = None) -> Callable[[
             f"ONNX Runtime {onnxruntime.__version__} cannot read {path} ({reason}): install the version that the "
             "manifest names, or make the file again"
         ) from error
+    if FULL_RANGE in session.get_modelmeta().custom_metadata_map and not adds_bytes_exactly():
+        _log.warning("%s has weights of 8 bits whose sums may saturate on this CPU: make the export here", path)
     return lambda images: session.run([output], {INPUT: np.asarray(images)})[0]

@@ -25,8 +25,7 @@ from mlcn_jax.serving.artifact import (
     read_weights,
     verified_manifest,
 )
-from mlcn_jax.serving.onnx_file import open_onnx
-from mlcn_jax.serving.parts import OUTPUT, added_up
+from mlcn_jax.serving.parts import added_up, open_lanes
 from mlcn_jax.tiers.policy import FILE, Policy
 
 SIGNATURE = "manifest.sig"
@@ -88,7 +87,7 @@ class TierArtifact:
 
         self._part = load(PART, jax.ShapeDtypeStruct(self.row_shape, self.row_dtype))
         if files := manifest.get("onnx"):
-            self._part = added_up(self._part, [open_onnx(folder / name, OUTPUT) for name in files])
+            self._part = added_up(self._part, open_lanes(folder, files))
         image = jax.ShapeDtypeStruct(self.image_shape, jnp.uint8)
         self._home = {tier: load(HOME + tier, image) for tier in homes}
 

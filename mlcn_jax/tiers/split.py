@@ -1,7 +1,6 @@
 """Splits a trained model into one artifact a tier, and chooses when an answer is final."""
 
 import dataclasses
-import hashlib
 import logging
 import shlex
 import tempfile
@@ -21,7 +20,7 @@ from mlcn_jax.nn.calibration import fold_statistics
 from mlcn_jax.nn.spec import ModelSpec, rows_of, spec_of
 from mlcn_jax.serving import artifact
 from mlcn_jax.serving.export import flat_weights, write_functions, write_manifest
-from mlcn_jax.serving.parts import weights_digest
+from mlcn_jax.serving.parts import model_digest
 from mlcn_jax.serving.precision.lanes import read_lanes, tolerance, write_lanes
 from mlcn_jax.serving.precision.make import Made
 from mlcn_jax.tiers import policy as policies
@@ -76,17 +75,16 @@ def split(
     wishes = read_wishes(wishes_path, trained.class_names)
     validation = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)[1]
     _check_validation(workdir, len(validation.labels))
+    folded = dataclasses.replace(trained, params=fold_statistics(trained.spec, trained.params))
     chosen: list[Made] = []
     if precision is not None:
-        whole = fold_statistics(trained.spec, trained.params)["encoder"]
-        chosen = read_lanes(precision, trained.spec, weights_digest(flat_weights(whole)))
+        chosen = read_lanes(precision, trained.spec, _digest(folded))
         squares = _squares_of(chosen, validation.images)
     else:
         v = class_capsules(trained.spec, trained.params, validation, config.train.batch_size)
         squares = np.square(v) * trained.spec.weights.astype(np.float32)
     lanes = place(wishes_path, wishes, trained.spec, squares, validation.labels)
-    trained = dataclasses.replace(trained, params=fold_statistics(trained.spec, trained.params))
-    policy, parts = _policy(trained, wishes, lanes, cut, squares, validation)
+    policy, parts = _policy(folded, wishes, lanes, cut, squares, validation)
     folder = workdir / (out or FOLDER)
     if folder.exists() and not any(folder.glob(f"*/{policies.FILE}")):
         raise InputError(f"{folder} exists but holds no split model: move it away, because splitting would replace it")
@@ -95,7 +93,7 @@ def split(
         made = Path(temporary) / "tiers"
         for i, tier in enumerate(policy.tiers):
             others = {other.name: part for other, part in zip(policy.tiers, parts, strict=True) if other != tier}
-            _write(made / tier.name, trained, policy, i, parts[i], {} if i else others, command, chosen)
+            _write(made / tier.name, folded, policy, i, parts[i], {} if i else others, command, chosen)
             if signing is not None:
                 content = (made / tier.name / artifact.MANIFEST).read_bytes()
                 (made / tier.name / SIGNATURE).write_bytes(signing.sign(content))
@@ -150,7 +148,7 @@ def _policy(
     groups = {name: tuple(order[member] for member in members) for name, members in wishes.groups.items()}
     policy = policies.Policy(
         format=policies.FORMAT,
-        model=model_digest(trained),
+        model=_digest(trained),
         class_names=trained.class_names,
         cut=cut,
         tiers=tuple(tiers),
@@ -163,13 +161,8 @@ def _policy(
     return policy, parts
 
 
-def model_digest(trained: Trained) -> str:
-    """SHA-256 of a whole model: of the parameters of its lanes, and their weights."""
-    content = hashlib.sha256(repr((trained.spec.lanes, trained.spec.weights.tolist())).encode())
-    for name, array in sorted(flat_weights(trained.params["encoder"]).items()):
-        content.update(f"{name} {array.dtype} {array.shape}".encode())
-        content.update(np.ascontiguousarray(array).tobytes())
-    return content.hexdigest()
+def _digest(folded: Trained) -> str:
+    return model_digest(folded.spec.lanes, folded.spec.weights.tolist(), flat_weights(folded.params["encoder"]))
 
 
 def _all_flops(part: Part, weights: dict[str, np.ndarray]) -> int:

@@ -1,5 +1,6 @@
 """Metrics recorded during training: `metrics.jsonl`, TensorBoard, a progress bar or log lines."""
 
+import collections
 import contextlib
 import json
 import logging
@@ -97,12 +98,15 @@ class Progress:
 
 
 class StepLog:
-    """Collects and reports the metrics of steps, one step late so as never to wait for the device."""
+    """Collects and reports the metrics of steps, two steps late so as never to wait for the device.
+
+    Not one step late: the norm of the gradient may come with the messages of the next step (`stacks_runner`).
+    """
 
     def __init__(self, writer: MetricsWriter, progress: Progress, batch_size: int, every: int):
         self._writer, self._progress = writer, progress
         self._batch_size, self._every = batch_size, every
-        self._pending: tuple[int, dict[str, Array]] | None = None
+        self._pending: collections.deque[tuple[int, dict[str, Array]]] = collections.deque()
         self._window: list[dict[str, float]] = []
         self._step = 0
         self._reported = False
@@ -113,16 +117,17 @@ class StepLog:
         self._mark = time.monotonic()
 
     def add(self, step: int, metrics: dict[str, Array]) -> None:
-        """Takes the metrics of a step just dispatched; reads those of the previous step."""
-        self.flush()
-        self._pending = (step, metrics)
+        """Takes the metrics of a step just dispatched; reads those of the step before the previous one."""
+        self._pending.append((step, metrics))
+        if len(self._pending) > 2:
+            self._read(*self._pending.popleft())
 
     def flush(self) -> None:
-        """Waits for the newest step and reads its metrics."""
-        if self._pending is None:
-            return
-        step, metrics = self._pending
-        self._pending = None
+        """Waits for the newest step and reads all metrics."""
+        while self._pending:
+            self._read(*self._pending.popleft())
+
+    def _read(self, step: int, metrics: dict[str, Array]) -> None:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         now = time.monotonic()
         self._seconds += now - self._mark

@@ -115,7 +115,8 @@ def make_plan(
         messages = Messages(exchange_dtype, clip_norm > 0)
         found = candidates(spec, batch_size, known, TRIED, jax.process_count(), cluster, messages)
         fastest = min(found, key=lambda candidate: candidate.step.total_seconds)
-        seconds, used = fastest.step.total_seconds, known[: fastest.data * fastest.lane]
+        seconds = fastest.step.total_seconds
+        used = known if cluster else known[: fastest.data * fastest.lane]  # processes all take part
         sure = interval(seconds, spec, used, placement=fastest.placement, cluster=cluster)
         ends = [1000 * sure.low_seconds, 1000 * sure.high_seconds] if sure else None
         other = faster_otherwise(spec, batch_size, known, cluster, clip_norm, seconds) if cluster else {}

@@ -103,11 +103,21 @@ def placements(problem: Problem, partitioners: Sequence[str]) -> list[Placement]
 
 
 def predict_alone(
-    spec: ModelSpec, batch_size: int, profiles: Sequence[DeviceProfile], cluster: simulate.Cluster | None = None
+    spec: ModelSpec,
+    batch_size: int,
+    profiles: Sequence[DeviceProfile],
+    cluster: simulate.Cluster | None = None,
+    whole_batch: int = 0,
 ) -> simulate.StepTime:
-    """The slowest device's step if each computes all lanes, all at once and without a message."""
+    """The slowest device's step if each computes all lanes, all at once and without a message.
+
+    `batch_size` may be the share of a `whole_batch`, for which no device is predicted to gain from smaller stacks.
+    """
     slower = _slower(profiles, [1.0] * len(profiles), cluster or _cluster(profiles), range(len(profiles)))
-    steps = [predict_mesh(spec, batch_size, 1, 1, [p], [s]) for p, s in zip(profiles, slower, strict=True)]
+    steps = [
+        predict_mesh(spec, batch_size, 1, 1, [p], [s], whole_batch=whole_batch)
+        for p, s in zip(profiles, slower, strict=True)
+    ]
     return max(steps, key=lambda step: step.total_seconds)
 
 
@@ -130,7 +140,8 @@ def predict_rounds(
     away = [host for host in others if host != first]
     num_bytes = cost.estimated_parameters(spec)
     longest = max((cluster.link(first, host, len(away)).seconds(num_bytes) for host in away), default=0.0)
-    return predict_alone(spec, share, profiles, cluster).total_seconds + 2 * longest / ROUND_STEPS
+    step = predict_alone(spec, share, profiles, cluster, batch_size)
+    return step.total_seconds + 2 * longest / ROUND_STEPS
 
 
 def predict_apart(
@@ -154,16 +165,18 @@ def predict_mesh(
     slowness: Sequence[float],
     cluster: simulate.Cluster | None = None,
     messages: Messages = Messages(),
+    whole_batch: int = 0,
 ) -> simulate.StepTime:
     """Predicts a step on a mesh of devices given by their profiles, each slower than its profile by a factor.
 
     No part of a split is predicted to be faster, for its work, than the whole on one device, and devices on one machine
-    slow each other down as the profiles say. Without a cluster, all devices are on one machine.
+    slow each other down as the profiles say. Without a cluster, all devices are on one machine. `whole_batch` is given
+    where `batch_size` is only a share of it.
     """
     share = batch_size // data
     lanes = [_lane_cost(spec, group.spec) for group in spec.lane_groups for _ in range(group.count // lane)]
     num_lanes = len(spec.lane_specs)
-    whole = batch_size * num_lanes
+    whole = (whole_batch or batch_size) * num_lanes
     cluster = cluster or _cluster(profiles)
     slower = _slower(profiles, slowness, cluster, range(data * lane))
     return simulate.simulate_mesh(
@@ -200,7 +213,7 @@ def predict_stacks(
     return simulate.simulate_stacks(
         dataclasses.replace(placement, seconds=tuple(seconds)),
         cluster,
-        column_bytes=batch_size * spec.num_classes * (4 if spec.classifies_alone.any() else _bytes_of(messages.dtype)),
+        column_bytes=batch_size * spec.num_classes * _column_value_bytes(spec, messages.dtype),
         head_seconds=slowness[0] * profiles[0].head_seconds(num_lanes, batch_size),
         forward_share=profiles[0].forward_share,
         total_bytes=4 if messages.clips else 0,
@@ -282,8 +295,9 @@ def _lane_cost(spec: ModelSpec, lane: LaneSpec) -> cost.LaneCost:
     return cost.lane_cost(lane, spec.lane_settings, spec.image_shape)
 
 
-def _bytes_of(dtype: str) -> int:
-    return jnp.dtype(dtype).itemsize
+def _column_value_bytes(spec: ModelSpec, exchange_dtype: str) -> int:
+    """Bytes of a number in the messages of stacks."""
+    return 4 if spec.classifies_alone.any() else min(jnp.dtype(exchange_dtype).itemsize, spec.dtype.itemsize)
 
 
 def slowest_link(profiles: Sequence[DeviceProfile]) -> simulate.Link:

@@ -112,7 +112,8 @@ class StackStep:
         return jax.tree.map(cut, vjp)
 
     def padded(self, s: int, v: Array) -> Array:
-        """A stack's outputs [batch, classes, lanes] as its columns."""
+        """A stack's outputs [batch, classes, lanes] as its columns, of the type of all lanes' together."""
+        v = v.astype(jnp.float32) if self._spec.classifies_alone.any() else v
         return jnp.pad(v, ((0, 0), (0, 0), (0, self.widths[s] - v.shape[-1])))[None]
 
     def backward(self, columns: jax.ShapeDtypeStruct) -> Callable:

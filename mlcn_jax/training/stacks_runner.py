@@ -223,7 +223,7 @@ class StacksRunner:
         if self._is_head:
             self._head_state = update(self._head_key, -1, self._head_state, head_grads)
         metrics, square_before = _unpack(self._metrics, from_head if self._is_head else numbers[self._mine[0]])
-        if self._norm is not None:
+        if self._norm is not None and total is None:
             self._norm.arrived(square_before)
         self._norm = GradientNorm(lambda: self._exchange.copy(add_up(), here))
         if total is not None:

@@ -47,9 +47,16 @@ def test_a_device_that_holds_no_step_is_told_so_after_every_setting():
     assert [row["changes"] for row in found["tried"]] == [{}, {"train.accumulation_steps": 2}]  # whole norm groups
 
 
-def test_stacks_are_refused():
-    with pytest.raises(InputError, match=r"memory of parallel.plan=stacks is not predicted"):
-        fit_memory.fit_memory(*of({"parallel.plan": "stacks"}), 10**9)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel.plan": "stacks"}, r"memory of parallel.plan=stacks is not predicted"),
+        ({"train.teacher": "runs/a"}, "memory of a teacher is not predicted"),
+    ],
+)
+def test_what_is_not_predicted_is_refused(changes, message):
+    with pytest.raises(InputError, match=message):
+        fit_memory.fit_memory(*of(changes), 10**9)
 
 
 def test_describe_prints_it(capsys):

@@ -17,10 +17,11 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.nn.capsules import lengths
 from mlcn_jax.nn.model import encode
 from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.placement.problem import NoRoom
 from mlcn_jax.serving import export, onnx
 from mlcn_jax.serving.artifact import Artifact
 from mlcn_jax.serving.onnx_file import open_onnx
-from mlcn_jax.serving.parts import FLOAT32, FORMS, OUTPUT, Form, added_up, square_roots, weights_digest
+from mlcn_jax.serving.parts import FLOAT32, FORMS, OUTPUT, Form, added_up, model_digest, square_roots
 from mlcn_jax.serving.precision import export as precision_export
 from mlcn_jax.serving.precision import lanes as precision_lanes
 from mlcn_jax.serving.precision import mix as precision_mix
@@ -55,7 +56,7 @@ def mixed(model, workdir, folder, forms, calibration):
     """An export with these forms of the lanes, and the lanes."""
     lanes = lanes_of(model.spec, model.encoder)
     chosen = [make(lane, form, calibration) for lane, form in zip(lanes, forms, strict=True)]
-    precision_export._write(model, workdir, folder, lanes, chosen, "mlcn_jax precision")
+    precision_export._write(folder, model, workdir, chosen, "mlcn_jax precision")
     return chosen
 
 
@@ -87,7 +88,8 @@ def test_an_export_of_several_precisions_is_read_like_any_other(in_xla, model, i
 def test_its_lanes_are_read_back_for_the_same_model_only(in_xla, model, workdir, images):
     folder, chosen = in_xla
     with np.load(workdir / "export" / "weights.npz") as arrays:
-        digest = weights_digest(dict(arrays))
+        digest = model_digest(model.spec.lanes, model.spec.weights.tolist(), dict(arrays))
+        assert digest != model_digest(model.spec.lanes, [2.0, 1.0, 1.0], dict(arrays))
     for own, read in zip(chosen, precision_lanes.read_lanes(folder, model.spec, digest), strict=True):
         assert read.form == own.form
         np.testing.assert_allclose(read.call(images), own.call(images), atol=1e-6)
@@ -203,15 +205,21 @@ def test_lanes_are_placed_in_forms_that_together_lose_no_more_than_allowed(tmp_p
     with pytest.raises(
         InputError, match=r"a.json was measured with other inputs:\n  images: \(28, 28, 1\) in the profile"
     ):
-        precision_place.place_lanes(dataclasses.replace(spec, image_shape=(32, 32, 3)), files, parts, labels, 1.0, 1)
+        precision_place.read_profiles(dataclasses.replace(spec, image_shape=(32, 32, 3)), files)
+    with pytest.raises(InputError, match="has no infer seconds of mlcn2:w2"):
+        precision_place.read_profiles(dataclasses.replace(spec, lanes="mlcn2:w2*3"), files)
+    profiles = precision_place.read_profiles(spec, files)
+    num_bytes = [[1, 1, 1, 1]] * 3
     base = precision_mix.mix_accuracy(parts, [0] * 3, labels)
     all_int8 = 100 * (base - precision_mix.mix_accuracy(parts, [3] * 3, labels))
     for allowed, makespan in ((all_int8 + 0.01, 2.0), (0.0, 4.0)):
-        placed = precision_place.place_lanes(spec, files, parts, labels, allowed, 1)
+        placed = precision_place.place_lanes(spec, profiles, parts, num_bytes, labels, allowed, 1)
         mix = [3 if lane["form"].startswith("int8") else 0 for lane in placed["lanes"]]
         assert 100 * (base - precision_mix.mix_accuracy(parts, mix, labels)) <= allowed
         assert placed["makespan_milliseconds"] <= makespan
     assert mix != [3] * 3
+    with pytest.raises(NoRoom):
+        precision_place.place_lanes(spec, profiles, parts, [[2**60] * 4] * 3, labels, 1.0, 1)
 
 
 def test_the_smallest_mix_of_forms_in_xla_is_measured_and_exported(
@@ -222,12 +230,19 @@ def test_the_smallest_mix_of_forms_in_xla_is_measured_and_exported(
     monkeypatch.setattr(precision_export, "FORMS", xla)
     monkeypatch.setattr(onnx, "versions", dict)
     out = tmp_path / "results"
-    front.run(["precision", f"--workdir={workdir}", f"--output={out}", "--rounds=1", "--max_accuracy_drop=5"])
+    flags = [f"--workdir={workdir}", f"--output={out}", "--rounds=1", "--max_accuracy_drop=5"]
+    front.run(["precision", *flags])
     about = json.loads((out / "precision.json").read_text())
     assert {lane["chosen"] for lane in about["lanes"]} == {"bfloat16 xla"}
     assert "times smaller" in capsys.readouterr().out
     for found in (Artifact(out / "export"), Artifact(out / "export", "xla")):
         np.testing.assert_allclose(found.lengths(images), model.artifact.lengths(images), atol=0.03)
+    front.run(["precision", *flags, "--choose=fastest"])
+    about = json.loads((out / "precision.json").read_text())
+    best = min(about["tried"], key=lambda each: each["milliseconds"])
+    assert best["forms"] == [lane["chosen"] for lane in about["lanes"]]
+    assert ["float32 xla"] * 3 in [each["forms"] for each in about["tried"]]
+    assert best["milliseconds"] == about["milliseconds"]["chosen"]
 
 
 def test_parts_of_lanes_are_added_up_in_float32():

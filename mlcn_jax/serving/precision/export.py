@@ -19,11 +19,11 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.serving import artifact, model_card, onnx
 from mlcn_jax.serving.export import write_manifest
-from mlcn_jax.serving.parts import FORMS, Form, weights_digest
+from mlcn_jax.serving.parts import FORMS, Form, model_digest
 from mlcn_jax.serving.precision.lanes import tolerance, write_lanes
 from mlcn_jax.serving.precision.make import Lane, Made, lanes_of, make
-from mlcn_jax.serving.precision.mix import cheapest_mix, mix_accuracy
-from mlcn_jax.serving.precision.place import place_lanes
+from mlcn_jax.serving.precision.mix import cheapest_mix, is_accurate, mix_accuracy
+from mlcn_jax.serving.precision.place import place_lanes, read_profiles
 from mlcn_jax.serving.precision.speeds import call_seconds
 
 FILE = "precision.json"
@@ -76,6 +76,7 @@ def precision(
     folder = results / "export"
     if folder.exists() and not (folder / artifact.MANIFEST).is_file():
         raise InputError(f"{folder} exists but is not an export: move it away, because it would be replaced")
+    devices = read_profiles(model.spec, profiles) if profiles else []
     dataset = model.data.load()
     check_images(dataset, model)
     config = RunConfig.from_dict(read_json(workdir / "export" / "config.json"))
@@ -94,27 +95,41 @@ def precision(
         made.append([make(lane, form, train.images[evenly]) for form in FORMS])
     parts = [[_parts(each.call, ranking.images) for each in own] for own in made]
     seconds = _seconds_of_kinds(lanes, made, terms)
+    fastest = terms.choose == "fastest"
     costs = [
-        [
-            (each.num_bytes, s) if terms.choose == "smallest" else (s, each.num_bytes)
-            for each, s in zip(*both, strict=True)
-        ]
+        [(s, each.num_bytes) if fastest else (each.num_bytes, s) for each, s in zip(*both, strict=True)]
         for both in zip(made, seconds, strict=True)
     ]
     placement = {}
-    if profiles:
+    if devices:
+        held = [[each.num_bytes for each in own] for own in made]
         drop = terms.max_accuracy_drop
-        placement = place_lanes(model.spec, profiles, parts, ranking.labels, drop, terms.batch)
+        placement = place_lanes(model.spec, devices, parts, held, ranking.labels, drop, terms.batch)
     before = mix_accuracy(parts, [0] * len(lanes), ranking.labels)
-    mix, proven = cheapest_mix(parts, costs, ranking.labels, before - terms.max_accuracy_drop / 100)
-    chosen = [own[form] for own, form in zip(made, mix, strict=True)]
-    _write(model, workdir, folder, lanes, chosen, command)
+    least = before - terms.max_accuracy_drop / 100
+    mix, proven = cheapest_mix(parts, costs, ranking.labels, least)
+    mixes = [mix]
+    if fastest:  # lanes that are computed together take other times than one by one
+        same = ([form] * len(lanes) for form in range(len(FORMS)))
+        mixes += [each for each in same if each != mix and is_accurate(parts, each, ranking.labels, least)]
 
-    exported = artifact.Artifact(folder)
-    _check(exported, chosen, ranking.images)
-    calls = {"before": model.artifact.lengths, "chosen": exported.lengths}
-    seconds_of_all = call_seconds(list(calls.values()), model.spec.image_shape, terms.batch, terms.rounds)
-    whole = dict(zip(calls, seconds_of_all.tolist(), strict=True))
+    results.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=results, prefix=".export-") as temporary:
+        written, calls = [], [model.artifact.lengths]
+        for number, each in enumerate(mixes):
+            written.append(Path(temporary) / str(number))
+            chosen = [own[form] for own, form in zip(made, each, strict=True)]
+            _write(written[-1], model, workdir, chosen, command)
+            exported = artifact.Artifact(written[-1])
+            _check(exported, chosen, ranking.images)
+            calls.append(exported.lengths)
+        taken = call_seconds(calls, model.spec.image_shape, terms.batch, terms.rounds)
+        best = int(np.argmin(taken[1:]))
+        if folder.exists():
+            folder.rename(Path(temporary) / "before")
+        written[best].rename(folder)
+    mix = mixes[best]
+    whole = {"before": float(taken[0]), "chosen": float(taken[1 + best])}
     test = dataset.test
     about = {
         "terms": dataclasses.asdict(terms),
@@ -137,9 +152,13 @@ def precision(
         "ranked_on": ranked_on,
         "proven": proven,
         "accuracy": {"before": before, "chosen": mix_accuracy(parts, mix, ranking.labels)},
-        "test_accuracy": {name: _accuracy(call, test) for name, call in calls.items()},
+        "test_accuracy": {"before": _accuracy(calls[0], test), "chosen": _accuracy(calls[1 + best], test)},
         "bytes": {"before": _weight_bytes(workdir / "export"), "chosen": _weight_bytes(folder)},
         "milliseconds": {name: 1000 * value for name, value in whole.items()},
+        "tried": [
+            {"forms": [str(FORMS[form]) for form in each], "milliseconds": 1000 * s}
+            for each, s in zip(mixes, taken[1:].tolist(), strict=True)
+        ],
         "placement": placement,
         "export": str(folder),
         "packages": packages,
@@ -182,29 +201,22 @@ def _seconds_of_kinds(lanes: Sequence[Lane], made: Sequence[Sequence[Made]], ter
     return found
 
 
-def _write(
-    model: onnx.ExportedModel, workdir: Path, folder: Path, lanes: Sequence[Lane], chosen: Sequence[Made], command: str
-) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as temporary:
-        made = Path(temporary) / "export"
-        made.mkdir()
-        write_json(made / "config.json", read_json(workdir / "export" / "config.json"))
-        forms = [own.form for own in chosen]
-        description = model.artifact.description | {
-            "forms": [dataclasses.asdict(form) for form in forms],
-            "model_sha256": weights_digest(artifact.read_weights(workdir / "export" / artifact.WEIGHTS)),
-        }
-        write_json(made / artifact.MODEL, description)
-        weights = {name: array for own in chosen for name, array in own.arrays.items()}
-        row = jax.ShapeDtypeStruct(model.spec.image_shape, jnp.uint8)
-        functions, files = write_lanes(made, model.spec, dict(enumerate(chosen)), row)
-        np.savez(made / artifact.WEIGHTS, **weights)  # type: ignore[arg-type]
-        write_manifest(made, model.artifact.step, functions, command, files)
-        (made / model_card.FILE).write_text(model_card.text(artifact.Artifact(made), {}, model.data.dir))
-        if folder.exists():
-            folder.rename(Path(temporary) / "before")
-        made.rename(folder)
+def _write(folder: Path, model: onnx.ExportedModel, workdir: Path, chosen: Sequence[Made], command: str) -> None:
+    """Writes the export of all lanes, each as it was chosen."""
+    folder.mkdir()
+    write_json(folder / "config.json", read_json(workdir / "export" / "config.json"))
+    arrays = artifact.read_weights(workdir / "export" / artifact.WEIGHTS)
+    description = model.artifact.description | {
+        "forms": [dataclasses.asdict(own.form) for own in chosen],
+        "model_sha256": model_digest(model.spec.lanes, model.spec.weights.tolist(), arrays),
+    }
+    write_json(folder / artifact.MODEL, description)
+    row = jax.ShapeDtypeStruct(model.spec.image_shape, jnp.uint8)
+    functions, files = write_lanes(folder, model.spec, dict(enumerate(chosen)), row)
+    weights = {name: array for own in chosen for name, array in own.arrays.items()}
+    np.savez(folder / artifact.WEIGHTS, **weights)  # type: ignore[arg-type]
+    write_manifest(folder, model.artifact.step, functions, command, files)
+    (folder / model_card.FILE).write_text(model_card.text(artifact.Artifact(folder), {}, model.data.dir))
 
 
 def _check(exported: artifact.Artifact, chosen: Sequence[Made], images: np.ndarray) -> None:

@@ -16,13 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
+from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv, tracing
 from mlcn_jax.nn.lanes import apply_lane
 from mlcn_jax.nn.model import join_lanes
 from mlcn_jax.nn.spec import ModelSpec, spec_of
 from mlcn_jax.serving.onnx import to_onnx
-from mlcn_jax.serving.onnx_file import INPUT, open_onnx
+from mlcn_jax.serving.onnx_file import FULL_RANGE, INPUT, open_onnx
 from mlcn_jax.serving.parts import ONNX, OUTPUT, Form
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _optimized(lane: Lane, folder: Path) -> Path:
 
 
 def _quantized(lane: Lane, path: Path, images: UInt8[np.ndarray, "n h w c"]) -> Path:
-    """An ONNX file in int8, next to it.
+    """An ONNX file in int8, next to it; weights have 7 bits where the sums of 8 may saturate.
 
     Source: Krishnamoorthi 2018, arXiv 1806.08342, section 3: a scale per output channel for weights.
     """
@@ -147,7 +148,7 @@ def _quantized(lane: Lane, path: Path, images: UInt8[np.ndarray, "n h w c"]) -> 
         def get_next(self) -> dict | None:
             return next(self._batches, None)
 
-    found = path.with_name("int8.onnx")
+    found, full_range = path.with_name("int8.onnx"), host.adds_bytes_exactly()
     try:
         with warnings.catch_warnings(action="ignore"):  # which NumPy gives of ranges that are not finite
             quantization.quantize_static(
@@ -159,10 +160,15 @@ def _quantized(lane: Lane, path: Path, images: UInt8[np.ndarray, "n h w c"]) -> 
                 per_channel=True,
                 weight_type=quantization.QuantType.QInt8,
                 activation_type=quantization.QuantType.QUInt8,
+                reduce_range=not full_range,
             )
     except AssertionError as error:  # which is how it refuses such ranges
         raise _not_finite(str(lane), str(error)) from error
-    check_scales(onnx.load(found), str(lane))
+    quantized = onnx.load(found)
+    check_scales(quantized, str(lane))
+    if full_range:
+        onnx.helper.set_model_props(quantized, {FULL_RANGE: "true"})
+        onnx.save(quantized, found)
     return found
 
 

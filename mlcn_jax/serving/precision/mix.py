@@ -31,6 +31,13 @@ def mix_accuracy(parts: Sequence[Sequence[np.ndarray]], mix: Sequence[int], labe
     return accuracy(np.asarray(total), labels)
 
 
+def is_accurate(
+    parts: Sequence[Sequence[np.ndarray]], mix: Sequence[int], labels: Int[np.ndarray, " n"], least_accuracy: float
+) -> bool:
+    """Whether a mix is so accurate, up to rounding. Arguments are those of `mix_accuracy`."""
+    return mix_accuracy(parts, mix, labels) >= least_accuracy - _SLACK
+
+
 def cheapest_mix(
     parts: Sequence[Sequence[np.ndarray]],
     costs: Sequence[Sequence[tuple[float, ...]]],
@@ -61,7 +68,7 @@ def cheapest_mix(
     while heap and tried < MOST_TRIED:
         _, places = heapq.heappop(heap)
         tried += 1
-        if mix_accuracy(parts, forms(places), labels) >= least_accuracy - _SLACK:
+        if is_accurate(parts, forms(places), labels, least_accuracy):
             return forms(places), True
         for lane, place in enumerate(places):
             after = (*places[:lane], place + 1, *places[lane + 1 :])
@@ -73,7 +80,7 @@ def cheapest_mix(
 
 def _step_by_step(parts, costs, labels, least_accuracy, mix: list[int]) -> list[int]:
     """Changes one lane's form at a time, the one that gains most accuracy; at worst every lane gets its first form."""
-    while mix_accuracy(parts, mix, labels) < least_accuracy:
+    while not is_accurate(parts, mix, labels, least_accuracy):
         changes = [
             [*mix[:lane], form, *mix[lane + 1 :]]
             for lane, own in enumerate(costs)

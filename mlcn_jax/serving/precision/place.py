@@ -1,7 +1,9 @@
 """Chooses the precision of each lane together with its device, from device profiles and the accuracy of every mix."""
 
+import contextlib
 import dataclasses
 import importlib.util
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,39 @@ from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.serving.parts import FORMS
 from mlcn_jax.serving.precision.mix import mix_accuracy
 
+TASK = "infer"
 _TRIES = 12
+
+
+def read_profiles(spec: ModelSpec, files: Sequence[Path]) -> list[DeviceProfile]:
+    """Device profiles with the forms of a model's lanes.
+
+    Raises:
+      InputError: a profile cannot be read, was measured with other inputs, or lacks a lane.
+    """
+    profiles = [DeviceProfile.load(file) for file in files]
+    wanted = {"images": spec.image_shape, "classes": spec.num_classes, "routing": spec.lane_routing}
+    for file, profile in zip(files, profiles, strict=True):
+        measured = {
+            "images": tuple(profile.image_shape),
+            "classes": profile.num_classes,
+            "routing": profile.lane_routing,
+        }
+        if rows := differences(measured, wanted, there="in the profile", here="in the model"):
+            raise InputError(
+                f"{file} was measured with other inputs:\n"
+                + "\n".join(rows)
+                + f"\nmeasure one with {program()} profile --forms=... --data=NAME"
+            )
+    form_problem(profiles, spec.lane_specs, TASK, 1)
+    return profiles
 
 
 def place_lanes(
     spec: ModelSpec,
-    files: Sequence[Path],
+    profiles: Sequence[DeviceProfile],
     parts: Sequence[Sequence[np.ndarray]],
+    num_bytes: Sequence[Sequence[int]],
     labels: Int[np.ndarray, " n"],
     max_accuracy_drop: float,
     batch: int,
@@ -37,33 +65,22 @@ def place_lanes(
 
     Args:
       spec: the model.
-      files: profiles of the devices, with the forms of these lanes.
+      profiles: of the devices (`read_profiles`).
       parts, labels: as for `mix.mix_accuracy`, with `FORMS`.
+      num_bytes: of the weights of each lane in each of `FORMS`, for which the devices must have room.
       max_accuracy_drop: percentage points that the choice may lose.
       batch: images in a call.
 
     Raises:
-      InputError: a profile cannot be used, or lacks a lane.
+      NoRoom: every choice loses more, or the weights do not fit the devices.
     """
     partitioner = "exact" if importlib.util.find_spec("ortools") else "greedy"
-    profiles = [DeviceProfile.load(file) for file in files]
-    for file, profile in zip(files, profiles, strict=True):
-        measured = {
-            "images": tuple(profile.image_shape),
-            "classes": profile.num_classes,
-            "routing": profile.lane_routing,
-        }
-        wanted = {"images": spec.image_shape, "classes": spec.num_classes, "routing": spec.lane_routing}
-        if rows := differences(measured, wanted, there="in the profile", here="in the model"):
-            raise InputError(
-                f"{file} was measured with other inputs:\n"
-                + "\n".join(rows)
-                + f"\nmeasure one with {program()} profile --forms=... --data=NAME"
-            )
-    forms = forms_of(profiles, "infer")
+    forms = forms_of(profiles, TASK)
     first_of = {form.precision: i for i, form in reversed(list(enumerate(FORMS)))}
     part_of = [first_of[form.split()[1]] for form in forms]
-    problem = form_problem(profiles, spec.lane_specs, "infer", batch)
+    held = [[own[part] for part in part_of] for own in num_bytes]
+    room = [profile.memory_bytes for profile in profiles]
+    problem = form_problem(profiles, spec.lane_specs, TASK, batch, memory_bytes=held, limit_bytes=room)
     base = mix_accuracy(parts, [0] * len(parts), labels)
 
     def drop(mix: Sequence[int]) -> float:
@@ -73,16 +90,17 @@ def place_lanes(
         return max(0.0, drop([part if i == lane else 0 for i in range(len(parts))]))
 
     losses = [[alone(lane, part) for part in part_of] for lane in range(len(parts))]
-    most = max_accuracy_drop
-    for _ in range(_TRIES):
-        placed = _place(problem, losses, most, partitioner)
-        lost = drop([part_of[form] for form in placed.form_of])
-        if lost <= max_accuracy_drop:
-            break
-        most = min(most, placed.lost) / 2
-    else:
-        exact = [[0.0 if form.split()[1] == "float32" else 1.0 for form in forms]] * len(parts)
-        placed, lost = _place(problem, exact, 0.0, partitioner), 0.0
+    most, lost = max_accuracy_drop, math.inf
+    with contextlib.suppress(NoRoom):
+        for _ in range(_TRIES):
+            placed = _place(problem, losses, most, partitioner)
+            lost = drop([part_of[form] for form in placed.form_of])
+            if lost <= max_accuracy_drop:
+                break
+            most = min(most, placed.lost) / 2
+    if lost > max_accuracy_drop:
+        in_float32 = [[0.0 if form.split()[1] == "float32" else 1.0 for form in forms]] * len(parts)
+        placed, lost = _place(problem, in_float32, 0.0, partitioner), 0.0
     return {
         "devices": [profile.device for profile in profiles],
         "lanes": [
@@ -98,10 +116,4 @@ def place_lanes(
 def _place(
     problem: FormProblem, losses: Sequence[Sequence[float]], most_lost: float, partitioner: str
 ) -> FormPlacement:
-    wanted = dataclasses.replace(problem, losses=losses, most_lost=most_lost)
-    try:
-        return place_together(partitioner, wanted)
-    except NoRoom:  # a lane that runs nowhere in a form that loses nothing
-        return place_together(
-            partitioner, dataclasses.replace(wanted, most_lost=min(map(sum, zip(*losses, strict=True))))
-        )
+    return place_together(partitioner, dataclasses.replace(problem, losses=losses, most_lost=most_lost))
