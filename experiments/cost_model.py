@@ -149,7 +149,7 @@ def main(values: flags.FlagValues) -> None:
     fitted = measure_device.make_programs(lab)
     keys = itertools.product([*held_out(), *parse_lanes(_GROUPS)], measure_device.BATCH_SIZES)
     others: dict[tuple, measure_device.Program] = {("held out", *key): lab.lane_step(*key) for key in keys}
-    seconds = measure_device.least_seconds({**fitted, **others}, values.rounds)
+    seconds = measure_device.typical_seconds({**fitted, **others}, values.rounds)
     if values.profile:
         profile = DeviceProfile.load(Path(values.profile))
         profile.check_is_of(jax.devices()[0])

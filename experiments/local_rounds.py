@@ -9,12 +9,14 @@ and in the ordinary way, which computes what a sum of gradients in every step wo
 rounds of one step in 32 bits, over both links. Time counts from the first round's end, when all have compiled.
 
 With `--kills`, a worker or the coordinator is killed (SIGKILL) at random moments and started again; what came of it is
-compared with a run that nobody disturbed. Writes `local_rounds.json`, or `local_rounds_kills.json`, to the results.
-A case that is finished in the workdir is not run again.
+compared with a run that nobody disturbed: as a round needs both workers there, the parameters at the end must be the
+same, bit for bit. Writes `local_rounds.json`, or `local_rounds_kills.json`, to the results. A case that is finished in
+the workdir is not run again.
 """
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,7 +35,8 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.rounds.coordinator import FOLDER
-from mlcn_jax.rounds.vector import num_bytes
+from mlcn_jax.rounds.vector import digest, num_bytes, to_vector
+from mlcn_jax.training.checkpoint import load_trained
 from mlcn_jax.training.metrics import read_rows
 
 WORKERS = 2
@@ -47,8 +50,7 @@ _KILLED = {
     "train.checkpoint_every": 30,
     "train.rounds.steps": 6,
     "train.rounds.workers": WORKERS,
-    "train.rounds.quorum": 1,
-    "train.rounds.patience_seconds": 5.0,
+    "train.rounds.quorum": WORKERS,
 }
 _EPOCHS_PER_KILL = 15
 _KILL_SECONDS = (3.0, 12.0)  # between kills: a process needs some to start
@@ -111,6 +113,7 @@ def timed(changes: dict[str, Any], folder: Path, link: str) -> dict[str, Any]:
     path = folder.parent / f"{folder.name}.json"
     if path.exists():
         return read_json(path)
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut, whose times are lost
     run, rows = Run(changes, folder, LINKS[link]), list[dict[str, Any]]()
     while run.processes[0].poll() is None:
         for row in read_rows(folder / "metrics.jsonl")[len(rows) :]:
@@ -203,7 +206,8 @@ def measure(values: Any) -> dict[str, Any]:
 
 def kill(kills: int, seed: int) -> dict[str, Any]:
     """What comes of a run whose processes are killed at random moments."""
-    rng, killed, rounds = random.Random(seed), [], dict[str, list[int]]()
+    rng, killed = random.Random(seed), []
+    rounds, digests = dict[str, list[int]](), dict[str, str]()
     with tempfile.TemporaryDirectory() as folder:
         changes = _KILLED | {"train.num_epochs": _EPOCHS_PER_KILL * kills}
         Run(changes, Path(folder, "quiet"), Link()).end()
@@ -218,11 +222,14 @@ def kill(kills: int, seed: int) -> dict[str, Any]:
         for name in ("quiet", "disturbed"):
             rows = [row for row in read_rows(Path(folder, name, "metrics.jsonl")) if row["split"] == "train"]
             rounds[name] = [row["step"] for row in rows]
+            digests[name] = digest(to_vector(load_trained(Path(folder, name)).params))
         scores = {name: read_json(Path(folder, name, "summary.json"))["validation_accuracy"] for name in rounds}
     return {
         "kills": killed,
         "rounds": len(rounds["quiet"]),
         "every_round_once": rounds["quiet"] == rounds["disturbed"],
+        "parameters_sha256": digests,
+        "same_parameters": digests["quiet"] == digests["disturbed"],
         "validation_accuracy": scores,
     }
 

@@ -3,11 +3,13 @@
     mlcn_jax profile --cores=1 --output=profile.json
     python -m experiments.rented --profile=profile.json --data_dir=FOLDER
 
-The kinds are one core of this machine each, held back by stopping its process for a part of the time; their prices are
-made up. All three singles and six pairs train the same configuration with the commands that `mlcn_jax cheapest`
-prints. Their starts are measured with a run of one step each. For every measured time as a deadline, what `cheapest`
-picks is compared with the cheapest that was measured in time. Goes on where it was stopped. Writes
-`experiments/results/rented.json` and `.png`.
+The kinds are one core of this machine each, held back by stopping its process for a part of the time; how much slower
+that makes it is measured, and takes the place of a profile of each. Their prices are made up. All three singles and six
+pairs train the same configuration, in turns, with the commands that `mlcn_jax cheapest` prints. Their starts are
+measured with a run of one step each. What a shared machine gives changes by the minute, so every time is divided by
+what a lane's step takes on the cores used just before and after it, over what the profile says. For every measured time
+as a deadline, what `cheapest` picks is compared with the cheapest that was measured in time. Goes on where it was
+stopped. Writes `experiments/results/rented.json` and `.png`.
 """
 
 import contextlib
@@ -36,13 +38,16 @@ from mlcn_jax.distributed.processes import free_port
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.launch import launch_script
+from mlcn_jax.placement import cost
 from mlcn_jax.placement.catalog import Offer
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.placement.simulate import Link
 from mlcn_jax.training.session import open_session
 
-KINDS = {"full": (1.0, 1.0), "half": (2.0, 0.4), "third": (3.0, 0.3)}  # slowness and price per hour
+KINDS = {"full": (1.0, 1.0), "half": (2.0, 0.4), "third": (3.0, 0.3)}  # asked slowness, and price per hour
 _PERIOD_SECONDS = 0.004  # a pair of trainings waits for each other some times a step, of 0.1 s or more
+_BATCH = 100
+_YARDSTICK_TURNS = 10  # of 20 steps each
 
 
 def held_back(profile: DeviceProfile, slowness: float) -> DeviceProfile:
@@ -74,7 +79,7 @@ def base(values: Any) -> list[str]:
         "data.name": values.data,
         "data.dir": values.data_dir,
         "model.lanes": values.lanes,
-        "train.batch_size": 100,
+        "train.batch_size": _BATCH,
         "train.num_epochs": 100,
         "train.num_steps": values.steps,
         "train.checkpoint_every": max(1, values.steps // 3),
@@ -83,12 +88,14 @@ def base(values: Any) -> list[str]:
     return [f"--config={REPOSITORY / 'configs' / 'default.py'}", *(f"--config.{k}={v}" for k, v in fields.items() if v)]
 
 
-def market_of(values: Any, profile: DeviceProfile, startup: Mapping[str, float]) -> market.Market:
+def market_of(
+    values: Any, profile: DeviceProfile, slowness_of: Mapping[str, float], startup: Mapping[str, float]
+) -> market.Market:
     """The three kinds as offers, of which two of each may be had."""
     config = workers.config_of(dict(flag[9:].split("=", 1) for flag in base(values)[1:]))
     offers = []
-    for kind, (slowness, price) in KINDS.items():
-        of_kind, file = held_back(profile, slowness), profile_file(values, kind)
+    for kind, (_, price) in KINDS.items():
+        of_kind, file = held_back(profile, slowness_of[kind]), profile_file(values, kind)
         of_kind.save(file)
         offers.append((Offer(kind, price, available=2, startup_seconds=startup[kind]), of_kind, str(file)))
     link = Link(**profile.link) if profile.link else None
@@ -101,8 +108,53 @@ def profile_file(values: Any, kind: str) -> Path:
     return Path(values.output).resolve() / f"rented_{kind}_profile.json"
 
 
+class Bed:
+    """The cores, and how slow they are just now.
+
+    Args:
+      profile: of one core.
+      data: the dataset whose images the yardstick takes.
+    """
+
+    def __init__(self, profile: DeviceProfile, data: str):
+        self._cores = sorted(os.sched_getaffinity(0))[:2]
+        changes = {"data.name": data, "model.lanes": "mlcn1:w1"}
+        self._group = workers.Group(workers.Run(changes, [[core] for core in self._cores], alone=True))
+        spec = workers.config_of(changes).model_spec(*workers.config_of(changes).data.shape())
+        lane = cost.lane_cost(workers.YARDSTICK.spec, spec.lane_settings, spec.image_shape)
+        self._yardstick = profile.lane_seconds(lane, _BATCH)
+        self._slowdown = profile.slowdown(2)
+
+    def seconds(self, kinds: Sequence[str], commands: Sequence[str]) -> dict[str, float]:
+        """What the commands took, together, and how slow the cores were, over the profile."""
+        before = self._slowness()
+        taken = measure(kinds, commands, self._cores)
+        both = [(a + b) / 2 for a, b in zip(before, self._slowness(), strict=True)]
+        slowness = statistics.mean(both) if len(kinds) > 1 else both[0] / self._slowdown  # the other core was idle
+        return {"seconds": taken, "slowness": slowness}
+
+    def slowness_of(self, kind: str) -> float:
+        """How many times slower than a whole core a kind is."""
+        whole, held = [], []
+        for _ in range(3):
+            whole.append(self._slowness()[0])
+            with throttled(self._group.pids[0], KINDS[kind][0]):
+                held.append(self._slowness()[0])
+        return statistics.median(b / a for a, b in zip(whole, held, strict=True)) if kind != "full" else 1.0
+
+    def _slowness(self) -> list[float]:
+        turns = [self._group.yardstick_seconds() for _ in range(_YARDSTICK_TURNS)]
+        return [statistics.mean(own) / self._yardstick for own in zip(*turns, strict=True)]
+
+    def close(self) -> None:
+        self._group.close()
+
+
 def measure(kinds: Sequence[str], commands: Sequence[str], cores: Sequence[int]) -> float:
-    """Seconds from the start of all commands to the end of the last, each on a core, held back as its kind is."""
+    """Seconds from the start of all commands to the end of the last, each on a core, held back as its kind is.
+
+    Nothing is compiled yet, as on a machine that was just rented.
+    """
     port, running = free_port(), []
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
@@ -116,7 +168,12 @@ def measure(kinds: Sequence[str], commands: Sequence[str], cores: Sequence[int])
                     subprocess.Popen(
                         [sys.executable, "-m", "mlcn_jax", *arguments, f"--workdir={folder}/run"],
                         cwd=REPOSITORY,
-                        env={**os.environ, "MLCN_JAX_WATCHED": "1", "JAX_NUM_CPU_DEVICES": "1"},
+                        env={
+                            **os.environ,
+                            "MLCN_JAX_WATCHED": "1",
+                            "JAX_NUM_CPU_DEVICES": "1",
+                            "MLCN_JAX_CACHE": f"{folder}/cache",
+                        },
                         stdout=subprocess.DEVNULL,
                         stderr=subprocess.DEVNULL if i else None,
                     )
@@ -215,69 +272,92 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("data", "fashion_mnist", "Dataset.", flag_values=values)
     flags.DEFINE_string("data_dir", "", "Its folder; if empty, it is downloaded.", flag_values=values)
     flags.DEFINE_string("lanes", "mlcn1:w2*4,mlcn2:w2d2*4", "Lanes of the model.", flag_values=values)
-    flags.DEFINE_integer("steps", 600, "Training steps.", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("steps", 400, "Training steps.", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("repeats", 3, "Trainings of each.", lower_bound=1, flag_values=values)
     flags.DEFINE_float("checkpoint_seconds", 1.0, "Time that saving takes from training.", flag_values=values)
     flags.DEFINE_string("output", str(RESULTS), "Folder for rented.json and rented.png.", flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:
     profile = workers.one_core_profile(values.profile)
-    cores = sorted(os.sched_getaffinity(0))
     output = Path(values.output)
     output.mkdir(parents=True, exist_ok=True)
     path, about = output / "rented.json", {"training": base(values), "profile": digest(profile)}
-    about |= {"kinds": {kind: list(of) for kind, of in KINDS.items()}}
+    about |= {"kinds": {kind: list(of) for kind, of in KINDS.items()}, "repeats": values.repeats}
     stored = read_json(path) if path.exists() else {}
     if any(stored.get(name) != value for name, value in about.items()):
         stored = {}
-    startup, rows = dict(stored.get("startup_seconds", {})), list(stored.get("rows", []))
+    slowness, startup = dict(stored.get("slowness", {})), dict(stored.get("startup_seconds", {}))
+    times: list[list[dict[str, float]]] = stored.get("times", [[] for _ in sets()])
+    rows: list[dict[str, Any]] = []
 
     def save() -> None:
-        more = summarize(rows) if rows else {}
-        write_json(path, {**about, **host.environment(), **more, "startup_seconds": startup, "rows": rows})
+        more = {"slowness": slowness, "startup_seconds": startup, "times": times}
+        write_json(path, {**about, **host.environment(), **(summarize(rows) if rows else {}), **more, "rows": rows})
 
+    bed = Bed(profile, values.data)
+    for kind in KINDS:
+        if kind not in slowness:
+            slowness[kind] = bed.slowness_of(kind)
     for count in (1, 2):  # one alone, and two that must also meet
         for kind in KINDS:
             name = kind if count == 1 else f"{kind} with another"
             if name not in startup:
-                startup[name] = _startup(values, kind, count, cores)
+                taken = bed.seconds([kind] * count, _starts(values, count))
+                startup[name] = taken["seconds"] / taken["slowness"]
                 save()
-    for kinds in sets()[len(rows) :]:
-        suffix = "" if len(kinds) == 1 else " with another"
-        whole = market_of(values, profile, {kind: startup[kind + suffix] for kind in KINDS})
-        numbers = tuple(sorted([c.offer.machine for c in whole.choices].index(kind) for kind in kinds))
-        way = min(whole.on(numbers), key=lambda way: way.seconds)
-        commands = cheapest_report.commands(whole, way, base(values))
-        ordered = [whole.choices[n].offer.machine for n in way.machines]
-        seconds = measure(ordered, commands, cores)
-        price = sum(KINDS[kind][1] for kind in kinds) / 3600
+    ways = [_way(values, profile, slowness, startup, kinds) for kinds in sets()]
+    for repeat in range(values.repeats):
+        for (ordered, commands, way, _), taken in zip(ways, times, strict=True):
+            if len(taken) == repeat:
+                taken.append(bed.seconds(ordered, commands))
+                ratio = way.seconds * taken[-1]["slowness"] / taken[-1]["seconds"]
+                print(f"{ratio:.2f}  {taken[-1]['seconds']:4.0f} s  {' + '.join(ordered)}", flush=True)
+                save()
+    bed.close()
+    for kinds, (_, _, way, split), taken in zip(sets(), ways, times, strict=True):
+        seconds = statistics.median(one["seconds"] / one["slowness"] for one in taken)
         rows.append(
             {
                 "machines": kinds,
-                "split": cheapest_report.split_of(way),
+                "split": split,
                 "predicted_seconds": way.seconds,
                 "measured_seconds": seconds,
                 "predicted_cost": way.cost,
-                "measured_cost": price * seconds,
+                "measured_cost": sum(KINDS[kind][1] for kind in kinds) / 3600 * seconds,
                 "interval": [way.interval.low_seconds, way.interval.high_seconds] if way.interval else None,
             }
         )
-        print(f"{way.seconds / seconds:.2f}  {seconds:4.0f} s  {' + '.join(kinds)}  {rows[-1]['split']}", flush=True)
-        save()
+    save()
     draw(rows, output / "rented.png")
     print(summarize(rows))
 
 
-def _startup(values: Any, kind: str, count: int, cores: Sequence[int]) -> float:
-    """Seconds of a training of one step, alone or beside another of the kind: almost all of it is its start."""
+def _way(
+    values: Any,
+    profile: DeviceProfile,
+    slowness: Mapping[str, float],
+    startup: Mapping[str, float],
+    kinds: Sequence[str],
+) -> tuple[list[str], list[str], market.Way, str]:
+    """The fastest way over some kinds: these in the order of its commands, the commands, the way and its split."""
+    suffix = "" if len(kinds) == 1 else " with another"
+    whole = market_of(values, profile, slowness, {kind: startup[kind + suffix] for kind in KINDS})
+    numbers = tuple(sorted([c.offer.machine for c in whole.choices].index(kind) for kind in kinds))
+    way = min(whole.on(numbers), key=lambda way: way.seconds)
+    ordered = [whole.choices[n].offer.machine for n in way.machines]
+    return ordered, cheapest_report.commands(whole, way, base(values)), way, cheapest_report.split_of(way)
+
+
+def _starts(values: Any, count: int) -> list[str]:
+    """Commands of a training of one step, by one process or two: almost all of it is its start."""
     common = [*base(values), "--config.train.num_steps=1", "--config.train.checkpoint_every=1"]
     if count == 1:
-        return measure([kind], [shlex.join(["mlcn_jax", "train", *common])], cores)
+        return [shlex.join(["mlcn_jax", "train", *common])]
     two = ["--config.parallel.plan=stacks", "--config.parallel.lane=2", "--config.parallel.processes=2"]
     two += ["--config.parallel.coordinator=HOST:29500", "--config.parallel.partitioner=round_robin"]
     two.append(f"--config.parallel.profile={Path(values.profile).resolve()}")
-    commands = [shlex.join(["mlcn_jax", "train", *common, *two, f"--config.parallel.process={i}"]) for i in range(2)]
-    return measure([kind] * 2, commands, cores)
+    return [shlex.join(["mlcn_jax", "train", *common, *two, f"--config.parallel.process={i}"]) for i in range(2)]
 
 
 if __name__ == "__main__":

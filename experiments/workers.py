@@ -24,7 +24,7 @@ from mlcn_jax import host
 from mlcn_jax.config import RunConfig, flat
 from mlcn_jax.distributed import links, processes
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import program
+from mlcn_jax.launch import keep_memory, program
 from mlcn_jax.nn.lanes import LaneGroup, LaneSpec
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.training.session import optimizer_of, plan_of, step_options
@@ -99,6 +99,11 @@ class Group:
                     cwd=REPOSITORY,
                 )
             )
+
+    @property
+    def pids(self) -> list[int]:
+        """Of its processes."""
+        return [process.pid for process in self._processes]
 
     def seconds(self, steps: int) -> float:
         """Of one step, as the mean of so many; the first call also waits for the processes to be ready."""
@@ -210,4 +215,5 @@ def _work(values: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    keep_memory()
     _work(json.loads(sys.argv[1]))

@@ -1,5 +1,6 @@
-"""How a command starts and ends: memory pages, log lines, and errors as one message."""
+"""How a command starts and ends: its memory, log lines, and errors as one message."""
 
+import ctypes
 import errno
 import importlib.util
 import logging
@@ -21,14 +22,7 @@ EXIT_INPUT, EXIT_FAILED, EXIT_STOPPED = 2, 3, 75
 _NO_ACCESS = {
     getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "EISDIR", "ENOTDIR", "ENAMETOOLONG", "ELOOP")
 }
-ALLOCATOR_SETTINGS = ":".join(
-    (
-        "glibc.malloc.hugetlb=1",
-        "glibc.malloc.mmap_max=0",  # no buffer is mapped and unmapped on its own
-        f"glibc.malloc.top_pad={2**25}",
-        f"glibc.malloc.trim_threshold={2**34}",
-    )
-)
+_ALLOCATOR = ((-8, 1), (-4, 0), (-1, -1))  # M_ARENA_MAX, M_MMAP_MAX and M_TRIM_THRESHOLD of malloc.h, and values
 
 
 def program() -> str:
@@ -41,7 +35,7 @@ def launch(command: Callable[[], int | None]) -> None:
 
     An error the user can fix (bad input, a full disk) ends it with one message and an exit code of its own.
     """
-    _restart_with_own_allocator_settings()
+    keep_memory()
     sys.unraisablehook = _unraisable
     _silence_absl()
     handler = logging.StreamHandler()
@@ -135,16 +129,18 @@ def _exit(code: int, message: str) -> None:
     sys.exit(code)
 
 
-def _restart_with_own_allocator_settings() -> None:
-    """Restarts this process once with other settings of glibc's memory allocator, if it uses the defaults.
+def keep_memory() -> None:
+    """Lets glibc keep the memory that this process has freed, in one heap, for the buffers of the next step.
 
-    A step on a CPU spends up to a third of its time in page faults of buffers that XLA allocates and gives back.
-    Pages of 2 MiB reduce their number, and memory that stays with the process reduces it further. glibc reads these
-    settings only when a process starts. A value of `GLIBC_TUNABLES` set by the user is left alone.
+    XLA allocates the buffers of a step on a CPU anew and frees them after it. By default glibc gives large ones back to
+    the system each time, and page faults then take up to half of a step (`benchmarks/allocator.py`). Call it before JAX
+    computes. It does nothing where the C library is another one, or if `GLIBC_TUNABLES` or a `MALLOC_` variable is set.
     """
-    if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
-        os.environ["GLIBC_TUNABLES"] = ALLOCATOR_SETTINGS
-        os.execv(sys.executable, sys.orig_argv)
+    if sys.platform == "linux" and not any(name.startswith(("GLIBC_TUNABLES", "MALLOC_")) for name in os.environ):
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            for parameter, value in _ALLOCATOR:
+                mallopt(parameter, value)
 
 
 def _unraisable(failure: "sys.UnraisableHookArgs") -> None:

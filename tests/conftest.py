@@ -18,6 +18,7 @@ import pytest  # noqa: E402
 
 from mlcn_jax import host  # noqa: E402
 from mlcn_jax.config import RunConfig  # noqa: E402
+from mlcn_jax.launch import keep_memory  # noqa: E402
 from mlcn_jax.serving import export  # noqa: E402
 from mlcn_jax.tiers import split  # noqa: E402
 from mlcn_jax.training import loop, pictures  # noqa: E402
@@ -25,6 +26,7 @@ from mlcn_jax.training import loop, pictures  # noqa: E402
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 host.keep_compiled_programs(least_seconds=0.0)
+keep_memory()
 
 
 @pytest.fixture

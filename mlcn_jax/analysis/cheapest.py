@@ -12,6 +12,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program
 from mlcn_jax.placement.catalog import Offer
 from mlcn_jax.placement.profile import DeviceProfile
+from mlcn_jax.training.splits import Messages
 
 
 def best_way(market: Market, ways: Sequence[Way], deadline_seconds: float) -> Way:
@@ -86,6 +87,7 @@ def task_of(config: Any, session: Any) -> Task:
         data_bytes=sum(part.nbytes for part in images),
         apart=alone and not coupled,
         validated=validation > 0,
+        messages=Messages(config.parallel.exchange_dtype, train.clip_norm > 0, train.accumulation_steps),
     )
 
 

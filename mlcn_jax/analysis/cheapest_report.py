@@ -189,12 +189,10 @@ def write(
     output: Path,
 ) -> None:
     """Writes `cheapest.json` and `cheapest.png`."""
+    task = dataclasses.asdict(market.task)
     values = {
         "deadline_seconds": deadline_seconds if deadline_seconds < math.inf else None,
-        "task": {
-            **{f.name: getattr(market.task, f.name) for f in dataclasses.fields(market.task) if f.name != "spec"},
-            "lanes": market.task.spec.lanes,
-        },
+        "task": {**{name: value for name, value in task.items() if name != "spec"}, "lanes": market.task.spec.lanes},
         "terms": dataclasses.asdict(market.terms),
         "passed_over": list(passed),
         "ways": rows(market, ways, best),

@@ -17,6 +17,7 @@ from mlcn_jax.nn.spec import ModelSpec, spec_of
 from mlcn_jax.placement import bounds, cost, work
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.placement.simulate import Link
+from mlcn_jax.training import splits
 from mlcn_jax.training.session import optimizer_of, step_options
 from mlcn_jax.training.step import TrainState, head_loss, make_train_step
 
@@ -129,7 +130,7 @@ def scaling(
         found["seconds"] = _seconds(spec, config.train.batch_size, whole, profile, counts)
     if link is not None and spec.lane_groups:
         alone = found["seconds"]["predicted_on_one_device"] if profile else None
-        found["communication"] = _communication(spec, config.train.batch_size, link, alone, counts)
+        found["communication"] = _communication(config, spec, link, alone, counts)
     return found
 
 
@@ -156,10 +157,11 @@ def _seconds(
 
 
 def _communication(
-    spec: ModelSpec, batch_size: int, link: Link, alone: float | None, counts: list[int]
+    config: RunConfig, spec: ModelSpec, link: Link, alone: float | None, counts: list[int]
 ) -> dict[str, Any]:
     """Seconds of communication by split and number of devices, and how far each split can scale."""
-    column_bytes = 4 * batch_size * spec.num_classes * len(spec.lane_specs)
+    batch_size, dtype = config.train.batch_size, config.parallel.exchange_dtype
+    column_bytes = splits.column_value_bytes(spec, dtype) * batch_size * spec.num_classes * len(spec.lane_specs)
 
     def bytes_of(split: str, devices: int) -> float:
         if devices == 1:
@@ -167,7 +169,7 @@ def _communication(
         if split == "stacks":
             return column_bytes
         sizes = (devices, 1) if split == "data" else (1, devices)
-        moved = traffic.exchanged_bytes(spec, batch_size, *sizes)
+        moved = traffic.exchanged_bytes(spec, batch_size, *sizes, dtype)
         return moved["all-reduce"] + moved["all-gather"]  # the scatter is the other half of the gather
 
     found = {}

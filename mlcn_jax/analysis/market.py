@@ -37,6 +37,7 @@ class Task:
       data_bytes: bytes of images that each machine needs first.
       apart: whether the lanes can be trained without each other.
       validated: whether there are validation images, on which joined lanes get their weights.
+      messages: how columns and gradients are sent where machines train one run together.
     """
 
     spec: ModelSpec
@@ -47,6 +48,7 @@ class Task:
     data_bytes: int
     apart: bool
     validated: bool = False
+    messages: splits.Messages = dataclasses.field(default_factory=splits.Messages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +215,7 @@ class Market:
         The fastest machine comes first: its first device computes loss and decoder in stacks.
         """
         chosen = tuple(sorted(chosen, key=self._speed))
-        task, spec = self.task, self.task.spec
+        task, spec, messages = self.task, self.task.spec, self.task.messages
         profiles = [profile for n in chosen for profile in self.choices[n].devices]
         hosts = [host for host, n in enumerate(chosen) for _ in self.choices[n].devices]
         within: dict[int | str, simulate.Link] = {h: self._inside(n) for h, n in enumerate(chosen)}
@@ -225,11 +227,11 @@ class Market:
             with contextlib.suppress(InputError):
                 check_split(spec, task.batch_size, data, lane)
                 if all(splits.has_room(spec, task.batch_size // data, lane, profile) for profile in profiles):
-                    step = splits.predict_mesh(spec, task.batch_size, data, lane, profiles, ones, cluster)
+                    step = splits.predict_mesh(spec, task.batch_size, data, lane, profiles, ones, cluster, messages)
                     found.append(self._way("mesh", chosen, cluster, profiles, step, data=data, lane=lane))
         placement = self._placement(profiles, cluster) if count > 1 else None
         if placement:
-            step = splits.predict_stacks(spec, task.batch_size, placement, profiles, ones, "ring", cluster)
+            step = splits.predict_stacks(spec, task.batch_size, placement, profiles, ones, "ring", cluster, messages)
             found.append(self._way("stacks", chosen, cluster, profiles, step, lane=count, placement=placement))
         return found
 

@@ -40,7 +40,7 @@ _GROUPS = (
 )
 _FORWARDS = ("mlcn1:w1d1", "mlcn2:w3d2", "mlcn1:w2d3", "resnet:w2d3")
 _HEAD_LANES = (2, 16)
-_TURN_SECONDS = 0.02
+_TURN_SECONDS = 0.05
 
 
 class Program:
@@ -58,16 +58,20 @@ class Program:
         jax.block_until_ready((self._state, output))
 
 
-def least_seconds(programs: Mapping[tuple, Program], rounds: int) -> dict[tuple, float]:
-    """The fastest step of each program, in seconds; they take turns, so that other load on the machine affects all."""
-    least = dict.fromkeys(programs, math.inf)
+def typical_seconds(programs: Mapping[tuple, Program], rounds: int) -> dict[tuple, float]:
+    """Seconds of a step of each program: the median over turns, which they take one after the other, of the mean.
+
+    Not the fastest step: the shorter the steps, the more of them a turn has, and the luckier is the fastest.
+    """
+    means: dict[tuple, list[float]] = {key: [] for key in programs}
     for _ in range(rounds):
         for key, program in programs.items():
-            turn_ends = time.perf_counter() + _TURN_SECONDS
-            while (started := time.perf_counter()) < turn_ends:
+            count, started = 0, time.perf_counter()
+            while (taken := time.perf_counter() - started) < _TURN_SECONDS:
                 program.run()
-                least[key] = min(least[key], time.perf_counter() - started)
-    return least
+                count += 1
+            means[key].append(taken / count)
+    return {key: statistics.median(own) for key, own in means.items()}
 
 
 class Lab:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from mlcn_jax.analysis.measure_device import Lab, Program, least_seconds
+from mlcn_jax.analysis.measure_device import Lab, Program, typical_seconds
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv
 from mlcn_jax.nn.lanes import LaneGroup, LaneSpec
@@ -15,7 +15,7 @@ BATCH = 50
 def training_seconds(spec: ModelSpec, lanes: Sequence[LaneSpec], rounds: int) -> dict[str, dict[str, float]]:
     """Seconds for each image of a training step of each lane, by form, for `DeviceProfile.form_seconds`."""
     found: dict[str, dict[str, float]] = {}
-    for (form, name), seconds in least_seconds(lane_programs(spec, lanes, BATCH), rounds).items():
+    for (form, name), seconds in typical_seconds(lane_programs(spec, lanes, BATCH), rounds).items():
         found.setdefault(form, {})[name] = seconds / BATCH
     return found
 

@@ -42,7 +42,7 @@ def define_measuring(values: flags.FlagValues) -> None:
     flags.DEFINE_string("lane_routing", "published", "As config.model.lane_routing.", flag_values=values)
     flags.DEFINE_string("compute_dtype", "float32", "As config.model.compute_dtype.", flag_values=values)
     text = "Rounds of timing; in each, all programs take turns."
-    flags.DEFINE_integer("rounds", 5, text, lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("rounds", 10, text, lower_bound=1, flag_values=values)
     text = "Lanes to time in each precision and algorithm too, as config.model.lanes; empty for none."
     flags.DEFINE_string("forms", "", text, flag_values=values)
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> None:
     machine = measure_machine.measure(values)
     lab = measure_device.Lab(spec)
     programs = measure_device.make_programs(lab)
-    seconds = measure_device.least_seconds(programs, values.rounds)
+    seconds = measure_device.typical_seconds(programs, values.rounds)
     profile = measure_device.make_profile(lab, programs, seconds, **machine)
     if values.forms:
         profile = dataclasses.replace(profile, form_seconds=form_seconds(spec, values.forms, values.rounds))

@@ -14,6 +14,7 @@ import contextlib
 import importlib.util
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,9 @@ from absl import flags
 from mlcn_jax.commands import arguments
 from mlcn_jax.commands.run_config import config_of, needed_workdir
 from mlcn_jax.commands.train import print_summary
+from mlcn_jax.distributed import processes
 from mlcn_jax.errors import InputError
+from mlcn_jax.settings import RoundSettings
 
 _STOP_SECONDS = 20.0
 _log = logging.getLogger("mlcn_jax")
@@ -63,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     if values.coordinator:
         work(config, workdir, values.coordinator, values.worker, tls)
         return 0
-    here = None if values.serve else _Here(list(argv), workdir, config.train.rounds.workers)
+    here = None if values.serve else _Here(list(argv), workdir, config.train.rounds)
     summary = coordinate(config, workdir, values.serve or "127.0.0.1:0", tls, here)
     print_summary(workdir, summary)
     return 0
@@ -75,17 +78,22 @@ class _Here:
     Args:
       argv: the flags of this command.
       workdir: each has a folder in it.
-      count: how many.
+      settings: of the run.
     """
 
-    def __init__(self, argv: list[str], workdir: Path, count: int):
-        self._argv, self._workdir, self._count = argv, workdir, count
+    def __init__(self, argv: list[str], workdir: Path, settings: RoundSettings):
+        self._argv, self._workdir, self._settings = argv, workdir, settings
 
     @contextlib.contextmanager
     def __call__(self, port: int) -> Iterator[Callable[[], None]]:
         common = [sys.executable, "-m", "mlcn_jax", "rounds", *self._argv, f"--coordinator=127.0.0.1:{port}"]
-        folders = [self._workdir / f"worker{i}" for i in range(self._count)]
-        running = [subprocess.Popen([*common, f"--worker={i}", f"--workdir={at}"]) for i, at in enumerate(folders)]
+        running = [
+            subprocess.Popen(
+                [*common, f"--worker={i}", f"--workdir={self._workdir / f'worker{i}'}"],
+                preexec_fn=processes.end_with_parent(signal.SIGTERM),
+            )
+            for i in range(self._settings.workers)
+        ]
         told: set[int] = set()
 
         def check() -> None:
@@ -93,8 +101,13 @@ class _Here:
                 if process.poll() is not None and i not in told:
                     told.add(i)
                     _log.warning("worker %d ended with code %d", i, process.returncode)
-            if len(told) == self._count:
-                raise InputError("all workers have ended: their messages are above")
+            left = len(running) - len(told)
+            if left < self._settings.enough:
+                raise InputError(
+                    f"{left} of {len(running)} workers are left, and a round needs {self._settings.enough} "
+                    "(train.rounds.quorum): the messages of the others are above; the same command goes on after the "
+                    "last complete round"
+                )
 
         try:
             yield check

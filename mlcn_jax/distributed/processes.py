@@ -112,10 +112,20 @@ def _wait(children: dict[int, subprocess.Popen], settings: ParallelSettings) -> 
     return EXIT_STOPPED
 
 
-def _child_setup(place: int, count: int) -> Callable[[], None]:
+def end_with_parent(signal_number: int) -> Callable[[], None]:
+    """For `subprocess.Popen(preexec_fn=...)`: the process gets a signal when this thread ends (Linux only)."""
+
     def setup() -> None:
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the watcher
+            ctypes.CDLL(None).prctl(1, signal_number)  # PR_SET_PDEATHSIG
+
+    return setup
+
+
+def _child_setup(place: int, count: int) -> Callable[[], None]:
+    def setup() -> None:
+        end_with_parent(signal.SIGKILL)()
+        if sys.platform == "linux":
             cores = sorted(os.sched_getaffinity(0))
             if 1 < count <= len(cores):
                 os.sched_setaffinity(0, cores[place * len(cores) // count : (place + 1) * len(cores) // count])
@@ -323,6 +333,15 @@ def everywhere(function: Callable[[], Any]) -> list[Any]:
     if failed:
         raise InputError("\n".join(f"process {i}: {parts[i]['error']}" for i in failed))
     return [part["value"] for part in parts]
+
+
+def meet(where: str) -> None:
+    """Waits until every process is here; for processes that nothing else makes wait for each other."""
+    import jax
+    from jax.experimental import multihost_utils
+
+    with jax.transfer_guard("allow"):
+        multihost_utils.sync_global_devices(where)
 
 
 def asked_to_stop(step: int) -> bool:

@@ -22,8 +22,9 @@ def exchanged_bytes(
     """Bytes per device of all arrays that a training step on a mesh gathers, scatters and reduces, by collective.
 
     Over `lane` devices: the class capsules and the decoder's activations are gathered forward and, in the transpose of
-    that, their gradients reduced and scattered backward; gradients of what is not sharded are summed. Over `data`: all
-    gradients are summed. In addition, scalars: the loss, its two parts, accuracy, and a part of the gradient's norm.
+    that, their gradients reduced and scattered backward, but for columns that get no gradient; gradients of what is not
+    sharded are summed. Over `data`: all gradients are summed. In addition, scalars: the loss, its parts, accuracy, and
+    a part of the gradient's norm.
     All but these scalars, and columns of lanes that classify alone, are sent in `exchange_dtype`; in bfloat16, a
     scatter is an all-to-all, and a sum an all-to-all and a gather (`nn.words`), of as many bytes each. Up to padding in
     bfloat16, equal to what `collective_bytes` finds in the compiled program.
@@ -36,27 +37,30 @@ def exchanged_bytes(
         gradients = sum(sizes)
     elif lane > 1:
         gradients = sum(size for size, axes in zip(sizes, layout, strict=True) if not any(axes))
-    gathered = 0
+    columns = layers = 0
     if lane > 1:
-        column = batch_size // data * len(spec.lane_specs) * spec.num_classes
-        gathered = column * (4 if spec.classifies_alone.any() else size_of)
-        gathered += size_of * batch_size // data * sum(_gathered_layers(spec, lane))
-    reduced = 4 * (4 + any(map(any, layout))) + size_of * gradients
-    return {"all-gather": gathered, "reduce-scatter": gathered, "all-reduce": reduced}
+        columns = batch_size // data * len(spec.lane_specs) * spec.num_classes
+        columns *= 4 if spec.classifies_alone.any() else size_of
+        layers = size_of * batch_size // data * sum(_gathered_layers(spec, lane))
+    reduced = 4 * (4 + bool(spec.classifies_alone.any()) + any(map(any, layout))) + size_of * gradients
+    scattered = layers + columns * _columns_get_gradients(spec)
+    return {"all-gather": columns + layers, "reduce-scatter": scattered, "all-reduce": reduced}
 
 
 @functools.lru_cache
-def exchanged_messages(spec: ModelSpec, data: int, lane: int) -> dict[str, int]:
+def exchanged_messages(spec: ModelSpec, data: int, lane: int, parts: int = 1) -> dict[str, int]:
     """Collectives of a training step on a mesh, by kind; equal to what `collective_messages` finds, without zeros.
 
-    Gathers and scatters: of columns and of each layer of the decoder that divides. Sums: of the metrics, of a part of
-    the gradient's norm, and of the gradients of the arrays that are sharded alike.
+    Gathers and scatters: of columns and of each layer of the decoder that divides, in each of the `parts` of gradient
+    accumulation. Sums: of the metrics, of a part of the gradient's norm, and of the gradients of the arrays that are
+    sharded alike.
     """
     layout, _ = _layout(spec, lane)
     sums = len(set(layout)) if data > 1 else sum(not any(axes) for axes in set(layout))
-    gathers = 1 + len(_gathered_layers(spec, lane)) if lane > 1 else 0
+    layers = len(_gathered_layers(spec, lane)) if lane > 1 else 0
+    gathers, scatters = layers + (lane > 1), layers + (lane > 1 and _columns_get_gradients(spec))
     reduced = (1 + sums + any(map(any, layout))) if data * lane > 1 else 0
-    found = {"all-gather": gathers, "reduce-scatter": gathers, "all-reduce": reduced}
+    found = {"all-gather": parts * gathers, "reduce-scatter": parts * scatters, "all-reduce": reduced}
     return {name: count for name, count in found.items() if count}
 
 
@@ -65,6 +69,11 @@ def _layout(spec: ModelSpec, lane: int) -> tuple[list[PartitionSpec], list[int]]
     params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
     layout = jax.tree.leaves(mesh_lib.state_specs(params, lane), is_leaf=lambda x: isinstance(x, PartitionSpec))
     return layout, [leaf.size for leaf in jax.tree.leaves(params)]
+
+
+def _columns_get_gradients(spec: ModelSpec) -> bool:
+    """Whether a loss of the joined columns reaches the lanes; lanes that classify alone have their own."""
+    return not spec.classifies_alone.all() or bool(spec.ensemble_weight) or spec.decoder_gradient == "all"
 
 
 def _gathered_layers(spec: ModelSpec, lane: int) -> list[int]:

@@ -17,24 +17,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mlcn_jax.config import RunConfig
-from mlcn_jax.errors import Diverged, InputError, differences
+from mlcn_jax.config import RunConfig, read_stored
+from mlcn_jax.errors import Diverged, InputError, Stopped, differences
 from mlcn_jax.files import hold, write_json
 from mlcn_jax.nn import tracing
 from mlcn_jax.nn.calibration import param_shapes
 from mlcn_jax.rounds import link
-from mlcn_jax.rounds.judge import Judge
+from mlcn_jax.rounds.judge import CHECKPOINTS, Judge
 from mlcn_jax.rounds.meeting import Meeting
 from mlcn_jax.rounds.messages import Join
-from mlcn_jax.rounds.vector import Vector, compress, decode, to_vector
+from mlcn_jax.rounds.vector import Vector, compress, decode, num_bytes, to_vector
 from mlcn_jax.settings import RoundSettings
 from mlcn_jax.training.checkpoint import Checkpoints
-from mlcn_jax.training.plan import algorithms_of
+from mlcn_jax.training.plan import Plan, algorithms_of
 from mlcn_jax.training.session import Session, open_session
 from mlcn_jax.training.start import check_resumable, start_state
 from mlcn_jax.training.stop_signals import StopSignals
 
-_GRACE_SECONDS = 2.0  # for workers to hear that the run is over
+_GRACE_SECONDS = 2.0  # for calls that are being answered in the end
 FOLDER = "rounds"  # of the coordinator's own checkpoints, in the workdir
 _log = logging.getLogger(__name__)
 
@@ -54,13 +54,20 @@ def outer_step(settings: RoundSettings, shared: Shared, changes: Mapping[int, Ve
 
     Workers apply the bytes, so the new parameters are the old ones plus what the bytes hold, here as there.
 
+    Raises:
+      Diverged: the new parameters are not finite.
+
     Source: Douillard et al. 2023, arXiv 2311.08105, algorithm 1, lines 10 to 13.
     """
     mean = np.mean(list(changes.values()), axis=0, dtype=np.float32)
     optimizer = optax.sgd(settings.learning_rate, settings.momentum, nesterov=True)
     update, outer = optimizer.update(jnp.asarray(mean), shared.outer)
+    if not np.isfinite(update).all():
+        raise Diverged(f"round {shared.round}: the outer step is not finite; earlier rounds are kept")
     content, residual = compress(np.asarray(update), shared.residual, settings.bits)
     vector = shared.vector + decode(content, shared.vector.size, settings.bits)
+    if not np.isfinite(vector).all():
+        raise Diverged(f"round {shared.round}: the parameters are not finite; earlier rounds are kept")
     return Shared(shared.round + 1, vector, jax.device_get(outer), residual), content
 
 
@@ -81,6 +88,11 @@ def check_rounds(session: Session) -> int:
         )
     if settings.teacher:
         raise InputError("train.teacher is not possible in rounds: leave it empty")
+    if settings.lookahead:
+        raise InputError(
+            f"train.lookahead={settings.lookahead} is not possible in rounds: its slow weights are of one worker, and "
+            "would undo the outer step, which takes their place: leave it at 0"
+        )
     if settings.batch_size % rounds.workers:
         raise InputError(
             f"train.batch_size={settings.batch_size} cannot be divided among train.rounds.workers={rounds.workers}: "
@@ -144,40 +156,48 @@ def coordinate(
         stack.enter_context(hold(workdir))
         session = open_session(config)
         settings, num_rounds = config.train.rounds, check_rounds(session)
-        own = Checkpoints(workdir / FOLDER)
-        stack.callback(own.close)
         facts = session.model_facts()
-        if own.exist():
-            check_resumable(session, workdir, facts)
+        own = _open(session, workdir, facts)
+        stack.callback(own.close)
         shared = _start(session, own)
         write_json(workdir / "config.json", config.to_dict())
         write_json(workdir / "model.json", facts)
-        plan = session.plan(workdir)
-        algorithms = algorithms_of(plan, session.spec, config.train.batch_size, {})
+        algorithms = algorithms_of(Plan(), session.spec, config.train.batch_size, {})
         stack.enter_context(tracing.using(tracing.Target(algorithms=tracing.as_pairs(algorithms))))
-        judge = Judge(session, workdir, min(shared.round * settings.steps, session.num_steps))
+        step = min(shared.round * settings.steps, session.num_steps)
+        judge = Judge(session, workdir, step)
         stack.callback(judge.close)
+        if shared.round:
+            judge.score(step, shared.vector)  # unless that was done before it was stopped
         meeting = Meeting(settings, identity(session), shared.vector, shared.round)
         handlers: dict[str, Callable[[Any], Any]] = {
             "join": lambda request: admit(session, request),
             "fetch": meeting.fetch,
             "push": meeting.push,
         }
-        server, port = link.serve(handlers, address, tls, settings.workers)
+        largest = num_bytes(shared.vector.size, settings.bits)
+        server, port = link.serve(handlers, address, tls, settings.workers, largest)
         stack.callback(lambda: server.stop(_GRACE_SECONDS).wait())
         watch = stack.enter_context(on_start(port)) if on_start else _no_watch
 
-        def check() -> None:
+        def stop_only() -> None:
             stop.check(f"after round {shared.round} of {num_rounds}")
+
+        def check() -> None:
+            stop_only()
             watch()
 
         _log.info("round %d of %d; %d workers may come to port %d", shared.round, num_rounds, settings.workers, port)
+        trained = shared.round < num_rounds
         while shared.round < num_rounds:
             started = time.monotonic()
             changes, metrics = meeting.gather(check)
-            shared, update = outer_step(settings, shared, changes)
-            if not np.isfinite(shared.vector).all():
-                raise Diverged(f"round {shared.round}: the parameters are not finite; earlier rounds are kept")
+            try:
+                shared, update = outer_step(settings, shared, changes)
+            except Diverged:
+                meeting.finish()
+                meeting.wait_until_heard(settings.patience_seconds, stop_only)
+                raise
             step = min(shared.round * settings.steps, session.num_steps)
             judge.record(step, metrics, time.monotonic() - started)
             state = {"params": {"vector": shared.vector}, "optimizer": (shared.outer, shared.residual)}
@@ -190,11 +210,35 @@ def coordinate(
             judge.score(step, shared.vector)
         meeting.finish()
         about = {"rounds": num_rounds, "workers": settings.workers, "parameters": shared.vector.size}
-        return judge.finish(shared.vector, about)
+        summary = judge.finish(shared.vector, about)
+        with contextlib.suppress(Stopped):  # workers that do not hear of the end look for a coordinator for ever
+            meeting.wait_until_heard(settings.patience_seconds if trained else link.FOUND_SECONDS, stop_only)
+        return summary
 
 
 def _no_watch() -> None:
     """Nothing to look at while workers compute."""
+
+
+def _open(session: Session, workdir: Path, facts: dict[str, Any]) -> Checkpoints:
+    """The coordinator's own checkpoints; raises InputError if the workdir holds a run that cannot be resumed."""
+    own = Checkpoints(workdir / FOLDER)
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(own.close)
+        if own.exist():
+            check_resumable(session, workdir, facts)
+            if read_stored(workdir).hash() != session.config.hash():
+                raise InputError(
+                    f"{workdir} holds a run in rounds of another length: give the train.num_epochs and train.num_steps "
+                    "that it started with"
+                )
+        elif any((workdir / CHECKPOINTS).glob("*")):
+            raise InputError(
+                f"{workdir} holds an ordinary run: give another --workdir (with --config.init_from={workdir} to start "
+                "from its weights)"
+            )
+        on_error.pop_all()
+    return own
 
 
 def _start(session: Session, own: Checkpoints) -> Shared:

@@ -22,6 +22,7 @@ from mlcn_jax.training.metrics import MetricsWriter
 from mlcn_jax.training.session import Session, calibration_images
 from mlcn_jax.training.step import TrainState
 
+CHECKPOINTS = "checkpoints"  # in the workdir, as those of an ordinary run
 _log = logging.getLogger(__name__)
 
 
@@ -36,12 +37,12 @@ class Judge:
 
     def __init__(self, session: Session, workdir: Path, step: int):
         self._session, self._workdir = session, workdir
-        self._checkpoints = Checkpoints(workdir / "checkpoints")
+        self._checkpoints = Checkpoints(workdir / CHECKPOINTS)
         self._like = param_shapes(session.spec)
         self._runner = MeshRunner(session.spec, session.optimizer, None, **session.step_options)
         self._writer = MetricsWriter(workdir, step)
         self._calibrating = calibration_images(session.train, session.config.train.batch_size)
-        self._last = step
+        self._last = self._checkpoints.newest_step()
 
     def record(self, step: int, metrics: Mapping[int, Mapping[str, float]], seconds: float) -> None:
         """Records a round before it is saved: if it is not, the row is dropped on resume, and the round repeated.
@@ -67,17 +68,20 @@ class Judge:
 
     def _save(self, step: int, vector: Vector) -> None:
         """Writes a checkpoint as that of an ordinary run, with the accuracy on the held-out images."""
+        if self._checkpoints.has(step):
+            return
         session = self._session
         params, accuracy = self._load(vector, step), None
         calibrated = with_statistics(params, self._runner.calibrate(self._calibrating))
         if len(session.validation.labels):
             scores = self._runner.scores(session.validation, session.config.train.batch_size)
             accuracy = scores.accuracy
-            self._writer.write(step, "validation", {"loss": scores.loss, "accuracy": accuracy})
-            _log.info("step %d  validation loss %.4f  accuracy %.2f%%", step, scores.loss, 100 * accuracy)
         state = {"params": calibrated, "optimizer": {"steps": np.int32(step)}}  # the optimizers' states are elsewhere
         self._checkpoints.save(step, state, {"config_hash": session.config.hash()}, accuracy)
         self._checkpoints.wait()  # before the coordinator saves its own state: Orbax does one at a time
+        if accuracy is not None:
+            self._writer.write(step, "validation", {"loss": scores.loss, "accuracy": accuracy})
+            _log.info("step %d  validation loss %.4f  accuracy %.2f%%", step, scores.loss, 100 * accuracy)
 
     def _load(self, vector: Vector, step: int) -> dict:
         params = from_vector(vector, self._like)
@@ -93,9 +97,6 @@ class Judge:
         """
         session, config = self._session, self._session.config
         num_steps = session.num_steps
-        if not self._checkpoints.has(num_steps):  # it was stopped right after the last round
-            self._save(num_steps, vector)
-        self._checkpoints.wait()
         step = num_steps
         self._load(vector, step)
         if len(session.validation.labels):

@@ -7,6 +7,8 @@ cannot go on (`SqlCoreState._cleanup_expired_task_tokens`), and its deployment b
 import concurrent.futures
 import dataclasses
 import logging
+import re
+import ssl
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,10 +27,11 @@ CALLS: dict[str, tuple[type, type]] = {
     "push": (messages.Change, messages.Receipt),
 }
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between tries
+_LONGEST_BACKOFF_SECONDS = 10.0  # of gRPC, beside that
+FOUND_SECONDS = _LONGEST_PAUSE_SECONDS + _LONGEST_BACKOFF_SECONDS + 5.0  # a coordinator that is back, by all workers
 _CALL_SECONDS = 3600.0  # a message of many megabytes over a slow link; a dead link is found by pings
 _PINGS = [("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 20_000)]
 _OF_SERVER = [
-    ("grpc.max_receive_message_length", -1),
     ("grpc.so_reuseport", 0),  # or a second coordinator at the same port would take a part of the calls
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
@@ -37,10 +40,11 @@ _OF_WORKER = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 500),
-    ("grpc.max_reconnect_backoff_ms", 10_000),
+    ("grpc.max_reconnect_backoff_ms", int(1000 * _LONGEST_BACKOFF_SECONDS)),
 ]
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-_TLS_WORDS = ("handshake", "certificate", "ssl")
+_TLS_WORDS = ("certificate", "tsi_protocol_failure", "ssl routines")  # a handshake may also fail with the link
+_OVERHEAD_BYTES = 2**16  # of a message, beside the change
 _log = logging.getLogger(__name__)
 
 
@@ -62,6 +66,7 @@ class Tls:
             if self.ca is not None:
                 raise InputError("--ca at the coordinator needs its own --tls_cert and --tls_key")
             return None
+        self._check()
         pair = (_read(self.key), _read(self.cert))
         return grpc.ssl_server_credentials([pair], _read(self.ca), require_client_auth=self.ca is not None)
 
@@ -73,19 +78,54 @@ class Tls:
         """
         if self.cert is not None and self.ca is None:
             raise InputError("--tls_cert at a worker needs --ca, the certificates of who signed the coordinator's")
-        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert)) if self.ca else None
+        if self.ca is None:
+            return None
+        self._check()
+        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
+
+    def _check(self) -> None:
+        """gRPC itself would only fail to connect."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            if self.cert is not None:
+                context.load_cert_chain(self.cert, self.key)
+        except ssl.SSLError as error:
+            raise InputError(
+                f"{self.cert} and {self.key} are not a certificate and its key ({error}): give PEM files that belong "
+                "together"
+            ) from error
+        except OSError:
+            _read(self.cert), _read(self.key)  # which says what is missing
+            raise
+        try:
+            if self.ca is not None:
+                context.load_verify_locations(self.ca)
+        except ssl.SSLError as error:
+            raise InputError(f"--ca={self.ca} holds no certificates ({error}): give a PEM file") from error
+        except OSError:
+            _read(self.ca)
+            raise
 
 
 def serve(
-    handlers: Mapping[str, Callable[[Any], Any]], address: str, tls: Tls, workers: int
+    handlers: Mapping[str, Callable[[Any], Any]], address: str, tls: Tls, workers: int, largest_bytes: int
 ) -> tuple[grpc.Server, int]:
     """Starts answering calls with `handlers`, by name; returns the server and its port.
 
     An InputError of a handler refuses the call; the worker ends with its text.
 
+    Args:
+      handlers: by the names of `CALLS`.
+      address: HOST:PORT to listen at; port 0 takes a free one.
+      tls: certificates.
+      workers: who may call at once.
+      largest_bytes: of a change.
+
     Raises:
       InputError: the address cannot be used.
     """
+
+    _check_address("--serve", address)
 
     def handler(name: str) -> grpc.RpcMethodHandler:
         taken, _ = CALLS[name]
@@ -101,7 +141,8 @@ def serve(
 
     # Every worker may wait in one call while a lost one of its calls has not yet timed out.
     pool = concurrent.futures.ThreadPoolExecutor(2 * workers + 2)
-    server = grpc.server(pool, options=[*_OF_SERVER, *_PINGS])
+    limit = ("grpc.max_receive_message_length", largest_bytes + _OVERHEAD_BYTES)
+    server = grpc.server(pool, options=[limit, *_OF_SERVER, *_PINGS])
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(SERVICE, {name: handler(name) for name in CALLS}),)
     )
@@ -124,6 +165,7 @@ class Client:
     """
 
     def __init__(self, address: str, tls: Tls, check: Callable[[], None]):
+        _check_address("--coordinator", address)
         options, credentials = [*_OF_WORKER, *_PINGS], tls.of_worker()
         self._address, self._check = address, check
         self._channel = (
@@ -175,6 +217,11 @@ class Client:
     def close(self) -> None:
         """Ends the connection."""
         self._channel.close()
+
+
+def _check_address(flag: str, address: str) -> None:
+    if not (found := re.fullmatch(r".+:(\d{1,5})", address)) or int(found[1]) > 65535:
+        raise InputError(f"{flag} is {address!r}; it must be HOST:PORT, such as 192.0.2.1:29600")
 
 
 def _read(path: Path | None) -> bytes | None:

@@ -2,19 +2,22 @@
 
 Every round counts each worker at most once. A round ends when all workers that are expected have answered, or when
 enough have and the first of them has waited long enough. A worker whose change did not come is not expected again until
-it asks for parameters.
+it asks for parameters. Rounds are told apart by the parameters that they begin with: a coordinator that fell back to an
+earlier checkpoint may come to other parameters in a round of the same number.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.rounds.messages import Begin, Change, Fetch, Receipt
-from mlcn_jax.rounds.vector import Vector, decode, encode
+from mlcn_jax.rounds.vector import Vector, decode, digest, encode
 from mlcn_jax.settings import RoundSettings
 
+METRICS = ("loss", "accuracy")  # that come with a change
 _POLL_SECONDS = 0.5
 _log = logging.getLogger(__name__)
 
@@ -41,7 +44,11 @@ class Meeting:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._settings, self._run, self._wait_seconds, self._clock = settings, run, wait_seconds, clock
-        self._vector, self._round, self._update, self._finished = vector, round_, b"", False
+        self._vector, self._began, self._round = vector, digest(vector), round_
+        self._before, self._update = "", b""  # the parameters of the round before, and what brings from there to here
+        self._closed = self._finished = False
+        self._counted: tuple[str, set[int]] = ("", set())  # in the round before
+        self._heard: set[int] = set()
         self._changes: dict[int, Vector] = {}
         self._metrics: dict[int, dict[str, float]] = {}
         self._expected = set(range(settings.workers))
@@ -59,34 +66,47 @@ class Meeting:
         with self._condition:
             self._condition.wait_for(lambda: self._has_work(request), self._wait_seconds)
             if self._finished:
+                self._heard.add(request.worker)
+                self._condition.notify_all()
                 return Begin(self._round, "finished")
             if not self._has_work(request):
                 return Begin(self._round, "wait")
             self._expected.add(request.worker)
-            if request.have == self._round:
+            if request.have == self._began:
                 return Begin(self._round, "again")
-            if request.have == self._round - 1 and self._update:
+            if request.have == self._before and self._update:
                 return Begin(self._round, "update", self._update)
             return Begin(self._round, "full", encode(self._vector, 32))
 
     def _has_work(self, request: Fetch) -> bool:
-        return self._finished or request.have != self._round or request.worker not in self._changes
+        if self._closed and not self._finished:
+            return False
+        return self._finished or request.have != self._began or request.worker not in self._changes
 
     def push(self, change: Change) -> Receipt:
-        """Takes a worker's change if it is of the round that is open and its first.
+        """Takes a worker's change if it is of the round that is open and its first; says whether it counts.
 
         Raises:
           InputError: it is of another run, of a worker that there is not, or damaged.
         """
         self._check(change.run, change.worker)
+        if sorted(change.metrics) != sorted(METRICS) or not all(map(math.isfinite, change.metrics.values())):
+            raise InputError(
+                f"the metrics of worker {change.worker} in round {change.round} are {change.metrics}; they must be "
+                f"finite values of {' and '.join(METRICS)}"
+            )
         try:
             vector = decode(change.content, self._vector.size, self._settings.bits)
         except ValueError as error:
             raise InputError(f"the change of worker {change.worker} in round {change.round} has {error}") from error
         with self._condition:
-            if change.round != self._round or self._finished:
-                return Receipt(False, f"round {change.round} is over, and round {self._round} is open")
+            if change.began == self._counted[0] and change.worker in self._counted[1]:
+                return Receipt(True)  # the first answer was lost
+            if change.began != self._began:
+                return Receipt(False, f"round {change.round} is over, or began anew, and round {self._round} is open")
             if change.worker not in self._changes:
+                if self._closed or self._finished:
+                    return Receipt(False, f"round {change.round} has just ended")
                 if not self._changes:
                     self._first_answer = self._clock()
                 self._changes[change.worker], self._metrics[change.worker] = vector, change.metrics
@@ -111,19 +131,19 @@ class Meeting:
             while not self._can_end():
                 check()
                 self._condition.wait(_POLL_SECONDS)
+            self._closed = True
             return dict(sorted(self._changes.items())), dict(sorted(self._metrics.items()))
 
     def _can_end(self) -> bool:
         came, enough = self._changes.keys(), len(self._changes) >= self._settings.enough
-        if self._expected <= came:
-            if not enough and not self._told:
-                self._told = True
-                _log.warning(
-                    "round %d waits: %d of %d workers have answered, and %d are needed (train.rounds.quorum)",
-                    *(self._round, len(came), self._settings.workers, self._settings.enough),
-                )
-            return enough
-        return enough and self._clock() - self._first_answer >= self._settings.patience_seconds
+        late = bool(came) and self._clock() - self._first_answer >= self._settings.patience_seconds
+        if (late or self._expected <= came) and not enough and not self._told:
+            self._told = True
+            _log.warning(
+                "round %d waits: %d of %d workers have answered, and %d are needed (train.rounds.quorum)",
+                *(self._round, len(came), self._settings.workers, self._settings.enough),
+            )
+        return enough and (late or self._expected <= came)
 
     def advance(self, vector: Vector, update: bytes) -> None:
         """Opens the next round with new parameters; `update` is what brings there whoever has those before."""
@@ -131,7 +151,10 @@ class Meeting:
             if missing := sorted(self._expected - self._changes.keys()):
                 _log.warning("round %d ended without worker %s", self._round, ", ".join(map(str, missing)))
             self._expected = set(self._changes)
-            self._vector, self._update, self._round, self._told = vector, update, self._round + 1, False
+            self._counted = (self._began, set(self._changes))
+            self._before, self._update = self._began, update
+            self._vector, self._began, self._round = vector, digest(vector), self._round + 1
+            self._closed = self._told = False
             self._changes, self._metrics = {}, {}
             self._condition.notify_all()
 
@@ -140,3 +163,16 @@ class Meeting:
         with self._condition:
             self._finished = True
             self._condition.notify_all()
+
+    def wait_until_heard(self, seconds: float, check: Callable[[], None]) -> None:
+        """Waits until all workers that answered in the last round know that the run is over.
+
+        Args:
+          seconds: how long at most.
+          check: is called now and then while it waits, and may raise.
+        """
+        end = time.monotonic() + seconds
+        with self._condition:
+            while time.monotonic() < end and not (set(self._changes) or self._expected) <= self._heard:
+                check()
+                self._condition.wait(_POLL_SECONDS)

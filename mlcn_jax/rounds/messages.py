@@ -25,12 +25,12 @@ class Fetch(msgspec.Struct):
     Attributes:
       run: what `Join` was answered.
       worker: its number.
-      have: the last round whose parameters it has; -1 for none.
+      have: `vector.digest` of the newest parameters that it has; empty for none.
     """
 
     run: str
     worker: int
-    have: int
+    have: str
 
 
 class Begin(msgspec.Struct):
@@ -54,6 +54,7 @@ class Change(msgspec.Struct):
     Attributes:
       run, worker: as of `Fetch`.
       round: the round whose steps these were.
+      began: `vector.digest` of the parameters that it began with.
       content: the bytes.
       metrics: means over the steps.
     """
@@ -61,6 +62,7 @@ class Change(msgspec.Struct):
     run: str
     worker: int
     round: int
+    began: str
     content: bytes
     metrics: dict[str, float]
 

@@ -1,5 +1,6 @@
 """A model's parameters as one vector, and changes of it in 8 bits with error feedback."""
 
+import hashlib
 from typing import Any
 
 import jax
@@ -15,6 +16,11 @@ Vector = Float32[np.ndarray, " n"]
 def to_vector(params: Any) -> Vector:
     """All values of a tree of arrays, in the order of its leaves."""
     return np.concatenate([np.asarray(leaf).astype(np.float32).ravel() for leaf in jax.tree.leaves(params)])
+
+
+def digest(vector: Vector) -> str:
+    """16 hexadecimal digits that tell parameters from others."""
+    return hashlib.sha256(vector.astype("<f4").tobytes()).hexdigest()[:16]
 
 
 def from_vector(vector: Vector, like: Any) -> Any:

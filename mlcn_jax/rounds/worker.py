@@ -24,8 +24,9 @@ from mlcn_jax.nn import tracing
 from mlcn_jax.nn.calibration import param_shapes
 from mlcn_jax.rounds import link
 from mlcn_jax.rounds.coordinator import check_rounds, identity
+from mlcn_jax.rounds.meeting import METRICS
 from mlcn_jax.rounds.messages import Begin, Change, Fetch, Join
-from mlcn_jax.rounds.vector import Vector, compress, decode, from_vector, num_bytes, to_vector
+from mlcn_jax.rounds.vector import Vector, compress, decode, digest, from_vector, num_bytes, to_vector
 from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.plan import algorithms_of, make_runner
 from mlcn_jax.training.session import Session, open_session
@@ -33,6 +34,7 @@ from mlcn_jax.training.step import TrainState
 from mlcn_jax.training.stop_signals import StopSignals
 
 _SEEDS_APART = 2**20  # of the workers' augmentation and lane dropout
+_SCHEDULES = (optax.ScaleByScheduleState.__name__, "WeightDecaySchedule")  # states of Optax that count for a rate
 _log = logging.getLogger(__name__)
 
 
@@ -85,7 +87,7 @@ def follow(client: Any, trainer: "Trainer", run: str, worker: int, check: Callab
       worker: the number of this worker.
       check: is called between steps, and may raise.
     """
-    have, vector = -1, np.empty(0, np.float32)
+    have, vector = "", np.empty(0, np.float32)
     while True:
         begin: Begin = client.call("fetch", Fetch(run, worker, have))
         if begin.kind == "finished":
@@ -96,20 +98,33 @@ def follow(client: Any, trainer: "Trainer", run: str, worker: int, check: Callab
             vector = decode(begin.content, trainer.size, 32)
         elif begin.kind == "update":
             vector = vector + decode(begin.content, trainer.size, trainer.bits)
-        have = begin.round
-        content, metrics = trainer.change(have, vector, check)
-        receipt = client.call("push", Change(run, worker, have, content, metrics))
+        have = digest(vector)
+        content, metrics = trainer.change(begin.round, vector, check)
+        receipt = client.call("push", Change(run, worker, begin.round, have, content, metrics))
         if not receipt.counts:
             _log.warning("worker %d was late: %s", worker, receipt.reason)
+        trainer.told(receipt.counts)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    """A worker's state after a round, and what it sent."""
+    """A worker's state after a round, and what it sent.
+
+    Attributes:
+      round: the round.
+      began: digest of the parameters that it began with.
+      counted: whether the change counted, as far as the worker knows.
+      optimizer: the inner optimizer's state.
+      before, after: what 8 bits had left out before the change, and have if it counted.
+      content, metrics: what was sent.
+    """
 
     round: int
+    began: str
+    counted: bool
     optimizer: optax.OptState
-    residual: Vector
+    before: Vector
+    after: Vector
     content: bytes
     metrics: dict[str, float]
 
@@ -139,8 +154,9 @@ class Trainer:
         self._stack = contextlib.ExitStack()
         self._checkpoints = Checkpoints(workdir / "worker")
         self._stack.callback(self._checkpoints.close)
+        self._num_saves = 0
         self._kept = self._read(workdir)
-        plan = session.plan(workdir)
+        plan = session.plan(workdir, self._share)
         algorithms = algorithms_of(plan, session.spec, self._share, {})
         self._stack.enter_context(tracing.using(tracing.Target(algorithms=tracing.as_pairs(algorithms))))
         options = session.step_options
@@ -161,7 +177,7 @@ class Trainer:
         optimizer = jax.eval_shape(self._session.optimizer.init, self._like)
         vector = jax.ShapeDtypeStruct((self.size,), jnp.float32)
         content = jax.ShapeDtypeStruct((num_bytes(self.size, self.bits),), jnp.uint8)
-        like = {"params": {"residual": vector, "content": content}, "optimizer": optimizer}
+        like = {"params": {"before": vector, "after": vector, "content": content}, "optimizer": optimizer}
         restored, facts = self._checkpoints.restore(like)
         if facts["run"] != identity(self._session) or facts["worker"] != self._worker:
             raise InputError(
@@ -169,14 +185,16 @@ class Trainer:
                 + ("this run" if facts["run"] == identity(self._session) else "another run")
                 + f", and this is worker {self._worker}: give another --workdir"
             )
-        _log.info("worker %d goes on after round %d", self._worker, facts["step"])
-        residual, sent = (np.asarray(restored["params"][name]) for name in ("residual", "content"))
-        return _Kept(facts["step"], restored["optimizer"], residual, sent.tobytes(), facts["metrics"])
+        _log.info("worker %d goes on after round %d", self._worker, facts["round"])
+        self._num_saves = facts["step"]
+        before, after, sent = (np.asarray(restored["params"][name]) for name in ("before", "after", "content"))
+        about = (facts["round"], facts["began"], facts["counted"])
+        return _Kept(*about, restored["optimizer"], before, after, sent.tobytes(), facts["metrics"])
 
     def change(self, round_: int, vector: Vector, check: Callable[[], None]) -> tuple[bytes, dict[str, float]]:
         """How this worker's steps of a round change the parameters, as bytes, and the means of its metrics.
 
-        Asked again for the round that it computed last, it gives the same.
+        Asked again for the round that it computed last, from the same parameters, it gives the same.
 
         Args:
           round_: from 0.
@@ -186,14 +204,14 @@ class Trainer:
         Raises:
           Diverged: the parameters are no longer finite.
         """
-        kept = self._kept
-        if kept is not None and kept.round == round_:
+        kept, began = self._kept, digest(vector)
+        if kept is not None and (kept.round, kept.began) == (round_, began):
             return kept.content, kept.metrics
         first = round_ * self._rounds.steps
         last = min(first + self._rounds.steps, self._session.num_steps)
         params = from_vector(vector, self._like)
         optimizer = kept.optimizer if kept else self._session.optimizer.init(params)
-        if kept is not None and kept.round != round_ - 1:  # rates of the steps that it missed are over
+        if (kept.round if kept else -1) != round_ - 1:  # rates of the steps that it missed are over
             optimizer = _at_step(optimizer, first)
         self._runner.start(TrainState(jnp.asarray(first, jnp.int32), params, optimizer))
         self._compile(first, last)
@@ -206,12 +224,19 @@ class Trainer:
         moved = vector - to_vector(state.params)
         if not np.isfinite(moved).all():
             raise Diverged(f"worker {self._worker}, step {last}: the parameters are not finite")
-        residual = kept.residual if kept else np.zeros_like(vector)
-        content, residual = compress(moved, residual, self.bits)
-        means = {name: float(np.mean([row[name] for row in jax.device_get(rows)])) for name in ("loss", "accuracy")}
-        self._kept = _Kept(round_, state.optimizer, residual, content, means)
+        before = np.zeros_like(vector) if kept is None else kept.after if kept.counted else kept.before
+        content, after = compress(moved, before, self.bits)
+        means = {name: float(np.mean([row[name] for row in jax.device_get(rows)])) for name in METRICS}
+        self._kept = _Kept(round_, began, True, state.optimizer, before, after, content, means)
         self._save()
         return content, means
+
+    def told(self, counts: bool) -> None:
+        """Takes note of whether the newest change counted: if not, what it left out is not missing anywhere."""
+        assert self._kept is not None
+        if counts != self._kept.counted:
+            self._kept = dataclasses.replace(self._kept, counted=counts)
+            self._save()
 
     def _part(self, step: int) -> tuple[np.ndarray, ...]:
         """This worker's images and labels of a batch."""
@@ -229,8 +254,10 @@ class Trainer:
         kept = self._kept
         assert kept is not None
         facts = {"run": identity(self._session), "worker": self._worker, "metrics": kept.metrics}
-        sent = {"residual": kept.residual, "content": np.frombuffer(kept.content, np.uint8)}
-        self._checkpoints.save(kept.round, {"params": sent, "optimizer": kept.optimizer}, facts)
+        facts |= {"round": kept.round, "began": kept.began, "counted": kept.counted}
+        sent = {"before": kept.before, "after": kept.after, "content": np.frombuffer(kept.content, np.uint8)}
+        self._num_saves += 1  # a coordinator that fell back may ask for the same round twice
+        self._checkpoints.save(self._num_saves, {"params": sent, "optimizer": kept.optimizer}, facts)
         self._checkpoints.wait()
 
     def close(self) -> None:
@@ -239,7 +266,12 @@ class Trainer:
 
 
 def _at_step(optimizer: optax.OptState, step: int) -> optax.OptState:
-    """An optimizer's state with its counts of steps, on which rates depend, set to a step."""
-    if not optax.tree.get_all_with_path(optimizer, "count"):
+    """An optimizer's state with the counts on which rates depend set to a step; those of moments stay."""
+
+    def schedules(path: tuple, value: Any) -> bool:
+        del value
+        return getattr(path[-1], "tuple_name", "") in _SCHEDULES
+
+    if not optax.tree.get_all_with_path(optimizer, "count", schedules):
         return optimizer
-    return optax.tree.set(optimizer, count=jnp.asarray(step, jnp.int32))
+    return optax.tree.set(optimizer, schedules, count=jnp.asarray(step, jnp.int32))

@@ -79,6 +79,10 @@ class Checkpoints:
         """Whether there is a checkpoint of `step`."""
         return step in self._manager.all_steps()
 
+    def newest_step(self) -> int:
+        """The step of the newest checkpoint; 0 if there is none."""
+        return max(self._manager.all_steps(), default=0)
+
     def best_step(self) -> int:
         """The step with the highest validation accuracy; the newest in a tie."""
         return max(self._accuracies, key=lambda step: (self._accuracies[step], step))

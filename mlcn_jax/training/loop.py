@@ -149,6 +149,8 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
                 test_due = settings.test_every_epoch and step % steps_per_epoch == 0
                 save_due = step % (settings.checkpoint_every or steps_per_epoch) == 0 or step == num_steps
                 stopping = stop.due(step)
+                if plan.in_each_process and (step % settings.log_every == 0 or step == num_steps):
+                    processes.meet(f"step {step}")  # or one would end, and with it the run, long before another
                 if test_due or save_due or stopping:
                     with log.paused():
                         if test_due:

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ from jax.sharding import Mesh
 from mlcn_jax.distributed import links, processes
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json, write_json
 from mlcn_jax.launch import program
 from mlcn_jax.nn import tracing
 from mlcn_jax.nn.model import encode, init_params
@@ -43,18 +46,24 @@ from mlcn_jax.training.stacks_runner import StacksRunner
 
 _log = logging.getLogger(__name__)
 _MEASURE = f"{program()} profile"
-_SPEEDS, _LINKS = "device_speeds.json", "links.json"
+_SPEEDS, _LINKS, _CHOICE = "device_speeds.json", "links.json", "plan.json"
 TRIED = [name for name in partition.PARTITIONERS if name != "random"]  # under `auto`
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A mesh (None for one device), or stacks if there is a head. `about` describes it, ready for JSON."""
+    """A mesh (None for one device), or stacks if there is a head.
+
+    Attributes:
+      about: describes it, ready for JSON.
+      in_each_process: whether each of several processes computes the whole by itself.
+    """
 
     mesh: Mesh | None = None
     stacks: tuple[Stack, ...] = ()
     head: jax.Device | None = None
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
+    in_each_process: bool = False
 
 
 def make_plan(
@@ -70,6 +79,7 @@ def make_plan(
     kept: Path | None = None,
     exchange_dtype: str = "float32",
     clip_norm: float = 0.0,
+    accumulation_steps: int = 1,
 ) -> Plan:
     """A plan for the devices of this process, or of all processes of the run.
 
@@ -82,9 +92,9 @@ def make_plan(
       partitioner: one of `partition.PARTITIONERS`, for stacks.
       profile_files: device profiles, one for each kind of device.
       platforms: kinds of devices to use for stacks in one process, such as gpu and cpu; if empty, JAX's default.
-      kept: a folder that keeps the measurements of devices that differ and have no profile (`speeds.speeds_of`), and
-        of links (`links.between_processes`).
-      exchange_dtype, clip_norm: those of the run, which decide what is sent.
+      kept: a folder that keeps the measurements of devices that differ and have no profile (`speeds.speeds_of`), of
+        links (`links.between_processes`), and what `auto` chose, so that a resumed run has the same plan.
+      exchange_dtype, clip_norm, accumulation_steps: those of the run, which decide what is sent.
 
     Raises:
       InputError: there are too few devices, model or batch do not fit them, or a device profile is missing or invalid.
@@ -110,9 +120,18 @@ def make_plan(
         raise InputError(f"parallel.plan=auto needs parallel.profile: measure the devices with {_MEASURE}")
 
     cluster = links.between_processes(devices, slowest_link(known), kept and kept / _LINKS)
+    messages = Messages(exchange_dtype, clip_norm > 0, accumulation_steps)
+    asked = {
+        "lanes": spec.lanes,
+        "batch_size": batch_size,
+        "profiles": [_digest(profile) for profile in known],
+        "links": links.about(cluster) if cluster else {},
+        "messages": dataclasses.asdict(messages),
+    }
 
     def choose() -> dict[str, Any]:
-        messages = Messages(exchange_dtype, clip_norm > 0)
+        if kept and (before := _chosen_before(kept / _CHOICE, asked)):
+            return before
         found = candidates(spec, batch_size, known, TRIED, jax.process_count(), cluster, messages)
         fastest = min(found, key=lambda candidate: candidate.step.total_seconds)
         seconds = fastest.step.total_seconds
@@ -120,7 +139,10 @@ def make_plan(
         sure = interval(seconds, spec, used, placement=fastest.placement, cluster=cluster)
         ends = [1000 * sure.low_seconds, 1000 * sure.high_seconds] if sure else None
         other = faster_otherwise(spec, batch_size, known, cluster, clip_norm, seconds) if cluster else {}
-        return {**dataclasses.asdict(fastest), "seconds": seconds, "ends": ends, "other": other}
+        choice = {**dataclasses.asdict(fastest), "seconds": seconds, "ends": ends, "other": other}
+        if kept:
+            write_json(kept / _CHOICE, {"asked": asked, "choice": choice})
+        return choice
 
     fastest = _in_first(choose)
     data, lane, placement = (fastest[name] for name in ("data", "lane", "placement"))
@@ -133,7 +155,7 @@ def make_plan(
     _log.info("parallel.plan=auto: %s, %.1f ms a step predicted%s%s", name, 1000 * fastest["seconds"], sure, other)
     names = [f"{device.device_kind} {device.id}" for device in devices]
     if alone:
-        found = Plan(about={"plan": "mesh", "data": 1, "lane": 1, "in each process": True})
+        found = Plan(about={"plan": "mesh", "data": 1, "lane": 1, "in each process": True}, in_each_process=True)
     elif placement is None:
         found = _mesh_plan(spec, batch_size, data, lane)
     else:
@@ -141,6 +163,20 @@ def make_plan(
     if cluster is None:
         return found
     return dataclasses.replace(found, about={**found.about, "measured_links": links.about(cluster)})
+
+
+def _digest(profile: DeviceProfile) -> str:
+    return hashlib.sha256(json.dumps(profile.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _chosen_before(path: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
+    """What `auto` chose when it was asked the same, if that was kept."""
+    try:
+        stored = read_json(path) if path.exists() else {}
+        return stored["choice"] if stored.get("asked") == asked else None
+    except (InputError, KeyError, AttributeError):
+        _log.warning("%s cannot be used: choosing again", path)
+        return None
 
 
 def faster_otherwise(

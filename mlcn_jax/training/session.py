@@ -69,13 +69,14 @@ class Session:
         """The keyword arguments of `step.make_train_step` that the configuration sets."""
         return step_options(self.config)
 
-    def plan(self, kept: Path | None = None) -> Plan:
+    def plan(self, kept: Path | None = None, batch_size: int = 0) -> Plan:
         """Which device computes what; raises InputError if the available devices are not suitable.
 
         Args:
           kept: as for `plan.make_plan`.
+          batch_size: images of a step, if these are not the configuration's `train.batch_size`.
         """
-        return plan_of(self.config, self.spec, kept)
+        return plan_of(self.config, self.spec, kept, batch_size)
 
     def model_facts(self) -> dict[str, Any]:
         """The content of `model.json`."""
@@ -141,12 +142,12 @@ def with_flips(data: DataSettings, score: Callable[[], Scores], split: str = "te
     return {f"{split}_accuracy_flips": scores.accuracy, f"{split}_nll_flips": scores.nll}
 
 
-def plan_of(config: RunConfig, spec: ModelSpec, kept: Path | None = None) -> Plan:
-    """Which device computes what, according to a configuration; raises as `plan.make_plan`."""
-    settings = config.parallel
+def plan_of(config: RunConfig, spec: ModelSpec, kept: Path | None = None, batch_size: int = 0) -> Plan:
+    """Which device computes what by a configuration; arguments as of `Session.plan`, raises as `plan.make_plan`."""
+    settings, batch_size = config.parallel, batch_size or config.train.batch_size
     plan = make_plan(
         spec,
-        config.train.batch_size,
+        batch_size,
         kind=settings.plan,
         data=settings.data,
         lane=settings.lane,
@@ -156,10 +157,11 @@ def plan_of(config: RunConfig, spec: ModelSpec, kept: Path | None = None) -> Pla
         kept=kept,
         exchange_dtype=settings.exchange_dtype,
         clip_norm=config.train.clip_norm,
+        accumulation_steps=config.train.accumulation_steps,
     )
     if plan.head is None:
         data = plan.mesh.shape[DATA_AXIS] if plan.mesh is not None else 1
-        check_parts(spec, config.train.batch_size, data, config.train.accumulation_steps)
+        check_parts(spec, batch_size, data, config.train.accumulation_steps)
     return plan
 
 

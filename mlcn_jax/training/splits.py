@@ -16,6 +16,7 @@ from mlcn_jax.placement import cost, partition, simulate
 from mlcn_jax.placement.interval import Interval, around
 from mlcn_jax.placement.problem import Placement, Problem, uniform_seconds
 from mlcn_jax.placement.profile import DeviceProfile
+from mlcn_jax.training.accumulate import check_parts
 
 ROUND_STEPS = 50  # of a local round, in predictions
 
@@ -35,10 +36,17 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Messages:
-    """What decides how much a split sends: `parallel.exchange_dtype`, and whether the gradient's norm is clipped."""
+    """What decides how much a split sends, and how often.
+
+    Attributes:
+      dtype: `parallel.exchange_dtype`.
+      clips: whether the gradient's norm is clipped.
+      parts: `train.accumulation_steps`, in each of which a mesh exchanges columns.
+    """
 
     dtype: str = "float32"
     clips: bool = False
+    parts: int = 1
 
 
 def candidates(
@@ -64,6 +72,8 @@ def candidates(
       InputError: there is none.
     """
     found = []
+    coupled = spec.ensemble_weight or (spec.decoder_gradient == "all" and spec.classifies_alone.any())
+    stacked = messages.parts == 1 and not coupled  # as `StacksRunner` demands
     if num_processes > 1 and all(has_room(spec, batch_size, 1, profile) for profile in profiles):
         found.append(Candidate(1, 1, None, predict_alone(spec, batch_size, profiles, cluster)))
     for count in range(1, len(profiles) + 1) if num_processes == 1 else [len(profiles)]:
@@ -74,12 +84,13 @@ def candidates(
             lane = count // data
             with contextlib.suppress(InputError):
                 mesh_lib.check_split(spec, batch_size, data, lane)
+                check_parts(spec, batch_size, data, messages.parts)
                 if not all(has_room(spec, batch_size // data, lane, profile) for profile in used):
                     continue
                 step = predict_mesh(spec, batch_size, data, lane, used, slowness, cluster, messages)
                 found.append(Candidate(data, lane, None, step))
         problem = placement_problem(spec, batch_size, used, [str(d) for d in range(count)], slowness)
-        for placement in placements(problem, partitioners):
+        for placement in placements(problem, partitioners) if stacked else ():
             if num_processes == 1 or len(set(placement.device_of)) == count:
                 exchange = "direct" if num_processes == 1 else "ring"
                 step = predict_stacks(spec, batch_size, placement, used, slowness, exchange, cluster, messages)
@@ -187,7 +198,7 @@ def predict_mesh(
         head_seconds=[s * p.head_seconds(num_lanes, share) / lane for p, s in zip(profiles, slower, strict=True)],
         forward_share=profiles[0].forward_share,
         exchanged=traffic.exchanged_bytes(spec, batch_size, data, lane, messages.dtype),
-        num_collectives=traffic.exchanged_messages(spec, data, lane),
+        num_collectives=traffic.exchanged_messages(spec, data, lane, messages.parts),
     )
 
 
@@ -213,7 +224,7 @@ def predict_stacks(
     return simulate.simulate_stacks(
         dataclasses.replace(placement, seconds=tuple(seconds)),
         cluster,
-        column_bytes=batch_size * spec.num_classes * _column_value_bytes(spec, messages.dtype),
+        column_bytes=batch_size * spec.num_classes * column_value_bytes(spec, messages.dtype),
         head_seconds=slowness[0] * profiles[0].head_seconds(num_lanes, batch_size),
         forward_share=profiles[0].forward_share,
         total_bytes=4 if messages.clips else 0,
@@ -295,7 +306,7 @@ def _lane_cost(spec: ModelSpec, lane: LaneSpec) -> cost.LaneCost:
     return cost.lane_cost(lane, spec.lane_settings, spec.image_shape)
 
 
-def _column_value_bytes(spec: ModelSpec, exchange_dtype: str) -> int:
+def column_value_bytes(spec: ModelSpec, exchange_dtype: str) -> int:
     """Bytes of a number in the messages of stacks."""
     return 4 if spec.classifies_alone.any() else min(jnp.dtype(exchange_dtype).itemsize, spec.dtype.itemsize)
 

@@ -1,6 +1,7 @@
 """The teacher of a run: trained models, checked against it, and their outputs where these can be kept."""
 
 import dataclasses
+import hashlib
 import logging
 from typing import Any
 
@@ -28,7 +29,7 @@ class Teacher:
 
     Attributes:
       distillation: how lanes learn from it; None without a teacher.
-      digests: SHA-256 of the parameters of each of its models.
+      digests: SHA-256 of each of its models: parameters, and how their outputs are joined.
     """
 
     distillation: Distillation | None = None
@@ -81,7 +82,13 @@ def open_teacher(session: Session) -> Teacher:
     members = [model_probabilities(m.spec, _encoder(m)) for m in models]
     _log.info("learning from %s: %s", " and ".join(names), ", ".join(m.spec.lanes or m.spec.name for m in models))
     distillation = Distillation(mean_probabilities(members), settings.teacher_weight, settings.teacher_temperature)
-    return Teacher(distillation, tuple(m.sha256 for m in models))
+    return Teacher(distillation, tuple(map(_digest, models)))
+
+
+def _digest(model: Trained) -> str:
+    spec = model.spec
+    joined = (spec.lanes, list(spec.lane_weights), spec.num_routing_iters, spec.lane_routing)
+    return hashlib.sha256(f"{model.sha256} {joined}".encode()).hexdigest()
 
 
 def _load(name: str, session: Session) -> Trained:

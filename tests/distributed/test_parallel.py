@@ -112,6 +112,17 @@ def test_what_crosses_is_what_the_formula_says_in_few_messages(rng, data, lane, 
     assert traffic.exchanged_messages(spec, data, lane) == traffic.collective_messages(text)
 
 
+@pytest.mark.parametrize(("ensemble_weight", "scatters"), [(0.0, 0), (0.5, 1)])
+def test_columns_of_lanes_that_classify_alone_get_a_gradient_only_from_the_ensemble(rng, ensemble_weight, scatters):
+    own = {"norm_group": 4, "ensemble_weight": ensemble_weight, "decoder": (15,)}  # no layer can be divided
+    spec = ModelSpec("mlcn", (17, 19, 1), 3, "resnet:w1*4", **own)
+    text = compiled_step(rng, spec, 2, 2)
+    assert traffic.collective_bytes(text) == traffic.exchanged_bytes(spec, 8, 2, 2)
+    found = traffic.collective_messages(text)
+    assert found.get("reduce-scatter", 0) == scatters
+    assert found == traffic.exchanged_messages(spec, 2, 2)
+
+
 def test_half_the_bytes_cross_in_bfloat16(rng):
     """A sum is an all-to-all and a gather, in each of which as many bytes cross as the sum has in bfloat16."""
     spec = dataclasses.replace(LANES, decoder=(16, 24))

@@ -10,10 +10,10 @@ from made_certificates import certificate
 from mlcn_jax.distributed.processes import free_port
 from mlcn_jax.errors import InputError
 from mlcn_jax.rounds.link import Client, Tls, serve
-from mlcn_jax.rounds.messages import Begin, Fetch
+from mlcn_jax.rounds.messages import Begin, Change, Fetch, Receipt
 
 PLAIN = Tls()
-REQUEST = Fetch("run", 0, -1)
+REQUEST = Fetch("run", 0, "")
 
 
 def answer(request):
@@ -22,8 +22,12 @@ def answer(request):
     return Begin(3, "full", bytes(10_000_000))
 
 
+def take(change):
+    return Receipt(True, str(len(change.content)))
+
+
 def started(address="127.0.0.1:0", tls=PLAIN):
-    return serve({"fetch": answer, "join": answer, "push": answer}, address, tls, workers=1)
+    return serve({"fetch": answer, "join": answer, "push": take}, address, tls, workers=1, largest_bytes=5_000_000)
 
 
 def client(port, tls=PLAIN):
@@ -36,7 +40,10 @@ def test_messages_of_any_size_and_refusals():
     begin = mine.call("fetch", REQUEST)
     assert (begin.round, len(begin.content), mine.received) == (3, 10_000_000, 10_000_000)
     with pytest.raises(InputError, match="refuses: of another run"):
-        mine.call("fetch", Fetch("other", 0, -1))
+        mine.call("fetch", Fetch("other", 0, ""))
+    assert mine.call("push", Change("run", 0, 3, "", bytes(5_000_000), {})).reason == "5000000"
+    with pytest.raises(InputError, match=r"refuses: .*larger than max"):
+        mine.call("push", Change("run", 0, 3, "", bytes(5_100_000), {}))
     server.stop(None)
 
 
@@ -54,8 +61,11 @@ def test_a_coordinator_that_comes_back_is_found_again():
 
 
 def test_whoever_waits_can_be_stopped():
+    tries = iter(range(2))
+
     def stop():
-        raise KeyboardInterrupt
+        if next(tries) == 1:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         Client(f"127.0.0.1:{free_port()}", PLAIN, stop).call("fetch", REQUEST)
@@ -94,6 +104,26 @@ def test_half_of_what_encryption_needs_is_refused():
         started(tls=Tls(ca=Path("ca.pem")))
     with pytest.raises(InputError, match="--tls_cert at a worker needs --ca"):
         client(1, Tls(Path("a.pem"), Path("b.pem")))
+
+
+@pytest.mark.parametrize("address", ["somewhere", "127.0.0.1:", "127.0.0.1:70000", ":80"])
+def test_an_address_without_a_port_is_named(address):
+    with pytest.raises(InputError, match=f"--serve is '{address}'; it must be HOST:PORT"):
+        started(address)
+    with pytest.raises(InputError, match=f"--coordinator is '{address}'; it must be HOST:PORT"):
+        Client(address, PLAIN, lambda: None)
+
+
+def test_files_that_hold_no_certificates_are_named(tmp_path):
+    own, other = certificate(tmp_path, "own"), certificate(tmp_path, "other")
+    broken = tmp_path / "broken.pem"
+    broken.write_text("not PEM")
+    with pytest.raises(InputError, match=r"own.* and .*other.* are not a certificate and its key"):
+        started(tls=Tls(own[0], other[1]))
+    with pytest.raises(InputError, match=r"broken\.pem and .* are not a certificate and its key"):
+        started(tls=Tls(broken, own[1]))
+    with pytest.raises(InputError, match=r"--ca=.*broken\.pem holds no certificates"):
+        client(1, Tls(ca=broken))
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -1,15 +1,22 @@
 """What counts in a round, and when it ends."""
 
+import threading
+
 import numpy as np
 import pytest
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.rounds.meeting import Meeting
 from mlcn_jax.rounds.messages import Change, Fetch
-from mlcn_jax.rounds.vector import decode, encode
+from mlcn_jax.rounds.vector import decode, digest, encode
 from mlcn_jax.settings import RoundSettings
 
 START = np.array([1, 2, 3], np.float32)
+
+
+def at(round_):
+    """The parameters that a round begins with."""
+    return START + np.float32(round_)
 
 
 class _Over(Exception):
@@ -22,15 +29,15 @@ class Bed:
     def __init__(self, workers=3, quorum=0, round_=0):
         self.now = 0.0
         settings = RoundSettings(5, workers, bits=32, quorum=quorum, patience_seconds=10)
-        self.meeting = Meeting(settings, "run", START, round_, wait_seconds=0.0, clock=lambda: self.now)
+        self.meeting = Meeting(settings, "run", at(round_), round_, wait_seconds=0.0, clock=lambda: self.now)
 
-    def fetch(self, worker, have=-1):
-        return self.meeting.fetch(Fetch("run", worker, have))
+    def fetch(self, worker, have=None):
+        return self.meeting.fetch(Fetch("run", worker, "" if have is None else digest(at(have))))
 
-    def push(self, worker, round_=0, value=1.0, run="run"):
-        return self.meeting.push(
-            Change(run, worker, round_, encode(np.full(3, value, np.float32), 32), {"loss": value})
-        )
+    def push(self, worker, round_=0, value=1.0, run="run", **metrics):
+        content = encode(np.full(3, value, np.float32), 32)
+        metrics = {"loss": 1.0, "accuracy": 0.5} | metrics
+        return self.meeting.push(Change(run, worker, round_, digest(at(round_)), content, metrics))
 
     def ended(self):
         """The workers that count, if the round can end."""
@@ -62,12 +69,12 @@ def test_a_quorum_goes_on_after_some_patience():
     assert bed.ended() is None, "one of three is no quorum"
     bed.push(2)
     assert bed.ended() == [0, 2]
-    bed.meeting.advance(START, b"")
+    bed.meeting.advance(at(1), b"")
     bed.push(0, 1)
     bed.push(2, 1)
     assert bed.ended() == [0, 2], "who did not answer is not waited for again"
-    bed.meeting.advance(START, b"")
-    assert bed.fetch(1, -1).round == 2
+    bed.meeting.advance(at(2), b"")
+    assert bed.fetch(1).round == 2
     bed.push(0, 2)
     bed.push(2, 2)
     assert bed.ended() is None, "it takes part again"
@@ -92,22 +99,63 @@ def test_nobody_counts_twice_and_nothing_late_counts():
     bed.push(1)
     changes, _ = bed.meeting.gather(lambda: None)
     np.testing.assert_array_equal(changes[0], [1, 1, 1])
-    bed.meeting.advance(START, b"")
-    late = bed.push(1, 0)
-    assert not late.counts
-    assert late.reason == "round 0 is over, and round 1 is open"
-    assert not bed.push(1, 2).counts
+    bed.meeting.advance(at(1), b"")
+    late = Bed(3)
+    late.push(0)
+    late.push(1)
+    late.now = 10.0
+    assert late.ended() == [0, 1]
+    assert not late.push(2).counts, "the sum is being made"
+    assert late.push(1).counts, "it is in the sum"
+    assert late.fetch(2, 0).kind == "wait", "not to send again"
+    late.meeting.advance(at(1), b"")
+    assert late.push(1).counts, "whose first answer was lost"
+    assert late.push(2).reason == "round 0 is over, or began anew, and round 1 is open"
+    assert not late.push(1, 2).counts
+
+
+def test_a_change_to_other_parameters_of_the_same_round_does_not_count():
+    """The coordinator lost its newest round, and came to another one in its place."""
+    bed = Bed(1, round_=4)
+    change = Change("run", 0, 4, digest(at(5)), encode(START, 32), {"loss": 1.0, "accuracy": 0.5})
+    assert not bed.meeting.push(change).counts
+    assert bed.fetch(0, 5).kind == "full"
+
+
+def test_workers_that_are_too_few_are_told_of(caplog):
+    bed = Bed(3)
+    bed.push(0)
+    assert bed.ended() is None
+    assert not caplog.records
+    bed.now = 10.0
+    assert bed.ended() is None
+    assert "round 0 waits: 1 of 3 workers have answered, and 2 are needed" in caplog.records[0].getMessage()
+
+
+def test_the_end_waits_for_workers_to_hear_of_it():
+    bed, heard = Bed(2), []
+    bed.meeting.finish()
+    bed.meeting.wait_until_heard(0.01, lambda: None)
+    waiting = threading.Thread(target=lambda: heard.append(bed.meeting.wait_until_heard(60, lambda: None)))
+    waiting.start()
+    assert bed.fetch(0).kind == "finished"
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    assert bed.fetch(1, 0).kind == "finished"
+    waiting.join(10)
+    assert heard == [None]
 
 
 def test_what_a_worker_is_told():
     bed = Bed(1)
     begin = bed.fetch(0)
     assert (begin.round, begin.kind) == (0, "full")
-    np.testing.assert_array_equal(decode(begin.content, 3, 32), START)
+    np.testing.assert_array_equal(decode(begin.content, 3, 32), at(0))
     assert bed.fetch(0, 0).kind == "again", "its change has not come, or was lost with the coordinator"
     bed.push(0)
     assert bed.fetch(0, 0).kind == "wait"
-    bed.meeting.advance(START + 1, b"update")
+    bed.meeting.gather(lambda: None)
+    bed.meeting.advance(at(1), b"update")
     assert bed.fetch(0, 0).kind == "update"
     assert bed.fetch(0, 0).content == b"update"
     assert bed.fetch(0, 7).kind == "full", "it knows rounds that this coordinator does not"
@@ -126,6 +174,8 @@ def test_after_a_restart_there_is_no_update():
         ({"run": "other"}, "worker 0 is of another configuration or other images"),
         ({"worker": 3}, "there is no worker 3: train.rounds.workers is 3"),
         ({"value": np.nan}, "the change of worker 0 in round 0 has values that are not finite"),
+        ({"other": 1.0}, "the metrics of worker 0 in round 0 are .*; they must be finite values of loss and accuracy"),
+        ({"loss": np.nan}, "the metrics of worker 0 in round 0 are .*; they must be finite"),
     ],
 )
 def test_changes_that_cannot_be_used_are_refused_by_name(given, message):

@@ -10,10 +10,12 @@ import optax
 import pytest
 
 from mlcn_jax.data.batches import Batches
-from mlcn_jax.errors import InputError, Stopped
+from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.rounds import coordinator, link, worker
+from mlcn_jax.rounds.judge import Judge
 from mlcn_jax.rounds.messages import Join
 from mlcn_jax.rounds.vector import num_bytes, to_vector
+from mlcn_jax.settings import RoundSettings
 from mlcn_jax.training import loop
 from mlcn_jax.training.checkpoint import Checkpoints, load_trained
 from mlcn_jax.training.mesh_runner import MeshRunner
@@ -146,6 +148,41 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tiny, tmp_path, monkeypatch):
     assert resumed["validation_accuracy"] == summary["validation_accuracy"]
     steps = [row["step"] for row in read_rows(tmp_path / "cut" / "metrics.jsonl") if row["split"] == "train"]
     assert steps == [4, 8, 12, 14]
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="a run in rounds of another length"):
+        coordinator.coordinate(config.replace({"train.num_steps": 20}), tmp_path / "cut", "127.0.0.1:0")
+
+
+def test_a_checkpoint_that_was_due_when_the_coordinator_was_killed_is_made_up_for(tiny, tmp_path, monkeypatch):
+    config = tiny.replace(LONG | {"train.checkpoint_every": 8})
+
+    def kill(self, step, vector):
+        raise Stopped("while it scores")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Judge, "_save", kill)
+        with pytest.raises(Stopped):
+            in_rounds(patch, config, tmp_path)
+    assert not any((tmp_path / "checkpoints").glob("[0-9]*"))
+    in_rounds(monkeypatch, config, tmp_path)
+    steps = [row["step"] for row in read_rows(tmp_path / "metrics.jsonl") if row["split"] == "validation"]
+    assert steps == [8, 14]
+
+
+def test_the_run_of_another_command_is_not_written_over(tiny, tmp_path):
+    loop.train(tiny.replace({"train.num_steps": 2}), tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    with pytest.raises(InputError, match="holds an ordinary run"):
+        coordinator.coordinate(tiny.replace(LONG), tmp_path, "127.0.0.1:0")
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def test_an_outer_step_that_is_not_finite_ends_the_run():
+    vector = np.array([1.0, 2.0], np.float32)
+    settings = RoundSettings(2, learning_rate=1e30)
+    shared = coordinator.Shared(3, vector, coordinator.start_outer(settings, vector), np.zeros_like(vector))
+    with pytest.raises(Diverged, match="round 3: the outer step is not finite"):
+        coordinator.outer_step(settings, shared, {0: np.full(2, 1e30, np.float32)})
 
 
 def test_8_bits_learn_as_32_do(tiny, tmp_path, monkeypatch):
@@ -177,6 +214,7 @@ def test_a_worker_with_other_settings_is_told_which(tiny):
         ({"train.rounds.steps": 0}, "train.rounds.steps is 0"),
         ({"train.rounds.workers": 3}, "train.batch_size=50 cannot be divided among train.rounds.workers=3"),
         ({"parallel.processes": 2}, "parallel.processes is 2; it must be 1 in rounds"),
+        ({"train.lookahead": 0.9}, "train.lookahead=0.9 is not possible in rounds"),
         ({"model.lanes": "resnet:w1*2", "model.norm_group": 50}, "a worker's part of a batch has 25"),
     ],
 )
@@ -190,9 +228,56 @@ def test_an_ordinary_training_refuses_rounds(tiny, tmp_path):
         loop.train(tiny.replace(LONG), tmp_path)
 
 
-def test_a_late_worker_has_the_rates_of_its_steps():
-    optimizer = optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda step: step))
-    state = worker._at_step(optimizer.init({"x": np.zeros(2, np.float32)}), 70)
-    assert optax.tree.get(state, "count") == 70
+def test_a_late_worker_has_the_rates_of_its_steps(tiny):
+    for changes in ({}, {"train.optimizer": "muon", "model.lanes": "resnet:w1*2", "model.norm_group": 25}):
+        session = open_session(tiny.replace(LONG | changes))
+        params = start_state(session, None)[0].params
+        state = worker._at_step(session.optimizer.init(params), 70)
+        counts = optax.tree.get_all_with_path(state, "count")
+        of_rates = [value for path, value in counts if "Schedule" in path[-1].tuple_name]
+        others = [value for path, value in counts if "Schedule" not in path[-1].tuple_name]
+        assert of_rates == [70] * len(of_rates)
+        assert of_rates
+        assert not any(others), "moments are averages of the steps that were taken"
     plain = optax.trace(0.9).init({"x": np.zeros(2, np.float32)})
     assert jax.tree.structure(worker._at_step(plain, 3)) == jax.tree.structure(plain)
+
+
+@pytest.fixture
+def trainer(tiny, tmp_path):
+    made = []
+
+    def make():
+        made.append(worker.Trainer(open_session(tiny.replace(LONG)), 1, tmp_path / "worker1"))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_worker_repeats_a_round_only_from_the_same_parameters(trainer, rng):
+    first = trainer()
+    vector = rng.normal(scale=0.05, size=first.size).astype(np.float32)
+    content, metrics = first.change(0, vector, lambda: None)
+    first.close()
+    again = trainer()
+    assert again.change(0, vector, None) == (content, metrics), "without a step"
+    other, _ = again.change(0, vector + np.float32(0.01), lambda: None)
+    assert other != content
+
+
+def test_what_a_late_change_left_out_is_forgotten(trainer, rng):
+    one = trainer()
+    vector = rng.normal(scale=0.05, size=one.size).astype(np.float32)
+    one.change(0, vector, lambda: None)
+    one.told(True)
+    left = one._kept.after
+    assert left.any()
+    one.change(1, vector, lambda: None)
+    np.testing.assert_array_equal(one._kept.before, left)
+    one.told(False)
+    one.close()
+    other = trainer()
+    other.change(2, vector, lambda: None)
+    np.testing.assert_array_equal(other._kept.before, left)

@@ -274,7 +274,9 @@ def test_rounds_and_lanes_apart_are_recommended_where_they_are_faster(profile):
     assert [what.split(" (")[0] for what in both] == ["rounds of 50 steps", "lanes apart"]
     assert both.popitem()[1] == splits.predict_apart(apart, 100, [profile] * 2, fast), "which sends nothing"
     assert list(plan.faster_otherwise(apart, 100, [profile] * 2, slow, 0.5, seconds)) == [rounds], "clipping couples"
-    assert plan.faster_otherwise(apart, 100, [profile] * 2, fast, 0.0, 0.0) == {}
+    free = dataclasses.replace(profile, crowding=0.0)
+    fastest = chosen(EQUAL, free, simulate.Link(0.0, math.inf)).step.total_seconds
+    assert plan.faster_otherwise(EQUAL, 100, [free] * 2, fast, 0.0, fastest) == {}, "over a link that costs nothing"
 
 
 def test_a_run_of_processes_measures_its_links_and_takes_the_fastest(profile, tmp_path, monkeypatch, caplog):
@@ -293,13 +295,28 @@ def test_a_run_of_processes_measures_its_links_and_takes_the_fastest(profile, tm
 
     monkeypatch.setattr(links, "measure", measure)
     monkeypatch.setattr(links.processes, "from_first", lambda value: value)
-    for _ in range(2):
-        with caplog.at_level("INFO", logger="mlcn_jax"):
-            found = plan.make_plan(EQUAL, 100, kind="auto", kept=tmp_path)
+    with caplog.at_level("INFO", logger="mlcn_jax"):
+        found = plan.make_plan(EQUAL, 100, kind="auto", kept=tmp_path)
+    monkeypatch.setattr(plan, "candidates", None)
+    assert plan.make_plan(EQUAL, 100, kind="auto", kept=tmp_path) == found
     assert measured == [two], "the second run takes what was kept"
     assert found.about["in each process"]
+    assert found.in_each_process
     assert (found.mesh, found.head) == (None, None)
     assert found.about["measured_links"] == {"process 1": {"latency_seconds": 5.0, "bytes_per_second": 1.25e6}}
     line = next(record.getMessage() for record in caplog.records if "parallel.plan=auto" in record.getMessage())
     assert "each process by itself" in line
     assert "faster, but trained in another way: rounds of 50 steps (train.rounds.steps, " in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [({}, 2), ({"lanes": "resnet:w1*4", "norm_group": 50, "ensemble_weight": 0.5}, 1)],
+)
+def test_stacks_that_would_be_refused_are_no_candidates(changes, parts):
+    spec = dataclasses.replace(EQUAL, **changes)
+    both = [dataclasses.replace(make_profile("resnet" if changes else "mlcn1"), link=LINK)] * 2
+    found = splits.candidates(spec, 100, both, ["greedy"], 2, messages=splits.Messages(parts=parts))
+    assert len(found) > 1
+    assert all(candidate.placement is None for candidate in found)
+    assert any(candidate.placement for candidate in splits.candidates(EQUAL, 100, [make_profile()] * 2, ["greedy"], 2))

@@ -17,7 +17,7 @@ from mlcn_jax.nn.distillation import Distillation
 from mlcn_jax.nn.lane_losses import outputs_and_loss
 from mlcn_jax.nn.model import encode, init_params
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.training import loop
+from mlcn_jax.training import loop, teacher
 from mlcn_jax.training.checkpoint import load_trained
 from mlcn_jax.training.mesh_runner import MeshRunner
 from mlcn_jax.training.session import open_session
@@ -137,6 +137,20 @@ def test_a_resumed_student_equals_an_uninterrupted_one(student, changes, tmp_pat
     loop.train(config, tmp_path / "parts")
     whole, parts = (load_trained(tmp_path / name).params for name in ("whole", "parts"))
     jax.tree.map(np.testing.assert_array_equal, parts, whole)
+
+
+@pytest.mark.long
+def test_a_trained_teacher_teaches_on_a_mesh(student, tmp_path):
+    config = student.replace({"data.max_shift": 1, "train.num_steps": 3})
+    loop.train(config, tmp_path / "one")
+    loop.train(config.replace({"parallel.data": 2, "parallel.lane": 2}), tmp_path / "four")
+    assert_same(*(load_trained(tmp_path / name).params for name in ("four", "one")))
+
+
+def test_a_teacher_whose_lanes_weigh_otherwise_is_another(per_lane):
+    model = load_trained(per_lane)
+    other = dataclasses.replace(model, spec=dataclasses.replace(model.spec, lane_weights=(0.5, 1.5, 1.0)))
+    assert teacher._digest(model) != teacher._digest(other)
 
 
 def test_an_ensemble_says_the_mean(student, finished, per_lane):
