@@ -7,7 +7,7 @@ The kinds are one core of this machine each, held back by stopping its process f
 that makes it is measured, and takes the place of a profile of each. Their prices are made up. All three singles and six
 pairs train the same configuration, in turns, with the commands that `mlcn_jax cheapest` prints. Their starts are
 measured with a run of one step each. What a shared machine gives changes by the minute, so every time is divided by
-what a lane's step takes on the cores used just before and after it, over what the profile says. For every measured time
+what some lanes take on the cores used just before and after it, over what the profile says. For every measured time
 as a deadline, what `cheapest` picks is compared with the cheapest that was measured in time. Goes on where it was
 stopped. Writes `experiments/results/rented.json` and `.png`.
 """
@@ -38,7 +38,6 @@ from mlcn_jax.distributed.processes import free_port
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.launch import launch_script
-from mlcn_jax.placement import cost
 from mlcn_jax.placement.catalog import Offer
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.placement.simulate import Link
@@ -47,7 +46,7 @@ from mlcn_jax.training.session import open_session
 KINDS = {"full": (1.0, 1.0), "half": (2.0, 0.4), "third": (3.0, 0.3)}  # asked slowness, and price per hour
 _PERIOD_SECONDS = 0.004  # a pair of trainings waits for each other some times a step, of 0.1 s or more
 _BATCH = 100
-_YARDSTICK_TURNS = 10  # of 20 steps each
+_YARDSTICK_TURNS = 5
 
 
 def held_back(profile: DeviceProfile, slowness: float) -> DeviceProfile:
@@ -73,11 +72,10 @@ def sets() -> list[tuple[str, ...]]:
     return [*((kind,) for kind in KINDS), *itertools.combinations_with_replacement(KINDS, 2)]
 
 
-def base(values: Any) -> list[str]:
-    """`--config` and the fields of the training."""
-    fields = {
+def training(values: Any) -> dict[str, Any]:
+    """What all sets of machines train: fields that are not at their defaults."""
+    return {
         "data.name": values.data,
-        "data.dir": values.data_dir,
         "model.lanes": values.lanes,
         "train.batch_size": _BATCH,
         "train.num_epochs": 100,
@@ -85,27 +83,27 @@ def base(values: Any) -> list[str]:
         "train.checkpoint_every": max(1, values.steps // 3),
         "train.score_test": "false",
     }
-    return [f"--config={REPOSITORY / 'configs' / 'default.py'}", *(f"--config.{k}={v}" for k, v in fields.items() if v)]
+
+
+def base(values: Any) -> list[str]:
+    """`--config` and the fields of the training."""
+    fields = training(values) | ({"data.dir": values.data_dir} if values.data_dir else {})
+    return [f"--config={REPOSITORY / 'configs' / 'default.py'}", *(f"--config.{k}={v}" for k, v in fields.items())]
 
 
 def market_of(
-    values: Any, profile: DeviceProfile, slowness_of: Mapping[str, float], startup: Mapping[str, float]
+    values: Any, profile: DeviceProfile, slowness_of: Mapping[str, float], startup: Mapping[str, float], folder: Path
 ) -> market.Market:
-    """The three kinds as offers, of which two of each may be had."""
+    """The three kinds as offers, of which two of each may be had; `folder` gets a profile of each."""
     config = workers.config_of(dict(flag[9:].split("=", 1) for flag in base(values)[1:]))
     offers = []
     for kind, (_, price) in KINDS.items():
-        of_kind, file = held_back(profile, slowness_of[kind]), profile_file(values, kind)
+        of_kind, file = held_back(profile, slowness_of[kind]), folder / f"{kind}.json"
         of_kind.save(file)
         offers.append((Offer(kind, price, available=2, startup_seconds=startup[kind]), of_kind, str(file)))
     link = Link(**profile.link) if profile.link else None
     terms = market.Terms(0.0, 0.0, values.checkpoint_seconds, float("inf"), None, link, 2)
     return market.Market(cheapest.task_of(config, open_session(config)), terms, offers)
-
-
-def profile_file(values: Any, kind: str) -> Path:
-    """Where the profile of a kind of machine is kept."""
-    return Path(values.output).resolve() / f"rented_{kind}_profile.json"
 
 
 class Bed:
@@ -118,20 +116,18 @@ class Bed:
 
     def __init__(self, profile: DeviceProfile, data: str):
         self._cores = sorted(os.sched_getaffinity(0))[:2]
-        changes = {"data.name": data, "model.lanes": "mlcn1:w1"}
+        changes = {"data.name": data, "model.lanes": "mlcn1:w1", "train.batch_size": _BATCH}
         self._group = workers.Group(workers.Run(changes, [[core] for core in self._cores], alone=True))
-        spec = workers.config_of(changes).model_spec(*workers.config_of(changes).data.shape())
-        lane = cost.lane_cost(workers.YARDSTICK.spec, spec.lane_settings, spec.image_shape)
-        self._yardstick = profile.lane_seconds(lane, _BATCH)
-        self._slowdown = profile.slowdown(2)
+        self._profile = profile
 
     def seconds(self, kinds: Sequence[str], commands: Sequence[str]) -> dict[str, float]:
         """What the commands took, together, and how slow the cores were, over the profile."""
         before = self._slowness()
         taken = measure(kinds, commands, self._cores)
         both = [(a + b) / 2 for a, b in zip(before, self._slowness(), strict=True)]
-        slowness = statistics.mean(both) if len(kinds) > 1 else both[0] / self._slowdown  # the other core was idle
-        return {"seconds": taken, "slowness": slowness}
+        if len(kinds) == 1:  # the yardstick runs on both cores, and the training did not
+            return {"seconds": taken, "slowness": both[0] / self._profile.slowdown(2)}
+        return {"seconds": taken, "slowness": statistics.mean(both)}
 
     def slowness_of(self, kind: str) -> float:
         """How many times slower than a whole core a kind is."""
@@ -143,8 +139,8 @@ class Bed:
         return statistics.median(b / a for a, b in zip(whole, held, strict=True)) if kind != "full" else 1.0
 
     def _slowness(self) -> list[float]:
-        turns = [self._group.yardstick_seconds() for _ in range(_YARDSTICK_TURNS)]
-        return [statistics.mean(own) / self._yardstick for own in zip(*turns, strict=True)]
+        turns = [self._group.slowness(self._profile) for _ in range(_YARDSTICK_TURNS)]
+        return [statistics.mean(own) for own in zip(*turns, strict=True)]
 
     def close(self) -> None:
         self._group.close()
@@ -282,7 +278,7 @@ def main(values: flags.FlagValues) -> None:
     profile = workers.one_core_profile(values.profile)
     output = Path(values.output)
     output.mkdir(parents=True, exist_ok=True)
-    path, about = output / "rented.json", {"training": base(values), "profile": digest(profile)}
+    path, about = output / "rented.json", {"training": training(values), "profile": digest(profile)}
     about |= {"kinds": {kind: list(of) for kind, of in KINDS.items()}, "repeats": values.repeats}
     stored = read_json(path) if path.exists() else {}
     if any(stored.get(name) != value for name, value in about.items()):
@@ -306,7 +302,8 @@ def main(values: flags.FlagValues) -> None:
                 taken = bed.seconds([kind] * count, _starts(values, count))
                 startup[name] = taken["seconds"] / taken["slowness"]
                 save()
-    ways = [_way(values, profile, slowness, startup, kinds) for kinds in sets()]
+    folder = tempfile.TemporaryDirectory()  # which the commands read, too
+    ways = [_way(values, profile, slowness, startup, kinds, Path(folder.name)) for kinds in sets()]
     for repeat in range(values.repeats):
         for (ordered, commands, way, _), taken in zip(ways, times, strict=True):
             if len(taken) == repeat:
@@ -315,6 +312,7 @@ def main(values: flags.FlagValues) -> None:
                 print(f"{ratio:.2f}  {taken[-1]['seconds']:4.0f} s  {' + '.join(ordered)}", flush=True)
                 save()
     bed.close()
+    folder.cleanup()
     for kinds, (_, _, way, split), taken in zip(sets(), ways, times, strict=True):
         seconds = statistics.median(one["seconds"] / one["slowness"] for one in taken)
         rows.append(
@@ -339,10 +337,11 @@ def _way(
     slowness: Mapping[str, float],
     startup: Mapping[str, float],
     kinds: Sequence[str],
+    folder: Path,
 ) -> tuple[list[str], list[str], market.Way, str]:
     """The fastest way over some kinds: these in the order of its commands, the commands, the way and its split."""
     suffix = "" if len(kinds) == 1 else " with another"
-    whole = market_of(values, profile, slowness, {kind: startup[kind + suffix] for kind in KINDS})
+    whole = market_of(values, profile, slowness, {kind: startup[kind + suffix] for kind in KINDS}, folder)
     numbers = tuple(sorted([c.offer.machine for c in whole.choices].index(kind) for kind in kinds))
     way = min(whole.on(numbers), key=lambda way: way.seconds)
     ordered = [whole.choices[n].offer.machine for n in way.machines]

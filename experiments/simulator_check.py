@@ -6,8 +6,8 @@
 Forty-eight configurations, none of which the profile was fitted to: lanes of several kinds and sizes in meshes, split
 by batch or by lane, and in stacks, placed greedily or by turns; on equal cores, and with the second process stopped
 for a part of the time, which imitates a slower device. What a shared machine gives changes by the minute, so each
-prediction is scaled by what one lane by itself takes just then in both processes over what the profile says of it, and
-the intervals of 90 % are judged in the same way. A measurement that was stopped goes on where it was. Writes
+prediction is scaled by what some lanes by themselves take just then in both processes over what the profile says of
+them, and the intervals of 90 % are judged in the same way. A measurement that was stopped goes on where it was. Writes
 `experiments/results/simulator_check.json` and `.png`.
 """
 
@@ -23,9 +23,10 @@ from absl import flags
 
 from experiments import RESULTS, workers
 from mlcn_jax import host
+from mlcn_jax.analysis import describe_work
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.launch import launch_script
-from mlcn_jax.placement import cost, partition
+from mlcn_jax.placement import partition
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.training import splits
 
@@ -80,8 +81,7 @@ def measure(row: Mapping[str, Any], profile: DeviceProfile, values: flags.FlagVa
     device_of = placement.device_of if placement else ()
     group = workers.Group(workers.Run(changes, cores, device_of=device_of, slowness=row["slowness"]))
     steps = max(2, round(values.turn_seconds / group.seconds(2)))
-    reference = cost.lane_cost(workers.YARDSTICK.spec, spec.lane_settings, spec.image_shape)
-    yardstick = profile.lane_seconds(reference, _BATCH)
+    least = describe_work.scaling(config, spec, None, profile, 2)["seconds"]["least_by_devices"][2]
 
     def predict(slowness: Sequence[float]) -> float:
         if placement:
@@ -89,11 +89,11 @@ def measure(row: Mapping[str, Any], profile: DeviceProfile, values: flags.FlagVa
         return splits.predict_mesh(spec, _BATCH, row["data"], row["lane"], profiles, slowness).total_seconds
 
     seconds, factors = [], []
-    before = group.yardstick_seconds()
+    before = group.slowness(profile)
     for _ in range(values.rounds):
         seconds.append(group.seconds(steps))
-        after = group.yardstick_seconds()
-        now = [(a + b) / 2 / yardstick for a, b in zip(before, after, strict=True)]
+        after = group.slowness(profile)
+        now = [(a + b) / 2 for a, b in zip(before, after, strict=True)]
         factors.append([one / profile.slowdown(2) for one in now])  # both were at work, which the prediction counts
         before = after
     group.close()
@@ -107,6 +107,7 @@ def measure(row: Mapping[str, Any], profile: DeviceProfile, values: flags.FlagVa
         "predicted_over_measured": statistics.median(p / s for p, s in zip(predicted, seconds, strict=True)),
         "interval": [sure.low_seconds, sure.high_seconds] if sure else None,
         "inside": sure.holds(ratio) if sure else None,
+        "least_seconds": least,
         "slowness_then": statistics.median(map(max, factors)),
         "planned_seconds": predict([1.0, row["slowness"]]),
     }
@@ -129,6 +130,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "interval_level": _LEVEL,
         "inside_interval": statistics.mean(row["inside"] for row in rows) if rows[0]["inside"] is not None else None,
         "planned_over_fastest": longer,
+        "least_over_measured": max(row["least_seconds"] / row["measured_seconds"] for row in rows),
     }
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,13 @@ from mlcn_jax.config import RunConfig, flat
 from mlcn_jax.distributed import links, processes
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import keep_memory, program
-from mlcn_jax.nn.lanes import LaneGroup, LaneSpec
+from mlcn_jax.nn.lane_list import parse_lanes
+from mlcn_jax.placement import cost
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.training.session import optimizer_of, plan_of, step_options
 
-YARDSTICK = LaneGroup(LaneSpec("mlcn1", 3), 1)
+YARDSTICK = parse_lanes("mlcn1:w1,mlcn1:w3,mlcn1:w2d2,mlcn1:w5,mlcn2:w2,mlcn2:w2d2,mlcn2:w5")
+_YARDSTICK_STEPS = 3
 _THROTTLE_PERIOD_SECONDS = 0.02
 
 
@@ -110,9 +112,17 @@ class Group:
         with self._throttled():
             return self._ask(str(steps))[0]
 
-    def yardstick_seconds(self) -> list[float]:
-        """Of a step of `YARDSTICK`, now, in all processes at once, none of them interrupted."""
-        return self._ask("yardstick")
+    def slowness(self, profile: DeviceProfile) -> list[float]:
+        """How many times as long as in a profile steps take now, in each process, all of them at once.
+
+        The geometric mean over the lanes of `YARDSTICK`: what the profile's fit says of one by itself is off by some
+        percent.
+        """
+        config = config_of(self._run.changes)
+        spec, batch = config.model_spec(*config.data.shape()), config.train.batch_size
+        costs = [cost.lane_cost(group.spec, spec.lane_settings, spec.image_shape) for group in YARDSTICK]
+        expected = np.array([profile.lane_seconds(one, batch) for one in costs])
+        return [float(np.exp(np.mean(np.log(np.array(seconds) / expected)))) for seconds in self._ask("yardstick")]
 
     def link(self) -> dict[str, float]:
         """The link between the first two processes, measured now (`links.measure`)."""
@@ -160,7 +170,7 @@ class Group:
 
 
 def _work(values: dict[str, Any]) -> None:
-    """Answers each line of standard input: a number of steps or `yardstick` with a step's mean seconds, or `link`."""
+    """Answers each line of standard input: a number of steps with a step's mean seconds, `yardstick`, or `link`."""
     os.sched_setaffinity(0, values["cores"])
     config = config_of(values["changes"])
     if config.parallel.processes > 1:
@@ -168,7 +178,7 @@ def _work(values: dict[str, Any]) -> None:
     import jax
     import jax.numpy as jnp
 
-    from mlcn_jax.analysis.measure_device import Lab
+    from mlcn_jax.analysis.measure_device import Lab, Program
     from mlcn_jax.nn.model import init_params
     from mlcn_jax.training import plan, stack_programs, step
 
@@ -192,26 +202,35 @@ def _work(values: dict[str, Any]) -> None:
     images = rng.integers(0, 256, (config.train.batch_size, *image_shape), dtype=np.uint8)
     labels = rng.integers(0, num_classes, config.train.batch_size, dtype=np.int32)
     runner.compile(images, labels)
-    yardstick = cache(lambda: Lab(spec).lane_step(YARDSTICK, config.train.batch_size))
+    yardsticks = cache(lambda: [Lab(spec).lane_step(group, config.train.batch_size) for group in YARDSTICK])
 
     def steps(count: int) -> None:
         for _ in range(count):
             metrics = runner.step(*runner.place(images, labels))
         jax.device_get(metrics)  # all of them: the norm of the gradient is there once every backward pass is
 
-    def yardstick_steps(count: int) -> None:
-        for _ in range(count):
-            yardstick().run()
+    def mean_seconds(run: Callable[[int], None], count: int) -> float:
+        run(1)  # brings caches and memory back
+        started = time.perf_counter()
+        run(count)
+        return (time.perf_counter() - started) / count
+
+    def lane_steps(program: Program) -> Callable[[int], None]:
+        def run(count: int) -> None:
+            for _ in range(count):
+                program.run()
+
+        return run
 
     for line in sys.stdin:
         if line.strip() == "link":
             print("answer", json.dumps(dataclasses.asdict(links.measure(jax.devices()[:2]))), flush=True)
             continue
-        run, count = (steps, int(line)) if line.strip().isdigit() else (yardstick_steps, 20)
-        run(1)  # brings caches and memory back
-        started = time.perf_counter()
-        run(count)
-        print("answer", (time.perf_counter() - started) / count, flush=True)
+        if line.strip().isdigit():
+            answer: Any = mean_seconds(steps, int(line))
+        else:
+            answer = [mean_seconds(lane_steps(program), _YARDSTICK_STEPS) for program in yardsticks()]
+        print("answer", json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program
 from mlcn_jax.placement.catalog import Offer
 from mlcn_jax.placement.profile import DeviceProfile
+from mlcn_jax.training.apart import couplings_of_losses
 from mlcn_jax.training.splits import Messages
 
 
@@ -30,9 +31,15 @@ def best_way(market: Market, ways: Sequence[Way], deadline_seconds: float) -> Wa
         raise InputError(
             f"no way trains it in {duration(deadline_seconds)}: the nearest deadline that can be met is "
             f"--deadline={round_up(fastest.seconds)} ({names}, {fastest.kind}, for {fastest.cost:.2f}); allow more "
-            "time, more machines (--most_machines) or fewer steps"
+            f"time, {_more_machines(market)} or fewer steps"
         )
     return min(in_time, key=lambda way: (way.cost, way.seconds))
+
+
+def _more_machines(market: Market) -> str:
+    if market.terms.link is None and not market.task.apart:
+        return "several machines (--latency_seconds and --bytes_per_second say how fast the link between them is)"
+    return "more machines (--most_machines)"
 
 
 def _fits_nowhere(market: Market) -> str:
@@ -68,25 +75,20 @@ def task_of(config: Any, session: Any) -> Task:
     spec, train = session.spec, config.train
     if not spec.lane_groups:
         raise InputError("device profiles predict lanes, and CapsNet has none: give a configuration of an mlcn")
-    save_every = train.checkpoint_every or session.steps_per_epoch
-    saves = math.ceil(session.num_steps / save_every)
     validation = len(session.validation.labels)
     views = 2 if config.data.flip or config.data.alternate_flips else 1
-    scored = saves * validation + views * (validation + train.score_test * len(session.dataset.test.labels))
-    alone = bool(spec.classifies_alone.all()) or (
-        spec.margin_loss == "per_lane_sum" and spec.decoder_gradient == "none"
-    )
-    coupled = spec.ensemble_weight or spec.lane_dropout or spec.decoder_gradient == "all" or train.clip_norm
+    scored = views * (validation + train.score_test * len(session.dataset.test.labels))
     images = (session.train.images, session.validation.images, session.dataset.test.images)
     return Task(
         spec=spec,
         batch_size=train.batch_size,
         steps=session.num_steps,
-        save_every=save_every,
+        save_every=train.checkpoint_every or session.steps_per_epoch,
         scored_images=scored,
         data_bytes=sum(part.nbytes for part in images),
-        apart=alone and not coupled,
-        validated=validation > 0,
+        apart=not any(coupled for coupled, _, _ in couplings_of_losses(spec, train.clip_norm)),
+        validation_images=validation,
+        split_seed=config.split_seed,
         messages=Messages(config.parallel.exchange_dtype, train.clip_norm > 0, train.accumulation_steps),
     )
 
@@ -104,12 +106,24 @@ def with_profiles(
     found, passed = [], []
     for offer in offers:
         key = next((n.lower() for n in (offer.machine, offer.accelerator) if n and n.lower() in profiles), "")
+        cores = profiles[key][0].cpu_count * offer.devices if key and profiles[key][0].platform == "cpu" else None
         if not key:
-            passed.append(f"{offer.machine if not offer.accelerator else offer.accelerator}: no profile")
+            passed.append(
+                f"{offer.accelerator or offer.machine}: no profile (measure one there with {program()} profile "
+                "--output=FILE, and give --profiles=NAME=FILE)"
+            )
         elif offer.spot and offer.interruptions_per_hour is None and terms.interruptions_per_hour is None:
             passed.append("spot machines: no --interruptions_per_hour")
+        elif offer.cpus and cores not in (None, offer.cpus):
+            passed.append(
+                f"{offer.machine}: it has {offer.cpus:g} cores, and the profile {profiles[key][1]} is of {cores} "
+                "(measure one there)"
+            )
         elif offer.devices > 1 and profiles[key][0].link is None:
-            passed.append(f"{offer.machine}: the profile {profiles[key][1]} has no link between two devices")
+            passed.append(
+                f"{offer.machine}: the profile {profiles[key][1]} has no link between two devices (measure it on a "
+                "machine with two or more)"
+            )
         else:
             found.append((offer, *profiles[key]))
     return found, list(dict.fromkeys(passed))
@@ -170,7 +184,9 @@ def read_profiles(text: str, offers: Sequence[Offer]) -> dict[str, tuple[DeviceP
             continue
         words = set(re.split(r"[^a-z0-9]+", load(file).device.lower()))
         names = {o.accelerator.lower() for o in offers if o.accelerator}
-        fitting = [name for name in names if set(re.split(r"[^a-z0-9]+", name)) <= words]
+        words_of = {name: set(re.split(r"[^a-z0-9]+", name)) for name in names}
+        fitting = [name for name in names if words_of[name] <= words]
+        fitting = [name for name in fitting if not any(words_of[name] < words_of[other] for other in fitting)]
         if not fitting:
             raise InputError(
                 f"--profiles={file} is of {load(file).device}, which is no accelerator of the catalog: say which "

@@ -1,6 +1,7 @@
 """The ways to train a model on rented machines as a table, JSON, a picture and the commands of the best."""
 
 import dataclasses
+import itertools
 import math
 import shlex
 from collections.abc import Sequence
@@ -110,7 +111,7 @@ def commands(market: Market, way: Way, base: Sequence[str]) -> list[str]:
     else:
         fields += ["--config.parallel.plan=stacks", f"--config.parallel.lane={way.lane}"]
         fields += ["--config.parallel.partitioner=exact"]
-    processes = sum(_processes(choice) for choice in choices)
+    processes = sum(_processes(choice, way) for choice in choices)
     number = 0
     for i, choice in enumerate(choices):
         own = list(fields)
@@ -121,36 +122,46 @@ def commands(market: Market, way: Way, base: Sequence[str]) -> list[str]:
             lines.append(_on(choice, i, _train(base, own, "cheapest")))
             continue
         host = "$(sky status --ip mlcn-0)" if choices[0].offer.cloud else "HOST"
-        for _ in range(_processes(choice)):
+        here = _processes(choice, way)
+        for k in range(here):
             address = [f"--config.parallel.processes={processes}", f"--config.parallel.process={number}"]
             address.append(f"--config.parallel.coordinator={host}:{_PORT}")
-            lines.append(_on(choice, i, _train(base, [*own, *address], "cheapest")))
+            command = _train(base, [*own, *address], "cheapest")
+            lines.append(_on(choice, i, _on_cores(choice, k, command) if here > 1 else command))
             number += 1
     return lines
 
 
-def _processes(choice: Choice) -> int:
+def _processes(choice: Choice, way: Way) -> int:
     """Accelerators of a machine share a process; CPU devices have one each."""
-    return choice.offer.devices if choice.profile.platform == "cpu" else 1
+    used = min(choice.offer.devices, way.data * way.lane)
+    return used if choice.profile.platform == "cpu" else 1
+
+
+def _on_cores(choice: Choice, device: int, command: str) -> str:
+    """A command bound to the cores of one of a machine's devices."""
+    count = choice.profile.cpu_count
+    return f"taskset --cpu-list {device * count}-{(device + 1) * count - 1} {command}"
 
 
 def _apart(market: Market, way: Way, choices: Sequence[Choice], base: Sequence[str]) -> list[str]:
     groups, lines, folders = market.task.spec.lane_groups, [], []
     done = [0] * len(groups)
-    replaced = ("--config.model.lanes=", "--config.model.lane_seeds=", "--config.train.lanes_apart=")
-    kept = [flag for flag in base if not flag.startswith(replaced)]
-    if not any(flag.startswith("--config.data.split_seed=") for flag in base):
-        kept.append("--config.data.split_seed=0")
-    kept.append("--config.train.lanes_apart=true")
+    replaced = ("model.lanes", "model.lane_seeds", "data.split_seed", "train.lanes_apart", "train.checkpoint_every")
+    kept = [flag for flag in base if not flag.startswith(tuple(f"--config.{name}=" for name in replaced))]
+    kept += [f"--config.data.split_seed={market.task.split_seed}", "--config.train.lanes_apart=true"]
+    seeds = market.task.spec.lane_seeds or range(sum(market.counts))
+    first = [0, *itertools.accumulate(market.counts)]
     for i, (choice, held) in enumerate(zip(choices, way.lanes, strict=True)):
         for kind, count in enumerate(held):
             for _ in range(count):
-                name = f"lanes/{groups[kind].name}_{done[kind]}"
+                name, seed = f"lanes/{groups[kind].name}_{done[kind]}", seeds[first[kind] + done[kind]]
                 done[kind] += 1
                 folders.append(f"runs/{name}")
-                own = [f"--config.model.lanes={groups[kind].spec}", f"--config.model.lane_seeds={len(folders) - 1}"]
+                own = [f"--config.model.lanes={groups[kind].spec}", f"--config.model.lane_seeds={seed}"]
+                own.append(f"--config.train.checkpoint_every={market.lane_save_every(way.machines[i], kind)}")
                 lines.append(_on(choice, i, _train(kept, own, name)))
-    weights = "" if market.task.validated else " --weights=equal"
+    weights = "" if market.task.validation_images else " --weights=equal"
     joined = f"{program()} join --workdir={','.join(folders)} --output=runs/cheapest{weights}"
     return [*lines, f"{joined}  # where the folders of all machines are"]
 
@@ -171,11 +182,8 @@ def _rent(choice: Choice, number: int) -> str:
 def _on(choice: Choice, number: int, command: str) -> str:
     """The command as it is given for a machine."""
     if choice.offer.cloud:
-        return (
-            f'sky exec mlcn-{number} "{command}"'
-            if "$(" in command
-            else shlex.join(["sky", "exec", f"mlcn-{number}", command])
-        )
+        quoted = f'"{command}"' if "$(" in command else shlex.quote(command)
+        return f"sky exec --detach-run mlcn-{number} {quoted}"
     return f"{command}  # on {choice.offer.machine}"
 
 

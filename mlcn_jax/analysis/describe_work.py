@@ -114,14 +114,14 @@ def scaling(
       config, spec: the run and its model.
       link: between any two devices; None leaves communication out.
       profile: of the devices; None leaves seconds out.
-      most_devices: devices are counted in powers of two up to this number.
+      most_devices: devices are counted in powers of two up to this number, and as many as there are lanes.
 
     Raises:
       InputError: the profile was measured with other lanes, or before its peak rates were kept.
     """
     parts = work_by_part(config, spec)
     whole = parts["all"][1]
-    counts = [2**k for k in range(most_devices.bit_length())]
+    counts = sorted({*(2**k for k in range(most_devices.bit_length())), min(most_devices, len(spec.lane_specs) or 1)})
     found: dict[str, Any] = {
         "work": {name: {"count": count, **part.to_dict()} for name, (count, part) in parts.items()},
         "brent_unit_operations": {n: bounds.brent(whole.work, whole.depth, n) for n in counts},
@@ -147,13 +147,13 @@ def _seconds(
         for group in spec.lane_groups
         for _ in range(group.count)
     ]
-    return {
-        "least_by_devices": {
-            n: bounds.least_seconds(whole.product_flops, whole.least_bytes, *rates, devices=n) for n in counts
-        },
-        "predicted_on_one_device": profile.stack_seconds(costs, batch_size)
-        + profile.head_seconds(len(spec.lane_specs), batch_size),
-    }
+    least = {n: bounds.least_seconds(whole.product_flops, whole.least_bytes, *rates, devices=n) for n in counts}
+    if not costs:
+        return {"least_by_devices": least}
+    seconds = profile.stack_seconds(costs, batch_size) + profile.head_seconds(len(spec.lane_specs), batch_size)
+    sure = splits.interval(seconds, spec, [profile])
+    within = [sure.low_seconds, sure.high_seconds] if sure else None
+    return {"least_by_devices": least, "predicted_on_one_device": seconds, "90 % within": within}
 
 
 def _communication(

@@ -18,10 +18,12 @@ from mlcn_jax.placement.problem import NoRoom, Placement
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.placement.spot import Interruptions
 from mlcn_jax.training import splits
+from mlcn_jax.training.accumulate import check_parts
 
 _FREE = simulate.Link(0.0, math.inf)
 _PARETO_POINTS = 5  # of lanes trained apart
 _EARLIER = 0.8
+_MOST_SETS = 10**6
 _EXACT_SECONDS = 1.0  # for one integer program
 
 
@@ -33,10 +35,11 @@ class Task:
       spec, batch_size: the model, and images per training step.
       steps: training steps of the whole run.
       save_every: steps between checkpoints, unless machines may be interrupted.
-      scored_images: images classified in the whole run besides training.
+      scored_images: images classified at the end of the run.
       data_bytes: bytes of images that each machine needs first.
       apart: whether the lanes can be trained without each other.
-      validated: whether there are validation images, on which joined lanes get their weights.
+      validation_images: classified at every checkpoint; joined lanes get their weights on them.
+      split_seed: which images these are.
       messages: how columns and gradients are sent where machines train one run together.
     """
 
@@ -47,7 +50,8 @@ class Task:
     scored_images: int
     data_bytes: int
     apart: bool
-    validated: bool = False
+    validation_images: int = 0
+    split_seed: int = 0
     messages: splits.Messages = dataclasses.field(default_factory=splits.Messages)
 
 
@@ -186,6 +190,11 @@ class Market:
         """The best way of each set of machines that can be on the front; the others are passed over unsolved."""
         machines = [choice.machine for choice in self.choices]
         most = self.terms.most_machines if self.terms.link else 1
+        if (count := sum(math.comb(len(machines) + n - 1, n) for n in range(1, most + 1))) > _MOST_SETS:
+            raise InputError(
+                f"--most_machines={most} of {len(machines)} different offers give {count:,} sets of machines, and "
+                f"{_MOST_SETS:,} can be tried: lower --most_machines, or leave offers out of the catalog"
+            )
         bounded = []
         for chosen in rental.sets(machines, most):
             least = self._least_seconds(chosen)
@@ -212,12 +221,21 @@ class Market:
     def on(self, chosen: tuple[int, ...]) -> list[Way]:
         """Every split over a set of machines, by the numbers of their choices, that train one run together.
 
-        The fastest machine comes first: its first device computes loss and decoder in stacks.
+        The fastest machine comes first: its first device computes loss and decoder in stacks. A single machine on all
+        of whose devices the model cannot be split trains it on fewer.
         """
         chosen = tuple(sorted(chosen, key=self._speed))
+        all_devices = [self.choices[n].devices for n in chosen]
+        fewest = 1 if len(chosen) == 1 else len(all_devices[0])
+        for count in range(len(all_devices[0]), fewest - 1, -1):
+            if found := self._splits(chosen, [all_devices[0][:count], *all_devices[1:]]):
+                return found
+        return []
+
+    def _splits(self, chosen: tuple[int, ...], devices: Sequence[Sequence[DeviceProfile]]) -> list[Way]:
         task, spec, messages = self.task, self.task.spec, self.task.messages
-        profiles = [profile for n in chosen for profile in self.choices[n].devices]
-        hosts = [host for host, n in enumerate(chosen) for _ in self.choices[n].devices]
+        profiles = [profile for own in devices for profile in own]
+        hosts = [host for host, own in enumerate(devices) for _ in own]
         within: dict[int | str, simulate.Link] = {h: self._inside(n) for h, n in enumerate(chosen)}
         cluster = simulate.Cluster(hosts, within, self.terms.link or _FREE)
         count, ones = len(profiles), [1.0] * len(profiles)
@@ -226,10 +244,12 @@ class Market:
             lane = count // data
             with contextlib.suppress(InputError):
                 check_split(spec, task.batch_size, data, lane)
+                check_parts(spec, task.batch_size, data, messages.parts)
                 if all(splits.has_room(spec, task.batch_size // data, lane, profile) for profile in profiles):
                     step = splits.predict_mesh(spec, task.batch_size, data, lane, profiles, ones, cluster, messages)
                     found.append(self._way("mesh", chosen, cluster, profiles, step, data=data, lane=lane))
-        placement = self._placement(profiles, cluster) if count > 1 else None
+        stacked = count > 1 and splits.can_stack(spec, messages)
+        placement = self._placement(profiles, cluster) if stacked else None
         if placement:
             step = splits.predict_stacks(spec, task.batch_size, placement, profiles, ones, "ring", cluster, messages)
             found.append(self._way("stacks", chosen, cluster, profiles, step, lane=count, placement=placement))
@@ -291,6 +311,9 @@ class Market:
     def _run(self, step_seconds: float, forward_share: float, interruptions: Interruptions) -> "_Run":
         task = self.task
         work = task.steps * step_seconds + task.scored_images / task.batch_size * forward_share * step_seconds
+        validating = task.validation_images / task.batch_size * forward_share * step_seconds
+        saving = interruptions.checkpoint_seconds + validating
+        interruptions = dataclasses.replace(interruptions, checkpoint_seconds=saving)
         every = min(task.save_every, task.steps)
         if interruptions.per_second:
             every = min(task.steps, max(1, round(interruptions.best_interval() / step_seconds)))
@@ -299,7 +322,7 @@ class Market:
     # Lanes trained apart.
 
     def _apart(self, deadline_seconds: float) -> list[Way]:
-        """Lanes trained apart: the cheapest way by the deadline, and the cheapest of all and by ever earlier ones."""
+        """Lanes trained apart: the fastest way, the cheapest by the deadline, of all, and by ever earlier deadlines."""
         task = self.task
         if not task.apart or len(task.spec.lane_specs) < 2:
             return []
@@ -308,16 +331,20 @@ class Market:
             dataclasses.replace(choice.machine, lane_seconds=tuple(run.seconds for run in row))
             for choice, row in zip(self.choices, runs, strict=True)
         ]
-        found: list[Way] = []
+        given = (machines, self.counts, self.terms.most_machines)
+        answers = [rental.apart(*given, math.inf, _EXACT_SECONDS, fastest=True)]
         for start in dict.fromkeys((deadline_seconds, math.inf)):
             deadline = start
             for _ in range(_PARETO_POINTS if start == math.inf else 1):
-                answer = rental.apart(machines, self.counts, self.terms.most_machines, deadline, _EXACT_SECONDS)
-                if answer is None:
+                answers.append(rental.apart(*given, deadline, _EXACT_SECONDS))
+                if answers[-1] is None:
                     break
-                found.append(self._apart_way(answer, runs))
-                deadline = _EARLIER * answer.seconds
-        return found
+                deadline = _EARLIER * answers[-1].seconds
+        return [self._apart_way(answer, runs) for answer in answers if answer is not None]
+
+    def lane_save_every(self, number: int, kind: int) -> int:
+        """Steps between the checkpoints of a lane of a kind that a machine trains apart."""
+        return self._lane_run(self.choices[number], self._costs[kind]).save_every
 
     def _lane_run(self, choice: Choice, one: cost.LaneCost) -> "_Run":
         profile = choice.devices[0]

@@ -82,11 +82,19 @@ def main(argv: Sequence[str]) -> None:
     market = Market(cheapest.task_of(config, open_session(config)), terms, judged)
     ways = market.ways(deadline)
     best = cheapest.best_way(market, ways, deadline)
-    base = [argument for argument in argv if argument.lstrip("-").startswith("config")]
-    launch = cheapest_report.commands(market, best, base)
+    launch = cheapest_report.commands(market, best, _config_flags(argv))
     cheapest_report.write(market, ways, best, deadline, passed, launch, output)
     print(cheapest_report.table(market, ways, best))
     for line in (cheapest_report.advice(market, best), *(f"passed over: {reason}" for reason in passed[:10])):
         print(line) if line else None
     print(f"the best, for {best.cost:.4g}:", *launch, sep="\n")
     print(f"cheapest.json and cheapest.png in {output}")
+
+
+def _config_flags(argv: Sequence[str]) -> list[str]:
+    """`--config` and the fields that were given, each as one argument."""
+    found, rest = [], iter(argv)
+    for argument in rest:
+        if argument.lstrip("-").startswith("config"):
+            found.append(argument if "=" in argument else f"{argument}={next(rest)}")
+    return found

@@ -41,6 +41,7 @@ class Offer:
       spot: whether it may be taken away at any time.
       accelerator: the accelerator's name; empty if there is none, or if a plain CSV does not say.
       devices: accelerators, or devices that train.
+      cpus: cores of a machine without accelerators; None if the catalog does not say.
       memory_bytes: memory of the machine for programs; infinity if that of the profile holds.
       region, zone: where it is.
       available: how many may be rented.
@@ -54,6 +55,7 @@ class Offer:
     spot: bool = False
     accelerator: str = ""
     devices: int = 1
+    cpus: float | None = None
     memory_bytes: float = math.inf
     region: str = ""
     zone: str = ""
@@ -71,7 +73,10 @@ class Offer:
 
 
 def read_catalog(path: Path, priced_on: str = "", today: datetime.date | None = None) -> list[Offer]:
-    """The offers of a catalog, on demand and spot; rows of SkyPilot's without any price are passed over.
+    """The offers of a catalog, on demand and spot.
+
+    Rows of SkyPilot's without any price are passed over, and so are those of an accelerator without a machine, or of a
+    part of one.
 
     Args:
       path: a CSV file.
@@ -113,11 +118,14 @@ def read_catalog(path: Path, priced_on: str = "", today: datetime.date | None = 
 
 def _of_sky(row: dict[str, str], where: str) -> list[Offer]:
     count = _number(row, "AcceleratorCount", where, 0.0)
-    memory = _number(row, "MemoryGiB", where, math.inf)
+    memory, cpus = _number(row, "MemoryGiB", where, math.inf), _number(row, "vCPUs", where, 0.0)
+    if not row["InstanceType"].strip() or 0 < count < 1:
+        return []  # an accelerator without its machine, or a part of one
     common = {
         "machine": row["InstanceType"],
         "accelerator": row.get("AcceleratorName", ""),
         "devices": max(1, int(count)),
+        "cpus": None if row.get("AcceleratorName") or not cpus else cpus,
         "memory_bytes": math.inf if row.get("AcceleratorName") else memory * 2**30,
         "region": row.get("Region", ""),
         "zone": row.get("AvailabilityZone", ""),

@@ -30,7 +30,7 @@ from mlcn_jax.placement.simulate import Cluster
 from mlcn_jax.training.apart import couplings_of_losses
 from mlcn_jax.training.mesh_runner import MeshRunner
 from mlcn_jax.training.runner import Runner
-from mlcn_jax.training.speeds import speeds_of
+from mlcn_jax.training.speeds import kinds_differ, speeds_of
 from mlcn_jax.training.splits import (
     ROUND_STEPS,
     Messages,
@@ -100,7 +100,7 @@ def make_plan(
       InputError: there are too few devices, model or batch do not fit them, or a device profile is missing or invalid.
     """
     if kind == "mesh":
-        return _mesh_plan(spec, batch_size, data, lane)
+        return _with_speeds(_mesh_plan(spec, batch_size, data, lane), spec, batch_size, kept)
     if not spec.lane_groups:
         raise InputError(f"CapsNet has no lanes for parallel.plan={kind}: use mesh, with parallel.data")
     if kind == "stacks":
@@ -244,6 +244,22 @@ def _in_first(function: Callable[[], Any]) -> Any:
 def _mesh_plan(spec: ModelSpec, batch_size: int, data: int, lane: int) -> Plan:
     mesh_lib.check_split(spec, batch_size, data, lane)
     return Plan(mesh_lib.make_mesh(data, lane), about={"plan": "mesh", "data": data, "lane": lane})
+
+
+def _with_speeds(found: Plan, spec: ModelSpec, batch_size: int, kept: Path | None) -> Plan:
+    """A mesh gives all devices an equal share: if they are of several kinds, what that costs is measured and said."""
+    devices = list(found.mesh.devices.flat) if found.mesh is not None else []
+    if not spec.lane_groups or not kinds_differ(devices):
+        return found
+    speeds = speeds_of(spec, batch_size, devices, kept and kept / _SPEEDS)
+    assert speeds is not None
+    measured = speeds.about([f"{device.device_kind} {device.id}" for device in devices])
+    _log.warning(
+        "devices differ, and a mesh gives each an equal share: parallel.plan=stacks gives each what it can do (seconds "
+        "of a lane's step: %s)",
+        measured,
+    )
+    return dataclasses.replace(found, about={**found.about, "measured_seconds": measured})
 
 
 def _stacks_plan(spec: ModelSpec, devices: Sequence[jax.Device], placement: Placement, names: Sequence[str]) -> Plan:

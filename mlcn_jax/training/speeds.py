@@ -80,7 +80,7 @@ def speeds_of(
       kept: a file of process 0, from which earlier measurements of these devices are taken and in which new ones are
         kept; None keeps nothing.
     """
-    kinds = _of_each(devices, {d: _kind(device) for d, device in enumerate(devices) if _is_here(device)})
+    kinds = _kinds(devices)
     if len(set(kinds)) == 1 and not _speeds_differ(devices):
         return None
     lanes_of = _lanes_to_time(spec, batch_size)
@@ -100,6 +100,15 @@ def speeds_of(
         if kept is not None and processes.is_first():
             write_json(kept, {**asked, "seconds": stored})
     return Speeds(tuple(kinds), batch_size, tuple(stored))
+
+
+def kinds_differ(devices: Sequence[jax.Device]) -> bool:
+    """Whether devices are of several kinds, or have other numbers of cores. Every process of the run must call it."""
+    return len(devices) > 1 and len(set(_kinds(devices))) > 1
+
+
+def _kinds(devices: Sequence[jax.Device]) -> list[str]:
+    return _of_each(devices, {d: _kind(device) for d, device in enumerate(devices) if _is_here(device)})
 
 
 def _of_each(devices: Sequence[jax.Device], mine: dict[int, Any]) -> list[Any]:

@@ -71,9 +71,7 @@ def candidates(
     Raises:
       InputError: there is none.
     """
-    found = []
-    coupled = spec.ensemble_weight or (spec.decoder_gradient == "all" and spec.classifies_alone.any())
-    stacked = messages.parts == 1 and not coupled  # as `StacksRunner` demands
+    found, stacked = [], can_stack(spec, messages)
     if num_processes > 1 and all(has_room(spec, batch_size, 1, profile) for profile in profiles):
         found.append(Candidate(1, 1, None, predict_alone(spec, batch_size, profiles, cluster)))
     for count in range(1, len(profiles) + 1) if num_processes == 1 else [len(profiles)]:
@@ -101,6 +99,12 @@ def candidates(
             "it: use fewer processes, another batch size or more lanes"
         )
     return found
+
+
+def can_stack(spec: ModelSpec, messages: Messages) -> bool:
+    """Whether `StacksRunner` takes such a run."""
+    coupled = spec.ensemble_weight or (spec.decoder_gradient == "all" and spec.classifies_alone.any())
+    return messages.parts == 1 and not coupled
 
 
 def placements(problem: Problem, partitioners: Sequence[str]) -> list[Placement]:

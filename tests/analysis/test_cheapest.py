@@ -12,10 +12,12 @@ from made_profile import make_profile
 
 from mlcn_jax.analysis import cheapest, cheapest_report, market
 from mlcn_jax.commands import front
+from mlcn_jax.commands.cheapest import _config_flags
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.catalog import Offer
 from mlcn_jax.placement.simulate import Link
+from mlcn_jax.training import splits
 
 SPEC = ModelSpec("mlcn", (28, 28, 1), 10, "mlcn1:w2*4,mlcn1:w1d2*2")
 TASK = market.Task(SPEC, 100, 2000, 500, 10_000, 10**8, apart=False)
@@ -101,6 +103,46 @@ def test_spot_machines_save_at_the_best_interval_and_count_what_is_lost(profiles
     assert 0 < spot.lost_seconds < spot.save_every * spot.step_seconds
 
 
+def test_validating_at_a_checkpoint_is_a_part_of_what_it_costs(profiles):
+    terms = dataclasses.replace(TERMS, interruptions_per_hour=3.0, link=None)
+    spot = offers(profiles, Offer("slow", 0.8, spot=True))
+    plain = market.Market(TASK, terms, spot).ways()[0]
+    validating = market.Market(dataclasses.replace(TASK, validation_images=5000), terms, spot).ways()[0]
+    assert validating.save_every > 1.2 * plain.save_every
+    assert validating.seconds > plain.seconds
+
+
+def test_a_model_that_does_not_divide_trains_on_fewer_of_a_machines_devices(profiles):
+    spec = dataclasses.replace(SPEC, lanes="mlcn1:w2,mlcn1:w1d2,mlcn1:w1")
+    task, many = dataclasses.replace(TASK, spec=spec, batch_size=99), Offer("fast-7", 5.0, devices=7)
+    ways = market.Market(task, TERMS, offers(profiles, many)).on((0,))
+    assert {way.data * way.lane for way in ways} == {3}
+
+
+@pytest.mark.parametrize("changes", [{"messages": splits.Messages(parts=2)}, {"messages": splits.Messages(parts=3)}])
+def test_what_a_run_would_refuse_is_no_way(profiles, changes):
+    whole = market.Market(TASK, TERMS, offers(profiles, FAST, SLOW))
+    assert {way.kind for way in whole.on((0, 1))} == {"mesh", "stacks"}
+    parts = market.Market(dataclasses.replace(TASK, **changes), TERMS, offers(profiles, FAST, SLOW))
+    assert {way.kind for way in parts.on((0, 1))} == ({"mesh"} if changes["messages"].parts == 2 else set())
+
+
+def test_more_sets_than_can_be_tried_are_refused(profiles):
+    many = [Offer(f"fast-{i}", 1.0 + i / 1000, startup_seconds=500.0 - i, available=1) for i in range(300)]
+    with pytest.raises(InputError, match=r"--most_machines=3 of 300 different offers give .* sets of machines"):
+        market.Market(TASK, dataclasses.replace(TERMS, most_machines=3), offers(profiles, *many)).ways()
+
+
+def test_devices_of_a_machine_beside_others_have_cores_of_their_own(profiles):
+    whole = market.Market(TASK, TERMS, offers(profiles, Offer("fast-2", 5.0, devices=2), SLOW))
+    way = next(way for way in whole.on((0, 1)) if way.kind == "stacks")
+    count = profiles["fast"].cpu_count
+    first, second, third = cheapest_report.commands(whole, way, ["--config=x"])
+    assert first.startswith(f"taskset --cpu-list 0-{count - 1} ")
+    assert second.startswith(f"taskset --cpu-list {count}-{2 * count - 1} ")
+    assert "taskset" not in third
+
+
 def test_the_interval_is_of_the_run_and_the_start_is_certain(profiles):
     way = market.Market(TASK, TERMS, offers(profiles, FAST)).ways()[0]
     assert 110 < way.interval.low_seconds < way.seconds < way.interval.high_seconds
@@ -113,8 +155,9 @@ def test_a_thousand_offers_take_less_than_ten_seconds(profiles):
             f"{kind}-{i}",
             float(rng.uniform(0.5, 5)),
             devices=int(rng.choice([1, 2, 4])),
-            startup_seconds=float(rng.choice([60, 120, 180])),
+            startup_seconds=float(rng.uniform(60, 300)),
             region=f"r{i % 7}",
+            available=1,
         )
         for i in range(500)
         for kind in ("fast", "slow")
@@ -165,7 +208,11 @@ def test_profiles_are_found_by_accelerator_and_by_name(profiles, tmp_path):
     assert set(found) == {"h100", "box"}
     judged, passed = cheapest.with_profiles(given, found, TERMS)
     assert [offer.machine for offer, _, _ in judged] == ["p5", "box"]
-    assert passed == ["A100-80GB: no profile"]
+    assert [reason.partition(" (measure")[0] for reason in passed] == ["A100-80GB: no profile"]
+    more = [Offer("big", 1.0, accelerator="H100-80GB"), *given]
+    assert set(cheapest.read_profiles(f"{tmp_path}/h100.json", more)) == {"h100-80gb"}, "the name that says most"
+    large = dataclasses.replace(given[1], cpus=64.0)
+    assert "it has 64 cores, and the profile" in cheapest.with_profiles([large], found, TERMS)[1][0]
     with pytest.raises(InputError, match=r"catalog has no machine or accelerator 'bxo'; did you mean box\?"):
         cheapest.read_profiles(f"bxo={tmp_path}/h100.json", given)
     with pytest.raises(InputError, match="which is no accelerator of the catalog: say which machine"):
@@ -195,6 +242,10 @@ def test_the_command_finds_and_writes(profiles, tmp_path, capsys):
     assert best["cost"] == min(way["cost"] for way in stored["ways"])
     assert "| best | " in told
     assert "train --config=quickstart '--config.model.lanes=mlcn1:w2*4' " in told
+    assert _config_flags(["--config", "x", "--catalog=c", "--config.train.seed", "1"]) == [
+        "--config=x",
+        "--config.train.seed=1",
+    ]
     assert (tmp_path / "out" / "cheapest.png").stat().st_size > 1000
     for wrong, message in (
         ([], "--catalog=FILE is needed"),

@@ -31,8 +31,8 @@ MACHINES = st.lists(
 
 
 def brute_force(machines, counts, most, deadline):
-    """The least cost of all ways to give each lane a machine."""
-    best = math.inf
+    """The least cost of all ways to give each lane a machine, and the least time."""
+    best = soonest = math.inf
     slots = [n for n, machine in enumerate(machines) for _ in range(min(machine.available, most))]
     lanes = [kind for kind, count in enumerate(counts) for _ in range(count)]
     for places in itertools.product(range(len(slots)), repeat=len(lanes)):
@@ -48,8 +48,8 @@ def brute_force(machines, counts, most, deadline):
         ]
         way = rental.priced(machines, held)
         if way.seconds <= deadline:
-            best = min(best, way.cost)
-    return best
+            best, soonest = min(best, way.cost), min(soonest, way.seconds)
+    return best, soonest
 
 
 @settings(max_examples=30, deadline=None)
@@ -62,13 +62,16 @@ def brute_force(machines, counts, most, deadline):
 def test_lanes_apart_cost_as_little_as_by_brute_force(machines, counts, most, tight):
     finite = [s for machine in machines for s in machine.lane_seconds if s < math.inf]
     deadline = 300 + tight * sum(counts) * sum(finite) / len(finite)
-    best, found = brute_force(machines, counts, most, deadline), rental.apart(machines, counts, most, deadline)
+    best, soonest = brute_force(machines, counts, most, deadline)
+    found = rental.apart(machines, counts, most, deadline)
     if best == math.inf:
         assert found is None
         return
     if found is None:  # the deadline is met by less than the rounding
-        assert brute_force(machines, counts, most, deadline * (1 - 2e-5)) == math.inf
+        assert brute_force(machines, counts, most, deadline * (1 - 2e-5))[0] == math.inf
         return
+    fastest = rental.apart(machines, counts, most, fastest=True)
+    assert fastest.seconds == pytest.approx(soonest, rel=1e-4, abs=0.1)
     assert found.seconds <= deadline * (1 + 1e-9)
     assert found.cost == pytest.approx(best, rel=1e-4)
     assert [sum(held[kind] for _, held in found.rented) for kind in (0, 1)] == list(counts)
@@ -138,6 +141,8 @@ SKY = """InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,P
 p5.48xlarge,H100,8,192,2048,,98.3,40.1,us-east-1,us-east-1a
 c6i.large,,,2,4,,0.085,,us-east-1,us-east-1a
 old.type,K80,1,4,61,,,,us-east-1,us-east-1b
+,A100,1,,,,1.1,0.4,us-central1,us-central1-a
+part.type,A10,0.5,4,32,,0.3,,us-east-1,us-east-1a
 """
 
 
@@ -156,6 +161,7 @@ def test_skypilots_columns_are_read(tmp_path):
     ]
     assert found[0].memory_bytes == math.inf
     assert found[2].memory_bytes == 4 * 2**30
+    assert (found[0].cpus, found[2].cpus) == (None, 2)
     assert (found[0].zone, found[0].region, found[0].cloud) == ("us-east-1a", "us-east-1", True)
 
 
