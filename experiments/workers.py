@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -178,7 +178,7 @@ def _work(values: dict[str, Any]) -> None:
     import jax
     import jax.numpy as jnp
 
-    from mlcn_jax.analysis.measure_device import Lab, Program
+    from mlcn_jax.analysis.measure_device import Lab, clearing
     from mlcn_jax.nn.model import init_params
     from mlcn_jax.training import plan, stack_programs, step
 
@@ -203,33 +203,26 @@ def _work(values: dict[str, Any]) -> None:
     labels = rng.integers(0, num_classes, config.train.batch_size, dtype=np.int32)
     runner.compile(images, labels)
     yardsticks = cache(lambda: [Lab(spec).lane_step(group, config.train.batch_size) for group in YARDSTICK])
+    clear = cache(clearing)
 
     def steps(count: int) -> None:
         for _ in range(count):
             metrics = runner.step(*runner.place(images, labels))
         jax.device_get(metrics)  # all of them: the norm of the gradient is there once every backward pass is
 
-    def mean_seconds(run: Callable[[int], None], count: int) -> float:
-        run(1)  # brings caches and memory back
-        started = time.perf_counter()
-        run(count)
-        return (time.perf_counter() - started) / count
-
-    def lane_steps(program: Program) -> Callable[[int], None]:
-        def run(count: int) -> None:
-            for _ in range(count):
-                program.run()
-
-        return run
-
     for line in sys.stdin:
         if line.strip() == "link":
             print("answer", json.dumps(dataclasses.asdict(links.measure(jax.devices()[:2]))), flush=True)
             continue
         if line.strip().isdigit():
-            answer: Any = mean_seconds(steps, int(line))
+            steps(1)  # brings caches and memory back
+            started = time.perf_counter()
+            steps(int(line))
+            answer: Any = (time.perf_counter() - started) / int(line)
         else:
-            answer = [mean_seconds(lane_steps(program), _YARDSTICK_STEPS) for program in yardsticks()]
+            answer = [
+                np.mean([program.seconds(clear()) for _ in range(_YARDSTICK_STEPS)]).item() for program in yardsticks()
+            ]
         print("answer", json.dumps(answer), flush=True)
 
 
