@@ -42,6 +42,24 @@ def train_step() -> str:
 
 
 @place
+def allocator() -> str:
+    result = benchmark("allocator")
+    rows = [
+        [
+            row["lanes"],
+            *(
+                f"{1000 * row['median_seconds'][name]:.0f} ({1000 * row['slowest_seconds'][name]:.0f})"
+                for name in row["over_kept"]
+            ),
+            *(f"**{ratio:.2f}**" for name, ratio in row["over_kept"].items() if name != "kept"),
+        ]
+        for row in result["models"]
+    ]
+    header = "lanes | kept, ms (slowest turn) | defaults | huge pages | defaults over kept | huge pages over kept"
+    return f"{table_of(header, rows)}\n\n{measured_on(result, 'batch 100')}"
+
+
+@place
 def inference() -> str:
     result = benchmark("inference")
     rows = [
