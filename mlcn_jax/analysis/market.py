@@ -162,6 +162,7 @@ class Market:
         kept = rental.undominated([c.machine for c in choices], alike, terms.most_machines)
         self.choices = [choices[n] for n in kept]
         self._speed = lru_cache(maxsize=None)(self._whole_seconds)
+        self._splits_of: dict[tuple, list[_Split]] = {}
 
     def ways(self, deadline_seconds: float = math.inf) -> list[Way]:
         """The ways that no other beats in time and cost, fastest first; the cheapest by the deadline is among them."""
@@ -225,14 +226,22 @@ class Market:
         of whose devices the model cannot be split trains it on fewer.
         """
         chosen = tuple(sorted(chosen, key=self._speed))
-        all_devices = [self.choices[n].devices for n in chosen]
-        fewest = 1 if len(chosen) == 1 else len(all_devices[0])
-        for count in range(len(all_devices[0]), fewest - 1, -1):
-            if found := self._splits(chosen, [all_devices[0][:count], *all_devices[1:]]):
+        alike = tuple(
+            (id(c.profile), c.offer.devices, c.offer.memory_bytes) for c in map(self.choices.__getitem__, chosen)
+        )
+        if alike not in self._splits_of:  # prices and starts do not matter to it
+            self._splits_of[alike] = self._splits(chosen)
+        return [self._way(chosen, split) for split in self._splits_of[alike]]
+
+    def _splits(self, chosen: tuple[int, ...]) -> list["_Split"]:
+        devices = [self.choices[n].devices for n in chosen]
+        fewest = 1 if len(chosen) == 1 else len(devices[0])
+        for count in range(len(devices[0]), fewest - 1, -1):
+            if found := self._splits_over(chosen, [devices[0][:count], *devices[1:]]):
                 return found
         return []
 
-    def _splits(self, chosen: tuple[int, ...], devices: Sequence[Sequence[DeviceProfile]]) -> list[Way]:
+    def _splits_over(self, chosen: tuple[int, ...], devices: Sequence[Sequence[DeviceProfile]]) -> list["_Split"]:
         task, spec, messages = self.task, self.task.spec, self.task.messages
         profiles = [profile for own in devices for profile in own]
         hosts = [host for host, own in enumerate(devices) for _ in own]
@@ -240,6 +249,11 @@ class Market:
         cluster = simulate.Cluster(hosts, within, self.terms.link or _FREE)
         count, ones = len(profiles), [1.0] * len(profiles)
         found = []
+
+        def add(step: simulate.StepTime, data: int, lane: int, placement: Placement | None = None) -> None:
+            sure = splits.interval(step.total_seconds, spec, profiles, placement=placement, cluster=cluster)
+            found.append(_Split(step.total_seconds, sure, profiles[0].forward_share, data, lane, placement))
+
         for data in (n for n in range(1, count + 1) if count % n == 0):
             lane = count // data
             with contextlib.suppress(InputError):
@@ -247,12 +261,12 @@ class Market:
                 check_parts(spec, task.batch_size, data, messages.parts)
                 if all(splits.has_room(spec, task.batch_size // data, lane, profile) for profile in profiles):
                     step = splits.predict_mesh(spec, task.batch_size, data, lane, profiles, ones, cluster, messages)
-                    found.append(self._way("mesh", chosen, cluster, profiles, step, data=data, lane=lane))
+                    add(step, data, lane)
         stacked = count > 1 and splits.can_stack(spec, messages)
         placement = self._placement(profiles, cluster) if stacked else None
         if placement:
-            step = splits.predict_stacks(spec, task.batch_size, placement, profiles, ones, "ring", cluster, messages)
-            found.append(self._way("stacks", chosen, cluster, profiles, step, lane=count, placement=placement))
+            args = (placement, profiles, ones, "ring", cluster, messages)
+            add(splits.predict_stacks(spec, task.batch_size, *args), 1, count, placement)
         return found
 
     def _inside(self, number: int) -> simulate.Link:
@@ -274,38 +288,26 @@ class Market:
             return placement if len(set(placement.device_of)) == len(profiles) else None
         return None
 
-    def _way(
-        self,
-        kind: str,
-        chosen: tuple[int, ...],
-        cluster: simulate.Cluster,
-        profiles: Sequence[DeviceProfile],
-        step: simulate.StepTime,
-        *,
-        data: int = 1,
-        lane: int = 1,
-        placement: Placement | None = None,
-    ) -> Way:
+    def _way(self, chosen: tuple[int, ...], split: "_Split") -> Way:
         choices = [self.choices[n] for n in chosen]
         started = max(choice.machine.startup_seconds for choice in choices)
         per_second = sum(choice.interruptions.per_second for choice in choices)
         interruptions = Interruptions(per_second, started, self.terms.checkpoint_seconds)
-        run = self._run(step.total_seconds, profiles[0].forward_share, interruptions)
+        run = self._run(split.seconds, split.forward_share, interruptions)
         seconds = started + run.seconds
-        interval = splits.interval(step.total_seconds, self.task.spec, profiles, placement=placement, cluster=cluster)
         return Way(
-            kind=kind,
+            kind="stacks" if split.placement else "mesh",
             machines=chosen,
             seconds=seconds,
             cost=sum(choice.machine.cost(seconds) for choice in choices),
-            step_seconds=step.total_seconds,
-            interval=_of_run(interval, step.total_seconds, started, run.seconds),
+            step_seconds=split.seconds,
+            interval=_of_run(split.interval, split.seconds, started, run.seconds),
             save_every=run.save_every,
             interruptions=per_second * seconds,
-            lost_seconds=interruptions.lost_seconds(run.save_every * step.total_seconds),
-            data=data,
-            lane=lane,
-            placement=placement,
+            lost_seconds=interruptions.lost_seconds(run.save_every * split.seconds),
+            data=split.data,
+            lane=split.lane,
+            placement=split.placement,
         )
 
     def _run(self, step_seconds: float, forward_share: float, interruptions: Interruptions) -> "_Run":
@@ -384,6 +386,18 @@ class Market:
             lost_seconds=interruptions.lost_seconds(runs[number][kind].save_every * step),
             lanes=lanes,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """A split over some devices, and the seconds of its step."""
+
+    seconds: float
+    interval: Interval | None
+    forward_share: float
+    data: int
+    lane: int
+    placement: Placement | None
 
 
 @dataclasses.dataclass(frozen=True)

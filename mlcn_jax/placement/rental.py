@@ -185,7 +185,7 @@ def sets(machines: Sequence[Machine], most_machines: int) -> Iterator[tuple[int,
 def undominated(machines: Sequence[Machine], alike: Callable[[int, int], bool], most_machines: int) -> list[int]:
     """Numbers of the machines that can be part of a cheapest way.
 
-    One is left out if another is as fast, costs no more and is available as often as can be needed.
+    One is left out if others are as fast, cost no more and are together available as often as can be needed.
 
     Args:
       machines: all of them.
@@ -195,13 +195,13 @@ def undominated(machines: Sequence[Machine], alike: Callable[[int, int], bool], 
     kept: list[int] = []
     for n in sorted(range(len(machines)), key=lambda n: (machines[n].price, machines[n].minimum_seconds)):
         mine = machines[n]
-        beaten = (
-            machines[k].available >= most_machines
-            and machines[k].minimum_seconds <= mine.minimum_seconds
+        better = (
+            machines[k].available
+            for k in kept
+            if machines[k].minimum_seconds <= mine.minimum_seconds
             and machines[k].startup_seconds <= mine.startup_seconds
             and alike(k, n)
-            for k in kept
         )
-        if not any(beaten):
+        if sum(better) < most_machines:
             kept.append(n)
     return kept

@@ -83,6 +83,8 @@ def test_a_machine_that_another_beats_is_left_out():
     assert rental.undominated(machines, lambda k, n: False, 2) == [3, 1, 2, 0]
     scarce = [Machine(1.0, 10, 0, 1), Machine(2.0, 10, 0, 9)]
     assert rental.undominated(scarce, lambda k, n: True, 2) == [0, 1]
+    scarce.insert(1, Machine(1.5, 10, 0, 1))
+    assert rental.undominated(scarce, lambda k, n: True, 2) == [0, 1], "two are as good as one that is there twice"
 
 
 def test_sets_keep_what_is_available():
