@@ -77,7 +77,7 @@ class Client(threading.Thread):
                     continue
                 response = connection.getresponse()
                 answer = json.loads(response.read())
-            except (ConnectionResetError, BrokenPipeError):
+            except (ConnectionResetError, BrokenPipeError, http.client.IncompleteRead):
                 connection.close()
                 self.lost += 1
                 continue
