@@ -35,8 +35,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.rounds.coordinator import FOLDER
-from mlcn_jax.rounds.vector import digest, num_bytes, to_vector
-from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.rounds.vector import num_bytes
 from mlcn_jax.training.metrics import read_rows
 
 WORKERS = 2
@@ -206,8 +205,7 @@ def measure(values: Any) -> dict[str, Any]:
 
 def kill(kills: int, seed: int) -> dict[str, Any]:
     """What comes of a run whose processes are killed at random moments."""
-    rng, killed = random.Random(seed), []
-    rounds, digests = dict[str, list[int]](), dict[str, str]()
+    rng, killed, rounds = random.Random(seed), [], dict[str, list[int]]()
     with tempfile.TemporaryDirectory() as folder:
         changes = _KILLED | {"train.num_epochs": _EPOCHS_PER_KILL * kills}
         Run(changes, Path(folder, "quiet"), Link()).end()
@@ -222,15 +220,14 @@ def kill(kills: int, seed: int) -> dict[str, Any]:
         for name in ("quiet", "disturbed"):
             rows = [row for row in read_rows(Path(folder, name, "metrics.jsonl")) if row["split"] == "train"]
             rounds[name] = [row["step"] for row in rows]
-            digests[name] = digest(to_vector(load_trained(Path(folder, name)).params))
-        scores = {name: read_json(Path(folder, name, "summary.json"))["validation_accuracy"] for name in rounds}
+        summaries = {name: read_json(Path(folder, name, "summary.json")) for name in rounds}
+    digests = {name: summary["rounds"]["digest"] for name, summary in summaries.items()}
     return {
         "kills": killed,
         "rounds": len(rounds["quiet"]),
         "every_round_once": rounds["quiet"] == rounds["disturbed"],
-        "parameters_sha256": digests,
         "same_parameters": digests["quiet"] == digests["disturbed"],
-        "validation_accuracy": scores,
+        "validation_accuracy": {name: summary["validation_accuracy"] for name, summary in summaries.items()},
     }
 
 

@@ -14,7 +14,6 @@ import contextlib
 import importlib.util
 import logging
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.settings import RoundSettings
 
 _STOP_SECONDS = 20.0
+_PARENT = "MLCN_JAX_PARENT"  # number of the process that started this one and that it ends with
 _log = logging.getLogger("mlcn_jax")
 
 
@@ -44,6 +44,8 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
+    if _PARENT in os.environ:
+        processes.end_with(int(os.environ[_PARENT]))
     values = arguments.parse("rounds", __doc__, define, argv, config="run")
     workdir, config = needed_workdir(values), config_of(values)
     if values.serve and values.coordinator:
@@ -90,7 +92,7 @@ class _Here:
         running = [
             subprocess.Popen(
                 [*common, f"--worker={i}", f"--workdir={self._workdir / f'worker{i}'}"],
-                preexec_fn=processes.end_with_parent(signal.SIGTERM),
+                env={**os.environ, _PARENT: str(os.getpid())},
             )
             for i in range(self._settings.workers)
         ]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlcn_jax.errors import InputError, differences
+from mlcn_jax.errors import InputError, Stopped, differences
 from mlcn_jax.launch import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 from mlcn_jax.settings import ParallelSettings
 
@@ -112,20 +112,18 @@ def _wait(children: dict[int, subprocess.Popen], settings: ParallelSettings) -> 
     return EXIT_STOPPED
 
 
-def end_with_parent(signal_number: int) -> Callable[[], None]:
-    """For `subprocess.Popen(preexec_fn=...)`: the process gets a signal when this thread ends (Linux only)."""
-
-    def setup() -> None:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, signal_number)  # PR_SET_PDEATHSIG
-
-    return setup
+def end_with(parent: int) -> None:
+    """Lets this process get SIGTERM when the one that started it ends (Linux only); raises Stopped if it has ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            raise Stopped("the command that started this one has ended")
 
 
 def _child_setup(place: int, count: int) -> Callable[[], None]:
     def setup() -> None:
-        end_with_parent(signal.SIGKILL)()
         if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the watcher
             cores = sorted(os.sched_getaffinity(0))
             if 1 < count <= len(cores):
                 os.sched_setaffinity(0, cores[place * len(cores) // count : (place + 1) * len(cores) // count])

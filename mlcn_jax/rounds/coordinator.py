@@ -26,7 +26,7 @@ from mlcn_jax.rounds import link
 from mlcn_jax.rounds.judge import CHECKPOINTS, Judge
 from mlcn_jax.rounds.meeting import Meeting
 from mlcn_jax.rounds.messages import Join
-from mlcn_jax.rounds.vector import Vector, compress, decode, num_bytes, to_vector
+from mlcn_jax.rounds.vector import Vector, compress, decode, digest, num_bytes, to_vector
 from mlcn_jax.settings import RoundSettings
 from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.plan import Plan, algorithms_of
@@ -170,6 +170,9 @@ def coordinate(
         if shared.round:
             judge.score(step, shared.vector)  # unless that was done before it was stopped
         meeting = Meeting(settings, identity(session), shared.vector, shared.round)
+        trained = shared.round < num_rounds
+        if not trained:
+            meeting.finish()
         handlers: dict[str, Callable[[Any], Any]] = {
             "join": lambda request: admit(session, request),
             "fetch": meeting.fetch,
@@ -188,7 +191,6 @@ def coordinate(
             watch()
 
         _log.info("round %d of %d; %d workers may come to port %d", shared.round, num_rounds, settings.workers, port)
-        trained = shared.round < num_rounds
         while shared.round < num_rounds:
             started = time.monotonic()
             changes, metrics = meeting.gather(check)
@@ -196,7 +198,8 @@ def coordinate(
                 shared, update = outer_step(settings, shared, changes)
             except Diverged:
                 meeting.finish()
-                meeting.wait_until_heard(settings.patience_seconds, stop_only)
+                with contextlib.suppress(Stopped):
+                    meeting.wait_until_heard(settings.patience_seconds, stop_only)
                 raise
             step = min(shared.round * settings.steps, session.num_steps)
             judge.record(step, metrics, time.monotonic() - started)
@@ -209,7 +212,12 @@ def coordinate(
                 meeting.advance(shared.vector, update)
             judge.score(step, shared.vector)
         meeting.finish()
-        about = {"rounds": num_rounds, "workers": settings.workers, "parameters": shared.vector.size}
+        about = {
+            "rounds": num_rounds,
+            "workers": settings.workers,
+            "parameters": shared.vector.size,
+            "digest": digest(shared.vector, num_rounds),
+        }
         summary = judge.finish(shared.vector, about)
         with contextlib.suppress(Stopped):  # workers that do not hear of the end look for a coordinator for ever
             meeting.wait_until_heard(settings.patience_seconds if trained else link.FOUND_SECONDS, stop_only)

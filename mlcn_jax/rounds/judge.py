@@ -42,6 +42,7 @@ class Judge:
         self._runner = MeshRunner(session.spec, session.optimizer, None, **session.step_options)
         self._writer = MetricsWriter(workdir, step)
         self._calibrating = calibration_images(session.train, session.config.train.batch_size)
+        self._checkpoints.delete_after(step)  # of rounds that were lost
         self._last = self._checkpoints.newest_step()
 
     def record(self, step: int, metrics: Mapping[int, Mapping[str, float]], seconds: float) -> None:
@@ -76,12 +77,11 @@ class Judge:
         if len(session.validation.labels):
             scores = self._runner.scores(session.validation, session.config.train.batch_size)
             accuracy = scores.accuracy
+            self._writer.write(step, "validation", {"loss": scores.loss, "accuracy": accuracy})
+            _log.info("step %d  validation loss %.4f  accuracy %.2f%%", step, scores.loss, 100 * accuracy)
         state = {"params": calibrated, "optimizer": {"steps": np.int32(step)}}  # the optimizers' states are elsewhere
         self._checkpoints.save(step, state, {"config_hash": session.config.hash()}, accuracy)
         self._checkpoints.wait()  # before the coordinator saves its own state: Orbax does one at a time
-        if accuracy is not None:
-            self._writer.write(step, "validation", {"loss": scores.loss, "accuracy": accuracy})
-            _log.info("step %d  validation loss %.4f  accuracy %.2f%%", step, scores.loss, 100 * accuracy)
 
     def _load(self, vector: Vector, step: int) -> dict:
         params = from_vector(vector, self._like)

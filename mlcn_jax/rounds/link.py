@@ -88,11 +88,11 @@ class Tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
             if self.cert is not None:
-                context.load_cert_chain(self.cert, self.key)
+                context.load_cert_chain(self.cert, self.key, password="")  # or it would ask for one
         except ssl.SSLError as error:
             raise InputError(
                 f"{self.cert} and {self.key} are not a certificate and its key ({error}): give PEM files that belong "
-                "together"
+                "together, not encrypted"
             ) from error
         except OSError:
             _read(self.cert), _read(self.key)  # which says what is missing

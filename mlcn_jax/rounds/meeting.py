@@ -2,8 +2,8 @@
 
 Every round counts each worker at most once. A round ends when all workers that are expected have answered, or when
 enough have and the first of them has waited long enough. A worker whose change did not come is not expected again until
-it asks for parameters. Rounds are told apart by the parameters that they begin with: a coordinator that fell back to an
-earlier checkpoint may come to other parameters in a round of the same number.
+it asks for parameters. Rounds are told apart by number and by the parameters that they begin with: a coordinator that
+fell back to an earlier checkpoint may come to other parameters in a round of the same number.
 """
 
 import logging
@@ -18,7 +18,7 @@ from mlcn_jax.rounds.vector import Vector, decode, digest, encode
 from mlcn_jax.settings import RoundSettings
 
 METRICS = ("loss", "accuracy")  # that come with a change
-_POLL_SECONDS = 0.5
+_POLL_SECONDS, _SILENT_SECONDS = 0.5, 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -44,7 +44,7 @@ class Meeting:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._settings, self._run, self._wait_seconds, self._clock = settings, run, wait_seconds, clock
-        self._vector, self._began, self._round = vector, digest(vector), round_
+        self._vector, self._began, self._round = vector, digest(vector, round_), round_
         self._before, self._update = "", b""  # the parameters of the round before, and what brings from there to here
         self._closed = self._finished = False
         self._counted: tuple[str, set[int]] = ("", set())  # in the round before
@@ -153,7 +153,8 @@ class Meeting:
             self._expected = set(self._changes)
             self._counted = (self._began, set(self._changes))
             self._before, self._update = self._began, update
-            self._vector, self._began, self._round = vector, digest(vector), self._round + 1
+            self._vector, self._round = vector, self._round + 1
+            self._began = digest(vector, self._round)
             self._closed = self._told = False
             self._changes, self._metrics = {}, {}
             self._condition.notify_all()
@@ -171,8 +172,12 @@ class Meeting:
           seconds: how long at most.
           check: is called now and then while it waits, and may raise.
         """
-        end = time.monotonic() + seconds
+        end, told = time.monotonic() + seconds, False
         with self._condition:
-            while time.monotonic() < end and not (set(self._changes) or self._expected) <= self._heard:
+            while (missing := (set(self._changes) or self._expected) - self._heard) and time.monotonic() < end:
                 check()
                 self._condition.wait(_POLL_SECONDS)
+                if not told and time.monotonic() > end - seconds + _SILENT_SECONDS:
+                    told = True
+                    names = ", ".join(map(str, sorted(missing)))
+                    _log.info("waiting %.0f s at most for worker %s to hear that the run is over", seconds, names)

@@ -25,7 +25,7 @@ class Fetch(msgspec.Struct):
     Attributes:
       run: what `Join` was answered.
       worker: its number.
-      have: `vector.digest` of the newest parameters that it has; empty for none.
+      have: `vector.digest` of the newest round whose parameters it has; empty for none.
     """
 
     run: str
@@ -54,7 +54,7 @@ class Change(msgspec.Struct):
     Attributes:
       run, worker: as of `Fetch`.
       round: the round whose steps these were.
-      began: `vector.digest` of the parameters that it began with.
+      began: its `vector.digest`.
       content: the bytes.
       metrics: means over the steps.
     """

@@ -18,9 +18,9 @@ def to_vector(params: Any) -> Vector:
     return np.concatenate([np.asarray(leaf).astype(np.float32).ravel() for leaf in jax.tree.leaves(params)])
 
 
-def digest(vector: Vector) -> str:
-    """16 hexadecimal digits that tell parameters from others."""
-    return hashlib.sha256(vector.astype("<f4").tobytes()).hexdigest()[:16]
+def digest(vector: Vector, round_: int) -> str:
+    """16 hexadecimal digits that tell a round by its number and by the parameters that it begins with."""
+    return hashlib.sha256(str(round_).encode() + b" " + vector.astype("<f4").tobytes()).hexdigest()[:16]
 
 
 def from_vector(vector: Vector, like: Any) -> Any:

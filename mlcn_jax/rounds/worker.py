@@ -98,7 +98,7 @@ def follow(client: Any, trainer: "Trainer", run: str, worker: int, check: Callab
             vector = decode(begin.content, trainer.size, 32)
         elif begin.kind == "update":
             vector = vector + decode(begin.content, trainer.size, trainer.bits)
-        have = digest(vector)
+        have = digest(vector, begin.round)
         content, metrics = trainer.change(begin.round, vector, check)
         receipt = client.call("push", Change(run, worker, begin.round, have, content, metrics))
         if not receipt.counts:
@@ -112,7 +112,7 @@ class _Kept:
 
     Attributes:
       round: the round.
-      began: digest of the parameters that it began with.
+      began: its `vector.digest`.
       counted: whether the change counted, as far as the worker knows.
       optimizer: the inner optimizer's state.
       before, after: what 8 bits had left out before the change, and have if it counted.
@@ -154,7 +154,7 @@ class Trainer:
         self._stack = contextlib.ExitStack()
         self._checkpoints = Checkpoints(workdir / "worker")
         self._stack.callback(self._checkpoints.close)
-        self._num_saves = 0
+        self._num_saves, self._run = 0, identity(session)
         self._kept = self._read(workdir)
         plan = session.plan(workdir, self._share)
         algorithms = algorithms_of(plan, session.spec, self._share, {})
@@ -179,10 +179,10 @@ class Trainer:
         content = jax.ShapeDtypeStruct((num_bytes(self.size, self.bits),), jnp.uint8)
         like = {"params": {"before": vector, "after": vector, "content": content}, "optimizer": optimizer}
         restored, facts = self._checkpoints.restore(like)
-        if facts["run"] != identity(self._session) or facts["worker"] != self._worker:
+        if facts["run"] != self._run or facts["worker"] != self._worker:
             raise InputError(
                 f"{workdir} holds the state of worker {facts['worker']} of "
-                + ("this run" if facts["run"] == identity(self._session) else "another run")
+                + ("this run" if facts["run"] == self._run else "another run")
                 + f", and this is worker {self._worker}: give another --workdir"
             )
         _log.info("worker %d goes on after round %d", self._worker, facts["round"])
@@ -204,8 +204,8 @@ class Trainer:
         Raises:
           Diverged: the parameters are no longer finite.
         """
-        kept, began = self._kept, digest(vector)
-        if kept is not None and (kept.round, kept.began) == (round_, began):
+        kept, began = self._kept, digest(vector, round_)
+        if kept is not None and kept.began == began:
             return kept.content, kept.metrics
         first = round_ * self._rounds.steps
         last = min(first + self._rounds.steps, self._session.num_steps)
@@ -222,11 +222,11 @@ class Trainer:
             rows.append(self._runner.step(*batch, size=self._session.image_size(step + 1)))
         state = jax.device_get(self._runner.fetch())
         moved = vector - to_vector(state.params)
-        if not np.isfinite(moved).all():
-            raise Diverged(f"worker {self._worker}, step {last}: the parameters are not finite")
+        means = {name: float(np.mean([row[name] for row in jax.device_get(rows)])) for name in METRICS}
+        if not np.isfinite(moved).all() or not np.isfinite(list(means.values())).all():
+            raise Diverged(f"worker {self._worker}, step {last}: parameters or metrics are not finite ({means})")
         before = np.zeros_like(vector) if kept is None else kept.after if kept.counted else kept.before
         content, after = compress(moved, before, self.bits)
-        means = {name: float(np.mean([row[name] for row in jax.device_get(rows)])) for name in METRICS}
         self._kept = _Kept(round_, began, True, state.optimizer, before, after, content, means)
         self._save()
         return content, means
@@ -253,7 +253,7 @@ class Trainer:
     def _save(self) -> None:
         kept = self._kept
         assert kept is not None
-        facts = {"run": identity(self._session), "worker": self._worker, "metrics": kept.metrics}
+        facts = {"run": self._run, "worker": self._worker, "metrics": kept.metrics}
         facts |= {"round": kept.round, "began": kept.began, "counted": kept.counted}
         sent = {"before": kept.before, "after": kept.after, "content": np.frombuffer(kept.content, np.uint8)}
         self._num_saves += 1  # a coordinator that fell back may ask for the same round twice

@@ -79,6 +79,12 @@ class Checkpoints:
         """Whether there is a checkpoint of `step`."""
         return step in self._manager.all_steps()
 
+    def delete_after(self, step: int) -> None:
+        """Deletes the checkpoints of later steps."""
+        for later in [found for found in self._manager.all_steps() if found > step]:
+            self._manager.delete(later)
+            self._accuracies.pop(later, None)
+
     def newest_step(self) -> int:
         """The step of the newest checkpoint; 0 if there is none."""
         return max(self._manager.all_steps(), default=0)

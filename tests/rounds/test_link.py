@@ -34,7 +34,7 @@ def client(port, tls=PLAIN):
     return Client(f"127.0.0.1:{port}", tls, lambda: None)
 
 
-def test_messages_of_any_size_and_refusals():
+def test_messages_up_to_a_size_and_refusals():
     server, port = started()
     mine = client(port)
     begin = mine.call("fetch", REQUEST)

@@ -32,12 +32,12 @@ class Bed:
         self.meeting = Meeting(settings, "run", at(round_), round_, wait_seconds=0.0, clock=lambda: self.now)
 
     def fetch(self, worker, have=None):
-        return self.meeting.fetch(Fetch("run", worker, "" if have is None else digest(at(have))))
+        return self.meeting.fetch(Fetch("run", worker, "" if have is None else digest(at(have), have)))
 
     def push(self, worker, round_=0, value=1.0, run="run", **metrics):
         content = encode(np.full(3, value, np.float32), 32)
         metrics = {"loss": 1.0, "accuracy": 0.5} | metrics
-        return self.meeting.push(Change(run, worker, round_, digest(at(round_)), content, metrics))
+        return self.meeting.push(Change(run, worker, round_, digest(at(round_), round_), content, metrics))
 
     def ended(self):
         """The workers that count, if the round can end."""
@@ -117,9 +117,19 @@ def test_nobody_counts_twice_and_nothing_late_counts():
 def test_a_change_to_other_parameters_of_the_same_round_does_not_count():
     """The coordinator lost its newest round, and came to another one in its place."""
     bed = Bed(1, round_=4)
-    change = Change("run", 0, 4, digest(at(5)), encode(START, 32), {"loss": 1.0, "accuracy": 0.5})
+    change = Change("run", 0, 4, digest(at(5), 4), encode(START, 32), {"loss": 1.0, "accuracy": 0.5})
     assert not bed.meeting.push(change).counts
-    assert bed.fetch(0, 5).kind == "full"
+    assert bed.meeting.fetch(Fetch("run", 0, digest(at(5), 4))).kind == "full"
+
+
+def test_a_round_that_changed_nothing_is_another_round():
+    bed = Bed(1)
+    bed.push(0)
+    bed.meeting.gather(lambda: None)
+    bed.meeting.advance(at(0), b"nothing")
+    content = encode(np.zeros(3, np.float32), 32)
+    bed.meeting.push(Change("run", 0, 1, digest(at(0), 1), content, {"loss": 1.0, "accuracy": 0.5}))
+    assert bed.ended() == [0]
 
 
 def test_workers_that_are_too_few_are_told_of(caplog):

@@ -265,6 +265,8 @@ def test_a_worker_repeats_a_round_only_from_the_same_parameters(trainer, rng):
     assert again.change(0, vector, None) == (content, metrics), "without a step"
     other, _ = again.change(0, vector + np.float32(0.01), lambda: None)
     assert other != content
+    with pytest.raises(Diverged, match="worker 1, step 8: parameters or metrics are not finite"):
+        again.change(1, np.full_like(vector, np.nan), lambda: None)
 
 
 def test_what_a_late_change_left_out_is_forgotten(trainer, rng):
