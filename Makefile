@@ -1,4 +1,4 @@
-# make train, make test, make docs, make bench, make onnx, make precision: each sets up what it needs and does its job. CUDA=0 or CUDA=1 overrides what is detected.
+# make train, make test, make docs, make bench, make onnx, make precision, make launchers: each sets up what it needs and does its job. CUDA=0 or CUDA=1 overrides what is detected.
 PYTHON ?= python3
 override CUDA := $(if $(filter 0 1,$(CUDA)),$(CUDA),$(shell nvidia-smi >/dev/null 2>&1 && echo 1 || echo 0))
 REQUIREMENTS := $(if $(filter 1,$(CUDA)),requirements-cuda12.txt,requirements.txt)
@@ -6,7 +6,7 @@ STAMP := .venv/installed-$(REQUIREMENTS)
 RUN := .venv/bin/python
 WORKDIR = runs/quickstart
 
-.PHONY: setup train test test-long test-all lint bench onnx precision docs
+.PHONY: setup train test test-long test-all lint bench onnx precision launchers docs
 
 train: setup
 	$(RUN) main.py --config=configs/quickstart.py --workdir=runs/quickstart
@@ -44,6 +44,11 @@ precision: setup .venv-onnx/installed
 	$(PYTHON) -m venv --clear .venv-onnx
 	.venv-onnx/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-onnx.txt
 	@touch $@
+
+# The job files of docs/howto/clusters.md, under a Slurm of one node and Open MPI: installs both (Debian, as root).
+launchers: setup
+	apt-get install --yes --no-install-recommends slurm-wlm openmpi-bin
+	$(RUN) -m pytest -m long -rs tests/distributed/test_launchers.py
 
 # The docs as a website in docs/_build. Warnings are errors.
 docs: .venv/installed-requirements-docs.txt .venv/installed-package

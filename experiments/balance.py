@@ -6,7 +6,7 @@
 Lanes whose width and depth are drawn from 1..5, of cost width^2 * depth, on 4 equal devices and on 4 with the thesis's
 speeds (K80 1, M40 3.1, P100 4.2, V100 6). Many draws, simulated: a device takes the sum of its lanes' costs over its
 speed. With a profile of one core also measured: training steps of a few draws, as stacks of two processes of one core
-each, the second of which is stopped for half of the time; placements of a draw take turns. Writes
+each, the second of which has half of its core; placements of a draw take turns. Writes
 `experiments/results/balance.json` and `.png`.
 """
 

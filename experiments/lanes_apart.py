@@ -1,14 +1,15 @@
 """Lanes trained apart and joined, against lanes trained together, and against one larger lane of the same cost.
 
-    python -m experiments.lanes_apart --workdir=runs/lanes_apart --scale=full --minutes=60
+    python -m experiments.lanes_apart --workdir=runs/lanes_apart --minutes=60
 
 Parts: `fashion`, Fashion-MNIST with mlcn2 lanes, 8 pairs; `cifar`, CIFAR-10 with resnet lanes, 3 pairs. A pair is a
 model of 4 lanes that were trained apart, each with its own seeds, then joined, and one whose 4 lanes were trained
-together, with other seeds. Lanes trained apart are also joined one by one, up to 16, equal ones and a mix of sizes, and
-stand beside single lanes whose training step costs as much as several.
+together, with other seeds: the 95 % interval of the difference should be inside +-0.3 points. Lanes are joined as soon
+as all that a model needs have ended; a pair's decoder is trained, and timed. Lanes trained apart are also joined one by
+one, up to 16, equal ones and a mix of sizes, and stand beside single lanes whose training step costs as much.
 
 10 epochs. Training takes 0.55 PFLOP for `fashion` and 0.7 PFLOP for `cifar`, 1.0 h and 1.3 h at 150 GFLOP/s; compiling,
-scoring and 50 and 25 starts come on top. `smoke` takes a step of each.
+scoring, decoders, and 50 and 25 starts come on top. `smoke` takes a step of each.
 
 One JSON a run (`run.json`) and a join (`joined/NAME.json`); what has ended is not run again. Writes
 `lanes_apart_SCALE`. Test accuracy is compared, for the record; weights are fitted on validation images.
@@ -17,7 +18,7 @@ One JSON a run (`run.json`) and a join (`joined/NAME.json`); what has ended is n
 import functools
 import shutil
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,6 +41,8 @@ SCALES = {"smoke": Scale("smoke", 1, 1, num_train=1000, num_test=100), "full": S
 KINDS = ("equal", "mixed")  # of joined lanes, in the curves
 _TOGETHER = 1000  # added to the seeds of models whose lanes are trained together
 _OF_PAIR, _MOST = 4, 16
+_INSIDE = 0.3  # points, which the interval of the difference should not exceed
+_DECODER_EPOCHS = 5  # of pairs
 _COMMON = {"data.validation_fraction": 0.1, "data.split_seed": 0, "model.decoder": [128, 256]}
 
 
@@ -62,6 +65,7 @@ PARTS = {
 
 def define(values: flags.FlagValues) -> None:
     define_flags(values, SCALES)
+    values.set_default("scale", "full")
     flags.DEFINE_list("parts", list(PARTS), f"Which of {', '.join(PARTS)}.", flag_values=values)
 
 
@@ -89,8 +93,8 @@ def run(
     series = Series(
         workdir, "lanes_apart", VERSION, SCALES[scale], functools.partial(configure_run, directories), command, True
     )
-    joins = [join_once(series, name, apart) for part in parts for name, apart in joins_of(part, runs).items()]
-    return carry_out(series, runs, minutes, lambda records: text(series), report, joins)
+    joins = {name: apart for part in parts for name, apart in joins_of(part, runs).items()}
+    return carry_out(series, runs, minutes, lambda records: text(series), functools.partial(report, joins))
 
 
 def runs_of(part: str, repeats: int, smoke: bool) -> list[Facts]:
@@ -137,23 +141,26 @@ def configure_run(directories: Mapping[str, str], part: str, mode: str, lane: st
     return config.replace({"model.lane_seeds": [seed], "train.lanes_apart": True} | alone)
 
 
-def join_once(series: Series, name: str, lanes: Sequence[Facts]) -> Callable[[], None]:
-    """What joins some lanes and keeps what is told of them, unless that has been done."""
-
-    def do() -> None:
+def join_due(series: Series, joins: Mapping[str, Sequence[Facts]]) -> None:
+    """Joins lanes that have all been trained, unless that has been done, and keeps what is told of them."""
+    for name, lanes in joins.items():
         path, output = _joined(series, name), series.workdir / "joined" / name
         folders = [folder_of(series, facts) for facts in lanes]
-        failed = [str(folder) for folder in folders if "failed" in read_json(folder / "run.json")]
-        if path.exists() or failed:
-            return
-        shutil.rmtree(output, ignore_errors=True)
-        about = join(folders, output, decoder_epochs=0)
-        equal = join(folders, output.with_name(f"{name}.equal"), decoder_epochs=0, weights="equal")
-        for folder in (output, output.with_name(f"{name}.equal")):
+        if path.exists() or not all(map(_is_trained, folders)):
+            continue
+        made = output, output.with_name(f"{name}.equal")
+        for folder in made:  # left by one that was stopped
+            shutil.rmtree(folder, ignore_errors=True)
+        about = join(folders, made[0], decoder_epochs=_DECODER_EPOCHS if "_pair" in name else 0)
+        equal = join(folders, made[1], decoder_epochs=0, weights="equal")
+        for folder in made:
             shutil.rmtree(folder)
         write_json(path, {"weighted": about, "equal": equal})
 
-    return do
+
+def _is_trained(folder: Path) -> bool:
+    record = folder / "run.json"
+    return record.exists() and "failed" not in read_json(record)
 
 
 def _joined(series: Series, name: str) -> Path:
@@ -183,7 +190,11 @@ def _of_part(series: Series, part: str, records: Records) -> dict[str, Any]:
     together = {one["facts"]["seed"] - _TOGETHER: _test(series, one) for one in select(records, mode="together")}
     joined = {pair: told for pair in sorted(together) if (told := _read(series, f"{part}_pair{pair}"))}
     pairs = [
-        {"together": together[pair], **{name: 100 * told[name]["test_accuracy"] for name in ("weighted", "equal")}}
+        {
+            "together": together[pair],
+            **{name: 100 * told[name]["test_accuracy"] for name in ("weighted", "equal")},
+            "decoder_seconds": told["weighted"].get("decoder_seconds"),
+        }
         for pair, told in joined.items()
     ]
     single = [
@@ -210,14 +221,15 @@ def curve(part: str, lanes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 
 def interval(differences: Sequence[float]) -> dict[str, Any] | None:
-    """Mean and 95 % interval by Student's t; None for fewer than two."""
+    """Mean, 95 % interval by Student's t, and whether it is inside +-0.3 points; None for fewer than two."""
     from scipy.stats import t
 
     if len(differences) < 2:
         return None
     mean, count = statistics.fmean(differences), len(differences)
     half = float(t.ppf(0.975, count - 1)) * statistics.stdev(differences) / count**0.5
-    return {"mean": mean, "low": mean - half, "high": mean + half, "pairs": count}
+    inside = max(abs(mean - half), abs(mean + half)) <= _INSIDE
+    return {"mean": mean, "low": mean - half, "high": mean + half, "inside": inside, "pairs": count}
 
 
 def _test(series: Series, record: Mapping[str, Any]) -> float:
@@ -231,14 +243,18 @@ def _read(series: Series, name: str) -> dict[str, Any] | None:
 
 def text(series: Series) -> str:
     """Tables of the pairs and of the curves as Markdown."""
-    header, rows = ("", "joined", "joined, equal weights", "together", "joined - together, 95 %"), []
+    header = ("", "joined", "joined, equal weights", "together", "joined - together, 95 %", f"+-{_INSIDE:g} points")
+    rows = []
     points = []
     for part, one in summarise(series).items():
         if pairs := one["pairs"]:
             means = [statistics.fmean(pair[name] for pair in pairs) for name in ("weighted", "equal", "together")]
             between = one["difference"]
-            told = f"{between['mean']:+.2f} ({between['low']:+.2f} to {between['high']:+.2f})" if between else "-"
-            rows.append([f"{part}, {len(pairs)} pairs", *(f"{mean:.2f}" for mean in means), told])
+            told = ["-", "-"]
+            if between:
+                verdict = "inside" if between["inside"] else "not inside"
+                told = [f"{between['mean']:+.2f} ({between['low']:+.2f} to {between['high']:+.2f})", verdict]
+            rows.append([f"{part}, {len(pairs)} pairs", *(f"{mean:.2f}" for mean in means), *told])
         for kind, every in one["curves"].items():
             some = [point for point in every if point["lanes"] in (1, 2, 4, 8, 16)]
             points += [(f"{part}, {kind}", str(point["lanes"]), point) for point in some]
@@ -262,8 +278,9 @@ def draw(series: Series) -> "Figure":
     return figure
 
 
-def report(series: Series) -> None:
-    """Writes tables and figure of all that has ended."""
+def report(joins: Mapping[str, Sequence[Facts]], series: Series) -> None:
+    """Joins what can be joined, and writes tables and figure of all that has ended."""
+    join_due(series, joins)
     records: Records = series.records()
     lines = ["Weights of joined lanes are fitted on validation images; test accuracy in %.", *caption(series, records)]
     figure = draw(series)

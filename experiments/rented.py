@@ -3,13 +3,13 @@
     mlcn_jax profile --cores=1 --output=profile.json
     python -m experiments.rented --profile=profile.json --data_dir=FOLDER
 
-The kinds are one core of this machine each, held back by stopping its process for a part of the time; how much slower
-that makes it is measured, and takes the place of a profile of each. Their prices are made up. All three singles and six
-pairs train the same configuration, in turns, with the commands that `mlcn_jax cheapest` prints. Their starts are
-measured with a run of one step each. What a shared machine gives changes by the minute, so every time is divided by
-what some lanes take on the cores used just before and after it, over what the profile says. For every measured time
-as a deadline, what `cheapest` picks is compared with the cheapest that was measured in time. Goes on where it was
-stopped. Writes `experiments/results/rented.json` and `.png`.
+The kinds are one core of this machine each, whole or with a quota of its time; how much slower that makes it is
+measured, and takes the place of a profile of each. Their prices are made up. All three singles and six pairs train the
+same configuration, in turns, with the commands that `mlcn_jax cheapest` prints. What each takes to start is measured
+with a run of one step each. What a shared machine gives changes by the minute, so every time is divided by what some
+lanes take on the cores used just before and after it, over what the profile says. For every measured time as a
+deadline, what `cheapest` picks is compared with the cheapest that was measured in time. Goes on where it was stopped.
+Writes `experiments/results/rented.json` and `.png`.
 """
 
 import contextlib
@@ -17,14 +17,12 @@ import dataclasses
 import itertools
 import os
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +42,13 @@ from mlcn_jax.placement.simulate import Link
 from mlcn_jax.training.session import open_session
 
 KINDS = {"full": (1.0, 1.0), "half": (2.0, 0.4), "third": (3.0, 0.3)}  # asked slowness, and price per hour
-_PERIOD_SECONDS = 0.004  # a pair of trainings waits for each other some times a step, of 0.1 s or more
 _BATCH = 100
 _YARDSTICK_TURNS = 5
+_SLOWNESS_ROUNDS = 5
 
 
-def held_back(profile: DeviceProfile, slowness: float) -> DeviceProfile:
-    """The profile of a device that is stopped for a part of the time."""
+def slower_profile(profile: DeviceProfile, slowness: float) -> DeviceProfile:
+    """The profile of a device that takes so many times as long for everything."""
     if slowness == 1.0:
         return profile
 
@@ -92,15 +90,15 @@ def base(values: Any) -> list[str]:
 
 
 def market_of(
-    values: Any, profile: DeviceProfile, slowness_of: Mapping[str, float], startup: Mapping[str, float], folder: Path
+    values: Any, profile: DeviceProfile, slowness_of: Mapping[str, float], startup: float, folder: Path
 ) -> market.Market:
     """The three kinds as offers, of which two of each may be had; `folder` gets a profile of each."""
     config = workers.config_of(dict(flag[9:].split("=", 1) for flag in base(values)[1:]))
     offers = []
     for kind, (_, price) in KINDS.items():
-        of_kind, file = held_back(profile, slowness_of[kind]), folder / f"{kind}.json"
+        of_kind, file = slower_profile(profile, slowness_of[kind]), folder / f"{kind}.json"
         of_kind.save(file)
-        offers.append((Offer(kind, price, available=2, startup_seconds=startup[kind]), of_kind, str(file)))
+        offers.append((Offer(kind, price, available=2, startup_seconds=startup), of_kind, str(file)))
     link = Link(**profile.link) if profile.link else None
     terms = market.Terms(0.0, 0.0, values.checkpoint_seconds, float("inf"), None, link, 2)
     return market.Market(cheapest.task_of(config, open_session(config)), terms, offers)
@@ -117,33 +115,36 @@ class Bed:
     def __init__(self, profile: DeviceProfile, data: str):
         self._cores = sorted(os.sched_getaffinity(0))[:2]
         changes = {"data.name": data, "model.lanes": "mlcn1:w1", "train.batch_size": _BATCH}
-        self._group = workers.Group(workers.Run(changes, [[core] for core in self._cores], alone=True))
+        cores = [[core] for core in self._cores]
+        self._groups = {count: workers.Group(workers.Run(changes, cores[:count], alone=True)) for count in (1, 2)}
         self._profile = profile
 
     def seconds(self, kinds: Sequence[str], commands: Sequence[str]) -> dict[str, float]:
         """What the commands took, together, and how slow the cores were, over the profile."""
-        before = self._slowness()
+        before = self._slowness(len(kinds))
         taken = measure(kinds, commands, self._cores)
-        both = [(a + b) / 2 for a, b in zip(before, self._slowness(), strict=True)]
-        if len(kinds) == 1:  # the yardstick runs on both cores, and the training did not
-            return {"seconds": taken, "slowness": both[0] / self._profile.slowdown(2)}
-        return {"seconds": taken, "slowness": statistics.mean(both)}
+        return {"seconds": taken, "slowness": (before + self._slowness(len(kinds))) / 2}
 
     def slowness_of(self, kind: str) -> float:
         """How many times slower than a whole core a kind is."""
-        whole, held = [], []
-        for _ in range(3):
-            whole.append(self._slowness()[0])
-            with throttled(self._group.pids[0], KINDS[kind][0]):
-                held.append(self._slowness()[0])
-        return statistics.median(b / a for a, b in zip(whole, held, strict=True)) if kind != "full" else 1.0
+        if kind == "full":
+            return 1.0
+        self._slowness(1)  # brings caches and memory back
+        ratios = []
+        for _ in range(_SLOWNESS_ROUNDS):
+            whole = self._slowness(1)
+            with workers.held_back(self._groups[1].pids[0], KINDS[kind][0]):
+                ratios.append(self._slowness(1) / whole)
+        return statistics.median(ratios)
 
-    def _slowness(self) -> list[float]:
-        turns = [self._group.slowness(self._profile) for _ in range(_YARDSTICK_TURNS)]
-        return [statistics.mean(own) for own in zip(*turns, strict=True)]
+    def _slowness(self, count: int) -> float:
+        """Mean over so many cores, all of them at work: machines that are rented would not slow each other down."""
+        turns = [statistics.mean(self._groups[count].slowness(self._profile)) for _ in range(_YARDSTICK_TURNS)]
+        return statistics.mean(turns)
 
     def close(self) -> None:
-        self._group.close()
+        for group in self._groups.values():
+            group.close()
 
 
 def measure(kinds: Sequence[str], commands: Sequence[str], cores: Sequence[int]) -> float:
@@ -153,69 +154,34 @@ def measure(kinds: Sequence[str], commands: Sequence[str], cores: Sequence[int])
     """
     port, running = free_port(), []
     with tempfile.TemporaryDirectory() as folder:
-        started = time.monotonic()
-        for i, (command, core) in enumerate(zip(commands, cores, strict=False)):
-            given = command.partition("  # ")[0].replace("HOST:29500", f"127.0.0.1:{port}")
-            arguments = [a for a in shlex.split(given)[1:] if not a.startswith("--workdir=")]
-            while arguments[0] != "train":  # the program may be several words
-                arguments.pop(0)
-            with on_core(core):
-                running.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "mlcn_jax", *arguments, f"--workdir={folder}/run"],
-                        cwd=REPOSITORY,
-                        env={
-                            **os.environ,
-                            "MLCN_JAX_WATCHED": "1",
-                            "JAX_NUM_CPU_DEVICES": "1",
-                            "MLCN_JAX_CACHE": f"{folder}/cache",
-                        },
-                        stdout=subprocess.DEVNULL,
-                        stderr=subprocess.DEVNULL if i else None,
-                    )
-                )
         with contextlib.ExitStack() as stack:
-            for kind, process in zip(kinds, running, strict=True):
-                stack.enter_context(throttled(process.pid, KINDS[kind][0]))
+            started = time.monotonic()
+            for i, (kind, command, core) in enumerate(zip(kinds, commands, cores, strict=False)):
+                given = command.partition("  # ")[0].replace("HOST:29500", f"127.0.0.1:{port}")
+                arguments = [a for a in shlex.split(given)[1:] if not a.startswith("--workdir=")]
+                while arguments[0] != "train":  # the program may be several words
+                    arguments.pop(0)
+                with workers.on_core(core):
+                    running.append(
+                        subprocess.Popen(
+                            [sys.executable, "-m", "mlcn_jax", *arguments, f"--workdir={folder}/run"],
+                            cwd=REPOSITORY,
+                            env={
+                                **os.environ,
+                                "MLCN_JAX_WATCHED": "1",
+                                "JAX_NUM_CPU_DEVICES": "1",
+                                "MLCN_JAX_CACHE": f"{folder}/cache",
+                            },
+                            stdout=subprocess.DEVNULL,
+                            stderr=subprocess.DEVNULL if i else None,
+                        )
+                    )
+                stack.enter_context(workers.held_back(running[-1].pid, KINDS[kind][0]))
             codes = [process.wait() for process in running]
+            taken = time.monotonic() - started
         if any(codes):
             raise InputError(f"a training failed with exit codes {codes}: its message is above")
-        return time.monotonic() - started
-
-
-@contextlib.contextmanager
-def on_core(core: int) -> Iterator[None]:
-    """Binds this thread, and the processes that it starts meanwhile, to a core."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, [core])
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-@contextlib.contextmanager
-def throttled(pid: int, slowness: float) -> Iterator[None]:
-    """Stops a process for all but 1 / slowness of the time."""
-    if slowness == 1.0:
-        yield
-        return
-    over = threading.Event()
-
-    def interrupt() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            while not over.wait(_PERIOD_SECONDS / slowness):
-                os.kill(pid, signal.SIGSTOP)
-                time.sleep(_PERIOD_SECONDS * (1 - 1 / slowness))
-                os.kill(pid, signal.SIGCONT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+        return taken
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -279,7 +245,7 @@ def main(values: flags.FlagValues) -> None:
     output = Path(values.output)
     output.mkdir(parents=True, exist_ok=True)
     path, about = output / "rented.json", {"training": training(values), "profile": digest(profile)}
-    about |= {"kinds": {kind: list(of) for kind, of in KINDS.items()}, "repeats": values.repeats}
+    about |= {"kinds": {kind: list(of) for kind, of in KINDS.items()}}
     stored = read_json(path) if path.exists() else {}
     if any(stored.get(name) != value for name, value in about.items()):
         stored = {}
@@ -288,22 +254,22 @@ def main(values: flags.FlagValues) -> None:
     rows: list[dict[str, Any]] = []
 
     def save() -> None:
-        more = {"slowness": slowness, "startup_seconds": startup, "times": times}
+        more = {"repeats": min(map(len, times)), "slowness": slowness, "startup_seconds": startup, "times": times}
         write_json(path, {**about, **host.environment(), **(summarize(rows) if rows else {}), **more, "rows": rows})
 
     bed = Bed(profile, values.data)
     for kind in KINDS:
         if kind not in slowness:
             slowness[kind] = bed.slowness_of(kind)
-    for count in (1, 2):  # one alone, and two that must also meet
-        for kind in KINDS:
-            name = kind if count == 1 else f"{kind} with another"
-            if name not in startup:
-                taken = bed.seconds([kind] * count, _starts(values, count))
-                startup[name] = taken["seconds"] / taken["slowness"]
-                save()
     folder = tempfile.TemporaryDirectory()  # which the commands read, too
-    ways = [_way(values, profile, slowness, startup, kinds, Path(folder.name)) for kinds in sets()]
+    for kinds in sets():
+        name = " + ".join(kinds)
+        if name not in startup:
+            ordered, commands, *_ = _way(values, profile, slowness, 0.0, kinds, Path(folder.name))
+            taken = bed.seconds(ordered, [_one_step(command, values) for command in commands])
+            startup[name] = taken["seconds"] / taken["slowness"]
+            save()
+    ways = [_way(values, profile, slowness, startup[" + ".join(kinds)], kinds, Path(folder.name)) for kinds in sets()]
     for repeat in range(values.repeats):
         for (ordered, commands, way, _), taken in zip(ways, times, strict=True):
             if len(taken) == repeat:
@@ -335,28 +301,21 @@ def _way(
     values: Any,
     profile: DeviceProfile,
     slowness: Mapping[str, float],
-    startup: Mapping[str, float],
+    startup: float,
     kinds: Sequence[str],
     folder: Path,
 ) -> tuple[list[str], list[str], market.Way, str]:
     """The fastest way over some kinds: these in the order of its commands, the commands, the way and its split."""
-    suffix = "" if len(kinds) == 1 else " with another"
-    whole = market_of(values, profile, slowness, {kind: startup[kind + suffix] for kind in KINDS}, folder)
+    whole = market_of(values, profile, slowness, startup, folder)
     numbers = tuple(sorted([c.offer.machine for c in whole.choices].index(kind) for kind in kinds))
     way = min(whole.on(numbers), key=lambda way: way.seconds)
     ordered = [whole.choices[n].offer.machine for n in way.machines]
     return ordered, cheapest_report.commands(whole, way, base(values)), way, cheapest_report.split_of(way)
 
 
-def _starts(values: Any, count: int) -> list[str]:
-    """Commands of a training of one step, by one process or two: almost all of it is its start."""
-    common = [*base(values), "--config.train.num_steps=1", "--config.train.checkpoint_every=1"]
-    if count == 1:
-        return [shlex.join(["mlcn_jax", "train", *common])]
-    two = ["--config.parallel.plan=stacks", "--config.parallel.lane=2", "--config.parallel.processes=2"]
-    two += ["--config.parallel.coordinator=HOST:29500", "--config.parallel.partitioner=round_robin"]
-    two.append(f"--config.parallel.profile={Path(values.profile).resolve()}")
-    return [shlex.join(["mlcn_jax", "train", *common, *two, f"--config.parallel.process={i}"]) for i in range(2)]
+def _one_step(command: str, values: Any) -> str:
+    """The command with a single training step: almost all of that is its start."""
+    return command.replace(f"--config.train.num_steps={values.steps}", "--config.train.num_steps=1")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import RESULTS
@@ -125,6 +126,11 @@ def write(
         path.with_suffix(".md").write_text(text + "\n\n" + "".join(f"- {line}\n" for line in lines))
         for suffix, picture in {"": figure, **{f"_{which}": picture for which, picture in more.items()}}.items():
             picture.savefig(f"{path}{suffix}.png", dpi=120)
+
+
+def kept_results(name: str, scale: str) -> Path:
+    """Where `write` keeps the results of a scale."""
+    return RESULTS / f"{name}_{scale}.json"
 
 
 def draw_table(header: Sequence[str], rows: Sequence[Sequence[str]], lines: Sequence[str]) -> "Figure":

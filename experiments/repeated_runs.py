@@ -66,6 +66,8 @@ class Series:
       command: the command line, without folders, for the record.
       keep_models: whether the checkpoints of a run stay when it has ended.
       measure: more for the record of a run, from its folder and its summary.
+      kept: results that are kept with the code: runs in them with the settings of now have ended, and need not be in
+        `workdir`; those on another copy of the images have not. None for scripts that need the trained models.
 
     Attributes:
       marker: script, version and scale, kept in `workdir/runs.json`.
@@ -84,9 +86,11 @@ class Series:
         command: str,
         keep_models: bool,
         measure: Callable[[Path, dict[str, Any]], dict[str, Any]] | None = None,
+        kept: Path | None = None,
     ):
         self.workdir, self.scale, self.command = workdir, scale, command
         self._configure, self._keep_models, self._measure = configure, keep_models, measure
+        self._kept = kept
         self._data: dict[str, tuple[str, dict[str, Any]]] = {}
         self.marker = {"script": script, "version": version, "scale": dataclasses.asdict(scale)}
         path = workdir / "runs.json"
@@ -112,7 +116,24 @@ class Series:
         found = [(path, read_json(path)) for path in sorted(self.workdir.glob("runs/**/run.json"))]
         for path, record in found:
             self._check(path, record)
-        return [record for _, record in found]
+        mine = [record for _, record in found]
+        here = [record["facts"] for record in mine]
+        return [record for record in self._kept_records() if record["facts"] not in here] + mine
+
+    def _kept_records(self) -> list[dict[str, Any]]:
+        """Those of `kept` that were made with the settings of now."""
+        if self._kept is None or not self._kept.exists():
+            return []
+        stored = read_json(self._kept)
+        if any(stored.get(name) != value for name, value in self.marker.items()):
+            return []
+        return [record for record in stored["runs"] if not record["data"]["copy"] and self._is_of_now(record)]
+
+    def _is_of_now(self, record: Mapping[str, Any]) -> bool:
+        try:
+            return self._config(record["facts"]).hash() == record["config_hash"]
+        except KeyError:  # a row that there is no more
+            return False
 
     def train(
         self,
@@ -137,7 +158,8 @@ class Series:
         """
         with files.hold(self.workdir), _Limit(minutes) as limit:
             write_json(self.workdir / "runs.json", self.marker)
-            waiting = [facts for facts in runs if not (self._folder(facts) / "run.json").exists()]
+            ended = [record["facts"] for record in self.records()]
+            waiting = [facts for facts in runs if facts not in ended]
             for i, facts in enumerate(waiting):
                 left = f"{len(runs) - len(waiting) + i} of {len(runs)} runs have ended"
                 limit.check(left)

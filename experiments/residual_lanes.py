@@ -6,9 +6,9 @@
 Trains rows of `ROWS` (those of `GPU_ROWS` if named) on all training images and reads the test set once, when a run
 ends. Rows of `TRIALS` chose the settings: they hold 10,000 training images out, are scored on those, and leave the test
 set alone. A budget is the FLOPs of all training steps, forward and backward, as the cost model counts them
-(`placement.cost.lane_cost`) for the image sizes that a recipe goes through. A run that has ended is not repeated, one
-that was stopped goes on. Writes `residual_lanes_SCALE` as JSON, Markdown and PNG to the workdir and, but for `smoke`,
-to `experiments/results/`.
+(`placement.cost.lane_cost`) for the image sizes that a recipe goes through. A run that has ended, also one that is
+in the committed results, is not repeated; one that was stopped goes on. Writes `residual_lanes_SCALE` as JSON, Markdown
+and PNG to the workdir and, but for `smoke`, to `experiments/results/`.
 """
 
 import functools
@@ -25,7 +25,17 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from experiments.repeated_report import Records, caption, carry_out, draw_caption, markdown, select, spread, write
+from experiments.repeated_report import (
+    Records,
+    caption,
+    carry_out,
+    draw_caption,
+    kept_results,
+    markdown,
+    select,
+    spread,
+    write,
+)
 from experiments.repeated_runs import Scale, Series, asked, chosen, define_flags
 from experiments.residual_rows import GPU_ROWS, ROWS, TRIALS
 from mlcn_jax.config import RunConfig, read_stored
@@ -81,7 +91,8 @@ def run(
     rows = chosen("rows", rows, KNOWN)
     runs = [{"row": row, "seed": seed} for seed in range(first_seed, first_seed + repeats) for row in rows]
     make_config = functools.partial(configure_run, directories)
-    series = Series(workdir, "residual_lanes", VERSION, SCALES[scale], make_config, command, True, measure)
+    kept = kept_results("residual_lanes", scale)
+    series = Series(workdir, "residual_lanes", VERSION, SCALES[scale], make_config, command, True, measure, kept)
     return carry_out(series, runs, minutes, text, report)
 
 

@@ -30,6 +30,7 @@ from experiments.repeated_report import (
     carry_out,
     difference,
     draw_table,
+    kept_results,
     markdown,
     number,
     select,
@@ -94,7 +95,8 @@ def run(
     if not runs:
         raise InputError(f"CapsNet, the baseline, has the column {COLUMNS[0]} only: there is nothing to train")
     make_config = functools.partial(configure_run, directories)
-    series = Series(workdir, "table_4_1", VERSION, SCALES[scale], make_config, command, keep_models=True)
+    kept = kept_results("table_4_1", scale)
+    series = Series(workdir, "table_4_1", VERSION, SCALES[scale], make_config, command, keep_models=True, kept=kept)
     return carry_out(series, runs, minutes, lambda records: text(records, SCALES[scale]), report)
 
 

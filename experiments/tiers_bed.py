@@ -1,7 +1,8 @@
 """A test bed of tiers on one machine: nodes as processes with quotas of cores, behind links that are shaped.
 
 The kernel gives each process its share of time by cgroups (version 1 or 2), all nodes together at most `CORES`; where
-cgroups cannot be written to, there is no bed. Links are relays (`experiments.tiers_relay`).
+cgroups cannot be written to, there is no bed. Links are relays (`experiments.tiers_relay`). What is left of a bed whose
+script was killed is ended when the next one starts.
 """
 
 import contextlib
@@ -16,54 +17,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from experiments.quota import Quota
 from mlcn_jax.errors import InputError
 
 CORES = 1.5  # of all nodes together
-_PERIOD_MICROSECONDS = 10_000
-_V1, _V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
-_START_SECONDS = 300.0
-
-
-class Quota:
-    """A cgroup that gives its processes a number of cores; others can be made inside it."""
-
-    def __init__(self, folder: Path, cores: float):
-        self.folder = folder
-        try:
-            folder.mkdir()
-            if (folder / "cpu.cfs_quota_us").exists():
-                (folder / "cpu.cfs_period_us").write_text(str(_PERIOD_MICROSECONDS))
-                (folder / "cpu.cfs_quota_us").write_text(str(int(cores * _PERIOD_MICROSECONDS)))
-            else:
-                (folder / "cpu.max").write_text(f"{int(cores * _PERIOD_MICROSECONDS)} {_PERIOD_MICROSECONDS}")
-        except OSError as error:
-            raise InputError(f"{folder} cannot be made ({error}): the test bed needs a cgroup to write to") from error
-
-    @classmethod
-    def top(cls, cores: float) -> "Quota":
-        """The quota of a whole bed."""
-        return cls(cls.root() / f"mlcn_tiers_{os.getpid()}", cores)
-
-    @staticmethod
-    def root() -> Path:
-        """Where groups are made."""
-        return _V1 if (_V1 / "tasks").exists() else _V2
-
-    def inside(self, name: str, cores: float) -> "Quota":
-        """A quota of one process."""
-        return Quota(self.folder / name, cores)
-
-    def add(self, pid: int) -> None:
-        """Puts a process in it, with all its threads."""
-        (self.folder / "cgroup.procs").write_text(str(pid))
-
-    def remove(self) -> None:
-        """Removes it, once its processes have ended."""
-        for _ in range(50):
-            with contextlib.suppress(OSError):
-                self.folder.rmdir()
-                return
-            time.sleep(0.1)
+_IDLE_CORES = 0.03  # that all nodes of a bed use when none computes; one that does uses its quota
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,36 +34,61 @@ class NodePlan:
     rate_mbit: float = 0.0
 
 
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}  # of all devices of a bed
+
+
+def start_relay(to: str, delay_ms: float, rate_mbit: float = 0.0) -> tuple[subprocess.Popen, int]:
+    """A relay to an address as a process of its own, and its port."""
+    command = [*_python("experiments.tiers_relay"), f"--to={to}", f"--delay_ms={delay_ms}", f"--rate_mbit={rate_mbit}"]
+    relay = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert relay.stdout is not None
+    return relay, json.loads(relay.stdout.readline())["port"]
+
+
 class RunningNode:
-    """A node's process, with its relay's."""
+    """A node's process, with its relay's; `options` are further arguments of `tiers node`."""
 
     def __init__(self, plan: NodePlan, quota: Quota, max_images: int, options: Sequence[str] = ()):
-        self.plan = plan
+        self.plan, self._quota, self._options = plan, quota, tuple(options)
         batch = 1 << (max_images - 1).bit_length()
-        command = [*_python("mlcn_jax"), "tiers", "node", str(plan.artifact), "--port=0", *options]
-        command += [f"--max_batch={batch}", f"--max_images={max_images}"]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
-        self._quota = quota
+        self._command = [*_python("mlcn_jax"), "tiers", "node", str(plan.artifact), "--port=0"]
+        self._command += [f"--max_batch={batch}", f"--max_images={max_images}"]
+        self.process = self._started(self._options)
         self._relay: subprocess.Popen | None = None
         self.url = self.address = ""
 
+    def _started(self, options: Sequence[str]) -> subprocess.Popen:
+        return subprocess.Popen(
+            [*self._command, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **ENVIRONMENT},
+        )
+
     def ready(self) -> None:
         """Waits until it listens, then gives it its quota and its link."""
+        scheme = self._listens()
+        self._relay, port = start_relay(self.address, self.plan.delay_ms, self.plan.rate_mbit)
+        self.url = f"{scheme}://127.0.0.1:{port}"
+
+    def _listens(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        found = re.search(r"http://[0-9.]+:(\d+)", line)
+        found = re.search(r"(https?)://[0-9.]+:(\d+)", line)
         if not found:
             raise InputError(f"a node did not start: {line}{self.process.stdout.read()}")
-        self.address = f"127.0.0.1:{found[1]}"
+        self.address = f"127.0.0.1:{found[2]}"
         self._quota.add(self.process.pid)
-        command = [*_python("experiments.tiers_relay"), f"--to={self.address}"]
-        command += [f"--delay_ms={self.plan.delay_ms}", f"--rate_mbit={self.plan.rate_mbit}"]
-        self._relay = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._relay.stdout is not None
-        self.url = f"http://127.0.0.1:{json.loads(self._relay.stdout.readline())['port']}"
+        return found[1]
+
+    def start_again(self, options: Sequence[str] | None = None) -> None:
+        """Kills the node's process, if it still runs, and starts another behind the same link, with other options."""
+        self.process.kill()
+        self.process.wait()
+        self.process = self._started(self._options if options is None else options)
+        self._listens()
+        self.link(to=self.address)
 
     def link(self, **changes: float | str) -> dict[str, int]:
         """Changes the link (`tiers_relay.Relay.change`); returns the bytes that went over it so far."""
@@ -137,12 +120,13 @@ class RunningNode:
 
 
 @contextlib.contextmanager
-def limited(pid: int, name: str, cores: float) -> Iterator[None]:
-    """Gives a process that is not a node of a bed a number of cores."""
-    quota = Quota(Quota.root() / f"mlcn_tiers_{os.getpid()}_{name}", cores)
-    quota.add(pid)
+def limited(pid: int, name: str, cores: float) -> Iterator[Quota]:
+    """Gives a process that is not a node of a bed a number of cores, and ends it at the end; yields its quota."""
+    _end_when_asked()
+    quota = Quota(Quota.root() / f"{_GROUP}{os.getpid()}_{name}", cores)
     try:
-        yield
+        quota.add(pid)
+        yield quota
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -158,7 +142,7 @@ def bed(
     Raises:
       InputError: cgroups cannot be written to, or a node does not start.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # or nodes would go on without the script
+    _end_when_asked()
     top = Quota.top(cores)
     nodes: list[RunningNode] = []
     try:
@@ -172,6 +156,21 @@ def bed(
         for node in nodes:
             node.end()
         top.remove()
+
+
+def until_idle(nodes: Sequence[RunningNode], seconds: float = 120.0) -> None:
+    """Waits until nodes have worked off what they had, or so many seconds have passed."""
+    until, before = time.monotonic() + seconds, -math.inf
+    while time.monotonic() < until:
+        used = sum(node.core_seconds() for node in nodes)
+        if used - before < _IDLE_CORES:
+            return
+        before = used
+        time.sleep(1.0)
+
+
+def _end_when_asked() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # or nodes would go on without the script
 
 
 def _python(module: str) -> list[str]:

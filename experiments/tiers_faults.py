@@ -1,19 +1,26 @@
 """What can happen to nodes and links, and requests with short deadlines meanwhile (`experiments.tiers_gateway`)."""
 
+import collections
+import dataclasses
+import datetime
 import http.server
 import io
+import ipaddress
 import json
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-from cryptography.hazmat.primitives import serialization
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.x509.oid import NameOID
 from PIL import Image
 
 from experiments.tiers_bed import RunningNode
@@ -22,6 +29,8 @@ from mlcn_jax.tiers.policy import Policy
 
 Fault = tuple[Callable[[list[RunningNode]], None], Callable[[list[RunningNode]], None]]
 _EXTRA_MS = 50.0  # of a deadline, beyond the end's own lanes
+_PHASES = ("before", "during", "after")  # of a fault
+EXPIRED = "expired certificate, and a valid one again"
 
 
 def make_keys(folder: Path) -> tuple[Path, Path]:
@@ -34,20 +43,77 @@ def make_keys(folder: Path) -> tuple[Path, Path]:
     return key, public
 
 
-class FalseNode:
-    """A server that answers gateways with what it must not; `kind` is one of its keys."""
+@dataclasses.dataclass(frozen=True)
+class Certificates:
+    """Who signs (a file), and options of nodes that show a certificate which is valid, or has expired."""
 
-    def __init__(self, policy: Policy):
+    ca: Path
+    valid: tuple[str, ...]
+    expired: tuple[str, ...]
+
+
+def make_certificates(folder: Path) -> Certificates:
+    """Certificates for nodes on this machine, in files of a folder."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), _name("tiers of a test bed")
+    ca = folder / "tiers-ca.crt"
+    ca.write_bytes(_signed(name, key, name, key, 1).public_bytes(serialization.Encoding.PEM))
+
+    def node(kind: str, days: int) -> tuple[str, ...]:
+        own = ec.generate_private_key(ec.SECP256R1())
+        files = folder / f"tiers-{kind}.crt", folder / f"tiers-{kind}.key"
+        made = _signed(_name("127.0.0.1"), own, name, key, days)
+        files[0].write_bytes(made.public_bytes(serialization.Encoding.PEM))
+        plain = (serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        files[1].write_bytes(own.private_bytes(serialization.Encoding.PEM, *plain))
+        return f"--tls_cert={files[0]}", f"--tls_key={files[1]}"
+
+    return Certificates(ca, node("valid", 1), node("expired", -1))
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _signed(
+    name: x509.Name, key: ec.EllipticCurvePrivateKey, by: x509.Name, by_key: ec.EllipticCurvePrivateKey, days: int
+) -> x509.Certificate:
+    now, address = datetime.datetime.now(datetime.UTC), ipaddress.ip_address("127.0.0.1")
+    builder = x509.CertificateBuilder(by, name, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now - datetime.timedelta(days=10))
+    builder = builder.not_valid_after(now + datetime.timedelta(days=days))
+    for extension, critical in (
+        (x509.BasicConstraints(name == by, None), True),
+        (x509.SubjectAlternativeName([x509.IPAddress(address)]), False),
+        (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False),
+        (x509.AuthorityKeyIdentifier.from_issuer_public_key(by_key.public_key()), False),
+    ):
+        builder = builder.add_extension(extension, critical)
+    return builder.sign(by_key, hashes.SHA256())
+
+
+class FalseNode:
+    """A server that stands in for a tier's node and answers gateways with what it must not.
+
+    Args:
+      policy: of the split.
+      tier: whose node it stands in for.
+      sign: signs as the tier's nodes do, so that an answer is wrong in one thing only.
+
+    Attributes:
+      kind: one of the keys of `kinds`.
+    """
+
+    def __init__(self, policy: Policy, tier: str, sign: Callable[[bytes], bytes]):
         digest, classes, stranger = policy.digest, len(policy.class_names), Ed25519PrivateKey.generate()
         numbers = np.full((1, classes), 0.01, np.float32)
-        self.kinds: dict[str, Callable[[str, str], tuple[int, bytes]]] = {
-            "not finite": lambda tier, nonce: (200, wire.pack_answer(digest, tier, nonce, numbers * np.nan)),
-            "of another model": lambda tier, nonce: (200, wire.pack_answer("0" * 32, tier, nonce, numbers)),
-            "signed by nobody known": lambda tier, nonce: (
+        self.kinds: dict[str, Callable[[str], tuple[int, bytes]]] = {
+            "not finite": lambda nonce: (200, wire.pack_answer(digest, tier, nonce, numbers * np.nan, sign)),
+            "of another model": lambda nonce: (200, wire.pack_answer("0" * 32, tier, nonce, numbers, sign)),
+            "signed by nobody known": lambda nonce: (
                 200,
                 wire.pack_answer(digest, tier, nonce, numbers, stranger.sign),
             ),
-            "a full queue": lambda tier, nonce: (429, b"full"),
+            "a full queue": lambda nonce: (429, b"full"),
         }
         self.kind, false = "not finite", self
 
@@ -56,8 +122,7 @@ class FalseNode:
 
             def do_POST(self):
                 head = self.rfile.read(int(self.headers["Content-Length"])).partition(b"\n")[0]
-                status, body = false.kinds[false.kind]("edge", json.loads(head)["nonce"])
-                self._answer(status, body)
+                self._answer(*false.kinds[false.kind](json.loads(head)["nonce"]))
 
             def do_GET(self):
                 self._answer(200, b"{}")
@@ -72,21 +137,33 @@ class FalseNode:
                 pass
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
-    def takes_over(self, kind: str) -> Fault:
-        """A fault: the nodes' links lead here, and then to the nodes again."""
 
-        def begin(nodes: list[RunningNode]) -> None:
-            self.kind = kind
-            for node in nodes:
-                node.link(to=f"127.0.0.1:{self.server.server_address[1]}")
+def taken_over(false: Sequence[FalseNode], kind: str) -> Fault:
+    """A fault: the nodes' links lead to false ones, one for each, and then to the nodes again."""
 
-        def end(nodes: list[RunningNode]) -> None:
-            for node in nodes:
-                node.link(to=node.address)
+    def begin(nodes: list[RunningNode]) -> None:
+        for node, own in zip(nodes, false, strict=True):
+            own.kind = kind
+            node.link(to=own.address)
 
-        return begin, end
+    def end(nodes: list[RunningNode]) -> None:
+        for node in nodes:
+            node.link(to=node.address)
+
+    return begin, end
+
+
+def expired(options: Sequence[str]) -> Fault:
+    """A fault: nodes are started again with these options, those of an expired certificate; then with their own."""
+
+    def begin(nodes: list[RunningNode]) -> None:
+        for node in nodes:
+            node.start_again(options)
+
+    return begin, _start_again
 
 
 def png(image: np.ndarray) -> bytes:
@@ -104,6 +181,16 @@ def _stop(nodes: list[RunningNode]) -> None:
 def _go_on(nodes: list[RunningNode]) -> None:
     for node in nodes:
         node.signal(signal.SIGCONT)
+
+
+def _kill(nodes: list[RunningNode]) -> None:
+    for node in nodes:
+        node.signal(signal.SIGKILL)
+
+
+def _start_again(nodes: list[RunningNode]) -> None:
+    for node in nodes:
+        node.start_again()
 
 
 def _link(**changes: float | str) -> Callable[[list[RunningNode]], None]:
@@ -131,39 +218,74 @@ FAULTS: dict[str, Fault] = {
     "link ten times slower, and as before": (_slow, _as_before),
     "link stalls, and goes on": (_link(mode="stall"), _as_before),
     "partition, and as before": (_link(mode="drop"), _as_before),
-    "SIGKILL": (lambda nodes: [node.signal(signal.SIGKILL) for node in nodes] and None, lambda nodes: None),
+    "SIGKILL, and started again": (_kill, _start_again),
 }
 
 
-def under_fault(url: str, images: np.ndarray, requests: int, nodes: list[RunningNode], fault: tuple) -> dict[str, Any]:
-    """Requests with a short deadline while nodes or links fail: how many were late, or not answered."""
-    deadline = httpx.get(f"{url}/").json()["own_p95_ms"] + _EXTRA_MS
+def under_fault(
+    url: str,
+    images: np.ndarray,
+    requests: int,
+    nodes: list[RunningNode],
+    fault: Fault,
+    held_back: Callable[[], float],
+) -> dict[str, Any]:
+    """Requests with a short deadline while nodes or links fail: how many were late, or not answered, and why.
+
+    Args:
+      url: of the gateway.
+      images: that are sent, one a request.
+      requests: how many, one after the other.
+      nodes: that fail in the middle half of the requests.
+      fault: how they begin to fail, and how that ends.
+      held_back: seconds for which the gateway's quota has kept it waiting so far (`quota.Quota.held_back`).
+    """
+    deadline = round(httpx.get(f"{url}/", trust_env=False).json()["own_p95_ms"] + _EXTRA_MS, 3)
     bodies = [png(image) for image in images]
     late: list[dict[str, Any]] = []
-    unanswered, times = 0, []
+    unanswered: list[str] = []
+    times = []
+    heard: dict[str, collections.Counter[str]] = {phase: collections.Counter() for phase in _PHASES}
     with httpx.Client(timeout=30, trust_env=False) as client:
         for i in range(requests):
             if i in (requests // 4, 3 * requests // 4):
                 fault[i > requests // 2](nodes)
-            started = time.perf_counter()
+            phase = _PHASES[(i >= requests // 4) + (i >= 3 * requests // 4)]
+            waited, started = held_back(), time.perf_counter()
             try:
                 response = client.post(f"{url}/predict?deadline_ms={deadline}", content=bodies[i % len(bodies)])
                 answer = response.raise_for_status().json()["predictions"][0]
-            except httpx.HTTPError:
-                unanswered += 1
+            except httpx.HTTPError as error:
+                unanswered.append(str(error) or repr(error))
                 continue
             milliseconds = 1e3 * (time.perf_counter() - started)
             times.append(milliseconds)
+            heard[phase][f"{len(answer['lanes'])} lanes"] += 1
             if milliseconds > deadline:
-                late.append({"request": i, "ms": milliseconds, "by_gateway_ms": answer["ms"], "lanes": answer["lanes"]})
+                one = {"request": i, "phase": phase, "ms": milliseconds, "by_gateway_ms": answer["ms"]}
+                one |= {"held_back_ms": 1e3 * (held_back() - waited), "lanes": answer["lanes"]}
+                late.append(one | {"why": why_late(one, deadline)})
     time.sleep(1)
     return {
         "requests": requests,
         "deadline_ms": deadline,
         "late": len(late),
         "late_by_gateway": sum(one["by_gateway_ms"] > deadline for one in late),
-        "unanswered": unanswered,
-        "p50_ms": float(np.quantile(times, 0.5)),
-        "p999_ms": float(np.quantile(times, 0.999)),
-        "late_ones": late[:20],
+        "unexplained": sum(not one["why"] for one in late),
+        "unanswered": len(unanswered),
+        "p50_ms": float(np.quantile(times, 0.5)) if times else None,
+        "p999_ms": float(np.quantile(times, 0.999)) if times else None,
+        "heard": {phase: dict(found) for phase, found in heard.items()},
+        "late_ones": late[:100],
+        "unanswered_ones": unanswered[:20],
     }
+
+
+def why_late(one: dict[str, Any], deadline: float) -> str:
+    """Why an answer was late, from what was measured beside it; empty if nothing measured explains it."""
+    over = one["ms"] - deadline
+    if one["held_back_ms"] >= over:
+        return f"the gateway had used up its quota and was kept waiting for {one['held_back_ms']:.1f} ms"
+    if one["by_gateway_ms"] <= deadline:
+        return f"in time by the gateway's clock, {one['by_gateway_ms']:g} ms: the machine or the client took the rest"
+    return ""

@@ -3,11 +3,12 @@
     python -m experiments.tiers_leak --workdir=runs/mlcn2 --scale=smoke
     python -m experiments.tiers_leak --workdir=runs/mlcn2
 
-The attacker has the weights of the lanes and reads what is sent. Attacks: `least squares` inverts the first convolution
-(cut `conv1` only), where its relu let values pass; `optimisation` looks for the image whose values at the cut come
-nearest, with a total-variation prior; `inverter` is a network trained on training images. `found` is the share of
-images that their values at the cut point out among 10,000. Reports PSNR and SSIM of restored test images. Writes
-`tiers_leak.json`, `.md` and `.png` to `experiments/results/`; run again, it goes on with what is missing.
+The attacker has the weights of the lanes, reads what is sent, and knows in how many bits and with how much noise.
+Attacks: `least squares` inverts the first convolution (cut `conv1` only), where its relu let values pass;
+`optimisation` looks for the image whose values at the cut come nearest, with a total-variation prior; `inverter` is a
+network trained on training images. `found` is the share of images that their values at the cut point out among 10,000.
+Reports PSNR and SSIM of restored test images. Writes `tiers_leak.json`, `.md` and `.png` to `experiments/results/`; run
+again, it goes on with what is missing.
 
 Source: the kinds of attack of L1ziang/GLASS; Wang et al. 2004 for SSIM.
 """
@@ -43,10 +44,13 @@ from mlcn_jax.tiers.cuts import Part, cuts_of
 
 # Images restored, candidates to find one among, steps of optimisation, training images and epochs of the inverter.
 SCALES = {"smoke": (2, 200, 20, 200, 1), "full": (32, 10_000, 1500, 20_000, 20)}
-SETTINGS = (("32 bits", 32, 0.0), ("8 bits", 8, 0.0), ("4 bits", 4, 0.0), ("2 bits", 2, 0.0), ("noise 0.5", 32, 0.5))
+# Bits of each value, and noise in standard deviations of the values.
+SETTINGS = {"32 bits": (32, 0.0), "8 bits": (8, 0.0), "4 bits": (4, 0.0), "2 bits": (2, 0.0), "noise 0.5": (32, 0.5)}
 _TV = 1e-3
 _BATCH = 100
 _PAIRS = 500  # distances that are held at once
+_TRAINING_VALUES = 2**28  # at most, of the inverter's images: 1 GiB
+_CLEAR = 2.0  # standard deviations of the noise from which on a value is one that relu let pass
 
 
 def define(values: flags.FlagValues) -> None:
@@ -55,13 +59,14 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("lane", 0, "Whose values are sent.", flag_values=values)
     flags.DEFINE_enum("scale", "full", list(SCALES), "How much is measured.", flag_values=values)
     flags.DEFINE_string("results", str(RESULTS), "Folder to write to.", flag_values=values)
+    flags.DEFINE_string("name", "tiers_leak", "Of the files.", flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:
     folder = Path(values.results).expanduser()
     make_folder(folder, "results")
     scale = SCALES[values.scale]
-    path = folder / f"tiers_leak{'' if values.scale == 'full' else f'_{values.scale}'}.json"
+    path = folder / f"{values.name}{'' if values.scale == 'full' else f'_{values.scale}'}.json"
     workdir = Path(values.workdir).expanduser()
     trained, dataset = load_with_data(workdir, stored_config(workdir, values.data_dir))
     spec = spec_of(trained.spec, [values.lane])
@@ -70,6 +75,8 @@ def main(values: flags.FlagValues) -> None:
     weights = flat_weights({name: jax.tree.map(lambda a, r=rows: a[r], encoder[name]) for name, rows in own.items()})
     about = {
         "lane": spec.lanes,
+        "number": values.lane,
+        "step": trained.step,
         "data": dataset.name,
         "scale": values.scale,
         "images": scale[0],
@@ -79,35 +86,55 @@ def main(values: flags.FlagValues) -> None:
     if results["about"] != about:
         raise SystemExit(f"error: {path} is of {results['about']}, not {about}: move it away")
     results |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **host.environment()}
+    kept = path.with_suffix(".npz")  # pictures, until all are there
     pictures: dict[str, np.ndarray] = {}
+    if results["rows"] and kept.is_file():
+        with np.load(kept) as arrays:
+            pictures = dict(arrays)
+    candidates = dataset.test.images[: scale[1]]
+    images = candidates[: scale[0]]
     for cut in cuts_of(spec)[1:]:
+        missing = [key for key in keys_of(cut) if ", ".join((cut, *key)) not in results["rows"]]
+        if not missing:
+            continue
         part = Part(spec, (1.0,), cut)
         home = part.split_weights(weights)[0]
         attacker = Attacker(part, home, dataset.train.images[: scale[3]], scale[2], scale[4])
-        for name, bits, noise in SETTINGS:
-            for attack in ("least squares", "optimisation", "inverter", "found"):
-                key = f"{cut}, {name}, {attack}"
-                if key in results["rows"] or (attack == "least squares" and cut != "conv1"):
-                    continue
-                candidates = dataset.test.images[: scale[1]]
-                sent = as_sent(attacker.values(candidates[: scale[0]]), bits, noise)
-                if attack == "found":
-                    results["rows"][key] = {"found": share_found(sent, attacker.values(candidates))}
-                else:
-                    restored = attacker.restore(attack, sent, name, lambda v, b=bits, n=noise: as_sent(v, b, n))
-                    results["rows"][key] = scores(restored, candidates[: scale[0]])
-                    pictures[key] = restored[:8]
-                print(f"{key}: {results['rows'][key]}", flush=True)
-                write_json(path, results)
+        seen = attacker.values(candidates)
+        for setting, attack in missing:
+            bits, noise = SETTINGS[setting]
+            key = f"{cut}, {setting}, {attack}"
+            sent = as_sent(seen[: scale[0]], bits, noise)
+            if attack == "found":
+                results["rows"][key] = {"found": share_found(sent, seen)}
+            else:
+                restored = attacker.restore(attack, sent, noise, lambda v, b=bits, n=noise: as_sent(v, b, n, 1))
+                results["rows"][key] = scores(restored, images)
+                pictures[key] = np.rint(255 * restored[:8].clip(0, 1)).astype(np.uint8)
+                with replacing(kept) as partial, open(partial, "wb") as file:
+                    np.savez(file, **pictures)  # type: ignore[arg-type]
+            print(f"{key}: {results['rows'][key]}", flush=True)
+            write_json(path, results)
     report(results, path)
     if pictures:
-        draw(pictures, dataset.test.images[:8], path.with_suffix(".png"))
+        draw(pictures, images[:8], path.with_suffix(".png"))
+        kept.unlink(missing_ok=True)
 
 
-def as_sent(values: Float[np.ndarray, "n size"], bits: int, noise: float) -> Float[np.ndarray, "n size"]:
+def keys_of(cut: str) -> list[tuple[str, str]]:
+    """Each setting and attack that is measured at a cut."""
+    return [
+        (setting, attack)
+        for setting in SETTINGS
+        for attack in ("least squares", "optimisation", "inverter", "found")
+        if attack != "least squares" or cut == "conv1"
+    ]
+
+
+def as_sent(values: Float[np.ndarray, "n size"], bits: int, noise: float, seed: int = 0) -> Float[np.ndarray, "n size"]:
     """The values as a tier gets them, in so many bits, with noise of so many of their standard deviations."""
     if noise:
-        values = values + noise * values.std() * np.random.default_rng(0).standard_normal(values.shape, np.float32)
+        values = values + noise * values.std() * np.random.default_rng(seed).standard_normal(values.shape, np.float32)
     parts = [values[i : i + _BATCH] for i in range(0, len(values), _BATCH)]
     size = values.shape[1:]
     bodies = [wire.pack_request("", "", part, bits) for part in parts]
@@ -118,7 +145,8 @@ class Attacker:
     """Restores images from the values at a cut, with the weights of what comes before it."""
 
     def __init__(self, part: Part, weights: dict[str, np.ndarray], train: np.ndarray, steps: int, epochs: int):
-        self.part, self.train, self.steps, self.epochs = part, train, steps, epochs
+        self.part, self.steps, self.epochs = part, steps, epochs
+        self.train = train[: max(_BATCH, _TRAINING_VALUES // int(np.prod(part.row.shape)))]
         self.weights = {name: jnp.asarray(array) for name, array in weights.items()}
         self.shape = part.spec.image_shape
         self._before = jax.jit(lambda pixels: part.before(self.weights, 255.0 * pixels))
@@ -129,22 +157,31 @@ class Attacker:
         return np.concatenate([np.asarray(self._before(part.astype(np.float32) / 255)) for part in parts])
 
     def restore(
-        self, attack: str, sent: np.ndarray, setting: str, again: Callable[[np.ndarray], np.ndarray]
+        self, attack: str, sent: np.ndarray, noise: float, again: Callable[[np.ndarray], np.ndarray]
     ) -> Float[np.ndarray, "n h w c"]:
         """Images in [0, 1] from what was sent; `again` sends values of the attacker's own images likewise."""
-        del setting
         if attack == "least squares":
-            return np.stack([self._least_squares(row) for row in sent])
+            spread = noise / np.sqrt(1 + noise**2) * float(sent.std())  # of the noise
+            return np.stack([self._least_squares(row, spread) for row in sent])
         if attack == "optimisation":
             return np.asarray(self._optimise(jnp.asarray(sent)))
         return self._invert(sent, again)
 
-    def _least_squares(self, sent: np.ndarray) -> np.ndarray:
-        """Solves for the pixels from the values that relu let pass, where the convolution is linear."""
+    def _least_squares(self, sent: np.ndarray, spread: float) -> np.ndarray:
+        """Solves for the pixels from the values that relu let pass, where the convolution is linear.
+
+        Under noise these are first the values that are clearly above it, then all that the image so found lets pass.
+        """
         linear, constant = self._linear
-        passed = np.flatnonzero(sent > 1e-6 * max(float(sent.max()), 1e-30))
-        found = lsmr(linear[passed], sent[passed] - constant[passed], atol=1e-12, btol=1e-12, maxiter=2000)[0]
-        return found.reshape(self.shape).clip(0, 1)
+
+        def solved(passed: np.ndarray) -> np.ndarray:
+            known = sent[passed] - constant[passed]
+            return lsmr(linear[passed], known, atol=1e-12, btol=1e-12, maxiter=2000)[0].clip(0, 1)
+
+        found = solved(np.flatnonzero(sent > max(1e-6 * max(float(sent.max()), 1e-30), _CLEAR * spread)))
+        if spread:
+            found = solved(np.flatnonzero(linear @ found + constant > 0))
+        return found.reshape(self.shape)
 
     @functools.cached_property
     def _linear(self) -> tuple[Any, np.ndarray]:
@@ -199,9 +236,13 @@ class Attacker:
             logits, state = step(logits, state)
         return jax.nn.sigmoid(logits)
 
+    @functools.cached_property
+    def _training_values(self) -> np.ndarray:
+        return self.values(self.train)
+
     def _invert(self, sent: np.ndarray, again: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """A network of one hidden layer, from values to pixels, trained on the attacker's own images."""
-        values = again(self.values(self.train))
+        values = again(self._training_values)
         targets = self.train.reshape(len(self.train), -1).astype(np.float32) / 255
         mean, spread = values.mean(axis=0), values.std(axis=0) + 1e-3
         keys = jax.random.split(jax.random.key(0))
@@ -287,14 +328,14 @@ def report(results: dict[str, Any], path: Path) -> None:
 
 
 def draw(pictures: dict[str, np.ndarray], images: np.ndarray, path: Path) -> None:
-    """The images, and what was restored of them, a row for each cut, precision and attack."""
-    rows = {"images": images / 255.0, **pictures}
+    """The images, and what was restored of them, uint8, a row for each cut, precision and attack."""
+    rows = {"images": images, **pictures}
     count = len(next(iter(pictures.values())))
     figure = Figure(figsize=(3.6 + count, len(rows)), layout="constrained")
     axes = figure.subplots(len(rows), count, squeeze=False)
     for line, (name, shown) in zip(axes, rows.items(), strict=True):
         for axis, image in zip(line, shown, strict=False):
-            axis.imshow(image.squeeze(), cmap="gray", vmin=0, vmax=1)
+            axis.imshow(image.squeeze(), cmap="gray", vmin=0, vmax=255)
             axis.set(xticks=[], yticks=[])
         line[0].set_ylabel(name, rotation=0, ha="right", va="center")
     with replacing(path) as partial:

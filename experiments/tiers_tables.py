@@ -6,7 +6,8 @@
 Splits the trained model into end, edge and cloud, starts nodes with quotas of cores behind links that are shaped
 (`experiments.tiers_bed`), and writes `tiers_tables.json`, `.md` and `.png` to `experiments/results/` after each
 measurement. Run again, it goes on with those that are missing. Columns "printed" and "corrected" are predicted, from
-single tasks on single devices; all others are measured.
+single tasks on single devices; all others are measured. What leaves the trusted device in table 4 is computed and
+packed by a process with the cores of an end.
 
 Source: Zhang 2018, End, edge and cloud: heterogeneous distributed deep neural networks.
 """
@@ -25,12 +26,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 from absl import flags
 
 from experiments import RESULTS
-from experiments.tiers_bed import CORES, NodePlan, RunningNode, bed
+from experiments.tiers_bed import CORES, NodePlan, RunningNode, bed, until_idle
 from experiments.tiers_dispatch import MODES, Device, Failures, Outcome, dispatch
+from experiments.tiers_home import NONCE, home
 from experiments.tiers_relay import check
 from experiments.tiers_tables_report import write_report
 from mlcn_jax import host
@@ -40,10 +43,12 @@ from mlcn_jax.launch import launch_script
 from mlcn_jax.tiers import schedules, split, wire
 from mlcn_jax.tiers.artifact import TierArtifact
 from mlcn_jax.tiers.cuts import cuts_of
+from mlcn_jax.tiers.node import PATH
 
 _NAMES = ("end", "edge", "cloud")
 _FAILING_TIMEOUT, _TASKS_BEFORE = 0.5, 12  # of table 5
-_EDGE_MS, _CLOUD_MS = 10.0, 50.0  # each way
+_TASKS_OF_TIMEOUT = 2.0  # a time-out is at least as long as so many tasks: those of ends that live must not be given up
+_DELAY_MS = {"end": 0.0, "edge": 10.0, "cloud": 50.0}  # each way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Scale:
     images: int
     runs: int
     delays: tuple[float, ...]  # seconds there and back, of table 4
+    rates: tuple[float, ...]  # megabits a second, of table 4; 0 is unlimited, as in the report
     failing_tasks: int
     dead: tuple[int, ...]
 
@@ -67,8 +73,8 @@ class Scale:
 
 
 SCALES = {
-    "smoke": Scale(2, 1, 6, 4, 1, (0.1,), 8, (0, 1)),
-    "full": Scale(8, 4, 200, 50, 5, (0.5, 1.0, 1.5, 2.0), 200, (0, 1, 2, 3, 4, 5, 6)),
+    "smoke": Scale(2, 1, 6, 4, 1, (0.1,), (0.0, 20.0), 8, (0, 1)),
+    "full": Scale(8, 4, 200, 50, 5, (0.5, 1.0, 1.5, 2.0), (0.0, 20.0), 200, (0, 1, 2, 3, 4, 5, 6)),
 }
 
 
@@ -112,6 +118,7 @@ class Tables:
         """Measures what is missing."""
         self._once("relay", check)
         self._schedules()
+        self._tiers_alone()
         self._failures()
         self._cuts()
         write_report(self.results, self.path)
@@ -142,9 +149,8 @@ class Tables:
 
     def _plans(self, ends: int, edges: int, clouds: int) -> list[NodePlan]:
         folder, cores = self.workdir / "tiers-pixels", self.scale.cores
-        delays = {"end": 0.0, "edge": _EDGE_MS, "cloud": _CLOUD_MS}
         names = ["end"] * ends + ["edge"] * edges + ["cloud"] * clouds
-        return [NodePlan(folder / name, cores[name], delays[name]) for name in names]
+        return [NodePlan(folder / name, cores[name], _DELAY_MS[name]) for name in names]
 
     def _tasks(self, count: int) -> list[np.ndarray]:
         size = self.scale.images
@@ -152,7 +158,7 @@ class Tables:
         return [self.images[start : start + size] for start in starts]
 
     def _schedules(self) -> None:
-        """Table 2 and figure 3: each schedule with 1 to N ends, after single tasks on single devices."""
+        """Figure 3: each schedule with 1 to N ends, after single tasks on single devices."""
         scale = self.scale
         keys = {(s, n): f"schedule {s}, {n} ends" for s in schedules.SCHEDULES for n in range(1, scale.ends + 1)}
         if not self._missing(["devices", *keys.values()]):
@@ -174,6 +180,30 @@ class Tables:
                     return _summary(runs)
 
                 self._once(key, run)
+
+    def _tiers_alone(self) -> None:
+        """Table 2: all tasks on each tier's devices, without its delay and with it."""
+        scale = self.scale
+        counts = {"end": scale.ends, "edge": scale.edges, "cloud": 1}
+        for name, count in counts.items():
+            keys = {delay: f"tier {name}, {2 * delay:g} ms" for delay in sorted({0.0, _DELAY_MS[name]})}
+            if not self._missing(list(keys.values())):
+                continue
+            tier, tasks = self._split()[name], self._tasks(scale.tasks)
+            with bed(self._plans(*(count if own == name else 0 for own in _NAMES)), scale.images) as nodes:
+                devices = [Device(node.url, tier) for node in nodes]
+                asyncio.run(dispatch("End", devices, [], [], tasks[:count]))
+                for delay, key in keys.items():
+                    for node in nodes:
+                        node.link(delay_ms=delay)
+
+                    def run(nodes=nodes, devices=devices, tasks=tasks) -> dict[str, Any]:
+                        before = sum(node.core_seconds() for node in nodes)
+                        runs = [asyncio.run(dispatch("End", devices, [], [], tasks)) for _ in range(scale.runs)]
+                        used = sum(node.core_seconds() for node in nodes) - before
+                        return _summary(runs) | {"devices": len(nodes), "core_seconds": used / len(runs)}
+
+                    self._once(key, run)
 
     def _single_tasks(self, nodes, ends, edges, clouds) -> dict[str, Any]:
         """Of each tier, alone: seconds of a task, its core seconds, and the seconds that the link takes of it."""
@@ -204,62 +234,75 @@ class Tables:
         keys = {(mode, dead): f"failures {mode}, {dead} dead" for mode in MODES for dead in scale.dead}
         if not self._missing(list(keys.values())):
             return
-        tiers = self._split()
-        for (mode, dead), key in keys.items():
-            if not self._missing([key]):
-                continue
-            with bed(self._plans(scale.ends, 0, 0), scale.images) as nodes:
-                ends = [Device(node.url, tiers["end"]) for node in nodes]
-                tasks = self._tasks(scale.failing_tasks)
-                asyncio.run(dispatch("End", ends, [], [], tasks[: len(ends)]))
+        tiers, tasks = self._split(), self._tasks(scale.failing_tasks)
+        of_end = self.results["measured"]["devices"]["end"]
+        timeout = max(_FAILING_TIMEOUT, _TASKS_OF_TIMEOUT * (of_end["communication"] + of_end["processing"]))
+        with bed(self._plans(scale.ends, 0, 0), scale.images) as nodes:
+            ends = [Device(node.url, tiers["end"]) for node in nodes]
+            asyncio.run(dispatch("End", ends, [], [], tasks[: len(ends)]))
+            for (mode, dead), key in keys.items():
 
-                def run(mode: str = mode, dead: int = dead, nodes=nodes, ends=ends, tasks=tasks) -> dict[str, Any]:
+                def run(mode: str = mode, dead: int = dead) -> dict[str, Any]:
                     runs = []
-                    for _ in range(scale.runs):
-                        die = Failures(mode, dead, before, _FAILING_TIMEOUT, lambda i: nodes[i].signal(signal.SIGSTOP))
+                    for _ in range(1 if mode == "none" and dead else scale.runs):  # it never ends: once is enough
+                        die = Failures(mode, dead, before, timeout, lambda i: nodes[i].signal(signal.SIGSTOP))
                         runs.append(asyncio.run(dispatch("End", ends, [], [], tasks, 0.0, die)))
                         for node in nodes:
                             node.signal(signal.SIGCONT)
-                        time.sleep(1.0)  # for those that were stopped to finish what they had
-                    return _summary(runs) | {"tasks_before": before, "timeout": _FAILING_TIMEOUT}
+                        until_idle(nodes)
+                    return _summary(runs) | {"tasks_before": before, "timeout": timeout}
 
                 self._once(key, run)
 
     def _cuts(self) -> None:
-        """Table 4: what a cut costs in time and bytes, for one task on one edge and one on the cloud."""
+        """Table 4: what a cut costs in time and bytes, for tasks of one end that go on to one edge."""
         scale = self.scale
-        cuts = cuts_of(self.spec)
-        keys = {(cut, delay): f"cut {cut}, {delay} s" for cut in cuts for delay in scale.delays}
-        for cut in cuts:
-            if not self._missing([keys[cut, delay] for delay in scale.delays]):
+        links = [(delay, rate) for rate in scale.rates for delay in scale.delays]
+        for cut in cuts_of(self.spec):
+            keys = {(delay, rate): _cut_key(cut, delay, rate) for delay, rate in links}
+            if not self._missing(list(keys.values())):
                 continue
-            tiers = self._split(cut)
-            plan = NodePlan(self.workdir / f"tiers-{cut}" / "edge", scale.cores["edge"])
-            with bed([plan], scale.images) as nodes:
-                for delay in scale.delays:
-                    nodes[0].link(delay_ms=1e3 * delay / 2)
+            edge, images = self._split(cut)["edge"], self._tasks(1)[0]
+            folder = self.workdir / f"tiers-{cut}"
+            plan = NodePlan(folder / "edge", scale.cores["edge"])
+            with (
+                bed([plan], scale.images) as nodes,
+                home(folder / "end", "edge", images, scale.cores["end"]) as at_home,
+            ):
+                for (delay, rate), key in keys.items():
+                    nodes[0].link(delay_ms=1e3 * delay / 2, rate_mbit=rate)
 
-                    def run(nodes=nodes, tiers=tiers) -> dict[str, Any]:
-                        return self._one_cut(nodes[0], tiers)
+                    def run(url: str = nodes[0].url, edge=edge, at_home=at_home) -> dict[str, Any]:
+                        return self._one_cut(url, edge, at_home)
 
-                    self._once(keys[cut, delay], run)
+                    self._once(key, run)
 
-    def _one_cut(self, node: RunningNode, tiers: dict[str, TierArtifact]) -> dict[str, Any]:
-        images = self._tasks(1)[0]
-        home, seconds, sizes = [], [], []
-        for _ in range(1 + 3 * self.scale.runs):
-            started = time.perf_counter()
-            rows = tiers["end"].home("edge", images)
-            home.append(time.perf_counter() - started)
-            sizes.append(len(wire.pack_request("0" * 32, "0" * 16, rows)) / len(images))
-            asyncio.run(dispatch("End", [Device(node.url, tiers["edge"])], [], [], [rows]))
-            seconds.append(time.perf_counter() - started)
+    def _one_cut(self, url: str, edge: TierArtifact, at_home: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Medians of tasks one after the other; the connection is open before the first."""
+        found, runs = [], 1 + self.scale.runs
+        with httpx.Client(timeout=None, trust_env=False) as client:
+            client.get(f"{url}/health").raise_for_status()
+            for _ in range(runs):
+                told = at_home()
+                started = time.perf_counter()
+                response = client.post(url + PATH, content=told["body"]).raise_for_status()
+                away = time.perf_counter() - started
+                shape = self.scale.images, len(edge.class_names)
+                weight = edge.policy.tier("edge").weight
+                wire.unpack_answer(response.content, edge.policy.digest, "edge", NONCE, shape, weight)
+                found.append((told["compute_seconds"] + told["pack_seconds"], away, told["bytes"]))
+        at, away, sizes = zip(*found[1:], strict=True)
         return {
-            "home_seconds": statistics.median(home[1:]),
-            "task_seconds": statistics.median(seconds[1:]),
-            "bytes_per_image": sizes[-1],
-            "runs": len(seconds) - 1,
+            "home_seconds": statistics.median(at),
+            "away_seconds": statistics.median(away),
+            "task_seconds": statistics.median(a + b for a, b in zip(at, away, strict=True)),
+            "bytes_per_image": sizes[-1] / self.scale.images,
+            "runs": runs - 1,
         }
+
+
+def _cut_key(cut: str, delay: float, rate: float) -> str:
+    return f"cut {cut}, {delay} s" + (f", {rate:g} Mbit/s" if rate else "")
 
 
 def _devices(nodes: Sequence[RunningNode], tiers: dict[str, TierArtifact], counts: Sequence[int]) -> Iterator[list]:

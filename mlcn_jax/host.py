@@ -128,7 +128,12 @@ def cpu_digest() -> str:
 
 def adds_bytes_exactly() -> bool:
     """Whether ONNX Runtime sums products of 8-bit numbers exactly here: x86 CPUs without VNNI saturate at 16 bits."""
-    return platform.machine() not in ("x86_64", "AMD64") or "vnni" in _cpu_features()
+    return platform.machine() not in ("x86_64", "AMD64") or has_vnni()
+
+
+def has_vnni() -> bool:
+    """Whether this CPU has VNNI instructions, by the flags in /proc/cpuinfo."""
+    return "vnni" in _cpu_features()
 
 
 def _cpu_features() -> str:

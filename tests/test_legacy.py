@@ -39,6 +39,7 @@ def lengths_of(trained, images):
     return capsules.lengths(encode(trained.spec, trained.params["encoder"], to_pixels(images)))
 
 
+@pytest.mark.long
 def test_a_workdir_loads_and_resumes_to_what_it_would_have_become(workdir):
     config = read_stored(workdir)
     assert config.hash() == EXPECTED["workdir"]["config_hash"]

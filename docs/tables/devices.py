@@ -1,5 +1,6 @@
 """Tables of placement: the cost model, the simulator, partitioners and scaling."""
 
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,20 +63,24 @@ def scaling() -> str:
         value = record.get(field)
         return f"{value['median']:.2f}" if value else ""
 
+    def milliseconds(record: Mapping[str, Any]) -> str:
+        value, share = record["milliseconds"], record.get("interval")
+        return f"{value:.0f} ({value * share[0]:.0f} to {value * share[1]:.0f})" if share else f"{value:.0f}"
+
     rows = [
         [
             r["batch"],
             r["devices"],
             r["mode"],
             r["where"],
-            f"{r['milliseconds']:.0f}",
+            milliseconds(r),
             over(r, "over_mlcn_on_one_core"),
             over(r, "over_capsnet_on_one_core"),
         ]
         for r in result["batches"]
         if r["where"] != "oversubscribed"
     ]
-    header = "batch | devices | mode | where | ms | over MLCN on one core | over CapsNet on one core"
+    header = "batch | devices | mode | where | ms (90 % within) | over MLCN on one core | over CapsNet on one core"
     real = {
         key: [r["over_mlcn_on_one_core"]["median"] for r in result[key] if r["where"] == "real cores"]
         for key in ("lanes", "width", "depth")
@@ -94,6 +99,69 @@ def scaling() -> str:
         f"One process on both cores is the other way to use them: two processes that split the lanes took {shares} of "
         "its time."
     )
+
+
+@place
+def rented() -> str:
+    result = experiment("rented")
+    rows = [
+        [
+            " + ".join(row["machines"]),
+            row["split"],
+            f"{row['predicted_seconds']:.0f}",
+            f"{row['measured_seconds']:.0f}",
+            f"{row['predicted_seconds'] / row['measured_seconds']:.2f}",
+            f"{1000 * row['predicted_cost']:.2f}",
+            f"{1000 * row['measured_cost']:.2f}",
+        ]
+        for row in result["rows"]
+    ]
+    header = "machines | split | predicted s | measured s | predicted over measured | predicted cost x 1000 | measured"
+    inside, repeats = result["inside_interval"], result["repeats"]
+    steps, trained = result["training"]["train.num_steps"], "each once" if repeats == 1 else f"medians of {repeats}"
+    held = f" Of the nine times, {round(9 * inside)} lie in their interval of 90 %." if inside is not None else ""
+    return (
+        f"{table_of(header, rows)}\n\n"
+        f"Predicted times are {percent(result['mean_error_seconds'], 0)} % off in the mean, "
+        f"{percent(result['largest_error_seconds'], 0)} % at most; costs {percent(result['largest_error_cost'], 0)} % "
+        "at most. With each measured time as a deadline, the machines picked by prediction cost at most "
+        f"{result['largest_over_cheapest']:.2f} times the cheapest that were in time, and end at most "
+        f"{percent(result['latest'], 0)} % late.{held}\n\n"
+        f"{measured_on(result, f'{steps} training steps, {trained}')}"
+    )
+
+
+def _printed(name: str) -> str:
+    """A command of the case and what it printed: tables as they are, the commands to give in a block of code."""
+    case = experiment("cheapest_case")[name]
+    output, _, launch = case["printed"].strip().partition("\nthe best, for ")
+    if launch:
+        cost, _, lines = launch.partition(":\n")
+        output += f"\n\nthe best, for {cost}:\n\n```bash\n{lines}\n```"
+    tables = output.replace("\n|", "\n\n|", 1) if not output.startswith("|") else output
+    return f"```bash\n{_folded(case['command'])}\n```\n\n{tables}"
+
+
+def _folded(command: str) -> str:
+    """A command over some lines."""
+    return "\n".join(textwrap.wrap(command, 110, break_long_words=False, break_on_hyphens=False)).replace(
+        "\n", " \\\n    "
+    )
+
+
+@place
+def cheapest_describe() -> str:
+    return _printed("describe")
+
+
+@place
+def cheapest_machines() -> str:
+    return f"```text\n{experiment('cheapest_case')['machines']}```"
+
+
+@place
+def cheapest_answer() -> str:
+    return f"{_printed('cheapest')}\n\n{measured_on(experiment('cheapest_case'), 'prices made up')}"
 
 
 _PARTITIONERS = ("round_robin", "greedy_published", "greedy", "karmarkar_karp", "exact")

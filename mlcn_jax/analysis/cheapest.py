@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlcn_jax.analysis.market import Market, Task, Terms, Way, lane_cost
+from mlcn_jax.analysis.market import Market, lane_cost
+from mlcn_jax.analysis.ways import Task, Terms, Way
 from mlcn_jax.config import did_you_mean
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program

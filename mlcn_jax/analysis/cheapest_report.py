@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mlcn_jax.analysis.cheapest import duration
-from mlcn_jax.analysis.market import Choice, Market, Way
+from mlcn_jax.analysis.market import Market
+from mlcn_jax.analysis.ways import Choice, Way
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import program
 from mlcn_jax.placement.spot import Interruptions

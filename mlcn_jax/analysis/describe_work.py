@@ -150,7 +150,7 @@ def _seconds(
     least = {n: bounds.least_seconds(whole.product_flops, whole.least_bytes, *rates, devices=n) for n in counts}
     if not costs:
         return {"least_by_devices": least}
-    seconds = profile.stack_seconds(costs, batch_size) + profile.head_seconds(len(spec.lane_specs), batch_size)
+    seconds = profile.model_seconds(costs, batch_size) + profile.head_seconds(len(spec.lane_specs), batch_size)
     sure = splits.interval(seconds, spec, [profile])
     within = [sure.low_seconds, sure.high_seconds] if sure else None
     return {"least_by_devices": least, "predicted_on_one_device": seconds, "90 % within": within}

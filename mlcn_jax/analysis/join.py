@@ -8,6 +8,7 @@ decoder on training images, both from columns that are computed once.
 import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,13 @@ from mlcn_jax.analysis.workdir import stored_config
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data import datasets
 from mlcn_jax.errors import InputError, differences
-from mlcn_jax.files import read_json
 from mlcn_jax.nn import resnet
 from mlcn_jax.nn.calibration import without_statistics
-from mlcn_jax.nn.lanes import LaneSpec
+from mlcn_jax.nn.lanes import LANE_KINDS, LaneSpec
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.checkpoint import Trained, load_trained
 from mlcn_jax.training.evaluate import class_capsules
-from mlcn_jax.training.session import Session, open_session
+from mlcn_jax.training.session import Session, check_learned, check_settings, open_session
 
 _log = logging.getLogger(__name__)
 
@@ -119,6 +119,7 @@ def join(
     lanes = [lane for part in parts for lane in part.lanes]
     _check_distinct(lanes)
     spec, order = joined_spec(parts[0], lanes)
+    check_settings(joined_config(parts[0].config, spec), spec)
     session = parts[0].session
     if weights == "fitted" and not len(session.validation.labels):
         raise InputError(
@@ -137,13 +138,16 @@ def join(
     _log.info("training the decoder for %d epochs", decoder_epochs)
     seed = parts[0].config.train.seed
     v = columns["train"][..., order] if decoder_epochs else np.empty((0, spec.num_classes, len(lanes)))
-    decoder = lane_fit.train_decoder(spec, v, session.train, decoder_epochs, seed)
+    started = time.monotonic()
+    decoder = jax.block_until_ready(lane_fit.train_decoder(spec, v, session.train, decoder_epochs, seed))
+    decoder_seconds = time.monotonic() - started
     params = {"encoder": _stacked(spec, [lanes[i] for i in order]), "decoder": decoder}
     rows = further_lanes(lanes, fitted, {name: columns[name] for name in columns if name != "train"}, splits)
     about = {
         "workdirs": [str(part.workdir) for part in parts],
         "weights": weights,
         "decoder_epochs": decoder_epochs,
+        "decoder_seconds": decoder_seconds,
         "lanes": rows,
         "columns": list(order),
         **{f"{name}_accuracy": rows[-1][f"{name}_accuracy"] for name in splits if name != "train"},
@@ -199,14 +203,9 @@ def check_alone(workdir: Path, spec: ModelSpec) -> None:
 
 
 def _facts(workdir: Path, trained: Trained, session: Session) -> dict[str, Any]:
-    stored = read_json(workdir / "model.json")["training_images_sha256"]
-    if stored != datasets.digest(session.train):
-        raise InputError(
-            f"{session.dataset.name} as it is now is not what {workdir} was trained on (its model.json has the "
-            "SHA-256): give --data_dir=FOLDER with those images"
-        )
+    check_learned(workdir, session.dataset, session.train)
     return {
-        "training images (SHA-256)": stored,
+        "training images (SHA-256)": datasets.digest(session.train),
         "validation images (SHA-256)": datasets.digest(session.validation),
         "test images (SHA-256)": datasets.digest(session.dataset.test),
         "classes": list(trained.class_names),
@@ -243,7 +242,7 @@ def joined_spec(first: Part, lanes: Sequence[Lane]) -> tuple[ModelSpec, list[int
     kinds = list(dict.fromkeys(lane.spec for lane in lanes))
     order = [i for kind in kinds for i, lane in enumerate(lanes) if lane.spec == kind]
     seeds = [lanes[i].seed for i in order]
-    published = any(not group.kind.classifies for group in first.trained.spec.lane_groups)
+    published = not all(LANE_KINDS[kind.kind].classifies for kind in kinds)
     spec = dataclasses.replace(
         first.trained.spec,
         lanes=",".join(str(lanes[i].spec) for i in order),
@@ -303,19 +302,26 @@ def _stacked(spec: ModelSpec, lanes: Sequence[Lane]) -> dict:
     return encoder
 
 
-def _as_run(first: Part, spec: ModelSpec, params: dict) -> prune.Run:
-    """The joined model as a run of the first workdir's settings at step 0."""
-    session, config = first.session, first.config
+def joined_config(config: RunConfig, spec: ModelSpec) -> RunConfig:
+    """The configuration of a joined model: that of the first workdir, without what only its lanes can have."""
     changes: dict[str, Any] = {
         name: list(value) if isinstance(value := getattr(spec, field), tuple) else value
         for field in ("lanes", "lane_weights", "lane_seeds", "margin_loss", "decoder_gradient")
         for name in (f"model.{field}",)
     }
     lanes_apart = config.train.lanes_apart and bool(spec.lane_seeds)
-    config = config.replace(changes | {"init_from": "", "train.lanes_apart": lanes_apart})
+    changes |= {"init_from": "", "train.lanes_apart": lanes_apart}
+    if not spec.classifies_alone.all():
+        changes |= {"data.augment_lanes": False, "train.image_sizes": ""}
+    return config.replace(changes)
+
+
+def _as_run(first: Part, spec: ModelSpec, params: dict) -> prune.Run:
+    """The joined model as a run of the first workdir's settings at step 0."""
+    session = first.session
     optimizer = jax.jit(session.optimizer.init)(without_statistics(params))
     return prune.Run(
-        config=config,
+        config=joined_config(first.config, spec),
         spec=spec,
         class_names=first.trained.class_names,
         params=params,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from mlcn_jax.analysis.ways import Choice, Task, Terms, Way
 from mlcn_jax.distributed.mesh import check_split
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.spec import ModelSpec
@@ -25,108 +26,6 @@ _PARETO_POINTS = 5  # of lanes trained apart
 _EARLIER = 0.8
 _MOST_SETS = 10**6
 _EXACT_SECONDS = 1.0  # for one integer program
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """What is to be trained.
-
-    Attributes:
-      spec, batch_size: the model, and images per training step.
-      steps: training steps of the whole run.
-      save_every: steps between checkpoints, unless machines may be interrupted.
-      scored_images: images classified at the end of the run.
-      data_bytes: bytes of images that each machine needs first.
-      apart: whether the lanes can be trained without each other.
-      validation_images: classified at every checkpoint; joined lanes get their weights on them.
-      split_seed: which images these are.
-      messages: how columns and gradients are sent where machines train one run together.
-    """
-
-    spec: ModelSpec
-    batch_size: int
-    steps: int
-    save_every: int
-    scored_images: int
-    data_bytes: int
-    apart: bool
-    validation_images: int = 0
-    split_seed: int = 0
-    messages: splits.Messages = dataclasses.field(default_factory=splits.Messages)
-
-
-@dataclasses.dataclass(frozen=True)
-class Terms:
-    """What is assumed of machines whose catalog does not say.
-
-    Attributes:
-      startup_seconds: from the order to the first step.
-      minimum_seconds: shortest time that is paid for.
-      checkpoint_seconds: time that saving a checkpoint takes from training.
-      download_bytes_per_second: rate at which a machine gets its images.
-      interruptions_per_hour: of a spot machine; None leaves spot machines out unless the catalog says.
-      link: between machines; None never lets several machines train one run together.
-      most_machines: to rent at once.
-    """
-
-    startup_seconds: float
-    minimum_seconds: float
-    checkpoint_seconds: float
-    download_bytes_per_second: float
-    interruptions_per_hour: float | None
-    link: simulate.Link | None
-    most_machines: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """An offer with the profile of its devices, and the terms that hold for it."""
-
-    offer: Offer
-    profile: DeviceProfile
-    profile_file: str
-    machine: rental.Machine
-    interruptions: Interruptions
-
-    @property
-    def devices(self) -> list[DeviceProfile]:
-        """A profile for each device, with the memory of the machine if that is less."""
-        own = self.offer.memory_bytes / self.offer.devices
-        memory = int(min(self.profile.memory_bytes, own))
-        return [dataclasses.replace(self.profile, memory_bytes=memory)] * self.offer.devices
-
-
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """Machines, how they train the model, and what that takes and costs.
-
-    Attributes:
-      kind: mesh, stacks or apart.
-      machines: numbers of the choices.
-      seconds, cost: expected, from the order to the end, interruptions included.
-      step_seconds: of one training step; of the longest lane if trained apart.
-      interval: of the run's seconds; None if a profile keeps no residuals.
-      save_every: steps between checkpoints.
-      interruptions: expected number in the whole run.
-      lost_seconds: expected work undone by each.
-      data, lane: devices over which the batch and the lanes are split.
-      placement: of stacks.
-      lanes: for machines that train apart, how many of each kind of lane each trains.
-    """
-
-    kind: str
-    machines: tuple[int, ...]
-    seconds: float
-    cost: float
-    step_seconds: float
-    interval: Interval | None
-    save_every: int
-    interruptions: float
-    lost_seconds: float
-    data: int = 1
-    lane: int = 1
-    placement: Placement | None = None
-    lanes: tuple[tuple[int, ...], ...] = ()
 
 
 class Market:
@@ -217,7 +116,7 @@ class Market:
         """A step of all lanes on one device of a machine."""
         task = self.task
         lanes = [one for one, count in zip(self._costs, self.counts, strict=True) for _ in range(count)]
-        return self.choices[number].profile.stack_seconds(lanes, task.batch_size)
+        return self.choices[number].profile.model_seconds(lanes, task.batch_size)
 
     def on(self, chosen: tuple[int, ...]) -> list[Way]:
         """Every split over a set of machines, by the numbers of their choices, that train one run together.
@@ -357,7 +256,7 @@ class Market:
         return run  # on one of its devices
 
     def _lane_step(self, profile: DeviceProfile, one: cost.LaneCost) -> float:
-        return profile.lane_seconds(one, self.task.batch_size) + profile.head_seconds(1, self.task.batch_size)
+        return profile.model_seconds([one], self.task.batch_size) + profile.head_seconds(1, self.task.batch_size)
 
     def _apart_way(self, answer: rental.Apart, runs: Sequence[Sequence["_Run"]]) -> Way:
         chosen = tuple(n for n, _ in answer.rented)

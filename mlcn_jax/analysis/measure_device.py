@@ -30,7 +30,7 @@ from mlcn_jax.placement import cost, fit
 from mlcn_jax.placement.profile import DeviceProfile, head_features
 from mlcn_jax.settings import ParallelSettings
 from mlcn_jax.training.session import optimizer_of
-from mlcn_jax.training.step import head_loss
+from mlcn_jax.training.step import TrainState, head_loss, make_train_step
 
 BATCH_SIZES = (50, 100)
 # Measured widths and depths: a designed subset of 1..5 times 1..5.
@@ -38,6 +38,7 @@ _SIZES = ((1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (1, 2), (3, 2), (5, 2), (2, 3)
 _GROUPS = (
     "mlcn1:w3d1*4, mlcn2:w2d3*4, mlcn1:w1d2*2, mlcn2:w4d1*2, mlcn1:w2d1*8, mlcn2:w1d2*8, resnet:w2d1*4, resnet:w1d2*2"
 )
+_WHOLE = ("mlcn1:w3*4,mlcn2:w2*4", "mlcn2:w3d2*4", "mlcn1:w2d3*3,mlcn2:w4*2", "mlcn1:w4*2,resnet:w1*2")
 _FORWARDS = ("mlcn1:w1d1", "mlcn2:w3d2", "mlcn1:w2d3", "resnet:w2d3")
 _HEAD_LANES = (2, 16)
 _TURN_SECONDS = 0.05
@@ -139,6 +140,16 @@ class Lab:
         labels = self._rng.integers(0, spec.num_classes, batch_size, np.int32)
         return Program(step, self._state(decoder), self._made(v), self._images(batch_size), labels)
 
+    def whole_step(self, lanes: str, batch_size: int) -> Program:
+        """A training step of a model of some lanes."""
+        spec = dataclasses.replace(self.spec, lanes=lanes)
+        weight = self._config.train.reconstruction_weight
+        step = make_train_step(spec, self._optimizer, reconstruction_weight=weight, seed=0)
+        params, moments = self._state(jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0)))
+        images = self._rng.integers(0, 256, (batch_size, *spec.image_shape), np.uint8)
+        labels = self._rng.integers(0, spec.num_classes, batch_size, np.int32)
+        return Program(step, TrainState(jnp.zeros((), jnp.int32), params, moments), images, labels)
+
     def _lane_state(self, group: lanes.LaneGroup) -> tuple:
         def init(key, images):
             return lanes.init_group(key, group, 0, self.spec.lane_settings, images)
@@ -187,6 +198,9 @@ def make_programs(lab: Lab) -> dict[tuple, Program]:
     programs: dict[tuple, Program] = {("step", *key): lab.lane_step(*key) for key in singles + groups}
     programs |= {("forward", *key): lab.lane_forward(*key) for key in singles if str(key[0].spec) in _FORWARDS}
     programs |= {("head", *key): lab.head_step(*key) for key in itertools.product(_HEAD_LANES, BATCH_SIZES)}
+    programs |= {
+        ("whole", *key): lab.whole_step(*key) for key in zip(_WHOLE, itertools.cycle(BATCH_SIZES), strict=False)
+    }
     programs |= {("tiny",): tiny_network()}
     host.return_unused_memory()
     return programs
@@ -253,7 +267,15 @@ def make_profile(
     def predict(fields: dict[str, Any], costs: Sequence[cost.LaneCost], batch_size: int) -> float:
         return dataclasses.replace(profile, **fields).stack_seconds(costs, batch_size)
 
-    return dataclasses.replace(profile, residuals=fit.residuals(*measured, predict))
+    ratios = []
+    for given, batch_size in keys["whole"]:
+        groups = parse_lanes(given)
+        costs = [lab.lane_cost(group.spec) for group in groups for _ in range(group.count)]
+        rest = seconds["whole", given, batch_size] - profile.head_seconds(len(costs), batch_size)
+        ratios.append(rest / profile.stack_seconds(costs, batch_size))
+    whole = statistics.geometric_mean(ratios)
+    residuals = fit.residuals(*measured, predict) | {"whole": [math.log(ratio / whole) for ratio in ratios]}
+    return dataclasses.replace(profile, whole_ratio=whole, residuals=residuals)
 
 
 def measure_link(cores: Sequence[int]) -> dict[str, float] | None:
@@ -327,6 +349,7 @@ def table(profile: DeviceProfile) -> str:
         ("link", link),
         ("forward share of a lane's step", f"{profile.forward_share:.2f}"),
         ("each of 4 lanes in one program", f"{4**profile.crowding:.2f} times one alone"),
+        ("lanes in a whole training step", f"{profile.whole_ratio:.2f} times as above"),
     ]
     if profile.sharing:
         count, slower = profile.sharing["devices"], profile.sharing["slowdown"]

@@ -5,6 +5,7 @@ however it ends. The lane's workdir is a run like any other, so that whoever tak
 checkpoint. Workers exchange nothing: the folder must be on a file system whose locks hold between the machines.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -12,7 +13,7 @@ import os
 import platform
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ from mlcn_jax.analysis.join import join
 from mlcn_jax.config import RunConfig, flat
 from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.files import make_folder, read_json, try_lock, write_json
+from mlcn_jax.nn.lane_list import parse_lanes
+from mlcn_jax.nn.lanes import LaneSpec
 from mlcn_jax.placement.cost import forward_flops
+from mlcn_jax.settings import check
 from mlcn_jax.training import loop
 from mlcn_jax.training.apart import check_lanes_apart
 
@@ -28,9 +32,24 @@ _log = logging.getLogger(__name__)
 
 FILE = "lanes.toml"
 HISTORY = "workers.jsonl"
-_KEYS = {"config", "join_at", "set", "lanes"}
-_LANE_KEYS = {"kind", "seeds", "set"}
+_JOINED = "joined-"  # and the number of lanes: the name of a claim
 _POLL_SECONDS = 5.0
+
+
+# What the file may hold: the type of a value, [type] for a list of one or more, and how to say so.
+_Keys = Mapping[str, tuple[Any, str]]
+_SET = (dict, "a table of fields of the configuration, such as [set] with train.num_epochs = 15")
+_KEYS: _Keys = {
+    "config": (str, 'text: a packaged configuration such as "resnet_cifar", or a file'),
+    "join_at": ([int], "a list of numbers of lanes, such as [4, 8]"),
+    "set": _SET,
+    "lanes": ([dict], 'tables such as [[lanes]] with kind = "resnet:w2d2" and seeds = [0, 1]'),
+}
+_LANE_KEYS: _Keys = {
+    "kind": (str, 'text for one lane, such as "resnet:w2d2"'),
+    "seeds": ([int], "a list of integers, 0 or more, such as [0, 1]"),
+    "set": _SET,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +81,10 @@ class PoolLane:
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """The lanes wanted, in the order of the columns of joined models, and after how many of them one is joined."""
+    """The lanes wanted, in the order of the columns of joined models, and after how many of them one is joined.
+
+    Without numbers, one is joined of all that are finished when none is left to train.
+    """
 
     folder: Path
     lanes: tuple[PoolLane, ...]
@@ -94,56 +116,64 @@ def read_pool(folder: Path, config_of: Callable[[str], RunConfig], changes: Mapp
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     _check_keys(path, given, _KEYS, {"config", "lanes"})
-    tables = given["lanes"]
-    if not isinstance(tables, list) or not all(
-        isinstance(e, dict) and isinstance(e.get("seeds"), list) for e in tables
-    ):
-        raise InputError(f'{path}: lanes must be tables such as [[lanes]] with kind = "resnet:w2d2" and seeds = [0, 1]')
-    config = config_of(str(given["config"])).replace(flat(given.get("set", {})))
-    lanes: dict[str, PoolLane] = {}
-    for entry in tables:
+    config = config_of(given["config"]).replace(flat(given.get("set", {})))
+    lanes: dict[tuple[LaneSpec, int], PoolLane] = {}
+    for entry in given["lanes"]:
         _check_keys(path, entry, _LANE_KEYS, {"kind", "seeds"})
-        own = config.replace(flat(entry.get("set", {})))
+        kind, own = entry["kind"], config.replace(flat(entry.get("set", {})))
+        (group, *more) = parse_lanes(kind)
+        check(not more and group.count == 1, f"{path}: kind", kind, _LANE_KEYS["kind"][1])
         for seed in entry["seeds"]:
-            run = own.replace(
-                {"model.lanes": str(entry["kind"]), "model.lane_seeds": [seed], "train.lanes_apart": True}
-            )
+            run = own.replace({"model.lanes": kind, "model.lane_seeds": [seed], "train.lanes_apart": True})
             run = run.replace(dict(changes or {}))
+            share = run.data.validation_fraction
+            expected = "above 0, as the weights of joined lanes are fitted on these images"
+            check(share > 0, f"{path}: data.validation_fraction", share, expected)
             spec = run.model_spec(*run.data.shape())
             check_lanes_apart(run, spec)
-            name = f"{entry['kind'].replace(':', '_')}-s{seed}"
-            if name in lanes:
-                raise InputError(
-                    f"{path} names {entry['kind']} with seed {seed} twice: give each lane a seed of its own"
-                )
-            lanes[name] = PoolLane(name, folder / "lanes" / name, run, run.train.num_epochs * forward_flops(spec))
-    join_at = tuple(given.get("join_at", [len(lanes)]))
-    if not all(type(count) is int and 1 <= count <= len(lanes) for count in join_at):
-        raise InputError(f"{path}: join_at is {list(join_at)}; it must list numbers of lanes from 1 to {len(lanes)}")
-    return Pool(folder, tuple(lanes.values()), join_at)
+            if (group.spec, seed) in lanes:
+                raise InputError(f"{path} names {group.spec} with seed {seed} twice: give each lane a seed of its own")
+            name = kind.partition("*")[0].strip().replace(":", "_") + f"-s{seed}"
+            flops = run.train.num_epochs * forward_flops(spec)
+            lanes[group.spec, seed] = PoolLane(name, folder / "lanes" / name, run, flops)
+    join_at = given.get("join_at", [])
+    good = all(1 <= count <= len(lanes) for count in join_at)
+    check(good, f"{path}: join_at", join_at, f"a list of numbers of lanes from 1 to {len(lanes)}")
+    return Pool(folder, tuple(lanes.values()), tuple(join_at))
 
 
-def _check_keys(path: Path, given: Mapping[str, Any], known: set[str], needed: set[str]) -> None:
-    if unknown := sorted(set(given) - known):
+def _check_keys(path: Path, given: Mapping[str, Any], known: _Keys, needed: set[str]) -> None:
+    if unknown := sorted(set(given) - set(known)):
         raise InputError(f"{path} has {', '.join(unknown)}; it may have {', '.join(sorted(known))}")
     if missing := sorted(needed - set(given)):
         raise InputError(f"{path} lacks {', '.join(missing)}")
+    for name, value in given.items():
+        kind, expected = known[name]
+        check(_is_of(kind, value), f"{path}: {name}", value, expected)
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    """Whether a value is of a type, as `_KEYS` has it; numbers are 0 or more, and booleans are no numbers."""
+    if isinstance(kind, list):
+        return isinstance(value, list) and bool(value) and all(_is_of(kind[0], one) for one in value)
+    return type(value) is kind and (kind is not int or value >= 0)
 
 
 def work(
     pool: Pool,
     *,
     train: Callable[[RunConfig, Path], Any] = loop.train,
-    join_lanes: Callable[[Sequence[Path], Path], Any] = join,
+    join_lanes: Callable[..., Any] = join,
     poll_seconds: float = _POLL_SECONDS,
 ) -> dict[str, str]:
-    """Trains lanes until none is left, joins when enough have come, and returns the lanes that failed, with reasons.
+    """Trains lanes until none is left and joins when enough have come.
 
-    While other workers train what is left, it waits, to resume a lane whose worker dies.
+    While other workers train what is left, it waits, to resume a lane whose worker dies. Returns the lanes that failed,
+    and the models that this worker could not join and nobody else has, by the names of their claims, with reasons.
 
     Args:
       pool: the pool.
-      train, join_lanes: what trains a run in a workdir, and joins workdirs.
+      train, join_lanes: what trains a run in a workdir, and joins workdirs (`join.join`).
       poll_seconds: how long to wait before it looks again.
 
     Raises:
@@ -153,11 +183,12 @@ def work(
     make_folder(pool.folder / "claims", "pool")
     cannot: dict[str, str] = {}
     while True:
-        did = _join_next(pool, join_lanes) or _train_next(pool, train, cannot)
+        did = _join_next(pool, join_lanes, cannot) or _train_next(pool, train, cannot)
         failed = {lane.name: lane.failure for lane in pool.lanes if lane.failure}
         left = [lane for lane in pool.lanes if lane.name not in failed and not lane.is_finished]
-        if not did and not left and not _joins_due(pool):
-            return failed
+        due = [f"{_JOINED}{count}" for count in _joins_due(pool)]
+        if not did and not left and all(name in cannot for name in due):
+            return failed | {name: cannot[name] for name in due}
         if not did and left and all(lane.name in cannot for lane in left):
             raise InputError(
                 f"{len(left)} lanes are left that this machine cannot train; {left[0].name}: {cannot[left[0].name]}"
@@ -191,36 +222,51 @@ def _train_next(pool: Pool, train: Callable[[RunConfig, Path], Any], cannot: dic
 def _train(lane: PoolLane, train: Callable[[RunConfig, Path], Any], cannot: dict[str, str]) -> None:
     _note(lane, "taken")
     try:
-        train(lane.config, lane.workdir)
-        _note(lane, "finished")
+        with _left_to_others("train", lane.name, cannot):
+            train(lane.config, lane.workdir)
+            _note(lane, "finished")
     except Diverged as error:
         write_json(lane.workdir / "failed.json", {"reason": str(error)})
         _log.error("%s failed: %s", lane.name, error)
-    except (InputError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        cannot[lane.name] = str(error) or type(error).__name__
-        _log.error("this machine cannot train %s, which is left to others: %s", lane.name, error)
     finally:
         _note(lane, "left")
 
 
+@contextlib.contextmanager
+def _left_to_others(what: str, name: str, cannot: dict[str, str]) -> Iterator[None]:
+    """Notes why this machine cannot do what another one may be able to."""
+    try:
+        yield
+    except (InputError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        cannot[name] = str(error) or type(error).__name__
+        _log.error("this machine cannot %s %s, which is left to others: %s", what, name, error)
+
+
 def _joins_due(pool: Pool) -> list[int]:
-    finished = sum(lane.is_finished for lane in pool.lanes)
-    return [count for count in pool.join_at if count <= finished and not pool.joined(count).exists()]
+    """Numbers of lanes of the models that are not there, though enough lanes are finished."""
+    left = [lane for lane in pool.lanes if not lane.is_finished]
+    finished = len(pool.lanes) - len(left)
+    in_the_end = [] if any(not lane.failure for lane in left) else [finished]
+    due = [count for count in pool.join_at or in_the_end if 0 < count <= finished]
+    return [count for count in due if not pool.joined(count).exists()]
 
 
-def _join_next(pool: Pool, join_lanes: Callable[[Sequence[Path], Path], Any]) -> bool:
+def _join_next(pool: Pool, join_lanes: Callable[..., Any], cannot: dict[str, str]) -> bool:
     """Joins a model that is due and that nobody joins; whether there is one."""
     for count in _joins_due(pool):
-        lock = try_lock(pool.folder / "claims" / f"joined-{count}")
+        name = f"{_JOINED}{count}"
+        lock = None if name in cannot else try_lock(pool.folder / "claims" / name)
         if lock is None:
             continue
         try:
             if not pool.joined(count).exists():
-                workdirs = [lane.workdir for lane in pool.lanes if lane.is_finished][:count]
+                lanes = [lane for lane in pool.lanes if lane.is_finished][:count]
                 _log.info("joining %d lanes to %s", count, pool.joined(count))
-                join_lanes(workdirs, pool.joined(count))
+                with _left_to_others("join", name, cannot):
+                    here = lanes[0].config.data.dir  # other machines may have the images elsewhere
+                    join_lanes([lane.workdir for lane in lanes], pool.joined(count), data_dir=here)
                 return True
         finally:
             lock.release()

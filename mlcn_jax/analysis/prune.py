@@ -29,14 +29,14 @@ from mlcn_jax.analysis.workdir import stored_config
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data import batches, datasets
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import read_json, write_json
+from mlcn_jax.files import write_json
 from mlcn_jax.nn.calibration import param_shapes
 from mlcn_jax.nn.conv import compiler_options
 from mlcn_jax.nn.model import class_lengths, encode
 from mlcn_jax.nn.spec import ModelSpec, rows_of, spec_of
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.checkpoint import Checkpoints, describe_model, load_trained
-from mlcn_jax.training.session import open_session, optimizer_of
+from mlcn_jax.training.session import check_learned, open_session, optimizer_of
 
 TIMED_BATCH = 100
 _RANKING_IMAGES = 5000  # training images that rank lanes if a run has no validation images
@@ -95,12 +95,7 @@ def load_prunable(workdir: Path, data_dir: str = "") -> Run:
     if config.model["name"] != "mlcn":
         raise InputError(f"{workdir} holds a {config.model['name']}, which has no lanes to remove: give one of an MLCN")
     trained, session = load_trained(workdir), open_session(config)
-    facts, learned = session.model_facts(), read_json(workdir / "model.json")
-    if any(facts[name] != learned[name] for name in ("training_images_sha256", "class_names")):
-        raise InputError(
-            f"{session.dataset.name} as it is now is not what {workdir} was trained on (its model.json has the classes "
-            "and SHA-256): give --data_dir=FOLDER with those images"
-        )
+    check_learned(workdir, session.dataset, session.train)
     session = dataclasses.replace(session, spec=trained.spec)
     checkpoints = Checkpoints(workdir / "checkpoints", read_only=True)
     state, saved = checkpoints.restore(session.state_shapes(), best=True)
@@ -118,7 +113,7 @@ def load_prunable(workdir: Path, data_dir: str = "") -> Run:
         step=saved["step"],
         conv=dict(saved.get("conv", {})),
         steps_per_epoch=session.steps_per_epoch,
-        training_digest=facts["training_images_sha256"],
+        training_digest=datasets.digest(train),
         dataset={"name": session.dataset.name, **session.dataset.provenance},
         ranking=ranking,
         ranking_from=ranking_from,

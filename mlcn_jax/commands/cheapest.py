@@ -55,7 +55,8 @@ def main(argv: Sequence[str]) -> None:
     config = config_of(values)
 
     from mlcn_jax.analysis import cheapest, cheapest_report
-    from mlcn_jax.analysis.market import Market, Terms
+    from mlcn_jax.analysis.market import Market
+    from mlcn_jax.analysis.ways import Terms
     from mlcn_jax.files import make_folder
     from mlcn_jax.placement.catalog import read_catalog
     from mlcn_jax.placement.simulate import Link

@@ -104,7 +104,7 @@ def _split(arguments: argparse.Namespace) -> None:
 def _node(arguments: argparse.Namespace) -> None:
     limits, listener, tls = _listen(arguments, _WITH_KEYS if arguments.key or arguments.trust else ())
     from mlcn_jax.tiers.artifact import TierArtifact
-    from mlcn_jax.tiers.node import NodeService
+    from mlcn_jax.tiers.node import KEEP_ALIVE_SECONDS, NodeService
 
     sign = None
     if arguments.key:
@@ -114,7 +114,7 @@ def _node(arguments: argparse.Namespace) -> None:
     service = NodeService(TierArtifact(arguments.artifact, _paths(arguments.trust)), limits, sign)
     service.warm_up()
     name, url = service.artifact.name, server.url_of(listener, bool(tls))
-    server.serve(service, listener, f"tier {name} at {url}", **tls)
+    server.serve(service, listener, f"tier {name} at {url}", timeout_keep_alive=KEEP_ALIVE_SECONDS, **tls)
 
 
 def _gateway(arguments: argparse.Namespace) -> None:

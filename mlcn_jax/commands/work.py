@@ -43,8 +43,10 @@ def main(argv: Sequence[str]) -> int:
     done = sum(lane.is_finished for lane in pool.lanes)
     print(f"{done} of {len(pool.lanes)} lanes are finished")
     for name, reason in failed.items():
-        print(f"{name} failed: {reason}; to train it again, remove {folder / 'lanes' / name}")
-    for count in pool.join_at:
+        lane = folder / "lanes" / name
+        again = f"to train it again, remove {lane}" if lane.exists() else "to try again, start a worker"
+        print(f"{name} failed: {reason}; {again}")
+    for count in range(1, len(pool.lanes) + 1):
         if pool.joined(count).exists():
             print(f"model of {count} lanes: {pool.joined(count)}")
     return EXIT_FAILED if failed else 0

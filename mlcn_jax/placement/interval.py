@@ -34,8 +34,8 @@ def around(
 
     The logarithm of measured over predicted is taken as normal around 0. Its variance is that of the residuals of lanes
     alone, where errors of equal lanes are the same and those of different lanes independent, so that these partly
-    cancel. Several lanes add what the residuals of lanes together have in excess, and devices that share a machine the
-    variance of that. The device whose profile is least sure counts.
+    cancel. Several lanes add what the residuals of whole steps (of lanes together, where none were measured) have in
+    excess, and devices that share a machine the variance of that. The device whose profile is least sure counts.
 
     Args:
       seconds: the prediction.
@@ -54,7 +54,8 @@ def around(
 
 def _spread(profile: DeviceProfile, lanes: Sequence[tuple[Any, float]], sharing: int) -> tuple[float, int] | None:
     """The standard deviation of the logarithm of measured over predicted, and the residuals it rests on."""
-    alone, together = (_mean_square(profile.residuals.get(name, ())) for name in ("lane", "stack"))
+    alone, together, whole = (_mean_square(profile.residuals.get(name, ())) for name in ("lane", "stack", "whole"))
+    together = together if whole is None else whole
     if alone is None:
         return None
     seconds: dict[Any, float] = {}

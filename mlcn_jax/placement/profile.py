@@ -57,8 +57,9 @@ class DeviceProfile:
       points: the measured lanes, for people.
       value_seconds: for each `Layer.family`, additional time of a training step for each value that its layers compute.
       crowded_images: least and most images in a measured stack; beyond, `crowding` does not go on.
+      whole_ratio: how many times as long lanes take in a whole training step of a model as in programs of their own.
       residuals: logarithms of measured over predicted seconds, of lanes (`lane`) and of groups of them (`stack`) that
-        were left out of the fit (`fit.residuals`).
+        were left out of the fit (`fit.residuals`), and of whole training steps (`whole`).
       sharing: `devices` of this kind that compute at once on one machine take `slowdown` times as long as one alone,
         with a standard deviation of the logarithm of `spread`; None if they share nothing, or were not measured.
       form_seconds: for each form of a lane, such as `train bfloat16 native` or `infer int8 onnxruntime`, the seconds
@@ -91,6 +92,7 @@ class DeviceProfile:
     points: Annotated[Sequence[Mapping[str, Any]], _SOME]
     value_seconds: Mapping[str, Amount] = dataclasses.field(default_factory=dict)
     crowded_images: tuple[Count, Count] | None = None
+    whole_ratio: Amount = 1.0
     residuals: Mapping[str, Sequence[Finite]] = dataclasses.field(default_factory=dict)
     sharing: Mapping[str, Amount] | None = None
     peak: Mapping[str, Amount] | None = None
@@ -101,7 +103,7 @@ class DeviceProfile:
         return self.tiny_seconds / fastest.tiny_seconds
 
     def lane_seconds(self, cost: "LaneCost", batch_size: int) -> float:
-        """Seconds of a training step of a single lane.
+        """Seconds of a training step of a single lane in a program of its own.
 
         A lane wider or narrower than all measured ones is assumed to be as fast per FLOP as the nearest of them.
 
@@ -109,6 +111,10 @@ class DeviceProfile:
           InputError: the profile was measured with lanes of another kind, images or classes.
         """
         return self.stack_seconds([cost], batch_size)
+
+    def model_seconds(self, costs: Sequence["LaneCost"], batch_size: int, images: int = 0) -> float:
+        """Seconds of lanes in a whole training step, without the head; arguments and errors as for `stack_seconds`."""
+        return self.whole_ratio * self.stack_seconds(costs, batch_size, images)
 
     def stack_seconds(self, costs: Sequence["LaneCost"], batch_size: int, images: int = 0) -> float:
         """Seconds of a training step of several lanes in one program; raises as `lane_seconds`.
@@ -218,7 +224,7 @@ class DeviceProfile:
                 f"this device profile has format {version}, but format {PROFILE_VERSION} is expected: {_MEASURE}"
             )
         fields = {field.name: field.type for field in dataclasses.fields(cls)}
-        added = {"form_seconds"}
+        added = {"form_seconds", "whole_ratio"}
         if version == 1:
             added |= {"value_seconds", "crowded_images", "residuals", "sharing", "peak"}
         for name in sorted((set(fields) ^ set(values)) - added):

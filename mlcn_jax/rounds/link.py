@@ -44,6 +44,7 @@ _OF_WORKER = [
 ]
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 _TLS_WORDS = ("certificate", "tsi_protocol_failure", "ssl routines")  # a handshake may also fail with the link
+_CLOSED_WORDS = ("Socket closed", "Connection reset")  # by a server that wants a certificate, for one
 _OVERHEAD_BYTES = 2**16  # of a message, beside the change
 _log = logging.getLogger(__name__)
 
@@ -202,7 +203,8 @@ class Client:
                         "--tls_key and --ca, here and there"
                     ) from error
                 if not told:
-                    hint = "; it may want a certificate, or another one" if "Socket closed" in details else ""
+                    closed = any(words in details for words in _CLOSED_WORDS)
+                    hint = "; it may want a certificate, or another one" if closed else ""
                     _log.info("the coordinator at %s cannot be reached (%s)%s: trying on", self._address, details, hint)
                 told = True
                 time.sleep(pause)

@@ -249,7 +249,7 @@ def make_space(
             lane_bytes = [float(lane.held_bytes(batch_size)) for lane in costs]
         else:
             limit = read_number(values["seconds"], "seconds", unit)
-            loads = [profile.lane_seconds(lane, batch_size) for lane in costs]
+            loads = [profile.model_seconds([lane], batch_size) for lane in costs]
             lane_bytes = [profile.lane_bytes(lane, batch_size) for lane in costs]
         memory = read_number(values["memory"], "memory", unit) if "memory" in values else None
         bucket = Bucket(

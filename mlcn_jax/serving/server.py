@@ -54,14 +54,14 @@ _SWITCH_SECONDS = 2e-4  # how long the computing thread waits for Python's lock;
 _log = logging.getLogger("mlcn_jax")
 
 
-def serve(service: "BatchService", listener: socket.socket, message: str, **tls: Any) -> None:
+def serve(service: "BatchService", listener: socket.socket, message: str, **settings: Any) -> None:
     """Answers requests until a signal comes.
 
     Args:
       service: the model, warm.
       listener: a bound socket that does not listen yet.
       message: printed once it listens.
-      tls: uvicorn's settings of TLS, `ssl_*`; none serves without.
+      settings: further ones of uvicorn, such as those of TLS, `ssl_*`; none of these serves without.
 
     Raises:
       InputError: the address is in use.
@@ -80,7 +80,7 @@ def serve(service: "BatchService", listener: socket.socket, message: str, **tls:
             await asyncio.sleep(_DRAIN_SECONDS)
             await super().shutdown(sockets)
 
-    config = uvicorn.Config("", **_settings(service.limits), **tls)
+    config = uvicorn.Config("", **_settings(service.limits), **settings)
     _complete(service, config)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # uvicorn has its own, and raises the signal again at the end

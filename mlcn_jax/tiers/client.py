@@ -8,6 +8,7 @@ import secrets
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import httpx
 import numpy as np
@@ -22,6 +23,9 @@ from mlcn_jax.tiers.policy import Policy
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_BETWEEN_TRIES = 1.0  # of a tier that was too slow for a deadline
 _LOOK_SECONDS = 2.0
+_IDLE_SECONDS = 30.0  # that a connection is kept, less than nodes keep it
+_MOST_HEAD_BYTES = 2**14  # of an answer, beside its numbers
+_QUICK_BYTES = 2**16  # of values, packed in less time than handing them to a thread takes
 _log = logging.getLogger("mlcn_jax")
 
 
@@ -40,19 +44,27 @@ class Traffic:
 
 
 class Node:
-    """One node of a tier, at a URL, reached by `transport` if it is given (httpx's own otherwise)."""
+    """One node of a tier, at a URL, reached by `transport` if it is given (httpx's own otherwise).
+
+    Attributes:
+      breaker: whether it is asked.
+      outstanding: requests that it has not answered yet.
+      is_cold: whether no connection to it is known to be open, as a request that is given up closes its own.
+    """
 
     def __init__(self, url: str, tls: ssl.SSLContext | bool, transport: httpx.AsyncBaseTransport | None = None):
         self.url = url
         self.breaker = Breaker()
         self.outstanding = 0
+        self.is_cold = True
         self._times: dict[int, Times] = {}
         self._client = httpx.AsyncClient(
             base_url=url,
+            headers={"Accept-Encoding": "identity"},  # or a short answer could become a long one
             verify=tls,
             timeout=None,
             trust_env=False,
-            limits=httpx.Limits(max_connections=None),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=_IDLE_SECONDS),
             transport=transport,
         )
 
@@ -60,23 +72,41 @@ class Node:
         """What is known of requests with about so many images."""
         return self._times.setdefault(count.bit_length(), Times())
 
-    async def post(self, body: bytes) -> httpx.Response:
-        """Sends a request; raises httpx.HTTPError."""
-        return await self._client.post(PATH, content=body, headers={"Content-Type": "application/octet-stream"})
+    async def post(self, body: bytes, most: int) -> tuple[int, bytes]:
+        """Sends a request; the status and body of the answer, of at most so many bytes.
+
+        Raises:
+          httpx.HTTPError: nobody answers, or not in HTTP.
+          wire.Refused: the answer is longer.
+        """
+        headers = {"Content-Type": "application/octet-stream"}
+        return await self._exchange("POST", PATH, most, content=body, headers=headers)
+
+    async def _exchange(self, method: str, path: str, most: int, **options: Any) -> tuple[int, bytes]:
+        content = bytearray()
+        async with self._client.stream(method, path, **options) as response:
+            async for part in response.aiter_bytes():
+                content += part
+                if len(content) > most:
+                    raise wire.Refused(f"the answer has more than {most} bytes")
+            return response.status_code, bytes(content)
 
     def gave_up(self, times: Times, seconds: float) -> None:
         """An answer is no longer needed after so many seconds: it was late, or its deadline short."""
+        self.is_cold = True
+        times.takes_more_than(seconds)
         if times.mean is not None and seconds >= times.late:
             self.breaker.failed("no answer before the deadline")
         else:
             self.breaker.gave_up()
 
     async def look(self) -> None:
-        """Finds out whether a node that had failed answers again."""
-        with contextlib.suppress(httpx.HTTPError, TimeoutError):
+        """Finds out whether it answers; the connection stays open for the next request."""
+        with contextlib.suppress(httpx.HTTPError, wire.Refused, TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
-                if (await self._client.get("/health")).status_code == 200:
+                if (await self._exchange("GET", "/health", _MOST_HEAD_BYTES))[0] == 200:
                     self.breaker.seen()
+                    self.is_cold = False
 
     async def close(self) -> None:
         """Closes its connections."""
@@ -133,7 +163,7 @@ class TierClient:
     def is_worth_asking(self, count: int, seconds: float) -> bool:
         """Whether an answer may come in so many seconds; from time to time also if it has taken longer so far."""
         known = [node.times(count) for node in self.nodes if not node.breaker.is_open]
-        if any(times.mean is None or times.expected <= seconds for times in known):
+        if any(times.may_take(seconds) for times in known):
             return True
         return bool(known) and time.monotonic() > self._asked + _SECONDS_BETWEEN_TRIES
 
@@ -169,23 +199,24 @@ class TierClient:
 
     async def _ask(self, node: Node, rows: np.ndarray, bits: int, deadline: float) -> np.ndarray:
         nonce = secrets.token_hex(8)
-        body = wire.pack_request(self._digest, nonce, rows, bits)
+        if rows.nbytes > _QUICK_BYTES:
+            body = await asyncio.to_thread(wire.pack_request, self._digest, nonce, rows, bits)
+        else:
+            body = wire.pack_request(self._digest, nonce, rows, bits)
         times, started = node.times(len(rows)), time.monotonic()
         left = deadline - started
         patience = times.timeout
+        shape, status = (len(rows), self._classes), 0
         node.outstanding += 1
         node.breaker.asked()
         try:
             async with asyncio.timeout(min(left, patience)):
                 self.traffic.sent += len(body)
-                response = await node.post(body)
-            self.traffic.received += len(response.content)
-            if response.status_code != 200:
-                raise wire.Refused(f"status {response.status_code}: {response.text[:300]}")
-            shape = (len(rows), self._classes)
-            sums = wire.unpack_answer(
-                response.content, self._digest, self.name, nonce, shape, self._weight, self._is_signed
-            )
+                status, content = await node.post(body, _MOST_HEAD_BYTES + 4 * len(rows) * self._classes)
+            self.traffic.received += len(content)
+            if status != 200:
+                raise wire.Refused(f"status {status}: {content[:300].decode(errors='replace')}")
+            sums = wire.unpack_answer(content, self._digest, self.name, nonce, shape, self._weight, self._is_signed)
         except TimeoutError as error:
             if patience <= left:
                 times.timed_out()
@@ -200,8 +231,8 @@ class TierClient:
             node.breaker.failed(str(error) or repr(error))
             raise self._lost("connection", str(error) or repr(error)) from error
         except wire.Refused as error:
-            full = response.status_code == 429
-            node.breaker.failed(str(error), surely=not full and response.status_code < 500)
+            full = status == 429
+            node.breaker.failed(str(error), surely=not full and status < 500)
             raise self._lost("full" if full else "refused", str(error)) from error
         finally:
             node.outstanding -= 1
@@ -215,10 +246,13 @@ class TierClient:
         return TierLost(text)
 
     async def watch(self) -> None:
-        """Looks from time to time whether nodes that had failed answer again, until it is cancelled."""
+        """Looks from time to time whether nodes that had failed answer again, and connects to those that are cold.
+
+        Ends when it is cancelled.
+        """
         while True:
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
-            await asyncio.gather(*(node.look() for node in self.nodes if node.breaker.reason))
+            await asyncio.gather(*(node.look() for node in self.nodes if node.breaker.reason or node.is_cold))
 
     async def close(self) -> None:
         """Closes all connections."""

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.serving.http_service import Limits
+from mlcn_jax.serving.http_service import IS_GONE, Limits
 from mlcn_jax.serving.openapi import description
 from mlcn_jax.serving.service import Service
 from mlcn_jax.tiers import page
@@ -50,7 +50,7 @@ class GatewayService(Service):
       bits: of the values of a cut that leave this device.
       noise: standard deviation of the Gaussian noise added to them, in standard deviations of their own.
       may_stop: whether clients may stop tiers, as the page does.
-      seed: of the noise.
+      seed: of the noise; None draws one that nobody knows, or the noise could be taken off again.
 
     Raises:
       InputError: an argument is out of range.
@@ -65,7 +65,7 @@ class GatewayService(Service):
         bits: int = 32,
         noise: float = 0.0,
         may_stop: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
     ):
         super().__init__(_Own(artifact), limits)  # type: ignore[arg-type]
         self.artifact, self.policy, self.clients = artifact, artifact.policy, dict(clients)
@@ -116,9 +116,12 @@ class GatewayService(Service):
         found: list[dict[str, Any]] = [{"error": p} if isinstance(p, str) else {} for p in asked.pixels]
         if asked.good:
             answer = None
-            async with contextlib.aclosing(self._answers_to(asked.good, started, deadline)) as answers:
-                async for answer in answers:  # noqa: B007  # the last one counts
-                    pass
+            try:
+                async with contextlib.aclosing(self._answers_to(asked.good, started, deadline, scope)) as answers:
+                    async for answer in answers:  # noqa: B007  # the last one counts
+                        pass
+            except ClientDisconnect:
+                return
             assert answer is not None
             self._count_answers(answer)
             for image, one in enumerate(one for one in found if not one):
@@ -135,8 +138,11 @@ class GatewayService(Service):
             raise HTTPException(400, f"/refine takes one picture, not {len(asked.pixels)}")
         if not asked.good:
             raise HTTPException(400, str(asked.pixels[0]))
-        answers = self._answers_to(asked.good, started, deadline)
-        first = await anext(answers)  # so that what fails has a status of its own
+        answers = self._answers_to(asked.good, started, deadline, request.scope)
+        try:
+            first = await anext(answers)  # so that what fails has a status of its own
+        except ClientDisconnect:
+            return Response()
 
         def line(values: dict[str, Any]) -> bytes:
             return json.dumps(values).encode() + b"\n"
@@ -162,9 +168,9 @@ class GatewayService(Service):
         return StreamingResponse(lines(), media_type=_JSON_LINES, headers={"Cache-Control": "no-store"})
 
     async def _answers_to(
-        self, images: list[np.ndarray], started: float, deadline: float
+        self, images: list[np.ndarray], started: float, deadline: float, scope: Scope
     ) -> AsyncGenerator[Answer, None]:
-        own = np.stack(await self.rows(images))
+        own = np.stack(await self.rows(images, scope.get(IS_GONE, lambda: False)))
         until = started + deadline - _RESERVE_SECONDS
         async with contextlib.aclosing(
             refine(self.policy, np.stack(images), own, self.clients, self._home, self._bits, until)

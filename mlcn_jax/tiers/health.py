@@ -9,6 +9,7 @@ _LEAST_TIMEOUT, _MOST_TIMEOUT = 0.25, 10.0
 _PATIENCES = 4.0  # how many times as long as that an answer is awaited
 _LEAST_SPREAD = 0.01
 _GAIN, _SPREAD_GAIN, _SPREADS = 1 / 8, 1 / 4, 4.0
+_MORE = 1.25  # of the seconds in which a first answer did not come: in as many, the next would not come either
 _FAILURES = 3  # in a row, after which a node is not asked for a while
 _FIRST_PAUSE, _MOST_PAUSE = 0.5, 30.0
 
@@ -21,13 +22,18 @@ class Times:
 
     def __init__(self) -> None:
         self.mean: float | None = None
+        self._least = 0.0  # before the first answer: what one takes at least
         self._spread = 0.0
         self._backoff = 1.0
 
     @property
     def expected(self) -> float:
         """Seconds that the next answer is expected to take."""
-        return (self.mean if self.mean is not None else _FIRST_SECONDS) * self._backoff
+        return (self.mean if self.mean is not None else max(_FIRST_SECONDS, self._least)) * self._backoff
+
+    def may_take(self, seconds: float) -> bool:
+        """Whether the next answer may come in so many seconds, as far as is known."""
+        return self._least * _MORE <= seconds if self.mean is None else self.expected <= seconds
 
     @property
     def late(self) -> float:
@@ -49,6 +55,11 @@ class Times:
         else:
             self._spread += _SPREAD_GAIN * (abs(seconds - self.mean) - self._spread)
             self.mean += _GAIN * (seconds - self.mean)
+
+    def takes_more_than(self, seconds: float) -> None:
+        """Learns that no answer came in so many seconds, for want of any that did."""
+        if self.mean is None:
+            self._least = max(self._least, seconds)
 
     def timed_out(self) -> None:
         """Learns that no answer came in time."""

@@ -11,11 +11,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from mlcn_jax.serving.http_service import SMALL_BYTES, BatchService, Limits
+from mlcn_jax.serving.http_service import IS_GONE, SMALL_BYTES, BatchService, Limits
 from mlcn_jax.tiers import wire
 from mlcn_jax.tiers.artifact import TierArtifact
 
 PATH = "/part"
+KEEP_ALIVE_SECONDS = 60  # of idle connections: longer than gateways keep them, which a request would find closed
 _log = logging.getLogger("mlcn_jax")
 
 
@@ -44,11 +45,11 @@ class NodeService(BatchService):
             nonce, rows = await self.receive(
                 dict(scope["headers"]), receive, self._read, lambda body: len(body) <= SMALL_BYTES
             )
+            sums = np.stack(await self.rows(list(rows), scope.get(IS_GONE, lambda: False)))
         except ClientDisconnect:
             return
         except wire.Refused as error:
             raise HTTPException(400, str(error)) from error
-        sums = np.stack(await self.rows(list(rows)))
         body = wire.pack_answer(self._digest, self.artifact.name, nonce, sums, self._sign)
         await Response(body, media_type="application/octet-stream")(scope, receive, send)
 

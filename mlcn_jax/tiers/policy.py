@@ -41,7 +41,7 @@ class Threshold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       margin: from which on it is final; None is never.
       settled: share of the images whose answer is.
       loss: accuracy lost on all images if these answers are taken instead of the whole model's.
-      loss_bound: upper end of the paired one-sided 95 % confidence interval of `loss`.
+      loss_bound: upper end of the paired one-sided 95 % confidence interval of `loss` (`threshold`).
     """
 
     margin: float | None
@@ -182,8 +182,8 @@ def thresholds(
 ) -> dict[str, Threshold]:
     """The threshold of each subset of tiers but the whole, from validation images.
 
-    It is the least margin for which the upper 95 % bound of the accuracy lost stays within `tolerance`, divided by the
-    number of tiers less one: a request passes at most so many thresholds, so what they cost adds up to no more.
+    What the accuracy lost by one may be is `tolerance`, divided by the number of tiers less one: a request passes at
+    most so many thresholds.
 
     Args:
       names: of the tiers, in order.
@@ -199,21 +199,36 @@ def thresholds(
             sums = np.sum([parts[name] for name in heard], axis=0)
             right = np.argmax(sums, axis=1) == labels
             margin = margins(sums, sum(weights[name] for name in heard))
-            found[key(names, heard)] = _threshold(margin, whole.astype(int) - right, tolerance / (len(names) - 1))
+            found[key(names, heard)] = threshold(margin, whole.astype(int) - right, tolerance / (len(names) - 1))
     return found
 
 
-def _threshold(margin: np.ndarray, lost: np.ndarray, tolerance: float) -> Threshold:
-    """`lost` is 1 where only the whole model is right, -1 where only these tiers are, else 0."""
+def threshold(margin: Float[np.ndarray, " n"], lost: Int[np.ndarray, " n"], tolerance: float) -> Threshold:
+    """The least margin down to which the upper 95 % bound of the accuracy lost stays within `tolerance`.
+
+    Margins are tried from the largest on, until the first that is not within, so that trying many does not widen what
+    may be lost. The bound holds for few losses as well: where there are none in n images it is 2.7 / n, and not 0 as by
+    the normal approximation.
+
+    Args:
+      margin: of each answer.
+      lost: 1 where only the whole model is right, -1 where only these tiers are, else 0.
+      tolerance: accuracy that may be lost, as a fraction.
+
+    Source: Wilson 1927 for the bound, Maurer et al. 1995 for tests in an order that is fixed before.
+    """
     order = np.argsort(-margin, kind="stable")
     count = len(margin)
     mean = np.cumsum(lost[order]) / count
-    variance = np.cumsum(np.square(lost[order])) / count - mean**2
-    bound = mean + _Z95 * np.sqrt(np.maximum(variance, 0) / count)
-    within = np.flatnonzero((bound <= tolerance) & (np.append(margin[order][1:], -1) < margin[order]))
-    if not within.size:
+    variance = np.maximum(np.cumsum(np.square(lost[order])) / count - mean**2, 0)
+    half = _Z95**2 / (2 * count)
+    bound = mean + half + np.sqrt(_Z95**2 * variance / count + half**2)
+    ends = np.flatnonzero(np.append(margin[order][1:], -1) < margin[order])  # the last of those with equal margins
+    over = np.flatnonzero(bound[ends] > tolerance)
+    ends = ends[: over[0]] if over.size else ends
+    if not ends.size:
         return Threshold(None, 0.0, 0.0, 0.0)
-    last = within[-1]
+    last = ends[-1]
     return Threshold(
         float(margin[order][last]), float((last + 1) / count), float(mean[last]), max(0.0, float(bound[last]))
     )

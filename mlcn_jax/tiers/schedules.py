@@ -87,14 +87,19 @@ def corrected(schedule: str, system: System) -> float:
     """Seconds if devices work side by side and tasks flow on: the slowest resource, and filling the pipe.
 
     Resources are each tier's devices, the dispatcher, and the cores that all share. The pipe is filled once by a task's
-    time on the other tiers that it passes.
+    time on the other tiers that it passes. Under `Mapping` each end has its own edge, so that the edge with the most
+    ends is the slowest; otherwise edges take tasks from one queue.
     """
     tasks, cloud = system.tasks, cloud_share(system)
     shares = {"End": (0.0, 0.0), "End-Cloud": (0.0, 1.0), "End-Edge": (1.0, 0.0), "Mapping": (1 - cloud, cloud)}
     share = shares[schedule]
     stages = [(system.end, float(tasks)), (system.edge, tasks * share[0]), (system.cloud, tasks * share[1])]
     stages = [(device, number) for device, number in stages if number]
-    busy = [math.ceil(number / device.count) * device.seconds for device, number in stages]
+    most = [math.ceil(number / device.count) for device, number in stages]  # tasks of one device
+    if schedule == "Mapping" and share[0]:
+        mapped = round(share[0] * system.end.count)
+        most[1] = math.ceil(tasks * math.ceil(mapped / system.edge.count) / system.end.count)
+    busy = [number * device.seconds for number, (device, _) in zip(most, stages, strict=True)]
     handed = sum(number for _, number in stages)
     shared = sum(number * device.work for device, number in stages) / system.cores if system.cores else 0.0
     slowest = max(*busy, handed * system.dispatch, shared)

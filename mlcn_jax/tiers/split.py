@@ -29,6 +29,7 @@ from mlcn_jax.tiers.cuts import COLUMNS, PIXELS, Part
 from mlcn_jax.tiers.placing import Wishes, place, read_wishes
 from mlcn_jax.training.checkpoint import Trained
 from mlcn_jax.training.evaluate import class_capsules
+from mlcn_jax.training.session import check_learned
 
 FOLDER = "tiers"
 GOOD_VALIDATION_IMAGES = 5000  # fewer leave wide bounds on what a threshold costs
@@ -59,8 +60,8 @@ def split(
       precision: export of the model with a precision for each lane, which the tiers then have; None for float32.
 
     Raises:
-      InputError: the workdir, the tiers, the cut, the key or the export cannot be used, or the model's lanes do not
-        classify alone.
+      InputError: the workdir, the tiers, the cut, the key or the export cannot be used, the images are not those that
+        the model learned from, or its lanes do not classify alone.
     """
     if precision is not None and cut != PIXELS:
         raise InputError(f"--cut={cut} splits lanes, and those of --precision are whole: give --cut={PIXELS}")
@@ -73,7 +74,8 @@ def split(
     trained, dataset = load_with_data(workdir, config)
     check_lanes_classify(trained.spec)
     wishes = read_wishes(wishes_path, trained.class_names)
-    validation = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)[1]
+    train, validation = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)
+    check_learned(workdir, dataset, train)
     _check_validation(workdir, len(validation.labels))
     folded = dataclasses.replace(trained, params=fold_statistics(trained.spec, trained.params))
     chosen: list[Made] = []
@@ -107,10 +109,10 @@ def split(
 def check_lanes_classify(spec: ModelSpec) -> None:
     """Raises InputError unless each lane of a model classifies alone, so that some of them are an answer."""
     lanes = f"lanes {spec.lanes}" if spec.lanes else "CapsNet, which has no lanes,"
-    if not spec.lanes or not (spec.classifies_alone.all() or spec.margin_loss == "per_lane"):
+    if not spec.lanes or (spec.margin_loss == "joint" and not spec.classifies_alone.all()):
         raise InputError(
             f"{lanes} with model.margin_loss={spec.margin_loss} do not classify alone, so what some of them say is "
-            "worth little: train with --config.model.margin_loss=per_lane, or lanes of the kind resnet"
+            "worth little: train with --config.model.margin_loss=per_lane or per_lane_sum, or lanes of the kind resnet"
         )
     if len(spec.lane_specs) < 2:
         raise InputError(f"{lanes} cannot be split: train a model with 2 lanes or more")

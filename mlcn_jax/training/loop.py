@@ -66,13 +66,13 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         dataset, validation, spec = session.dataset, session.validation, session.spec
         steps_per_epoch = session.steps_per_epoch
         check_fits_memory(spec, host.total_memory_bytes())
-        plan = session.plan(workdir)
 
         checkpoints = Checkpoints(workdir / "checkpoints")
         stack.callback(checkpoints.close)
         model_facts = session.model_facts() | teacher.facts()
         if checkpoints.exist():
             check_resumable(session, workdir, model_facts)
+        plan = session.plan(workdir)  # which keeps files there, and not in the workdir of another run
         state, algorithms = start_state(session, checkpoints)
         state, algorithms = processes.arrays_from_first(state), processes.from_first(algorithms)
         for parts in {1, settings.accumulation_steps}:
@@ -85,6 +85,9 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         finished = processes.from_first(_finished_summary(workdir, start))
         if start == num_steps and finished:
             _log.info("%s is finished: %d steps", workdir, start)
+            if finished.get("config_hash") != config.hash():  # it was shortened, or its teacher has moved
+                finished["config_hash"] = config.hash()
+                write_json(workdir / "summary.json", finished)
             return finished
 
         announce(session, plan.about, workdir, start, num_steps)

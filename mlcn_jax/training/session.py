@@ -16,6 +16,7 @@ from mlcn_jax.config import RunConfig
 from mlcn_jax.data import batches, datasets
 from mlcn_jax.distributed.mesh import DATA_AXIS
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json
 from mlcn_jax.nn import resnet
 from mlcn_jax.nn.calibration import param_shapes, whiten
 from mlcn_jax.nn.spec import ModelSpec
@@ -92,21 +93,7 @@ def open_session(config: RunConfig) -> Session:
     """Loads the data and resolves the rest; raises InputError if any of it cannot be used."""
     settings, dataset = config.train, config.data.load()
     spec = config.model_spec(dataset.train.images.shape[1:], len(dataset.class_names))
-    alone = bool(spec.lane_groups) and spec.classifies_alone.all()
-    for field, given in (
-        ("data.augment_lanes", config.data.augment_lanes),
-        ("train.image_sizes", settings.image_sizes),
-    ):
-        if given and not alone:
-            raise InputError(
-                f"{field} is {given} with model.lanes={spec.lanes!r}: it needs lanes that all classify alone (resnet)"
-            )
-    small = [size for _, size in settings.sizes() if 0 < size < resnet.MIN_SIZE]
-    if small:
-        raise InputError(f"train.image_sizes has {small[0]} pixels; resnet lanes need at least {resnet.MIN_SIZE}")
-    check_remat(spec)
-    if settings.lanes_apart:
-        check_lanes_apart(config, spec)
+    check_settings(config, spec)
     train, validation = datasets.split_validation(dataset.train, config.data.validation_fraction, config.split_seed)
     steps_per_epoch = batches.steps_per_epoch(len(train.labels), settings.batch_size)
     return Session(
@@ -118,6 +105,36 @@ def open_session(config: RunConfig) -> Session:
         optimizer=optimizer_of(settings, steps_per_epoch),
         steps_per_epoch=steps_per_epoch,
     )
+
+
+def check_settings(config: RunConfig, spec: ModelSpec) -> None:
+    """Raises InputError if a configuration has settings that its model cannot be trained with."""
+    alone = bool(spec.lane_groups) and spec.classifies_alone.all()
+    for field, given in (
+        ("data.augment_lanes", config.data.augment_lanes),
+        ("train.image_sizes", config.train.image_sizes),
+    ):
+        if given and not alone:
+            raise InputError(
+                f"{field} is {given} with model.lanes={spec.lanes!r}: it needs lanes that all classify alone (resnet)"
+            )
+    small = [size for _, size in config.train.sizes() if 0 < size < resnet.MIN_SIZE]
+    if small:
+        raise InputError(f"train.image_sizes has {small[0]} pixels; resnet lanes need at least {resnet.MIN_SIZE}")
+    check_remat(spec)
+    if config.train.lanes_apart:
+        check_lanes_apart(config, spec)
+
+
+def check_learned(workdir: Path, dataset: datasets.Dataset, train: datasets.Split) -> None:
+    """Raises InputError unless the run in a workdir learned from these training images of a dataset."""
+    now = {"class_names": list(dataset.class_names), "training_images_sha256": datasets.digest(train)}
+    learned = read_json(workdir / "model.json")
+    if any(learned.get(name) != value for name, value in now.items()):
+        raise InputError(
+            f"{dataset.name} as it is now is not what {workdir} was trained on (its model.json has the classes and "
+            "SHA-256): give --data_dir=FOLDER with those images"
+        )
 
 
 def calibration_images(train: datasets.Split, batch_size: int) -> list[np.ndarray]:

@@ -198,7 +198,7 @@ def predict_mesh(
         data,
         lane,
         cluster,
-        lane_seconds=[s * p.stack_seconds(lanes, share, whole) for p, s in zip(profiles, slower, strict=True)],
+        lane_seconds=[s * p.model_seconds(lanes, share, whole) for p, s in zip(profiles, slower, strict=True)],
         head_seconds=[s * p.head_seconds(num_lanes, share) / lane for p, s in zip(profiles, slower, strict=True)],
         forward_share=profiles[0].forward_share,
         exchanged=traffic.exchanged_bytes(spec, batch_size, data, lane, messages.dtype),
@@ -224,7 +224,7 @@ def predict_stacks(
     seconds = []
     for d, (profile, factor) in enumerate(zip(profiles, slower, strict=True)):
         lanes = [_lane_cost(spec, kind) for kind, device in zip(kinds, placement.device_of, strict=True) if device == d]
-        seconds.append(factor * profile.stack_seconds(lanes, batch_size, batch_size * num_lanes) if lanes else 0.0)
+        seconds.append(factor * profile.model_seconds(lanes, batch_size, batch_size * num_lanes) if lanes else 0.0)
     return simulate.simulate_stacks(
         dataclasses.replace(placement, seconds=tuple(seconds)),
         cluster,
@@ -290,7 +290,7 @@ def placement_problem(
         return Problem(table, lane_names=names, device_names=device_names)
     factors = slowness or [1.0] * len(known)
     return Problem(
-        [[f * p.lane_seconds(lane, batch_size) for p, f in zip(known, factors, strict=True)] for lane in costs],
+        [[f * p.model_seconds([lane], batch_size) for p, f in zip(known, factors, strict=True)] for lane in costs],
         [max(profile.lane_bytes(lane, batch_size) for profile in known) for lane in costs],
         [profile.memory_bytes for profile in known],
         lane_names=names,

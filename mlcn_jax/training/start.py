@@ -31,8 +31,10 @@ def check_resumable(session: Session, workdir: Path, mine: dict[str, Any]) -> No
       workdir: contains `config.json` and `model.json` of a run.
       mine: the content of `model.json` for this run (`Session.model_facts`).
     """
-    session.config.check_resumable(read_stored(workdir), workdir)
-    theirs = read_json(workdir / "model.json")
+    stored, theirs = read_stored(workdir), read_json(workdir / "model.json")
+    if mine.get(TEACHERS) and mine[TEACHERS] == theirs.get(TEACHERS):  # the same models, which may have moved
+        stored = stored.replace({"train.teacher": session.config.train.teacher})
+    session.config.check_resumable(stored, workdir)
     if isinstance(theirs.get("spec"), dict):
         older = {k: list(v) if isinstance(v, tuple) else v for k, v in model_defaults().items()}
         theirs["spec"] = {k: v for k, v in (older | theirs["spec"]).items() if k != "remat"}

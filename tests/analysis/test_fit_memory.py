@@ -19,8 +19,12 @@ def of(changes):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"train.accumulation_steps": 3}, {"model.lanes": "mlcn2:w1*6,mlcn1:w1*5"}, {"parallel.lane": 2}],
-    ids=["many lanes", "in parts", "two groups", "on a mesh"],
+    [
+        pytest.param({}, id="many lanes"),
+        pytest.param({"train.accumulation_steps": 3}, marks=pytest.mark.long, id="in parts"),
+        pytest.param({"model.lanes": "mlcn2:w1*6,mlcn1:w1*5"}, marks=pytest.mark.long, id="two groups"),
+        pytest.param({"parallel.lane": 2}, id="on a mesh"),
+    ],
 )
 def test_few_lanes_tell_the_memory_of_many(changes):
     config, spec = of(changes)

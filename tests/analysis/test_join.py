@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,13 +16,16 @@ from mlcn_jax.commands import join as command
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data.datasets import Split
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json, write_json
 from mlcn_jax.nn import calibration
+from mlcn_jax.nn.lanes import LaneSpec
 from mlcn_jax.nn.model import class_lengths
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving import artifact, export, onnx
 from mlcn_jax.training import loop
 from mlcn_jax.training.checkpoint import Trained, load_trained
 from mlcn_jax.training.evaluate import class_capsules
+from mlcn_jax.training.session import check_settings
 
 APART = {
     "model.margin_loss": "per_lane_sum",
@@ -81,8 +85,10 @@ def test_accuracy_with_each_further_lane_is_told_and_is_that_of_the_model(joined
         assert about["lanes"][0][f"{name}_accuracy"] == about["lanes"][0][f"{name}_accuracy_alone"]
     assert about == json.loads((output / "joined.json").read_text())
     assert command.told(about, output).count("mlcn1:w1d1") == 2
+    assert about["decoder_seconds"] > 0
 
 
+@pytest.mark.long
 def test_a_joined_model_is_pruned_exported_and_trained_on(joined, tmp_path):
     output = shutil.copytree(joined[0], tmp_path / "model")
     run = prune.load_prunable(output)
@@ -103,6 +109,7 @@ def test_a_joined_model_is_pruned_exported_and_trained_on(joined, tmp_path):
     assert summary["validation_accuracy"] >= joined[1]["validation_accuracy"]
 
 
+@pytest.mark.long
 def test_a_lane_is_added_to_a_trained_model(joined, lanes, tmp_path):
     fourth = lane(tmp_path / "3", 3)
     about = join_lib.join([joined[0], fourth], tmp_path / "four", decoder_epochs=0, weights="equal")
@@ -128,6 +135,42 @@ def test_lanes_that_need_one_another_and_workdirs_given_twice_are_refused(finish
         join_lib.join([finished, lanes[0]], tmp_path / "out")
     with pytest.raises(InputError, match="given twice"):
         join_lib.join([lanes[0], lanes[0] / ".." / "0"], tmp_path / "out")
+    other = shutil.copytree(lanes[0], tmp_path / "other")
+    write_json(other / "model.json", read_json(other / "model.json") | {"training_images_sha256": "0"})
+    with pytest.raises(InputError, match=r"digits as it is now is not what .*other was trained on"):
+        join_lib.join([lanes[0], other], tmp_path / "out")
+
+
+RESIDUAL = {
+    "model.lanes": "resnet:w1",
+    "model.decoder_gradient": "auto",
+    "data.augment_lanes": True,
+    "data.max_shift": 1,
+    "train.image_sizes": "20:0.5",
+}
+
+
+def test_a_joined_model_has_settings_that_it_can_be_trained_with():
+    config = RunConfig().replace(APART | RESIDUAL | {"model.margin_loss": "joint", "model.lane_seeds": "0"})
+    first = SimpleNamespace(trained=SimpleNamespace(spec=config.model_spec((28, 28, 1), 10)))
+    residual, published = (
+        join_lib.Lane(LaneSpec(kind, 1), {}, seed, kind, 10) for seed, kind in enumerate(("resnet", "mlcn1"))
+    )
+    mixed, _ = join_lib.joined_spec(first, [residual, published])
+    check_settings(join_lib.joined_config(config, mixed), mixed)
+    alike, _ = join_lib.joined_spec(first, [residual, dataclasses.replace(residual, seed=1)])
+    kept = join_lib.joined_config(config, alike)
+    check_settings(kept, alike)
+    assert kept.data.augment_lanes
+    assert kept.train.image_sizes == "20:0.5"
+
+
+@pytest.mark.long
+def test_lanes_of_several_kinds_are_joined_and_trained_on(lanes, tmp_path):
+    residual = lane(tmp_path / "residual", 7, RESIDUAL)
+    join_lib.join([residual, lanes[0]], tmp_path / "both", decoder_epochs=0)
+    summary = loop.train(read_stored(tmp_path / "both").replace({"train.num_steps": 2}), tmp_path / "both")
+    assert summary["steps"] == 2
 
 
 def test_fitted_weights_favour_the_lanes_that_know(rng):

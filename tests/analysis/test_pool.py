@@ -17,6 +17,7 @@ from mlcn_jax.commands import work as command
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.files import try_lock, write_json
+from mlcn_jax.launch import EXIT_FAILED
 
 LANES = """
 config = "default"
@@ -52,10 +53,10 @@ def read(folder, text=LANES):
 
 
 class Recorder:
-    """Stands for training and joining: notes what it is asked to do."""
+    """Stands for training and joining: notes what it is asked to do, and fails once where it is told to."""
 
     def __init__(self, fail=None):
-        self.trained, self.joined, self._fail = [], [], fail or {}
+        self.trained, self.joined, self.data_dirs, self._fail = [], [], [], fail or {}
 
     def train(self, config, workdir):
         self.trained.append(workdir.name)
@@ -63,7 +64,10 @@ class Recorder:
             raise error
         write_json(workdir / "summary.json", {"config_hash": config.hash()})
 
-    def join(self, workdirs, output):
+    def join(self, workdirs, output, data_dir):
+        if error := self._fail.pop(output.name, None):
+            raise error
+        self.data_dirs.append(data_dir)
         self.joined.append((output.name, [workdir.name for workdir in workdirs]))
         output.mkdir(parents=True)
 
@@ -122,6 +126,38 @@ def test_what_one_machine_cannot_train_is_left_to_others(tmp_path):
     assert other.trained == NAMES[:1]
 
 
+@pytest.mark.parametrize(
+    "error", [InputError("other images"), MemoryError("too little"), RuntimeError("RESOURCE_EXHAUSTED: 2 GiB")]
+)
+def test_what_one_machine_cannot_join_is_left_to_others(tmp_path, error):
+    pool = read(tmp_path)
+    first, second = Recorder({"2": error}), Recorder()
+    assert first.work(pool) == {"joined-2": str(error)}
+    assert (first.trained, first.joined) == (BY_SIZE, [("3", NAMES)])
+    assert second.work(pool) == {}
+    assert second.joined == [("2", NAMES[:2])]
+
+
+def test_a_join_that_failed_is_told_in_the_end(tmp_path, monkeypatch, capsys):
+    read(tmp_path)
+    monkeypatch.setattr(pool_lib, "work", lambda pool: {"joined-2": "other images"})
+    assert command.main([f"--pool={tmp_path}"]) == EXIT_FAILED
+    assert "joined-2 failed: other images; to try again, start a worker" in capsys.readouterr().out
+
+
+def test_lanes_are_joined_on_the_images_of_this_machine(tmp_path):
+    (tmp_path / "lanes.toml").write_text(LANES)
+    recorder = Recorder()
+    recorder.work(pool_lib.read_pool(tmp_path, lambda name: RunConfig(), {"data.dir": "here"}))
+    assert recorder.data_dirs == ["here", "here"]
+
+
+def test_without_numbers_all_that_finish_are_joined_in_the_end(tmp_path):
+    pool, recorder = read(tmp_path, LANES.replace("join_at = [2, 3]", "")), Recorder({NAMES[1]: Diverged("nan")})
+    assert recorder.work(pool) == {NAMES[1]: "nan"}
+    assert recorder.joined == [("2", [NAMES[0], NAMES[2]])]
+
+
 def test_a_worker_that_is_stopped_leaves_its_lane(tmp_path):
     pool = read(tmp_path)
     with pytest.raises(Stopped):
@@ -135,7 +171,16 @@ def test_a_worker_that_is_stopped_leaves_its_lane(tmp_path):
         ('config = "default"', "", "lacks config"),
         ("join_at = [2, 3]", "join_at = [4]", "numbers of lanes from 1 to 3"),
         ("seeds = [0, 1]", "seeds = [1, 1]", "seed 1 twice"),
-        ("seeds = [0, 1]", "seeds = 2", "must be tables such as"),
+        ("seeds = [0, 1]", "seeds = 2", "seeds is 2; it must be a list of integers, 0 or more"),
+        ("seeds = [0, 1]", "seeds = [true]", r"seeds is \[True\]; it must be a list of integers"),
+        ("seeds = [0, 1]", "seeds = [-1]", r"seeds is \[-1\]; it must be a list of integers"),
+        ('config = "default"', "config = 3", "config is 3; it must be text"),
+        ("join_at = [2, 3]", "join_at = 2", "join_at is 2; it must be a list of numbers"),
+        ("[set]", "[[set]]", r"set is \[.*; it must be a table"),
+        ('kind = "mlcn1:w1"', "kind = 1", "kind is 1; it must be text for one lane"),
+        ('kind = "mlcn1:w1"', 'kind = "mlcn1:w1*2"', r"kind is 'mlcn1:w1\*2'; it must be text for one lane"),
+        ('kind = "mlcn1:w2"', 'kind = "mlcn1:w1d1"', "names mlcn1:w1d1 with seed 0 twice"),
+        ("validation_fraction = 0.2", "validation_fraction = 0", "validation_fraction is 0; it must be above 0"),
         ("seeds = [0, 1]", "seeds = [0]\ncount = 2", "has count; it may have kind, seeds, set"),
         ('"per_lane_sum"', '"joint"', "model.margin_loss is 'joint'"),
         ("[set]", "[set", "cannot be read"),

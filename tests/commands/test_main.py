@@ -161,7 +161,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_parameters(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_stop_signal_saves_and_exits_with_its_own_code(tmp_path, number):
     args = command(QUICKSTART, *SMALL, "--config.train.num_steps=2000", "--config.train.num_epochs=1000")
     args += ["--config.train.checkpoint_every=2000", f"--workdir={tmp_path}"]

@@ -157,29 +157,36 @@ def expected(tmp_path_factory, environment):
     return parameters(folder)
 
 
-def assert_same(found, expected):
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.long
-@needs("srun", "slurmctld", "munged")
-def test_two_processes_under_slurm(slurm, expected, tmp_path):
-    folder = tmp_path / "run"
+@pytest.fixture(scope="module")
+def alone(slurm, tmp_path_factory):
+    """The parameters after 40 steps of a job of Slurm that is left alone."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
     wait_for(submit(folder, slurm, 40), slurm, folder)
-    assert_same(parameters(folder), expected)
+    return parameters(folder)
+
+
+def assert_close(found, expected):
+    for a, b in zip(found, expected, strict=True):  # not to the bit: a task may have fewer cores
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.long
 @needs("srun", "slurmctld", "munged")
-def test_a_job_that_is_requeued_resumes(slurm, expected, tmp_path):
+def test_two_processes_under_slurm(alone, expected):
+    assert_close(alone, expected)
+
+
+@pytest.mark.long
+@needs("srun", "slurmctld", "munged")
+def test_a_job_that_is_requeued_resumes_to_the_same_bits(slurm, alone, tmp_path):
     folder = tmp_path / "run"
     job = submit(folder, slurm, 40)
     _until(lambda: any((folder / "checkpoints").glob("[0-9]*")), lambda: Path(f"{folder}.out").read_text())
     subprocess.run(["scontrol", "requeue", job], env=slurm, check=True)
     wait_for(job, slurm, folder)
     assert "resuming from step" in Path(f"{folder}.out").read_text()
-    assert_same(parameters(folder), expected)
+    for a, b in zip(parameters(folder), alone, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.long
@@ -189,7 +196,7 @@ def test_two_processes_under_open_mpi(environment, expected, tmp_path):
     own |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = [str(FILES / "mpi.sh"), *FIELDS, "--config.train.num_steps=40"]
     subprocess.run(command, env=own, check=True, timeout=_WAIT_SECONDS)
-    assert_same(parameters(tmp_path / "run"), expected)
+    assert_close(parameters(tmp_path / "run"), expected)
 
 
 def test_the_jobset_is_yaml_of_two_processes():

@@ -85,6 +85,7 @@ def test_lanes_their_optimizer_state_and_the_decoder_lie_in_shares(rng):
         assert tree["decoder"]["pixels"]["bias"].addressable_shards[0].data.shape == (18 * 19 * 2 // 4,)
 
 
+@pytest.mark.long
 def test_bfloat16_rounds_gradients_on_their_way():
     params, batch = jax.device_get(made_params(LANES)), make_batch(np.random.default_rng(0), LANES)
     (loss, _), expected = jax.device_get(value_and_grad(LANES, None, params, batch))

@@ -118,6 +118,7 @@ def test_what_libraries_print_is_dropped_and_what_python_prints_is_not(tmp_path,
     assert (tmp_path / "out").read_text() == "before\nafter\n"
 
 
+@pytest.mark.long
 def test_a_process_that_does_not_come_or_differs_is_named(tmp_path, monkeypatch):
     address = {"parallel.coordinator": "127.0.0.1:18713", "parallel.processes": 2, "parallel.lane": 2}
     alone = RunConfig().replace({**address, "parallel.process": 0, "parallel.timeout_seconds": 1}).parallel
@@ -148,6 +149,7 @@ def test_a_coordinator_that_is_no_address_is_refused():
         processes.join(nowhere.parallel, {})
 
 
+@pytest.mark.long
 def test_what_no_process_can_start_is_said_once(tmp_path):
     code, _, err = run(tmp_path, {**TWO, "parallel.lane": 1})
     assert code == 2

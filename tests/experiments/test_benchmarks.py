@@ -45,6 +45,7 @@ def test_our_program_trains_and_predicts_the_network_that_it_is_named_after(rng)
     assert later < first
 
 
+@pytest.mark.long
 def test_residual_lanes_infer_with_normalisation_folded_in(rng):
     network = networks.Network("resnet", (10, 10, 1), lanes=2, width=1, depth=2)
     images = rng.integers(0, 256, (4, *network.image_shape), dtype=np.uint8)

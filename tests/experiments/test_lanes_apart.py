@@ -1,10 +1,13 @@
 """What the experiments on lanes trained apart run, and what they compute from it."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
+from absl import flags
 
 from experiments import lane_pool, lanes_apart
+from mlcn_jax.files import write_json
 from mlcn_jax.training.apart import check_lanes_apart
 
 NOWHERE = {"fashion_mnist": "", "cifar10": ""}
@@ -34,6 +37,37 @@ def test_the_interval_is_students():
     assert found["mean"] == pytest.approx(0.125)
     assert (found["low"], found["high"]) == pytest.approx((0.125 - 0.27175, 0.125 + 0.27175), abs=1e-4)
     assert lanes_apart.interval([0.1]) is None
+    assert not found["inside"]
+    assert lanes_apart.interval([0.0, 0.1, 0.05, -0.05])["inside"]
+
+
+def test_lanes_are_joined_as_soon_as_they_have_been_trained_and_once(tmp_path, monkeypatch):
+    joins = lanes_apart.joins_of("cifar", lanes_apart.runs_of("cifar", repeats=1, smoke=False))
+    series, joined = SimpleNamespace(workdir=tmp_path), []
+
+    def join(workdirs, output, decoder_epochs, weights="fitted"):
+        joined.append((output.name, decoder_epochs))
+        output.mkdir(parents=True)
+        return {}
+
+    monkeypatch.setattr(lanes_apart, "join", join)
+    first, second = ([lanes_apart.folder_of(series, one) for one in joins[f"cifar_pair{i}"]] for i in range(2))
+    for folder in (*first, *second):
+        folder.mkdir(parents=True)
+    for folder, record in (*((folder, {}) for folder in (*first, *second[:3])), (second[3], {"failed": "nan"})):
+        write_json(folder / "run.json", record)
+    (tmp_path / "joined" / "cifar_pair0.equal").mkdir(parents=True)  # left by one that was killed
+    for _ in range(2):
+        lanes_apart.join_due(series, joins)
+    assert joined == [("cifar_pair0", 5), ("cifar_pair0.equal", 0)]
+    assert [path.name for path in (tmp_path / "joined").iterdir()] == ["cifar_pair0.json"]
+
+
+def test_what_is_run_is_what_there_is_to_run():
+    values = flags.FlagValues()
+    lanes_apart.define(values)
+    values(["lanes_apart"])
+    assert values.scale in lanes_apart.SCALES
 
 
 def test_a_simulated_pool_trains_every_lane_and_loses_work_only_when_machines_leave():

@@ -1,6 +1,7 @@
 """The published figures' scripts: what is trained, what is kept, what is refused, and the tables that come out."""
 
 import errno
+import functools
 import json
 import os
 import signal
@@ -23,8 +24,10 @@ from experiments import (
     table_4_1,
 )
 from experiments import table_4_1_tuning as tuning
+from experiments.repeated_runs import Series
 from mlcn_jax.data import datasets
 from mlcn_jax.errors import Diverged, InputError, Stopped
+from mlcn_jax.files import write_json
 
 ROW = "fashion_mlcn2_2x4"
 TUNED = published_rows.TUNED["fashion_mnist"]
@@ -157,6 +160,30 @@ def test_what_is_committed_was_trained_with_the_settings_of_today(script, scale,
         length = {f"train.{name}": results["scale"][name] for name in ("num_epochs", "num_steps")}
         config = script.configure_run(directories, **record["facts"]).replace(length)
         assert config.hash() == record["config_hash"], record["facts"]
+
+
+def test_runs_in_the_kept_results_have_ended_unless_they_are_of_another_kind(tmp_path, directories, trained):
+    kept, facts = tmp_path / "kept.json", [{"row": ROW, "column": "published", "seed": seed} for seed in (0, 1)]
+
+    def series(name):
+        configure = functools.partial(table_4_1.configure_run, directories)
+        return Series(tmp_path / name, "table_4_1", 1, table_4_1.SCALES["smoke"], configure, "python", True, kept=kept)
+
+    first = series("first")
+    first.train(facts[:1], 0.0, lambda: None)
+    (record,) = first.records()
+    del record["config"]
+    record["data"]["copy"] = ""  # as if the images were the official ones
+    write_json(kept, {**first.marker, "runs": [record]})
+    second = series("second")
+    second.train(facts, 0.0, lambda: None)
+    assert [config.train.seed for config in trained.configs] == [0, 1]
+    assert [one["facts"] for one in second.records()] == facts
+    for change in ({"config_hash": "0" * 16}, {"data": record["data"] | {"copy": "JPEG copy"}}):
+        write_json(kept, {**first.marker, "runs": [record | change]})
+        assert [one["facts"] for one in second.records()] == facts[1:]
+    write_json(kept, {**first.marker, "version": 2, "runs": [record]})
+    assert [one["facts"] for one in second.records()] == facts[1:]
 
 
 @pytest.mark.parametrize("name", published_rows.TUNED)
@@ -306,6 +333,7 @@ def test_candidates_are_compared_on_validation_images(run, monkeypatch, tmp_path
     assert "90" not in (tmp_path / "runs" / "table_4_1_tuning_smoke.md").read_text()
 
 
+@pytest.mark.long
 def test_lanes_and_width_covers_both_kinds_and_datasets(run, trained, tmp_path):
     run(lanes_and_width, figures=list(lanes_and_width.FIGURES), lanes=["32"], widths=["2"])
     asked = {(config.data.name, config.model["lanes"]) for config in trained.configs}
@@ -330,6 +358,7 @@ def test_batch_sizes_are_told_relative_to_100():
     assert "| 600 | 88.00, 1 run | -2.00 | 200 | 2.50 (2.00 to 3.00) |" in batch_size.text(records, speeds)
 
 
+@pytest.mark.long
 def test_the_speed_of_a_row_is_measured_once_and_anew_with_another_batch_size(run, trained, tmp_path, monkeypatch):
     taken = []
 
@@ -380,6 +409,7 @@ def test_steps_are_taken_and_timed(tiny):
     assert 0 < take_steps(1) < take_steps(40)
 
 
+@pytest.mark.long
 def test_a_smoke_run_is_stopped_by_the_clock_and_resumed(run, tmp_path):
     with pytest.raises(Stopped, match=r"minutes are over; 0 of 1 runs"):
         run(columns=["tuned"], minutes=0.001)

@@ -44,6 +44,7 @@ def test_a_lane_costs_what_its_loss_and_gradient_compute():
 
 
 @pytest.mark.parametrize("row", ROWS | GPU_ROWS)
+@pytest.mark.long
 def test_rows_keep_to_their_budget(row):
     config = residual_lanes.configure_run(DIRECTORIES, row, seed=0)
     shape, images = ((28, 28, 1), 60_000) if config.data.name == "fashion_mnist" else ((32, 32, 3), 50_000)

@@ -1,11 +1,14 @@
 """Distilled lanes, lanes in 8 bits, forms and places: what is compared and told."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from experiments import distilled_lanes, forms_and_places, small_lanes
+from mlcn_jax import host
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import write_json
 from mlcn_jax.placement.cost import forward_flops
 
 DIRECTORIES = {"cifar10": "", "fashion_mnist": ""}
@@ -49,7 +52,11 @@ def test_the_share_of_the_gap_is_that_of_the_means():
     (row,) = distilled_lanes.summarise(records, {})
     assert row["gap"] == pytest.approx(3.0)
     assert row["recovered"] == pytest.approx(0.5)
-    assert "| 50 |" in distilled_lanes.text(records, {})
+    assert "| 50 | reached |" in distilled_lanes.text(records, {})
+    records[0]["accuracy"] = 95.0
+    assert "| 38 | below |" in distilled_lanes.text(records, {})
+    records[0]["accuracy"] = 92.0
+    assert "| small gap |" in distilled_lanes.text(records, {})
 
 
 def test_int8_is_compared_with_the_fastest_float32():
@@ -71,6 +78,26 @@ def test_int8_is_compared_with_the_fastest_float32():
     assert row["faster"] == 2.0
     assert row["smaller"] == 4.0
     assert row["points"] == pytest.approx(-0.1)
+    assert row["reached"] == {"smaller": True, "points": True, "faster": None}
+    about["bytes"]["chosen"] = 200
+    (row,) = small_lanes.summarise([records[0] | {"vnni": True}])
+    assert row["reached"] == {"smaller": False, "points": True, "faster": True}
+    assert "2.00 below" in small_lanes.text(records)
+
+
+def test_what_is_compared_is_in_int8(tmp_path, monkeypatch):
+    monkeypatch.setattr(small_lanes.export, "export", lambda folder: folder)
+    monkeypatch.setattr(small_lanes.subprocess, "run", lambda *args, **options: SimpleNamespace(returncode=0))
+    (tmp_path / "precision").mkdir()
+    about = dict.fromkeys(("test_accuracy", "bytes", "milliseconds", "terms", "packages"))
+    for chosen in ("int8 onnxruntime", "bfloat16 xla"):
+        lanes = [{"chosen": "int8 onnxruntime"}, {"chosen": chosen}]
+        write_json(tmp_path / "precision" / "precision.json", about | {"lanes": lanes})
+        if chosen.startswith("int8"):
+            assert small_lanes.measure("python", 1, tmp_path, {})["vnni"] == host.has_vnni()
+        else:
+            with pytest.raises(InputError, match="lanes are smaller in bfloat16 xla than in int8"):
+                small_lanes.measure("python", 1, tmp_path, {})
 
 
 def test_a_python_that_is_missing_is_one_error(tmp_path):
@@ -92,3 +119,21 @@ def test_trials_leave_the_test_set_alone():
     assert (config.train.teacher_weight, config.train.teacher_temperature) == (0.5, 1.0)
     with pytest.raises(InputError, match="is not written as w0"):
         configured("cifar", "distilled")
+
+
+def test_trials_take_no_teacher_that_may_have_learned_what_is_held_out(tmp_path):
+    options = {"repeats": 1, "settings": ["w0.9t4"], "minutes": 0, "directories": DIRECTORIES, "command": ""}
+    teachers = {"cifar10": "mine", "fashion_mnist": ""}
+    with pytest.raises(InputError, match="--trial holds training images out, which the teacher in mine may"):
+        distilled_lanes.run(tmp_path, scale="smoke", cases=["cifar"], trial=True, teachers=teachers, **options)
+
+
+@pytest.mark.parametrize(("trial", "name"), [(True, "distilled_lanes_trial"), (False, "distilled_lanes")])
+def test_trials_are_reported_under_a_name_of_their_own_from_the_first_run_on(trial, name, tmp_path, monkeypatch):
+    names = []
+    monkeypatch.setattr(distilled_lanes, "carry_out", lambda series, runs, minutes, text, report: report(series))
+    monkeypatch.setattr(distilled_lanes, "write", lambda series, name, *rest: names.append(name))
+    options = {"repeats": 1, "settings": ["w0.9t4"], "minutes": 0, "directories": DIRECTORIES, "command": ""}
+    teachers = {"cifar10": "", "fashion_mnist": ""}
+    distilled_lanes.run(tmp_path, scale="smoke", cases=["cifar"], trial=trial, teachers=teachers, **options)
+    assert names == [name]

@@ -2,14 +2,18 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import numpy as np
 import pytest
 
-from experiments import tiers_dispatch, tiers_leak, tiers_relay
+from experiments import quota, tiers_dispatch, tiers_leak, tiers_relay
 from experiments.tiers_relay import Link, Relay
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.model import init_params
@@ -142,12 +146,22 @@ def test_whoever_has_the_weights_restores_the_image_from_the_first_feature_map()
     images = np.random.default_rng(0).integers(0, 256, (3, 20, 20, 1)).astype(np.uint8)
     attacker = tiers_leak.Attacker(part, part.split_weights(weights)[0], images, 2, 1)
     values = attacker.values(images)
-    restored = attacker.restore("least squares", values[:1], "", lambda v: v)
+    restored = attacker.restore("least squares", values[:1], 0.0, lambda v: v)
     assert tiers_leak.scores(restored, images[:1])["psnr_db"] > 60
-    coarse = attacker.restore("least squares", tiers_leak.as_sent(values[:1], 4, 0.0), "", lambda v: v)
+    coarse = attacker.restore("least squares", tiers_leak.as_sent(values[:1], 4, 0.0), 0.0, lambda v: v)
     assert 10 < tiers_leak.scores(coarse, images[:1])["psnr_db"] < 60
+    noised = tiers_leak.as_sent(values[:1], 32, 0.5)
+    known, blind = (attacker.restore("least squares", noised, noise, lambda v: v) for noise in (0.5, 0.0))
+    told = [tiers_leak.scores(restored, images[:1])["psnr_db"] for restored in (known, blind)]
+    assert told[0] > told[1], "who knows how much noise there is leaves out what it let pass"
     assert tiers_leak.share_found(values[:2], values) == 1
     assert tiers_leak.share_found(values[[1, 0]], values) == 0
+
+
+def test_each_cut_and_setting_is_attacked_once():
+    keys = tiers_leak.keys_of("conv1")
+    assert len(keys) == len(set(keys)) == 4 * len(tiers_leak.SETTINGS)
+    assert len(tiers_leak.keys_of("columns")) == 3 * len(tiers_leak.SETTINGS)
 
 
 def test_scores_of_pictures():
@@ -155,3 +169,30 @@ def test_scores_of_pictures():
     assert tiers_leak.ssim(image, image) == pytest.approx(1)
     assert tiers_leak.ssim(image, 1 - image) < 0
     assert tiers_leak.psnr(image, np.clip(image + 0.1, 0, 2)) == pytest.approx(20, abs=0.1)
+
+
+@pytest.mark.parametrize(("cores", "written"), [(0.3, "3000 10000"), (0.0625, "2000 32000"), (1.2, "12000 10000")])
+def test_no_quota_is_less_than_the_kernel_takes(tmp_path, cores, written):
+    group = quota.Quota(tmp_path / "group", cores)  # where there are no cgroups, these are files
+    assert (tmp_path / "group" / "cpu.max").read_text() == written
+    (tmp_path / "group" / "cpu.stat").write_text("nr_periods 5\nthrottled_time 2500000000\n")
+    assert group.held_back() == pytest.approx(2.5)
+    (tmp_path / "group" / "cpu.stat").write_text("usage_usec 5\nthrottled_usec 1500000\n")
+    assert group.held_back() == pytest.approx(1.5)
+
+
+def test_what_a_killed_script_left_is_ended_and_what_others_run_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(quota.time, "sleep", lambda seconds: None)
+    ended = subprocess.Popen([sys.executable, "-c", "pass"])
+    ended.wait()
+    running = {script: subprocess.Popen(["sleep", "60"]) for script in (ended.pid, os.getpid())}
+    for script, process in running.items():
+        group = tmp_path / f"mlcn_tiers_{script}" / "node0"
+        group.mkdir(parents=True)
+        for folder, pids in ((group, f"{process.pid}\n"), (group.parent, "")):
+            (folder / "cgroup.procs").write_text(pids)
+    quota.end_left_over(tmp_path)
+    assert running[ended.pid].wait(timeout=5) == -signal.SIGKILL
+    assert running[os.getpid()].poll() is None
+    running[os.getpid()].kill()
+    running[os.getpid()].wait()

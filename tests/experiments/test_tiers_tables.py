@@ -11,9 +11,13 @@ def made():
     measured = {
         "relay": [{"delay_ms": 5.0, "measured_ms": 5.2}, {"rate_mbit": 2.0, "measured_mbit": 1.97}],
         "devices": {"end": tier, "edge": tier, "cloud": tier, "dispatch": 0.0},
+        "tier end, 0 ms": {"seconds": 1.25, "devices": 2, "core_seconds": 0.75, "runs": 1},
         "cut pixels, 0.5 s": {"home_seconds": 0.0, "task_seconds": 1.0, "bytes_per_image": 800.0, "runs": 3},
         "cut conv1, 0.5 s": {"home_seconds": 0.1, "task_seconds": 1.5, "bytes_per_image": 9000.0, "runs": 3},
     }
+    for cut, seconds in (("pixels", 1.0), ("conv1", 4.0)):
+        row = {"home_seconds": 0.1, "task_seconds": seconds, "bytes_per_image": 9000.0, "runs": 3}
+        measured[f"cut {cut}, 0.5 s, 20 Mbit/s"] = row
     for name in schedules.SCHEDULES:
         for ends in (1, 2):
             measured[f"schedule {name}, {ends} ends"] = {"seconds": 2.0, "first_seconds": 1.0, "runs": 1}
@@ -39,7 +43,11 @@ def test_tables_tell_what_was_measured_and_how_far_models_are_off(tmp_path):
     text = (tmp_path / "tables.md").read_text()
     assert (tmp_path / "tables.png").stat().st_size > 1000
     assert "| 1 | never | 4 | 2.2 |" in text
-    assert "| conv1 | 0.5 | 9000 | 0.1 | 1.5 | 0.5 | 50.0% |" in text
+    assert "| conv1 | 0.5 | unlimited | 9000 | 0.1 | 1.5 | 0.5 | 50.0% |" in text
+    assert "| conv1 | 0.5 | 20 Mbit/s | 9000 | 0.1 | 4 | 3 | 300.0% |" in text
+    assert "| end | 2 | 0 ms | 1.25 | 0.75 | 1 |" in text
+    assert "| 5 ms each way | 5.20 ms | yes |" in text
+    assert "the 7 configurations that no prediction is made from" in text
     rows = schedule_rows(results)
     assert len(rows) == 8
     end = rows[0]

@@ -50,7 +50,9 @@ def test_a_typo_is_pointed_at(text, column):
     assert lines[2].index("^") == 2 + column - 1
 
 
-@pytest.mark.parametrize("kind", list(lanes.LANE_KINDS))
+@pytest.mark.parametrize(
+    "kind", [*lanes.PUBLISHED_KINDS, "resnet", pytest.param("resnet_caps", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("lane_routing", lanes.LANE_ROUTINGS)
 def test_a_vmapped_group_equals_a_loop_of_single_lanes(rng, kind, lane_routing):
     images = jnp.array(rng.uniform(size=(2, 19, 18, 2)), jnp.float32)

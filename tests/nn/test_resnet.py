@@ -123,6 +123,7 @@ def gradients(spec, params, images, labels):
     return jax.grad(lambda p: loss(p, images, labels, jax.random.key(0), {})[0])(params)["encoder"]
 
 
+@pytest.mark.long
 def test_gradients_taken_lane_by_lane_are_those_of_the_whole_loss():
     params, images, labels = mixed()
     found = gradients(MIXED, params, images, labels)
@@ -158,6 +159,7 @@ def test_a_lane_that_classifies_alone_learns_nothing_from_the_others(changes, in
     np.testing.assert_array_equal(before["mlcn1_w1d1"]["conv1"]["kernel"].shape[0], 2)
 
 
+@pytest.mark.long
 def test_a_lane_trains_the_same_whatever_the_number_of_lanes(images, params):
     alone = dataclasses.replace(SPEC, lanes="resnet:w1d3")
     of_one = {
@@ -170,6 +172,7 @@ def test_a_lane_trains_the_same_whatever_the_number_of_lanes(images, params):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a[:1], b, atol=1e-6), many, one)
 
 
+@pytest.mark.long
 def test_the_capsule_head_routes_the_same_trunk(images):
     spec = dataclasses.replace(SPEC, lanes="resnet_caps:w1*2", lane_routing="per_class", label_smoothing=0.0)
     params = model.init_params(spec, jax.random.key(0))

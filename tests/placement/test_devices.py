@@ -159,6 +159,7 @@ def test_residuals_are_of_programs_left_out_of_the_fit():
     assert len(found["lane"]) < 7  # the smallest and largest of a class are not left out
 
 
+@pytest.mark.long
 def test_residual_lanes_have_classes_and_a_cost_of_values_of_their_own():
     residual = make_profile("resnet")
     assert set(residual.value_seconds) == {"resnet"}

@@ -4,6 +4,7 @@ import threading
 import time
 from pathlib import Path
 
+import grpc
 import pytest
 from made_certificates import certificate
 
@@ -97,6 +98,31 @@ def test_only_who_has_a_certificate_is_let_in(tmp_path, caplog):
             Client(f"127.0.0.1:{port}", tls, give_up).call("fetch", REQUEST)
         assert "it may want a certificate" in caplog.records[before].getMessage()
     server.stop(None)
+
+
+@pytest.mark.parametrize("said", ["Socket closed", "recvmsg:Connection reset by peer"])
+def test_a_connection_that_is_closed_may_want_a_certificate(said, caplog):
+    class Lost(grpc.RpcError):
+        def code(self):
+            return grpc.StatusCode.UNAVAILABLE
+
+        def details(self):
+            return said
+
+    def lose(request, timeout):
+        raise Lost
+
+    tries = iter(range(1))
+
+    def give_up():
+        if next(tries, None) is None:
+            raise KeyboardInterrupt
+
+    mine = Client("127.0.0.1:1", PLAIN, give_up)
+    mine._calls["fetch"] = lose
+    with caplog.at_level("INFO", logger="mlcn_jax"), pytest.raises(KeyboardInterrupt):
+        mine.call("fetch", REQUEST)
+    assert "it may want a certificate" in caplog.text
 
 
 def test_half_of_what_encryption_needs_is_refused():

@@ -137,6 +137,7 @@ def test_two_workers_take_the_step_of_the_whole_batch(tiny, tmp_path, monkeypatc
 LONG = {"train.num_steps": 14, "train.rounds.steps": 4, "train.rounds.workers": 2, "data.validation_fraction": 0.1}
 
 
+@pytest.mark.long
 def test_a_resumed_run_equals_an_uninterrupted_one(tiny, tmp_path, monkeypatch):
     """In 8 bits, with Adam: what workers and coordinator keep is all that the rest depends on."""
     config = tiny.replace(LONG)
@@ -185,6 +186,7 @@ def test_an_outer_step_that_is_not_finite_ends_the_run():
         coordinator.outer_step(settings, shared, {0: np.full(2, 1e30, np.float32)})
 
 
+@pytest.mark.long
 def test_8_bits_learn_as_32_do(tiny, tmp_path, monkeypatch):
     config = tiny.replace(LONG | {"train.num_steps": 40, "train.rounds.steps": 10})
     losses = {}

@@ -23,6 +23,7 @@ def make_config(**search):
     return setup.read_config(config.to_dict())
 
 
+@pytest.mark.long
 def test_a_search_from_beginning_to_end(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     config, settings = make_config()

@@ -212,6 +212,7 @@ def work_and_die(folder):
     make_study(folder, num_models=1).work(make_space(), evaluate, to_the_end=True)
 
 
+@pytest.mark.long
 def test_a_model_whose_workers_die_again_and_again_fails_with_that_reason(tmp_path):
     workers = multiprocessing.get_context("spawn").Process(target=die_at_work, args=(tmp_path,))
     workers.start()

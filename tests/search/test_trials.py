@@ -23,6 +23,7 @@ def make_config(**changes):
     return config.replace({**values, **{name.replace("__", "."): value for name, value in changes.items()}})
 
 
+@pytest.mark.long
 def test_a_trial_takes_the_steps_of_the_ordinary_runner():
     config = make_config(data__max_shift="2")
     trainer = trials.Trainer(config, num_epochs=1, num_repeats=1, num_images=300)
@@ -51,6 +52,7 @@ def test_a_trial_takes_the_steps_of_the_ordinary_runner():
     assert score.accuracy == runner.scores(trainer.validation, 50).accuracy
 
 
+@pytest.mark.long
 def test_groups_that_were_compiled_once_are_used_again():
     trainer = trials.Trainer(make_config(), num_epochs=1, num_repeats=1, num_images=200)
     list(trainer.evaluate("mlcn2:w1*2,mlcn1:w1*2"))
@@ -64,6 +66,7 @@ def test_groups_that_were_compiled_once_are_used_again():
     assert first.accuracy == again.accuracy
 
 
+@pytest.mark.long
 def test_repeats_differ_and_their_geometric_mean_counts():
     trainer = trials.Trainer(make_config(), num_epochs=2, num_repeats=2, num_images=300, scored_epochs=(1,))
     scores = list(trainer.evaluate("mlcn2:w1*2"))

@@ -222,6 +222,7 @@ def test_lanes_are_placed_in_forms_that_together_lose_no_more_than_allowed(tmp_p
         precision_place.place_lanes(spec, profiles, parts, [[2**60] * 4] * 3, labels, 1.0, 1)
 
 
+@pytest.mark.long
 def test_the_smallest_mix_of_forms_in_xla_is_measured_and_exported(
     workdir, model, images, tmp_path, monkeypatch, capsys
 ):
@@ -243,6 +244,31 @@ def test_the_smallest_mix_of_forms_in_xla_is_measured_and_exported(
     assert best["forms"] == [lane["chosen"] for lane in about["lanes"]]
     assert ["float32 xla"] * 3 in [each["forms"] for each in about["tried"]]
     assert best["milliseconds"] == about["milliseconds"]["chosen"]
+
+    def no_room(*args):
+        raise NoRoom("too lossy")
+
+    monkeypatch.setattr(precision_export, "read_profiles", lambda *args: [make_profile()])
+    monkeypatch.setattr(precision_export, "place_lanes", no_room)
+    out = tmp_path / "without room"
+    with pytest.raises(NoRoom, match="too lossy; what was measured"):
+        front.run(["precision", *flags, f"--output={out}", "--profiles=a.json"])
+    assert len(json.loads((out / "precision.json").read_text())["lanes"]) == 3
+    assert Artifact(out / "export").image_shape == model.artifact.image_shape
+
+
+def test_what_cannot_be_used_is_refused_before_anything_is_computed(workdir, tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx, "versions", dict)
+    monkeypatch.setattr(precision_export, "make", lambda *args: pytest.fail("computed"))
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="give another --output=FOLDER"):
+        front.run(["precision", f"--workdir={workdir}", f"--output={tmp_path / 'file'}"])
+    other = shutil.copytree(workdir, tmp_path / "other")
+    about = json.loads((other / "model.json").read_text())
+    (other / "model.json").write_text(json.dumps(about | {"training_images_sha256": "0"}))
+    with pytest.raises(InputError, match=r"digits as it is now is not what .*other was trained on"):
+        front.run(["precision", f"--workdir={other}"])
+    assert not (other / "precision").exists()
 
 
 def test_parts_of_lanes_are_added_up_in_float32():

@@ -28,7 +28,9 @@ def made(lanes, images):
     return spec, params["encoder"]
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize(
+    "lanes", [pytest.param(name, marks=pytest.mark.long) if "d3" in name else name for name in LANES]
+)
 def test_home_and_tier_together_give_the_whole_models_lengths(lanes):
     images = np.random.default_rng(0).integers(0, 256, (3, 20, 20, 1)).astype(np.uint8)
     spec, encoder = made(lanes, images)

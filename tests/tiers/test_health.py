@@ -32,6 +32,20 @@ def test_time_outs_follow_what_answers_take_and_double_when_they_fail():
     assert 0.15 < times.late < steady, "what varies is waited for"
 
 
+def test_before_the_first_answer_it_is_known_in_what_time_none_came():
+    times = Times()
+    assert times.may_take(0.001), "nothing is known"
+    times.takes_more_than(0.05)
+    assert not times.may_take(0.05)
+    assert times.may_take(0.1)
+    times.takes_more_than(0.01)
+    assert not times.may_take(0.05)
+    times.took(0.03)
+    assert times.may_take(0.05), "one has come"
+    times.takes_more_than(0.5)
+    assert times.may_take(0.05), "its time is known, and how much it varies"
+
+
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]

@@ -9,7 +9,7 @@ import pytest
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.tiers import policy as policies
-from mlcn_jax.tiers.policy import Policy, Threshold, Tier, check_lanes, thresholds
+from mlcn_jax.tiers.policy import Policy, Threshold, Tier, check_lanes, threshold, thresholds
 
 
 def made(**changes):
@@ -88,18 +88,32 @@ def test_a_threshold_costs_no_more_than_it_may_and_settles_what_it_can():
     }
     found = thresholds(("end", "edge", "cloud"), parts, dict.fromkeys(parts, 1.0), labels, 0.01)
     assert set(found) == {"end", "edge", "cloud", "end+edge", "end+cloud", "edge+cloud"}
-    for name, threshold in found.items():
+    for name, own in found.items():
         heard = name.split("+")
         sums = np.sum([parts[tier] for tier in heard], axis=0)
-        settled = policies.margins(sums, len(heard)) >= threshold.margin
+        settled = policies.margins(sums, len(heard)) >= own.margin
         whole = np.argmax(sum(parts.values()), axis=1)
         taken = np.where(settled, np.argmax(sums, axis=1), whole)
-        assert settled.mean() == pytest.approx(threshold.settled)
-        assert np.mean(whole == labels) - np.mean(taken == labels) == pytest.approx(threshold.loss)
-        assert threshold.loss <= threshold.loss_bound <= 0.005, "half of the tolerance: two thresholds may be passed"
+        assert settled.mean() == pytest.approx(own.settled)
+        assert np.mean(whole == labels) - np.mean(taken == labels) == pytest.approx(own.loss)
+        assert own.loss <= own.loss_bound <= 0.005, "half of the tolerance: two thresholds may be passed"
     assert found["end"].settled < found["end+edge"].settled
     strict = thresholds(("end", "edge", "cloud"), parts, dict.fromkeys(parts, 1.0), labels, 0.0)
     assert strict["end"].settled < found["end"].settled
+
+
+def test_few_images_show_little_and_what_comes_after_a_loss_does_not_make_up_for_it():
+    few, many = np.linspace(1, 0.1, 100), np.linspace(1, 0.1, 5000)
+    assert threshold(few, np.zeros(100, int), 0.005).margin is None
+    found = threshold(many, np.zeros(5000, int), 0.005)
+    assert found.settled == 1
+    assert found.loss == 0
+    assert found.loss_bound == pytest.approx(2.7 / 5000, rel=0.01)
+    lost = np.zeros(5000, int)
+    lost[1000:1100], lost[1100:1300] = 1, -1
+    found = threshold(many, lost, 0.005)
+    assert 1000 <= found.settled * 5000 < 1025
+    assert threshold(np.full(5000, 0.5), lost, 0.005).settled == 1, "equal margins belong together"
 
 
 def test_useless_lanes_never_settle_anything():

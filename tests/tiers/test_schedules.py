@@ -43,6 +43,13 @@ def test_devices_that_share_cores_cannot_be_faster_than_these():
     assert corrected("End-Edge", system) == pytest.approx(15.0 + 0.1)
 
 
+def test_under_mapping_the_edge_with_most_ends_is_the_slowest():
+    system = System(Device(5, 0.0, 0.1), Device(4, 0.0, 1.0), Device(1, 0.0, 100.0), tasks=100)
+    assert cloud_share(system) == 0
+    assert corrected("Mapping", system) == pytest.approx(40 * 1.0 + 0.1), "one of four edges has two of five ends"
+    assert corrected("End-Edge", system) == pytest.approx(25 * 1.0 + 0.1)
+
+
 def test_dead_ends_cost_a_time_out_for_each_task_or_what_they_would_have_done():
     table = {0: 25.7, 1: 33.7, 2: 43.2, 3: 65.2}
     for dead, seconds in list(table.items())[:3]:

@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from PIL import Image
 
 from mlcn_jax import host
+from mlcn_jax.config import read_stored
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.nn.spec import ModelSpec
@@ -188,7 +189,10 @@ def test_only_what_a_trusted_key_signed_is_taken(tiers_folder, tmp_path):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ({"lanes": "mlcn1:w1*2"}, "do not classify alone.*margin_loss=per_lane, or lanes of the kind resnet"),
+        (
+            {"lanes": "mlcn1:w1*2"},
+            "do not classify alone.*margin_loss=per_lane or per_lane_sum, or lanes of the kind resnet",
+        ),
         ({"lanes": "mlcn1:w1", "margin_loss": "per_lane"}, "cannot be split: train a model with 2 lanes"),
         ({"name": "capsnet"}, "CapsNet, which has no lanes"),
     ],
@@ -197,6 +201,15 @@ def test_models_that_cannot_be_split_are_named(model, said):
     with pytest.raises(InputError, match=said):
         split.check_lanes_classify(ModelSpec(**{"name": "mlcn", "image_shape": (28, 28, 1), "num_classes": 10} | model))
     split.check_lanes_classify(ModelSpec("mlcn", (28, 28, 1), 10, lanes="resnet:w1*2"))
+    for alone in ("per_lane", "per_lane_sum"):  # the latter is that of lanes trained apart
+        split.check_lanes_classify(ModelSpec("mlcn", (28, 28, 1), 10, lanes="mlcn1:w1*2", margin_loss=alone))
+
+
+def test_images_that_the_model_did_not_learn_from_are_refused(per_lane, tmp_path):
+    other = shutil.copytree(per_lane, tmp_path / "other")
+    write_json(other / "config.json", read_stored(other).replace({"data.split_seed": 7}).to_dict())
+    with pytest.raises(InputError, match=r"digits as it is now is not what .*other was trained on"):
+        split.split(other, other / "tiers.json")
 
 
 @pytest.mark.parametrize(
@@ -444,6 +457,11 @@ def test_tiers_can_be_stopped_from_the_page_where_that_is_allowed(thorough, imag
             assert (await send("/tiers/edge", content=b"true")).status_code == 403
 
     asyncio.run(check())
+
+
+def test_nobody_can_draw_the_same_noise(tiers):
+    drawn = [GatewayService(tiers["end"], {}, LIMITS, noise=0.5)._rng.standard_normal() for _ in range(2)]
+    assert drawn[0] != drawn[1]
 
 
 @pytest.mark.parametrize(

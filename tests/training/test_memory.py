@@ -52,7 +52,7 @@ def assert_close(mine, theirs):
         assert error < 2e-5, f"{jax.tree_util.keystr(path)}: {error}"
 
 
-@pytest.mark.parametrize("spec", [JOINT, COUPLED], ids=["joint", "coupled"])
+@pytest.mark.parametrize("spec", [JOINT, pytest.param(COUPLED, marks=pytest.mark.long)], ids=["joint", "coupled"])
 def test_lanes_computed_again_have_the_same_gradients(spec):
     found, _ = step_of(dataclasses.replace(spec, remat="full"))
     assert_close(found, plain(spec)[0])
@@ -71,8 +71,8 @@ def test_many_lanes_computed_again_need_less_than_half_the_memory():
     [
         (JOINT, 4, None, False),
         (dataclasses.replace(JOINT, remat="full"), 2, (2, 2), False),
-        (GROUPS, 4, None, True),
-        (GROUPS, 2, (2, 2), False),
+        pytest.param(GROUPS, 4, None, True, marks=pytest.mark.long),
+        pytest.param(GROUPS, 2, (2, 2), False, marks=pytest.mark.long),
     ],
     ids=["one device", "a mesh", "groups, each lane's augmentation", "groups on a mesh"],
 )
@@ -89,6 +89,7 @@ def test_a_batch_in_parts_has_the_metrics_and_gradients_of_the_whole(spec, parts
     assert in_parts < whole
 
 
+@pytest.mark.long
 def test_a_stack_keeps_no_activations_of_lanes_that_it_computes_again():
     def steps(remat):
         spec, optimizer = dataclasses.replace(JOINT, remat=remat), optax.sgd(1.0, momentum=0.9)
@@ -107,6 +108,7 @@ def test_a_stack_keeps_no_activations_of_lanes_that_it_computes_again():
     assert less < 0.5 * more
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_less_memory_as_if_nothing_had_changed(tiny, tmp_path):
     changes = {"model.remat": "full", "train.accumulation_steps": 2}
     loop.train(tiny.replace({"train.num_steps": 2}), tmp_path / "moved")

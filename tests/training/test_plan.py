@@ -114,6 +114,7 @@ def test_a_plan_that_cannot_be_found_says_why(tiny, tmp_path, profile, changes, 
         loop.train(tiny.replace({"parallel.plan": "auto", **changes}), tmp_path / "run")
 
 
+@pytest.mark.long
 def test_devices_that_differ_are_timed_once_and_named(tiny, tmp_path, monkeypatch):
     timed = []
 
@@ -207,6 +208,25 @@ def test_residual_lanes_are_split_by_their_profile():
     assert sorted(placed.device_of) == [0, 0, 1, 1]
     together = dataclasses.replace(spec, norm_group=100)  # groups of a whole batch cannot be split
     assert {c.data for c in splits.candidates(together, 100, [residual] * 2, ["greedy"], 2)} == {1}
+
+
+def test_lanes_take_longer_in_whole_steps_by_what_was_measured(profile):
+    spec = dataclasses.replace(EQUAL, lanes="mlcn1:w2*8")
+    free = dataclasses.replace(profile, link=LINK, head_seconds_of=dict.fromkeys(profile.head_seconds_of, 0.0))
+    one_lane = cost.lane_cost(spec.lane_specs[0], spec.lane_settings, spec.image_shape)
+
+    def seconds(ratio):
+        one = dataclasses.replace(free, whole_ratio=ratio)
+        problem = splits.placement_problem(spec, 100, [one] * 2, ["", ""])
+        assert one.lane_seconds(one_lane, 100) == free.lane_seconds(one_lane, 100)
+        return np.array(
+            [
+                splits.predict_mesh(spec, 100, 1, 1, [one], [1.0]).total_seconds,
+                partition.partition("greedy", problem).makespan_seconds,
+            ]
+        )
+
+    np.testing.assert_allclose(seconds(1.25), 1.25 * seconds(1.0))
 
 
 def test_the_plan_that_is_found_says_how_sure_it_is(tiny, tmp_path, profile, caplog):

@@ -63,11 +63,13 @@ def assert_same(mine, theirs):
     np.testing.assert_allclose(scores.loss, expected_scores.loss, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_a_mesh_trains_as_one_device_does(on_one_device):
     mesh = mesh_lib.make_mesh(2, 2)
     assert_same(two_steps(MeshRunner(SPEC, OPTIMIZER, mesh, **settings())), on_one_device)
 
 
+@pytest.mark.long
 def test_stacks_train_as_one_device_does(on_one_device):
     stacks = make_stacks(jax.devices()[:2], [1, 0, 1, 1])
     assert_same(two_steps(StacksRunner(SPEC, OPTIMIZER, stacks, jax.devices()[0], **settings())), on_one_device)
@@ -141,6 +143,7 @@ def run(tmp_path_factory):
     return config, workdir, loop.train(config, workdir)
 
 
+@pytest.mark.long
 def test_a_resumed_run_equals_an_uninterrupted_one(run, tmp_path):
     config, workdir, summary = run
     loop.train(config.replace({"train.num_steps": 7}), tmp_path)
@@ -154,6 +157,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run, tmp_path):
         loop.train(config.replace({"train.momentum": 0.5}), tmp_path)
 
 
+@pytest.mark.long
 def test_statistics_that_are_not_finite_are_not_saved(run, tmp_path, monkeypatch):
     config, _, _ = run
     calibrate, calls = MeshRunner.calibrate, []
@@ -168,6 +172,7 @@ def test_statistics_that_are_not_finite_are_not_saved(run, tmp_path, monkeypatch
     assert checkpoint.load_trained(tmp_path).step == 5
 
 
+@pytest.mark.long
 def test_a_run_can_leave_the_test_set_alone(run, tmp_path):
     config, _, _ = run
     summary = loop.train(config.replace({"train.score_test": False, "train.num_steps": 3}), tmp_path)
@@ -177,6 +182,7 @@ def test_a_run_can_leave_the_test_set_alone(run, tmp_path):
     assert not (tmp_path / "confusion.png").exists()
 
 
+@pytest.mark.long
 def test_an_export_classifies_as_the_workdir_does_with_probabilities_that_sum_to_one(run):
     _, workdir, _ = run
     export.export(workdir)
@@ -189,6 +195,7 @@ def test_an_export_classifies_as_the_workdir_does_with_probabilities_that_sum_to
     assert not [name for name in stored if "statistics" in name]  # folded into the kernels
 
 
+@pytest.mark.long
 def test_a_pruned_model_keeps_the_statistics_of_its_lanes(run, tmp_path):
     _, workdir, summary = run
     loaded = prune.load_prunable(workdir)

@@ -21,6 +21,7 @@ def test_bad_grids_are_refused(text):
         sweep.parse_grid(text)
 
 
+@pytest.mark.long
 def test_a_sweep_trains_every_point_once_and_goes_on_after_a_failure(tiny, tmp_path, monkeypatch):
     config = tiny.replace({"train.num_steps": 3, "train.checkpoint_every": 0})
     grid = "train.learning_rate=1e-3,1e30;train.seed=0,1"

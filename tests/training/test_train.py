@@ -25,7 +25,7 @@ from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training import loop, mesh_runner
 from mlcn_jax.training.checkpoint import Checkpoints, load_trained
 from mlcn_jax.training.metrics import read_rows
-from mlcn_jax.training.session import optimizer_of
+from mlcn_jax.training.session import Session, optimizer_of
 from mlcn_jax.training.start import start_state
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 
@@ -178,6 +178,7 @@ def test_clipping_bounds_the_gradient_that_adam_sees(tiny):
     np.testing.assert_allclose(first_moment, [0.03, 0.04], rtol=1e-5)
 
 
+@pytest.mark.long
 def test_a_few_hundred_steps_learn_the_digits(tiny, tmp_path, real_pictures):
     config = tiny.replace(
         {"model.lanes": "mlcn1:w1*4", "train.num_steps": 250, "train.num_epochs": 20, "train.checkpoint_every": 0}
@@ -222,6 +223,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tiny, tmp_path):
     assert losses_of[0][20] == losses_of[1][20]
 
 
+@pytest.mark.long
 def test_a_resumed_run_keeps_its_convolution_algorithms(finished, tiny, tmp_path, monkeypatch):
     loop.train(tiny.replace({"train.num_steps": 5}), tmp_path / "parts")
     monkeypatch.setattr(conv, "choose", lambda *shape: "native")  # as a later version might
@@ -236,6 +238,13 @@ def test_a_finished_run_is_not_run_again(tiny, copied):
     stamp = (copied / "summary.json").stat().st_mtime_ns
     assert loop.train(tiny, copied) == json.loads((copied / "summary.json").read_text())
     assert (copied / "summary.json").stat().st_mtime_ns == stamp
+
+
+def test_a_finished_run_that_is_shortened_is_finished_with_the_new_settings(tiny, copied):
+    shorter = tiny.replace({"train.num_steps": 10})
+    summary = loop.train(shorter, copied)
+    assert (summary["steps"], summary["config_hash"]) == (20, shorter.hash())
+    assert summary == json.loads((copied / "summary.json").read_text())
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.json"])
@@ -257,6 +266,7 @@ def test_a_damaged_summary_is_made_again(tiny, copied):
     assert loop.train(tiny, copied)["test_accuracy"] == first["test_accuracy"]
 
 
+@pytest.mark.long
 def test_sigterm_saves_and_the_rest_follows(tiny, tmp_path):
     config = tiny.replace({"train.checkpoint_every": 0, "train.num_steps": 60})
     loop.train(config, tmp_path / "whole")
@@ -311,13 +321,15 @@ def test_the_best_checkpoint_is_chosen_on_validation(tiny, tmp_path, monkeypatch
     assert not [r for r in read_rows(tmp_path / "metrics.jsonl") if r["split"] == "test"]
 
 
-def test_another_model_in_the_same_workdir_is_refused(tiny, finished, copied):
+def test_another_model_in_the_same_workdir_is_refused(tiny, finished, copied, monkeypatch):
+    monkeypatch.setattr(Session, "plan", lambda *args: pytest.fail("a plan would keep its files there"))
     with pytest.raises(InputError, match=r"model.lanes: 'mlcn1:w1\*2' there, 'mlcn2:w1' now"):
         loop.train(tiny.replace({"model.lanes": "mlcn2:w1"}), copied)
     assert_same_bits(params_of(finished), params_of(copied))
     assert read_stored(copied).model["lanes"] == "mlcn1:w1*2"
 
 
+@pytest.mark.long
 def test_fine_tuning_keeps_what_fits(tiny, finished, tmp_path, monkeypatch):
     donor = params_of(finished)
     load = datasets.load

@@ -16,7 +16,8 @@ from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data.datasets import Dataset, Split, split_validation
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import read_json, write_json
+from mlcn_jax.files import make_folder, read_json, write_json
+from mlcn_jax.placement.problem import NoRoom
 from mlcn_jax.serving import artifact, model_card, onnx
 from mlcn_jax.serving.export import write_manifest
 from mlcn_jax.serving.parts import FORMS, Form, model_digest
@@ -25,6 +26,7 @@ from mlcn_jax.serving.precision.make import Lane, Made, lanes_of, make
 from mlcn_jax.serving.precision.mix import cheapest_mix, is_accurate, mix_accuracy
 from mlcn_jax.serving.precision.place import place_lanes, read_profiles
 from mlcn_jax.serving.precision.speeds import call_seconds
+from mlcn_jax.training.session import check_learned
 
 FILE = "precision.json"
 CHOICES = ("smallest", "fastest")
@@ -66,8 +68,9 @@ def precision(
       profiles: of devices, on which the lanes are placed in the forms that finish first.
 
     Raises:
-      InputError: there is no export or it is damaged, it has no lanes, its images do not fit it, or a package is not
-        installed.
+      InputError: there is no export or it is damaged, it has no lanes, its images are not those that it learned from,
+        the folder cannot be written to, or a package is not installed. NoRoom: the lanes do not fit the devices; the
+        rest is written.
     """
     packages = onnx.versions()
     model = onnx.read_export(workdir, data_dir)
@@ -81,6 +84,8 @@ def precision(
     check_images(dataset, model)
     config = RunConfig.from_dict(read_json(workdir / "export" / "config.json"))
     train, ranking = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)
+    check_learned(workdir, dataset, train)
+    make_folder(results, "output")
     ranked_on = "validation"
     if not len(ranking.labels):
         drawn = np.random.default_rng(0).permutation(len(train.labels))[:_RANKING_IMAGES]
@@ -100,11 +105,6 @@ def precision(
         [(s, each.num_bytes) if fastest else (each.num_bytes, s) for each, s in zip(*both, strict=True)]
         for both in zip(made, seconds, strict=True)
     ]
-    placement = {}
-    if devices:
-        held = [[each.num_bytes for each in own] for own in made]
-        drop = terms.max_accuracy_drop
-        placement = place_lanes(model.spec, devices, parts, held, ranking.labels, drop, terms.batch)
     before = mix_accuracy(parts, [0] * len(lanes), ranking.labels)
     least = before - terms.max_accuracy_drop / 100
     mix, proven = cheapest_mix(parts, costs, ranking.labels, least)
@@ -113,7 +113,6 @@ def precision(
         same = ([form] * len(lanes) for form in range(len(FORMS)))
         mixes += [each for each in same if each != mix and is_accurate(parts, each, ranking.labels, least)]
 
-    results.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=results, prefix=".export-") as temporary:
         written, calls = [], [model.artifact.lengths]
         for number, each in enumerate(mixes):
@@ -159,12 +158,20 @@ def precision(
             {"forms": [str(FORMS[form]) for form in each], "milliseconds": 1000 * s}
             for each, s in zip(mixes, taken[1:].tolist(), strict=True)
         ],
-        "placement": placement,
+        "placement": {},
         "export": str(folder),
         "packages": packages,
         **host.environment(),
     }
     write_json(results / FILE, about)
+    if devices:
+        held = [[each.num_bytes for each in own] for own in made]
+        drop = terms.max_accuracy_drop
+        try:
+            about["placement"] = place_lanes(model.spec, devices, parts, held, ranking.labels, drop, terms.batch)
+        except NoRoom as error:
+            raise NoRoom(f"{error}; what was measured, and the export without devices, are in {results}") from error
+        write_json(results / FILE, about)
     return about
 
 

@@ -1,0 +1,114 @@
+"""What is to be trained, on which machines and terms, and a way to do it: what `market` compares."""
+
+import dataclasses
+
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.placement import rental, simulate
+from mlcn_jax.placement.catalog import Offer
+from mlcn_jax.placement.interval import Interval
+from mlcn_jax.placement.problem import Placement
+from mlcn_jax.placement.profile import DeviceProfile
+from mlcn_jax.placement.spot import Interruptions
+from mlcn_jax.training import splits
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is to be trained.
+
+    Attributes:
+      spec, batch_size: the model, and images per training step.
+      steps: training steps of the whole run.
+      save_every: steps between checkpoints, unless machines may be interrupted.
+      scored_images: images classified at the end of the run.
+      data_bytes: bytes of images that each machine needs first.
+      apart: whether the lanes can be trained without each other.
+      validation_images: classified at every checkpoint; joined lanes get their weights on them.
+      split_seed: which images these are.
+      messages: how columns and gradients are sent where machines train one run together.
+    """
+
+    spec: ModelSpec
+    batch_size: int
+    steps: int
+    save_every: int
+    scored_images: int
+    data_bytes: int
+    apart: bool
+    validation_images: int = 0
+    split_seed: int = 0
+    messages: splits.Messages = dataclasses.field(default_factory=splits.Messages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What is assumed of machines whose catalog does not say.
+
+    Attributes:
+      startup_seconds: from the order to the first step.
+      minimum_seconds: shortest time that is paid for.
+      checkpoint_seconds: time that saving a checkpoint takes from training.
+      download_bytes_per_second: rate at which a machine gets its images.
+      interruptions_per_hour: of a spot machine; None leaves spot machines out unless the catalog says.
+      link: between machines; None never lets several machines train one run together.
+      most_machines: to rent at once.
+    """
+
+    startup_seconds: float
+    minimum_seconds: float
+    checkpoint_seconds: float
+    download_bytes_per_second: float
+    interruptions_per_hour: float | None
+    link: simulate.Link | None
+    most_machines: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """An offer with the profile of its devices, and the terms that hold for it."""
+
+    offer: Offer
+    profile: DeviceProfile
+    profile_file: str
+    machine: rental.Machine
+    interruptions: Interruptions
+
+    @property
+    def devices(self) -> list[DeviceProfile]:
+        """A profile for each device, with the memory of the machine if that is less."""
+        own = self.offer.memory_bytes / self.offer.devices
+        memory = int(min(self.profile.memory_bytes, own))
+        return [dataclasses.replace(self.profile, memory_bytes=memory)] * self.offer.devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """Machines, how they train the model, and what that takes and costs.
+
+    Attributes:
+      kind: mesh, stacks or apart.
+      machines: numbers of the choices.
+      seconds, cost: expected, from the order to the end, interruptions included.
+      step_seconds: of one training step; of the longest lane if trained apart.
+      interval: of the run's seconds; None if a profile keeps no residuals.
+      save_every: steps between checkpoints.
+      interruptions: expected number in the whole run.
+      lost_seconds: expected work undone by each.
+      data, lane: devices over which the batch and the lanes are split.
+      placement: of stacks.
+      lanes: for machines that train apart, how many of each kind of lane each trains.
+    """
+
+    kind: str
+    machines: tuple[int, ...]
+    seconds: float
+    cost: float
+    step_seconds: float
+    interval: Interval | None
+    save_every: int
+    interruptions: float
+    lost_seconds: float
+    data: int = 1
+    lane: int = 1
+    placement: Placement | None = None
+    lanes: tuple[tuple[int, ...], ...] = ()

@@ -1,0 +1,242 @@
+"""The measurements of a gateway: what false nodes say, late requests, lanes that tiers share, and the tables."""
+
+import datetime
+import http.client
+import http.server
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from experiments import tiers_faults, tiers_gateway, tiers_shared
+from mlcn_jax.tiers import policy as policies
+from mlcn_jax.tiers import signatures, wire
+from mlcn_jax.tiers.policy import Policy, Tier
+
+
+def policy():
+    return Policy(
+        format=policies.FORMAT,
+        model="0" * 64,
+        class_names=("a", "b", "c"),
+        cut="pixels",
+        tiers=(Tier("end", (0,), 1.0, 10), Tier("edge", (1,), 1.0, 10), Tier("cloud", (2, 3), 2.0, 20)),
+        power=1,
+        groups={},
+        tolerance=0.02,
+        validation_images=100,
+        thresholds={},
+    )
+
+
+def asked(address, body):
+    connection = http.client.HTTPConnection(address, timeout=10)
+    connection.request("POST", "/part", body)
+    response = connection.getresponse()
+    found = response.status, response.read()
+    connection.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("not finite", "not finite"),
+        ("of another model", "of another model"),
+        ("signed by nobody known", "not signed by a trusted node"),
+        ("a full queue", None),
+    ],
+)
+@pytest.mark.parametrize("tier", ["edge", "cloud"])
+def test_what_a_false_node_says_is_wrong_in_one_thing_only(kind, said, tier):
+    key = Ed25519PrivateKey.generate()
+    false = tiers_faults.FalseNode(policy(), tier, key.sign)
+    false.kind = kind
+    body = wire.pack_request(policy().digest, "n", np.zeros((1, 4, 4, 1), np.uint8))
+    status, content = asked(false.address, body)
+    false.server.shutdown()
+    false.server.server_close()
+    if said is None:
+        assert status == 429
+        return
+
+    def is_signed(signed, signature):
+        return signatures.is_signed(signed, signature, [key.public_key()])
+
+    with pytest.raises(wire.Refused, match=said):
+        wire.unpack_answer(content, policy().digest, tier, "n", (1, 3), 1.0, is_signed)
+
+
+@pytest.fixture
+def gateway():
+    """A server that is a gateway as far as requests go, and fails at one."""
+    seen = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            self.answer(200, {"own_p95_ms": 1000.0})
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            number = len(seen)
+            seen.append(self.path)
+            lanes = [0] if 10 <= number < 30 else [0, 1]
+            self.answer(500 if number == 5 else 200, {"predictions": [{"ms": 1.0, "lanes": lanes}]})
+
+        def answer(self, status, content):
+            body = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", seen
+    server.shutdown()
+    server.server_close()
+
+
+def test_requests_under_a_fault_are_counted_by_when_it_was(gateway, monkeypatch):
+    monkeypatch.setattr(tiers_faults.time, "sleep", lambda seconds: None)
+    url, seen = gateway
+    begun = []
+    fault = lambda nodes: begun.append(("begins", len(seen))), lambda nodes: begun.append(("ends", len(seen)))
+    images = np.zeros((3, 4, 4, 1), np.uint8)
+    found = tiers_faults.under_fault(url, images, 40, [], fault, lambda: 0.0)
+    assert begun == [("begins", 10), ("ends", 30)]
+    assert seen[0] == "/predict?deadline_ms=1050.0"
+    assert (found["requests"], found["late"], found["unanswered"]) == (40, 0, 1)
+    assert found["heard"] == {"before": {"2 lanes": 9}, "during": {"1 lanes": 20}, "after": {"2 lanes": 10}}
+    assert "500" in found["unanswered_ones"][0]
+
+
+@pytest.mark.parametrize(
+    ("one", "why"),
+    [
+        ({"ms": 60.0, "by_gateway_ms": 59.0, "held_back_ms": 12.0}, "had used up its quota"),
+        ({"ms": 60.0, "by_gateway_ms": 40.0, "held_back_ms": 2.0}, "in time by the gateway's clock"),
+        ({"ms": 60.0, "by_gateway_ms": 59.0, "held_back_ms": 2.0}, None),
+    ],
+)
+def test_late_answers_are_explained_by_what_was_measured(one, why):
+    told = tiers_faults.why_late(one, 50.0)
+    assert why in told if why else told == ""
+
+
+@pytest.fixture
+def parts():
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 10, 4000)
+    truth = np.eye(10)[labels]
+    noise = {"end": 0.3, "edge": 0.3, "cloud": 0.2}
+    made = [np.clip(truth * 0.5 + rng.normal(0.25, noise[name], truth.shape), 0, 1) for name in noise]
+    return made, labels
+
+
+def test_lanes_that_add_up_are_better_at_each_further_tier_than_a_model_of_its_own(parts):
+    made, labels = parts
+    weights = [1.0, 1.0, 1.0]
+    found, least = {}, {}
+    for way in tiers_shared.WAYS:
+        least[way] = tiers_shared.margins(way, made, weights, labels, 0.02)
+        found[way] = tiers_shared.settled(way, made, weights, least[way], labels)
+        assert sum(found[way]["settled"]) == pytest.approx(1)
+    shared, own = found[tiers_shared.SHARED], found[tiers_shared.OWN]
+    assert shared["accuracy"][0] == own["accuracy"][0], "nothing has been added yet"
+    assert shared["accuracy"][1] > own["accuracy"][1]
+    assert shared["final_accuracy"] > own["final_accuracy"]
+    whole = np.mean(np.argmax(sum(made), axis=1) == labels)
+    assert shared["accuracy"][-1] == pytest.approx(whole)
+    assert shared["final_accuracy"] >= whole - 0.02
+    asked = []
+
+    def tier(number):
+        def ask(image):
+            asked.append(number)
+            return made[number][int(image)][None]
+
+        return ask
+
+    times = tiers_shared.timed(least, weights, [tier(i) for i in range(3)], np.arange(100))
+    for way in tiers_shared.WAYS:
+        first = tiers_shared.settled(way, [part[:100] for part in made], weights, least[way], labels[:100])
+        assert times[way]["settled"] == pytest.approx(first["settled"])
+    assert asked.count(0) == 200
+    assert asked.count(2) < 200
+
+
+def results():
+    right = {"images": 8, "accuracy": 1.0, "right": tiers_gateway.packed(np.ones(8, bool))}
+    times = {"mean_ms": 100.0, "p95_ms": 120.0, "sent_bytes": 1000}
+    fault = {"requests": 40, "deadline_ms": 51.5, "late": 1, "late_by_gateway": 0, "unexplained": 0, "unanswered": 0}
+    fault |= {"p50_ms": 5.0, "p999_ms": 50.0}
+    fault["heard"] = {"before": {"1 lanes": 3, "2 lanes": 1}, "during": {"1 lanes": 4}, "after": {"4 lanes": 4}}
+    names = ("end", "edge", "cloud", "end+edge", "end+cloud", "edge+cloud", "end+edge+cloud")
+    way = {"accuracy": [0.5, 0.6, 0.7], "settled": [0.5, 0.3, 0.2], "final_accuracy": 0.69}
+    way["times"] = {"mean_ms": 30.0, "p95_ms": 130.0, "images": 20, "settled": [0.5, 0.3, 0.2]}
+    return {
+        "about": {"model": "mlcn1:w1*4", "data": "digits"},
+        "device": "a CPU",
+        "versions": {"jax": "0"},
+        "policy": policy().to_dict(),
+        "measured": {
+            "subsets": dict(zip(names, (0.5, 0.6, 0.7, 0.65, 0.75, 0.72, 0.76), strict=True)),
+            "cloud alone": right | times,
+            "answers": right | times | {"settled_at_end": 0.7, "without_a_tier": 0, "end_flops_share": 0.25},
+            "fault: SIGSTOP, and SIGCONT": fault,
+            "own models": dict.fromkeys(tiers_shared.WAYS, way),
+        },
+    }
+
+
+def test_tables_tell_what_a_lost_tier_costs_and_what_faults_did():
+    text = tiers_gateway.report(json.loads(json.dumps(results())))
+    assert "| cloud | 2 | 0.6500 | 11.00 |" in text
+    assert "| end | 1 | 0.7200 | 4.00 |" in text
+    assert "| SIGSTOP, and SIGCONT | 40 | 51.5 | 1 | 0 | 0 | 0 | 5 | 50 | 25.0%, 0.0%, 100.0% |" in text
+    assert "| shared lanes | edge | 0.6000 | 30.0% |" in text
+    assert "| a model of its own | 0.6900 | 30.0 | 130.0 | 20 |" in text
+
+
+def test_a_split_of_other_tiers_is_not_taken_for_these(tmp_path, monkeypatch):
+    made = []
+
+    def split(workdir, path, cut, key, data_dir, out):
+        made.append(json.loads(path.read_text()))
+        (workdir / out).mkdir()
+        return workdir / out
+
+    monkeypatch.setattr(tiers_gateway.split, "split", split)
+    assert tiers_gateway.split_model(tmp_path, "", 4, "") == tmp_path / "tiers-gateway"
+    assert [tier["lanes"] for tier in made[0]["tiers"]] == [[0], [1], [2, 3]]
+    two = {"tiers": [{"name": "end", "lanes": [0]}, {"name": "cloud", "lanes": [1, 2, 3]}]}
+    (tmp_path / "two.json").write_text(json.dumps(two))
+    for _ in range(2):
+        assert tiers_gateway.split_model(tmp_path, str(tmp_path / "two.json"), 4, "") == tmp_path / "tiers-two"
+    assert len(made) == 2, "it has been split"
+    (tmp_path / "two.json").write_text(json.dumps({**two, "tolerance": 0.01}))
+    with pytest.raises(SystemExit, match="is of other tiers than these"):
+        tiers_gateway.split_model(tmp_path, str(tmp_path / "two.json"), 4, "")
+    (tmp_path / "two.json").write_text(json.dumps({"tiers": [{"name": "a"}, {"name": "b"}]}))
+    with pytest.raises(SystemExit, match="give end, edge, cloud, or end, cloud"):
+        tiers_gateway.split_model(tmp_path, str(tmp_path / "two.json"), 4, "")
+
+
+def test_certificates_are_signed_by_one_whom_gateways_know_and_one_has_expired(tmp_path):
+    made = tiers_faults.make_certificates(tmp_path)
+    by = x509.load_pem_x509_certificate(made.ca.read_bytes())
+    now = datetime.datetime.now(datetime.UTC)
+    for options, valid in ((made.valid, True), (made.expired, False)):
+        own = x509.load_pem_x509_certificate(Path(options[0].removeprefix("--tls_cert=")).read_bytes())
+        own.verify_directly_issued_by(by)
+        assert (own.not_valid_after_utc > now) == valid
