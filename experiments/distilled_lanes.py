@@ -10,7 +10,8 @@ The share of the gap that is recovered is (distilled - labels) / (teacher - labe
 which chooses settings, teacher and students hold 10,000 training images out, are scored on those, and leave the test
 set alone; give it a workdir of its own, and no teacher, which may have learned those images. A run that has ended is
 not repeated, one that was stopped goes on. Writes `distilled_lanes_SCALE`, for trials `distilled_lanes_trial_SCALE`, as
-JSON, Markdown and PNG to the workdir and, but for `smoke`, to `experiments/results/`.
+JSON, Markdown and PNG to the workdir and, but for `smoke`, to `experiments/results/`, from where it goes on elsewhere
+as long as `--workdir`, by which students name their teacher, is the same.
 """
 
 import dataclasses
@@ -24,8 +25,19 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from experiments.repeated_report import Records, caption, carry_out, draw_caption, markdown, select, spread, told, write
-from experiments.repeated_runs import Scale, Series, asked, chosen, define_flags
+from experiments.repeated_report import (
+    Records,
+    caption,
+    carry_out,
+    draw_caption,
+    kept_results,
+    markdown,
+    select,
+    spread,
+    told,
+    write,
+)
+from experiments.repeated_runs import Facts, Scale, Series, asked, chosen, define_flags
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
@@ -142,11 +154,21 @@ def run(
     runs += [{"case": case, "way": way, "seed": s} for s in range(repeats) for case in cases for way in ways]
     teacher_of = {data: given.get(data, workdir / "runs" / data / "teacher" / "seed0") for data in needed}
     make_config = functools.partial(configure_run, directories, teacher_of, trial)
-    series = Series(workdir, "distilled_lanes", VERSION, SCALES[scale], make_config, command, True, measure)
-    scored = {data: _test_accuracy(folder) for data, folder in given.items()}
     name = "distilled_lanes_trial" if trial else "distilled_lanes"
+    kept = kept_results(name, scale)
+    series = Series(workdir, "distilled_lanes", VERSION, SCALES[scale], make_config, command, True, measure, kept)
+    scored = {data: _test_accuracy(folder) for data, folder in given.items()}
     reported = functools.partial(report, name, scored)
-    return carry_out(series, runs, minutes, functools.partial(text, scored=scored), reported)
+    return carry_out(
+        series, runs, minutes, functools.partial(text, scored=scored), reported, again=teachers_needed(series, runs)
+    )
+
+
+def teachers_needed(series: Series, runs: Sequence[Facts]) -> list[Facts]:
+    """The teachers of students that have not been trained yet: their models are needed, also where results are kept."""
+    ended = [record["facts"] for record in series.records()]
+    data = {CASES[one["case"]].data for one in runs if one["way"] not in ("teacher", LABELS) and one not in ended}
+    return [one for one in runs if one["way"] == "teacher" and one["case"] in data]
 
 
 def configure_run(

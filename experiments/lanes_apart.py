@@ -11,11 +11,13 @@ one, up to 16, equal ones and a mix of sizes, and stand beside single lanes whos
 10 epochs. Training takes 0.55 PFLOP for `fashion` and 0.7 PFLOP for `cifar`, 1.0 h and 1.3 h at 150 GFLOP/s; compiling,
 scoring, decoders, and 50 and 25 starts come on top. `smoke` takes a step of each.
 
-One JSON a run (`run.json`) and a join (`joined/NAME.json`); what has ended is not run again. Writes
-`lanes_apart_SCALE`. Test accuracy is compared, for the record; weights are fitted on validation images.
+One JSON a run (`run.json`) and a join (`joined/NAME.json`); what has ended, in the workdir or in the results that are
+kept with the code, is not run again. Writes `lanes_apart_SCALE`. Test accuracy is compared, for the record; weights are
+fitted on validation images.
 """
 
 import functools
+import itertools
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
@@ -25,7 +27,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from absl import flags
 
 from experiments.published_rows import configure
-from experiments.repeated_report import Records, caption, carry_out, draw_caption, markdown, number, select, write
+from experiments.repeated_report import (
+    Records,
+    caption,
+    carry_out,
+    draw_caption,
+    kept_results,
+    markdown,
+    number,
+    select,
+    write,
+)
 from experiments.repeated_runs import Facts, Scale, Series, asked, chosen, define_flags
 from mlcn_jax.analysis.join import join
 from mlcn_jax.config import RunConfig
@@ -36,7 +48,7 @@ from mlcn_jax.placement.cost import lane_cost
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-VERSION = 1  # raised with every change after which results cannot stand beside older ones
+VERSION = 2  # raised with every change after which results cannot stand beside older ones
 SCALES = {"smoke": Scale("smoke", 1, 1, num_train=1000, num_test=100), "full": Scale("full", 10)}
 KINDS = ("equal", "mixed")  # of joined lanes, in the curves
 _TOGETHER = 1000  # added to the seeds of models whose lanes are trained together
@@ -91,10 +103,20 @@ def run(
     parts = chosen("parts", parts, PARTS)
     runs = [facts for part in parts for facts in runs_of(part, repeats, smoke=scale == "smoke")]
     series = Series(
-        workdir, "lanes_apart", VERSION, SCALES[scale], functools.partial(configure_run, directories), command, True
+        workdir,
+        "lanes_apart",
+        VERSION,
+        SCALES[scale],
+        functools.partial(configure_run, directories),
+        command,
+        True,
+        lambda folder, summary: {"test_accuracy": 100 * summary["test_accuracy"]},
+        kept_results("lanes_apart", scale),
     )
     joins = {name: apart for part in parts for name, apart in joins_of(part, runs).items()}
-    return carry_out(series, runs, minutes, lambda records: text(series), functools.partial(report, joins))
+    told = joined(series)
+    again = [lane for name, lanes in joins.items() if name not in told for lane in lanes]
+    return carry_out(series, runs, minutes, lambda records: text(series), functools.partial(report, joins), again=again)
 
 
 def runs_of(part: str, repeats: int, smoke: bool) -> list[Facts]:
@@ -102,10 +124,15 @@ def runs_of(part: str, repeats: int, smoke: bool) -> list[Facts]:
     known = PARTS[part]
     num_pairs, most = (1, 2) if smoke else (known.num_pairs, _MOST)
     apart = [one_of(part, "apart", known.lane, seed) for seed in range(max(most, _OF_PAIR * num_pairs))]
-    together = [one_of(part, "together", known.lane, _TOGETHER + pair) for pair in range(num_pairs)]
+    pairs = [
+        [*apart[_OF_PAIR * pair : _OF_PAIR * (pair + 1)], one_of(part, "together", known.lane, _TOGETHER + pair)]
+        for pair in range(num_pairs)
+    ]
+    first = most // _OF_PAIR  # pairs whose lanes are those of the curves, too
     others = [one_of(part, "apart", lane, seed) for seed in range(most // 4) for lane in known.others]
     single = [one_of(part, "single", lane, seed) for seed in range(repeats) for lane in known.single]
-    return [*apart[: _OF_PAIR * num_pairs], *together, *apart[_OF_PAIR * num_pairs :], *others, *single]
+    ordered = [*pairs[:first], apart[_OF_PAIR * num_pairs :], others, *pairs[first:], single]
+    return list(itertools.chain(*ordered))
 
 
 def one_of(part: str, mode: str, lane: str, seed: int) -> dict[str, Any]:
@@ -143,10 +170,11 @@ def configure_run(directories: Mapping[str, str], part: str, mode: str, lane: st
 
 def join_due(series: Series, joins: Mapping[str, Sequence[Facts]]) -> None:
     """Joins lanes that have all been trained, unless that has been done, and keeps what is told of them."""
+    told = joined(series)
     for name, lanes in joins.items():
-        path, output = _joined(series, name), series.workdir / "joined" / name
+        output = series.workdir / "joined" / name
         folders = [folder_of(series, facts) for facts in lanes]
-        if path.exists() or not all(map(_is_trained, folders)):
+        if name in told or not all(map(_is_trained, folders)):
             continue
         made = output, output.with_name(f"{name}.equal")
         for folder in made:  # left by one that was stopped
@@ -155,7 +183,7 @@ def join_due(series: Series, joins: Mapping[str, Sequence[Facts]]) -> None:
         equal = join(folders, made[1], decoder_epochs=0, weights="equal")
         for folder in made:
             shutil.rmtree(folder)
-        write_json(path, {"weighted": about, "equal": equal})
+        write_json(output.with_suffix(".json"), {"lanes": lanes, "weighted": about, "equal": equal})
 
 
 def _is_trained(folder: Path) -> bool:
@@ -163,8 +191,12 @@ def _is_trained(folder: Path) -> bool:
     return record.exists() and "failed" not in read_json(record)
 
 
-def _joined(series: Series, name: str) -> Path:
-    return series.workdir / "joined" / f"{name}.json"
+def joined(series: Series) -> dict[str, dict[str, Any]]:
+    """What is told of each joined model, by its name; of kept ones, those whose lanes have the settings of now."""
+    kept, lanes = kept_results("lanes_apart", series.scale.name), [one["facts"] for one in series.kept_records()]
+    told = read_json(kept)["joined"] if lanes else {}
+    found = {name: one for name, one in told.items() if all(lane in lanes for lane in one["lanes"])}
+    return found | {path.stem: read_json(path) for path in sorted((series.workdir / "joined").glob("*.json"))}
 
 
 def folder_of(series: Series, facts: Facts) -> Path:
@@ -182,27 +214,27 @@ def step_megaflops(part: str, lane: str) -> float:
 
 def summarise(series: Series) -> dict[str, Any]:
     """For each part: pairs with the interval of their difference, curves, and single lanes; accuracies in %."""
-    records = [one for one in series.records() if "failed" not in one]
-    return {part: _of_part(series, part, select(records, part=part)) for part in PARTS}
+    records, told = [one for one in series.records() if "failed" not in one], joined(series)
+    return {part: _of_part(part, select(records, part=part), told) for part in PARTS}
 
 
-def _of_part(series: Series, part: str, records: Records) -> dict[str, Any]:
-    together = {one["facts"]["seed"] - _TOGETHER: _test(series, one) for one in select(records, mode="together")}
-    joined = {pair: told for pair in sorted(together) if (told := _read(series, f"{part}_pair{pair}"))}
+def _of_part(part: str, records: Records, told_of: Mapping[str, Any]) -> dict[str, Any]:
+    together = {one["facts"]["seed"] - _TOGETHER: one["test_accuracy"] for one in select(records, mode="together")}
+    apart = {pair: told for pair in sorted(together) if (told := told_of.get(f"{part}_pair{pair}"))}
     pairs = [
         {
             "together": together[pair],
             **{name: 100 * told[name]["test_accuracy"] for name in ("weighted", "equal")},
             "decoder_seconds": told["weighted"].get("decoder_seconds"),
         }
-        for pair, told in joined.items()
+        for pair, told in apart.items()
     ]
     single = [
-        {"lane": lane, "megaflops": step_megaflops(part, lane), "accuracy": _test(series, one)}
+        {"lane": lane, "megaflops": step_megaflops(part, lane), "accuracy": one["test_accuracy"]}
         for one in select(records, mode="single")
         for lane in [one["facts"]["lane"].replace("_", ":")]
     ]
-    curves = {kind: told["weighted"]["lanes"] for kind in KINDS if (told := _read(series, f"{part}_{kind}"))}
+    curves = {kind: told["weighted"]["lanes"] for kind in KINDS if (told := told_of.get(f"{part}_{kind}"))}
     return {
         "pairs": pairs,
         "difference": interval([pair["weighted"] - pair["together"] for pair in pairs]),
@@ -230,15 +262,6 @@ def interval(differences: Sequence[float]) -> dict[str, Any] | None:
     half = float(t.ppf(0.975, count - 1)) * statistics.stdev(differences) / count**0.5
     inside = max(abs(mean - half), abs(mean + half)) <= _INSIDE
     return {"mean": mean, "low": mean - half, "high": mean + half, "inside": inside, "pairs": count}
-
-
-def _test(series: Series, record: Mapping[str, Any]) -> float:
-    return 100 * read_json(folder_of(series, record["facts"]) / "summary.json")["test_accuracy"]
-
-
-def _read(series: Series, name: str) -> dict[str, Any] | None:
-    path = _joined(series, name)
-    return read_json(path) if path.exists() else None
 
 
 def text(series: Series) -> str:
@@ -285,7 +308,8 @@ def report(joins: Mapping[str, Sequence[Facts]], series: Series) -> None:
     lines = ["Weights of joined lanes are fitted on validation images; test accuracy in %.", *caption(series, records)]
     figure = draw(series)
     draw_caption(figure, lines)
-    write(series, "lanes_apart", summarise(series), text(series), lines, figure)
+    summary = {"joined": joined(series), **summarise(series)}
+    write(series, "lanes_apart", summary, text(series), lines, figure)
 
 
 if __name__ == "__main__":

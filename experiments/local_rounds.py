@@ -11,7 +11,7 @@ rounds of one step in 32 bits, over both links. Time counts from the first round
 With `--kills`, a worker or the coordinator is killed (SIGKILL) at random moments and started again; what came of it is
 compared with a run that nobody disturbed: as a round needs both workers there, the parameters at the end must be the
 same, bit for bit. Writes `local_rounds.json`, or `local_rounds_kills.json`, to the results. A case that is finished in
-the workdir is not run again.
+the workdir is not run again, nor is a seed that is finished in the results.
 """
 
 import os
@@ -151,8 +151,11 @@ def settings(values: Any, seed: int) -> dict[str, Any]:
     return changes
 
 
-def measure(values: Any) -> dict[str, Any]:
-    """Rounds over both links, gradient sums in every step over both, and ordinary training, all with each seed."""
+def measure(values: Any, path: Path) -> dict[str, Any]:
+    """Rounds over both links, gradient sums in every step over both, and ordinary training, all with each seed.
+
+    What is there so far is written to `path` after each seed.
+    """
     workdir = Path(values.workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     rounds = {
@@ -161,8 +164,10 @@ def measure(values: Any) -> dict[str, Any]:
         "train.rounds.learning_rate": values.outer_rate,
         "train.rounds.momentum": values.outer_momentum,
     }
-    seeds = []
-    for seed in range(values.repeats):
+    training = {name: value for name, value in (settings(values, 0) | rounds).items() if name != "data.dir"}
+    stored = read_json(path) if path.exists() else {}
+    seeds = stored["seeds"] if stored.get("training") == training else []
+    for seed in range(len(seeds), values.repeats):
         common = settings(values, seed)
         found = {link: timed(common | rounds, workdir / f"rounds_{link}_{seed}", link) for link in LINKS}
         plain = workdir / f"plain_{seed}"
@@ -183,6 +188,7 @@ def measure(values: Any) -> dict[str, Any]:
                 "bytes_per_step": found["slow"]["bytes"] / found["slow"]["steps"] / WORKERS,
             }
         )
+        write_json(path, {"training": training, "seeds": seeds, **host.environment()})
     every = {"train.rounds.workers": WORKERS, "train.rounds.steps": 1, "train.rounds.bits": 32, "train.num_steps": 20}
     sums = {}
     for link in LINKS:
@@ -195,7 +201,7 @@ def measure(values: Any) -> dict[str, Any]:
         }
     parameters = case["parameters"]
     return {
-        "training": settings(values, 0) | rounds,
+        "training": training,
         "seeds": seeds,
         "sum_in_every_step": sums,
         "bytes_share": seeds[0]["bytes_per_step"] / sums["slow"]["bytes_per_step"],
@@ -255,9 +261,9 @@ def define(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> None:
     if not values.kills and not values.workdir:
         raise InputError("--workdir=FOLDER is needed: the runs are kept there")
-    name = "local_rounds_kills" if values.kills else "local_rounds"
-    found = kill(values.kills, 0) if values.kills else measure(values)
-    write_json(RESULTS / f"{name}.json", {**found, **host.environment()})
+    path = RESULTS / f"local_rounds{'_kills' if values.kills else ''}.json"
+    found = kill(values.kills, 0) if values.kills else measure(values, path)
+    write_json(path, {**found, **host.environment()})
     print(found)
 
 

@@ -6,10 +6,10 @@
 The kinds are one core of this machine each, whole or with a quota of its time; how much slower that makes it is
 measured, and takes the place of a profile of each. Their prices are made up. All three singles and six pairs train the
 same configuration, in turns, with the commands that `mlcn_jax cheapest` prints. What each takes to start is measured
-with a run of one step each. What a shared machine gives changes by the minute, so every time is divided by what some
-lanes take on the cores used just before and after it, over what the profile says. For every measured time as a
-deadline, what `cheapest` picks is compared with the cheapest that was measured in time. Goes on where it was stopped.
-Writes `experiments/results/rented.json` and `.png`.
+with a run of one step each. What a shared machine gives changes by the minute, so every time is divided by what steps
+of other models take on the cores used just before and after it, over what the profile says. For every deadline from the
+shortest time to the longest, what `cheapest` picks is compared with the cheapest that was measured in time. Goes on
+where it was stopped. Writes `experiments/results/rented.json` and `.png`.
 """
 
 import contextlib
@@ -43,8 +43,9 @@ from mlcn_jax.training.session import open_session
 
 KINDS = {"full": (1.0, 1.0), "half": (2.0, 0.4), "third": (3.0, 0.3)}  # asked slowness, and price per hour
 _BATCH = 100
-_YARDSTICK_TURNS = 5
+_YARDSTICK_TURNS = 3
 _SLOWNESS_ROUNDS = 5
+_WELL_CHOSEN = 1.1  # times the cheapest that were in time
 
 
 def slower_profile(profile: DeviceProfile, slowness: float) -> DeviceProfile:
@@ -185,30 +186,40 @@ def measure(kinds: Sequence[str], commands: Sequence[str], cores: Sequence[int])
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Errors of time and cost, and for every measured time as a deadline what the choice by prediction costs."""
+    """Errors of time and cost; and what the choice by prediction costs, for every deadline up to the longest time.
+
+    Between two neighbours of all predicted and measured times, the choice is the same for every deadline.
+    """
     errors = {
         what: [abs(row[f"predicted_{what}"] / row[f"measured_{what}"] - 1) for row in rows]
         for what in ("seconds", "cost")
     }
-    picks = []
-    for deadline in sorted(row["measured_seconds"] for row in rows):
-        able = [row for row in rows if row["predicted_seconds"] <= deadline]
-        if not able:
-            continue
-        pick = min(able, key=lambda row: row["predicted_cost"])
-        least = min(row["measured_cost"] for row in rows if row["measured_seconds"] <= deadline)
-        late = max(0.0, pick["measured_seconds"] / deadline - 1)
-        over = pick["measured_cost"] / least
-        picks.append({"deadline_seconds": deadline, "picked": pick["machines"], "over_cheapest": over, "late": late})
+    fastest = min(row["measured_seconds"] for row in rows)
+    ends = {row[f"{how}_seconds"] for row in rows for how in ("predicted", "measured")}
+    choices = []
+    for start, end in itertools.pairwise(sorted(seconds for seconds in ends if seconds >= fastest)):
+        able = [row for row in rows if row["predicted_seconds"] <= start]
+        pick = min(able, key=lambda row: row["predicted_cost"]) if able else None
+        least = min(row["measured_cost"] for row in rows if row["measured_seconds"] <= start)
+        choices.append(
+            {
+                "deadline_seconds": [start, end],
+                "picked": pick["machines"] if pick else None,
+                "over_cheapest": pick["measured_cost"] / least if pick else None,
+                "late": max(0.0, pick["measured_seconds"] / start - 1) if pick else 0.0,
+            }
+        )
+    good = [c for c in choices if c["picked"] and c["over_cheapest"] <= _WELL_CHOSEN]
+    seconds = [sum(c["deadline_seconds"][1] - c["deadline_seconds"][0] for c in some) for some in (good, choices)]
     intervals = [row["interval"][0] <= row["measured_seconds"] <= row["interval"][1] for row in rows if row["interval"]]
     return {
         "mean_error_seconds": statistics.mean(errors["seconds"]),
         "largest_error_seconds": max(errors["seconds"]),
         "largest_error_cost": max(errors["cost"]),
-        "largest_over_cheapest": max((pick["over_cheapest"] for pick in picks), default=None),
-        "latest": max((pick["late"] for pick in picks), default=None),
+        "well_chosen": {"over_cheapest": _WELL_CHOSEN, "share_of_deadlines": seconds[0] / seconds[1]},
+        "latest": max(choice["late"] for choice in choices),
         "inside_interval": statistics.mean(intervals) if intervals else None,
-        "choices": picks,
+        "choices": choices,
     }
 
 

@@ -182,10 +182,11 @@ def carry_out(
     text: Callable[[Records], str],
     report: Callable[[Series], None],
     afterwards: Sequence[Callable[[], None]] = (),
+    again: Sequence[Facts] = (),
 ) -> int:
     """Trains what has not ended yet, with a report after each run, and prints all there is, whatever ends it.
 
-    `afterwards` is done when all have ended.
+    `afterwards` is done when all have ended; `again` are runs whose models are needed.
 
     Returns:
       The exit code.
@@ -196,7 +197,7 @@ def carry_out(
     series.records()  # refused before anything is trained
     host.keep_compiled_programs(least_seconds=0.1)
     try:
-        series.train(runs, minutes, lambda: report(series), afterwards)
+        series.train(runs, minutes, lambda: report(series), afterwards, again)
         report(series)
     finally:
         records = series.records()

@@ -67,7 +67,7 @@ class Series:
       keep_models: whether the checkpoints of a run stay when it has ended.
       measure: more for the record of a run, from its folder and its summary.
       kept: results that are kept with the code: runs in them with the settings of now have ended, and need not be in
-        `workdir`; those on another copy of the images have not. None for scripts that need the trained models.
+        `workdir`; those on another copy of the images have not. None if there are none.
 
     Attributes:
       marker: script, version and scale, kept in `workdir/runs.json`.
@@ -118,10 +118,10 @@ class Series:
             self._check(path, record)
         mine = [record for _, record in found]
         here = [record["facts"] for record in mine]
-        return [record for record in self._kept_records() if record["facts"] not in here] + mine
+        return [record for record in self.kept_records() if record["facts"] not in here] + mine
 
-    def _kept_records(self) -> list[dict[str, Any]]:
-        """Those of `kept` that were made with the settings of now."""
+    def kept_records(self) -> list[dict[str, Any]]:
+        """Those in the results kept with the code that were made with the settings of now."""
         if self._kept is None or not self._kept.exists():
             return []
         stored = read_json(self._kept)
@@ -141,10 +141,12 @@ class Series:
         minutes: float,
         done: Callable[[], None],
         afterwards: Sequence[Callable[[], None]] = (),
+        again: Sequence[Facts] = (),
     ) -> None:
         """Trains every run that has not ended yet, in the order given, then does what is to be done `afterwards`.
 
-        `done` is called after each run, and after each thing done afterwards.
+        `done` is called after each run, and after each thing done afterwards. The models of `again` are needed: kept
+        results do not count for these.
 
         A run that diverges or finds too little device memory ends with the reason in its record.
 
@@ -158,7 +160,7 @@ class Series:
         """
         with files.hold(self.workdir), _Limit(minutes) as limit:
             write_json(self.workdir / "runs.json", self.marker)
-            ended = [record["facts"] for record in self.records()]
+            ended = [r["facts"] for r in self.records() if r["facts"] not in again or self._is_here(r["facts"])]
             waiting = [facts for facts in runs if facts not in ended]
             for i, facts in enumerate(waiting):
                 left = f"{len(runs) - len(waiting) + i} of {len(runs)} runs have ended"
@@ -208,6 +210,9 @@ class Series:
         config = self._configure(**facts)
         epochs = self.scale.num_epochs or config.train.num_epochs
         return config.replace({"train.num_epochs": epochs, "train.num_steps": self.scale.num_steps})
+
+    def _is_here(self, facts: Facts) -> bool:
+        return (self._folder(facts) / "run.json").exists()
 
     def _folder(self, facts: Facts) -> Path:
         names = (value if isinstance(value, str) else f"{name}{value}" for name, value in facts.items())

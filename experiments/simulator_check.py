@@ -6,8 +6,8 @@
 Forty-eight configurations, none of which the profile was fitted to: lanes of several kinds and sizes in meshes, split
 by batch or by lane, and in stacks, placed greedily or by turns; on equal cores, and with half of a core for the second
 process, which imitates a slower device. What a shared machine gives changes by the minute, so each prediction is scaled
-by what some lanes by themselves take just then in both processes over what the profile says of them, and the intervals
-of 90 % are judged in the same way. A measurement that was stopped goes on where it was. Writes
+by what steps of some models take just then in each process over what the profile says of them, and the intervals of
+90 % are judged in the same way. A measurement that was stopped goes on where it was. Writes
 `experiments/results/simulator_check.json` and `.png`.
 """
 

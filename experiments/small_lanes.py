@@ -7,7 +7,7 @@ Trains the rows, exports each run, and has `mlcn_jax precision` measure every la
 export all of them in int8. The test set is read once for each run, before and after. Says which targets are reached:
 files at least 3.5 times smaller, at most 0.1 points lost in the mean, and, on a CPU with VNNI instructions, at least
 1.3 times as fast. A run that has ended is not repeated, one that was stopped goes on. Writes `small_lanes_SCALE` as
-JSON, Markdown and PNG to the workdir and, but for `smoke`, to `experiments/results/`.
+JSON, Markdown and PNG to the workdir and, but for `smoke`, to `experiments/results/`, from where it goes on elsewhere.
 """
 
 import functools
@@ -23,7 +23,16 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from experiments import REPOSITORY
-from experiments.repeated_report import Records, caption, carry_out, draw_caption, markdown, select, write
+from experiments.repeated_report import (
+    Records,
+    caption,
+    carry_out,
+    draw_caption,
+    kept_results,
+    markdown,
+    select,
+    write,
+)
 from experiments.repeated_runs import Scale, Series, asked, chosen, define_flags
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
@@ -87,7 +96,8 @@ def run(
     runs = [{"row": row, "seed": seed} for seed in range(repeats) for row in rows]
     make_config = functools.partial(configure_run, directories)
     measured = functools.partial(measure, python, rounds)
-    series = Series(workdir, "small_lanes", VERSION, SCALES[scale], make_config, command, True, measured)
+    kept = kept_results("small_lanes", scale)
+    series = Series(workdir, "small_lanes", VERSION, SCALES[scale], make_config, command, True, measured, kept)
     return carry_out(series, runs, minutes, text, report)
 
 

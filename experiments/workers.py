@@ -20,6 +20,7 @@ import numpy as np
 from experiments import REPOSITORY
 from experiments.quota import Quota
 from mlcn_jax import host
+from mlcn_jax.analysis.measure_device import WHOLE_STEPS
 from mlcn_jax.config import RunConfig, flat
 from mlcn_jax.distributed import links, processes
 from mlcn_jax.errors import InputError
@@ -29,8 +30,7 @@ from mlcn_jax.placement import cost
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.training.session import optimizer_of, plan_of, step_options
 
-YARDSTICK = parse_lanes("mlcn1:w1,mlcn1:w3,mlcn1:w2d2,mlcn1:w5,mlcn2:w2,mlcn2:w2d2,mlcn2:w5")
-_YARDSTICK_STEPS = 3
+_YARDSTICK_STEPS = 2
 _PERIOD_MICROSECONDS = 20_000  # of a quota; with shorter ones the share was off by a tenth
 
 
@@ -114,14 +114,18 @@ class Group:
     def slowness(self, profile: DeviceProfile) -> list[float]:
         """How many times as long as in a profile steps take now, in each process, all of them at once.
 
-        The geometric mean over the lanes of `YARDSTICK`: what the profile's fit says of one by itself is off by some
-        percent.
+        The geometric mean over the whole steps of which the profile has measured how long they take
+        (`DeviceProfile.whole_ratio`); steps of lanes by themselves slow down in another way.
         """
         config = config_of(self._run.changes)
-        spec, batch = config.model_spec(*config.data.shape()), config.train.batch_size
-        costs = [cost.lane_cost(group.spec, spec.lane_settings, spec.image_shape) for group in YARDSTICK]
-        expected = np.array([profile.lane_seconds(one, batch) for one in costs])
-        return [float(np.exp(np.mean(np.log(np.array(seconds) / expected)))) for seconds in self._ask("yardstick")]
+        spec = config.model_spec(*config.data.shape())
+        expected = []
+        for given, batch in WHOLE_STEPS:
+            groups = parse_lanes(given)
+            costs = [cost.lane_cost(group.spec, spec.lane_settings, spec.image_shape) for group in groups]
+            costs = [one for one, group in zip(costs, groups, strict=True) for _ in range(group.count)]
+            expected.append(profile.model_seconds(costs, batch) + profile.head_seconds(len(costs), batch))
+        return [float(np.exp(np.mean(np.log(np.divide(seconds, expected))))) for seconds in self._ask("yardstick")]
 
     def link(self) -> dict[str, float]:
         """The link between the first two processes, measured now (`links.measure`)."""
@@ -183,6 +187,7 @@ def _work(values: dict[str, Any]) -> None:
     config = config_of(values["changes"])
     if config.parallel.processes > 1:
         processes.join(config.parallel, flat(config.to_dict()))
+    host.keep_compiled_programs(least_seconds=0.1)
     import jax
     import jax.numpy as jnp
 
@@ -210,7 +215,7 @@ def _work(values: dict[str, Any]) -> None:
     images = rng.integers(0, 256, (config.train.batch_size, *image_shape), dtype=np.uint8)
     labels = rng.integers(0, num_classes, config.train.batch_size, dtype=np.int32)
     runner.compile(images, labels)
-    yardsticks = cache(lambda: [Lab(spec).lane_step(group, config.train.batch_size) for group in YARDSTICK])
+    yardsticks = cache(lambda: [Lab(spec).whole_step(*key) for key in WHOLE_STEPS])
     clear = cache(clearing)
 
     def steps(count: int) -> None:

@@ -117,16 +117,16 @@ def rented() -> str:
         for row in result["rows"]
     ]
     header = "machines | split | predicted s | measured s | predicted over measured | predicted cost x 1000 | measured"
-    inside, repeats = result["inside_interval"], result["repeats"]
+    inside, repeats, chosen = result["inside_interval"], result["repeats"], result["well_chosen"]
     steps, trained = result["training"]["train.num_steps"], "each once" if repeats == 1 else f"medians of {repeats}"
     held = f" Of the nine times, {round(9 * inside)} lie in their interval of 90 %." if inside is not None else ""
     return (
         f"{table_of(header, rows)}\n\n"
         f"Predicted times are {percent(result['mean_error_seconds'], 0)} % off in the mean, "
         f"{percent(result['largest_error_seconds'], 0)} % at most; costs {percent(result['largest_error_cost'], 0)} % "
-        "at most. With each measured time as a deadline, the machines picked by prediction cost at most "
-        f"{result['largest_over_cheapest']:.2f} times the cheapest that were in time, and end at most "
-        f"{percent(result['latest'], 0)} % late.{held}\n\n"
+        f"at most. At {percent(chosen['share_of_deadlines'], 0)} % of all deadlines between the shortest and the "
+        f"longest time, the machines picked by prediction cost at most {chosen['over_cheapest']:.2f} times the "
+        f"cheapest that were in time; they end at most {percent(result['latest'], 0)} % late.{held}\n\n"
         f"{measured_on(result, f'{steps} training steps, {trained}')}"
     )
 

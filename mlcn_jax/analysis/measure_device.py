@@ -38,7 +38,12 @@ _SIZES = ((1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (1, 2), (3, 2), (5, 2), (2, 3)
 _GROUPS = (
     "mlcn1:w3d1*4, mlcn2:w2d3*4, mlcn1:w1d2*2, mlcn2:w4d1*2, mlcn1:w2d1*8, mlcn2:w1d2*8, resnet:w2d1*4, resnet:w1d2*2"
 )
-_WHOLE = ("mlcn1:w3*4,mlcn2:w2*4", "mlcn2:w3d2*4", "mlcn1:w2d3*3,mlcn2:w4*2", "mlcn1:w4*2,resnet:w1*2")
+WHOLE_STEPS = (  # lanes and batch size of models whose training steps are measured
+    ("mlcn1:w3*4,mlcn2:w2*4", BATCH_SIZES[0]),
+    ("mlcn2:w3d2*4", BATCH_SIZES[1]),
+    ("mlcn1:w2d3*3,mlcn2:w4*2", BATCH_SIZES[0]),
+    ("mlcn1:w4*2,resnet:w1*2", BATCH_SIZES[1]),
+)
 _FORWARDS = ("mlcn1:w1d1", "mlcn2:w3d2", "mlcn1:w2d3", "resnet:w2d3")
 _HEAD_LANES = (2, 16)
 _TURN_SECONDS = 0.05
@@ -198,9 +203,7 @@ def make_programs(lab: Lab) -> dict[tuple, Program]:
     programs: dict[tuple, Program] = {("step", *key): lab.lane_step(*key) for key in singles + groups}
     programs |= {("forward", *key): lab.lane_forward(*key) for key in singles if str(key[0].spec) in _FORWARDS}
     programs |= {("head", *key): lab.head_step(*key) for key in itertools.product(_HEAD_LANES, BATCH_SIZES)}
-    programs |= {
-        ("whole", *key): lab.whole_step(*key) for key in zip(_WHOLE, itertools.cycle(BATCH_SIZES), strict=False)
-    }
+    programs |= {("whole", *key): lab.whole_step(*key) for key in WHOLE_STEPS}
     programs |= {("tiny",): tiny_network()}
     host.return_unused_memory()
     return programs

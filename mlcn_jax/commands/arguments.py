@@ -119,7 +119,8 @@ def execute(path: Path) -> "ConfigDict":
     except Exception as error:  # it is the user's program
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f"{path}, line {lines[-1]}" if lines else f"{path}"
-        raise InputError(f"{where}: {type(error).__name__}: {str(error).strip()}") from error
+        hint = "" if path.suffix == ".py" else "; --config takes a Python file with get_config()"
+        raise InputError(f"{where}: {type(error).__name__}: {str(error).strip()}{hint}") from error
     if not isinstance(found, ConfigDict):
         raise InputError(f"{path}: get_config() returns no ConfigDict: start from mlcn_jax.config.default_config()")
     return found

@@ -5,6 +5,7 @@ but for the rounding of what is sent in bfloat16.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -139,15 +140,19 @@ def _place(mesh: Mesh, spec: PartitionSpec, leaf: Any) -> Array:
 
 def to_host(tree: Any) -> Any:
     """Full arrays in this process's memory, possibly shared with `tree`; every process must call it."""
+    leaves, structure = jax.tree.flatten(tree)
+    apart = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable]
+    if apart:
+        gathered = _gather(leaves[apart[0]].sharding.mesh)([leaves[i] for i in apart])
+        for i, leaf in zip(apart, gathered, strict=True):
+            leaves[i] = leaf.addressable_data(0)
+    return jax.tree.unflatten(structure, jax.device_get(leaves))
 
-    def fetch(leaf) -> np.ndarray:
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
-            leaf = jax.jit(lambda x: x, out_shardings=everywhere)(leaf)
-            leaf = leaf.addressable_data(0)
-        return jax.device_get(leaf)
 
-    return jax.tree.map(fetch, tree)
+@functools.cache
+def _gather(mesh: Mesh) -> Callable:
+    """One program that copies arrays to all devices, compiled once for all saves of a run."""
+    return jax.jit(lambda leaves: leaves, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def mean_over(mesh: Mesh | None, function: Callable, exchange_dtype: str = "float32") -> Callable:

@@ -139,6 +139,13 @@ def test_a_config_file_that_names_an_unknown_field_says_where(tmp_path):
         front.run(["describe", f"--config={path}"])
 
 
+def test_a_config_that_is_no_python_file_says_what_is_expected(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"train": {"score_test": true}}')
+    with pytest.raises(InputError, match=r"config.json.*takes a Python file with get_config\(\)"):
+        front.run(["describe", f"--config={path}"])
+
+
 def test_the_pretrained_model_is_meant_where_there_is_no_such_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = pretrained.find_workdir("digits")

@@ -1,4 +1,7 @@
-"""The job files of the docs, run by a Slurm of one node and by Open MPI."""
+"""The job files of the docs, run by a Slurm of one node and by Open MPI: `make launchers`, not a part of `test-long`.
+
+They start daemons as root and wait minutes for a job to be queued again, which a machine with a Slurm need not expect.
+"""
 
 import os
 import shutil
@@ -23,13 +26,14 @@ FIELDS = [
     "--config.train.checkpoint_every=10",
     "--config.train.score_test=false",
 ]
-_WAIT_SECONDS = 180.0
+_WAIT_SECONDS = 400.0
 
 
 def needs(*programs):
-    """Skips a test where programs are missing, or where it is not root."""
+    """Skips a test unless MLCN_JAX_LAUNCHERS is set, where programs are missing, or where it is not root."""
     missing = [name for name in programs if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")]
-    return pytest.mark.skipif(bool(missing) or os.geteuid() != 0, reason=f"needs root, {', '.join(programs)}")
+    skip = not os.environ.get("MLCN_JAX_LAUNCHERS") or missing or os.geteuid() != 0
+    return pytest.mark.skipif(bool(skip), reason=f"needs `make launchers`, root, {', '.join(programs)}")
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +171,7 @@ def alone(slurm, tmp_path_factory):
 
 def assert_close(found, expected):
     for a, b in zip(found, expected, strict=True):  # not to the bit: a task may have fewer cores
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.long

@@ -85,6 +85,17 @@ def test_lanes_their_optimizer_state_and_the_decoder_lie_in_shares(rng):
         assert tree["decoder"]["pixels"]["bias"].addressable_shards[0].data.shape == (18 * 19 * 2 // 4,)
 
 
+def test_all_saves_of_a_run_copy_its_state_by_one_program():
+    params = made_params(LANES)
+    placed = jax.tree.leaves(mesh_lib.place_state(mesh_lib.make_mesh(1, 4), params))
+    for _ in range(2):  # over processes, this is what `to_host` takes
+        gather = mesh_lib._gather(mesh_lib.make_mesh(1, 4))
+        whole = gather(placed)
+    assert gather._cache_size() == 1
+    for found, given in zip(whole, jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(found.addressable_data(0), given)
+
+
 @pytest.mark.long
 def test_bfloat16_rounds_gradients_on_their_way():
     params, batch = jax.device_get(made_params(LANES)), make_batch(np.random.default_rng(0), LANES)

@@ -57,12 +57,21 @@ def test_rented_machines_are_nine_and_choices_are_judged_by_what_was_measured():
         rows.append(row)
     found = rented.summarize(rows)
     assert (found["largest_error_seconds"], found["latest"], found["inside_interval"]) == (0.0, 0.0, 1.0)
-    assert [pick["picked"] for pick in found["choices"]] == [["a"], ["b"]]
-    rows[1]["measured_seconds"] = 250.0  # predicted in time for 100 and 250 only
+    assert [(one["picked"], one["deadline_seconds"]) for one in found["choices"]] == [(["a"], [100.0, 200.0])]
+    assert found["well_chosen"]["share_of_deadlines"] == 1.0
+    rows[1]["measured_seconds"] = 250.0  # predicted to be in time for all deadlines from 100 on
     rows[1]["predicted_seconds"] = 90.0
     found = rented.summarize(rows)
     assert found["latest"] == 1.5
-    assert found["largest_over_cheapest"] == 1.0
+    assert found["well_chosen"]["share_of_deadlines"] == 1.0
+    rows[1] |= {"measured_seconds": 150.0, "predicted_seconds": 200.0}  # from 150 to 200 it is not seen, and is cheaper
+    found = rented.summarize(rows)
+    assert found["well_chosen"]["share_of_deadlines"] == 0.5
+    assert [one["over_cheapest"] for one in found["choices"]] == [1.0, 1.5]
+    rows[0]["predicted_seconds"] = 180.0  # nothing is predicted to be in time before
+    found = rented.summarize(rows)
+    assert [one["picked"] for one in found["choices"]] == [None, None, ["a"]]
+    assert found["well_chosen"]["share_of_deadlines"] == 0.0
 
 
 def test_every_split_of_two_processes_is_measured_and_predicted():

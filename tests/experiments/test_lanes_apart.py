@@ -41,9 +41,14 @@ def test_the_interval_is_students():
     assert lanes_apart.interval([0.0, 0.1, 0.05, -0.05])["inside"]
 
 
+def series_in(workdir, kept=()):
+    records = [{"facts": facts} for facts in kept]
+    return SimpleNamespace(workdir=workdir, scale=SimpleNamespace(name="none"), kept_records=lambda: records)
+
+
 def test_lanes_are_joined_as_soon_as_they_have_been_trained_and_once(tmp_path, monkeypatch):
     joins = lanes_apart.joins_of("cifar", lanes_apart.runs_of("cifar", repeats=1, smoke=False))
-    series, joined = SimpleNamespace(workdir=tmp_path), []
+    series, joined = series_in(tmp_path), []
 
     def join(workdirs, output, decoder_epochs, weights="fitted"):
         joined.append((output.name, decoder_epochs))
@@ -61,6 +66,15 @@ def test_lanes_are_joined_as_soon_as_they_have_been_trained_and_once(tmp_path, m
         lanes_apart.join_due(series, joins)
     assert joined == [("cifar_pair0", 5), ("cifar_pair0.equal", 0)]
     assert [path.name for path in (tmp_path / "joined").iterdir()] == ["cifar_pair0.json"]
+
+
+def test_a_model_joined_elsewhere_counts_while_its_lanes_have_the_settings_of_now(tmp_path, monkeypatch):
+    joins = lanes_apart.joins_of("cifar", lanes_apart.runs_of("cifar", repeats=1, smoke=False))
+    lanes = joins["cifar_pair0"]
+    write_json(tmp_path / "kept.json", {"joined": {"cifar_pair0": {"lanes": lanes}}})
+    monkeypatch.setattr(lanes_apart, "kept_results", lambda name, scale: tmp_path / "kept.json")
+    assert list(lanes_apart.joined(series_in(tmp_path, lanes))) == ["cifar_pair0"]
+    assert list(lanes_apart.joined(series_in(tmp_path, lanes[1:]))) == []
 
 
 def test_what_is_run_is_what_there_is_to_run():

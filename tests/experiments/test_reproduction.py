@@ -4,6 +4,7 @@ import errno
 import functools
 import json
 import os
+import shutil
 import signal
 import time
 import types
@@ -179,6 +180,10 @@ def test_runs_in_the_kept_results_have_ended_unless_they_are_of_another_kind(tmp
     second.train(facts, 0.0, lambda: None)
     assert [config.train.seed for config in trained.configs] == [0, 1]
     assert [one["facts"] for one in second.records()] == facts
+    second.train(facts, 0.0, lambda: None, again=facts)  # whose models are needed
+    assert [config.train.seed for config in trained.configs] == [0, 1, 0]
+    shutil.rmtree(tmp_path / "second" / "runs")
+    second.train(facts[1:], 0.0, lambda: None)
     for change in ({"config_hash": "0" * 16}, {"data": record["data"] | {"copy": "JPEG copy"}}):
         write_json(kept, {**first.marker, "runs": [record | change]})
         assert [one["facts"] for one in second.records()] == facts[1:]

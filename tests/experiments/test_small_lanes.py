@@ -111,6 +111,18 @@ def test_together_is_never_slower_on_simulated_devices(monkeypatch):
     assert forms_and_places.simulate()["exact"]["min"] > 0.9999
 
 
+def test_a_teacher_is_trained_again_for_students_that_are_missing_only():
+    ways = (("cifar10", "teacher"), ("cifar", "labels"), ("cifar", "w0.9t4"), ("fashion_mnist", "teacher"))
+    runs = [{"case": case, "way": way, "seed": 0} for case, way in ways]
+
+    def needed(ended):
+        series = SimpleNamespace(records=lambda: [{"facts": facts} for facts in ended])
+        return distilled_lanes.teachers_needed(series, runs)
+
+    assert needed([*runs[:2], runs[3]]) == runs[:1]
+    assert needed([runs[0], runs[2], runs[3]]) == []
+
+
 def test_trials_leave_the_test_set_alone():
     for way in ("labels", "w0.5t1"):
         config = configured("cifar", way, trial=True)
