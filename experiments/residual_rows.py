@@ -32,6 +32,8 @@ class Row:
 ROWS = {
     "cifar_4xw3d2": Row(0.45, "resnet_cifar", "resnet:w3d2*4", 10),
     "fashion_4xw3d2": Row(0.45, "resnet_fashion", "resnet:w3d2*4", 12),
+    "cifar_unequal": Row(0.45, "resnet_cifar", "resnet:w3d2*2,resnet:w2d2*1,resnet:w1d2*1", 15),
+    "fashion_unequal": Row(0.45, "resnet_fashion", "resnet:w3d2*2,resnet:w2d2*1,resnet:w1d2*1", 19),
     "cifar_long": Row(5, "resnet_cifar_long", "resnet:w4d3*4", 50),
     "cifar_1xw6d2": Row(0.45, "resnet_cifar", "resnet:w6d2*1", 11),
     "fashion_1xw6d2": Row(0.45, "resnet_fashion", "resnet:w6d2*1", 13),

@@ -12,7 +12,7 @@ from mlcn_jax.config import RunConfig
 from mlcn_jax.distributed import mesh, traffic
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import lanes
-from mlcn_jax.nn.model import init_params
+from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.nn.spec import ModelSpec, spec_of
 from mlcn_jax.placement import bounds, cost, work
 from mlcn_jax.placement.profile import DeviceProfile
@@ -65,7 +65,7 @@ def _one_of_each(spec: ModelSpec) -> ModelSpec:
 def _held(config: RunConfig, spec: ModelSpec) -> int:
     """Bytes of parameters and optimizer state, read and written, and of a batch of images, read."""
     optimizer = optimizer_of(config.train, _STEPS_PER_EPOCH)
-    params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
+    params = param_shapes(spec)
     state = jax.eval_shape(lambda params: TrainState.create(params, optimizer), params)
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     return 2 * held + config.train.batch_size * math.prod(spec.image_shape)
@@ -78,7 +78,7 @@ def _column_dtype(group: lanes.LaneGroup, spec: ModelSpec) -> Any:
 def _head(config: RunConfig, spec: ModelSpec) -> work.Work:
     optimizer, weight = optimizer_of(config.train, _STEPS_PER_EPOCH), config.train.reconstruction_weight
     batch_size = config.train.batch_size
-    decoder = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))["decoder"]
+    decoder = param_shapes(spec)["decoder"]
     given = {"decoder": decoder}
     moments = jax.eval_shape(optimizer.init, given)
     v = jax.ShapeDtypeStruct((batch_size, spec.num_classes, len(spec.lane_specs)), spec.dtype)
@@ -98,7 +98,7 @@ def _head(config: RunConfig, spec: ModelSpec) -> work.Work:
 def _whole(config: RunConfig, spec: ModelSpec) -> work.Work:
     optimizer = optimizer_of(config.train, _STEPS_PER_EPOCH)
     step = make_train_step(spec, optimizer, **step_options(config))
-    params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
+    params = param_shapes(spec)
     state = jax.eval_shape(lambda params: TrainState.create(params, optimizer), params)
     batch_size = config.train.batch_size
     images = jax.ShapeDtypeStruct((batch_size, *spec.image_shape), jnp.uint8)

@@ -20,7 +20,7 @@ from mlcn_jax.analysis.workdir import load_with_data, stored_config
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import padded_batches, to_pixels
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn.model import class_lengths, encode, init_params, reconstruct
+from mlcn_jax.nn.model import class_lengths, encode, param_shapes, reconstruct
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.checkpoint import Trained
 
@@ -69,7 +69,7 @@ def column_names(spec: ModelSpec) -> list[str]:
     kinds = spec.lane_specs
     if kinds:
         return [f"lane {i} ({kind})" for i, kind in enumerate(kinds)]
-    dim = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))["encoder"]["capsule_weights"].shape[-1]
+    dim = param_shapes(spec)["encoder"]["capsule_weights"].shape[-1]
     return [f"dimension {i}" for i in range(dim)]
 
 

@@ -11,7 +11,7 @@ from mlcn_jax.config import RunConfig
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv
-from mlcn_jax.nn.model import init_params
+from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.nn.spec import ModelSpec, spec_of
 from mlcn_jax.placement.cost import compiled_memory_bytes
 from mlcn_jax.training.accumulate import check_parts
@@ -126,7 +126,7 @@ def compiled_bytes(config: RunConfig, spec: ModelSpec) -> int:
     The batch is the share of each device of the mesh.
     """
     optimizer = optimizer_of(config.train, _STEPS_PER_EPOCH)
-    params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
+    params = param_shapes(spec)
     state = jax.eval_shape(lambda params: TrainState.create(params, optimizer), params)
     share = config.train.batch_size // config.parallel.data
     images = jax.ShapeDtypeStruct((share, *spec.image_shape), jnp.uint8)

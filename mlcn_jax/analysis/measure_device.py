@@ -24,7 +24,7 @@ from mlcn_jax.distributed import links, processes
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv, lanes
 from mlcn_jax.nn.lane_list import parse_lanes
-from mlcn_jax.nn.model import init_params
+from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost, fit
 from mlcn_jax.placement.profile import DeviceProfile, head_features
@@ -140,7 +140,7 @@ class Lab:
             updates, optimizer_state = self._optimizer.update(grads, optimizer_state, decoder)
             return (optax.apply_updates(decoder, updates), optimizer_state), dv
 
-        decoder = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))["decoder"]
+        decoder = param_shapes(spec)["decoder"]
         v = jax.ShapeDtypeStruct((batch_size, spec.num_classes, num_lanes), spec.dtype)
         labels = self._rng.integers(0, spec.num_classes, batch_size, np.int32)
         return Program(step, self._state(decoder), self._made(v), self._images(batch_size), labels)
@@ -150,7 +150,7 @@ class Lab:
         spec = dataclasses.replace(self.spec, lanes=lanes)
         weight = self._config.train.reconstruction_weight
         step = make_train_step(spec, self._optimizer, reconstruction_weight=weight, seed=0)
-        params, moments = self._state(jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0)))
+        params, moments = self._state(param_shapes(spec))
         images = self._rng.integers(0, 256, (batch_size, *spec.image_shape), np.uint8)
         labels = self._rng.integers(0, spec.num_classes, batch_size, np.int32)
         return Program(step, TrainState(jnp.zeros((), jnp.int32), params, moments), images, labels)

@@ -30,9 +30,9 @@ from mlcn_jax.config import RunConfig
 from mlcn_jax.data import batches, datasets
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
-from mlcn_jax.nn.calibration import param_shapes
+from mlcn_jax.nn.calibration import trained_shapes
 from mlcn_jax.nn.conv import compiler_options
-from mlcn_jax.nn.model import class_lengths, encode
+from mlcn_jax.nn.model import class_lengths, encode, param_shapes
 from mlcn_jax.nn.spec import ModelSpec, rows_of, spec_of
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.checkpoint import Checkpoints, describe_model, load_trained
@@ -124,7 +124,7 @@ def load_prunable(workdir: Path, data_dir: str = "") -> Run:
 def _state_shapes(config: RunConfig, spec: ModelSpec, steps_per_epoch: int) -> dict[str, Any]:
     optimizer = optimizer_of(config.train, steps_per_epoch)
     moments = jax.eval_shape(optimizer.init, param_shapes(spec))
-    return {"params": param_shapes(spec, calibrated=True), "optimizer": moments}
+    return {"params": trained_shapes(spec), "optimizer": moments}
 
 
 def weighted_capsules(run: Run, split: datasets.Split, batch_size: int) -> Float[np.ndarray, "n classes lanes"]:
@@ -186,7 +186,7 @@ def prune_spec(spec: ModelSpec, kept: Sequence[int]) -> ModelSpec:
 def prune_params(spec: ModelSpec, params: dict, kept: Sequence[int]) -> dict:
     """The parameters of `prune_spec(spec, kept)`."""
     smaller = prune_spec(spec, kept)
-    return _prune_tree(spec, params, kept, param_shapes(smaller, calibrated=True))
+    return _prune_tree(spec, params, kept, trained_shapes(smaller))
 
 
 def prune_run(run: Run, kept: Sequence[int]) -> Run:

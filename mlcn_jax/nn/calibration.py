@@ -15,21 +15,18 @@ from jaxtyping import Array, Float
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import resnet
 from mlcn_jax.nn.lanes import LaneGroup, calibrate_group, first_input
-from mlcn_jax.nn.model import init_params
+from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.nn.spec import ModelSpec
 
 
-def param_shapes(spec: ModelSpec, *, calibrated: bool = False) -> dict:
-    """Shapes and dtypes of the parameters, without computing any; with the statistics of `calibrate` if wanted."""
+def trained_shapes(spec: ModelSpec) -> dict:
+    """Shapes and dtypes of parameters with the statistics of `calibrate`, without computing any."""
 
-    def make(key: Array, images: Array) -> dict:
-        params = init_params(spec, key)
-        if not calibrated:
-            return params
-        return with_statistics(params, join_statistics([group_statistics(spec, params["encoder"], images)]))
+    def statistics(encoder: dict, images: Array) -> dict:
+        return join_statistics([group_statistics(spec, encoder, images)])
 
-    images = jax.ShapeDtypeStruct((1, *spec.image_shape), jnp.float32)
-    return jax.eval_shape(make, jax.eval_shape(lambda: jax.random.key(0)), images)
+    params, images = param_shapes(spec), jax.ShapeDtypeStruct((1, *spec.image_shape), jnp.float32)
+    return with_statistics(params, jax.eval_shape(statistics, params["encoder"], images))
 
 
 def group_statistics(

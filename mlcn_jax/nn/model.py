@@ -5,6 +5,7 @@ lanes and of the decoder's units. If it is empty, as everywhere else, nothing is
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -206,6 +207,16 @@ def _init(spec: ModelSpec, key: Array) -> dict:
     return CapsuleNetwork(spec).init(key, images, jnp.zeros((1,), jnp.int32))["params"]
 
 
+def param_shapes(spec: ModelSpec) -> dict:
+    """Shapes and dtypes of all parameters, as `jax.ShapeDtypeStruct`, without computing any."""
+    return jax.tree.map(lambda leaf: leaf, _param_shapes(spec))  # a tree of the caller's own
+
+
+@functools.lru_cache
+def _param_shapes(spec: ModelSpec) -> dict:
+    return jax.eval_shape(functools.partial(init_params, spec), jax.eval_shape(lambda: jax.random.key(0)))
+
+
 def apply_model(
     spec: ModelSpec,
     params: dict,
@@ -305,7 +316,7 @@ def count_parameters(spec: ModelSpec) -> dict[str, int | list[int]]:
     >>> count_parameters(ModelSpec("mlcn", (32, 32, 3), 10, lanes="mlcn1:w4*4"))["total"]
     5250816
     """
-    params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
+    params = param_shapes(spec)
 
     def size(tree) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(tree))

@@ -15,7 +15,7 @@ from jaxtyping import Array
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import lanes, model
 from mlcn_jax.nn.lane_losses import losses_of_group
-from mlcn_jax.nn.model import apply_model, init_params
+from mlcn_jax.nn.model import apply_model, param_shapes
 from mlcn_jax.nn.spec import ModelSpec
 
 _FLOAT_BYTES = 4  # parameters, gradients and the optimizer's moments are float32 whatever the compute dtype
@@ -269,7 +269,7 @@ def forward_flops(spec: ModelSpec) -> int:
     image = jax.ShapeDtypeStruct((1, *spec.image_shape), jnp.float32)
     if not spec.lane_groups:
         plain = dataclasses.replace(spec, conv="native")
-        params = jax.eval_shape(lambda key: init_params(plain, key), jax.random.key(0))
+        params = param_shapes(plain)
         return matmul_flops(lambda p, x: apply_model(plain, p, x), params, image)
     total = sum(2 * before * after for before, after in itertools.pairwise(decoder_widths(spec)))
     settings = dataclasses.replace(spec.lane_settings, conv_algorithm="native")

@@ -21,7 +21,7 @@ from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.errors import Diverged, InputError, Stopped, differences
 from mlcn_jax.files import hold, write_json
 from mlcn_jax.nn import tracing
-from mlcn_jax.nn.calibration import param_shapes
+from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.rounds import link
 from mlcn_jax.rounds.judge import CHECKPOINTS, Judge
 from mlcn_jax.rounds.meeting import Meeting

@@ -12,8 +12,8 @@ import numpy as np
 
 from mlcn_jax import host
 from mlcn_jax.files import write_json
-from mlcn_jax.nn.calibration import param_shapes, with_statistics, without_statistics
-from mlcn_jax.nn.model import count_parameters
+from mlcn_jax.nn.calibration import trained_shapes, with_statistics, without_statistics
+from mlcn_jax.nn.model import count_parameters, param_shapes
 from mlcn_jax.rounds.vector import Vector, from_vector
 from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.finish import final_results
@@ -100,7 +100,7 @@ class Judge:
         step = num_steps
         self._load(vector, step)
         if len(session.validation.labels):
-            like = {"params": param_shapes(session.spec, calibrated=True)}
+            like = {"params": trained_shapes(session.spec)}
             restored, facts = self._checkpoints.restore(like, best=True)
             step = facts["step"]
             self._runner.start(

@@ -21,7 +21,7 @@ from mlcn_jax.data.batches import Batches
 from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.files import hold
 from mlcn_jax.nn import tracing
-from mlcn_jax.nn.calibration import param_shapes
+from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.rounds import link
 from mlcn_jax.rounds.coordinator import check_rounds, identity
 from mlcn_jax.rounds.meeting import METRICS

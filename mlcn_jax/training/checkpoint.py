@@ -20,7 +20,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import check_workdir, read_json
-from mlcn_jax.nn.calibration import param_shapes
+from mlcn_jax.nn.calibration import trained_shapes
 from mlcn_jax.nn.spec import ModelSpec
 
 _log = logging.getLogger(__name__)
@@ -275,7 +275,7 @@ def load_trained(workdir: str | Path) -> Trained:
         spec, class_names = ModelSpec(**fields), tuple(stored["class_names"])
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is not in this version's format ({error}): restore it from a copy") from error
-    like = {"params": param_shapes(spec, calibrated=True)}
+    like = {"params": trained_shapes(spec)}
     checkpoints = Checkpoints(workdir / "checkpoints", read_only=True)
     restored, facts = checkpoints.restore(like, best=True)
     checkpoints.close()

@@ -20,7 +20,7 @@ from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.files import hold, read_json, write_json
 from mlcn_jax.launch import program
 from mlcn_jax.nn import tracing
-from mlcn_jax.nn.calibration import param_shapes, with_statistics, without_statistics
+from mlcn_jax.nn.calibration import trained_shapes, with_statistics, without_statistics
 from mlcn_jax.nn.model import count_parameters
 from mlcn_jax.placement.cost import check_fits_memory
 from mlcn_jax.training import evaluate
@@ -174,7 +174,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         if len(validation.labels):
             params = state.params
             if processes.is_first():
-                restored, facts = checkpoints.restore({"params": param_shapes(spec, calibrated=True)}, best=True)
+                restored, facts = checkpoints.restore({"params": trained_shapes(spec)}, best=True)
                 params, best_step = without_statistics(restored["params"]), facts["step"]
             state = dataclasses.replace(state, params=processes.arrays_from_first(params))
             runner.start(state)

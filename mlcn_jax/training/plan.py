@@ -21,7 +21,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.launch import program
 from mlcn_jax.nn import tracing
-from mlcn_jax.nn.model import encode, init_params
+from mlcn_jax.nn.model import encode, param_shapes
 from mlcn_jax.nn.spec import ModelSpec, spec_of
 from mlcn_jax.placement import partition
 from mlcn_jax.placement.problem import Placement
@@ -228,7 +228,7 @@ def algorithms_of(plan: Plan, spec: ModelSpec, batch_size: int, known: Mapping[s
     found = dict(known)
     shares = plan.mesh.shape[mesh_lib.DATA_AXIS] if plan.mesh is not None else 1
     pixels = jax.ShapeDtypeStruct((batch_size // shares, *spec.image_shape), jnp.float32)
-    encoder = jax.eval_shape(lambda key: init_params(spec, key)["encoder"], jax.random.key(0))
+    encoder = param_shapes(spec)["encoder"]
     devices = [stack.device for stack in plan.stacks] or jax.local_devices()[:1]
     for device in {device.platform: device for device in devices}.values():
         with jax.default_device(device):

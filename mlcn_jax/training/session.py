@@ -18,7 +18,8 @@ from mlcn_jax.distributed.mesh import DATA_AXIS
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
 from mlcn_jax.nn import resnet
-from mlcn_jax.nn.calibration import param_shapes, whiten
+from mlcn_jax.nn.calibration import trained_shapes, whiten
+from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.settings import DataSettings, TrainSettings
 from mlcn_jax.training.accumulate import check_parts
@@ -86,7 +87,7 @@ class Session:
     def state_shapes(self) -> dict[str, Any]:
         """Shapes and dtypes of `params` and `optimizer` in checkpoints, without computing them."""
         optimizer = jax.eval_shape(self.optimizer.init, param_shapes(self.spec))
-        return {"params": param_shapes(self.spec, calibrated=True), "optimizer": optimizer}
+        return {"params": trained_shapes(self.spec), "optimizer": optimizer}
 
 
 def open_session(config: RunConfig) -> Session:

@@ -29,7 +29,7 @@ from mlcn_jax.data import batches, datasets
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.distributed import exchange, messages
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn.calibration import group_statistics, join_statistics, param_shapes, with_statistics
+from mlcn_jax.nn.calibration import group_statistics, join_statistics, trained_shapes, with_statistics
 from mlcn_jax.nn.distillation import Distillation
 from mlcn_jax.nn.model import lane_outputs
 from mlcn_jax.nn.resnet import STATISTICS
@@ -234,7 +234,7 @@ class StacksRunner:
         """Collects the statistics for evaluation of the current parameters, for `scores`, and returns them."""
         if not any(group.kind.normalises for group in self._spec.lane_groups):
             return {}
-        shapes = param_shapes(self._spec, calibrated=True)["encoder"]
+        shapes = trained_shapes(self._spec)["encoder"]
         whole = {
             name: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), group[STATISTICS])
             for name, group in shapes.items()

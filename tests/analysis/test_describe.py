@@ -12,7 +12,7 @@ from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.nn.lanes import Lane
-from mlcn_jax.nn.model import apply_model, count_parameters, init_params
+from mlcn_jax.nn.model import apply_model, count_parameters, param_shapes
 from mlcn_jax.placement.cost import matmul_flops
 from mlcn_jax.placement.simulate import Link
 
@@ -22,7 +22,7 @@ from mlcn_jax.placement.simulate import Link
 def test_numbers_are_those_of_the_whole_model(lanes, routing):
     config = RunConfig().replace({"model.lanes": lanes, "model.lane_routing": routing})
     spec = dataclasses.replace(config.model_spec(*config.data.shape()), conv="native")
-    params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
+    params = param_shapes(spec)
     image = jax.ShapeDtypeStruct((1, *spec.image_shape), jnp.float32)
     found, counts = describe.describe(config), count_parameters(spec)
     assert found["forward_flops_per_image"] == matmul_flops(lambda p, x: apply_model(spec, p, x), params, image)

@@ -25,7 +25,7 @@ CAPSNET = ModelSpec("capsnet", (18, 18, 1), 3, decoder=(6,), conv="native")
 
 
 def random_params(spec):
-    rng, shapes = np.random.default_rng(1), jax.eval_shape(lambda: model.init_params(spec, jax.random.key(0)))
+    rng, shapes = np.random.default_rng(1), model.param_shapes(spec)
     return jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), shapes)
 
 

@@ -32,7 +32,7 @@ CHROMIUM_FLAGS = (
 
 
 def random_params(spec):
-    rng, shapes = np.random.default_rng(1), jax.eval_shape(lambda: model.init_params(spec, jax.random.key(0)))
+    rng, shapes = np.random.default_rng(1), model.param_shapes(spec)
     return jax.tree.map(lambda leaf: rng.normal(0, 0.5, leaf.shape).astype(np.float32), shapes)
 
 

@@ -10,7 +10,7 @@ import pytest
 from experiments import residual_lanes
 from experiments.residual_rows import GPU_ROWS, ROWS, TRIALS
 from mlcn_jax.nn.lane_losses import outputs_and_loss
-from mlcn_jax.nn.model import init_params
+from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.cost import lane_cost, matmul_flops
 
@@ -33,7 +33,7 @@ def test_accuracy_by_lanes_equals_removing_each_choice():
 
 def test_a_lane_costs_what_its_loss_and_gradient_compute():
     spec = ModelSpec("mlcn", (12, 12, 3), 5, "resnet:w1*2", norm_group=4, conv="native")
-    params = jax.eval_shape(lambda key: init_params(spec, key)["encoder"], jax.random.key(0))
+    params = param_shapes(spec)["encoder"]
     images, labels = jax.ShapeDtypeStruct((8, 12, 12, 3), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)
 
     def step(params, images, labels):

@@ -80,6 +80,16 @@ def test_dropped_lanes_keep_the_mean():
     assert np.all(columns == columns[:, :1])  # a lane is dropped for all images and classes or for none
 
 
+def test_shapes_are_those_of_the_initial_values_and_the_callers_own():
+    params = model.init_params(SMALL, jax.random.key(0))
+    for _ in range(2):
+        shapes = model.param_shapes(SMALL)
+        assert jax.tree.structure(shapes) == jax.tree.structure(params)
+        for shape, value in zip(jax.tree.leaves(shapes), jax.tree.leaves(params), strict=True):
+            assert (shape.shape, shape.dtype) == (value.shape, value.dtype)
+        del shapes["encoder"]
+
+
 @pytest.mark.parametrize("name", ["mlcn", "capsnet"])
 def test_bfloat16_is_close_to_float32(name, rng):
     lanes = SMALL.lanes if name == "mlcn" else ""
@@ -88,8 +98,7 @@ def test_bfloat16_is_close_to_float32(name, rng):
     for dtype in COMPUTE_DTYPES:
         spec = ModelSpec(name, (18, 18, 1), 3, lanes, decoder=(6, 5), compute_dtype=dtype)
         params = made_params(spec)
-        shapes = jax.eval_shape(lambda spec=spec: model.init_params(spec, jax.random.key(0)))
-        assert {leaf.dtype for leaf in jax.tree.leaves(shapes)} == {jnp.dtype("float32")}
+        assert {leaf.dtype for leaf in jax.tree.leaves(model.param_shapes(spec))} == {jnp.dtype("float32")}
         outputs[dtype] = jax.jit(model.apply_model, static_argnums=0)(spec, params, images)
     v32, v16 = (np.asarray(outputs[d][0], np.float32) for d in ("float32", "bfloat16"))
     assert outputs["bfloat16"][0].dtype == jnp.bfloat16

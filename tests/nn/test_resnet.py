@@ -73,7 +73,7 @@ def test_calibrated_lanes_see_each_image_alone_and_folding_changes_nothing(param
     np.testing.assert_allclose(together[:3], model.encode(SPEC, calibrated["encoder"], images[:3]), atol=1e-5)
     folded = calibration.fold_statistics(SPEC, calibrated)
     np.testing.assert_allclose(model.encode(SPEC, folded["encoder"], images), together, atol=1e-5)
-    shapes = calibration.param_shapes(SPEC, calibrated=True)
+    shapes = calibration.trained_shapes(SPEC)
     assert jax.tree.map(jnp.shape, calibrated) == jax.tree.map(jnp.shape, shapes)
     assert jax.tree.structure(calibration.without_statistics(calibrated)) == jax.tree.structure(params)
     with pytest.raises(InputError, match="resnet_w1d3 has no statistics"):

@@ -18,7 +18,7 @@ from benchmarks import onnx_inference as benchmark
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.capsules import lengths
-from mlcn_jax.nn.model import encode, init_params
+from mlcn_jax.nn.model import encode, param_shapes
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving import onnx, runtime
 from mlcn_jax.serving import onnx_export as script
@@ -46,7 +46,7 @@ def copied(exported, tmp_path):
 
 def model_of(spec: ModelSpec) -> onnx.ExportedModel:
     """With random parameters, routing logits among them, large enough for lengths that are neither 0 nor 1."""
-    shapes = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))["encoder"]
+    shapes = param_shapes(spec)["encoder"]
     rng, scale = np.random.default_rng(1), 0.1 if spec.name == "capsnet" else 0.5
     encoder = jax.tree.map(lambda a: jax.numpy.asarray(rng.normal(0, scale, a.shape), np.float32), shapes)
     artifact = SimpleNamespace(class_names=tuple("abcdefgh"[: spec.num_classes]))
