@@ -236,6 +236,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.plot(x[1], y[1], "o", color="C1")
         axes.annotate(" + ".join(row["machines"]), (x[1], y[1]), (4, 4), textcoords="offset points", fontsize=8)
     axes.set(xlabel="seconds of the training (open: predicted, filled: measured)", ylabel="cost at made-up prices")
+    axes.margins(0.12)  # for the names
     axes.set(xlim=(0, None), ylim=(0, None))
     figure.savefig(path, dpi=120)
 
