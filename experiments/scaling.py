@@ -8,20 +8,23 @@ Three kinds of points, never in one line. Measured on real cores: processes of o
 shows what splitting costs, not what it brings. Simulated: `splits.predict_mesh` of devices like one core of this
 machine.
 What is measured takes turns with MLCN and CapsNet on one core, and its speed-ups are over them. Two parts: batch sizes,
-and on two cores the width, depth and number of lanes. Writes `experiments/results/scaling.json` and `.png`.
+and on two cores the width, depth and number of lanes. With `--nomeasure`, what was measured stays, and only the
+simulation is made anew. Writes `experiments/results/scaling.json` and `.png`.
 """
 
 import dataclasses
 import os
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from experiments import RESULTS, workers
 from mlcn_jax import host
-from mlcn_jax.files import write_json
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.placement.profile import DeviceProfile
@@ -227,6 +230,14 @@ def define(values: flags.FlagValues) -> None:
         "rounds", 3, "Rounds in which a setting takes turns with its bases.", lower_bound=1, flag_values=values
     )
     flags.DEFINE_float("turn_seconds", 0.7, "Length of a turn, but at least two steps.", flag_values=values)
+    flags.DEFINE_bool("measure", True, "Measure; or simulate only, beside what was measured.", flag_values=values)
+
+
+def measured_earlier(path: Path) -> dict[str, Any]:
+    """The results that a measurement left; raises InputError if there are none."""
+    if not path.exists():
+        raise InputError(f"{path} does not exist: without --nomeasure it is measured")
+    return read_json(path)
 
 
 def main(values: flags.FlagValues) -> None:
@@ -245,15 +256,22 @@ def main(values: flags.FlagValues) -> None:
             for text in sweep.values()
         ]
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in parts}
+    path = RESULTS / "scaling.json"
     about = {"data": values.data, "rounds": values.rounds, **host.environment()}
+    earlier = {} if values.measure else measured_earlier(path)
+    about |= {name: earlier[name] for name in about if name in earlier}
     RESULTS.mkdir(exist_ok=True)
     for name, part in parts.items():
         for rows, over in part:
-            results[name] += measure([s for s in rows if s.where != SIMULATED], over, values)
+            if values.measure:
+                results[name] += measure([s for s in rows if s.where != SIMULATED], over, values)
+            else:
+                same = [r for r in earlier[name] if (r["batch"], r["lanes"]) == (rows[0].batch, rows[0].lanes)]
+                results[name] += [row for row in same if row["where"] != SIMULATED]
             if profile:
                 simulated = [s for s in rows if s.where == SIMULATED]
                 results[name] += simulate([s for s in simulated if s.divides()], profile, values.data)
-            write_json(RESULTS / "scaling.json", {**about, **results})
+            write_json(path, {**about, **results})
     draw(results)
     print(table([row for rows in results.values() for row in rows]))
 
