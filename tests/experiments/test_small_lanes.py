@@ -143,7 +143,7 @@ def test_trials_take_no_teacher_that_may_have_learned_what_is_held_out(tmp_path)
 @pytest.mark.parametrize(("trial", "name"), [(True, "distilled_lanes_trial"), (False, "distilled_lanes")])
 def test_trials_are_reported_under_a_name_of_their_own_from_the_first_run_on(trial, name, tmp_path, monkeypatch):
     names = []
-    monkeypatch.setattr(distilled_lanes, "carry_out", lambda series, runs, minutes, text, report: report(series))
+    monkeypatch.setattr(distilled_lanes, "carry_out", lambda series, runs, minutes, text, report, again: report(series))
     monkeypatch.setattr(distilled_lanes, "write", lambda series, name, *rest: names.append(name))
     options = {"repeats": 1, "settings": ["w0.9t4"], "minutes": 0, "directories": DIRECTORIES, "command": ""}
     teachers = {"cifar10": "", "fashion_mnist": ""}

@@ -103,7 +103,7 @@ def test_communication_by_hand():
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(0, 10), st.floats(0, 1e9), st.floats(0, 1e-2), st.floats(1e3, 1e11))
+@given(st.integers(0, 10), st.integers(0, 10**9), st.floats(0, 1e-2), st.floats(1e3, 1e11))
 def test_no_algorithm_beats_its_bounds_and_the_simulator_agrees(levels, num_bytes, latency, rate):
     devices, link = 2**levels, Link(latency, rate)
     found = bounds.communication(devices, num_bytes, link)
