@@ -47,6 +47,7 @@ LANES = (
 SLOWNESS = 2.0
 _BATCH = 100
 _LEVEL = 0.9  # of the intervals
+_INSIDE = ("inside", "inside_unscaled", "inside_without_sharing")  # see `judged`
 
 
 def configurations() -> list[dict[str, Any]]:
@@ -129,15 +130,17 @@ def measure(
 def judged(row: Mapping[str, Any], profile: DeviceProfile, data: str) -> dict[str, Any]:
     """The interval over the prediction, and whether what was measured lies inside.
 
-    How cores slow each other down varies, which is a part of an interval; here the yardstick has measured it, so it is
-    left out of `interval`, and kept in `with_sharing`.
+    How cores slow each other down varies, which is a part of an interval, and is measured by the yardstick here;
+    `without_sharing` leaves it out. `unscaled` compares with the prediction as the profile gives it.
     """
     _, spec, placement = planned(row, profile, data)
     found: dict[str, Any] = {}
-    for name, own in (("", dataclasses.replace(profile, sharing=None)), ("_with_sharing", profile)):
+    for name, own in (("", profile), ("_without_sharing", dataclasses.replace(profile, sharing=None))):
         sure = splits.interval(1.0, spec, [own, own], placement=placement)
         found[f"interval{name}"] = [sure.low_seconds, sure.high_seconds] if sure else None
         found[f"inside{name}"] = sure.holds(1 / row["predicted_over_measured"]) if sure else None
+        if own is profile:
+            found["inside_unscaled"] = sure.holds(row["measured_seconds"] / row["planned_seconds"]) if sure else None
     return found
 
 
@@ -161,7 +164,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "mean_error": statistics.mean(errors),
         "largest_error": max(errors),
         "interval_level": _LEVEL,
-        **{f"{name}_interval": _share([row[name] for row in rows]) for name in ("inside", "inside_with_sharing")},
+        **{f"{name}_interval": _share([row[name] for row in rows]) for name in _INSIDE},
         "planned_over_fastest": longer,
         "least_over_measured": max(row["least_seconds"] / row["measured_seconds"] for row in rows),
     }

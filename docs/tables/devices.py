@@ -40,10 +40,10 @@ def _inside(result: Mapping[str, Any]) -> str:
     if share is None:
         return ""
     level = percent(result["interval_level"], 0)
-    both = percent(result["inside_with_sharing_interval"], 0)
+    unscaled, without = (percent(result[f"inside_{name}_interval"], 0) for name in ("unscaled", "without_sharing"))
     return (
-        f" Intervals of {level} % hold {percent(share, 0)} % of the measured splits; with the part for cores that slow "
-        f"each other down, which is measured here, {both} %."
+        f" Intervals of {level} % hold {percent(share, 0)} % of the measured splits, and {unscaled} % of them without "
+        f"the scaling described below; without the part for cores that slow each other down, {without} %."
     )
 
 

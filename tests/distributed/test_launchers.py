@@ -171,7 +171,7 @@ def alone(slurm, tmp_path_factory):
 
 def assert_close(found, expected):
     for a, b in zip(found, expected, strict=True):  # not to the bit: a task may have fewer cores
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.long
