@@ -34,21 +34,23 @@ def rng():
     return np.random.default_rng(0)
 
 
-_save_reconstructions = pictures.save_reconstructions
+_PICTURES = {name: getattr(pictures, name) for name in ("save_confusion", "save_reconstructions")}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_pictures():
-    """Runs write an empty `reconstructions.png`: to draw it takes longer than 20 tiny steps."""
+    """Runs write empty pictures: to draw them takes longer than 20 tiny steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pictures, "save_reconstructions", lambda path, *args: path.touch())
+        for name in _PICTURES:
+            patch.setattr(pictures, name, lambda path, *args: path.touch())
         yield
 
 
 @pytest.fixture
 def real_pictures(monkeypatch):
     """For the tests that look at pictures."""
-    monkeypatch.setattr(pictures, "save_reconstructions", _save_reconstructions)
+    for name, function in _PICTURES.items():
+        monkeypatch.setattr(pictures, name, function)
 
 
 @pytest.fixture(scope="session")

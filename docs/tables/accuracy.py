@@ -186,6 +186,11 @@ def _residual_rows(validation: bool) -> str:
 
 
 @place
+def residual_lanes() -> str:
+    return _residual_rows(validation=False)
+
+
+@place
 def residual_trials() -> str:
     return _residual_rows(validation=True)
 

@@ -17,6 +17,9 @@ from mlcn_jax.training.step import make_loss
 SPEC = ModelSpec("mlcn", (12, 12, 3), 4, lanes="resnet:w1d3*2", norm_group=4, decoder=(8,), label_smoothing=0.1)
 MIXED = dataclasses.replace(SPEC, image_shape=(18, 18, 3), lanes="resnet:w1*2,mlcn1:w1*2", decoder=(8,))
 
+lane_outputs = jax.jit(model.lane_outputs, static_argnums=0)
+encode = jax.jit(model.encode, static_argnums=0)
+
 
 @pytest.fixture(scope="module")
 def images():
@@ -45,16 +48,16 @@ def test_whitened_patches_are_uncorrelated_with_variance_one(images):
 
 
 def test_training_normalises_each_group_of_images_alone(params, images):
-    whole = model.lane_outputs(SPEC, params["encoder"], images)
-    halves = [model.lane_outputs(SPEC, params["encoder"], half) for half in (images[:4], images[4:])]
+    whole = lane_outputs(SPEC, params["encoder"], images)
+    halves = [lane_outputs(SPEC, params["encoder"], half) for half in (images[:4], images[4:])]
     np.testing.assert_allclose(whole, np.concatenate(halves), atol=1e-5)
-    one_group = model.lane_outputs(dataclasses.replace(SPEC, norm_group=8), params["encoder"], images)
+    one_group = lane_outputs(dataclasses.replace(SPEC, norm_group=8), params["encoder"], images)
     assert np.abs(whole - one_group).max() > 1e-3
 
 
 def test_groups_that_do_not_divide_a_batch_are_refused(params, images):
     with pytest.raises(InputError, match="batches of 6 images per device cannot be split"):
-        model.lane_outputs(SPEC, params["encoder"], images[:6])
+        lane_outputs(SPEC, params["encoder"], images[:6])
 
 
 def test_statistics_are_means_and_variances_over_all_images():
@@ -69,10 +72,10 @@ def test_statistics_are_means_and_variances_over_all_images():
 
 def test_calibrated_lanes_see_each_image_alone_and_folding_changes_nothing(params, images):
     calibrated = calibration.calibrate(SPEC, params, [images[:4], images[4:]])
-    together = model.encode(SPEC, calibrated["encoder"], images)
-    np.testing.assert_allclose(together[:3], model.encode(SPEC, calibrated["encoder"], images[:3]), atol=1e-5)
+    together = encode(SPEC, calibrated["encoder"], images)
+    np.testing.assert_allclose(together[:3], encode(SPEC, calibrated["encoder"], images[:3]), atol=1e-5)
     folded = calibration.fold_statistics(SPEC, calibrated)
-    np.testing.assert_allclose(model.encode(SPEC, folded["encoder"], images), together, atol=1e-5)
+    np.testing.assert_allclose(encode(SPEC, folded["encoder"], images), together, atol=1e-5)
     shapes = calibration.trained_shapes(SPEC)
     assert jax.tree.map(jnp.shape, calibrated) == jax.tree.map(jnp.shape, shapes)
     assert jax.tree.structure(calibration.without_statistics(calibrated)) == jax.tree.structure(params)
@@ -83,14 +86,14 @@ def test_calibrated_lanes_see_each_image_alone_and_folding_changes_nothing(param
 def test_with_the_statistics_of_one_group_evaluation_equals_training(params, images):
     spec = dataclasses.replace(SPEC, norm_group=8)
     calibrated = calibration.calibrate(spec, params, [images])
-    trained = model.lane_outputs(spec, params["encoder"], images)
-    np.testing.assert_allclose(model.lane_outputs(spec, calibrated["encoder"], images), trained, atol=1e-4)
+    trained = lane_outputs(spec, params["encoder"], images)
+    np.testing.assert_allclose(lane_outputs(spec, calibrated["encoder"], images), trained, atol=1e-4)
 
 
 def test_squared_lengths_are_the_sum_of_the_lanes_probabilities(params, images):
-    outputs = np.asarray(model.lane_outputs(SPEC, params["encoder"], images), np.float64)
+    outputs = np.asarray(lane_outputs(SPEC, params["encoder"], images), np.float64)
     np.testing.assert_allclose(np.exp(outputs).sum(axis=1), 1, rtol=1e-5)
-    v = model.encode(SPEC, params["encoder"], images)
+    v = encode(SPEC, params["encoder"], images)
     np.testing.assert_allclose(np.square(capsules.lengths(v)), np.exp(outputs).sum(axis=2), rtol=1e-5)
     probabilities = model.class_probabilities(SPEC, capsules.lengths(v))
     np.testing.assert_allclose(probabilities, np.exp(outputs).mean(axis=2), rtol=1e-5)
@@ -118,9 +121,9 @@ def test_cross_entropy_equals_numpy():
     np.testing.assert_allclose(found, -(target * log_p).sum(axis=1), rtol=1e-5)
 
 
-def gradients(spec, params, images, labels):
-    loss = make_loss(spec, 0.4)
-    return jax.grad(lambda p: loss(p, images, labels, jax.random.key(0), {})[0])(params)["encoder"]
+def gradients(spec, params, images, labels, reconstruction_weight=0.4):
+    loss = make_loss(spec, reconstruction_weight)
+    return jax.jit(jax.grad(lambda p: loss(p, images, labels, jax.random.key(0), {})[0]))(params)["encoder"]
 
 
 @pytest.mark.long
@@ -136,7 +139,7 @@ def test_gradients_taken_lane_by_lane_are_those_of_the_whole_loss():
         loss = model.classification_loss(MIXED, outputs, labels) + 0.4 * losses.reconstruction_loss(decoded, images)
         return jnp.mean(loss)
 
-    expected = jax.grad(plain)(params["encoder"])
+    expected = jax.jit(jax.grad(plain))(params["encoder"])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), found, expected)
     assert np.abs(found["resnet_w1d1"]["trunk"]["conv1_1"]).max() > 1e-4
     assert np.abs(found["mlcn1_w1d1"]["conv1"]["kernel"]).max() > 1e-4
@@ -150,10 +153,10 @@ def test_gradients_taken_lane_by_lane_are_those_of_the_whole_loss():
 def test_a_lane_that_classifies_alone_learns_nothing_from_the_others(changes, independent):
     spec = dataclasses.replace(MIXED, **changes)
     params, images, labels = mixed()
-    before = gradients(spec, params, images, labels)
+    before = gradients(spec, params, images, labels, 100.0)  # so that the decoder's part is not lost in rounding
     other = jax.tree.map(lambda x: x, params)
     other["encoder"]["resnet_w1d1"] = jax.tree.map(lambda x: x.at[1].multiply(1.5), params["encoder"]["resnet_w1d1"])
-    after = gradients(spec, other, images, labels)
+    after = gradients(spec, other, images, labels, 100.0)
     own = [np.asarray(tree["resnet_w1d1"]["trunk"]["conv1_1"][0]) for tree in (before, after)]
     assert np.array_equal(*own) == independent
     np.testing.assert_array_equal(before["mlcn1_w1d1"]["conv1"]["kernel"].shape[0], 2)
@@ -176,7 +179,7 @@ def test_a_lane_trains_the_same_whatever_the_number_of_lanes(images, params):
 def test_the_capsule_head_routes_the_same_trunk(images):
     spec = dataclasses.replace(SPEC, lanes="resnet_caps:w1*2", lane_routing="per_class", label_smoothing=0.0)
     params = model.init_params(spec, jax.random.key(0))
-    v = model.encode(spec, params["encoder"], images)
+    v = encode(spec, params["encoder"], images)
     assert v.shape == (8, 4, 2)
     assert spec.probability_power == 1
     assert np.abs(gradients(spec, params, images, jnp.arange(8) % 4)["resnet_caps_w1d1"]["capsule_weights"]).max() > 0
@@ -187,10 +190,8 @@ def test_each_lane_sees_its_own_view(images, params):
     labels = jnp.arange(8) % 4
     plain = {"flip": jnp.zeros((8, 2), bool)}
     mirrored = {"flip": jnp.zeros((8, 2), bool).at[:, 1].set(True)}
-    first, second = (
-        jax.grad(lambda p, d=draws: loss(p, images, labels, jax.random.key(0), d)[0])(params)["encoder"]["resnet_w1d3"]
-        for draws in (plain, mirrored)
-    )
+    gradient = jax.jit(jax.grad(lambda p, draws: loss(p, images, labels, jax.random.key(0), draws)[0]))
+    first, second = (gradient(params, draws)["encoder"]["resnet_w1d3"] for draws in (plain, mirrored))
     np.testing.assert_array_equal(first["head"]["kernel"][0], second["head"]["kernel"][0])
     assert np.abs(first["head"]["kernel"][1] - second["head"]["kernel"][1]).max() > 1e-6
 
@@ -202,10 +203,11 @@ def test_muon_turns_kernels_and_keeps_their_norms_and_the_whitening(params, imag
         optimizer = make_optimizer(
             name, learning_rate=0.1, num_steps=10, steps_per_epoch=2, whitening_epochs=1, weight_decay=1e-3
         )
-        state, current = optimizer.init(params), params
+        state, current = jax.jit(optimizer.init)(params), params
+        update = jax.jit(optimizer.update)
         for step in range(3):
             grads = jax.tree.map(jnp.ones_like, current)
-            updates, state = optimizer.update(grads, state, current)
+            updates, state = update(grads, state, current)
             moved = optax.apply_updates(current, updates)
             trunk, before = (tree["encoder"]["resnet_w1d3"]["trunk"] for tree in (moved, current))
             np.testing.assert_array_equal(trunk["whitening"]["kernel"], before["whitening"]["kernel"])

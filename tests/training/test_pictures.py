@@ -8,6 +8,8 @@ from PIL import Image
 from mlcn_jax.training import pictures
 from mlcn_jax.training.evaluate import Scores
 
+pytestmark = pytest.mark.usefixtures("real_pictures")
+
 
 @pytest.mark.parametrize(("class_names", "rotation"), [(("0", "1"), 0), (("cat", "horse"), 90)])
 def test_short_names_of_classes_are_upright_in_the_confusion_matrix(tmp_path, monkeypatch, class_names, rotation):

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import shutil
 
 import jax
@@ -99,10 +100,10 @@ def test_in_stacks_lanes_learn_the_same_from_the_teacher(case):
 def test_the_teacher_sees_what_each_lane_sees_at_full_size():
     distillation = Distillation(probabilities, 1.0, 3.0)
     augmentation = dataclasses.replace(OWN_VIEWS, size=12)
-    pixels, _, draws = make_input(ALONE, 0, augmentation)(jnp.zeros((), jnp.int32), jnp.asarray(IMAGES))
+    pixels, _, draws = jax.jit(make_input(ALONE, 0, augmentation))(jnp.zeros((), jnp.int32), jnp.asarray(IMAGES))
     encoder = init_params(ALONE, jax.random.key(0))["encoder"]
     options = lane_options(augmentation, distillation)
-    outputs, loss = outputs_and_loss(ALONE, encoder, pixels, LABELS, draws, **options)
+    outputs, loss = jax.jit(functools.partial(outputs_and_loss, ALONE, **options))(encoder, pixels, LABELS, draws)
     seen = [lane_view(OWN_VIEWS)(pixels, draws, jnp.array(lane)) for lane in range(2)]
     assert np.abs(seen[0] - seen[1]).max() > 0.1
     expected = sum(losses.soft_divergence(outputs[..., i], probabilities(x), 3.0).mean() for i, x in enumerate(seen))
@@ -112,9 +113,11 @@ def test_the_teacher_sees_what_each_lane_sees_at_full_size():
 def test_the_margin_loss_takes_labels_and_teacher_mixed():
     distillation = Distillation(probabilities, 0.7, 3.0)
     params, pixels = init_params(MARGIN, jax.random.key(0)), jnp.asarray(IMAGES / np.float32(255))
-    _, metrics = make_loss(MARGIN, 0.4, distillation=distillation)(params, pixels, LABELS, jax.random.key(0), {})
+    loss = jax.jit(make_loss(MARGIN, 0.4, distillation=distillation))
+    _, metrics = loss(params, pixels, LABELS, jax.random.key(0), {})
     target = 0.3 * jax.nn.one_hot(LABELS, 3) + 0.7 * probabilities(pixels)
-    expected = losses.margin_loss(lengths(encode(MARGIN, params["encoder"], pixels)), target).mean()
+    v = jax.jit(encode, static_argnums=0)(MARGIN, params["encoder"], pixels)
+    expected = losses.margin_loss(lengths(v), target).mean()
     np.testing.assert_allclose(metrics["margin"], expected, rtol=1e-6)
 
 
