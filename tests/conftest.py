@@ -15,12 +15,14 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+from made_files import cifar_bytes, idx_files, write_files  # noqa: E402
 
 from mlcn_jax import host  # noqa: E402
 from mlcn_jax.config import RunConfig  # noqa: E402
 from mlcn_jax.launch import keep_memory  # noqa: E402
 from mlcn_jax.serving import export  # noqa: E402
 from mlcn_jax.tiers import split  # noqa: E402
+from mlcn_jax.tiers.artifact import TierArtifact  # noqa: E402
 from mlcn_jax.training import loop, pictures  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -83,6 +85,25 @@ def per_lane(tmp_path_factory):
 def tiers_folder(per_lane):
     """Its tiers, cut at the pixels."""
     return split.split(per_lane, per_lane / "tiers.json")
+
+
+@pytest.fixture(scope="session")
+def tiers(tiers_folder):
+    """The artifacts of these tiers, by name."""
+    return {name: TierArtifact(tiers_folder / name) for name in ("end", "edge", "cloud")}
+
+
+@pytest.fixture(scope="session")
+def directories(tmp_path_factory):
+    """Folders of a small Fashion-MNIST and a small CIFAR-10, by name."""
+    root = tmp_path_factory.mktemp("data")
+    images = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), dtype=np.uint8)
+    batch = cifar_bytes(images, np.arange(20)[:, np.newaxis] % 10)
+    cifar = {f"data_batch_{i}.bin": batch for i in range(1, 6)} | {"test_batch.bin": batch}
+    return {
+        "fashion_mnist": str(write_files(root / "fashion", idx_files(num_train=1200, num_test=200, size=28))),
+        "cifar10": str(write_files(root / "cifar", cifar)),
+    }
 
 
 @pytest.fixture

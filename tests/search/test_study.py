@@ -1,84 +1,20 @@
 """Every model of a study ends once, whatever becomes of its workers; methods find a better region that was planted."""
 
 import dataclasses
-import math
 import multiprocessing
 import os
 import random
-import shutil
 import signal
-import sqlite3
-import subprocess
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from made_study import SETTINGS, make_space, make_study, planted, run
 from optuna.trial import TrialState
 
 from mlcn_jax.errors import Diverged, InputError
-from mlcn_jax.nn.lane_list import parse_lanes
-from mlcn_jax.nn.lanes import LaneSpec
-from mlcn_jax.search import budget, space, storage, study
 from mlcn_jax.search import models as models_lib
-from mlcn_jax.search import settings as settings_lib
-from mlcn_jax.search.trials import Score
-
-MENU = [LaneSpec(kind, w, d) for kind in ("mlcn1", "mlcn2") for w in range(1, 5) for d in range(1, 5)]
-LOADS = tuple(float(lane.width**2 * lane.depth) for lane in MENU)
-SETTINGS = settings_lib.SearchSettings(
-    devices="",
-    kinds="mlcn1,mlcn2",
-    max_width=4,
-    max_depth=4,
-    baseline="mlcn1:w1",
-    tolerance=0.05,
-    method="random",
-    num_models=6,
-    num_epochs=1,
-    num_repeats=1,
-    num_images=0,
-    min_epochs=1,
-    reduction_factor=2,
-    max_training_seconds=0.0,
-    seed=0,
-    name="nas",
-    storage="",
-    heartbeat_seconds=1,
-)
-
-
-def make_space():
-    bucket = budget.Bucket("device", "flops", 40.0, math.inf, LOADS, (1.0,) * len(MENU))
-    return space.Space(MENU, [bucket] * 4)
-
-
-def make_study(folder, create=True, facts=None, **changes):
-    settings = dataclasses.replace(SETTINGS, **changes)
-    return study.Study(
-        settings, facts or settings_lib.facts_of(settings), f"sqlite:///{folder}/search.db", create=create
-    )
-
-
-def make_score(accuracy, seconds=1.0):
-    return Score(1, accuracy, (accuracy,), seconds, 0.0, 0.0, 1)
-
-
-def planted(lanes):
-    """Accuracy in a landscape: the nearer lanes are to mlcn2 of width 2 and depth 3, the better; no training."""
-    groups = parse_lanes(lanes)
-    near = sum(
-        group.count
-        * (1.0 if group.spec.kind == "mlcn2" else 0.4)
-        * math.exp(-((group.spec.width - 2) ** 2 + (group.spec.depth - 3) ** 2) / 2)
-        for group in groups
-    )
-    yield make_score(near / sum(group.count for group in groups))
-
-
-def run(found, evaluate=planted, **more):
-    found.work(make_space(), evaluate, to_the_end=True, **more)
-    return found.models()
+from mlcn_jax.search import space
 
 
 def test_all_models_and_the_baseline_are_trained_once_and_a_second_run_trains_none(tmp_path):
@@ -305,60 +241,6 @@ def test_other_settings_are_refused_by_name(tmp_path):
         make_study(tmp_path, max_width=3)
 
 
-def test_a_locked_storage(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "_LOCK_SECONDS", 0.2)
-    found = make_study(tmp_path)
-    holder = sqlite3.connect(tmp_path / "search.db", isolation_level=None)
-    holder.execute("BEGIN EXCLUSIVE")
-    with (
-        pytest.raises(InputError, match="another program has locked it"),
-        storage.storage_errors("sqlite:///search.db"),
-    ):
-        run(found)
-    holder.close()
-    assert {model.state for model in run(make_study(tmp_path))} == {"complete"}
-
-
-def test_a_storage_that_fails_while_a_model_is_trained(tmp_path):
-    holder = sqlite3.connect(tmp_path / "search.db", isolation_level=None)
-
-    def evaluate(lanes):
-        if lanes != SETTINGS.baseline:
-            holder.execute("DROP TABLE trial_intermediate_values")
-        yield from planted(lanes)
-
-    found = make_study(tmp_path)
-    refused = pytest.raises(InputError, match=r"cannot be used .*Models that have finished are kept")
-    with refused, storage.storage_errors("sqlite:///search.db"):
-        run(found, evaluate)
-
-
-def test_storages_that_cannot_be_used(tmp_path):
-    (tmp_path / "search.db").write_text("no database, but text that is long enough to look like one\n" * 100)
-    with pytest.raises(InputError, match="damaged or belongs to another program") as caught:
-        make_study(tmp_path)
-    assert "same command continues" not in str(caught.value)
-    for url, message in (
-        ("nonsense", "is not the address of a database"),
-        ("sqlite:////nowhere/search.db", "cannot be used .*unable to open"),
-        ("postgresql://u:secret@127.0.0.1:1/x", "cannot be used|driver that is not installed"),
-        ("oddsql://x/y", "is not the address|driver"),
-    ):
-        with pytest.raises(InputError, match=message) as error:
-            study.Study(SETTINGS, {}, url, create=True)
-        assert "secret" not in str(error.value)
-
-
-def test_a_storage_of_another_version(tmp_path):
-    make_study(tmp_path)
-    connection = sqlite3.connect(tmp_path / "search.db")
-    connection.execute("UPDATE alembic_version SET version_num = 'v99.0.0'")
-    connection.commit()
-    connection.close()
-    with pytest.raises(InputError, match="another version of Optuna"):
-        make_study(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -372,36 +254,3 @@ def test_a_storage_of_another_version(tmp_path):
 def test_settings_that_cannot_be_used(changes, message):
     with pytest.raises(InputError, match=message):
         dataclasses.replace(SETTINGS, **changes)
-
-
-@pytest.mark.skipif(not shutil.which("initdb"), reason="needs PostgreSQL's programs")
-def test_postgresql_as_storage():
-    pytest.importorskip("psycopg")
-    user = "postgres" if os.getuid() == 0 else None  # the server refuses to run as root
-    with tempfile.TemporaryDirectory() as folder:
-        if user:
-            try:
-                shutil.chown(folder, user)
-            except LookupError:
-                pytest.skip("PostgreSQL does not run as root, and there is no user for it")
-        data = f"{folder}/data"
-        start = ["initdb", "-D", data, "-U", "me", "--auth=trust"]
-        subprocess.run(start, check=True, capture_output=True, user=user, cwd=folder)
-        arguments = ["postgres", "-D", data, "-k", folder, "-c", "listen_addresses="]
-        server = subprocess.Popen(arguments, stderr=subprocess.DEVNULL, user=user, cwd=folder)
-        try:
-            url = f"postgresql://me@/postgres?host={folder}"
-            deadline = time.monotonic() + 30
-            while True:
-                try:
-                    found = study.Study(SETTINGS, settings_lib.facts_of(SETTINGS), url, create=True)
-                    break
-                except InputError:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.3)
-            assert len(run(found)) == 7
-            again = study.Study(SETTINGS, settings_lib.facts_of(SETTINGS), url, create=False)
-            assert {model.state for model in again.models()} == {"complete"}
-        finally:
-            server.send_signal(signal.SIGINT)  # does not wait for those who are connected
-            server.wait()

@@ -18,13 +18,11 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY
 from made_files import FORM, JSON, RAW, form, huge_png, in_json
+from made_requests import hostile, request
 from PIL import Image
 
 from mlcn_jax.data.images import read_pixels
-from mlcn_jax.errors import InputError
 from mlcn_jax.serving import artifact
-from mlcn_jax.serving import server as server_lib
-from mlcn_jax.serving.server import bind, main
 
 TIMEOUT_SECONDS = 1.5
 MAX_CONNECTIONS = 60
@@ -113,11 +111,6 @@ def pictures(model):
         Image.fromarray(rng.integers(0, 256, model.image_shape[:2]).astype(np.uint8)).save(buffer, "PNG")
         files.append(buffer.getvalue())
     return files
-
-
-def request(body, headers, method="POST", path="/predict"):
-    lines = [f"{method} {path} HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(body)}"]
-    return "\r\n".join([*lines, *(f"{k}: {v}" for k, v in headers.items()), "", ""]).encode() + body
 
 
 def check(predictions, files, model):
@@ -295,64 +288,6 @@ def test_too_many_connections_are_refused_and_room_comes_again(server):
         assert time.monotonic() < deadline
 
 
-def hostile(rng, pictures):
-    """Requests of all kinds that no honest client sends."""
-    bodies = [(pictures[0], RAW), (form(pictures[:2]), FORM), (in_json(pictures[:2]).encode(), JSON)]
-    chunked = b"POST /predict HTTP/1.1\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
-    post = b"POST /predict HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-    yield from (
-        request(huge_png(10_000, 10_000), RAW),
-        request(huge_png(7000, 7000), RAW),
-        request(b'{"images":' * 50_000, JSON),
-        request(b'{"images": [' + b"9" * 10_000 + b"]}", JSON),
-        request(b'{"images": [NaN, null, {}, []]}', JSON),
-        request(b'{"images": ["\\ud800"]}', JSON),
-        request(form(pictures[:1]).replace(b"\r\n\r\n", b"\r\nContent-Transfer-Encoding: base64\r\n\r\n", 1), FORM),
-        request(form(pictures[:1]), {"Content-Type": "multipart/form-data; boundary=" + "é" * 10}),
-        request(form(pictures[:1]), {"Content-Type": "multipart/form-data; boundary=" + "b" * 5000}),
-        request(form(pictures[:1]), {"Content-Type": 'multipart/form-data; boundary=""; charset=\\"'}),
-        request(pictures[0], {**RAW, "Upgrade": "websocket", "Connection": "Upgrade"}),
-        request(pictures[0], {**RAW, "Upgrade": "h2c"}),
-        request(pictures[0], {**RAW, "Expect": "100-continue"}),
-        request(pictures[0], {**RAW, "Transfer-Encoding": "chunked"}),
-        request(pictures[0], {**RAW, "Content-Length": "5"}),
-        request(b"", RAW, "POST", "/predict?" + "a=%ff&" * 2000),
-        request(b"", {}, "CONNECT", "x:1"),
-        request(b"", {}, "GET", "http://[::1/"),
-        request(b"", {}, "OPTIONS", "*"),
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"GET / HTTP/1.0\r\n\r\n",
-        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 5000 + b"\r\n",
-        b"GET / HTTP/1.1\r\nHost: \x00\xff\r\n\r\n",
-        b"GET /\xc3\xa9 HTTP/1.1\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 500,
-        post + b"Content-Length: -1\r\n\r\n",
-        post + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n12345",
-        post + b"Content-Length: 5000\r\n\r\n" + pictures[0],
-        chunked + b"-5\r\nhello\r\n0\r\n\r\n",
-        chunked + b"ffffffffffffffffff\r\n",
-        chunked + b"1\r\nx\r\n" * 20_000 + b"0\r\n\r\n",
-        chunked + b"0\r\na: b\r\n\r\n",
-    )
-    for _ in range(60):
-        yield rng.randbytes(rng.randrange(1, 400))
-        yield chunked + rng.randbytes(rng.randrange(1, 400))
-        body, headers = rng.choice(bodies)
-        yield request(mutated(rng, body), headers)
-        yield mutated(rng, request(body, headers))
-
-
-def mutated(rng, content):
-    """Some bytes altered, cut out, doubled or put in."""
-    content = bytearray(content)
-    for _ in range(rng.randrange(1, 6)):
-        at = rng.randrange(len(content) + 1)
-        end = at + rng.randrange(20)
-        content[at:end] = rng.choice([b"", rng.randbytes(end - at), content[at:end] * 2, b"\r\n", b'"', b"\x00"])
-    return bytes(content)
-
-
 def test_nothing_that_a_client_sends_is_a_fault_of_the_server(server, pictures):
     sent = list(hostile(random.Random(0), pictures))
     with concurrent.futures.ThreadPoolExecutor(MAX_CONNECTIONS // 2) as pool:
@@ -381,54 +316,3 @@ def test_a_signal_ends_it_once_all_that_came_is_answered(folder, pictures):
     with pytest.raises(ConnectionRefusedError):
         server.connect()
     assert server.process.stdout.read() == ""
-
-
-def run_serve(*options):
-    done = subprocess.run(
-        [sys.executable, "-m", "mlcn_jax.serve", *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=100
-    )
-    assert done.stdout == ""
-    return done.returncode, done.stderr
-
-
-def test_an_address_in_use_gives_one_error(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        code, message = run_serve(str(tmp_path), f"--port={taken.getsockname()[1]}")
-    assert code == 2
-    assert re.fullmatch(r"error: cannot listen on 127.0.0.1, port \d+ \(.*in use\).*--port\n", message)
-
-
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ("--max_batch=48", "power of two"),
-        ("--max_batch=256", "power of two"),
-        ("--port=70000", "0 to 65535"),
-        ("--max_body_mib=0", "above 0"),
-        ("--timeout_seconds=nan", "above 0"),
-        ("--deadline_seconds=-1", "0 or more"),
-        ("--workers=0", "1 or more"),
-        ("--max_images=300", "max_queue=256"),
-        ("--host=no.such.host.invalid", "cannot listen"),
-        ("--port=0", "folder does not exist"),
-    ],
-)
-def test_options_that_make_no_sense_are_named(monkeypatch, option, said):
-    monkeypatch.setattr(sys, "argv", ["serve", "folder", option])
-    with pytest.raises(InputError, match=said):
-        main()
-
-
-def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["serve", "folder"])
-    monkeypatch.setattr(server_lib, "_PACKAGES", ("uvicorn", "no_such_package"))
-    with pytest.raises(InputError, match=r"needs no_such_package: pip install 'mlcn_jax\[serve\]'"):
-        main()
-
-
-def test_an_address_that_others_can_reach_is_warned_of(caplog, monkeypatch):
-    monkeypatch.setattr("mlcn_jax.serving.server._log.propagate", True)
-    bind("localhost", 0).close()
-    assert not caplog.records
-    bind("0.0.0.0", 0).close()
-    assert "other machines" in caplog.text

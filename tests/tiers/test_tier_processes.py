@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY
 from made_certificates import certificate
-from test_tiers import png
+from made_tiers import png
 
 from mlcn_jax import host
 from mlcn_jax.commands.tiers import main

@@ -1,4 +1,4 @@
-"""The published figures' scripts: what is trained, what is kept, what is refused, and the tables that come out."""
+"""Scripts of repeated runs: what is trained, what is kept, what is refused, and speeds measured beside them."""
 
 import errno
 import functools
@@ -11,49 +11,17 @@ import types
 
 import numpy as np
 import pytest
-from made_files import cifar_bytes, idx_files, write_files
+from made_files import idx_files, write_files
+from made_records import PLACE, ROW
 from matplotlib.figure import Figure
-from PIL import Image
 
-from experiments import (
-    batch_size,
-    data_parts,
-    lane_collapse,
-    lanes_and_width,
-    published_rows,
-    repeated_report,
-    table_4_1,
-)
+from experiments import batch_size, lanes_and_width, published_rows, repeated_report, table_4_1
 from experiments import table_4_1_tuning as tuning
 from experiments.repeated_runs import Series
-from mlcn_jax.data import datasets
 from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.files import write_json
 
-ROW = "fashion_mlcn2_2x4"
 TUNED = published_rows.TUNED["fashion_mnist"]
-PLACE = {"device": "machine", "platform": "cpu", "cpu_count": 2, "versions": {"jax": "1", "python": "3"}}
-
-
-def made_record(accuracy=None, seconds=None, data_name="fashion_mnist", copy="", **facts):
-    images = {"train_images": 6, "all_train_images": 60, "test_images": 1, "all_test_images": 10}
-    record = {"facts": facts, "data": {"name": data_name, "copy": copy, **images}, **PLACE}
-    record |= {"command": "python", "date": "2026-01-01"}
-    if accuracy is None:
-        return record | {"failed": "the loss is nan"}
-    return record | {"test_accuracy": accuracy, "seconds_per_epoch": seconds, "parameters": 1_000_000}
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory):
-    root = tmp_path_factory.mktemp("data")
-    images = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), dtype=np.uint8)
-    batch = cifar_bytes(images, np.arange(20)[:, np.newaxis] % 10)
-    cifar = {f"data_batch_{i}.bin": batch for i in range(1, 6)} | {"test_batch.bin": batch}
-    return {
-        "fashion_mnist": str(write_files(root / "fashion", idx_files(num_train=1200, num_test=200, size=28))),
-        "cifar10": str(write_files(root / "cifar", cifar)),
-    }
 
 
 @pytest.fixture
@@ -101,68 +69,6 @@ def run(tmp_path, directories, results, monkeypatch):
     return run
 
 
-def test_the_table_shows_spread_difference_and_what_is_missing():
-    records = [
-        *(made_record(a, 10.0, row=ROW, column="published", seed=i) for i, a in enumerate((90.0, 91.0, 92.5))),
-        made_record(90.6, row=ROW, column="augmented", seed=0),
-        made_record(90.4, row=ROW, column="tuned", seed=0),
-        made_record(row=ROW, column="tuned", seed=1),
-        made_record(70.0, 20.0, "cifar10", "JPEG copy", row="cifar_mlcn2_4x4", column="published", seed=0),
-    ]
-    lines = {line[0]: line[1:] for line in table_4_1.cells(records, table_4_1.SCALES["full"])}
-    assert lines["Fashion-MNIST, mlcn2 2x4"] == [
-        *("1,000,000", "-", "10", "20", "91.01"),
-        "91.17 ± 1.26, 90.00 to 92.50, 3 runs, +0.16 reached",
-        "not run",
-        "90.60, 1 run, -0.41 within 0.5",
-        "not run",
-        "90.40, 1 run, 1 failed, -0.61 below",
-        "not run",
-    ]
-    assert lines["CIFAR-10 (JPEG copy), mlcn2 4x4"][5] == "70.00, 1 run, +0.95 reached"
-    assert lines["Fashion-MNIST, CapsNet"] == ["-", "8,227,088", "-", "220", "91.30", "not run", *"-----"]
-    shorter = table_4_1.cells(records, table_4_1.SCALES["cpu"])
-    assert shorter[3][6] == "70.00, 1 run, +0.95"
-
-
-def test_a_table_is_drawn_with_its_verdicts(tmp_path):
-    rows = [["one", "90.00, 1 run, +0.10 reached"], ["other", "80.00, 1 run, -9.00 below"]]
-    repeated_report.draw_table(["", "accuracy"], rows, ["A sentence."]).savefig(tmp_path / "table.png")
-    with Image.open(tmp_path / "table.png") as picture:
-        colors = {color for _, color in picture.convert("RGB").getcolors(1 << 24)}
-    assert colors >= {(0xD8, 0xF0, 0xD8), (0xF6, 0xDC, 0xDC), (0, 0, 0), (255, 255, 255)}
-
-
-def test_curves_are_drawn_a_panel_a_row_and_a_line_a_run():
-    records = [
-        *(
-            made_record(90.0, row=ROW, column="published", seed=i) | {"test_accuracy_per_epoch": [80, i]}
-            for i in (0, 1)
-        ),
-        made_record(60.0, row="cifar_mlcn2_4x4", column="tuned", seed=0) | {"test_accuracy_per_epoch": [50.0]},
-        made_record(row="cifar_mlcn1_4x4", column="tuned", seed=0),
-    ]
-    cifar, fashion = table_4_1.draw_curves(records).axes
-    assert [line.get_ydata().tolist() for line in fashion.lines[:2]] == [[80, 0], [80, 1]]
-    assert [line.get_label() for line in cifar.lines] == ["tuned", "thesis, after 20"]
-
-
-@pytest.mark.parametrize(
-    ("script", "scale"),
-    [(table_4_1, "full"), (tuning, "cpu"), (lanes_and_width, "cpu"), (batch_size, "cpu")],
-    ids=["table_4_1", "tuning", "lanes_and_width", "batch_size"],
-)
-def test_what_is_committed_was_trained_with_the_settings_of_today(script, scale, directories):
-    """Also by their hashes, which fields that were added since must leave as they are."""
-    path = repeated_report.RESULTS / f"{script.__name__.split('.')[-1]}_{scale}.json"
-    results = json.loads(path.read_text())
-    assert results["version"] == script.VERSION
-    for record in results["runs"]:
-        length = {f"train.{name}": results["scale"][name] for name in ("num_epochs", "num_steps")}
-        config = script.configure_run(directories, **record["facts"]).replace(length)
-        assert config.hash() == record["config_hash"], record["facts"]
-
-
 def test_runs_in_the_kept_results_have_ended_unless_they_are_of_another_kind(tmp_path, directories, trained):
     kept, facts = tmp_path / "kept.json", [{"row": ROW, "column": "published", "seed": seed} for seed in (0, 1)]
 
@@ -189,22 +95,6 @@ def test_runs_in_the_kept_results_have_ended_unless_they_are_of_another_kind(tmp
         assert [one["facts"] for one in second.records()] == facts[1:]
     write_json(kept, {**first.marker, "version": 2, "runs": [record]})
     assert [one["facts"] for one in second.records()] == facts[1:]
-
-
-@pytest.mark.parametrize("name", published_rows.TUNED)
-def test_the_last_column_is_tuned_with_a_loss_for_each_lane(name):
-    tuned, per_lane = (published_rows.changes(name, column) for column in ("tuned", "tuned_per_lane"))
-    assert per_lane.pop("model.margin_loss") == "per_lane"
-    assert per_lane == tuned
-
-
-def test_epochs_are_compared_with_the_peer():
-    records = [made_record(50.0, row="cifar_mlcn2_4x4", column="published", seed=seed) for seed in range(3)]
-    records[0]["test_accuracy_per_epoch"] = [44.0, 50.0, 52.0, 53.0]
-    records[1]["test_accuracy_per_epoch"] = [45.0, 49.0, 53.0]
-    records[2]["test_accuracy_per_epoch"] = [10.0]
-    (line,) = table_4_1.epoch_cells(records)
-    assert line[1:5] == ["2", "44.50, +0.64", "49.50, +0.36", "52.50, -0.26"]
 
 
 def test_a_run_that_has_ended_is_not_repeated_and_all_are_shown(run, trained, results, tmp_path, capsys):
@@ -236,21 +126,6 @@ def test_smoke_stays_in_the_workdir_and_takes_few_images(run, trained, results, 
         "fashion_mnist (not the official bytes): 600 of 1,200 train and 100 of 200 test images"
         in (tmp_path / "runs" / "table_4_1_smoke.md").read_text()
     )
-
-
-@pytest.mark.parametrize("name", ["fashion_mnist", "cifar10"])
-def test_a_part_holds_images_of_every_class_as_they_are(name, directories, tmp_path, monkeypatch):
-    row = ROW if name == "fashion_mnist" else "cifar_mlcn1_4x4"
-    settings = published_rows.configure_row(row, "published", directories).data
-    whole = settings.load()
-    monkeypatch.setitem(data_parts._KNOWN_COPIES, datasets.digest(whole.train), "made copy")
-    directory, facts = data_parts.prepare(settings, tmp_path, 50, 10)
-    part = datasets.load(name, directory=directory)
-    assert facts["copy"] == "made copy"
-    assert facts["train_images"] == len(part.train.labels) < len(whole.train.labels)
-    assert set(part.train.labels) == set(whole.train.labels)
-    known = {image.tobytes(): label for image, label in zip(whole.train.images, whole.train.labels, strict=True)}
-    assert [known[image.tobytes()] for image in part.train.images] == part.train.labels.tolist()
 
 
 def test_what_has_ended_is_kept_and_shown_when_the_disk_is_full(run, trained, tmp_path, capsys):
@@ -350,19 +225,6 @@ def test_lanes_and_width_covers_both_kinds_and_datasets(run, trained, tmp_path):
     assert sum(point["accuracy"] is not None for point in points) == 4
 
 
-def test_batch_sizes_are_told_relative_to_100():
-    made = (("fashion_capsnet", 100, 90.0), ("fashion_capsnet", 600, 88.0), (ROW, 300, 90.0))
-    records = [made_record(a, row=row, batch_size=size, seed=0) for row, size, a in made]
-    rates = {"fashion_capsnet": {"100": [100.0, 50.0, 100.0], "600": [200.0, 150.0, 250.0]}, ROW: {"300": [7.0]}}
-    speeds = {row: {"images_per_second": found} for row, found in rates.items()}
-    points = {(p["row"], p["batch_size"]): p for p in batch_size.summarise(records, speeds)}
-    assert points["fashion_capsnet", 600]["accuracy_difference"] == pytest.approx(-2.0)
-    assert points["fashion_capsnet", 600]["speedup"] == pytest.approx((2.5, 2.0, 3.0))
-    assert points[ROW, 300]["images_per_second"] == 7.0
-    assert points[ROW, 300]["speedup"] is None
-    assert "| 600 | 88.00, 1 run | -2.00 | 200 | 2.50 (2.00 to 3.00) |" in batch_size.text(records, speeds)
-
-
 @pytest.mark.long
 def test_the_speed_of_a_row_is_measured_once_and_anew_with_another_batch_size(run, trained, tmp_path, monkeypatch):
     taken = []
@@ -424,35 +286,3 @@ def test_a_smoke_run_is_stopped_by_the_clock_and_resumed(run, tmp_path):
     assert record["parameters"] == 1_800_722
     assert 0 <= record["test_accuracy"] <= 100
     assert np.isfinite(record["seconds_per_epoch"])
-
-
-def test_a_lane_at_zero_stays_and_others_do_not(tiny):
-    dataset = tiny.data.load()
-    dead = lane_collapse.follow(tiny, dataset, 0.0, 4)
-    assert dead["steps"] == [0, 1, 2, 3, 4]
-    assert not np.any(dead["spreads"])
-    assert dead["alive"] == 0
-    alive = lane_collapse.follow(tiny, dataset, 30.0, 4)
-    assert np.all(np.diff(alive["spreads"], axis=0))
-    assert alive["alive"] == 2
-    assert 0 <= alive["test_accuracy"] <= 100
-
-
-def test_lane_collapse_writes_after_each_setting_and_names_what_is_unknown(directories, tmp_path, monkeypatch):
-    trained = []
-
-    def follow(config, dataset, scale, num_steps):
-        trained.append(config.train.optimizer)
-        return {"steps": [0, num_steps], "spreads": [[0.1, 0.2], [0.0, 0.3]], "alive": 1, "test_accuracy": 50.0}
-
-    monkeypatch.setattr(lane_collapse, "follow", follow)
-    lane_collapse.compare(ROW, ["published", "warm_up"], 2, 0, directories, tmp_path, "command")
-    results = json.loads((tmp_path / f"lane_collapse_{ROW}.json").read_text())
-    assert [run["setting"] for run in results["runs"]] == ["published", "warm_up"]
-    assert results["command"] == "command"
-    assert trained == ["adam", "adamw"]
-    assert (tmp_path / f"lane_collapse_{ROW}.png").stat().st_size > 1000
-    with pytest.raises(InputError, match="--settings: slow is not one of published"):
-        lane_collapse.compare(ROW, ["slow"], 2, 0, directories, tmp_path, "command")
-    with pytest.raises(InputError, match="--row: fashion_capsnet is not one of cifar_mlcn1_4x4"):
-        lane_collapse.compare("fashion_capsnet", ["published"], 2, 0, directories, tmp_path, "command")

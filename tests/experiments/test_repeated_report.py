@@ -1,0 +1,75 @@
+"""The tables and curves of repeated runs, from made-up records."""
+
+import pytest
+from made_records import ROW, made_record
+from PIL import Image
+
+from experiments import batch_size, repeated_report, table_4_1
+
+
+def test_the_table_shows_spread_difference_and_what_is_missing():
+    records = [
+        *(made_record(a, 10.0, row=ROW, column="published", seed=i) for i, a in enumerate((90.0, 91.0, 92.5))),
+        made_record(90.6, row=ROW, column="augmented", seed=0),
+        made_record(90.4, row=ROW, column="tuned", seed=0),
+        made_record(row=ROW, column="tuned", seed=1),
+        made_record(70.0, 20.0, "cifar10", "JPEG copy", row="cifar_mlcn2_4x4", column="published", seed=0),
+    ]
+    lines = {line[0]: line[1:] for line in table_4_1.cells(records, table_4_1.SCALES["full"])}
+    assert lines["Fashion-MNIST, mlcn2 2x4"] == [
+        *("1,000,000", "-", "10", "20", "91.01"),
+        "91.17 ± 1.26, 90.00 to 92.50, 3 runs, +0.16 reached",
+        "not run",
+        "90.60, 1 run, -0.41 within 0.5",
+        "not run",
+        "90.40, 1 run, 1 failed, -0.61 below",
+        "not run",
+    ]
+    assert lines["CIFAR-10 (JPEG copy), mlcn2 4x4"][5] == "70.00, 1 run, +0.95 reached"
+    assert lines["Fashion-MNIST, CapsNet"] == ["-", "8,227,088", "-", "220", "91.30", "not run", *"-----"]
+    shorter = table_4_1.cells(records, table_4_1.SCALES["cpu"])
+    assert shorter[3][6] == "70.00, 1 run, +0.95"
+
+
+def test_a_table_is_drawn_with_its_verdicts(tmp_path):
+    rows = [["one", "90.00, 1 run, +0.10 reached"], ["other", "80.00, 1 run, -9.00 below"]]
+    repeated_report.draw_table(["", "accuracy"], rows, ["A sentence."]).savefig(tmp_path / "table.png")
+    with Image.open(tmp_path / "table.png") as picture:
+        colors = {color for _, color in picture.convert("RGB").getcolors(1 << 24)}
+    assert colors >= {(0xD8, 0xF0, 0xD8), (0xF6, 0xDC, 0xDC), (0, 0, 0), (255, 255, 255)}
+
+
+def test_curves_are_drawn_a_panel_a_row_and_a_line_a_run():
+    records = [
+        *(
+            made_record(90.0, row=ROW, column="published", seed=i) | {"test_accuracy_per_epoch": [80, i]}
+            for i in (0, 1)
+        ),
+        made_record(60.0, row="cifar_mlcn2_4x4", column="tuned", seed=0) | {"test_accuracy_per_epoch": [50.0]},
+        made_record(row="cifar_mlcn1_4x4", column="tuned", seed=0),
+    ]
+    cifar, fashion = table_4_1.draw_curves(records).axes
+    assert [line.get_ydata().tolist() for line in fashion.lines[:2]] == [[80, 0], [80, 1]]
+    assert [line.get_label() for line in cifar.lines] == ["tuned", "thesis, after 20"]
+
+
+def test_epochs_are_compared_with_the_peer():
+    records = [made_record(50.0, row="cifar_mlcn2_4x4", column="published", seed=seed) for seed in range(3)]
+    records[0]["test_accuracy_per_epoch"] = [44.0, 50.0, 52.0, 53.0]
+    records[1]["test_accuracy_per_epoch"] = [45.0, 49.0, 53.0]
+    records[2]["test_accuracy_per_epoch"] = [10.0]
+    (line,) = table_4_1.epoch_cells(records)
+    assert line[1:5] == ["2", "44.50, +0.64", "49.50, +0.36", "52.50, -0.26"]
+
+
+def test_batch_sizes_are_told_relative_to_100():
+    made = (("fashion_capsnet", 100, 90.0), ("fashion_capsnet", 600, 88.0), (ROW, 300, 90.0))
+    records = [made_record(a, row=row, batch_size=size, seed=0) for row, size, a in made]
+    rates = {"fashion_capsnet": {"100": [100.0, 50.0, 100.0], "600": [200.0, 150.0, 250.0]}, ROW: {"300": [7.0]}}
+    speeds = {row: {"images_per_second": found} for row, found in rates.items()}
+    points = {(p["row"], p["batch_size"]): p for p in batch_size.summarise(records, speeds)}
+    assert points["fashion_capsnet", 600]["accuracy_difference"] == pytest.approx(-2.0)
+    assert points["fashion_capsnet", 600]["speedup"] == pytest.approx((2.5, 2.0, 3.0))
+    assert points[ROW, 300]["images_per_second"] == 7.0
+    assert points[ROW, 300]["speedup"] is None
+    assert "| 600 | 88.00, 1 run | -2.00 | 200 | 2.50 (2.00 to 3.00) |" in batch_size.text(records, speeds)

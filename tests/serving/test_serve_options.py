@@ -1,0 +1,64 @@
+"""The server before it serves: addresses in use, options that make no sense, and packages that are missing."""
+
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+from conftest import REPOSITORY
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.serving import server as server_lib
+from mlcn_jax.serving.server import bind, main
+
+
+def run_serve(*options):
+    done = subprocess.run(
+        [sys.executable, "-m", "mlcn_jax.serve", *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout == ""
+    return done.returncode, done.stderr
+
+
+def test_an_address_in_use_gives_one_error(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, message = run_serve(str(tmp_path), f"--port={taken.getsockname()[1]}")
+    assert code == 2
+    assert re.fullmatch(r"error: cannot listen on 127.0.0.1, port \d+ \(.*in use\).*--port\n", message)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--max_batch=48", "power of two"),
+        ("--max_batch=256", "power of two"),
+        ("--port=70000", "0 to 65535"),
+        ("--max_body_mib=0", "above 0"),
+        ("--timeout_seconds=nan", "above 0"),
+        ("--deadline_seconds=-1", "0 or more"),
+        ("--workers=0", "1 or more"),
+        ("--max_images=300", "max_queue=256"),
+        ("--host=no.such.host.invalid", "cannot listen"),
+        ("--port=0", "folder does not exist"),
+    ],
+)
+def test_options_that_make_no_sense_are_named(monkeypatch, option, said):
+    monkeypatch.setattr(sys, "argv", ["serve", "folder", option])
+    with pytest.raises(InputError, match=said):
+        main()
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["serve", "folder"])
+    monkeypatch.setattr(server_lib, "_PACKAGES", ("uvicorn", "no_such_package"))
+    with pytest.raises(InputError, match=r"needs no_such_package: pip install 'mlcn_jax\[serve\]'"):
+        main()
+
+
+def test_an_address_that_others_can_reach_is_warned_of(caplog, monkeypatch):
+    monkeypatch.setattr("mlcn_jax.serving.server._log.propagate", True)
+    bind("localhost", 0).close()
+    assert not caplog.records
+    bind("0.0.0.0", 0).close()
+    assert "other machines" in caplog.text

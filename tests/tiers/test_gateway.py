@@ -1,0 +1,261 @@
+"""The gateway of a small split model and its nodes, in this process: answers, deadlines, and tiers that are lost."""
+
+import asyncio
+import base64
+import functools
+import re
+import time
+
+import httpx
+import numpy as np
+import pytest
+from made_tiers import LIMITS, Wire, key_files, lines_of, png, started, strict, with_policy
+
+from mlcn_jax.serving.trained import TrainedModel
+from mlcn_jax.tiers import signatures
+from mlcn_jax.tiers.client import Node
+from mlcn_jax.tiers.gateway import GatewayService
+from mlcn_jax.tiers.refine import Answer
+
+
+@pytest.fixture
+def images(tiers):
+    return np.random.default_rng(0).integers(0, 256, (5, *tiers["end"].image_shape)).astype(np.uint8)
+
+
+@pytest.fixture
+def thorough(tiers):
+    """The tiers, under a policy that asks all of them."""
+    return with_policy(tiers, strict(tiers["end"].policy))
+
+
+def test_final_answers_are_those_of_the_whole_model(per_lane, thorough, images):
+    whole = TrainedModel(per_lane).probabilities(images)
+
+    async def check():
+        async with started(thorough) as (client, _, wires):
+            for pixels, wanted in zip(images, whole, strict=True):
+                found = await lines_of(client, pixels, "?probabilities")
+                assert found[0]["coarse"] in ("low", "high")
+                assert [line["lanes"] for line in found] == [[1], [1], [0, 1], [0, 1, 2]]
+                assert [line["tier"] for line in found] == ["end", "end", "edge", "cloud"]
+                assert [line["final"] for line in found] == [False, False, False, True]
+                np.testing.assert_allclose(list(found[-1]["probabilities"].values()), wanted, atol=1e-5)
+            several = {"images": [base64.b64encode(png(pixels)).decode() for pixels in images[:4]]}
+            answer = (await client.post("/predict?probabilities", json=several)).json()["predictions"]
+            for found, wanted in zip(answer, whole, strict=False):
+                np.testing.assert_allclose(list(found["probabilities"].values()), wanted, atol=1e-5)
+            assert wires["edge"].asked == wires["cloud"].asked == 6
+            metrics = (await client.get("/metrics")).text
+            assert re.search(r'tier_answers_total{heard="end\+edge\+cloud"} 9.0', metrics)
+
+    asyncio.run(check())
+
+
+def test_what_is_final_at_the_end_is_not_sent_anywhere(tiers, images):
+    eager = with_policy(tiers, strict(tiers["end"].policy, 0.0))
+
+    async def check():
+        async with started(eager) as (client, _, wires):
+            assert [line["final"] for line in await lines_of(client, images[0])] == [False, True]
+            assert wires["edge"].asked == wires["cloud"].asked == 0
+
+    asyncio.run(check())
+
+
+def test_a_deadline_gives_the_best_that_has_come(thorough, images):
+    async def slowly(response):
+        await asyncio.sleep(5)
+        return response
+
+    async def check():
+        async with started(thorough) as (client, gateway, wires):
+            await lines_of(client, images[0])  # so that times are known
+            wires["cloud"].change = slowly
+            before = time.monotonic()
+            found = await lines_of(client, images[0], "?deadline_ms=600")
+            assert time.monotonic() - before < 2
+            assert found[-1] | {"final": True, "lanes": [0, 1], "tier": "edge"} == found[-1]
+            gateway.least_ms = 50.0
+            for query, status in (("?deadline_ms=20", 400), ("?deadline_ms=x", 400), ("?deadline_ms=-1", 400)):
+                refused = await client.post(f"/predict{query}", content=png(images[0]))
+                assert refused.status_code == status
+            assert (
+                "shorter than this device's own lanes take, 50.0 ms"
+                in (await client.post("/predict?deadline_ms=20", content=png(images[0]))).json()["error"]
+            )
+
+    asyncio.run(check())
+
+
+def test_short_deadlines_do_not_keep_tiers_from_being_tried_and_one_that_hangs_is_left_alone(thorough, images):
+    async def hang(response):
+        await asyncio.sleep(60)
+
+    async def check():
+        async with started(thorough) as (client, gateway, wires):
+            deadline = "?deadline_ms=900"
+            assert (await lines_of(client, images[0], deadline))[-1]["lanes"] == [0, 1, 2], "nothing is known yet"
+            node = gateway.clients["edge"].nodes[0]
+            node.times(1).mean = 5.0
+            gateway.clients["edge"]._asked = time.monotonic()
+            found = await lines_of(client, images[0], deadline)
+            assert found[-1]["lost"] == {"edge": "too slow for the deadline"}
+            gateway.clients["edge"]._asked = 0.0
+            assert (await lines_of(client, images[0], deadline))[-1]["lanes"] == [0, 1, 2], "tried again after a while"
+            node.times(1).mean, node.times(1)._spread = 0.01, 0.0
+            wires["edge"].change = hang
+            for _ in range(3):
+                assert (await lines_of(client, images[0], "?deadline_ms=200"))[-1]["lanes"] in ([1, 2], [1])
+            assert node.breaker.is_open
+            assert node.breaker.reason == "no answer before the deadline"
+
+    asyncio.run(check())
+
+
+def test_a_tier_that_is_late_does_not_hold_the_others_up(thorough, images):
+    async def slowly(response):
+        await asyncio.sleep(0.2)
+        return response
+
+    async def check():
+        async with started(thorough) as (client, gateway, wires):
+            for _ in range(3):
+                await lines_of(client, images[0])
+            times = gateway.clients["edge"].nodes[0].times(1)
+            times.mean, times._spread = 0.01, 0.0
+            wires["edge"].change = slowly
+            found = await lines_of(client, images[0])
+            assert [line["tier"] for line in found[1:]] == ["end", "cloud", "edge"], "asked before edge answered"
+
+    asyncio.run(check())
+
+
+FAULTS = {
+    "it fails": lambda response: httpx.Response(500, text="broken"),
+    "its queue is full": lambda response: httpx.Response(429, text="full"),
+    "nothing but noise": lambda response: httpx.Response(200, content=b"\x00" * 40),
+    "empty": lambda response: httpx.Response(200, content=b""),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_tier_whose_answers_cannot_be_used_is_done_without(thorough, images, fault):
+    async def check():
+        async with started(thorough) as (client, gateway, wires):
+            wires["edge"].change = FAULTS[fault]
+            for _ in range(5):
+                found = await lines_of(client, images[0])
+                assert found[-1]["final"]
+                assert found[-1]["lanes"] == [1, 2]
+                assert "edge" in found[-1]["lost"]
+            assert wires["edge"].asked <= 3, "it is left alone after three failures"
+            state = (await client.get("/tiers")).json()[1]
+            assert not state["available"]
+            assert state["nodes"][0]["trouble"]
+            wires["edge"].change = lambda response: response
+            node = gateway.clients["edge"].nodes[0]
+            await node.look()
+            while node.breaker.is_open:  # until it is tried again, if the answers rather than its health were wrong
+                await asyncio.sleep(0.05)
+            assert (await lines_of(client, images[0]))[-1]["lanes"] == [0, 1, 2], "it came back"
+            assert (await client.get("/tiers")).json()[1]["available"]
+
+    asyncio.run(check())
+
+
+def test_a_node_of_another_split_is_named_and_not_asked_again(thorough, tiers, images):
+    async def check():
+        async with started({**tiers, "end": thorough["end"]}) as (client, _, wires):
+            for _ in range(2):
+                found = await lines_of(client, images[0])
+                assert found[-1]["lanes"] == [1]
+            assert "give both tiers of one split" in found[-1]["lost"]["edge"]
+            assert wires["edge"].asked == 1
+
+    asyncio.run(check())
+
+
+def test_answers_must_be_signed_by_a_known_node_where_keys_are_given(thorough, images, tmp_path):
+    mine, other = key_files(tmp_path, "mine"), key_files(tmp_path, "other")
+    for (_, public), lanes in ((mine, [0, 1, 2]), (other, [1])):
+        trusted = signatures.public_keys([public])
+
+        async def check(trusted=trusted, lanes=lanes):
+            sign = signatures.private_key(mine[0]).sign
+            is_signed = functools.partial(signatures.is_signed, keys=trusted)
+            async with started(thorough, sign, is_signed) as (client, _, _wires):
+                assert (await lines_of(client, images[0]))[-1]["lanes"] == lanes
+
+        asyncio.run(check())
+
+
+def test_a_second_node_of_the_tier_answers_for_one_that_fails_and_counts_once(per_lane, thorough, images):
+    whole = TrainedModel(per_lane).probabilities(images[:1])[0]
+
+    async def check():
+        async with started(thorough) as (client, gateway, wires):
+            good, bad = wires["edge"], Wire(wires["edge"].app)
+            bad.change = FAULTS["it fails"]
+            edge = gateway.clients["edge"]
+            edge.nodes = [Node("http://bad", True, bad), Node("http://good", True, good)]
+            found = await lines_of(client, images[0], "?probabilities")
+            assert (bad.asked, good.asked) == (1, 1)
+            np.testing.assert_allclose(list(found[-1]["probabilities"].values()), whole, atol=1e-5)
+
+    asyncio.run(check())
+
+
+def test_what_a_tier_says_twice_counts_once(tiers):
+    answer = Answer(tiers["end"].policy, 2)
+    for _ in range(2):
+        answer.add("edge", [1], np.ones((1, 10), np.float32))
+    assert answer.sums.sum() == 10
+    assert answer.heard == [frozenset(), frozenset({"edge"})]
+
+
+def test_tiers_can_be_stopped_from_the_page_where_that_is_allowed(thorough, images):
+    async def check():
+        async with started(thorough, may_stop=True) as (client, gateway, wires):
+            send = functools.partial(client.post, headers={"Content-Type": "application/json"})
+            assert (await send("/tiers/edge", content=b"true")).json()[1]["stopped"]
+            assert (await lines_of(client, images[0]))[-1]["lanes"] == [1, 2]
+            assert wires["edge"].asked == 0
+            assert not (await send("/tiers/edge", content=b"false")).json()[1]["stopped"]
+            assert (await lines_of(client, images[0]))[-1]["lanes"] == [0, 1, 2]
+            assert (await send("/tiers/none", content=b"true")).status_code == 400
+            assert (await client.post("/tiers/edge", content=b"true")).status_code == 400, (
+                "not from another page's form"
+            )
+            page = await client.get("/", headers={"Accept": "text/html"})
+            assert "<script>" in page.text
+            assert "default-src 'none'" in page.headers["content-security-policy"]
+            gateway._may_stop = False
+            assert (await send("/tiers/edge", content=b"true")).status_code == 403
+
+    asyncio.run(check())
+
+
+def test_nobody_can_draw_the_same_noise(tiers):
+    drawn = [GatewayService(tiers["end"], {}, LIMITS, noise=0.5)._rng.standard_normal() for _ in range(2)]
+    assert drawn[0] != drawn[1]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("/refine", b"no picture", 400, "it is not an image"),
+        ("/predict", b"no picture", 400, None),
+        ("/refine", b"", 400, "it is not an image"),
+        ("/tiers", b"", 405, "/tiers takes"),
+        ("/nothing", b"", 404, "POST /refine"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tiers, path, body, status, said):
+    async def check():
+        async with started(tiers) as (client, _, _wires):
+            response = await client.post(path, content=body)
+            assert response.status_code == status
+            assert said is None or said in response.json()["error"]
+
+    asyncio.run(check())

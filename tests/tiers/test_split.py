@@ -1,0 +1,146 @@
+"""A small model whose lanes classify alone, split over three tiers: what each holds, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_tiers import key_files
+
+from mlcn_jax import host
+from mlcn_jax.config import read_stored
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json, write_json
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.serving import artifact as artifacts
+from mlcn_jax.serving.trained import TrainedModel
+from mlcn_jax.tiers import placing, signatures, split
+from mlcn_jax.tiers.artifact import TierArtifact
+
+
+@pytest.fixture
+def images(tiers):
+    return np.random.default_rng(0).integers(0, 256, (5, *tiers["end"].image_shape)).astype(np.uint8)
+
+
+@pytest.mark.parametrize("cut", ["pixels", "capsules"])
+def test_the_sum_over_the_tiers_is_the_whole_model(per_lane, tiers_folder, images, cut):
+    if cut != "pixels":
+        tiers_folder = split.split(per_lane, per_lane / "tiers.json", cut, out=f"tiers-{cut}")
+    tiers = {name: TierArtifact(tiers_folder / name) for name in ("end", "edge", "cloud")}
+    whole = TrainedModel(per_lane)
+    rows = {name: tiers["end"].home(name, images) for name in ("edge", "cloud")} | {"end": images}
+    total = sum(tier.part(rows[name]) for name, tier in tiers.items())
+    np.testing.assert_allclose(np.sqrt(total), whole.lengths(images), atol=1e-5)
+    policy = tiers["end"].policy
+    np.testing.assert_allclose(policy.probabilities(total, policy.names), whole.probabilities(images), atol=1e-5)
+    assert [tier.lanes for tier in policy.tiers] == [(1,), (0,), (2,)]
+    assert all(tier.policy.digest == policy.digest for tier in tiers.values())
+    if cut != "pixels":
+        assert rows["edge"].shape == (5, *tiers["edge"].row_shape)
+        held = artifacts.read_weights(tiers_folder / "edge" / artifacts.WEIGHTS)
+        assert {name.split("/")[-1] for name in held} == {"capsule_weights", "prior_bias"}, (
+            "what is at home stays there"
+        )
+
+
+def test_an_altered_artifact_is_refused(tiers_folder, tmp_path):
+    for file in ("weights.npz", "policy.json", "model.json", "part-cpu-1.jaxexport", "manifest.json"):
+        copy = shutil.copytree(tiers_folder / "edge", tmp_path / file)
+        content = bytearray((copy / file).read_bytes())
+        content[len(content) // 2] ^= 1
+        (copy / file).write_bytes(bytes(content))
+        with pytest.raises(InputError, match="not what was exported"):
+            TierArtifact(copy)
+
+
+def test_lanes_that_are_not_the_policys_and_other_exports_are_refused(tiers_folder, exported, tmp_path):
+    copy = shutil.copytree(tiers_folder / "edge", tmp_path / "edge")
+    write_json(copy / "model.json", read_json(copy / "model.json") | {"lanes": [2]})
+    manifest = read_json(copy / "manifest.json")
+    found = (copy / "model.json").read_bytes()
+    manifest["files"]["model.json"] = {"bytes": len(found), "sha256": host.sha256_of(copy / "model.json")}
+    write_json(copy / "manifest.json", artifacts.signed(manifest))
+    with pytest.raises(InputError, match="has the lanes 2 of tier edge, and its policy says otherwise"):
+        TierArtifact(copy)
+    with pytest.raises(InputError, match="is no tier of a split model"):
+        TierArtifact(exported / "export")
+
+
+def test_only_what_a_trusted_key_signed_is_taken(tiers_folder, tmp_path):
+    (private, public), (_, other) = key_files(tmp_path, "mine"), key_files(tmp_path, "other")
+    copy = shutil.copytree(tiers_folder / "edge", tmp_path / "edge")
+    with pytest.raises(InputError, match="is not signed, and only what"):
+        TierArtifact(copy, [public])
+    manifest = (copy / "manifest.json").read_bytes()
+    (copy / "manifest.sig").write_bytes(signatures.private_key(private).sign(manifest))
+    assert TierArtifact(copy, [other, public]).name == "edge"
+    with pytest.raises(InputError, match=r"is not signed by .*other"):
+        TierArtifact(copy, [other])
+    for wrong in (private, tmp_path / "none.pem"):
+        with pytest.raises(InputError, match=r"no public key|cannot be read"):
+            TierArtifact(copy, [wrong])
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            {"lanes": "mlcn1:w1*2"},
+            "do not classify alone.*margin_loss=per_lane or per_lane_sum, or lanes of the kind resnet",
+        ),
+        ({"lanes": "mlcn1:w1", "margin_loss": "per_lane"}, "cannot be split: train a model with 2 lanes"),
+        ({"name": "capsnet"}, "CapsNet, which has no lanes"),
+    ],
+)
+def test_models_that_cannot_be_split_are_named(model, said):
+    with pytest.raises(InputError, match=said):
+        split.check_lanes_classify(ModelSpec(**{"name": "mlcn", "image_shape": (28, 28, 1), "num_classes": 10} | model))
+    split.check_lanes_classify(ModelSpec("mlcn", (28, 28, 1), 10, lanes="resnet:w1*2"))
+    for alone in ("per_lane", "per_lane_sum"):  # the latter is that of lanes trained apart
+        split.check_lanes_classify(ModelSpec("mlcn", (28, 28, 1), 10, lanes="mlcn1:w1*2", margin_loss=alone))
+
+
+def test_images_that_the_model_did_not_learn_from_are_refused(per_lane, tmp_path):
+    other = shutil.copytree(per_lane, tmp_path / "other")
+    write_json(other / "config.json", read_stored(other).replace({"data.split_seed": 7}).to_dict())
+    with pytest.raises(InputError, match=r"digits as it is now is not what .*other was trained on"):
+        split.split(other, other / "tiers.json")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tiers": [{"name": "a", "lanes": [0]}, {"name": "b", "lanes": [0, 1]}]}, "given twice are 0"),
+        ({"tiers": [{"name": "a", "lane": [0]}, {"name": "b"}]}, "unknown field `lane`"),
+        ({"tiers": [{"name": "a"}, {"name": "b"}]}, "give tier a either lanes, or flops_share"),
+        ({"tiers": [{"name": "a", "flops_share": 0.01}, {"name": "b"}]}, "tiers without lanes are a"),
+        (
+            {"tiers": [{"name": "a", "lanes": [0]}, {"name": "b"}], "groups": {"x": ["0"]}},
+            "each class of the model once",
+        ),
+        ({"tiers": [{"name": "a", "lanes": [0]}, {"name": "b"}], "tolerance": 2}, "tolerance is 2"),
+    ],
+)
+def test_tiers_that_make_no_sense_are_named(per_lane, tmp_path, given, said):
+    (tmp_path / "tiers.json").write_text(json.dumps(given))
+    with pytest.raises(InputError, match=said):
+        split.split(per_lane, tmp_path / "tiers.json")
+
+
+def test_lanes_go_where_they_fit_and_help():
+    spec = ModelSpec("mlcn", (28, 28, 1), 10, lanes="mlcn1:w2,mlcn1:w1*3", margin_loss="per_lane")
+    labels = np.arange(100) % 10
+    truth = np.eye(10, dtype=np.float32)[labels]
+    wrong = np.roll(truth, 1, axis=1)
+    squares = np.stack([truth, wrong, truth, wrong], axis=-1)
+    wishes = placing.Wishes(
+        [placing.TierWish("end", flops_share=0.25), placing.TierWish("edge"), placing.TierWish("x")]
+    )
+    with pytest.raises(InputError, match="give tier edge either"):
+        placing.place(Path("tiers.json"), wishes, spec, squares, labels)
+    wishes = placing.Wishes([placing.TierWish("end", flops_share=0.25), placing.TierWish("edge")])
+    end, edge = placing.place(Path("tiers.json"), wishes, spec, squares, labels)
+    assert 2 in end, "the best lane that fits"
+    assert 0 in edge, "the large one does not"
