@@ -181,14 +181,38 @@ def _communication(
             moved = max(row["bytes"] for row in rows.values())  # alike, but for layers that do not divide
             most = batch_size if split == "data" else len(spec.lane_specs)
             found[split] |= dataclasses.asdict(bounds.limit(alone, moved, link, most))
-    return found
+    hybrids = {n: _hybrid(config, spec, link, n) for n in counts}
+    return found | {"hybrid": {"by_devices": {n: row for n, row in hybrids.items() if row}}}
+
+
+def _hybrid(config: RunConfig, spec: ModelSpec, link: Link, devices: int) -> dict[str, Any] | None:
+    """Communication on the mesh over both batch and lanes that needs least of it; None if there is none.
+
+    Gradients are summed over the `data` devices that hold the same lanes, columns and the decoder's layers gathered
+    over the `lane` devices that hold the same images.
+    """
+    batch_size, dtype = config.train.batch_size, config.parallel.exchange_dtype
+    rows = []
+    for data in (n for n in range(2, devices // 2 + 1) if devices % n == 0):
+        lane = devices // data
+        if _can_split(spec, batch_size, data, lane):
+            moved = traffic.exchanged_bytes(spec, batch_size, data, lane, dtype)
+            sums, gathers = moved["all-reduce"], moved["all-gather"]
+            both = bounds.communication(data, sums, link), bounds.communication(lane, gathers, link)
+            seconds = {name: both[0][name] + both[1][name] for name in both[0]}
+            rows.append({"data": data, "lane": lane, "bytes": sums + gathers, **seconds})
+    return min(rows, key=lambda row: min(row[name] for name in bounds.ALGORITHMS), default=None)
 
 
 def _divides(spec: ModelSpec, batch_size: int, split: str, devices: int) -> bool:
     if split == "stacks":
         return devices <= len(spec.lane_specs)
+    return _can_split(spec, batch_size, *((devices, 1) if split == "data" else (1, devices)))
+
+
+def _can_split(spec: ModelSpec, batch_size: int, data: int, lane: int) -> bool:
     try:
-        mesh.check_split(spec, batch_size, *((devices, 1) if split == "data" else (1, devices)))
+        mesh.check_split(spec, batch_size, data, lane)
     except InputError:
         return False
     return True
@@ -208,7 +232,8 @@ def tables(found: dict[str, Any]) -> str:
         names = ["bytes", *bounds.ALGORITHMS, "least_latency", "least_bytes"]
         lines += ["", f"| {split}: devices | " + " | ".join(names) + " |", "| --- " * (len(names) + 1) + "|"]
         for n, values in row["by_devices"].items():
-            lines.append(f"| {n} | " + " | ".join(_number(values[name]) for name in names) + " |")
+            devices = f"{values['data']} x {values['lane']}" if split == "hybrid" else str(n)
+            lines.append(f"| {devices} | " + " | ".join(_number(values[name]) for name in names) + " |")
         if "best_speedup" in row:
             at = row["outweighed_at"]
             lines.append(

@@ -9,10 +9,12 @@ from made_profile import make_profile
 
 from mlcn_jax.analysis import describe, describe_work
 from mlcn_jax.config import RunConfig
+from mlcn_jax.distributed import traffic
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.nn.lanes import Lane
 from mlcn_jax.nn.model import apply_model, count_parameters, param_shapes
+from mlcn_jax.placement import bounds
 from mlcn_jax.placement.cost import matmul_flops
 from mlcn_jax.placement.simulate import Link
 
@@ -52,7 +54,7 @@ def test_work_and_depth_are_of_every_part_and_of_the_whole_step(lanes):
     low, high = found["brent_unit_operations"][4]
     assert low == max(whole["work"] / 4, whole["depth"])
     assert high == whole["work"] / 4 + whole["depth"]
-    assert set(found["communication"]) == {"data", "lane", "stacks"}
+    assert set(found["communication"]) == {"data", "lane", "stacks", "hybrid"}
     assert set(found["communication"]["lane"]["by_devices"]) <= {2}
     assert "seconds" not in found
 
@@ -70,6 +72,22 @@ def test_a_profile_gives_seconds_and_where_communication_outweighs_computing():
     assert "communication outweighs computing from" in describe_work.tables(found)
     with pytest.raises(InputError, match="has no peak rates"):
         describe.describe(config, profile=make_profile())
+
+
+def test_a_hybrid_sums_gradients_over_one_axis_and_gathers_over_the_other():
+    config = RunConfig().replace({"model.lanes": "mlcn1:w1*4", "data.name": "fashion_mnist", "train.batch_size": 100})
+    link = Link(1e-3, 1e7)
+    found = describe.describe(config, link, most_devices=8)["scaling"]
+    rows = found["communication"]["hybrid"]["by_devices"]
+    assert {n: (row["data"], row["lane"]) for n, row in rows.items()} == {4: (2, 2), 8: (2, 4)}
+    spec = config.model_spec(*config.data.shape())
+    moved = traffic.exchanged_bytes(spec, 100, 2, 4)
+    sums = bounds.communication(2, moved["all-reduce"], link)["ring"]
+    assert rows[8]["ring"] == sums + bounds.communication(4, moved["all-gather"], link)["ring"]
+    other = traffic.exchanged_bytes(spec, 100, 4, 2)
+    worse = bounds.fastest(4, other["all-reduce"], link) + bounds.fastest(2, other["all-gather"], link)
+    assert min(rows[8][name] for name in bounds.ALGORITHMS) < worse
+    assert "| 2 x 4 | " in describe_work.tables(found)
 
 
 def test_capsnet_has_work_and_no_parts():
