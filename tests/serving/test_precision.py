@@ -112,7 +112,7 @@ def test_an_altered_file_is_found(in_xla, tmp_path):
     folder = shutil.copytree(in_xla[0], tmp_path / "export")
     with (folder / "weights.npz").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(InputError, match=r"weights\.npz was altered or cut"):
+    with pytest.raises(InputError, match=r"weights\.npz was altered or truncated"):
         Artifact(folder)
     manifest = json.loads((in_xla[0] / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"onnx": ["lane0.onnx"]}))
