@@ -191,11 +191,11 @@ def test_nodes_and_gateways_show_each_other_certificates(thorough, start, pictur
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["gateway", "{}/edge"], "is the tier edge, and a gateway takes the first, end"),
+        (["gateway", "{}/edge"], "is the tier edge, but a gateway takes the first, end"),
         (["gateway", "{}/end", "--nodes=other=http://x"], "--nodes has 'other=http://x'; give NAME=URL"),
         (["gateway", "{}/end", "--nodes=edge=ftp://x"], "--nodes has 'edge=ftp://x'"),
         (["gateway", "{}/end", "--deadline_ms=0.01"], "a deadline of 0.01 ms is shorter than this device's own lanes"),
-        (["gateway", "{}/end", "--noise=-1"], "must be 0 or more"),
+        (["gateway", "{}/end", "--noise=-1"], "must both be 0 or more"),
         (["gateway", "{}/end", "--ca=/none.pem"], "--ca, --cert or --cert_key cannot be used"),
         (["node", "{}"], "is not an exported model"),
         (["node", "{}/edge", "--tls_cert=/none.pem"], "--tls_cert, --tls_key or --tls_clients cannot be used"),

@@ -45,7 +45,7 @@ def test_what_cannot_be_used_is_refused_with_the_reason():
     rows = np.ones((2, 5), np.float32)
     body = wire.pack_request("p", "n", rows)
     for changed, said in (
-        (wire.pack_request("other", "n", rows), "the gateway has the policy 'other' and this node 'p'"),
+        (wire.pack_request("other", "n", rows), "the gateway has policy 'other', but this node has 'p'"),
         (wire.pack_request("p", "n", np.ones((9, 5), np.float32)), "9 images; 1 to 4"),
         (wire.pack_request("p", "n", np.full((2, 5), np.nan, np.float32)), "not all finite"),
         (wire.pack_request("p", "n", np.ones((2, 5), np.uint8)), "have 0 bits"),
