@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     gateway.add_argument("--nodes", default="", help="NAME=URL,... of the other tiers; a tier may have several nodes")
     gateway.add_argument("--deadline_ms", default=0.0, type=float, help="until an answer; 0 waits until it is final")
     gateway.add_argument("--bits", default=32, type=int, choices=_BITS, help="bits of a value that leaves this device")
-    gateway.add_argument("--noise", default=0.0, type=float, help="added to these values, in standard deviations of them")
+    gateway.add_argument("--noise", default=0.0, type=float, help="added to them, in their standard deviations")
     gateway.add_argument("--may_stop", action="store_true", help="the page may stop tiers")
     gateway.add_argument("--node_keys", default="", help="public keys (PEM), one of which must sign a node's answer")
     gateway.add_argument("--ca", default="", help="CA certificates (PEM) that signed those of the nodes")
