@@ -221,7 +221,7 @@ def test_an_artifact_that_was_altered_or_cut_is_refused(copied, name, how):
         (copied / name).write_bytes(content[:-1])
     else:
         (copied / name).unlink()
-    with pytest.raises(InputError, match=rf"{name} \((was altered or truncated|is missing)\): copy the folder again"):
+    with pytest.raises(InputError, match=rf"{name} (was altered or truncated|is missing)\): copy the folder again"):
         artifact.Artifact(copied)
 
 
