@@ -164,7 +164,7 @@ class Artifact(Classifier):
         programs = load_functions(folder, functions, weights, row, self.manifest) if in_xla else []
         if mixed:
             if runtime != "auto" and (runtime != "xla" or self.manifest["onnx"]):
-                raise InputError(f"{folder} mixes runtimes, so runtime {runtime!r} cannot be chosen: use auto")
+                raise InputError(f"{folder} has a runtime per lane: runtime {runtime!r} cannot be chosen, use auto")
             lanes = parts.open_lanes(folder, self.manifest["onnx"])
             self._compute = functools.partial(apply_in_batches, parts.square_roots(parts.added_up(programs, lanes)))
             return
