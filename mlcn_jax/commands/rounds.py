@@ -52,8 +52,6 @@ def main(argv: Sequence[str]) -> int:
         raise InputError("--serve makes this the coordinator, --coordinator a worker: give one of them")
     if bool(values.coordinator) != (values.worker >= 0):
         raise InputError("a worker needs both --coordinator=HOST:PORT and its number, --worker=0 and so on")
-    if bool(values.tls_cert) != bool(values.tls_key):
-        raise InputError("--tls_cert and --tls_key are a pair: give both")
     if not importlib.util.find_spec("grpc"):
         raise InputError("rounds need grpcio: pip install 'mlcn_jax[rounds]'")
 

@@ -160,7 +160,9 @@ def _listen(arguments: argparse.Namespace, packages: Sequence[str]) -> tuple[Any
     """The limits, a bound socket, and uvicorn's settings of TLS."""
     server.check_packages(packages, "tiers,serve")
     limits, tls = server.limits_of(arguments), {}
-    if arguments.tls_cert or arguments.tls_clients or arguments.tls_key:
+    if not arguments.tls_cert and (arguments.tls_key or arguments.tls_clients):
+        raise InputError("--tls_key and --tls_clients need --tls_cert, the certificate of this server: give it as well")
+    if arguments.tls_cert:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(arguments.tls_cert, arguments.tls_key or None)
@@ -175,6 +177,8 @@ def _listen(arguments: argparse.Namespace, packages: Sequence[str]) -> tuple[Any
 
 
 def _client_tls(arguments: argparse.Namespace) -> ssl.SSLContext:
+    if arguments.cert_key and not arguments.cert:
+        raise InputError("--cert_key is the key of a certificate: give --cert as well")
     try:
         context = ssl.create_default_context(cafile=arguments.ca or None)
         if arguments.cert:

@@ -51,11 +51,19 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Tls:
-    """PEM files for TLS: the process's own certificate and key, and the CA certificates that signed those of others."""
+    """PEM files for TLS: the process's own certificate and key, and the CA certificates that signed those of others.
+
+    Raises:
+      InputError: there is a certificate without its key, or a key without its certificate.
+    """
 
     cert: Path | None = None
     key: Path | None = None
     ca: Path | None = None
+
+    def __post_init__(self):
+        if (self.cert is None) != (self.key is None):
+            raise InputError("--tls_cert and --tls_key are a pair: give both")
 
     def of_server(self) -> grpc.ServerCredentials | None:
         """Credentials of the coordinator; None without a certificate. With `ca`, workers need a certificate it signed.

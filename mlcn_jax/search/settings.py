@@ -1,6 +1,7 @@
 """The settings of a search, and which of them determine its results."""
 
 import dataclasses
+import math
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -64,8 +65,9 @@ class SearchSettings:
             *(("num_images", 0), ("min_epochs", 1), ("reduction_factor", 2), ("max_training_seconds", 0), ("seed", 0)),
             ("heartbeat_seconds", 1),
         ):
-            if getattr(self, field) < least:
-                raise InputError(f"search.{field} is {getattr(self, field)}; it must be {least} or more")
+            value = getattr(self, field)
+            if not least <= value < math.inf:  # which nan is not either
+                raise InputError(f"search.{field} is {value}; it must be {least} or more, and finite")
         if not 0 < self.tolerance <= 1:
             raise InputError(f"search.tolerance is {self.tolerance}; it must be above 0, and at most 1")
         if self.method not in METHODS:

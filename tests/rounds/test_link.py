@@ -130,6 +130,9 @@ def test_half_of_what_encryption_needs_is_refused():
         started(tls=Tls(ca=Path("ca.pem")))
     with pytest.raises(InputError, match="--tls_cert at a worker needs --ca"):
         client(1, Tls(Path("a.pem"), Path("b.pem")))
+    for half in ({"cert": Path("a.pem")}, {"key": Path("b.pem"), "ca": Path("ca.pem")}):
+        with pytest.raises(InputError, match="--tls_cert and --tls_key are a pair"):
+            Tls(**half)
 
 
 @pytest.mark.parametrize("address", ["somewhere", "127.0.0.1:", "127.0.0.1:70000", ":80"])

@@ -199,6 +199,8 @@ def test_nodes_and_gateways_show_each_other_certificates(thorough, start, pictur
         (["gateway", "{}/end", "--ca=/none.pem"], "--ca, --cert or --cert_key cannot be used"),
         (["node", "{}"], "is not an exported model"),
         (["node", "{}/edge", "--tls_cert=/none.pem"], "--tls_cert, --tls_key or --tls_clients cannot be used"),
+        (["node", "{}/edge", "--tls_clients=/none.pem"], "--tls_key and --tls_clients need --tls_cert"),
+        (["gateway", "{}/end", "--cert_key=/none.pem"], "give --cert as well"),
         (["node", "{}/edge", "--key=/none.pem"], "cannot be read"),
         (["split", "/none", "--tiers=/none.json"], "/none"),
     ],
