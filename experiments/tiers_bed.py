@@ -8,6 +8,7 @@ script was killed is ended when the next one starts.
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import signal
@@ -123,7 +124,7 @@ class RunningNode:
 def limited(pid: int, name: str, cores: float) -> Iterator[Quota]:
     """Gives a process that is not a node of a bed a number of cores, and ends it at the end; yields its quota."""
     _end_when_asked()
-    quota = Quota(Quota.root() / f"{_GROUP}{os.getpid()}_{name}", cores)
+    quota = Quota.of(name, cores)
     try:
         quota.add(pid)
         yield quota

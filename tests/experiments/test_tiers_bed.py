@@ -9,11 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
 
-from experiments import quota, tiers_dispatch, tiers_leak, tiers_relay
+from experiments import quota, tiers_bed, tiers_dispatch, tiers_leak, tiers_relay
 from experiments.tiers_relay import Link, Relay
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.model import init_params
@@ -179,6 +180,28 @@ def test_no_quota_is_less_than_the_kernel_takes(tmp_path, cores, written):
     assert group.held_back() == pytest.approx(2.5)
     (tmp_path / "group" / "cpu.stat").write_text("usage_usec 5\nthrottled_usec 1500000\n")
     assert group.held_back() == pytest.approx(1.5)
+
+
+def test_a_process_beside_a_bed_has_a_quota_of_its_own_and_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(quota.Quota, "root", staticmethod(lambda: tmp_path))
+    monkeypatch.setattr(quota.time, "sleep", lambda seconds: None)  # the group is a folder with files: it stays
+    monkeypatch.setattr(tiers_bed, "_end_when_asked", lambda: None)
+    ended = []
+    monkeypatch.setattr(tiers_bed.os, "kill", lambda pid, number: ended.append((pid, number)))
+    monkeypatch.setattr(tiers_bed.os, "waitpid", lambda pid, options: ended.append(pid))
+    with tiers_bed.limited(12345, "end", 0.3) as given:
+        assert given.folder == tmp_path / f"mlcn_tiers_{os.getpid()}_end", "the next bed finds it if this script dies"
+        assert (given.folder / "cpu.max").read_text() == "3000 10000"
+        assert (given.folder / "cgroup.procs").read_text() == "12345"
+        assert not ended
+    assert ended == [(12345, signal.SIGKILL), 12345]
+
+
+def test_nodes_are_idle_once_they_use_no_more_time(monkeypatch):
+    monkeypatch.setattr(tiers_bed.time, "sleep", lambda seconds: None)
+    used = iter([0.0, 1.0, 1.0, 9.0])
+    tiers_bed.until_idle([types.SimpleNamespace(core_seconds=lambda: next(used))])
+    assert next(used) == 9.0
 
 
 def test_what_a_killed_script_left_is_ended_and_what_others_run_is_not(tmp_path, monkeypatch):
