@@ -53,7 +53,7 @@ class GatewayService(Service):
       seed: seed of the noise; None draws a secret one: noise from a known seed could be subtracted again.
 
     Raises:
-      InputError: an argument is out of range.
+      InputError: fewer bits or noise are asked for, but pixels are sent, which stay as they are.
     """
 
     def __init__(
@@ -69,6 +69,11 @@ class GatewayService(Service):
     ):
         super().__init__(_Own(artifact), limits)  # type: ignore[arg-type]
         self.artifact, self.policy, self.clients = artifact, artifact.policy, dict(clients)
+        if self.policy.cut == "pixels" and (noise or bits != 32):
+            raise InputError(
+                f"--noise={noise:g} and --bits={bits} change the values of a cut, but this split sends exact pixels: "
+                "leave both out, or split the model again with another --cut"
+            )
         self.deadline_ms, self.own_ms, self.least_ms = deadline_ms, 0.0, 0.0
         self._bits, self._noise, self._may_stop = bits, noise, may_stop
         self._rng = np.random.default_rng(seed)

@@ -7,10 +7,12 @@ import re
 import time
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from made_tiers import LIMITS, Wire, key_files, lines_of, png, started, strict, with_policy
 
+from mlcn_jax.errors import InputError
 from mlcn_jax.serving.trained import TrainedModel
 from mlcn_jax.tiers import signatures
 from mlcn_jax.tiers.client import Node
@@ -237,8 +239,17 @@ def test_tiers_can_be_stopped_from_the_page_where_that_is_allowed(thorough, imag
 
 
 def test_nobody_can_draw_the_same_noise(tiers):
-    drawn = [GatewayService(tiers["end"], {}, LIMITS, noise=0.5)._rng.standard_normal() for _ in range(2)]
+    of_a_cut = with_policy(tiers, msgspec.structs.replace(tiers["end"].policy, cut="capsules"))["end"]
+    drawn = [GatewayService(of_a_cut, {}, LIMITS, noise=0.5)._rng.standard_normal() for _ in range(2)]
     assert drawn[0] != drawn[1]
+
+
+@pytest.mark.parametrize("asked", [{"noise": 0.5}, {"bits": 8}])
+def test_nobody_who_asks_for_noise_or_fewer_bits_sends_exact_pixels(tiers, asked):
+    with pytest.raises(InputError, match="this split sends exact pixels: leave both out, or split"):
+        GatewayService(tiers["end"], {}, LIMITS, **asked)
+    of_a_cut = with_policy(tiers, msgspec.structs.replace(tiers["end"].policy, cut="capsules"))["end"]
+    assert GatewayService(of_a_cut, {}, LIMITS, **asked).about()["cut"] == "capsules"
 
 
 @pytest.mark.parametrize(
