@@ -26,6 +26,8 @@ _LOOK_SECONDS = 2.0  # time-out of a health check
 _IDLE_SECONDS = 30.0  # how long an idle connection is kept; nodes keep it longer
 _MOST_HEAD_BYTES = 2**14  # of an answer, besides its numbers
 _QUICK_BYTES = 2**16  # packing up to this many bytes of values takes less time than handing them to a thread
+_OF_ONE_REQUEST = (413, 422)  # statuses of a request that cannot be answered, though the next one may be
+_OF_THE_MOMENT = (408, 429)  # the same request may be answered a little later
 _log = logging.getLogger("mlcn_jax")
 
 
@@ -97,8 +99,6 @@ class Node:
         times.takes_more_than(seconds)
         if times.mean is not None and seconds >= times.late:
             self.breaker.failed("no answer before the deadline")
-        else:
-            self.breaker.gave_up()
 
     async def look(self) -> None:
         """Checks whether it answers; the connection stays open for the next request."""
@@ -231,11 +231,12 @@ class TierClient:
             node.breaker.failed(str(error) or repr(error))
             raise self._lost("connection", str(error) or repr(error)) from error
         except wire.Refused as error:
-            full = status == 429
-            node.breaker.failed(str(error), surely=not full and status < 500)
-            raise self._lost("full" if full else "refused", str(error)) from error
+            if status not in _OF_ONE_REQUEST:
+                node.breaker.failed(str(error), surely=status < 500 and status not in _OF_THE_MOMENT)
+            raise self._lost("full" if status == 429 else "refused", str(error)) from error
         finally:
             node.outstanding -= 1
+            node.breaker.ended()
         times.took(time.monotonic() - started)
         node.breaker.worked()
         self.traffic.answers += 1

@@ -106,8 +106,8 @@ class Breaker:
                 self._pause = min(2 * self._pause, _MOST_PAUSE)
             self._opened = time.monotonic() + self._rng.uniform(0, self._pause / 10)
 
-    def gave_up(self) -> None:
-        """Records that a request was no longer needed, which says nothing about the node."""
+    def ended(self) -> None:
+        """Records that a request has ended, in whatever way."""
         self._trying = False
 
     def seen(self) -> None:

@@ -48,6 +48,8 @@ class NodeService(BatchService):
             sums = np.stack(await self.rows(list(rows), scope.get(IS_GONE, lambda: False)))
         except ClientDisconnect:
             return
+        except wire.Unfit as error:
+            raise HTTPException(422, str(error)) from error
         except wire.Refused as error:
             raise HTTPException(400, str(error)) from error
         body = wire.pack_answer(self._digest, self.artifact.name, nonce, sums, self._sign)

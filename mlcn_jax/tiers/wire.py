@@ -22,6 +22,10 @@ class Refused(Exception):
     """A message cannot be used; the text says why."""
 
 
+class Unfit(Refused):
+    """A request cannot be answered, though others from the same gateway can; the text says why."""
+
+
 class _Request(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     policy: str
     nonce: str
@@ -64,7 +68,8 @@ def unpack_request(
       most: largest number of rows.
 
     Raises:
-      Refused: it is malformed, for another policy, has too many rows or values that are not finite.
+      Unfit: it has too many rows, or values that are not finite.
+      Refused: it is malformed, or for another policy.
     """
     head, payload = _split(body, _Request)
     if head.policy != policy:
@@ -72,7 +77,7 @@ def unpack_request(
             f"the gateway has policy {head.policy[:32]!r}, but this node has {policy!r}: give both tiers of one split"
         )
     if not 1 <= head.count <= most:
-        raise Refused(f"the request has {head.count} images; 1 to {most} are accepted")
+        raise Unfit(f"the request has {head.count} images; 1 to {most} are accepted")
     of_pixels = dtype == np.uint8
     if head.bits not in ((0,) if of_pixels else BITS):
         raise Refused(f"the values have {head.bits} bits; this node takes {'pixels' if of_pixels else BITS}")
@@ -91,7 +96,7 @@ def unpack_request(
     raw = np.frombuffer(payload, np.uint8).reshape(head.count, row_bytes)
     rows = raw if of_pixels else _restored(raw, head.bits, head.ranges, size)
     if not np.isfinite(rows).all():
-        raise Refused("the values are not all finite")
+        raise Unfit("the values are not all finite")
     return head.nonce, rows.reshape(head.count, *shape)
 
 

@@ -1,6 +1,7 @@
 """Nodes that answer too much or too late, and clients that have gone, without a model."""
 
 import asyncio
+import dataclasses
 import json
 import time
 import types
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from test_policy import made
 
-from mlcn_jax.serving.http_service import IS_GONE, Limits
+from mlcn_jax.serving.http_service import IS_GONE, Limits, application
 from mlcn_jax.tiers import client as clients
 from mlcn_jax.tiers import wire
 from mlcn_jax.tiers.client import Node, TierClient, TierLost
@@ -25,6 +26,14 @@ def tier_of(handler):
     client = TierClient("edge", made(), ["http://node"])
     client.nodes = [Node("http://node", True, httpx.MockTransport(handler))]
     return client
+
+
+def service_of(part, limits=LIMITS):
+    """A node that answers what a function of the images returns."""
+    policy = made()
+    tier = types.SimpleNamespace(part=part, row_shape=(4, 4, 1), row_dtype=np.dtype(np.uint8), policy=policy)
+    tier.name = "edge"
+    return NodeService(tier, limits)
 
 
 def answer_to(request):
@@ -111,13 +120,10 @@ def test_what_a_client_no_longer_waits_for_is_not_computed():
         computed.append(len(rows))
         return np.full((len(rows), 3), 0.5, np.float32)
 
-    policy = made()
-    tier = types.SimpleNamespace(part=part, row_shape=(4, 4, 1), row_dtype=np.dtype(np.uint8), policy=policy)
-    tier.name = "edge"
-    body = wire.pack_request(policy.digest, "n", IMAGES)
+    body = wire.pack_request(made().digest, "n", IMAGES)
 
     async def check():
-        service = NodeService(tier, LIMITS)
+        service = service_of(part)
         sent = []
 
         async def receive():
@@ -134,3 +140,42 @@ def test_what_a_client_no_longer_waits_for_is_not_computed():
         assert sent == ["http.response.start", "http.response.body"]
 
     asyncio.run(check())
+
+
+def test_a_request_with_more_images_than_a_node_takes_does_not_take_the_tier_from_others():
+    def part(rows):
+        return np.full((len(rows), 3), 0.5, np.float32)
+
+    async def check():
+        service = service_of(part, dataclasses.replace(LIMITS, max_images=1))
+        client = tier_of(None)
+        client.nodes = [Node("http://node", True, httpx.ASGITransport(application(service)))]
+        async with service.running(None):
+            for _ in range(4):
+                with pytest.raises(TierLost, match="the request has 2 images; 1 to 1 are accepted"):
+                    await client.ask(np.zeros((2, 4, 4, 1), np.uint8), 32, time.monotonic() + 5)
+                assert client.is_available
+            assert (await ask(client, 5)).tolist() == [[0.5] * 3]
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("statuses", "asked"), [((413, 422), 5), ((408, 429, 500, 503), 3), ((400, 404), 1)], ids=["one", "moment", "every"]
+)
+def test_a_node_is_left_alone_for_what_it_would_say_to_other_requests_too(statuses, asked):
+    async def check(status):
+        sent = []
+
+        async def handler(request):
+            sent.append(1)
+            return httpx.Response(status, text="no")
+
+        client = tier_of(handler)
+        for _ in range(5):
+            with pytest.raises(TierLost):
+                await ask(client, 5)
+        assert len(sent) == asked
+
+    for status in statuses:
+        asyncio.run(check(status))

@@ -57,6 +57,15 @@ def test_what_cannot_be_used_is_refused_with_the_reason():
             wire.unpack_request(changed, "p", (5,), FLOAT, 4)
 
 
+def test_what_is_wrong_with_one_request_only_is_told_apart():
+    for rows in (np.ones((9, 5), np.float32), np.full((2, 5), np.nan, np.float32)):
+        with pytest.raises(wire.Unfit):
+            wire.unpack_request(wire.pack_request("p", "n", rows), "p", (5,), FLOAT, 4)
+    with pytest.raises(wire.Refused) as refused:
+        wire.unpack_request(wire.pack_request("other", "n", np.ones((2, 5), np.float32)), "p", (5,), FLOAT, 4)
+    assert not isinstance(refused.value, wire.Unfit)
+
+
 def test_a_small_body_cannot_become_a_large_one():
     bomb = wire.pack_request("p", "n", np.zeros((4, 10_000), np.uint8))
     with pytest.raises(wire.Refused, match="more bytes than 4 times 5"):
