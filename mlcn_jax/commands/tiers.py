@@ -193,12 +193,24 @@ def _urls(text: str, names: Sequence[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for item in filter(None, text.split(",")):
         name, _, url = item.partition("=")
-        if name not in names or not url.startswith(("http://", "https://")):
+        if name not in names or not _is_url(url):
             raise InputError(
-                f"--nodes has {item!r}; give NAME=URL,... with a name of {', '.join(names)}, and http(s)://"
+                f"--nodes has {item!r}; give NAME=URL,... with a name of {', '.join(names)}, and a URL such as "
+                "http://edge:8001"
             )
         found.setdefault(name, []).append(url)
     return found
+
+
+def _is_url(text: str) -> bool:
+    """Whether `httpx`, which asks nodes, can use a text as the URL of one."""
+    import httpx
+
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL:
+        return False
+    return url.scheme in ("http", "https") and bool(url.raw_host) and 0 < (url.port or 80) < 2**16
 
 
 def _paths(text: str) -> list[Path]:
