@@ -234,6 +234,10 @@ class TierClient:
             if status not in _OF_ONE_REQUEST:
                 node.breaker.failed(str(error), surely=status < 500 and status not in _OF_THE_MOMENT)
             raise self._lost("full" if status == 429 else "refused", str(error)) from error
+        except Exception as error:  # nobody foresaw it, but the other tiers answer without this one
+            _log.exception("a request to %s at %s failed", self.name, node.url)
+            node.breaker.failed(repr(error))
+            raise self._lost("error", repr(error)) from error
         finally:
             node.outstanding -= 1
             node.breaker.ended()
@@ -253,7 +257,10 @@ class TierClient:
         """
         while True:
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
-            await asyncio.gather(*(node.look() for node in self.nodes if node.breaker.reason or node.is_cold))
+            looks = [node.look() for node in self.nodes if node.breaker.reason or node.is_cold]
+            for error in await asyncio.gather(*looks, return_exceptions=True):
+                if error is not None:
+                    _log.error("a health check of %s failed", self.name, exc_info=error)
 
     async def close(self) -> None:
         """Closes all connections."""

@@ -179,3 +179,53 @@ def test_a_node_is_left_alone_for_what_it_would_say_to_other_requests_too(status
 
     for status in statuses:
         asyncio.run(check(status))
+
+
+def test_an_error_that_nobody_foresaw_costs_a_tier_and_not_the_answer():
+    broken = [RuntimeError("not foreseen")]
+
+    async def handler(request):
+        if broken:
+            raise broken[0]
+        return httpx.Response(200, content=answer_to(request))
+
+    async def check():
+        client = tier_of(handler)
+        breaker = client.nodes[0].breaker
+        for _ in range(3):
+            with pytest.raises(TierLost, match="not foreseen"):
+                await ask(client, 5)
+        assert breaker.is_open
+        breaker.seen()
+        with pytest.raises(TierLost, match="not foreseen"):
+            await ask(client, 5)
+        assert client.nodes[0].outstanding == 0
+        broken.clear()
+        breaker.seen()
+        assert (await ask(client, 5)).tolist() == [[0.5] * 3], "it may be tried again"
+
+    asyncio.run(check())
+
+
+def test_health_checks_go_on_after_an_error_that_nobody_foresaw(monkeypatch, caplog):
+    monkeypatch.setattr(clients, "_SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(clients._log, "propagate", True)
+    looks = []
+
+    async def handler(request):
+        looks.append(1)
+        if len(looks) < 3:
+            raise RuntimeError("not foreseen")
+        return httpx.Response(200)
+
+    async def check():
+        client = tier_of(handler)
+        watching = asyncio.create_task(client.watch())
+        until = time.monotonic() + 5
+        while client.nodes[0].is_cold:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.01)
+        watching.cancel()
+
+    asyncio.run(check())
+    assert "not foreseen" in caplog.text
