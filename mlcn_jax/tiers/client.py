@@ -62,7 +62,7 @@ class Node:
         self._times: dict[int, Times] = {}
         self._client = httpx.AsyncClient(
             base_url=url,
-            headers={"Accept-Encoding": "identity"},  # a compressed answer could grow beyond its limit
+            headers={"Accept-Encoding": "identity"},
             verify=tls,
             timeout=None,
             trust_env=False,
@@ -79,7 +79,7 @@ class Node:
 
         Raises:
           httpx.HTTPError: there is no answer, or not one in HTTP.
-          wire.Refused: the answer is longer.
+          wire.Refused: the answer is longer, or compressed.
         """
         headers = {"Content-Type": "application/octet-stream"}
         return await self._exchange("POST", PATH, most, content=body, headers=headers)
@@ -87,6 +87,9 @@ class Node:
     async def _exchange(self, method: str, path: str, most: int, **options: Any) -> tuple[int, bytes]:
         content = bytearray()
         async with self._client.stream(method, path, **options) as response:
+            # Nothing is decoded, so that no part of an answer can grow before its size is looked at.
+            if (coding := response.headers.get("Content-Encoding", "identity")) != "identity":
+                raise wire.Refused(f"the answer has Content-Encoding {coding[:20]!r}, which was not asked for")
             async for part in response.aiter_bytes():
                 content += part
                 if len(content) > most:

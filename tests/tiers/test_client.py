@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gzip
 import json
 import time
 import types
@@ -229,3 +230,17 @@ def test_health_checks_go_on_after_an_error_that_nobody_foresaw(monkeypatch, cap
 
     asyncio.run(check())
     assert "not foreseen" in caplog.text
+
+
+def test_a_compressed_answer_is_not_expanded():
+    async def bomb():
+        yield gzip.compress(bytes(2**24))
+
+    async def handler(request):
+        return httpx.Response(200, headers={"Content-Encoding": "gzip"}, content=bomb())
+
+    async def check():
+        with pytest.raises(TierLost, match="the answer has Content-Encoding 'gzip', which was not asked for"):
+            await ask(tier_of(handler), 5)
+
+    asyncio.run(check())
