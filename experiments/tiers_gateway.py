@@ -16,11 +16,8 @@ import contextlib
 import datetime
 import itertools
 import json
-import os
-import re
 import secrets
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +30,7 @@ from absl import flags
 
 from experiments import RESULTS, tiers_shared
 from experiments.quota import Quota
-from experiments.tiers_bed import CORES, ENVIRONMENT, NodePlan, RunningNode, bed, limited, start_relay
+from experiments.tiers_bed import CORES, NodePlan, RunningNode, bed, limited, start_relay, start_server, url_of
 from experiments.tiers_faults import (
     EXPIRED,
     FAULTS,
@@ -183,17 +180,11 @@ def split_model(workdir: Path, tiers: str, lanes: int, data_dir: str) -> Path:
 @contextlib.contextmanager
 def process(name: str, cores: float, *arguments: str) -> Iterator[tuple[str, Quota]]:
     """A server of this package as a process with so many cores; yields its URL and quota."""
-    command = [sys.executable, "-m", "mlcn_jax", *arguments, "--port=0", "--max_batch=1", "--max_images=1"]
-    environment = {**os.environ, **ENVIRONMENT}
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    running = start_server(*arguments, "--max_batch=1", "--max_images=1")
     try:
-        assert running.stdout is not None
-        line = running.stdout.readline()
-        found = re.search(r"(http://[0-9.]+:\d+)", line)
-        if not found:
-            raise SystemExit(f"error: {line}{running.stdout.read()}")
+        url = url_of(running)
         with limited(running.pid, name, cores) as quota:
-            yield found[1], quota
+            yield url, quota
     finally:
         running.kill()
         running.wait()

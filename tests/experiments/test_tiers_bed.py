@@ -197,6 +197,21 @@ def test_a_process_beside_a_bed_has_a_quota_of_its_own_and_is_ended(tmp_path, mo
     assert ended == [(12345, signal.SIGKILL), 12345]
 
 
+def test_the_url_of_a_server_is_what_it_prints_and_nothing_that_it_logs(monkeypatch):
+    def start(script):
+        monkeypatch.setattr(tiers_bed, "_python", lambda module: ["sh", "-c", script])
+        return tiers_bed.start_server("tiers")
+
+    with start("echo edge at http://127.0.0.1:9 is away >&2; echo gateway at http://127.0.0.1:80/refine") as one:
+        assert tiers_bed.url_of(one) == "http://127.0.0.1:80"
+    with start("exit 2") as one, pytest.raises(InputError, match="tiers --port=0 did not start"):
+        tiers_bed.url_of(one)
+    with start("echo other; exec sleep 60") as one:
+        with pytest.raises(InputError, match="did not start, as said above: other"):
+            tiers_bed.url_of(one)
+        one.kill()
+
+
 def test_nodes_are_idle_once_they_use_no_more_time(monkeypatch):
     monkeypatch.setattr(tiers_bed.time, "sleep", lambda seconds: None)
     used = iter([0.0, 1.0, 1.0, 9.0])

@@ -19,6 +19,7 @@ from conftest import REPOSITORY
 from made_certificates import certificate
 from made_tiers import png
 
+from experiments.tiers_bed import url_of
 from mlcn_jax import host
 from mlcn_jax.commands.tiers import main
 from mlcn_jax.errors import InputError
@@ -34,16 +35,11 @@ class Started:
             [sys.executable, "-m", "mlcn_jax", "tiers", *map(str, arguments), *SMALL],
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
             text=True,
         )
-        line = self.process.stdout.readline()
-        while "cannot be reached" in line:
-            line = self.process.stdout.readline()
-        found = re.search(r"(https?)://127.0.0.1:(\d+)", line)
-        assert found, line + self.process.stdout.read()
-        self.scheme, self.port = found[1], int(found[2])
-        self.url = f"{self.scheme}://127.0.0.1:{self.port}"
+        self.url = url_of(self.process)
+        self.scheme, _, address = self.url.partition("://")
+        self.port = int(address.rpartition(":")[2])
 
     def ask(self, path, body=None, method="POST"):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
