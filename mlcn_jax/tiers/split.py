@@ -77,7 +77,7 @@ def split(
     train, validation = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)
     check_learned(workdir, dataset, train)
     _check_validation(workdir, len(validation.labels))
-    folded = dataclasses.replace(trained, params=fold_statistics(trained.spec, trained.params))
+    folded = _folded(trained)
     chosen: list[Made] = []
     if precision is not None:
         chosen = read_lanes(precision, trained.spec, _digest(folded))
@@ -104,6 +104,12 @@ def split(
             folder.rename(Path(temporary) / "before")
         made.rename(folder)
     return folder
+
+
+def is_of(folder: Path, trained: Trained) -> bool:
+    """Whether a folder holds a split of this model, with the parameters that it has now."""
+    digest = _digest(_folded(trained))
+    return any(policies.Policy.read(path).model == digest for path in folder.glob(f"*/{policies.FILE}"))
 
 
 def check_lanes_classify(spec: ModelSpec) -> None:
@@ -161,6 +167,10 @@ def _policy(
         thresholds=thresholds,
     )
     return policy, parts
+
+
+def _folded(trained: Trained) -> Trained:
+    return dataclasses.replace(trained, params=fold_statistics(trained.spec, trained.params))
 
 
 def _digest(folded: Trained) -> str:

@@ -1,9 +1,11 @@
 """A small model whose lanes classify alone, split over three tiers: what each holds, and what is refused."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from made_tiers import key_files
@@ -17,6 +19,7 @@ from mlcn_jax.serving import artifact as artifacts
 from mlcn_jax.serving.trained import TrainedModel
 from mlcn_jax.tiers import placing, signatures, split
 from mlcn_jax.tiers.artifact import TierArtifact
+from mlcn_jax.training.checkpoint import load_trained
 
 
 @pytest.fixture
@@ -43,6 +46,14 @@ def test_the_sum_over_the_tiers_is_the_whole_model(per_lane, tiers_folder, image
         assert {name.split("/")[-1] for name in held} == {"capsule_weights", "prior_bias"}, (
             "what is at home stays there"
         )
+
+
+def test_a_split_is_of_the_model_with_the_parameters_it_had(per_lane, tiers_folder, tmp_path):
+    trained = load_trained(per_lane)
+    assert split.is_of(tiers_folder, trained)
+    further = jax.tree.map(lambda array: 2 * array, trained.params)
+    assert not split.is_of(tiers_folder, dataclasses.replace(trained, params=further))
+    assert not split.is_of(tmp_path / "none", trained)
 
 
 def test_an_altered_artifact_is_refused(tiers_folder, tmp_path):
