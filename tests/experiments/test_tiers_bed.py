@@ -11,6 +11,7 @@ import threading
 import time
 import types
 
+import httpx
 import numpy as np
 import pytest
 
@@ -74,11 +75,13 @@ class Ends:
     """Devices that take a while for each task, and may stop."""
 
     def __init__(self, seconds):
-        self.stopped, self.seconds, self.work = set(), seconds, []
+        self.stopped, self.seconds, self.work, self.errors = set(), seconds, [], []
 
     async def _post(self, run, client, device, number):
         if device in self.stopped:
             await asyncio.sleep(3600)
+        if self.errors and self.errors[0][0] == device[:2]:
+            raise self.errors.pop(0)[1]
         await asyncio.sleep(self.seconds[device])
         self.work.append((device, number, time.perf_counter()))
         run_parts = run.parts[number]
@@ -120,6 +123,33 @@ def test_every_schedule_does_each_task_once_on_each_of_its_tiers(devices, schedu
     assert len(devices.work) == 16 * stages
     assert all(total.sum() == stages for total in outcome.sums)
     assert outcome.seconds < 16 * 0.03, "tiers and devices work side by side"
+
+
+def status(number):
+    request = httpx.Request("POST", "http://node/part")
+    return httpx.HTTPStatusError(f"status {number}", request=request, response=httpx.Response(number))
+
+
+def test_errors_of_connections_and_servers_are_failed_attempts(devices, monkeypatch):
+    monkeypatch.setattr(tiers_dispatch, "_LOOK_SECONDS", 0.01)
+    devices.errors = [("en", httpx.ReadError("reset")), ("en", status(503)), ("ed", status(500))]
+    outcome = run("End-Edge")
+    assert outcome.timeouts == 3
+    assert all(total.sum() == 2 for total in outcome.sums), "each task was done"
+    for mode in tiers_dispatch.MODES:
+        devices.errors = [("en", httpx.ConnectError("refused"))]
+        monkeypatch.setattr(tiers_dispatch._Run, "_answers_again", lambda run, client, i: asyncio.sleep(0))
+        assert run("End", tiers_dispatch.Failures(mode, 0, 2, 5.0, lambda i: None)).timeouts == 1
+
+
+def test_a_wrong_task_and_errors_without_end_end_a_run(devices, monkeypatch):
+    monkeypatch.setattr(tiers_dispatch, "_LOOK_SECONDS", 0.0)
+    devices.errors = [("en", status(400))]
+    with pytest.raises(httpx.HTTPStatusError, match="status 400"):
+        run("End")
+    devices.errors = [("en", httpx.ConnectError("refused"))] * 200
+    with pytest.raises(httpx.ConnectError, match="refused"):
+        run("End")
 
 
 def failing(devices, mode, dead):
