@@ -33,7 +33,6 @@ from mlcn_jax.training.session import check_learned
 
 FOLDER = "tiers"
 GOOD_VALIDATION_IMAGES = 5000  # with fewer, the bounds on what a threshold costs are wide
-_TOLERANCE = 1e-5
 _log = logging.getLogger(__name__)
 
 
@@ -48,7 +47,8 @@ def split(
 ) -> Path:
     """Writes an artifact for each tier into a folder of `workdir`, in place of older ones, and returns that folder.
 
-    Before they are put in place they are loaded again, and must add up to the whole model's lengths, to 1e-5.
+    Before they are put in place they are loaded again, and must add up to the whole model's lengths, as far as their
+    precisions allow (`precision.lanes.tolerance`).
 
     Args:
       workdir: folder of a trained model.
@@ -99,7 +99,8 @@ def split(
             if signing is not None:
                 content = (made / tier.name / artifact.MANIFEST).read_bytes()
                 (made / tier.name / SIGNATURE).write_bytes(signing.sign(content))
-        _check(made, policy, squares, validation, tolerance(chosen) if chosen else _TOLERANCE)
+        precisions = [own.form.precision for own in chosen] or [trained.spec.compute_dtype]
+        _check(made, policy, squares, validation, tolerance(precisions))
         if folder.exists():
             folder.rename(Path(temporary) / "before")
         made.rename(folder)

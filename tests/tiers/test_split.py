@@ -48,6 +48,18 @@ def test_the_sum_over_the_tiers_is_the_whole_model(per_lane, tiers_folder, image
         )
 
 
+def test_lanes_that_compute_in_bfloat16_add_up_as_far_as_that_goes(per_lane, images, tmp_path, monkeypatch):
+    workdir = shutil.copytree(per_lane, tmp_path / "run", ignore=shutil.ignore_patterns("tiers"))
+    about = read_json(workdir / "model.json")
+    write_json(workdir / "model.json", about | {"spec": about["spec"] | {"compute_dtype": "bfloat16"}})
+    check, allowed = split._check, []
+    monkeypatch.setattr(split, "_check", lambda *given: allowed.append(given[-1]) or check(*given))
+    folder = split.split(workdir, workdir / "tiers.json")
+    assert 1e-3 < allowed[0] < 0.1
+    total = sum(TierArtifact(folder / name).part(images) for name in ("end", "edge", "cloud"))
+    np.testing.assert_allclose(np.sqrt(total), TrainedModel(workdir).lengths(images), atol=allowed[0])
+
+
 def test_a_split_is_of_the_model_with_the_parameters_it_had(per_lane, tiers_folder, tmp_path):
     trained = load_trained(per_lane)
     assert split.is_of(tiers_folder, trained)

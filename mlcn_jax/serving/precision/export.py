@@ -231,7 +231,7 @@ def _check(exported: artifact.Artifact, chosen: Sequence[Made], images: np.ndarr
     for n in (1, 8):
         expected = np.sqrt(sum(np.asarray(own.call(images[:n])) for own in chosen))
         error = float(np.max(np.abs(exported.lengths(images[:n]) - expected)))
-        if not error <= tolerance(chosen):
+        if not error <= tolerance(own.form.precision for own in chosen):
             raise RuntimeError(f"the export differs from its lanes by {error}")
 
 

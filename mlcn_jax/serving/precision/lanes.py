@@ -1,6 +1,6 @@
 """Lanes in their forms, as the files of an artifact: written for an export or a tier, and read back one by one."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ from mlcn_jax.serving.precision.make import BITS, Made, lane_part
 _TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 1e-2}
 
 
-def tolerance(chosen: Sequence[Made]) -> float:
-    """How far the lengths of the same lanes may differ between two computations."""
-    return max(_TOLERANCES[own.form.precision] for own in chosen)
+def tolerance(precisions: Iterable[str]) -> float:
+    """How far the lengths of the same lanes, in these precisions, may differ between two computations."""
+    return max(_TOLERANCES[precision] for precision in precisions)
 
 
 def write_lanes(
