@@ -94,8 +94,16 @@ class Batcher:
         self._waiting.put(None)
         self._thread.join()
 
-    def submit(self, items: Sequence[np.ndarray], is_gone: Callable[[], bool] = lambda: False) -> list[asyncio.Future]:
+    def submit(
+        self,
+        items: Sequence[np.ndarray],
+        is_gone: Callable[[], bool] = lambda: False,
+        due: float = float("inf"),
+    ) -> list[asyncio.Future]:
         """Returns a future for each item's row, or for the error that `compute` raised; called in the event loop.
+
+        `due` is the time, on the clock of `time.monotonic`, by which these items must be ready, if that is earlier than
+        `deadline_seconds` from now.
 
         An item that is late when its turn comes is not computed, nor is one whose client `is_gone`: their futures raise
         `Late` and `Gone`.
@@ -107,11 +115,12 @@ class Batcher:
         if self.waiting + len(items) > self._max_waiting:
             raise Full
         now = time.monotonic()
-        if max(self._busy_until - now, 0) + self.seconds_for(self.waiting + len(items)) > self._deadline_seconds:
+        due = min(due, now + self._deadline_seconds)
+        if max(self._busy_until, now) + self.seconds_for(self.waiting + len(items)) > due:
             raise Late
         futures = [self._loop.create_future() for _ in items]
         for item, future in zip(items, futures, strict=True):
-            self._waiting.put(_Waiting(item, future, now + self._deadline_seconds, is_gone))
+            self._waiting.put(_Waiting(item, future, due, is_gone))
         return futures
 
     def seconds_for(self, count: int) -> float:

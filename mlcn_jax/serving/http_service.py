@@ -210,20 +210,24 @@ class BatchService:
         if self.batcher.waiting >= self.limits.max_queue:
             raise self._full()
 
-    async def rows(self, items: Sequence[np.ndarray], is_gone: Callable[[], bool] = lambda: False) -> list[np.ndarray]:
-        """The computed row of each item.
+    async def rows(
+        self,
+        items: Sequence[np.ndarray],
+        is_gone: Callable[[], bool] = lambda: False,
+        due: float = float("inf"),
+    ) -> list[np.ndarray]:
+        """The computed row of each item, by `due` (`Batcher.submit`).
 
         Raises:
           ClientDisconnect: the client `is_gone`, and not all items were computed.
           HTTPException: the queue is full, the deadline cannot be met, or the model failed.
         """
         try:
-            return [await row for row in self.batcher.submit(items, is_gone)]
+            return [await row for row in self.batcher.submit(items, is_gone, due)]
         except Full as error:
             raise self._full() from error
         except Late as error:
-            told = f"no answer within {self.limits.deadline_seconds:g} seconds: try again"
-            raise HTTPException(503, told, _RETRY) from error
+            raise HTTPException(503, "no answer can be ready by the deadline: try again", _RETRY) from error
         except Gone as error:
             raise ClientDisconnect from error
         except Exception as error:

@@ -175,10 +175,10 @@ class GatewayService(Service):
     async def _answers_to(
         self, images: list[np.ndarray], started: float, deadline: float, scope: Scope
     ) -> AsyncGenerator[Answer, None]:
-        own = np.stack(await self.rows(images, scope.get(IS_GONE, lambda: False)))
-        until = started + deadline - _RESERVE_SECONDS
+        due = started + deadline
+        own = np.stack(await self.rows(images, scope.get(IS_GONE, lambda: False), due))
         async with contextlib.aclosing(
-            refine(self.policy, np.stack(images), own, self.clients, self._home, self._bits, until)
+            refine(self.policy, np.stack(images), own, self.clients, self._home, self._bits, due - _RESERVE_SECONDS)
         ) as answers:
             async for answer in answers:
                 yield answer

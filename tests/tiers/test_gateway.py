@@ -115,6 +115,21 @@ def test_short_deadlines_do_not_keep_tiers_from_being_tried_and_one_that_hangs_i
     asyncio.run(check())
 
 
+def test_what_the_own_lanes_cannot_answer_by_the_deadline_is_refused_at_once(tiers, images):
+    async def check():
+        async with started(tiers) as (client, gateway, wires):
+            gateway.batcher._seconds = {1: 2.0, 2: 2.0}
+            for path in ("/predict", "/refine"):
+                refused = await client.post(f"{path}?deadline_ms=1500", content=png(images[0]))
+                assert refused.status_code == 503
+                assert refused.json()["error"] == "no answer can be ready by the deadline: try again"
+            assert wires["edge"].asked == 0
+            gateway.batcher._seconds = {1: 0.1, 2: 0.1}
+            assert (await lines_of(client, images[0], "?deadline_ms=60000"))[-1]["final"]
+
+    asyncio.run(check())
+
+
 def test_a_tier_that_is_late_does_not_hold_the_others_up(thorough, images):
     async def slowly(response):
         await asyncio.sleep(0.2)
