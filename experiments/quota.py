@@ -49,6 +49,11 @@ class Quota:
         end_left_over(cls.root())
         return cls(cls.root() / f"{_GROUP}{os.getpid()}", cores)
 
+    @classmethod
+    def of(cls, name: str, cores: float) -> "Quota":
+        """The quota of one process that is not a node of a bed."""
+        return cls(cls.root() / f"{_GROUP}{os.getpid()}_{name}", cores)
+
     @staticmethod
     def root() -> Path:
         """Where groups are made."""

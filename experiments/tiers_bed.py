@@ -8,8 +8,10 @@ script was killed is ended when the next one starts.
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -37,6 +39,26 @@ class NodePlan:
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}  # of all devices of a bed
 
 
+def start_server(*arguments: str) -> subprocess.Popen:
+    """A command of this package that serves, as a process; what it logs appears in the log of the script."""
+    command, environment = [*_python("mlcn_jax"), *arguments, "--port=0"], {**os.environ, **ENVIRONMENT}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def url_of(server: subprocess.Popen) -> str:
+    """Waits until a server says at which URL it listens, the first that it prints.
+
+    Raises:
+      InputError: it ended before.
+    """
+    assert server.stdout is not None
+    line = server.stdout.readline()
+    found = re.search(r"https?://[0-9.]+:\d+", line)
+    if not found:
+        raise InputError(f"{shlex.join(server.args)} did not start, as said above: {line}")
+    return found[0]
+
+
 def start_relay(to: str, delay_ms: float, rate_mbit: float = 0.0) -> tuple[subprocess.Popen, int]:
     """A relay to an address as a process of its own, and its port."""
     command = [*_python("experiments.tiers_relay"), f"--to={to}", f"--delay_ms={delay_ms}", f"--rate_mbit={rate_mbit}"]
@@ -51,20 +73,10 @@ class RunningNode:
     def __init__(self, plan: NodePlan, quota: Quota, max_images: int, options: Sequence[str] = ()):
         self.plan, self._quota, self._options = plan, quota, tuple(options)
         batch = 1 << (max_images - 1).bit_length()
-        self._command = [*_python("mlcn_jax"), "tiers", "node", str(plan.artifact), "--port=0"]
-        self._command += [f"--max_batch={batch}", f"--max_images={max_images}"]
-        self.process = self._started(self._options)
+        self._command = ["tiers", "node", str(plan.artifact), f"--max_batch={batch}", f"--max_images={max_images}"]
+        self.process = start_server(*self._command, *self._options)
         self._relay: subprocess.Popen | None = None
         self.url = self.address = ""
-
-    def _started(self, options: Sequence[str]) -> subprocess.Popen:
-        return subprocess.Popen(
-            [*self._command, *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, **ENVIRONMENT},
-        )
 
     def ready(self) -> None:
         """Waits until it listens, then gives it its quota and its link."""
@@ -73,20 +85,15 @@ class RunningNode:
         self.url = f"{scheme}://127.0.0.1:{port}"
 
     def _listens(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        found = re.search(r"(https?)://[0-9.]+:(\d+)", line)
-        if not found:
-            raise InputError(f"a node did not start: {line}{self.process.stdout.read()}")
-        self.address = f"127.0.0.1:{found[2]}"
+        scheme, _, self.address = url_of(self.process).partition("://")
         self._quota.add(self.process.pid)
-        return found[1]
+        return scheme
 
     def start_again(self, options: Sequence[str] | None = None) -> None:
         """Kills the node's process, if it still runs, and starts another behind the same link, with other options."""
         self.process.kill()
         self.process.wait()
-        self.process = self._started(self._options if options is None else options)
+        self.process = start_server(*self._command, *(self._options if options is None else options))
         self._listens()
         self.link(to=self.address)
 
@@ -123,7 +130,7 @@ class RunningNode:
 def limited(pid: int, name: str, cores: float) -> Iterator[Quota]:
     """Gives a process that is not a node of a bed a number of cores, and ends it at the end; yields its quota."""
     _end_when_asked()
-    quota = Quota(Quota.root() / f"{_GROUP}{os.getpid()}_{name}", cores)
+    quota = Quota.of(name, cores)
     try:
         quota.add(pid)
         yield quota

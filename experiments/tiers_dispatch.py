@@ -20,6 +20,7 @@ from mlcn_jax.tiers.node import PATH
 
 MODES = ("none", "reassign", "monitor")
 _LOOK_SECONDS = 0.25
+_MOST_ERRORS = 100  # of connections and servers in one run; each is a failed attempt at a task, like a time-out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Outcome:
       seconds: until the last task was done; infinite if it never would have been.
       first_seconds: until the last task had its end's answer.
       dispatch_seconds: core seconds of the dispatcher.
-      timeouts: tasks that were given up and handed out again.
+      timeouts: attempts at a task that failed, after which it was handed out again.
       sums: of each task, what all its lanes add up to, [images, classes].
     """
 
@@ -108,7 +109,7 @@ class _Run:
         self.stages = 2 if self.further else 1
         self.done = asyncio.Event()
         self.left = len(tasks)
-        self.timeouts = 0
+        self.timeouts = self.errors = 0
         self.first = 0.0
         self.counts = [0] * len(ends)
         self.dead: set[int] = set()
@@ -159,23 +160,48 @@ class _Run:
             if failing and i < failing.dead and self.counts[i] == failing.tasks_before and i not in self.dead:
                 failing.die(i)
                 self.dead.add(i)
-            try:
-                wait = failing.timeout if failing and failing.mode != "none" else None
-                async with asyncio.timeout(wait):
-                    await self._post(client, self.ends[i], number)
-            except TimeoutError:
-                self.timeouts += 1
-                self.todo.put_nowait(number)
-                del self.busy[i]
+            wait = failing.timeout if failing and failing.mode != "none" else None
+            answered = await self._try(client, self.ends[i], number, self.todo, wait)
+            del self.busy[i]
+            if not answered:
                 if failing and failing.mode == "monitor":
                     await self._answers_again(client, i)
-                await asyncio.sleep(0)  # others that wait for a task come first
                 continue
-            del self.busy[i]
             self.counts[i] += 1
             self.first = time.perf_counter() - started
             if self.further:
                 self.queues[self.next_of[i]].put_nowait(number)
+
+    async def _try(
+        self,
+        client: httpx.AsyncClient,
+        device: Device,
+        number: int,
+        queue: asyncio.Queue[int],
+        wait: float | None = None,
+    ) -> bool:
+        """Whether a device did a task, within `wait` seconds if given; if not, the task is in `queue` again.
+
+        Raises:
+          httpx.HTTPError: the task is wrong, or there were too many errors: a device has gone for good.
+        """
+        pause = 0.0  # others that wait for a task come first
+        try:
+            async with asyncio.timeout(wait):
+                await self._post(client, device, number)
+            return True
+        except TimeoutError:
+            pass
+        except httpx.HTTPError as error:
+            self.errors += 1
+            is_wrong = isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500
+            if is_wrong or self.errors > _MOST_ERRORS:
+                raise
+            pause = _LOOK_SECONDS
+        self.timeouts += 1
+        queue.put_nowait(number)
+        await asyncio.sleep(pause)
+        return False
 
     async def _answers_again(self, client: httpx.AsyncClient, i: int) -> None:
         """Waits until an end that had failed is healthy."""
@@ -190,7 +216,8 @@ class _Run:
 
     async def _next(self, client: httpx.AsyncClient, i: int) -> None:
         while True:
-            await self._post(client, self.further[i], await self.queues[i].get())
+            number = await self.queues[i].get()
+            await self._try(client, self.further[i], number, self.queues[i])
 
     async def _stuck(self) -> None:
         """Ends once only dead ends hold tasks, and nobody would take them back."""

@@ -16,11 +16,8 @@ import contextlib
 import datetime
 import itertools
 import json
-import os
-import re
 import secrets
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +30,7 @@ from absl import flags
 
 from experiments import RESULTS, tiers_shared
 from experiments.quota import Quota
-from experiments.tiers_bed import CORES, ENVIRONMENT, NodePlan, RunningNode, bed, limited, start_relay
+from experiments.tiers_bed import CORES, NodePlan, RunningNode, bed, limited, start_relay, start_server, url_of
 from experiments.tiers_faults import (
     EXPIRED,
     FAULTS,
@@ -54,6 +51,7 @@ from mlcn_jax.serving import export
 from mlcn_jax.tiers import signatures, split, wire
 from mlcn_jax.tiers.artifact import TierArtifact
 from mlcn_jax.tiers.policy import Policy
+from mlcn_jax.training.checkpoint import Trained
 
 _DELAY_MS = {"edge": 10.0, "cloud": 50.0}  # each way
 _Z95 = 1.6449
@@ -84,7 +82,7 @@ def main(values: flags.FlagValues) -> None:
     trained, dataset = load_with_data(workdir, config)
     images, requests, timed = SCALES[values.scale]
     sys.setswitchinterval(_SWITCH_SECONDS)
-    tiers = split_model(workdir, values.tiers, len(trained.spec.lane_specs), values.data_dir)
+    tiers = split_model(workdir, values.tiers, trained, values.data_dir)
     policy = Policy.read(tiers / "end" / "policy.json")
     about = {"model": trained.spec.lanes, "data": dataset.name, "scale": values.scale, "policy": policy.digest}
     results = read_json(path) if path.is_file() else {"about": about, "policy": policy.to_dict(), "measured": {}}
@@ -162,9 +160,9 @@ def subsets(tiers: Path, policy: Policy, images: np.ndarray, labels: np.ndarray)
     return found
 
 
-def split_model(workdir: Path, tiers: str, lanes: int, data_dir: str) -> Path:
-    """Splits the model, unless it has been for this script."""
-    own = {"end": [0], "edge": [1], "cloud": list(range(2, lanes))}
+def split_model(workdir: Path, tiers: str, trained: Trained, data_dir: str) -> Path:
+    """Splits the model, unless it has been for this script, with the parameters that it has now."""
+    own = {"end": [0], "edge": [1], "cloud": list(range(2, len(trained.spec.lane_specs)))}
     default = {"tiers": [{"name": name, "lanes": which} for name, which in own.items()]}
     wanted = read_json(Path(tiers)) if tiers else default
     names = [tier.get("name") for tier in wanted.get("tiers", [])]
@@ -175,7 +173,8 @@ def split_model(workdir: Path, tiers: str, lanes: int, data_dir: str) -> Path:
     if folder.exists():
         if not kept.is_file() or read_json(kept) != wanted:
             raise SystemExit(f"error: {folder} is of other tiers than these: move it away, or rename {tiers}")
-        return folder
+        if split.is_of(folder, trained):
+            return folder
     write_json(kept, wanted)
     return split.split(workdir, Path(tiers) if tiers else kept, "pixels", None, data_dir, folder.name)
 
@@ -183,17 +182,11 @@ def split_model(workdir: Path, tiers: str, lanes: int, data_dir: str) -> Path:
 @contextlib.contextmanager
 def process(name: str, cores: float, *arguments: str) -> Iterator[tuple[str, Quota]]:
     """A server of this package as a process with so many cores; yields its URL and quota."""
-    command = [sys.executable, "-m", "mlcn_jax", *arguments, "--port=0", "--max_batch=1", "--max_images=1"]
-    environment = {**os.environ, **ENVIRONMENT}
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    running = start_server(*arguments, "--max_batch=1", "--max_images=1")
     try:
-        assert running.stdout is not None
-        line = running.stdout.readline()
-        found = re.search(r"(http://[0-9.]+:\d+)", line)
-        if not found:
-            raise SystemExit(f"error: {line}{running.stdout.read()}")
+        url = url_of(running)
         with limited(running.pid, name, cores) as quota:
-            yield found[1], quota
+            yield url, quota
     finally:
         running.kill()
         running.wait()
@@ -210,9 +203,7 @@ def gateway(artifact: Path, nodes: list[RunningNode], key: Path, *options: str) 
 
 def cloud_alone(workdir: Path, images: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
     """The whole model in the cloud, to which every image is sent."""
-    if not (workdir / "export").is_dir():
-        export.export(workdir)
-
+    export.export(workdir)  # also where there is one: the model may have been trained further
     with process("cloud", CORES_OF["cloud"], "serve", str(workdir / "export")) as (url, _):
         relay, port = start_relay(url.removeprefix("http://"), _DELAY_MS["cloud"])
         try:

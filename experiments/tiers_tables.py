@@ -105,7 +105,7 @@ class Tables:
     def __init__(self, workdir: Path, data_dir: str, scale: Scale, path: Path):
         self.workdir, self.data_dir, self.scale, self.path = workdir, data_dir, scale, path
         trained, dataset = load_with_data(workdir, stored_config(workdir, data_dir))
-        self.images, self.spec = dataset.test.images, trained.spec
+        self.images, self.trained, self.spec = dataset.test.images, trained, trained.spec
         about = {"model": trained.spec.lanes, "step": trained.step, "data": dataset.name}
         about |= json.loads(json.dumps(dataclasses.asdict(scale)))
         self.results = read_json(self.path) if self.path.is_file() else {"about": about, "measured": {}}
@@ -142,7 +142,7 @@ class Tables:
         tiers = [{"name": n, "lanes": own} for n, own in zip(_NAMES, (lanes[:1], lanes[1:2], lanes[2:]), strict=True)]
         write_json(wishes, {"tiers": tiers, "tolerance": 0.005})
         folder = self.workdir / f"tiers-{cut}"
-        if not folder.exists():
+        if not split.is_of(folder, self.trained):
             split.split(self.workdir, wishes, cut, None, self.data_dir, folder.name)
         wishes.unlink()
         return {name: TierArtifact(folder / name) for name in _NAMES}

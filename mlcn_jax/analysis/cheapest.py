@@ -1,4 +1,4 @@
-"""Which machines train a model by a deadline at the least cost: what is asked, and the answer or what is in its way."""
+"""Which machines train a model by a deadline at the lowest cost: the question, and the answer or what prevents it."""
 
 import math
 import re
@@ -18,10 +18,10 @@ from mlcn_jax.training.splits import Messages
 
 
 def best_way(market: Market, ways: Sequence[Way], deadline_seconds: float) -> Way:
-    """The cheapest way that is done by the deadline, the fastest of equally cheap ones.
+    """The cheapest way that finishes by the deadline; among equally cheap ones, the fastest.
 
     Raises:
-      InputError: the model fits nowhere, or no way is done by then; it says what would.
+      InputError: the model fits no machine, or no way finishes by then; the message says what would help.
     """
     if not ways:
         raise InputError(_fits_nowhere(market))
@@ -30,7 +30,7 @@ def best_way(market: Market, ways: Sequence[Way], deadline_seconds: float) -> Wa
         fastest = ways[0]
         names = " + ".join(market.choices[n].offer.name for n in fastest.machines)
         raise InputError(
-            f"no way trains it in {duration(deadline_seconds)}: the nearest deadline that can be met is "
+            f"no way trains it in {duration(deadline_seconds)}: the earliest deadline that can be met is "
             f"--deadline={round_up(fastest.seconds)} ({names}, {fastest.kind}, for {fastest.cost:.2f}); allow more "
             f"time, {_more_machines(market)} or fewer steps"
         )
@@ -97,12 +97,12 @@ def task_of(config: Any, session: Any) -> Task:
 def with_profiles(
     offers: Sequence[Offer], profiles: Mapping[str, tuple[DeviceProfile, str]], terms: Terms
 ) -> tuple[list[tuple[Offer, DeviceProfile, str]], list[str]]:
-    """The offers that can be judged, and why the others cannot.
+    """The offers that have a usable profile, and why the others are left out.
 
     Args:
-      offers: of a catalog.
-      profiles: with their files, by machine or accelerator in small letters.
-      terms: without interruptions, spot machines whose catalog does not say are left out.
+      offers: the offers of a catalog.
+      profiles: profiles and their files, by machine or accelerator in lower case.
+      terms: if they give no interruptions, spot machines whose catalog gives none are left out.
     """
     found, passed = [], []
     for offer in offers:
@@ -117,8 +117,8 @@ def with_profiles(
             passed.append("spot machines: no --interruptions_per_hour")
         elif offer.cpus and cores not in (None, offer.cpus):
             passed.append(
-                f"{offer.machine}: it has {offer.cpus:g} cores, and the profile {profiles[key][1]} is of {cores} "
-                "(measure one there)"
+                f"{offer.machine}: it has {offer.cpus:g} cores, but the profile {profiles[key][1]} was measured on "
+                f"{cores} (measure one there)"
             )
         elif offer.devices > 1 and profiles[key][0].link is None:
             passed.append(
@@ -131,14 +131,14 @@ def with_profiles(
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: `3.2 h`, `12 min`, `40 s`."""
+    """Seconds as readable text: `3.2 h`, `12 min`, `40 s`."""
     if seconds >= 2 * 3600:
         return f"{seconds / 3600:.1f} h"
     return f"{seconds / 60:.1f} min" if seconds >= 120 else f"{seconds:.0f} s"
 
 
 def round_up(seconds: float) -> str:
-    """Seconds as a deadline, not below."""
+    """Seconds as a `--deadline`, rounded up."""
     return f"{math.ceil(seconds / 60)}m" if seconds >= 600 else f"{math.ceil(seconds)}s"
 
 
@@ -146,25 +146,25 @@ _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def seconds_of(text: str, flag: str) -> float:
-    """Seconds of a text such as `6h`, `1h30m` or `90s`; raises InputError, naming the flag, if it is none."""
+    """Seconds of a text such as `6h`, `1h30m` or `90s`; raises InputError, naming the flag, if it is no such time."""
     parts = re.fullmatch(r"(?:(\d+(?:\.\d+)?)([dhms]))+", text)
     found = re.findall(r"(\d+(?:\.\d+)?)([dhms])", text) if parts else []
     total = sum(float(number) * _UNITS[unit] for number, unit in found)
     if not total:
-        raise InputError(f"--{flag}={text} is not a time above 0: give days, hours, minutes or seconds, as 6h or 1h30m")
+        raise InputError(f"--{flag}={text} is not a time above 0: give days, hours, minutes or seconds, such as 1h30m")
     return total
 
 
 def read_profiles(text: str, offers: Sequence[Offer]) -> dict[str, tuple[DeviceProfile, str]]:
-    """The profiles of a catalog's machines, with their files, by machine or accelerator in small letters.
+    """The profiles of a catalog's machines, with their files, by machine or accelerator in lower case.
 
     Args:
-      text: `FILE` or `NAME=FILE`, separated by commas. Without a name, the accelerator whose name is part of the
-        device's in the profile is meant.
-      offers: of the catalog, which may name files itself.
+      text: `FILE` or `NAME=FILE`, separated by commas. A file without a name is for the accelerator whose name is part
+        of the profile's device name.
+      offers: the offers of the catalog, which may itself name files.
 
     Raises:
-      InputError: a file cannot be used, a name is of no machine, or no machine has a profile.
+      InputError: a file cannot be used, a name is not in the catalog, or no machine has a profile.
     """
     found: dict[str, tuple[DeviceProfile, str]] = {}
     loaded: dict[str, DeviceProfile] = {}
@@ -190,8 +190,8 @@ def read_profiles(text: str, offers: Sequence[Offer]) -> dict[str, tuple[DeviceP
         fitting = [name for name in fitting if not any(words_of[name] < words_of[other] for other in fitting)]
         if not fitting:
             raise InputError(
-                f"--profiles={file} is of {load(file).device}, which is no accelerator of the catalog: say which "
-                f"machine it is of, as --profiles=NAME={file}"
+                f"--profiles={file} was measured on {load(file).device}, which is not an accelerator of the catalog: "
+                f"name its machine, as in --profiles=NAME={file}"
             )
         found |= dict.fromkeys(fitting, (load(file), file))
     for offer in offers:

@@ -70,7 +70,7 @@ def rows(market: Market, ways: Sequence[Way], best: Way) -> list[dict[str, Any]]
 
 
 def draw(market: Market, ways: Sequence[Way], best: Way, deadline_seconds: float, path: Path) -> None:
-    """Cost over time, with intervals, the deadline and the best."""
+    """Draws the cost of the ways over their time, with intervals, the deadline and the best way."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -134,7 +134,7 @@ def commands(market: Market, way: Way, base: Sequence[str]) -> list[str]:
 
 
 def _processes(choice: Choice, way: Way) -> int:
-    """Accelerators of a machine share a process; CPU devices have one each."""
+    """How many processes a machine runs: accelerators share one, CPU devices have one each."""
     used = min(choice.offer.devices, way.data * way.lane)
     return used if choice.profile.platform == "cpu" else 1
 
@@ -181,7 +181,7 @@ def _rent(choice: Choice, number: int) -> str:
 
 
 def _on(choice: Choice, number: int, command: str) -> str:
-    """The command as it is given for a machine."""
+    """The command as it is entered for a machine."""
     if choice.offer.cloud:
         quoted = f'"{command}"' if "$(" in command else shlex.quote(command)
         return f"sky exec --detach-run mlcn-{number} {quoted}"

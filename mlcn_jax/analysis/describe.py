@@ -1,4 +1,4 @@
-"""What a configuration builds, found without computing it."""
+"""Describes what a configuration builds, without computing it."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ def describe(
     """What a configuration builds, and how far its training step can scale.
 
     Lanes, input shape, parameters, forward FLOPs per image, cost of each lane; work, depth and bounds by part
-    (`describe_work.scaling`). FLOPs are those of plain (native) convolutions, whatever algorithm is used; `work` is of
-    the algorithms that a run takes here. The dataset is not read, except for a folder of images, whose classes must be
-    counted.
+    (`describe_work.scaling`). FLOPs are those of plain (native) convolutions, whatever algorithm is used; `work` is
+    that of the algorithms that a run uses on this machine. The dataset is not read, except for a folder of images,
+    whose classes must be counted.
 
     Args:
       config: the configuration.

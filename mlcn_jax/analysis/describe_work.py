@@ -1,4 +1,4 @@
-"""Work, depth and bytes of a training step, how far they let it scale, and what communication costs each split."""
+"""Work, depth and bytes of a training step, how far it can scale, and what each split costs in communication."""
 
 import dataclasses
 import itertools
@@ -25,12 +25,12 @@ _STEPS_PER_EPOCH = 1000  # learning rates depend on it, work does not
 
 
 def work_by_part(config: RunConfig, spec: ModelSpec) -> dict[str, tuple[int, work.Work]]:
-    """Work of a training step by part, and in all, with how often each part occurs.
+    """Work of a training step, by part and in all, with how often each part occurs.
 
     The parts are a step of each kind of lane, and the head: loss, decoder, their gradients and the decoder's update.
-    They are traced with the convolution algorithms that a run on this platform takes. `all` adds up their work; its
-    depth is that of the whole step, of which one lane of each kind is traced, as equal lanes are side by side. CapsNet
-    has no parts.
+    They are traced with the convolution algorithms that a run on this platform uses. `all` is the sum of their work;
+    its depth is that of the whole step, traced with one lane of each kind because equal lanes count as parallel.
+    CapsNet has no parts.
     """
     batch_size = config.train.batch_size
     if not spec.lane_groups:
@@ -58,7 +58,7 @@ def work_by_part(config: RunConfig, spec: ModelSpec) -> dict[str, tuple[int, wor
 
 
 def _one_of_each(spec: ModelSpec) -> ModelSpec:
-    """The model with one lane of each group: equal lanes are side by side, even where they run in turn."""
+    """The model with one lane of each group: equal lanes count as parallel, even where they run in turn."""
     return spec_of(spec, [0, *itertools.accumulate(group.count for group in spec.lane_groups[:-1])])
 
 
@@ -108,16 +108,16 @@ def _whole(config: RunConfig, spec: ModelSpec) -> work.Work:
 def scaling(
     config: RunConfig, spec: ModelSpec, link: Link | None, profile: DeviceProfile | None, most_devices: int
 ) -> dict[str, Any]:
-    """Work by part, Brent's bound, and for a device the seconds that no split can beat and what communication leaves.
+    """Work by part and Brent's bound; with a profile, the least seconds of any split; with a link, communication.
 
     Args:
       config, spec: the run and its model.
-      link: between any two devices; None leaves communication out.
-      profile: of the devices; None leaves seconds out.
-      most_devices: devices are counted in powers of two up to this number, and as many as there are lanes.
+      link: the link between any two devices; None leaves communication out.
+      profile: the profile of the devices; None leaves seconds out.
+      most_devices: numbers of devices are powers of two up to this, and the number of lanes.
 
     Raises:
-      InputError: the profile was measured with other lanes, or before its peak rates were kept.
+      InputError: the profile was measured with other lanes, or by a version that did not measure peak rates.
     """
     parts = work_by_part(config, spec)
     whole = parts["all"][1]
@@ -178,7 +178,7 @@ def _communication(
         rows = {n: {"bytes": bytes_of(split, n)} | bounds.communication(n, bytes_of(split, n), link) for n in possible}
         found[split] = {"by_devices": rows}
         if alone is not None and possible:
-            moved = max(row["bytes"] for row in rows.values())  # alike, but for layers that do not divide
+            moved = max(row["bytes"] for row in rows.values())  # equal, except for layers that do not divide evenly
             most = batch_size if split == "data" else len(spec.lane_specs)
             found[split] |= dataclasses.asdict(bounds.limit(alone, moved, link, most))
     hybrids = {n: _hybrid(config, spec, link, n) for n in counts}
@@ -219,7 +219,7 @@ def _can_split(spec: ModelSpec, batch_size: int, data: int, lane: int) -> bool:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """The findings for people, in Markdown."""
+    """The findings as Markdown tables."""
     lines = ["| part | count | W | D | W/D | bytes moved | W / bytes |", "| --- | --- | --- | --- | --- | --- | --- |"]
     for name, part in found["work"].items():
         numbers = [f"{part[key]:.3g}" for key in ("work", "depth", "parallelism", "moved_bytes", "intensity")]

@@ -24,7 +24,7 @@ from mlcn_jax.training.pictures import write_pictures
 from mlcn_jax.training.session import with_flips
 
 _log = logging.getLogger(__name__)
-_TOP = 5  # classes of `test_top5_accuracy`, which is told of models with more than twice as many
+_TOP = 5  # classes of `test_top5_accuracy`, reported for models with more than twice as many classes
 
 
 def evaluate_workdir(
@@ -33,12 +33,12 @@ def evaluate_workdir(
     """Scores the best checkpoint of a workdir on the test set of `config`, and draws the pictures again.
 
     Args:
-      config: names the images, which need not be those that the model learned from. Those of a folder are resized to
+      config: names the images, which need not be those that the model was trained on. Those of a folder are resized to
         the model's size.
-      workdir: of the model.
-      pictures: folder for the pictures; None is the workdir. One that cannot be written to is left as it is, with a
-        warning.
-      all_images: score all images of `config`, those for training too.
+      workdir: the model's workdir.
+      pictures: folder for the pictures; None is the workdir. If it cannot be written to, no pictures are drawn and a
+        warning is logged.
+      all_images: whether to score all images of `config`, including those for training.
 
     Raises:
       InputError: the workdir does not hold a trained model, or the images do not fit it.
@@ -83,9 +83,9 @@ def fitted(dataset: Dataset, trained: Trained, workdir: Path) -> Dataset:
     expected, shape = trained.spec.image_shape, dataset.test.images.shape[1:]
     if shape[:2] != expected[:2]:
         raise InputError(
-            f"the model in {workdir} takes images of {expected[0]}x{expected[1]} pixels, and those of {dataset.name} "
+            f"the model in {workdir} takes images of {expected[0]}x{expected[1]} pixels, but those of {dataset.name} "
             f"have {shape[0]}x{shape[1]}: give a folder of images (--config.data.name=folder), which are resized, or "
-            "another data set"
+            "another dataset"
         )
     differences = [
         f"{who}: {_listed(names)}"
@@ -98,7 +98,7 @@ def fitted(dataset: Dataset, trained: Trained, workdir: Path) -> Dataset:
     if differences:
         raise InputError(
             f"the classes of {dataset.name} are not those of the model in {workdir} ({'; '.join(differences)}): name "
-            "the folders of the images like the model's classes, or give another data set"
+            "the folders of the images like the model's classes, or give another dataset"
         )
     order = np.array([trained.class_names.index(name) for name in dataset.class_names], np.int32)
     train, test = (
@@ -108,7 +108,7 @@ def fitted(dataset: Dataset, trained: Trained, workdir: Path) -> Dataset:
 
 
 def top_accuracy(lengths: Float[np.ndarray, "n classes"], labels: Int[np.ndarray, " n"], top: int) -> float:
-    """Share of images whose class is among the `top` of longest capsules; of equally long ones the first count."""
+    """Share of images whose class is among the `top` longest capsules; among equally long ones, the first count."""
     longest = np.argsort(-lengths, axis=1, kind="stable")[:, :top]
     return float((longest == labels[:, np.newaxis]).any(axis=1).mean())
 
@@ -122,7 +122,7 @@ def _top_accuracy(trained: Trained, split: Split, batch_size: int) -> dict[str, 
 
 
 def _image_size(data: DataSettings, trained: Trained) -> int:
-    """The model's for a folder, unless another is asked for; a model's own size is dropped for other data sets."""
+    """For a folder, the given size or the model's; for other datasets, the given size unless it is the model's own."""
     size = trained.spec.image_shape[0]
     if data.name == "folder":
         return data.image_size or size
@@ -130,7 +130,7 @@ def _image_size(data: DataSettings, trained: Trained) -> int:
 
 
 def _with_channels(images: Images, channels: int) -> Images:
-    """Gray or RGB images as RGB or gray ones, by the weights that pictures are read with."""
+    """Images with the given number of channels, converted as when pictures are read."""
     if images.shape[-1] == channels:
         return images
     if channels == 3:
@@ -142,18 +142,18 @@ def _with_channels(images: Images, channels: int) -> Images:
 def _all_as_test_set(dataset: Dataset) -> Dataset:
     parts = dataset.train, dataset.test
     everything = Split(np.concatenate([part.images for part in parts]), np.concatenate([part.labels for part in parts]))
-    provenance = {**dataset.provenance, "scored": "all images, those for training too"}
+    provenance = {**dataset.provenance, "scored": "all images, including those for training"}
     return dataclasses.replace(dataset, test=everything, provenance=provenance)
 
 
 def _check_unseen(dataset: Dataset, config: RunConfig, workdir: Path) -> None:
-    """Warns where the training images are those that the model learned from."""
+    """Warns if the training images are those that the model was trained on."""
     try:
         learned = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)[0]
     except InputError:  # too few images to have been trained on
         return
     if digest(learned) == read_json(workdir / "model.json").get("training_images_sha256"):
-        _log.warning("the model learned from these images: its accuracy on them says little")
+        _log.warning("the model was trained on these images: its accuracy on them says little")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Whether a training step fits the memory of a device, told before it is compiled, and what makes it fit."""
+"""Predicts whether a training step fits the memory of a device, before it is compiled, and what makes it fit."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -19,23 +19,23 @@ from mlcn_jax.training.session import check_remat, optimizer_of, step_options
 from mlcn_jax.training.step import TrainState, make_train_step
 
 _STEPS_PER_EPOCH = 1000  # learning rates depend on it, memory does not
-_FEW = 2  # lanes of a group from which on its memory grows by equal steps; checked by experiments/memory_plan.py
+_FEW = 2  # from this many lanes of a group on, each further one adds the same memory (experiments/memory_plan.py)
 _MARGIN = 1.07  # over the extrapolation from few lanes, which can be some percent too low (the same script)
 
 
 def fit_memory(config: RunConfig, spec: ModelSpec, memory_bytes: int) -> dict[str, Any]:
-    """Memory of a training step on each device of a mesh, and under settings that need less until one fits.
+    """Memory of a training step on each device of a mesh; if it is too much, also with settings that need less.
 
     Args:
       config, spec: the run and its model.
-      memory_bytes: memory of a device for programs.
+      memory_bytes: memory of a device that programs may use.
 
     Returns:
       `device_bytes`; `tried`, a list of changed settings (none at first), predicted bytes and whether they fit; `fits`,
       the settings to change so that it fits, or None if none was found.
 
     Raises:
-      InputError: lanes are not on a mesh, there is a teacher, or the settings cannot be used.
+      InputError: the plan is not a mesh, there is a teacher, or the settings cannot be used.
     """
     parallel, tried = config.parallel, []
     if parallel.plan != "mesh":
@@ -85,8 +85,8 @@ def _is_good(check: Any, *args: Any) -> bool:
 def predicted_bytes(config: RunConfig, spec: ModelSpec) -> int:
     """Memory of a training step on each device of a mesh: state, batch and temporaries.
 
-    Where lanes run in a scan the step itself is compiled, which takes no longer for many lanes. Else steps of few lanes
-    are compiled, and every further lane adds what the third one of its group does. What a mesh gathers is left out.
+    If lanes run in a scan, the step itself is compiled, which takes no longer for many lanes. Otherwise steps with few
+    lanes are compiled, and each further lane adds what its group's third one does. What a mesh gathers is left out.
     """
     if spec.lane_groups:
         mesh_lib.check_split(spec, config.train.batch_size, config.parallel.data, config.parallel.lane)

@@ -1,6 +1,6 @@
-"""Joins the lanes of finished workdirs to one model: checks that they fit, and writes a workdir like any other.
+"""Joins the lanes of finished workdirs into one model: checks that they fit together, and writes an ordinary workdir.
 
-A lane that learned to classify alone needs no other lane, so that lanes trained apart, on any machine at any time, are
+A lane that learned to classify alone needs no other lane, so lanes trained apart, on any machine at any time, can be
 columns of one model. What they have in common is fitted afterwards (`lane_fit`): weights on validation images and the
 decoder on training images, both from columns that are computed once.
 """
@@ -50,11 +50,11 @@ class Lane:
     """A trained lane.
 
     Attributes:
-      spec: what it is.
+      spec: its kind, width and depth.
       params: its parameters with a leading axis of 1, with the statistics for evaluation.
-      seed: of `model.lane_seeds`, None if its run had none.
+      seed: its entry of `model.lane_seeds`; None if its run had none.
       source: the workdir that it was trained in, and its number there.
-      step: of the checkpoint.
+      step: training steps of its checkpoint.
     """
 
     spec: LaneSpec
@@ -105,7 +105,7 @@ def join(
     It is at step 0 of a run with the settings of the first workdir, so that further training starts from these lanes.
 
     Args:
-      workdirs: finished runs; their lanes become columns in this order, equal ones beside each other.
+      workdirs: finished runs; their lanes become columns in this order, with equal lanes next to each other.
       output: the workdir to create; it appears complete or not at all.
       data_dir: overrides `data.dir` of all runs, if the images have moved.
       weights: one of `WEIGHTS`: fitted on validation images, or all 1.
@@ -197,7 +197,7 @@ def check_alone(workdir: Path, spec: ModelSpec) -> None:
         raise InputError(f"{workdir} holds a {spec.name}, which has no lanes to join: give workdirs of an MLCN")
     if spec.margin_loss == "joint" and (~spec.classifies_alone).any() and len(spec.lane_specs) > 1:
         raise InputError(
-            f"the lanes of {workdir} learned on their joint length (model.margin_loss=joint), so that none classifies "
+            f"the lanes of {workdir} were trained on their joint length (model.margin_loss=joint), so none classifies "
             "alone: give runs with model.margin_loss=per_lane or per_lane_sum"
         )
 
@@ -238,7 +238,7 @@ def _check_distinct(lanes: Sequence[Lane]) -> None:
 
 
 def joined_spec(first: Part, lanes: Sequence[Lane]) -> tuple[ModelSpec, list[int]]:
-    """The model of some lanes, without weights, and the lane of each column: equal ones side by side."""
+    """The model of some lanes, without weights, and the lane of each column: equal lanes are next to each other."""
     kinds = list(dict.fromkeys(lane.spec for lane in lanes))
     order = [i for kind in kinds for i, lane in enumerate(lanes) if lane.spec == kind]
     seeds = [lanes[i].seed for i in order]
@@ -274,7 +274,7 @@ def further_lanes(
     columns: dict[str, np.ndarray],
     splits: dict[str, datasets.Split],
 ) -> list[dict[str, Any]]:
-    """For each lane its weight, its accuracy alone, and that of it and all lanes before it, by split."""
+    """For each lane its weight, its accuracy alone, and that of the lanes up to it together, by split."""
     of_all = np.array(weights)
 
     def row(i: int) -> dict[str, Any]:
@@ -303,7 +303,7 @@ def _stacked(spec: ModelSpec, lanes: Sequence[Lane]) -> dict:
 
 
 def joined_config(config: RunConfig, spec: ModelSpec) -> RunConfig:
-    """The configuration of a joined model: that of the first workdir, without what only its lanes can have."""
+    """The configuration of a joined model: that of the first workdir, without what holds only for its own lanes."""
     changes: dict[str, Any] = {
         name: list(value) if isinstance(value := getattr(spec, field), tuple) else value
         for field in ("lanes", "lane_weights", "lane_seeds", "margin_loss", "decoder_gradient")

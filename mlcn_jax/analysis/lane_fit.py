@@ -1,4 +1,4 @@
-"""What joined lanes learn together: their weights in class lengths, and the decoder that reads their columns."""
+"""Fits what joined lanes share: their weights in class lengths, and the decoder that reads their columns."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from mlcn_jax.nn.model import CapsuleNetwork, reconstruct
 from mlcn_jax.nn.spec import ModelSpec
 
 _TINY = 1e-12
-_DIGITS = 4  # of a stored weight
+_DIGITS = 4  # decimals of a stored weight
 _DECODER_BATCH = 100
 _DECODER_RATE = 1e-3
 
@@ -55,14 +55,14 @@ def accuracy(
 def train_decoder(
     spec: ModelSpec, v: Float[np.ndarray, "n classes lanes"], split: Split, num_epochs: int, seed: int
 ) -> dict:
-    """The decoder's parameters, trained from the start by Adam on the columns of trained lanes, which stay as they are.
+    """The decoder's parameters, trained from scratch with Adam on the columns of trained lanes, which stay unchanged.
 
     Args:
       spec: the model.
       v: class capsules of the images.
       split: the images, and the classes whose capsules are decoded.
-      num_epochs: passes over the images; 0 leaves the start values.
-      seed: gives the start values and the order of the images.
+      num_epochs: passes over the images; 0 returns the initial values.
+      seed: seed of the initial values and of the order of the images.
     """
     network, optimizer = CapsuleNetwork(spec), optax.adam(_DECODER_RATE)
     key, one = jax.random.key(seed), jnp.zeros((1, spec.num_classes, v.shape[-1]))

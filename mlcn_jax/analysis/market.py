@@ -22,9 +22,9 @@ from mlcn_jax.training import splits
 from mlcn_jax.training.accumulate import check_parts
 
 _FREE = simulate.Link(0.0, math.inf)
-_PARETO_POINTS = 5  # of lanes trained apart
-_EARLIER = 0.8
-_MOST_SETS = 10**6
+_PARETO_POINTS = 5  # ways with lanes trained apart
+_EARLIER = 0.8  # each further deadline, relative to the time of the way before
+_MOST_SETS = 10**6  # sets of machines
 _EXACT_SECONDS = 1.0  # for one integer program
 
 
@@ -33,10 +33,10 @@ class Market:
 
     Args:
       task, terms: what is trained and on what terms.
-      offers: with the profile of each and the profile's file.
+      offers: offers, each with its device profile and the file of the profile.
 
     Raises:
-      InputError: the profiles are of other lanes or images.
+      InputError: a profile was measured with other lanes or images.
     """
 
     def __init__(self, task: Task, terms: Terms, offers: Sequence[tuple[Offer, DeviceProfile, str]]):
@@ -45,7 +45,7 @@ class Market:
         self.counts = [group.count for group in task.spec.lane_groups]
         choices = [self._choice(*entry) for entry in offers]
         same = {id(c.profile): c.profile for c in choices}
-        for profile in same.values():  # which says so if it was not measured with these lanes
+        for profile in same.values():  # raises if it was not measured with these lanes
             for one in self._costs:
                 profile.lane_seconds(one, task.batch_size)
 
@@ -64,7 +64,7 @@ class Market:
         self._splits_of: dict[tuple, list[_Split]] = {}
 
     def ways(self, deadline_seconds: float = math.inf) -> list[Way]:
-        """The ways that no other beats in time and cost, fastest first; the cheapest by the deadline is among them."""
+        """The ways that no other beats in both time and cost, fastest first, with the cheapest by the deadline."""
         return rental.front([*self._together(), *self._apart(deadline_seconds)])
 
     def _choice(self, offer: Offer, profile: DeviceProfile, file: str) -> Choice:
@@ -87,12 +87,12 @@ class Market:
     # Machines that train one run together.
 
     def _together(self) -> list[Way]:
-        """The best way of each set of machines that can be on the front; the others are passed over unsolved."""
+        """Ways on the Pareto front, over sets of machines; sets that cannot be on it are skipped without a solution."""
         machines = [choice.machine for choice in self.choices]
         most = self.terms.most_machines if self.terms.link else 1
         if (count := sum(math.comb(len(machines) + n - 1, n) for n in range(1, most + 1))) > _MOST_SETS:
             raise InputError(
-                f"--most_machines={most} of {len(machines)} different offers give {count:,} sets of machines, and "
+                f"--most_machines={most} of {len(machines)} different offers give {count:,} sets of machines, but only "
                 f"{_MOST_SETS:,} can be tried: lower --most_machines, or leave offers out of the catalog"
             )
         bounded = []
@@ -119,7 +119,7 @@ class Market:
         return self.choices[number].profile.model_seconds(lanes, task.batch_size)
 
     def on(self, chosen: tuple[int, ...]) -> list[Way]:
-        """Every split over a set of machines, by the numbers of their choices, that train one run together.
+        """Every split that trains one run together on a set of machines, given by the numbers of their choices.
 
         The fastest machine comes first: its first device computes loss and decoder in stacks. A single machine on all
         of whose devices the model cannot be split trains it on fewer.
@@ -173,7 +173,7 @@ class Market:
         return simulate.Link(**link) if link else _FREE
 
     def _placement(self, profiles: Sequence[DeviceProfile], cluster: simulate.Cluster) -> Placement | None:
-        """The lanes of each device such that the last is done soonest; None if they do not fit or leave one idle."""
+        """The lanes of each device such that the slowest is done soonest; None if they do not fit or leave one idle."""
         on_host = [cluster.hosts.count(host) for host in cluster.hosts]
         slower = [profile.slowdown(n) for profile, n in zip(profiles, on_host, strict=True)]
         names = [str(d) for d in range(len(profiles))]
@@ -223,7 +223,7 @@ class Market:
     # Lanes trained apart.
 
     def _apart(self, deadline_seconds: float) -> list[Way]:
-        """Lanes trained apart: the fastest way, the cheapest by the deadline, of all, and by ever earlier deadlines."""
+        """Ways with lanes trained apart: the fastest, the cheapest by the deadline and of all, and some in between."""
         task = self.task
         if not task.apart or len(task.spec.lane_specs) < 2:
             return []
@@ -253,7 +253,7 @@ class Market:
             return _Run(1, math.inf)
         step = self._lane_step(profile, one)
         run = self._run(step, profile.forward_share, choice.interruptions)
-        return run  # on one of its devices
+        return run  # on one of the machine's devices
 
     def _lane_step(self, profile: DeviceProfile, one: cost.LaneCost) -> float:
         return profile.model_seconds([one], self.task.batch_size) + profile.head_seconds(1, self.task.batch_size)
@@ -306,7 +306,7 @@ class _Run:
 
 
 def _of_run(interval: Interval | None, step: float, started: float, seconds: float) -> Interval | None:
-    """The interval of a run's seconds from that of its step."""
+    """The interval of a run's seconds, from that of its step."""
     if interval is None:
         return None
     low, high = (started + seconds * end / step for end in (interval.low_seconds, interval.high_seconds))

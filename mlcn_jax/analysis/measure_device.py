@@ -65,7 +65,7 @@ class Program:
         jax.block_until_ready((self._state, output))
 
     def seconds(self, clear: Callable[[], Any]) -> float:
-        """Of a step whose arrays are in memory, and not in a cache: in training, other lanes were there before.
+        """Seconds of a step whose arrays are in memory, not in a cache: in training, other lanes used the caches.
 
         Args:
           clear: see `clearing`.
@@ -77,9 +77,9 @@ class Program:
 
 
 def typical_seconds(programs: Mapping[tuple, Program], rounds: int) -> dict[tuple, float]:
-    """Seconds of a step of each program: the median over turns, which they take one after the other, of the mean.
+    """Seconds of a step of each program: the median over rounds of the mean within a turn; programs take turns.
 
-    Not the fastest step: the shorter the steps, the more of them a turn has, and the luckier is the fastest.
+    The fastest step would favour short programs, which take more steps in a turn.
     """
     means: dict[tuple, list[float]] = {key: [] for key in programs}
     clear = clearing()
@@ -93,7 +93,7 @@ def typical_seconds(programs: Mapping[tuple, Program], rounds: int) -> dict[tupl
 
 
 def clearing() -> Callable[[], Any]:
-    """Clears the caches of the device, for `Program.seconds`."""
+    """A function that clears the caches of the device, for `Program.seconds`."""
     values = jnp.zeros(_CLEARED_BYTES // 4)
     add = jax.jit(lambda values: values + 1).lower(values).compile()
     return lambda: jax.block_until_ready(add(values))

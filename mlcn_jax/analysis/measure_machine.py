@@ -1,4 +1,4 @@
-"""Measures what a device can do at most, and how devices of one machine slow each other down."""
+"""Measures the peak rates of a device, and how much the devices of one machine slow each other down."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from mlcn_jax.nn.lane_list import parse_lanes
 
 _LANES = "mlcn1:w3, mlcn2:w2d3, resnet:w2"
 _BATCH = 100
-_TURN_SECONDS = 1.0  # what varies within a second is not what a training run meets, which is an average over many
+_TURN_SECONDS = 1.0  # long enough to average out variation within a second, as a training run does
 _MOST_WORKERS = 8
 _PRODUCTS = (512, 1024, 2048)
 _COPIED_BYTES = (2**16, 2**20, 2**24, 2**28)
@@ -28,7 +28,7 @@ _PEAK_SECONDS = 0.2
 
 
 def measure(values: Any) -> dict[str, Any]:
-    """The fields of a profile that are not of its lanes: `link`, `sharing` and `peak`. Binds this process to its cores.
+    """The fields of a profile that are not about lanes: `link`, `sharing` and `peak`. Binds this process to its cores.
 
     Args:
       values: flags of the command `profile`.

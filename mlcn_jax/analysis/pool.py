@@ -54,7 +54,7 @@ _LANE_KEYS: _Keys = {
 
 @dataclasses.dataclass(frozen=True)
 class PoolLane:
-    """A lane that is wanted: its name, which is that of its workdir, the run that trains it, and the work of that."""
+    """A lane to train: its name, its workdir of that name, the run that trains it, and the FLOPs of that."""
 
     name: str
     workdir: Path
@@ -81,9 +81,9 @@ class PoolLane:
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """The lanes wanted, in the order of the columns of joined models, and after how many of them one is joined.
+    """The lanes to train, in the order of the columns of joined models, and how many must be finished for each model.
 
-    Without numbers, one is joined of all that are finished when none is left to train.
+    Without such numbers, one model is joined of all finished lanes when none is left to train.
     """
 
     folder: Path
@@ -99,19 +99,19 @@ def read_pool(folder: Path, config_of: Callable[[str], RunConfig], changes: Mapp
     """Reads `lanes.toml` of a folder.
 
     Args:
-      folder: the pool's.
-      config_of: the configuration that a name or a file stands for.
+      folder: the folder of the pool.
+      config_of: returns the configuration for a name or a file.
       changes: fields of the configuration that are set on this machine, such as `data.dir`.
 
     Raises:
-      InputError: the file is missing or not as it must be, or the lanes of a run would depend on one another.
+      InputError: the file is missing or invalid, or the lanes of a run would depend on one another.
     """
     path = folder / FILE
     try:
         given = tomllib.loads(path.read_text())
     except FileNotFoundError as error:
         raise InputError(
-            f"{path} is missing: it names the lanes that are wanted (docs/howto/lanes_apart.md)"
+            f"{path} is missing: write it; it names the lanes to train (docs/howto/lanes_apart.md)"
         ) from error
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
@@ -144,7 +144,7 @@ def read_pool(folder: Path, config_of: Callable[[str], RunConfig], changes: Mapp
 
 def _check_keys(path: Path, given: Mapping[str, Any], known: _Keys, needed: set[str]) -> None:
     if unknown := sorted(set(given) - set(known)):
-        raise InputError(f"{path} has {', '.join(unknown)}; it may have {', '.join(sorted(known))}")
+        raise InputError(f"{path} has unknown keys {', '.join(unknown)}; it may have {', '.join(sorted(known))}")
     if missing := sorted(needed - set(given)):
         raise InputError(f"{path} lacks {', '.join(missing)}")
     for name, value in given.items():
@@ -153,7 +153,7 @@ def _check_keys(path: Path, given: Mapping[str, Any], known: _Keys, needed: set[
 
 
 def _is_of(kind: Any, value: Any) -> bool:
-    """Whether a value is of a type, as `_KEYS` has it; numbers are 0 or more, and booleans are no numbers."""
+    """Whether a value has a type of `_KEYS`; numbers must be 0 or more, and booleans are not numbers."""
     if isinstance(kind, list):
         return isinstance(value, list) and bool(value) and all(_is_of(kind[0], one) for one in value)
     return type(value) is kind and (kind is not int or value >= 0)
@@ -166,15 +166,15 @@ def work(
     join_lanes: Callable[..., Any] = join,
     poll_seconds: float = _POLL_SECONDS,
 ) -> dict[str, str]:
-    """Trains lanes until none is left and joins when enough have come.
+    """Trains lanes until none is left, and joins a model whenever enough are finished.
 
     While other workers train what is left, it waits, to resume a lane whose worker dies. Returns the lanes that failed,
-    and the models that this worker could not join and nobody else has, by the names of their claims, with reasons.
+    and the models that this worker could not join and no other has joined, by the names of their claims, with reasons.
 
     Args:
       pool: the pool.
-      train, join_lanes: what trains a run in a workdir, and joins workdirs (`join.join`).
-      poll_seconds: how long to wait before it looks again.
+      train, join_lanes: functions that train a run in a workdir, and join workdirs (`join.join`).
+      poll_seconds: how long to wait before looking again.
 
     Raises:
       InputError: this machine cannot train lanes that are left.
@@ -198,7 +198,7 @@ def work(
 
 
 def _train_next(pool: Pool, train: Callable[[RunConfig, Path], Any], cannot: dict[str, str]) -> bool:
-    """Trains a lane that nobody trains, begun ones first, then the largest; returns whether there was one.
+    """Trains a lane that no other worker trains, begun ones first, then the largest; returns whether there was one.
 
     The largest first, so that no slow machine begins one when the others are about to end.
     """
@@ -209,7 +209,7 @@ def _train_next(pool: Pool, train: Callable[[RunConfig, Path], Any], cannot: dic
         if lock is None:
             continue
         try:
-            if not lane.is_finished and not lane.failure:  # as it may be since it was looked at
+            if not lane.is_finished and not lane.failure:  # this may have changed since it was checked above
                 done = sum(one.is_finished for one in pool.lanes)
                 _log.info("%d of %d lanes are finished; taking %s", done, len(pool.lanes), lane.name)
                 _train(lane, train, cannot)
@@ -234,18 +234,18 @@ def _train(lane: PoolLane, train: Callable[[RunConfig, Path], Any], cannot: dict
 
 @contextlib.contextmanager
 def _left_to_others(what: str, name: str, cannot: dict[str, str]) -> Iterator[None]:
-    """Notes why this machine cannot do what another one may be able to."""
+    """Records why this machine cannot do something that another one may be able to do."""
     try:
         yield
     except (InputError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         cannot[name] = str(error) or type(error).__name__
-        _log.error("this machine cannot %s %s, which is left to others: %s", what, name, error)
+        _log.error("this machine cannot %s %s and leaves it to others: %s", what, name, error)
 
 
 def _joins_due(pool: Pool) -> list[int]:
-    """Numbers of lanes of the models that are not there, though enough lanes are finished."""
+    """Numbers of lanes of the models to join: enough lanes are finished, but the model does not exist yet."""
     left = [lane for lane in pool.lanes if not lane.is_finished]
     finished = len(pool.lanes) - len(left)
     in_the_end = [] if any(not lane.failure for lane in left) else [finished]
@@ -254,7 +254,7 @@ def _joins_due(pool: Pool) -> list[int]:
 
 
 def _join_next(pool: Pool, join_lanes: Callable[..., Any], cannot: dict[str, str]) -> bool:
-    """Joins a model that is due and that nobody joins; whether there is one."""
+    """Joins a model that is due and that no other worker joins; returns whether there was one."""
     for count in _joins_due(pool):
         name = f"{_JOINED}{count}"
         lock = None if name in cannot else try_lock(pool.folder / "claims" / name)
@@ -274,7 +274,7 @@ def _join_next(pool: Pool, join_lanes: Callable[..., Any], cannot: dict[str, str
 
 
 def _note(lane: PoolLane, event: str) -> None:
-    """Adds a line to the lane's history: who did what, and when in seconds since 1970."""
+    """Adds a line to the lane's history: what happened, in which process, and when, in seconds since 1970."""
     lane.workdir.mkdir(parents=True, exist_ok=True)
     line = {"event": event, "time": time.time(), "host": platform.node(), "process": os.getpid()}
     with open(lane.workdir / HISTORY, "a") as file:

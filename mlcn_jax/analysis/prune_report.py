@@ -176,7 +176,7 @@ def fine_tuning(run: Run, workdir: Path) -> str:
 
 
 def told(facts: dict[str, Any], output: Path, command: str) -> str:
-    """The result, for people."""
+    """The result as readable text."""
     lines = [
         f"{output}: lanes {facts['kept_lanes']} of {facts['pruned_from']} are kept",
         *(
@@ -187,8 +187,8 @@ def told(facts: dict[str, Any], output: Path, command: str) -> str:
             )
         ),
         f"  parameters: {facts['parameters']['before']:,} before, {facts['parameters']['after']:,} after",
-        f"evaluate it:  {program()} evaluate --workdir={shlex.quote(str(output))}",
-        f"train it on:  {command}",
+        f"evaluate it:       {program()} evaluate --workdir={shlex.quote(str(output))}",
+        f"train it further:  {command}",
     ]
     return "\n".join(lines)
 
@@ -237,7 +237,7 @@ def draw(path: Path, entries: list[dict[str, Any]]) -> None:
         flops = np.array([row["encoder_flops_per_image"] for row in entry["removed"]])
         speed.plot(removed, flops[0] / flops, ":", color=color)
         tops += (flops[0] / flops).tolist()
-    speed.set_ylim(0, 1.2 * max(tops))  # whatever an outlier says
+    speed.set_ylim(0, 1.2 * max(tops))  # outliers must not set the scale
     ranked_on = " or ".join(dict.fromkeys(entry["ranking_from"] for entry in entries))
     alone.axhline(0, color="gray", linewidth=1)
     alone.set_title("one lane removed alone", fontsize=10)

@@ -1,4 +1,4 @@
-"""What is to be trained, on which machines and terms, and a way to do it: what `market` compares."""
+"""What to train, on which machines and terms, and a way to do it: what `market` compares."""
 
 import dataclasses
 
@@ -23,9 +23,9 @@ class Task:
       scored_images: images classified at the end of the run.
       data_bytes: bytes of images that each machine needs first.
       apart: whether the lanes can be trained without each other.
-      validation_images: classified at every checkpoint; joined lanes get their weights on them.
-      split_seed: which images these are.
-      messages: how columns and gradients are sent where machines train one run together.
+      validation_images: images classified at every checkpoint; joined lanes get their weights from them.
+      split_seed: seed that selects these images.
+      messages: how columns and gradients are sent if machines train one run together.
     """
 
     spec: ModelSpec
@@ -42,16 +42,16 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What is assumed of machines whose catalog does not say.
+    """What is assumed about machines if their catalog does not say.
 
     Attributes:
-      startup_seconds: from the order to the first step.
+      startup_seconds: time from the order to the first step.
       minimum_seconds: shortest time that is paid for.
       checkpoint_seconds: time that saving a checkpoint takes from training.
       download_bytes_per_second: rate at which a machine gets its images.
-      interruptions_per_hour: of a spot machine; None leaves spot machines out unless the catalog says.
-      link: between machines; None never lets several machines train one run together.
-      most_machines: to rent at once.
+      interruptions_per_hour: those of a spot machine; None leaves spot machines out unless the catalog says.
+      link: link between machines; with None, no machines train one run together.
+      most_machines: most machines to rent at once.
     """
 
     startup_seconds: float
@@ -88,14 +88,14 @@ class Way:
     Attributes:
       kind: mesh, stacks or apart.
       machines: numbers of the choices.
-      seconds, cost: expected, from the order to the end, interruptions included.
-      step_seconds: of one training step; of the longest lane if trained apart.
-      interval: of the run's seconds; None if a profile keeps no residuals.
+      seconds, cost: expected time and cost from the order to the end, interruptions included.
+      step_seconds: seconds of one training step; of the longest lane if trained apart.
+      interval: interval of the run's seconds; None if a profile keeps no residuals.
       save_every: steps between checkpoints.
       interruptions: expected number in the whole run.
-      lost_seconds: expected work undone by each.
-      data, lane: devices over which the batch and the lanes are split.
-      placement: of stacks.
+      lost_seconds: expected work undone by each interruption.
+      data, lane: numbers of devices over which the batch and the lanes are split.
+      placement: device of each lane, for stacks.
       lanes: for machines that train apart, how many of each kind of lane each trains.
     """
 

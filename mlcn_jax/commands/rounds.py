@@ -1,13 +1,13 @@
-"""Trains one model with several workers that hardly talk: each takes some steps by itself, then their changes meet.
+"""Trains one model with several workers that rarely communicate: each takes some steps before changes are exchanged.
 
     mlcn_jax rounds --config=quickstart --workdir=runs/rounds --config.train.rounds.steps=50 \
         --config.train.rounds.workers=2                                    # everything on this machine
     mlcn_jax rounds --config=... --workdir=runs/rounds --serve=0.0.0.0:29600                  # the coordinator
     mlcn_jax rounds --config=... --workdir=runs/worker1 --coordinator=HOST:29600 --worker=1   # a worker, elsewhere
 
-All of them take the same configuration (`train.rounds`). The same command resumes what was stopped or killed. Without
+All of them take the same configuration (`train.rounds`). The same command resumes a process that was stopped. Without
 `--serve` and `--coordinator` the workers are started here. Writes to the coordinator's workdir what `train` writes.
-Certificates (`--tls_cert`, `--tls_key`, `--ca`) encrypt, and let in only who has one.
+Certificates (`--tls_cert`, `--tls_key`, `--ca`) encrypt the connection and let in only workers that have one.
 """
 
 import contextlib
@@ -29,18 +29,18 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.settings import RoundSettings
 
 _STOP_SECONDS = 20.0
-_PARENT = "MLCN_JAX_PARENT"  # number of the process that started this one and that it ends with
+_PARENT = "MLCN_JAX_PARENT"  # pid of the process that started this one; when that ends, this one does
 _log = logging.getLogger("mlcn_jax")
 
 
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("workdir", "", "Folder of the run, or of the worker's state.", flag_values=values)
-    flags.DEFINE_string("serve", "", "HOST:PORT at which workers elsewhere reach this coordinator.", flag_values=values)
+    flags.DEFINE_string("serve", "", "HOST:PORT on which this coordinator listens for workers.", flag_values=values)
     flags.DEFINE_string("coordinator", "", "HOST:PORT of the coordinator, for a worker.", flag_values=values)
     flags.DEFINE_integer("worker", -1, "Number of this worker, from 0.", flag_values=values)
     flags.DEFINE_string("tls_cert", "", "Own certificate (PEM).", flag_values=values)
     flags.DEFINE_string("tls_key", "", "Private key (PEM) of --tls_cert.", flag_values=values)
-    flags.DEFINE_string("ca", "", "Certificates (PEM) of who signed those of the others.", flag_values=values)
+    flags.DEFINE_string("ca", "", "CA certificates (PEM) that signed those of the others.", flag_values=values)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,8 +52,6 @@ def main(argv: Sequence[str]) -> int:
         raise InputError("--serve makes this the coordinator, --coordinator a worker: give one of them")
     if bool(values.coordinator) != (values.worker >= 0):
         raise InputError("a worker needs both --coordinator=HOST:PORT and its number, --worker=0 and so on")
-    if bool(values.tls_cert) != bool(values.tls_key):
-        raise InputError("--tls_cert and --tls_key are a pair: give both")
     if not importlib.util.find_spec("grpc"):
         raise InputError("rounds need grpcio: pip install 'mlcn_jax[rounds]'")
 
@@ -75,12 +73,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Here:
-    """Starts workers on this machine and stops them in the end.
+    """Starts workers on this machine and stops them at the end.
 
     Args:
-      argv: the flags of this command.
-      workdir: each has a folder in it.
-      settings: of the run.
+      argv: flags of this command.
+      workdir: folder in which each worker has a folder.
+      settings: settings of the rounds.
     """
 
     def __init__(self, argv: list[str], workdir: Path, settings: RoundSettings):
@@ -107,7 +105,7 @@ class _Here:
             if left < self._settings.enough:
                 raise InputError(
                     f"{left} of {len(running)} workers are left, and a round needs {self._settings.enough} "
-                    "(train.rounds.quorum): the messages of the others are above; the same command goes on after the "
+                    "(train.rounds.quorum): see the messages of the others above; the same command resumes after the "
                     "last complete round"
                 )
 

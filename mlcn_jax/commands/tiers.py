@@ -1,13 +1,13 @@
-"""Splits a model's lanes over devices, and answers with them: at once from the nearest, better from the others.
+"""Splits a model's lanes over devices, and answers with them: at once from the nearest, better with the others.
 
-    mlcn_jax tiers split runs/mlcn2 --tiers=tiers.json      # one artifact a tier, in runs/mlcn2/tiers
+    mlcn_jax tiers split runs/mlcn2 --tiers=tiers.json      # one artifact per tier, in runs/mlcn2/tiers
     mlcn_jax tiers node runs/mlcn2/tiers/edge --port=8001   # on the edge
     mlcn_jax tiers gateway runs/mlcn2/tiers/end --nodes=edge=http://edge:8001,cloud=http://cloud:8002
     curl -N --data-binary @image.png -H 'Content-Type: image/png' http://127.0.0.1:8000/refine
 
 The gateway takes what `mlcn_jax serve` takes. `POST /refine` answers one picture with a JSON line for each answer that
 is better than the one before; `POST /predict` answers with the last. `?deadline_ms=N` gives the best answer there is by
-then. `GET /` is a page that shows answers arrive, `GET /tiers` tells how the tiers are.
+then. `GET /` is a page that shows answers as they arrive, `GET /tiers` gives the state of the tiers.
 
 Takes no configuration: mlcn_jax train --help lists the fields of one.
 """
@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         kind = argparse.ArgumentDefaultsHelpFormatter
         return commands.add_parser(name, help=meaning, description=meaning, formatter_class=kind)
 
-    split = command("split", "makes one artifact a tier, and chooses when an answer is final")
+    split = command("split", "writes one artifact per tier, and chooses when an answer is final")
     split.add_argument("workdir", help="folder of a training run")
     split.add_argument("--tiers", required=True, help="JSON file: the tiers, from the nearest on (docs/howto/tiers.md)")
     split.add_argument(
@@ -60,21 +60,21 @@ def _parser() -> argparse.ArgumentParser:
     gateway = command("gateway", "answers clients with its own lanes, and better with those of the other tiers")
     gateway.add_argument("artifact", help="folder of the first tier, as `tiers split` wrote it")
     gateway.add_argument("--nodes", default="", help="NAME=URL,... of the other tiers; a tier may have several nodes")
-    gateway.add_argument("--deadline_ms", default=0.0, type=float, help="of an answer; 0 waits until it is final")
-    gateway.add_argument("--bits", default=32, type=int, choices=_BITS, help="of each value that leaves this device")
-    gateway.add_argument("--noise", default=0.0, type=float, help="added to these values, in their standard deviations")
+    gateway.add_argument("--deadline_ms", default=0.0, type=float, help="until an answer; 0 waits until it is final")
+    gateway.add_argument("--bits", default=32, type=int, choices=_BITS, help="bits of a value that leaves this device")
+    gateway.add_argument("--noise", default=0.0, type=float, help="added to them, in their standard deviations")
     gateway.add_argument("--may_stop", action="store_true", help="the page may stop tiers")
     gateway.add_argument("--node_keys", default="", help="public keys (PEM), one of which must sign a node's answer")
-    gateway.add_argument("--ca", default="", help="certificates (PEM) of who signed those of the nodes")
-    gateway.add_argument("--cert", default="", help="certificate (PEM) to show the nodes, with its --cert_key")
+    gateway.add_argument("--ca", default="", help="CA certificates (PEM) that signed those of the nodes")
+    gateway.add_argument("--cert", default="", help="certificate (PEM) to present to the nodes, with --cert_key")
     gateway.add_argument("--cert_key", default="", help="private key (PEM) of --cert")
     for each in (node, gateway):
         each.add_argument("--trust", default="", help="public keys (PEM), one of which must have signed the artifact")
         each.add_argument(
-            "--tls_cert", default="", help="certificate (PEM) of this server, which then takes https only"
+            "--tls_cert", default="", help="certificate (PEM) of this server, which then accepts only https"
         )
         each.add_argument("--tls_key", default="", help="private key (PEM) of --tls_cert")
-        each.add_argument("--tls_clients", default="", help="certificates (PEM) of who signed those of its clients")
+        each.add_argument("--tls_clients", default="", help="CA certificates (PEM) that signed those of its clients")
         server.add_limits(each)
     parser.epilog = "\n\n".join([rest.strip(), *(each.format_help().strip() for each in (split, node, gateway))])
     return parser
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse_args(argv)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or XLA tells of each constant that takes a second to fold
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # silences XLA's messages about slow constant folding
     {"split": _split, "node": _node, "gateway": _gateway}[arguments.command](arguments)
 
 
@@ -121,7 +121,9 @@ def _gateway(arguments: argparse.Namespace) -> None:
     keys = arguments.node_keys or arguments.trust
     limits, listener, tls = _listen(arguments, (*_OF_GATEWAY, *(_WITH_KEYS if keys else ())))
     if arguments.noise < 0 or arguments.deadline_ms < 0:
-        raise InputError("--noise and --deadline_ms must be 0 or more")
+        raise InputError(
+            f"--noise={arguments.noise:g} and --deadline_ms={arguments.deadline_ms:g} must both be 0 or more"
+        )
     from mlcn_jax.tiers.artifact import TierArtifact
     from mlcn_jax.tiers.client import TierClient, check_nodes
     from mlcn_jax.tiers.gateway import GatewayService
@@ -130,7 +132,7 @@ def _gateway(arguments: argparse.Namespace) -> None:
     policy = artifact.policy
     if artifact.name != policy.names[0]:
         raise InputError(
-            f"{arguments.artifact} is the tier {artifact.name}, and a gateway takes the first, {policy.names[0]}: give "
+            f"{arguments.artifact} is the tier {artifact.name}, but a gateway takes the first, {policy.names[0]}: give "
             f"its folder, or start this one with: mlcn_jax tiers node {arguments.artifact}"
         )
     is_signed = None
@@ -158,7 +160,9 @@ def _listen(arguments: argparse.Namespace, packages: Sequence[str]) -> tuple[Any
     """The limits, a bound socket, and uvicorn's settings of TLS."""
     server.check_packages(packages, "tiers,serve")
     limits, tls = server.limits_of(arguments), {}
-    if arguments.tls_cert or arguments.tls_clients or arguments.tls_key:
+    if not arguments.tls_cert and (arguments.tls_key or arguments.tls_clients):
+        raise InputError("--tls_key and --tls_clients need --tls_cert, the certificate of this server: give it as well")
+    if arguments.tls_cert:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(arguments.tls_cert, arguments.tls_key or None)
@@ -173,6 +177,8 @@ def _listen(arguments: argparse.Namespace, packages: Sequence[str]) -> tuple[Any
 
 
 def _client_tls(arguments: argparse.Namespace) -> ssl.SSLContext:
+    if arguments.cert_key and not arguments.cert:
+        raise InputError("--cert_key is the key of a certificate: give --cert as well")
     try:
         context = ssl.create_default_context(cafile=arguments.ca or None)
         if arguments.cert:
@@ -187,12 +193,24 @@ def _urls(text: str, names: Sequence[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for item in filter(None, text.split(",")):
         name, _, url = item.partition("=")
-        if name not in names or not url.startswith(("http://", "https://")):
+        if name not in names or not _is_url(url):
             raise InputError(
-                f"--nodes has {item!r}; give NAME=URL,... with a name of {', '.join(names)}, and http(s)://"
+                f"--nodes has {item!r}; give NAME=URL,... with a name of {', '.join(names)}, and a URL such as "
+                "http://edge:8001"
             )
         found.setdefault(name, []).append(url)
     return found
+
+
+def _is_url(text: str) -> bool:
+    """Whether `httpx`, which asks nodes, can use a text as the URL of one."""
+    import httpx
+
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL:
+        return False
+    return url.scheme in ("http", "https") and bool(url.raw_host) and 0 < (url.port or 80) < 2**16
 
 
 def _paths(text: str) -> list[Path]:

@@ -1,6 +1,6 @@
 """The coordinator of a run in rounds: the outer step on the workers' mean change, checkpoints, scores, the summary.
 
-A round is saved before workers hear of the next one, so that a coordinator that was killed repeats at most one.
+A round is saved before workers hear of the next one, so a coordinator that was killed repeats at most one round.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ from mlcn_jax.training.session import Session, open_session
 from mlcn_jax.training.start import check_resumable, start_state
 from mlcn_jax.training.stop_signals import StopSignals
 
-_GRACE_SECONDS = 2.0  # for calls that are being answered in the end
-FOLDER = "rounds"  # of the coordinator's own checkpoints, in the workdir
+_GRACE_SECONDS = 2.0  # time for calls that are still being answered at the end
+FOLDER = "rounds"  # folder of the coordinator's own checkpoints, in the workdir
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """What a round begins with: parameters, the outer optimizer's state, and what 8 bits have left out so far."""
+    """What a round begins with: parameters, the outer optimizer's state, and the error that 8 bits have left so far."""
 
     round: int
     vector: Vector
@@ -50,9 +50,9 @@ class Shared:
 
 
 def outer_step(settings: RoundSettings, shared: Shared, changes: Mapping[int, Vector]) -> tuple[Shared, bytes]:
-    """The next round's beginning, and the bytes that bring a worker there from this one's.
+    """The state at the start of the next round, and the bytes that bring a worker there from this one.
 
-    Workers apply the bytes, so the new parameters are the old ones plus what the bytes hold, here as there.
+    Workers apply the same bytes, so the new parameters are the same here and there: the old ones plus decoded bytes.
 
     Raises:
       Diverged: the new parameters are not finite.
@@ -80,18 +80,18 @@ def check_rounds(session: Session) -> int:
     """The number of rounds of a run; raises InputError if its batches cannot be divided among the workers."""
     settings, rounds = session.config.train, session.config.train.rounds
     if not rounds.steps:
-        raise InputError("train.rounds.steps is 0: give the steps that a worker takes by itself, such as 50")
+        raise InputError("train.rounds.steps is 0: give the number of steps that a worker takes in a round, such as 50")
     if session.config.parallel.processes != 1:
         raise InputError(
             f"parallel.processes is {session.config.parallel.processes}; it must be 1 in rounds, where each worker is "
-            "a run of its own: give train.rounds.workers"
+            "a separate run: give train.rounds.workers instead"
         )
     if settings.teacher:
-        raise InputError("train.teacher is not possible in rounds: leave it empty")
+        raise InputError(f"train.teacher={settings.teacher!r} is not possible in rounds: leave it empty")
     if settings.lookahead:
         raise InputError(
-            f"train.lookahead={settings.lookahead} is not possible in rounds: its slow weights are of one worker, and "
-            "would undo the outer step, which takes their place: leave it at 0"
+            f"train.lookahead={settings.lookahead} is not possible in rounds: its slow weights belong to one worker "
+            "and would undo the outer step, which replaces them: leave it at 0"
         )
     if settings.batch_size % rounds.workers:
         raise InputError(
@@ -109,22 +109,22 @@ def check_rounds(session: Session) -> int:
 
 
 def identity(session: Session) -> str:
-    """16 hexadecimal digits of all that workers of one run have in common: configuration and training images."""
+    """16 hexadecimal digits that identify what all workers of a run have in common: configuration, training images."""
     facts = f"{session.config.hash()} {session.model_facts()['training_images_sha256']}"
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
 def admit(session: Session, request: Join) -> str:
-    """The answer to a worker that joins: the run's identity.
+    """Admits a worker to the run: returns the run's identity.
 
     Raises:
-      InputError: its configuration or its images are others.
+      InputError: its configuration or its training images differ.
     """
     mine = {**session.config.fixed(), "training images": session.model_facts()["training_images_sha256"]}
     theirs = {**request.fields, "training images": request.data}
     names = dict.fromkeys([*mine, *theirs])
     if rows := differences(theirs, mine, names, f"in worker {request.worker}", "in the coordinator"):
-        raise InputError("the configurations differ:\n" + "\n".join(rows) + "\ngive all of them the same values")
+        raise InputError("the configurations differ:\n" + "\n".join(rows) + "\nstart all with the same values")
     return identity(session)
 
 
@@ -140,11 +140,12 @@ def coordinate(
     A run in the workdir is resumed after its last complete round.
 
     Args:
-      config: the run's, equal in all workers but for what does not affect the result.
-      workdir: holds what `loop.train` writes, and the coordinator's state in `rounds`.
-      address: HOST:PORT to listen at; port 0 takes a free one.
+      config: the run's configuration, the same in all workers except for what does not affect the result.
+      workdir: what `loop.train` writes is written here, and the coordinator's state to `rounds` in it.
+      address: HOST:PORT to listen on; port 0 picks a free one.
       tls: certificates.
-      on_start: called with the port once it listens; what it gives is called now and then while workers compute.
+      on_start: called with the port once it listens; the function that it yields is called now and then while workers
+        compute.
 
     Raises:
       InputError: some input cannot be used.
@@ -168,7 +169,7 @@ def coordinate(
         judge = Judge(session, workdir, step)
         stack.callback(judge.close)
         if shared.round:
-            judge.score(step, shared.vector)  # unless that was done before it was stopped
+            judge.score(step, shared.vector)  # unless that was done before the coordinator stopped
         meeting = Meeting(settings, identity(session), shared.vector, shared.round)
         trained = shared.round < num_rounds
         if not trained:
@@ -190,7 +191,7 @@ def coordinate(
             stop_only()
             watch()
 
-        _log.info("round %d of %d; %d workers may come to port %d", shared.round, num_rounds, settings.workers, port)
+        _log.info("round %d of %d; %d workers may connect to port %d", shared.round, num_rounds, settings.workers, port)
         while shared.round < num_rounds:
             started = time.monotonic()
             changes, metrics = meeting.gather(check)
@@ -219,13 +220,13 @@ def coordinate(
             "digest": digest(shared.vector, num_rounds),
         }
         summary = judge.finish(shared.vector, about)
-        with contextlib.suppress(Stopped):  # workers that do not hear of the end look for a coordinator for ever
+        with contextlib.suppress(Stopped):  # workers that do not hear of the end look for a coordinator forever
             meeting.wait_until_heard(settings.patience_seconds if trained else link.FOUND_SECONDS, stop_only)
         return summary
 
 
 def _no_watch() -> None:
-    """Nothing to look at while workers compute."""
+    """Nothing to check while workers compute."""
 
 
 def _open(session: Session, workdir: Path, facts: dict[str, Any]) -> Checkpoints:
@@ -238,7 +239,7 @@ def _open(session: Session, workdir: Path, facts: dict[str, Any]) -> Checkpoints
             if read_stored(workdir).hash() != session.config.hash():
                 raise InputError(
                     f"{workdir} holds a run in rounds of another length: give the train.num_epochs and train.num_steps "
-                    "that it started with"
+                    "that it was started with"
                 )
         elif any((workdir / CHECKPOINTS).glob("*")):
             raise InputError(
@@ -250,7 +251,7 @@ def _open(session: Session, workdir: Path, facts: dict[str, Any]) -> Checkpoints
 
 
 def _start(session: Session, own: Checkpoints) -> Shared:
-    """The newest round saved, or the beginning of the run."""
+    """The newest round that was saved, or the start of the run."""
     settings = session.config.train.rounds
     if not own.exist():
         vector = to_vector(start_state(session, None)[0].params)

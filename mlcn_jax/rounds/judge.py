@@ -1,4 +1,4 @@
-"""Scores of a run in rounds: metrics of each round, checkpoints that other commands read, and the summary."""
+"""Scores of a run in rounds: metrics of each round, checkpoints that other commands can read, and the summary."""
 
 import logging
 import statistics
@@ -30,8 +30,8 @@ class Judge:
     """Scores parameters on the coordinator's device.
 
     Args:
-      session: the run's.
-      workdir: where metrics, checkpoints and the summary go.
+      session: the session of the run.
+      workdir: folder for metrics, checkpoints and the summary.
       step: training steps done so far.
     """
 
@@ -42,16 +42,16 @@ class Judge:
         self._runner = MeshRunner(session.spec, session.optimizer, None, **session.step_options)
         self._writer = MetricsWriter(workdir, step)
         self._calibrating = calibration_images(session.train, session.config.train.batch_size)
-        self._checkpoints.delete_after(step)  # of rounds that were lost
+        self._checkpoints.delete_after(step)  # checkpoints of rounds that were lost
         self._last = self._checkpoints.newest_step()
 
     def record(self, step: int, metrics: Mapping[int, Mapping[str, float]], seconds: float) -> None:
-        """Records a round before it is saved: if it is not, the row is dropped on resume, and the round repeated.
+        """Records a round before it is saved. If saving fails, the row is dropped on resume and the round repeated.
 
         Args:
           step: training steps done.
-          metrics: of the workers that took part.
-          seconds: that the round took.
+          metrics: metrics of each worker that took part.
+          seconds: duration of the round.
         """
         means = {name: statistics.mean(own[name] for own in metrics.values()) for name in ("loss", "accuracy")}
         self._writer.write(step, "train", {**means, "workers": len(metrics), "round_seconds": seconds})
@@ -60,7 +60,7 @@ class Judge:
         )
 
     def score(self, step: int, vector: Vector) -> None:
-        """Scores the parameters after `step` steps where a checkpoint is due, and saves it."""
+        """Scores the parameters after `step` steps, and saves a checkpoint, if one is due."""
         session = self._session
         every = session.config.train.checkpoint_every or session.steps_per_epoch
         if step // every > self._last // every or step == session.num_steps:
@@ -68,7 +68,7 @@ class Judge:
         self._last = step
 
     def _save(self, step: int, vector: Vector) -> None:
-        """Writes a checkpoint as that of an ordinary run, with the accuracy on the held-out images."""
+        """Writes a checkpoint like that of an ordinary run, with the accuracy on the validation images."""
         if self._checkpoints.has(step):
             return
         session = self._session
@@ -81,7 +81,7 @@ class Judge:
             _log.info("step %d  validation loss %.4f  accuracy %.2f%%", step, scores.loss, 100 * accuracy)
         state = {"params": calibrated, "optimizer": {"steps": np.int32(step)}}  # the optimizers' states are elsewhere
         self._checkpoints.save(step, state, {"config_hash": session.config.hash()}, accuracy)
-        self._checkpoints.wait()  # before the coordinator saves its own state: Orbax does one at a time
+        self._checkpoints.wait()  # before the coordinator saves its own state: Orbax saves one thing at a time
 
     def _load(self, vector: Vector, step: int) -> dict:
         params = from_vector(vector, self._like)
@@ -89,11 +89,11 @@ class Judge:
         return params
 
     def finish(self, vector: Vector, about: Mapping[str, Any]) -> dict[str, Any]:
-        """Scores the best parameters and writes the summary.
+        """Scores the best parameters and writes the summary, which it returns.
 
         Args:
           vector: the parameters at the end.
-          about: what the summary says of the rounds.
+          about: what the summary says about the rounds.
         """
         session, config = self._session, self._session.config
         num_steps = session.num_steps
@@ -125,7 +125,7 @@ class Judge:
         return summary
 
     def close(self) -> None:
-        """Ends what writes in the background."""
+        """Waits for what is written in the background and closes it."""
         self._writer.close()
         self._checkpoints.close()
 

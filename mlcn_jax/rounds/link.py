@@ -1,7 +1,7 @@
-"""The connection between workers and their coordinator: gRPC calls, TLS, and patience with a link that fails.
+"""The connection between workers and their coordinator: gRPC calls, TLS, and retries over an unreliable link.
 
-gRPC rather than a framework for federated learning: in Flower 1.42 a run whose server process dies is a failed one that
-cannot go on (`SqlCoreState._cleanup_expired_task_tokens`), and its deployment brings a database, FastAPI and uv.
+gRPC rather than a framework for federated learning: in Flower 1.42 a run whose server process dies has failed and
+cannot be resumed (`SqlCoreState._cleanup_expired_task_tokens`), and deploying it needs a database, FastAPI and uv.
 """
 
 import concurrent.futures
@@ -27,12 +27,12 @@ CALLS: dict[str, tuple[type, type]] = {
     "push": (messages.Change, messages.Receipt),
 }
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between tries
-_LONGEST_BACKOFF_SECONDS = 10.0  # of gRPC, beside that
-FOUND_SECONDS = _LONGEST_PAUSE_SECONDS + _LONGEST_BACKOFF_SECONDS + 5.0  # a coordinator that is back, by all workers
-_CALL_SECONDS = 3600.0  # a message of many megabytes over a slow link; a dead link is found by pings
+_LONGEST_BACKOFF_SECONDS = 10.0  # of gRPC, in addition
+FOUND_SECONDS = _LONGEST_PAUSE_SECONDS + _LONGEST_BACKOFF_SECONDS + 5.0  # until all find a restarted coordinator
+_CALL_SECONDS = 3600.0  # enough for many megabytes over a slow link; pings find a dead link sooner
 _PINGS = [("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 20_000)]
 _OF_SERVER = [
-    ("grpc.so_reuseport", 0),  # or a second coordinator at the same port would take a part of the calls
+    ("grpc.so_reuseport", 0),  # otherwise a second coordinator on the same port would get some of the calls
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
 ]
@@ -43,25 +43,33 @@ _OF_WORKER = [
     ("grpc.max_reconnect_backoff_ms", int(1000 * _LONGEST_BACKOFF_SECONDS)),
 ]
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-_TLS_WORDS = ("certificate", "tsi_protocol_failure", "ssl routines")  # a handshake may also fail with the link
-_CLOSED_WORDS = ("Socket closed", "Connection reset")  # by a server that wants a certificate, for one
-_OVERHEAD_BYTES = 2**16  # of a message, beside the change
+_TLS_WORDS = ("certificate", "tsi_protocol_failure", "ssl routines")  # a handshake may also fail because of the link
+_CLOSED_WORDS = ("Socket closed", "Connection reset")  # for example by a server that requires a certificate
+_OVERHEAD_BYTES = 2**16  # of a message, besides the change
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tls:
-    """Files (PEM) of TLS: one's own certificate and key, and the certificates of who signed the others'."""
+    """PEM files for TLS: the process's own certificate and key, and the CA certificates that signed those of others.
+
+    Raises:
+      InputError: there is a certificate without its key, or a key without its certificate.
+    """
 
     cert: Path | None = None
     key: Path | None = None
     ca: Path | None = None
 
+    def __post_init__(self):
+        if (self.cert is None) != (self.key is None):
+            raise InputError("--tls_cert and --tls_key are a pair: give both")
+
     def of_server(self) -> grpc.ServerCredentials | None:
-        """None without a certificate. With `ca`, only workers with a certificate of its are let in.
+        """Credentials of the coordinator; None without a certificate. With `ca`, workers need a certificate it signed.
 
         Raises:
-          InputError: there is a `ca` and no certificate, so that nothing would be encrypted; or a file cannot be read.
+          InputError: there is a `ca` but no certificate, so nothing would be encrypted; or a file cannot be read.
         """
         if self.cert is None or self.key is None:
             if self.ca is not None:
@@ -72,31 +80,31 @@ class Tls:
         return grpc.ssl_server_credentials([pair], _read(self.ca), require_client_auth=self.ca is not None)
 
     def of_worker(self) -> grpc.ChannelCredentials | None:
-        """None without `ca`.
+        """Credentials of a worker; None without `ca`.
 
         Raises:
-          InputError: there is a certificate and no `ca`, so that nothing would be encrypted; or a file cannot be read.
+          InputError: there is a certificate but no `ca`, so nothing would be encrypted; or a file cannot be read.
         """
         if self.cert is not None and self.ca is None:
-            raise InputError("--tls_cert at a worker needs --ca, the certificates of who signed the coordinator's")
+            raise InputError("--tls_cert at a worker needs --ca, the CA certificates that signed the coordinator's")
         if self.ca is None:
             return None
         self._check()
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
 
     def _check(self) -> None:
-        """gRPC itself would only fail to connect."""
+        """Checks the files, since gRPC itself would only fail to connect."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
             if self.cert is not None:
-                context.load_cert_chain(self.cert, self.key, password="")  # or it would ask for one
+                context.load_cert_chain(self.cert, self.key, password="")  # without a password it would ask for one
         except ssl.SSLError as error:
             raise InputError(
                 f"{self.cert} and {self.key} are not a certificate and its key ({error}): give PEM files that belong "
                 "together, not encrypted"
             ) from error
         except OSError:
-            _read(self.cert), _read(self.key)  # which says what is missing
+            _read(self.cert), _read(self.key)  # raises with the name of the file
             raise
         try:
             if self.ca is not None:
@@ -113,14 +121,14 @@ def serve(
 ) -> tuple[grpc.Server, int]:
     """Starts answering calls with `handlers`, by name; returns the server and its port.
 
-    An InputError of a handler refuses the call; the worker ends with its text.
+    If a handler raises InputError, the call is refused and the worker ends with its text.
 
     Args:
       handlers: by the names of `CALLS`.
-      address: HOST:PORT to listen at; port 0 takes a free one.
+      address: HOST:PORT to listen on; port 0 picks a free one.
       tls: certificates.
-      workers: who may call at once.
-      largest_bytes: of a change.
+      workers: number of workers, which may all call at once.
+      largest_bytes: largest size of a change.
 
     Raises:
       InputError: the address cannot be used.
@@ -140,7 +148,7 @@ def serve(
         decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(taken)
         return grpc.unary_unary_rpc_method_handler(answer, decoder.decode, msgspec.msgpack.Encoder().encode)
 
-    # Every worker may wait in one call while a lost one of its calls has not yet timed out.
+    # Every worker may wait in one call while an earlier call whose connection was lost has not yet timed out.
     pool = concurrent.futures.ThreadPoolExecutor(2 * workers + 2)
     limit = ("grpc.max_receive_message_length", largest_bytes + _OVERHEAD_BYTES)
     server = grpc.server(pool, options=[limit, *_OF_SERVER, *_PINGS])
@@ -157,12 +165,12 @@ def serve(
 
 
 class Client:
-    """A worker's calls to its coordinator, tried again until they are answered.
+    """A worker's calls to its coordinator, repeated until they are answered.
 
     Args:
       address: HOST:PORT of the coordinator.
-      tls: how to connect.
-      check: is called before each try, and may raise to give up.
+      tls: certificates.
+      check: called before each try; may raise to give up.
     """
 
     def __init__(self, address: str, tls: Tls, check: Callable[[], None]):
@@ -186,7 +194,7 @@ class Client:
         """The answer to one of `CALLS`.
 
         Raises:
-          InputError: the coordinator refuses.
+          InputError: the coordinator refuses the call.
         """
         pause, told = _PAUSE_SECONDS, False
         while True:
@@ -200,12 +208,12 @@ class Client:
                 if any(word in details.lower() for word in _TLS_WORDS):
                     raise InputError(
                         f"no secure connection to the coordinator at {self._address} ({details}): check --tls_cert, "
-                        "--tls_key and --ca, here and there"
+                        "--tls_key and --ca of the worker and of the coordinator"
                     ) from error
                 if not told:
                     closed = any(words in details for words in _CLOSED_WORDS)
-                    hint = "; it may want a certificate, or another one" if closed else ""
-                    _log.info("the coordinator at %s cannot be reached (%s)%s: trying on", self._address, details, hint)
+                    hint = "; it may require a certificate, or another one" if closed else ""
+                    _log.info("the coordinator at %s cannot be reached (%s)%s: retrying", self._address, details, hint)
                 told = True
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

@@ -1,9 +1,9 @@
-"""Where the changes of a round meet: who is expected, whose change has come, and when a round can end.
+"""Where the changes of a round meet: which workers are expected, whose change has come, and when a round can end.
 
-Every round counts each worker at most once. A round ends when all workers that are expected have answered, or when
-enough have and the first of them has waited long enough. A worker whose change did not come is not expected again until
-it asks for parameters. Rounds are told apart by number and by the parameters that they begin with: a coordinator that
-fell back to an earlier checkpoint may come to other parameters in a round of the same number.
+Every round counts each worker at most once. A round ends when all expected workers have answered, or when enough have
+and the first of them has waited long enough. A worker whose change did not come is not expected again until it asks for
+parameters. Rounds are identified by number and by the parameters that they begin with: a coordinator that fell back to
+an earlier checkpoint may reach other parameters in a round of the same number.
 """
 
 import logging
@@ -17,21 +17,21 @@ from mlcn_jax.rounds.messages import Begin, Change, Fetch, Receipt
 from mlcn_jax.rounds.vector import Vector, decode, digest, encode
 from mlcn_jax.settings import RoundSettings
 
-METRICS = ("loss", "accuracy")  # that come with a change
+METRICS = ("loss", "accuracy")  # sent with a change
 _POLL_SECONDS, _SILENT_SECONDS = 0.5, 5.0
 _log = logging.getLogger(__name__)
 
 
 class Meeting:
-    """The state of a run that workers and the coordinator's loop share; all methods may be called from any thread.
+    """The state of a run, shared by the coordinator's loop and the calls of workers; all methods are thread-safe.
 
     Args:
-      settings: of the run.
-      run: identifies it; messages of another are refused.
+      settings: settings of the rounds.
+      run: identifies the run; messages of another are refused.
       vector: the parameters that the round begins with.
       round_: the round to begin with.
       wait_seconds: how long a call of `fetch` is held while there is nothing to do.
-      clock: seconds, for tests.
+      clock: gives the time in seconds; replaced in tests.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class Meeting:
     ):
         self._settings, self._run, self._wait_seconds, self._clock = settings, run, wait_seconds, clock
         self._vector, self._began, self._round = vector, digest(vector, round_), round_
-        self._before, self._update = "", b""  # the parameters of the round before, and what brings from there to here
+        self._before, self._update = "", b""  # digest of the round before, and the bytes from its parameters to these
         self._closed = self._finished = False
-        self._counted: tuple[str, set[int]] = ("", set())  # in the round before
+        self._counted: tuple[str, set[int]] = ("", set())  # digest of the round before, and the workers that counted
         self._heard: set[int] = set()
         self._changes: dict[int, Vector] = {}
         self._metrics: dict[int, dict[str, float]] = {}
@@ -57,10 +57,10 @@ class Meeting:
         self._condition = threading.Condition()
 
     def fetch(self, request: Fetch) -> Begin:
-        """What a worker is to do next; waits for some seconds if that is nothing.
+        """What a worker is to do next; waits up to `wait_seconds` if there is nothing to do.
 
         Raises:
-          InputError: the request is of another run or worker.
+          InputError: the request is from another run or from a worker that does not exist.
         """
         self._check(request.run, request.worker)
         with self._condition:
@@ -84,10 +84,10 @@ class Meeting:
         return self._finished or request.have != self._began or request.worker not in self._changes
 
     def push(self, change: Change) -> Receipt:
-        """Takes a worker's change if it is of the round that is open and its first; says whether it counts.
+        """Accepts a worker's change if it is its first in the open round; says whether it counts.
 
         Raises:
-          InputError: it is of another run, of a worker that there is not, or damaged.
+          InputError: it is from another run or from a worker that does not exist, or is damaged.
         """
         self._check(change.run, change.worker)
         if sorted(change.metrics) != sorted(METRICS) or not all(map(math.isfinite, change.metrics.values())):
@@ -101,9 +101,9 @@ class Meeting:
             raise InputError(f"the change of worker {change.worker} in round {change.round} has {error}") from error
         with self._condition:
             if change.began == self._counted[0] and change.worker in self._counted[1]:
-                return Receipt(True)  # the first answer was lost
+                return Receipt(True)  # it was counted, but the worker did not get the answer
             if change.began != self._began:
-                return Receipt(False, f"round {change.round} is over, or began anew, and round {self._round} is open")
+                return Receipt(False, f"round {change.round} is over or was restarted; round {self._round} is open")
             if change.worker not in self._changes:
                 if self._closed or self._finished:
                     return Receipt(False, f"round {change.round} has just ended")
@@ -115,17 +115,17 @@ class Meeting:
 
     def _check(self, run: str, worker: int) -> None:
         if run != self._run:
-            raise InputError(f"worker {worker} is of another configuration or other images than this run")
+            raise InputError(f"worker {worker} has another configuration or other training images than this run")
         if not 0 <= worker < self._settings.workers:
             raise InputError(
-                f"there is no worker {worker}: train.rounds.workers is {self._settings.workers}, and they count from 0"
+                f"there is no worker {worker}: train.rounds.workers is {self._settings.workers}, and numbers start at 0"
             )
 
     def gather(self, check: Callable[[], None]) -> tuple[dict[int, Vector], dict[int, dict[str, float]]]:
         """Waits until the round can end; returns changes and metrics by worker.
 
         Args:
-          check: is called now and then while it waits, and may raise.
+          check: called now and then while it waits; may raise.
         """
         with self._condition:
             while not self._can_end():
@@ -146,7 +146,7 @@ class Meeting:
         return enough and (late or self._expected <= came)
 
     def advance(self, vector: Vector, update: bytes) -> None:
-        """Opens the next round with new parameters; `update` is what brings there whoever has those before."""
+        """Opens the next round with new parameters; `update` holds the change from the previous ones to these."""
         with self._condition:
             if missing := sorted(self._expected - self._changes.keys()):
                 _log.warning("round %d ended without worker %s", self._round, ", ".join(map(str, missing)))
@@ -169,8 +169,8 @@ class Meeting:
         """Waits until all workers that answered in the last round know that the run is over.
 
         Args:
-          seconds: how long at most.
-          check: is called now and then while it waits, and may raise.
+          seconds: longest time to wait.
+          check: called now and then while it waits; may raise.
         """
         end, told = time.monotonic() + seconds, False
         with self._condition:
@@ -180,4 +180,4 @@ class Meeting:
                 if not told and time.monotonic() > end - seconds + _SILENT_SECONDS:
                     told = True
                     names = ", ".join(map(str, sorted(missing)))
-                    _log.info("waiting %.0f s at most for worker %s to hear that the run is over", seconds, names)
+                    _log.info("waiting up to %.0f s for worker %s to hear that the run is over", seconds, names)

@@ -1,4 +1,4 @@
-"""What workers and their coordinator say to each other."""
+"""The messages between workers and their coordinator."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import msgspec
 
 
 class Join(msgspec.Struct):
-    """A worker's first message: what it computes.
+    """A worker's first message: what it is going to compute.
 
     Attributes:
       worker: its number, from 0.
-      fields: of its configuration, all that affect the result (`RunConfig.fixed`).
+      fields: those fields of its configuration that affect the result (`RunConfig.fixed`).
       data: SHA-256 of its training images.
     """
 
@@ -23,9 +23,9 @@ class Fetch(msgspec.Struct):
     """A worker asks for the parameters that a round begins with.
 
     Attributes:
-      run: what `Join` was answered.
+      run: the answer to `Join`.
       worker: its number.
-      have: `vector.digest` of the newest round whose parameters it has; empty for none.
+      have: `vector.digest` of the newest round whose parameters it has; empty if it has none.
     """
 
     run: str
@@ -38,9 +38,9 @@ class Begin(msgspec.Struct):
 
     Attributes:
       round: the round to compute; the number of rounds if the run is finished.
-      kind: `full` parameters, the `update` of those of the round before, `again` if the worker's change of this round
-        is needed once more, `wait` if there is nothing to do yet, or `finished`.
-      content: bytes of `vector.encode`: in 32 bits for `full`, else in those of the run.
+      kind: `full` for parameters, `update` for the change of those of the round before, `again` if the worker's change
+        of this round is needed once more, `wait` if there is nothing to do yet, or `finished`.
+      content: bytes of `vector.encode`, in 32 bits for `full` and in the run's bits for `update`.
     """
 
     round: int
@@ -52,11 +52,11 @@ class Change(msgspec.Struct):
     """How a worker's steps changed the parameters: before minus after, as bytes of `vector.encode`.
 
     Attributes:
-      run, worker: as of `Fetch`.
-      round: the round whose steps these were.
-      began: its `vector.digest`.
+      run, worker: as in `Fetch`.
+      round: the round of these steps.
+      began: `vector.digest` of that round.
       content: the bytes.
-      metrics: means over the steps.
+      metrics: means over the steps, by the names in `meeting.METRICS`.
     """
 
     run: str

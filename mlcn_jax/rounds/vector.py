@@ -1,4 +1,4 @@
-"""A model's parameters as one vector, and changes of it in 8 bits with error feedback."""
+"""A model's parameters as one vector, and its changes in 8 bits with error feedback."""
 
 import hashlib
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float32
 
 BLOCK = 256  # values that share a scale
-_LARGEST = 127  # of the codes
+_LARGEST = 127  # largest code
 
 Vector = Float32[np.ndarray, " n"]
 
@@ -19,7 +19,7 @@ def to_vector(params: Any) -> Vector:
 
 
 def digest(vector: Vector, round_: int) -> str:
-    """16 hexadecimal digits that tell a round by its number and by the parameters that it begins with."""
+    """16 hexadecimal digits that identify a round by its number and by the parameters that it begins with."""
     return hashlib.sha256(str(round_).encode() + b" " + vector.astype("<f4").tobytes()).hexdigest()[:16]
 
 
@@ -47,12 +47,12 @@ def encode(values: Vector, bits: int) -> bytes:
 
 
 def num_bytes(size: int, bits: int) -> int:
-    """How many bytes `encode` gives for so many values."""
+    """How many bytes `encode` returns for `size` values."""
     return 4 * size if bits == 32 else 4 * -(-size // BLOCK) + size
 
 
 def decode(content: bytes, size: int, bits: int) -> Vector:
-    """The values that `encode` gave.
+    """The values that `encode` made bytes of, up to rounding.
 
     Raises:
       ValueError: there are more or fewer than `size` values, or they are not finite.
@@ -64,7 +64,7 @@ def decode(content: bytes, size: int, bits: int) -> Vector:
     else:
         codes = np.frombuffer(content, np.int8, size, len(content) - size).astype(np.float32)
         scales = np.frombuffer(content, "<f4", -(-size // BLOCK)).astype(np.float32)
-        with np.errstate(invalid="ignore"):  # told below
+        with np.errstate(invalid="ignore"):  # values that are not finite raise below
             values = (_blocks(codes) * scales[:, None]).ravel()[:size]
     if not np.isfinite(values).all():
         raise ValueError("values that are not finite")
@@ -72,7 +72,7 @@ def decode(content: bytes, size: int, bits: int) -> Vector:
 
 
 def compress(values: Vector, residual: Vector, bits: int) -> tuple[bytes, Vector]:
-    """Values and what was left of those before, as bytes, and what these leave out: the next residual.
+    """Encodes values plus the residual of earlier ones; returns the bytes, and what they leave out: the next residual.
 
     Source: Seide et al. 2014 (1-bit SGD), section 2, for error feedback.
     """
@@ -82,5 +82,5 @@ def compress(values: Vector, residual: Vector, bits: int) -> tuple[bytes, Vector
 
 
 def _blocks(values: np.ndarray) -> np.ndarray:
-    """Rows of `BLOCK` values, the last filled up with zeros."""
+    """Rows of `BLOCK` values; the last is padded with zeros."""
     return np.pad(values, (0, -values.size % BLOCK)).reshape(-1, BLOCK)

@@ -1,6 +1,6 @@
 """A worker of a run in rounds: takes its part of every batch, and sends how its steps changed the parameters.
 
-Its optimizer's state and what 8 bits have left out are saved before a change is sent: a worker that was killed sends
+Its optimizer state and the error that 8 bits leave are saved before a change is sent: a worker that was killed sends
 the same change again, or repeats the round.
 """
 
@@ -33,8 +33,8 @@ from mlcn_jax.training.session import Session, open_session
 from mlcn_jax.training.step import TrainState
 from mlcn_jax.training.stop_signals import StopSignals
 
-_SEEDS_APART = 2**20  # of the workers' augmentation and lane dropout
-_SCHEDULES = (optax.ScaleByScheduleState.__name__, "WeightDecaySchedule")  # states of Optax that count for a rate
+_SEEDS_APART = 2**20  # between the seeds of the workers' augmentation and lane dropout
+_SCHEDULES = (optax.ScaleByScheduleState.__name__, "WeightDecaySchedule")  # optimizer states that count steps for rates
 _log = logging.getLogger(__name__)
 
 
@@ -42,15 +42,15 @@ def work(config: RunConfig, workdir: Path, address: str, worker: int, tls: link.
     """Works for the coordinator at an address until the run is over.
 
     Args:
-      config: equal to the coordinator's, but for what does not affect the result.
-      workdir: where this worker keeps its own state, and finds it again.
-      address: HOST:PORT.
+      config: equal to the coordinator's, except for what does not affect the result.
+      workdir: folder in which this worker keeps its state, to resume from.
+      address: HOST:PORT of the coordinator.
       worker: its number, from 0.
       tls: certificates.
 
     Raises:
-      InputError: the coordinator refuses, or some input cannot be used.
-      Stopped: a signal asked it to stop; at most the round that it was in is repeated.
+      InputError: the coordinator refuses this worker, or an input cannot be used.
+      Stopped: a signal asked it to stop; at most the current round is repeated.
       Diverged: its parameters are no longer finite.
     """
     with contextlib.ExitStack() as stack:
@@ -78,14 +78,14 @@ def work(config: RunConfig, workdir: Path, address: str, worker: int, tls: link.
 
 
 def follow(client: Any, trainer: "Trainer", run: str, worker: int, check: Callable[[], None]) -> None:
-    """Computes the rounds that a coordinator gives, until there are no more.
+    """Computes the rounds that a coordinator requests, until there are no more.
 
     Args:
-      client: has `call`, as `link.Client`.
+      client: has `call`, as in `link.Client`.
       trainer: computes rounds.
-      run: what the coordinator called the run.
+      run: the run's identity, as the coordinator gave it.
       worker: the number of this worker.
-      check: is called between steps, and may raise.
+      check: called between steps; may raise.
     """
     have, vector = "", np.empty(0, np.float32)
     while True:
@@ -108,15 +108,15 @@ def follow(client: Any, trainer: "Trainer", run: str, worker: int, check: Callab
 
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    """A worker's state after a round, and what it sent.
+    """A worker's state after a round, and the change that it sent.
 
     Attributes:
       round: the round.
       began: its `vector.digest`.
       counted: whether the change counted, as far as the worker knows.
-      optimizer: the inner optimizer's state.
-      before, after: what 8 bits had left out before the change, and have if it counted.
-      content, metrics: what was sent.
+      optimizer: state of the inner optimizer.
+      before, after: the error that 8 bits had left before the change, and that they leave if it counted.
+      content, metrics: the change that was sent, and its metrics.
     """
 
     round: int
@@ -133,16 +133,16 @@ class Trainer:
     """Computes the rounds of one worker.
 
     Args:
-      session: the run's.
-      worker: its number, from 0: which part of each batch it takes.
-      workdir: where its state is kept; an earlier one there is taken up.
+      session: the session of the run.
+      worker: its number, from 0, which selects its part of each batch.
+      workdir: folder in which its state is kept; a state that is there is resumed.
 
     Attributes:
       size: number of parameters.
-      bits: in which changes are sent.
+      bits: bits of each value of a change.
 
     Raises:
-      InputError: the state in the workdir is of another run.
+      InputError: the state in the workdir belongs to another run or worker.
     """
 
     def __init__(self, session: Session, worker: int, workdir: Path):
@@ -183,9 +183,9 @@ class Trainer:
             raise InputError(
                 f"{workdir} holds the state of worker {facts['worker']} of "
                 + ("this run" if facts["run"] == self._run else "another run")
-                + f", and this is worker {self._worker}: give another --workdir"
+                + f", but this is worker {self._worker}: give another --workdir"
             )
-        _log.info("worker %d goes on after round %d", self._worker, facts["round"])
+        _log.info("worker %d resumes after round %d", self._worker, facts["round"])
         self._num_saves = facts["step"]
         before, after, sent = (np.asarray(restored["params"][name]) for name in ("before", "after", "content"))
         about = (facts["round"], facts["began"], facts["counted"])
@@ -194,12 +194,12 @@ class Trainer:
     def change(self, round_: int, vector: Vector, check: Callable[[], None]) -> tuple[bytes, dict[str, float]]:
         """How this worker's steps of a round change the parameters, as bytes, and the means of its metrics.
 
-        Asked again for the round that it computed last, from the same parameters, it gives the same.
+        If it is asked again for the round that it computed last, from the same parameters, it returns the same.
 
         Args:
-          round_: from 0.
+          round_: number of the round, from 0.
           vector: the parameters that the round begins with.
-          check: is called between steps, and may raise.
+          check: called between steps; may raise.
 
         Raises:
           Diverged: the parameters are no longer finite.
@@ -211,7 +211,7 @@ class Trainer:
         last = min(first + self._rounds.steps, self._session.num_steps)
         params = from_vector(vector, self._like)
         optimizer = kept.optimizer if kept else self._session.optimizer.init(params)
-        if (kept.round if kept else -1) != round_ - 1:  # rates of the steps that it missed are over
+        if (kept.round if kept else -1) != round_ - 1:  # it missed steps: set the counts of its schedules
             optimizer = _at_step(optimizer, first)
         self._runner.start(TrainState(jnp.asarray(first, jnp.int32), params, optimizer))
         self._compile(first, last)
@@ -232,7 +232,7 @@ class Trainer:
         return content, means
 
     def told(self, counts: bool) -> None:
-        """Takes note of whether the newest change counted: if not, what it left out is not missing anywhere."""
+        """Records whether the newest change counted; if not, the error that its bits left is dropped."""
         assert self._kept is not None
         if counts != self._kept.counted:
             self._kept = dataclasses.replace(self._kept, counted=counts)
@@ -256,17 +256,17 @@ class Trainer:
         facts = {"run": self._run, "worker": self._worker, "metrics": kept.metrics}
         facts |= {"round": kept.round, "began": kept.began, "counted": kept.counted}
         sent = {"before": kept.before, "after": kept.after, "content": np.frombuffer(kept.content, np.uint8)}
-        self._num_saves += 1  # a coordinator that fell back may ask for the same round twice
+        self._num_saves += 1  # numbers are not those of rounds: a restarted coordinator may repeat a round
         self._checkpoints.save(self._num_saves, {"params": sent, "optimizer": kept.optimizer}, facts)
         self._checkpoints.wait()
 
     def close(self) -> None:
-        """Ends what saves in the background."""
+        """Closes what saves in the background."""
         self._stack.close()
 
 
 def _at_step(optimizer: optax.OptState, step: int) -> optax.OptState:
-    """An optimizer's state with the counts on which rates depend set to a step; those of moments stay."""
+    """An optimizer state with the step counts of schedules set to `step`; counts of moments are kept."""
 
     def schedules(path: tuple, value: Any) -> bool:
         del value

@@ -1,4 +1,4 @@
-"""Devices as buckets with memory and work to spend, and how a text describes them."""
+"""Devices as buckets with limits on memory and work, and the text that describes them."""
 
 import bisect
 import dataclasses
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.spec import ModelSpec
 
-_ROUNDING = 1 + 1e-9  # sums in another order differ by less
-_STATE_BYTES = 16  # of a parameter: value, gradient and Adam's two moments, float32
+_ROUNDING = 1 + 1e-9  # the same sum in another order differs by less
+_STATE_BYTES = 16  # per parameter: value, gradient and Adam's two moments, float32
 FORM = "such as 'memory=12GiB flops=0.5x*8' or 'profile=gpu.json seconds=0.05, profile=cpu.json seconds=0.05'"
 _SIZES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SIZES |= {f"{prefix}B": 1000.0**power for power, prefix in enumerate("KMGT", 1)}
@@ -25,12 +25,12 @@ class Bucket:
     """A device to be filled with lanes.
 
     Attributes:
-      name: for people.
-      unit: of its loads, `flops` or `seconds` of a training step.
-      limit: the largest load.
-      memory_bytes: that lanes may take together.
-      loads, lane_bytes: of each lane of the menu.
-      crowding: n lanes have the sum of their loads times n to this power (`DeviceProfile.crowding`).
+      name: shown to users.
+      unit: what the loads are measured in: `flops` or `seconds`, per training step.
+      limit: the largest total load, in `unit`.
+      memory_bytes: memory that all lanes on the device may take together.
+      loads, lane_bytes: load (in `unit`) and memory of each lane of the menu.
+      crowding: the load of n lanes is the sum of their loads times n to this power (`DeviceProfile.crowding`).
     """
 
     name: str
@@ -42,7 +42,7 @@ class Bucket:
     crowding: float = 0.0
 
     def load(self, lanes: Sequence[int]) -> float:
-        """The load and the memory of these lanes together."""
+        """The load of these lanes together, in `unit`."""
         return math.fsum(self.loads[lane] for lane in lanes) * max(1, len(lanes)) ** self.crowding
 
     def fits(self, lanes: Sequence[int]) -> bool:
@@ -58,14 +58,14 @@ class Bucket:
         return max(self.load(lanes) / self.limit, memory)
 
     def room(self, lanes: Sequence[int]) -> tuple[float, float]:
-        """What `draw` needs to know about the lanes already placed: the sum of their loads, and the memory left."""
+        """What `draw` needs to know about the lanes already placed: the sum of their loads, and the bytes left."""
         free = self.memory_bytes - sum(self.lane_bytes[lane] for lane in lanes)
         return sum(self.loads[lane] for lane in lanes), free
 
     def draw(
         self, count: int, load: float, free: float, rng: random.Random, weights: Sequence[float] = ()
     ) -> int | None:
-        """A lane drawn among those that fit beside `count` others, whose `room` is given; None if none does."""
+        """A random lane that fits next to `count` others, given their `room` (load, free); None if no lane fits."""
         loads, order, most_bytes = self._by_load
         largest = self.limit * _ROUNDING / (count + 1) ** self.crowding - load
         end = bisect.bisect_right(loads, largest)
@@ -83,14 +83,18 @@ class Bucket:
 
     @functools.cached_property
     def _by_load(self) -> tuple[list[float], list[int], list[float]]:
-        """Loads, ascending; the lanes that have them; and the most memory of each of these and those before it."""
+        """Loads in ascending order, their lanes, and at each position the most memory of any lane up to there."""
         order = sorted(range(len(self.loads)), key=self.loads.__getitem__)
         most = itertools.accumulate((self.lane_bytes[lane] for lane in order), max)
         return [self.loads[lane] for lane in order], order, list(most)
 
 
 def parse_device(text: str) -> tuple[dict[str, str], int]:
-    """The words that describe one device, and how many such devices there are."""
+    """The `NAME=VALUE` words of one device, as a dictionary, and how many such devices there are.
+
+    Raises:
+      InputError: the text does not have that form.
+    """
     words, star, count = text.strip().partition("*")
     pairs = [word.partition("=") for word in words.split()]
     values = {name: value for name, _, value in pairs}
@@ -106,25 +110,36 @@ def parse_device(text: str) -> tuple[dict[str, str], int]:
 
 
 def read_number(text: str, name: str, baseline: float) -> float:
+    """The number that `text` gives for `name` (memory, flops or seconds) in bytes, FLOPs or seconds.
+
+    Args:
+      text: a number and its unit, such as 12GiB, 0.5x or 20ms.
+      name: `memory`, `flops` or `seconds`.
+      baseline: FLOPs that the unit `x` stands for.
+
+    Raises:
+      InputError: it is not a number above 0 with a unit that `name` can have.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)([KMGT]i?B?|x|s|ms)?", text)
     number, unit = float(match[1]) if match else 0.0, (match[2] or "") if match else ""
     factors = {"memory": _SIZES, "flops": {**_SIZES, "x": baseline}, "seconds": {"": 1.0, "s": 1.0, "ms": 1e-3}}[name]
     if not number or unit not in factors:
+        units = ", ".join(filter(None, factors))
         raise InputError(
-            f"search.devices: {name}={text!r} is not an amount above 0 in {', '.join(filter(None, factors))}"
+            f"search.devices: {name}={text!r} must be a number above 0, alone or with one of the units {units}"
         )
     return number * factors[unit]
 
 
 def head_bytes(spec: ModelSpec, num_lanes: int, batch_size: int) -> float:
-    """Memory of the decoder's training step, without work space: state, gradients and activations."""
+    """Memory of the decoder's training step, without workspace: parameters, optimizer state, gradients, activations."""
     sizes = (spec.num_classes * num_lanes, *spec.decoder, math.prod(spec.image_shape))
     parameters = sum(n * m + m for n, m in itertools.pairwise(sizes))
     return _STATE_BYTES * parameters + 4.0 * batch_size * sum(sizes)
 
 
 def amount(value: float, unit: str) -> str:
-    """A number of FLOPs, seconds or bytes, for people."""
+    """A number of FLOPs, seconds or bytes as text with a unit."""
     if unit == "bytes":
         return f"{value / 2**20:,.1f} MiB" if math.isfinite(value) else "any memory"
     return f"{1000 * value:,.2f} ms" if unit == "seconds" else f"{value / 1e9:,.3f} GFLOP"

@@ -20,14 +20,14 @@ class Model:
     Attributes:
       index: `BASELINE`, or 0 and up.
       state: `complete`, `stopped early`, `failed`, `running` or `waiting`.
-      lanes: all of them, as text; empty before it is known.
-      mix: the lanes of each device, as places in the menu.
+      lanes: all of its lanes, as text; empty before they are chosen.
+      mix: the lanes of each device, as indices into the menu.
       origin: how the mix was found: `draw`, `baseline` or the name of a move.
-      score: after the last epoch that it was trained; None before the first.
-      accuracies: after each epoch that was scored.
-      seconds: of training, compiling and scoring.
-      ended: seconds since 1970 after its last epoch; 0 before.
-      reason: why it failed.
+      score: the latest score; None before the first.
+      accuracies: validation accuracy after each scored epoch.
+      seconds: spent on training, compiling and scoring.
+      ended: when it ended, in seconds since 1970; 0 before.
+      reason: why it failed; empty if it did not.
     """
 
     index: int
@@ -53,7 +53,7 @@ def best(models: Sequence[Model]) -> Model | None:
 
 
 def repeats(models: Sequence[Model]) -> dict[int, int]:
-    """For each model, except the baseline, that repeats the lanes of earlier ones: the index of the first."""
+    """Maps each model (not the baseline) whose lanes repeat an earlier one to the index of the first with them."""
     first: dict[str, int] = {}
     drawn = sorted((m.index, m.lanes) for m in models if m.lanes and m.index != BASELINE)
     return {index: first[lanes] for index, lanes in drawn if first.setdefault(lanes, index) != index}
@@ -67,7 +67,7 @@ def model_of(trial: "FrozenTrial") -> Model:
 
 
 def model_from(attrs: Mapping[str, Any], state: str, accuracies: Sequence[float]) -> Model:
-    """A model, from the attributes that a search stores."""
+    """A model, from the attributes that a search stores with its trial."""
     model, score = attrs.get("model", {}), dict(attrs.get("score", {}))
     seconds, ended = score.pop("seconds", 0.0), score.pop("ended", 0.0)
     return Model(

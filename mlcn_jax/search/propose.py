@@ -1,4 +1,4 @@
-"""Which mix a model gets: the first of several candidates whose lanes no other model has."""
+"""Chooses the mix of a model: the first of several candidates whose lanes no other model has."""
 
 import itertools
 import random
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from mlcn_jax.search.space import Mix, Space
 
-REDRAWS = 100  # candidates after the first, before a model repeats another
+REDRAWS = 100  # candidates to try after the first before a model repeats another
 
 
 class Proposal(NamedTuple):
-    """A mix for a model: how it was found, its lanes as text, and how many candidates before it were taken."""
+    """A mix for a model, how it was found, its lanes as text, and how many candidates before it were already taken."""
 
     mix: Mix
     origin: str
@@ -25,12 +25,12 @@ def generator(seed: int, index: int) -> random.Random:
 
 
 def drawn(space: Space, rng: random.Random, weights: Sequence[float] = ()) -> Iterator[tuple[Mix, str]]:
-    """An endless sequence of drawn mixes."""
+    """An endless sequence of random mixes, each with its origin `draw`."""
     return ((space.draw(rng, weights=weights), "draw") for _ in itertools.count())
 
 
 def first_new(candidates: Iterator[tuple[Mix, str]], taken: Container[str], space: Space) -> Proposal:
-    """The first candidate whose lanes are not taken; if the next `REDRAWS` are taken too, the very first one."""
+    """The first candidate whose lanes are not in `taken`; the very first one if the next `REDRAWS` are taken too."""
     some = (Proposal(*next(candidates), "", i) for i in range(1 + REDRAWS))
     named = (one._replace(lanes=space.text(one.mix)) for one in some)
     first = next(named)
@@ -40,17 +40,17 @@ def first_new(candidates: Iterator[tuple[Mix, str]], taken: Container[str], spac
 class Plan:
     """The random mixes of all models of a search.
 
-    Each model draws candidates from its own randomness and takes the first whose lanes no model of smaller index takes.
-    Its mix is thus a function of the seed and its index, whichever worker asks and whatever has ended by then.
+    Each model draws candidates with its own random generator and takes the first whose lanes no model with a smaller
+    index has. So its mix depends on the seed and its index alone, whichever worker asks and whatever has ended by then.
     """
 
     def __init__(self, seed: int, space: Space):
         self._seed, self._space = seed, space
         self._proposals: list[Proposal] = []
-        self._first_with: dict[str, int] = {}  # of lanes: the smallest index that has them
+        self._first_with: dict[str, int] = {}  # lanes to the smallest index that has them
 
     def of(self, index: int) -> tuple[Proposal, int | None]:
-        """The mix of a model, and, if it has to repeat one, the first model with the same lanes."""
+        """The mix of a model and, if it had to repeat one, the index of the first model with the same lanes."""
         for i in range(len(self._proposals), index + 1):
             found = first_new(drawn(self._space, generator(self._seed, i)), self._first_with, self._space)
             self._proposals.append(found)

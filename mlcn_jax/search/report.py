@@ -1,4 +1,4 @@
-"""The results of a search: the table of its trials, the best model as a config, the summary and the picture."""
+"""The results of a search: the table of its models, the best model as a config, the summary and the plots."""
 
 import collections
 import itertools
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def step_flops(found: "Search", lanes: str) -> float:
-    """FLOPs of a training step of all lanes."""
+    """FLOPs of one training step of all these lanes together."""
     spec = found.trainer.spec(lanes)
     batch_size = found.config.train.batch_size
     return float(
@@ -63,7 +63,7 @@ def rows(found: "Search") -> list[dict[str, Any]]:
 
 
 def write_trials(found: "Search", workdir: Path, least_seconds: float = 0.0) -> None:
-    """Writes `trials.json` and `trials.md`, sorted by accuracy, unless they were written recently."""
+    """Writes `trials.json` and `trials.md`, sorted by accuracy, unless written within the last `least_seconds`."""
     if time.time() - _modified(workdir / "trials.json") < least_seconds:
         return
     table = rows(found)
@@ -91,7 +91,14 @@ def _modified(path: Path) -> float:
 
 
 def write(found: "Search", workdir: Path, test_accuracies: list[float], session: dict[str, float]) -> dict[str, Any]:
-    """Writes `best_config.py`, `search.png` and `summary.json`; returns the summary."""
+    """Writes `best_config.py`, `search.png` and `summary.json`; returns the summary.
+
+    Args:
+      found: the search; at least one of its models was trained to the end.
+      workdir: the folder to write to.
+      test_accuracies: of the best model, one for each repeat.
+      session: `wall_seconds` of this session and the `evaluate_seconds` in it that went into training and scoring.
+    """
     models, table = found.study.models(), rows(found)
     winner = models_lib.best(models)
     assert winner is not None
@@ -132,7 +139,7 @@ def write(found: "Search", workdir: Path, test_accuracies: list[float], session:
 
 
 def write_config(found: "Search", winner: models_lib.Model, path: Path) -> None:
-    """Writes the best model as a config to train, with the data and training settings of the search."""
+    """Writes the best model as a config that `train` accepts, with the data and training settings of the search."""
     usual = flat(RunConfig().to_dict())
     config = found.config.replace({"model.name": "mlcn", "model.lanes": winner.lanes})
     changed = {name: value for name, value in flat(config.to_dict()).items() if value != usual[name]}
@@ -149,11 +156,11 @@ def write_config(found: "Search", winner: models_lib.Model, path: Path) -> None:
         "place_its_lanes": f"--config.parallel.plan=stacks --config.parallel.lane={len(found.space.buckets)}",
     }
     lines = [
-        '"""The best model of a search, as a configuration that `mlcn_jax train` trains: see FOUND."""',
+        '"""The best model of a search, as a configuration for `mlcn_jax train`; FOUND says how it was found."""',
         "",
         "from mlcn_jax.config import default_config",
         "",
-        "FOUND = {",  # every value, also one that comes from data, enters the source as a Python literal only
+        "FOUND = {",  # write values, some of which come from data, only as Python literals: the file is executed
         *(f"    {name!r}: {value!r}," for name, value in json.loads(json.dumps(facts)).items()),
         "}",
         "",
@@ -171,7 +178,7 @@ def write_config(found: "Search", winner: models_lib.Model, path: Path) -> None:
 
 
 def text(summary: dict[str, Any], workdir: Path) -> str:
-    """The summary for people."""
+    """The summary as text for the terminal."""
     best, baseline = summary["best"], summary["baseline_validation_accuracy"]
     tests = best["test_accuracies"]
     states = ", ".join(f"{count} {state}" for state, count in summary["models"].items())
@@ -202,7 +209,7 @@ def best_so_far(table: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
 
 
 def pareto(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The (cost, accuracy) pairs that no other pair beats in both, sorted by cost."""
+    """The Pareto front of (cost, accuracy) pairs: each costs more, and is more accurate, than the one before it."""
     front: list[tuple[float, float]] = []
     for point in sorted(points, key=lambda point: (point[0], -point[1])):
         if not front or point[1] > front[-1][1]:
@@ -211,7 +218,7 @@ def pareto(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def draw(found: "Search", table: list[dict[str, Any]], summary: dict[str, Any], path: Path) -> None:
-    """Six panels: best so far by trials and seconds, accuracy by FLOPs and seconds, fill, and drawn lanes."""
+    """Writes six plots: best so far by models and by time, accuracy by FLOPs and by time, fill, drawn lanes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 8.5), layout="constrained")

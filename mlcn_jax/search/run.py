@@ -1,4 +1,4 @@
-"""A search from beginning to end: opens what it needs, trains models, tests the best, writes the results."""
+"""A search from start to finish: opens what it needs, trains models, tests the best one, writes the results."""
 
 import contextlib
 import functools
@@ -30,7 +30,7 @@ from mlcn_jax.training.stop_signals import SignalWatch
 
 _log = logging.getLogger(__name__)
 
-_PROCESS_BYTES = 600 * 2**20  # of a worker, without its model
+_PROCESS_BYTES = 600 * 2**20  # memory of a worker process, without its model
 
 
 def run(
@@ -39,13 +39,13 @@ def run(
     workdir: Path,
     programs: dict[tuple, Any] | None = None,
 ) -> dict[str, Any]:
-    """Starts or continues a search until all its models are trained, reports, and returns the summary.
+    """Starts or continues a search until all its models are trained, writes the results and returns the summary.
 
     `programs` is as in `trials.Trainer`.
 
     Raises:
       InputError: an input cannot be used, or no model could be trained; finished models are kept.
-      Stopped: SIGTERM or Ctrl-C arrived; says how many models have ended.
+      Stopped: SIGTERM or Ctrl-C arrived; the message says how many models have ended.
     """
     with files.hold(workdir), storage.storage_errors(settings.storage or str(workdir)):
         found = open_search(config, settings, workdir, create=True, programs=programs)
@@ -77,7 +77,7 @@ def run(
 
 
 def work(config: RunConfig, settings: settings_lib.SearchSettings, workdir: Path) -> None:
-    """Trains models of a search that another process started, until none is waiting; raises what `run` raises."""
+    """Trains models of a search that another process started, until none is waiting; raises as `run` does."""
     with storage.storage_errors(settings.storage or str(workdir)):
         if not settings.storage and not (workdir / "search.db").exists():
             raise InputError(
@@ -91,8 +91,8 @@ def work(config: RunConfig, settings: settings_lib.SearchSettings, workdir: Path
 
 @contextlib.contextmanager
 def _stoppable(study: Study) -> Iterator[None]:
-    """Turns SIGTERM and Ctrl-C into `Stopped`, which says how far the search is; a second one ends it at once."""
-    here = threading.current_thread() is threading.main_thread()  # only there may handlers be set
+    """Turns SIGTERM and Ctrl-C into `Stopped`, which says how far the search is; a second signal kills the process."""
+    here = threading.current_thread() is threading.main_thread()  # Python allows handlers only there
     signals = (signal.SIGTERM, signal.SIGINT) if here else ()
     before: dict[signal.Signals, Any] = {}
     hook, watch = sys.unraisablehook, SignalWatch(signals)
@@ -100,7 +100,7 @@ def _stoppable(study: Study) -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
         for one in before:
             signal.signal(one, signal.SIG_DFL)
-        raise KeyboardInterrupt(signal.Signals(number).name)  # which libraries do not swallow
+        raise KeyboardInterrupt(signal.Signals(number).name)  # libraries do not catch this one
 
     def again(failure: "sys.UnraisableHookArgs") -> None:
         """Repeats a signal that arrived in a callback of the garbage collector, where exceptions are ignored."""
@@ -128,7 +128,7 @@ def _stoppable(study: Study) -> Iterator[None]:
 
 @contextlib.contextmanager
 def worker_slot(found: Search) -> Iterator[None]:
-    """Waits until this machine has room for one more worker: a core and memory for a model, or an accelerator."""
+    """Waits until this machine has room for another worker: a core and memory for a model, or an accelerator."""
     rng = random.Random(0)
     mixes = [found.space.draw(rng) for _ in range(20)]
     largest = max(found.space.memory_bytes(mix) for mix in mixes)
@@ -137,7 +137,10 @@ def worker_slot(found: Search) -> Iterator[None]:
         slots = int(min(host.num_cores(), host.usable_memory_bytes() / (2 * largest + _PROCESS_BYTES)))
     folder = _own_folder()
     if folder is None:
-        _log.warning("found no folder that only this user can write to: workers of other searches are not counted")
+        _log.warning(
+            "no folder that only this user can write to (set MLCN_JAX_CACHE to one): "
+            "workers of other searches on this machine are not counted"
+        )
         yield
         return
     paths = [folder / f"worker-{visible}-{i}.lock" for i in range(max(1, slots))]
@@ -147,7 +150,7 @@ def worker_slot(found: Search) -> Iterator[None]:
             lock = next(filter(None, map(files.try_lock, paths)), None)
         except OSError as error:
             raise InputError(
-                f"{error}: the lock file of a worker belongs at this path: remove what is there"
+                f"{error}: this path is needed for the lock file of a worker: remove what is there"
             ) from error
         if lock is not None:
             break

@@ -1,6 +1,7 @@
 """The settings of a search, and which of them determine its results."""
 
 import dataclasses
+import math
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -19,24 +20,24 @@ class SearchSettings:
     """What to search for and how.
 
     Attributes:
-      devices: what a training step may take on each (`budget.parse_devices`).
-      kinds: of lanes, joined by commas.
-      max_width: of lanes.
-      max_depth: of lanes.
-      baseline: lanes that are trained to compare with; the x of `devices`.
-      tolerance: a device left less full than this allows is drawn again; 1 draws once, as published.
+      devices: what a training step may use on each device (`space.make_space`).
+      kinds: lane kinds to choose from, separated by commas.
+      max_width: largest width of a lane.
+      max_depth: largest depth of a lane.
+      baseline: lanes of the model to compare with; the unit x of `devices` is its FLOPs.
+      tolerance: a device that is left less full than this allows is drawn again; 1 draws once, as published.
       method: random, evolution, halving (asynchronous, of random models), tpe or nsgaii.
       num_models: models to train.
-      num_epochs: of a model's training.
+      num_epochs: epochs each model is trained for.
       num_repeats: trainings of each model; its accuracy is their geometric mean.
-      num_images: of the training set, validation images among them; 0 takes all.
-      min_epochs: of halving: before models are first compared.
-      reduction_factor: of halving: one model in so many goes on, for so many times the epochs.
-      max_training_seconds: in all, after which no model is begun; 0 has no end.
-      seed: of the mixes that are drawn.
-      name: of the search in its storage.
+      num_images: images of the training set to use, including the validation images; 0 uses all.
+      min_epochs: with halving, epochs before models are first compared.
+      reduction_factor: with halving, one model in this many goes on, for this many times the epochs.
+      max_training_seconds: training time of all models together after which no new one is started; 0 is no limit.
+      seed: seed of the mixes that are drawn.
+      name: name of the search in its storage.
       storage: database, such as postgresql://user:password@host/database; empty is a file in the workdir.
-      heartbeat_seconds: a worker that is silent for two of these counts as dead.
+      heartbeat_seconds: a worker that sends nothing for twice this time counts as dead.
     """
 
     devices: str = "flops=0.25x*4"
@@ -64,8 +65,9 @@ class SearchSettings:
             *(("num_images", 0), ("min_epochs", 1), ("reduction_factor", 2), ("max_training_seconds", 0), ("seed", 0)),
             ("heartbeat_seconds", 1),
         ):
-            if getattr(self, field) < least:
-                raise InputError(f"search.{field} is {getattr(self, field)}; it must be {least} or more")
+            value = getattr(self, field)
+            if not least <= value < math.inf:  # which nan is not either
+                raise InputError(f"search.{field} is {value}; it must be {least} or more, and finite")
         if not 0 < self.tolerance <= 1:
             raise InputError(f"search.tolerance is {self.tolerance}; it must be above 0, and at most 1")
         if self.method not in METHODS:
@@ -91,13 +93,13 @@ class SearchSettings:
 
 
 def default_search() -> ConfigDict:
-    """All fields of a run and of a search with their defaults; files in `configs/` start from them."""
+    """All fields of a run and of a search with their defaults; the searches in `configs/` start from them."""
     config = default_config()
     config.search = ConfigDict(dataclasses.asdict(SearchSettings()))
     return config
 
 
 def facts_of(settings: SearchSettings) -> dict[str, Any]:
-    """The settings that determine the results, by full names."""
+    """The settings that determine the results, by their full names (`search.NAME`)."""
     values = dataclasses.asdict(settings)
     return {f"search.{name}": value for name, value in values.items() if name not in _FREE_ON_RESUME}

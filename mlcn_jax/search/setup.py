@@ -1,4 +1,4 @@
-"""Prepares a search: reads its settings, builds its space of mixes, opens its storage."""
+"""Prepares a search: reads its settings, builds the space of mixes, opens its storage."""
 
 import dataclasses
 import logging
@@ -21,7 +21,7 @@ _FREE |= {"train.checkpoint_every", "train.log_every", "train.test_every_epoch"}
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """A search that is ready: what it trains, where its mixes come from, and where its trials are kept."""
+    """A search that is ready to run: what it trains, where its mixes come from, and where its trials are stored."""
 
     config: RunConfig
     settings: SearchSettings
@@ -44,18 +44,19 @@ def read_config(values: Mapping[str, Any]) -> tuple[RunConfig, SearchSettings]:
     config = RunConfig.from_dict(values)
     if config.train.accumulation_steps > 1:
         raise InputError(
-            f"train.accumulation_steps is {config.train.accumulation_steps}, and a search trains whole batches: give 1"
+            f"train.accumulation_steps is {config.train.accumulation_steps}, but a search trains whole batches: set it "
+            "to 1"
         )
     if config.train.teacher:
         raise InputError(
-            f"train.teacher is {config.train.teacher!r}, and a search trains on labels alone: leave it empty and teach "
-            "the mix that was found with the teacher"
+            f"train.teacher is {config.train.teacher!r}, but a search trains on labels alone: leave it empty, then "
+            "train the lanes that the search found with the teacher"
         )
     return config, SearchSettings(**values["search"])
 
 
 def make_space(config: RunConfig, settings: SearchSettings) -> space_lib.Space:
-    """The mixes that fit the devices of a search; raises InputError if there are none."""
+    """The space of mixes that fit the devices of a search; raises InputError if there are none."""
     spec = config.replace({"model.name": "mlcn", "model.lanes": settings.baseline}).model_spec(*config.data.shape())
     return space_lib.make_space(
         settings.devices,
@@ -79,8 +80,10 @@ def open_search(
 ) -> Search:
     """Loads the data, computes what lanes cost and opens the storage; `programs` is as in `trials.Trainer`.
 
+    `create` is as in `study.Study`.
+
     Raises:
-      InputError: any of this cannot be used.
+      InputError: the data, the devices or the storage cannot be used.
     """
     _log.info("loading the data: %s", config.data.name)
     trainer = Trainer(

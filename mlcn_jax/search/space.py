@@ -1,7 +1,7 @@
-"""Lane mixes that fill devices: which lanes fit where, drawn at random or with weights, and changed by small moves.
+"""Lane mixes that fill devices: which lanes fit where, random and weighted draws, and small changes.
 
-A device is a bucket with memory and work (FLOPs or seconds of a training step) to spend. A mix gives every device its
-lanes, as places in the space's menu of lanes. Drawing is pure Python.
+A device is a bucket with limits on memory and work (FLOPs or seconds of a training step). A mix gives each device its
+lanes, as indices into the space's menu of lanes. Drawing mixes is pure Python.
 """
 
 import dataclasses
@@ -23,18 +23,18 @@ Mix = tuple[tuple[int, ...], ...]
 
 MOVES = ("swap", "widen", "deepen", "move", "add", "remove")
 _REDRAWS = 10  # of a device that ends less full than the tolerance asks
-_MOVE_TRIES = 100
-_NEWCOMERS = 0.1  # share of the lanes that fill up a changed mix which come from the menu
+_MOVE_TRIES = 100  # of a mutation, before a new mix is drawn
+_NEWCOMERS = 0.1  # when a mutated mix is filled up: share of the new lanes that are drawn from the whole menu
 
 
 class Space:
-    """All mixes of lanes that fit some devices.
+    """All mixes of lanes that fit the given devices.
 
     Args:
       menu: the lanes to choose from.
       buckets: the devices.
       tolerance: share of a device's scarcer resource that may stay unused, and by which the fullest device may exceed
-        the mean of all; more than that is left only where no lane is small enough.
+        the mean of all; devices stay emptier than that only if no lane is small enough.
 
     Raises:
       InputError: no lane fits any device; the message names the smallest.
@@ -58,16 +58,16 @@ class Space:
             )
 
     def draw(self, rng: random.Random, start: Mix = (), weights: Sequence[float] = ()) -> Mix:
-        """A mix to which no lane can be added: a device that is not full is drawn, then a lane that fits it, and so on.
+        """A maximal mix: picks a device that is not full and a lane that fits it, until no lane fits anywhere.
 
         Lanes are drawn uniformly among those that still fit. A device that ends less full than the tolerance asks is
-        emptied and drawn again, a number of times, and the fullest is kept; with a tolerance of 1 none is, which is the
-        published method.
+        emptied and drawn again, up to `_REDRAWS` times, and its fullest draw is kept. With a tolerance of 1 nothing is
+        drawn again, which is the published method.
 
         Args:
-          rng: the randomness.
-          start: lanes to begin with.
-          weights: chances of the lanes of the menu, relative to each other; empty for equal ones.
+          rng: the random generator.
+          start: lanes to begin with, for each device; empty for none.
+          weights: relative probability of each lane of the menu; empty for equal ones.
 
         Source: do Rosario 2021 (thesis), chapter 6.
         """
@@ -95,12 +95,12 @@ class Space:
         return tuple(tuple(sorted(own)) for own in best)
 
     def mutate(self, rng: random.Random, mix: Mix) -> tuple[Mix, str]:
-        """A mix of other lanes, one move away and filled up again, and the name of the move (`MOVES`).
+        """A different mix, one move away and filled up again, and the name of the move (`MOVES`).
 
-        Equal lanes are swapped for others, widened or deepened by one or removed, all of them at once, since one of
-        dozens would change too little to be seen; a single lane is added, or moved to another device. Lanes drawn at
-        random make room, and what fills the devices up is drawn from the lanes that are there, now and then from the
-        menu. A mix that nothing can be changed in gives way to a new one ("draw").
+        Equal lanes are swapped for others, widened or deepened by one, or removed all at once, since changing one of
+        dozens would make no visible difference; a single lane is added, or moved to another device. Lanes drawn at
+        random are removed to make room. The freed space is filled with lanes the mix already has and, now and then,
+        others from the menu. If no move changes the mix, a new one is drawn ("draw").
         """
         for _ in range(_MOVE_TRIES):
             move, lanes = rng.choice(MOVES), [list(own) for own in mix]
@@ -117,7 +117,7 @@ class Space:
         return self.draw(rng), "draw"
 
     def _apply(self, move: str, lanes: list[list[int]], rng: random.Random) -> bool:
-        """Makes a move, and room for it; returns whether that was possible."""
+        """Makes a move, and room for it, in `lanes`; returns whether that was possible."""
         d = rng.choice([d for d, own in enumerate(lanes) if own])
         old = rng.choice(lanes[d])
         any_lane = rng.randrange(len(self.menu))
@@ -142,7 +142,7 @@ class Space:
         return made and new != old
 
     def _put(self, new: int, lanes: list[list[int]], d: int, rng: random.Random) -> bool:
-        """Adds a lane to a device, removing lanes that differ from it to make room; returns whether it then fits."""
+        """Adds a lane to device `d`, removing other kinds of lanes to make room; returns whether it then fits."""
         while not self.buckets[d].fits([*lanes[d], new]):
             others = [i for i, lane in enumerate(lanes[d]) if lane != new]
             if not others:
@@ -156,16 +156,16 @@ class Space:
         return all(bucket.fits(lanes) for bucket, lanes in zip(self.buckets, mix, strict=True))
 
     def imbalance(self, mix: Mix) -> float:
-        """How much fuller, in its scarcer resource, the fullest device is than the mean of all that hold lanes."""
+        """How much fuller the fullest device is than the mean of all that hold lanes, as a fraction of that mean."""
         fills = [bucket.fill(lanes) for bucket, lanes in zip(self.buckets, mix, strict=True) if lanes]
         return max(fills) / (sum(fills) / len(fills)) - 1
 
     def memory_bytes(self, mix: Mix) -> float:
-        """The load and the memory of the lanes of all devices together."""
+        """Memory of the lanes of all devices together."""
         return sum(bucket.lane_bytes[lane] for bucket, own in zip(self.buckets, mix, strict=True) for lane in own)
 
     def report(self, mix: Mix) -> list[dict[str, float | str | None]]:
-        """For each device: its name, lanes, load, memory, the limits of both and how full it is."""
+        """For each device: its name, its lanes, their load and memory, the limits of both, and how full it is."""
         return [
             {
                 "device": bucket.name,
@@ -180,19 +180,19 @@ class Space:
         ]
 
     def text(self, mix: Mix) -> str:
-        """The lanes of all devices as `model.lanes` has them, smallest first."""
+        """The lanes of all devices in the form of `model.lanes`, smallest first."""
         counts = [0] * len(self.menu)
         for lane in itertools.chain.from_iterable(mix):
             counts[lane] += 1
         return ",".join(f"{lane}*{count}" for lane, count in zip(self.menu, counts, strict=True) if count)
 
     def taste(self, mlcn2: float, width: float, depth: float, spread: float) -> list[float]:
-        """Weights of the menu for `draw`: chances fall with the distance from a width and a depth.
+        """Weights of the menu for `draw`, which fall with the distance from a width and a depth.
 
         Args:
-          mlcn2: chance of the second kind, in [0, 1], over that of any other.
-          width, depth: in the middle.
-          spread: standard deviation of both, above 0.
+          mlcn2: weight of the kind mlcn2, in [0, 1]; any other kind has 1 minus this.
+          width, depth: the width and the depth with the highest weight.
+          spread: standard deviation of the weights in width and depth, above 0.
         """
         kinds = {lane.kind for lane in self.menu}
         return [
@@ -214,19 +214,20 @@ def make_space(
     baseline: str,
     tolerance: float,
 ) -> Space:
-    """The space of mixes for devices that a text describes.
+    """The space of mixes for the devices that a text describes.
 
-    Entries are joined by commas. Each has words `NAME=VALUE`, and `*COUNT` for that many alike: `flops`, of a training
-    step, a number with K, M, G or T, or with x for so many times those of the baseline; or `seconds` of a step with the
-    `profile` of the device, a file; and `memory`, such as 12GiB, which with a profile is the device's own where left
-    out. The first device also holds the decoder, whose memory is set aside.
+    The text has one entry per device, separated by commas. An entry consists of words `NAME=VALUE`, and `*COUNT` for
+    that many equal devices. Its compute limit is either `flops` of a training step: a number with K, M, G or T, or with
+    x for multiples of the baseline's; or `seconds` of a training step together with the device's `profile`, a file.
+    `memory`, such as 12GiB, is optional: the default is the profile's, or no limit without one. The first device also
+    holds the decoder, whose memory is set aside.
 
     Args:
       devices: the text, such as "memory=12GiB flops=0.5x*8".
-      spec: of a model; its lanes do not matter.
+      spec: a model with the right images, classes and decoder; its lanes do not matter.
       batch_size: of a training step.
-      kinds, max_width, max_depth: of the lanes to choose from.
-      baseline: lanes, as text.
+      kinds, max_width, max_depth: the lanes to choose from.
+      baseline: lanes, as text, whose FLOPs are the unit x.
       tolerance: see `Space`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Opens the database in which a search keeps its trials, and turns its errors into messages that say what to do."""
+"""Opens the database in which a search keeps its trials; its errors become messages that say what to do."""
 
 import contextlib
 import warnings
@@ -10,7 +10,7 @@ from mlcn_jax.errors import InputError
 if TYPE_CHECKING:
     import optuna
 
-_LOCK_SECONDS = 30.0  # to wait for another worker's transaction in SQLite
+_LOCK_SECONDS = 30.0  # how long SQLite waits for another worker's transaction
 
 
 def load_packages() -> tuple[Any, Any]:
@@ -24,6 +24,12 @@ def load_packages() -> tuple[Any, Any]:
 
 
 def open_storage(url: str, heartbeat_seconds: int) -> "optuna.storages.RDBStorage":
+    """Opens Optuna's storage in a database; raises InputError if that cannot be done.
+
+    Args:
+      url: the database, as SQLAlchemy writes it.
+      heartbeat_seconds: interval of the workers' heartbeats; after two of them without one, a worker counts as dead.
+    """
     optuna, _ = load_packages()
     engine: dict[str, Any] = {"pool_pre_ping": True}
     if url.startswith("sqlite"):
@@ -44,8 +50,8 @@ def open_storage(url: str, heartbeat_seconds: int) -> "optuna.storages.RDBStorag
         ) from error
     except RuntimeError as error:
         raise InputError(
-            f"the search's storage {shown(url)} was written by another version of Optuna than the installed "
-            f"{optuna.__version__}: {error}"
+            f"the search's storage {shown(url)} was written by another version of Optuna; {optuna.__version__} is "
+            f"installed: {error}"
         ) from error
 
 
@@ -61,7 +67,7 @@ def storage_errors(url: str) -> Iterator[None]:
             "sqlite:////folder/search.db or postgresql://user:password@host/database"
         ) from error
     except Exception as error:
-        cause: BaseException | None = error  # optuna may raise another error while it handles the storage's
+        cause: BaseException | None = error  # Optuna may raise another error while it handles the storage's
         while cause is not None and not isinstance(cause, sqlalchemy.exc.SQLAlchemyError):
             cause = cause.__cause__ or cause.__context__
         if cause is None or isinstance(error, InputError):
@@ -70,7 +76,7 @@ def storage_errors(url: str) -> Iterator[None]:
         if "no column" in detail or "malformed" in detail or "not a database" in detail:
             raise InputError(
                 f"the search's storage {shown(url)} is damaged or belongs to another program ({detail}): restore it "
-                "from a copy, or start a new search with another search.storage or --workdir"
+                "from a backup, or start a new search with another search.storage or --workdir"
             ) from error
         if "lock" in detail:
             hint = "another program has locked it: wait for it or end it, and keep SQLite files off network folders"
@@ -85,7 +91,7 @@ def storage_errors(url: str) -> Iterator[None]:
 
 
 def shown(url: str) -> str:
-    """An address without its password."""
+    """A database URL without its password."""
     _, sqlalchemy = load_packages()
     try:
         return sqlalchemy.engine.make_url(url).render_as_string(hide_password=True)

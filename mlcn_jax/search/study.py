@@ -1,8 +1,8 @@
 """A search as an Optuna study: which mix each trial gets, its result, and workers that may start, stop or die.
 
-Every model of a search has an index. Its trial waits in the study's storage until a worker takes it. One whose worker
-sent no heartbeat for two intervals fails without a reason. The process that starts the search or goes on with it makes
-such models wait again. So each index ends once, whatever happens to workers.
+Every model of a search has an index. Its trial waits in the study's storage until a worker takes it. If that worker
+sends no heartbeat for two intervals, the trial fails without a reason, and the process that started or continues the
+search queues its model again. So each index ends exactly once, whatever happens to workers.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_VERSION = 1  # of what is stored
-_MAX_DEATHS = 5  # workers that a model may take with it, by memory that the machine does not have, say
-_START_SECONDS = 30  # that a worker waits for the search to be started
+_VERSION = 1  # of the format of what is stored
+_MAX_DEATHS = 5  # workers that may die while they train one model, for lack of memory, for example
+_START_SECONDS = 30  # how long a worker waits for the search to be started
 _POPULATION, _TOURNAMENT = 8, 5  # of evolution
 
 
@@ -41,10 +41,10 @@ class Study:
     """A search in its storage.
 
     Args:
-      settings: of the search.
-      facts: all that decides its results, by names; a study that was started with others is refused.
-      url: SQLAlchemy's, of the storage.
-      create: whether to start the study where there is none, which only one process may do.
+      settings: those of the search.
+      facts: every setting that determines its results, by name; a stored study with other facts is rejected.
+      url: the storage, as SQLAlchemy writes it.
+      create: whether to create the study if there is none; only one process may do so.
 
     Raises:
       InputError: the storage cannot be used, or holds no such study, or one with other facts.
@@ -53,11 +53,11 @@ class Study:
     def __init__(self, settings: SearchSettings, facts: Mapping[str, Any], url: str, *, create: bool):
         self._settings = settings
         self.evaluate_seconds = 0.0  # spent by this process in training and scoring models
-        self._first_seen: dict[int, float] = {}  # trials that run without a heartbeat, perhaps
-        self._lost = False  # whether the last trial was given to another worker meanwhile
+        self._first_seen: dict[int, float] = {}  # when each running trial without a model was first seen
+        self._lost = False  # whether the last trial was given to another worker while this one trained it
         self._plan: propose.Plan | None = None
         self._storage = open_storage(url, settings.heartbeat_seconds)
-        import optuna  # `open_storage` has reported it if it is missing
+        import optuna  # `open_storage` has raised if it is missing
 
         address = shown(url)
         with storage_errors(url):
@@ -104,7 +104,7 @@ class Study:
             )
 
     def _sampler(self, trials: int) -> "optuna.samplers.BaseSampler":
-        """A sampler for the trial after `trials` others, so that neither workers nor sessions repeat each other."""
+        """A sampler for the trial that follows `trials` others; all differ, so no worker or session repeats another."""
         import optuna
 
         seed = random.Random(f"{self._settings.seed} {trials}").getrandbits(32)
@@ -123,9 +123,9 @@ class Study:
         return optuna.pruners.SuccessiveHalvingPruner(min_resource=least, reduction_factor=factor)
 
     def enqueue(self) -> bool:
-        """Makes every model that has no trial wait for a worker, and those whose worker ended without noting a reason.
+        """Queues every model that has no trial, and those whose worker ended without a reason.
 
-        One process may call it at a time.
+        Only one process may call it at a time.
 
         Returns:
           Whether any model is still to be trained.
@@ -141,7 +141,7 @@ class Study:
             elif last.state == TrialState.RUNNING and "model" not in last.user_attrs:
                 first_seen = self._first_seen.setdefault(last.number, time.monotonic())
                 if time.monotonic() - first_seen > grace:
-                    # Its worker died before the first heartbeat, without which it does not count as dead.
+                    # Its worker died before its first heartbeat; until then Optuna does not count it as dead.
                     self._study.tell(last.number, state=TrialState.FAIL)
             elif last.state == TrialState.FAIL and "reason" not in last.user_attrs:
                 self._put_back(last)
@@ -151,8 +151,8 @@ class Study:
         return unfinished
 
     def _put_back(self, trial: "FrozenTrial") -> None:
-        """Queues the model of a trial whose worker died again, unless that has happened too often."""
-        died = "stopped" not in trial.user_attrs  # if a person stopped it, that does not count
+        """Queues the model of a trial whose worker died, unless that has happened too often."""
+        died = "stopped" not in trial.user_attrs  # a worker that a user stopped does not count
         attrs = {"index": trial.user_attrs["index"], "deaths": trial.user_attrs.get("deaths", 0) + died}
         if attrs["deaths"] < _MAX_DEATHS:
             _log.info(
@@ -163,7 +163,7 @@ class Study:
         import optuna
 
         attrs["model"] = trial.user_attrs.get("model", {})
-        attrs["reason"] = f"{attrs['deaths']} workers ended while they trained it; is there too little memory?"
+        attrs["reason"] = f"{attrs['deaths']} workers died while they trained it; this machine may lack memory for it"
         self._study.add_trial(optuna.create_trial(state=optuna.trial.TrialState.FAIL, user_attrs=attrs))
 
     def work(
@@ -177,11 +177,11 @@ class Study:
         """Takes waiting trials one by one until none is left.
 
         Args:
-          space: of the mixes.
-          evaluate: trains the model of some lanes, given as text, and yields its score after each of
-            `SearchSettings.scored_epochs`. What it raises for lack of memory, a loss that is not finite or an
-            `InputError` is noted, and the search goes on.
-          to_the_end: whether to wait for the trials of other workers, and train those again whose workers die.
+          space: the space of mixes.
+          evaluate: trains the model of the given lanes (as text) and yields its score after each of
+            `SearchSettings.scored_epochs`. If it raises one of `FAILURES` (out of memory, a loss that is not finite, or
+            `InputError`), the reason is stored and the search goes on.
+          to_the_end: whether to wait for the trials of other workers, and retrain those whose worker died.
           done: called after each trial.
         """
         import optuna
@@ -222,7 +222,7 @@ class Study:
             elif unfinished and (not spent or TrialState.RUNNING in states):
                 if not waiting:
                     running = sum(trial.state == TrialState.RUNNING for trial in trials)
-                    _log.info("waiting for other workers, which train %d more", running)
+                    _log.info("waiting for other workers, which are training %d more", running)
                 waiting = True
                 time.sleep(1.0)
             else:
@@ -232,7 +232,7 @@ class Study:
                 return
 
     def progress(self) -> str:
-        """How many models have ended, are in training and are waiting, for people."""
+        """How many models have ended, are in training and are waiting, as text."""
         latest = {trial.user_attrs["index"]: trial for trial in self._trials()}
         states = [
             "waiting" if trial.state.name == "FAIL" and "reason" not in trial.user_attrs else trial.state.name.lower()
@@ -294,7 +294,7 @@ class Study:
             raise _Failed("another worker took the last trial first")
         index = trial.user_attrs["index"]
         mix, origin, lanes, _ = self._propose(index, trial, space)
-        self._storage.record_heartbeat(trial._trial_id)  # optuna's thread may not have come to it; see `enqueue`
+        self._storage.record_heartbeat(trial._trial_id)  # Optuna's thread may not have sent one; see `enqueue`
         trial.set_user_attr("model", {"origin": origin, "lanes": lanes, "mix": mix})
         _log.info("model %d (%d of %d, %s): training %s", index, index + 1, self._settings.num_models, origin, lanes)
         try:
@@ -307,16 +307,16 @@ class Study:
         except FAILURES as error:
             trial.set_user_attr("reason", reason_of(error))
             _log.warning("model %d failed (%s): %s", index, lanes, error)
-            traceback.clear_frames(error.__traceback__)  # which may hold what there was no memory for
+            traceback.clear_frames(error.__traceback__)  # its frames may keep large arrays alive
             raise _Failed from error
         _log.info("model %d: %.2f %%, %.0f s (%s)", index, 100 * score.accuracy, seconds, lanes)
         return score.accuracy
 
     def _propose(self, index: int, trial: "optuna.Trial", space: Space) -> propose.Proposal:
-        """A mix chosen by the search's method; if some draws find one, its lanes are those of no other model.
+        """A mix chosen by the search's method; its lanes are those of no other model if a few draws can find such.
 
-        A random one depends on seed and index alone, whichever worker draws it and when (`propose.Plan`). The other
-        methods look at the models that are stored; two workers that draw the same lanes at the same moment train both.
+        A random mix depends only on the seed and the index, whichever worker draws it and when (`propose.Plan`). The
+        other methods look at the stored models; two workers that draw the same lanes at the same time both train them.
         """
         if self._settings.method in ("random", "halving"):
             self._plan = self._plan or propose.Plan(self._settings.seed, space)
@@ -344,7 +344,7 @@ class Study:
     def _candidates(
         self, trial: "optuna.Trial", space: Space, models: Sequence[Model], rng: random.Random
     ) -> Iterator[tuple[Mix, str]]:
-        """Candidate mixes, each with how it was found, by a method that learns from the models so far."""
+        """Candidate mixes, each with its origin, from a method that learns from the models so far."""
         if self._settings.method == "evolution":
             ended = [model for model in models if model.state == "complete"]
             if len(ended) < max(2, min(_POPULATION, self._settings.num_models // 4)):
@@ -366,7 +366,7 @@ class Study:
         return [trial for trial in self._study.get_trials(deepcopy=False) if "index" in trial.user_attrs]
 
     def models(self) -> list[Model]:
-        """The baseline, once it was trained, and all models by index; if a model was queued again, its newest trial."""
+        """The baseline, once trained, then all models by index; a model that was queued again has its newest trial."""
         latest = {trial.user_attrs["index"]: trial for trial in self._trials()}
         baseline = self.noted("baseline")
         first = []

@@ -1,7 +1,7 @@
 """Trials of a search: models trained for a few epochs on part of the images, with programs that models share.
 
-Equal lanes, 1, 2, 4, 8 ... at a time, are a stack of their own on one device (`StacksRunner`), so that such a
-group is compiled once for all models that have it.
+Equal lanes form stacks of 1, 2, 4, 8 ... lanes on one device (`StacksRunner`), so that a stack of one size is compiled
+only once for all models that have it.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ class Score:
     """The score of a model after some epochs.
 
     Attributes:
-      epoch: how many of them.
-      accuracy: geometric mean over the repeats of the share of validation images classified rightly.
-      repeats: of each.
-      train_seconds: spent in training steps so far, by all repeats.
-      score_seconds, compile_seconds: spent in scoring and compiling so far.
+      epoch: epochs trained so far.
+      accuracy: geometric mean over the repeats of the share of validation images that are classified correctly.
+      repeats: the accuracy of each repeat.
+      train_seconds: time spent in training steps so far, by all repeats.
+      score_seconds, compile_seconds: time spent on scoring and on compiling so far.
       steps: training steps so far, of all repeats.
     """
 
@@ -58,11 +58,11 @@ class Trainer:
 
     Args:
       config: data, model settings and training settings; its lanes and epochs do not matter.
-      num_epochs: of a trial.
-      num_repeats: trainings of each model, from different start values and in different orders of the images.
-      num_images: of the training set, a fixed part of each class; 0 takes all.
-      scored_epochs: after which a model is scored, besides the last.
-      programs: compiled ones of other trainers of the same settings, to use and to add to.
+      num_epochs: epochs of a trial.
+      num_repeats: trainings of each model, each with its own initial parameters and order of the images.
+      num_images: images of the training set to use, the same share of each class; 0 uses all.
+      scored_epochs: epochs after which a model is scored, besides the last.
+      programs: compiled programs of other trainers with the same settings, to use and to add to.
 
     Raises:
       InputError: the data cannot be used, or no images are set aside for validation.
@@ -108,7 +108,7 @@ class Trainer:
         return config.model_spec(self.dataset.train.images.shape[1:], len(self.dataset.class_names))
 
     def evaluate(self, lanes_text: str) -> Generator[Score, None, None]:
-        """Trains a model and yields its score after each epoch that is to be scored.
+        """Trains a model and yields its score after each of the scored epochs.
 
         Raises:
           Diverged: the loss is not finite.
@@ -173,7 +173,7 @@ class Trainer:
         return runner.scores(split, self._config.train.batch_size).accuracy
 
     def _start_state(self, spec: ModelSpec, repeat: int) -> TrainState:
-        """Random parameters. The step count continues from one repeat to the next, so each has its own augmentation."""
+        """Initial parameters. The step count goes on from one repeat to the next, so each has its own augmentation."""
         key = jax.random.key(self._config.train.seed + repeat)
         encoder, first = {}, 0
         for group in spec.lane_groups:
@@ -201,7 +201,7 @@ def group_stacks(spec: ModelSpec) -> list[Stack]:
     return [Stack(jax.devices()[0], tuple(range(end - count, end))) for count, end in zip(counts, ends, strict=True)]
 
 
-FAILURES = (InputError, Diverged, MemoryError, RuntimeError)  # that a model can cause
+FAILURES = (InputError, Diverged, MemoryError, RuntimeError)  # errors that a model can cause
 
 
 def reason_of(error: Exception) -> str:

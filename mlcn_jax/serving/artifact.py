@@ -25,11 +25,11 @@ from mlcn_jax.serving import parts
 FORMAT = 1
 MIXED_FORMAT = 2  # lanes in several precisions, some of them for ONNX Runtime
 MANIFEST, MODEL, WEIGHTS = "manifest.json", "model.json", "weights.npz"
-CONVERTED = "onnx/model.onnx"  # beside the export
+CONVERTED = "onnx/model.onnx"  # in the folder that holds the export
 RUNTIMES = ("auto", "xla", "onnxruntime")
 MAX_BATCH = 128  # images in one call of a function; more are split into several calls
-# Weights of up to so many bytes are compiled into the programs, already transformed: 1.8 times as fast for 8 images on
-# a CPU (benchmarks/results/exported.json), but each program takes ten times the memory of the weights.
+# Weights of up to this many bytes are compiled into the programs, already transformed: 1.8 times as fast for 8 images
+# on a CPU (benchmarks/results/exported.json), but each program takes ten times the memory of the weights.
 _COMPILED_IN_BYTES = 2**25
 
 
@@ -38,10 +38,10 @@ class Function:
     """One serialized `jax.export` function `(weights, uint8 images) -> lengths of the class capsules`.
 
     Attributes:
-      file: its name in the folder.
-      platforms: those of `jax.export` on which it runs.
-      min_batch: number of images from which on it is the fastest there.
-      compiler_options: for `jax.jit`, left out where the installed jax does not know them.
+      file: its file name in the folder.
+      platforms: platforms of `jax.export` on which it runs.
+      min_batch: smallest number of images for which it is the fastest one on its platform.
+      compiler_options: options of `jax.jit`; ignored if the installed jax does not know them.
     """
 
     file: str
@@ -50,14 +50,14 @@ class Function:
     compiler_options: Mapping[str, str]
 
 
-Functions = Sequence[tuple[int, Callable[[np.ndarray], Any]]]  # from how many rows on each is used, most first
+Functions = Sequence[tuple[int, Callable[[np.ndarray], Any]]]  # (least rows it is used for, function), descending
 
 
 class Classifier:
     """A model that is ready to classify.
 
     Attributes:
-      class_names: of the classes, in the order of `lengths`.
+      class_names: names of the classes, in the order of `lengths`.
       image_shape: height, width and channels of the images.
       step: training steps taken.
       exported: the day of the export, as YYYY-MM-DD; empty if the model was not exported.
@@ -72,7 +72,7 @@ class Classifier:
     _compute: Callable[[np.ndarray], np.ndarray]
 
     def lengths(self, images: np.ndarray) -> np.ndarray:
-        """Lengths of the class capsules; the longest is of the predicted class.
+        """Lengths of the class capsules; the longest belongs to the predicted class.
 
         Args:
           images: uint8 [n, height, width, channels]. There is a program for each power of two up to `MAX_BATCH`,
@@ -121,16 +121,17 @@ class Artifact(Classifier):
     """A verified artifact, ready to classify.
 
     Args:
-      folder: that `mlcn_jax export` wrote.
-      runtime: of `RUNTIMES`. `xla` runs the exported programs, `onnxruntime` the model that `mlcn_jax onnx` converted
-        and put beside the export; `auto` the faster one, measured for each batch size (`runtime.Fastest`).
+      folder: one that `mlcn_jax export` wrote.
+      runtime: one of `RUNTIMES`. `xla` runs the exported programs; `onnxruntime` runs the model that `mlcn_jax onnx`
+        converted and put next to the export; `auto` measures both for each batch size and uses the faster one
+        (`runtime.Fastest`).
 
     Attributes:
-      description: of the model, as `model.json` has it.
-      manifest: what else is known of the export, as `manifest.json` has it.
+      description: the content of `model.json`: classes, image shape, lanes and how to prepare images.
+      manifest: the content of `manifest.json`: files with their SHA-256, functions, versions, step and date.
 
     Raises:
-      InputError: the folder is not an export, was altered or cut, is of a newer version, or cannot run on this
+      InputError: the folder is not an export, was altered or truncated, is of a newer version, or cannot run on this
         platform; or the runtime is unknown or cannot be used.
     """
 
@@ -141,19 +142,19 @@ class Artifact(Classifier):
             self.description = description = json.loads((folder / MODEL).read_text())
             self.class_names = tuple(description["class_names"])
             self.image_shape = tuple(description["image_shape"])
-            self._certain_length = float(description.get("certain_length", 1.0))  # which older versions leave out
+            self._certain_length = float(description.get("certain_length", 1.0))  # not in exports of older versions
             self._probability_power = int(description.get("probability_power", 1))
             self.step, self.exported = self.manifest["step"], self.manifest["date"]
             functions = [Function(**function) for function in self.manifest["functions"]]
             weights = jax.device_put(read_weights(folder / WEIGHTS))
         except InputError:
             raise
-        except Exception as error:  # the files match the manifest, and yet cannot be read
+        except Exception as error:  # the files match the manifest, but their content cannot be read
             raise InputError(f"{folder} cannot be read ({error!r}): export the model again") from error
         if "tier" in description:
             raise InputError(
-                f"{folder} has the lanes of tier {description['tier']!r} alone, not a whole model: answer with it by "
-                f"{program()} tiers node, or give the export of the whole"
+                f"{folder} holds only the lanes of tier {description['tier']!r}, not a whole model: serve it with "
+                f"{program()} tiers node, or give the export of the whole model"
             )
         row = jax.ShapeDtypeStruct(self.image_shape, jnp.uint8)
         if runtime not in RUNTIMES:
@@ -163,7 +164,7 @@ class Artifact(Classifier):
         programs = load_functions(folder, functions, weights, row, self.manifest) if in_xla else []
         if mixed:
             if runtime != "auto" and (runtime != "xla" or self.manifest["onnx"]):
-                raise InputError(f"{folder} has lanes of several runtimes: runtime {runtime!r} cannot be chosen for it")
+                raise InputError(f"{folder} has a runtime per lane: runtime {runtime!r} cannot be chosen, use auto")
             lanes = parts.open_lanes(folder, self.manifest["onnx"])
             self._compute = functools.partial(apply_in_batches, parts.square_roots(parts.added_up(programs, lanes)))
             return
@@ -171,13 +172,13 @@ class Artifact(Classifier):
         converted = folder.resolve().parent / CONVERTED
         required = runtime == "onnxruntime"
         if required or (runtime == "auto" and converted.is_file() and jax.default_backend() == "cpu"):
-            from mlcn_jax.serving.runtime import choose  # needs more than the rest
+            from mlcn_jax.serving.runtime import choose  # needs onnxruntime, which the rest does not
 
             self._compute = choose(self._compute, converted, self.manifest, self.image_shape, required)
 
 
 def apply_in_batches(functions: Functions, rows: np.ndarray) -> np.ndarray:
-    """What functions give for rows [n, ...], n at least 1, in calls of at most `MAX_BATCH`, padded to powers of two."""
+    """The output of `functions` for rows [n, ...], n > 0, in calls of up to `MAX_BATCH`, padded to powers of two."""
     parts = [_padded(functions, rows[start : start + MAX_BATCH]) for start in range(0, len(rows), MAX_BATCH)]
     return np.concatenate(parts)
 
@@ -198,14 +199,14 @@ def load_functions(
     row: jax.ShapeDtypeStruct,
     manifest: Mapping[str, Any],
 ) -> Functions:
-    """Those functions of a verified artifact that run on this platform, ready for `apply_in_batches`.
+    """The functions of a verified artifact that run on this platform, ready for `apply_in_batches`.
 
     Args:
-      folder: of the artifact.
-      functions: that do the same for different platforms and numbers of rows.
-      weights: that they take.
-      row: what they take one of, without the first axis.
-      manifest: of the artifact.
+      folder: the artifact.
+      functions: functions that compute the same for different platforms and numbers of rows.
+      weights: their first argument.
+      row: shape and dtype of one row of their second argument.
+      manifest: the manifest of the artifact.
 
     Raises:
       InputError: none runs on this platform, or this jax cannot read them.
@@ -230,8 +231,8 @@ def _load(path: Path, function: Function, weights: dict[str, jax.Array], row: ja
         call, options = exported.call, dict(function.compiler_options)
         jax.eval_shape(call, weights, jax.ShapeDtypeStruct((function.min_batch, *row.shape), row.dtype))
     except ImportError as error:
-        raise InputError("an exported model is read with flatbuffers: pip install flatbuffers") from error
-    except Exception as error:  # what jax raises here differs between its versions
+        raise InputError("reading an exported model needs flatbuffers: pip install flatbuffers") from error
+    except Exception as error:  # the type that jax raises here differs between its versions
         reason = (str(error).splitlines() or [repr(error)])[0][:200]
         raise InputError(
             f"{path} was exported with jax {manifest['versions']['jax']} and cannot be used by jax "
@@ -239,7 +240,7 @@ def _load(path: Path, function: Function, weights: dict[str, jax.Array], row: ja
         ) from error
     try:
         jax.jit(lambda: jnp.zeros(()), compiler_options=options).lower().compile()
-    except Exception:  # jaxlib versions raise different types for an option that they do not know
+    except Exception:  # for an unknown option, jaxlib versions raise different types
         options = {}
     if sum(array.nbytes for array in weights.values()) <= _COMPILED_IN_BYTES:
         return jax.jit(functools.partial(call, weights), compiler_options=options)
@@ -251,42 +252,42 @@ def _again(manifest: Mapping[str, Any]) -> str:
 
 
 def signed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """A manifest with the SHA-256 of its own content."""
+    """A manifest with the SHA-256 of its own content added."""
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     return {**content, "sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
 
 def verified_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of an artifact, all of whose files are as it says; raises InputError if one is not."""
+    """The manifest of an artifact, once all its files are found to match it; raises InputError if one does not."""
     path = folder / MANIFEST
     if not path.is_file():
         inside = folder / "export" / MANIFEST
         hint = f"give {inside.parent}" if inside.is_file() else f"{program()} export writes one"
         raise InputError(f"{folder} is not an exported model: it has no {MANIFEST}; {hint}")
-    damaged = f"{folder} is not what was exported"
-    remedy = f"copy it again, or export it again: {program()} export --workdir=WORKDIR"
+    damaged = f"{folder} is damaged"
+    remedy = f"copy the folder again, or export the model again: {program()} export --workdir=WORKDIR"
     try:
         manifest = json.loads(path.read_text())
         version, files = manifest["format"], manifest["files"]
         whole = signed(manifest)["sha256"] == manifest["sha256"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(f"{damaged}: {MANIFEST} is damaged ({error!r}): {remedy}") from error
+        raise InputError(f"{damaged} ({MANIFEST} cannot be read: {error!r}): {remedy}") from error
     if isinstance(version, int) and version > MIXED_FORMAT:
         raise InputError(
             f"{folder} is of format {version}, from a newer mlcn_jax than this one, which reads format {MIXED_FORMAT}: "
             "update mlcn_jax, or export the model again with this version"
         )
     if not whole or version not in (FORMAT, MIXED_FORMAT):
-        raise InputError(f"{damaged}: {MANIFEST} was altered: {remedy}")
+        raise InputError(f"{damaged} ({MANIFEST} was altered): {remedy}")
     unknown = {MODEL, WEIGHTS, *(f["file"] for f in manifest["functions"]), *manifest.get("onnx", ())} - set(files)
     if unknown:
-        raise InputError(f"{damaged}: {MANIFEST} does not list {', '.join(sorted(unknown))}: {remedy}")
+        raise InputError(f"{damaged} ({MANIFEST} does not list {', '.join(sorted(unknown))}): {remedy}")
     for name, known in files.items():
         file = folder / name
         if Path(name).name != name or not file.is_file():
-            raise InputError(f"{damaged}: {name} is missing: {remedy}")
+            raise InputError(f"{damaged} ({name} is missing): {remedy}")
         if file.stat().st_size != known["bytes"] or host.sha256_of(file) != known["sha256"]:
-            raise InputError(f"{damaged}: {name} was altered or cut: {remedy}")
+            raise InputError(f"{damaged} ({name} was altered or truncated): {remedy}")
     return manifest
 
 

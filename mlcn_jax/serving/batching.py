@@ -1,10 +1,10 @@
 """Batching: one thread computes the requests of several clients together.
 
 No request waits for a batch to fill. An idle thread starts with a single item; the items that arrive while it computes
-form the next batch. With a deadline, batches are no larger than lets the item that has waited longest be done in time,
-and items that cannot be are refused at once. Needs numpy only.
+form the next batch. With a deadline, a batch is only so large that the item that has waited longest is ready in time,
+and items that cannot be ready in time are rejected at once. Needs only numpy.
 
-Source: Crankshaw et al. 2017 (Clipper), section 4.3, for batches sized by a deadline; here from times measured before.
+Source: Crankshaw et al. 2017 (Clipper), section 4.3, for batches sized by a deadline; here by times measured at start.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-_TIMED_CALLS = 3  # of each size, of which the fastest counts
+_TIMED_CALLS = 3  # calls timed for each batch size; the fastest counts
 
 
 class Full(Exception):
@@ -24,11 +24,11 @@ class Full(Exception):
 
 
 class Late(Exception):
-    """The result cannot be there by the deadline."""
+    """The result cannot be ready by the deadline."""
 
 
 class Gone(Exception):
-    """The client has gone before its turn came."""
+    """The client disconnected before its item was computed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Batcher:
     """Computes items for the coroutines of one event loop, in batches.
 
     Args:
-      compute: takes [n, ...] and returns [n, ...], one row for each; it takes as long as for the next power of two.
-        Called in one thread.
+      compute: maps [n, ...] to [n, ...], one row per item; assumed to take as long as for the next power of two. Called
+        in one thread.
       max_batch: largest number of rows in a call, a power of two; 1 turns batching off.
       max_waiting: how many items may wait while others are computed.
       on_batch: called with the number of items of each batch, in the computing thread.
-      deadline_seconds: from `submit` to the result.
+      deadline_seconds: longest time from `submit` to the result.
 
     Attributes:
       failed: whether the last call of `compute` raised.
@@ -94,28 +94,37 @@ class Batcher:
         self._waiting.put(None)
         self._thread.join()
 
-    def submit(self, items: Sequence[np.ndarray], is_gone: Callable[[], bool] = lambda: False) -> list[asyncio.Future]:
-        """Returns a future for the row of each item, or for what `compute` raised; called in the event loop.
+    def submit(
+        self,
+        items: Sequence[np.ndarray],
+        is_gone: Callable[[], bool] = lambda: False,
+        due: float = float("inf"),
+    ) -> list[asyncio.Future]:
+        """Returns a future for each item's row, or for the error that `compute` raised; called in the event loop.
+
+        `due` is the time, on the clock of `time.monotonic`, by which these items must be ready, if that is earlier than
+        `deadline_seconds` from now.
 
         An item that is late when its turn comes is not computed, nor is one whose client `is_gone`: their futures raise
         `Late` and `Gone`.
 
         Raises:
-          Full: more than `max_waiting` items would wait; none of these is taken.
-          Late: they cannot be done by the deadline, as far as `warm_up` has timed it; none of these is taken.
+          Full: more than `max_waiting` items would wait; none of these is accepted.
+          Late: by the times that `warm_up` measured they cannot be ready by the deadline; none of these is accepted.
         """
         if self.waiting + len(items) > self._max_waiting:
             raise Full
         now = time.monotonic()
-        if max(self._busy_until - now, 0) + self.seconds_for(self.waiting + len(items)) > self._deadline_seconds:
+        due = min(due, now + self._deadline_seconds)
+        if max(self._busy_until, now) + self.seconds_for(self.waiting + len(items)) > due:
             raise Late
         futures = [self._loop.create_future() for _ in items]
         for item, future in zip(items, futures, strict=True):
-            self._waiting.put(_Waiting(item, future, now + self._deadline_seconds, is_gone))
+            self._waiting.put(_Waiting(item, future, due, is_gone))
         return futures
 
     def seconds_for(self, count: int) -> float:
-        """How long so many items take, in batches of the size with the most rows per second; 0 before `warm_up`."""
+        """Seconds for `count` items, in batches of the size with the most rows per second; 0 before `warm_up`."""
         if not self._seconds or not count:
             return 0.0
         size = self.batch_size(count)
@@ -125,8 +134,8 @@ class Batcher:
         """How many of the waiting items to take: the number with the most rows per second, as timed by `warm_up`.
 
         Args:
-          waiting: at least 1.
-          seconds: that the batch may take; 1 item is taken where that is too short for any.
+          waiting: number of waiting items, at least 1.
+          seconds: time that the batch may take; if even one item takes longer, 1 is returned.
         """
         usable = [size for size in self._seconds if size < 2 * waiting]  # the largest may be padded
         if not usable:
@@ -149,7 +158,7 @@ class Batcher:
             self._take(batch)
 
     def _is_wanted(self, one: _Waiting) -> bool:
-        """Whether an item is still to be computed; if not, its future raises why."""
+        """Whether an item is still to be computed; if not, its future raises the reason."""
         reason = Gone() if one.is_gone() else Late() if time.monotonic() > one.due else None
         if reason is not None:
             self._loop.call_soon_threadsafe(_deliver, [one.future], [reason])
@@ -174,7 +183,7 @@ def _deliver(futures: Sequence[asyncio.Future], rows: Iterable) -> None:
             continue
         if isinstance(row, Exception):
             future.set_exception(row)
-            future.exception()  # or asyncio reports it where another item of the request failed first
+            future.exception()  # marks it as read: asyncio would report it if another item had failed first
         else:
             future.set_result(row)
 

@@ -25,7 +25,7 @@ from mlcn_jax.nn.model import class_lengths, encode
 from mlcn_jax.serving import artifact, model_card
 from mlcn_jax.training.checkpoint import Trained, load_trained
 
-# (platform of jax.export, jax's name of its devices, least number of images, number that its algorithms are chosen for)
+# (platform of jax.export, jax's name for its devices, smallest batch, batch size that algorithms are chosen for)
 _FUNCTIONS = (("cpu", "cpu", 1, 1), ("cpu", "cpu", 8, 64), ("cuda", "gpu", 1, 64))
 _TOLERANCE = 1e-5
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax")
@@ -34,7 +34,8 @@ _PACKAGES = ("jax", "jaxlib", "numpy", "flax")
 def export(workdir: Path) -> Path:
     """Writes the best checkpoint of a workdir as `workdir/export`, in place of an older one, and returns that folder.
 
-    Before it is put in place it is loaded again, and must give the same as the model on this platform, to 1e-5.
+    Before the export is put in place it is loaded again, and must give the same lengths as the model on this platform,
+    to 1e-5.
 
     Raises:
       InputError: the workdir holds no trained model, or flatbuffers is not installed.
@@ -93,14 +94,17 @@ def write_functions(
     weights: Mapping[str, np.ndarray],
     row: jax.ShapeDtypeStruct,
 ) -> list[dict[str, Any]]:
-    """Serializes `function(weights, rows)` for each platform and number of rows, as the JSON of `artifact.Function`.
+    """Serializes `function(weights, rows)` for each platform and number of rows.
 
     Args:
-      folder: to write to.
-      stem: of the files' names.
-      function: to be exported.
-      weights: that it takes, by name.
-      row: what it takes, without the first axis.
+      folder: folder to write to.
+      stem: first part of the file names.
+      function: function to export.
+      weights: its first argument, by name.
+      row: shape and dtype of one row of its second argument.
+
+    Returns:
+      The fields of an `artifact.Function` for each file, as JSON.
 
     Raises:
       InputError: flatbuffers is not installed.
@@ -133,7 +137,12 @@ def write_manifest(
 ) -> None:
     """Writes the manifest of all files in a folder.
 
-    `onnx` are the files of the lanes that ONNX Runtime computes, if lanes have precisions of their own.
+    Args:
+      folder: the folder; all files in it are listed.
+      step: training steps taken.
+      functions: as returned by `write_functions`.
+      command: the command that exports the model again.
+      onnx: files of the lanes that ONNX Runtime computes; None unless lanes have precisions of their own.
     """
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": host.sha256_of(path)} for path in sorted(folder.iterdir())
@@ -154,7 +163,7 @@ def write_manifest(
 
 
 def flat_weights(encoder: dict) -> dict[str, np.ndarray]:
-    """The arrays of parameters, by their path."""
+    """The arrays of nested parameters, by their path joined with `/`."""
     leaves = jax.tree_util.tree_leaves_with_path(encoder)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
 

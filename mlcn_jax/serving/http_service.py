@@ -1,4 +1,4 @@
-"""What all services of this package share: limits, counts, bodies as they come in, batches, paths and errors.
+"""What all HTTP services of this package share: limits, metrics, request bodies, batches, routes and errors.
 
 Needs starlette, prometheus_client and python_multipart.
 """
@@ -26,10 +26,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlcn_jax.errors import InputError
 from mlcn_jax.serving.batching import Batcher, Full, Gone, Late
 
-SMALL_BYTES = 2**13  # of a body that is read in less time than handing it to a thread takes
-IS_GONE = "mlcn_jax.is_gone"  # in the scope of a request: whether its client has gone
-_BODIES_HELD = 8  # how many bodies of the largest size may be held at once, or smaller ones with as many bytes
-_READERS = 2  # threads that read what is not small
+SMALL_BYTES = 2**13  # reading a body up to this size takes less time than handing it to a thread
+IS_GONE = "mlcn_jax.is_gone"  # in the scope of a request: a function that tells whether its client has disconnected
+_BODIES_HELD = 8  # bodies of the largest size held in memory at once, or smaller ones with as many bytes
+_READERS = 2  # threads that read bodies that are not small
 _RETRY = {"Retry-After": "1"}
 _log = logging.getLogger("mlcn_jax")
 T = TypeVar("T")
@@ -41,12 +41,12 @@ class Limits:
 
     Attributes:
       max_batch: images that are computed together, a power of two.
-      max_queue: images that wait while others are computed.
-      max_body_bytes: of one request.
-      max_images: in one request.
-      max_connections: at a time.
-      timeout_seconds: in which a request must have arrived completely.
-      deadline_seconds: from then to its answer, beyond which it is refused; 0 sets none.
+      max_queue: images that may wait while others are computed.
+      max_body_bytes: size of one request's body.
+      max_images: images in one request.
+      max_connections: connections open at a time.
+      timeout_seconds: time within which a request must have arrived completely.
+      deadline_seconds: longest time from then to the answer; later requests are rejected; 0 sets none.
     """
 
     max_batch: int
@@ -74,27 +74,27 @@ class Metrics:
         )
         self._seconds = prometheus_client.Histogram(
             "mlcn_jax_predict_seconds",
-            "From the head of a request that computes to its answer",
+            "Seconds from the head of a prediction request to its answer",
             buckets=[2.0**i for i in range(-10, 4)],
             registry=registry,
         )
         self._batch_images = prometheus_client.Histogram(
             "mlcn_jax_batch_images",
-            "Images that were computed together",
+            "Images computed together",
             buckets=[2**i for i in range(8)],
             registry=registry,
         )
         self._queue = prometheus_client.Gauge(
-            "mlcn_jax_waiting_images", "Images that wait", registry=registry, multiprocess_mode="livesum"
+            "mlcn_jax_waiting_images", "Images waiting", registry=registry, multiprocess_mode="livesum"
         )
         self._waiting = waiting
 
     def counter(self, name: str, meaning: str, labels: Sequence[str]) -> prometheus_client.Counter:
-        """A counter of a service's own, `mlcn_jax_NAME`."""
+        """A counter that a service adds, named `mlcn_jax_NAME`."""
         return prometheus_client.Counter(f"mlcn_jax_{name}", meaning, labels, registry=self._registry)
 
     def batch(self, size: int) -> None:
-        """Counts a batch of so many images."""
+        """Counts a batch of `size` images."""
         self._batch_images.observe(size)
         self._queue.set(self._waiting())
 
@@ -103,7 +103,7 @@ class Metrics:
         self._requests.labels(path, status).inc()
 
     def counting(self, app: ASGIApp, paths: Sequence[str] = (), computing: str = "") -> ASGIApp:
-        """The same application, which counts its answers, separately for each of `paths`, and times one of them."""
+        """Wraps `app` to count its answers, separately for each of `paths`, and to time those of `computing`."""
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             started = time.perf_counter()
@@ -121,21 +121,21 @@ class Metrics:
         return counted
 
     def text(self) -> bytes:
-        """All counts, in the format of Prometheus."""
+        """All metrics, in the text format of Prometheus."""
         self._queue.set(self._waiting())
         return prometheus_client.generate_latest(self._all)
 
 
 class BatchService:
-    """What computes rows for the requests of many clients, in batches.
+    """Base class of services that compute rows for the requests of many clients, in batches.
 
     Args:
-      compute: takes [n, ...] and returns [n, ...], one row for each (`batching.Batcher`).
-      row: an example of what it takes, without the first axis.
-      limits: of what is accepted.
+      compute: maps [n, ...] to [n, ...], one row per item (`batching.Batcher`).
+      row: an example of one item, without the first axis.
+      limits: what is accepted.
     """
 
-    computing = ""  # the path of the requests that are timed
+    computing = ""  # path of the requests that are timed
 
     def __init__(self, compute: Callable[[np.ndarray], np.ndarray], row: np.ndarray, limits: Limits):
         self.limits, self._row = limits, row
@@ -146,7 +146,7 @@ class BatchService:
         self._held_bytes = 0
 
     def routes(self) -> list[Route]:
-        """Its own paths, besides /health and /metrics."""
+        """The service's own routes, besides /health and /metrics."""
         raise NotImplementedError
 
     def warm_up(self) -> None:
@@ -155,13 +155,13 @@ class BatchService:
         seconds, deadline = self.batcher.seconds_for(1), self.limits.deadline_seconds
         if deadline and seconds > deadline:
             raise InputError(
-                f"one image alone takes {seconds:.2g} seconds, so that nothing would be answered within "
-                f"--deadline_seconds={deadline:g}: give a longer one, or a smaller model"
+                f"a single image takes {seconds:.2g} seconds, so no request could be answered within "
+                f"--deadline_seconds={deadline:g}: give a longer deadline, or a smaller model"
             )
 
     @contextlib.asynccontextmanager
     async def running(self, app: Any):
-        """Answers requests while it is open."""
+        """Answers requests while the context is open."""
         self.batcher.start(asyncio.get_running_loop())
         yield
         self.batcher.stop()
@@ -170,13 +170,13 @@ class BatchService:
     async def receive(
         self, headers: dict[bytes, bytes], receive: Receive, use: Callable[[bytes], T], small: Callable[[bytes], bool]
     ) -> T:
-        """Reads a body and returns what `use` makes of it, in a thread unless it is `small`.
+        """Reads a body and returns `use(body)`, computed in a thread unless `small(body)`.
 
         Raises:
-          ClientDisconnect: the client has gone.
-          HTTPException: it is too large, or too many large ones are arriving.
+          ClientDisconnect: the client disconnected.
+          HTTPException: the body is too large, or too many large ones are arriving.
         """
-        if b"upgrade" in headers:  # after which no body is read
+        if b"upgrade" in headers:  # no body can be read after an upgrade
             raise HTTPException(
                 400, "Upgrade is not supported: send the request without it (curl --http1.1)", {"Connection": "close"}
             )
@@ -210,20 +210,24 @@ class BatchService:
         if self.batcher.waiting >= self.limits.max_queue:
             raise self._full()
 
-    async def rows(self, items: Sequence[np.ndarray], is_gone: Callable[[], bool] = lambda: False) -> list[np.ndarray]:
-        """The computed row of each item.
+    async def rows(
+        self,
+        items: Sequence[np.ndarray],
+        is_gone: Callable[[], bool] = lambda: False,
+        due: float = float("inf"),
+    ) -> list[np.ndarray]:
+        """The computed row of each item, by `due` (`Batcher.submit`).
 
         Raises:
           ClientDisconnect: the client `is_gone`, and not all items were computed.
-          HTTPException: the queue is full, the deadline cannot be met, or the model fails.
+          HTTPException: the queue is full, the deadline cannot be met, or the model failed.
         """
         try:
-            return [await row for row in self.batcher.submit(items, is_gone)]
+            return [await row for row in self.batcher.submit(items, is_gone, due)]
         except Full as error:
             raise self._full() from error
         except Late as error:
-            told = f"no answer within {self.limits.deadline_seconds:g} seconds: try again"
-            raise HTTPException(503, told, _RETRY) from error
+            raise HTTPException(503, "no answer can be ready by the deadline: try again", _RETRY) from error
         except Gone as error:
             raise ClientDisconnect from error
         except Exception as error:

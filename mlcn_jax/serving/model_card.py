@@ -1,6 +1,6 @@
-"""The model card of an export, its `README.md`, for people: what it is, its data, its accuracy and how to use it.
+"""The model card of an export, its `README.md`: what the model is, its data, its accuracy and how to use it.
 
-The card is not part of what the manifest protects, so that its owner may edit it.
+The manifest does not cover the card, so its owner may edit it.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ def text(exported: Artifact, summary: Mapping[str, Any], data_dir: str = "") -> 
     Args:
       exported: the model.
       summary: what training wrote to `summary.json`; may be empty.
-      data_dir: folder of the images, of which only the name is told.
+      data_dir: folder of the images; the card names only its last part.
     """
     description, versions = exported.description, exported.manifest["versions"]
     height, width, channels = exported.image_shape
@@ -46,13 +46,13 @@ The configuration of the run is in `config.json`.
 ## Accuracy
 
 {_accuracy(summary, len(names))}
-It says nothing about pictures of another kind, and every picture gets one of the classes above.
+This says nothing about other kinds of pictures, and every picture is assigned one of the classes above.
 
 ## Use
 
 ```bash
 mlcn_jax predict FOLDER image.png          # this folder: class and probability
-mlcn_jax predict FOLDER photos/ --json     # one JSON object a line
+mlcn_jax predict FOLDER photos/ --json     # one JSON object per line
 mlcn_jax serve FOLDER                      # HTTP, and a page at http://127.0.0.1:8000/
 ```
 
@@ -73,7 +73,7 @@ Predicting needs {packages}. The folder holds programs: use it only if you trust
 
 def _data(data: Mapping[str, Any], data_dir: str) -> str:
     if not data:
-        return "The run left no description of its data."
+        return "The run did not record its data."
     count = f", {data['train_images']:,} training images" if "train_images" in data else ""
     note = str(data.get("note", ""))
     if data_dir:
@@ -94,6 +94,6 @@ def _accuracy(summary: Mapping[str, Any], num_classes: int) -> str:
 
 
 def _code(name: Any) -> str:
-    """A name as code on one line; class names are the names of folders, which may contain anything."""
+    """A name as inline code on one line; class names are names of folders, which may contain any character."""
     shown = printable(str(name)).replace("`", "'").replace("|", "/")
     return f"`{shown}`"

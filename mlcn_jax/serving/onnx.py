@@ -1,8 +1,8 @@
-"""A trained model as ONNX: read from its export, converted, and run by ONNX Runtime.
+"""A trained model as ONNX: read from its export and converted.
 
-jax2onnx converts the model's own function, so that a new kind of lane needs no change here. It needs an older
+jax2onnx converts the model's own function, so a new kind of lane needs no change here. It needs an older
 orbax-checkpoint than training does, so models are read from what `mlcn_jax export` wrote.
-`mlcn_jax onnx` and `benchmarks.onnx_inference` are the commands.
+The commands are `mlcn_jax onnx` and `benchmarks.onnx_inference`.
 """
 
 import dataclasses
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     import onnx
 
 
-TOLERANCE = 1e-4  # of lengths
-_OPSET = 18  # the oldest that has every operator, so that older runtimes read the model too
+TOLERANCE = 1e-4  # largest difference of lengths
+_OPSET = 18  # the oldest that has every operator used, so that older runtimes can read the model too
 _PACKAGES = ("onnx", "onnxruntime", "jax2onnx")
 
 
@@ -48,10 +48,10 @@ class ExportedModel:
 
     Attributes:
       artifact: the export, verified.
-      spec: what the model computes.
+      spec: the model.
       encoder: its parameters.
-      lanes: as text; `capsnet` where there are none.
-      data: of the run that trained it.
+      lanes: its lanes as text; `capsnet` if it has none.
+      data: data settings of the run that trained it.
     """
 
     artifact: Artifact
@@ -61,7 +61,7 @@ class ExportedModel:
     data: DataSettings
 
     def lengths(self, images: UInt8[Array, "batch h w channels"]) -> Float[Array, "batch classes"]:
-        """Lengths of the class capsules, in float32 whatever the model was trained in."""
+        """Lengths of the class capsules, computed in float32 whatever type the model was trained with."""
         spec = dataclasses.replace(self.spec, compute_dtype="float32")
         return class_lengths(spec, encode(spec, self.encoder, _pixels(images)))
 
@@ -75,7 +75,7 @@ def read_export(workdir: Path, data_dir: str = "") -> ExportedModel:
     folder = workdir / "export"
     if not folder.is_dir():
         raise InputError(
-            f"{workdir} does not hold an exported model: train one, then run {program()} export --workdir={workdir}"
+            f"{workdir} does not hold an exported model: run {program()} export --workdir={workdir} after training"
         )
     artifact = Artifact(folder, "xla")
     config = RunConfig.from_dict(read_json(folder / "config.json"))
@@ -95,7 +95,7 @@ def read_export(workdir: Path, data_dir: str = "") -> ExportedModel:
 def lane_by_lane(spec: ModelSpec, encoder: dict) -> Callable[[Array], Array]:
     """`ExportedModel.lengths` with plain convolutions and without vmap.
 
-    jax2onnx writes wrong shapes for batched products, which those of vmapped lanes are.
+    jax2onnx writes wrong shapes for batched matrix products, which vmapped lanes use.
     """
     spec = dataclasses.replace(spec, conv="native", compute_dtype="float32")
     lanes = []
@@ -104,7 +104,7 @@ def lane_by_lane(spec: ModelSpec, encoder: dict) -> Callable[[Array], Array]:
 
     def lengths(images: Array) -> Array:
         x = _pixels(images)
-        with tracing.using(tracing.Target(platform="onnx")):  # what is done for XLA on a CPU is left out
+        with tracing.using(tracing.Target(platform="onnx")):  # leaves out what is done only for XLA on a CPU
             if lanes:
                 columns = [apply_lane(params, lane, spec.lane_settings, x) for params, lane in lanes]
                 v = join_lanes(spec, jnp.stack(columns, axis=-1))
@@ -121,17 +121,17 @@ def to_onnx(
     """A function of uint8 images [batch, h, w, channels] as ONNX, for any batch.
 
     Args:
-      function: to convert.
+      function: function to convert.
       image_shape: height, width and channels.
-      output: the name of what it returns; its argument's is `INPUT`.
-      what: is converted, for the message.
+      output: name of its output; its input is `INPUT`.
+      what: what is converted, for the error message.
 
     Raises:
       InputError: jax2onnx cannot convert one of its operations.
     """
     import jax2onnx
 
-    logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # it warns of shapes that it leaves to the runtime
+    logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # it warns about shapes that it leaves to the runtime
     try:
         return jax2onnx.to_onnx(
             function,
@@ -161,7 +161,7 @@ def convert(model: ExportedModel) -> "onnx.ModelProto":
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that only the conversion needs.
+    """The versions of the packages that only the conversion to ONNX needs.
 
     Raises:
       InputError: one is not installed.
@@ -176,4 +176,4 @@ def versions() -> dict[str, str]:
 
 
 def _pixels(images: Array) -> Array:
-    return images.astype(jnp.float32) / 255.0  # as evaluate.to_pixels, whose module needs all that trains
+    return images.astype(jnp.float32) / 255.0  # same as batches.to_pixels, whose module needs the training packages

@@ -1,4 +1,4 @@
-"""Converts an exported model to an ONNX file, which is kept if ONNX Runtime gives the same lengths."""
+"""Converts an exported model to an ONNX file, kept only if ONNX Runtime computes the same lengths from it."""
 
 from pathlib import Path
 
@@ -11,13 +11,13 @@ from mlcn_jax.host import sha256_of
 from mlcn_jax.serving import onnx, runtime
 from mlcn_jax.serving.onnx_file import INPUT, open_onnx
 
-BATCHES = (1, 7, 100)  # that are checked
+BATCHES = (1, 7, 100)  # batch sizes that are checked
 
 
 def export(workdir: Path, data_dir: str = "", folder: Path | None = None) -> Path:
-    """Writes `model.onnx` and `model.json` to `folder`, in place of older ones, and returns the first.
+    """Writes `model.onnx` and `model.json` to `folder`, in place of older ones, and returns the path of `model.onnx`.
 
-    `folder` is `workdir/onnx` where none is given.
+    `folder` is `workdir/onnx` by default. `data_dir` is as in `onnx.read_export`.
 
     Raises:
       InputError: there is no export or it is damaged, its run's images cannot be read, a package is not installed, or
@@ -67,9 +67,9 @@ def export(workdir: Path, data_dir: str = "", folder: Path | None = None) -> Pat
 
 
 def check(model: onnx.ExportedModel, path: Path, images: dict[str, np.ndarray]) -> dict[str, float]:
-    """The largest difference of ONNX Runtime's lengths from the model's, for each kind of images.
+    """The largest difference between ONNX Runtime's lengths and the model's, for each kind of images.
 
-    The model's are those of its export, or, where that does not compute in float32, of the same function in float32.
+    The model's lengths are those of its export or, if that does not compute in float32, of the same model in float32.
 
     Raises:
       RuntimeError: one is above the tolerance.

@@ -1,4 +1,4 @@
-"""Runs a file in the ONNX format with ONNX Runtime on the CPU."""
+"""Opens an ONNX file for ONNX Runtime on the CPU."""
 
 import logging
 from collections.abc import Callable
@@ -10,17 +10,17 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.host import adds_bytes_exactly, num_cores
 
 INPUT = "images"  # uint8 [n, height, width, channels]
-FULL_RANGE = "int8_full_range"  # property of a file whose 8-bit weights use all 8 bits
+FULL_RANGE = "int8_full_range"  # metadata property of a file whose 8-bit weights use all 8 bits
 _log = logging.getLogger(__name__)
 
 
 def open_onnx(path: Path, output: str, threads: int | None = None) -> Callable[[np.ndarray], np.ndarray]:
-    """The function that a file holds, from `INPUT` to an output.
+    """The function that an ONNX file holds, from the input `INPUT` to one output.
 
     Args:
-      path: of the file.
-      output: its name in the file.
-      threads: that compute; by default one for each core.
+      path: the file.
+      output: name of the output in the file.
+      threads: number of threads that compute; by default one for each core.
 
     Raises:
       InputError: ONNX Runtime is not installed, or cannot read the file.
@@ -29,19 +29,19 @@ def open_onnx(path: Path, output: str, threads: int | None = None) -> Callable[[
         import onnxruntime
     except ImportError as error:
         raise InputError(
-            f"{path} is computed by ONNX Runtime, which is not installed: pip install 'mlcn_jax[onnxruntime]'"
+            f"{path} needs ONNX Runtime, which is not installed: pip install 'mlcn_jax[onnxruntime]'"
         ) from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads or num_cores()
     options.log_severity_level = 3
     try:
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # what ONNX Runtime raises has no common base
+    except Exception as error:  # the exceptions of ONNX Runtime have no common base class
         reason = (str(error).splitlines() or [repr(error)])[0][:200]
         raise InputError(
-            f"ONNX Runtime {onnxruntime.__version__} cannot read {path} ({reason}): install the version that the "
-            "manifest names, or make the file again"
+            f"ONNX Runtime {onnxruntime.__version__} cannot read {path} ({reason}): install the version in the "
+            "manifest, or write the file again"
         ) from error
     if FULL_RANGE in session.get_modelmeta().custom_metadata_map and not adds_bytes_exactly():
-        _log.warning("%s has weights of 8 bits whose sums may saturate on this CPU: make the export here", path)
+        _log.warning("%s has 8-bit weights whose sums may saturate on this CPU: export on this machine", path)
     return lambda images: session.run([output], {INPUT: np.asarray(images)})[0]

@@ -1,4 +1,4 @@
-"""The OpenAPI description of what `serve` answers."""
+"""The OpenAPI description of the requests that `serve` answers."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 _CODES = {
     "400": "no picture was classified, or the request is malformed",
-    "408": "the request came too slowly",
+    "408": "the request arrived too slowly",
     "413": "too many bytes or pictures",
     "415": "the content type is not supported",
     "429": "too many requests are waiting: try again",
@@ -18,7 +18,7 @@ _CODES = {
 
 
 def description(class_names: Sequence[str], limits: "Limits") -> dict[str, Any]:
-    """OpenAPI 3.1, of a server with these classes and limits."""
+    """The description, in OpenAPI 3.1, of a server with these classes and limits."""
     top = {
         "anyOf": [{"type": "integer", "minimum": 1, "maximum": len(class_names)}, {"const": "all"}],
         "description": "how many of the most probable classes to return, or all",
@@ -77,7 +77,7 @@ def _predict(limits: "Limits", top: dict[str, Any]) -> dict[str, Any]:
         "requestBody": {
             "required": True,
             "description": f"At most {limits.max_body_bytes} bytes and {limits.max_images} pictures, which must have "
-            f"come within {limits.timeout_seconds:g} seconds. PNG, JPEG, WebP, BMP or GIF.",
+            f"arrive within {limits.timeout_seconds:g} seconds. PNG, JPEG, WebP, BMP or GIF.",
             "content": {
                 "image/*": picture,
                 "application/octet-stream": picture,
@@ -106,7 +106,7 @@ def _schemas(class_names: Sequence[str]) -> dict[str, Any]:
     return {
         "Prediction": {
             "type": "object",
-            "description": "of one picture; one that cannot be read has only `error`, the reason",
+            "description": "prediction for one picture; one that cannot be read has only `error`, the reason",
             "properties": {
                 **one,
                 "top": {"type": "array", "items": {"type": "object", "properties": one, "required": list(one)}},

@@ -1,4 +1,4 @@
-"""The page at `/` of the server: choose a picture, see its classes. One file without anything from elsewhere."""
+"""The page at `/` of the server: choose a picture, see its classes. A single file that loads nothing else."""
 
 import base64
 import hashlib
@@ -10,7 +10,7 @@ td { padding-right: 1rem; }
 progress { width: 14rem; }
 """
 
-# Names of classes and messages become text, never markup.
+# Class names and messages are inserted as text, never as markup.
 _SCRIPT = """
 const SHOWN = 10;
 const [file, picture, rows, message] = ["file", "picture", "rows", "message"].map(id => document.getElementById(id));
@@ -53,7 +53,7 @@ PAGE = f"""<!DOCTYPE html>
 <img id="picture" alt="the chosen picture" hidden>
 <p id="message" role="status"></p>
 <table id="rows"></table>
-<p>Probabilities are those of each class by itself, and need not add up to 100 %.
+<p>Each class has a probability of its own, so they need not add up to 100 %.
 For programs: <a href="openapi.json">openapi.json</a>.</p>
 <script>{_SCRIPT}</script>
 </html>
@@ -65,7 +65,7 @@ def _digest(content: str) -> str:
 
 
 def headers(script: str, style: str) -> dict[str, str]:
-    """Headers of a page that may use this script and this style, and nothing else but what it comes from."""
+    """HTTP headers of a page that may run only this script and style, and connect only to its own server."""
     return {
         "Content-Security-Policy": f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; "
         "img-src blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

@@ -1,7 +1,7 @@
-"""Reads the lanes of an export in several precisions: what each adds to the squared lengths, by XLA or ONNX Runtime.
+"""Opens exported lanes of several precisions: XLA or ONNX Runtime computes what each adds to the squared lengths.
 
 Lanes are independent, and the squared length of a class capsule is a sum over lanes. So each lane can have a precision
-and a runtime of its own, and what they give is added up.
+and a runtime of its own, and the results are added.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from mlcn_jax.serving.artifact import Functions
 
 XLA, ONNX = "xla", "onnxruntime"
-OUTPUT = "part"  # of a lane's file for ONNX Runtime
-STEM = "part"  # of the functions that compute the lanes in XLA
+OUTPUT = "part"  # output name in a lane's ONNX file
+STEM = "part"  # start of the file names of the functions that compute the XLA lanes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ def lane_file(lane: int) -> str:
 
 
 def open_lanes(folder: Path, files: Sequence[str]) -> list[Callable[[np.ndarray], np.ndarray]]:
-    """The lanes in some files for ONNX Runtime, which share this machine's cores.
+    """The lanes in some ONNX files, as functions that share this machine's cores.
 
     Raises:
       InputError: as for `open_onnx`.
@@ -55,9 +55,10 @@ def open_lanes(folder: Path, files: Sequence[str]) -> list[Callable[[np.ndarray]
 
 
 def added_up(functions: "Functions", sessions: Sequence[Callable[[np.ndarray], np.ndarray]]) -> "Functions":
-    """Functions of the lanes in XLA (none if there are no such lanes), each with the other lanes' parts added.
+    """Functions that add the parts of the ONNX Runtime lanes to those of the XLA lanes.
 
-    Lanes of ONNX Runtime, `sessions`, are computed side by side, one on a thread.
+    `functions` compute the XLA lanes (none if there are no such lanes). `sessions`, one for each ONNX Runtime lane, are
+    computed in parallel, each on a thread.
     """
     pool = ThreadPoolExecutor(min(len(sessions), num_cores())) if len(sessions) > 1 else None
     side_by_side = pool.map if pool else map
@@ -74,7 +75,7 @@ def added_up(functions: "Functions", sessions: Sequence[Callable[[np.ndarray], n
 
 
 def square_roots(functions: "Functions") -> "Functions":
-    """Functions to lengths, from those to squared lengths."""
+    """Functions to lengths from functions to squared lengths."""
 
     def root(call: Callable) -> Callable[[np.ndarray], np.ndarray]:
         return lambda rows: np.sqrt(call(rows))
@@ -83,12 +84,12 @@ def square_roots(functions: "Functions") -> "Functions":
 
 
 def model_digest(lanes: str, lane_weights: Sequence[float], arrays: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 of a model, to which tiers and lanes in other precisions belong: its lanes, their weights and arrays.
+    """SHA-256 that identifies a model, also for its tiers and for its lanes in other precisions.
 
     Args:
-      lanes: as `ModelSpec.lanes` has them.
-      lane_weights: of the lanes.
-      arrays: of the lanes in float32, by name.
+      lanes: in the form of `ModelSpec.lanes`.
+      lane_weights: weight of each lane.
+      arrays: arrays of the lanes in float32, by name.
     """
     content = hashlib.sha256(repr((lanes, list(lane_weights))).encode())
     for name, array in sorted(arrays.items()):

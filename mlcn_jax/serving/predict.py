@@ -1,12 +1,12 @@
-"""Classifies pictures with a trained model; an exported one needs jax, flatbuffers, numpy and Pillow only.
+"""Classifies pictures with a trained model; an exported model needs only jax, flatbuffers, numpy and Pillow.
 
     mlcn_jax predict runs/mlcn2/export image.png photos/ --json
     mlcn_jax predict runs/mlcn2 image.png    # a training run, exported or not
     mlcn_jax predict digits image.png        # the model that comes with the package
 
-A folder of pictures stands for the pictures in it. Of a training run, the export in it is used if it is newer than the
+A folder of pictures stands for the pictures in it. For a training run, its export is used if that is newer than the
 newest checkpoint, otherwise the best checkpoint. Prints the class of each picture and its probability
-(`artifact.Classifier.probabilities`). Exit codes: 0 all were classified, 2 input that cannot be used, 3 some pictures
+(`artifact.Classifier.probabilities`). Exit codes: 0 all were classified, 2 the input cannot be used, 3 some pictures
 could not be read; the others are classified.
 """
 
@@ -34,10 +34,10 @@ MODEL_HELP = "folder that `mlcn_jax export` wrote, folder of a training run, or 
 
 
 def predict(model: "Classifier", files: Sequence[Path], batch_size: int = 64) -> Iterator[dict[str, Any]]:
-    """Classifies pictures, in turn.
+    """Classifies pictures in the given order, `batch_size` at a time.
 
     Yields:
-      For each file its name as `file`, with `class` and `probability`, or with `error`: why it could not be read.
+      For each file, its name as `file`, and either its `class` and `probability` or, as `error`, why it cannot be read.
     """
 
     def read(path: Path) -> np.ndarray | str:
@@ -93,14 +93,14 @@ def open_model(given: str, runtime: str = "auto") -> "Classifier":
         from mlcn_jax.serving.trained import TrainedModel
     except ImportError as error:
         raise InputError(
-            f"{folder} is a training run, and reading it needs all that trains ({error}): pip install mlcn_jax, or "
-            f"give a folder that `{program()} export` wrote"
+            f"{folder} is a training run, and reading it needs the training packages ({error}): pip install mlcn_jax, "
+            f"or give a folder that `{program()} export` wrote"
         ) from error
     return TrainedModel(folder)
 
 
 def _files_of(paths: Sequence[str]) -> list[Path]:
-    """The files, and those in folders that look like pictures, by name."""
+    """The given files and, for each given folder, the files in it with the suffix of a picture, sorted by name."""
     files = []
     for given in paths:
         path = Path(given)
@@ -114,18 +114,18 @@ def _files_of(paths: Sequence[str]) -> list[Path]:
                 f"{path} cannot be listed ({error.strerror}): give its files, or another folder"
             ) from error
         if not inside:
-            raise InputError(f"{path} has no files that end in {', '.join(SUFFIXES)}")
+            raise InputError(f"{path} has no files that end in {', '.join(SUFFIXES)}: give another folder, or files")
         files += inside
     return files
 
 
 def printable(text: str) -> str:
-    """The text on one line that a terminal only shows: names may hold newlines and the terminal's commands."""
+    """The text on one line, with control characters escaped: names may hold newlines and terminal commands."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Classifies what `argv` names, or the command line; returns the exit code."""
+    """Classifies the pictures named in `argv` (by default the command line's); returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="mlcn_jax predict",
         description=(__doc__ or "").split("\n")[0],
@@ -134,12 +134,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("model", help=MODEL_HELP)
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="PNG, JPEG, WebP, BMP or GIF, or a folder of them")
     parser.add_argument("--runtime", default="auto", help=RUNTIME_HELP)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
     arguments = parser.parse_intermixed_args(argv)
     files = _files_of(arguments.images)
 
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names may hold any bytes
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or XLA tells of each constant that takes a second to fold
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # silences XLA's messages about slow constant folding
     failed = False
     for found in predict(open_model(arguments.model, arguments.runtime), files):
         failed |= "error" in found

@@ -1,7 +1,7 @@
-"""Which runtime computes a model's batches on this CPU: XLA or, where a converted model is there, ONNX Runtime.
+"""Chooses the runtime for a model's batches on this CPU: XLA or, if there is a converted model, ONNX Runtime.
 
-The faster one is found by measurement when a batch size is first used, and kept for the same model, CPU, number of
-cores and versions in a file of the cache folder. Needs onnxruntime, and what an `Artifact` needs.
+The faster one is measured when a batch size is first used. The result is kept in a file of the cache folder, for the
+same model, CPU, number of cores and versions. Needs onnxruntime, and what an `Artifact` needs.
 """
 
 import importlib.metadata
@@ -25,27 +25,27 @@ from mlcn_jax.launch import program
 from mlcn_jax.serving.onnx_file import open_onnx
 from mlcn_jax.serving.parts import ONNX, XLA
 
-OUTPUT = "lengths"  # of a converted model
-TOLERANCE = 1e-5  # of lengths, beyond which a converted model is not used in place of XLA's
+OUTPUT = "lengths"  # output name of a converted model
+TOLERANCE = 1e-5  # largest difference of lengths at which a converted model may replace XLA
 _ROUNDS, _ROUND_SECONDS = 5, 0.05
-_PAUSE_SECONDS = 0.1  # so that the other runtime's threads have gone to sleep
+_PAUSE_SECONDS = 0.1  # lets the other runtime's threads go to sleep
 _log = logging.getLogger("mlcn_jax")
 
 Compute = Callable[[np.ndarray], np.ndarray]
 
 
 class Fastest:
-    """Computes lengths by the runtime that is the faster one for as many images.
+    """Computes lengths with the runtime that is fastest for the given number of images.
 
     Args:
-      computes: what computes lengths from uint8 images, by runtime, XLA first. The others are used where their lengths
-        differ by no more than `TOLERANCE`.
+      computes: for each runtime, XLA first, a function from uint8 images to lengths. Another runtime than XLA is used
+        only if its lengths differ by no more than `TOLERANCE`.
       image_shape: height, width and channels.
       record: file of earlier measurements, or None to keep none.
-      conditions: under which measurements hold: those of others in `record` are replaced.
+      conditions: what the measurements depend on; a `record` with other conditions is replaced.
 
     Attributes:
-      milliseconds: of each runtime, by the number of images (a power of two, to which others are rounded up).
+      milliseconds: time of each runtime, by number of images (powers of two, to which other numbers are rounded up).
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Fastest:
         return self._computes[self.choice(len(images))](images)
 
     def choice(self, count: int) -> str:
-        """The runtime for so many images, measured if it is not known yet."""
+        """The runtime for `count` images, measured if it is not known yet."""
         size = 1 << (count - 1).bit_length()
         if size not in self.milliseconds:
             self.milliseconds[size] = self._measure(size)
@@ -80,7 +80,7 @@ class Fastest:
             if differs <= TOLERANCE:
                 able[name] = compute
             else:
-                _log.warning("%s differs from %s by %.2g of the lengths and is not used", name, XLA, differs)
+                _log.warning("%s is not used: its lengths differ from those of %s by %.2g", name, XLA, differs)
         if len(able) == 1:
             return dict.fromkeys(able, 0.0)
         seconds: dict[str, list[float]] = {name: [] for name in able}
@@ -105,14 +105,14 @@ class Fastest:
 def choose(
     xla: Compute, converted: Path, manifest: Mapping[str, Any], image_shape: tuple[int, int, int], required: bool
 ) -> Compute:
-    """What computes the lengths of an exported model.
+    """The function that computes the lengths of an exported model.
 
     Args:
-      xla: the programs of the export.
+      xla: the function that runs the programs of the export.
       converted: the file of the converted model.
-      manifest: of the export.
+      manifest: the manifest of the export.
       image_shape: height, width and channels.
-      required: to use ONNX Runtime always, instead of where it is the faster one and can be used.
+      required: whether to use ONNX Runtime always, or only where it is faster and can be used.
 
     Raises:
       InputError: ONNX Runtime is required and cannot be used.
@@ -121,7 +121,7 @@ def choose(
     if problem and required:
         raise InputError(f"runtime {ONNX} cannot be used: {problem}")
     if problem:
-        _log.warning("computing with XLA, ONNX Runtime cannot be used: %s", problem)
+        _log.warning("computing with XLA because ONNX Runtime cannot be used: %s", problem)
         return xla
     own = open_onnx(converted, OUTPUT)
     if required:
@@ -144,18 +144,18 @@ def difference(found: Float[np.ndarray, "n classes"], wanted: Float[np.ndarray, 
 
 
 def _problem(path: Path, manifest: Mapping[str, Any]) -> str:
-    """Why the converted model at `path` cannot stand for an export; empty if it can."""
+    """Why the converted model at `path` cannot be used in place of an export; empty if it can."""
     again = f"{program()} onnx --workdir={path.parent.parent} converts it"
     if not path.is_file():
         return f"{path} is missing: {again}"
     try:
         known = _description(path)
     except (OSError, ValueError) as error:
-        return f"{path.with_suffix('.json')} cannot be read ({error}): {again} anew"
+        return f"{path.with_suffix('.json')} cannot be read ({error}): {again} again"
     if known.get("export") != manifest["sha256"]:
-        return f"{path} was made of another export: {again} anew"
+        return f"{path} was converted from another export: {again} again"
     if known.get("sha256") != host.sha256_of(path):
-        return f"{path} was altered or cut: {again} anew"
+        return f"{path} was altered or truncated: {again} again"
     if importlib.util.find_spec("onnxruntime") is None:
         return "onnxruntime is not installed: pip install 'mlcn_jax[onnxruntime]'"
     return ""

@@ -1,4 +1,4 @@
-"""Answers HTTP requests with a trained model; an exported one needs jax, numpy, Pillow and the extra `serve` only.
+"""Answers HTTP requests with a trained model; an exported one needs only jax, numpy, Pillow and the extra `serve`.
 
     mlcn_jax serve runs/mlcn2/export --port=8000
     mlcn_jax serve runs/mlcn2    # a training run, exported or not
@@ -7,20 +7,20 @@
     curl -F a=@one.png -F b=@two.jpg http://127.0.0.1:8000/predict
 
 `POST /predict` takes a picture as the body (`image/*` or `application/octet-stream`), files in a
-`multipart/form-data`, or `application/json` as `{"images": [base64, ...]}`, and answers `{"predictions": [...]}`: for
-each picture, in order, its `class` and `probability` (`artifact.Classifier.probabilities`), or in `error` why it cannot
-be read. `?top=K` (or a field `top` of the form or the JSON) adds `top`, the K most probable classes, `?top=all` all of
-them; `?probabilities` adds the probabilities of all classes by name. `GET /` is a page to try it in a browser and, for
-programs, describes the model; `GET /openapi.json` describes the requests, `GET /health` is 200 while the model answers,
-and `GET /metrics` is for Prometheus.
+`multipart/form-data` body, or `application/json` as `{"images": [base64, ...]}`, and answers `{"predictions": [...]}`:
+for each picture, in order, its `class` and `probability` (`artifact.Classifier.probabilities`), or in `error` why it
+cannot be read. `?top=K` (or a field `top` of the form or the JSON) adds `top`, the K most probable classes, `?top=all`
+all of them; `?probabilities` adds the probabilities of all classes by name. `GET /` is a page to try it in a browser
+and, for programs, describes the model; `GET /openapi.json` describes the requests, `GET /health` is 200 while the model
+answers, and `GET /metrics` is for Prometheus.
 
 Status codes: 200 some picture was classified; 400 none was, or the request is malformed; 404, 405 there is no such path
-or method; 408 the request came too slowly; 413 it has too many bytes or pictures; 415 it is of another type; 429 too
-many requests are waiting, try again; 431 the head of the request is too long; 500, and 503 of `/health`, the model
-itself failed.
+or method; 408 the request arrived too slowly; 413 it has too many bytes or pictures; 415 its content type is not
+supported; 429 too many requests are waiting, try again; 431 the head of the request is too long; 500, and 503 of
+`/health`, the model itself failed; 503 of `/predict`, it could not be answered within the deadline.
 
-It listens once the model is ready. On SIGTERM or Ctrl-C it answers the requests that have arrived, then ends. Exit
-codes: 0 ended in this way, 2 input that cannot be used.
+The server listens once the model is ready. On SIGTERM or Ctrl-C it answers the requests that have arrived, then exits.
+Exit codes: 0 it ended in this way, 2 the input cannot be used.
 """
 
 import argparse
@@ -47,21 +47,21 @@ if TYPE_CHECKING:
 
 
 _PACKAGES = ("httptools", "prometheus_client", "python_multipart", "starlette", "uvicorn")
-_MAX_HEAD_BYTES = 2**16  # of a request, with what frames the parts of its body
+_MAX_HEAD_BYTES = 2**16  # of a request's head, plus the framing of its body
 _MAX_PIPELINED = 16  # requests that a client may send before the first is answered
-_DRAIN_SECONDS = 0.3  # for what was on its way when the signal came
-_SWITCH_SECONDS = 2e-4  # how long the computing thread waits for Python's lock; the default is as long as a batch takes
+_DRAIN_SECONDS = 0.3  # for requests that were on their way when the signal arrived
+_SWITCH_SECONDS = 2e-4  # how long the computing thread waits for the GIL; Python's default is as long as a batch takes
 _log = logging.getLogger("mlcn_jax")
 
 
 def serve(service: "BatchService", listener: socket.socket, message: str, **settings: Any) -> None:
-    """Answers requests until a signal comes.
+    """Answers requests until a signal arrives.
 
     Args:
-      service: the model, warm.
+      service: the service, warmed up.
       listener: a bound socket that does not listen yet.
       message: printed once it listens.
-      settings: further ones of uvicorn, such as those of TLS, `ssl_*`; none of these serves without.
+      settings: further settings of uvicorn, such as `ssl_*` for TLS; without those it serves plain HTTP.
 
     Raises:
       InputError: the address is in use.
@@ -88,7 +88,7 @@ def serve(service: "BatchService", listener: socket.socket, message: str, **sett
 
 
 def _settings(limits: "Limits") -> dict[str, Any]:
-    """uvicorn's settings that need no model."""
+    """uvicorn's settings that do not depend on the model."""
     return {
         "ws": "none",
         "lifespan": "on",
@@ -102,11 +102,11 @@ def _settings(limits: "Limits") -> dict[str, Any]:
 
 
 def _complete(service: "BatchService", config: Any) -> None:
-    """Completes uvicorn's settings, and this process's, with what serves a warm model."""
+    """Adds the application and protocol of a warm model to uvicorn's settings, and configures this process."""
     from mlcn_jax.serving.http_service import application
 
     config.app, config.http = application(service), _protocol(service)
-    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # the answer tells the client
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # the client gets its errors in the answer
     sys.setswitchinterval(_SWITCH_SECONDS)
 
 
@@ -119,8 +119,8 @@ def _complete_worker(arguments: argparse.Namespace, limits: "Limits", config: An
 
 
 def _warm_service(arguments: argparse.Namespace, limits: "Limits") -> "BatchService":
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or XLA tells of each constant that takes a second to fold
-    from mlcn_jax.serving.service import Service  # slow to load: a mistaken argument has been answered
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # silences XLA's messages about slow constant folding
+    from mlcn_jax.serving.service import Service  # slow to import, so only after the arguments were checked
 
     service = Service(open_model(arguments.model, arguments.runtime), limits)
     service.warm_up()
@@ -128,7 +128,7 @@ def _warm_service(arguments: argparse.Namespace, limits: "Limits") -> "BatchServ
 
 
 def _protocol(service: "BatchService"):
-    """uvicorn's HTTP protocol that ends requests which arrive too slowly or never end, and stuck connections."""
+    """uvicorn's HTTP protocol, which also ends stuck connections and requests that arrive too slowly or never end."""
     from starlette.responses import JSONResponse
     from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -141,8 +141,8 @@ def _protocol(service: "BatchService"):
     class Protocol(HttpToolsProtocol):
         def connection_made(self, transport):
             super().connection_made(transport)
-            self._coming_since: float | None = self.loop.time()  # None while all that came has been read
-            self._head_bytes = 0  # that came with a request, less twice what is of its body
+            self._coming_since: float | None = self.loop.time()  # None while no request is incomplete
+            self._head_bytes = 0  # received for a request, minus twice those of its body
             self._was_stuck = False
             self._is_ending = False
             self._running = None
@@ -154,7 +154,7 @@ def _protocol(service: "BatchService"):
 
         def connection_lost(self, exc):
             self._timer.cancel()
-            if self._running is not None:  # uvicorn tells the last request that came, which may not be this one
+            if self._running is not None:  # uvicorn tells only the latest request, which may be another one
                 self._running.disconnected = True
             super().connection_lost(exc)
 
@@ -188,7 +188,7 @@ def _protocol(service: "BatchService"):
             self._coming_since = None
 
         def shutdown(self):
-            """Tells the client with its next answer that the connection ends; ends it if nothing more is asked."""
+            """Announces the end of the connection in the next answer; closes it if no other request arrives."""
             self._is_ending = True
             if self.cycle is not None and not self.cycle.response_started:
                 self.cycle.keep_alive = False
@@ -208,7 +208,7 @@ def _protocol(service: "BatchService"):
             self.transport.close()
 
         def _look(self):
-            """Looks from time to time whether this connection still makes progress."""
+            """Checks now and then whether this connection still makes progress."""
             stuck = self.flow.write_paused or self.transport.is_closing()  # the client does not read
             if stuck and self._was_stuck:
                 self.transport.abort()
@@ -226,10 +226,10 @@ def _protocol(service: "BatchService"):
 
 
 def bind(host: str, port: int, secure: bool = False) -> socket.socket:
-    """Binds a socket, which does not listen yet; warns if others can reach it, unless it is `secure` (TLS).
+    """Binds a socket, which does not listen yet; warns if other machines can reach it without `secure` (TLS).
 
     Raises:
-      InputError: the address is in use, or is not one.
+      InputError: the address is in use, or is not valid.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -259,7 +259,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", help=MODEL_HELP)
     parser.add_argument("--runtime", default="auto", help=RUNTIME_HELP)
-    deadline = "from a request to its answer; what cannot be answered by then is refused (503); 0 sets no deadline"
+    deadline = "seconds from a request to its answer; what cannot be answered by then is refused (503); 0 sets no limit"
     parser.add_argument("--deadline_seconds", default=0.0, type=float, help=deadline)
     workers = "processes, each with the model; SIGHUP replaces them one by one without losing a request"
     parser.add_argument("--workers", default=1, type=int, help=workers)
@@ -273,15 +273,15 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", default=8000, type=int, help="port to listen on; 0 picks a free one")
     add("--max_batch", default=64, type=int, help="images computed together, a power of two; 1 turns batching off")
-    add("--max_queue", default=256, type=int, help="images that wait while others are computed")
-    add("--max_body_mib", default=16.0, type=float, help="size of a request")
-    add("--max_images", default=64, type=int, help="images in a request")
-    add("--max_connections", default=400, type=int, help="open at a time")
-    add("--timeout_seconds", default=10.0, type=float, help="in which a request must have arrived completely")
+    add("--max_queue", default=256, type=int, help="images that may wait while others are computed")
+    add("--max_body_mib", default=16.0, type=float, help="largest request body, in MiB")
+    add("--max_images", default=64, type=int, help="most images in a request")
+    add("--max_connections", default=400, type=int, help="most connections open at a time")
+    add("--timeout_seconds", default=10.0, type=float, help="time within which a request must have arrived completely")
 
 
 def limits_of(arguments: argparse.Namespace) -> "Limits":
-    """The limits given; raises InputError for a value that is out of range."""
+    """The limits that the options of `add_limits` give; raises InputError if a value is out of range."""
     from mlcn_jax.serving.http_service import Limits
 
     if arguments.max_batch not in (1, 2, 4, 8, 16, 32, 64, 128):
@@ -307,7 +307,7 @@ def limits_of(arguments: argparse.Namespace) -> "Limits":
 
 
 def check_packages(others: Sequence[str] = (), extra: str = "serve") -> None:
-    """Raises InputError if packages that a server needs, or these others, are not installed."""
+    """Raises InputError if a package that a server needs, or one of `others`, is not installed."""
     missing = [name for name in (*_PACKAGES, *others) if not importlib.util.find_spec(name)]
     if missing:
         raise InputError(f"serving needs {', '.join(missing)}: pip install 'mlcn_jax[{extra}]'")
@@ -320,7 +320,7 @@ def url_of(listener: socket.socket, secure: bool = False) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serves what `argv` says, or the command line, until a signal comes."""
+    """Serves the model named in `argv` (by default on the command line) until a signal arrives."""
     arguments = _parser().parse_args(argv)
     check_packages()
     if not 0 <= arguments.deadline_seconds < float("inf"):

@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from mlcn_jax.serving.artifact import Classifier
 
 
-_SMALL_PIXELS = 2**16  # decoded in less time than handing it to a thread takes
+_SMALL_PIXELS = 2**16  # decoding up to this many pixels takes less time than handing them to a thread
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a request for predictions holds.
+    """A request for predictions.
 
     Attributes:
-      pixels: of each picture, uint8 [height, width, channels], or why it cannot be read.
-      top: how many of the most probable classes to tell; 0 is none.
-      every: whether to tell the probabilities of all classes.
+      pixels: for each picture, uint8 [height, width, channels], or why it cannot be read.
+      top: how many of the most probable classes to return; 0 for none.
+      every: whether to return the probabilities of all classes.
     """
 
     pixels: Sequence[np.ndarray | str]
@@ -55,11 +55,11 @@ class Asked:
 
 
 class Service(BatchService):
-    """`POST /predict`, with the model and the threads that it needs.
+    """Answers `POST /predict`, with the model and the threads that it needs.
 
     Args:
-      model: that classifies, an export or a training run.
-      limits: of what is accepted.
+      model: the model that classifies, an export or a training run.
+      limits: what is accepted.
     """
 
     computing = "/predict"
@@ -85,12 +85,12 @@ class Service(BatchService):
         await self.answer(found)(scope, receive, send)
 
     async def read(self, scope: Scope, receive: Receive) -> Asked:
-        """Reads a request; raises HTTPException for what is malformed, ClientDisconnect if the client has gone."""
+        """Reads a request; raises HTTPException if it is malformed, ClientDisconnect if the client disconnected."""
         headers = dict(scope["headers"])
         find = _finder(headers)
         query = urllib.parse.parse_qs(scope["query_string"].decode("latin-1"), True)
         asked = query.get("top", [None])[-1]
-        self._count(asked)  # before the body has come
+        self._count(asked)  # rejects a wrong value before the body arrives
         self.check_room()
 
         def small(body: bytes) -> bool:
@@ -106,7 +106,7 @@ class Service(BatchService):
         return JSONResponse(content, 200 if some else 400)
 
     def prediction(self, probabilities: np.ndarray, asked: Asked) -> dict[str, Any]:
-        """What is told of one picture, from its probabilities, [classes]."""
+        """The answer for one picture, from its probabilities, [classes]."""
         names, best = self.model.class_names, int(np.argmax(probabilities))
         answer: dict[str, Any] = {"class": names[best], "probability": float(probabilities[best])}
         if asked.every:
@@ -123,7 +123,7 @@ class Service(BatchService):
         return JSONResponse(self.about(), headers=vary)
 
     def about(self) -> dict[str, Any]:
-        """What programs are told at `/`."""
+        """The answer to programs at `/`: the model and the limits."""
         return {
             "classes": self.model.class_names,
             "image_shape": self.model.image_shape,
@@ -157,13 +157,13 @@ class Service(BatchService):
         return int(top)
 
 
-_Pixels = tuple[list[np.ndarray | str], str | None]  # of each picture, or why it cannot be read; and `top`
-_Images = tuple[Sequence[bytes | str], str | None]  # files of pictures, or what is wrong with one; and `top`
-_Finder = Callable[[bytes, int], _Images]  # of a body, with at most so many pictures
+_Pixels = tuple[list[np.ndarray | str], str | None]  # for each picture, pixels or why it cannot be read; and `top`
+_Images = tuple[Sequence[bytes | str], str | None]  # for each picture, its file or what is wrong with it; and `top`
+_Finder = Callable[[bytes, int], _Images]  # finds the pictures in a body, at most the given number
 
 
 def _finder(headers: dict[bytes, bytes]) -> _Finder:
-    """Chooses how to find the pictures in a body, by the headers."""
+    """Chooses by the headers how to find the pictures in a body."""
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise HTTPException(415, "a body with a Content-Encoding is not supported: send it uncompressed")
     content_type = headers.get(b"content-type", b"application/octet-stream").decode("latin-1")
@@ -189,7 +189,7 @@ def _in_json(body: bytes, most: int) -> _Images:
         if not images or not isinstance(images, list):
             raise TypeError
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        message = 'the body is not {"images": [base64, ...]}, nor that with "top": NUMBER'
+        message = 'the body must be {"images": [base64, ...]}, optionally with "top": NUMBER'
         raise HTTPException(400, message) from error
     _check_count(len(images), most)
     found: list[bytes | str] = []

@@ -1,4 +1,4 @@
-"""A training workdir as a model that classifies, with its training code: for those who did not export it."""
+"""A classifier from a training workdir that was not exported; needs the training code."""
 
 import functools
 from pathlib import Path
@@ -15,7 +15,7 @@ from mlcn_jax.training.checkpoint import load_trained
 
 
 class TrainedModel(Classifier):
-    """The best checkpoint of a workdir, which classifies as its export would.
+    """The best checkpoint of a workdir, which classifies just as its export would.
 
     Raises:
       InputError: the workdir does not hold a trained model.

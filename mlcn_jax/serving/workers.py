@@ -1,7 +1,7 @@
-"""Several processes that serve one model at one address, for machines on which one Python process is the limit.
+"""Several processes that serve one model at one address, for machines on which one Python process is the bottleneck.
 
-The processes accept connections of one socket, which stays open while they are replaced, so that a restart (SIGHUP)
-loses nothing. Built on uvicorn's supervisor.
+The processes accept connections on one socket, which stays open while they are replaced, so a restart (SIGHUP) loses no
+request. Built on uvicorn's supervisor.
 """
 
 import multiprocessing
@@ -17,11 +17,11 @@ import prometheus_client.multiprocess
 import uvicorn
 from uvicorn.supervisors import Multiprocess
 
-_READY_SECONDS = 300  # in which a process has loaded its model and compiled its programs
+_READY_SECONDS = 300  # time for a process to load its model and compile its programs
 
 
 class _Config(uvicorn.Config):
-    """The settings of a process, completed in it by `complete`, which loads the model."""
+    """The settings of a process; `complete`, called in that process, loads the model and adds the application."""
 
     complete: Callable[["_Config"], None]
 
@@ -39,7 +39,7 @@ def _end_with_parent() -> None:
 
 
 class _Workers(Multiprocess):
-    """uvicorn's supervisor, which starts one process before the others and forgets metrics of those that ended."""
+    """uvicorn's supervisor; starts one process before the others, and drops the metrics of those that ended."""
 
     message: str
     is_ready: bool
@@ -69,17 +69,17 @@ class _Workers(Multiprocess):
 def run(
     complete: Callable[[uvicorn.Config], None], listener: socket.socket, workers: int, message: str, **settings: Any
 ) -> bool:
-    """Serves with so many processes until a signal comes; SIGHUP replaces each by a new one, once that is ready.
+    """Serves with `workers` processes until a signal arrives; SIGHUP replaces each by a new one, once that is ready.
 
     Args:
-      complete: called in each process with uvicorn's settings; sets `app` and `http`. Pickled.
+      complete: called in each process with uvicorn's settings, of which it sets `app` and `http`; must be picklable.
       listener: a bound socket.
       workers: number of processes.
       message: printed once all are ready.
-      settings: of uvicorn.
+      settings: further settings of uvicorn.
 
     Returns:
-      Whether all could start; the process that could not has told why.
+      Whether all could start; a process that could not has printed the reason.
     """
     config = _Config("", workers=workers, timeout_worker_healthcheck=_READY_SECONDS, **settings)
     config.complete = complete

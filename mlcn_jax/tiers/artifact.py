@@ -1,6 +1,6 @@
-"""What one tier holds: a folder with its lanes, the policy, and what is computed at home for the other tiers.
+"""What one tier holds: a folder with its lanes, the policy, and what "home", the gateway, computes for other tiers.
 
-The folder is an artifact (`serving.artifact`): its manifest has the SHA-256 of each file. Where a key was given, the
+The folder is an artifact (`serving.artifact`): its manifest has the SHA-256 of each file. If a key was given, the
 manifest is signed. Needs what reading an export needs; signatures need cryptography.
 """
 
@@ -30,26 +30,26 @@ from mlcn_jax.tiers.policy import FILE, Policy
 
 SIGNATURE = "manifest.sig"
 PART = "part"  # prefix of the weights, and stem of the functions, of a tier's own lanes
-HOME = "home-"  # of what is computed at home, before the name of the tier that goes on with it
+HOME = "home-"  # prefix of what is computed at home for a tier, before the name of that tier
 
 
 class TierArtifact:
     """A verified artifact of one tier.
 
     Args:
-      folder: that `mlcn_jax tiers split` wrote for a tier.
-      trusted: public keys (PEM files), one of which must have signed it; none takes it unsigned.
+      folder: one that `mlcn_jax tiers split` wrote for a tier.
+      trusted: public keys (PEM files), one of which must have signed it; if empty, no signature is needed.
 
     Attributes:
-      policy: of the split.
-      name: of the tier.
-      lanes: that it has.
+      policy: the policy of the split.
+      name: name of the tier.
+      lanes: indices of its lanes.
       class_names, image_shape, step, exported: of the model, as for `artifact.Classifier`.
-      row_shape, row_dtype: of what its lanes take of one image.
+      row_shape, row_dtype: shape and dtype of what its lanes receive for one image.
 
     Raises:
-      InputError: the folder is no such artifact, was altered, is not signed by a trusted key, has other lanes than its
-        policy says, or cannot run here.
+      InputError: the folder is not such an artifact, was altered, is not signed by a trusted key, has other lanes than
+        its policy says, or cannot run here.
     """
 
     def __init__(self, folder: str | Path, trusted: Sequence[Path] = ()):
@@ -58,7 +58,7 @@ class TierArtifact:
         _check_signature(folder, trusted)
         if not (folder / FILE).is_file() or FILE not in manifest["files"]:
             raise InputError(
-                f"{folder} is no tier of a split model: it has no {FILE}; {program()} tiers split WORKDIR writes them"
+                f"{folder} is not a tier of a split model: it has no {FILE}; {program()} tiers split WORKDIR writes it"
             )
         self.policy = Policy.read(folder / FILE)
         try:
@@ -72,12 +72,12 @@ class TierArtifact:
             weights = read_weights(folder / WEIGHTS)
         except InputError:
             raise
-        except Exception as error:  # the files match the manifest, and yet cannot be read
+        except Exception as error:  # the files match the manifest, but their content cannot be read
             raise InputError(f"{folder} cannot be read ({error!r}): split the model again") from error
         if self.name not in self.policy.names or self.policy.tier(self.name).lanes != self.lanes:
             raise InputError(
-                f"{folder} has the lanes {', '.join(map(str, self.lanes))} of tier {self.name}, and its policy says "
-                "otherwise: split the model again"
+                f"{folder} has the lanes {', '.join(map(str, self.lanes))} of tier {self.name}, but its policy gives "
+                "other lanes to that tier: split the model again"
             )
 
         def load(stem: str, row: jax.ShapeDtypeStruct) -> Functions:
@@ -100,7 +100,7 @@ class TierArtifact:
         return apply_in_batches(self._part, rows)
 
     def home(self, tier: str, images: np.ndarray) -> np.ndarray:
-        """What another tier takes of images, uint8 [n, height, width, channels], n at least 1: the cut's values."""
+        """What another tier receives for images, uint8 [n, height, width, channels], n > 0: the values at the cut."""
         functions = self._home.get(tier)
         return images if functions is None else apply_in_batches(functions, images)
 
@@ -119,8 +119,8 @@ def _check_signature(folder: Path, trusted: Sequence[Path]) -> None:
     path = folder / SIGNATURE
     keys = signatures.public_keys(trusted)
     named = ", ".join(map(str, trusted))
-    again = f"trust its maker's key, or split the model with --key: {program()} tiers split --help"
+    again = f"give the public key of whoever signed it, or split the model with --key: {program()} tiers split --help"
     if not path.is_file():
-        raise InputError(f"{folder} is not signed, and only what {named} signed is trusted: {again}")
+        raise InputError(f"{folder} is not signed, but only what {named} signed is trusted: {again}")
     if not signatures.is_signed((folder / MANIFEST).read_bytes(), path.read_bytes(), keys):
         raise InputError(f"{folder} is not signed by {named}: {again}")

@@ -1,4 +1,4 @@
-"""The next tiers as a gateway sees them: nodes that are asked, watched, given up and tried again. Needs httpx."""
+"""A gateway's clients for the other tiers: requests to their nodes, health checks, time-outs, retries. Needs httpx."""
 
 import asyncio
 import contextlib
@@ -20,22 +20,24 @@ from mlcn_jax.tiers.health import Breaker, Times
 from mlcn_jax.tiers.node import PATH
 from mlcn_jax.tiers.policy import Policy
 
-_SECONDS_BETWEEN_LOOKS = 0.5
-_SECONDS_BETWEEN_TRIES = 1.0  # of a tier that was too slow for a deadline
-_LOOK_SECONDS = 2.0
-_IDLE_SECONDS = 30.0  # that a connection is kept, less than nodes keep it
-_MOST_HEAD_BYTES = 2**14  # of an answer, beside its numbers
-_QUICK_BYTES = 2**16  # of values, packed in less time than handing them to a thread takes
+_SECONDS_BETWEEN_LOOKS = 0.5  # health checks
+_SECONDS_BETWEEN_TRIES = 1.0  # of a tier that has been too slow for the deadline
+_LOOK_SECONDS = 2.0  # time-out of a health check
+_IDLE_SECONDS = 30.0  # how long an idle connection is kept; nodes keep it longer
+_MOST_HEAD_BYTES = 2**14  # of an answer, besides its numbers
+_QUICK_BYTES = 2**16  # packing up to this many bytes of values takes less time than handing them to a thread
+_OF_ONE_REQUEST = (413, 422)  # statuses of a request that cannot be answered, though the next one may be
+_OF_THE_MOMENT = (408, 429)  # the same request may be answered a little later
 _log = logging.getLogger("mlcn_jax")
 
 
 class TierLost(Exception):
-    """No node of a tier gave an answer that can be used; the text says why."""
+    """No node of a tier gave a usable answer; the text says why."""
 
 
 @dataclasses.dataclass
 class Traffic:
-    """Bytes of bodies that were sent to a tier and came back, and requests that failed, by reason."""
+    """Bytes of bodies sent to a tier and received from it, numbers of answers, and of failed requests by reason."""
 
     sent: int = 0
     received: int = 0
@@ -44,12 +46,12 @@ class Traffic:
 
 
 class Node:
-    """One node of a tier, at a URL, reached by `transport` if it is given (httpx's own otherwise).
+    """One node of a tier, at a URL, reached through `transport` if it is given (httpx's own otherwise).
 
     Attributes:
-      breaker: whether it is asked.
+      breaker: its circuit breaker, which says whether to ask it.
       outstanding: requests that it has not answered yet.
-      is_cold: whether no connection to it is known to be open, as a request that is given up closes its own.
+      is_cold: whether no connection to it is known to be open; a request that is given up closes its connection.
     """
 
     def __init__(self, url: str, tls: ssl.SSLContext | bool, transport: httpx.AsyncBaseTransport | None = None):
@@ -60,7 +62,7 @@ class Node:
         self._times: dict[int, Times] = {}
         self._client = httpx.AsyncClient(
             base_url=url,
-            headers={"Accept-Encoding": "identity"},  # or a short answer could become a long one
+            headers={"Accept-Encoding": "identity"},
             verify=tls,
             timeout=None,
             trust_env=False,
@@ -69,15 +71,15 @@ class Node:
         )
 
     def times(self, count: int) -> Times:
-        """What is known of requests with about so many images."""
+        """What is known about requests with about `count` images."""
         return self._times.setdefault(count.bit_length(), Times())
 
     async def post(self, body: bytes, most: int) -> tuple[int, bytes]:
-        """Sends a request; the status and body of the answer, of at most so many bytes.
+        """Sends a request; returns the status and body of the answer, which may have up to `most` bytes.
 
         Raises:
-          httpx.HTTPError: nobody answers, or not in HTTP.
-          wire.Refused: the answer is longer.
+          httpx.HTTPError: there is no answer, or not one in HTTP.
+          wire.Refused: the answer is longer, or compressed.
         """
         headers = {"Content-Type": "application/octet-stream"}
         return await self._exchange("POST", PATH, most, content=body, headers=headers)
@@ -85,6 +87,9 @@ class Node:
     async def _exchange(self, method: str, path: str, most: int, **options: Any) -> tuple[int, bytes]:
         content = bytearray()
         async with self._client.stream(method, path, **options) as response:
+            # Nothing is decoded, so that no part of an answer can grow before its size is looked at.
+            if (coding := response.headers.get("Content-Encoding", "identity")) != "identity":
+                raise wire.Refused(f"the answer has Content-Encoding {coding[:20]!r}, which was not asked for")
             async for part in response.aiter_bytes():
                 content += part
                 if len(content) > most:
@@ -92,16 +97,14 @@ class Node:
             return response.status_code, bytes(content)
 
     def gave_up(self, times: Times, seconds: float) -> None:
-        """An answer is no longer needed after so many seconds: it was late, or its deadline short."""
+        """Records that an answer was no longer awaited after `seconds`: it was late, or its deadline was short."""
         self.is_cold = True
         times.takes_more_than(seconds)
         if times.mean is not None and seconds >= times.late:
             self.breaker.failed("no answer before the deadline")
-        else:
-            self.breaker.gave_up()
 
     async def look(self) -> None:
-        """Finds out whether it answers; the connection stays open for the next request."""
+        """Checks whether it answers; the connection stays open for the next request."""
         with contextlib.suppress(httpx.HTTPError, wire.Refused, TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
                 if (await self._exchange("GET", "/health", _MOST_HEAD_BYTES))[0] == 200:
@@ -114,18 +117,18 @@ class Node:
 
 
 class TierClient:
-    """The nodes of one tier, any of which can answer.
+    """The nodes of one tier, any of which can answer its requests.
 
     Args:
-      name: of the tier.
-      policy: of the split.
-      urls: of its nodes.
+      name: name of the tier.
+      policy: the policy of the split.
+      urls: URLs of its nodes.
       tls: settings for https.
-      is_signed: whether a content has a trusted node's signature; None takes answers unsigned.
+      is_signed: says whether a trusted node made a signature of some content; None accepts unsigned answers.
 
     Attributes:
-      stopped: whether it is not to be asked, as the page can say.
-      traffic: what went to and fro.
+      stopped: whether it must not be asked; the gateway's page can set this.
+      traffic: bytes, answers and failures so far.
     """
 
     def __init__(
@@ -149,19 +152,19 @@ class TierClient:
 
     @property
     def trouble(self) -> str:
-        """Why it is not available."""
+        """Why the tier is not available."""
         if self.stopped:
             return "stopped"
         return "; ".join(f"{node.url}: {node.breaker.reason}" for node in self.nodes if node.breaker.reason)
 
     def expected(self, count: int) -> float:
-        """Seconds that an answer for so many images is expected to take."""
+        """Seconds that an answer for `count` images is expected to take."""
         return min(
             (node.times(count).expected for node in self.nodes if not node.breaker.is_open), default=float("inf")
         )
 
     def is_worth_asking(self, count: int, seconds: float) -> bool:
-        """Whether an answer may come in so many seconds; from time to time also if it has taken longer so far."""
+        """Whether an answer may come within `seconds`; now and then also if none has been that fast so far."""
         known = [node.times(count) for node in self.nodes if not node.breaker.is_open]
         if any(times.may_take(seconds) for times in known):
             return True
@@ -172,12 +175,12 @@ class TierClient:
         return min((node.times(count).late for node in self.nodes if not node.breaker.is_open), default=0.0)
 
     async def ask(self, rows: np.ndarray, bits: int, deadline: float) -> np.ndarray:
-        """What the tier's lanes add for each row, [n, classes]; another node is asked where one fails.
+        """What the tier's lanes add for each row, [n, classes]; if a node fails, another one is asked.
 
         Args:
-          rows: what the tier takes.
-          bits: of the values that are sent.
-          deadline: of `time.monotonic`, after which no answer is needed.
+          rows: what the tier receives, one row per image.
+          bits: bits of each value that is sent.
+          deadline: time of `time.monotonic` after which no answer is needed.
 
         Raises:
           TierLost: no node gave an answer.
@@ -231,11 +234,16 @@ class TierClient:
             node.breaker.failed(str(error) or repr(error))
             raise self._lost("connection", str(error) or repr(error)) from error
         except wire.Refused as error:
-            full = status == 429
-            node.breaker.failed(str(error), surely=not full and status < 500)
-            raise self._lost("full" if full else "refused", str(error)) from error
+            if status not in _OF_ONE_REQUEST:
+                node.breaker.failed(str(error), surely=status < 500 and status not in _OF_THE_MOMENT)
+            raise self._lost("full" if status == 429 else "refused", str(error)) from error
+        except Exception as error:  # nobody foresaw it, but the other tiers answer without this one
+            _log.exception("a request to %s at %s failed", self.name, node.url)
+            node.breaker.failed(repr(error))
+            raise self._lost("error", repr(error)) from error
         finally:
             node.outstanding -= 1
+            node.breaker.ended()
         times.took(time.monotonic() - started)
         node.breaker.worked()
         self.traffic.answers += 1
@@ -246,13 +254,16 @@ class TierClient:
         return TierLost(text)
 
     async def watch(self) -> None:
-        """Looks from time to time whether nodes that had failed answer again, and connects to those that are cold.
+        """Checks regularly whether nodes that failed answer again, and connects to those that are cold.
 
-        Ends when it is cancelled.
+        Runs until it is cancelled.
         """
         while True:
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
-            await asyncio.gather(*(node.look() for node in self.nodes if node.breaker.reason or node.is_cold))
+            looks = [node.look() for node in self.nodes if node.breaker.reason or node.is_cold]
+            for error in await asyncio.gather(*looks, return_exceptions=True):
+                if error is not None:
+                    _log.error("a health check of %s failed", self.name, exc_info=error)
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -263,10 +274,10 @@ class TierClient:
 async def check_nodes(
     policy: Policy, urls: Mapping[str, Sequence[str]], tls: ssl.SSLContext | bool, seconds: float
 ) -> None:
-    """Looks at the nodes that can be reached, before anything is served; the others may come later.
+    """Checks the nodes that can be reached, before anything is served; the others may start later.
 
     Raises:
-      InputError: one is not a node, has another tier's lanes, or is of another split.
+      InputError: one is not a node, has another tier's lanes, or belongs to another split.
     """
 
     async def look(client: httpx.AsyncClient, tier: str, url: str) -> None:
@@ -275,16 +286,16 @@ async def check_nodes(
             found = about["tier"], about["policy"], tuple(about["lanes"])
         except httpx.HTTPError as error:
             _log.warning(
-                "%s at %s cannot be reached (%s); it is asked once it can", tier, url, str(error) or repr(error)
+                "%s at %s cannot be reached (%s); it will be asked once it can be", tier, url, str(error) or repr(error)
             )
             return
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{url} is no node of a tier: start one with `{program()} tiers node FOLDER`") from error
+            raise InputError(f"{url} is not a node of a tier: start one: {program()} tiers node FOLDER") from error
         if found != (tier, policy.digest, policy.tier(tier).lanes):
             raise InputError(
                 f"{url} has tier {found[0]}, lanes {', '.join(map(str, found[2]))}, policy {found[1]}; this gateway "
                 f"needs tier {tier}, lanes {', '.join(map(str, policy.tier(tier).lanes))}, policy {policy.digest}: "
-                "start all tiers from one split"
+                "start all tiers from the same split"
             )
 
     async with httpx.AsyncClient(verify=tls, timeout=seconds, trust_env=False) as client:

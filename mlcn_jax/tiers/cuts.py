@@ -1,7 +1,7 @@
-"""Where a tier's lanes are divided between the trusted device and the tier: what is computed at home, and after it.
+"""Cuts that divide a tier's lanes: the trusted device (home) computes what is before a cut, the tier the rest.
 
-A cut's value is one row an image: the pixels themselves, or what all lanes of the tier have at the cut, flat, in the
-order of the lanes. None of this hides an image from someone who has the weights (`experiments/tiers_leak.py`).
+The value of a cut is one row per image: the pixels themselves, or what all lanes of the tier have at the cut, flat, in
+the order of the lanes. None of this hides an image from someone who has the weights (`experiments/tiers_leak.py`).
 """
 
 import dataclasses
@@ -40,9 +40,9 @@ class Part:
     """Some lanes of a model, divided at a cut.
 
     Attributes:
-      spec: of these lanes alone.
-      lane_weights: of their squares in the squared lengths of the class capsules.
-      cut: one of `NAMES` that all of the lanes have.
+      spec: the model with these lanes alone.
+      lane_weights: weights of the lanes' squares in the squared lengths of the class capsules.
+      cut: one of `NAMES` that all of these lanes have.
 
     Raises:
       InputError: there is no such cut, or a lane does not have it.
@@ -59,7 +59,7 @@ class Part:
 
     @property
     def row(self) -> jax.ShapeDtypeStruct:
-        """What the tier takes of one image."""
+        """Shape and dtype of what the tier receives for one image."""
         if self.cut == PIXELS:
             return jax.ShapeDtypeStruct(self.spec.image_shape, jnp.uint8)
         return jax.ShapeDtypeStruct((sum(math.prod(shape) for shape in self._shapes()),), jnp.float32)
@@ -81,7 +81,7 @@ class Part:
             path = _PATHS[self.cut]
             values = []
             for spec, params in lanes:
-                params = _with_zeros(params, self._param_shapes(spec))  # of what comes later, which XLA leaves out
+                params = _with_zeros(params, self._param_shapes(spec))  # for modules after the cut, which XLA drops
                 cuts = self._lane(spec).apply({"params": params}, pixels, mutable=[CUTS])[1]
                 values.append(read(cuts[CUTS], path))
         return jnp.concatenate([v.astype(jnp.float32).reshape(v.shape[0], -1) for v in values], axis=1)
@@ -109,7 +109,7 @@ class Part:
         return jnp.sum(squares * jnp.asarray(self.lane_weights, jnp.float32)[None, None], axis=-1)
 
     def _outputs_of_pixels(self, weights: Weights, pixels: Array) -> Array:
-        """As the whole model computes it, so that the sum over tiers rounds as the model does."""
+        """The lanes' outputs, computed as in the whole model, so that the sum over tiers has the same rounding."""
         encoder: dict = {}
         for name, array in weights.items():
             node = encoder
@@ -123,7 +123,7 @@ class Part:
         return lane_outputs(self.spec, encoder, pixels)
 
     def _lanes(self, weights: Weights) -> list[tuple[LaneSpec, dict]]:
-        """Each lane with the arrays that are there, nested."""
+        """Each lane with those of its arrays that are in `weights`, nested."""
         found = []
         for group in self.spec.lane_groups:
             for i in range(group.count):
@@ -161,17 +161,17 @@ class Part:
         return [each[spec] for spec in self.spec.lane_specs]
 
     def home_flops(self, weights: Mapping[str, np.ndarray]) -> int:
-        """FLOPs at home of one image."""
+        """FLOPs of one image at home."""
         if self.cut == PIXELS:
             return 0
         return _flops(self._plain().before, weights, jax.ShapeDtypeStruct(self.spec.image_shape, jnp.uint8))
 
     def tier_flops(self, weights: Mapping[str, np.ndarray]) -> int:
-        """FLOPs at the tier of one image."""
+        """FLOPs of one image at the tier."""
         return _flops(self._plain().after, weights, self.row)
 
     def _plain(self) -> "Part":
-        """The same with plain convolutions, whose products are those that are counted."""
+        """The same with plain convolutions, whose FLOPs can be counted."""
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, conv="native"))
 
 

@@ -1,4 +1,4 @@
-"""`tiers gateway`: the end device. Its lanes answer at once, further tiers refine, and there is always an answer."""
+"""`tiers gateway`: the end device's server. Its own lanes answer at once, and further tiers refine the answer."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ from mlcn_jax.tiers.artifact import TierArtifact
 from mlcn_jax.tiers.client import TierClient
 from mlcn_jax.tiers.refine import Answer, refine
 
-_RESERVE_SECONDS = 0.005  # to write an answer before its deadline
+_RESERVE_SECONDS = 0.005  # kept for writing an answer before its deadline
 _TIMED_RUNS = 50
 _JSON_LINES = "application/x-ndjson"
 
@@ -40,20 +40,20 @@ class _Own:
 
 
 class GatewayService(Service):
-    """`POST /predict` and `POST /refine`, answered by the tiers of a split model.
+    """Answers `POST /predict` and `POST /refine` with the tiers of a split model.
 
     Args:
-      artifact: of the first tier.
-      clients: of the other tiers, by name.
-      limits: of what is accepted.
-      deadline_ms: of each answer; 0 waits until it is final. Requests may give another.
-      bits: of the values of a cut that leave this device.
-      noise: standard deviation of the Gaussian noise added to them, in standard deviations of their own.
+      artifact: the artifact of the first tier.
+      clients: clients of the other tiers, by name.
+      limits: what is accepted.
+      deadline_ms: deadline of each answer; 0 waits until it is final. Requests may give another.
+      bits: bits of each value of a cut that leaves this device.
+      noise: standard deviation of the Gaussian noise added to these values, relative to their own.
       may_stop: whether clients may stop tiers, as the page does.
-      seed: of the noise; None draws one that nobody knows, or the noise could be taken off again.
+      seed: seed of the noise; None draws a secret one: noise from a known seed could be subtracted again.
 
     Raises:
-      InputError: an argument is out of range.
+      InputError: fewer bits or noise are asked for, but pixels are sent, which stay as they are.
     """
 
     def __init__(
@@ -69,10 +69,15 @@ class GatewayService(Service):
     ):
         super().__init__(_Own(artifact), limits)  # type: ignore[arg-type]
         self.artifact, self.policy, self.clients = artifact, artifact.policy, dict(clients)
+        if self.policy.cut == "pixels" and (noise or bits != 32):
+            raise InputError(
+                f"--noise={noise:g} and --bits={bits} change the values of a cut, but this split sends exact pixels: "
+                "leave both out, or split the model again with another --cut"
+            )
         self.deadline_ms, self.own_ms, self.least_ms = deadline_ms, 0.0, 0.0
         self._bits, self._noise, self._may_stop = bits, noise, may_stop
         self._rng = np.random.default_rng(seed)
-        self._answers = self.metrics.counter("tier_answers", "Images by the tiers that were heard", ["heard"])
+        self._answers = self.metrics.counter("tier_answers", "Images by the tiers that answered", ["heard"])
 
     def routes(self) -> list[Route]:
         return [
@@ -83,7 +88,7 @@ class GatewayService(Service):
         ]
 
     def warm_up(self) -> None:
-        """Compiles all programs, and times the own lanes: no deadline can be shorter than they take."""
+        """Compiles all programs, and times this device's own lanes: no deadline can be shorter than they take."""
         super().warm_up()
         self.artifact.warm_up(self.limits.max_images)
         row = np.zeros((1, *self.artifact.image_shape), np.uint8)
@@ -140,7 +145,7 @@ class GatewayService(Service):
             raise HTTPException(400, str(asked.pixels[0]))
         answers = self._answers_to(asked.good, started, deadline, request.scope)
         try:
-            first = await anext(answers)  # so that what fails has a status of its own
+            first = await anext(answers)  # before the response begins, so that a failure still has its own status
         except ClientDisconnect:
             return Response()
 
@@ -170,10 +175,10 @@ class GatewayService(Service):
     async def _answers_to(
         self, images: list[np.ndarray], started: float, deadline: float, scope: Scope
     ) -> AsyncGenerator[Answer, None]:
-        own = np.stack(await self.rows(images, scope.get(IS_GONE, lambda: False)))
-        until = started + deadline - _RESERVE_SECONDS
+        due = started + deadline
+        own = np.stack(await self.rows(images, scope.get(IS_GONE, lambda: False), due))
         async with contextlib.aclosing(
-            refine(self.policy, np.stack(images), own, self.clients, self._home, self._bits, until)
+            refine(self.policy, np.stack(images), own, self.clients, self._home, self._bits, due - _RESERVE_SECONDS)
         ) as answers:
             async for answer in answers:
                 yield answer
@@ -219,7 +224,7 @@ class GatewayService(Service):
     def _too_short(self, milliseconds: float) -> str:
         return (
             f"a deadline of {milliseconds:g} ms is shorter than this device's own lanes take, {self.least_ms:.1f} ms "
-            "(95 % of the time): give a longer one, or this tier fewer lanes"
+            "(95 % of the time): give a longer deadline, or fewer lanes to this tier"
         )
 
     def about(self) -> dict[str, Any]:
@@ -242,14 +247,14 @@ class GatewayService(Service):
             "name": "deadline_ms",
             "in": "query",
             "schema": {"type": "number", "minimum": 0},
-            "description": f"milliseconds in which to answer, {self.least_ms:.1f} or more; 0 waits for a final answer",
+            "description": f"milliseconds until the answer, at least {self.least_ms:.1f}; 0 waits for a final one",
         }
         predict["parameters"].append(deadline)
-        lines = {"200": {"description": "a JSON object a line, the last is final", "content": {_JSON_LINES: {}}}}
+        lines = {"200": {"description": "one JSON object per line; the last is final", "content": {_JSON_LINES: {}}}}
         found["paths"]["/refine"] = {
             "post": {
                 **predict,
-                "summary": "Classify one picture, better and better",
+                "summary": "Classify one picture, with answers that improve",
                 "responses": predict["responses"] | lines,
             }
         }
@@ -281,13 +286,13 @@ class GatewayService(Service):
 
     async def _stop(self, request: Request) -> Response:
         if not self._may_stop:
-            raise HTTPException(403, "tiers can be stopped where the gateway was started with --may_stop only")
+            raise HTTPException(403, "tiers can be stopped only if the gateway was started with --may_stop")
         name = request.path_params["name"]
         if name not in self.clients:
-            raise HTTPException(400, f"there is no tier {name[:40]!r}; there are {', '.join(self.clients)}")
+            raise HTTPException(404, f"there is no tier {name[:40]!r}; there are {', '.join(self.clients)}")
         body = await self.receive(dict(request.headers.raw), request.receive, bytes, lambda body: True)
         if request.headers.get("content-type") != "application/json" or body not in (b"true", b"false"):
-            raise HTTPException(400, "send true to stop it or false to go on, as application/json")
+            raise HTTPException(400, "send true to stop the tier or false to resume it, as application/json")
         self.clients[name].stopped = body == b"true"
         return JSONResponse(self._states())
 

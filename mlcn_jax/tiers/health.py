@@ -1,16 +1,16 @@
-"""What a gateway knows of a node: how long it takes, when to give up on an answer, and whether to ask it at all."""
+"""What a gateway knows about a node: how long it takes, when to give up on an answer, and whether to ask it at all."""
 
 import random
 import time
 
-_FIRST_SECONDS = 1.0  # before anything is known
-_LEAST_SECONDS = 0.02  # before an answer counts as late: less is the noise of a busy machine
+_FIRST_SECONDS = 1.0  # assumed before the first answer
+_LEAST_SECONDS = 0.02  # no answer counts as late before this: shorter delays are noise of a busy machine
 _LEAST_TIMEOUT, _MOST_TIMEOUT = 0.25, 10.0
-_PATIENCES = 4.0  # how many times as long as that an answer is awaited
+_PATIENCES = 4.0  # an answer is given up after this many times the time after which it is late
 _LEAST_SPREAD = 0.01
 _GAIN, _SPREAD_GAIN, _SPREADS = 1 / 8, 1 / 4, 4.0
-_MORE = 1.25  # of the seconds in which a first answer did not come: in as many, the next would not come either
-_FAILURES = 3  # in a row, after which a node is not asked for a while
+_MORE = 1.25  # if a first answer did not come in some time, the next is awaited only with this many times as much
+_FAILURES = 3  # failures in a row, after which a node is not asked for a while
 _FIRST_PAUSE, _MOST_PAUSE = 0.5, 30.0
 
 
@@ -22,7 +22,7 @@ class Times:
 
     def __init__(self) -> None:
         self.mean: float | None = None
-        self._least = 0.0  # before the first answer: what one takes at least
+        self._least = 0.0  # before the first answer: a time in which none came
         self._spread = 0.0
         self._backoff = 1.0
 
@@ -32,7 +32,7 @@ class Times:
         return (self.mean if self.mean is not None else max(_FIRST_SECONDS, self._least)) * self._backoff
 
     def may_take(self, seconds: float) -> bool:
-        """Whether the next answer may come in so many seconds, as far as is known."""
+        """Whether the next answer may come within `seconds`, as far as is known."""
         return self._least * _MORE <= seconds if self.mean is None else self.expected <= seconds
 
     @property
@@ -57,7 +57,7 @@ class Times:
             self.mean += _GAIN * (seconds - self.mean)
 
     def takes_more_than(self, seconds: float) -> None:
-        """Learns that no answer came in so many seconds, for want of any that did."""
+        """Learns that no answer came within `seconds`; used only before the first answer."""
         if self.mean is None:
             self._least = max(self._least, seconds)
 
@@ -67,10 +67,12 @@ class Times:
 
 
 class Breaker:
-    """A circuit breaker: after failures in a row a node is left alone, then tried with one request, then longer.
+    """A circuit breaker: after failures in a row, a node is not asked for a pause, then tried with one request.
+
+    If that fails too, the pause doubles.
 
     Attributes:
-      reason: of the last failure, empty while all is well.
+      reason: the last failure; empty while all is well.
     """
 
     def __init__(self, rng: random.Random | None = None) -> None:
@@ -83,19 +85,19 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the node is left alone now."""
+        """Whether the node must not be asked now."""
         return self._failures >= _FAILURES and (self._trying or time.monotonic() < self._opened + self._pause)
 
     def asked(self) -> None:
-        """A request goes out; if the node had failed, it is the one that tries it."""
+        """Records that a request is sent; if the node had failed, this is the one that tries it."""
         self._trying = self._failures >= _FAILURES
 
     def worked(self) -> None:
-        """An answer came that could be used."""
+        """Records a usable answer."""
         self.reason, self._failures, self._pause, self._trying = "", 0, _FIRST_PAUSE, False
 
     def failed(self, reason: str, *, surely: bool = False) -> None:
-        """A request failed; `surely` if another would too, as with an answer of another model."""
+        """Records a failed request; `surely` if the next would fail too, as after an answer from another model."""
         again = self._failures >= _FAILURES
         self.reason, self._trying, self._surely = reason, False, surely
         self._failures = _FAILURES if surely else self._failures + 1
@@ -104,11 +106,11 @@ class Breaker:
                 self._pause = min(2 * self._pause, _MOST_PAUSE)
             self._opened = time.monotonic() + self._rng.uniform(0, self._pause / 10)
 
-    def gave_up(self) -> None:
-        """A request was no longer needed; it says nothing of the node."""
+    def ended(self) -> None:
+        """Records that a request has ended, in whatever way."""
         self._trying = False
 
     def seen(self) -> None:
-        """The node is healthy: it may be tried at once, unless health was not what was wrong."""
+        """Records that the node is healthy: it may be tried at once, unless it failed `surely`."""
         if not self._surely:
             self._opened = -self._pause

@@ -1,4 +1,4 @@
-"""`tiers node`: a tier's server. `POST /part` takes what its lanes need of images and answers with their numbers."""
+"""`tiers node`: a tier's server. `POST /part` takes what its lanes need of images, and answers with their part."""
 
 import dataclasses
 import logging
@@ -16,7 +16,7 @@ from mlcn_jax.tiers import wire
 from mlcn_jax.tiers.artifact import TierArtifact
 
 PATH = "/part"
-KEEP_ALIVE_SECONDS = 60  # of idle connections: longer than gateways keep them, which a request would find closed
+KEEP_ALIVE_SECONDS = 60  # of idle connections; gateways close them earlier, so no request meets a closed one
 _log = logging.getLogger("mlcn_jax")
 
 
@@ -24,9 +24,9 @@ class NodeService(BatchService):
     """The lanes of one tier as a service.
 
     Args:
-      artifact: of the tier.
-      limits: of what is accepted.
-      sign: signs what it answers, if given.
+      artifact: the artifact of the tier.
+      limits: what is accepted.
+      sign: signs the answers, if given.
     """
 
     computing = PATH
@@ -48,6 +48,8 @@ class NodeService(BatchService):
             sums = np.stack(await self.rows(list(rows), scope.get(IS_GONE, lambda: False)))
         except ClientDisconnect:
             return
+        except wire.Unfit as error:
+            raise HTTPException(422, str(error)) from error
         except wire.Refused as error:
             raise HTTPException(400, str(error)) from error
         body = wire.pack_answer(self._digest, self.artifact.name, nonce, sums, self._sign)

@@ -1,4 +1,4 @@
-"""The page at `/` of a gateway: answers arrive and become better, tiers can be stopped. One file by itself."""
+"""The page at `/` of a gateway: answers arrive and improve, tiers can be stopped. A single file that loads no other."""
 
 from mlcn_jax.serving.page import headers
 
@@ -13,7 +13,7 @@ progress { width: 12rem; }
 .off { color: #a40000; }
 """
 
-# Names and messages become text, never markup.
+# Names and messages are inserted as text, never as markup.
 _SCRIPT = """
 const [file, picture, rows, tiers, message, again, deadline] =
   ["file", "picture", "rows", "tiers", "message", "again", "deadline"].map(id => document.getElementById(id));
@@ -31,7 +31,7 @@ function showTiers(states) {
     cell(row, remote ? s.answers : "", "number");
     cell(row, remote ? (s.sent_bytes / 1024).toFixed(1) : "", "number");
     const button = document.createElement("button");
-    button.textContent = s.stopped ? "Go on" : "Stop";
+    button.textContent = s.stopped ? "Resume" : "Stop";
     button.addEventListener("click", () => fetch("tiers/" + s.name, {method: "POST", body: JSON.stringify(!s.stopped),
       headers: {"Content-Type": "application/json"}}).then(r => r.json()).then(showTiers));
     if (remote && mayStop) row.insertCell().append(button);
@@ -87,9 +87,9 @@ PAGE = f"""<!DOCTYPE html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
-<title>Answers that become better</title>
+<title>Answers that improve</title>
 <style>{_STYLE}</style>
-<h1>Answers that become better</h1>
+<h1>Answers that improve</h1>
 <p><label>Picture: <input id="file" type="file" accept="image/*"></label>
 <label>Deadline, ms: <input id="deadline" type="number" min="0" size="6" placeholder="none"></label>
 <button id="again" hidden>Again</button></p>

@@ -1,4 +1,4 @@
-"""Which tier gets which lanes: as `tiers.json` says, or by what lanes add and what the tier's device can do."""
+"""Assigns lanes to tiers: as `tiers.json` says, or by the accuracy that lanes add and what the tier's device can do."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,14 +16,15 @@ from mlcn_jax.tiers.policy import check_lanes
 
 
 class TierWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `tiers.json` says of a tier.
+    """What `tiers.json` says about a tier.
 
     Attributes:
-      name: of the tier.
-      lanes: indices of its lanes in the model; otherwise the next two limit them. The last tier takes what is left.
+      name: name of the tier.
+      lanes: indices of its lanes in the model. If it is not given, one of the next two limits them; the last tier takes
+        what is left.
       flops_share: its lanes have at most this share of the model's FLOPs.
-      profile: device profile (`mlcn_jax profile`), with `max_ms`: its lanes take at most so long there for an image.
-      max_ms: see `profile`.
+      profile: file of a device profile (`mlcn_jax profile`), on whose device its lanes take at most `max_ms`.
+      max_ms: milliseconds for one image; needs `profile`.
     """
 
     name: str
@@ -34,12 +35,12 @@ class TierWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Wishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `tiers.json` holds.
+    """The content of `tiers.json`.
 
     Attributes:
-      tiers: from the nearest to the farthest.
-      groups: names of coarse classes, with the names of their classes.
-      tolerance: accuracy, as a fraction, that answers before the last tier's may cost.
+      tiers: the tiers, from the nearest to the farthest.
+      groups: names of coarse classes, each with the names of its classes.
+      tolerance: accuracy, as a fraction, that may be lost by answering before the last tier.
     """
 
     tiers: list[TierWish]
@@ -58,8 +59,8 @@ def read_wishes(path: Path, class_names: Sequence[str]) -> Wishes:
     grouped = [name for members in wishes.groups.values() for name in members]
     if wishes.groups and sorted(grouped) != sorted(class_names):
         raise InputError(
-            f"{path}: groups must have each class of the model once; it has {', '.join(class_names)}, and they have "
-            f"{', '.join(grouped)}"
+            f"{path}: groups must contain each class of the model once; the model has {', '.join(class_names)}, and "
+            f"the groups {', '.join(grouped)}"
         )
     return wishes
 
@@ -73,17 +74,19 @@ def place(
 ) -> list[list[int]]:
     """The lanes of each tier, ascending.
 
-    A tier whose lanes are not given takes lanes while they fit, each time the one with which the lanes so far, those of
-    nearer tiers included, classify most validation images, of equals the one with the fewest FLOPs.
+    A tier whose lanes are not given takes lanes one by one while they fit. Each is the lane with which those chosen so
+    far, including those of nearer tiers, classify the most validation images correctly; among equals, the one with the
+    fewest FLOPs.
 
     Args:
-      path: of `tiers.json`, for messages.
+      path: file name of `tiers.json`, for messages.
       wishes: its content.
       spec: the model.
-      squares: weighted squared outputs of its lanes for validation images, and their `labels`.
+      squares: weighted squared outputs of its lanes for validation images.
+      labels: classes of these images.
 
     Raises:
-      InputError: lanes are missing, repeated or mixed up, or no lane fits a tier.
+      InputError: lanes are missing, repeated or not in the model, or no lane fits a tier.
     """
     flops = lane_flops(spec)
     given = {lane for tier in wishes.tiers for lane in tier.lanes or ()}
@@ -111,7 +114,7 @@ def lane_flops(spec: ModelSpec) -> list[int]:
 
 
 def _limit(path: Path, tier: TierWish, spec: ModelSpec, flops: Sequence[int]) -> Callable[[Sequence[int]], bool]:
-    """Whether a tier can have some lanes."""
+    """A function that says whether a tier can have some lanes."""
     share, profile, most = tier.flops_share, tier.profile, tier.max_ms
     if share is not None and profile is None and most is None:
         if not 0 < share < 1:

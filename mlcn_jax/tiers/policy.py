@@ -1,8 +1,8 @@
 """The policy of a split model: which lanes each tier has, what their sum means, and when an answer is final.
 
 The squared length of a class capsule is a sum over lanes, so what tiers return adds up. An answer's margin is the
-largest sum less the second largest, divided by the weight of the lanes heard: from 0 to 1. It is final where the margin
-reaches the threshold for the tiers that have answered, or all have. Needs numpy and msgspec only.
+largest sum minus the second largest, divided by the weight of the lanes heard: from 0 to 1. The answer is final if its
+margin reaches the threshold for the tiers that have answered, or if all have. Needs only numpy and msgspec.
 """
 
 import hashlib
@@ -21,12 +21,12 @@ from mlcn_jax.files import read_json
 
 FORMAT = 1
 FILE = "policy.json"
-MAX_TIERS = 6  # there is a threshold for each subset of them
-_Z95 = 1.6449  # of a one-sided bound
+MAX_TIERS = 6  # each subset of them has a threshold
+_Z95 = 1.6449  # for a one-sided 95 % bound
 
 
 class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tier: its name, the indices of its lanes in the model, the sum of their weights, and their FLOPs an image."""
+    """One tier: its name, the indices of its lanes in the model, their total weight, and their FLOPs per image."""
 
     name: str
     lanes: tuple[int, ...]
@@ -38,9 +38,9 @@ class Threshold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When the answer of some tiers is final, and what that does on the validation images.
 
     Attributes:
-      margin: from which on it is final; None is never.
-      settled: share of the images whose answer is.
-      loss: accuracy lost on all images if these answers are taken instead of the whole model's.
+      margin: smallest margin at which it is final; None if it never is.
+      settled: share of the images whose answer is final.
+      loss: accuracy lost, over all images, if these answers are taken instead of the whole model's.
       loss_bound: upper end of the paired one-sided 95 % confidence interval of `loss` (`threshold`).
     """
 
@@ -51,19 +51,19 @@ class Threshold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a model is split and its parts are joined, as `policy.json` has it.
+    """How a model is split and how the parts are joined; the content of `policy.json`.
 
     Attributes:
-      format: of the file.
+      format: version of the file's format.
       model: SHA-256 of the whole model's parameters, with the weights of its lanes.
-      class_names: in the order of the numbers that tiers return.
+      class_names: names of the classes, in the order of the numbers that tiers return.
       cut: what leaves the first tier (`cuts.NAMES`).
-      tiers: from the nearest to the farthest; the first is the gateway's own.
-      power: of a probability's root mean square over lanes that is told: 1, or 2 where lanes return probabilities.
-      groups: names of coarse classes, with the indices of theirs; empty if there are none.
+      tiers: the tiers, from the nearest to the farthest; the first is the gateway's own.
+      power: a probability is the root mean square over lanes to this power: 1, or 2 if lanes return probabilities.
+      groups: names of coarse classes, with the indices of their classes; empty if there are none.
       tolerance: accuracy that all thresholds together may cost.
-      validation_images: that thresholds were chosen on.
-      thresholds: by the names of the tiers that have answered, in their order, joined by `+`.
+      validation_images: number of images that the thresholds were chosen on.
+      thresholds: by the names of the tiers that have answered, in their order, joined with `+`.
     """
 
     format: int
@@ -79,7 +79,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def digest(self) -> str:
-        """32 hexadecimal digits of the SHA-256 of all this: gateways and nodes that work together agree on it."""
+        """First 32 hexadecimal digits of the policy's SHA-256, on which a gateway and its nodes must agree."""
         content = json.dumps(self.to_dict(), sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
@@ -89,7 +89,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(tier.name for tier in self.tiers)
 
     def tier(self, name: str) -> Tier:
-        """The tier of a name."""
+        """The tier with this name."""
         return self.tiers[self.names.index(name)]
 
     def weight(self, heard: Collection[str]) -> float:
@@ -120,7 +120,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return margins(sums, self.weight(heard)) >= threshold
 
     def to_dict(self) -> dict[str, Any]:
-        """What `read` reads, as JSON."""
+        """The policy as JSON, which `read` reads."""
         return msgspec.to_builtins(self)
 
     @classmethod
@@ -129,7 +129,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             policy = msgspec.convert(read_json(path), cls)
         except msgspec.ValidationError as error:
-            raise InputError(f"{path} is no policy of this version ({error}): split the model again") from error
+            raise InputError(f"{path} is not a policy of this version ({error}): split the model again") from error
         if policy.format != FORMAT:
             raise InputError(f"{path} has format {policy.format}, not {FORMAT}: split the model again")
         check_lanes(path, [tier.lanes for tier in policy.tiers], policy.names)
@@ -142,13 +142,13 @@ def key(names: Sequence[str], heard: Collection[str]) -> str:
 
 
 def margins(sums: Float[np.ndarray, "n classes"], weight: float) -> Float[np.ndarray, " n"]:
-    """The largest sum less the second largest, over the weight of the lanes: from 0 to 1."""
+    """The largest sum minus the second largest, divided by the weight of the lanes: from 0 to 1."""
     two = np.sort(sums, axis=1)[:, -2:]
     return (two[:, 1] - two[:, 0]) / max(weight, 1e-30)
 
 
 def check_lanes(source: Any, lanes: Sequence[Sequence[int]], names: Sequence[str], count: int | None = None) -> None:
-    """Raises InputError unless tiers have each lane once, and names that can be told apart."""
+    """Raises InputError unless each lane belongs to exactly one tier, and names are valid and distinct."""
     found = sorted(lane for each in lanes for lane in each)
     count = count if count is not None else len(found)
     wrong = [
@@ -156,17 +156,17 @@ def check_lanes(source: Any, lanes: Sequence[Sequence[int]], names: Sequence[str
         for name, which in (
             ("tiers without lanes", [name for name, each in zip(names, lanes, strict=True) if not each]),
             ("lanes that no tier has", sorted(set(range(count)) - set(found))),
-            ("lanes that are given twice", sorted({lane for lane in found if found.count(lane) > 1})),
+            ("lanes given twice", sorted({lane for lane in found if found.count(lane) > 1})),
             ("lanes that the model does not have", sorted(set(found) - set(range(count)))),
             ("names given twice", sorted({name for name in names if list(names).count(name) > 1})),
-            ("names with other characters than a-z, 0-9, - or _", [name for name in names if not _plain(name)]),
+            ("names with characters other than a-z, 0-9, - or _", [name for name in names if not _plain(name)]),
         )
         if which
     ]
     if not 2 <= len(names) <= MAX_TIERS:
-        wrong.append(f"there are {len(names)} tiers, not 2 to {MAX_TIERS}")
+        wrong.append(f"there are {len(names)} tiers; there must be 2 to {MAX_TIERS}")
     if wrong:
-        raise InputError(f"{source}: {'; '.join(wrong)}: each of the lanes 0 to {count - 1} belongs to one tier")
+        raise InputError(f"{source}: {'; '.join(wrong)}: give each of the lanes 0 to {count - 1} to exactly one tier")
 
 
 def _plain(name: str) -> bool:
@@ -180,16 +180,16 @@ def thresholds(
     labels: Int[np.ndarray, " n"],
     tolerance: float,
 ) -> dict[str, Threshold]:
-    """The threshold of each subset of tiers but the whole, from validation images.
+    """The threshold of each subset of tiers except the whole set, from validation images.
 
-    What the accuracy lost by one may be is `tolerance`, divided by the number of tiers less one: a request passes at
-    most so many thresholds.
+    Each threshold may lose `tolerance` divided by the number of tiers minus one, because a request passes at most that
+    many thresholds.
 
     Args:
-      names: of the tiers, in order.
-      parts: of each tier, the squared lengths that its lanes add.
+      names: names of the tiers, in order.
+      parts: what each tier's lanes add to the squared lengths.
       weights: of each tier, the sum of its lanes' weights.
-      labels: of the images.
+      labels: classes of the images.
       tolerance: accuracy that may be lost, as a fraction.
     """
     whole = np.argmax(sum(parts[name] for name in names), axis=1) == labels
@@ -204,18 +204,18 @@ def thresholds(
 
 
 def threshold(margin: Float[np.ndarray, " n"], lost: Int[np.ndarray, " n"], tolerance: float) -> Threshold:
-    """The least margin down to which the upper 95 % bound of the accuracy lost stays within `tolerance`.
+    """The smallest margin at which the upper 95 % bound of the accuracy lost stays within `tolerance`.
 
-    Margins are tried from the largest on, until the first that is not within, so that trying many does not widen what
-    may be lost. The bound holds for few losses as well: where there are none in n images it is 2.7 / n, and not 0 as by
-    the normal approximation.
+    Margins are tried from the largest down to the first whose bound is above, so trying many of them does not widen the
+    bound. The bound also holds for few losses: without any in n images it is 2.7 / n, not 0 as in the normal
+    approximation.
 
     Args:
-      margin: of each answer.
-      lost: 1 where only the whole model is right, -1 where only these tiers are, else 0.
+      margin: margin of each answer.
+      lost: 1 if only the whole model is right, -1 if only these tiers are, otherwise 0.
       tolerance: accuracy that may be lost, as a fraction.
 
-    Source: Wilson 1927 for the bound, Maurer et al. 1995 for tests in an order that is fixed before.
+    Source: Wilson 1927 for the bound, Maurer et al. 1995 for tests in an order that is fixed beforehand.
     """
     order = np.argsort(-margin, kind="stable")
     count = len(margin)

@@ -1,7 +1,7 @@
-"""Answers that become better: what has come is added up, and further tiers are asked until it is final or time is up.
+"""Answers that improve: the parts of the tiers that have answered are added, until the answer is final or time is up.
 
-The next tier is asked where an answer is not final. The one after it is asked too if that one's answer is not final
-either, is late, or could not come before the deadline if they were asked in turn.
+The next tier is asked if an answer is not final. The one after it is asked too if the answer is then still not final,
+or is late, or if there would be no time left to ask one after the other.
 """
 
 import asyncio
@@ -14,17 +14,17 @@ from jaxtyping import Bool, Float, UInt8
 from mlcn_jax.tiers.client import TierClient, TierLost
 from mlcn_jax.tiers.policy import Policy
 
-Home = Callable[[str, np.ndarray], Coroutine[None, None, np.ndarray]]  # what a tier takes of images
+Home = Callable[[str, np.ndarray], Coroutine[None, None, np.ndarray]]  # from images to what a tier receives
 
 
 class Answer:
-    """What is known of some images so far.
+    """What is known about some images so far.
 
     Attributes:
       sums: squared lengths of the class capsules, from the lanes heard.
-      heard: of each image, the tiers that have answered, once each.
+      heard: for each image, the tiers that have answered.
       lost: the tiers that did not answer, and why.
-      tier: the last that answered.
+      tier: the tier that answered last.
     """
 
     def __init__(self, policy: Policy, count: int):
@@ -35,7 +35,7 @@ class Answer:
         self.tier = ""
 
     def add(self, tier: str, which: Sequence[int], sums: Float[np.ndarray, "some classes"]) -> None:
-        """Adds what a tier found for some images; what it has said before does not count twice."""
+        """Adds a tier's part for some images; for each image, a tier counts only once."""
         for image, own in zip(which, sums, strict=True):
             if tier not in self.heard[image]:
                 self.sums[image] += own
@@ -62,26 +62,26 @@ async def refine(
     bits: int = 32,
     deadline: float = float("inf"),
 ) -> AsyncGenerator[Answer, None]:
-    """Yields the answer after each tier that has come; it is changed in place.
+    """Yields the answer each time a tier's part has arrived; it is the same object, changed in place.
 
     Args:
-      policy: of the split.
-      images: all of one request.
-      own: what the first tier's lanes found.
-      clients: of the other tiers, by name.
-      home: computes what a tier takes.
-      bits: of the values that are sent.
-      deadline: of `time.monotonic`; nothing is yielded after it.
+      policy: the policy of the split.
+      images: all images of one request.
+      own: the part of the first tier's lanes.
+      clients: clients of the other tiers, by name.
+      home: computes what a tier receives.
+      bits: bits of each value that is sent.
+      deadline: time of `time.monotonic` after which nothing is yielded.
     """
     answer = Answer(policy, len(images))
     answer.add(policy.names[0], range(len(images)), own)
     yield answer
     waiting = [name for name in policy.names[1:] if name in clients]
     asked: dict[asyncio.Task, tuple[str, np.ndarray]] = {}
-    late = float("inf")  # when the answers that are awaited are late
+    late = float("inf")  # time after which the awaited answers are late
 
     def ask() -> None:
-        """Asks the next tier that can be, and those that could not answer in time if they were asked after it."""
+        """Asks the next available tier, and also those that could not answer in time if they were asked after it."""
         nonlocal late
         while waiting:
             client = clients[waiting.pop(0)]

@@ -1,4 +1,4 @@
-"""How long tasks take on ends, edges and a cloud: the report's equations as printed, and a corrected model.
+"""How long tasks take on ends, edges and a cloud: the equations of a report as printed, and a corrected model.
 
 A task is a batch of images. Every task is answered by an end's lanes; under the other schedules it then goes on to an
 edge or the cloud, whose lanes refine it.
@@ -19,8 +19,8 @@ class Device:
 
     Attributes:
       count: how many there are.
-      communication, processing: seconds of a task, t_c and t_p in the report.
-      work: core seconds of a task, of those that all devices of a test bed share; 0 where they share none.
+      communication, processing: seconds per task, t_c and t_p in the report.
+      work: core-seconds per task on cores that all devices of a test bed share; 0 if they share none.
     """
 
     count: int
@@ -30,7 +30,7 @@ class Device:
 
     @property
     def seconds(self) -> float:
-        """Of a task, t_c + t_p."""
+        """Seconds per task, t_c + t_p."""
         return self.communication + self.processing
 
 
@@ -40,9 +40,9 @@ class System:
 
     Attributes:
       end, edge, cloud: the tiers.
-      tasks: to be done, N_t.
-      dispatch: seconds that the one dispatcher spends on each task that it hands to a device.
-      cores: that all devices share; 0 is as many as they like.
+      tasks: number of tasks, N_t.
+      dispatch: seconds that the single dispatcher spends on each task that it hands to a device.
+      cores: number of cores that all devices share; 0 for no limit.
     """
 
     end: Device
@@ -54,7 +54,7 @@ class System:
 
 
 def printed(schedule: str, system: System) -> float:
-    """Seconds by equations 1, 2, 3 and 6 as printed: what runs at the same time is added up."""
+    """Seconds by equations 1, 2, 3 and 6 as printed, which add up times that overlap."""
     tasks = system.tasks
     end = tasks / system.end.count * system.end.seconds
     with_cloud = end + tasks / system.cloud.count * system.cloud.seconds
@@ -66,7 +66,7 @@ def printed(schedule: str, system: System) -> float:
 
 
 def printed_ends_per_edge(system: System) -> int:
-    """Equation 4, N_map. For ends that work in parallel it is upside down: an edge keeps up with its inverse."""
+    """Equation 4, N_map, as printed. For ends that work in parallel it is upside down: its inverse is right."""
     return math.ceil(system.edge.seconds / system.end.seconds)
 
 
@@ -84,10 +84,10 @@ def cloud_share(system: System) -> float:
 
 
 def corrected(schedule: str, system: System) -> float:
-    """Seconds if devices work side by side and tasks flow on: the slowest resource, and filling the pipe.
+    """Seconds if devices work in parallel on a pipeline of tasks: the slowest resource, plus filling the pipeline.
 
-    Resources are each tier's devices, the dispatcher, and the cores that all share. The pipe is filled once by a task's
-    time on the other tiers that it passes. Under `Mapping` each end has its own edge, so that the edge with the most
+    Resources are each tier's devices, the dispatcher, and the cores that all share. The pipeline is filled once, in a
+    task's time on the other tiers that it passes. Under `Mapping` each end has a fixed edge, so the edge with the most
     ends is the slowest; otherwise edges take tasks from one queue.
     """
     tasks, cloud = system.tasks, cloud_share(system)
@@ -109,12 +109,12 @@ def corrected(schedule: str, system: System) -> float:
 
 
 def reassigned(seconds: float, ends: int, dead: int, tasks_before: int, timeout: float) -> float:
-    """Seconds of "reassign" by equation 8 summed up: each dead end's tasks wait for a time-out, one after the other.
+    """Seconds of "reassign" by equation 8, summed: each dead end's tasks wait for a time-out, one after the other.
 
     Args:
-      seconds: without a failure.
-      ends: that there are, of which `dead` die after `tasks_before` tasks each.
-      timeout: in seconds.
+      seconds: time without a failure.
+      ends: number of ends, of which `dead` die after `tasks_before` tasks each.
+      timeout: time-out in seconds.
     """
     if dead >= ends:
         return math.inf
@@ -122,6 +122,6 @@ def reassigned(seconds: float, ends: int, dead: int, tasks_before: int, timeout:
 
 
 def living(tasks: int, ends: int, dead: int, tasks_before: int, task_seconds: float) -> float:
-    """Seconds if dead ends are not asked again: what is left when they die, over those that live."""
+    """Seconds if dead ends are not asked again: the ends that live do what is left when the others die."""
     done = min(ends * tasks_before, tasks)
     return tasks_before * task_seconds + (tasks - done) / (ends - dead) * task_seconds

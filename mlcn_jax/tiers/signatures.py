@@ -1,4 +1,4 @@
-"""Ed25519 signatures: of artifacts, and of what nodes answer. Needs cryptography.
+"""Ed25519 signatures of artifacts and of the answers of nodes. Needs cryptography.
 
 Keys are PEM files: `openssl genpkey -algorithm ed25519 -out key.pem` makes one, `openssl pkey -in key.pem -pubout` its
 public key.
@@ -24,7 +24,7 @@ def private_key(path: Path) -> Ed25519PrivateKey:
     try:
         key = serialization.load_pem_private_key(_read(path), None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise InputError(f"{path} is no unencrypted private key ({error}): {_MAKE}") from error
+        raise InputError(f"{path} is not an unencrypted private key ({error}): {_MAKE}") from error
     if not isinstance(key, Ed25519PrivateKey):
         raise InputError(f"{path} is not an Ed25519 key: {_MAKE}")
     return key
@@ -37,7 +37,7 @@ def public_keys(paths: Sequence[Path]) -> list[Ed25519PublicKey]:
         try:
             key = serialization.load_pem_public_key(_read(path))
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-            raise InputError(f"{path} is no public key ({error}): {_MAKE}") from error
+            raise InputError(f"{path} is not a public key ({error}): {_MAKE}") from error
         if not isinstance(key, Ed25519PublicKey):
             raise InputError(f"{path} is not an Ed25519 key: {_MAKE}")
         keys.append(key)

@@ -1,4 +1,4 @@
-"""Splits a trained model into one artifact a tier, and chooses when an answer is final."""
+"""Splits a trained model into one artifact per tier, and chooses when an answer is final."""
 
 import dataclasses
 import logging
@@ -32,8 +32,7 @@ from mlcn_jax.training.evaluate import class_capsules
 from mlcn_jax.training.session import check_learned
 
 FOLDER = "tiers"
-GOOD_VALIDATION_IMAGES = 5000  # fewer leave wide bounds on what a threshold costs
-_TOLERANCE = 1e-5
+GOOD_VALIDATION_IMAGES = 5000  # with fewer, the bounds on what a threshold costs are wide
 _log = logging.getLogger(__name__)
 
 
@@ -46,28 +45,29 @@ def split(
     out: str = "",
     precision: Path | None = None,
 ) -> Path:
-    """Writes an artifact a tier into a folder of `workdir`, in place of older ones, and returns that folder.
+    """Writes an artifact for each tier into a folder of `workdir`, in place of older ones, and returns that folder.
 
-    Before they are put in place they are loaded again, and must add up to the whole model's lengths, to 1e-5.
+    Before they are put in place they are loaded again, and must add up to the whole model's lengths, as far as their
+    precisions allow (`precision.lanes.tolerance`).
 
     Args:
-      workdir: of a trained model.
+      workdir: folder of a trained model.
       wishes_path: `tiers.json` (`placing.Wishes`).
       cut: what leaves the first tier (`cuts.NAMES`).
       key: private key to sign with, a PEM file.
       data_dir: overrides the run's `data.dir`, for the validation images, if not empty.
       out: name of the folder in `workdir`; empty is `tiers`.
-      precision: export of the model with a precision for each lane, which the tiers then have; None for float32.
+      precision: export of the model in which each lane has a precision, which the tiers keep; None for float32.
 
     Raises:
       InputError: the workdir, the tiers, the cut, the key or the export cannot be used, the images are not those that
-        the model learned from, or its lanes do not classify alone.
+        the model was trained on, or its lanes do not classify alone.
     """
     if precision is not None and cut != PIXELS:
-        raise InputError(f"--cut={cut} splits lanes, and those of --precision are whole: give --cut={PIXELS}")
+        raise InputError(f"--cut={cut} splits lanes, but those of --precision stay whole: give --cut={PIXELS}")
     signing = None
     if key is not None:
-        from mlcn_jax.tiers import signatures  # which needs cryptography
+        from mlcn_jax.tiers import signatures  # needs cryptography
 
         signing = signatures.private_key(key)
     config = stored_config(workdir, data_dir)
@@ -77,7 +77,7 @@ def split(
     train, validation = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)
     check_learned(workdir, dataset, train)
     _check_validation(workdir, len(validation.labels))
-    folded = dataclasses.replace(trained, params=fold_statistics(trained.spec, trained.params))
+    folded = _folded(trained)
     chosen: list[Made] = []
     if precision is not None:
         chosen = read_lanes(precision, trained.spec, _digest(folded))
@@ -99,20 +99,27 @@ def split(
             if signing is not None:
                 content = (made / tier.name / artifact.MANIFEST).read_bytes()
                 (made / tier.name / SIGNATURE).write_bytes(signing.sign(content))
-        _check(made, policy, squares, validation, tolerance(chosen) if chosen else _TOLERANCE)
+        precisions = [own.form.precision for own in chosen] or [trained.spec.compute_dtype]
+        _check(made, policy, squares, validation, tolerance(precisions))
         if folder.exists():
             folder.rename(Path(temporary) / "before")
         made.rename(folder)
     return folder
 
 
+def is_of(folder: Path, trained: Trained) -> bool:
+    """Whether a folder holds a split of this model, with the parameters that it has now."""
+    digest = _digest(_folded(trained))
+    return any(policies.Policy.read(path).model == digest for path in folder.glob(f"*/{policies.FILE}"))
+
+
 def check_lanes_classify(spec: ModelSpec) -> None:
-    """Raises InputError unless each lane of a model classifies alone, so that some of them are an answer."""
+    """Raises InputError unless each lane of a model classifies alone, so that some of them can give an answer."""
     lanes = f"lanes {spec.lanes}" if spec.lanes else "CapsNet, which has no lanes,"
     if not spec.lanes or (spec.margin_loss == "joint" and not spec.classifies_alone.all()):
         raise InputError(
-            f"{lanes} with model.margin_loss={spec.margin_loss} do not classify alone, so what some of them say is "
-            "worth little: train with --config.model.margin_loss=per_lane or per_lane_sum, or lanes of the kind resnet"
+            f"{lanes} with model.margin_loss={spec.margin_loss} do not classify alone, so a part of them gives no good "
+            "answer: train with --config.model.margin_loss=per_lane or per_lane_sum, or lanes of the kind resnet"
         )
     if len(spec.lane_specs) < 2:
         raise InputError(f"{lanes} cannot be split: train a model with 2 lanes or more")
@@ -121,7 +128,7 @@ def check_lanes_classify(spec: ModelSpec) -> None:
 def _check_validation(workdir: Path, count: int) -> None:
     if not count:
         raise InputError(
-            f"{workdir} was trained without validation images, and thresholds are chosen on them: train with "
+            f"{workdir} was trained without validation images, on which thresholds are chosen: train with "
             "--config.data.validation_fraction=0.1"
         )
     if count < GOOD_VALIDATION_IMAGES:
@@ -163,6 +170,10 @@ def _policy(
     return policy, parts
 
 
+def _folded(trained: Trained) -> Trained:
+    return dataclasses.replace(trained, params=fold_statistics(trained.spec, trained.params))
+
+
 def _digest(folded: Trained) -> str:
     return model_digest(folded.spec.lanes, folded.spec.weights.tolist(), flat_weights(folded.params["encoder"]))
 
@@ -191,8 +202,8 @@ def _write(
 ) -> None:
     """Writes one tier's artifact.
 
-    `others` are the parts for which it computes what they take; `chosen` are all lanes, if they have precisions of
-    their own.
+    `others` are the parts of other tiers whose input this tier computes; `chosen` are all lanes, if they have
+    precisions of their own.
     """
     folder.mkdir(parents=True)
     own = policy.tiers[index]

@@ -1,7 +1,7 @@
 """What a gateway and a node send each other: a line of JSON, then numbers.
 
-A request holds one row an image, pixels in uint8 or the values of a cut in 2 to 32 bits, compressed where that makes it
-smaller. An answer holds K float32 numbers an image. A nonce binds an answer, and its signature, to its request.
+A request holds one row per image, pixels in uint8 or the values of a cut in 2 to 32 bits, compressed if that makes it
+smaller. An answer holds K float32 numbers per image. A nonce binds an answer, and its signature, to its request.
 """
 
 import json
@@ -22,13 +22,17 @@ class Refused(Exception):
     """A message cannot be used; the text says why."""
 
 
+class Unfit(Refused):
+    """A request cannot be answered, though others from the same gateway can; the text says why."""
+
+
 class _Request(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     policy: str
     nonce: str
     count: int
-    bits: int = 0  # of the values; 0 where rows are pixels
+    bits: int = 0  # of each value; 0 if rows are pixels
     packed: bool = False
-    ranges: list[tuple[float, float]] = []  # least and largest value of each row, below 16 bits
+    ranges: list[tuple[float, float]] = []  # smallest and largest value of each row, for fewer than 16 bits
 
 
 class _Answer(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -39,7 +43,7 @@ class _Answer(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 def pack_request(policy: str, nonce: str, rows: np.ndarray, bits: int = 32) -> bytes:
-    """The body of a request for rows, [n, ...], in uint8 or float32; the latter are sent in `bits` bits a value."""
+    """The body of a request for rows, [n, ...], in uint8 or float32; float32 values are sent with `bits` bits each."""
     head = _Request(policy, nonce, len(rows))
     if rows.dtype == np.uint8:
         payload = rows.tobytes()
@@ -58,21 +62,22 @@ def unpack_request(
     """The nonce and the rows of a request.
 
     Args:
-      body: of the request.
-      policy: digest of the policy that it must be of.
-      shape, dtype: of a row.
-      most: rows in a request.
+      body: the body of the request.
+      policy: digest of this node's policy, which the request must have too.
+      shape, dtype: shape and dtype of a row.
+      most: largest number of rows.
 
     Raises:
-      Refused: it is malformed, of another policy, has too many rows or values that are not finite.
+      Unfit: it has too many rows, or values that are not finite.
+      Refused: it is malformed, or for another policy.
     """
     head, payload = _split(body, _Request)
     if head.policy != policy:
         raise Refused(
-            f"the gateway has the policy {head.policy[:32]!r} and this node {policy!r}: give both tiers of one split"
+            f"the gateway has policy {head.policy[:32]!r}, but this node has {policy!r}: give both tiers of one split"
         )
     if not 1 <= head.count <= most:
-        raise Refused(f"the request has {head.count} images; 1 to {most} are taken")
+        raise Unfit(f"the request has {head.count} images; 1 to {most} are accepted")
     of_pixels = dtype == np.uint8
     if head.bits not in ((0,) if of_pixels else BITS):
         raise Refused(f"the values have {head.bits} bits; this node takes {'pixels' if of_pixels else BITS}")
@@ -91,7 +96,7 @@ def unpack_request(
     raw = np.frombuffer(payload, np.uint8).reshape(head.count, row_bytes)
     rows = raw if of_pixels else _restored(raw, head.bits, head.ranges, size)
     if not np.isfinite(rows).all():
-        raise Refused("the values are not all finite")
+        raise Unfit("the values are not all finite")
     return head.nonce, rows.reshape(head.count, *shape)
 
 
@@ -102,7 +107,7 @@ def pack_answer(
     sums: Float[np.ndarray, "n classes"],
     sign: Callable[[bytes], bytes] | None = None,
 ) -> bytes:
-    """The body of an answer; `sign` signs what it says."""
+    """The body of an answer; `sign` signs its content."""
     payload = np.ascontiguousarray(sums, "<f4").tobytes()
     signature = sign(_signed_content(policy, tier, nonce, payload)).hex() if sign else ""
     return msgspec.json.encode(_Answer(policy, tier, nonce, signature)) + b"\n" + payload
@@ -117,23 +122,23 @@ def unpack_answer(
     most: float,
     is_signed: Callable[[bytes, bytes], bool] | None = None,
 ) -> Float[np.ndarray, "n classes"]:
-    """What a tier's lanes add to the squared lengths.
+    """What a tier's lanes add to the squared lengths, from the body of an answer.
 
     Args:
-      body: of the answer.
-      policy, tier, nonce: that it must be of.
-      shape: images and classes.
-      most: the largest value that is possible.
-      is_signed: whether a content has a signature that is trusted; None takes answers unsigned.
+      body: the body.
+      policy, tier, nonce: what the answer must have been made for.
+      shape: numbers of images and classes.
+      most: largest possible value.
+      is_signed: says whether a signature of some content is trusted; None accepts unsigned answers.
 
     Raises:
       Refused: it is malformed, of another model, not signed, not finite or out of range.
     """
     head, payload = _split(body, _Answer)
     if (head.policy, head.tier) != (policy, tier):
-        raise Refused(f"the answer is of tier {head.tier[:32]!r} of another model or split, {head.policy[:32]!r}")
+        raise Refused(f"the answer is from tier {head.tier[:32]!r} of another model or split, {head.policy[:32]!r}")
     if head.nonce != nonce:
-        raise Refused("the answer is to another request")
+        raise Refused("the answer belongs to another request")
     if is_signed and not is_signed(_signed_content(policy, tier, nonce, payload), _from_hex(head.signature)):
         raise Refused("the answer is not signed by a trusted node")
     if len(payload) != 4 * math.prod(shape):
@@ -164,7 +169,7 @@ def _split(body: bytes, kind: type) -> tuple[Any, bytes]:
 
 
 def _quantised(rows: Float[np.ndarray, "n size"], bits: int) -> tuple[list[tuple[float, float]], bytes]:
-    """Values in fewer bits: evenly spaced between the least and the largest of each row, below 16 bits."""
+    """Values in fewer bits; below 16 bits, evenly spaced between the smallest and the largest of each row."""
     if bits >= 16:
         return [], rows.astype("<f2" if bits == 16 else "<f4").tobytes()
     low, high = rows.min(axis=1), rows.max(axis=1)

@@ -213,10 +213,10 @@ def test_profiles_are_found_by_accelerator_and_by_name(profiles, tmp_path):
     more = [Offer("big", 1.0, accelerator="H100-80GB"), *given]
     assert set(cheapest.read_profiles(f"{tmp_path}/h100.json", more)) == {"h100-80gb"}, "the name that says most"
     large = dataclasses.replace(given[1], cpus=64.0)
-    assert "it has 64 cores, and the profile" in cheapest.with_profiles([large], found, TERMS)[1][0]
+    assert "it has 64 cores, but the profile" in cheapest.with_profiles([large], found, TERMS)[1][0]
     with pytest.raises(InputError, match=r"catalog has no machine or accelerator 'bxo'; did you mean box\?"):
         cheapest.read_profiles(f"bxo={tmp_path}/h100.json", given)
-    with pytest.raises(InputError, match="which is no accelerator of the catalog: say which machine"):
+    with pytest.raises(InputError, match="which is not an accelerator of the catalog: name its machine"):
         cheapest.read_profiles(f"{tmp_path}/h100.json", given[1:2])
     with pytest.raises(InputError, match=r"no machine .* has a device profile: .*\(H100, box, A100-80GB\).* --out"):
         cheapest.read_profiles("", given)

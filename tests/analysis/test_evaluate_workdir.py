@@ -98,7 +98,7 @@ def test_all_images_are_told_apart_from_the_test_set_of_the_run(trained, capsys,
     assert json.loads(capsys.readouterr().out)["images"] == 1797
     assert (workdir / "confusion.png").stat().st_mtime_ns == before
     assert (workdir / "evaluate" / "confusion.png").is_file()
-    assert "the model learned from these images" in caplog.text
+    assert "the model was trained on these images" in caplog.text
 
 
 def test_labels_follow_the_classes_of_the_model_and_gray_becomes_rgb(digits, model):

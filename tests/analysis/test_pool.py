@@ -181,7 +181,7 @@ def test_a_worker_that_is_stopped_leaves_its_lane(tmp_path):
         ('kind = "mlcn1:w1"', 'kind = "mlcn1:w1*2"', r"kind is 'mlcn1:w1\*2'; it must be text for one lane"),
         ('kind = "mlcn1:w2"', 'kind = "mlcn1:w1d1"', "names mlcn1:w1d1 with seed 0 twice"),
         ("validation_fraction = 0.2", "validation_fraction = 0", "validation_fraction is 0; it must be above 0"),
-        ("seeds = [0, 1]", "seeds = [0]\ncount = 2", "has count; it may have kind, seeds, set"),
+        ("seeds = [0, 1]", "seeds = [0]\ncount = 2", "has unknown keys count; it may have kind, seeds, set"),
         ('"per_lane_sum"', '"joint"', "model.margin_loss is 'joint'"),
         ("[set]", "[set", "cannot be read"),
         ("train.num_steps", "train.num_stepz", "there is no field train.num_stepz"),

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
+import httpx
 import numpy as np
 import pytest
 
-from experiments import quota, tiers_dispatch, tiers_leak, tiers_relay
+from experiments import quota, tiers_bed, tiers_dispatch, tiers_leak, tiers_relay
 from experiments.tiers_relay import Link, Relay
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.model import init_params
@@ -73,11 +75,13 @@ class Ends:
     """Devices that take a while for each task, and may stop."""
 
     def __init__(self, seconds):
-        self.stopped, self.seconds, self.work = set(), seconds, []
+        self.stopped, self.seconds, self.work, self.errors = set(), seconds, [], []
 
     async def _post(self, run, client, device, number):
         if device in self.stopped:
             await asyncio.sleep(3600)
+        if self.errors and self.errors[0][0] == device[:2]:
+            raise self.errors.pop(0)[1]
         await asyncio.sleep(self.seconds[device])
         self.work.append((device, number, time.perf_counter()))
         run_parts = run.parts[number]
@@ -119,6 +123,33 @@ def test_every_schedule_does_each_task_once_on_each_of_its_tiers(devices, schedu
     assert len(devices.work) == 16 * stages
     assert all(total.sum() == stages for total in outcome.sums)
     assert outcome.seconds < 16 * 0.03, "tiers and devices work side by side"
+
+
+def status(number):
+    request = httpx.Request("POST", "http://node/part")
+    return httpx.HTTPStatusError(f"status {number}", request=request, response=httpx.Response(number))
+
+
+def test_errors_of_connections_and_servers_are_failed_attempts(devices, monkeypatch):
+    monkeypatch.setattr(tiers_dispatch, "_LOOK_SECONDS", 0.01)
+    devices.errors = [("en", httpx.ReadError("reset")), ("en", status(503)), ("ed", status(500))]
+    outcome = run("End-Edge")
+    assert outcome.timeouts == 3
+    assert all(total.sum() == 2 for total in outcome.sums), "each task was done"
+    for mode in tiers_dispatch.MODES:
+        devices.errors = [("en", httpx.ConnectError("refused"))]
+        monkeypatch.setattr(tiers_dispatch._Run, "_answers_again", lambda run, client, i: asyncio.sleep(0))
+        assert run("End", tiers_dispatch.Failures(mode, 0, 2, 5.0, lambda i: None)).timeouts == 1
+
+
+def test_a_wrong_task_and_errors_without_end_end_a_run(devices, monkeypatch):
+    monkeypatch.setattr(tiers_dispatch, "_LOOK_SECONDS", 0.0)
+    devices.errors = [("en", status(400))]
+    with pytest.raises(httpx.HTTPStatusError, match="status 400"):
+        run("End")
+    devices.errors = [("en", httpx.ConnectError("refused"))] * 200
+    with pytest.raises(httpx.ConnectError, match="refused"):
+        run("End")
 
 
 def failing(devices, mode, dead):
@@ -179,6 +210,43 @@ def test_no_quota_is_less_than_the_kernel_takes(tmp_path, cores, written):
     assert group.held_back() == pytest.approx(2.5)
     (tmp_path / "group" / "cpu.stat").write_text("usage_usec 5\nthrottled_usec 1500000\n")
     assert group.held_back() == pytest.approx(1.5)
+
+
+def test_a_process_beside_a_bed_has_a_quota_of_its_own_and_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(quota.Quota, "root", staticmethod(lambda: tmp_path))
+    monkeypatch.setattr(quota.time, "sleep", lambda seconds: None)  # the group is a folder with files: it stays
+    monkeypatch.setattr(tiers_bed, "_end_when_asked", lambda: None)
+    ended = []
+    monkeypatch.setattr(tiers_bed.os, "kill", lambda pid, number: ended.append((pid, number)))
+    monkeypatch.setattr(tiers_bed.os, "waitpid", lambda pid, options: ended.append(pid))
+    with tiers_bed.limited(12345, "end", 0.3) as given:
+        assert given.folder == tmp_path / f"mlcn_tiers_{os.getpid()}_end", "the next bed finds it if this script dies"
+        assert (given.folder / "cpu.max").read_text() == "3000 10000"
+        assert (given.folder / "cgroup.procs").read_text() == "12345"
+        assert not ended
+    assert ended == [(12345, signal.SIGKILL), 12345]
+
+
+def test_the_url_of_a_server_is_what_it_prints_and_nothing_that_it_logs(monkeypatch):
+    def start(script):
+        monkeypatch.setattr(tiers_bed, "_python", lambda module: ["sh", "-c", script])
+        return tiers_bed.start_server("tiers")
+
+    with start("echo edge at http://127.0.0.1:9 is away >&2; echo gateway at http://127.0.0.1:80/refine") as one:
+        assert tiers_bed.url_of(one) == "http://127.0.0.1:80"
+    with start("exit 2") as one, pytest.raises(InputError, match="tiers --port=0 did not start"):
+        tiers_bed.url_of(one)
+    with start("echo other; exec sleep 60") as one:
+        with pytest.raises(InputError, match="did not start, as said above: other"):
+            tiers_bed.url_of(one)
+        one.kill()
+
+
+def test_nodes_are_idle_once_they_use_no_more_time(monkeypatch):
+    monkeypatch.setattr(tiers_bed.time, "sleep", lambda seconds: None)
+    used = iter([0.0, 1.0, 1.0, 9.0])
+    tiers_bed.until_idle([types.SimpleNamespace(core_seconds=lambda: next(used))])
+    assert next(used) == 9.0
 
 
 def test_what_a_killed_script_left_is_ended_and_what_others_run_is_not(tmp_path, monkeypatch):

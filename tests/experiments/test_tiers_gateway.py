@@ -1,10 +1,12 @@
 """The measurements of a gateway: what false nodes say, late requests, lanes that tiers share, and the tables."""
 
+import contextlib
 import datetime
 import http.client
 import http.server
 import json
 import threading
+import types
 from pathlib import Path
 
 import numpy as np
@@ -210,26 +212,45 @@ def test_tables_tell_what_a_lost_tier_costs_and_what_faults_did():
 
 def test_a_split_of_other_tiers_is_not_taken_for_these(tmp_path, monkeypatch):
     made = []
+    model, further = (types.SimpleNamespace(spec=types.SimpleNamespace(lane_specs=range(4))) for _ in range(2))
 
     def split(workdir, path, cut, key, data_dir, out):
         made.append(json.loads(path.read_text()))
-        (workdir / out).mkdir()
+        (workdir / out).mkdir(exist_ok=True)
         return workdir / out
 
     monkeypatch.setattr(tiers_gateway.split, "split", split)
-    assert tiers_gateway.split_model(tmp_path, "", 4, "") == tmp_path / "tiers-gateway"
+    monkeypatch.setattr(tiers_gateway.split, "is_of", lambda folder, trained: trained is model)
+    assert tiers_gateway.split_model(tmp_path, "", model, "") == tmp_path / "tiers-gateway"
     assert [tier["lanes"] for tier in made[0]["tiers"]] == [[0], [1], [2, 3]]
     two = {"tiers": [{"name": "end", "lanes": [0]}, {"name": "cloud", "lanes": [1, 2, 3]}]}
     (tmp_path / "two.json").write_text(json.dumps(two))
     for _ in range(2):
-        assert tiers_gateway.split_model(tmp_path, str(tmp_path / "two.json"), 4, "") == tmp_path / "tiers-two"
+        assert tiers_gateway.split_model(tmp_path, str(tmp_path / "two.json"), model, "") == tmp_path / "tiers-two"
     assert len(made) == 2, "it has been split"
+    tiers_gateway.split_model(tmp_path, str(tmp_path / "two.json"), further, "")
+    assert len(made) == 3, "it was trained further"
     (tmp_path / "two.json").write_text(json.dumps({**two, "tolerance": 0.01}))
     with pytest.raises(SystemExit, match="is of other tiers than these"):
-        tiers_gateway.split_model(tmp_path, str(tmp_path / "two.json"), 4, "")
+        tiers_gateway.split_model(tmp_path, str(tmp_path / "two.json"), model, "")
     (tmp_path / "two.json").write_text(json.dumps({"tiers": [{"name": "a"}, {"name": "b"}]}))
     with pytest.raises(SystemExit, match="give end, edge, cloud, or end, cloud"):
-        tiers_gateway.split_model(tmp_path, str(tmp_path / "two.json"), 4, "")
+        tiers_gateway.split_model(tmp_path, str(tmp_path / "two.json"), model, "")
+
+
+def test_the_cloud_has_the_model_as_it_is_now(tmp_path, monkeypatch):
+    (tmp_path / "export").mkdir()
+    exported, ended = [], []
+    relay = types.SimpleNamespace(kill=lambda: ended.append("killed"), wait=lambda: ended.append("waited"))
+    sent = {"answers": [{"class": "b"}, {"class": "a"}], "classes": ["a", "b"], "times": {"mean_ms": 1.0}}
+    monkeypatch.setattr(tiers_gateway.export, "export", exported.append)
+    monkeypatch.setattr(tiers_gateway, "process", lambda *_: contextlib.nullcontext(("http://127.0.0.1:1", None)))
+    monkeypatch.setattr(tiers_gateway, "start_relay", lambda *_: (relay, 2))
+    monkeypatch.setattr(tiers_gateway, "send", lambda url, images: sent)
+    found = tiers_gateway.cloud_alone(tmp_path, np.zeros((2, 4, 4, 1), np.uint8), np.array([1, 1]))
+    assert exported == [tmp_path]
+    assert found["accuracy"] == 0.5
+    assert ended == ["killed", "waited"]
 
 
 def test_certificates_are_signed_by_one_whom_gateways_know_and_one_has_expired(tmp_path):

@@ -1,7 +1,10 @@
 """The report's tables from measurements: what is measured and what is predicted stand apart."""
 
 import json
+import types
+from pathlib import Path
 
+from experiments import tiers_tables
 from experiments.tiers_tables_report import mean_error, schedule_rows, write_report
 from mlcn_jax.tiers import schedules
 
@@ -55,3 +58,17 @@ def test_tables_tell_what_was_measured_and_how_far_models_are_off(tmp_path):
     assert mean_error([end], "corrected") == 0
     lines = [line for line in text.splitlines() if "End-Cloud | 2" in line]
     assert len(lines) == 2, "measured and predicted are in tables of their own"
+
+
+def test_a_model_that_was_trained_further_is_split_again(tmp_path, monkeypatch):
+    tables = object.__new__(tiers_tables.Tables)
+    tables.workdir, tables.data_dir, tables.path = tmp_path, "", tmp_path / "tables.json"
+    tables.trained, tables.spec = None, types.SimpleNamespace(lane_specs=range(3))
+    (tmp_path / "tiers-pixels").mkdir()  # of the model as it was
+    made = []
+    monkeypatch.setattr(tiers_tables, "TierArtifact", Path)
+    monkeypatch.setattr(tiers_tables.split, "is_of", lambda folder, trained: folder.name in made)
+    monkeypatch.setattr(tiers_tables.split, "split", lambda *given: made.append(given[-1]))
+    for _ in range(2):
+        assert tables._split()["edge"] == tmp_path / "tiers-pixels" / "edge"
+    assert made == ["tiers-pixels"]

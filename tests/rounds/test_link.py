@@ -96,7 +96,7 @@ def test_only_who_has_a_certificate_is_let_in(tmp_path, caplog):
 
         with caplog.at_level("INFO", logger="mlcn_jax"), pytest.raises(KeyboardInterrupt):
             Client(f"127.0.0.1:{port}", tls, give_up).call("fetch", REQUEST)
-        assert "it may want a certificate" in caplog.records[before].getMessage()
+        assert "it may require a certificate" in caplog.records[before].getMessage()
     server.stop(None)
 
 
@@ -122,7 +122,7 @@ def test_a_connection_that_is_closed_may_want_a_certificate(said, caplog):
     mine._calls["fetch"] = lose
     with caplog.at_level("INFO", logger="mlcn_jax"), pytest.raises(KeyboardInterrupt):
         mine.call("fetch", REQUEST)
-    assert "it may want a certificate" in caplog.text
+    assert "it may require a certificate" in caplog.text
 
 
 def test_half_of_what_encryption_needs_is_refused():
@@ -130,6 +130,9 @@ def test_half_of_what_encryption_needs_is_refused():
         started(tls=Tls(ca=Path("ca.pem")))
     with pytest.raises(InputError, match="--tls_cert at a worker needs --ca"):
         client(1, Tls(Path("a.pem"), Path("b.pem")))
+    for half in ({"cert": Path("a.pem")}, {"key": Path("b.pem"), "ca": Path("ca.pem")}):
+        with pytest.raises(InputError, match="--tls_cert and --tls_key are a pair"):
+            Tls(**half)
 
 
 @pytest.mark.parametrize("address", ["somewhere", "127.0.0.1:", "127.0.0.1:70000", ":80"])

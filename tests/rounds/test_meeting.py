@@ -110,7 +110,7 @@ def test_nobody_counts_twice_and_nothing_late_counts():
     assert late.fetch(2, 0).kind == "wait", "not to send again"
     late.meeting.advance(at(1), b"")
     assert late.push(1).counts, "whose first answer was lost"
-    assert late.push(2).reason == "round 0 is over, or began anew, and round 1 is open"
+    assert late.push(2).reason == "round 0 is over or was restarted; round 1 is open"
     assert not late.push(1, 2).counts
 
 
@@ -181,7 +181,7 @@ def test_after_a_restart_there_is_no_update():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"run": "other"}, "worker 0 is of another configuration or other images"),
+        ({"run": "other"}, "worker 0 has another configuration or other training images"),
         ({"worker": 3}, "there is no worker 3: train.rounds.workers is 3"),
         ({"value": np.nan}, "the change of worker 0 in round 0 has values that are not finite"),
         ({"other": 1.0}, "the metrics of worker 0 in round 0 are .*; they must be finite values of loss and accuracy"),

@@ -1,6 +1,7 @@
 """Every model of a study ends once, whatever becomes of its workers; methods find a better region that was planted."""
 
 import dataclasses
+import math
 import multiprocessing
 import os
 import random
@@ -246,6 +247,7 @@ def test_other_settings_are_refused_by_name(tmp_path):
     [
         ({"method": "guess"}, "search.method is 'guess'; it must be one of random"),
         ({"num_models": 0}, "search.num_models is 0; it must be 1 or more"),
+        ({"max_training_seconds": math.nan}, "search.max_training_seconds is nan; it must be 0 or more, and finite"),
         ({"tolerance": 0.0}, "search.tolerance"),
         ({"kinds": "mlcn1,mlcn9"}, "search.kinds"),
         ({"baseline": "mlcn1"}, "model.lanes: expected"),

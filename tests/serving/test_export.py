@@ -221,7 +221,7 @@ def test_an_artifact_that_was_altered_or_cut_is_refused(copied, name, how):
         (copied / name).write_bytes(content[:-1])
     else:
         (copied / name).unlink()
-    with pytest.raises(InputError, match=f"{name} (was altered or cut|is missing): copy it again"):
+    with pytest.raises(InputError, match=rf"{name} (was altered or truncated|is missing)\): copy the folder again"):
         artifact.Artifact(copied)
 
 
@@ -234,7 +234,7 @@ def test_a_manifest_that_was_altered_is_refused(copied):
     manifest = json.loads((copied / "manifest.json").read_text())
     for text in (json.dumps(manifest | {"step": 7}), "{", "[]", "{}", "[" * 200_000):
         (copied / "manifest.json").write_text(text)
-        with pytest.raises(InputError, match=r"manifest.json (was altered|is damaged)"):
+        with pytest.raises(InputError, match=r"manifest.json (was altered|cannot be read)"):
             artifact.Artifact(copied)
 
 

@@ -93,7 +93,7 @@ def test_its_lanes_are_read_back_for_the_same_model_only(in_xla, model, workdir,
     for own, read in zip(chosen, precision_lanes.read_lanes(folder, model.spec, digest), strict=True):
         assert read.form == own.form
         np.testing.assert_allclose(read.call(images), own.call(images), atol=1e-6)
-    with pytest.raises(InputError, match="is of another model, or of another step"):
+    with pytest.raises(InputError, match="belongs to another model, or to another checkpoint"):
         precision_lanes.read_lanes(folder, model.spec, "0")
     with pytest.raises(InputError, match="is an export in one precision"):
         precision_lanes.read_lanes(workdir / "export", model.spec, digest)
@@ -104,7 +104,7 @@ def test_tiers_have_the_lanes_as_they_are_in_the_export(in_xla, workdir, images)
     tiers = split.split(workdir, workdir / "tiers.json", out="mixed", precision=folder)
     found = sum(TierArtifact(tiers / name).part(images) for name in ("end", "edge", "cloud"))
     np.testing.assert_allclose(found, sum(np.asarray(own.call(images)) for own in chosen), atol=2e-2)
-    with pytest.raises(InputError, match="those of --precision are whole"):
+    with pytest.raises(InputError, match="those of --precision stay whole"):
         split.split(workdir, workdir / "tiers.json", cut="capsules", precision=folder)
 
 
@@ -112,7 +112,7 @@ def test_an_altered_file_is_found(in_xla, tmp_path):
     folder = shutil.copytree(in_xla[0], tmp_path / "export")
     with (folder / "weights.npz").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(InputError, match=r"weights\.npz was altered or cut"):
+    with pytest.raises(InputError, match=r"weights\.npz was altered or truncated"):
         Artifact(folder)
     manifest = json.loads((in_xla[0] / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"onnx": ["lane0.onnx"]}))
@@ -136,7 +136,7 @@ def test_what_onnx_runtime_cannot_read_is_one_error(tmp_path):
 def test_images_of_another_size_are_refused(model):
     dataset = model.data.load()
     small = dataclasses.replace(dataset.train, images=dataset.train.images[:, :20, :20])
-    with pytest.raises(InputError, match="28x28x1 of 10 classes, and those of digits for calibration are 20x20x1"):
+    with pytest.raises(InputError, match="28x28x1 images of 10 classes, but digits, used for calibration, has 20x20x1"):
         precision_export.check_images(dataclasses.replace(dataset, train=small), model)
 
 

@@ -66,5 +66,5 @@ def test_a_workdir_without_a_model_says_so(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="holds no trained model"):
         predict.open_model(str(tmp_path))
     monkeypatch.setitem(sys.modules, "mlcn_jax.serving.trained", None)
-    with pytest.raises(InputError, match=r"reading it needs all that trains .*pip install mlcn_jax"):
+    with pytest.raises(InputError, match=r"reading it needs the training packages .*pip install mlcn_jax"):
         predict.open_model(str(tmp_path))

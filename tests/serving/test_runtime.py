@@ -68,7 +68,7 @@ def test_a_runtime_with_other_lengths_is_not_used_however_fast(tmp_path, caplog)
     }
     fastest = runtime.Fastest(computes, SHAPE, None, {})
     assert fastest.choice(2) == "xla"
-    assert "onnxruntime differs from xla by 0.001" in caplog.text
+    assert "onnxruntime is not used: its lengths differ from those of xla by 0.001" in caplog.text
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"cpu": "a"}', '{"cpu": "a", "milliseconds": {"x": 1}}'])
@@ -99,10 +99,10 @@ def test_a_converted_model_that_cannot_be_used_is_named(exported, tmp_path, monk
     refused("model.json cannot be read")
     description = {"export": "another", "sha256": host.sha256_of(converted)}
     converted.with_suffix(".json").write_text(json.dumps(description))
-    refused("was made of another export")
+    refused("was converted from another export")
     converted.with_suffix(".json").write_text(json.dumps(description | {"export": manifest["sha256"]}))
     converted.write_bytes(b"other")
-    refused("was altered or cut")
+    refused("was altered or truncated")
     converted.write_bytes(b"model")
     monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: None)
     refused(r"pip install .mlcn_jax\[onnxruntime\]")

@@ -18,7 +18,7 @@ from PIL import Image
 from mlcn_jax.errors import InputError
 from mlcn_jax.serving import artifact
 from mlcn_jax.serving import server as server_lib
-from mlcn_jax.serving.batching import Batcher, Full
+from mlcn_jax.serving.batching import Batcher, Full, Late
 from mlcn_jax.serving.http_service import IS_GONE, Limits, application
 from mlcn_jax.serving.server import main
 from mlcn_jax.serving.service import Service
@@ -297,6 +297,22 @@ def test_a_batch_is_no_larger_than_its_first_item_has_time_for():
     assert [batcher.batch_size(50, left) for left in (5, 2.4, 2, 1.3, 0.1)] == [8, 8, 4, 2, 1]
 
 
+def test_items_may_be_due_earlier_than_others():
+    async def check():
+        batcher = Batcher(lambda items: items, 1, 100, deadline_seconds=60)
+        batcher._seconds, batcher._loop = {1: 1.0}, asyncio.get_running_loop()
+        due = time.monotonic() + 2.5
+        batcher.submit([np.zeros(1)], due=due)
+        with pytest.raises(Late):
+            batcher.submit([np.zeros(1)] * 2, due=due)
+        batcher.submit([np.zeros(1)] * 2)
+        with pytest.raises(Late):
+            batcher.submit([np.zeros(1)] * 60, due=due + 1000)
+        assert batcher.waiting == 3
+
+    asyncio.run(check())
+
+
 def test_what_cannot_be_answered_by_the_deadline_is_refused_at_once_and_late_items_are_not_computed():
     async def check(app, slow, service):
         service.batcher._seconds = {1: 0.2, 2: 0.2, 4: 0.2, 8: 0.2}
@@ -307,7 +323,7 @@ def test_what_cannot_be_answered_by_the_deadline_is_refused_at_once_and_late_ite
         service.batcher._seconds |= {1: 0.6, 2: 1.1}
         status, headers, answer = await ask(app, pixel(201))
         assert (status, headers[b"retry-after"]) == (503, b"1")
-        assert answer == {"error": "no answer within 1 seconds: try again"}
+        assert answer == {"error": "no answer can be ready by the deadline: try again"}
         assert service.batcher.waiting == 1
         await asyncio.sleep(1)  # until the waiting one is late
         slow.go.set()
@@ -323,7 +339,7 @@ def test_a_model_too_slow_for_the_deadline_is_named():
     slow.go.set()
     slow.probabilities = lambda images: time.sleep(0.02) or np.zeros((len(images), 2))
     limits = Limits(2, 8, 1000, 4, 9, timeout_seconds=5, deadline_seconds=0.01)
-    with pytest.raises(InputError, match=r"one image alone takes 0\.02\d? seconds.*--deadline_seconds=0\.01"):
+    with pytest.raises(InputError, match=r"a single image takes 0\.02\d? seconds.*--deadline_seconds=0\.01"):
         Service(slow, limits).warm_up()
 
 

@@ -1,6 +1,8 @@
 """Nodes that answer too much or too late, and clients that have gone, without a model."""
 
 import asyncio
+import dataclasses
+import gzip
 import json
 import time
 import types
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 from test_policy import made
 
-from mlcn_jax.serving.http_service import IS_GONE, Limits
+from mlcn_jax.serving.http_service import IS_GONE, Limits, application
 from mlcn_jax.tiers import client as clients
 from mlcn_jax.tiers import wire
 from mlcn_jax.tiers.client import Node, TierClient, TierLost
@@ -25,6 +27,14 @@ def tier_of(handler):
     client = TierClient("edge", made(), ["http://node"])
     client.nodes = [Node("http://node", True, httpx.MockTransport(handler))]
     return client
+
+
+def service_of(part, limits=LIMITS):
+    """A node that answers what a function of the images returns."""
+    policy = made()
+    tier = types.SimpleNamespace(part=part, row_shape=(4, 4, 1), row_dtype=np.dtype(np.uint8), policy=policy)
+    tier.name = "edge"
+    return NodeService(tier, limits)
 
 
 def answer_to(request):
@@ -111,13 +121,10 @@ def test_what_a_client_no_longer_waits_for_is_not_computed():
         computed.append(len(rows))
         return np.full((len(rows), 3), 0.5, np.float32)
 
-    policy = made()
-    tier = types.SimpleNamespace(part=part, row_shape=(4, 4, 1), row_dtype=np.dtype(np.uint8), policy=policy)
-    tier.name = "edge"
-    body = wire.pack_request(policy.digest, "n", IMAGES)
+    body = wire.pack_request(made().digest, "n", IMAGES)
 
     async def check():
-        service = NodeService(tier, LIMITS)
+        service = service_of(part)
         sent = []
 
         async def receive():
@@ -132,5 +139,108 @@ def test_what_a_client_no_longer_waits_for_is_not_computed():
                 await service(scope, receive, send)
         assert computed == [1]
         assert sent == ["http.response.start", "http.response.body"]
+
+    asyncio.run(check())
+
+
+def test_a_request_with_more_images_than_a_node_takes_does_not_take_the_tier_from_others():
+    def part(rows):
+        return np.full((len(rows), 3), 0.5, np.float32)
+
+    async def check():
+        service = service_of(part, dataclasses.replace(LIMITS, max_images=1))
+        client = tier_of(None)
+        client.nodes = [Node("http://node", True, httpx.ASGITransport(application(service)))]
+        async with service.running(None):
+            for _ in range(4):
+                with pytest.raises(TierLost, match="the request has 2 images; 1 to 1 are accepted"):
+                    await client.ask(np.zeros((2, 4, 4, 1), np.uint8), 32, time.monotonic() + 5)
+                assert client.is_available
+            assert (await ask(client, 5)).tolist() == [[0.5] * 3]
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("statuses", "asked"), [((413, 422), 5), ((408, 429, 500, 503), 3), ((400, 404), 1)], ids=["one", "moment", "every"]
+)
+def test_a_node_is_left_alone_for_what_it_would_say_to_other_requests_too(statuses, asked):
+    async def check(status):
+        sent = []
+
+        async def handler(request):
+            sent.append(1)
+            return httpx.Response(status, text="no")
+
+        client = tier_of(handler)
+        for _ in range(5):
+            with pytest.raises(TierLost):
+                await ask(client, 5)
+        assert len(sent) == asked
+
+    for status in statuses:
+        asyncio.run(check(status))
+
+
+def test_an_error_that_nobody_foresaw_costs_a_tier_and_not_the_answer():
+    broken = [RuntimeError("not foreseen")]
+
+    async def handler(request):
+        if broken:
+            raise broken[0]
+        return httpx.Response(200, content=answer_to(request))
+
+    async def check():
+        client = tier_of(handler)
+        breaker = client.nodes[0].breaker
+        for _ in range(3):
+            with pytest.raises(TierLost, match="not foreseen"):
+                await ask(client, 5)
+        assert breaker.is_open
+        breaker.seen()
+        with pytest.raises(TierLost, match="not foreseen"):
+            await ask(client, 5)
+        assert client.nodes[0].outstanding == 0
+        broken.clear()
+        breaker.seen()
+        assert (await ask(client, 5)).tolist() == [[0.5] * 3], "it may be tried again"
+
+    asyncio.run(check())
+
+
+def test_health_checks_go_on_after_an_error_that_nobody_foresaw(monkeypatch, caplog):
+    monkeypatch.setattr(clients, "_SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(clients._log, "propagate", True)
+    looks = []
+
+    async def handler(request):
+        looks.append(1)
+        if len(looks) < 3:
+            raise RuntimeError("not foreseen")
+        return httpx.Response(200)
+
+    async def check():
+        client = tier_of(handler)
+        watching = asyncio.create_task(client.watch())
+        until = time.monotonic() + 5
+        while client.nodes[0].is_cold:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.01)
+        watching.cancel()
+
+    asyncio.run(check())
+    assert "not foreseen" in caplog.text
+
+
+def test_a_compressed_answer_is_not_expanded():
+    async def bomb():
+        yield gzip.compress(bytes(2**24))
+
+    async def handler(request):
+        return httpx.Response(200, headers={"Content-Encoding": "gzip"}, content=bomb())
+
+    async def check():
+        with pytest.raises(TierLost, match="the answer has Content-Encoding 'gzip', which was not asked for"):
+            await ask(tier_of(handler), 5)
 
     asyncio.run(check())

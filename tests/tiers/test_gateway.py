@@ -7,10 +7,12 @@ import re
 import time
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from made_tiers import LIMITS, Wire, key_files, lines_of, png, started, strict, with_policy
 
+from mlcn_jax.errors import InputError
 from mlcn_jax.serving.trained import TrainedModel
 from mlcn_jax.tiers import signatures
 from mlcn_jax.tiers.client import Node
@@ -109,6 +111,21 @@ def test_short_deadlines_do_not_keep_tiers_from_being_tried_and_one_that_hangs_i
                 assert (await lines_of(client, images[0], "?deadline_ms=200"))[-1]["lanes"] in ([1, 2], [1])
             assert node.breaker.is_open
             assert node.breaker.reason == "no answer before the deadline"
+
+    asyncio.run(check())
+
+
+def test_what_the_own_lanes_cannot_answer_by_the_deadline_is_refused_at_once(tiers, images):
+    async def check():
+        async with started(tiers) as (client, gateway, wires):
+            gateway.batcher._seconds = {1: 2.0, 2: 2.0}
+            for path in ("/predict", "/refine"):
+                refused = await client.post(f"{path}?deadline_ms=1500", content=png(images[0]))
+                assert refused.status_code == 503
+                assert refused.json()["error"] == "no answer can be ready by the deadline: try again"
+            assert wires["edge"].asked == 0
+            gateway.batcher._seconds = {1: 0.1, 2: 0.1}
+            assert (await lines_of(client, images[0], "?deadline_ms=60000"))[-1]["final"]
 
     asyncio.run(check())
 
@@ -223,7 +240,7 @@ def test_tiers_can_be_stopped_from_the_page_where_that_is_allowed(thorough, imag
             assert wires["edge"].asked == 0
             assert not (await send("/tiers/edge", content=b"false")).json()[1]["stopped"]
             assert (await lines_of(client, images[0]))[-1]["lanes"] == [0, 1, 2]
-            assert (await send("/tiers/none", content=b"true")).status_code == 400
+            assert (await send("/tiers/none", content=b"true")).status_code == 404
             assert (await client.post("/tiers/edge", content=b"true")).status_code == 400, (
                 "not from another page's form"
             )
@@ -237,8 +254,17 @@ def test_tiers_can_be_stopped_from_the_page_where_that_is_allowed(thorough, imag
 
 
 def test_nobody_can_draw_the_same_noise(tiers):
-    drawn = [GatewayService(tiers["end"], {}, LIMITS, noise=0.5)._rng.standard_normal() for _ in range(2)]
+    of_a_cut = with_policy(tiers, msgspec.structs.replace(tiers["end"].policy, cut="capsules"))["end"]
+    drawn = [GatewayService(of_a_cut, {}, LIMITS, noise=0.5)._rng.standard_normal() for _ in range(2)]
     assert drawn[0] != drawn[1]
+
+
+@pytest.mark.parametrize("asked", [{"noise": 0.5}, {"bits": 8}])
+def test_nobody_who_asks_for_noise_or_fewer_bits_sends_exact_pixels(tiers, asked):
+    with pytest.raises(InputError, match="this split sends exact pixels: leave both out, or split"):
+        GatewayService(tiers["end"], {}, LIMITS, **asked)
+    of_a_cut = with_policy(tiers, msgspec.structs.replace(tiers["end"].policy, cut="capsules"))["end"]
+    assert GatewayService(of_a_cut, {}, LIMITS, **asked).about()["cut"] == "capsules"
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_a_node_that_fails_is_left_alone_for_longer_and_longer_and_tried_with_on
     breaker.seen()
     assert not breaker.is_open
     breaker.asked()
-    breaker.gave_up()
+    breaker.ended()
     assert not breaker.is_open
     breaker.worked()
     assert not breaker.is_open

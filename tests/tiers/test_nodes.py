@@ -44,9 +44,9 @@ def test_nodes_of_another_split_stop_a_gateway_from_starting(tiers, monkeypatch,
 
     check(about())
     for wrong in (about(lanes=[2]), about(tier="cloud"), about(policy="x")):
-        with pytest.raises(InputError, match="start all tiers from one split"):
+        with pytest.raises(InputError, match="start all tiers from the same split"):
             check(wrong)
-    with pytest.raises(InputError, match="is no node of a tier"):
+    with pytest.raises(InputError, match="is not a node of a tier"):
         check(httpx.Response(200, text="hello"))
     monkeypatch.setattr("mlcn_jax.tiers.client._log.propagate", True)
     check(httpx.ConnectError("refused"))

@@ -1,9 +1,11 @@
 """A small model whose lanes classify alone, split over three tiers: what each holds, and what is refused."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from made_tiers import key_files
@@ -17,6 +19,7 @@ from mlcn_jax.serving import artifact as artifacts
 from mlcn_jax.serving.trained import TrainedModel
 from mlcn_jax.tiers import placing, signatures, split
 from mlcn_jax.tiers.artifact import TierArtifact
+from mlcn_jax.training.checkpoint import load_trained
 
 
 @pytest.fixture
@@ -45,13 +48,33 @@ def test_the_sum_over_the_tiers_is_the_whole_model(per_lane, tiers_folder, image
         )
 
 
+def test_lanes_that_compute_in_bfloat16_add_up_as_far_as_that_goes(per_lane, images, tmp_path, monkeypatch):
+    workdir = shutil.copytree(per_lane, tmp_path / "run", ignore=shutil.ignore_patterns("tiers"))
+    about = read_json(workdir / "model.json")
+    write_json(workdir / "model.json", about | {"spec": about["spec"] | {"compute_dtype": "bfloat16"}})
+    check, allowed = split._check, []
+    monkeypatch.setattr(split, "_check", lambda *given: allowed.append(given[-1]) or check(*given))
+    folder = split.split(workdir, workdir / "tiers.json")
+    assert 1e-3 < allowed[0] < 0.1
+    total = sum(TierArtifact(folder / name).part(images) for name in ("end", "edge", "cloud"))
+    np.testing.assert_allclose(np.sqrt(total), TrainedModel(workdir).lengths(images), atol=allowed[0])
+
+
+def test_a_split_is_of_the_model_with_the_parameters_it_had(per_lane, tiers_folder, tmp_path):
+    trained = load_trained(per_lane)
+    assert split.is_of(tiers_folder, trained)
+    further = jax.tree.map(lambda array: 2 * array, trained.params)
+    assert not split.is_of(tiers_folder, dataclasses.replace(trained, params=further))
+    assert not split.is_of(tmp_path / "none", trained)
+
+
 def test_an_altered_artifact_is_refused(tiers_folder, tmp_path):
     for file in ("weights.npz", "policy.json", "model.json", "part-cpu-1.jaxexport", "manifest.json"):
         copy = shutil.copytree(tiers_folder / "edge", tmp_path / file)
         content = bytearray((copy / file).read_bytes())
         content[len(content) // 2] ^= 1
         (copy / file).write_bytes(bytes(content))
-        with pytest.raises(InputError, match="not what was exported"):
+        with pytest.raises(InputError, match=r"is damaged \("):
             TierArtifact(copy)
 
 
@@ -62,16 +85,16 @@ def test_lanes_that_are_not_the_policys_and_other_exports_are_refused(tiers_fold
     found = (copy / "model.json").read_bytes()
     manifest["files"]["model.json"] = {"bytes": len(found), "sha256": host.sha256_of(copy / "model.json")}
     write_json(copy / "manifest.json", artifacts.signed(manifest))
-    with pytest.raises(InputError, match="has the lanes 2 of tier edge, and its policy says otherwise"):
+    with pytest.raises(InputError, match="has the lanes 2 of tier edge, but its policy gives other lanes"):
         TierArtifact(copy)
-    with pytest.raises(InputError, match="is no tier of a split model"):
+    with pytest.raises(InputError, match="is not a tier of a split model"):
         TierArtifact(exported / "export")
 
 
 def test_only_what_a_trusted_key_signed_is_taken(tiers_folder, tmp_path):
     (private, public), (_, other) = key_files(tmp_path, "mine"), key_files(tmp_path, "other")
     copy = shutil.copytree(tiers_folder / "edge", tmp_path / "edge")
-    with pytest.raises(InputError, match="is not signed, and only what"):
+    with pytest.raises(InputError, match="is not signed, but only what"):
         TierArtifact(copy, [public])
     manifest = (copy / "manifest.json").read_bytes()
     (copy / "manifest.sig").write_bytes(signatures.private_key(private).sign(manifest))
@@ -79,7 +102,7 @@ def test_only_what_a_trusted_key_signed_is_taken(tiers_folder, tmp_path):
     with pytest.raises(InputError, match=r"is not signed by .*other"):
         TierArtifact(copy, [other])
     for wrong in (private, tmp_path / "none.pem"):
-        with pytest.raises(InputError, match=r"no public key|cannot be read"):
+        with pytest.raises(InputError, match=r"not a public key|cannot be read"):
             TierArtifact(copy, [wrong])
 
 

@@ -19,6 +19,7 @@ from conftest import REPOSITORY
 from made_certificates import certificate
 from made_tiers import png
 
+from experiments.tiers_bed import url_of
 from mlcn_jax import host
 from mlcn_jax.commands.tiers import main
 from mlcn_jax.errors import InputError
@@ -34,16 +35,11 @@ class Started:
             [sys.executable, "-m", "mlcn_jax", "tiers", *map(str, arguments), *SMALL],
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
             text=True,
         )
-        line = self.process.stdout.readline()
-        while "cannot be reached" in line:
-            line = self.process.stdout.readline()
-        found = re.search(r"(https?)://127.0.0.1:(\d+)", line)
-        assert found, line + self.process.stdout.read()
-        self.scheme, self.port = found[1], int(found[2])
-        self.url = f"{self.scheme}://127.0.0.1:{self.port}"
+        self.url = url_of(self.process)
+        self.scheme, _, address = self.url.partition("://")
+        self.port = int(address.rpartition(":")[2])
 
     def ask(self, path, body=None, method="POST"):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
@@ -191,14 +187,19 @@ def test_nodes_and_gateways_show_each_other_certificates(thorough, start, pictur
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["gateway", "{}/edge"], "is the tier edge, and a gateway takes the first, end"),
+        (["gateway", "{}/edge"], "is the tier edge, but a gateway takes the first, end"),
         (["gateway", "{}/end", "--nodes=other=http://x"], "--nodes has 'other=http://x'; give NAME=URL"),
         (["gateway", "{}/end", "--nodes=edge=ftp://x"], "--nodes has 'edge=ftp://x'"),
+        (["gateway", "{}/end", "--nodes=edge=http://edge:80O1"], "80O1'; give NAME=URL,... with a name of edge, cloud"),
+        (["gateway", "{}/end", "--nodes=edge=http://edge:80010"], "80010'; give NAME=URL"),
+        (["gateway", "{}/end", "--nodes=edge=http://"], "'edge=http://'; give NAME=URL"),
         (["gateway", "{}/end", "--deadline_ms=0.01"], "a deadline of 0.01 ms is shorter than this device's own lanes"),
-        (["gateway", "{}/end", "--noise=-1"], "must be 0 or more"),
+        (["gateway", "{}/end", "--noise=-1"], "must both be 0 or more"),
         (["gateway", "{}/end", "--ca=/none.pem"], "--ca, --cert or --cert_key cannot be used"),
         (["node", "{}"], "is not an exported model"),
         (["node", "{}/edge", "--tls_cert=/none.pem"], "--tls_cert, --tls_key or --tls_clients cannot be used"),
+        (["node", "{}/edge", "--tls_clients=/none.pem"], "--tls_key and --tls_clients need --tls_cert"),
+        (["gateway", "{}/end", "--cert_key=/none.pem"], "give --cert as well"),
         (["node", "{}/edge", "--key=/none.pem"], "cannot be read"),
         (["split", "/none", "--tiers=/none.json"], "/none"),
     ],

@@ -45,7 +45,7 @@ def test_what_cannot_be_used_is_refused_with_the_reason():
     rows = np.ones((2, 5), np.float32)
     body = wire.pack_request("p", "n", rows)
     for changed, said in (
-        (wire.pack_request("other", "n", rows), "the gateway has the policy 'other' and this node 'p'"),
+        (wire.pack_request("other", "n", rows), "the gateway has policy 'other', but this node has 'p'"),
         (wire.pack_request("p", "n", np.ones((9, 5), np.float32)), "9 images; 1 to 4"),
         (wire.pack_request("p", "n", np.full((2, 5), np.nan, np.float32)), "not all finite"),
         (wire.pack_request("p", "n", np.ones((2, 5), np.uint8)), "have 0 bits"),
@@ -55,6 +55,15 @@ def test_what_cannot_be_used_is_refused_with_the_reason():
     ):
         with pytest.raises(wire.Refused, match=said):
             wire.unpack_request(changed, "p", (5,), FLOAT, 4)
+
+
+def test_what_is_wrong_with_one_request_only_is_told_apart():
+    for rows in (np.ones((9, 5), np.float32), np.full((2, 5), np.nan, np.float32)):
+        with pytest.raises(wire.Unfit):
+            wire.unpack_request(wire.pack_request("p", "n", rows), "p", (5,), FLOAT, 4)
+    with pytest.raises(wire.Refused) as refused:
+        wire.unpack_request(wire.pack_request("other", "n", np.ones((2, 5), np.float32)), "p", (5,), FLOAT, 4)
+    assert not isinstance(refused.value, wire.Unfit)
 
 
 def test_a_small_body_cannot_become_a_large_one():

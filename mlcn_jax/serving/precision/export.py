@@ -30,21 +30,21 @@ from mlcn_jax.training.session import check_learned
 
 FILE = "precision.json"
 CHOICES = ("smallest", "fastest")
-_RANKING_IMAGES = 5_000  # of the training images, where none were held out
-_BATCH = 500  # images whose parts are computed at once
+_RANKING_IMAGES = 5_000  # training images that the mix is chosen on if no validation images were held out
+_BATCH = 500  # images whose parts are computed in one call
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What is wanted.
+    """What mix to choose, and how to calibrate and time it.
 
     Attributes:
       choose: `smallest` or `fastest`.
-      max_accuracy_drop: percentage points that the mix may lose, on validation images.
-      calibration_images: training images that int8 is calibrated on.
+      max_accuracy_drop: percentage points of validation accuracy that the mix may lose.
+      calibration_images: training images to calibrate int8 on.
       batch: images in a timed call.
-      rounds: of timing.
+      rounds: rounds of timing.
     """
 
     choose: str = "smallest"
@@ -60,22 +60,22 @@ def precision(
     """Writes the chosen mix to `results/export` and all that was measured to `results/precision.json`; returns that.
 
     Args:
-      workdir: holds an export.
+      workdir: folder of a run that was exported.
       results: folder to write to.
-      terms: what is wanted.
-      command: that makes the export again.
+      terms: what to choose, and how to measure.
+      command: the command that makes the export again.
       data_dir: overrides the run's `data.dir`, if not empty.
-      profiles: of devices, on which the lanes are placed in the forms that finish first.
+      profiles: device profiles; if given, a form and a device are also chosen for each lane (`place_lanes`).
 
     Raises:
-      InputError: there is no export or it is damaged, it has no lanes, its images are not those that it learned from,
-        the folder cannot be written to, or a package is not installed. NoRoom: the lanes do not fit the devices; the
-        rest is written.
+      InputError: there is no export or it is damaged, it has no lanes, its images are not those that it was trained on,
+        the folder cannot be written to, or a package is not installed.
+      NoRoom: the lanes do not fit the devices; everything else was written.
     """
     packages = onnx.versions()
     model = onnx.read_export(workdir, data_dir)
     if not model.spec.lane_specs:
-        raise InputError(f"{workdir} holds a CapsNet, which has no lanes of which each could have a precision")
+        raise InputError(f"{workdir} holds a CapsNet, which has no lanes: give a run of a model with lanes")
     folder = results / "export"
     if folder.exists() and not (folder / artifact.MANIFEST).is_file():
         raise InputError(f"{folder} exists but is not an export: move it away, because it would be replaced")
@@ -90,7 +90,7 @@ def precision(
     if not len(ranking.labels):
         drawn = np.random.default_rng(0).permutation(len(train.labels))[:_RANKING_IMAGES]
         ranking, ranked_on = train[np.sort(drawn)], "training"
-        _log.warning("no validation images were held out: the mix is chosen on training images, which looks too good")
+        _log.warning("no validation images were held out: the mix is chosen on training images and looks too good")
     evenly = np.unique(np.linspace(0, len(train.labels) - 1, terms.calibration_images).astype(int))
 
     lanes = lanes_of(model.spec, model.encoder)
@@ -109,7 +109,7 @@ def precision(
     least = before - terms.max_accuracy_drop / 100
     mix, proven = cheapest_mix(parts, costs, ranking.labels, least)
     mixes = [mix]
-    if fastest:  # lanes that are computed together take other times than one by one
+    if fastest:  # the time of lanes together is not the sum of their times, so some mixes are timed as a whole
         same = ([form] * len(lanes) for form in range(len(FORMS)))
         mixes += [each for each in same if each != mix and is_accurate(parts, each, ranking.labels, least)]
 
@@ -170,7 +170,7 @@ def precision(
         try:
             about["placement"] = place_lanes(model.spec, devices, parts, held, ranking.labels, drop, terms.batch)
         except NoRoom as error:
-            raise NoRoom(f"{error}; what was measured, and the export without devices, are in {results}") from error
+            raise NoRoom(f"{error}; the measurements, and the export without devices, are in {results}") from error
         write_json(results / FILE, about)
     return about
 
@@ -181,8 +181,8 @@ def check_images(dataset: Dataset, model: onnx.ExportedModel) -> None:
     names = tuple(model.artifact.class_names)
     if shape != expected or dataset.class_names != names:
         raise InputError(
-            f"the model takes images of {'x'.join(map(str, expected))} of {len(names)} classes, and those of "
-            f"{dataset.name} for calibration are {'x'.join(map(str, shape))} of {len(dataset.class_names)}: give "
+            f"the model takes {'x'.join(map(str, expected))} images of {len(names)} classes, but {dataset.name}, used "
+            f"for calibration, has {'x'.join(map(str, shape))} images of {len(dataset.class_names)} classes: give "
             "--data_dir=FOLDER with the images that it was trained on"
         )
 
@@ -209,7 +209,7 @@ def _seconds_of_kinds(lanes: Sequence[Lane], made: Sequence[Sequence[Made]], ter
 
 
 def _write(folder: Path, model: onnx.ExportedModel, workdir: Path, chosen: Sequence[Made], command: str) -> None:
-    """Writes the export of all lanes, each as it was chosen."""
+    """Writes the export of all lanes, each in its chosen form."""
     folder.mkdir()
     write_json(folder / "config.json", read_json(workdir / "export" / "config.json"))
     arrays = artifact.read_weights(workdir / "export" / artifact.WEIGHTS)
@@ -231,18 +231,18 @@ def _check(exported: artifact.Artifact, chosen: Sequence[Made], images: np.ndarr
     for n in (1, 8):
         expected = np.sqrt(sum(np.asarray(own.call(images[:n])) for own in chosen))
         error = float(np.max(np.abs(exported.lengths(images[:n]) - expected)))
-        if not error <= tolerance(chosen):
+        if not error <= tolerance(own.form.precision for own in chosen):
             raise RuntimeError(f"the export differs from its lanes by {error}")
 
 
 def _weight_bytes(folder: Path) -> int:
-    """Bytes of the files that hold weights; those of ONNX Runtime have the graph of their lane too."""
+    """Bytes of the files that hold weights; ONNX files also hold the graph of their lane."""
     files = artifact.verified_manifest(folder)["files"]
     return sum(known["bytes"] for name, known in files.items() if name == artifact.WEIGHTS or name.endswith(".onnx"))
 
 
 def table(about: Mapping[str, Any]) -> str:
-    """What was measured, for people: lane by precision, the mix that was chosen, and what it costs."""
+    """What was measured, as a text table: lane by precision, the mix that was chosen, and what it costs."""
     rows = [["lane", "precision", "runtime", "KB", "ms", "alone", ""]]
     for number, lane in enumerate(about["lanes"]):
         for form in lane["forms"]:
@@ -277,6 +277,6 @@ def table(about: Mapping[str, Any]) -> str:
         lines += [f"  {n} {x['lane']}: {x['form']} on {devices[x['device']]}" for n, x in enumerate(placed["lanes"])]
         lines.append(
             f"  {about['terms']['batch']} images in {placed['makespan_milliseconds']:.2f} ms by the profiles, "
-            f"{placed['accuracy_drop']:.2f} points lost"
+            f"{placed['accuracy_drop']:.2f} percentage points lost"
         )
     return "\n".join(lines)

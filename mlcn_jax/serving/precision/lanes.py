@@ -1,6 +1,6 @@
 """Lanes in their forms, as the files of an artifact: written for an export or a tier, and read back one by one."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,20 @@ from mlcn_jax.serving.onnx_file import open_onnx
 from mlcn_jax.serving.parts import ONNX, OUTPUT, STEM, Form, lane_file
 from mlcn_jax.serving.precision.make import BITS, Made, lane_part
 
-# Of lengths: convolutions are computed in another order for another number of images, and a value that is rounded to
-# the other side of a step of 8 bits, or of bfloat16, shows.
+# Largest differences of lengths. The order of a convolution's sums depends on the number of images, so a value may be
+# rounded to the neighbouring value in bfloat16 or 8 bits.
 _TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 1e-2}
 
 
-def tolerance(chosen: Sequence[Made]) -> float:
-    """How far lengths of the same lanes may differ."""
-    return max(_TOLERANCES[own.form.precision] for own in chosen)
+def tolerance(precisions: Iterable[str]) -> float:
+    """How far the lengths of the same lanes, in these precisions, may differ between two computations."""
+    return max(_TOLERANCES[precision] for precision in precisions)
 
 
 def write_lanes(
     folder: Path, spec: ModelSpec, chosen: Mapping[int, Made], row: jax.ShapeDtypeStruct
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Writes lanes, by index, in their forms; returns the functions of those in XLA, and the files of the others."""
+    """Writes lanes, by index, in their forms; returns the functions for those in XLA, and the files of the others."""
     in_xla = {lane: own for lane, own in chosen.items() if own.form.runtime != ONNX}
     functions: list[dict[str, Any]] = []
     if in_xla:
@@ -52,20 +52,20 @@ def read_lanes(folder: Path, spec: ModelSpec, digest: str) -> list[Made]:
     """The lanes of an export in several precisions, ready to run here.
 
     Args:
-      folder: that `mlcn_jax precision` wrote.
+      folder: one that `mlcn_jax precision` wrote.
       spec: the model.
-      digest: `parts.weights_digest` of its arrays in float32.
+      digest: `parts.model_digest` of the model in float32.
 
     Raises:
-      InputError: the folder is no such export, was altered, or is of another model.
+      InputError: the folder is not such an export, was altered, or belongs to another model.
     """
     exported = Artifact(folder)
     if exported.manifest["format"] != MIXED_FORMAT:
         raise InputError(f"{folder} is an export in one precision: give one that `{program()} precision` wrote")
     if exported.description["model_sha256"] != digest:
         raise InputError(
-            f"{folder} is of another model, or of another step of it: make it again with `{program()} export` and "
-            f"`{program()} precision`"
+            f"{folder} belongs to another model, or to another checkpoint of it: make it again with "
+            f"`{program()} export` and `{program()} precision`"
         )
     weights = read_weights(folder / WEIGHTS)
     options = conv.compiler_options(jax.default_backend())
@@ -87,7 +87,7 @@ def _with(function: Callable, arrays: Mapping[str, np.ndarray]) -> Callable[[Arr
 
 
 def lanes_function(spec: ModelSpec, precisions: Mapping[int, str]) -> Callable[[Mapping[str, Array], Array], Array]:
-    """The function `(arrays of `stored`, uint8 images) -> sum of the parts` of some lanes, by their precisions."""
+    """The function from arrays (`stored`) and uint8 images to the sum of the parts of some lanes, by precision."""
 
     def total(weights: Mapping[str, Array], images: Array) -> Array:
         parts = []

@@ -1,4 +1,4 @@
-"""Makes each lane of a trained model in each precision: its function, its weights and their calibration.
+"""Converts each lane of a trained model to each precision: its function, its weights and their calibration.
 
 Int8 is made by ONNX Runtime's static quantisation of the lane that jax2onnx converts: weights with a scale per output
 channel, activations with scales calibrated on training images. Reading it needs ONNX Runtime only.
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 CALIBRATION_BATCH = 64
 _QUANTIZED = ["Conv", "MatMul", "Gemm"]  # the rest, above all squash and softmax, stays float32
-BITS = np.dtype(np.uint16)  # NumPy's files have no bfloat16
+BITS = np.dtype(np.uint16)  # holds the bits of bfloat16, a type that NumPy's files do not have
 
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """A lane of a trained model, with its index in it and its parameters without the axis of lanes."""
+    """A lane of a trained model, its index in it, and its parameters without the axis of lanes."""
 
     spec: ModelSpec
     index: int
@@ -56,10 +56,10 @@ class Made:
 
     Attributes:
       form: the form.
-      num_bytes: of its weights: those of its arrays, or of its ONNX file, which has the graph too.
-      call: from uint8 images to its part, on this machine.
+      num_bytes: bytes of its arrays, or of its ONNX file, which holds the graph too.
+      call: a function from uint8 images to the lane's part, ready to run on this machine.
       arrays: its weights for XLA, by name (`stored`).
-      onnx: its file for ONNX Runtime.
+      onnx: the content of its ONNX file.
     """
 
     form: Form
@@ -107,7 +107,7 @@ def lane_part(
 
 
 def stored(params: dict, lane: int, precision: str) -> dict[str, np.ndarray]:
-    """The arrays of a lane as an export has them, by name; those in bfloat16 as their bits."""
+    """The arrays of a lane as an export stores them, by name; those in bfloat16 as their bits."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     arrays = {f"{lane}/{jax.tree_util.keystr(p, simple=True, separator='/')}": np.asarray(a) for p, a in leaves}
     if precision == "float32":
@@ -116,14 +116,14 @@ def stored(params: dict, lane: int, precision: str) -> dict[str, np.ndarray]:
 
 
 def _optimized(lane: Lane, folder: Path) -> Path:
-    """The lane as an ONNX file, with what depends on its weights alone computed."""
+    """The lane as an ONNX file, in which all that depends only on weights is computed beforehand."""
     import onnx
     from onnxruntime.quantization import quant_pre_process
 
     plain = dataclasses.replace(lane, spec=dataclasses.replace(lane.spec, conv="native"))
 
     def part(images: Array) -> Array:
-        with tracing.using(tracing.Target(platform="onnx")):  # what is done for XLA on a CPU is left out
+        with tracing.using(tracing.Target(platform="onnx")):  # leaves out what is done only for XLA on a CPU
             return plain.part(images)
 
     converted = to_onnx(part, lane.spec.image_shape, OUTPUT, str(lane))
@@ -133,7 +133,7 @@ def _optimized(lane: Lane, folder: Path) -> Path:
 
 
 def _quantized(lane: Lane, path: Path, images: UInt8[np.ndarray, "n h w c"]) -> Path:
-    """An ONNX file in int8, next to it; weights have 7 bits where the sums of 8 may saturate.
+    """Quantises an ONNX file to int8, as a new file; weights have 7 bits if sums of 8 bits may saturate on this CPU.
 
     Source: Krishnamoorthi 2018, arXiv 1806.08342, section 3: a scale per output channel for weights.
     """
@@ -150,7 +150,7 @@ def _quantized(lane: Lane, path: Path, images: UInt8[np.ndarray, "n h w c"]) -> 
 
     found, full_range = path.with_name("int8.onnx"), host.adds_bytes_exactly()
     try:
-        with warnings.catch_warnings(action="ignore"):  # which NumPy gives of ranges that are not finite
+        with warnings.catch_warnings(action="ignore"):  # NumPy warns of ranges that are not finite
             quantization.quantize_static(
                 path,
                 found,
@@ -162,7 +162,7 @@ def _quantized(lane: Lane, path: Path, images: UInt8[np.ndarray, "n h w c"]) -> 
                 activation_type=quantization.QuantType.QUInt8,
                 reduce_range=not full_range,
             )
-    except AssertionError as error:  # which is how it refuses such ranges
+    except AssertionError as error:  # raised for ranges that are not finite
         raise _not_finite(str(lane), str(error)) from error
     quantized = onnx.load(found)
     check_scales(quantized, str(lane))
@@ -183,6 +183,6 @@ def check_scales(model: "onnx.ModelProto", lane: str) -> None:
 
 def _not_finite(lane: str, what: str) -> InputError:
     return InputError(
-        f"{lane}: a scale of its int8 form is not finite ({what}), as the lane's weights or what it computes from the "
-        "calibration images are not: train the model again"
+        f"{lane}: a scale of its int8 form is not finite ({what}), because the lane's weights or its values on the "
+        "calibration images are not finite: train the model again"
     )

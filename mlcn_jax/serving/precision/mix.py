@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-_SLACK = 1e-9  # of differences of accuracies, which are rounded
-MOST_TRIED = 20_000  # mixes whose accuracy is computed before one that is good enough is taken as it is
+_SLACK = 1e-9  # differences of accuracies are rounded
+MOST_TRIED = 20_000  # mixes to try before one that may not be the cheapest is accepted
 
 
 def accuracy(squares: Float[np.ndarray, "n classes"], labels: Int[np.ndarray, " n"]) -> float:
@@ -34,7 +34,7 @@ def mix_accuracy(parts: Sequence[Sequence[np.ndarray]], mix: Sequence[int], labe
 def is_accurate(
     parts: Sequence[Sequence[np.ndarray]], mix: Sequence[int], labels: Int[np.ndarray, " n"], least_accuracy: float
 ) -> bool:
-    """Whether a mix is so accurate, up to rounding. Arguments are those of `mix_accuracy`."""
+    """Whether a mix is at least that accurate, up to rounding. Other arguments are those of `mix_accuracy`."""
     return mix_accuracy(parts, mix, labels) >= least_accuracy - _SLACK
 
 
@@ -44,15 +44,15 @@ def cheapest_mix(
     labels: Int[np.ndarray, " n"],
     least_accuracy: float,
 ) -> tuple[list[int], bool]:
-    """The mix with the least sum of costs among those at least so accurate, and whether that is proven.
+    """The mix with the smallest total cost among those accurate enough, and whether that is proven.
 
-    Mixes are tried from the cheapest on, so the first that is accurate enough is the one. After `MOST_TRIED` of them,
-    lanes of the cheapest mix are made more accurate one by one, and nothing is proven.
+    Mixes are tried in order of their cost, so the first that is accurate enough is the cheapest. After `MOST_TRIED`
+    mixes, lanes of the cheapest mix are made more accurate one by one, and nothing is proven.
 
     Args:
       parts, labels: as for `mix_accuracy`.
-      costs: of each lane in each form; tuples, of which a later number decides between equal earlier ones.
-      least_accuracy: which the mix of every lane's first form must have.
+      costs: cost of each lane in each form, as tuples that are compared number by number.
+      least_accuracy: accuracy to reach; the mix of every lane's first form must reach it.
     """
     orders = [sorted(range(len(own)), key=own.__getitem__) for own in costs]
 

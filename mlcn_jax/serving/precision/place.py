@@ -57,19 +57,22 @@ def place_lanes(
     max_accuracy_drop: float,
     batch: int,
 ) -> dict[str, Any]:
-    """The form and the device of each lane, so that the last device finishes first, ready for JSON.
+    """Chooses the form and the device of each lane so that the slowest device finishes as early as possible.
 
-    What a lane loses in a form is what the model loses if only that lane has it. Losses are added up to choose, and the
-    accuracy of the choice is computed exactly: if it lost too much, the sum may be less the next time. The choice is
-    optimal for these losses where OR-Tools is installed, and greedy elsewhere.
+    A lane's loss in a form is the accuracy that the model loses if only that lane has it. The choice is limited by the
+    sum of these losses. Then its accuracy is computed exactly: if it lost too much, the limit is lowered and the choice
+    repeated. The choice is optimal for these losses with OR-Tools, greedy without.
 
     Args:
       spec: the model.
       profiles: of the devices (`read_profiles`).
       parts, labels: as for `mix.mix_accuracy`, with `FORMS`.
-      num_bytes: of the weights of each lane in each of `FORMS`, for which the devices must have room.
+      num_bytes: bytes of the weights of each lane in each of `FORMS`, which must fit the devices' memory.
       max_accuracy_drop: percentage points that the choice may lose.
       batch: images in a call.
+
+    Returns:
+      The choice and what it costs, ready for JSON.
 
     Raises:
       NoRoom: every choice loses more, or the weights do not fit the devices.

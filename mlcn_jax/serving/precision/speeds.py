@@ -1,4 +1,4 @@
-"""Times lanes in each form in which they classify: precision, and algorithm or runtime."""
+"""Times the inference of lanes in each form: a precision, and a convolution algorithm or a runtime."""
 
 import dataclasses
 import time
@@ -22,13 +22,13 @@ from mlcn_jax.serving.precision.make import lanes_of, make
 
 BATCH = 64
 _TURN_SECONDS = 0.2
-_IMAGES = 16  # random ones, for statistics and calibration: they change no time
+_IMAGES = 16  # random ones, for statistics and calibration, which do not affect times
 
 
 def inference_seconds(spec: ModelSpec, lanes: Sequence[LaneSpec], rounds: int) -> dict[str, dict[str, float]]:
     """Seconds for each image of each lane with random parameters, by form, for `DeviceProfile.form_seconds`.
 
-    Forms of ONNX Runtime are left out where the packages of requirements-onnx.txt are not installed, and on a GPU.
+    Forms of ONNX Runtime are left out if the packages of requirements-onnx.txt are not installed, and on a GPU.
     """
     found: dict[str, dict[str, float]] = {}
     for lane in lanes:
@@ -40,7 +40,7 @@ def inference_seconds(spec: ModelSpec, lanes: Sequence[LaneSpec], rounds: int) -
 
 
 def lane_calls(spec: ModelSpec, lane: LaneSpec) -> dict[str, Callable]:
-    """A lane with random parameters in each form that it has here, from uint8 images, by the form's name."""
+    """A lane with random parameters, as functions of uint8 images, by the name of each form available here."""
     try:
         onnx.versions()
         with_onnx = jax.default_backend() == "cpu"
@@ -72,7 +72,7 @@ def lane_calls(spec: ModelSpec, lane: LaneSpec) -> dict[str, Callable]:
 def call_seconds(
     calls: Sequence[Callable], image_shape: tuple[int, ...], batch: int, rounds: int
 ) -> Float[np.ndarray, " calls"]:
-    """Seconds of each call on a batch of uint8 images, the median over rounds in which all take turns."""
+    """Seconds of each call on a batch of uint8 images: the median over rounds in which all take turns."""
     images = np.random.default_rng(0).integers(0, 256, (batch, *image_shape), np.uint8)
 
     def once(call: Callable, times: int) -> float:
