@@ -60,6 +60,15 @@ def test_each_batch_size_is_measured_once_and_the_faster_runtime_computes(tmp_pa
     assert set(json.loads(record.read_text())["milliseconds"]) == {"1"}
 
 
+def test_batches_between_powers_of_two_count_as_they_are_for_a_runtime_that_does_not_pad():
+    computes = {
+        "xla": lengths_of([], "xla", lambda count: 0.0065),
+        "onnxruntime": lengths_of([], "onnxruntime", lambda count: 0.001 * count),
+    }
+    fastest = runtime.Fastest(computes, SHAPE, None, {})
+    assert [fastest.choice(count) for count in (4, 5, 7, 8)] == ["onnxruntime", "onnxruntime", "xla", "xla"]
+
+
 def test_a_runtime_with_other_lengths_is_not_used_however_fast(tmp_path, caplog):
     calls: list = []
     computes = {
