@@ -86,13 +86,8 @@ def check_rounds(session: Session) -> int:
             f"parallel.processes is {session.config.parallel.processes}; it must be 1 in rounds, where each worker is "
             "a separate run: give train.rounds.workers instead"
         )
-    if settings.teacher:
-        raise InputError(f"train.teacher={settings.teacher!r} is not possible in rounds: leave it empty")
-    if settings.lookahead:
-        raise InputError(
-            f"train.lookahead={settings.lookahead} is not possible in rounds: its slow weights belong to one worker "
-            "and would undo the outer step, which replaces them: leave it at 0"
-        )
+    if settings.obstacle_to_rounds:
+        raise InputError(settings.obstacle_to_rounds)
     if settings.batch_size % rounds.workers:
         raise InputError(
             f"train.batch_size={settings.batch_size} cannot be divided among train.rounds.workers={rounds.workers}: "

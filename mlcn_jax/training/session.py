@@ -176,6 +176,7 @@ def plan_of(config: RunConfig, spec: ModelSpec, kept: Path | None = None, batch_
         exchange_dtype=settings.exchange_dtype,
         clip_norm=config.train.clip_norm,
         accumulation_steps=config.train.accumulation_steps,
+        rounds=not config.train.obstacle_to_rounds,
     )
     if plan.head is None:
         data = plan.mesh.shape[DATA_AXIS] if plan.mesh is not None else 1
