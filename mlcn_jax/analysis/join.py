@@ -313,7 +313,7 @@ def joined_config(config: RunConfig, spec: ModelSpec) -> RunConfig:
     changes |= {"init_from": "", "train.lanes_apart": lanes_apart}
     if not spec.classifies_alone.all():
         changes |= {"data.augment_lanes": False, "train.image_sizes": ""}
-    return config.replace(changes)
+    return config.replace(changes).without_rounds()  # their coordinator's state is not joined
 
 
 def _as_run(first: Part, spec: ModelSpec, params: dict) -> prune.Run:

@@ -22,6 +22,7 @@ from mlcn_jax.nn.lanes import LaneSpec
 from mlcn_jax.nn.model import class_lengths
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving import artifact, export, onnx
+from mlcn_jax.settings import RoundSettings
 from mlcn_jax.training import loop
 from mlcn_jax.training.checkpoint import Trained, load_trained
 from mlcn_jax.training.evaluate import class_capsules
@@ -151,7 +152,8 @@ RESIDUAL = {
 
 
 def test_a_joined_model_has_settings_that_it_can_be_trained_with():
-    config = RunConfig().replace(APART | RESIDUAL | {"model.margin_loss": "joint", "model.lane_seeds": "0"})
+    changes = {"model.margin_loss": "joint", "model.lane_seeds": "0", "train.rounds.steps": 5}
+    config = RunConfig().replace(APART | RESIDUAL | changes)
     first = SimpleNamespace(trained=SimpleNamespace(spec=config.model_spec((28, 28, 1), 10)))
     residual, published = (
         join_lib.Lane(LaneSpec(kind, 1), {}, seed, kind, 10) for seed, kind in enumerate(("resnet", "mlcn1"))
@@ -163,6 +165,7 @@ def test_a_joined_model_has_settings_that_it_can_be_trained_with():
     check_settings(kept, alike)
     assert kept.data.augment_lanes
     assert kept.train.image_sizes == "20:0.5"
+    assert kept.train.rounds == RoundSettings(), "or neither train nor rounds would take the workdir"
 
 
 @pytest.mark.long
