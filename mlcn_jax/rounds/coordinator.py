@@ -109,8 +109,8 @@ def identity(session: Session) -> str:
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
-def admit(session: Session, request: Join) -> str:
-    """Admits a worker to the run: returns the run's identity.
+def check_worker(session: Session, request: Join) -> None:
+    """Checks that a worker computes the same run.
 
     Raises:
       InputError: its configuration or its training images differ.
@@ -120,7 +120,6 @@ def admit(session: Session, request: Join) -> str:
     names = dict.fromkeys([*mine, *theirs])
     if rows := differences(theirs, mine, names, f"in worker {request.worker}", "in the coordinator"):
         raise InputError("the configurations differ:\n" + "\n".join(rows) + "\nstart all with the same values")
-    return identity(session)
 
 
 def coordinate(
@@ -169,8 +168,13 @@ def coordinate(
         trained = shared.round < num_rounds
         if not trained:
             meeting.finish()
+
+        def join(request: Join) -> str:
+            check_worker(session, request)
+            return meeting.join(request.worker, request.process)
+
         handlers: dict[str, Callable[[Any], Any]] = {
-            "join": lambda request: admit(session, request),
+            "join": join,
             "fetch": meeting.fetch,
             "push": meeting.push,
         }

@@ -7,6 +7,7 @@ the same change again, or repeats the round.
 import contextlib
 import dataclasses
 import logging
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def work(config: RunConfig, workdir: Path, address: str, worker: int, tls: link.
         trainer = Trainer(session, worker, workdir)
         stack.callback(trainer.close)
         facts = session.model_facts()
-        request = Join(worker, config.fixed(), facts["training_images_sha256"])
+        request = Join(worker, config.fixed(), facts["training_images_sha256"], uuid.uuid4().hex)
         run = client.call("join", request)
         follow(client, trainer, run, worker, check)
         _log.info("the run is over; sent %s and received %s bytes", f"{client.sent:,}", f"{client.received:,}")

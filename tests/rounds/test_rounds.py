@@ -67,7 +67,7 @@ def workers(session, folder, port, stop_after=None):
         trainer = worker.Trainer(session, i, folder / f"worker{i}")
         try:
             facts = session.model_facts()["training_images_sha256"]
-            name = client.call("join", Join(i, session.config.fixed(), facts))
+            name = client.call("join", Join(i, session.config.fixed(), facts, f"process {i}"))
             worker.follow(client, trainer, name, i, check_worker)
         except Stopped:
             pass
@@ -208,10 +208,10 @@ def test_a_worker_with_other_settings_is_told_which(tiny):
     session, other = open_session(tiny.replace(LONG)), open_session(tiny.replace(LONG | {"train.seed": 3}))
     data = session.model_facts()["training_images_sha256"]
     with pytest.raises(InputError, match=r"train\.seed: 3 in worker 1, 0 in the coordinator"):
-        coordinator.admit(session, Join(1, other.config.fixed(), data))
+        coordinator.check_worker(session, Join(1, other.config.fixed(), data, "a"))
     with pytest.raises(InputError, match="training images: 'x' in worker 1"):
-        coordinator.admit(session, Join(1, session.config.fixed(), "x"))
-    assert coordinator.admit(session, Join(1, session.config.fixed(), data)) == coordinator.identity(session)
+        coordinator.check_worker(session, Join(1, session.config.fixed(), "x", "a"))
+    coordinator.check_worker(session, Join(1, session.config.fixed(), data, "a"))
 
 
 @pytest.mark.parametrize(
