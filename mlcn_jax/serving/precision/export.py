@@ -166,11 +166,12 @@ def precision(
     write_json(results / FILE, about)
     if devices:
         held = [[each.num_bytes for each in own] for own in made]
-        drop = terms.max_accuracy_drop
+        about_lanes = (parts, held, ranking.labels)
         try:
-            about["placement"] = place_lanes(model.spec, devices, parts, held, ranking.labels, drop, terms.batch)
+            placed = place_lanes(model.spec, devices, *about_lanes, terms.max_accuracy_drop, terms.batch, mix)
         except NoRoom as error:
             raise NoRoom(f"{error}; the measurements, and the export without devices, are in {results}") from error
+        about["placement"] = placed
         write_json(results / FILE, about)
     return about
 
