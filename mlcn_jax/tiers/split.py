@@ -99,7 +99,8 @@ def split(
             if signing is not None:
                 content = (made / tier.name / artifact.MANIFEST).read_bytes()
                 (made / tier.name / SIGNATURE).write_bytes(signing.sign(content))
-        _check(made, policy, squares, validation, tolerance(chosen) if chosen else _TOLERANCE)
+        allowed = tolerance(chosen, trained.spec.weights) if chosen else _TOLERANCE
+        _check(made, policy, squares, validation, allowed)
         if folder.exists():
             folder.rename(Path(temporary) / "before")
         made.rename(folder)

@@ -85,6 +85,18 @@ def test_an_export_of_several_precisions_is_read_like_any_other(in_xla, model, i
     assert {a.dtype for a in in_bfloat16} == {np.dtype(np.uint16)}
 
 
+def test_an_export_that_differs_from_its_lanes_is_one_message(in_xla, model, images):
+    folder, chosen = in_xla
+    precision_export._check(Artifact(folder), chosen, model.spec, images)
+    first = dataclasses.replace(chosen[0], call=lambda batch: chosen[0].call(batch) + 1)
+    with pytest.raises(InputError, match=r"lengths of 1 images differ by .* rounding in bfloat16 xla, float32 xla"):
+        precision_export._check(Artifact(folder), [first, *chosen[1:]], model.spec, images)
+    four = [chosen[1]] * 4
+    assert precision_lanes.tolerance(four[:1], np.ones(1)) == pytest.approx(2e-2)
+    assert precision_lanes.tolerance(four, np.ones(4)) == pytest.approx(4e-2), "errors of lanes add like their capsules"
+    assert precision_lanes.tolerance(four[:2], np.array([1.9, 0.1])) < precision_lanes.tolerance(four, np.ones(4))
+
+
 def test_its_lanes_are_read_back_for_the_same_model_only(in_xla, model, workdir, images):
     folder, chosen = in_xla
     with np.load(workdir / "export" / "weights.npz") as arrays:
