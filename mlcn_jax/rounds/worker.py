@@ -210,6 +210,7 @@ class Trainer:
             return kept.content, kept.metrics
         first = round_ * self._rounds.steps
         last = min(first + self._rounds.steps, self._session.num_steps)
+        _log.info("worker %d computes round %d: steps %d to %d", self._worker, round_, first + 1, last)
         params = from_vector(vector, self._like)
         optimizer = kept.optimizer if kept else self._session.optimizer.init(params)
         if (kept.round if kept else -1) != round_ - 1:  # it missed steps: set the counts of its schedules
