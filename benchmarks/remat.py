@@ -3,8 +3,9 @@
     python -m benchmarks.remat
 
 Compares what a lane may keep between its forward and its backward pass (`mlcn_jax/nn/remat.py`): all (`none`), nothing
-(`full`), or the results of matrix products (`dots`). The steps take turns, so that what
-slows the machine down slows all of them. Writes `benchmarks/results/remat.json`.
+(`full`), the results of matrix products (`dots`), or these in the host's memory (`offload`, where there is one beside
+the device's). The steps take turns, so that what slows the machine down slows all of them. Writes
+`benchmarks/results/remat.json`.
 """
 
 import dataclasses
@@ -45,7 +46,10 @@ def main(values: flags.FlagValues) -> None:
     optimizer = make_optimizer("adam", learning_rate=1e-3, num_steps=100, steps_per_epoch=100)
     params = jax.device_get(init_params(spec, jax.random.key(0)))
     steps, states, compile_seconds = {}, {}, {}
-    for name, policy in POLICIES.items():
+    policies = dict(POLICIES)
+    if remat.has_host_memory(jax.devices()[0]):
+        policies[remat.OFFLOAD] = remat.POLICIES[remat.OFFLOAD]
+    for name, policy in policies.items():
         states[name] = TrainState.create(jax.device_put(params), optimizer)
         own = dataclasses.replace(spec, remat="none" if policy is None else "full")
         remat.POLICIES["full"] = policy or POLICIES["full"]

@@ -7,8 +7,9 @@ Two processes of one core each, joined by loopback or by a shaped link between t
 (`experiments.packet_link`): the processes' collectives go over it packet by packet. Each link is measured as a run
 measures it at its start. Each model trains in every split that `splits.candidates` finds: a mesh by batch, by lane,
 stacks of each partitioner whose placement differs, and each process by itself; they take turns. What is chosen is what
-is predicted to be fastest from the profile and the measured link. A measurement that was stopped goes on where it was.
-Writes `experiments/results/links.json`.
+is predicted to be fastest from the profile and the measured link. Writes `experiments/results/links.json`. Rows that
+are there are not measured again, whichever links and models are asked for; with another profile or `VERSION`, the file
+begins anew.
 """
 
 import contextlib
@@ -20,12 +21,13 @@ from typing import Any
 
 from absl import flags
 
-from experiments import RESULTS, workers
+from experiments import RESULTS, kept_rows, workers
 from experiments.packet_link import ADDRESSES, PacketLink
 from experiments.simulator_check import digest
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
-from mlcn_jax.files import read_json, write_json
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import simulate
@@ -38,6 +40,7 @@ LINKS: dict[str, dict[str, float]] = {
     "10 Mbit/s, 50 ms": {"delay_ms": 50, "rate_mbit": 10},
 }
 MODELS = ("mlcn1:w4*4", "mlcn1:w2*8", "mlcn1:w3d2*2,mlcn2:w2*3", "resnet:w2*4")
+VERSION = 1  # raised with every change after which rows cannot stand beside older ones
 _BATCH = 100
 _WITHIN = 0.1  # of the fastest
 
@@ -116,6 +119,7 @@ def measure(row: Mapping[str, str], profile: DeviceProfile, values: flags.FlagVa
         "fastest": fastest,
         "chosen_over_fastest": measured[chosen] / measured[fastest],
         "recommended_seconds": plan.faster_otherwise(spec, _BATCH, [profile] * 2, cluster, 0.0, predicted[chosen]),
+        "turns": values.rounds,
     }
 
 
@@ -133,13 +137,15 @@ def define(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> None:
     profile = workers.one_core_profile(values.profile)
     path = Path(values.output)
-    settings = ("data", "exchange_dtype", "links", "models", "rounds")
-    about = {"batch": _BATCH, "profile": digest(profile), **{name: getattr(values, name) for name in settings}}
-    stored = read_json(path) if path.exists() else {}
-    rows = stored.get("rows", []) if all(stored.get(name) == value for name, value in about.items()) else []
-    wanted = [{"link": link, "lanes": lanes} for link in values.links.split(";") for lanes in values.models.split(";")]
-    for row in wanted[len(rows) % len(wanted) :]:
-        rows = rows if len(rows) < len(wanted) else []
+    about = {"version": VERSION, "batch": _BATCH, "profile": digest(profile)}
+    rows = kept_rows.kept_rows(path, about)
+    links, models = values.links.split(";"), values.models.split(";")
+    if unknown := [link for link in links if link not in LINKS]:
+        raise InputError(f"--links has {unknown[0]!r}; there are {'; '.join(LINKS)}")
+    same = {"data": values.data, "exchange_dtype": values.exchange_dtype}
+    for row in ({"link": link, "lanes": lanes, **same} for link in links for lanes in models):
+        if any(kept_rows.is_row(one, row) for one in rows):
+            continue
         rows.append(measure(row, profile, values))
         print(f"{rows[-1]['chosen_over_fastest']:.2f}  {rows[-1]['chosen']}  {row}", flush=True)
         ratios = [one["chosen_over_fastest"] for one in rows]

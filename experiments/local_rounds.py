@@ -10,18 +10,24 @@ rounds of one step in 32 bits, over both links. Time counts from the first round
 
 With `--kills`, a worker or the coordinator is killed (SIGKILL) at random moments and started again; what came of it is
 compared with a run that nobody disturbed: as a round needs both workers there, the parameters at the end must be the
-same, bit for bit. Writes `local_rounds.json`, or `local_rounds_kills.json`, to the results. A case that is finished in
-the workdir is not run again, nor is a seed that is finished in the results.
+same, bit for bit. Rounds that a worker began again are counted in its log: a kill may cost it one.
+
+Writes `local_rounds.json`, or `local_rounds_kills.json`, to the results, with a verdict for each target: means over the
+seeds. A case that is finished in the workdir is not run again, nor is a seed that is finished in the results.
 """
 
+import collections
 import os
 import random
+import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +59,11 @@ _KILLED = {
 }
 _EPOCHS_PER_KILL = 15
 _KILL_SECONDS = (3.0, 12.0)  # between kills: a process needs some to start
+_POLL_SECONDS = 0.1
+_MOST_SLOWER = 1.3  # time to the stated accuracy over the slow link, by that over loopback
+_MOST_BYTES = 0.01  # of those of a sum of gradients in every step
+_MOST_LOST = 0.5  # percentage points of accuracy, against a sum in every step
+_MOST_AGAIN = 1.0  # rounds that a worker computes again after a kill
 
 
 class Run:
@@ -95,16 +106,35 @@ class Run:
         """Bytes that went over all links so far, in both directions."""
         return sum(relay.sent + relay.received for relay in self._relays)
 
+    def is_running(self) -> bool:
+        """Whether the coordinator is at work.
+
+        Raises:
+          InputError: a worker failed, for which the coordinator would wait forever; all processes were ended.
+        """
+        if self.processes[0].poll() is not None:
+            return False
+        for i, process in enumerate(self.processes[1:]):
+            if code := process.poll():
+                self._stop()
+                raise InputError(f"worker {i} ended by itself with code {code}: see {self._folder}.log")
+        return True
+
     def end(self) -> None:
-        """Waits for the coordinator, then ends the rest."""
-        code = self.processes[0].wait()
-        for process in self.processes[1:]:
+        """Waits for the coordinator, then ends the rest; raises InputError if it or a worker failed."""
+        while self.is_running():
+            time.sleep(_POLL_SECONDS)
+        self._stop()
+        if code := self.processes[0].returncode:
+            raise InputError(f"the coordinator ended with code {code}: see {self._folder}.log")
+
+    def _stop(self) -> None:
+        for process in self.processes:
             process.terminate()
+        for process in self.processes:
             process.wait()
         for relay in self._relays:
             relay.close()
-        if code:
-            raise InputError(f"the coordinator ended with code {code}: see {self._folder}.log")
 
 
 def timed(changes: dict[str, Any], folder: Path, link: str) -> dict[str, Any]:
@@ -114,10 +144,10 @@ def timed(changes: dict[str, Any], folder: Path, link: str) -> dict[str, Any]:
         return read_json(path)
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut, whose times are lost
     run, rows = Run(changes, folder, LINKS[link]), list[dict[str, Any]]()
-    while run.processes[0].poll() is None:
+    while run.is_running():
         for row in read_rows(folder / "metrics.jsonl")[len(rows) :]:
             rows.append({**row, "at_seconds": time.monotonic(), "bytes": run.bytes_moved})
-        time.sleep(0.1)
+        time.sleep(_POLL_SECONDS)
     run.end()
     summary = read_json(folder / "summary.json")
     result = {"link": link, "rows": rows, "bytes": run.bytes_moved}
@@ -204,9 +234,48 @@ def measure(values: Any, path: Path) -> dict[str, Any]:
         "training": training,
         "seeds": seeds,
         "sum_in_every_step": sums,
-        "bytes_share": seeds[0]["bytes_per_step"] / sums["slow"]["bytes_per_step"],
         "bytes_expected": {"round": 2 * num_bytes(parameters, 8), "sum": 2 * num_bytes(parameters, 32)},
+        "verdicts": verdicts(seeds, sums["slow"]["bytes_per_step"]),
     }
+
+
+def verdicts(seeds: Sequence[Mapping[str, Any]], sum_bytes: float) -> dict[str, dict[str, Any]]:
+    """The targets of rounds over the slow link, from the results of all seeds and the bytes of a gradient sum."""
+    slower = [one["slow_over_loopback"] for one in seeds]
+    every, slow = (
+        statistics.fmean(100 * one["validation_accuracy"][name] for one in seeds)
+        for name in ("sum in every step", "slow")
+    )
+    share = statistics.fmean(one["bytes_per_step"] for one in seeds) / sum_bytes
+    return {
+        "time to the stated accuracy, by that over loopback": judged(
+            None if None in slower else statistics.fmean(slower), _MOST_SLOWER
+        ),
+        "bytes, by those of a sum in every step": judged(share, _MOST_BYTES),
+        "accuracy lost against a sum in every step, points": judged(every - slow, _MOST_LOST),
+    }
+
+
+def judged(measured: float | None, most: float) -> dict[str, Any]:
+    """A target, and whether it was reached; what was never measured is below it."""
+    good = measured is not None and measured <= most
+    return {"measured": measured, "at_most": most, "verdict": "reached" if good else "below"}
+
+
+def computed_again(log: str) -> dict[str, int]:
+    """How many times each worker began a round that it had begun before, from the log of a run."""
+    begun = collections.Counter(re.findall(r"worker (\d+) computes round (\d+)", log))
+    return {f"worker {i}": sum(times - 1 for (own, _), times in begun.items() if own == str(i)) for i in range(WORKERS)}
+
+
+def again_per_kill(again: Mapping[str, int], killed: Sequence[Mapping[str, Any]]) -> float:
+    """Rounds that a worker computed again for each kill of it or of the coordinator; of the worker with the most."""
+
+    def kills(worker: str) -> int:
+        return sum(kill["process"] in (worker, "coordinator") for kill in killed)
+
+    ratios = [times / max(1, kills(worker)) for worker, times in again.items()]
+    return max(ratios)
 
 
 def kill(kills: int, seed: int) -> dict[str, Any]:
@@ -216,13 +285,14 @@ def kill(kills: int, seed: int) -> dict[str, Any]:
         changes = _KILLED | {"train.num_epochs": _EPOCHS_PER_KILL * kills}
         Run(changes, Path(folder, "quiet"), Link()).end()
         disturbed = Run(changes, Path(folder, "disturbed"), Link())
-        while len(killed) < kills and disturbed.processes[0].poll() is None:
+        while len(killed) < kills and disturbed.is_running():
             time.sleep(rng.uniform(*_KILL_SECONDS))
             victim = rng.randrange(WORKERS + 1)
             before = _last_round(Path(folder, "disturbed"))
             disturbed.kill(victim)
             killed.append({"process": "coordinator" if victim == 0 else f"worker {victim - 1}", "round": before})
         disturbed.end()
+        again = computed_again(Path(folder, "disturbed.log").read_text())
         for name in ("quiet", "disturbed"):
             rows = [row for row in read_rows(Path(folder, name, "metrics.jsonl")) if row["split"] == "train"]
             rounds[name] = [row["step"] for row in rows]
@@ -234,6 +304,8 @@ def kill(kills: int, seed: int) -> dict[str, Any]:
         "every_round_once": rounds["quiet"] == rounds["disturbed"],
         "same_parameters": digests["quiet"] == digests["disturbed"],
         "validation_accuracy": {name: summary["validation_accuracy"] for name, summary in summaries.items()},
+        "computed_again": again,
+        "verdicts": {"rounds computed again, per kill": judged(again_per_kill(again, killed), _MOST_AGAIN)},
     }
 
 
@@ -265,6 +337,9 @@ def main(values: flags.FlagValues) -> None:
     found = kill(values.kills, 0) if values.kills else measure(values, path)
     write_json(path, {**found, **host.environment()})
     print(found)
+    for what, target in found["verdicts"].items():
+        value = "never" if target["measured"] is None else f"{target['measured']:.3g}"
+        print(f"{what}: {value}, at most {target['at_most']:g}: {target['verdict']}")
 
 
 if __name__ == "__main__":

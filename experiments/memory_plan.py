@@ -3,19 +3,23 @@
     python -m experiments.memory_plan
 
 Predictions (`mlcn_jax/analysis/fit_memory.py`) come from programs of a few lanes; here entire steps are compiled, too.
-Nothing is trained. Writes `experiments/results/memory_plan.json`.
+Nothing is trained. Writes `experiments/results/memory_plan.json`. Rows that are not asked for stay as they are; on
+another machine, or with other packages or another `VERSION`, the file begins anew.
 """
 
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
+from experiments.kept_rows import kept_rows, with_row
 from mlcn_jax import host
 from mlcn_jax.analysis.fit_memory import compiled_bytes, predicted_bytes
 from mlcn_jax.config import RunConfig
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 
+VERSION = 1  # raised with every change after which rows cannot stand beside older ones
 RESULTS = Path(__file__).parent / "results"
 MODELS = (
     {"data.name": "fashion_mnist", "model.lanes": "mlcn1:w4*16"},
@@ -34,7 +38,8 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    rows = []
+    path, about = Path(values.output), {"version": VERSION, **host.environment()}
+    rows = kept_rows(path, about)
     for number, model in enumerate(MODELS):
         if values.only and str(number) not in values.only:
             continue
@@ -42,14 +47,19 @@ def main(values: flags.FlagValues) -> None:
             if "model.remat" in saving and model["model.lanes"].startswith("resnet:"):
                 continue
             changes = model | saving | ({"train.batch_size": values.batch} if values.batch else {})
-            config = RunConfig().replace(changes)
-            spec = config.model_spec(*config.data.shape())
-            row = {"predicted_bytes": predicted_bytes(config, spec), "compiled_bytes": compiled_bytes(config, spec)}
-            over = row["predicted_bytes"] / row["compiled_bytes"] - 1
-            rows.append({"changes": changes, **row, "over": over})
-            print(f"{changes}: {row['compiled_bytes'] / 2**20:.0f} MiB, predicted {over:+.1%}", flush=True)
-    worst = {"least_over": min(row["over"] for row in rows), "most_over": max(row["over"] for row in rows)}
-    write_json(Path(values.output), {"rows": rows, **worst, **host.environment()})
+            row = row_of(changes)
+            rows = with_row(rows, row, {"changes": changes})
+            print(f"{changes}: {row['compiled_bytes'] / 2**20:.0f} MiB, predicted {row['over']:+.1%}", flush=True)
+            worst = {"least_over": min(row["over"] for row in rows), "most_over": max(row["over"] for row in rows)}
+            write_json(path, {**about, **worst, "rows": rows})
+
+
+def row_of(changes: dict[str, Any]) -> dict[str, Any]:
+    """Predicted and compiled bytes of a step with some changes of the configuration."""
+    config = RunConfig().replace(changes)
+    spec = config.model_spec(*config.data.shape())
+    found = {"predicted_bytes": predicted_bytes(config, spec), "compiled_bytes": compiled_bytes(config, spec)}
+    return {"changes": changes, **found, "over": found["predicted_bytes"] / found["compiled_bytes"] - 1}
 
 
 if __name__ == "__main__":

@@ -156,6 +156,10 @@ class RunConfig:
             part[last] = _read_as(part[last], value, field) if isinstance(value, str) else value
         return RunConfig.from_dict(values)
 
+    def without_rounds(self) -> "RunConfig":
+        """This configuration for training in the ordinary way: `train.rounds` has its defaults."""
+        return dataclasses.replace(self, train=dataclasses.replace(self.train, rounds=RoundSettings()))
+
     def flat_as_before(self) -> dict[str, Any]:
         """All fields by their full names, without newer ones left at the older version's behaviour."""
         defaults = flat(RunConfig().to_dict())

@@ -206,6 +206,18 @@ class TrainSettings:
         check(0 < self.lr_decay <= 1, "train.lr_decay", self.lr_decay, "in (0, 1]")
         check(self.optimizer in OPTIMIZERS, "train.optimizer", self.optimizer, " or ".join(OPTIMIZERS))
 
+    @property
+    def obstacle_to_rounds(self) -> str:
+        """Which setting makes local rounds impossible, and what to give instead; empty if none does."""
+        if self.teacher:
+            return f"train.teacher={self.teacher!r} is not possible in rounds: leave it empty"
+        if self.lookahead:
+            return (
+                f"train.lookahead={self.lookahead} is not possible in rounds: its slow weights belong to one worker "
+                "and would undo the outer step, which replaces them: leave it at 0"
+            )
+        return ""
+
     def sizes(self) -> tuple[tuple[float, int], ...]:
         """`image_sizes` as pairs: the share of the steps until which a size holds, and the size; 0 is the full one."""
         found = []

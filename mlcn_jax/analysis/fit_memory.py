@@ -12,6 +12,7 @@ from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv
 from mlcn_jax.nn.model import param_shapes
+from mlcn_jax.nn.remat import OFFLOAD
 from mlcn_jax.nn.spec import ModelSpec, spec_of
 from mlcn_jax.placement.cost import compiled_memory_bytes
 from mlcn_jax.training.accumulate import check_parts
@@ -35,7 +36,8 @@ def fit_memory(config: RunConfig, spec: ModelSpec, memory_bytes: int) -> dict[st
       the settings to change so that it fits, or None if none was found.
 
     Raises:
-      InputError: the plan is not a mesh, there is a teacher, or the settings cannot be used.
+      InputError: the plan is not a mesh, there is a teacher, activations go to the host's memory, or the settings
+        cannot be used.
     """
     parallel, tried = config.parallel, []
     if parallel.plan != "mesh":
@@ -47,6 +49,11 @@ def fit_memory(config: RunConfig, spec: ModelSpec, memory_bytes: int) -> dict[st
         raise InputError(
             "the memory of a teacher is not predicted: describe the run without train.teacher, and add the teacher's "
             "parameters and what it takes to classify a batch"
+        )
+    if spec.remat == OFFLOAD:
+        raise InputError(
+            f"the memory of model.remat={OFFLOAD} is not predicted: describe the run with model.remat=full, which also "
+            "holds the activations of one lane on the device"
         )
     check_remat(spec)
     check_parts(spec, config.train.batch_size, parallel.data, config.train.accumulation_steps)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +131,12 @@ def join(
         splits["test"] = session.dataset.test
     splits = {name: split for name, split in splits.items() if len(split.labels)}
     columns = {name: columns_of(spec, lanes, split, parts[0].config) for name, split in splits.items()}
-    fitted = (1.0,) * len(lanes)
+    counts = range(1, len(lanes) + 1)
+    of_first = [(1.0,) * count for count in counts]  # weights of the first lane, of the first two, and so on
     if weights == "fitted":
-        fitted = lane_fit.fit_weights(columns["validation"], session.validation.labels)
-        spec = dataclasses.replace(spec, lane_weights=tuple(fitted[i] for i in order))
+        held, labels = columns["validation"], session.validation.labels
+        of_first = [lane_fit.fit_weights(held[..., :count], labels) for count in counts]
+        spec = dataclasses.replace(spec, lane_weights=tuple(of_first[-1][i] for i in order))
     _log.info("training the decoder for %d epochs", decoder_epochs)
     seed = parts[0].config.train.seed
     v = columns["train"][..., order] if decoder_epochs else np.empty((0, spec.num_classes, len(lanes)))
@@ -142,7 +144,7 @@ def join(
     decoder = jax.block_until_ready(lane_fit.train_decoder(spec, v, session.train, decoder_epochs, seed))
     decoder_seconds = time.monotonic() - started
     params = {"encoder": _stacked(spec, [lanes[i] for i in order]), "decoder": decoder}
-    rows = further_lanes(lanes, fitted, {name: columns[name] for name in columns if name != "train"}, splits)
+    rows = further_lanes(lanes, of_first, {name: columns[name] for name in columns if name != "train"}, splits)
     about = {
         "workdirs": [str(part.workdir) for part in parts],
         "weights": weights,
@@ -270,23 +272,26 @@ def columns_of(
 
 def further_lanes(
     lanes: Sequence[Lane],
-    weights: Sequence[float],
+    weights: Sequence[Sequence[float]],
     columns: dict[str, np.ndarray],
     splits: dict[str, datasets.Split],
 ) -> list[dict[str, Any]]:
-    """For each lane its weight, its accuracy alone, and that of the lanes up to it together, by split."""
-    of_all = np.array(weights)
+    """For each lane its weight, its accuracy alone, and that of the lanes up to it as if only these were joined.
+
+    Args:
+      lanes: the lanes.
+      weights: those of the first lane, of the first two, and so on.
+      columns: class capsules of the lanes, by split.
+      splits: the images.
+    """
 
     def row(i: int) -> dict[str, Any]:
-        so_far = np.arange(len(lanes)) <= i
-        until = so_far * of_all if (so_far * of_all).any() else so_far
-        alone = np.arange(len(lanes)) == i
-        found: dict[str, Any] = {"lane": str(lanes[i].spec), "seed": lanes[i].seed, "weight": weights[i]}
+        found: dict[str, Any] = {"lane": str(lanes[i].spec), "seed": lanes[i].seed, "weight": weights[-1][i]}
         found |= {"source": lanes[i].source, "step": lanes[i].step}
         for name, v in columns.items():
             labels = splits[name].labels
-            measure: Callable[[np.ndarray], float] = functools.partial(lane_fit.accuracy, v, labels)
-            found[f"{name}_accuracy_alone"], found[f"{name}_accuracy"] = measure(alone), measure(until)
+            found[f"{name}_accuracy_alone"] = lane_fit.accuracy(v[..., i : i + 1], labels, np.ones(1))
+            found[f"{name}_accuracy"] = lane_fit.accuracy(v[..., : i + 1], labels, np.array(weights[i]))
         return found
 
     return [row(i) for i in range(len(lanes))]
@@ -313,7 +318,7 @@ def joined_config(config: RunConfig, spec: ModelSpec) -> RunConfig:
     changes |= {"init_from": "", "train.lanes_apart": lanes_apart}
     if not spec.classifies_alone.all():
         changes |= {"data.augment_lanes": False, "train.image_sizes": ""}
-    return config.replace(changes)
+    return config.replace(changes).without_rounds()  # their coordinator's state is not joined
 
 
 def _as_run(first: Part, spec: ModelSpec, params: dict) -> prune.Run:

@@ -30,12 +30,13 @@ from mlcn_jax.config import RunConfig
 from mlcn_jax.data import batches, datasets
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
-from mlcn_jax.nn.calibration import trained_shapes
+from mlcn_jax.nn.calibration import trained_shapes, without_statistics
 from mlcn_jax.nn.conv import compiler_options
 from mlcn_jax.nn.model import class_lengths, encode, param_shapes
 from mlcn_jax.nn.spec import ModelSpec, rows_of, spec_of
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.checkpoint import Checkpoints, describe_model, load_trained
+from mlcn_jax.training.optimizer import at_step
 from mlcn_jax.training.session import check_learned, open_session, optimizer_of
 
 TIMED_BATCH = 100
@@ -48,7 +49,7 @@ class Run:
     """A trained run at its best checkpoint, and the images used to judge its lanes.
 
     Attributes:
-      config: the run's configuration.
+      config: the run's configuration; of a run in rounds, that of the same training without them.
       spec: the run's model. Lanes are numbered like the columns of its class capsules, group by group.
       class_names: names in the order of the labels.
       params, optimizer: the state at `step`.
@@ -88,6 +89,8 @@ class Run:
 def load_prunable(workdir: Path, data_dir: str = "") -> Run:
     """Reads a workdir and the images of its run; `data_dir` overrides `data.dir` if they have moved.
 
+    Each worker of a run in rounds has an optimizer state of its own, so such a run gets a new one at its step.
+
     Raises:
       InputError: there is no trained model, it has no lanes, or the images are not those that it was trained on.
     """
@@ -97,15 +100,20 @@ def load_prunable(workdir: Path, data_dir: str = "") -> Run:
     trained, session = load_trained(workdir), open_session(config)
     check_learned(workdir, session.dataset, session.train)
     session = dataclasses.replace(session, spec=trained.spec)
+    like = session.state_shapes()
+    if config.train.rounds.steps:
+        del like["optimizer"]
     checkpoints = Checkpoints(workdir / "checkpoints", read_only=True)
-    state, saved = checkpoints.restore(session.state_shapes(), best=True)
+    state, saved = checkpoints.restore(like, best=True)
     checkpoints.close()
+    if "optimizer" not in like:
+        state["optimizer"] = at_step(session.optimizer.init(without_statistics(state["params"])), saved["step"])
     train, ranking, ranking_from = session.train, session.validation, "validation"
     if not len(ranking.labels):
         drawn = np.random.default_rng(0).permutation(len(train.labels))[:_RANKING_IMAGES]
         ranking, ranking_from = train[np.sort(drawn)], "training"
     return Run(
-        config=config,
+        config=config.without_rounds(),
         spec=trained.spec,
         class_names=trained.class_names,
         params=state["params"],

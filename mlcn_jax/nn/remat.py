@@ -5,10 +5,30 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import Offloadable, Recompute
 
-# What a lane keeps between its forward and its backward pass.
-POLICIES: dict[str, Callable[..., Any]] = {"full": jax.checkpoint_policies.nothing_saveable}
+_HOST = "pinned_host"  # JAX's name of the host's memory that a device reads and writes itself
+
+
+def _products_to_host(primitive: Any, *args: Any, **params: Any) -> Any:
+    """Results of convolutions and matrix products wait in the host's memory, the rest is computed again."""
+    if jax.checkpoint_policies.dots_saveable(primitive, *args, **params):
+        return Offloadable(src="device", dst=_HOST)
+    return Recompute
+
+
+# What a lane keeps between its forward and its backward pass. `offload` has not been run on an accelerator yet.
+OFFLOAD = "offload"
+POLICIES: dict[str, Callable[..., Any]] = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    OFFLOAD: _products_to_host,
+}
 REMATS = ("none", *POLICIES)
+
+
+def has_host_memory(device: jax.Device) -> bool:
+    """Whether a device has a memory of its own and can reach its host's beside it; a CPU is its own host."""
+    return device.platform != "cpu" and any(memory.kind == _HOST for memory in device.addressable_memories())
 
 
 def scan_lanes(function: Callable[..., Any], lanes: tuple, remat: str) -> Any:

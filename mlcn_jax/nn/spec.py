@@ -46,7 +46,9 @@ class ModelSpec:
       compute_dtype: dtype of convolutions and matrix products; norms, softmax and losses stay float32.
       conv: convolution algorithm: a key of `conv.ALGORITHMS`, or `auto`.
       remat: activations of lanes that share a loss in training: `none` keeps those of all lanes until the backward
-        pass, `full` computes each lane again there and holds those of one lane. The result is the same, up to rounding.
+        pass, `full` computes each lane again there and holds those of one lane, `offload` does so too, but for results
+        of convolutions and matrix products, which wait in the host's memory (not on a CPU). The result is the same, up
+        to rounding.
       lane_weights: weight of each lane's square in the lengths of the class capsules, in the order of their columns;
         empty for 1 each. They are used wherever lengths are read, never in a loss.
       lane_seeds: a seed for each lane, in the order of the columns, which gives its start values and the draws of

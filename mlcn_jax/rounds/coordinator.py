@@ -86,13 +86,8 @@ def check_rounds(session: Session) -> int:
             f"parallel.processes is {session.config.parallel.processes}; it must be 1 in rounds, where each worker is "
             "a separate run: give train.rounds.workers instead"
         )
-    if settings.teacher:
-        raise InputError(f"train.teacher={settings.teacher!r} is not possible in rounds: leave it empty")
-    if settings.lookahead:
-        raise InputError(
-            f"train.lookahead={settings.lookahead} is not possible in rounds: its slow weights belong to one worker "
-            "and would undo the outer step, which replaces them: leave it at 0"
-        )
+    if settings.obstacle_to_rounds:
+        raise InputError(settings.obstacle_to_rounds)
     if settings.batch_size % rounds.workers:
         raise InputError(
             f"train.batch_size={settings.batch_size} cannot be divided among train.rounds.workers={rounds.workers}: "
@@ -114,8 +109,8 @@ def identity(session: Session) -> str:
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
-def admit(session: Session, request: Join) -> str:
-    """Admits a worker to the run: returns the run's identity.
+def check_worker(session: Session, request: Join) -> None:
+    """Checks that a worker computes the same run.
 
     Raises:
       InputError: its configuration or its training images differ.
@@ -125,7 +120,6 @@ def admit(session: Session, request: Join) -> str:
     names = dict.fromkeys([*mine, *theirs])
     if rows := differences(theirs, mine, names, f"in worker {request.worker}", "in the coordinator"):
         raise InputError("the configurations differ:\n" + "\n".join(rows) + "\nstart all with the same values")
-    return identity(session)
 
 
 def coordinate(
@@ -174,8 +168,13 @@ def coordinate(
         trained = shared.round < num_rounds
         if not trained:
             meeting.finish()
+
+        def join(request: Join) -> str:
+            check_worker(session, request)
+            return meeting.join(request.worker, request.process)
+
         handlers: dict[str, Callable[[Any], Any]] = {
-            "join": lambda request: admit(session, request),
+            "join": join,
             "fetch": meeting.fetch,
             "push": meeting.push,
         }

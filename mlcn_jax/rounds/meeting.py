@@ -4,6 +4,9 @@ Every round counts each worker at most once. A round ends when all expected work
 and the first of them has waited long enough. A worker whose change did not come is not expected again until it asks for
 parameters. Rounds are identified by number and by the parameters that they begin with: a coordinator that fell back to
 an earlier checkpoint may reach other parameters in a round of the same number.
+
+The newest process to join as a worker is that worker, as when it was killed and started again. An earlier one that is
+not dead is refused the next time that it calls: two processes were started with one number.
 """
 
 import logging
@@ -18,6 +21,7 @@ from mlcn_jax.rounds.vector import Vector, decode, digest, encode
 from mlcn_jax.settings import RoundSettings
 
 METRICS = ("loss", "accuracy")  # sent with a change
+_OF_PROCESS = "/"  # between the run and the process in what messages name as run
 _POLL_SECONDS, _SILENT_SECONDS = 0.5, 5.0
 _log = logging.getLogger(__name__)
 
@@ -49,6 +53,7 @@ class Meeting:
         self._closed = self._finished = False
         self._counted: tuple[str, set[int]] = ("", set())  # digest of the round before, and the workers that counted
         self._heard: set[int] = set()
+        self._processes: dict[int, str] = {}  # which process is which worker
         self._changes: dict[int, Vector] = {}
         self._metrics: dict[int, dict[str, float]] = {}
         self._expected = set(range(settings.workers))
@@ -56,11 +61,30 @@ class Meeting:
         self._told = False
         self._condition = threading.Condition()
 
+    def join(self, worker: int, process: str) -> str:
+        """Takes a process as a worker, in the place of an earlier one; returns what it names in its messages as run.
+
+        Args:
+          worker: the worker's number.
+          process: drawn at random by the process.
+
+        Raises:
+          InputError: there is no such worker.
+        """
+        run = f"{self._run}{_OF_PROCESS}{process}"
+        with self._condition:
+            before = self._processes.pop(worker, process)
+            self._check(run, worker)
+        if before != process:
+            _log.info("worker %d was started again", worker)
+        return run
+
     def fetch(self, request: Fetch) -> Begin:
         """What a worker is to do next; waits up to `wait_seconds` if there is nothing to do.
 
         Raises:
-          InputError: the request is from another run or from a worker that does not exist.
+          InputError: the request is from another run, from a worker that does not exist, or from a process in whose
+            place another one has joined.
         """
         self._check(request.run, request.worker)
         with self._condition:
@@ -87,7 +111,8 @@ class Meeting:
         """Accepts a worker's change if it is its first in the open round; says whether it counts.
 
         Raises:
-          InputError: it is from another run or from a worker that does not exist, or is damaged.
+          InputError: it is from another run, from a worker that does not exist, or from a process in whose place
+            another one has joined; or it is damaged.
         """
         self._check(change.run, change.worker)
         if sorted(change.metrics) != sorted(METRICS) or not all(map(math.isfinite, change.metrics.values())):
@@ -114,12 +139,19 @@ class Meeting:
             return Receipt(True)
 
     def _check(self, run: str, worker: int) -> None:
-        if run != self._run:
+        name, _, process = run.partition(_OF_PROCESS)
+        if name != self._run:
             raise InputError(f"worker {worker} has another configuration or other training images than this run")
         if not 0 <= worker < self._settings.workers:
             raise InputError(
                 f"there is no worker {worker}: train.rounds.workers is {self._settings.workers}, and numbers start at 0"
             )
+        with self._condition:  # a coordinator that was started again does not know who has joined
+            if self._processes.setdefault(worker, process) != process:
+                raise InputError(
+                    f"another process has joined with --worker={worker} since, and takes part in place of this one: "
+                    f"give each worker a number of its own, from 0 to {self._settings.workers - 1}"
+                )
 
     def gather(self, check: Callable[[], None]) -> tuple[dict[int, Vector], dict[int, dict[str, float]]]:
         """Waits until the round can end; returns changes and metrics by worker.

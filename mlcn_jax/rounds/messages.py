@@ -12,18 +12,20 @@ class Join(msgspec.Struct):
       worker: its number, from 0.
       fields: those fields of its configuration that affect the result (`RunConfig.fixed`).
       data: SHA-256 of its training images.
+      process: drawn at random by each process of a worker when it starts.
     """
 
     worker: int
     fields: dict[str, Any]
     data: str
+    process: str
 
 
 class Fetch(msgspec.Struct):
     """A worker asks for the parameters that a round begins with.
 
     Attributes:
-      run: the answer to `Join`.
+      run: the answer to `Join`, which names the run and the worker's process.
       worker: its number.
       have: `vector.digest` of the newest round whose parameters it has; empty if it has none.
     """

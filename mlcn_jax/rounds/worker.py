@@ -7,6 +7,7 @@ the same change again, or repeats the round.
 import contextlib
 import dataclasses
 import logging
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,13 @@ from mlcn_jax.rounds.meeting import METRICS
 from mlcn_jax.rounds.messages import Begin, Change, Fetch, Join
 from mlcn_jax.rounds.vector import Vector, compress, decode, digest, from_vector, num_bytes, to_vector
 from mlcn_jax.training.checkpoint import Checkpoints
+from mlcn_jax.training.optimizer import at_step
 from mlcn_jax.training.plan import algorithms_of, make_runner
 from mlcn_jax.training.session import Session, open_session
 from mlcn_jax.training.step import TrainState
 from mlcn_jax.training.stop_signals import StopSignals
 
 _SEEDS_APART = 2**20  # between the seeds of the workers' augmentation and lane dropout
-_SCHEDULES = (optax.ScaleByScheduleState.__name__, "WeightDecaySchedule")  # optimizer states that count steps for rates
 _log = logging.getLogger(__name__)
 
 
@@ -71,7 +72,7 @@ def work(config: RunConfig, workdir: Path, address: str, worker: int, tls: link.
         trainer = Trainer(session, worker, workdir)
         stack.callback(trainer.close)
         facts = session.model_facts()
-        request = Join(worker, config.fixed(), facts["training_images_sha256"])
+        request = Join(worker, config.fixed(), facts["training_images_sha256"], uuid.uuid4().hex)
         run = client.call("join", request)
         follow(client, trainer, run, worker, check)
         _log.info("the run is over; sent %s and received %s bytes", f"{client.sent:,}", f"{client.received:,}")
@@ -209,10 +210,11 @@ class Trainer:
             return kept.content, kept.metrics
         first = round_ * self._rounds.steps
         last = min(first + self._rounds.steps, self._session.num_steps)
+        _log.info("worker %d computes round %d: steps %d to %d", self._worker, round_, first + 1, last)
         params = from_vector(vector, self._like)
         optimizer = kept.optimizer if kept else self._session.optimizer.init(params)
         if (kept.round if kept else -1) != round_ - 1:  # it missed steps: set the counts of its schedules
-            optimizer = _at_step(optimizer, first)
+            optimizer = at_step(optimizer, first)
         self._runner.start(TrainState(jnp.asarray(first, jnp.int32), params, optimizer))
         self._compile(first, last)
         rows = []
@@ -263,15 +265,3 @@ class Trainer:
     def close(self) -> None:
         """Closes what saves in the background."""
         self._stack.close()
-
-
-def _at_step(optimizer: optax.OptState, step: int) -> optax.OptState:
-    """An optimizer state with the step counts of schedules set to `step`; counts of moments are kept."""
-
-    def schedules(path: tuple, value: Any) -> bool:
-        del value
-        return getattr(path[-1], "tuple_name", "") in _SCHEDULES
-
-    if not optax.tree.get_all_with_path(optimizer, "count", schedules):
-        return optimizer
-    return optax.tree.set(optimizer, schedules, count=jnp.asarray(step, jnp.int32))

@@ -99,8 +99,8 @@ def split(
             if signing is not None:
                 content = (made / tier.name / artifact.MANIFEST).read_bytes()
                 (made / tier.name / SIGNATURE).write_bytes(signing.sign(content))
-        precisions = [own.form.precision for own in chosen] or [trained.spec.compute_dtype]
-        _check(made, policy, squares, validation, tolerance(precisions))
+        precisions = [own.form.precision for own in chosen] or [trained.spec.compute_dtype] * len(trained.spec.weights)
+        _check(made, policy, squares, validation, tolerance(precisions, trained.spec.weights))
         if folder.exists():
             folder.rename(Path(temporary) / "before")
         made.rename(folder)

@@ -13,6 +13,7 @@ from mlcn_jax.nn import resnet
 
 _FIRST_RATE = 0.2  # of the peak, at the start of the warm-up
 _LOOKAHEAD_STEPS = 5
+_SCHEDULES = (optax.ScaleByScheduleState.__name__, "WeightDecaySchedule")  # optimizer states that count steps for rates
 
 
 def make_optimizer(
@@ -85,6 +86,18 @@ def make_optimizer(
 
 
 _OTHER_RATE = 1e-3
+
+
+def at_step(state: optax.OptState, step: int) -> optax.OptState:
+    """An optimizer state with the step counts of schedules set to `step`; counts of moments are kept."""
+
+    def schedules(path: tuple, value: Any) -> bool:
+        del value
+        return getattr(path[-1], "tuple_name", "") in _SCHEDULES
+
+    if not optax.tree.get_all_with_path(state, "count", schedules):
+        return state
+    return optax.tree.set(state, schedules, count=jnp.asarray(step, jnp.int32))
 
 
 def _part(path: tuple, leaf: Any) -> str:

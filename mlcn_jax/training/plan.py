@@ -80,6 +80,7 @@ def make_plan(
     exchange_dtype: str = "float32",
     clip_norm: float = 0.0,
     accumulation_steps: int = 1,
+    rounds: bool = True,
 ) -> Plan:
     """A plan for the devices of this process, or of all processes of the run.
 
@@ -95,6 +96,7 @@ def make_plan(
       kept: a folder that keeps the measurements of devices that differ and have no profile (`speeds.speeds_of`), of
         links (`links.between_processes`), and what `auto` chose, so that a resumed run has the same plan.
       exchange_dtype, clip_norm, accumulation_steps: those of the run, which decide what is sent.
+      rounds: whether the run could be trained in local rounds instead, which `auto` may recommend.
 
     Raises:
       InputError: there are too few devices, model or batch do not fit them, or a device profile is missing or invalid.
@@ -127,6 +129,7 @@ def make_plan(
         "profiles": [_digest(profile) for profile in known],
         "links": links.about(cluster) if cluster else {},
         "messages": dataclasses.asdict(messages),
+        "rounds": rounds,
     }
 
     def choose() -> dict[str, Any]:
@@ -138,7 +141,7 @@ def make_plan(
         used = known if cluster else known[: fastest.data * fastest.lane]  # processes all take part
         sure = interval(seconds, spec, used, placement=fastest.placement, cluster=cluster)
         ends = [1000 * sure.low_seconds, 1000 * sure.high_seconds] if sure else None
-        other = faster_otherwise(spec, batch_size, known, cluster, clip_norm, seconds) if cluster else {}
+        other = faster_otherwise(spec, batch_size, known, cluster, clip_norm, seconds, rounds) if cluster else {}
         choice = {**dataclasses.asdict(fastest), "seconds": seconds, "ends": ends, "other": other}
         if kept:
             write_json(kept / _CHOICE, {"asked": asked, "choice": choice})
@@ -186,15 +189,17 @@ def faster_otherwise(
     cluster: Cluster,
     clip_norm: float,
     seconds: float,
+    rounds: bool = True,
 ) -> dict[str, float]:
     """Ways to train whose result is not that of a split, and the seconds of a step where these are fewer than given.
 
-    Local rounds, and lanes trained apart if nothing couples their losses.
+    Local rounds if `rounds` says that they are possible, and lanes trained apart if nothing couples their losses.
     """
-    rounds = f"rounds of {ROUND_STEPS} steps (train.rounds.steps, {program()} rounds)"
-    found = {rounds: predict_rounds(spec, batch_size, profiles, cluster)}
+    in_rounds = f"rounds of {ROUND_STEPS} steps (train.rounds.steps, {program()} rounds)"
+    apart = f"lanes apart (train.lanes_apart, {program()} work --pool=FOLDER)"
+    found = {in_rounds: predict_rounds(spec, batch_size, profiles, cluster) if rounds else None}
     if not any(coupled for coupled, _, _ in couplings_of_losses(spec, clip_norm)):
-        found[f"lanes apart (train.lanes_apart, {program()} pool)"] = predict_apart(spec, batch_size, profiles, cluster)
+        found[apart] = predict_apart(spec, batch_size, profiles, cluster)
     return {what: taken for what, taken in found.items() if taken is not None and taken < seconds}
 
 

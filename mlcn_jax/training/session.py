@@ -20,6 +20,7 @@ from mlcn_jax.files import read_json
 from mlcn_jax.nn import resnet
 from mlcn_jax.nn.calibration import trained_shapes, whiten
 from mlcn_jax.nn.model import param_shapes
+from mlcn_jax.nn.remat import OFFLOAD, has_host_memory
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.settings import DataSettings, TrainSettings
 from mlcn_jax.training.accumulate import check_parts
@@ -163,6 +164,8 @@ def with_flips(data: DataSettings, score: Callable[[], Scores], split: str = "te
 def plan_of(config: RunConfig, spec: ModelSpec, kept: Path | None = None, batch_size: int = 0) -> Plan:
     """Which device computes what by a configuration; arguments as of `Session.plan`, raises as `plan.make_plan`."""
     settings, batch_size = config.parallel, batch_size or config.train.batch_size
+    if spec.remat == OFFLOAD:
+        check_offload(settings.plan, jax.local_devices()[0])
     plan = make_plan(
         spec,
         batch_size,
@@ -176,11 +179,27 @@ def plan_of(config: RunConfig, spec: ModelSpec, kept: Path | None = None, batch_
         exchange_dtype=settings.exchange_dtype,
         clip_norm=config.train.clip_norm,
         accumulation_steps=config.train.accumulation_steps,
+        rounds=not config.train.obstacle_to_rounds,
     )
     if plan.head is None:
         data = plan.mesh.shape[DATA_AXIS] if plan.mesh is not None else 1
         check_parts(spec, batch_size, data, config.train.accumulation_steps)
     return plan
+
+
+def check_offload(plan: str, device: jax.Device) -> None:
+    """Raises InputError unless a device of a `parallel.plan` can send activations to its host's memory."""
+    if not has_host_memory(device):
+        raise InputError(
+            f"model.remat={OFFLOAD} sends activations to the host's memory, and {device.device_kind} "
+            + ("has no other" if device.platform == "cpu" else "cannot reach it")
+            + ": use model.remat=full, which computes them again"
+        )
+    if plan != "mesh":
+        raise InputError(
+            f"model.remat={OFFLOAD} with parallel.plan={plan}: stacks compute lanes again instead: use "
+            "parallel.plan=mesh, or model.remat=full"
+        )
 
 
 def check_remat(spec: ModelSpec) -> None:

@@ -56,6 +56,7 @@ def test_a_device_that_holds_no_step_is_told_so_after_every_setting():
     [
         ({"parallel.plan": "stacks"}, r"memory of parallel.plan=stacks is not predicted"),
         ({"train.teacher": "runs/a"}, "memory of a teacher is not predicted"),
+        ({"model.remat": "offload"}, "memory of model.remat=offload is not predicted: .* with model.remat=full"),
     ],
 )
 def test_what_is_not_predicted_is_refused(changes, message):

@@ -22,6 +22,7 @@ from mlcn_jax.nn.lanes import LaneSpec
 from mlcn_jax.nn.model import class_lengths
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving import artifact, export, onnx
+from mlcn_jax.settings import RoundSettings
 from mlcn_jax.training import loop
 from mlcn_jax.training.checkpoint import Trained, load_trained
 from mlcn_jax.training.evaluate import class_capsules
@@ -88,6 +89,26 @@ def test_accuracy_with_each_further_lane_is_told_and_is_that_of_the_model(joined
     assert about["decoder_seconds"] > 0
 
 
+def test_accuracy_with_each_further_lane_is_that_of_joining_only_these(lanes, joined, tmp_path):
+    _, about = joined
+    two = join_lib.join(lanes[:2], tmp_path / "two", decoder_epochs=0)
+    for name in ("validation_accuracy", "test_accuracy"):
+        assert two[name] == about["lanes"][1][name]
+
+
+def test_weights_of_later_lanes_do_not_change_what_the_first_lanes_give():
+    """Two lanes that disagree, and a third that is right, next to which the fit gives the second all the rest."""
+    truth = np.eye(2)[[0, 1, 0, 1]]
+    v = np.stack([truth, 0.9 * (1 - truth), truth], axis=-1)
+    split = Split(np.zeros((4, 1, 1, 1), np.uint8), np.array([0, 1, 0, 1], np.int32))
+    few = [join_lib.Lane(LaneSpec("mlcn1", 1), {}, seed, str(seed), 1) for seed in range(3)]
+    weights = [(1.0,), (1.2, 0.8), (0.1, 0.9, 2.0)]
+    rows = join_lib.further_lanes(few, weights, {"test": v}, {"test": split})
+    assert [row["test_accuracy"] for row in rows] == [1.0, 1.0, 1.0]
+    assert [row["test_accuracy_alone"] for row in rows] == [1.0, 0.0, 1.0]
+    assert [row["weight"] for row in rows] == [0.1, 0.9, 2.0]
+
+
 @pytest.mark.long
 def test_a_joined_model_is_pruned_exported_and_trained_on(joined, tmp_path):
     output = shutil.copytree(joined[0], tmp_path / "model")
@@ -151,7 +172,8 @@ RESIDUAL = {
 
 
 def test_a_joined_model_has_settings_that_it_can_be_trained_with():
-    config = RunConfig().replace(APART | RESIDUAL | {"model.margin_loss": "joint", "model.lane_seeds": "0"})
+    changes = {"model.margin_loss": "joint", "model.lane_seeds": "0", "train.rounds.steps": 5}
+    config = RunConfig().replace(APART | RESIDUAL | changes)
     first = SimpleNamespace(trained=SimpleNamespace(spec=config.model_spec((28, 28, 1), 10)))
     residual, published = (
         join_lib.Lane(LaneSpec(kind, 1), {}, seed, kind, 10) for seed, kind in enumerate(("resnet", "mlcn1"))
@@ -163,6 +185,7 @@ def test_a_joined_model_has_settings_that_it_can_be_trained_with():
     check_settings(kept, alike)
     assert kept.data.augment_lanes
     assert kept.train.image_sizes == "20:0.5"
+    assert kept.train.rounds == RoundSettings(), "or neither train nor rounds would take the workdir"
 
 
 @pytest.mark.long

@@ -178,6 +178,29 @@ def test_after_a_restart_there_is_no_update():
     assert Bed(1, round_=4).fetch(0, 3).kind == "full"
 
 
+def test_of_two_processes_with_one_number_the_earlier_is_refused_by_name(caplog):
+    """So that it is not told that its changes count, while another's are taken in their place."""
+    caplog.set_level("INFO", "mlcn_jax")
+    bed = Bed(2)
+    first = bed.meeting.join(0, "a")
+    assert bed.meeting.join(0, "a") == first, "whose answer was lost"
+    assert not caplog.records
+    second = bed.meeting.join(0, "b")
+    assert "worker 0 was started again" in caplog.text
+    assert bed.push(0, run=second).counts
+    for call in (lambda: bed.push(0, run=first), lambda: bed.meeting.fetch(Fetch(first, 0, ""))):
+        with pytest.raises(InputError, match=r"another process has joined with --worker=0 .* from 0 to 1"):
+            call()
+    assert bed.push(1, run=bed.meeting.join(1, "a")).counts
+    assert bed.ended() == [0, 1]
+    restarted = Bed(2, round_=1)
+    assert restarted.push(0, 1, run=second).counts, "a coordinator that was started again takes those that joined"
+    with pytest.raises(InputError, match="another process has joined"):
+        restarted.push(0, 1, run=first)
+    with pytest.raises(InputError, match="there is no worker 2"):
+        bed.meeting.join(2, "c")
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -27,3 +27,4 @@ def test_killed_at_random_moments_every_round_counts_once():
     assert {kill["process"] for kill in found["kills"]} == {"coordinator", "worker 0"}
     assert found["every_round_once"]
     assert found["same_parameters"]
+    assert [target["verdict"] for target in found["verdicts"].values()] == ["reached"]

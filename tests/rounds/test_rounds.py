@@ -9,8 +9,11 @@ import numpy as np
 import optax
 import pytest
 
+from mlcn_jax.analysis import prune
+from mlcn_jax.config import read_stored
 from mlcn_jax.data.batches import Batches
 from mlcn_jax.errors import Diverged, InputError, Stopped
+from mlcn_jax.files import write_json
 from mlcn_jax.rounds import coordinator, link, worker
 from mlcn_jax.rounds.judge import Judge
 from mlcn_jax.rounds.messages import Join
@@ -20,6 +23,7 @@ from mlcn_jax.training import loop
 from mlcn_jax.training.checkpoint import Checkpoints, load_trained
 from mlcn_jax.training.mesh_runner import MeshRunner
 from mlcn_jax.training.metrics import read_rows
+from mlcn_jax.training.optimizer import at_step
 from mlcn_jax.training.session import open_session
 from mlcn_jax.training.start import start_state
 
@@ -63,7 +67,7 @@ def workers(session, folder, port, stop_after=None):
         trainer = worker.Trainer(session, i, folder / f"worker{i}")
         try:
             facts = session.model_facts()["training_images_sha256"]
-            name = client.call("join", Join(i, session.config.fixed(), facts))
+            name = client.call("join", Join(i, session.config.fixed(), facts, f"process {i}"))
             worker.follow(client, trainer, name, i, check_worker)
         except Stopped:
             pass
@@ -204,10 +208,10 @@ def test_a_worker_with_other_settings_is_told_which(tiny):
     session, other = open_session(tiny.replace(LONG)), open_session(tiny.replace(LONG | {"train.seed": 3}))
     data = session.model_facts()["training_images_sha256"]
     with pytest.raises(InputError, match=r"train\.seed: 3 in worker 1, 0 in the coordinator"):
-        coordinator.admit(session, Join(1, other.config.fixed(), data))
+        coordinator.check_worker(session, Join(1, other.config.fixed(), data, "a"))
     with pytest.raises(InputError, match="training images: 'x' in worker 1"):
-        coordinator.admit(session, Join(1, session.config.fixed(), "x"))
-    assert coordinator.admit(session, Join(1, session.config.fixed(), data)) == coordinator.identity(session)
+        coordinator.check_worker(session, Join(1, session.config.fixed(), "x", "a"))
+    coordinator.check_worker(session, Join(1, session.config.fixed(), data, "a"))
 
 
 @pytest.mark.parametrize(
@@ -217,6 +221,7 @@ def test_a_worker_with_other_settings_is_told_which(tiny):
         ({"train.rounds.workers": 3}, "train.batch_size=50 cannot be divided among train.rounds.workers=3"),
         ({"parallel.processes": 2}, "parallel.processes is 2; it must be 1 in rounds"),
         ({"train.lookahead": 0.9}, "train.lookahead=0.9 is not possible in rounds"),
+        ({"train.teacher": "runs/large"}, "train.teacher='runs/large' is not possible in rounds"),
         ({"model.lanes": "resnet:w1*2", "model.norm_group": 50}, "a worker's part of a batch has 25"),
     ],
 )
@@ -230,11 +235,30 @@ def test_an_ordinary_training_refuses_rounds(tiny, tmp_path):
         loop.train(tiny.replace(LONG), tmp_path)
 
 
+def test_a_run_in_rounds_is_pruned_and_trained_on_in_the_ordinary_way(tiny, tmp_path):
+    """Its checkpoints have no optimizer state: that of each worker is the worker's own."""
+    session = open_session(tiny.replace(LONG | {"data.validation_fraction": 0.0}))
+    params = start_state(session, None)[0].params
+    judge = Judge(session, tmp_path, 0)
+    judge.score(session.num_steps, to_vector(params))
+    judge.close()
+    write_json(tmp_path / "config.json", session.config.to_dict())
+    write_json(tmp_path / "model.json", session.model_facts())
+    run = prune.load_prunable(tmp_path)
+    counts = [int(count) for _, count in optax.tree.get_all_with_path(run.optimizer, "count")]
+    assert sorted(counts) == [0, 14], "of the moments and of the learning rate"
+    prune.save_run(prune.prune_run(run, [1]), tmp_path / "smaller", None, {})
+    config = read_stored(tmp_path / "smaller")
+    assert config.train.rounds == RoundSettings()
+    summary = loop.train(config.replace({"train.num_steps": 15}), tmp_path / "smaller")
+    assert (summary["steps"], summary["steps_this_session"]) == (15, 1)
+
+
 def test_a_late_worker_has_the_rates_of_its_steps(tiny):
     for changes in ({}, {"train.optimizer": "muon", "model.lanes": "resnet:w1*2", "model.norm_group": 25}):
         session = open_session(tiny.replace(LONG | changes))
         params = start_state(session, None)[0].params
-        state = worker._at_step(session.optimizer.init(params), 70)
+        state = at_step(session.optimizer.init(params), 70)
         counts = optax.tree.get_all_with_path(state, "count")
         of_rates = [value for path, value in counts if "Schedule" in path[-1].tuple_name]
         others = [value for path, value in counts if "Schedule" not in path[-1].tuple_name]
@@ -242,7 +266,7 @@ def test_a_late_worker_has_the_rates_of_its_steps(tiny):
         assert of_rates
         assert not any(others), "moments are averages of the steps that were taken"
     plain = optax.trace(0.9).init({"x": np.zeros(2, np.float32)})
-    assert jax.tree.structure(worker._at_step(plain, 3)) == jax.tree.structure(plain)
+    assert jax.tree.structure(at_step(plain, 3)) == jax.tree.structure(plain)
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -12,8 +14,9 @@ from made_params import made_params
 from mlcn_jax.data.batches import Augmentation
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.errors import InputError
+from mlcn_jax.nn import remat
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.training import loop, stack_programs, stacks_runner
+from mlcn_jax.training import loop, session, stack_programs, stacks_runner
 from mlcn_jax.training.checkpoint import load_trained
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 
@@ -64,6 +67,37 @@ def test_many_lanes_computed_again_need_less_than_half_the_memory():
     expected, more = plain(spec)
     assert_close(found, expected)
     assert less < 0.5 * more
+
+
+def test_what_is_offloaded_are_the_results_of_products():
+    """Traced only: a CPU is its own host, and has nowhere to send them."""
+
+    def traced(name):
+        def loss(kernels):
+            return jnp.sum(remat.scan_lanes(lambda kernel: jnp.sin(jnp.ones((5, 3)) @ kernel), (kernels,), name))
+
+        return str(jax.make_jaxpr(jax.grad(loss))(jnp.ones((2, 3, 4))))
+
+    offloaded = traced("offload")
+    assert "MemorySpace.Host" in offloaded
+    assert "<host>[2,5,4]" in offloaded, "those of both lanes"
+    assert "MemorySpace.Host" not in traced("full")
+
+
+def test_activations_go_only_where_there_is_a_host_memory_beside_the_devices():
+    def device(platform, *kinds):
+        memories = [SimpleNamespace(kind=kind) for kind in kinds]
+        return SimpleNamespace(platform=platform, device_kind="it", addressable_memories=lambda: memories)
+
+    session.check_offload("mesh", device("gpu", "device", "pinned_host"))
+    for given, message in (
+        (("mesh", jax.devices()[0]), "host's memory, and .* has no other: use model.remat=full"),
+        (("mesh", device("cpu", "device", "pinned_host")), "it has no other"),
+        (("mesh", device("gpu", "device")), "it cannot reach it"),
+        (("stacks", device("gpu", "device", "pinned_host")), "use parallel.plan=mesh"),
+    ):
+        with pytest.raises(InputError, match=message):
+            session.check_offload(*given)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +163,7 @@ _RESNET = {"model.lanes": "resnet:w1*2", "model.norm_group": 8}
         ({"model.remat": "some"}, r"model.remat is 'some'; it must be one of none, full"),
         ({"model.remat": "full", "model.name": "capsnet", "model.lanes": ""}, r"CapsNet has no lanes"),
         ({"model.remat": "full", **_RESNET}, r"hold one lane's activations already"),
+        ({"model.remat": "offload"}, r"model.remat=offload sends activations to the host's memory, and .* use model"),
         ({"train.accumulation_steps": 0}, r"train.accumulation_steps is 0; it must be 1 or more"),
         ({"train.accumulation_steps": 7}, r"does not divide train.batch_size=16: use a divisor of 16, such as 4"),
         (

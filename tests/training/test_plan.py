@@ -1,6 +1,7 @@
 """The plan found from device profiles is the fastest by them, and what cannot be planned says why."""
 
 import dataclasses
+import importlib
 import json
 import math
 import types
@@ -8,13 +9,16 @@ import types
 import jax
 import numpy as np
 import pytest
+from absl import flags
 from made_profile import make_profile
 
+from mlcn_jax.commands import front
 from mlcn_jax.distributed import links
 from mlcn_jax.errors import InputError
+from mlcn_jax.launch import program
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost, partition, simulate
-from mlcn_jax.training import loop, plan, speeds, splits
+from mlcn_jax.training import loop, plan, session, speeds, splits
 
 EQUAL = ModelSpec("mlcn", (28, 28, 1), 10, "mlcn1:w2*4")
 LINK = {"latency_seconds": 1e-5, "bytes_per_second": 1e9}
@@ -292,11 +296,31 @@ def test_rounds_and_lanes_apart_are_recommended_where_they_are_faster(profile):
     assert joint[rounds] == pytest.approx(local + 2 * (0.05 + sent) / 50)
     both = plan.faster_otherwise(apart, 100, [profile] * 2, slow, 0.0, seconds)
     assert [what.split(" (")[0] for what in both] == ["rounds of 50 steps", "lanes apart"]
+    for what in both:
+        command, *given = what.split(f"{program()} ")[1].rstrip(")").split()
+        values = flags.FlagValues()
+        importlib.import_module(f"mlcn_jax.{front.COMMANDS[command][0]}").define(values)
+        assert all(flag.lstrip("-").split("=")[0] in values for flag in given), what
     assert both.popitem()[1] == splits.predict_apart(apart, 100, [profile] * 2, fast), "which sends nothing"
     assert list(plan.faster_otherwise(apart, 100, [profile] * 2, slow, 0.5, seconds)) == [rounds], "clipping couples"
     free = dataclasses.replace(profile, crowding=0.0)
     fastest = chosen(EQUAL, free, simulate.Link(0.0, math.inf)).step.total_seconds
     assert plan.faster_otherwise(EQUAL, 100, [free] * 2, fast, 0.0, fastest) == {}, "over a link that costs nothing"
+    (left,) = plan.faster_otherwise(apart, 100, [profile] * 2, slow, 0.0, seconds, rounds=False)
+    assert left.startswith("lanes apart")
+
+
+@pytest.mark.parametrize("changes", [{}, {"train.lookahead": 0.5}, {"train.teacher": "runs/large"}])
+def test_rounds_that_would_be_refused_are_not_recommended(tiny, monkeypatch, changes):
+    given = {}
+
+    def make_plan(*args, **how):
+        given.update(how)
+        return plan.Plan()
+
+    monkeypatch.setattr(session, "make_plan", make_plan)
+    session.plan_of(tiny.replace(changes), EQUAL)
+    assert given["rounds"] == (not changes)
 
 
 def test_a_run_of_processes_measures_its_links_and_takes_the_fastest(profile, tmp_path, monkeypatch, caplog):

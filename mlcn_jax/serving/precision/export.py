@@ -17,6 +17,7 @@ from mlcn_jax.config import RunConfig
 from mlcn_jax.data.datasets import Dataset, Split, split_validation
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import make_folder, read_json, write_json
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.problem import NoRoom
 from mlcn_jax.serving import artifact, model_card, onnx
 from mlcn_jax.serving.export import write_manifest
@@ -120,7 +121,7 @@ def precision(
             chosen = [own[form] for own, form in zip(made, each, strict=True)]
             _write(written[-1], model, workdir, chosen, command)
             exported = artifact.Artifact(written[-1])
-            _check(exported, chosen, ranking.images)
+            _check(exported, chosen, model.spec, ranking.images)
             calls.append(exported.lengths)
         taken = call_seconds(calls, model.spec.image_shape, terms.batch, terms.rounds)
         best = int(np.argmin(taken[1:]))
@@ -166,11 +167,12 @@ def precision(
     write_json(results / FILE, about)
     if devices:
         held = [[each.num_bytes for each in own] for own in made]
-        drop = terms.max_accuracy_drop
+        about_lanes = (parts, held, ranking.labels)
         try:
-            about["placement"] = place_lanes(model.spec, devices, parts, held, ranking.labels, drop, terms.batch)
+            placed = place_lanes(model.spec, devices, *about_lanes, terms.max_accuracy_drop, terms.batch, mix)
         except NoRoom as error:
             raise NoRoom(f"{error}; the measurements, and the export without devices, are in {results}") from error
+        about["placement"] = placed
         write_json(results / FILE, about)
     return about
 
@@ -226,13 +228,23 @@ def _write(folder: Path, model: onnx.ExportedModel, workdir: Path, chosen: Seque
     (folder / model_card.FILE).write_text(model_card.text(artifact.Artifact(folder), {}, model.data.dir))
 
 
-def _check(exported: artifact.Artifact, chosen: Sequence[Made], images: np.ndarray) -> None:
-    """Raises RuntimeError if the export gives other lengths than its lanes together."""
+def _check(exported: artifact.Artifact, chosen: Sequence[Made], spec: ModelSpec, images: np.ndarray) -> None:
+    """Raises InputError if the export gives other lengths than its lanes together.
+
+    Both are programs of this machine's packages, for other numbers of images: an error of the packages, or of the
+    machine, would make the measured accuracy that of another model.
+    """
+    allowed = tolerance([own.form.precision for own in chosen], spec.weights)
     for n in (1, 8):
         expected = np.sqrt(sum(np.asarray(own.call(images[:n])) for own in chosen))
         error = float(np.max(np.abs(exported.lengths(images[:n]) - expected)))
-        if not error <= tolerance(own.form.precision for own in chosen):
-            raise RuntimeError(f"the export differs from its lanes by {error}")
+        if not error <= allowed:
+            forms = ", ".join(sorted({str(own.form) for own in chosen}))
+            raise InputError(
+                f"lengths of {n} images differ by {error:.2g} between the export and its single lanes, and rounding "
+                f"in {forms} explains {allowed:.2g}, so nothing was exported: install the versions of "
+                "requirements-onnx.txt, or give a smaller --max_accuracy_drop for fewer lanes in low precision"
+            )
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import importlib.util
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ from mlcn_jax.placement.forms import FormPlacement, FormProblem, form_problem, f
 from mlcn_jax.placement.problem import NoRoom
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.serving.parts import FORMS
-from mlcn_jax.serving.precision.mix import mix_accuracy
+from mlcn_jax.serving.precision.mix import is_accurate, mix_accuracy
 
 TASK = "infer"
 _TRIES = 12
+_TINY = 1e-12
 
 
 def read_profiles(spec: ModelSpec, files: Sequence[Path]) -> list[DeviceProfile]:
@@ -56,12 +56,14 @@ def place_lanes(
     labels: Int[np.ndarray, " n"],
     max_accuracy_drop: float,
     batch: int,
+    mix: Sequence[int],
 ) -> dict[str, Any]:
     """Chooses the form and the device of each lane so that the slowest device finishes as early as possible.
 
-    A lane's loss in a form is the accuracy that the model loses if only that lane has it. The choice is limited by the
-    sum of these losses. Then its accuracy is computed exactly: if it lost too much, the limit is lowered and the choice
-    repeated. The choice is optimal for these losses with OR-Tools, greedy without.
+    A lane's loss in a form is the accuracy that the model loses if only that lane has it, and, less than an image in
+    sum, how much it changes what the lane adds: lanes that lose nothing alone may lose much together. The choice is
+    limited by the sum of these losses, and the largest limit whose choice is accurate enough is searched by bisection,
+    with the exact accuracy of each choice. The choice is optimal for a limit with OR-Tools, greedy without.
 
     Args:
       spec: the model.
@@ -70,6 +72,8 @@ def place_lanes(
       num_bytes: bytes of the weights of each lane in each of `FORMS`, which must fit the devices' memory.
       max_accuracy_drop: percentage points that the choice may lose.
       batch: images in a call.
+      mix: one of `FORMS` for each lane; if these precisions are accurate enough and fit, the choice is no slower than
+        they are.
 
     Returns:
       The choice and what it costs, ready for JSON.
@@ -89,21 +93,42 @@ def place_lanes(
     def drop(mix: Sequence[int]) -> float:
         return 100 * (base - mix_accuracy(parts, mix, labels))
 
+    def is_enough(placed: FormPlacement) -> bool:
+        return is_accurate(parts, [part_of[form] for form in placed.form_of], labels, base - max_accuracy_drop / 100)
+
     def alone(lane: int, part: int) -> float:
         return max(0.0, drop([part if i == lane else 0 for i in range(len(parts))]))
 
-    losses = [[alone(lane, part) for part in part_of] for lane in range(len(parts))]
-    most, lost = max_accuracy_drop, math.inf
+    def only(mix: Sequence[int]) -> FormPlacement:
+        """The best placement in the precisions of a mix."""
+        others = [[float(FORMS[part].precision != FORMS[wanted].precision) for part in part_of] for wanted in mix]
+        return _place(problem, others, 0.0, partitioner)
+
+    half_image = 50 / len(labels)  # percentage points
+    changed = np.array([[np.mean(np.abs(own[part] - own[0])) for part in part_of] for own in parts], np.float64)
+    changed *= half_image / max(changed.max(axis=1).sum(), _TINY)
+    alone_lost = [[alone(lane, part) for part in part_of] for lane in range(len(parts))]
+    losses = np.add(alone_lost, changed).tolist()
+    found: list[FormPlacement] = []
+    low, limit, high = 0.0, max_accuracy_drop + half_image, max_accuracy_drop + half_image
+    for _ in range(_TRIES):
+        try:
+            placed = _place(problem, losses, limit, partitioner)
+        except NoRoom:
+            low = limit
+        else:
+            if is_enough(placed):
+                found.append(placed)
+                low = limit
+            else:
+                high = min(limit, placed.lost)
+        if high - low <= _TINY:
+            break
+        limit = (low + high) / 2
     with contextlib.suppress(NoRoom):
-        for _ in range(_TRIES):
-            placed = _place(problem, losses, most, partitioner)
-            lost = drop([part_of[form] for form in placed.form_of])
-            if lost <= max_accuracy_drop:
-                break
-            most = min(most, placed.lost) / 2
-    if lost > max_accuracy_drop:
-        in_float32 = [[0.0 if form.split()[1] == "float32" else 1.0 for form in forms]] * len(parts)
-        placed, lost = _place(problem, in_float32, 0.0, partitioner), 0.0
+        if is_enough(given := only(mix)):
+            found.append(given)
+    placed = min(found or [only([0] * len(parts))], key=lambda each: each.makespan_seconds)
     return {
         "devices": [profile.device for profile in profiles],
         "lanes": [
@@ -111,7 +136,7 @@ def place_lanes(
             for lane, f, d in zip(spec.lane_specs, placed.form_of, placed.device_of, strict=True)
         ],
         "makespan_milliseconds": 1000 * placed.makespan_seconds,
-        "accuracy_drop": lost,
+        "accuracy_drop": drop([part_of[form] for form in placed.form_of]),
         "partitioner": partitioner,
     }
 
