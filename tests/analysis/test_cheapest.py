@@ -174,7 +174,7 @@ def test_a_deadline_that_cannot_be_met_names_the_nearest_that_can(profiles):
     whole = market.Market(TASK, TERMS, offers(profiles, SLOW))
     ways = whole.ways()
     with pytest.raises(
-        InputError, match=r"no way trains it in 1 s: the nearest .* is --deadline=(\d+m|\d+s) \(slow"
+        InputError, match=r"no way trains it in 1 s: the earliest .* is --deadline=(\d+m|\d+s) \(slow"
     ) as told:
         cheapest.best_way(whole, ways, 1.0)
     nearest = str(told.value).split("--deadline=")[1].split()[0]

@@ -83,7 +83,7 @@ def test_another_folder_is_scored_in_the_size_and_color_of_the_model(folder, mon
     assert "test_top5_accuracy" not in everything
     assert evaluated(capsys, *flags)["images"] == 10
     assert (tmp_path / "evaluate-digits" / "confusion.png").is_file()
-    with pytest.raises(InputError, match=r"28x28 pixels, and those of folder have 40x40: give"):
+    with pytest.raises(InputError, match=r"28x28 pixels, but those of folder have 40x40: give"):
         evaluated(capsys, *flags, "--config.data.image_size=40")
     (folder / "9").rename(folder / "nine")
     with pytest.raises(InputError, match=r"only the model has: 9; only folder has: nine\): name the folders"):
