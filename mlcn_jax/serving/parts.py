@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 XLA, ONNX = "xla", "onnxruntime"
 OUTPUT = "part"  # output name in a lane's ONNX file
 STEM = "part"  # start of the file names of the functions that compute the XLA lanes
+# Largest differences of a lane's class capsules. The order of a convolution's sums depends on the number of images, so
+# a value may be rounded to the neighbouring value in bfloat16 or 8 bits.
+_TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 1e-2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,18 @@ class Form:
 
 FLOAT32 = Form("float32", XLA)
 FORMS = (FLOAT32, Form("float32", ONNX), Form("bfloat16", XLA), Form("int8", ONNX))
+
+
+def tolerance(precisions: Sequence[str], weights: np.ndarray) -> float:
+    """How far the lengths of the same lanes, computed in these precisions, may differ between two computations.
+
+    A length is the norm of what the lanes give, each times the root of its weight, so it differs at most by the norm of
+    their differences. Lanes that all compute in float32 differ by far less than one of them may.
+    """
+    if set(precisions) == {"float32"}:
+        return _TOLERANCES["float32"]
+    of_lanes = np.array([_TOLERANCES[precision] for precision in precisions])
+    return float(np.sqrt(np.sum(weights * np.square(of_lanes))))
 
 
 def lane_file(lane: int) -> str:

@@ -20,8 +20,8 @@ from mlcn_jax.nn.calibration import fold_statistics
 from mlcn_jax.nn.spec import ModelSpec, rows_of, spec_of
 from mlcn_jax.serving import artifact
 from mlcn_jax.serving.export import flat_weights, write_functions, write_manifest
-from mlcn_jax.serving.parts import model_digest
-from mlcn_jax.serving.precision.lanes import read_lanes, tolerance, write_lanes
+from mlcn_jax.serving.parts import model_digest, tolerance
+from mlcn_jax.serving.precision.lanes import read_lanes, write_lanes
 from mlcn_jax.serving.precision.make import Made
 from mlcn_jax.tiers import policy as policies
 from mlcn_jax.tiers.artifact import HOME, PART, SIGNATURE, TierArtifact
@@ -48,7 +48,7 @@ def split(
     """Writes an artifact for each tier into a folder of `workdir`, in place of older ones, and returns that folder.
 
     Before they are put in place they are loaded again, and must add up to the whole model's lengths, as far as their
-    precisions allow (`precision.lanes.tolerance`).
+    precisions allow (`parts.tolerance`).
 
     Args:
       workdir: folder of a trained model.

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -60,6 +61,14 @@ def test_an_artifact_computes_what_the_model_does(exported, loaded, rng, n):
         v = jax.jit(lambda params, x: encode(trained.spec, params["encoder"], to_pixels(x)))(trained.params, images)
         np.testing.assert_allclose(found, capsules.lengths(v), atol=1e-5)
     assert loaded.class_names == trained.class_names
+
+
+def test_a_model_in_bfloat16_may_be_rounded_otherwise_than_its_export(exported, loaded):
+    trained = checkpoint.load_trained(exported)
+    with pytest.raises(RuntimeError, match="differs from the model"):
+        export._check(trained, SimpleNamespace(lengths=lambda images: loaded.lengths(images) + 1e-3))
+    in_bfloat16 = dataclasses.replace(trained.spec, compute_dtype="bfloat16")
+    export._check(dataclasses.replace(trained, spec=in_bfloat16), loaded)
 
 
 def test_probabilities_are_lengths_of_at_most_one(loaded, rng, monkeypatch):

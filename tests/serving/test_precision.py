@@ -10,6 +10,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from made_profile import make_profile
 
 from mlcn_jax.commands import front
 from mlcn_jax.data.datasets import split_validation
@@ -21,7 +22,7 @@ from mlcn_jax.placement.problem import NoRoom
 from mlcn_jax.serving import export, onnx
 from mlcn_jax.serving.artifact import Artifact
 from mlcn_jax.serving.onnx_file import open_onnx
-from mlcn_jax.serving.parts import FLOAT32, FORMS, OUTPUT, Form, added_up, model_digest, square_roots
+from mlcn_jax.serving.parts import FLOAT32, FORMS, OUTPUT, Form, added_up, model_digest, square_roots, tolerance
 from mlcn_jax.serving.precision import export as precision_export
 from mlcn_jax.serving.precision import lanes as precision_lanes
 from mlcn_jax.serving.precision import mix as precision_mix
@@ -29,7 +30,6 @@ from mlcn_jax.serving.precision import place as precision_place
 from mlcn_jax.serving.precision.make import lanes_of, make
 from mlcn_jax.tiers import split
 from mlcn_jax.tiers.artifact import TierArtifact
-from tests.made_profile import make_profile
 
 installed = pytest.mark.skipif(not importlib.util.find_spec("jax2onnx"), reason="needs requirements-onnx.txt")
 BFLOAT16, INT8 = Form("bfloat16", "xla"), Form("int8", "onnxruntime")
@@ -92,9 +92,9 @@ def test_an_export_that_differs_from_its_lanes_is_one_message(in_xla, model, ima
     with pytest.raises(InputError, match=r"lengths of 1 images differ by .* rounding in bfloat16 xla, float32 xla"):
         precision_export._check(Artifact(folder), [first, *chosen[1:]], model.spec, images)
     four = ["bfloat16"] * 4
-    assert precision_lanes.tolerance(four[:1], np.ones(1)) == pytest.approx(2e-2)
-    assert precision_lanes.tolerance(four, np.ones(4)) == pytest.approx(4e-2), "errors of lanes add like their capsules"
-    assert precision_lanes.tolerance(four[:2], np.array([1.9, 0.1])) < precision_lanes.tolerance(four, np.ones(4))
+    assert tolerance(four[:1], np.ones(1)) == pytest.approx(2e-2)
+    assert tolerance(four, np.ones(4)) == pytest.approx(4e-2), "errors of lanes add like their capsules"
+    assert tolerance(four[:2], np.array([1.9, 0.1])) < tolerance(four, np.ones(4))
 
 
 def test_its_lanes_are_read_back_for_the_same_model_only(in_xla, model, workdir, images):

@@ -21,8 +21,8 @@ from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.problem import NoRoom
 from mlcn_jax.serving import artifact, model_card, onnx
 from mlcn_jax.serving.export import write_manifest
-from mlcn_jax.serving.parts import FORMS, Form, model_digest
-from mlcn_jax.serving.precision.lanes import tolerance, write_lanes
+from mlcn_jax.serving.parts import FORMS, Form, model_digest, tolerance
+from mlcn_jax.serving.precision.lanes import write_lanes
 from mlcn_jax.serving.precision.make import Lane, Made, lanes_of, make
 from mlcn_jax.serving.precision.mix import cheapest_mix, is_accurate, mix_accuracy
 from mlcn_jax.serving.precision.place import place_lanes, read_profiles

@@ -1,6 +1,6 @@
 """Lanes in their forms, as the files of an artifact: written for an export or a tier, and read back one by one."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program
@@ -19,22 +19,6 @@ from mlcn_jax.serving.export import write_functions
 from mlcn_jax.serving.onnx_file import open_onnx
 from mlcn_jax.serving.parts import ONNX, OUTPUT, STEM, Form, lane_file
 from mlcn_jax.serving.precision.make import BITS, Made, lane_part
-
-# Largest differences of a lane's class capsules. The order of a convolution's sums depends on the number of images, so
-# a value may be rounded to the neighbouring value in bfloat16 or 8 bits.
-_TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 1e-2}
-
-
-def tolerance(precisions: Sequence[str], weights: Float[np.ndarray, " lanes"]) -> float:
-    """How far the lengths of the same lanes, computed in these precisions, may differ between two computations.
-
-    A length is the norm of what the lanes give, each times the root of its weight, so it differs at most by the norm of
-    their differences. Lanes that all compute in float32 differ by far less than one of them may.
-    """
-    if set(precisions) == {"float32"}:
-        return _TOLERANCES["float32"]
-    of_lanes = np.array([_TOLERANCES[precision] for precision in precisions])
-    return float(np.sqrt(np.sum(weights * np.square(of_lanes))))
 
 
 def write_lanes(
