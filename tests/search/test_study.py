@@ -157,7 +157,7 @@ def test_a_model_whose_workers_die_again_and_again_fails_with_that_reason(tmp_pa
     assert workers.exitcode == 0
     models = run(make_study(tmp_path, num_models=1))
     assert [model.state for model in models] == ["complete", "failed"]
-    assert "5 workers ended" in models[1].reason
+    assert "5 workers died" in models[1].reason
 
 
 def test_halving_stops_the_worse_half_early(tmp_path):
