@@ -59,7 +59,7 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    host.keep_compiled_programs(least_seconds=0.1)
+    host.set_up_jax(least_seconds=0.1)
     workdir = Path(values.workdir).expanduser()
     runs: list[dict[str, Any]] = []
     for seed in map(int, values.seeds):

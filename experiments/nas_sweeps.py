@@ -51,7 +51,7 @@ def main(values: flags.FlagValues) -> None:
         raise InputError(f"--config: {error}") from error
     config, settings = setup.read_config(fields)
     sweep, workdir = values.sweep, Path(values.workdir).expanduser()
-    host.keep_compiled_programs(least_seconds=0.1)
+    host.set_up_jax(least_seconds=0.1)
     programs: dict[tuple, Any] = {}
     points: list[dict[str, Any]] = []
     for value in SWEEPS[sweep]:

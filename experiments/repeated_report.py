@@ -195,7 +195,7 @@ def carry_out(
       InputError, Stopped: as `Series.train`.
     """
     series.records()  # refused before anything is trained
-    host.keep_compiled_programs(least_seconds=0.1)
+    host.set_up_jax(least_seconds=0.1)
     try:
         series.train(runs, minutes, lambda: report(series), afterwards, again)
         report(series)

@@ -5,13 +5,12 @@
 
 Forty-eight configurations, none of which the profile was fitted to: lanes of several kinds and sizes in meshes, split
 by batch or by lane, and in stacks, placed greedily or by turns; on equal cores, and with half of a core for the second
-process, which imitates a slower device. What a shared machine gives changes by the minute, so each prediction is scaled
-by what steps of some models take just then in each process over what the profile says of them, and the intervals of
-90 % are judged in the same way (`judged`). A measurement that was stopped goes on where it was. Writes
-`experiments/results/simulator_check.json` and `.png`.
+process, which imitates a slower device. Predictions and their intervals of 90 % are compared as the profile gives them.
+What a shared machine gives changes by the minute, so that beside them stand predictions scaled by what steps of some
+models, by themselves on each core, take just before and after over what the profile says of them. A measurement that
+was stopped goes on where it was. Writes `experiments/results/simulator_check.json` and `.png`.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -47,7 +46,7 @@ LANES = (
 SLOWNESS = 2.0
 _BATCH = 100
 _LEVEL = 0.9  # of the intervals
-_INSIDE = ("inside", "inside_unscaled", "inside_without_sharing")  # see `judged`
+_INSIDE = ("inside", "inside_scaled")  # see `judged`
 
 
 def configurations() -> list[dict[str, Any]]:
@@ -90,58 +89,57 @@ def planned(row: Mapping[str, Any], profile: DeviceProfile, data: str) -> tuple[
 
 
 def measure(
-    row: Mapping[str, Any], profile: DeviceProfile, yardstick: workers.Group, values: flags.FlagValues
-) -> dict[str, Any]:
-    """Measured and predicted seconds of a step of one configuration; `yardstick` tells how slow the cores are."""
+    row: Mapping[str, Any],
+    profile: DeviceProfile,
+    yardstick: workers.Group,
+    before: Sequence[float],
+    values: flags.FlagValues,
+) -> tuple[dict[str, Any], list[float]]:
+    """Measured and predicted seconds of a step of one configuration, and how slow the cores are after that.
+
+    Args:
+      row: one of `configurations`.
+      profile: of one core.
+      yardstick: processes that tell how slow the cores are.
+      before: how slow they were before this.
+      values: flags.
+    """
     config, spec, placement = planned(row, profile, values.data)
     profiles, device_of = [profile, profile], placement.device_of if placement else ()
     changes, slowness = changes_of(row, values.data), row["slowness"]
     group = workers.Group(workers.Run(changes, _cores(), device_of=device_of, slowness=slowness))
     steps = max(2, round(values.turn_seconds / group.seconds(2)))
-    least = describe_work.scaling(config, spec, None, profile, 2)["seconds"]["least_by_devices"][2]
+    measured = statistics.median(group.seconds(steps) for _ in range(values.rounds))
+    group.close()
+    after = yardstick.slowness(profile, in_turn=True)
 
-    def predict(slowness: Sequence[float]) -> float:
+    def predict(first: float, second: float) -> float:
+        slowness = [first, second * row["slowness"]]
         if placement:
             return splits.predict_stacks(spec, _BATCH, placement, profiles, slowness, "ring").total_seconds
         return splits.predict_mesh(spec, _BATCH, row["data"], row["lane"], profiles, slowness).total_seconds
 
-    seconds, factors = [], []
-    before = yardstick.slowness(profile)
-    for _ in range(values.rounds):
-        seconds.append(group.seconds(steps))
-        after = yardstick.slowness(profile)
-        now = [(a + b) / 2 for a, b in zip(before, after, strict=True)]
-        factors.append([one / profile.slowdown(2) for one in now])  # both were at work, which the prediction counts
-        before = after
-    group.close()
-    predicted = [predict([first, second * row["slowness"]]) for first, second in factors]
+    first, second = ((a + b) / 2 for a, b in zip(before, after, strict=True))
     found = {
         **row,
-        "measured_seconds": statistics.median(seconds),
-        "predicted_seconds": statistics.median(predicted),
-        "predicted_over_measured": statistics.median(p / s for p, s in zip(predicted, seconds, strict=True)),
-        "least_seconds": least,
-        "slowness_then": statistics.median(map(max, factors)),
-        "planned_seconds": predict([1.0, row["slowness"]]),
+        "measured_seconds": measured,
+        "predicted_seconds": predict(1.0, 1.0),
+        "scaled_seconds": predict(first, second),
+        "slowness_then": max(first, second),
+        "least_seconds": describe_work.scaling(config, spec, None, profile, 2)["seconds"]["least_by_devices"][2],
     }
-    return found | judged(found, profile, values.data)
+    return found | judged(found, profile, values.data), after
 
 
 def judged(row: Mapping[str, Any], profile: DeviceProfile, data: str) -> dict[str, Any]:
-    """The interval over the prediction, and whether what was measured lies inside.
-
-    How cores slow each other down varies, which is a part of an interval, and is measured by the yardstick here;
-    `without_sharing` leaves it out. `unscaled` compares with the prediction as the profile gives it.
-    """
+    """The interval over the prediction, and whether what was measured lies inside; and over the scaled prediction."""
     _, spec, placement = planned(row, profile, data)
-    found: dict[str, Any] = {}
-    for name, own in (("", profile), ("_without_sharing", dataclasses.replace(profile, sharing=None))):
-        sure = splits.interval(1.0, spec, [own, own], placement=placement)
-        found[f"interval{name}"] = [sure.low_seconds, sure.high_seconds] if sure else None
-        found[f"inside{name}"] = sure.holds(1 / row["predicted_over_measured"]) if sure else None
-        if own is profile:
-            found["inside_unscaled"] = sure.holds(row["measured_seconds"] / row["planned_seconds"]) if sure else None
-    return found
+    sure = splits.interval(1.0, spec, [profile] * 2, placement=placement)
+    if sure is None:
+        return {"interval": None, **dict.fromkeys(_INSIDE)}
+    names = ("predicted_seconds", "scaled_seconds")
+    inside = [sure.holds(row["measured_seconds"] / row[name]) for name in names]
+    return {"interval": [sure.low_seconds, sure.high_seconds], **dict(zip(_INSIDE, inside, strict=True))}
 
 
 def _cores() -> list[list[int]]:
@@ -151,18 +149,24 @@ def _cores() -> list[list[int]]:
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Errors; and how much longer than the fastest split on equal cores that one takes that `plan.make_plan` picks."""
-    errors = [abs(row["predicted_over_measured"] - 1) for row in rows]
+
+    def errors(name: str) -> dict[str, float]:
+        over = [row[name] / row["measured_seconds"] for row in rows]
+        found = [abs(ratio - 1) for ratio in over]
+        typical = statistics.median(over)
+        return {"mean_error": statistics.mean(found), "largest_error": max(found), "median_over_measured": typical}
+
     longer = {}
     for lanes in {row["lanes"]: None for row in rows}:
         equal = [r for r in rows if r["lanes"] == lanes and r["slowness"] == 1]
         splits = [r for r in equal if r.get("partitioner") != "round_robin"]
         measured = [r["measured_seconds"] / r["slowness_then"] for r in splits]
-        picked = min(range(len(splits)), key=lambda i: splits[i]["planned_seconds"])
+        picked = min(range(len(splits)), key=lambda i: splits[i]["predicted_seconds"])
         longer[lanes] = measured[picked] / min(measured)
     return {
         "configurations": len(rows),
-        "mean_error": statistics.mean(errors),
-        "largest_error": max(errors),
+        **errors("predicted_seconds"),
+        "scaled": errors("scaled_seconds"),
         "interval_level": _LEVEL,
         **{f"{name}_interval": _share([row[name] for row in rows]) for name in _INSIDE},
         "planned_over_fastest": longer,
@@ -224,12 +228,12 @@ def main(values: flags.FlagValues) -> None:
     rows += earlier_rows(path, about)
     small = {"data.name": values.data, "model.lanes": "mlcn1:w1", "train.batch_size": _BATCH}
     yardstick = workers.Group(workers.Run(small, _cores(), alone=True))
+    slowness = yardstick.slowness(profile, in_turn=True)
     for row in configurations()[len(rows) :]:
-        rows.append(measure(row, profile, yardstick, values))
-        print(
-            f"{rows[-1]['predicted_over_measured']:.2f}  {1000 * rows[-1]['measured_seconds']:4.0f} ms  {row}",
-            flush=True,
-        )
+        found, slowness = measure(row, profile, yardstick, slowness, values)
+        rows.append(found)
+        measured, ratio = 1000 * found["measured_seconds"], found["predicted_seconds"] / found["measured_seconds"]
+        print(f"{ratio:.2f}  {measured:4.0f} ms  {row}", flush=True)
         RESULTS.mkdir(exist_ok=True)
         write_json(path, {**about, **host.environment(), **summarize(rows), "rows": rows})
     yardstick.close()

@@ -111,8 +111,8 @@ class Group:
         with held_back(self._processes[-1].pid, self._run.slowness):
             return self._ask(str(steps))[0]
 
-    def slowness(self, profile: DeviceProfile) -> list[float]:
-        """How many times as long as in a profile steps take now, in each process, all of them at once.
+    def slowness(self, profile: DeviceProfile, in_turn: bool = False) -> list[float]:
+        """How many times as long as in a profile steps take now, in each process, all at once or `in_turn`.
 
         The geometric mean over the whole steps of which the profile has measured how long they take
         (`DeviceProfile.whole_ratio`); steps of lanes by themselves slow down in another way.
@@ -125,17 +125,21 @@ class Group:
             costs = [cost.lane_cost(group.spec, spec.lane_settings, spec.image_shape) for group in groups]
             costs = [one for one, group in zip(costs, groups, strict=True) for _ in range(group.count)]
             expected.append(profile.model_seconds(costs, batch) + profile.head_seconds(len(costs), batch))
-        return [float(np.exp(np.mean(np.log(np.divide(seconds, expected))))) for seconds in self._ask("yardstick")]
+        sets = [[process] for process in self._processes] if in_turn else [self._processes]
+        taken = [seconds for some in sets for seconds in self._ask("yardstick", some)]
+        return [float(np.exp(np.mean(np.log(np.divide(seconds, expected))))) for seconds in taken]
 
     def link(self) -> dict[str, float]:
         """The link between the first two processes, measured now (`links.measure`)."""
         return self._ask("link")[0]
 
-    def _ask(self, what: str) -> list[Any]:
-        for process in self._processes:
+    def _ask(self, what: str, some: Sequence[subprocess.Popen] = ()) -> list[Any]:
+        """What some processes answer, by default all."""
+        asked = some or self._processes
+        for process in asked:
             process.stdin.write(f"{what}\n")
             process.stdin.flush()
-        return [self._answer(process) for process in self._processes]
+        return [self._answer(process) for process in asked]
 
     def _answer(self, process: subprocess.Popen) -> Any:
         for line in process.stdout:
@@ -185,9 +189,10 @@ def _work(values: dict[str, Any]) -> None:
     """Answers each line of standard input: a number of steps with a step's mean seconds, `yardstick`, or `link`."""
     os.sched_setaffinity(0, values["cores"])
     config = config_of(values["changes"])
+    host.compute_in_turn()
     if config.parallel.processes > 1:
         processes.join(config.parallel, flat(config.to_dict()))
-    host.keep_compiled_programs(least_seconds=0.1)
+    host.set_up_jax(least_seconds=0.1)
     import jax
     import jax.numpy as jnp
 

@@ -88,9 +88,21 @@ def return_unused_memory() -> None:
             trim(0)
 
 
-def keep_compiled_programs(least_seconds: float = 1.0) -> Path | None:
-    """Caches programs that took at least this long to compile, where that is safe; returns the cache folder.
+def compute_in_turn() -> None:
+    """Lets a CPU compute a program in the thread that calls it, before JAX looks for its devices.
 
+    Otherwise steps wait in a queue, and each holds its temporary buffers from the moment it enters. It saves the change
+    of threads, too. Of several CPU devices of one process each still has a thread of its own.
+    """
+    forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if jax.config.values["jax_num_cpu_devices"] <= 1 and not forced:
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+def set_up_jax(least_seconds: float = 1.0) -> Path | None:
+    """Sets how JAX computes on a CPU (`compute_in_turn`), and caches compiled programs; returns the cache folder.
+
+    Programs that took at least `least_seconds` to compile are cached, where that is safe.
     A program compiled for one CPU can crash on another, so the folder's name holds a digest of this CPU's
     features; where they cannot be read (systems other than Linux), CPU programs are not cached.
     `JAX_COMPILATION_CACHE_DIR` takes precedence if set.

@@ -27,7 +27,7 @@ from mlcn_jax.training import loop, pictures  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-host.keep_compiled_programs(least_seconds=0.0)
+host.set_up_jax(least_seconds=0.0)
 keep_memory()
 
 

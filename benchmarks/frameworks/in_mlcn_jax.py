@@ -10,6 +10,7 @@ from benchmarks import networks
 from benchmarks.networks import Network
 from mlcn_jax import host
 from mlcn_jax.data import batches
+from mlcn_jax.distributed.mesh import place_batch
 from mlcn_jax.nn import capsules, conv
 from mlcn_jax.nn.calibration import calibrate, fold_statistics, whiten
 from mlcn_jax.nn.model import CapsuleNetwork, init_params
@@ -48,6 +49,7 @@ class Program:
 
     def __init__(self, network: Network, batch: int, weights: dict[str, np.ndarray], variant: str, dtype: str):
         del batch
+        host.compute_in_turn()
         self.spec = make_spec(network, dtype)
         self.params = jax.device_put(traverse_util.unflatten_dict(weights, sep="/"))
         self.compiled = self.state = None
@@ -66,13 +68,17 @@ class Program:
 
     def train(self, images: np.ndarray, labels: np.ndarray):
         """Takes a training step; returns its loss, which `float` waits for."""
-        batch = jax.device_put((images, labels))
+        batch = place_batch(None, (images, labels))
         if self.compiled is None:
             optimizer = optax.adam(networks.LEARNING_RATE, eps=networks.EPSILON)
             step = make_train_step(self.spec, optimizer, reconstruction_weight=networks.RECONSTRUCTION_WEIGHT, seed=0)
             params, self.params = self.params, None  # the step takes them over
             self.state = TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
             self.compiled, _ = compile_step(step, self.state, batch)
+            self.state, metrics = self.compiled(self.state, *batch)
+            jax.block_until_ready(metrics)
+            host.return_unused_memory()  # as training does
+            return metrics["loss"]
         self.state, metrics = self.compiled(self.state, *batch)
         return metrics["loss"]
 

@@ -35,27 +35,28 @@ def cost_model() -> str:
     return f"{single}\n\n{grouped}\n\n{measured_on(result)}"
 
 
-def _inside(result: Mapping[str, Any]) -> str:
-    share = result.get("inside_interval")
-    if share is None:
-        return ""
-    level = percent(result["interval_level"], 0)
-    unscaled, without = (percent(result[f"inside_{name}_interval"], 0) for name in ("unscaled", "without_sharing"))
-    return (
-        f" Intervals of {level} % hold {percent(share, 0)} % of the measured splits, and {unscaled} % of them without "
-        f"the scaling described below; without the part for cores that slow each other down, {without} %."
-    )
-
-
 @place
 def simulator_check() -> str:
     result = experiment("simulator_check")
     planned = max(result["planned_over_fastest"].values())
+    names = {"as the profile gives them": (result, "inside"), "scaled": (result["scaled"], "inside_scaled")}
+    rows = [
+        [
+            name,
+            f"{errors['median_over_measured']:.2f}",
+            f"{percent(errors['mean_error'], 1)} %",
+            f"{percent(errors['largest_error'], 0)} %",
+            f"{percent(result[f'{inside}_interval'], 0)} %",
+        ]
+        for name, (errors, inside) in names.items()
+    ]
+    level = percent(result["interval_level"], 0)
+    header = f"predictions | median over measured | mean error | largest error | inside the interval of {level} %"
     return (
-        f"{result['configurations']} splits of two one-core processes were predicted and measured. Predicted steps are "
-        f"{percent(result['mean_error'], 1)} % off in the mean, {percent(result['largest_error'], 0)} % at most. On "
-        f"equal cores, the split that `parallel.plan=auto` picks takes at most {percent(planned - 1, 0)} % longer "
-        f"than the fastest of the splits that were measured.{_inside(result)}\n\n{measured_on(result)}"
+        f"{table_of(header, rows)}\n\n"
+        f"{result['configurations']} splits of two one-core processes. On equal cores, the split that "
+        f"`parallel.plan=auto` picks takes at most {percent(planned - 1, 0)} % longer than the fastest of the splits "
+        f"that were measured.\n\n{measured_on(result)}"
     )
 
 

@@ -1,5 +1,6 @@
 """Measures the peak rates of a device, and how much the devices of one machine slow each other down."""
 
+import contextlib
 import json
 import math
 import os
@@ -7,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,25 +22,34 @@ from mlcn_jax.nn.lane_list import parse_lanes
 _LANES = "mlcn1:w3, mlcn2:w2d3, resnet:w2"
 _BATCH = 100
 _TURN_SECONDS = 1.0  # long enough to average out variation within a second, as a training run does
+_LEAST_STEPS = 5  # of a turn
 _MOST_WORKERS = 8
 _PRODUCTS = (512, 1024, 2048)
 _COPIED_BYTES = (2**16, 2**20, 2**24, 2**28)
 _PEAK_SECONDS = 0.2
 
 
-def measure(values: Any) -> dict[str, Any]:
-    """The fields of a profile that are not about lanes: `link`, `sharing` and `peak`. Binds this process to its cores.
+@contextlib.contextmanager
+def measuring(values: Any) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Measures what is not about lanes, while lanes are measured inside. Binds this process to its cores.
 
     Args:
       values: flags of the command `profile`.
+
+    Yields:
+      A function to call once the lanes are measured; it returns the fields `link`, `sharing` and `peak` of a profile.
+      How devices share the machine is measured before and after, since what others do on it changes in minutes.
     """
     cores = bind(values.cores)
-    given = (values.data, values.lane_routing, values.compute_dtype)
-    return {
-        "link": measure_link(cores),
-        "sharing": measure_sharing(cores, values.cores, *given, rounds=values.rounds),
-        "peak": peak(values.compute_dtype),
-    }
+    with Sharing(cores, values.cores, values.data, values.lane_routing, values.compute_dtype) as sharing:
+        sharing.measure(values.rounds - values.rounds // 2)
+        fields = {"link": measure_link(cores), "peak": peak(values.compute_dtype)}
+
+        def finish() -> dict[str, Any]:
+            sharing.measure(values.rounds // 2)
+            return fields | {"sharing": sharing.found()}
+
+        yield finish
 
 
 def peak(compute_dtype: str) -> dict[str, float]:
@@ -66,58 +76,93 @@ def _least(function: Callable, x: jax.Array) -> float:
     return least
 
 
-def measure_sharing(
-    cores: Sequence[int], num_cores: int, data: str, lane_routing: str, compute_dtype: str, rounds: int
-) -> dict[str, float] | None:
+class Sharing:
     """How much longer steps take while processes of as many cores compute at once on all of this machine's cores.
+
+    What a machine gives changes by the minute, and devices that wait for each other in every step are as slow as the
+    slowest of them. So each turn is compared with all of those in which one process computed alone, and of processes
+    that compute at once, the slowest counts in each step.
 
     Args:
       cores: the cores that this process had at its start (`measure_device.bind`).
       num_cores: cores of each device; 0 for all.
       data, lane_routing, compute_dtype: as for `measure_device.spec_of`.
-      rounds: in each, one process computes alone, then all at once.
-
-    Returns:
-      The field `sharing` of a profile; None on accelerators, which have memory of their own, and if there is no room
-      for a second device.
     """
-    count = min(_MOST_WORKERS, len(cores) // num_cores) if num_cores else 1
-    if jax.default_backend() != "cpu" or count < 2:
-        return None
-    workers = []
-    for i in range(count):
-        own = list(cores[i * num_cores : (i + 1) * num_cores])
-        values = json.dumps({"cores": own, "data": data, "lane_routing": lane_routing, "compute_dtype": compute_dtype})
-        workers.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "mlcn_jax", "profile", f"--sharing_worker={values}"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"},
-                text=True,
+
+    def __init__(self, cores: Sequence[int], num_cores: int, data: str, lane_routing: str, compute_dtype: str):
+        self._workers: list[subprocess.Popen] = []
+        self._counts: list[int] = []
+        self._alone: list[list[float]] = []
+        self._together: list[list[float]] = []
+        count = min(_MOST_WORKERS, len(cores) // num_cores) if num_cores else 1
+        if jax.default_backend() != "cpu" or count < 2:
+            return  # accelerators have memory of their own, and here there is no room for a second device
+        for i in range(count):
+            own = list(cores[i * num_cores : (i + 1) * num_cores])
+            values = {"cores": own, "data": data, "lane_routing": lane_routing, "compute_dtype": compute_dtype}
+            self._workers.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "mlcn_jax", "profile", f"--sharing_worker={json.dumps(values)}"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"},
+                    text=True,
+                )
             )
-        )
-    try:
-        _ask(workers)  # once, until all have compiled
-        ratios = []
-        for _ in range(rounds):
-            alone, together = _ask(workers[:1])[0], _ask(workers)[0]
-            ratios += [math.log(b / a) for a, b in zip(alone, together, strict=True)]
-    finally:
-        for worker in workers:
+
+    def __enter__(self) -> "Sharing":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for worker in self._workers:
             worker.kill()
             worker.communicate()
-    return {"devices": count, "slowdown": max(1.0, math.exp(statistics.mean(ratios))), "spread": _spread(ratios)}
+
+    def measure(self, rounds: int) -> None:
+        """Takes turns: in each round one process computes alone, then all at once."""
+        if not self._workers:
+            return
+        if not self._counts:
+            one = [1] * len(parse_lanes(_LANES))
+            _ask(self._workers, one)  # until all have compiled
+            times = _ask(self._workers, one)[0]
+            self._counts = [max(_LEAST_STEPS, round(_TURN_SECONDS / seconds)) for (seconds,) in times]
+        for _ in range(rounds):
+            self._alone.append([statistics.mean(steps) for steps in _ask(self._workers[:1], self._counts)[0]])
+            self._together.append(slowest(_ask(self._workers, self._counts)))
+
+    def found(self) -> dict[str, float] | None:
+        """The field `sharing` of a profile; None on accelerators, and if there is no room for a second device."""
+        if not self._workers:
+            return None
+        return {"devices": len(self._workers), **compare(self._alone, self._together)}
 
 
-def _spread(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
+def slowest(times: Sequence[Sequence[Sequence[float]]]) -> list[float]:
+    """Mean seconds of a step in which all devices wait for each other, of each program.
+
+    Args:
+      times: for each device and program, the seconds of each step.
+    """
+    return [statistics.mean(max(same) for same in zip(*steps, strict=True)) for steps in zip(*times, strict=True)]
 
 
-def _ask(workers: Sequence[subprocess.Popen]) -> list[list[float]]:
+def compare(alone: Sequence[Sequence[float]], together: Sequence[Sequence[float]]) -> dict[str, float]:
+    """How many times as long steps take together, and the standard deviation of its logarithm, over turns and programs.
+
+    Args:
+      alone, together: of each turn, mean seconds of a step of each program.
+    """
+    typical = [statistics.median(turns) for turns in zip(*alone, strict=True)]
+    ratios = [math.log(b / a) for turn in together for a, b in zip(typical, turn, strict=True)]
+    spread = statistics.stdev(ratios) if len(ratios) > 1 else 0.0
+    return {"slowdown": max(1.0, math.exp(statistics.mean(ratios))), "spread": spread}
+
+
+def _ask(workers: Sequence[subprocess.Popen], counts: Sequence[int]) -> list[list[list[float]]]:
     for worker in workers:
         assert worker.stdin is not None
-        worker.stdin.write("go\n")
+        worker.stdin.write(json.dumps(counts) + "\n")
         worker.stdin.flush()
     answers = []
     for worker in workers:
@@ -133,18 +178,19 @@ def _ask(workers: Sequence[subprocess.Popen]) -> list[list[float]]:
 
 
 def sharing_worker(cores: Sequence[int], data: str, lane_routing: str, compute_dtype: str) -> None:
-    """One of the processes of `measure_sharing`: answers each line with the median seconds of some lanes' steps."""
+    """One of the processes of `Sharing`: answers numbers of steps of some lanes with the seconds of each step."""
     os.sched_setaffinity(0, cores)
     lab = Lab(spec_of(data, lane_routing, compute_dtype))
     programs = [lab.lane_step(group, _BATCH) for group in parse_lanes(_LANES)]
-    for _ in sys.stdin:
-        print(json.dumps([_median(program) for program in programs]), flush=True)
+    for line in sys.stdin:
+        answer = [_times(program, count) for program, count in zip(programs, json.loads(line), strict=True)]
+        print(json.dumps(answer), flush=True)
 
 
-def _median(program: Program) -> float:
-    seconds: list[float] = []
-    ends = time.perf_counter() + _TURN_SECONDS
-    while (started := time.perf_counter()) < ends or not seconds:
+def _times(program: Program, count: int) -> list[float]:
+    seconds = []
+    for _ in range(count):
+        started = time.perf_counter()
         program.run()
         seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+    return seconds

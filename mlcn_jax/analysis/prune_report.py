@@ -41,7 +41,7 @@ def measure_and_prune(
     if output:
         prune.check_unused(output)
         make_folder(output.parent, "output")
-    host.keep_compiled_programs()
+    host.set_up_jax()
     _log.info("loading %s, and the images", ", ".join(map(str, workdirs)))
     runs = [prune.load_prunable(workdir, data_dir) for workdir in workdirs]
     if keep is not None and keep > len(runs[0].lanes):

@@ -47,5 +47,5 @@ def main(argv: Sequence[str]) -> None:
         output = pretrained.output_folder("", workdir, "evaluate")
     if output != workdir:
         make_folder(output, "output")
-    host.keep_compiled_programs()
+    host.set_up_jax()
     print(json.dumps(evaluate_workdir(config, workdir, output, all_images=values.all_images), indent=2))

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
     from mlcn_jax import host, pretrained
     from mlcn_jax.analysis.explain_report import explain_run, table
 
-    host.keep_compiled_programs()
+    host.set_up_jax()
     output = pretrained.output_folder(values.output, workdir, "explain")
     results = explain_run(workdir, output, numbers, values.num_ranked, values.data_dir)
     print(table(results["ranking"]))

@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> None:
 
     listener = explorer_page.listen(values.port)
     explorer_page.check_gradio()
-    host.keep_compiled_programs()
+    host.set_up_jax()
     trained, dataset = explain.load_explained(workdir, values.data_dir)
     page = explorer_page.build(explorer_page.Explorer(trained, dataset.test))
     explorer_page.serve(page, listener)

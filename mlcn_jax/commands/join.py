@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
     from mlcn_jax import host
     from mlcn_jax.analysis.join import join
 
-    host.keep_compiled_programs()
+    host.set_up_jax()
     about = join(
         [Path(name).expanduser() for name in names],
         output,

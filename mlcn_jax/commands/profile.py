@@ -73,10 +73,11 @@ def main(argv: Sequence[str]) -> None:
     spec = measure_device.spec_of(values.data, values.lane_routing, values.compute_dtype)
     output = Path(values.output).expanduser()
     make_folder(output.parent, "output")
-    machine = measure_machine.measure(values)
-    lab = measure_device.Lab(spec)
-    programs = measure_device.make_programs(lab)
-    seconds = measure_device.typical_seconds(programs, values.rounds)
+    with measure_machine.measuring(values) as finish:
+        lab = measure_device.Lab(spec)
+        programs = measure_device.make_programs(lab)
+        seconds = measure_device.typical_seconds(programs, values.rounds)
+        machine = finish()
     profile = measure_device.make_profile(lab, programs, seconds, **machine)
     if values.forms:
         profile = dataclasses.replace(profile, form_seconds=form_seconds(spec, values.forms, values.rounds))

@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     from mlcn_jax.rounds.worker import work
 
     tls = Tls(*(Path(name).expanduser() if name else None for name in (values.tls_cert, values.tls_key, values.ca)))
-    host.keep_compiled_programs()
+    host.set_up_jax()
     if values.coordinator:
         work(config, workdir, values.coordinator, values.worker, tls)
         return 0

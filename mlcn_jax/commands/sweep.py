@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     from mlcn_jax import host
     from mlcn_jax.training import sweep
 
-    host.keep_compiled_programs()
+    host.set_up_jax()
     rows = sweep.sweep(config, workdir, values.sweep)
     print(sweep.report(rows))
     return EXIT_FAILED if any("error" in row for row in rows) else 0

@@ -35,11 +35,12 @@ def main(argv: Sequence[str]) -> int:
     from mlcn_jax.distributed import processes
     from mlcn_jax.training import loop
 
+    host.compute_in_turn()  # before processes join, which looks for devices
     if config.parallel.processes != 1:
         if config.parallel.processes and not processes.is_watched():
             return processes.watch(config.parallel)
         processes.join(config.parallel, flat(config.to_dict()))
-    host.keep_compiled_programs()
+    host.set_up_jax()
     summary = loop.train(config, workdir)
     if processes.is_first():
         print_summary(workdir, summary)

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     from mlcn_jax import host
     from mlcn_jax.analysis.pool import read_pool, work
 
-    host.keep_compiled_programs()
+    host.set_up_jax()
     changes = {"data.dir": values.data_dir} if values.data_dir else {}
     pool = read_pool(folder, lambda given: _config(folder, given), changes)
     failed = work(pool)

@@ -44,7 +44,7 @@ def upright(source: Path | bytes) -> Image.Image:
     contents = source if isinstance(source, bytes) else _read(source)
     if len(contents) > MAX_FILE_BYTES:
         raise _too_large(len(contents))
-    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # MAX_PIXELS is below Pillow's limit
+    ignore_pillows_warning()
     try:
         _check_pixels(*_webp_size(contents))
         with Image.open(io.BytesIO(contents), formats=FORMATS) as file:
@@ -61,6 +61,16 @@ def upright(source: Path | bytes) -> Image.Image:
     if image.mode.startswith("I"):  # 16 bits per pixel, which Pillow clips to 8 instead of scaling
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
+
+
+def ignore_pillows_warning() -> None:
+    """Silences Pillow's warning of many pixels: `MAX_PIXELS`, which raises, is below its limit.
+
+    Python's filters belong to the whole process and are not safe to change from several threads: a program that reads
+    pictures in threads calls this before it starts them.
+    """
+    if not any(category is Image.DecompressionBombWarning for _, _, category, _, _ in warnings.filters):
+        warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 def _read(path: Path) -> bytes:

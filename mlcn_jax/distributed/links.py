@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import socket
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,11 +22,14 @@ _log = logging.getLogger(__name__)
 _FEW_BYTES, _MOST_BYTES = 2**12, 2**24
 _GROWTH = 4  # of the messages; many bytes are those that take this many times as long as few
 _SECONDS, _TURNS = 0.5, (3, 50)  # of each message
+_CLEARED_BYTES = 2**27  # half of them on each of two devices: more than the caches of a core hold
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def measure(pair: Sequence[jax.Device]) -> Link:
     """The link between two devices, from gathers of few and of many bytes, of which each sends half.
+
+    As in a training step, the arrays are not in a cache. Medians count: the fastest gather is not what steps get.
 
     Both processes must call it if the devices are of two.
 
@@ -39,7 +43,13 @@ def measure(pair: Sequence[jax.Device]) -> Link:
     def spread(values: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(values.shape, halves, values.__getitem__)
 
+    pages = spread(np.zeros(_CLEARED_BYTES // 4, np.float32))
+    clear = jax.jit(lambda x: x + 1)
+    signal = spread(np.zeros(2, np.float32))
+
     def turn(x: jax.Array) -> float:
+        clear(pages).block_until_ready()
+        gather(signal).block_until_ready()  # both start at once
         started = time.perf_counter()
         gather(x).block_until_ready()
         return time.perf_counter() - started
@@ -49,17 +59,17 @@ def measure(pair: Sequence[jax.Device]) -> Link:
         both = gather(spread(np.full(2, seconds, np.float32)))
         return float(np.max(jax.device_get(both.addressable_data(0))))
 
-    def least(num_bytes: int) -> float:
+    def typical(num_bytes: int) -> float:
         x = spread(np.zeros(num_bytes // 4, np.float32))
         turn(x)  # compiles, and connects the two
         turns = min(max(round(_SECONDS / slower(turn(x))), _TURNS[0]), _TURNS[1])
-        return slower(min(turn(x) for _ in range(turns)))
+        return slower(statistics.median(turn(x) for _ in range(turns)))
 
     few, many = _FEW_BYTES, _GROWTH * _FEW_BYTES
-    fast, slow = least(few), least(many)
+    fast, slow = typical(few), typical(many)
     while many < _MOST_BYTES and slow < _GROWTH * fast:
         many *= _GROWTH
-        slow = least(many)
+        slow = typical(many)
     if slow <= fast:
         raise InputError("the link could not be measured: many bytes took no longer than few; try a less busy machine")
     bytes_per_second = (many - few) / 2 / (slow - fast)

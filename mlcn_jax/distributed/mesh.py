@@ -122,10 +122,16 @@ def place_state(mesh: Mesh | None, tree: Any) -> Any:
 
 
 def place_batch(mesh: Mesh | None, batch: Any) -> Any:
-    """Places arrays whose first axis is the batch on their devices; every process passes the full batch."""
+    """Places arrays whose first axis is the batch on their devices; every process passes the full batch.
+
+    It waits for CPUs: a step whose inputs are not there yet would go to another thread (`host.compute_in_turn`).
+    """
     if mesh is None:
-        return jax.device_put(batch)
-    return jax.tree.map(lambda leaf: _place(mesh, PartitionSpec(DATA_AXIS), leaf), batch)
+        placed = jax.device_put(batch)
+    else:
+        placed = jax.tree.map(lambda leaf: _place(mesh, PartitionSpec(DATA_AXIS), leaf), batch)
+    on_cpu = jax.default_backend() == "cpu"
+    return jax.block_until_ready(placed) if on_cpu else placed
 
 
 def _place(mesh: Mesh, spec: PartitionSpec, leaf: Any) -> Array:

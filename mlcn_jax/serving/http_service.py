@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlcn_jax.data.images import ignore_pillows_warning
 from mlcn_jax.errors import InputError
 from mlcn_jax.serving.batching import Batcher, Full, Gone, Late
 
@@ -142,6 +143,7 @@ class BatchService:
         deadline = limits.deadline_seconds or float("inf")
         self.batcher = Batcher(compute, limits.max_batch, limits.max_queue, self._count_batch, deadline)
         self.metrics = Metrics(lambda: self.batcher.waiting)
+        ignore_pillows_warning()
         self._readers = concurrent.futures.ThreadPoolExecutor(_READERS, "reader")
         self._held_bytes = 0
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mlcn_jax.data.images import SUFFIXES, read_pixels
+from mlcn_jax.data.images import SUFFIXES, ignore_pillows_warning, read_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import EXIT_FAILED, program
 from mlcn_jax.pretrained import find_export, names
@@ -46,6 +46,7 @@ def predict(model: "Classifier", files: Sequence[Path], batch_size: int = 64) ->
         except InputError as error:
             return str(error)
 
+    ignore_pillows_warning()
     with ThreadPoolExecutor() as pool:
         for start in range(0, len(files), batch_size):
             some = files[start : start + batch_size]

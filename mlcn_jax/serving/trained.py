@@ -22,7 +22,7 @@ class TrainedModel(Classifier):
     """
 
     def __init__(self, workdir: Path):
-        host.keep_compiled_programs()
+        host.set_up_jax()
         trained = load_trained(workdir)
         spec = trained.spec
         self.class_names, self.image_shape, self.step = trained.class_names, spec.image_shape, trained.step

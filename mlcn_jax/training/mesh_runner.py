@@ -4,11 +4,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from mlcn_jax import host
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Augmentation
 from mlcn_jax.distributed import mesh as mesh_lib
@@ -72,6 +74,7 @@ class MeshRunner:
         batch = self.place(images, labels, soft)
         compiled = {size: compile_step(self._make_step(size), self._state, batch) for size in dict.fromkeys(sizes)}
         self._compiled = {size: program for size, (program, _) in compiled.items()}
+        self._untried = set(self._compiled)
         return sum(seconds for _, seconds in compiled.values())
 
     def place(self, images: np.ndarray, labels: np.ndarray, soft: Any = ()) -> tuple[Any, ...]:
@@ -79,8 +82,12 @@ class MeshRunner:
         return mesh_lib.place_batch(self._mesh, (images, labels, soft))
 
     def step(self, *batch: Any, size: int = 0) -> dict[str, Array]:
-        """Starts a training step and returns its metrics without waiting for them."""
+        """Starts a training step and returns its metrics; waits only for the first of a program."""
         self._state, metrics = self._compiled[size](self._state, *batch)
+        if size in self._untried:
+            self._untried.discard(size)
+            jax.block_until_ready(metrics)
+            host.return_unused_memory()  # what now lies beside the first step's buffers keeps later ones from there
         return metrics
 
     def calibrate(self, batches: Sequence[np.ndarray]) -> dict:

@@ -1,3 +1,4 @@
+import contextlib
 import importlib.util
 import io
 import warnings
@@ -97,6 +98,18 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path):
         images.read_pixels(tmp_path, (28, 28, 1))
     with pytest.raises(InputError, match="cannot be read: File name too long"):
         images.read_pixels(tmp_path / ("a" * 300), (28, 28, 1))
+
+
+def test_pillows_warning_is_silenced_once():
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.resetwarnings()
+        images.ignore_pillows_warning()
+        before = list(warnings.filters)
+        images.ignore_pillows_warning()
+        assert warnings.filters == before
+        with contextlib.suppress(Image.DecompressionBombError):
+            Image.open(io.BytesIO(huge_png(10_000, 10_000)))
+    assert not shown
 
 
 def test_loading_the_module_leaves_the_warning_filters_as_they_are():

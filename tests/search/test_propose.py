@@ -125,7 +125,7 @@ def test_a_signal_during_garbage_collection_still_stops_the_search(tmp_path, sma
 
 def test_the_command_says_how_to_go_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "run", mock.Mock(side_effect=Stopped("stopped by SIGTERM: 0 of 8 models have ended")))
-    monkeypatch.setattr(host, "keep_compiled_programs", mock.Mock())
+    monkeypatch.setattr(host, "set_up_jax", mock.Mock())
     given = ["--config=nas_quickstart", f"--workdir={tmp_path / 'a b'}"]
     assert search.main(given) == 75
     lines = capsys.readouterr().err.splitlines()

@@ -9,10 +9,11 @@ import os
 import re
 import threading
 import time
+import warnings
 
 import numpy as np
 import pytest
-from made_files import FORM, JSON, RAW, form, in_json
+from made_files import FORM, JSON, RAW, form, huge_png, in_json
 from PIL import Image
 
 from mlcn_jax.errors import InputError
@@ -341,6 +342,17 @@ def test_a_model_too_slow_for_the_deadline_is_named():
     limits = Limits(2, 8, 1000, 4, 9, timeout_seconds=5, deadline_seconds=0.01)
     with pytest.raises(InputError, match=r"a single image takes 0\.02\d? seconds.*--deadline_seconds=0\.01"):
         Service(slow, limits).warm_up()
+
+
+def test_a_refused_picture_of_too_many_pixels_leaves_no_warning_in_the_log():
+    async def check(app, slow, service):
+        status, _, answer = await ask(app, huge_png(10_000, 10_000))
+        assert (status, "more than 50 megapixels" in str(answer)) == (400, True)
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.resetwarnings()
+        in_process(check, max_body_bytes=2**20)
+    assert not [str(one.message) for one in shown if one.category is Image.DecompressionBombWarning]
 
 
 def test_what_a_client_no_longer_waits_for_is_not_computed():

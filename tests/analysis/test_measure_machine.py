@@ -1,0 +1,23 @@
+"""How much the devices of one machine slow each other down, from the seconds of their steps."""
+
+import math
+
+import pytest
+
+from mlcn_jax.analysis import measure_machine
+
+
+def test_devices_that_wait_for_each_other_are_as_slow_as_the_slowest_in_each_step():
+    first, second = [[1.0, 3.0], [5.0, 5.0]], [[2.0, 1.0], [4.0, 7.0]]  # two programs of two steps
+    assert measure_machine.slowest([first, second]) == [2.5, 6.0]
+
+
+def test_sharing_is_over_the_typical_turn_alone_and_spreads_by_turns_and_programs():
+    alone = [[1.0, 10.0], [9.0, 10.0], [1.0, 10.0]]  # one turn was disturbed
+    found = measure_machine.compare(alone, [[1.0, 10.0], [1.21, 12.1]])
+    assert found["slowdown"] == pytest.approx(1.1)
+    assert found["spread"] == pytest.approx(math.log(1.1) * math.sqrt(4 / 3))
+
+
+def test_devices_never_speed_each_other_up():
+    assert measure_machine.compare([[2.0]], [[1.0]]) == {"slowdown": 1.0, "spread": 0.0}

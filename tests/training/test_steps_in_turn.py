@@ -1,0 +1,48 @@
+"""Steps on a CPU whose metrics nobody waits for hold the temporary buffers of one step."""
+
+import subprocess
+import sys
+
+import pytest
+
+_STEPS = """
+import sys
+from mlcn_jax import host
+from mlcn_jax.launch import keep_memory
+
+keep_memory()
+host.compute_in_turn()
+import jax, numpy as np, optax
+from mlcn_jax.nn.model import init_params
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.training.mesh_runner import MeshRunner
+from mlcn_jax.training.step import TrainState
+
+spec, optimizer = ModelSpec("mlcn", (32, 32, 3), 10, lanes="mlcn2:w2*4"), optax.sgd(0.1)
+runner = MeshRunner(spec, optimizer, None, reconstruction_weight=0.4, seed=0)
+runner.start(jax.device_get(TrainState.create(init_params(spec, jax.random.key(0)), optimizer)))
+rng = np.random.default_rng(0)
+batch = rng.integers(0, 256, (200, 32, 32, 3), dtype=np.uint8), rng.integers(0, 10, 200, dtype=np.int32)
+runner.compile(*batch)
+host.return_unused_memory()
+
+def resident(field):
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
+
+open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
+before = resident("VmRSS")
+metrics = [runner.step(*runner.place(*batch)) for _ in range(12)]
+jax.block_until_ready(metrics)
+print(resident("VmHWM") - before, runner._compiled[0].memory_analysis().temp_size_in_bytes)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of resident memory from /proc")
+def test_steps_that_nobody_waits_for_hold_the_buffers_of_one():
+    done = subprocess.run([sys.executable, "-c", _STEPS], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    grown, temporary = map(int, done.stdout.split())
+    assert temporary > 50 * 2**20  # or it would not show
+    assert 0.5 * temporary < grown < 1.5 * temporary
