@@ -9,16 +9,14 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from mlcn_jax.host import num_cores
 from mlcn_jax.serving.onnx_file import open_onnx
 
-if TYPE_CHECKING:
-    from mlcn_jax.serving.artifact import Functions
-
+Functions = Sequence[tuple[int, Callable[[np.ndarray], Any]]]  # (least rows it is used for, function), descending
 XLA, ONNX = "xla", "onnxruntime"
 OUTPUT = "part"  # output name in a lane's ONNX file
 STEM = "part"  # start of the file names of the functions that compute the XLA lanes
@@ -69,7 +67,7 @@ def open_lanes(folder: Path, files: Sequence[str]) -> list[Callable[[np.ndarray]
     return [open_onnx(folder / name, OUTPUT, threads) for name in files]
 
 
-def added_up(functions: "Functions", sessions: Sequence[Callable[[np.ndarray], np.ndarray]]) -> "Functions":
+def added_up(functions: Functions, sessions: Sequence[Callable[[np.ndarray], np.ndarray]]) -> Functions:
     """Functions that add the parts of the ONNX Runtime lanes to those of the XLA lanes.
 
     `functions` compute the XLA lanes (none if there are no such lanes). `sessions`, one for each ONNX Runtime lane, are
@@ -89,7 +87,7 @@ def added_up(functions: "Functions", sessions: Sequence[Callable[[np.ndarray], n
     return [(least, add(call)) for least, call in functions] or [(1, add(None))]
 
 
-def square_roots(functions: "Functions") -> "Functions":
+def square_roots(functions: Functions) -> Functions:
     """Functions to lengths from functions to squared lengths."""
 
     def root(call: Callable) -> Callable[[np.ndarray], np.ndarray]:

@@ -19,13 +19,12 @@ from mlcn_jax.serving.artifact import (
     MODEL,
     WEIGHTS,
     Function,
-    Functions,
     apply_in_batches,
     load_functions,
     read_weights,
     verified_manifest,
 )
-from mlcn_jax.serving.parts import added_up, open_lanes
+from mlcn_jax.serving.parts import Functions, added_up, open_lanes
 from mlcn_jax.tiers.policy import FILE, Policy
 
 SIGNATURE = "manifest.sig"
