@@ -21,6 +21,7 @@ from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program
 from mlcn_jax.serving import parts
+from mlcn_jax.serving.parts import Functions
 
 FORMAT = 1
 MIXED_FORMAT = 2  # lanes in several precisions, some of them for ONNX Runtime
@@ -174,13 +175,13 @@ class Artifact(Classifier):
             self._compute = choose(self._compute, converted, self.manifest, self.image_shape, required)
 
 
-def apply_in_batches(functions: parts.Functions, rows: np.ndarray) -> np.ndarray:
+def apply_in_batches(functions: Functions, rows: np.ndarray) -> np.ndarray:
     """The output of `functions` for rows [n, ...], n > 0, in calls of up to `MAX_BATCH`, padded to powers of two."""
     parts = [_padded(functions, rows[start : start + MAX_BATCH]) for start in range(0, len(rows), MAX_BATCH)]
     return np.concatenate(parts)
 
 
-def _padded(functions: parts.Functions, rows: np.ndarray) -> np.ndarray:
+def _padded(functions: Functions, rows: np.ndarray) -> np.ndarray:
     count = len(rows)
     size = 1 << (count - 1).bit_length()
     if size > count:
@@ -195,7 +196,7 @@ def load_functions(
     weights: Mapping[str, jax.Array],
     row: jax.ShapeDtypeStruct,
     manifest: Mapping[str, Any],
-) -> parts.Functions:
+) -> Functions:
     """The functions of a verified artifact that run on this platform, ready for `apply_in_batches`.
 
     Args:

@@ -24,7 +24,6 @@ runner.start(jax.device_get(TrainState.create(init_params(spec, jax.random.key(0
 rng = np.random.default_rng(0)
 batch = rng.integers(0, 256, (200, 32, 32, 3), dtype=np.uint8), rng.integers(0, 10, 200, dtype=np.int32)
 runner.compile(*batch)
-host.return_unused_memory()
 
 def resident(field):
     lines = open("/proc/self/status").read().splitlines()
