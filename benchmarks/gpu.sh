@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # All measurements that need a GPU, against PyTorch: bash benchmarks/gpu.sh [FOLDER]
-# PYTHON must have this project's requirements (CUDA) and PEERS_PYTHON PyTorch with CUDA; they may be the same.
+# Installs what it needs. Environments that are there can be given: PYTHON with this project's requirements (CUDA), and
+# PEERS_PYTHON with PyTorch (CUDA); they may be the same.
 # DTYPES and NETWORKS, where set, shorten it: DTYPES=bfloat16 NETWORKS=mlcn1_4x4_28x28x1,capsnet_28x28x1
 # CIFAR_DIR and FASHION_DIR are folders with the data sets, downloaded where not set. RUNS keeps the trainings, which go on
 # where they stopped. JSON goes to FOLDER, benchmarks/results/gpu where none is given.
 set -eu
 cd "$(dirname "$0")/.."
+[ -n "${PYTHON:-}" ] || make --no-print-directory setup CUDA=1
+[ -n "${PEERS_PYTHON:-}" ] || make --no-print-directory .venv-peers/installed
 python="${PYTHON:-.venv/bin/python}" peers="${PEERS_PYTHON:-.venv-peers/bin/python}"
 out="${1:-benchmarks/results/gpu}"
 mkdir -p "$out"
