@@ -145,7 +145,7 @@ def define(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> None:
     with measure_machine.measuring(values) as finish:
-        lab = measure_device.Lab(measure_device.spec_of(values.data, values.lane_routing, values.compute_dtype))
+        lab = measure_device.Lab(measure_device.lab_spec(values.data, values.lane_routing, values.compute_dtype))
         fitted = measure_device.make_programs(lab)
         keys = itertools.product([*held_out(), *parse_lanes(_GROUPS)], measure_device.BATCH_SIZES)
         others: dict[tuple, measure_device.Program] = {("held out", *key): lab.lane_step(*key) for key in keys}

@@ -179,12 +179,12 @@ def work(core: int, lanes: str, data: str, rounds: int, given: Sequence[Sequence
     os.sched_setaffinity(0, {core})
     if _OLD in os.environ.get("XLA_FLAGS", ""):
         sys.modules["jax2onnx"] = None  # type: ignore[assignment]  # as if it were not installed
-    from mlcn_jax.analysis.measure_device import spec_of
+    from mlcn_jax.analysis.measure_device import lab_spec
     from mlcn_jax.analysis.measure_forms import lane_programs, training_seconds
     from mlcn_jax.nn.lane_list import parse_lanes
     from mlcn_jax.serving.precision.speeds import inference_seconds, lane_calls
 
-    spec = spec_of(data, "published", "float32")
+    spec = lab_spec(data, "published", "float32")
     kinds = [group.spec for group in parse_lanes(lanes)]
     if given is None:
         _ready()

@@ -8,12 +8,8 @@ import platform
 import resource
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
-
-if TYPE_CHECKING:
-    pass
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 

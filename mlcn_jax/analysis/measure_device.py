@@ -321,7 +321,7 @@ def link_worker(process: int, port: int, core: int) -> None:
         print(json.dumps(found), flush=True)
 
 
-def spec_of(data: str, lane_routing: str, compute_dtype: str) -> ModelSpec:
+def lab_spec(data: str, lane_routing: str, compute_dtype: str) -> ModelSpec:
     """The model whose settings are measured; its own lanes do not matter. Raises InputError for an unknown dataset."""
     if data not in datasets.SHAPES:
         raise InputError(f"--data={data} is not one of {', '.join(datasets.SHAPES)}")

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mlcn_jax.analysis.measure_device import Lab, Program, bind, measure_link, spec_of
+from mlcn_jax.analysis.measure_device import Lab, Program, bind, lab_spec, measure_link
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv
 from mlcn_jax.nn.lane_list import parse_lanes
@@ -86,7 +86,7 @@ class Sharing:
     Args:
       cores: the cores that this process had at its start (`measure_device.bind`).
       num_cores: cores of each device; 0 for all.
-      data, lane_routing, compute_dtype: as for `measure_device.spec_of`.
+      data, lane_routing, compute_dtype: as for `measure_device.lab_spec`.
     """
 
     def __init__(self, cores: Sequence[int], num_cores: int, data: str, lane_routing: str, compute_dtype: str):
@@ -180,7 +180,7 @@ def _ask(workers: Sequence[subprocess.Popen], counts: Sequence[int]) -> list[lis
 def sharing_worker(cores: Sequence[int], data: str, lane_routing: str, compute_dtype: str) -> None:
     """One of the processes of `Sharing`: answers numbers of steps of some lanes with the seconds of each step."""
     os.sched_setaffinity(0, cores)
-    lab = Lab(spec_of(data, lane_routing, compute_dtype))
+    lab = Lab(lab_spec(data, lane_routing, compute_dtype))
     programs = [lab.lane_step(group, _BATCH) for group in parse_lanes(_LANES)]
     for line in sys.stdin:
         answer = [_times(program, count) for program, count in zip(programs, json.loads(line), strict=True)]

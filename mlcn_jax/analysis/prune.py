@@ -184,17 +184,9 @@ def _accuracy(squared_lengths: np.ndarray, labels: np.ndarray) -> float:
     return float(np.mean(np.argmax(squared_lengths, axis=-1) == labels))
 
 
-def prune_spec(spec: ModelSpec, kept: Sequence[int]) -> ModelSpec:
-    """The model with only the lanes in `kept`, in ascending order; raises InputError if there are none."""
-    if not kept:
-        raise InputError("a model needs at least one lane: keep 1 or more")
-    return spec_of(spec, kept)
-
-
 def prune_params(spec: ModelSpec, params: dict, kept: Sequence[int]) -> dict:
-    """The parameters of `prune_spec(spec, kept)`."""
-    smaller = prune_spec(spec, kept)
-    return _prune_tree(spec, params, kept, trained_shapes(smaller))
+    """The parameters of `spec_of(spec, kept)`."""
+    return _prune_tree(spec, params, kept, trained_shapes(spec_of(spec, kept)))
 
 
 def prune_run(run: Run, kept: Sequence[int]) -> Run:
@@ -202,7 +194,7 @@ def prune_run(run: Run, kept: Sequence[int]) -> Run:
 
     Adam's moments of the remaining parameters are kept.
     """
-    spec = prune_spec(run.spec, kept)
+    spec = spec_of(run.spec, kept)
     shapes = _state_shapes(run.config, spec, run.steps_per_epoch)
     return dataclasses.replace(
         run,

@@ -17,6 +17,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.files import make_folder, write_json
 from mlcn_jax.launch import program
 from mlcn_jax.nn.model import count_parameters
+from mlcn_jax.nn.spec import spec_of
 from mlcn_jax.placement import cost
 
 _log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ def measure(run: Run, order: Sequence[int], rounds: int) -> list[dict[str, Any]]
 
     The speed-up is the median over rounds of the full model's time divided by the smaller one's in the same round.
     """
-    specs = [prune.prune_spec(run.spec, sorted(order[removed:])) for removed in range(len(order))]
+    specs = [spec_of(run.spec, sorted(order[removed:])) for removed in range(len(order))]
     rows: list[dict[str, Any]] = []
     for spec in specs:
         lanes = [(g.count, cost.lane_cost(g.spec, spec.lane_settings, spec.image_shape)) for g in spec.lane_groups]

@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> None:
         measure_machine.sharing_worker(**json.loads(values.sharing_worker))
         return
     started = time.monotonic()
-    spec = measure_device.spec_of(values.data, values.lane_routing, values.compute_dtype)
+    spec = measure_device.lab_spec(values.data, values.lane_routing, values.compute_dtype)
     output = Path(values.output).expanduser()
     make_folder(output.parent, "output")
     with measure_machine.measuring(values) as finish:

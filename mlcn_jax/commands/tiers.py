@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
 
     split = command("split", "writes one artifact per tier, and chooses when an answer is final")
     split.add_argument("workdir", help="folder of a training run")
-    split.add_argument("--tiers", required=True, help="JSON file: the tiers, from the nearest on (docs/howto/tiers.md)")
+    split.add_argument("--tiers", required=True, help="JSON file: the tiers, from the nearest on")
     split.add_argument(
         "--cut", default="pixels", help="what leaves the first tier: pixels, conv1, capsules, columns, ..."
     )

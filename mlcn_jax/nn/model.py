@@ -8,7 +8,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -98,6 +99,12 @@ def gather_lanes(spec: ModelSpec, columns: Sequence[Float[Array, "batch classes 
     ends = itertools.accumulate(column.shape[-1] for column in columns[:-1])
     parts = jnp.split(outputs, list(ends), axis=-1)
     return jnp.concatenate([part.reshape(*part.shape[:2], -1) for part in parts], axis=-1)
+
+
+def params_of_lanes(spec: ModelSpec, encoder: Mapping[str, Any]) -> list[Any]:
+    """The parameters of each lane, in the order of the columns, from those of all groups, [lanes, ...]."""
+    groups = spec.lane_groups
+    return [jax.tree.map(lambda a, i=i: a[i], encoder[group.name]) for group in groups for i in range(group.count)]
 
 
 def join_lanes(spec: ModelSpec, outputs: Float[Array, "batch classes lanes"]) -> Float[Array, "batch classes lanes"]:

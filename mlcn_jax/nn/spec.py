@@ -222,7 +222,12 @@ def spec_of(spec: ModelSpec, lanes: Sequence[int]) -> ModelSpec:
     """The model with only some of the lanes of another; arguments as for `rows_of`.
 
     Lanes keep their seeds and weights; if these weights are all 0, they count equally.
+
+    Raises:
+      InputError: there are no lanes.
     """
+    if not lanes:
+        raise InputError("a model needs at least one lane: keep 1 or more")
     rows = rows_of(spec, lanes)
     groups = [LaneGroup(group.spec, rows[group.name].size) for group in spec.lane_groups if group.name in rows]
     weights = tuple(spec.lane_weights[lane] for lane in lanes) if spec.lane_weights else ()

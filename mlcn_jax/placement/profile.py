@@ -15,7 +15,7 @@ import jax
 import msgspec
 import numpy as np
 
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import InputError, differences
 from mlcn_jax.files import write_json
 
 if TYPE_CHECKING:
@@ -171,12 +171,9 @@ class DeviceProfile:
         here: dict[str, Any] = {"device": name_of(device), "platform": device.platform}
         if device.platform == "cpu":
             here["cpu_count"] = num_cores()
-        rows = [
-            f"  {field}: {getattr(self, field)!r} in the profile, {here[field]!r} here"
-            for field in here
-            if getattr(self, field) != here[field]
-        ]
-        if rows:
+        if rows := differences(
+            {field: getattr(self, field) for field in here}, here, there="in the profile", here="here"
+        ):
             raise InputError(
                 "the device profile was measured on another device:\n"
                 + "\n".join(rows)
@@ -185,16 +182,14 @@ class DeviceProfile:
 
     def _check_covers(self, cost: "LaneCost", known: Collection[str], needed: Iterable[str]) -> None:
         """Raises InputError if such lanes were not measured."""
-        rows = [
-            f"  {field}: {measured!r} in the profile, {given!r} for {cost.spec}"
-            for field, measured, given in (
-                ("image_shape", self.image_shape, cost.image_shape),
-                ("num_classes", self.num_classes, cost.settings.num_classes),
-                ("lane_routing", self.lane_routing, cost.settings.lane_routing),
-                ("compute_dtype", self.compute_dtype, np.dtype(cost.settings.dtype).name),
-            )
-            if measured != given
-        ]
+        given = {
+            "image_shape": cost.image_shape,
+            "num_classes": cost.settings.num_classes,
+            "lane_routing": cost.settings.lane_routing,
+            "compute_dtype": np.dtype(cost.settings.dtype).name,
+        }
+        measured = {field: getattr(self, field) for field in given}
+        rows = differences(measured, given, there="in the profile", here=f"for {cost.spec}")
         rows += [f"  {name}: not in the profile, but in {cost.spec}" for name in needed if name not in known]
         if rows:
             raise InputError(

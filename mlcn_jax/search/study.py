@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import InputError, differences
 from mlcn_jax.search import propose
 from mlcn_jax.search.models import BASELINE, Model, model_from, model_of
 from mlcn_jax.search.settings import SearchSettings
@@ -91,12 +91,7 @@ class Study:
                         f"{address}: the search {settings.name!r} has not been started: start it with the "
                         "same command without --worker"
                     )
-        rows = [
-            f"  {field}: {theirs.get(field)!r} there, {mine.get(field)!r} now"
-            for field in sorted(set(mine) | set(theirs))
-            if theirs.get(field) != mine.get(field)
-        ]
-        if rows:
+        if rows := differences(theirs, mine, sorted(set(mine) | set(theirs))):
             raise InputError(
                 f"{address} holds a search named {settings.name!r} with other settings:\n"
                 + "\n".join(rows)

@@ -120,7 +120,7 @@ def write_functions(
         try:
             (folder / name).write_bytes(exported.serialize())
         except ImportError as error:
-            raise InputError("exporting needs flatbuffers: pip install 'mlcn_jax[export]'") from error
+            raise InputError("exporting a model needs flatbuffers: pip install flatbuffers") from error
         functions.append(
             {
                 "file": name,

@@ -26,7 +26,7 @@ from mlcn_jax.files import read_json
 from mlcn_jax.launch import program
 from mlcn_jax.nn import tracing
 from mlcn_jax.nn.lanes import apply_lane
-from mlcn_jax.nn.model import class_lengths, encode, join_lanes
+from mlcn_jax.nn.model import class_lengths, encode, join_lanes, params_of_lanes
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving.artifact import MODEL, WEIGHTS, Artifact
 from mlcn_jax.serving.onnx_file import INPUT
@@ -98,9 +98,7 @@ def lane_by_lane(spec: ModelSpec, encoder: dict) -> Callable[[Array], Array]:
     jax2onnx writes wrong shapes for batched matrix products, which vmapped lanes use.
     """
     spec = dataclasses.replace(spec, conv="native", compute_dtype="float32")
-    lanes = []
-    for group in spec.lane_groups:
-        lanes += [(jax.tree.map(lambda a, i=i: a[i], encoder[group.name]), group.spec) for i in range(group.count)]
+    lanes = list(zip(params_of_lanes(spec, encoder), spec.lane_specs, strict=True))
 
     def lengths(images: Array) -> Array:
         x = _pixels(images)

@@ -25,6 +25,7 @@ from mlcn_jax.serving.artifact import (
     verified_manifest,
 )
 from mlcn_jax.serving.parts import Functions, added_up, open_lanes
+from mlcn_jax.tiers import signatures
 from mlcn_jax.tiers.policy import FILE, Policy
 
 SIGNATURE = "manifest.sig"
@@ -113,8 +114,6 @@ class TierArtifact:
 def _check_signature(folder: Path, trusted: Sequence[Path]) -> None:
     if not trusted:
         return
-    from mlcn_jax.tiers import signatures
-
     path = folder / SIGNATURE
     keys = signatures.public_keys(trusted)
     named = ", ".join(map(str, trusted))

@@ -6,21 +6,23 @@ public key.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mlcn_jax.errors import InputError
 
-try:
-    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-    from cryptography.hazmat.primitives import serialization
+if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-except ImportError as error:
-    raise InputError(f"keys need the package cryptography ({error}): pip install 'mlcn_jax[tiers]'") from error
 
 _MAKE = "openssl genpkey -algorithm ed25519 -out key.pem makes one, openssl pkey -in key.pem -pubout its public key"
 
 
-def private_key(path: Path) -> Ed25519PrivateKey:
-    """Reads a private key; raises InputError if the file holds none, or it is encrypted."""
+def private_key(path: Path) -> "Ed25519PrivateKey":
+    """Reads a private key; raises InputError if the file holds none, it is encrypted, or cryptography is missing."""
+    _check_installed()
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
     try:
         key = serialization.load_pem_private_key(_read(path), None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -30,8 +32,13 @@ def private_key(path: Path) -> Ed25519PrivateKey:
     return key
 
 
-def public_keys(paths: Sequence[Path]) -> list[Ed25519PublicKey]:
-    """Reads public keys; raises InputError if a file holds none."""
+def public_keys(paths: Sequence[Path]) -> "list[Ed25519PublicKey]":
+    """Reads public keys; raises InputError if a file holds none, or cryptography is missing."""
+    _check_installed()
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
     keys = []
     for path in paths:
         try:
@@ -44,8 +51,10 @@ def public_keys(paths: Sequence[Path]) -> list[Ed25519PublicKey]:
     return keys
 
 
-def is_signed(content: bytes, signature: bytes, keys: Sequence[Ed25519PublicKey]) -> bool:
+def is_signed(content: bytes, signature: bytes, keys: "Sequence[Ed25519PublicKey]") -> bool:
     """Whether one of the keys signed the content."""
+    from cryptography.exceptions import InvalidSignature
+
     for key in keys:
         try:
             key.verify(signature, content)
@@ -53,6 +62,13 @@ def is_signed(content: bytes, signature: bytes, keys: Sequence[Ed25519PublicKey]
             continue
         return True
     return False
+
+
+def _check_installed() -> None:
+    try:
+        import cryptography  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"keys need the package cryptography ({error}): pip install 'mlcn_jax[tiers]'") from error
 
 
 def _read(path: Path) -> bytes:

@@ -24,6 +24,7 @@ from mlcn_jax.serving.parts import model_digest, tolerance
 from mlcn_jax.serving.precision.lanes import read_lanes, write_lanes
 from mlcn_jax.serving.precision.make import Made
 from mlcn_jax.tiers import policy as policies
+from mlcn_jax.tiers import signatures
 from mlcn_jax.tiers.artifact import HOME, PART, SIGNATURE, TierArtifact
 from mlcn_jax.tiers.cuts import COLUMNS, PIXELS, Part
 from mlcn_jax.tiers.placing import Wishes, place, read_wishes
@@ -65,11 +66,7 @@ def split(
     """
     if precision is not None and cut != PIXELS:
         raise InputError(f"--cut={cut} splits lanes, but those of --precision stay whole: give --cut={PIXELS}")
-    signing = None
-    if key is not None:
-        from mlcn_jax.tiers import signatures  # needs cryptography
-
-        signing = signatures.private_key(key)
+    signing = None if key is None else signatures.private_key(key)
     config = stored_config(workdir, data_dir)
     trained, dataset = load_with_data(workdir, config)
     check_lanes_classify(trained.spec)

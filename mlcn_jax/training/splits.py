@@ -189,7 +189,7 @@ def predict_mesh(
     where `batch_size` is only a share of it.
     """
     share = batch_size // data
-    lanes = [_lane_cost(spec, group.spec) for group in spec.lane_groups for _ in range(group.count // lane)]
+    lanes = _lane_costs(spec, lane)
     num_lanes = len(spec.lane_specs)
     whole = (whole_batch or batch_size) * num_lanes
     cluster = cluster or _cluster(profiles)
@@ -300,10 +300,15 @@ def placement_problem(
 
 def has_room(spec: ModelSpec, batch_size: int, lane: int, profile: DeviceProfile) -> bool:
     """Whether a device can hold its part of the lanes; they run in turn, so they share the largest's work space."""
-    lanes = [_lane_cost(spec, group.spec) for group in spec.lane_groups for _ in range(group.count // lane)]
+    lanes = _lane_costs(spec, lane)
     largest = max(lanes, key=lambda one: profile.lane_bytes(one, batch_size))
     others = sum(one.state_bytes for one in lanes) - largest.state_bytes
     return profile.lane_bytes(largest, batch_size) + others <= profile.memory_bytes
+
+
+def _lane_costs(spec: ModelSpec, lane: int) -> list[cost.LaneCost]:
+    """Costs of the lanes of one of `lane` devices among which each group is divided."""
+    return [_lane_cost(spec, group.spec) for group in spec.lane_groups for _ in range(group.count // lane)]
 
 
 def _lane_cost(spec: ModelSpec, lane: LaneSpec) -> cost.LaneCost:

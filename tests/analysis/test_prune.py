@@ -24,7 +24,7 @@ from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data import datasets
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import model
-from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.nn.spec import ModelSpec, spec_of
 from mlcn_jax.placement import cost
 from mlcn_jax.training import evaluate, loop
 from mlcn_jax.training.checkpoint import Checkpoints, load_trained
@@ -87,7 +87,7 @@ def whole(params, images):
 )
 def test_the_smaller_model_is_the_whole_one_without_the_columns(params, images, whole, kept, lanes):
     classes = jnp.array([0, 1, 2, 1])
-    smaller = prune.prune_spec(SPEC, kept)
+    smaller = spec_of(SPEC, kept)
     assert smaller == dataclasses.replace(SPEC, lanes=lanes)
     apply = jax.jit(model.apply_model, static_argnums=0)
     v, reconstructions = apply(smaller, prune.prune_params(SPEC, params, kept), images, classes)
@@ -99,7 +99,7 @@ def test_the_smaller_model_is_the_whole_one_without_the_columns(params, images, 
 
 def test_computation_falls_with_the_lanes(params, images):
     def flops(kept):
-        spec, smaller = prune.prune_spec(SPEC, kept), prune.prune_params(SPEC, params, kept)
+        spec, smaller = spec_of(SPEC, kept), prune.prune_params(SPEC, params, kept)
         return cost.matmul_flops(lambda p, x: model.encode(spec, p, x), smaller["encoder"], images)
 
     assert flops([0]) * 2 == flops([0, 1])
@@ -279,7 +279,7 @@ def test_more_lanes_than_there_are_cannot_be_kept(workdir, tmp_path):
     with pytest.raises(InputError, match=r"--keep=4: .* has 3 lanes; keep 1 to 3"):
         script.measure_and_prune([workdir], order="alone", rounds=0, results=tmp_path, output=tmp_path / "o", keep=4)
     with pytest.raises(InputError, match="at least one lane"):
-        prune.prune_spec(SPEC, [])
+        spec_of(SPEC, [])
 
 
 @pytest.mark.parametrize("used", ["same", "file"])

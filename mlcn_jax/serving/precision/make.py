@@ -20,7 +20,7 @@ from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv, tracing
 from mlcn_jax.nn.lanes import apply_lane
-from mlcn_jax.nn.model import join_lanes
+from mlcn_jax.nn.model import join_lanes, params_of_lanes
 from mlcn_jax.nn.spec import ModelSpec, spec_of
 from mlcn_jax.serving.onnx import to_onnx
 from mlcn_jax.serving.onnx_file import FULL_RANGE, INPUT, open_onnx
@@ -71,8 +71,7 @@ class Made:
 
 def lanes_of(spec: ModelSpec, encoder: Mapping) -> list[Lane]:
     """The lanes of a model, from its parameters with statistics folded in."""
-    each = [jax.tree.map(lambda a, i=i: a[i], encoder[g.name]) for g in spec.lane_groups for i in range(g.count)]
-    return [Lane(spec, i, params) for i, params in enumerate(each)]
+    return [Lane(spec, i, params) for i, params in enumerate(params_of_lanes(spec, encoder))]
 
 
 def make(lane: Lane, form: Form, calibration: UInt8[np.ndarray, "n h w c"]) -> Made:
