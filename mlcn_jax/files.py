@@ -46,6 +46,19 @@ def _to_disk(path: Path) -> None:
             raise
 
 
+def put_in_place(made: Path, folder: Path) -> None:
+    """Moves a folder to the name `folder`, in place of an older one, once all of its content is on disk.
+
+    What `folder` was is left beside `made`, which should therefore be alone in a temporary folder, on the same disk.
+    """
+    for path in (*made.rglob("*"), made):
+        _to_disk(path)
+    if folder.exists():
+        folder.rename(made.with_name("before"))
+    made.rename(folder)
+    _to_disk(folder.parent)
+
+
 def write_atomic(path: Path, data: str | bytes) -> None:
     """Writes a file atomically, with `replacing`: it is either the old one or the complete new one."""
     with replacing(path) as partial:

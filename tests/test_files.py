@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,23 @@ def test_file_and_folder_are_on_disk_before_and_after_the_name_changes(tmp_path,
     assert done[1:] == ["replace", str(tmp_path)]
     assert os.path.dirname(done[0]) == str(tmp_path)
     assert (tmp_path / "a").read_bytes() == b"content"
+
+
+def test_a_folder_is_on_disk_before_it_replaces_another(tmp_path, monkeypatch):
+    made, folder = tmp_path / "temporary" / "made", tmp_path / "folder"
+    (made / "inner").mkdir(parents=True)
+    (made / "inner" / "file").write_text("new")
+    folder.mkdir()
+    (folder / "old").touch()
+    done = []
+    fsync, rename = os.fsync, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda d: (done.append(os.readlink(f"/proc/self/fd/{d}")), fsync(d)))
+    monkeypatch.setattr(Path, "rename", lambda a, b: (done.append("rename"), rename(a, b)))
+    files.put_in_place(made, folder)
+    assert set(done[:3]) == {str(made), str(made / "inner"), str(made / "inner" / "file")}
+    assert done[3:] == ["rename", "rename", str(tmp_path)]
+    assert (folder / "inner" / "file").read_text() == "new"
+    assert not (folder / "old").exists()
 
 
 def test_a_file_is_as_accessible_as_any_other(tmp_path):

@@ -29,7 +29,7 @@ from mlcn_jax.analysis.workdir import stored_config
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data import batches, datasets
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import write_json
+from mlcn_jax.files import put_in_place, write_json
 from mlcn_jax.nn.calibration import trained_shapes, without_statistics
 from mlcn_jax.nn.conv import compiler_options
 from mlcn_jax.nn.model import class_lengths, encode, param_shapes
@@ -257,7 +257,7 @@ def save_run(
             write_json(workdir / "config.json", run.config.to_dict())
             write_json(workdir / "model.json", describe_model(run.spec, run.class_names, run.training_digest))
             write_json(workdir / name, about)
-            workdir.rename(output)
+            put_in_place(workdir, output)
     except OSError as error:
         raise InputError(
             f"--output={output} cannot be written ({error.strerror}): give a new folder that you may write to, on a "

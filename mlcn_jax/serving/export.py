@@ -18,7 +18,7 @@ from mlcn_jax import host
 from mlcn_jax.config import read_stored
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import hold, read_json, write_atomic, write_json
+from mlcn_jax.files import hold, put_in_place, read_json, write_atomic, write_json
 from mlcn_jax.nn import conv, tracing
 from mlcn_jax.nn.calibration import fold_statistics
 from mlcn_jax.nn.model import class_lengths, encode
@@ -53,9 +53,7 @@ def export(workdir: Path) -> Path:
         _check(trained, checked)
         card = model_card.text(checked, _summary(workdir, trained.step), config.data.dir)
         write_atomic(made / model_card.FILE, card)
-        if folder.exists():
-            folder.rename(Path(temporary) / "before")
-        made.rename(folder)
+        put_in_place(made, folder)
     return folder
 
 

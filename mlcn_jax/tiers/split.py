@@ -14,7 +14,7 @@ import numpy as np
 from mlcn_jax.analysis.workdir import load_with_data, stored_config
 from mlcn_jax.data.datasets import Split, split_validation
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import hold, write_json
+from mlcn_jax.files import hold, put_in_place, write_json
 from mlcn_jax.launch import program
 from mlcn_jax.nn.calibration import fold_statistics
 from mlcn_jax.nn.spec import ModelSpec, rows_of, spec_of
@@ -98,9 +98,7 @@ def split(
                 (made / tier.name / SIGNATURE).write_bytes(signing.sign(content))
         precisions = [own.form.precision for own in chosen] or [trained.spec.compute_dtype] * len(trained.spec.weights)
         _check(made, policy, squares, validation, tolerance(precisions, trained.spec.weights))
-        if folder.exists():
-            folder.rename(Path(temporary) / "before")
-        made.rename(folder)
+        put_in_place(made, folder)
     return folder
 
 

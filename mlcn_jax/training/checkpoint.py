@@ -181,8 +181,8 @@ class Checkpoints:
     def _facts(self, step: int) -> dict[str, Any]:
         args = ocp.args.Composite(facts=ocp.args.JsonRestore())
         signed = self._manager.restore(step, args=args)["facts"]
-        facts = signed["facts"]
-        if _sha256_of_json(facts) != signed["sha256"] or facts["step"] != step:
+        facts = signed.get("facts") if isinstance(signed, dict) else None
+        if not isinstance(facts, dict) or _sha256_of_json(facts) != signed.get("sha256") or facts.get("step") != step:
             raise _Damaged("its facts do not match the SHA-256 stored with them")
         return facts
 

@@ -16,7 +16,7 @@ from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data.datasets import Dataset, Split, split_validation
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import make_folder, read_json, write_json
+from mlcn_jax.files import make_folder, put_in_place, read_json, write_json
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.problem import NoRoom
 from mlcn_jax.serving import artifact, model_card, onnx
@@ -125,9 +125,7 @@ def precision(
             calls.append(exported.lengths)
         taken = call_seconds(calls, model.spec.image_shape, terms.batch, terms.rounds)
         best = int(np.argmin(taken[1:]))
-        if folder.exists():
-            folder.rename(Path(temporary) / "before")
-        written[best].rename(folder)
+        put_in_place(written[best], folder)
     mix = mixes[best]
     whole = {"before": float(taken[0]), "chosen": float(taken[1 + best])}
     test = dataset.test
