@@ -38,9 +38,9 @@ class DataSettings:
     name: str = "digits"
     dir: str = ""
     cache_dir: str = ""
-    label_kind: str = "fine"
+    label_kind: str = datasets.LABEL_KINDS[0]
     image_size: int = 0
-    test_fraction: float = 0.2
+    test_fraction: float = datasets.TEST_FRACTION
     validation_fraction: float = 0.0
     split_seed: int = -1
     max_shift: int = 0

@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import urllib.request
 
 import pytest
 from conftest import REPOSITORY
@@ -41,15 +44,11 @@ def installed(tmp_path_factory):
 def command(installed, tmp_path, monkeypatch):
     """Calls the console script in an empty folder; returns what it prints."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(installed))
 
     def call(*args, code=0):
-        done = subprocess.run(
-            [installed / "bin" / "mlcn_jax", *map(str, args)],
-            env={**os.environ, "PYTHONPATH": str(installed)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        program = [installed / "bin" / "mlcn_jax", *map(str, args)]
+        done = subprocess.run(program, capture_output=True, text=True, timeout=120)
         assert done.returncode == code, done.stderr
         return done.stdout if code == 0 else done.stderr
 
@@ -90,3 +89,29 @@ def test_the_pretrained_model_can_be_tried_at_once(command, tmp_path):
     assert sum(row["class"] == str(label) for row, label in zip(rows, test.labels, strict=False)) >= 7
     assert "explain-digits" in command("explain", "--workdir=digits", "--images=3", "--num_ranked=20")
     assert {"image_3.png", "ranking.json"} <= set(os.listdir(tmp_path / "explain-digits"))
+
+
+def test_a_model_is_trained_and_used(command, tmp_path):
+    few = ("--config.data.validation_fraction=0.2", "--config.train.num_steps=4", "--config.model.lanes=mlcn1:w1*2")
+    assert "test accuracy" in command("train", "--config=quickstart", "--workdir=run", *few)
+    assert "test accuracy" in command("evaluate", "--workdir=run")
+    assert "1 of 2" in command("prune", "--workdir=run", "--keep=1", "--output=smaller")
+    command("export", "--workdir=smaller")
+    Image.fromarray(datasets.load("digits").test.images[0, ..., 0]).save("0.png")
+    program = [sys.executable, "-m", "mlcn_jax.predict", "smaller/export", "0.png", "--json"]
+    (line,) = subprocess.run(program, capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()
+    assert json.loads(line)["class"] in map(str, range(10))
+
+
+def test_the_pretrained_model_is_served(installed, command, tmp_path):
+    Image.fromarray(datasets.load("digits").test.images[0, ..., 0]).save("0.png")
+    program = [installed / "bin" / "mlcn_jax", "serve", "digits", "--port=0"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        line = server.stdout.readline()
+        url = re.search(r"http://127.0.0.1:\d+/predict", line)
+        assert url, line + server.stdout.read()
+        request = urllib.request.Request(url[0], (tmp_path / "0.png").read_bytes(), {"Content-Type": "image/png"})
+        with urllib.request.urlopen(request, timeout=30) as response:
+            assert json.load(response)["predictions"][0]["class"] in map(str, range(10))
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=30) == 0

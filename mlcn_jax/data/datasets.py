@@ -21,6 +21,8 @@ from mlcn_jax.errors import InputError
 Images = UInt8[np.ndarray, "n height width channels"]
 Labels = Int32[np.ndarray, " n"]
 
+LABEL_KINDS = ("fine", "coarse")
+TEST_FRACTION = 0.2
 _HELD_OUT_SEED = 0  # A held-out test set is the same in every run, whatever the run's seed.
 _DIGITS_TEST_FRACTION = 0.2
 _DIGITS_SIZE = 28
@@ -71,9 +73,9 @@ def load(
     *,
     directory: str = "",
     cache_dir: str = "",
-    label_kind: str = "fine",
+    label_kind: str = LABEL_KINDS[0],
     image_size: int = 0,
-    test_fraction: float = 0.2,
+    test_fraction: float = TEST_FRACTION,
 ) -> Dataset:
     """Loads an entire dataset into memory and checks it.
 
@@ -95,7 +97,7 @@ def load(
         raise InputError(f"Unknown dataset {name!r}; the known ones are {', '.join(DATASETS)}.{hint}")
     if directory and not Path(directory).expanduser().is_dir():
         raise InputError(f"--config.data.dir={directory} is not an existing folder.")
-    if label_kind not in ("fine", "coarse"):
+    if label_kind not in LABEL_KINDS:
         raise InputError(f"label_kind is {label_kind!r}; expected 'fine' or 'coarse'.")
     if image_size < 0 or (image_size and name != "folder"):
         raise InputError(f"image_size is {image_size}; expected 0, or, for the dataset 'folder', a number of pixels.")

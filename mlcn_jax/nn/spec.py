@@ -62,19 +62,19 @@ class ModelSpec:
     image_shape: tuple[int, int, int]
     num_classes: int
     lanes: str = ""
-    num_routing_iters: int = 3
-    lane_routing: str = "published"
-    prior_bias: bool = True
+    num_routing_iters: int = LaneSettings.num_routing_iters
+    lane_routing: str = LaneSettings.lane_routing
+    prior_bias: bool = LaneSettings.prior_bias
     decoder: tuple[int, ...] = (512, 1024)
     lane_dropout: float = 0.0
     margin_loss: str = "joint"
-    signed_pixels: bool = False
+    signed_pixels: bool = LaneSettings.signed_pixels
     label_smoothing: float = 0.0
     ensemble_weight: float = 0.0
     decoder_gradient: str = "auto"
-    norm_group: int = 125
+    norm_group: int = LaneSettings.norm_group
     compute_dtype: str = "float32"
-    conv: str = "auto"
+    conv: str = LaneSettings.conv_algorithm
     remat: str = "none"
     lane_weights: tuple[float, ...] = ()
     lane_seeds: tuple[int, ...] = ()

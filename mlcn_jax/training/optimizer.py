@@ -10,6 +10,7 @@ from jaxtyping import Array
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from mlcn_jax.nn import resnet
+from mlcn_jax.settings import TrainSettings
 
 _FIRST_RATE = 0.2  # of the peak, at the start of the warm-up
 _LOOKAHEAD_STEPS = 5
@@ -22,15 +23,15 @@ def make_optimizer(
     learning_rate: float,
     num_steps: int,
     steps_per_epoch: int,
-    lr_decay: float = 0.9,
+    lr_decay: float = TrainSettings.lr_decay,
     warmup_steps: int = 0,
-    weight_decay: float = 1e-4,
-    clip_norm: float = 0.0,
-    momentum: float = 0.85,
-    bias_learning_rate: float = 26.0,
-    head_learning_rate: float = 0.43,
-    whitening_epochs: float = 3.0,
-    lookahead: float = 0.0,
+    weight_decay: float = TrainSettings.weight_decay,
+    clip_norm: float = TrainSettings.clip_norm,
+    momentum: float = TrainSettings.momentum,
+    bias_learning_rate: float = TrainSettings.bias_learning_rate,
+    head_learning_rate: float = TrainSettings.head_learning_rate,
+    whitening_epochs: float = TrainSettings.whitening_epochs,
+    lookahead: float = TrainSettings.lookahead,
 ) -> optax.GradientTransformation:
     """The optimizer of a run.
 
