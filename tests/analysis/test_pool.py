@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -229,3 +230,16 @@ def test_workers_killed_at_random_moments_lose_no_lane_and_train_none_twice_at_o
     assert (tmp_path / "joined" / "3" / "model.json").exists()
     for lane in pool.lanes:
         assert not pool_lib.overlaps(lane.workdir / pool_lib.HISTORY, killed)
+
+
+@pytest.mark.long
+def test_workers_need_no_network(tmp_path):
+    """Each in a network namespace of its own, where not even the loopback interface is up: no byte can be sent."""
+    alone = ["unshare", "--map-root-user", "--net"]
+    if not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("network namespaces cannot be made here")
+    read(tmp_path)
+    start = [*alone, sys.executable, "-m", "mlcn_jax", "work", f"--pool={tmp_path}"]
+    workers = [subprocess.Popen(start, cwd=REPOSITORY, stderr=subprocess.DEVNULL) for _ in range(2)]
+    assert [worker.wait(timeout=300) for worker in workers] == [0, 0]
+    assert (tmp_path / "joined" / "3" / "model.json").exists()
