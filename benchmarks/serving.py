@@ -1,15 +1,18 @@
-"""Requests per second of `mlcn_jax.serve` with batching over without, and what batching costs a single client.
+"""Requests per second of `mlcn_jax.serve` with batching, without, and of the model without a server; and latencies.
 
     python -m benchmarks.serving --artifacts=runs/small/export,runs/large/export
 
-For each model two servers, one with batching, one with `--max_batch=1`, take turns; the one whose turn it is not waits
-for requests and uses no CPU. This process is the clients: so many connections, each of which asks again as soon as it
-is answered, with PNG files of random pixels in the shape of the model's images. Writes
-`benchmarks/results/serving.json` after each model.
+For each model two servers, one with batching, one with `--max_batch=1`, take turns with the model in this process, in
+batches as large as those of the first server; those whose turn it is not use no CPU. This process is also the clients:
+so many connections, each of which asks again as soon as it is answered, with PNG files of random pixels in the shape of
+the model's images. Then requests come at random moments, half and nine tenths as many a second as those clients were
+answered, whether or not earlier ones have been answered. Writes `benchmarks/results/serving.json` after each model.
 """
 
+import collections
 import importlib.metadata
 import io
+import itertools
 import json
 import re
 import select
@@ -25,6 +28,7 @@ import numpy as np
 from absl import flags
 from PIL import Image
 
+from mlcn_jax.data.images import read_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
@@ -33,6 +37,9 @@ _ROOT = Path(__file__).parents[1]
 _PICTURES = 64
 _PAUSE_SECONDS = 0.3  # so that the other server's threads have gone to sleep
 _SETTLE_SECONDS = 0.3  # of each turn, which do not count
+_CONNECTIONS = 64  # at first, of an open loop
+_LONGEST_SECONDS = 10.0  # from the last request of an open loop to its answer
+_LOADS = {"half": 0.5, "nine_tenths": 0.9}  # of the requests a second that clients were answered
 _PACKAGES = ("httptools", "pillow", "starlette", "uvicorn", "uvloop")
 
 
@@ -88,48 +95,113 @@ class Server:
         self._process.wait()
 
 
-def ask(port: int, requests: list[bytes], clients: int, seconds: float) -> list[float]:
-    """Seconds that each request took which was answered in so many seconds.
+class Connections:
+    """Connections to a server, each with one request at a time."""
 
-    Raises:
-      InputError: an answer is none, or an error.
-    """
-    poll = select.epoll()
-    sent = {}
-    connections = {}
-    received: dict[int, bytes] = {}
-    turn = 0
-    for _ in range(clients):
-        connection = socket.create_connection(("127.0.0.1", port))
+    def __init__(self, port: int):
+        self._port, self._poll = port, select.epoll()
+        self._connections: dict[int, socket.socket] = {}
+        self._received: dict[int, bytes] = {}
+
+    def open(self) -> int:
+        """The number of a new connection."""
+        connection = socket.create_connection(("127.0.0.1", self._port))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connections[connection.fileno()] = connection
-        poll.register(connection, select.EPOLLIN)
-    latencies = []
-    end = time.perf_counter() + seconds
-    for file, connection in connections.items():
-        sent[file] = time.perf_counter()
-        connection.sendall(requests[turn % len(requests)])
-        turn += 1
-    while time.perf_counter() < end:
-        for file, _ in poll.poll(end - time.perf_counter()):
-            connection = connections[file]
-            answer = received.pop(file, b"") + connection.recv(2**16)
+        self._connections[connection.fileno()] = connection
+        self._poll.register(connection, select.EPOLLIN)
+        return connection.fileno()
+
+    def send(self, number: int, request: bytes) -> None:
+        self._connections[number].sendall(request)
+
+    def answered(self, seconds: float) -> list[int]:
+        """The connections whose answers are complete, after at most so many seconds.
+
+        Raises:
+          InputError: an answer is none, or an error.
+        """
+        complete = []
+        for number, _ in self._poll.poll(max(0.0, seconds)):
+            answer = self._received.pop(number, b"") + self._connections[number].recv(2**16)
             head, _, body = answer.partition(b"\r\n\r\n")
             length = re.search(rb"content-length: (\d+)", head)
             if answer and (length is None or len(body) < int(length[1])):
-                received[file] = answer
+                self._received[number] = answer
                 continue
             if not answer.startswith(b"HTTP/1.1 200 "):
-                raise InputError(f"the server at port {port} answered {answer.decode()!r}")
+                raise InputError(f"the server at port {self._port} answered {answer.decode()!r}")
+            complete.append(number)
+        return complete
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        self._poll.close()
+
+
+def ask(port: int, requests: list[bytes], clients: int, seconds: float) -> list[float]:
+    """Seconds that each request took which was answered in so many seconds, with so many clients that ask in turn."""
+    connections, turns, sent, latencies = Connections(port), itertools.cycle(requests), {}, []
+    end = time.perf_counter() + seconds
+    for number in [connections.open() for _ in range(clients)]:
+        sent[number] = time.perf_counter()
+        connections.send(number, next(turns))
+    while (left := end - time.perf_counter()) > 0:
+        for number in connections.answered(left):
             now = time.perf_counter()
-            latencies.append(now - sent[file])
-            sent[file] = now
-            connection.sendall(requests[turn % len(requests)])
-            turn += 1
-    for connection in connections.values():
-        connection.close()
-    poll.close()
+            latencies.append(now - sent[number])
+            sent[number] = now
+            connections.send(number, next(turns))
+    connections.close()
     return latencies
+
+
+def ask_at(port: int, requests: list[bytes], rate: float, seconds: float) -> list[float]:
+    """Seconds from when each request was due to its answer, with requests due at random moments, `rate` a second.
+
+    They do not wait for answers to others (an open loop), so a server that falls behind is seen to do so.
+    """
+    connections, turns, latencies = Connections(port), itertools.cycle(requests), []
+    gaps = np.random.default_rng(0).exponential(1 / rate, round(rate * seconds))
+    free, waiting, started = [connections.open() for _ in range(_CONNECTIONS)], {}, time.perf_counter()
+    ahead = collections.deque(started + np.cumsum(gaps))
+    while ahead or waiting:
+        now = time.perf_counter()
+        while ahead and ahead[0] <= now:
+            number = free.pop() if free else connections.open()
+            waiting[number] = ahead.popleft()
+            connections.send(number, next(turns))
+        for number in connections.answered(ahead[0] - time.perf_counter() if ahead else _LONGEST_SECONDS):
+            latencies.append(time.perf_counter() - waiting.pop(number))
+            free.append(number)
+    connections.close()
+    return latencies
+
+
+class InProcess:
+    """The model itself, without a server: decodes the same pictures and computes them in batches of one size."""
+
+    def __init__(self, artifact: str, requests: list[bytes], batch: int):
+        from mlcn_jax import Artifact
+
+        self._model = Artifact(artifact)
+        self._files = [request.partition(b"\r\n\r\n")[2] for request in requests][:batch]
+        self._images = self._decoded()
+        self._model.lengths(self._images)
+        self.computed: list[float] = []
+        self.decoded: list[float] = []
+
+    def _decoded(self) -> np.ndarray:
+        return np.stack([read_pixels(file, self._model.image_shape) for file in self._files])
+
+    def turn(self, seconds: float) -> None:
+        """Notes the images a second: computed only, and decoded and computed."""
+        for rates, images in ((self.computed, lambda: self._images), (self.decoded, self._decoded)):
+            started, count = time.perf_counter(), 0
+            while time.perf_counter() < started + seconds:
+                self._model.lengths(images())
+                count += len(self._files)
+            rates.append(count / (time.perf_counter() - started))
 
 
 def pictures(image_shape: list[int]) -> list[bytes]:
@@ -150,30 +222,55 @@ def measure(artifact: str, values: flags.FlagValues) -> dict:
     """One model's figures."""
     batching, off = servers = Server(artifact, values.max_batch), Server(artifact, 1)
     requests = pictures(json.loads(batching.get("/"))["image_shape"])
+    ask(batching.port, requests, values.clients, values.seconds)
+    model = InProcess(artifact, requests, round(batching.mean_batch()))
     for first in range(values.rounds):
         for server in servers if first % 2 else servers[::-1]:
             server.turn(requests, values.clients, values.seconds)
+        time.sleep(_PAUSE_SECONDS)
+        model.turn(values.seconds)
     mean_batch = batching.mean_batch()
+    answered = [len(turn) / values.seconds for turn in batching.latencies[values.clients]]
+    openly = {name: [] for name in _LOADS}
+    for _ in range(values.rounds):
+        for name, share in _LOADS.items():
+            time.sleep(_PAUSE_SECONDS)
+            rate = share * statistics.median(answered)
+            openly[name].append(ask_at(batching.port, requests, rate, values.seconds))
     for first in range(values.rounds):
         for server in servers if first % 2 else servers[::-1]:
             server.turn(requests, 1, values.seconds)
     for server in servers:
         server.close()
-    model = json.loads((Path(artifact) / "model.json").read_text())
+    about = json.loads((Path(artifact) / "model.json").read_text())
     throughput, latency = (
         [measured(a) / measured(b) for a, b in zip(batching.latencies[clients], off.latencies[clients], strict=True)]
         for clients, measured in ((values.clients, len), (1, statistics.median))
     )
     return {
-        "lanes": model["lanes"],
-        "image_shape": model["image_shape"],
-        "parameters": model["parameters"],
+        "lanes": about["lanes"],
+        "image_shape": about["image_shape"],
+        "parameters": about["parameters"],
         "throughput_over_without_batching": _spread(throughput),
+        "throughput_over_computing_in_process": _over(answered, model.computed),
+        "throughput_over_decoding_and_computing_in_process": _over(answered, model.decoded),
+        "open_loop": {
+            name: {
+                "requests_per_second": _LOADS[name] * statistics.median(answered),
+                "milliseconds_p50": 1000 * float(np.percentile(np.concatenate(turns), 50)),
+                "milliseconds_p99": 1000 * float(np.percentile(np.concatenate(turns), 99)),
+            }
+            for name, turns in openly.items()
+        },
         "single_client_latency_over_without_batching": _spread(latency),
         "images_in_a_batch": mean_batch,
         "with_batching": batching.results(values.seconds),
         "without_batching": off.results(values.seconds),
     }
+
+
+def _over(some: list[float], others: list[float]) -> dict[str, float]:
+    return _spread([a / b for a, b in zip(some, others, strict=True)])
 
 
 def _spread(values: list[float]) -> dict[str, float]:
