@@ -38,6 +38,7 @@ from experiments.repeated_report import (
 )
 from experiments.repeated_runs import Scale, Series, asked, chosen, define_flags
 from experiments.residual_rows import GPU_ROWS, ROWS, TRIALS
+from mlcn_jax.analysis.lane_fit import fit_weights
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data.datasets import Split
 from mlcn_jax.launch import launch_script
@@ -148,8 +149,14 @@ def measure(folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
     images = session.dataset.test if split == "test" else session.validation
     capsules = class_capsules(trained.spec, trained.params, images, batch)
     mirrored = class_capsules(trained.spec, trained.params, Split(images.images[:, :, ::-1], images.labels), batch)
-    record["by_lanes"] = accuracy_by_lanes(np.square(capsules), images.labels)
-    record["by_lanes_flips"] = accuracy_by_lanes(np.square(capsules) + np.square(mirrored), images.labels)
+    squares = {"by_lanes": np.square(capsules), "by_lanes_flips": np.square(capsules) + np.square(mirrored)}
+    record |= {name: accuracy_by_lanes(each, images.labels) for name, each in squares.items()}
+    if split == "validation":
+        weights = fit_weights(capsules, images.labels)
+        record["fitted_weights"] = list(weights)
+        for name, each in squares.items():
+            correct = (each * np.float32(weights)).sum(axis=-1).argmax(axis=-1) == images.labels
+            record[name.replace("by_lanes", "accuracy_weighted")] = 100 * float(np.mean(correct))
     return record
 
 
