@@ -133,11 +133,12 @@ class TrainSettings:
       learning_rate: initial rate of adam, peak rate of adamw; for sgd and muon that of the convolutions.
       lr_decay: factor applied to adam's learning rate after each epoch.
       warmup_epochs: epochs over which the learning rate rises to its peak (not adam).
-      weight_decay: weight decay of adamw; of sgd and muon the share lost in a step, whatever the rate.
+      weight_decay: weight decay of adamw; of sgd and muon the share of a weight that a step adds to the momentum, at
+        the peak rate.
       momentum: momentum of sgd and muon.
       bias_learning_rate: peak rate of the normalisation's biases under sgd and muon.
       head_learning_rate: peak rate of the linear head under sgd and muon.
-      whitening_epochs: epochs over which the whitening's bias is trained under sgd and muon.
+      whitening_epochs: epochs over which the rate of the whitening's bias falls to zero under sgd and muon.
       lookahead: weight of the slow weights, which meet the fast ones every 5 steps, at the end of the run; 0 turns
         Lookahead off.
       clip_norm: largest global norm of the gradient; 0 turns clipping off.

@@ -14,7 +14,8 @@ from mlcn_jax.settings import TrainSettings
 
 _FIRST_RATE = 0.2  # of the peak, at the start of the warm-up
 _LOOKAHEAD_STEPS = 5
-_SCHEDULES = (optax.ScaleByScheduleState.__name__, "WeightDecaySchedule")  # optimizer states that count steps for rates
+_SCHEDULES = (optax.ScaleByScheduleState.__name__,)  # optimizer states that count steps for rates
+_NEWTON_SCHULZ_STEPS = 3
 
 
 def make_optimizer(
@@ -50,12 +51,12 @@ def make_optimizer(
       steps_per_epoch: steps after which Adam's rate decays.
       lr_decay: decay factor of Adam's rate.
       warmup_steps: steps of the warm-up, fewer than `num_steps`.
-      weight_decay: of AdamW; of `sgd` and `muon` the share by which weights shrink in a step at the peak rate, not
-        multiplied by any rate; Muon's kernels, of constant norm, have none.
+      weight_decay: of AdamW; of `sgd` and `muon` the share of a weight that is added to its gradient, times the peak
+        rate. Muon's kernels, of constant norm, and the whitening's bias have none.
       clip_norm: largest global norm of the gradient; 0 turns clipping off.
       momentum: of the convolutions under `sgd` and `muon`.
       bias_learning_rate, head_learning_rate: peak rates of the biases and of the head under `sgd` and `muon`.
-      whitening_epochs: epochs in which the whitening's bias is trained under `sgd` and `muon`.
+      whitening_epochs: epochs over which the rate of the whitening's bias falls from its peak to zero.
       lookahead: weight of the slow weights at the end of the run; 0 turns Lookahead off.
 
     Source: Jordan 2024, arXiv 2404.00498, and the Muon variant of its code, for `sgd` and `muon`; Zhang et al. 2019,
@@ -69,14 +70,12 @@ def make_optimizer(
         optimizer = optax.adamw(rate, weight_decay=weight_decay)
     else:
         shape = _triangle(warmup_steps, num_steps)
-        until = min(num_steps, round(whitening_epochs * steps_per_epoch))
         sgd = _nesterov(learning_rate, shape, weight_decay, momentum)
-        bias = _nesterov(bias_learning_rate, shape, weight_decay)
         parts = {
             "kernel": sgd if name == "sgd" else _muon(learning_rate, shape, momentum),
-            "bias": bias,
+            "bias": _nesterov(bias_learning_rate, shape, weight_decay),
             "head": _nesterov(head_learning_rate, shape, weight_decay),
-            "whitening": _until(until, bias),
+            "whitening": _nesterov(bias_learning_rate, _falling(round(whitening_epochs * steps_per_epoch))),
             "frozen": optax.set_to_zero(),
             "other": optax.adamw(lambda step: _OTHER_RATE * shape(step), weight_decay=1e-4),
         }
@@ -122,13 +121,21 @@ def _triangle(warmup_steps: int, num_steps: int) -> Callable[[Array], Array]:
     return shape
 
 
+def _falling(num_steps: int) -> Callable[[Array], Array]:
+    def shape(step):
+        return jnp.clip(1 - step / num_steps, 0.0) if num_steps else jnp.zeros(())
+
+    return shape
+
+
 def _nesterov(
-    rate: float, shape: Callable, weight_decay: float, momentum: float = 0.85
+    rate: float, shape: Callable, weight_decay: float = 0.0, momentum: float = 0.85
 ) -> optax.GradientTransformation:
+    """Nesterov SGD; the decay is a part of the gradient, so that momentum multiplies it, as in PyTorch."""
     return optax.chain(
+        optax.add_decayed_weights(weight_decay / rate if rate else 0.0),
         optax.trace(momentum, nesterov=True),
         optax.scale_by_learning_rate(lambda step: rate * shape(step)),
-        optax.add_decayed_weights(lambda step: -weight_decay * shape(step)),
     )
 
 
@@ -142,7 +149,7 @@ def _muon(rate: float, shape: Callable, momentum: float) -> optax.GradientTransf
         return jax.tree.map(lambda _: MuonDimensionNumbers((1, 2, 3), (4,)), params)
 
     return optax.chain(
-        scale_by_muon(beta=momentum, weight_dimension_numbers=matrices),
+        scale_by_muon(ns_steps=_NEWTON_SCHULZ_STEPS, beta=momentum, weight_dimension_numbers=matrices),
         optax.scale_by_learning_rate(lambda step: rate * shape(step)),
         optax.stateless_with_tree_map(_keep_norm),
     )
@@ -153,11 +160,6 @@ def _keep_norm(update: Array, kernel: Array) -> Array:
     moved = kernel + update
     norm = jnp.sqrt(jnp.sum(jnp.square(moved), axis=(1, 2, 3, 4), keepdims=True))
     return moved * (jnp.sqrt(float(kernel.shape[-1])) / norm) - kernel
-
-
-def _until(step: int, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """An optimizer whose updates are zero from a step on."""
-    return optax.chain(optimizer, optax.scale_by_schedule(lambda count: jnp.where(count < step, 1.0, 0.0)))
 
 
 class _Lookahead(NamedTuple):

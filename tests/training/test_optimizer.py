@@ -1,10 +1,12 @@
 """The optimizer that the settings name: its rates, step by step, and its clipping."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from mlcn_jax.training.optimizer import make_optimizer
 from mlcn_jax.training.session import optimizer_of
 
 
@@ -41,3 +43,33 @@ def test_clipping_bounds_the_gradient_that_adam_sees(tiny):
     _, state = optimizer.update(gradient, optimizer.init(gradient), gradient)
     first_moment = optax.tree.get(state, "mu")["a"]  # a tenth of the gradient after one step
     np.testing.assert_allclose(first_moment, [0.03, 0.04], rtol=1e-5)
+
+
+def test_sgd_of_residual_lanes_is_that_of_pytorch(rng):
+    """The decay is added to the gradient and goes through the momentum; the whitening's bias has none."""
+    tree = {"trunk": {"conv1_1": (), "norm1_1": {"bias": ()}, "whitening": {"bias": ()}}, "head": {"kernel": ()}}
+    params = jax.tree.map(lambda _: rng.normal(size=3).astype(np.float32), tree, is_leaf=lambda leaf: leaf == ())
+    rates = {"learning_rate": 0.1, "bias_learning_rate": 2.0, "head_learning_rate": 0.5}
+    common = {"num_steps": 8, "steps_per_epoch": 2, "warmup_steps": 0, "weight_decay": 0.05, "momentum": 0.6}
+    optimizer = make_optimizer("sgd", whitening_epochs=2, **rates, **common)
+    state = optimizer.init(params)
+
+    slow = [
+        # a leaf, its rate, momentum and decay, and the steps over which the rate falls
+        [params["head"]["kernel"], 0.5, 0.85, 0.05, 8],
+        [params["trunk"]["conv1_1"], 0.1, 0.6, 0.05, 8],
+        [params["trunk"]["norm1_1"]["bias"], 2.0, 0.85, 0.05, 8],
+        [params["trunk"]["whitening"]["bias"], 2.0, 0.85, 0.0, 4],
+    ]
+    buffers = [np.zeros(3) for _ in slow]
+    for step in range(6):
+        grads = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), params)
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        for i, (row, grad) in enumerate(zip(slow, jax.tree.leaves(grads), strict=True)):
+            value, rate, momentum, decay, falls = row
+            grad = grad + decay / rate * value
+            buffers[i] = momentum * buffers[i] + grad
+            row[0] = value - rate * max(0.0, 1 - step / falls) * (grad + momentum * buffers[i])
+        for leaf, row in zip(jax.tree.leaves(params), slow, strict=True):
+            np.testing.assert_allclose(leaf, row[0], rtol=1e-4, atol=1e-5)
