@@ -84,6 +84,7 @@ def serve(service: "BatchService", listener: socket.socket, message: str, **sett
     _complete(service, config)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # uvicorn has its own, and raises the signal again at the end
+    signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))  # or it would end without answering
     Server(config).run(sockets=[listener])
 
 

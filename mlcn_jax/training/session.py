@@ -120,9 +120,13 @@ def check_settings(config: RunConfig, spec: ModelSpec) -> None:
             raise InputError(
                 f"{field} is {given} with model.lanes={spec.lanes!r}: it needs lanes that all classify alone (resnet)"
             )
-    small = [size for _, size in config.train.sizes() if 0 < size < resnet.MIN_SIZE]
-    if small:
-        raise InputError(f"train.image_sizes has {small[0]} pixels; resnet lanes need at least {resnet.MIN_SIZE}")
+    largest = max(spec.image_shape[:2])
+    wrong = [size for _, size in config.train.sizes() if size and not resnet.MIN_SIZE <= size <= largest]
+    if wrong:
+        raise InputError(
+            f"train.image_sizes has {wrong[0]} pixels; it must be from {resnet.MIN_SIZE}, the least that resnet lanes "
+            f"can do, to the {largest} of the images, or empty"
+        )
     check_remat(spec)
     if config.train.lanes_apart:
         check_lanes_apart(config, spec)
@@ -140,17 +144,22 @@ def check_learned(workdir: Path, dataset: datasets.Dataset, train: datasets.Spli
 
 
 def calibration_images(train: datasets.Split, batch_size: int) -> list[np.ndarray]:
-    """Batches of training images, uint8, for `Runner.calibrate`: evenly spaced, the same for every step."""
+    """Batches of training images, uint8, for `Runner.calibrate`: the same for every step."""
     count = max(1, min(_CALIBRATION_IMAGES, len(train.labels)) // batch_size)
-    evenly = np.linspace(0, len(train.labels) - 1, count * batch_size).astype(int)
-    return np.split(train.images[evenly], count)
+    return np.split(_some(train, count * batch_size), count)
+
+
+def _some(train: datasets.Split, count: int) -> np.ndarray:
+    """Evenly spaced images in a random order, always the same: of all classes, also if images are sorted by class."""
+    evenly = np.linspace(0, len(train.labels) - 1, count).astype(int)
+    return train.images[np.random.default_rng(0).permutation(evenly)]
 
 
 def whiten_from(spec: ModelSpec, params: dict, train: datasets.Split) -> dict:
     """Parameters with the whitening of some training images (`calibration.whiten`), if any lane has one."""
     if not any(group.kind.normalises for group in spec.lane_groups):
         return params
-    return whiten(spec, params, train.images[:_WHITENED_IMAGES] / np.float32(255))
+    return whiten(spec, params, _some(train, min(_WHITENED_IMAGES, len(train.labels))) / np.float32(255))
 
 
 def with_flips(data: DataSettings, score: Callable[[], Scores], split: str = "test") -> dict[str, float]:

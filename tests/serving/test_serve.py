@@ -302,14 +302,15 @@ def test_nothing_that_a_client_sends_is_a_fault_of_the_server(server, pictures):
     assert server.ask("GET", "/health") == (200, {"status": "ready"})
 
 
-def test_a_signal_ends_it_once_all_that_came_is_answered(folder, pictures):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_once_all_that_came_is_answered(folder, pictures, number):
     server = Started(folder, "--max_batch=1", "--max_queue=1000")
     idle = server.connect()
     asking = [server.connect() for _ in range(8)]
     for connection in asking:
         connection.sendall(request(form(pictures), FORM))
     time.sleep(0.05)
-    server.process.send_signal(signal.SIGTERM)
+    server.process.send_signal(number)
     assert [statuses_of(connection) for connection in asking] == [[200]] * len(asking)
     assert statuses_of(idle) == []
     assert server.process.wait(30) == 0

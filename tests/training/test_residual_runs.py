@@ -20,6 +20,7 @@ from mlcn_jax.serving import artifact, export, trained
 from mlcn_jax.training import checkpoint, loop
 from mlcn_jax.training.evaluate import head_sums, scores_of
 from mlcn_jax.training.mesh_runner import MeshRunner
+from mlcn_jax.training.session import calibration_images
 from mlcn_jax.training.stack_programs import make_stacks
 from mlcn_jax.training.stacks_runner import StacksRunner
 from mlcn_jax.training.step import TrainState
@@ -180,6 +181,13 @@ def test_a_run_can_leave_the_test_set_alone(run, tmp_path):
     assert 0 < summary["validation_accuracy"] <= 1
     assert "validation_accuracy_flips" in summary
     assert not (tmp_path / "confusion.png").exists()
+
+
+def test_calibration_batches_hold_all_classes_of_images_that_are_sorted_by_class():
+    labels = np.repeat(np.arange(4, dtype=np.uint8), 100)
+    batches = calibration_images(Split(labels[:, None, None, None], labels), 50)
+    assert len(batches) == 8
+    assert all(set(np.unique(batch)) == {0, 1, 2, 3} for batch in batches)
 
 
 @pytest.mark.long
