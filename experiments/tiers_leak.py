@@ -54,12 +54,12 @@ _CLEAR = 2.0  # standard deviations of the noise from which on a value is one th
 
 
 def define(values: flags.FlagValues) -> None:
-    flags.DEFINE_string("workdir", "", "Of a trained model whose lanes classify alone.", flag_values=values)
+    flags.DEFINE_string("workdir", "", "Folder of a trained model whose lanes classify alone.", flag_values=values)
     flags.DEFINE_string("data_dir", "", "Overrides the run's config.data.dir, if not empty.", flag_values=values)
-    flags.DEFINE_integer("lane", 0, "Whose values are sent.", flag_values=values)
-    flags.DEFINE_enum("scale", "full", list(SCALES), "How much is measured.", flag_values=values)
+    flags.DEFINE_integer("lane", 0, "Index of the lane whose values are sent.", flag_values=values)
+    flags.DEFINE_enum("scale", "full", list(SCALES), "Extent of the measurements.", flag_values=values)
     flags.DEFINE_string("results", str(RESULTS), "Folder to write to.", flag_values=values)
-    flags.DEFINE_string("name", "tiers_leak", "Of the files.", flag_values=values)
+    flags.DEFINE_string("name", "tiers_leak", "Name of the output files, without suffix.", flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:

@@ -157,7 +157,7 @@ class RunConfig:
         return RunConfig.from_dict(values)
 
     def without_rounds(self) -> "RunConfig":
-        """This configuration for training in the ordinary way: `train.rounds` has its defaults."""
+        """This configuration for training without rounds: `train.rounds` has its defaults."""
         return dataclasses.replace(self, train=dataclasses.replace(self.train, rounds=RoundSettings()))
 
     def flat_as_before(self) -> dict[str, Any]:

@@ -85,10 +85,10 @@ def return_unused_memory() -> None:
 
 
 def compute_in_turn() -> None:
-    """Lets a CPU compute a program in the thread that calls it, before JAX looks for its devices.
+    """Makes a CPU run each program in the thread that calls it; call this before JAX looks for its devices.
 
-    Otherwise steps wait in a queue, and each holds its temporary buffers from the moment it enters. It saves the change
-    of threads, too. Of several CPU devices of one process each still has a thread of its own.
+    Otherwise steps wait in a queue, and each holds its temporary buffers from the moment it is queued. This also saves
+    thread switches. If a process has several CPU devices, each still has its own thread.
     """
     forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if jax.config.values["jax_num_cpu_devices"] <= 1 and not forced:
@@ -119,7 +119,7 @@ def set_up_jax(least_seconds: float = 1.0) -> Path | None:
 
 
 def cache_folder() -> Path:
-    """Where this machine keeps what can be made again: the variable `MLCN_JAX_CACHE`, else `~/.cache/mlcn_jax`."""
+    """The folder for files that can be recreated: the variable `MLCN_JAX_CACHE`, else `~/.cache/mlcn_jax`."""
     return Path(os.environ.get("MLCN_JAX_CACHE", Path.home() / ".cache" / "mlcn_jax"))
 
 

@@ -56,7 +56,7 @@ def launch(command: Callable[[], int | None]) -> None:
         _exit(128 + signal.SIGINT, "interrupted")
     except RuntimeError as error:
         if "home directory" in str(error):  # pathlib, of a path such as ~nobody/runs
-            _exit(EXIT_INPUT, "error: a path begins with ~ and a name that is not a user's here: write the path out")
+            _exit(EXIT_INPUT, "error: a path begins with ~ and an unknown user name: write the path in full")
         if "Gloo" in str(error):
             _exit(EXIT_STOPPED, f"another process of the run was lost ({str(error).splitlines()[0][:100]}...)")
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -77,12 +77,12 @@ def launch(command: Callable[[], int | None]) -> None:
 
 
 def launch_script(define: Callable[["FlagValues"], None], main: Callable[["FlagValues"], int | None]) -> None:
-    """`launch` of the `main` of a script, which gets the flags that `define` declares, as they were given."""
+    """`launch` for the `main` of a script, called with the parsed flags that `define` declares."""
     launch(lambda: main(_parse_flags(define, sys.argv)))
 
 
 def _parse_flags(define: Callable[["FlagValues"], None], argv: Sequence[str]) -> "FlagValues":
-    """The flags of one call; prints what there is to give and exits, where `--help` is asked for."""
+    """The flags of one call; with `--help`, prints all flags and exits."""
     from absl import flags
 
     values = flags.FlagValues()
@@ -134,7 +134,7 @@ def keep_memory() -> None:
 
     XLA allocates the buffers of a step on a CPU anew and frees them after it. By default glibc gives large ones back to
     the system each time, and page faults then take up to half of a step (`benchmarks/allocator.py`). Call it before JAX
-    computes. It does nothing where the C library is another one, or if `GLIBC_TUNABLES` or a `MALLOC_` variable is set.
+    computes. It does nothing with another C library, or if `GLIBC_TUNABLES` or a `MALLOC_` variable is set.
     """
     if sys.platform == "linux" and not any(name.startswith(("GLIBC_TUNABLES", "MALLOC_")) for name in os.environ):
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

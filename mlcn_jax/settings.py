@@ -1,4 +1,4 @@
-"""The settings of a run, but for the model's: data, training and placement, with their defaults and meanings."""
+"""The settings of a run other than the model's: data, training and placement, with their defaults and meanings."""
 
 import dataclasses
 import re
@@ -32,7 +32,7 @@ class DataSettings:
       reflect: augmentation: shifts fill with the reflected image instead of zeros.
       alternate_flips: augmentation: every image is mirrored in every second epoch.
       cutout: augmentation: height and width in pixels of a square set to the image's mean; 0 for none.
-      augment_lanes: augmentation: each lane sees every image in a way of its own (lanes that classify alone).
+      augment_lanes: augmentation: each lane augments every image differently (lanes that classify alone).
     """
 
     name: str = "digits"
@@ -83,15 +83,15 @@ class DataSettings:
 
 @dataclasses.dataclass(frozen=True)
 class RoundSettings:
-    """Local rounds: workers take some steps by themselves, then their changes meet in an outer optimizer step.
+    """Local rounds: each worker takes some steps on its own, then an outer optimizer step combines their changes.
 
     Attributes:
-      steps: training steps that a worker takes in a round; 0 trains in the ordinary way, without rounds.
-      workers: among whom each batch is divided.
-      learning_rate: of the outer step, an SGD step with Nesterov momentum on the workers' mean change.
-      momentum: of the outer step.
-      bits: in which each parameter's change is sent: 8, with error feedback, or 32.
-      quorum: workers whose changes are enough for a round if the others are not heard from; 0 is more than half.
+      steps: training steps that a worker takes in a round; 0 trains without rounds.
+      workers: number of workers; each batch is split among them.
+      learning_rate: learning rate of the outer step, SGD with Nesterov momentum on the workers' mean change.
+      momentum: momentum of the outer step.
+      bits: bits per parameter change sent: 8, with error feedback, or 32.
+      quorum: minimum number of workers needed to finish a round; 0 means more than half.
       patience_seconds: how long a round waits for the other workers after the first one has answered.
     """
 
@@ -109,12 +109,12 @@ class RoundSettings:
         check(self.learning_rate > 0, "train.rounds.learning_rate", self.learning_rate, "above 0")
         check(0 <= self.momentum < 1, "train.rounds.momentum", self.momentum, "in [0, 1)")
         check(self.bits in (8, 32), "train.rounds.bits", self.bits, "8 or 32")
-        check(0 <= self.quorum <= self.workers, "train.rounds.quorum", self.quorum, f"0 to {self.workers}, the workers")
+        check(0 <= self.quorum <= self.workers, "train.rounds.quorum", self.quorum, f"0 to {self.workers} (workers)")
         check(self.patience_seconds > 0, "train.rounds.patience_seconds", self.patience_seconds, "above 0")
 
     @property
     def enough(self) -> int:
-        """Workers that are enough for a round."""
+        """The minimum number of workers needed to finish a round."""
         return self.quorum or self.workers // 2 + 1
 
 
@@ -133,25 +133,26 @@ class TrainSettings:
       learning_rate: initial rate of adam, peak rate of adamw; for sgd and muon that of the convolutions.
       lr_decay: factor applied to adam's learning rate after each epoch.
       warmup_epochs: epochs over which the learning rate rises to its peak (not adam).
-      weight_decay: weight decay of adamw; of sgd and muon the share of a weight that a step adds to the momentum, at
-        the peak rate.
+      weight_decay: weight decay of adamw; for sgd and muon, the fraction of a weight that a step at the peak rate adds
+        to the momentum.
       momentum: momentum of sgd and muon.
       bias_learning_rate: peak rate of the normalisation's biases under sgd and muon.
       head_learning_rate: peak rate of the linear head under sgd and muon.
       whitening_epochs: epochs over which the rate of the whitening's bias falls to zero under sgd and muon.
-      lookahead: weight of the slow weights, which meet the fast ones every 5 steps, at the end of the run; 0 turns
-        Lookahead off.
+      lookahead: weight of Lookahead's slow weights at the end of the run; slow and fast weights are averaged every
+        5 steps; 0 turns Lookahead off.
       clip_norm: largest global norm of the gradient; 0 turns clipping off.
       reconstruction_weight: weight of the mean squared error over pixels, relative to the margin loss.
       seed: seeds the initial values, image order, augmentation, lane dropout and validation split (but see
         model.lane_seeds and data.split_seed).
-      rounds: local rounds of workers that hardly talk (`mlcn_jax rounds`).
+      rounds: local rounds of workers that rarely communicate (`mlcn_jax rounds`).
       lanes_apart: refuses settings under which a lane's training depends on the other lanes; changes nothing else.
       checkpoint_every: steps between checkpoints; 0 saves one every epoch.
-      teacher: workdirs of trained models, separated by commas, whose mean probabilities are learned beside the labels;
-        empty for none.
-      teacher_weight: share of the teacher in the loss; the labels have the rest.
-      teacher_temperature: softens teacher and lanes that classify alone; no effect on the margin loss.
+      teacher: workdirs of trained models, separated by commas, whose mean probabilities are learned in addition to
+        the labels; empty for none.
+      teacher_weight: weight of the teacher in the loss; the labels get the rest.
+      teacher_temperature: softmax temperature for the teacher and for lanes that classify alone; no effect on the
+        margin loss.
       image_sizes: sizes at which lanes that classify alone see training images, such as 20:0.35,28:0.7 for 20 pixels
         in the first 35 % of the steps, 28 until 70 %, then the full size; empty for the full size throughout.
       log_every: steps between reports of the metrics.
@@ -209,7 +210,7 @@ class TrainSettings:
 
     @property
     def obstacle_to_rounds(self) -> str:
-        """Which setting makes local rounds impossible, and what to give instead; empty if none does."""
+        """The setting that rules out local rounds, and what to use instead; empty if none does."""
         if self.teacher:
             return f"train.teacher={self.teacher!r} is not possible in rounds: leave it empty"
         if self.lookahead:
@@ -220,7 +221,7 @@ class TrainSettings:
         return ""
 
     def sizes(self) -> tuple[tuple[float, int], ...]:
-        """`image_sizes` as pairs: the share of the steps until which a size holds, and the size; 0 is the full one."""
+        """`image_sizes` as pairs: the fraction of the steps up to which a size is used, and the size, 0 if full."""
         found = []
         for entry in self.image_sizes.split(",") if self.image_sizes else []:
             match = re.fullmatch(r" *([1-9][0-9]{0,3}):(0?\.[0-9]+) *", entry)
@@ -232,24 +233,24 @@ class TrainSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelSettings:
-    """Where to train; does not affect what is computed, but for the rounding of `exchange_dtype`.
+    """Where to train; does not affect what is computed, except for the rounding of `exchange_dtype`.
 
     Attributes:
-      plan: mesh, stacks (each device has its own lanes), or auto (the fastest according to the device profiles and to
-        the links between processes, which are measured).
+      plan: mesh, stacks (each device has its own lanes), or auto (the fastest according to the device profiles and
+        the measured links between processes).
       data: devices over which each batch is split.
       lane: devices over which the lanes are split; data * lane devices are used in all.
       exchange_dtype: float32, or bfloat16 for half the bytes between devices: columns, activations of the decoder and
-        gradients are rounded on their way. Columns of lanes that classify alone are always sent in float32.
+        gradients are rounded before they are sent. Columns of lanes that classify alone are always sent in float32.
       partitioner: places lanes under stacks: greedy, karmarkar_karp, exact, random, round_robin or greedy_published;
         auto tries all but random.
       profile: files written by the command `profile`, separated by commas; if empty, devices that differ are timed for
-        some seconds at the start.
+        a few seconds at the start.
       platforms: kinds of devices in one process, such as gpu,cpu (stacks only); if empty, jax's default.
       processes: processes of the run, all started here; 0 takes the number from the cluster's environment.
       process: number of the process to start here, if the others are started on other machines; -1 starts all.
       coordinator: HOST:PORT on the machine of process 0, if the run uses several machines.
-      timeout_seconds: how long to wait for a process to join, or to be heard from again.
+      timeout_seconds: how long to wait for a process to join, or to respond.
     """
 
     plan: str = "mesh"
@@ -274,7 +275,7 @@ class ParallelSettings:
         if self.plan != "mesh":
             check(self.data == 1, "parallel.data", self.data, f"1 with parallel.plan={self.plan}")
         if self.plan == "auto":
-            check(self.lane == 1, "parallel.lane", self.lane, "1 with parallel.plan=auto, which finds it")
+            check(self.lane == 1, "parallel.lane", self.lane, "1 with parallel.plan=auto, which chooses it")
         if self.platforms:
             good = self.plan == "stacks" and self.processes == 1
             check(good, "parallel.platforms", self.platforms, "empty unless parallel.plan=stacks in one process")

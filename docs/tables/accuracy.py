@@ -40,7 +40,7 @@ def _table_4_1(columns: Sequence[str], differences: bool) -> str:
 def readme_accuracy() -> str:
     runs = experiment("table_4_1_full")["runs"]
     table = _table_4_1(["published", "tuned", "tuned_per_lane"], differences=False)
-    return f"{table}\n\n*One seed each; a range is the least and the most of three seeds. {runs_line(runs)[1:]}"
+    return f"{table}\n\n*One seed each; a range is the minimum and maximum of three seeds. {runs_line(runs)[1:]}"
 
 
 @place
@@ -178,7 +178,7 @@ def _residual_rows(validation: bool) -> str:
         model = [row["row"], f"`{row['lanes']}`", row["epochs"], f"{row['flops'] / 1e15:.3f}", f"{row['parameters']:,}"]
         rows.append([*model, *percents, alone, *errors, f"{seconds / 60:.0f}", f"{rate:.0f}"])
     header = (
-        "row | lanes | epochs | PFLOP | parameters | accuracy | with flips | a lane alone, without and with | NLL | ECE"
+        "row | lanes | epochs | PFLOP | parameters | accuracy | with flips | one lane, without and with | NLL | ECE"
         " | minutes | GFLOP/s of matrix products"
     )
     runs = [run for run in result["runs"] if (run.get("split") == "validation") == validation]
@@ -232,5 +232,5 @@ def batch_size() -> str:
     more = "\n".join(f"- speeds: `{command}`" for command in speeds)
     return (
         f"{table_of(header, rows)}\n\n{runs_line(result['runs'])} "
-        f"Speed: median, least and most of {rounds} rounds.\n\n{commands_of(result['runs'])}\n{more}"
+        f"Speed: median, minimum and maximum of {rounds} rounds.\n\n{commands_of(result['runs'])}\n{more}"
     )

@@ -39,7 +39,7 @@ def cost_model() -> str:
 def simulator_check() -> str:
     result = experiment("simulator_check")
     planned = max(result["planned_over_fastest"].values())
-    names = {"as the profile gives them": (result, "inside"), "scaled": (result["scaled"], "inside_scaled")}
+    names = {"unscaled": (result, "inside"), "scaled": (result["scaled"], "inside_scaled")}
     rows = [
         [
             name,
@@ -99,10 +99,10 @@ def scaling() -> str:
     }
     shares = ", ".join(f"{two[batch] / one[batch]:.2f} at batch {batch}" for batch in sorted(one))
     return (
-        f"{table_of(header, rows)}\n\n{measured_on(result)}\n\nOver two real cores, 2 to 32 lanes of width 4 gain "
-        f"{spans['lanes']}, 8 lanes of width 1 to 6 {spans['width']}, and 8 lanes of depth 1 to 5 {spans['depth']}. "
-        f"One process on both cores is the other way to use them: two processes that split the lanes took {shares} of "
-        "its time."
+        f"{table_of(header, rows)}\n\n{measured_on(result)}\n\nOn two real cores, the speed-up is {spans['lanes']} for "
+        f"2 to 32 lanes of width 4, {spans['width']} for 8 lanes of width 1 to 6, and {spans['depth']} for 8 lanes of "
+        "depth 1 to 5. Relative to one process on both cores, the time of two processes that split the lanes is "
+        f"{shares}."
     )
 
 
@@ -124,14 +124,15 @@ def rented() -> str:
     header = "machines | split | predicted s | measured s | predicted over measured | predicted cost x 1000 | measured"
     inside, repeats, chosen = result["inside_interval"], result["repeats"], result["well_chosen"]
     steps, trained = result["training"]["train.num_steps"], "each once" if repeats == 1 else f"medians of {repeats}"
-    held = f" Of the nine times, {round(9 * inside)} lie in their interval of 90 %." if inside is not None else ""
+    held = f" Of the nine times, {round(9 * inside)} lie in their 90 % interval." if inside is not None else ""
     return (
         f"{table_of(header, rows)}\n\n"
-        f"Predicted times are {percent(result['mean_error_seconds'], 0)} % off in the mean, "
-        f"{percent(result['largest_error_seconds'], 0)} % at most; costs {percent(result['largest_error_cost'], 0)} % "
-        f"at most. At {percent(chosen['share_of_deadlines'], 0)} % of all deadlines between the shortest and the "
-        f"longest time, the machines picked by prediction cost at most {chosen['over_cheapest']:.2f} times the "
-        f"cheapest that were in time; they end at most {percent(result['latest'], 0)} % late.{held}\n\n"
+        f"Predicted times are off by {percent(result['mean_error_seconds'], 0)} % on average and "
+        f"{percent(result['largest_error_seconds'], 0)} % at most, costs by "
+        f"{percent(result['largest_error_cost'], 0)} % at most. For {percent(chosen['share_of_deadlines'], 0)} % of "
+        "all deadlines between the shortest and the longest time, the machines chosen by prediction cost at most "
+        f"{chosen['over_cheapest']:.2f} times the cheapest that met the deadline; they finish at most "
+        f"{percent(result['latest'], 0)} % late.{held}\n\n"
         f"{measured_on(result, f'{steps} training steps, {trained}')}"
     )
 
@@ -223,7 +224,7 @@ def published_scaling() -> str:
     published = result["published"]["speedup_of_8_k80s_over_capsnet_on_one"]
     return (
         f"{table_of('model | split | over itself on one | over CapsNet on one', rows)}\n\n"
-        f"*Simulated, 8 K80s. Assumed: a K80 takes {assumed['k80_slowness']} P100s' seconds; links of "
+        f"*Simulated, 8 K80s. Assumed: a K80 takes {assumed['k80_slowness']} times as long as a P100; links of "
         f"{assumed['link_us']:g} us and {assumed['link_gbytes']:g} GB/s within a host, {assumed['network_us']:g} us "
         f"and {assumed['network_gbits']:g} Gbit/s between hosts; the decoder is "
         f"{percent(assumed['decoder_share'], 0)} % of a step. The thesis reports {published}.*"

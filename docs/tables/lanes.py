@@ -125,14 +125,15 @@ def lane_pool() -> str:
     machines += f"{max(simulated['machines_gflops'])} GFLOP/s"
     held = real["times_taken"] - real["lanes"]
     kills = (
-        f"Measured: {real['kills']} workers killed at random moments, {held} of them with a lane; of {real['lanes']} "
-        f"lanes {real['lanes_lost']} were lost and {real['lanes_trained_twice_at_once']} trained twice at once; the "
-        f"largest difference of a parameter from an undisturbed pool is {real['largest_difference']:g}."
+        f"Measured: {real['kills']} workers killed at random moments, {held} of them during training; of "
+        f"{real['lanes']} lanes, {real['lanes_lost']} were lost and {real['lanes_trained_twice_at_once']} trained by two "
+        "workers at once; the largest difference of a parameter from an undisturbed pool is "
+        f"{real['largest_difference']:g}."
     )
     table = table_of("order in which lanes are taken | hours, mean (range) | work done again, %", rows)
     return f"""{kills}
 
 {table}
 
-*Simulated: {simulated["lanes"]} lanes, {machines}, {simulated["draws"]} draws; without any loss \
+*Simulated: {simulated["lanes"]} lanes, {machines}, {simulated["draws"]} draws; without losses \
 {simulated["hours_without_any_loss"]:.1f} hours. {measured_on(real)[1:]}"""

@@ -146,7 +146,7 @@ def exported() -> str:
     return (
         f"{table_of('lanes, 28x28x1 | images | export, ms | over the model in process', rows)}\n\n"
         f"{measured_on(result)} "
-        f"The command `predict`, with starting and compiling: {commands}."
+        f"The command `predict`, including start-up and compilation: {commands}."
     )
 
 
@@ -183,7 +183,7 @@ def serving() -> str:
     ]
     header = (
         f"model, {result['clients']} clients | with batching, requests/s | without | ratio | "
-        "a single client waits, times as long"
+        "latency of a single client, ratio"
     )
     return f"{table_of(header, rows)}\n\n{measured_on(result, 'clients and server on the same cores')}"
 

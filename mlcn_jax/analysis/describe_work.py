@@ -224,7 +224,8 @@ def tables(found: dict[str, Any]) -> str:
     for name, part in found["work"].items():
         numbers = [f"{part[key]:.3g}" for key in ("work", "depth", "parallelism", "moved_bytes", "intensity")]
         lines.append("| " + " | ".join([name, str(part["count"]), *numbers]) + " |")
-    lines += ["", "| devices | least unit operations in turn | most | least seconds |", "| --- | --- | --- | --- |"]
+    lines += ["", "| devices | sequential operations: lower bound | upper bound | seconds: lower bound |"]
+    lines += ["| --- | --- | --- | --- |"]
     least = found.get("seconds", {}).get("least_by_devices", {})
     for n, (low, high) in found["brent_unit_operations"].items():
         lines.append(f"| {n} | {low:.3g} | {high:.3g} | {_number(least.get(n))} |")
@@ -237,9 +238,9 @@ def tables(found: dict[str, Any]) -> str:
         if "best_speedup" in row:
             at = row["outweighed_at"]
             lines.append(
-                f"\n{split}: communication outweighs computing "
+                f"\n{split}: communication dominates "
                 + (f"from {at} devices on" if at else "at no possible number of devices")
-                + f"; the best speed-up there can be is {row['best_speedup']:.1f}, on {row['at_devices']} devices"
+                + f"; maximum speed-up {row['best_speedup']:.1f}, on {row['at_devices']} devices"
             )
     return "\n".join(lines)
 

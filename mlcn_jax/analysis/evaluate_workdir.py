@@ -98,7 +98,7 @@ def fitted(dataset: Dataset, trained: Trained, workdir: Path) -> Dataset:
     if differences:
         raise InputError(
             f"the classes of {dataset.name} are not those of the model in {workdir} ({'; '.join(differences)}): name "
-            "the folders of the images like the model's classes, or give another dataset"
+            "the folders of the images after the model's classes, or give another dataset"
         )
     order = np.array([trained.class_names.index(name) for name in dataset.class_names], np.int32)
     train, test = (
@@ -108,7 +108,7 @@ def fitted(dataset: Dataset, trained: Trained, workdir: Path) -> Dataset:
 
 
 def top_accuracy(lengths: Float[np.ndarray, "n classes"], labels: Int[np.ndarray, " n"], top: int) -> float:
-    """Share of images whose class is among the `top` longest capsules; among equally long ones, the first count."""
+    """Fraction of images whose class is among the `top` longest capsules; ties go to the first classes."""
     longest = np.argsort(-lengths, axis=1, kind="stable")[:, :top]
     return float((longest == labels[:, np.newaxis]).any(axis=1).mean())
 

@@ -26,7 +26,7 @@ _TITLES = {
 def explain_run(
     workdir: Path, output: Path, indices: Sequence[int], num_ranked: int, data_dir: str = ""
 ) -> dict[str, Any]:
-    """Writes all pictures and `ranking.json` to `output`; returns what the JSON holds.
+    """Writes all pictures and `ranking.json` to `output`; returns the content of the JSON.
 
     Raises:
       InputError: the workdir, the images, their indices or the output folder cannot be used.

@@ -44,7 +44,7 @@ figure img { image-rendering: pixelated; width: 100%; border: 1px solid #8888; }
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """A chosen image and its encoding: all that is needed to answer a move of a slider."""
+    """A chosen image and its encoding: everything needed to respond to a slider."""
 
     pixels: UInt8[np.ndarray, "h w channels"]
     v: Float[np.ndarray, "1 classes dim"]
@@ -202,7 +202,7 @@ def build(explorer: Explorer) -> "gradio.Blocks":
                         gr.Slider(-_RANGE, _RANGE, value=0, step=0.01, label=name, min_width=220) for name in columns
                     ]
 
-        # For the fastest answers: no queue, and only the last of the moves that arrive meanwhile.
+        # For fast responses: no queue, and only the last of the slider moves that arrive in the meantime.
         quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
         latest = {"trigger_mode": "always_last", **quick}
         changes: list = [switched_on, *sliders]
@@ -246,7 +246,7 @@ def serve(page: "gradio.Blocks", listener: socket.socket) -> None:
     class Server(uvicorn.Server):
         async def startup(self, sockets=None):
             await super().startup(sockets)
-            print(f"lane explorer: http://{HOST}:{port}  (Ctrl-C ends it)", flush=True)
+            print(f"lane explorer: http://{HOST}:{port}  (Ctrl-C to stop)", flush=True)
 
     app = gr.mount_gradio_app(
         fastapi.FastAPI(),

@@ -128,7 +128,7 @@ def _first_of_each(spec: ModelSpec, counts: list[int]) -> ModelSpec:
 
 
 def compiled_bytes(config: RunConfig, spec: ModelSpec) -> int:
-    """Memory of a training step on one device by the compiler's count; nothing is computed.
+    """Memory of a training step on one device as counted by the compiler; nothing is computed.
 
     The batch is the share of each device of the mesh.
     """

@@ -1,8 +1,8 @@
 """Joins the lanes of finished workdirs into one model: checks that they fit together, and writes an ordinary workdir.
 
 A lane that learned to classify alone needs no other lane, so lanes trained apart, on any machine at any time, can be
-columns of one model. What they have in common is fitted afterwards (`lane_fit`): weights on validation images and the
-decoder on training images, both from columns that are computed once.
+columns of one model. What they share is fitted afterwards (`lane_fit`): weights on validation images and the decoder on
+training images, both from columns that are computed once.
 """
 
 import dataclasses
@@ -184,10 +184,10 @@ def read_parts(workdirs: Sequence[Path], data_dir: str = "") -> list[Part]:
         if found := differences(first.facts, part.facts, there=f"in {first.workdir}", here=f"in {part.workdir}"):
             rows += found
         elif not _same_whitening(first.trained, part.trained):
-            rows.append(f"  whitening: the first convolution of {part.workdir} was set from other images")
+            rows.append(f"  whitening: the first convolution of {part.workdir} was initialized from other images")
     if rows:
         raise InputError(
-            "these lanes were not trained for one model:\n" + "\n".join(rows) + "\njoin workdirs that agree in this; "
+            "these lanes were not trained for one model:\n" + "\n".join(rows) + "\njoin workdirs that agree on these; "
             "validation images agree if data.split_seed (or train.seed) and data.validation_fraction do"
         )
     return parts
@@ -276,11 +276,11 @@ def further_lanes(
     columns: dict[str, np.ndarray],
     splits: dict[str, datasets.Split],
 ) -> list[dict[str, Any]]:
-    """For each lane its weight, its accuracy alone, and that of the lanes up to it as if only these were joined.
+    """For each lane: its weight, its accuracy alone, and the accuracy of joining only the lanes up to it.
 
     Args:
       lanes: the lanes.
-      weights: those of the first lane, of the first two, and so on.
+      weights: weights of the first lane alone, of the first two, and so on.
       columns: class capsules of the lanes, by split.
       splits: the images.
     """

@@ -48,7 +48,7 @@ def fit_weights(v: Float[np.ndarray, "n classes lanes"], labels: Int[np.ndarray,
 def accuracy(
     v: Float[np.ndarray, "n classes lanes"], labels: Int[np.ndarray, " n"], weights: Float[np.ndarray, " lanes"]
 ) -> float:
-    """Share of images whose longest class capsule, with these weights, is that of their class."""
+    """Fraction of images for which the longest class capsule, with these weights, is that of the true class."""
     return float(np.mean(np.argmax(np.square(v, dtype=np.float64) @ weights, axis=-1) == labels))
 
 

@@ -65,7 +65,7 @@ class Program:
         jax.block_until_ready((self._state, output))
 
     def seconds(self, clear: Callable[[], Any]) -> float:
-        """Seconds of a step whose arrays are in memory, not in a cache: in training, other lanes used the caches.
+        """Seconds of a step whose arrays are not in a cache, as in training, where other lanes use the caches.
 
         Args:
           clear: see `clearing`.
@@ -363,5 +363,5 @@ def table(profile: DeviceProfile) -> str:
     for name, values in profile.residuals.items():
         if values:
             error = math.sqrt(statistics.fmean(value * value for value in values))
-            rows.append((f"error, left out of the fit ({name})", f"{100 * error:.0f} %"))
+            rows.append((f"prediction error ({name})", f"{100 * error:.0f} %"))
     return "\n".join(["| measured | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])

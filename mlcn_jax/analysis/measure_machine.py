@@ -31,14 +31,14 @@ _PEAK_SECONDS = 0.2
 
 @contextlib.contextmanager
 def measuring(values: Any) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Measures what is not about lanes, while lanes are measured inside. Binds this process to its cores.
+    """Measures the fields of a profile that are not about lanes, which are measured inside the block. Binds the cores.
 
     Args:
       values: flags of the command `profile`.
 
     Yields:
       A function to call once the lanes are measured; it returns the fields `link`, `sharing` and `peak` of a profile.
-      How devices share the machine is measured before and after, since what others do on it changes in minutes.
+      How devices share the machine is measured before and after, since other load on it changes within minutes.
     """
     cores = bind(values.cores)
     with Sharing(cores, values.cores, values.data, values.lane_routing, values.compute_dtype) as sharing:
@@ -79,9 +79,9 @@ def _least(function: Callable, x: jax.Array) -> float:
 class Sharing:
     """How much longer steps take while processes of as many cores compute at once on all of this machine's cores.
 
-    What a machine gives changes by the minute, and devices that wait for each other in every step are as slow as the
-    slowest of them. So each turn is compared with all of those in which one process computed alone, and of processes
-    that compute at once, the slowest counts in each step.
+    The speed of a shared machine changes by the minute, and devices that wait for one another in every step are as slow
+    as the slowest of them. So each turn is compared with all turns in which one process computed alone, and among
+    processes that compute at once, the slowest counts in each step.
 
     Args:
       cores: the cores that this process had at its start (`measure_device.bind`).
@@ -139,7 +139,7 @@ class Sharing:
 
 
 def slowest(times: Sequence[Sequence[Sequence[float]]]) -> list[float]:
-    """Mean seconds of a step in which all devices wait for each other, of each program.
+    """For each program, the mean seconds of a step in which all devices wait for one another.
 
     Args:
       times: for each device and program, the seconds of each step.
@@ -148,10 +148,10 @@ def slowest(times: Sequence[Sequence[Sequence[float]]]) -> list[float]:
 
 
 def compare(alone: Sequence[Sequence[float]], together: Sequence[Sequence[float]]) -> dict[str, float]:
-    """How many times as long steps take together, and the standard deviation of its logarithm, over turns and programs.
+    """How many times longer steps take together, and the standard deviation of its logarithm, over turns and programs.
 
     Args:
-      alone, together: of each turn, mean seconds of a step of each program.
+      alone, together: for each turn, the mean seconds of a step of each program.
     """
     typical = [statistics.median(turns) for turns in zip(*alone, strict=True)]
     ratios = [math.log(b / a) for turn in together for a, b in zip(typical, turn, strict=True)]

@@ -1,8 +1,8 @@
 """A pool of lanes: a shared folder in which workers train the lanes that `lanes.toml` names, and join them.
 
-A worker takes the next lane that nobody trains, by a lock that the operating system releases when the worker ends,
-however it ends. The lane's workdir is a run like any other, so that whoever takes it next resumes from its newest
-checkpoint. Workers exchange nothing: the folder must be on a file system whose locks hold between the machines.
+A worker claims the next unclaimed lane with a lock that the operating system releases when the worker ends, however it
+ends. The lane's workdir is an ordinary run, so the next worker to claim it resumes from its newest checkpoint. Workers
+exchange nothing: the folder must be on a file system with locks that hold between the machines.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _JOINED = "joined-"  # and the number of lanes: the name of a claim
 _POLL_SECONDS = 5.0
 
 
-# What the file may hold: the type of a value, [type] for a list of one or more, and how to say so.
+# What the file may hold: the type of a value, [type] for a list of one or more, and its description in messages.
 _Keys = Mapping[str, tuple[Any, str]]
 _SET = (dict, "a table of fields of the configuration, such as [set] with train.num_epochs = 15")
 _KEYS: _Keys = {
@@ -54,7 +54,7 @@ _LANE_KEYS: _Keys = {
 
 @dataclasses.dataclass(frozen=True)
 class PoolLane:
-    """A lane to train: its name, its workdir of that name, the run that trains it, and the FLOPs of that."""
+    """A lane to train: its name, its workdir of that name, the configuration of its run, and the FLOPs of that run."""
 
     name: str
     workdir: Path
@@ -111,7 +111,8 @@ def read_pool(folder: Path, config_of: Callable[[str], RunConfig], changes: Mapp
         given = tomllib.loads(path.read_text())
     except FileNotFoundError as error:
         raise InputError(
-            f"{path} is missing: write it; it names the lanes to train (docs/howto/lanes_apart.md)"
+            f"{path} is missing: create it, with a config and [[lanes]] tables of kind and seeds, the lanes to train "
+            '(see "Train lanes apart and join them" in the docs)'
         ) from error
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
@@ -168,8 +169,8 @@ def work(
 ) -> dict[str, str]:
     """Trains lanes until none is left, and joins a model whenever enough are finished.
 
-    While other workers train what is left, it waits, to resume a lane whose worker dies. Returns the lanes that failed,
-    and the models that this worker could not join and no other has joined, by the names of their claims, with reasons.
+    While other workers train the remaining lanes, it waits, so that it can resume a lane if its worker dies. Returns
+    the reasons for lanes that failed and for models that no worker has joined, by the names of their claims.
 
     Args:
       pool: the pool.
@@ -198,9 +199,9 @@ def work(
 
 
 def _train_next(pool: Pool, train: Callable[[RunConfig, Path], Any], cannot: dict[str, str]) -> bool:
-    """Trains a lane that no other worker trains, begun ones first, then the largest; returns whether there was one.
+    """Trains an unclaimed lane, begun ones first, then the largest; returns whether there was one.
 
-    The largest first, so that no slow machine begins one when the others are about to end.
+    The largest first, so that no slow machine starts one when the others are almost done.
     """
     for lane in sorted(pool.lanes, key=lambda lane: (not lane.is_begun, -lane.flops)):
         if lane.name in cannot or lane.failure or lane.is_finished:
@@ -254,7 +255,7 @@ def _joins_due(pool: Pool) -> list[int]:
 
 
 def _join_next(pool: Pool, join_lanes: Callable[..., Any], cannot: dict[str, str]) -> bool:
-    """Joins a model that is due and that no other worker joins; returns whether there was one."""
+    """Joins a model that is due and unclaimed; returns whether there was one."""
     for count in _joins_due(pool):
         name = f"{_JOINED}{count}"
         lock = None if name in cannot else try_lock(pool.folder / "claims" / name)

@@ -96,7 +96,7 @@ def load_prunable(workdir: Path, data_dir: str = "") -> Run:
     """
     config = stored_config(workdir, data_dir)
     if config.model["name"] != "mlcn":
-        raise InputError(f"{workdir} holds a {config.model['name']}, which has no lanes to remove: give one of an MLCN")
+        raise InputError(f"{workdir} holds a {config.model['name']}, which has no lanes to remove: give an MLCN")
     trained, session = load_trained(workdir), open_session(config)
     check_learned(workdir, session.dataset, session.train)
     session = dataclasses.replace(session, spec=trained.spec)

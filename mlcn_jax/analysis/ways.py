@@ -42,16 +42,16 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What is assumed about machines if their catalog does not say.
+    """Assumptions about machines where their catalog does not specify them.
 
     Attributes:
-      startup_seconds: time from the order to the first step.
-      minimum_seconds: shortest time that is paid for.
-      checkpoint_seconds: time that saving a checkpoint takes from training.
-      download_bytes_per_second: rate at which a machine gets its images.
-      interruptions_per_hour: those of a spot machine; None leaves spot machines out unless the catalog says.
+      startup_seconds: time from requesting a machine to its first step.
+      minimum_seconds: minimum billed time.
+      checkpoint_seconds: training time lost to saving a checkpoint.
+      download_bytes_per_second: rate at which a machine downloads its images.
+      interruptions_per_hour: interruption rate of a spot machine; None leaves out those without one in the catalog.
       link: link between machines; with None, no machines train one run together.
-      most_machines: most machines to rent at once.
+      most_machines: maximum number of machines to rent at once.
     """
 
     startup_seconds: float
@@ -88,7 +88,7 @@ class Way:
     Attributes:
       kind: mesh, stacks or apart.
       machines: numbers of the choices.
-      seconds, cost: expected time and cost from the order to the end, interruptions included.
+      seconds, cost: expected time and cost from requesting the machines to the end, interruptions included.
       step_seconds: seconds of one training step; of the longest lane if trained apart.
       interval: interval of the run's seconds; None if a profile keeps no residuals.
       save_every: steps between checkpoints.

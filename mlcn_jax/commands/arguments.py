@@ -36,7 +36,7 @@ def parse(command: str, doc: str | None, define: Define, argv: Sequence[str], co
     Args:
       command: the command's name.
       doc: the docstring of the command's module.
-      define: defines the command's flags, except `--config`, on the `FlagValues` it is given.
+      define: defines the command's flags, except `--config`, on the `FlagValues` passed to it.
       argv: the arguments.
       config: `run` or `search` if the command takes `--config` and the fields of such a configuration.
 
@@ -80,7 +80,7 @@ def given_workdir(values: Any) -> Path:
     from mlcn_jax import pretrained
 
     if not values.workdir:
-        raise InputError(f"--workdir=FOLDER is needed: a training run, or a model of: {', '.join(pretrained.names())}")
+        raise InputError(f"--workdir=FOLDER is needed: a training run, or one of: {', '.join(pretrained.names())}")
     return pretrained.find_workdir(values.workdir)
 
 
@@ -99,7 +99,7 @@ def config_file(given: str) -> Path:
     names = config_names()
     meant = nearest(path.stem, names)
     raise InputError(
-        f"--config={given} is neither a file nor a packaged configuration{meant}; there are {', '.join(names)}"
+        f"--config={given} is neither a file nor a packaged configuration{meant}; available: {', '.join(names)}"
     )
 
 
@@ -194,8 +194,8 @@ def _check_fields(config: "ConfigDict", fields: Sequence[str], command: str) -> 
             continue
         if name in of_search:
             raise InputError(
-                f"--config.{name} is a search field, and this is not a search configuration: {program()} search "
-                "takes it, with a configuration such as nas_quickstart"
+                f"--config.{name} is a search field, but this is not a search configuration: use {program()} search, "
+                "with a configuration such as nas_quickstart"
             )
         meant = nearest(name, known, "--config.") or nearest(name, of_search, f"`{program()} search` with --config.")
         raise InputError(f"there is no field --config.{name}{meant}; {program()} {command} --help lists all")

@@ -6,10 +6,10 @@
     mlcn_jax describe --config=mlcn1_fashion --profile=profile.json --latency_seconds=5e-5 --bytes_per_second=1e9
 
 Lanes, parameters, FLOPs and the cost of each lane; work, depth and bytes of a training step by part, and Brent's bound.
-With a device profile, the seconds that no split can beat. With the speed of a link, what communication costs each
-split, and with both, the number of devices from which it outweighs computing. `--tables` prints these as tables
-instead. With `--memory_gib`, the predicted memory of a training step, and settings of equal result that need less,
-until one fits.
+With a device profile, a lower bound on the seconds of any split. With the speed of a link, the cost of communication
+for each split, and with both, the number of devices from which it dominates. `--tables` prints these as tables instead.
+With `--memory_gib`, the predicted memory of a training step, and of settings with the same result that need less, until
+one fits.
 """
 
 import json
@@ -30,12 +30,12 @@ def define(values: flags.FlagValues) -> None:
     text = "Latency of the link between devices; by default that of the profile."
     flags.DEFINE_float("latency_seconds", None, text, lower_bound=0.0, flag_values=values)
     flags.DEFINE_float("bytes_per_second", None, "Bandwidth of that link.", lower_bound=0.0, flag_values=values)
-    flags.DEFINE_integer("devices", 64, "Largest number of devices.", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("devices", 64, "Maximum number of devices.", lower_bound=1, flag_values=values)
     text = (
         "Memory of a device in GiB: also says whether a training step fits, and what makes it fit; 0 is this machine's."
     )
     flags.DEFINE_float("memory_gib", None, text, lower_bound=0.0, flag_values=values)
-    flags.DEFINE_bool("tables", False, "Prints how far it can scale as tables.", flag_values=values)
+    flags.DEFINE_bool("tables", False, "Prints the scaling results as tables instead of JSON.", flag_values=values)
 
 
 def main(argv: Sequence[str]) -> None:

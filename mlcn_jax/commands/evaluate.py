@@ -6,10 +6,10 @@ mlcn_jax evaluate --workdir=runs/mlcn2 --config.data.dir=FOLDER    # the images 
 mlcn_jax evaluate --workdir=runs/mlcn2 --config.data.name=folder --config.data.dir=FOLDER --all_images
 mlcn_jax evaluate --workdir=digits --config.data.name=mnist
 
-A folder has a folder of images for each class of the model. They are resized as the model takes them; without
-`--all_images`, those of its `test` folder are scored, or a fixed fifth of each class. Other images than those of the
-run have their pictures in WORKDIR/evaluate. With more than 10 classes, `test_top5_accuracy` is the share of images
-whose class is among the five most probable.
+A folder needs one subfolder of images for each class of the model. They are resized to the model's size. Without
+`--all_images`, those in its `test` folder are scored, or a fixed fifth of each class. For images other than the run's,
+the pictures go to WORKDIR/evaluate. With more than 10 classes, `test_top5_accuracy` is the fraction of images whose
+class is among the five most probable.
 """
 
 import json
@@ -24,9 +24,9 @@ from mlcn_jax.commands.run_config import config_of
 
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("workdir", "", arguments.WORKDIR, flag_values=values)
-    text = "Folder for the pictures; empty: the workdir, or WORKDIR/evaluate for other data than the run's."
+    text = "Folder for the pictures; if empty, the workdir, or WORKDIR/evaluate for data other than the run's."
     flags.DEFINE_string("output", "", text, flag_values=values)
-    text = "Scores all images, also those that training on them would have used."
+    text = "Scores all images, including those that would otherwise be used for training."
     flags.DEFINE_bool("all_images", False, text, flag_values=values)
 
 

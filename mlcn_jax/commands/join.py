@@ -4,12 +4,12 @@
     mlcn_jax join --workdir=runs/joined,runs/lane3 --output=runs/four                 # one lane more
 
 The lanes must have learned to classify alone (`resnet`, or `model.margin_loss` of `per_lane_sum` or `per_lane`), on the
-same training and validation images: differences are named. Their columns are computed once; weights of the lanes are
-fitted on the validation images and the decoder is trained on the training images, the lanes stay as they are. Prints
-the accuracy with each further lane and writes it to `joined.json`. Test accuracy is for the record and decides nothing.
+same training and validation images; any differences are named. Their columns are computed once. Weights of the lanes
+are fitted on the validation images and the decoder is trained on the training images; the lanes stay unchanged. Prints
+the accuracy with each added lane and writes it to `joined.json`. Test accuracy is reported but decides nothing.
 
-The result can be evaluated, pruned, exported, served and trained on: it is at step 0 of a run with the settings of the
-first workdir. `mlcn_jax prune` takes lanes off again.
+The result can be evaluated, pruned, exported, served and trained further: it is at step 0 of a run with the settings of
+the first workdir. `mlcn_jax prune` removes lanes again.
 """
 
 import shlex
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def told(about: Mapping[str, Any], output: Path) -> str:
-    """The result, for people: a table of the lanes, and what can be done next."""
+    """The result as text: a table of the lanes, and a command for the next step."""
     splits = [name for name in ("validation", "test") if f"{name}_accuracy" in about]
     rows = [["lanes", "added", "weight", *(f"{name} {what}" for name in splits for what in ("alone", "so far"))]]
     for count, lane in enumerate(about["lanes"], start=1):

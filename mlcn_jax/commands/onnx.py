@@ -1,15 +1,16 @@
 """Converts an exported model to ONNX, and checks it with ONNX Runtime.
 
-    make onnx WORKDIR=runs/quickstart
-    .venv-onnx/bin/python -m mlcn_jax onnx --workdir=runs/quickstart
+    mlcn_jax onnx --workdir=runs/quickstart
+    make onnx WORKDIR=runs/quickstart          # in a clone: in an environment of its own, .venv-onnx
 
-Needs requirements-onnx.txt and the output of `mlcn_jax export`. Writes to the workdir, or to the folder `--output`,
+Needs jax2onnx, onnx, onnxruntime and the output of `mlcn_jax export`. jax2onnx needs an older orbax-checkpoint than
+training does, so install it in a separate environment. Writes to the workdir, or to the folder `--output`,
 
     onnx/model.onnx    uint8 `images` [batch, height, width, channels] to float32 `lengths` [batch, classes], for any
-                       batch, in float32; the names of the classes are in its metadata
+                       batch size, in float32; the class names are in its metadata
     onnx/model.json    inputs, outputs, versions, and how closely ONNX Runtime matches the model
 
-once ONNX Runtime gives the model's lengths to 1e-4, for random images and those of the test set, in batches of several
+once ONNX Runtime reproduces the model's lengths to 1e-4, for random images and test images, in batches of several
 sizes.
 """
 
@@ -34,4 +35,4 @@ def main(argv: Sequence[str]) -> None:
     from mlcn_jax.serving.onnx_export import export
 
     path = export(workdir, values.data_dir, pretrained.output_folder(values.output, workdir, "onnx"))
-    print(f"{path} gives the model's lengths; {path.with_suffix('.json')} says what goes in and comes out")
+    print(f"{path} computes the model's lengths; {path.with_suffix('.json')} describes its inputs and outputs")

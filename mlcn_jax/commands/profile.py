@@ -2,12 +2,12 @@
 
     mlcn_jax profile --output=profile.json
 
-Training steps of some lanes are compiled and timed; time and memory of all others are predicted from a fit, and its
-errors are kept. So are the device's peak rates, and how much devices of one machine slow each other down. A process
-that is bound to a number of cores needs a profile measured on the same number: `--cores=1`.
+Training steps of some lanes are compiled and timed; the profile holds a fit that predicts time and memory of all
+others, the errors of that fit, the device's peak rates, and how much devices of one machine slow each other down. A
+process that is bound to a number of cores needs a profile measured on the same number, for example `--cores=1`.
 
 `--forms=mlcn2:w4,resnet:w1d2` also times these lanes in each precision and convolution algorithm, in training and in
-inference; int8 needs requirements-onnx.txt.
+inference; int8 needs jax2onnx, onnx and onnxruntime.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("output", "profile.json", "Where to write the profile.", flag_values=values)
     define_measuring(values)
-    hidden = ""  # used by the command itself: one of some processes, as JSON
+    hidden = ""  # for the processes that the command itself starts; JSON
     flags.DEFINE_string("link_worker", "", hidden, flag_values=values)
     flags.DEFINE_string("sharing_worker", "", hidden, flag_values=values)
 
 
 def define_measuring(values: flags.FlagValues) -> None:
-    """Defines the flags that say what is measured."""
+    """Defines the flags that determine what is measured."""
     text = "Number of cores to bind to; 0 uses all cores of this process."
     flags.DEFINE_integer("cores", 0, text, lower_bound=0, flag_values=values)
     text = "Dataset whose image shape and number of classes are used."

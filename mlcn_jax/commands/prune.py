@@ -4,11 +4,10 @@
     mlcn_jax prune --workdir=runs/mlcn1 --keep=4 --output=runs/small            # the 4 best lanes
     mlcn_jax prune --workdir=runs/mlcn1 --max_accuracy_drop=0.5 --output=runs/small
 
-Measures the accuracy with each lane removed alone, then with 1, 2, ... of them removed, the least useful first, and how
-much faster the models with fewer lanes really are. Lanes are ranked, and `--max_accuracy_drop` is judged, on the run's
-validation images, or, if it has none, on 5,000 of its training images, which makes a model look better than it is.
-Test accuracy is reported for the record and decides nothing. Writes `prune.json` and `prune.png` to the folder
-`prune` of the (first) workdir.
+Measures the accuracy with each lane removed alone, then with 1, 2, ... of them removed, the least useful first, and the
+speed of the models with fewer lanes. Lanes are ranked, and `--max_accuracy_drop` is judged, on the run's validation
+images, or, if it has none, on 5,000 of its training images, which makes a model look better than it is. Test accuracy
+is reported but decides nothing. Writes `prune.json` and `prune.png` to the folder `prune` of the (first) workdir.
 
 `--output` is a workdir like any other, with the kept lanes' parameters and optimizer state at the same step:
 `evaluate` scores it, and the printed command trains it further. Do so: without the removed lanes, class capsules are
@@ -31,14 +30,14 @@ def define(values: flags.FlagValues) -> None:
     several = f"{arguments.WORKDIR} Several (repeat the flag, or separate by commas) are compared."
     flags.DEFINE_multi_string("workdir", [], several, flag_values=values)
     orders = ["alone", "greedy"]
-    flags.DEFINE_enum("order", "alone", orders, "alone ranks lanes once, greedy repeatedly.", flag_values=values)
+    flags.DEFINE_enum("order", "alone", orders, "alone ranks lanes once, greedy at each removal.", flag_values=values)
     flags.DEFINE_integer("keep", None, "Number of lanes in the smaller model.", flag_values=values)
     text = "Percentage points of accuracy that the smaller model may lose."
     flags.DEFINE_float("max_accuracy_drop", None, text, flag_values=values)
     flags.DEFINE_string("output", "", "New workdir for the smaller model.", flag_values=values)
     text = "Folder for prune.json and prune.png; default: WORKDIR/prune, or prune-digits for the packaged digits."
     flags.DEFINE_string("results", "", text, flag_values=values)
-    text = "Interleaved rounds of timing; 0 does not time."
+    text = "Interleaved rounds of timing; 0 skips timing."
     flags.DEFINE_integer("rounds", 10, text, lower_bound=0, flag_values=values)
     flags.DEFINE_string("data_dir", "", "Overrides the run's config.data.dir, if not empty.", flag_values=values)
 

@@ -40,7 +40,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("worker", -1, "Number of this worker, from 0.", flag_values=values)
     flags.DEFINE_string("tls_cert", "", "Own certificate (PEM).", flag_values=values)
     flags.DEFINE_string("tls_key", "", "Private key (PEM) of --tls_cert.", flag_values=values)
-    flags.DEFINE_string("ca", "", "CA certificates (PEM) that signed those of the others.", flag_values=values)
+    flags.DEFINE_string("ca", "", "CA certificates (PEM) to verify the other side with.", flag_values=values)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -105,7 +105,7 @@ class _Here:
             if left < self._settings.enough:
                 raise InputError(
                     f"{left} of {len(running)} workers are left, and a round needs {self._settings.enough} "
-                    "(train.rounds.quorum): see the messages of the others above; the same command resumes after the "
+                    "(train.rounds.quorum): see the other workers' messages above; the same command resumes after the "
                     "last complete round"
                 )
 

@@ -2,7 +2,7 @@
 
     mlcn_jax sweep --config=quickstart --workdir=runs/sweep --sweep='train.learning_rate=1e-3,3e-4;train.seed=0,1,2'
 
-Names the best point and, where `train.seed` is swept, the mean and spread over seeds. The same command goes on with a
+Names the best point and, where `train.seed` is swept, the mean and spread over seeds. The same command continues a
 sweep that was stopped. Writes `sweep.json` to the workdir. Exit code 3: a point failed.
 """
 

@@ -1,13 +1,13 @@
-"""Splits a model's lanes over devices, and answers with them: at once from the nearest, better with the others.
+"""Splits a model's lanes over devices: the nearest device answers at once, and the others refine its answer.
 
     mlcn_jax tiers split runs/mlcn2 --tiers=tiers.json      # one artifact per tier, in runs/mlcn2/tiers
     mlcn_jax tiers node runs/mlcn2/tiers/edge --port=8001   # on the edge
     mlcn_jax tiers gateway runs/mlcn2/tiers/end --nodes=edge=http://edge:8001,cloud=http://cloud:8002
     curl -N --data-binary @image.png -H 'Content-Type: image/png' http://127.0.0.1:8000/refine
 
-The gateway takes what `mlcn_jax serve` takes. `POST /refine` answers one picture with a JSON line for each answer that
-is better than the one before; `POST /predict` answers with the last. `?deadline_ms=N` gives the best answer there is by
-then. `GET /` is a page that shows answers as they arrive, `GET /tiers` gives the state of the tiers.
+The gateway accepts the same requests as `mlcn_jax serve`. `POST /refine` answers one picture with a JSON line for each
+answer that improves on the one before; `POST /predict` returns only the last. `?deadline_ms=N` returns the best answer
+available by then. `GET /` is a page that shows answers as they arrive, `GET /tiers` returns the state of the tiers.
 
 Takes no configuration: mlcn_jax train --help lists the fields of one.
 """
@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
 
     split = command("split", "writes one artifact per tier, and chooses when an answer is final")
     split.add_argument("workdir", help="folder of a training run")
-    split.add_argument("--tiers", required=True, help="JSON file: the tiers, from the nearest on")
+    split.add_argument("--tiers", required=True, help='JSON file: the tiers, nearest first (see "Tiers" in the docs)')
     split.add_argument(
         "--cut", default="pixels", help="what leaves the first tier: pixels, conv1, capsules, columns, ..."
     )
@@ -57,15 +57,15 @@ def _parser() -> argparse.ArgumentParser:
     node.add_argument("artifact", help="folder of the tier, as `tiers split` wrote it")
     node.add_argument("--key", default="", help="Ed25519 private key (PEM) to sign answers with")
 
-    gateway = command("gateway", "answers clients with its own lanes, and better with those of the other tiers")
+    gateway = command("gateway", "answers clients with its own lanes, and refines answers with the other tiers")
     gateway.add_argument("artifact", help="folder of the first tier, as `tiers split` wrote it")
     gateway.add_argument("--nodes", default="", help="NAME=URL,... of the other tiers; a tier may have several nodes")
-    gateway.add_argument("--deadline_ms", default=0.0, type=float, help="until an answer; 0 waits until it is final")
-    gateway.add_argument("--bits", default=32, type=int, choices=_BITS, help="bits of a value that leaves this device")
-    gateway.add_argument("--noise", default=0.0, type=float, help="added to them, in their standard deviations")
-    gateway.add_argument("--may_stop", action="store_true", help="the page may stop tiers")
+    gateway.add_argument("--deadline_ms", default=0.0, type=float, help="ms per answer; 0 waits until it is final")
+    gateway.add_argument("--bits", default=32, type=int, choices=_BITS, help="bits per value sent to other tiers")
+    gateway.add_argument("--noise", default=0.0, type=float, help="noise added to them, relative to their deviation")
+    gateway.add_argument("--may_stop", action="store_true", help="allows the page to stop tiers")
     gateway.add_argument("--node_keys", default="", help="public keys (PEM), one of which must sign a node's answer")
-    gateway.add_argument("--ca", default="", help="CA certificates (PEM) that signed those of the nodes")
+    gateway.add_argument("--ca", default="", help="CA certificates (PEM) that signed the nodes' certificates")
     gateway.add_argument("--cert", default="", help="certificate (PEM) to present to the nodes, with --cert_key")
     gateway.add_argument("--cert_key", default="", help="private key (PEM) of --cert")
     for each in (node, gateway):
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
             "--tls_cert", default="", help="certificate (PEM) of this server, which then accepts only https"
         )
         each.add_argument("--tls_key", default="", help="private key (PEM) of --tls_cert")
-        each.add_argument("--tls_clients", default="", help="CA certificates (PEM) that signed those of its clients")
+        each.add_argument("--tls_clients", default="", help="CA certificates (PEM) that sign client certificates")
         server.add_limits(each)
     parser.epilog = "\n\n".join([rest.strip(), *(each.format_help().strip() for each in (split, node, gateway))])
     return parser
@@ -132,8 +132,8 @@ def _gateway(arguments: argparse.Namespace) -> None:
     policy = artifact.policy
     if artifact.name != policy.names[0]:
         raise InputError(
-            f"{arguments.artifact} is the tier {artifact.name}, but a gateway takes the first, {policy.names[0]}: give "
-            f"its folder, or start this one with: mlcn_jax tiers node {arguments.artifact}"
+            f"{arguments.artifact} is the tier {artifact.name}, but a gateway needs the first tier, {policy.names[0]}: "
+            f"give its folder, or start this one with: mlcn_jax tiers node {arguments.artifact}"
         )
     is_signed = None
     if arguments.node_keys:

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def print_summary(workdir: Path, summary: dict[str, Any]) -> None:
-    """Prints the results of a run for people."""
+    """Prints the results of a run as text."""
     from mlcn_jax.training import evaluate
 
     for split in ("validation", "test"):

@@ -1,11 +1,11 @@
-"""Trains lanes of a pool, one after another, each the next that nobody trains; any number of workers, on any machines.
+"""Trains unclaimed lanes of a pool, one after another. Run any number of workers, on any machines.
 
     mlcn_jax work --pool=/shared/pool
 
-The pool is a folder with a file `lanes.toml` (docs/howto/lanes_apart.md), which names the configuration, the lanes and
-after how many of them a model is joined. A worker resumes what another one left, killed or not, and joins when enough
-lanes have come. It ends when none is left; Ctrl-C stops it after a checkpoint. The folder must be on a file system
-whose locks hold between the machines, such as NFS.
+The pool is a folder with a file `lanes.toml`, which names the configuration, the lanes and how many of them make a
+joined model ("Train lanes apart and join them" in the docs). A worker resumes lanes that another one left unfinished,
+even if it was killed, and joins a model when enough lanes are finished. It ends when no lane is left; Ctrl-C stops it
+after a checkpoint. The folder must be on a file system with locks that hold between the machines, such as NFS.
 """
 
 from collections.abc import Sequence

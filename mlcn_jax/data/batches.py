@@ -109,11 +109,11 @@ class Augmentation:
 
     Attributes:
       max_shift: each image is moved by -max_shift to max_shift pixels along each axis; 0 does not shift.
-      reflect: fills what a shift leaves free with the reflected image instead of zeros.
+      reflect: fills the area uncovered by a shift with the reflected image instead of zeros.
       flip: mirrors each image left to right with probability 1/2.
       cutout: height and width of a square at a random place, cut at the borders, that is set to the image's mean; 0
         for none (DeVries and Taylor 2017, arXiv 1708.04552).
-      per_lane: each lane sees the image in a way of its own, and every second lane (or odd seed) sees it mirrored.
+      per_lane: each lane augments the image differently, and every second lane (or odd seed) sees it mirrored.
       size: height and width in pixels to which lanes that classify alone see images resized; 0 leaves them as they are.
     """
 
@@ -152,7 +152,7 @@ def draw_per_lane(
     """As `draw`, for each lane: arrays [batch, lanes, ...].
 
     Args:
-      keys: of the lanes, [lanes].
+      keys: random keys of the lanes, [lanes].
       mirrored: lanes that see the images mirrored.
       images, augmentation: as for `draw`.
     """
@@ -170,7 +170,7 @@ def augment(
     Args:
       images: pixels in [0, 1].
       draws: from `draw`, or one lane's of `draw_per_lane`.
-      augmentation: that with which they were drawn.
+      augmentation: the one used to draw them.
     """
     _, height, width, channels = images.shape
     if "shift" in draws:

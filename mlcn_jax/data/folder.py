@@ -41,7 +41,7 @@ def read_folder(
     class_names = tuple(folder.name for folder in _folders(train_root))
     if len(class_names) < 2:
         raise InputError(
-            f"{train_root} has {len(class_names)} class folders ({', '.join(class_names) or 'none'}); "
+            f"{train_root} has too few class folders ({', '.join(class_names) or 'none'}); "
             "expected at least 2 with images in them, such as FOLDER/cat/1.png and FOLDER/dog/1.png."
         )
     train = _list_images(train_root, class_names)

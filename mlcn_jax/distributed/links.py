@@ -27,11 +27,11 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def measure(pair: Sequence[jax.Device]) -> Link:
-    """The link between two devices, from gathers of few and of many bytes, of which each sends half.
+    """The link between two devices, from gathers of few and of many bytes, half of them from each device.
 
-    As in a training step, the arrays are not in a cache. Medians count: the fastest gather is not what steps get.
+    As in a training step, the arrays are not in a cache. Medians are used: steps do not get the fastest gather.
 
-    Both processes must call it if the devices are of two.
+    If the devices belong to two processes, both must call it.
 
     Raises:
       InputError: many bytes took no longer than few.
@@ -55,7 +55,7 @@ def measure(pair: Sequence[jax.Device]) -> Link:
         return time.perf_counter() - started
 
     def slower(seconds: float) -> float:
-        """The larger of what the two processes say, so that both take the same turns."""
+        """The larger of the two processes' values, so that both take the same turns."""
         both = gather(spread(np.full(2, seconds, np.float32)))
         return float(np.max(jax.device_get(both.addressable_data(0))))
 
@@ -85,8 +85,8 @@ def between_processes(devices: Sequence[jax.Device], within: Link, kept: Path | 
     Args:
       devices: of all processes.
       within: the link between devices of one process.
-      kept: a file of process 0, from which earlier measurements between these machines are taken and in which new ones
-        are kept; None keeps nothing.
+      kept: a file of process 0 with earlier measurements between these machines, to which new ones are written; None
+        stores nothing.
     """
     if jax.process_count() == 1:
         return None
@@ -122,7 +122,7 @@ def _measure_with_first(first: dict[int, jax.Device], other: int) -> dict[str, f
 
 
 def _machine() -> str:
-    """What processes of the same machine have in common."""
+    """An identifier that is the same for all processes on a machine."""
     try:
         return _BOOT.read_text().strip()
     except OSError:

@@ -1,7 +1,7 @@
 """Sharding over a mesh of devices: the batch over one axis, the lanes over the other.
 
 Sharding determines where something is computed, never what: parameters, loss and gradients are those of one device,
-but for the rounding of what is sent in bfloat16.
+except for the rounding of what is sent in bfloat16.
 """
 
 import dataclasses
@@ -124,7 +124,7 @@ def place_state(mesh: Mesh | None, tree: Any) -> Any:
 def place_batch(mesh: Mesh | None, batch: Any) -> Any:
     """Places arrays whose first axis is the batch on their devices; every process passes the full batch.
 
-    It waits for CPUs: a step whose inputs are not there yet would go to another thread (`host.compute_in_turn`).
+    On CPUs it waits: a step whose inputs have not arrived would run in another thread (`host.compute_in_turn`).
     """
     if mesh is None:
         placed = jax.device_put(batch)

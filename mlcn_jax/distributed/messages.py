@@ -1,4 +1,4 @@
-"""One message instead of several: columns, or their gradients, and some float32 numbers beside them, as 32-bit words.
+"""One message instead of several: columns, or their gradients, along with some float32 numbers, as 32-bit words.
 
 Words are moved, and added to zeros, but never computed with: every value arrives bit by bit on any backend.
 """
@@ -16,7 +16,7 @@ _NUMBERS = "float32"
 
 
 def struct(shape: Sequence[int], dtype: str, num_numbers: int) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a message with an array of this shape, sent in `dtype`, and so many numbers."""
+    """The shape and dtype of a message with an array of this shape, sent in `dtype`, and `num_numbers` numbers."""
     return jax.ShapeDtypeStruct((1, num_words(math.prod(shape), dtype) + num_numbers), jnp.uint32)
 
 

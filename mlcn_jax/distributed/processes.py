@@ -36,9 +36,9 @@ def is_watched() -> bool:
 def watch(settings: ParallelSettings) -> int:
     """Starts this command again once for each process that runs on this machine, and returns their exit code.
 
-    If `settings.process` is -1, these are all, each on its share of the cores. SIGTERM and Ctrl-C are passed on:
-    all processes then save and stop together. If one is lost, the others are ended, within seconds on this machine and
-    within `settings.timeout_seconds` on others.
+    If `settings.process` is -1, these are all processes, each on its share of the cores. SIGTERM and Ctrl-C are passed
+    on: all processes then save and stop together. If one is lost, the others are ended, within seconds on this machine
+    and within `settings.timeout_seconds` on others.
 
     Raises:
       InputError: a single process is to be started, but there is no coordinator address.
@@ -334,7 +334,7 @@ def everywhere(function: Callable[[], Any]) -> list[Any]:
 
 
 def meet(where: str) -> None:
-    """Waits until every process is here; for processes that nothing else makes wait for each other."""
+    """A barrier: waits until every process has arrived, where nothing else synchronises them."""
     import jax
     from jax.experimental import multihost_utils
 

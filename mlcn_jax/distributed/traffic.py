@@ -22,9 +22,9 @@ def exchanged_bytes(
     """Bytes per device of all arrays that a training step on a mesh gathers, scatters and reduces, by collective.
 
     Over `lane` devices: the class capsules and the decoder's activations are gathered forward and, in the transpose of
-    that, their gradients reduced and scattered backward, but for columns that get no gradient; gradients of what is not
-    sharded are summed. Over `data`: all gradients are summed. In addition, scalars: the loss, its parts, accuracy, and
-    a part of the gradient's norm.
+    that, their gradients reduced and scattered backward, except for columns that get no gradient; gradients of what is
+    not sharded are summed. Over `data`: all gradients are summed. In addition, scalars: the loss, its parts, accuracy,
+    and a part of the gradient's norm.
     All but these scalars, and columns of lanes that classify alone, are sent in `exchange_dtype`; in bfloat16, a
     scatter is an all-to-all, and a sum an all-to-all and a gather (`nn.words`), of as many bytes each. Up to padding in
     bfloat16, equal to what `collective_bytes` finds in the compiled program.

@@ -65,7 +65,7 @@ def calibrate(spec: ModelSpec, params: dict, images: Sequence[Float[Array, "batc
 
 
 def with_statistics(params: dict, statistics: dict) -> dict:
-    """Parameters with the statistics of some groups of lanes beside each group's own."""
+    """Parameters with the statistics of some groups of lanes added to each group's parameters."""
     encoder = dict(params["encoder"])
     for name, values in statistics.items():
         encoder[name] = {**encoder[name], resnet.STATISTICS: values}

@@ -5,7 +5,6 @@ backend, and on a CPU its strided input gradient is slow even for one lane. Ther
 
 * `native` is XLA's own convolution; on a CPU it runs lane by lane, with a faster input gradient. Best on a CPU for
   small kernels between many channels, and for few images.
-
 * `im2col` copies what each output pixel sees into a row and multiplies once. Best where those rows are short, as in
   the first convolution of a lane, which reads the image.
 * `fourier` multiplies spectra (`conv_spectral`). Best for large kernels between many channels.
@@ -115,13 +114,15 @@ def lane_convs(
       x: [batch, height, width, channels].
       kernel1: [k, k, channels, features]; bias1: [features].
       kernel2: [k, k, features, channels out]; bias2: [channels out].
-      algorithm: of both, as for `conv2d`.
+      algorithm: algorithm of both, as for `conv2d`.
 
     Returns:
       [batch, output height, output width, channels out], of the dtype of x.
 
     Raises:
       InputError: as for `conv2d`.
+
+    Source: do Rosario et al. 2019, section III, for the layers; the shared layout is this project's.
     """
     size = _num_outputs(x.shape, kernel1.shape, 1, "VALID")
     middle = (x.shape[0], *size, bias1.size)
@@ -142,6 +143,16 @@ def compiled_once(function: Callable, static_argnums: int | tuple[int, ...] = ()
 
     Such a program spends most of its time on compilation, and few optimizations cut that to a fifth. Results are the
     same where nothing is summed, as in drawing random numbers.
+
+    Args:
+      function: a pure function of arrays and of the arguments in `static_argnums`.
+      static_argnums: positions of static arguments, as for `jax.jit`.
+
+    Returns:
+      The jitted function. It is compiled for the platform of `tracing.platform()` at this call, and raises what
+      `function` raises when it is traced.
+
+    Source: this project.
     """
     return _compiled_once(function, static_argnums, tracing.platform())
 
@@ -154,10 +165,13 @@ def _compiled_once(function, static_argnums, platform):
 
 @lru_cache
 def compiler_options(backend: str) -> dict[str, str]:
-    """Options for `jax.jit(compiler_options=...)` that speed these products up; {} if there are none.
+    """Options for `jax.jit(compiler_options=...)` that speed up these products; {} if there are none.
 
     On CPUs, XLA's YNN library then computes a chain of products, biases and relus at once, instead of one by
     one with intermediate results in memory.
+
+    Args:
+      backend: platform that the program will run on, such as `cpu`.
     """
     if backend != "cpu":
         return {}

@@ -1,7 +1,7 @@
 """Values inside a lane at which it can be divided between two devices: named there, and read or given.
 
 `Lane.apply(..., mutable=[CUTS])` returns them. `Lane.apply({"params": ..., CUTS: {...}}, ...)` starts from one, and
-needs no parameters of what comes before it. Elsewhere a cut point is nothing: the program is the same.
+needs no parameters of what comes before it. Otherwise a cut point does nothing: the program is the same.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Distillation: what a teacher says of images, and the losses that take it beside the labels."""
+"""Distillation: a teacher's predictions, and the losses that combine them with the labels."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class Distillation:
 
     Attributes:
       probabilities: the teacher's probability of each class for images with pixels in [0, 1].
-      weight: share of the teacher in the loss, in (0, 1]; the labels have the rest.
+      weight: weight of the teacher in the loss, in (0, 1]; the labels get the rest.
       temperature: that of `losses.soft_divergence`.
 
     Source: Hinton et al. 2015, arXiv 1503.02531, for soft targets; Beyer et al. 2022, arXiv 2106.05237, section 2, for
@@ -56,10 +56,10 @@ class Distillation:
 
 
 def model_probabilities(spec: ModelSpec, encoder: dict) -> Probabilities:
-    """What a model says of images: each class's share of the sum of the squared lengths.
+    """A model's predictions for images: each class's share of the sum of the squared lengths.
 
-    Where lanes classify alone, that is the weighted mean of their probabilities. Elsewhere lengths above m_minus that
-    are not of the true class, which the margin loss leaves, are what a student learns beyond the label.
+    Where lanes classify alone, that is the weighted mean of their probabilities. Otherwise, what a student learns
+    beyond the label are the lengths of other classes that the margin loss has left above m_minus.
     """
 
     def probabilities(images: Float[Array, "batch h w channels"]) -> Float[Array, "batch classes"]:
@@ -70,7 +70,7 @@ def model_probabilities(spec: ModelSpec, encoder: dict) -> Probabilities:
 
 
 def mean_probabilities(members: list[Probabilities]) -> Probabilities:
-    """What several models say together: the mean of their probabilities (Hinton et al. 2015, section 5)."""
+    """The predictions of an ensemble: the mean of the models' probabilities (Hinton et al. 2015, section 5)."""
 
     def probabilities(images: Float[Array, "batch h w channels"]) -> Float[Array, "batch classes"]:
         return sum(member(images) for member in members) / len(members)  # type: ignore[return-value]

@@ -55,11 +55,11 @@ def outputs_and_loss(
       images: pixels in [0, 1].
       labels: classes.
       draws: a tree of arrays, passed to `view`.
-      soft: the teacher's probabilities, [batch, classes], if they are the same for all lanes; else it is asked for each
-        lane.
+      soft: the teacher's probabilities, [batch, classes], if they are the same for all lanes; otherwise the teacher is
+        evaluated for each lane.
       view: `(images, draws, index of a lane in the entire model) -> images` as a lane that classifies alone sees them.
       distillation: how lanes learn from a teacher, if they do; not with `spec.ensemble_weight`.
-      seen_by_teacher: as `view`, what the teacher is asked about for each lane.
+      seen_by_teacher: as `view`, for the images that the teacher sees for each lane.
       lane_axis: as for `model.encode`; on a mesh, the loss is that of all lanes once it is averaged over the axis.
       lane_ids: indices of the lanes in the entire model; if empty, all of them.
     """

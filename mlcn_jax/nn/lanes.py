@@ -67,7 +67,7 @@ class LaneSettings:
       num_classes: classes K; a lane returns K numbers per image.
       lane_routing: `published`, one output capsule of K dimensions, or `per_class`, K capsules of one dimension.
       num_routing_iters: routing iterations; has no effect under `published`.
-      prior_bias: whether routing logits have a trainable initial value; no effect under `published` but on size.
+      prior_bias: whether routing logits have a trainable initial value; under `published`, it affects only the size.
       signed_pixels: whether the first convolution takes pixels in [-1, 1] (`first_input`).
       dtype: dtype of the convolutions and matrix products.
       conv_algorithm: a key of `conv.ALGORITHMS`, or `auto`.
@@ -197,7 +197,7 @@ class LaneKind:
       compute: turns images [batch, height, width, channels], the lane's spec and the settings into features
         [batch, h, w, n * PRIMARY_DIM], which become the lane's primary capsules; if the kind `classifies`, into
         log-probabilities [batch, classes]. It declares its parameters as Linen modules.
-      min_size: least height and width of the images, in pixels.
+      min_size: minimum height and width of the images, in pixels.
       classifies: whether a lane returns its log-probabilities itself, and learns from them alone.
       normalises: whether it has statistics of normalisation, which `calibrate_group` collects.
     """
@@ -288,11 +288,15 @@ def init_group(
     (`first_lane` plus its index in the group), not on the size of the group.
 
     Args:
-      key: of the entire model.
-      group, settings: the lanes.
-      first_lane: index in the model of the group's first lane.
+      key: random key of the entire model.
+      group, first_lane, settings: the lanes, the index in the model of the first one, and the model's settings.
       images: an array of the images' shape and dtype, [batch, height, width, channels]; its values do not matter.
-      seeds: one for each lane, in [0, 2**32).
+      seeds: one seed per lane, in [0, 2**32).
+
+    Raises:
+      InputError: as for `Lane`.
+
+    Source: Glorot and Bengio 2010 for the kernels of published kinds; see `nn.resnet` for those of residual ones.
     """
     lane = Lane(group.spec, settings)
     if seeds:
@@ -310,12 +314,14 @@ def apply_group(
     Args:
       params: parameters of the group, each array [lanes, ...], as returned by `init_group`, `calibrate_group` (then
         images are normalised with the calibrated statistics) or `fold_group`.
-      group: the lanes.
-      settings: the model's settings.
+      group, settings: the lanes and the model's settings.
       images: pixels in [0, 1].
 
     Returns:
       Entry [b, k, l] is the output of lane l for class k and image b, as for `Lane`.
+
+    Raises:
+      InputError: as for `Lane`.
 
     Source: do Rosario et al. 2019, section III: lane l gives dimension l of every class capsule.
     """
@@ -331,7 +337,15 @@ def apply_group(
 def apply_lane(
     params: dict[str, Any], spec: LaneSpec, settings: LaneSettings, images: Float[Array, "batch h w c"]
 ) -> Float[Array, "batch classes"]:
-    """`Lane.apply` with parameters that may hold statistics, or have them folded in; arguments as for `apply_group`."""
+    """`Lane.apply` with parameters that may hold statistics, or have them folded in.
+
+    Args:
+      params: parameters of one lane, as for `apply_group` but without the leading axis.
+      spec, settings, images: the lane, the model's settings, and pixels in [0, 1].
+
+    Raises:
+      InputError: as for `Lane`, which also describes the result and gives the source.
+    """
     own = {name: value for name, value in params.items() if name not in (resnet.STATISTICS, resnet.FOLDED)}
     variables = {"params": own} | {name: params[name] for name in (resnet.STATISTICS,) if name in params}
     settings = dataclasses.replace(settings, folded=resnet.FOLDED in params)
@@ -339,10 +353,17 @@ def apply_lane(
 
 
 def lanes_one_by_one(function: Callable[[dict], Any], params: dict, count: int) -> list[Any]:
-    """`function` of each lane's part of `params`, one after the other, so that their work space is not added up.
+    """Applies `function` to one lane after another, so that the lanes' work space does not add up.
 
-    A lane's parameters are made to depend on all results of the lane before, which keeps the compiler from starting it
-    earlier. (`lax.optimization_barrier` does not: XLA removes it before it orders a program's operations.)
+    A lane's parameters are made to depend on all results of the previous lane, which keeps the compiler from starting
+    it earlier. (`lax.optimization_barrier` does not: XLA removes it before it schedules a program's operations.)
+
+    Args:
+      function: from one lane's parameters to a tree of arrays; its errors are passed on.
+      params: stacked parameters, each array [lanes, ...].
+      count: number of lanes.
+
+    Source: this project.
     """
     results: list[Any] = []
     for i in range(count):
@@ -364,6 +385,11 @@ def calibrate_group(
       params: parameters of a group whose kind normalises, without statistics.
       group, settings: the lanes.
       images: pixels in [0, 1], whole groups of `settings.norm_group` images.
+
+    Raises:
+      InputError: as for `Lane`, or the batch is not a whole number of groups.
+
+    Source: Wu and Johnson 2021, arXiv 2105.07576, "precise" batch normalisation.
     """
     lane = Lane(group.spec, settings)
 

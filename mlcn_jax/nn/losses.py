@@ -1,4 +1,4 @@
-"""Margin loss on class lengths, losses of lanes that classify alone, and error of the reconstruction."""
+"""Margin loss on class lengths, losses of lanes that classify alone, and the reconstruction error."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def lane_margin_loss(
 ) -> Float[Array, "lanes batch"]:
     """Margin loss of each image with each lane classifying alone, in float32; labels as for `margin_loss`.
 
-    Lane l is judged by `|v_kl|`, the length class capsule k would have if it were the only lane. If L lanes agree on
+    Lane l is judged by `|v_kl|`, the length class capsule k would have if l were the only lane. If L lanes agree on
     lengths, the class capsules are sqrt(L) times as long.
 
     Source: this project. In the published loss, a lane whose entries are small is pushed towards zero by the

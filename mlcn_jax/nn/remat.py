@@ -1,4 +1,4 @@
-"""Lanes in a scan whose backward pass computes each lane again, so that the activations of only one are held."""
+"""Lanes in a scan whose backward pass recomputes each lane, so that the activations of only one are held."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ _HOST = "pinned_host"  # JAX's name of the host's memory that a device reads and
 
 
 def _products_to_host(primitive: Any, *args: Any, **params: Any) -> Any:
-    """Results of convolutions and matrix products wait in the host's memory, the rest is computed again."""
+    """Results of convolutions and matrix products are kept in host memory; the rest is recomputed."""
     if jax.checkpoint_policies.dots_saveable(primitive, *args, **params):
         return Offloadable(src="device", dst=_HOST)
     return Recompute
@@ -34,7 +34,7 @@ def has_host_memory(device: jax.Device) -> bool:
 def scan_lanes(function: Callable[..., Any], lanes: tuple, remat: str) -> Any:
     """`function` of each lane in turn, its results stacked along a first axis.
 
-    In the backward pass a lane is computed again, right before its gradient. The scan keeps the compiler from moving
+    In the backward pass a lane is recomputed right before its gradient. The scan keeps the compiler from moving
     either computation to where it would hold the activations of several lanes.
 
     Args:

@@ -5,7 +5,7 @@ normalisation has no running averages: in training, each group of `group_size` i
 statistics, so that whole groups can be on any device; for evaluation, `calibrate` collects the statistics of a fixed
 set of training images under fixed parameters.
 
-Source: Jordan 2024, arXiv 2404.00498, for the layers and their start values; Wu and Johnson 2021, arXiv 2105.07576,
+Source: Jordan 2024, arXiv 2404.00498, for the layers and their initial values; Wu and Johnson 2021, arXiv 2105.07576,
 for statistics collected after training. As lanes of capsules: this project.
 """
 

@@ -46,13 +46,13 @@ class ModelSpec:
       compute_dtype: dtype of convolutions and matrix products; norms, softmax and losses stay float32.
       conv: convolution algorithm: a key of `conv.ALGORITHMS`, or `auto`.
       remat: activations of lanes that share a loss in training: `none` keeps those of all lanes until the backward
-        pass, `full` computes each lane again there and holds those of one lane, `offload` does so too, but for results
-        of convolutions and matrix products, which wait in the host's memory (not on a CPU). The result is the same, up
-        to rounding.
+        pass; `full` recomputes each lane there and holds those of one lane; `offload` does the same, but keeps results
+        of convolutions and matrix products in host memory instead (not on a CPU). The result is the same, up to
+        rounding.
       lane_weights: weight of each lane's square in the lengths of the class capsules, in the order of their columns;
         empty for 1 each. They are used wherever lengths are read, never in a loss.
-      lane_seeds: a seed for each lane, in the order of the columns, which gives its start values and the draws of
-        `data.augment_lanes`; empty for values that depend on train.seed and on the lane's place in the model.
+      lane_seeds: a seed for each lane, in the order of the columns, which determines its initial values and the
+        draws of `data.augment_lanes`; if empty, they depend on train.seed and on the lane's place in the model.
 
     Raises:
       InputError: a value is out of range, unknown, or inconsistent with the others.

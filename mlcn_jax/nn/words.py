@@ -1,6 +1,6 @@
-"""Values that travel between devices as 32-bit words: in bfloat16 two to a word, and collectives that send them so.
+"""Values sent between devices as 32-bit words, in bfloat16 two to a word, and collectives that send them this way.
 
-XLA converts bfloat16 to float32 around a collective on a CPU, so that nothing is saved there; words it leaves alone.
+XLA converts bfloat16 to float32 around a collective on a CPU, so nothing is saved there; it does not convert words.
 Sums are computed in float32, from values that are rounded once before and once after.
 """
 
@@ -17,7 +17,7 @@ WORD_BYTES = 4
 
 
 def num_words(size: int, dtype: str) -> int:
-    """Words of so many values in `dtype`."""
+    """The number of words that `size` values take in `dtype`."""
     return -(-size * jnp.dtype(dtype).itemsize // WORD_BYTES)
 
 
@@ -31,7 +31,7 @@ def to_words(values: Array, dtype: str) -> UInt32[Array, " words"]:
 
 
 def from_words(words: UInt32[Array, " words"], shape: tuple[int, ...], dtype: str) -> Array:
-    """The array of this shape that `to_words` was given, in `dtype`."""
+    """The array of this shape that `to_words` was called with, in `dtype`."""
     flat = lax.bitcast_convert_type(words, jnp.dtype(dtype)).ravel()
     return flat[: math.prod(shape)].reshape(shape)
 

@@ -68,7 +68,7 @@ class Offer:
 
     @property
     def name(self) -> str:
-        """The machine with all that tells offers apart."""
+        """A unique display name."""
         return " ".join(part for part in (self.machine, self.zone or self.region, "spot" if self.spot else "") if part)
 
 
@@ -106,7 +106,7 @@ def read_catalog(path: Path, priced_on: str = "", today: datetime.date | None = 
     for number, row in enumerate(rows, start=2):
         where = f"{path}, line {number}"
         if None in row or None in row.values():
-            raise InputError(f"{where} has not as many values as the header has columns")
+            raise InputError(f"{where}: value count differs from the number of columns in the header")
         text = row.get("priced_on") or ""
         day = given or (_day(text, f"{where}: priced_on") if text else changed)
         _check_age(day, today, where if text and not given else str(path))
@@ -213,4 +213,4 @@ def _check_age(day: datetime.date, today: datetime.date, where: str) -> None:
             f"still holds, say so with --priced_on={today}"
         )
     if age < -1:
-        raise InputError(f"{where}: the price is of {day}, a day to come: correct the date")
+        raise InputError(f"{where}: the price is of {day}, in the future: correct the date")

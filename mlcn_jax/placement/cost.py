@@ -23,7 +23,7 @@ _FLOAT_BYTES = 4  # parameters, gradients and the optimizer's moments are float3
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One convolution or matrix product of images with parameters, or with each other. Sizes count values.
+    """One convolution or matrix product of images with parameters, or with each other. Sizes are in values.
 
     Attributes:
       name: its class, such as `conv 3x3`, `conv 9x9 stride 2` or `dot`.
@@ -91,7 +91,7 @@ class LaneCost:
         return self.fixed_step_flops + batch_size * self.step_flops_per_image
 
     def step_bytes(self, batch_size: int) -> int:
-        """The least number of bytes that a training step moves.
+        """The minimum number of bytes that a training step moves.
 
         Each layer reads its inputs and kernel and writes its outputs, once forward and twice for the two gradients;
         Adam reads parameters, gradients and moments and writes all except the gradients.
@@ -214,7 +214,7 @@ def published_memory_bytes(spec: lanes.LaneSpec) -> float:
 def make_lane_step(
     group: lanes.LaneGroup, settings: lanes.LaneSettings, optimizer: optax.GradientTransformation
 ) -> Callable[[tuple, Array, Array], tuple[tuple, Array]]:
-    """A training step of some equal lanes, as part of a larger model: timed, and compiled to learn its memory.
+    """A training step of some equal lanes, as part of a larger model: timed, and compiled to determine its memory.
 
     The function `((params, optimizer state), images, gradients of the columns) -> (state, columns)`, pure and not yet
     jitted: forward to the columns [batch, classes, lanes], back from their gradients, update. Lanes that classify alone
@@ -264,7 +264,7 @@ def matmul_flops(fn: Callable, *args) -> int:
 def forward_flops(spec: ModelSpec) -> int:
     """FLOPs of a forward pass of one image, decoder included, counted from plain (native) convolutions.
 
-    Of equal lanes only one is traced, so that many take no longer.
+    Only one of equal lanes is traced, so many lanes take no longer.
     """
     image = jax.ShapeDtypeStruct((1, *spec.image_shape), jnp.float32)
     if not spec.lane_groups:

@@ -34,7 +34,7 @@ class FormProblem:
       limit_bytes: memory of each device; if empty, there is no limit.
       base_seconds: each device's other work; if empty, none.
       losses: `losses[i][f]`, what lane i loses in form f, in any unit; if empty, nothing. They are added up.
-      most_lost: the sum of losses may be so much.
+      most_lost: upper limit of the sum of losses.
 
     Raises:
       InputError: lengths are inconsistent, a number is negative, or a lane can run nowhere.
@@ -139,8 +139,8 @@ class FormPlacement:
 def place_together(name: str, problem: FormProblem, *, time_limit_seconds: float = 5.0) -> FormPlacement:
     """The form and the device of every lane, chosen at once.
 
-    `exact` is optimal; the others see each lane in its fastest form on each device, where a unit of loss counts as so
-    many seconds that the sum of losses is small enough (a Lagrange multiplier, found by bisection).
+    `exact` is optimal; the others see each lane in its fastest form on each device, where a unit of loss has a price in
+    seconds at which the sum of losses is small enough (a Lagrange multiplier, found by bisection).
 
     Args:
       name: one of `partition.PARTITIONERS`.
@@ -177,7 +177,7 @@ _LARGEST_PRICE = 1e12  # seconds for a unit of loss
 
 
 def place_one_after_other(name: str, problem: FormProblem) -> FormPlacement:
-    """Forms first, devices afterwards: what is compared with choosing both at once.
+    """Forms first, devices afterwards: the baseline for choosing both at once.
 
     Each lane gets the form that is the fastest on average over the devices on which it runs everywhere, as long as the
     losses allow: lanes that gain most are changed first.
@@ -206,7 +206,7 @@ def place_one_after_other(name: str, problem: FormProblem) -> FormPlacement:
 
 
 def _at_price(name: str, problem: FormProblem, price: float) -> FormPlacement:
-    """Each lane in its best form on each device, where a unit of loss costs so many seconds."""
+    """Each lane in its best form on each device, where a unit of loss costs `price` seconds."""
     forms, devices = range(len(problem.forms)), range(problem.num_devices)
     best = [
         [min((problem.seconds[i][f][d] + price * problem.losses[i][f], f) for f in forms)[1] for d in devices]
@@ -237,11 +237,11 @@ def _placement(
 
 
 def _too_lossy(problem: FormProblem, lost: float) -> str:
-    return f"the lanes lose at least {lost:g} in the forms that fit, and may lose {problem.most_lost:g}: allow more"
+    return f"the lanes lose at least {lost:g} in forms that fit, but may lose only {problem.most_lost:g}: allow more"
 
 
 def _exactly(problem: FormProblem, time_limit_seconds: float) -> FormPlacement:
-    """By integer programming (OR-Tools CP-SAT); seconds are rounded to a millionth of a makespan that is possible."""
+    """By integer programming (OR-Tools CP-SAT); seconds are rounded to a millionth of an achievable makespan."""
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
@@ -288,7 +288,7 @@ def _exactly(problem: FormProblem, time_limit_seconds: float) -> FormPlacement:
 
 
 def _possible_makespan(problem: FormProblem) -> float:
-    """A makespan that some choice has, so that no better one has a lane that takes longer."""
+    """An achievable makespan, used as an upper bound."""
     slowest = [max(s for row in rows for s in row if math.isfinite(s)) for rows in problem.seconds]
     found = math.inf
     with contextlib.suppress(NoRoom):  # greedy may find no room where there is some

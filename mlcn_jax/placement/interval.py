@@ -1,4 +1,4 @@
-"""How sure a prediction is: an interval from the residuals of the device profiles."""
+"""The uncertainty of a prediction: an interval from the residuals of the device profiles."""
 
 import dataclasses
 import math
@@ -35,7 +35,7 @@ def around(
     The logarithm of measured over predicted is taken as normal around 0. Its variance is that of the residuals of lanes
     alone, where errors of equal lanes are the same and those of different lanes independent, so that these partly
     cancel. Several lanes add what the residuals of whole steps (of lanes together, where none were measured) have in
-    excess, and devices that share a machine the variance of that. The device whose profile is least sure counts.
+    excess, and devices that share a machine the variance of that. The least certain profile determines it.
 
     Args:
       seconds: the prediction.

@@ -30,7 +30,7 @@ Amount = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 FormName = Annotated[str, msgspec.Meta(pattern=r"^(train|infer) (float32|bfloat16|int8) \S+$")]
 Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 _SOME = msgspec.Meta(min_length=1)
-_MEASURE = f"measure one there with {program()} profile"
+_MEASURE = f"measure one on that device with {program()} profile"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +54,9 @@ class DeviceProfile:
       forward_share: fraction of a lane's training step spent in the forward pass.
       link: `latency_seconds` and `bytes_per_second` of a message, sent by a collective, to a second device of this
         kind on the same machine; None if there is none.
-      points: the measured lanes, for people.
+      points: the measured lanes, for reference.
       value_seconds: for each `Layer.family`, additional time of a training step for each value that its layers compute.
-      crowded_images: least and most images in a measured stack; beyond, `crowding` does not go on.
+      crowded_images: smallest and largest number of images in a measured stack; `crowding` stays constant beyond them.
       whole_ratio: how many times as long lanes take in a whole training step of a model as in programs of their own.
       residuals: logarithms of measured over predicted seconds, of lanes (`lane`) and of groups of them (`stack`) that
         were left out of the fit (`fit.residuals`), and of whole training steps (`whole`).
@@ -99,7 +99,7 @@ class DeviceProfile:
     form_seconds: Mapping[FormName, Mapping[str, Amount]] = dataclasses.field(default_factory=dict)
 
     def slowness(self, fastest: "DeviceProfile") -> float:
-        """How much slower it is than another device on the tiny network (`cost.published_seconds`)."""
+        """How many times slower it is than another device on the tiny network (`cost.published_seconds`)."""
         return self.tiny_seconds / fastest.tiny_seconds
 
     def lane_seconds(self, cost: "LaneCost", batch_size: int) -> float:
@@ -122,8 +122,8 @@ class DeviceProfile:
         Args:
           costs: the lanes.
           batch_size: images per step.
-          images: the images in the stack by which they are crowded; 0 for `batch_size` times lanes. A part of a
-            split is given those of the whole, so that no split gains from smaller stacks.
+          images: the images in the stack, for `crowding`; 0 for `batch_size` times lanes. For a part of a split, those
+            of the whole, so that no split gains from smaller stacks.
         """
         total = 0.0
         for cost in costs:
@@ -139,9 +139,9 @@ class DeviceProfile:
         return total * images**self.crowding
 
     def slowdown(self, devices: int) -> float:
-        """How much longer a step takes while so many devices of one machine compute at once.
+        """How many times longer a step takes while this number of devices of one machine compute at once.
 
-        In proportion to the number of others up to what was measured; with more, as much as that.
+        Proportional to the number of other devices up to the measured number, and constant beyond it.
         """
         if not self.sharing or self.sharing["devices"] <= 1:
             return 1.0

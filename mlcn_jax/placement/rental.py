@@ -23,8 +23,8 @@ class Machine:
 
     Attributes:
       price: per hour.
-      startup_seconds: from the order to the first step.
-      minimum_seconds: shortest time that is paid for.
+      startup_seconds: from requesting it to the first step.
+      minimum_seconds: minimum billed time.
       available: how many may be rented.
       lane_seconds: expected time in which it trains each lane alone, by kind of lane; infinite if it does not fit.
     """
@@ -36,7 +36,7 @@ class Machine:
     lane_seconds: tuple[float, ...] = ()
 
     def cost(self, seconds: float) -> float:
-        """Price of being rented so long."""
+        """Price of renting it for this time."""
         return self.price / _HOUR * max(self.minimum_seconds, seconds)
 
 
@@ -71,10 +71,10 @@ def apart(
     Args:
       machines: kinds of machines.
       counts: number of lanes of each kind.
-      most_machines: to rent in all.
-      deadline_seconds: by which all must be done.
-      time_limit_seconds: after which the best found so far is returned, with a warning.
-      fastest: the way that is done first, instead of the cheapest.
+      most_machines: maximum number of machines to rent.
+      deadline_seconds: time by which all lanes must be trained.
+      time_limit_seconds: time after which the best found so far is returned, with a warning.
+      fastest: whether to return the fastest way instead of the cheapest.
 
     Raises:
       InputError: OR-Tools is not installed.
@@ -134,7 +134,7 @@ def apart(
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.INFEASIBLE):
         _log.warning(
-            "machines for lanes trained apart: not solved within %g s, there may be better", time_limit_seconds
+            "machines for lanes trained apart: not solved within %g s; a better choice may exist", time_limit_seconds
         )
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
@@ -166,7 +166,7 @@ P = TypeVar("P", bound=Priced)
 
 
 def front(ways: Iterable[P]) -> list[P]:
-    """The ways that no other beats in both time and cost, fastest first (Pareto front)."""
+    """The Pareto-optimal ways in time and cost, fastest first."""
     kept: list[P] = []
     for way in sorted(ways, key=lambda way: (way.seconds, way.cost)):
         if not kept or way.cost < kept[-1].cost:
@@ -175,7 +175,7 @@ def front(ways: Iterable[P]) -> list[P]:
 
 
 def sets(machines: Sequence[Machine], most_machines: int) -> Iterator[tuple[int, ...]]:
-    """Every choice of up to so many machines, by the numbers of their kinds."""
+    """Every choice of up to `most_machines` machines, by the numbers of their kinds."""
     for size in range(1, most_machines + 1):
         for chosen in itertools.combinations_with_replacement(range(len(machines)), size):
             if all(chosen.count(n) <= machines[n].available for n in set(chosen)):
@@ -185,12 +185,12 @@ def sets(machines: Sequence[Machine], most_machines: int) -> Iterator[tuple[int,
 def undominated(machines: Sequence[Machine], alike: Callable[[int, int], bool], most_machines: int) -> list[int]:
     """Numbers of the machines that can be part of a cheapest way.
 
-    One is left out if others are as fast, cost no more and are together available as often as can be needed.
+    One is left out if others are as fast, cost no more and are together available in sufficient number.
 
     Args:
       machines: all of them.
-      alike: whether the first machine does all that the second does, as fast; called with their numbers.
-      most_machines: to rent in all.
+      alike: whether the first machine can do what the second does, at least as fast; called with their numbers.
+      most_machines: maximum number of machines to rent.
     """
     kept: list[int] = []
     for n in sorted(range(len(machines)), key=lambda n: (machines[n].price, machines[n].minimum_seconds)):

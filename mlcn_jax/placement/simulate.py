@@ -92,7 +92,7 @@ class Cluster:
         return self.between if isinstance(self.between, Link) else self.between[host]
 
     def link(self, first: int | str, second: int | str, sharing: int = 1) -> Link:
-        """The link between devices of two hosts, or of one, if so many messages share the link of a host."""
+        """The link between devices of two hosts, or of one, if `sharing` messages share the link of a host."""
         if first == second:
             return self.inside(first)
         a, b = self.outward(first), self.outward(second)
@@ -209,9 +209,9 @@ def _tree_seconds(kind: str, num_bytes: float, layout: Layout, cluster: Cluster,
 def _meet(
     starts: Sequence[tuple[float, int | str, float]], cluster: Cluster, sharing: int, grows: bool
 ) -> tuple[float, int | str, float]:
-    """When the first of some hosts has what all send, by a binomial tree, and how much that is.
+    """Time at which the root of a binomial tree has received every message, the root, and the bytes it holds.
 
-    `starts` says when each host has how many bytes to send.
+    `starts`: for each host, the time at which it can send, the host, and the bytes to send; the first is the root.
     """
     if len(starts) == 1:
         return starts[0]

@@ -1,6 +1,6 @@
 """Expected time of a run that may be interrupted, and the best interval between its checkpoints.
 
-Interruptions are a Poisson process; after one the machines start again and go on from the newest checkpoint.
+Interruptions are a Poisson process; after one the machines start again and continue from the newest checkpoint.
 
 Source: Daly 2006 (Future Generation Computer Systems 22(3), pages 303-312), equation 13 for the time; the interval that
 minimises it exactly is from setting its derivative to 0.
@@ -15,9 +15,9 @@ class Interruptions:
     """What an interruption costs.
 
     Attributes:
-      per_second: rate at which runs are interrupted; 0 for machines that are never taken away.
+      per_second: rate at which runs are interrupted; 0 for machines that are never interrupted.
       restart_seconds: from an interruption to the next step.
-      checkpoint_seconds: time that saving a checkpoint takes from training.
+      checkpoint_seconds: training time lost to saving a checkpoint.
     """
 
     per_second: float
@@ -37,10 +37,10 @@ class Interruptions:
         return float(1 + special.lambertw(-math.exp(-costs - 1)).real) / self.per_second
 
     def expected_seconds(self, work_seconds: float, interval_seconds: float) -> float:
-        """Expected time of so much work, checkpoints and repeated work included, without the first start.
+        """Expected time of a run, including checkpoints and repeated work, but not the first start.
 
         Args:
-          work_seconds: of training without any checkpoint.
+          work_seconds: time of training without any checkpoint.
           interval_seconds: work between checkpoints, above 0.
         """
         segments = work_seconds / interval_seconds
@@ -51,7 +51,7 @@ class Interruptions:
         return math.exp(rate * self.restart_seconds) * attempt * segments / rate
 
     def lost_seconds(self, interval_seconds: float) -> float:
-        """Expected work, and time of saving, that an interruption undoes."""
+        """Expected work, including time spent on saving, that an interruption undoes."""
         segment = interval_seconds + self.checkpoint_seconds
         if not self.per_second:
             return 0.0

@@ -4,7 +4,7 @@ Unit operations: an element-wise operation takes one per result, a product or co
 K multiplications and K additions per result, and a reduction of n values takes n. Moving, reshaping, casting and
 choosing constants takes none. Depth is the longest chain of operations of which each needs the one before: 1 for an
 element-wise operation, ceil(log2 n) for a reduction of n values, 1 + ceil(log2 K) for a product. A loop of known length
-is followed turn by turn, one of unknown length counts as one turn, and of branches the largest counts.
+is followed iteration by iteration, one of unknown length counts once, and the largest of several branches counts.
 
 Source: Blelloch 1996 (Communications of the ACM 39(3)) for work and depth.
 """
@@ -20,7 +20,7 @@ from jax.interpreters import partial_eval
 
 from mlcn_jax.placement.cost import PRODUCT_FLOPS, inner_jaxprs
 
-_STEADY_TURNS = 3  # turns of a loop after which a constant growth of the depths is taken to go on
+_STEADY_TURNS = 3  # iterations of a loop after which constant growth of the depths is extrapolated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ def work_of(function: Callable, *args: Any) -> Work:
 
 
 def combined(parts: Sequence[tuple[int, Work]], depth: int, least_bytes: int) -> Work:
-    """The work of several programs, each so many times, given the depth and least bytes of all together."""
+    """The work of several programs, each run a number of times, given the depth and least bytes of all together."""
     totals = {
         name: sum(times * getattr(part, name) for times, part in parts)
         for name in ("work", "product_flops", "moved_bytes")
@@ -122,7 +122,7 @@ class _Count:
         last, ends = [0] * (len(body.outvars) - carried), carry
         steps: list[list[int]] = []
         for turn in range(length):
-            counting = self if turn == 0 else _Count()  # every turn computes as much as the first
+            counting = self if turn == 0 else _Count()  # every iteration computes as much as the first
             out = counting.follow(body, [*fixed, *ends, *rows], times * length)
             steps.append([new - old for new, old in zip(out[:carried], ends, strict=True)])
             ends, last = out[:carried], out[carried:]

@@ -8,7 +8,7 @@ _HERE = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """Of all models that come with the package."""
+    """The names of all models that come with the package."""
     return sorted(folder.name for folder in _HERE.iterdir() if (folder / "model.json").is_file())
 
 
@@ -18,7 +18,7 @@ def is_pretrained(workdir: Path) -> bool:
 
 
 def find_workdir(given: str) -> Path:
-    """The workdir that a command reads: a folder, or, where there is none of that name, a pretrained model."""
+    """The workdir that a command reads: a folder, or, if no such folder exists, a pretrained model."""
     folder = Path(given).expanduser()
     return _HERE / given if given in names() and not folder.exists() else folder
 

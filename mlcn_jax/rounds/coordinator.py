@@ -1,6 +1,6 @@
 """The coordinator of a run in rounds: the outer step on the workers' mean change, checkpoints, scores, the summary.
 
-A round is saved before workers hear of the next one, so a coordinator that was killed repeats at most one round.
+A round is saved before workers are told of the next one, so a coordinator that was killed repeats at most one round.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """What a round begins with: parameters, the outer optimizer's state, and the error that 8 bits have left so far."""
+    """What a round begins with: parameters, the outer optimizer's state, and the quantisation residual so far."""
 
     round: int
     vector: Vector
@@ -50,9 +50,9 @@ class Shared:
 
 
 def outer_step(settings: RoundSettings, shared: Shared, changes: Mapping[int, Vector]) -> tuple[Shared, bytes]:
-    """The state at the start of the next round, and the bytes that bring a worker there from this one.
+    """The state at the start of the next round, and the bytes with which a worker updates its parameters to it.
 
-    Workers apply the same bytes, so the new parameters are the same here and there: the old ones plus decoded bytes.
+    Workers apply the same bytes, so the coordinator's and the workers' new parameters are equal: old plus decoded ones.
 
     Raises:
       Diverged: the new parameters are not finite.
@@ -138,7 +138,7 @@ def coordinate(
       workdir: what `loop.train` writes is written here, and the coordinator's state to `rounds` in it.
       address: HOST:PORT to listen on; port 0 picks a free one.
       tls: certificates.
-      on_start: called with the port once it listens; the function that it yields is called now and then while workers
+      on_start: called with the port once it listens; the function that it yields is called regularly while workers
         compute.
 
     Raises:
@@ -163,7 +163,7 @@ def coordinate(
         judge = Judge(session, workdir, step)
         stack.callback(judge.close)
         if shared.round:
-            judge.score(step, shared.vector)  # unless that was done before the coordinator stopped
+            judge.score(step, shared.vector)  # unless this was done before the coordinator stopped
         meeting = Meeting(settings, identity(session), shared.vector, shared.round)
         trained = shared.round < num_rounds
         if not trained:
@@ -219,7 +219,7 @@ def coordinate(
             "digest": digest(shared.vector, num_rounds),
         }
         summary = judge.finish(shared.vector, about)
-        with contextlib.suppress(Stopped):  # workers that do not hear of the end look for a coordinator forever
+        with contextlib.suppress(Stopped):  # a worker that is not told of the end would retry forever
             meeting.wait_until_heard(settings.patience_seconds if trained else link.FOUND_SECONDS, stop_only)
         return summary
 

@@ -93,7 +93,7 @@ class Judge:
 
         Args:
           vector: the parameters at the end.
-          about: what the summary says about the rounds.
+          about: facts about the rounds, for the summary.
         """
         session, config = self._session, self._session.config
         num_steps = session.num_steps

@@ -121,7 +121,7 @@ def serve(
 ) -> tuple[grpc.Server, int]:
     """Starts answering calls with `handlers`, by name; returns the server and its port.
 
-    If a handler raises InputError, the call is refused and the worker ends with its text.
+    If a handler raises InputError, the call is refused and the worker ends with its message.
 
     Args:
       handlers: by the names of `CALLS`.

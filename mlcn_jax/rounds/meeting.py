@@ -1,12 +1,12 @@
-"""Where the changes of a round meet: which workers are expected, whose change has come, and when a round can end.
+"""Collects the changes of a round: which workers are expected, which changes have arrived, and when a round can end.
 
-Every round counts each worker at most once. A round ends when all expected workers have answered, or when enough have
-and the first of them has waited long enough. A worker whose change did not come is not expected again until it asks for
+Every round counts each worker at most once. A round ends when all expected workers have answered, or when a quorum has
+and the first of them has waited long enough. A worker that sent no change is not expected again until it asks for
 parameters. Rounds are identified by number and by the parameters that they begin with: a coordinator that fell back to
 an earlier checkpoint may reach other parameters in a round of the same number.
 
-The newest process to join as a worker is that worker, as when it was killed and started again. An earlier one that is
-not dead is refused the next time that it calls: two processes were started with one number.
+The newest process to join with a worker's number is that worker, as when it was killed and started again. An earlier
+process that is still alive is refused at its next call: two processes were started with the same number.
 """
 
 import logging
@@ -21,7 +21,7 @@ from mlcn_jax.rounds.vector import Vector, decode, digest, encode
 from mlcn_jax.settings import RoundSettings
 
 METRICS = ("loss", "accuracy")  # sent with a change
-_OF_PROCESS = "/"  # between the run and the process in what messages name as run
+_OF_PROCESS = "/"  # between the run and the process in the field `run` of messages
 _POLL_SECONDS, _SILENT_SECONDS = 0.5, 5.0
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Meeting:
 
     Args:
       settings: settings of the rounds.
-      run: identifies the run; messages of another are refused.
+      run: identifies the run; messages from another run are refused.
       vector: the parameters that the round begins with.
       round_: the round to begin with.
       wait_seconds: how long a call of `fetch` is held while there is nothing to do.
@@ -62,11 +62,11 @@ class Meeting:
         self._condition = threading.Condition()
 
     def join(self, worker: int, process: str) -> str:
-        """Takes a process as a worker, in the place of an earlier one; returns what it names in its messages as run.
+        """Accepts a process as a worker, replacing an earlier one; returns the value of `run` for its messages.
 
         Args:
           worker: the worker's number.
-          process: drawn at random by the process.
+          process: an identifier drawn at random by the process.
 
         Raises:
           InputError: there is no such worker.
@@ -83,8 +83,8 @@ class Meeting:
         """What a worker is to do next; waits up to `wait_seconds` if there is nothing to do.
 
         Raises:
-          InputError: the request is from another run, from a worker that does not exist, or from a process in whose
-            place another one has joined.
+          InputError: the request is from another run, from a worker that does not exist, or from a process that
+            another one has replaced.
         """
         self._check(request.run, request.worker)
         with self._condition:
@@ -111,8 +111,8 @@ class Meeting:
         """Accepts a worker's change if it is its first in the open round; says whether it counts.
 
         Raises:
-          InputError: it is from another run, from a worker that does not exist, or from a process in whose place
-            another one has joined; or it is damaged.
+          InputError: it is from another run, from a worker that does not exist, or from a process that another one
+            has replaced; or it is damaged.
         """
         self._check(change.run, change.worker)
         if sorted(change.metrics) != sorted(METRICS) or not all(map(math.isfinite, change.metrics.values())):
@@ -149,8 +149,8 @@ class Meeting:
         with self._condition:  # a coordinator that was started again does not know who has joined
             if self._processes.setdefault(worker, process) != process:
                 raise InputError(
-                    f"another process has joined with --worker={worker} since, and takes part in place of this one: "
-                    f"give each worker a number of its own, from 0 to {self._settings.workers - 1}"
+                    f"another process has joined with --worker={worker} and replaced this one: give each worker a "
+                    f"different number, from 0 to {self._settings.workers - 1}"
                 )
 
     def gather(self, check: Callable[[], None]) -> tuple[dict[int, Vector], dict[int, dict[str, float]]]:
@@ -212,4 +212,4 @@ class Meeting:
                 if not told and time.monotonic() > end - seconds + _SILENT_SECONDS:
                     told = True
                     names = ", ".join(map(str, sorted(missing)))
-                    _log.info("waiting up to %.0f s for worker %s to hear that the run is over", seconds, names)
+                    _log.info("waiting up to %.0f s for worker %s to learn that the run is over", seconds, names)

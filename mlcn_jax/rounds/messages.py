@@ -12,7 +12,7 @@ class Join(msgspec.Struct):
       worker: its number, from 0.
       fields: those fields of its configuration that affect the result (`RunConfig.fixed`).
       data: SHA-256 of its training images.
-      process: drawn at random by each process of a worker when it starts.
+      process: an identifier that each process of a worker draws at random when it starts.
     """
 
     worker: int
@@ -40,8 +40,8 @@ class Begin(msgspec.Struct):
 
     Attributes:
       round: the round to compute; the number of rounds if the run is finished.
-      kind: `full` for parameters, `update` for the change of those of the round before, `again` if the worker's change
-        of this round is needed once more, `wait` if there is nothing to do yet, or `finished`.
+      kind: `full` for parameters, `update` for their change since the previous round, `again` if the worker must resend
+        its change of this round, `wait` if there is nothing to do yet, or `finished`.
       content: bytes of `vector.encode`, in 32 bits for `full` and in the run's bits for `update`.
     """
 

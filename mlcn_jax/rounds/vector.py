@@ -24,7 +24,7 @@ def digest(vector: Vector, round_: int) -> str:
 
 
 def from_vector(vector: Vector, like: Any) -> Any:
-    """The tree of arrays that a vector stands for, with the shapes and dtypes of `like`."""
+    """The tree of arrays that a vector represents, with the shapes and dtypes of `like`."""
     leaves, tree = jax.tree.flatten(like)
     ends = np.cumsum([leaf.size for leaf in leaves])
     parts = np.split(vector, ends[:-1])
@@ -52,7 +52,7 @@ def num_bytes(size: int, bits: int) -> int:
 
 
 def decode(content: bytes, size: int, bits: int) -> Vector:
-    """The values that `encode` made bytes of, up to rounding.
+    """The values encoded by `encode`, up to rounding.
 
     Raises:
       ValueError: there are more or fewer than `size` values, or they are not finite.

@@ -1,7 +1,7 @@
 """A worker of a run in rounds: takes its part of every batch, and sends how its steps changed the parameters.
 
-Its optimizer state and the error that 8 bits leave are saved before a change is sent: a worker that was killed sends
-the same change again, or repeats the round.
+Its optimizer state and the quantisation residual are saved before a change is sent: a worker that was killed sends the
+same change again, or repeats the round.
 """
 
 import contextlib
@@ -116,7 +116,7 @@ class _Kept:
       began: its `vector.digest`.
       counted: whether the change counted, as far as the worker knows.
       optimizer: state of the inner optimizer.
-      before, after: the error that 8 bits had left before the change, and that they leave if it counted.
+      before, after: the quantisation residual before the change, and after it if it counted.
       content, metrics: the change that was sent, and its metrics.
     """
 
@@ -195,7 +195,7 @@ class Trainer:
     def change(self, round_: int, vector: Vector, check: Callable[[], None]) -> tuple[bytes, dict[str, float]]:
         """How this worker's steps of a round change the parameters, as bytes, and the means of its metrics.
 
-        If it is asked again for the round that it computed last, from the same parameters, it returns the same.
+        If called again for the round that it computed last, from the same parameters, it returns the same result.
 
         Args:
           round_: number of the round, from 0.
@@ -234,7 +234,7 @@ class Trainer:
         return content, means
 
     def told(self, counts: bool) -> None:
-        """Records whether the newest change counted; if not, the error that its bits left is dropped."""
+        """Records whether the newest change counted; otherwise the quantisation residual is discarded."""
         assert self._kept is not None
         if counts != self._kept.counted:
             self._kept = dataclasses.replace(self._kept, counted=counts)

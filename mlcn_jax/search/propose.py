@@ -41,7 +41,7 @@ class Plan:
     """The random mixes of all models of a search.
 
     Each model draws candidates with its own random generator and takes the first whose lanes no model with a smaller
-    index has. So its mix depends on the seed and its index alone, whichever worker asks and whatever has ended by then.
+    index has. So its mix depends only on the seed and its index, not on which worker asks or which models have ended.
     """
 
     def __init__(self, seed: int, space: Space):

@@ -73,7 +73,7 @@ def write_trials(found: "Search", workdir: Path, least_seconds: float = 0.0) -> 
         fills = [one["fill"] for one in row["devices"]]
         cells = [
             str(row["model"]),
-            row["state"] + (f": {row['reason']}" if row["reason"] else ""),
+            row["state"] + (f": {_escaped(row['reason'])}" if row["reason"] else ""),
             row["origin"] + (f", repeats model {row['repeat_of']}" if row["repeat_of"] is not None else ""),
             f"{row['accuracy']:.2%}" if row["accuracy"] is not None else "",
             f"{row['train_seconds']:.1f}" if row["train_seconds"] else "",
@@ -84,6 +84,11 @@ def write_trials(found: "Search", workdir: Path, least_seconds: float = 0.0) -> 
         ]
         lines.append("| " + " | ".join(cells) + " |")
     write_atomic(workdir / "trials.md", "\n".join(lines) + "\n")
+
+
+def _escaped(text: str) -> str:
+    """Any text as part of one cell of a Markdown table: on one line, with `|` escaped."""
+    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")
 
 
 def _modified(path: Path) -> float:

@@ -91,7 +91,7 @@ def work(config: RunConfig, settings: settings_lib.SearchSettings, workdir: Path
 
 @contextlib.contextmanager
 def _stoppable(study: Study) -> Iterator[None]:
-    """Turns SIGTERM and Ctrl-C into `Stopped`, which says how far the search is; a second signal kills the process."""
+    """Turns SIGTERM and Ctrl-C into `Stopped`, which reports the progress; a second signal kills the process."""
     here = threading.current_thread() is threading.main_thread()  # Python allows handlers only there
     signals = (signal.SIGTERM, signal.SIGINT) if here else ()
     before: dict[signal.Signals, Any] = {}

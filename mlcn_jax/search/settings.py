@@ -25,7 +25,8 @@ class SearchSettings:
       max_width: largest width of a lane.
       max_depth: largest depth of a lane.
       baseline: lanes of the model to compare with; the unit x of `devices` is its FLOPs.
-      tolerance: a device that is left less full than this allows is drawn again; 1 draws once, as published.
+      tolerance: share of a device's scarcer resource that may stay unused before its lanes are drawn again; 1 draws
+        once, as published.
       method: random, evolution, halving (asynchronous, of random models), tpe or nsgaii.
       num_models: models to train.
       num_epochs: epochs each model is trained for.
@@ -37,7 +38,7 @@ class SearchSettings:
       seed: seed of the mixes that are drawn.
       name: name of the search in its storage.
       storage: database, such as postgresql://user:password@host/database; empty is a file in the workdir.
-      heartbeat_seconds: a worker that sends nothing for twice this time counts as dead.
+      heartbeat_seconds: a worker that sends no heartbeat for twice this time counts as dead.
     """
 
     devices: str = "flops=0.25x*4"

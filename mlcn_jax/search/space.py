@@ -22,7 +22,7 @@ from mlcn_jax.search.budget import FORM, Bucket, amount, head_bytes, parse_devic
 Mix = tuple[tuple[int, ...], ...]
 
 MOVES = ("swap", "widen", "deepen", "move", "add", "remove")
-_REDRAWS = 10  # of a device that ends less full than the tolerance asks
+_REDRAWS = 10  # of a device that ends less full than the tolerance requires
 _MOVE_TRIES = 100  # of a mutation, before a new mix is drawn
 _NEWCOMERS = 0.1  # when a mutated mix is filled up: share of the new lanes that are drawn from the whole menu
 
@@ -60,9 +60,9 @@ class Space:
     def draw(self, rng: random.Random, start: Mix = (), weights: Sequence[float] = ()) -> Mix:
         """A maximal mix: picks a device that is not full and a lane that fits it, until no lane fits anywhere.
 
-        Lanes are drawn uniformly among those that still fit. A device that ends less full than the tolerance asks is
-        emptied and drawn again, up to `_REDRAWS` times, and its fullest draw is kept. With a tolerance of 1 nothing is
-        drawn again, which is the published method.
+        Lanes are drawn uniformly among those that still fit. A device that ends less full than the tolerance requires
+        is emptied and drawn again, up to `_REDRAWS` times, and its fullest draw is kept. With a tolerance of 1 nothing
+        is drawn again, which is the published method.
 
         Args:
           rng: the random generator.

@@ -66,7 +66,7 @@ def _write(trained: Trained, folder: Path, command: str) -> None:
         "image_shape": spec.image_shape,
         "lanes": spec.lanes or spec.name,
         "parameters": sum(array.size for array in weights.values()),
-        "preprocessing": "upright as EXIF says, gray or RGB, resized (bilinear) to image_shape, uint8; pixels / "
+        "preprocessing": "turned upright by EXIF, gray or RGB, resized (bilinear) to image_shape, uint8; pixels / "
         + ("127.5 - 1" if spec.signed_pixels else "255")
         + " is part of the functions",
         "output": "length of each class capsule, float32; the longest is the predicted class",

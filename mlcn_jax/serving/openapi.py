@@ -35,7 +35,7 @@ def description(class_names: Sequence[str], limits: "Limits") -> dict[str, Any]:
             "/health": {
                 "get": {
                     **_get("Whether the model answers", "Health"),
-                    "responses": {"200": _json("it does answer", "Health"), "503": _json("it failed", "Health")},
+                    "responses": {"200": _json("it answers", "Health"), "503": _json("it failed", "Health")},
                 }
             },
             "/metrics": {"get": {"summary": "Metrics for Prometheus", "responses": {"200": _text()}}},

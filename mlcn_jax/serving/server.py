@@ -8,7 +8,7 @@
 
 `POST /predict` takes a picture as the body (`image/*` or `application/octet-stream`), files in a
 `multipart/form-data` body, or `application/json` as `{"images": [base64, ...]}`, and answers `{"predictions": [...]}`:
-for each picture, in order, its `class` and `probability` (`artifact.Classifier.probabilities`), or in `error` why it
+for each picture, in order, its `class` and `probability` (`artifact.Classifier.probabilities`), or an `error` if it
 cannot be read. `?top=K` (or a field `top` of the form or the JSON) adds `top`, the K most probable classes, `?top=all`
 all of them; `?probabilities` adds the probabilities of all classes by name. `GET /` is a page to try it in a browser
 and, for programs, describes the model; `GET /openapi.json` describes the requests, `GET /health` is 200 while the model
@@ -276,8 +276,8 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     add("--max_batch", default=64, type=int, help="images computed together, a power of two; 1 turns batching off")
     add("--max_queue", default=256, type=int, help="images that may wait while others are computed")
     add("--max_body_mib", default=16.0, type=float, help="largest request body, in MiB")
-    add("--max_images", default=64, type=int, help="most images in a request")
-    add("--max_connections", default=400, type=int, help="most connections open at a time")
+    add("--max_images", default=64, type=int, help="maximum number of images in a request")
+    add("--max_connections", default=400, type=int, help="maximum number of open connections")
     add("--timeout_seconds", default=10.0, type=float, help="time within which a request must have arrived completely")
 
 

@@ -1,4 +1,4 @@
-"""What one tier holds: a folder with its lanes, the policy, and what "home", the gateway, computes for other tiers.
+"""The folder of one tier: its lanes, the policy, and what "home", the gateway, computes for other tiers.
 
 The folder is an artifact (`serving.artifact`): its manifest has the SHA-256 of each file. If a key was given, the
 manifest is signed. Needs what reading an export needs; signatures need cryptography.
@@ -48,8 +48,8 @@ class TierArtifact:
       row_shape, row_dtype: shape and dtype of what its lanes receive for one image.
 
     Raises:
-      InputError: the folder is not such an artifact, was altered, is not signed by a trusted key, has other lanes than
-        its policy says, or cannot run here.
+      InputError: the folder is not such an artifact, was altered, is not signed by a trusted key, has lanes other
+        than those in its policy, or cannot run here.
     """
 
     def __init__(self, folder: str | Path, trusted: Sequence[Path] = ()):

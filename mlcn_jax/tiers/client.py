@@ -237,7 +237,7 @@ class TierClient:
             if status not in _OF_ONE_REQUEST:
                 node.breaker.failed(str(error), surely=status < 500 and status not in _OF_THE_MOMENT)
             raise self._lost("full" if status == 429 else "refused", str(error)) from error
-        except Exception as error:  # nobody foresaw it, but the other tiers answer without this one
+        except Exception as error:  # unexpected, but the other tiers can answer without this one
             _log.exception("a request to %s at %s failed", self.name, node.url)
             node.breaker.failed(repr(error))
             raise self._lost("error", repr(error)) from error

@@ -53,7 +53,7 @@ class GatewayService(Service):
       seed: seed of the noise; None draws a secret one: noise from a known seed could be subtracted again.
 
     Raises:
-      InputError: fewer bits or noise are asked for, but pixels are sent, which stay as they are.
+      InputError: fewer bits or noise are requested, but this split sends pixels, which are not changed.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a gateway knows about a node: how long it takes, when to give up on an answer, and whether to ask it at all."""
+"""A gateway's view of a node: how long it takes, when to give up on an answer, and whether to send requests at all."""
 
 import random
 import time
@@ -6,7 +6,7 @@ import time
 _FIRST_SECONDS = 1.0  # assumed before the first answer
 _LEAST_SECONDS = 0.02  # no answer counts as late before this: shorter delays are noise of a busy machine
 _LEAST_TIMEOUT, _MOST_TIMEOUT = 0.25, 10.0
-_PATIENCES = 4.0  # an answer is given up after this many times the time after which it is late
+_PATIENCES = 4.0  # an answer is abandoned after this many times the time after which it is late
 _LEAST_SPREAD = 0.01
 _GAIN, _SPREAD_GAIN, _SPREADS = 1 / 8, 1 / 4, 4.0
 _MORE = 1.25  # if a first answer did not come in some time, the next is awaited only with this many times as much
@@ -44,7 +44,7 @@ class Times:
 
     @property
     def timeout(self) -> float:
-        """Seconds after which an answer is given up."""
+        """Seconds after which an answer is abandoned."""
         return min(max(_PATIENCES * self.late, _LEAST_TIMEOUT), _MOST_TIMEOUT)
 
     def took(self, seconds: float) -> None:

@@ -95,7 +95,7 @@ PAGE = f"""<!DOCTYPE html>
 <button id="again" hidden>Again</button></p>
 <img id="picture" alt="the chosen picture" hidden>
 <p id="message" role="alert"></p>
-<table><thead><tr><th>ms</th><th>tier</th><th>lanes heard</th><th>class</th><th></th><th>probability</th><th></th></tr>
+<table><thead><tr><th>ms</th><th>tier</th><th>lanes used</th><th>class</th><th></th><th>probability</th><th></th></tr>
 </thead><tbody id="rows" aria-live="polite"></tbody></table>
 <h2>Tiers</h2>
 <table><thead><tr><th>tier</th><th>lanes</th><th>state</th><th>answers</th><th>KiB sent</th><th></th></tr></thead>

@@ -1,4 +1,4 @@
-"""Assigns lanes to tiers: as `tiers.json` says, or by the accuracy that lanes add and what the tier's device can do."""
+"""Assigns lanes to tiers: as given in `tiers.json`, or by the accuracy that lanes add and the limits of a tier."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from mlcn_jax.tiers.policy import check_lanes
 
 
 class TierWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `tiers.json` says about a tier.
+    """The entry of a tier in `tiers.json`.
 
     Attributes:
       name: name of the tier.
@@ -53,7 +53,10 @@ def read_wishes(path: Path, class_names: Sequence[str]) -> Wishes:
     try:
         wishes = msgspec.convert(read_json(path), Wishes)
     except msgspec.ValidationError as error:
-        raise InputError(f"{path}: {error}: docs/howto/tiers.md describes the file") from error
+        raise InputError(
+            f"{path}: {error}: the file must hold a list of tiers, each with a name and, except for the last, with "
+            'lanes, flops_share, or profile and max_ms; groups and tolerance are optional (see "Tiers" in the docs)'
+        ) from error
     if not 0 <= wishes.tolerance < 1:
         raise InputError(f"{path}: tolerance is {wishes.tolerance}; it must be in [0, 1), such as 0.005")
     grouped = [name for members in wishes.groups.values() for name in members]

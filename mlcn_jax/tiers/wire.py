@@ -1,4 +1,4 @@
-"""What a gateway and a node send each other: a line of JSON, then numbers.
+"""The messages between a gateway and a node: a line of JSON, then numbers.
 
 A request holds one row per image, pixels in uint8 or the values of a cut in 2 to 32 bits, compressed if that makes it
 smaller. An answer holds K float32 numbers per image. A nonce binds an answer, and its signature, to its request.

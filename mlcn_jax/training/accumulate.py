@@ -40,8 +40,8 @@ def in_parts(function: Callable, parts: int) -> Callable:
     parts get the same `key`. Where it is differentiated, the gradient of each part is computed right after its loss and
     added to those before, so that the activations of one part are held.
 
-    `optax.MultiSteps` would take a batch per part instead: other images and random keys for each step of the run, and
-    its sums beside the optimizer's state.
+    `optax.MultiSteps` would take a batch per part instead: each step of the run would see other images and random keys,
+    and its sums would be part of the optimizer state.
     """
     if parts == 1:
         return function

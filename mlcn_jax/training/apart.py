@@ -13,7 +13,9 @@ def check_lanes_apart(config: RunConfig, spec: ModelSpec) -> None:
     A lane then learns the same whether it is trained alone or beside others, if the other settings are the same.
     """
     if not spec.lane_groups:
-        raise InputError("train.lanes_apart is set for CapsNet, which has no lanes: leave it, or use model.name=mlcn")
+        raise InputError(
+            "train.lanes_apart is set for CapsNet, which has no lanes: leave it unset, or use model.name=mlcn"
+        )
     couplings = (
         *couplings_of_losses(spec, config.train.clip_norm),
         (

@@ -67,7 +67,7 @@ class Checkpoints:
                 self._manager = ocp.CheckpointManager(self._directory, options=options, item_names=(*_PARTS, "facts"))
         except OSError as error:
             raise InputError(
-                f"the checkpoints in {self._directory} cannot be read ({error}): fix that first"
+                f"the checkpoints in {self._directory} cannot be read ({error}): fix the cause, then retry"
             ) from error
         self._accuracies = {step: self._stored_accuracy(step) for step in self._manager.all_steps()}
 

@@ -112,7 +112,7 @@ def make_evaluator(spec: ModelSpec, reconstruction_weight: float, mesh: Mesh | N
 def make_calibrator(spec: ModelSpec, mesh: Mesh | None = None) -> Callable[[dict, Sequence[np.ndarray]], dict]:
     """A function `(encoder, batches) -> statistics` (`calibration.join_statistics`), for batches of uint8 images.
 
-    With a mesh, the encoder's parameters must be sharded by it, as the statistics will be. No groups, no statistics:
+    With a mesh, the encoder's parameters must be sharded by it, as the statistics will be. If no lane normalises,
     the result is empty.
     """
     if not any(group.kind.normalises for group in spec.lane_groups):
@@ -180,7 +180,7 @@ def sum_shapes(num_classes: int) -> dict[str, tuple[int, ...]]:
 def scores_of(split: datasets.Split, batch_size: int, sums: Callable[[tuple], dict[str, Array]]) -> Scores:
     """Scores of a split; `sums` returns the result of `head_sums` for each of its padded batches.
 
-    A long evaluation logs how far it is.
+    A long evaluation logs its progress.
     """
     total: dict[str, np.ndarray] = {}
     count, said = len(split.labels), time.monotonic()

@@ -18,10 +18,10 @@ def final_results(session: Session, runner: Runner, workdir: Path, step: int) ->
     """Scores of the parameters that a runner holds, for `summary.json`; writes the pictures to the workdir.
 
     Args:
-      session: the run's; its settings say whether the test set is scored.
-      runner: holds the parameters, of which it collects the statistics for evaluation.
-      workdir: the run's.
-      step: of the parameters, for the log.
+      session: the run's session; its settings determine whether the test set is scored.
+      runner: holds the parameters and collects their statistics for evaluation.
+      workdir: the run's workdir.
+      step: training step of the parameters, for the log.
     """
     settings, dataset, validation = session.config.train, session.dataset, session.validation
     batch_size = settings.batch_size

@@ -30,6 +30,10 @@ class MeshRunner:
       spec, optimizer, reconstruction_weight, seed, augmentation, distillation, accumulation_steps, exchange_dtype: as
         for `step.make_train_step`.
       mesh: from `mesh.make_mesh`; None for one device.
+
+    Arguments, results and errors of the methods are those of `runner.Runner`.
+
+    Source: do Rosario et al. 2019, section III, for lanes on several devices; as one sharded program: this project.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class MeshRunner:
         self._statistics: dict = {}
 
     def start(self, state: TrainState) -> None:
-        """Copies a full state, wherever it is, to the devices."""
+        """Copies a full state, from host memory or any device, to the devices."""
         self._state = mesh_lib.place_state(self._mesh, state)
 
     def compile(self, images: np.ndarray, labels: np.ndarray, soft: Any = (), *, sizes: Sequence[int] = (0,)) -> float:
@@ -82,12 +86,12 @@ class MeshRunner:
         return mesh_lib.place_batch(self._mesh, (images, labels, soft))
 
     def step(self, *batch: Any, size: int = 0) -> dict[str, Array]:
-        """Starts a training step and returns its metrics; waits only for the first of a program."""
+        """Starts a training step and returns its metrics; waits only for the first step of each program."""
         self._state, metrics = self._compiled[size](self._state, *batch)
         if size in self._untried:
             self._untried.discard(size)
             jax.block_until_ready(metrics)
-            host.return_unused_memory()  # what now lies beside the first step's buffers keeps later ones from there
+            host.return_unused_memory()  # frees fragments left by the first step that would block later buffers
         return metrics
 
     def calibrate(self, batches: Sequence[np.ndarray]) -> dict:

@@ -17,10 +17,12 @@ class Runner(Protocol):
     The order of calls: `start`, `compile`, then `place` and `step` for each batch. At any time between steps: `fetch`,
     `calibrate` and then `scores`, and `start` again to load another state. All processes of a run make the same calls.
     Losses and gradients do not depend on the runner, up to rounding.
+
+    Source: do Rosario et al. 2019, section III, for lanes on several devices; the runners are this project's.
     """
 
     def start(self, state: TrainState) -> None:
-        """Copies a full state, wherever it is, to the devices; the caller may go on using it."""
+        """Copies a full state, from host memory or any device, to the devices; the caller may keep using it."""
 
     def compile(self, images: np.ndarray, labels: np.ndarray, soft: Any = (), *, sizes: Sequence[int] = (0,)) -> float:
         """Compiles the step for batches of these shapes; returns the seconds taken.
@@ -29,7 +31,11 @@ class Runner(Protocol):
           images: uint8 [batch, height, width, channels].
           labels: int32 [batch].
           soft: a teacher's probabilities, float32 [batch, classes], if they were computed before; else empty.
-          sizes: `Augmentation.size` of the steps to take, each compiled separately.
+          sizes: `Augmentation.size` of the steps to take, in pixels, each compiled separately.
+
+        Raises:
+          InputError: the images are too small for a lane, a convolution algorithm does not support their shape, or
+            the batch is not a whole number of the groups that are normalised together.
         """
         ...
 
@@ -40,7 +46,9 @@ class Runner(Protocol):
     def step(self, *batch: Any, size: int = 0) -> dict[str, Array]:
         """Starts a training step and returns its metrics, float32 scalars (`step.make_train_step`), without waiting.
 
-        `size` is one of those compiled.
+        Args:
+          batch: what `place` returned.
+          size: one of the `sizes` compiled, in pixels.
         """
         ...
 
@@ -52,6 +60,9 @@ class Runner(Protocol):
 
         Returns:
           `calibration.join_statistics` of all lanes, in host memory; empty if no lane normalises.
+
+        Raises:
+          InputError: a batch is not a whole number of the groups that are normalised together.
         """
         ...
 
@@ -59,6 +70,9 @@ class Runner(Protocol):
         """Scores of the parameters last calibrated on a split, in batches of `batch_size` images.
 
         With `flips`, the images and their mirror images are classified together (`evaluate.make_evaluator`).
+
+        Raises:
+          InputError: `batch_size` is below 1.
         """
         ...
 

@@ -138,8 +138,8 @@ def check_learned(workdir: Path, dataset: datasets.Dataset, train: datasets.Spli
     learned = read_json(workdir / "model.json")
     if any(learned.get(name) != value for name, value in now.items()):
         raise InputError(
-            f"{dataset.name} as it is now is not what {workdir} was trained on (its model.json has the classes and "
-            "SHA-256): give --data_dir=FOLDER with those images"
+            f"{dataset.name} is not the data that {workdir} was trained on (the classes or the SHA-256 differ from its "
+            "model.json): give --data_dir=FOLDER with the original images"
         )
 
 
@@ -202,12 +202,12 @@ def check_offload(plan: str, device: jax.Device) -> None:
         raise InputError(
             f"model.remat={OFFLOAD} sends activations to the host's memory, and {device.device_kind} "
             + ("has no other" if device.platform == "cpu" else "cannot reach it")
-            + ": use model.remat=full, which computes them again"
+            + ": use model.remat=full, which recomputes them"
         )
     if plan != "mesh":
         raise InputError(
-            f"model.remat={OFFLOAD} with parallel.plan={plan}: stacks compute lanes again instead: use "
-            "parallel.plan=mesh, or model.remat=full"
+            f"model.remat={OFFLOAD} is not supported with parallel.plan={plan}: use parallel.plan=mesh, or "
+            "model.remat=full, which recomputes lanes"
         )
 
 

@@ -25,7 +25,7 @@ ROUND_STEPS = 50  # of a local round, in predictions
 class Candidate:
     """A possible split, and the prediction for it. `placement` is that of stacks, None for a mesh.
 
-    With data=1 and lane=1, each process computes the whole by itself.
+    With data=1 and lane=1, each process computes the whole model on its own.
     """
 
     data: int
@@ -36,7 +36,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Messages:
-    """What decides how much a split sends, and how often.
+    """The settings that determine how much a split sends, and how often.
 
     Attributes:
       dtype: `parallel.exchange_dtype`.
@@ -62,9 +62,9 @@ def candidates(
 
     Args:
       spec, batch_size: the model, and images per training step.
-      profiles: of each device of the run.
-      partitioners: whose placements are tried for stacks.
-      num_processes: of the run.
+      profiles: the profile of each device of the run.
+      partitioners: partitioners to try for stacks.
+      num_processes: number of processes of the run.
       cluster: the links between the processes, if they were measured; else those of the profiles.
       messages: how columns and gradients are sent.
 
@@ -162,7 +162,7 @@ def predict_rounds(
 def predict_apart(
     spec: ModelSpec, batch_size: int, profiles: Sequence[DeviceProfile], cluster: simulate.Cluster
 ) -> float | None:
-    """Seconds in which all lanes have taken a step if each is trained by itself; None if they have no room."""
+    """Seconds in which all lanes take a step if each is trained alone; None if they do not fit the memory."""
     slower = _slower(profiles, [1.0] * len(profiles), cluster, range(len(profiles)))
     problem = placement_problem(spec, batch_size, profiles, [str(d) for d in range(len(profiles))], slower)
     heads = [factor * profile.head_seconds(1, batch_size) for profile, factor in zip(profiles, slower, strict=True)]

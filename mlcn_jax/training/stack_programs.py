@@ -59,7 +59,7 @@ def whole(x: Any) -> Array:
 class GradientNorm:
     """The norm of a step's gradient, read as an array; its square arrives with the messages of the next step.
 
-    Read before that, it is sent by itself: by all processes of a run, or by none.
+    If it is read before that, it is sent separately; then all processes of a run must read it.
 
     Args:
       send: returns the square [1, 1], summed over all devices.

@@ -67,7 +67,7 @@ class StackStep:
             self.dtype = "float32"
 
     def forward(self, s: int, size: int) -> Callable:
-        """The message to the head, and what `backward` needs; of lanes that classify alone, their gradients already."""
+        """The message to the head, and what `backward` needs: for lanes that classify alone, their gradients."""
         augmentation = dataclasses.replace(self._augmentation, size=size)
         alone = self.specs[s].classifies_alone.any()
 

@@ -50,10 +50,18 @@ class StacksRunner:
         `step.make_train_step`; only one part is supported.
       stacks: the lanes of each device; a device of this process may have several.
       head: the device that computes the loss and the decoder.
-      exchange_dtype: in which columns and their gradients are sent; in float32 if any lane classifies alone.
+      exchange_dtype: dtype in which columns and their gradients are sent; float32 if any lane classifies alone.
       clip_norm: the optimizer's; 0 for none.
       programs: compiled programs of other runners, to reuse and to add to. The runners may differ only in their
         lanes.
+
+    Raises:
+      InputError: the gradients of lanes that classify alone depend on one another (`spec.ensemble_weight`, or
+        `spec.decoder_gradient` is `all`), or `accumulation_steps` is above 1.
+
+    Arguments, results and errors of the methods are those of `runner.Runner`.
+
+    Source: do Rosario 2021 (thesis), chapter 5, for unequal lanes on unequal devices; the messages are this project's.
     """
 
     def __init__(
@@ -117,7 +125,7 @@ class StacksRunner:
         self._head_key = (head, *map(bool, alone))
 
     def start(self, state: TrainState) -> None:
-        """Copies a full state, wherever it is, to the devices."""
+        """Copies a full state, from host memory or any device, to the devices."""
         self._shapes = jax.eval_shape(lambda x: x, state)
         encoder = state.params["encoder"]
         for s in self._mine:

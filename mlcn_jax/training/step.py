@@ -152,7 +152,7 @@ def soft_targets(
 ) -> Any:
     """The teacher's probabilities [batch, classes] for augmented images, unless they are `known` already.
 
-    Empty without a teacher, and where each lane sees images in a way of its own: then it is asked for each lane.
+    Empty without a teacher, and where each lane augments images differently: then it is evaluated for each lane.
     """
     if distillation is None or augmentation.per_lane or not isinstance(known, tuple):
         return known
@@ -193,11 +193,11 @@ def make_train_step(
     `margin`, `reconstruction`, `accuracy`, `cross_entropy` if there are lanes that classify alone, and `grad_norm`,
     the gradient's global norm before clipping. The loss is margin + cross-entropy, summed over lanes,
     + reconstruction_weight * reconstruction. Augmentation and lane dropout use a key derived
-    from `seed` and `state.step`. With a `distillation`, the teacher is asked about the augmented images, unless `soft`
-    has its probabilities. Over a mesh (`mesh.make_mesh`) it computes the same from a state and a batch
-    placed by `mesh.place_state` and `mesh.place_batch`, up to the rounding of what is sent in `exchange_dtype`, and so
-    it does in several `accumulation_steps`: augmentation
-    and lane dropout are drawn once for the entire batch, and the optimizer sees one gradient.
+    from `seed` and `state.step`. With a `distillation`, the teacher classifies the augmented images, unless `soft`
+    holds its probabilities. The result is the same over a mesh (`mesh.make_mesh`), from a state and a batch placed by
+    `mesh.place_state` and `mesh.place_batch`, up to the rounding of what is sent in `exchange_dtype`, and in several
+    `accumulation_steps`: augmentation and lane dropout are drawn once for the entire batch, and the optimizer sees one
+    gradient.
     """
     parts = (accumulation_steps, exchange_dtype)
     loss_fn = make_loss(spec, reconstruction_weight, mesh, augmentation, distillation, *parts)

@@ -1,4 +1,4 @@
-"""What SIGTERM and Ctrl-C do to a training or a search: the first stops it in good order, a second one at once."""
+"""How SIGTERM and Ctrl-C stop training or a search: the first one gracefully, a second one at once."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ _CLEANUP_SECONDS = 1.0  # for a KeyboardInterrupt to run its `finally` blocks
 
 
 class SignalWatch:
-    """Says at once that a signal has arrived, and ends the process at the second one.
+    """Reports at once that a signal has arrived, and ends the process at the second one.
 
     Python's own handlers run only once a compilation returns, which can take minutes. This watch does not replace
     them: it is a thread that reads the numbers of the signals, which Python writes to a file descriptor as they arrive.
@@ -65,7 +65,7 @@ class SignalWatch:
 
 
 class StopSignals:
-    """Records the first SIGTERM or Ctrl-C of a training in `requested`; a second one ends the process at once."""
+    """Records the first SIGTERM or Ctrl-C during training in `requested`; a second one ends the process at once."""
 
     requested = ""
 

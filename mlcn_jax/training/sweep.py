@@ -1,4 +1,4 @@
-"""Grids of runs: one workdir a point, resumable, with the points sorted and averaged over seeds at the end."""
+"""Grids of runs: one workdir per point, resumable, with the points sorted and averaged over seeds at the end."""
 
 import csv
 import hashlib
@@ -34,7 +34,7 @@ def parse_grid(text: str) -> dict[str, list[str]]:
         choices = next(csv.reader([values], skipinitialspace=True), [])
         if not equals or not all(choices) or not choices:
             raise InputError(
-                f"--sweep: {part.strip()!r} is not FIELD=VALUE,VALUE; write fields apart by semicolons, such as "
+                f"--sweep: {part.strip()!r} is not FIELD=VALUE,VALUE; separate fields with semicolons, such as "
                 "'train.learning_rate=1e-3,3e-4;train.seed=0,1,2'"
             )
         if field.strip() in grid:
@@ -46,9 +46,9 @@ def parse_grid(text: str) -> dict[str, list[str]]:
 
 
 def sweep(config: RunConfig, workdir: Path, text: str) -> list[dict[str, Any]]:
-    """Trains every point of the grid and returns one row a point.
+    """Trains every point of the grid and returns one row per point.
 
-    Writes them to `workdir/sweep.json`, with what `over_seeds` makes of them.
+    Writes them to `workdir/sweep.json`, with the result of `over_seeds`.
 
     A point that is finished is not run again. One that fails (its values cannot be used, or its loss is not
     finite) gets a row with its `error`, and the others go on.
@@ -77,14 +77,14 @@ def sweep(config: RunConfig, workdir: Path, text: str) -> list[dict[str, Any]]:
 
 
 def _folder(workdir: Path, point: dict[str, str]) -> Path:
-    """The workdir of a point; no comma is in its name, which other commands take for the end of it."""
+    """The workdir of a point; its name has no comma, which other commands would treat as a separator."""
     names = [f"{field}={_safe(value)}" for field, value in point.items()]
     before = workdir / ",".join(names)  # as earlier versions named it
     return before if before.is_dir() else workdir / "__".join(names)
 
 
 def _safe(value: str) -> str:
-    """The value as part of a folder's name; where characters had to be replaced, with a digest that tells it apart."""
+    """The value as part of a folder's name; if characters had to be replaced, with a digest that makes it unique."""
     safe = "".join(c if c.isalnum() or c in "._-+" else "_" for c in value)
     return safe if safe == value else f"{safe}-{hashlib.sha256(value.encode()).hexdigest()[:6]}"
 
@@ -110,7 +110,7 @@ def _spread(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    """For people: all points, the best first; which one that is; and the mean and spread over seeds, if swept."""
+    """The result as text: all points, the best first; the best one; and mean and spread over seeds, if swept."""
     parts = [table(rows)]
     best, score = min(rows, key=_place), _ranked_by(rows)
     if "error" not in best:

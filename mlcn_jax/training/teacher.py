@@ -36,7 +36,7 @@ class Teacher:
     digests: tuple[str, ...] = ()
 
     def facts(self) -> dict[str, Any]:
-        """What `model.json` has of it, so that the run is not resumed with another one."""
+        """Its entry in `model.json`, so that the run is not resumed with another one."""
         return {TEACHERS: list(self.digests)} if self.digests else {}
 
     @property
@@ -53,7 +53,7 @@ class Teacher:
         data, images = session.config.data, session.train.images
         if self.distillation is None or data.augmentation() != Augmentation():
             return None
-        _log.info("asking the teacher about %s images", f"{len(images):,}")
+        _log.info("computing the teacher's predictions for %s images", f"{len(images):,}")
         ways = [images, images[:, :, ::-1]] if data.alternate_flips else [images]
         return np.stack([self._of(way, session.config.train.batch_size) for way in ways], axis=1)
 
@@ -68,15 +68,15 @@ class Teacher:
 
 
 def open_teacher(session: Session) -> Teacher:
-    """Loads the models that `train.teacher` names; raises InputError if one is none, or does not fit the run."""
+    """Loads the models that `train.teacher` names; raises InputError if one is no trained model or does not fit."""
     settings = session.config.train
     names = [name.strip() for name in settings.teacher.split(",")] if settings.teacher else []
     if not names:
         return Teacher()
     if session.spec.ensemble_weight:
         raise InputError(
-            f"train.teacher is {settings.teacher!r} with model.ensemble_weight={session.spec.ensemble_weight}, and "
-            "each lane learns from the teacher by itself: leave model.ensemble_weight at 0"
+            f"train.teacher is {settings.teacher!r} with model.ensemble_weight={session.spec.ensemble_weight}, but "
+            "each lane learns from the teacher individually: leave model.ensemble_weight at 0"
         )
     models = [_load(name, session) for name in names]
     members = [model_probabilities(m.spec, _encoder(m)) for m in models]
@@ -117,7 +117,7 @@ def _load(name: str, session: Session) -> Trained:
 
 
 def _encoder(trained: Trained) -> dict:
-    """On no device, so that every device of the run can take it."""
+    """In host memory, so that every device of the run can use it."""
     return jax.tree.map(np.asarray, fold_statistics(trained.spec, trained.params)["encoder"])
 
 

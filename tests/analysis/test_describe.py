@@ -69,7 +69,7 @@ def test_a_profile_gives_seconds_and_where_communication_outweighs_computing():
     data = found["communication"]["data"]
     assert data["best_speedup"] <= predicted / least[1]
     assert data["outweighed_at"] > 1
-    assert "communication outweighs computing from" in describe_work.tables(found)
+    assert "communication dominates from" in describe_work.tables(found)
     with pytest.raises(InputError, match="has no peak rates"):
         describe.describe(config, profile=make_profile())
 

@@ -158,7 +158,7 @@ def test_lanes_that_need_one_another_and_workdirs_given_twice_are_refused(finish
         join_lib.join([lanes[0], lanes[0] / ".." / "0"], tmp_path / "out")
     other = shutil.copytree(lanes[0], tmp_path / "other")
     write_json(other / "model.json", read_json(other / "model.json") | {"training_images_sha256": "0"})
-    with pytest.raises(InputError, match=r"digits as it is now is not what .*other was trained on"):
+    with pytest.raises(InputError, match=r"digits is not the data that .*other was trained on"):
         join_lib.join([lanes[0], other], tmp_path / "out")
 
 

@@ -304,7 +304,7 @@ def test_what_is_no_run_with_lanes_on_its_images_is_refused(config, workdir, tmp
         prune.load_prunable(tmp_path)
     other = shutil.copytree(workdir, tmp_path / "other")
     (other / "config.json").write_text(json.dumps(config.replace({"train.seed": 1}).to_dict()))  # another split
-    with pytest.raises(InputError, match=r"digits as it is now is not what .* was trained on"):
+    with pytest.raises(InputError, match=r"digits is not the data that .* was trained on"):
         prune.load_prunable(other)
 
 

@@ -84,7 +84,7 @@ def test_folder_respects_orientation_and_16_bits(tmp_path):
 
 def test_folder_with_one_class(tmp_path):
     image_folder(tmp_path, {"only": 5})
-    with pytest.raises(InputError, match=r"has 1 class folders \(only\); expected at least 2"):
+    with pytest.raises(InputError, match=r"has too few class folders \(only\); expected at least 2"):
         datasets.load("folder", directory=str(tmp_path))
 
 

@@ -1,6 +1,8 @@
-"""What a search writes: the config of its best model, as Python source, and the picture."""
+"""What a search writes: the table of its models, the config of the best one, as Python source, and the picture."""
 
 import ast
+import json
+import re
 import runpy
 import types
 
@@ -8,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from mlcn_jax.config import RunConfig
-from mlcn_jax.search import report
+from mlcn_jax.search import models, report
 
 HOSTILE = [
     '"""\nraise SystemExit("run")\n"""',
@@ -40,18 +42,29 @@ def test_what_data_gave_stays_data(tmp_path, text):
     assert not [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)]
 
 
+@pytest.mark.parametrize("reason", ["RuntimeError: shapes [2|3]\n| 9 | complete |", "a\\|b", "ends in \\", *HOSTILE])
+def test_the_text_of_an_error_stays_in_its_cell(tmp_path, reason):
+    failed = models.model_from({"index": 0, "reason": reason}, "failed", [])
+    report.write_trials(types.SimpleNamespace(study=types.SimpleNamespace(models=lambda: [failed])), tmp_path)
+    header, _, row = (tmp_path / "trials.md").read_text().splitlines()
+    cells = re.sub(r"\\.", "", row).split("|")  # without what is escaped
+    assert len(cells) == len(header.split("|"))
+    assert cells[2].strip().startswith("failed:")
+    assert json.loads((tmp_path / "trials.json").read_text())[0]["reason"] == reason
+
+
 def test_the_picture_names_what_it_shows_and_counts_whole_models(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: drawn.append(figure))
     device = {"fill": 0.9}
     row = {"state": "complete", "accuracy": 0.9, "train_seconds": 2.0, "step_flops": 1e9, "step_seconds": 0.01}
-    models = [{**row, "model": i, "ended": 10.0 + i, "devices": [device]} for i in range(2)]
+    table = [{**row, "model": i, "ended": 10.0 + i, "devices": [device]} for i in range(2)]
     found = types.SimpleNamespace(
         settings=types.SimpleNamespace(method="random", baseline="mlcn1:w1"),
         space=types.SimpleNamespace(buckets=[types.SimpleNamespace(name="device 0")]),
     )
     summary = {"data": {"name": "digits"}, "train_images": 10, "num_epochs": 1, "best": {"devices": [device]}}
-    report.draw(found, models, {**summary, "drawn_lanes": {"mlcn1:w1d1": 2}}, tmp_path / "search.png")
+    report.draw(found, table, {**summary, "drawn_lanes": {"mlcn1:w1d1": 2}}, tmp_path / "search.png")
     trials, seconds, flops, front, *_ = drawn[0].axes
     drawn[0].draw_without_rendering()
     assert trials.get_title() == "best accuracy so far, by number of models"

@@ -297,7 +297,7 @@ def test_what_cannot_be_used_is_refused_before_anything_is_computed(workdir, tmp
     other = shutil.copytree(workdir, tmp_path / "other")
     about = json.loads((other / "model.json").read_text())
     (other / "model.json").write_text(json.dumps(about | {"training_images_sha256": "0"}))
-    with pytest.raises(InputError, match=r"digits as it is now is not what .*other was trained on"):
+    with pytest.raises(InputError, match=r"digits is not the data that .*other was trained on"):
         front.run(["precision", f"--workdir={other}"])
     assert not (other / "precision").exists()
 

@@ -128,7 +128,7 @@ def test_models_that_cannot_be_split_are_named(model, said):
 def test_images_that_the_model_did_not_learn_from_are_refused(per_lane, tmp_path):
     other = shutil.copytree(per_lane, tmp_path / "other")
     write_json(other / "config.json", read_stored(other).replace({"data.split_seed": 7}).to_dict())
-    with pytest.raises(InputError, match=r"digits as it is now is not what .*other was trained on"):
+    with pytest.raises(InputError, match=r"digits is not the data that .*other was trained on"):
         split.split(other, other / "tiers.json")
 
 

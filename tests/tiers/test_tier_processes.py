@@ -187,7 +187,7 @@ def test_nodes_and_gateways_show_each_other_certificates(thorough, start, pictur
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["gateway", "{}/edge"], "is the tier edge, but a gateway takes the first, end"),
+        (["gateway", "{}/edge"], "is the tier edge, but a gateway needs the first tier, end"),
         (["gateway", "{}/end", "--nodes=other=http://x"], "--nodes has 'other=http://x'; give NAME=URL"),
         (["gateway", "{}/end", "--nodes=edge=ftp://x"], "--nodes has 'edge=ftp://x'"),
         (["gateway", "{}/end", "--nodes=edge=http://edge:80O1"], "80O1'; give NAME=URL,... with a name of edge, cloud"),

@@ -102,7 +102,7 @@ def test_a_run_takes_the_plan_that_is_found(tiny, tmp_path, profile):
     ("changes", "message"),
     [
         ({}, "parallel.plan=auto needs parallel.profile: measure the devices with"),
-        ({"parallel.lane": 2}, "parallel.lane is 2; it must be 1 with parallel.plan=auto, which finds it"),
+        ({"parallel.lane": 2}, "parallel.lane is 2; it must be 1 with parallel.plan=auto, which chooses it"),
         ({"profile": {"cpu_count": 77}}, "measured on another device:\n  cpu_count: 77 in the profile"),
         ({"profile": {"platform": "gpu"}}, "profiles for gpu, but none for cpu"),
         ({"profile": {"image_shape": [32, 32, 3]}}, "measured with other lanes:\n  image_shape"),

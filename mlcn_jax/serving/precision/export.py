@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What mix to choose, and how to calibrate and time it.
+    """Which mix to choose, and how to calibrate and time it.
 
     Attributes:
       choose: `smallest` or `fastest`.
@@ -91,7 +91,9 @@ def precision(
     if not len(ranking.labels):
         drawn = np.random.default_rng(0).permutation(len(train.labels))[:_RANKING_IMAGES]
         ranking, ranked_on = train[np.sort(drawn)], "training"
-        _log.warning("no validation images were held out: the mix is chosen on training images and looks too good")
+        _log.warning(
+            "no validation images were held out: the mix is chosen on training images, which overstates its accuracy"
+        )
     evenly = np.unique(np.linspace(0, len(train.labels) - 1, terms.calibration_images).astype(int))
 
     lanes = lanes_of(model.spec, model.encoder)
@@ -227,10 +229,10 @@ def _write(folder: Path, model: onnx.ExportedModel, workdir: Path, chosen: Seque
 
 
 def _check(exported: artifact.Artifact, chosen: Sequence[Made], spec: ModelSpec, images: np.ndarray) -> None:
-    """Raises InputError if the export gives other lengths than its lanes together.
+    """Raises InputError if the lengths of the export differ from those of its lanes together.
 
-    Both are programs of this machine's packages, for other numbers of images: an error of the packages, or of the
-    machine, would make the measured accuracy that of another model.
+    The two are computed by different programs. If they differ, the packages or the machine are at fault, and the
+    measured accuracy is not that of the export.
     """
     allowed = tolerance([own.form.precision for own in chosen], spec.weights)
     for n in (1, 8):
@@ -239,9 +241,10 @@ def _check(exported: artifact.Artifact, chosen: Sequence[Made], spec: ModelSpec,
         if not error <= allowed:
             forms = ", ".join(sorted({str(own.form) for own in chosen}))
             raise InputError(
-                f"lengths of {n} images differ by {error:.2g} between the export and its single lanes, and rounding "
-                f"in {forms} explains {allowed:.2g}, so nothing was exported: install the versions of "
-                "requirements-onnx.txt, or give a smaller --max_accuracy_drop for fewer lanes in low precision"
+                f"lengths of {n} images differ by {error:.2g} between the export and its single lanes, but rounding "
+                f"in {forms} explains only {allowed:.2g}, so nothing was exported: install other versions of "
+                "onnxruntime and jax2onnx (in a clone, those of requirements-onnx.txt), or give a smaller "
+                "--max_accuracy_drop, so that fewer lanes have low precision"
             )
 
 

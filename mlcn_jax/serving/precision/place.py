@@ -60,10 +60,10 @@ def place_lanes(
 ) -> dict[str, Any]:
     """Chooses the form and the device of each lane so that the slowest device finishes as early as possible.
 
-    A lane's loss in a form is the accuracy that the model loses if only that lane has it, and, less than an image in
-    sum, how much it changes what the lane adds: lanes that lose nothing alone may lose much together. The choice is
-    limited by the sum of these losses, and the largest limit whose choice is accurate enough is searched by bisection,
-    with the exact accuracy of each choice. The choice is optimal for a limit with OR-Tools, greedy without.
+    A lane's loss in a form is the accuracy that the model loses if only that lane has it, plus a term for how much the
+    form changes the lane's part, which adds up to less than one image: lanes that lose nothing alone may lose much
+    together. The sum of these losses is limited, and the largest limit that leads to an accurate enough choice is found
+    by bisection, with the exact accuracy of each choice. For a limit, the choice is optimal with OR-Tools, else greedy.
 
     Args:
       spec: the model.

@@ -28,7 +28,7 @@ _IMAGES = 16  # random ones, for statistics and calibration, which do not affect
 def inference_seconds(spec: ModelSpec, lanes: Sequence[LaneSpec], rounds: int) -> dict[str, dict[str, float]]:
     """Seconds for each image of each lane with random parameters, by form, for `DeviceProfile.form_seconds`.
 
-    Forms of ONNX Runtime are left out if the packages of requirements-onnx.txt are not installed, and on a GPU.
+    Forms of ONNX Runtime are left out on a GPU, and if onnxruntime or jax2onnx is not installed.
     """
     found: dict[str, dict[str, float]] = {}
     for lane in lanes:
