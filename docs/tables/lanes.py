@@ -126,8 +126,8 @@ def lane_pool() -> str:
     held = real["times_taken"] - real["lanes"]
     kills = (
         f"Measured: {real['kills']} workers killed at random moments, {held} of them during training; of "
-        f"{real['lanes']} lanes, {real['lanes_lost']} were lost and {real['lanes_trained_twice_at_once']} trained by two "
-        "workers at once; the largest difference of a parameter from an undisturbed pool is "
+        f"{real['lanes']} lanes, {real['lanes_lost']} were lost and {real['lanes_trained_twice_at_once']} trained by "
+        "two workers at once; the largest difference of a parameter from an undisturbed pool is "
         f"{real['largest_difference']:g}."
     )
     table = table_of("order in which lanes are taken | hours, mean (range) | work done again, %", rows)
