@@ -185,36 +185,47 @@ def measure(kinds: Sequence[str], commands: Sequence[str], cores: Sequence[int])
         return taken
 
 
-def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarize(rows: Sequence[Mapping[str, Any]], times: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, Any]:
     """Errors of time and cost; and what the choice by prediction costs, for every deadline up to the longest time.
 
-    Between two neighbours of all predicted and measured times, the choice is the same for every deadline.
+    Between two neighbours of all predicted and measured times, the choice is the same for every deadline. Deadlines
+    that none met, but that were predicted to be met, count for what is late, not for what is well chosen.
+
+    Args:
+      rows: predicted and measured times and costs of each set of machines.
+      times: what `Bed.seconds` measured of each, from which `unscaled` has the errors of times as they were taken.
     """
     errors = {
         what: [abs(row[f"predicted_{what}"] / row[f"measured_{what}"] - 1) for row in rows]
         for what in ("seconds", "cost")
     }
-    fastest = min(row["measured_seconds"] for row in rows)
+    raw = [
+        abs(row["predicted_seconds"] / statistics.median(one["seconds"] for one in taken) - 1)
+        for row, taken in zip(rows, times, strict=True)
+    ]
     ends = {row[f"{how}_seconds"] for row in rows for how in ("predicted", "measured")}
     choices = []
-    for start, end in itertools.pairwise(sorted(seconds for seconds in ends if seconds >= fastest)):
+    for start, end in itertools.pairwise(sorted(ends)):
         able = [row for row in rows if row["predicted_seconds"] <= start]
         pick = min(able, key=lambda row: row["predicted_cost"]) if able else None
-        least = min(row["measured_cost"] for row in rows if row["measured_seconds"] <= start)
+        least = min((row["measured_cost"] for row in rows if row["measured_seconds"] <= start), default=None)
         choices.append(
             {
                 "deadline_seconds": [start, end],
+                "met": least is not None,
                 "picked": pick["machines"] if pick else None,
-                "over_cheapest": pick["measured_cost"] / least if pick else None,
+                "over_cheapest": pick["measured_cost"] / least if pick and least is not None else None,
                 "late": max(0.0, pick["measured_seconds"] / start - 1) if pick else 0.0,
             }
         )
-    good = [c for c in choices if c["picked"] and c["over_cheapest"] <= _WELL_CHOSEN]
-    seconds = [sum(c["deadline_seconds"][1] - c["deadline_seconds"][0] for c in some) for some in (good, choices)]
+    met = [c for c in choices if c["met"]]
+    good = [c for c in met if c["picked"] and c["over_cheapest"] <= _WELL_CHOSEN]
+    seconds = [sum(c["deadline_seconds"][1] - c["deadline_seconds"][0] for c in some) for some in (good, met)]
     intervals = [row["interval"][0] <= row["measured_seconds"] <= row["interval"][1] for row in rows if row["interval"]]
     return {
         "mean_error_seconds": statistics.mean(errors["seconds"]),
         "largest_error_seconds": max(errors["seconds"]),
+        "unscaled": {"mean_error_seconds": statistics.mean(raw), "largest_error_seconds": max(raw)},
         "largest_error_cost": max(errors["cost"]),
         "well_chosen": {"over_cheapest": _WELL_CHOSEN, "share_of_deadlines": seconds[0] / seconds[1]},
         "latest": max(choice["late"] for choice in choices),
@@ -267,7 +278,8 @@ def main(values: flags.FlagValues) -> None:
 
     def save() -> None:
         more = {"repeats": min(map(len, times)), "slowness": slowness, "startup_seconds": startup, "times": times}
-        write_json(path, {**about, **host.environment(), **(summarize(rows) if rows else {}), **more, "rows": rows})
+        found = summarize(rows, times) if rows else {}
+        write_json(path, {**about, **host.environment(), **found, **more, "rows": rows})
 
     bed = Bed(profile, values.data)
     for kind in KINDS:
@@ -306,7 +318,7 @@ def main(values: flags.FlagValues) -> None:
         )
     save()
     draw(rows, output / "rented.png")
-    print(summarize(rows))
+    print(summarize(rows, times))
 
 
 def _way(

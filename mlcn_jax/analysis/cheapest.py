@@ -59,7 +59,8 @@ def _fits_nowhere(market: Market) -> str:
         f"the model fits none of the {len(market.choices)} machines: {largest.spec} needs {needed / 2**30:.2f} GiB for "
         f"batches of {task.batch_size}, and all lanes {(needed + others) / 2**30:.2f} GiB, but the largest device has "
         f"{roomiest.memory_bytes / 2**30:.2f} GiB: it would fit with {smaller}narrower lanes, or a device with "
-        f"{(needed + others) / 2**30:.2f} GiB"
+        f"{(needed + others) / 2**30:.2f} GiB; model.remat=full and train.accumulation_steps need less, which device "
+        f"profiles do not predict ({program()} describe --memory_gib=N does)"
     )
 
 
@@ -71,11 +72,16 @@ def task_of(config: Any, session: Any) -> Task:
       session: its `Session`.
 
     Raises:
-      InputError: the model has no lanes, whose costs a profile could predict.
+      InputError: the model has no lanes, whose costs a profile could predict, or computes activations again.
     """
     spec, train = session.spec, config.train
     if not spec.lane_groups:
         raise InputError("device profiles predict lanes, and CapsNet has none: give a configuration of an mlcn")
+    if spec.remat != "none":
+        raise InputError(
+            f"model.remat is {spec.remat}, but device profiles predict time and memory of steps that keep all "
+            f"activations: ask with model.remat=none ({program()} describe --memory_gib=N says what fits with full)"
+        )
     validation = len(session.validation.labels)
     views = 2 if config.data.flip or config.data.alternate_flips else 1
     scored = views * (validation + train.score_test * len(session.dataset.test.labels))
@@ -101,12 +107,13 @@ def with_profiles(
 
     Args:
       offers: the offers of a catalog.
-      profiles: profiles and their files, by machine or accelerator in lower case.
+      profiles: as of `read_profiles`.
       terms: if they give no interruptions, spot machines whose catalog gives none are left out.
     """
     found, passed = [], []
     for offer in offers:
-        key = next((n.lower() for n in (offer.machine, offer.accelerator) if n and n.lower() in profiles), "")
+        names = [offer.profile] if offer.profile else [offer.machine.lower(), offer.accelerator.lower()]
+        key = next((name for name in names if name in profiles), "")
         cores = profiles[key][0].cpu_count * offer.devices if key and profiles[key][0].platform == "cpu" else None
         if not key:
             passed.append(
@@ -158,6 +165,8 @@ def seconds_of(text: str, flag: str) -> float:
 def read_profiles(text: str, offers: Sequence[Offer]) -> dict[str, tuple[DeviceProfile, str]]:
     """The profiles of a catalog's machines, with their files, by machine or accelerator in lower case.
 
+    Those that the catalog names are by file: machines of one name may have several.
+
     Args:
       text: `FILE` or `NAME=FILE`, separated by commas. A file without a name is for the accelerator whose name is part
         of the profile's device name.
@@ -196,7 +205,7 @@ def read_profiles(text: str, offers: Sequence[Offer]) -> dict[str, tuple[DeviceP
         found |= dict.fromkeys(fitting, (load(file), file))
     for offer in offers:
         if offer.profile:
-            found[offer.machine.lower()] = (load(offer.profile), offer.profile)
+            found[offer.profile] = (load(offer.profile), offer.profile)
     if not found:
         kinds = list(dict.fromkeys(offer.accelerator or offer.machine for offer in offers))
         raise InputError(

@@ -13,7 +13,6 @@ from mlcn_jax.analysis.market import Market
 from mlcn_jax.analysis.ways import Choice, Way
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import program
-from mlcn_jax.placement.spot import Interruptions
 
 _PORT = 29500
 
@@ -107,12 +106,13 @@ def commands(market: Market, way: Way, base: Sequence[str]) -> list[str]:
     if way.kind == "apart":
         return [*lines, *_apart(market, way, choices, base)]
     fields = [f"--config.train.checkpoint_every={way.save_every}"]
-    if way.kind == "mesh":
+    if way.placement is None:
         fields += [f"--config.parallel.data={way.data}", f"--config.parallel.lane={way.lane}"]
     else:
         fields += ["--config.parallel.plan=stacks", f"--config.parallel.lane={way.lane}"]
-        fields += ["--config.parallel.partitioner=exact"]
-    processes = sum(_processes(choice, way) for choice in choices)
+        fields += [f"--config.parallel.partitioner={way.placement.partitioner}"]
+    used = [min(choice.offer.devices, way.data * way.lane) for choice in choices]
+    processes = sum(choice.processes(count) for choice, count in zip(choices, used, strict=True))
     number = 0
     for i, choice in enumerate(choices):
         own = list(fields)
@@ -120,29 +120,25 @@ def commands(market: Market, way: Way, base: Sequence[str]) -> list[str]:
             own.append(f"--config.parallel.profile={choice.profile_file}")
         if len(choices) == 1:
             own += [f"--config.parallel.processes={processes}"] if processes > 1 else []
-            lines.append(_on(choice, i, _train(base, own, "cheapest")))
+            command = _train(base, own, "cheapest")
+            idle = choice.profile.platform == "cpu" and used[0] < choice.offer.devices
+            lines.append(_on(choice, i, _on_cores(choice, 0, used[0], command) if idle else command))
             continue
         host = "$(sky status --ip mlcn-0)" if choices[0].offer.cloud else "HOST"
-        here = _processes(choice, way)
+        here = choice.processes(used[i])
         for k in range(here):
             address = [f"--config.parallel.processes={processes}", f"--config.parallel.process={number}"]
             address.append(f"--config.parallel.coordinator={host}:{_PORT}")
             command = _train(base, [*own, *address], "cheapest")
-            lines.append(_on(choice, i, _on_cores(choice, k, command) if here > 1 else command))
+            lines.append(_on(choice, i, _on_cores(choice, k, 1, command) if here > 1 else command))
             number += 1
     return lines
 
 
-def _processes(choice: Choice, way: Way) -> int:
-    """How many processes a machine runs: accelerators share one, CPU devices have one each."""
-    used = min(choice.offer.devices, way.data * way.lane)
-    return used if choice.profile.platform == "cpu" else 1
-
-
-def _on_cores(choice: Choice, device: int, command: str) -> str:
-    """A command bound to the cores of one of a machine's devices."""
-    count = choice.profile.cpu_count
-    return f"taskset --cpu-list {device * count}-{(device + 1) * count - 1} {command}"
+def _on_cores(choice: Choice, first: int, count: int, command: str) -> str:
+    """A command bound to the cores of so many of a machine's devices, from the first of them on."""
+    cores = choice.profile.cpu_count
+    return f"taskset --cpu-list {first * cores}-{(first + count) * cores - 1} {command}"
 
 
 def _apart(market: Market, way: Way, choices: Sequence[Choice], base: Sequence[str]) -> list[str]:
@@ -211,15 +207,14 @@ def write(
     draw(market, ways, best, deadline_seconds, output / "cheapest.png")
 
 
-def advice(market: Market, best: Way) -> str:
+def advice(best: Way) -> str:
     """How often to save, and why, where machines of the best way may be interrupted."""
-    choices = [market.choices[n] for n in best.machines]
-    rate = sum(choice.interruptions.per_second for choice in choices)
-    if not rate:
+    if not best.interruptions:
         return ""
-    restart = max(choice.interruptions.restart_seconds for choice in choices)
-    interval = Interruptions(rate, restart, market.terms.checkpoint_seconds).best_interval()
+    every = f"saving every {duration(best.save_every * best.step_seconds)} of work"
+    if best.kind == "apart":
+        every = "saving each lane as often as its command says"
     return (
-        f"{best.interruptions:.2f} interruptions expected; saving every {duration(interval)} of work costs least, and "
-        f"an interruption then undoes {duration(best.lost_seconds)}"
+        f"{best.interruptions:.2f} interruptions expected; {every} costs least, and an interruption then undoes "
+        f"{'up to ' if best.kind == 'apart' else ''}{duration(best.lost_seconds)}"
     )

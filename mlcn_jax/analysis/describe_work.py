@@ -29,8 +29,8 @@ def work_by_part(config: RunConfig, spec: ModelSpec) -> dict[str, tuple[int, wor
 
     The parts are a step of each kind of lane, and the head: loss, decoder, their gradients and the decoder's update.
     They are traced with the convolution algorithms that a run on this platform uses. `all` is the sum of their work;
-    its depth is that of the whole step, traced with one lane of each kind because equal lanes count as parallel.
-    CapsNet has no parts.
+    its depth is that of the whole step, traced with one lane of each kind because equal lanes count as parallel, and
+    what the head, which reduces over all lanes, is deeper with all of them. CapsNet has no parts.
     """
     batch_size = config.train.batch_size
     if not spec.lane_groups:
@@ -49,11 +49,10 @@ def work_by_part(config: RunConfig, spec: ModelSpec) -> dict[str, tuple[int, wor
         state = (params, jax.eval_shape(optimizer.init, params))
         columns = jax.ShapeDtypeStruct((batch_size, spec.num_classes, 1), _column_dtype(group, spec))
         parts[str(group.spec)] = (group.count, work.work_of(step, state, images, columns))
-    parts["head"] = (1, _head(config, spec))
-    parts["all"] = (
-        1,
-        work.combined(list(parts.values()), _whole(config, _one_of_each(spec)).depth, _held(config, spec)),
-    )
+    head, few = _head(config, spec), _one_of_each(spec)
+    parts["head"] = (1, head)
+    depth = _whole(config, few).depth + head.depth - _head(config, few).depth
+    parts["all"] = (1, work.combined(list(parts.values()), depth, _held(config, spec)))
     return parts
 
 
@@ -129,7 +128,10 @@ def scaling(
     if profile is not None:
         found["seconds"] = _seconds(spec, config.train.batch_size, whole, profile, counts)
     if link is not None and spec.lane_groups:
-        alone = found["seconds"]["predicted_on_one_device"] if profile else None
+        alone = None
+        if profile is not None:
+            head = profile.head_seconds(len(spec.lane_specs), config.train.batch_size)
+            alone = (found["seconds"]["predicted_on_one_device"], head)
         found["communication"] = _communication(config, spec, link, alone, counts)
     return found
 
@@ -157,9 +159,12 @@ def _seconds(
 
 
 def _communication(
-    config: RunConfig, spec: ModelSpec, link: Link, alone: float | None, counts: list[int]
+    config: RunConfig, spec: ModelSpec, link: Link, alone: tuple[float, float] | None, counts: list[int]
 ) -> dict[str, Any]:
-    """Seconds of communication by split and number of devices, and how far each split can scale."""
+    """Seconds of communication by split and number of devices, and how far each split can scale.
+
+    `alone` has the seconds of a step on one device and those of its head, which one device computes under stacks.
+    """
     batch_size, dtype = config.train.batch_size, config.parallel.exchange_dtype
     column_bytes = splits.column_value_bytes(spec, dtype) * batch_size * spec.num_classes * len(spec.lane_specs)
 
@@ -174,13 +179,13 @@ def _communication(
 
     found = {}
     for split in ("data", "lane", "stacks"):
-        possible = [n for n in counts if n > 1 and _divides(spec, batch_size, split, n)]
-        rows = {n: {"bytes": bytes_of(split, n)} | bounds.communication(n, bytes_of(split, n), link) for n in possible}
+        most = batch_size if split == "data" else len(spec.lane_specs)
+        moved = {n: bytes_of(split, n) for n in range(2, most + 1) if _divides(spec, batch_size, split, n)}
+        rows = {n: {"bytes": moved[n]} | bounds.communication(n, moved[n], link) for n in counts if n in moved}
         found[split] = {"by_devices": rows}
-        if alone is not None and possible:
-            moved = max(row["bytes"] for row in rows.values())  # equal, except for layers that do not divide evenly
-            most = batch_size if split == "data" else len(spec.lane_specs)
-            found[split] |= dataclasses.asdict(bounds.limit(alone, moved, link, most))
+        if alone is not None and moved:
+            seconds, head = alone
+            found[split] |= dataclasses.asdict(bounds.limit(seconds, moved, link, head if split == "stacks" else 0.0))
     hybrids = {n: _hybrid(config, spec, link, n) for n in counts}
     return found | {"hybrid": {"by_devices": {n: row for n, row in hybrids.items() if row}}}
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,6 +14,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost, rental, simulate
 from mlcn_jax.placement.catalog import Offer
+from mlcn_jax.placement.heuristics import HEURISTICS
 from mlcn_jax.placement.interval import Interval, around
 from mlcn_jax.placement.partition import partition
 from mlcn_jax.placement.problem import NoRoom, Placement
@@ -26,6 +28,7 @@ _PARETO_POINTS = 5  # ways with lanes trained apart
 _EARLIER = 0.8  # each further deadline, relative to the time of the way before
 _MOST_SETS = 10**6  # sets of machines
 _EXACT_SECONDS = 1.0  # for one integer program
+_FAST_PARTITIONERS = [name for name in HEURISTICS if name != "random"]
 
 
 class Market:
@@ -35,28 +38,29 @@ class Market:
       task, terms: what is trained and on what terms.
       offers: offers, each with its device profile and the file of the profile.
 
+    Attributes:
+      choices: the offers that can be part of a cheapest way.
+      passed: why offers were passed over: their profiles were measured with other lanes or images.
+
     Raises:
-      InputError: a profile was measured with other lanes or images.
+      InputError: all were passed over.
     """
 
     def __init__(self, task: Task, terms: Terms, offers: Sequence[tuple[Offer, DeviceProfile, str]]):
         self.task, self.terms = task, terms
         self._costs = [lane_cost(task.spec, group.spec) for group in task.spec.lane_groups]
         self.counts = [group.count for group in task.spec.lane_groups]
-        choices = [self._choice(*entry) for entry in offers]
-        same = {id(c.profile): c.profile for c in choices}
-        for profile in same.values():  # raises if it was not measured with these lanes
-            for one in self._costs:
-                profile.lane_seconds(one, task.batch_size)
+        profiles = {id(profile): profile for _, profile, _ in offers}
+        obstacles = {key: told for key, profile in profiles.items() if (told := self._obstacle(profile))}
+        unfit = [f"{offer.machine}: {file}: {obstacles[id(p)]}" for offer, p, file in offers if id(p) in obstacles]
+        self.passed = list(dict.fromkeys(unfit))
+        choices = [self._choice(*entry) for entry in offers if id(entry[1]) not in obstacles]
+        if not choices:
+            reasons = "\n".join(f"  {reason}" for reason in self.passed)
+            raise InputError(f"no machine has a profile that was measured with these lanes:\n{reasons}")
 
         def alike(k: int, n: int) -> bool:
-            a, b = choices[k], choices[n]
-            return (
-                a.profile is b.profile
-                and a.offer.devices == b.offer.devices
-                and a.offer.memory_bytes >= b.offer.memory_bytes
-                and a.interruptions.per_second <= b.interruptions.per_second
-            )
+            return choices[k].covers(choices[n]) and choices[k].offer.place == choices[n].offer.place
 
         kept = rental.undominated([c.machine for c in choices], alike, terms.most_machines)
         self.choices = [choices[n] for n in kept]
@@ -66,6 +70,16 @@ class Market:
     def ways(self, deadline_seconds: float = math.inf) -> list[Way]:
         """The ways that no other beats in both time and cost, fastest first, with the cheapest by the deadline."""
         return rental.front([*self._together(), *self._apart(deadline_seconds)])
+
+    def _obstacle(self, profile: DeviceProfile) -> str:
+        """Why a profile cannot predict the lanes, in one line; empty if it can."""
+        try:
+            for one in self._costs:
+                profile.lane_seconds(one, self.task.batch_size)
+                profile.lane_bytes(one, self.task.batch_size)
+        except InputError as error:
+            return " ".join(str(error).split())
+        return ""
 
     def _choice(self, offer: Offer, profile: DeviceProfile, file: str) -> Choice:
         terms = self.terms
@@ -81,22 +95,30 @@ class Market:
             startup_seconds=startup,
             minimum_seconds=given(offer.minimum_seconds, terms.minimum_seconds),
             available=offer.available,
+            pool=offer.row,
         )
         return Choice(offer, profile, file, machine, Interruptions(rate / 3600, startup, terms.checkpoint_seconds))
 
     # Machines that train one run together.
 
     def _together(self) -> list[Way]:
-        """Ways on the Pareto front, over sets of machines; sets that cannot be on it are skipped without a solution."""
+        """Ways on the Pareto front, over sets of machines; sets that cannot be on it are skipped without a solution.
+
+        The machines of a set are in one place, since only one link is given.
+        """
         machines = [choice.machine for choice in self.choices]
         most = self.terms.most_machines if self.terms.link else 1
-        if (count := sum(math.comb(len(machines) + n - 1, n) for n in range(1, most + 1))) > _MOST_SETS:
+        places: dict[tuple[str, str], list[int]] = {}
+        for n, choice in enumerate(self.choices):
+            places.setdefault(choice.offer.place, []).append(n)
+        count = sum(math.comb(len(own) + n - 1, n) for own in places.values() for n in range(1, most + 1))
+        if count > _MOST_SETS:
             raise InputError(
                 f"--most_machines={most} of {len(machines)} different offers give {count:,} sets of machines, but only "
                 f"{_MOST_SETS:,} can be tried: lower --most_machines, or leave offers out of the catalog"
             )
         bounded = []
-        for chosen in rental.sets(machines, most):
+        for chosen in itertools.chain.from_iterable(rental.sets(machines, most, own) for own in places.values()):
             least = self._least_seconds(chosen)
             bounded.append((sum(machines[n].cost(least) for n in chosen), least, chosen))
         found: list[Way] = []
@@ -121,8 +143,8 @@ class Market:
     def on(self, chosen: tuple[int, ...]) -> list[Way]:
         """Every split that trains one run together on a set of machines, given by the numbers of their choices.
 
-        The fastest machine comes first: its first device computes loss and decoder in stacks. A single machine on all
-        of whose devices the model cannot be split trains it on fewer.
+        The fastest machine comes first: its first device computes loss and decoder in stacks. A single machine also
+        trains it on fewer of its devices.
         """
         chosen = tuple(sorted(chosen, key=self._speed))
         alike = tuple(
@@ -134,11 +156,10 @@ class Market:
 
     def _splits(self, chosen: tuple[int, ...]) -> list["_Split"]:
         devices = [self.choices[n].devices for n in chosen]
-        fewest = 1 if len(chosen) == 1 else len(devices[0])
-        for count in range(len(devices[0]), fewest - 1, -1):
-            if found := self._splits_over(chosen, [devices[0][:count], *devices[1:]]):
-                return found
-        return []
+        if len(chosen) > 1:
+            return self._splits_over(chosen, devices)
+        counts = range(1, len(devices[0]) + 1)
+        return [split for count in counts for split in self._splits_over(chosen, [devices[0][:count]])]
 
     def _splits_over(self, chosen: tuple[int, ...], devices: Sequence[Sequence[DeviceProfile]]) -> list["_Split"]:
         task, spec, messages = self.task, self.task.spec, self.task.messages
@@ -161,10 +182,11 @@ class Market:
                 if all(splits.has_room(spec, task.batch_size // data, lane, profile) for profile in profiles):
                     step = splits.predict_mesh(spec, task.batch_size, data, lane, profiles, ones, cluster, messages)
                     add(step, data, lane)
+        in_one_process = len(chosen) == 1 and self.choices[chosen[0]].processes(count) == 1
+        exchange = "direct" if in_one_process else "ring"
         stacked = count > 1 and splits.can_stack(spec, messages)
-        placement = self._placement(profiles, cluster) if stacked else None
-        if placement:
-            args = (placement, profiles, ones, "ring", cluster, messages)
+        for placement in self._placements(profiles) if stacked else ():
+            args = (placement, profiles, ones, exchange, cluster, messages)
             add(splits.predict_stacks(spec, task.batch_size, *args), 1, count, placement)
         return found
 
@@ -172,20 +194,21 @@ class Market:
         link = self.choices[number].profile.link
         return simulate.Link(**link) if link else _FREE
 
-    def _placement(self, profiles: Sequence[DeviceProfile], cluster: simulate.Cluster) -> Placement | None:
-        """The lanes of each device such that the slowest is done soonest; None if they do not fit or leave one idle."""
-        on_host = [cluster.hosts.count(host) for host in cluster.hosts]
-        slower = [profile.slowdown(n) for profile, n in zip(profiles, on_host, strict=True)]
+    def _placements(self, profiles: Sequence[DeviceProfile]) -> list[Placement]:
+        """The placements that a run can be told to make, by naming a partitioner, with a lane on each device.
+
+        One of them computes fastest; over a slow link another may be faster that has fewer lanes on its fullest device,
+        which decides how much is sent.
+        """
+        if len(profiles) > len(self.task.spec.lane_specs):
+            return []
         names = [str(d) for d in range(len(profiles))]
-        problem = splits.placement_problem(self.task.spec, self.task.batch_size, profiles, names, slower)
-        with contextlib.suppress(NoRoom):
-            placement = None
+        problem = splits.placement_problem(self.task.spec, self.task.batch_size, profiles, names)
+        found = splits.placements(problem, _FAST_PARTITIONERS)
+        if not any(placement.optimal for placement in found):
             with contextlib.suppress(NoRoom):
-                placement = partition("greedy", problem)
-            if placement is None or not placement.optimal:
-                placement = partition("exact", problem, time_limit_seconds=_EXACT_SECONDS)
-            return placement if len(set(placement.device_of)) == len(profiles) else None
-        return None
+                found.append(partition("exact", problem, time_limit_seconds=_EXACT_SECONDS))
+        return [placement for placement in found if len(set(placement.device_of)) == len(profiles)]
 
     def _way(self, chosen: tuple[int, ...], split: "_Split") -> Way:
         choices = [self.choices[n] for n in chosen]
@@ -203,7 +226,7 @@ class Market:
             interval=_of_run(split.interval, split.seconds, started, run.seconds),
             save_every=run.save_every,
             interruptions=per_second * seconds,
-            lost_seconds=interruptions.lost_seconds(run.save_every * split.seconds),
+            lost_seconds=run.lost_seconds,
             data=split.data,
             lane=split.lane,
             placement=split.placement,
@@ -218,7 +241,8 @@ class Market:
         every = min(task.save_every, task.steps)
         if interruptions.per_second:
             every = min(task.steps, max(1, round(interruptions.best_interval() / step_seconds)))
-        return _Run(every, interruptions.expected_seconds(work, every * step_seconds))
+        interval = every * step_seconds
+        return _Run(every, interruptions.expected_seconds(work, interval), interruptions.lost_seconds(interval))
 
     # Lanes trained apart.
 
@@ -227,12 +251,12 @@ class Market:
         task = self.task
         if not task.apart or len(task.spec.lane_specs) < 2:
             return []
-        runs = [[self._lane_run(choice, one) for one in self._costs] for choice in self.choices]
-        machines = [
-            dataclasses.replace(choice.machine, lane_seconds=tuple(run.seconds for run in row))
-            for choice, row in zip(self.choices, runs, strict=True)
-        ]
-        given = (machines, self.counts, self.terms.most_machines)
+        own, most = [choice.machine for choice in self.choices], self.terms.most_machines
+        # Wherever they are: they send each other nothing.
+        numbers = rental.undominated(own, lambda k, n: self.choices[k].covers(self.choices[n]), most)
+        runs = {n: [self._lane_run(self.choices[n], one) for one in self._costs] for n in numbers}
+        machines = [dataclasses.replace(own[n], lane_seconds=tuple(run.seconds for run in runs[n])) for n in numbers]
+        given = (machines, self.counts, most)
         answers = [rental.apart(*given, math.inf, _EXACT_SECONDS, fastest=True)]
         for start in dict.fromkeys((deadline_seconds, math.inf)):
             deadline = start
@@ -241,7 +265,8 @@ class Market:
                 if answers[-1] is None:
                     break
                 deadline = _EARLIER * answers[-1].seconds
-        return [self._apart_way(answer, runs) for answer in answers if answer is not None]
+        found = [answer for answer in answers if answer is not None]
+        return [self._apart_way(answer, [(numbers[n], held) for n, held in answer.rented], runs) for answer in found]
 
     def lane_save_every(self, number: int, kind: int) -> int:
         """Steps between the checkpoints of a lane of a kind that a machine trains apart."""
@@ -250,7 +275,7 @@ class Market:
     def _lane_run(self, choice: Choice, one: cost.LaneCost) -> "_Run":
         profile = choice.devices[0]
         if profile.lane_bytes(one, self.task.batch_size) > profile.memory_bytes:
-            return _Run(1, math.inf)
+            return _Run(1, math.inf, 0.0)
         step = self._lane_step(profile, one)
         run = self._run(step, profile.forward_share, choice.interruptions)
         return run  # on one of the machine's devices
@@ -258,19 +283,21 @@ class Market:
     def _lane_step(self, profile: DeviceProfile, one: cost.LaneCost) -> float:
         return profile.model_seconds([one], self.task.batch_size) + profile.head_seconds(1, self.task.batch_size)
 
-    def _apart_way(self, answer: rental.Apart, runs: Sequence[Sequence["_Run"]]) -> Way:
-        chosen = tuple(n for n, _ in answer.rented)
-        lanes = tuple(held for _, held in answer.rented)
+    def _apart_way(
+        self, answer: rental.Apart, rented: Sequence[tuple[int, tuple[int, ...]]], runs: dict[int, list["_Run"]]
+    ) -> Way:
+        chosen = tuple(n for n, _ in rented)
+        lanes = tuple(held for _, held in rented)
         longest = max(
             (
                 (self._lane_step(self.choices[n].profile, one), n, k)
-                for n, held in answer.rented
+                for n, held in rented
                 for k, (one, count) in enumerate(zip(self._costs, held, strict=True))
                 if count
             ),
         )
         step, number, kind = longest
-        interruptions = self.choices[number].interruptions
+        lost = [runs[n][k].lost_seconds for n, held in rented for k, count in enumerate(held) if count]
         interval = around(1.0, [self.choices[n].profile for n in chosen], [[(kind, 1.0)]] * len(chosen))
         started = max(self.choices[n].machine.startup_seconds for n in chosen)
         return Way(
@@ -282,7 +309,7 @@ class Market:
             interval=_of_run(interval, 1.0, started, answer.seconds - started),
             save_every=runs[number][kind].save_every,
             interruptions=sum(self.choices[n].interruptions.per_second for n in chosen) * answer.seconds,
-            lost_seconds=interruptions.lost_seconds(runs[number][kind].save_every * step),
+            lost_seconds=max(lost),
             lanes=lanes,
         )
 
@@ -301,8 +328,11 @@ class _Split:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
+    """Steps between checkpoints, expected seconds of the whole run, and those that an interruption undoes."""
+
     save_every: int
     seconds: float
+    lost_seconds: float
 
 
 def _of_run(interval: Interval | None, step: float, started: float, seconds: float) -> Interval | None:

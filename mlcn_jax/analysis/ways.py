@@ -80,6 +80,19 @@ class Choice:
         memory = int(min(self.profile.memory_bytes, own))
         return [dataclasses.replace(self.profile, memory_bytes=memory)] * self.offer.devices
 
+    def processes(self, devices: int) -> int:
+        """How many processes train on so many of its devices: accelerators share one, CPU devices have one each."""
+        return devices if self.profile.platform == "cpu" else 1
+
+    def covers(self, other: "Choice") -> bool:
+        """Whether it trains all that another does, as fast, and is taken away no more often."""
+        return (
+            self.profile is other.profile
+            and self.offer.devices == other.offer.devices
+            and self.offer.memory_bytes >= other.offer.memory_bytes
+            and self.interruptions.per_second <= other.interruptions.per_second
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Way:
@@ -93,7 +106,8 @@ class Way:
       interval: interval of the run's seconds; None if a profile keeps no residuals.
       save_every: steps between checkpoints.
       interruptions: expected number in the whole run.
-      lost_seconds: expected work undone by each interruption.
+      lost_seconds: expected work, and time of saving, that an interruption undoes; of the lane that loses most if
+        trained apart.
       data, lane: numbers of devices over which the batch and the lanes are split.
       placement: device of each lane, for stacks.
       lanes: for machines that train apart, how many of each kind of lane each trains.

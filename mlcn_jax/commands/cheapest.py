@@ -13,12 +13,23 @@ of time and cost to `cheapest.json` and `cheapest.png`, and prints the commands 
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
 from mlcn_jax.commands import arguments
 from mlcn_jax.commands.run_config import config_of
 from mlcn_jax.errors import InputError
+
+_NUMBERS = (
+    ("startup_seconds", 180.0, "From the order of a machine to its first step, compiling included."),
+    ("minimum_seconds", 60.0, "Shortest time that is paid for."),
+    ("checkpoint_seconds", 1.0, "Time that saving a checkpoint takes from training."),
+    ("download_bytes_per_second", 1e7, "Rate at which a machine gets its images."),
+    ("interruptions_per_hour", None, "Of a spot machine; without it, spot machines are left out."),
+    ("latency_seconds", None, "Latency between machines; without a link, none train one run together."),
+    ("bytes_per_second", None, "Bandwidth between machines."),
+)
 
 
 def define(values: flags.FlagValues) -> None:
@@ -32,15 +43,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("priced_on", "", text, flag_values=values)
     text = "Machines to rent at once."
     flags.DEFINE_integer("most_machines", 2, text, lower_bound=1, upper_bound=8, flag_values=values)
-    for name, default, text in (
-        ("startup_seconds", 180.0, "From the order of a machine to its first step, compiling included."),
-        ("minimum_seconds", 60.0, "Shortest time that is paid for."),
-        ("checkpoint_seconds", 1.0, "Time that saving a checkpoint takes from training."),
-        ("download_bytes_per_second", 1e7, "Rate at which a machine gets its images."),
-        ("interruptions_per_hour", None, "Of a spot machine; without it, spot machines are left out."),
-        ("latency_seconds", None, "Latency between machines; without a link, none train one run together."),
-        ("bytes_per_second", None, "Bandwidth between machines."),
-    ):
+    for name, default, text in _NUMBERS:
         flags.DEFINE_float(name, default, text, lower_bound=0.0, flag_values=values)
 
 
@@ -48,6 +51,9 @@ def main(argv: Sequence[str]) -> None:
     values = arguments.parse("cheapest", __doc__, define, argv, config="run")
     if not values.catalog:
         raise InputError("--catalog=FILE is needed: SkyPilot's vms.csv, or a CSV with the columns machine and price")
+    for name, *_ in _NUMBERS:
+        if not math.isfinite(values[name].value or 0.0):
+            raise InputError(f"--{name} is {values[name].value}: give a finite number")
     if (values.latency_seconds is None) != (values.bytes_per_second is None):
         raise InputError("--latency_seconds and --bytes_per_second describe one link: give both or neither")
     if values.bytes_per_second == 0 or values.download_bytes_per_second == 0:
@@ -63,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
     from mlcn_jax.training.session import open_session
 
     deadline = cheapest.seconds_of(values.deadline, "deadline") if values.deadline else math.inf
-    offers = read_catalog(Path(values.catalog).expanduser(), values.priced_on)
+    offers, passed = read_catalog(Path(values.catalog).expanduser(), values.priced_on)
     profiles = cheapest.read_profiles(values.profiles, offers)
     link = None if values.bytes_per_second is None else Link(values.latency_seconds, values.bytes_per_second)
     terms = Terms(
@@ -77,25 +83,33 @@ def main(argv: Sequence[str]) -> None:
     )
     output = Path(values.output).expanduser()
     make_folder(output, "output")
-    judged, passed = cheapest.with_profiles(offers, profiles, terms)
+    judged, without = cheapest.with_profiles(offers, profiles, terms)
+    passed += without
     if not judged:
         raise InputError("no machine of the catalog can be judged:\n" + "\n".join(f"  {reason}" for reason in passed))
     market = Market(cheapest.task_of(config, open_session(config)), terms, judged)
+    passed += market.passed
     ways = market.ways(deadline)
     best = cheapest.best_way(market, ways, deadline)
-    launch = cheapest_report.commands(market, best, _config_flags(argv))
+    launch = cheapest_report.commands(market, best, _config_flags(argv, values["config"]))
     cheapest_report.write(market, ways, best, deadline, passed, launch, output)
     print(cheapest_report.table(market, ways, best))
-    for line in (cheapest_report.advice(market, best), *(f"passed over: {reason}" for reason in passed[:10])):
+    for line in (cheapest_report.advice(best), *(f"passed over: {reason}" for reason in passed[:10])):
         print(line) if line else None
     print(f"the best, for {best.cost:.4g}:", *launch, sep="\n")
     print(f"cheapest.json and cheapest.png in {output}")
 
 
-def _config_flags(argv: Sequence[str]) -> list[str]:
-    """`--config` and the fields that were given, each as one argument."""
-    found, rest = [], iter(argv)
-    for argument in rest:
-        if argument.lstrip("-").startswith("config"):
-            found.append(argument if "=" in argument else f"{argument}={next(rest)}")
-    return found
+def _config_flags(argv: Sequence[str], config: Any) -> list[str]:
+    """`--config` and the fields that were given, each as one argument.
+
+    Args:
+      argv: the arguments, which name the configuration.
+      config: the parsed flag `--config`, which has the fields and their values, however they were written.
+    """
+    named = ""
+    for place, argument in enumerate(argv):
+        name, equals, file = argument.partition("=")
+        if name in ("-config", "--config"):
+            named = file if equals else argv[place + 1]
+    return [f"--config={named}", *(f"--config.{field}={value}" for field, value in config.override_values.items())]

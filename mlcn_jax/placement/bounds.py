@@ -9,11 +9,9 @@ for the formulas of communication.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from mlcn_jax.placement.simulate import Link
-
-_MOST_DEVICES = 2**20  # beyond, no crossing is looked for
 
 
 def _tree(devices: int, num_bytes: float, latency: float, per_byte: float) -> float:
@@ -84,24 +82,25 @@ class Limit:
     at_devices: int
 
 
-def limit(seconds: float, num_bytes: float, link: Link, most: int = _MOST_DEVICES) -> Limit:
+def limit(seconds: float, num_bytes: Mapping[int, float], link: Link, undivided_seconds: float = 0.0) -> Limit:
     """How far a split can scale if computing divides evenly and communication takes the fastest algorithm.
 
     Args:
       seconds: of a step on one device.
-      num_bytes: the bytes that a step sums over the devices, however many they are.
+      num_bytes: the bytes that a step sums over the devices, for every number of devices above 1 that is possible.
       link: between any two devices.
-      most: the largest possible number of devices, such as the number of lanes.
+      undivided_seconds: the part of `seconds` that one device computes for all.
     """
-    counts = sorted({*range(1, min(most, 1024) + 1), *(2**k for k in range(10, 21) if 2**k <= most), most})
     outweighed, best = None, (1.0, 1)
-    for devices in counts:
-        talking = fastest(devices, num_bytes, link)
-        computing = seconds / devices
-        if outweighed is None and devices > 1 and talking >= computing:
+    for devices, size in sorted(num_bytes.items()):
+        talking = fastest(devices, size, link)
+        computing = undivided_seconds + (seconds - undivided_seconds) / devices
+        if outweighed is None and talking >= computing:
             outweighed = devices
-        best = max(best, (seconds / (computing + talking), -devices), key=lambda pair: (pair[0], pair[1]))
-    return Limit(outweighed, best[0], abs(best[1]))
+        speedup = seconds / (computing + talking)
+        if speedup > best[0]:
+            best = (speedup, devices)
+    return Limit(outweighed, *best)
 
 
 def least_seconds(

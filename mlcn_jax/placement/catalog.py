@@ -21,7 +21,7 @@ PLAIN_COLUMNS = {
     "devices": "devices of the machine that train, default 1",
     "memory_gib": "memory for programs, if less than in the profile",
     "region": "where it is",
-    "available": "how many may be rented, default unlimited",
+    "available": "how many may be rented, at either price, default unlimited",
     "startup_seconds": "from the order to the first step, default --startup_seconds",
     "minimum_seconds": "shortest time that is paid for, default --minimum_seconds",
     "interruptions_per_hour": "of a spot machine, default --interruptions_per_hour",
@@ -44,7 +44,8 @@ class Offer:
       cpus: cores of a machine without accelerators; None if the catalog does not say.
       memory_bytes: memory of the machine for programs; infinity if that of the profile holds.
       region, zone: where it is.
-      available: how many may be rented.
+      available: how many may be rented, together with all offers of the same row.
+      row: where in the catalog it is; empty if it is in none.
       startup_seconds, minimum_seconds, interruptions_per_hour: None if the catalog does not say.
       profile: file of the device profile; empty if the catalog does not say.
       cloud: whether SkyPilot knows it.
@@ -65,6 +66,12 @@ class Offer:
     interruptions_per_hour: float | None = None
     profile: str = ""
     cloud: bool = False
+    row: str = ""
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Region and zone: the link between machines is that of machines in one place."""
+        return self.region, self.zone
 
     @property
     def name(self) -> str:
@@ -72,11 +79,10 @@ class Offer:
         return " ".join(part for part in (self.machine, self.zone or self.region, "spot" if self.spot else "") if part)
 
 
-def read_catalog(path: Path, priced_on: str = "", today: datetime.date | None = None) -> list[Offer]:
-    """The offers of a catalog, on demand and spot.
+def read_catalog(path: Path, priced_on: str = "", today: datetime.date | None = None) -> tuple[list[Offer], list[str]]:
+    """The offers of a catalog, on demand and spot, and what was passed over.
 
-    Rows of SkyPilot's without any price are passed over, and so are those of an accelerator without a machine, or of a
-    part of one.
+    That is rows of SkyPilot's without any price, and those of an accelerator without a machine, or of a part of one.
 
     Args:
       path: a CSV file.
@@ -88,7 +94,7 @@ def read_catalog(path: Path, priced_on: str = "", today: datetime.date | None = 
     """
     today = today or datetime.date.today()
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # Excel starts files with a BOM
             reader = csv.DictReader(file)
             rows, columns = list(reader), list(reader.fieldnames or ())
             changed = datetime.date.fromtimestamp(path.stat().st_mtime)
@@ -103,6 +109,7 @@ def read_catalog(path: Path, priced_on: str = "", today: datetime.date | None = 
     if not is_sky:
         _check_columns(path, columns)
     offers: list[Offer] = []
+    unused = 0
     for number, row in enumerate(rows, start=2):
         where = f"{path}, line {number}"
         if None in row or None in row.values():
@@ -110,10 +117,13 @@ def read_catalog(path: Path, priced_on: str = "", today: datetime.date | None = 
         text = row.get("priced_on") or ""
         day = given or (_day(text, f"{where}: priced_on") if text else changed)
         _check_age(day, today, where if text and not given else str(path))
-        offers += _of_sky(row, where) if is_sky else _of_plain(row, where)
+        found = _of_sky(row, where) if is_sky else _of_plain(row, where)
+        offers += found
+        unused += not found
     if not offers:
         raise InputError(f"--catalog={path} has no price in any row: fetch it again, or fill in Price or SpotPrice")
-    return offers
+    passed = [f"{unused} of {len(rows)} rows: no price, no InstanceType, or a part of an accelerator"] if unused else []
+    return offers, passed
 
 
 def _of_sky(row: dict[str, str], where: str) -> list[Offer]:
@@ -130,6 +140,7 @@ def _of_sky(row: dict[str, str], where: str) -> list[Offer]:
         "region": row.get("Region", ""),
         "zone": row.get("AvailabilityZone", ""),
         "cloud": True,
+        "row": where,
     }
     found = []
     for column, spot in (("Price", False), ("SpotPrice", True)):
@@ -166,6 +177,7 @@ def _of_plain(row: dict[str, str], where: str) -> list[Offer]:
             startup_seconds=startup,
             minimum_seconds=minimum,
             interruptions_per_hour=interruptions,
+            row=where,
         )
         for spot, price in prices.items()
         if price < math.inf

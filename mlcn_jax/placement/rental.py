@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from mlcn_jax.errors import InputError
 
@@ -25,8 +25,9 @@ class Machine:
       price: per hour.
       startup_seconds: from requesting it to the first step.
       minimum_seconds: minimum billed time.
-      available: how many may be rented.
+      available: how many may be rented, together with all others of its pool.
       lane_seconds: expected time in which it trains each lane alone, by kind of lane; infinite if it does not fit.
+      pool: kinds of machine with the same pool share what is available; if empty, this one shares nothing.
     """
 
     price: float
@@ -34,6 +35,7 @@ class Machine:
     minimum_seconds: float
     available: int
     lane_seconds: tuple[float, ...] = ()
+    pool: str = ""
 
     def cost(self, seconds: float) -> float:
         """Price of renting it for this time."""
@@ -95,6 +97,8 @@ def apart(
         end = min(end, math.floor(deadline_seconds / unit))
     model = cp_model.CpModel()
     slots, loads, spent, taken_by = [], [], [], []
+    pools = _pools(machines)
+    in_pool: dict[str | int, list[Any]] = {}
     for number, machine in enumerate(machines):
         before = None
         for _ in range(min(machine.available, most_machines, sum(counts))):
@@ -119,11 +123,15 @@ def apart(
             before = used
             slots.append((number, used, held))
             loads.append(used)
+            in_pool.setdefault(pools[number], []).append(used)
             taken_by.append(taken)
             spent.append(round(_UNITS * machine.price / dearest) * paid)
     for kind, count in enumerate(counts):
         model.add(sum(held[kind] for _, _, held in slots) == count)
     model.add(sum(loads) <= most_machines)
+    for pool, machine in zip(pools, machines, strict=True):
+        if len(in_pool.get(pool, ())) > machine.available:
+            model.add(sum(in_pool[pool]) <= machine.available)
     if fastest:
         last = model.new_int_var(0, end, "")
         for taken in taken_by:
@@ -174,12 +182,19 @@ def front(ways: Iterable[P]) -> list[P]:
     return kept
 
 
-def sets(machines: Sequence[Machine], most_machines: int) -> Iterator[tuple[int, ...]]:
-    """Every choice of up to `most_machines` machines, by the numbers of their kinds."""
+def sets(machines: Sequence[Machine], most_machines: int, numbers: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Every choice of up to `most_machines` machines of some kinds, which `numbers` gives."""
+    pools = _pools(machines)
     for size in range(1, most_machines + 1):
-        for chosen in itertools.combinations_with_replacement(range(len(machines)), size):
-            if all(chosen.count(n) <= machines[n].available for n in set(chosen)):
+        for chosen in itertools.combinations_with_replacement(numbers, size):
+            taken = [pools[n] for n in chosen]
+            if all(taken.count(pools[n]) <= machines[n].available for n in chosen):
                 yield chosen
+
+
+def _pools(machines: Sequence[Machine]) -> list[str | int]:
+    """The pool of each machine: its own, if it shares nothing."""
+    return [machine.pool or number for number, machine in enumerate(machines)]
 
 
 def undominated(machines: Sequence[Machine], alike: Callable[[int, int], bool], most_machines: int) -> list[int]:
@@ -193,15 +208,16 @@ def undominated(machines: Sequence[Machine], alike: Callable[[int, int], bool], 
       most_machines: maximum number of machines to rent.
     """
     kept: list[int] = []
+    pools = _pools(machines)
     for n in sorted(range(len(machines)), key=lambda n: (machines[n].price, machines[n].minimum_seconds)):
         mine = machines[n]
-        better = (
-            machines[k].available
+        better = {
+            pools[k]: machines[k].available
             for k in kept
             if machines[k].minimum_seconds <= mine.minimum_seconds
             and machines[k].startup_seconds <= mine.startup_seconds
             and alike(k, n)
-        )
-        if sum(better) < most_machines:
+        }
+        if pools[n] not in better and sum(better.values()) < most_machines:
             kept.append(n)
     return kept

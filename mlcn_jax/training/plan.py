@@ -30,7 +30,7 @@ from mlcn_jax.placement.simulate import Cluster
 from mlcn_jax.training.apart import couplings_of_losses
 from mlcn_jax.training.mesh_runner import MeshRunner
 from mlcn_jax.training.runner import Runner
-from mlcn_jax.training.speeds import kinds_differ, speeds_of
+from mlcn_jax.training.speeds import speeds_of
 from mlcn_jax.training.splits import (
     ROUND_STEPS,
     Messages,
@@ -252,12 +252,13 @@ def _mesh_plan(spec: ModelSpec, batch_size: int, data: int, lane: int) -> Plan:
 
 
 def _with_speeds(found: Plan, spec: ModelSpec, batch_size: int, kept: Path | None) -> Plan:
-    """A mesh gives all devices an equal share: if they are of several kinds, what that costs is measured and said."""
-    devices = list(found.mesh.devices.flat) if found.mesh is not None else []
-    if not spec.lane_groups or not kinds_differ(devices):
+    """A mesh gives all devices an equal share: if they differ, in kind or speed, that is measured and said."""
+    if found.mesh is None or not spec.lane_groups:
         return found
+    devices = list(found.mesh.devices.flat)
     speeds = speeds_of(spec, batch_size, devices, kept and kept / _SPEEDS)
-    assert speeds is not None
+    if speeds is None:
+        return found
     measured = speeds.about([f"{device.device_kind} {device.id}" for device in devices])
     _log.warning(
         "devices differ, and a mesh gives each an equal share: parallel.plan=stacks gives each what it can do (seconds "

@@ -78,33 +78,41 @@ def speeds_of(
       spec, batch_size: those of the run.
       devices: of all processes.
       kept: a file of process 0, from which earlier measurements of these devices are taken and in which new ones are
-        kept; None keeps nothing.
+        kept, also that devices are alike; None keeps nothing.
     """
     kinds = _kinds(devices)
-    if len(set(kinds)) == 1 and not _speeds_differ(devices):
+    if len(set(kinds)) == 1 and jax.process_count() == 1:
         return None
     lanes_of = _lanes_to_time(spec, batch_size)
     asked: dict[str, Any] = {"devices": kinds, "batch_size": batch_size, "lanes": [str(lane) for lane in lanes_of]}
+    # Looked up before anything is timed: near the threshold, another measurement could decide otherwise.
     stored = processes.from_first(_stored(kept, asked) if processes.is_first() else None)
     if stored is None:
-        _log.info("devices differ and have no profile: timing %s on each", " and ".join(asked["lanes"]))
-        mine: dict[str, dict[str, float]] = {}
-        by_device: dict[int, dict[str, float]] = {}
-        for d, device in enumerate(devices):
-            if _is_here(device):
-                mine[kinds[d]] = mine.get(kinds[d]) or {
-                    str(lane): _seconds(lane, spec, batch_size, device) for lane in lanes_of
-                }
-                by_device[d] = mine[kinds[d]]
-        stored = _of_each(devices, by_device)
+        differ = len(set(kinds)) > 1 or _speeds_differ(devices)
+        stored = _timed(spec, batch_size, devices, kinds, lanes_of) if differ else []
         if kept is not None and processes.is_first():
             write_json(kept, {**asked, "seconds": stored})
-    return Speeds(tuple(kinds), batch_size, tuple(stored))
+    return Speeds(tuple(kinds), batch_size, tuple(stored)) if stored else None
 
 
-def kinds_differ(devices: Sequence[jax.Device]) -> bool:
-    """Whether devices are of several kinds, or have other numbers of cores. Every process of the run must call it."""
-    return len(devices) > 1 and len(set(_kinds(devices))) > 1
+def _timed(
+    spec: ModelSpec,
+    batch_size: int,
+    devices: Sequence[jax.Device],
+    kinds: Sequence[str],
+    lanes_of: Sequence[lanes.LaneSpec],
+) -> list[dict[str, float]]:
+    """The seconds of a step of each lane on each device; a process times one device of each kind."""
+    _log.info("devices differ and have no profile: timing %s on each", " and ".join(map(str, lanes_of)))
+    mine: dict[str, dict[str, float]] = {}
+    by_device: dict[int, dict[str, float]] = {}
+    for d, device in enumerate(devices):
+        if _is_here(device):
+            mine[kinds[d]] = mine.get(kinds[d]) or {
+                str(lane): _seconds(lane, spec, batch_size, device) for lane in lanes_of
+            }
+            by_device[d] = mine[kinds[d]]
+    return _of_each(devices, by_device)
 
 
 def _kinds(devices: Sequence[jax.Device]) -> list[str]:
@@ -128,9 +136,7 @@ def _kind(device: jax.Device) -> str:
 
 
 def _speeds_differ(devices: Sequence[jax.Device]) -> bool:
-    """Whether the tiny network takes unequally long in the processes of a run; in one process, no device differs."""
-    if jax.process_count() == 1:
-        return False
+    """Whether the tiny network takes unequally long in the processes of a run."""
     seconds = processes.everywhere(lambda: _tiny_seconds(next(d for d in devices if _is_here(d))))
     return max(seconds) > _ALIKE * min(seconds)
 
@@ -180,6 +186,7 @@ def _mean_seconds(call: Any, at_least: float) -> float:
 
 
 def _stored(path: Path | None, asked: dict[str, Any]) -> list[dict[str, float]] | None:
+    """What was kept when the same was asked: the seconds of each device, none if they are alike; None if nothing."""
     if path is None or not path.exists():
         return None
     try:

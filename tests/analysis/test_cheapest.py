@@ -1,5 +1,6 @@
 """The cheapest machines, against brute force over all sets and splits; what is in the way is said."""
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -11,18 +12,22 @@ import pytest
 from made_profile import make_profile
 
 from mlcn_jax.analysis import cheapest, cheapest_report, market
-from mlcn_jax.commands import front
-from mlcn_jax.commands.cheapest import _config_flags
+from mlcn_jax.commands import arguments, front
+from mlcn_jax.commands import cheapest as command
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.placement import simulate
 from mlcn_jax.placement.catalog import Offer
+from mlcn_jax.placement.problem import Placement
 from mlcn_jax.placement.simulate import Link
+from mlcn_jax.placement.spot import Interruptions
 from mlcn_jax.training import splits
 
 SPEC = ModelSpec("mlcn", (28, 28, 1), 10, "mlcn1:w2*4,mlcn1:w1d2*2")
 TASK = market.Task(SPEC, 100, 2000, 500, 10_000, 10**8, apart=False)
 TERMS = market.Terms(100.0, 60.0, 2.0, 1e7, None, Link(1e-4, 1e8), 2)
 LINK = {"latency_seconds": 1e-5, "bytes_per_second": 1e9}
+FREE = {"latency_seconds": 0.0, "bytes_per_second": 1e18}
 RESIDUALS = {"lane": [0.05, -0.05, 0.05], "stack": [0.1, -0.1, 0.1]}
 
 
@@ -42,22 +47,125 @@ def offers(profiles, *given):
 FAST, SLOW = Offer("fast", 3.0), Offer("slow", 0.8)
 
 
-def test_the_front_holds_the_best_of_every_set_and_split(profiles):
+def steps_over(devices, link):
+    """Seconds of a step under every mesh and every placement of lanes, over pairs of a machine and a profile."""
+    machines, of_each = zip(*devices, strict=True)
+    count, cluster = len(devices), simulate.Cluster(machines, Link(**of_each[0].link), link)
+    given = (of_each, [1.0] * count)
+    for data in (n for n in (1, 2, 4) if count % n == 0):
+        if count // data in (1, 2):  # there are four and two equal lanes
+            yield splits.predict_mesh(SPEC, 100, data, count // data, *given, cluster).total_seconds
+    each = [itertools.combinations_with_replacement(range(count), lanes) for lanes in (4, 2)]
+    for first, second in itertools.product(*each) if count > 1 else ():
+        if len({*first, *second}) == count:
+            placement = Placement("", (*first, *second), (1.0,) * count, (0.0,) * count, 0.0)
+            yield splits.predict_stacks(SPEC, 100, placement, *given, "ring", cluster).total_seconds
+
+
+def brute_force(task, terms, given):
+    """Seconds and cost of every set of up to two machines under every split, a single one also on fewer devices."""
+    sets = [*((entry,) for entry in given), *itertools.combinations_with_replacement(given, 2)]
+    for chosen in sets:
+        devices = [(m, profile) for m, (offer, profile, _) in enumerate(chosen) for _ in range(offer.devices)]
+        for used in range(1 if len(chosen) == 1 else len(devices), len(devices) + 1):
+            for step in steps_over(devices[:used], terms.link):
+                saved = task.steps / task.save_every * terms.checkpoint_seconds
+                seconds = terms.startup_seconds + task.data_bytes / terms.download_bytes_per_second
+                seconds += task.steps * step + saved
+                paid = max(seconds, terms.minimum_seconds) / 3600
+                yield seconds, sum(offer.price for offer, _, _ in chosen) * paid
+
+
+def test_the_front_is_that_of_brute_force_over_sets_splits_and_placements(profiles):
+    """The link costs nothing, so that the fastest placement is the one that computes fastest."""
+    free = {name: dataclasses.replace(one, link=FREE) for name, one in profiles.items()}
+    task, terms = dataclasses.replace(TASK, scored_images=0), dataclasses.replace(TERMS, link=Link(**FREE))
+    given = offers(free, FAST, SLOW, Offer("fast-2", 5.0, devices=2), Offer("slow-dear", 0.9))
+    whole, every = market.Market(task, terms, given), list(brute_force(task, terms, given))
+    found = whole.ways()
+    assert len(every) > 200
+    for seconds, cost in every:
+        assert any(way.seconds <= 1.0001 * seconds and way.cost <= 1.0001 * cost for way in found)
+    for deadline in 1.0001 * np.quantile([seconds for seconds, _ in every], (0.1, 0.3, 0.6, 1.0)):
+        least = min(cost for seconds, cost in every if seconds <= deadline)
+        assert cheapest.best_way(whole, found, deadline).cost == pytest.approx(least, rel=1e-4)
+
+
+def test_no_set_or_split_that_was_passed_over_is_better(profiles):
     terms = dataclasses.replace(TERMS, interruptions_per_hour=0.2)
     given = offers(profiles, FAST, SLOW, Offer("fast-2", 5.0, devices=2), Offer("slow-spot", 0.3, spot=True))
     whole = market.Market(TASK, terms, given)
     found = whole.ways()
     every = []
-    numbers = range(len(whole.choices))
     for size in (1, 2):
-        for chosen in itertools.combinations_with_replacement(numbers, size):
+        for chosen in itertools.combinations_with_replacement(range(len(whole.choices)), size):
             every += whole.on(chosen)
     assert len(every) > 20
     for way in every:
         assert any(f.seconds <= way.seconds and f.cost <= way.cost for f in found)
-    for deadline in np.quantile([way.seconds for way in every], (0.2, 0.5, 1.0)):
-        best = cheapest.best_way(whole, found, deadline)
-        assert best.cost == min(way.cost for way in every if way.seconds <= deadline)
+
+
+def test_over_a_slow_link_the_fullest_device_has_fewer_lanes(profiles):
+    """What is sent grows with its number of lanes; the command asks for the placement that was predicted."""
+
+    def fullest(link):
+        whole = market.Market(TASK, dataclasses.replace(TERMS, link=link), offers(profiles, FAST, SLOW))
+        stacks = [way for way in whole.on((0, 1)) if way.kind == "stacks"]
+        best = min(stacks, key=lambda way: way.seconds)
+        assert f"partitioner={best.placement.partitioner} " in cheapest_report.commands(whole, best, ["--config=x"])[0]
+        return max(collections.Counter(best.placement.device_of).values())
+
+    assert fullest(Link(0.0, 1e12)) > 3
+    assert fullest(Link(0.0, 1e3)) == 3
+
+
+def test_a_machine_trains_on_fewer_devices_where_its_own_link_is_slow(profiles):
+    slow = {"fast": dataclasses.replace(profiles["fast"], link=LINK | {"latency_seconds": 10.0})}
+    whole = market.Market(TASK, TERMS, offers(slow, Offer("fast-4", 5.0, devices=4)))
+    assert {way.data * way.lane for way in whole.on((0,))} == {1, 2, 3, 4}
+    (best,) = whole.ways()
+    assert best.data * best.lane == 1
+    (line,) = cheapest_report.commands(whole, best, ["--config=x"])
+    assert line.startswith(f"taskset --cpu-list 0-{profiles['fast'].cpu_count - 1} ")
+
+
+def test_accelerators_of_one_process_send_columns_straight_to_the_head(profiles):
+    gpu = {"fast": dataclasses.replace(profiles["fast"], platform="gpu")}
+    alone = market.Market(TASK, TERMS, offers(gpu, Offer("fast-4", 5.0, devices=4)))
+    way = next(way for way in alone.on((0,)) if way.kind == "stacks" and way.lane == 4)
+    given = (SPEC, 100, way.placement, [gpu["fast"]] * 4, [1.0] * 4)
+    assert way.step_seconds == pytest.approx(splits.predict_stacks(*given, "direct").total_seconds, rel=1e-9)
+    assert way.step_seconds != pytest.approx(splits.predict_stacks(*given, "ring").total_seconds, rel=1e-9)
+    (line,) = cheapest_report.commands(alone, way, ["--config=x"])
+    assert "parallel.processes" not in line
+
+
+def test_machines_of_several_places_do_not_train_together(profiles):
+    given = offers(profiles, *(dataclasses.replace(one, region=place) for one in (FAST, SLOW) for place in ("a", "b")))
+    whole = market.Market(TASK, TERMS, given)
+    assert len(whole.choices) == 4
+    ways = whole.ways()
+    assert any(len(way.machines) == 2 for way in ways)
+    assert all(len({whole.choices[n].offer.region for n in way.machines}) == 1 for way in ways)
+
+
+def test_a_row_is_not_rented_twice(profiles):
+    terms = dataclasses.replace(TERMS, interruptions_per_hour=0.2)
+    row = {"available": 1, "row": "machines.csv, line 2"}
+    given = offers(profiles, Offer("slow", 0.8, **row), Offer("slow", 0.3, spot=True, **row))
+    task = dataclasses.replace(TASK, apart=True)
+    assert all(len(way.machines) == 1 for way in market.Market(task, terms, given).ways())
+
+
+def test_a_profile_of_other_lanes_leaves_only_its_machine_out(profiles):
+    other = dataclasses.replace(profiles["slow"], image_shape=(32, 32, 3))
+    given = [*offers(profiles, FAST), (SLOW, other, "other.json"), (SLOW, other, "other.json")]
+    whole = market.Market(TASK, TERMS, given)
+    assert [choice.offer for choice in whole.choices] == [FAST]
+    (reason,) = whole.passed
+    assert reason.startswith("slow: other.json: the device profile was measured with other lanes: image_shape: ")
+    with pytest.raises(InputError, match=r"no machine has a profile that .* with these lanes:\n  slow: other\.json"):
+        market.Market(TASK, TERMS, given[1:])
 
 
 def test_a_step_is_never_faster_than_the_bound_by_which_sets_are_passed_over(profiles):
@@ -111,13 +219,18 @@ def test_validating_at_a_checkpoint_is_a_part_of_what_it_costs(profiles):
     validating = market.Market(dataclasses.replace(TASK, validation_images=5000), terms, spot).ways()[0]
     assert validating.save_every > 1.2 * plain.save_every
     assert validating.seconds > plain.seconds
+    interval = validating.save_every * validating.step_seconds
+    assert f"saving every {cheapest.duration(interval)} of work costs" in cheapest_report.advice(validating)
+    without = Interruptions(3 / 3600, 0.0, terms.checkpoint_seconds).lost_seconds(interval)
+    assert validating.lost_seconds > without, "the time of validating is lost, too"
+    assert cheapest_report.advice(market.Market(TASK, terms, offers(profiles, SLOW)).ways()[0]) == ""
 
 
 def test_a_model_that_does_not_divide_trains_on_fewer_of_a_machines_devices(profiles):
     spec = dataclasses.replace(SPEC, lanes="mlcn1:w2,mlcn1:w1d2,mlcn1:w1")
     task, many = dataclasses.replace(TASK, spec=spec, batch_size=99), Offer("fast-7", 5.0, devices=7)
     ways = market.Market(task, TERMS, offers(profiles, many)).on((0,))
-    assert {way.data * way.lane for way in ways} == {3}
+    assert {way.data * way.lane for way in ways} == {1, 2, 3}
 
 
 @pytest.mark.parametrize("changes", [{"messages": splits.Messages(parts=2)}, {"messages": splits.Messages(parts=3)}])
@@ -184,7 +297,7 @@ def test_a_deadline_that_cannot_be_met_names_the_nearest_that_can(profiles):
 def test_a_model_that_fits_nowhere_says_what_would_make_it_fit(profiles):
     small = {"slow": dataclasses.replace(profiles["slow"], memory_bytes=2000)}
     whole = market.Market(TASK, TERMS, offers(small, SLOW))
-    with pytest.raises(InputError, match=r"fits none of the 1 machines: mlcn1:w.* needs .* GiB .*it would fit with"):
+    with pytest.raises(InputError, match=r"fits none of the 1 machines: mlcn1:w.* it would fit with.*model\.remat"):
         cheapest.best_way(whole, whole.ways(), math.inf)
 
 
@@ -243,15 +356,37 @@ def test_the_command_finds_and_writes(profiles, tmp_path, capsys):
     assert best["cost"] == min(way["cost"] for way in stored["ways"])
     assert "| best | " in told
     assert "train --config=quickstart '--config.model.lanes=mlcn1:w2*4' " in told
-    assert _config_flags(["--config", "x", "--catalog=c", "--config.train.seed", "1"]) == [
-        "--config=x",
-        "--config.train.seed=1",
-    ]
     assert (tmp_path / "out" / "cheapest.png").stat().st_size > 1000
     for wrong, message in (
         ([], "--catalog=FILE is needed"),
         ([f"--catalog={catalog}", "--latency_seconds=1e-4"], "describe one link: give both or neither"),
         ([f"--catalog={catalog}", "--deadline=soon"], "is not a time above 0"),
+        ([f"--catalog={catalog}", "--startup_seconds=nan"], "--startup_seconds is nan: give a finite number"),
+        (
+            [f"--catalog={catalog}", f"--output={tmp_path}/out", "--config.model.remat=full"],
+            "model.remat is full, but device profiles predict",
+        ),
     ):
         with pytest.raises(InputError, match=message):
             front.run(["cheapest", "--config=quickstart", *wrong])
+
+
+def test_fields_of_the_configuration_are_launched_however_they_were_written():
+    argv = ["--config", "quickstart", "--noconfig.train.score_test", "--catalog=c", "--config.train.seed", "1"]
+    argv.append("--config.train.lanes_apart")
+    values = arguments.parse("cheapest", "", command.define, argv, config="run")
+    assert command._config_flags(argv, values["config"]) == [
+        "--config=quickstart",
+        "--config.train.score_test=False",
+        "--config.train.seed=1",
+        "--config.train.lanes_apart=True",
+    ]
+
+
+def test_rows_of_one_name_may_have_several_profiles(profiles, tmp_path):
+    for name, profile in profiles.items():
+        profile.save(tmp_path / f"{name}.json")
+    given = [Offer("box", price, profile=f"{tmp_path}/{name}.json") for name, price in (("fast", 3.0), ("slow", 1.0))]
+    judged, passed = cheapest.with_profiles(given, cheapest.read_profiles("", given), TERMS)
+    assert [file for _, _, file in judged] == [offer.profile for offer in given]
+    assert not passed

@@ -74,6 +74,29 @@ def test_a_profile_gives_seconds_and_where_communication_outweighs_computing():
         describe.describe(config, profile=make_profile())
 
 
+def test_best_speedups_are_of_numbers_that_divide_and_the_head_is_not_divided_by_stacks():
+    config = RunConfig().replace({"model.lanes": "mlcn1:w2*6", "data.name": "fashion_mnist", "train.batch_size": 100})
+    profile = dataclasses.replace(make_profile(), peak={"flops_per_second": 1e11, "bytes_per_second": 1e10})
+    found = describe.describe(config, Link(0.0, 1e15), profile, most_devices=4)["scaling"]
+    moved = found["communication"]
+    assert (moved["data"]["at_devices"], moved["lane"]["at_devices"]) == (100, 6)
+    slow = describe.describe(config, Link(0.5, 1e15), profile, most_devices=4)["scaling"]["communication"]["data"]
+    assert slow["at_devices"] in (25, 50), "36 would be best, but does not divide the batch"
+    seconds, head = found["seconds"]["predicted_on_one_device"], profile.head_seconds(6, 100)
+    assert moved["stacks"]["best_speedup"] == pytest.approx(seconds / (head + (seconds - head) / 6), rel=1e-6)
+
+
+def test_depth_counts_reductions_over_all_lanes():
+    few, many = (
+        describe.describe(RunConfig().replace({"model.lanes": f"mlcn1:w1*{count}", "train.batch_size": 10}))
+        for count in (1, 32)
+    )
+    (fewer, head), (more, whole_head) = (
+        (found["scaling"]["work"]["all"]["depth"], found["scaling"]["work"]["head"]["depth"]) for found in (few, many)
+    )
+    assert more - fewer == whole_head - head >= 4
+
+
 def test_a_hybrid_sums_gradients_over_one_axis_and_gathers_over_the_other():
     config = RunConfig().replace({"model.lanes": "mlcn1:w1*4", "data.name": "fashion_mnist", "train.batch_size": 100})
     link = Link(1e-3, 1e7)

@@ -39,6 +39,15 @@ def test_the_simulator_is_checked_on_enough_splits_of_two_devices():
     assert all(row["data"] * row["lane"] == 2 for row in rows)
 
 
+def test_the_check_of_the_simulator_holds_what_is_promised():
+    """No split beats the lower bound, and intervals hold as many of the measured steps as they claim."""
+    found = json.loads((RESULTS / "simulator_check.json").read_text())
+    assert found["least_over_measured"] <= 1
+    assert found["configurations"] >= 40
+    for name in ("inside_interval", "inside_scaled_interval"):
+        assert 0.80 <= found[name] <= 0.97, name
+
+
 def test_a_check_of_the_simulator_goes_on_where_it_was(tmp_path):
     path, about = tmp_path / "check.json", {"rounds": 3, "profile": "abc"}
     assert simulator_check.earlier_rows(path, about) == []
@@ -55,21 +64,24 @@ def test_rented_machines_are_nine_and_choices_are_judged_by_what_was_measured():
         for how in ("predicted", "measured"):
             row |= {f"{how}_seconds": seconds, f"{how}_cost": cost}
         rows.append(row)
-    found = rented.summarize(rows)
+    times = [[{"seconds": 80.0, "slowness": 0.8}], [{"seconds": 200.0, "slowness": 1.0}]]
+    found = rented.summarize(rows, times)
     assert (found["largest_error_seconds"], found["latest"], found["inside_interval"]) == (0.0, 0.0, 1.0)
+    assert found["unscaled"] == {"mean_error_seconds": 0.125, "largest_error_seconds": 0.25}
     assert [(one["picked"], one["deadline_seconds"]) for one in found["choices"]] == [(["a"], [100.0, 200.0])]
     assert found["well_chosen"]["share_of_deadlines"] == 1.0
     rows[1]["measured_seconds"] = 250.0  # predicted to be in time for all deadlines from 100 on
     rows[1]["predicted_seconds"] = 90.0
-    found = rented.summarize(rows)
-    assert found["latest"] == 1.5
+    found = rented.summarize(rows, times)
+    assert found["latest"] == 250 / 90 - 1, "the earliest deadline that is taken"
+    assert [one["over_cheapest"] for one in found["choices"]] == [None, 2 / 3]
     assert found["well_chosen"]["share_of_deadlines"] == 1.0
     rows[1] |= {"measured_seconds": 150.0, "predicted_seconds": 200.0}  # from 150 to 200 it is not seen, and is cheaper
-    found = rented.summarize(rows)
+    found = rented.summarize(rows, times)
     assert found["well_chosen"]["share_of_deadlines"] == 0.5
     assert [one["over_cheapest"] for one in found["choices"]] == [1.0, 1.5]
     rows[0]["predicted_seconds"] = 180.0  # nothing is predicted to be in time before
-    found = rented.summarize(rows)
+    found = rented.summarize(rows, times)
     assert [one["picked"] for one in found["choices"]] == [None, None, ["a"]]
     assert found["well_chosen"]["share_of_deadlines"] == 0.0
 

@@ -1,5 +1,6 @@
 """Lanes trained apart on rented machines, against brute force; interruptions against simulation; catalogs."""
 
+import dataclasses
 import datetime
 import itertools
 import math
@@ -89,7 +90,19 @@ def test_a_machine_that_another_beats_is_left_out():
 
 def test_sets_keep_what_is_available():
     machines = [Machine(1.0, 0, 0, 1), Machine(1.0, 0, 0, 2)]
-    assert list(rental.sets(machines, 2)) == [(0,), (1,), (0, 1), (1, 1)]
+    assert list(rental.sets(machines, 2, [0, 1])) == [(0,), (1,), (0, 1), (1, 1)]
+    assert list(rental.sets(machines, 2, [1])) == [(1,), (1, 1)]
+
+
+def test_machines_of_a_pool_are_available_once():
+    """Two are there, whether on demand or as spot machines."""
+    demand, spot = (Machine(price, 0, 0, 2, (100.0,), "line 2") for price in (3.0, 1.0))
+    assert list(rental.sets([demand, spot], 3, [0, 1])) == [(0,), (1,), (0, 0), (0, 1), (1, 1)]
+    assert rental.apart([demand, spot], (4,), 4, fastest=True).seconds == 200.0
+    apart = [dataclasses.replace(machine, pool="") for machine in (demand, spot)]
+    assert rental.apart(apart, (4,), 4, fastest=True).seconds == 100.0
+    assert rental.undominated([demand, spot], lambda k, n: True, 3) == [1], "the spot machine is there instead"
+    assert rental.undominated(apart, lambda k, n: True, 3) == [1, 0]
 
 
 def test_a_way_that_another_beats_is_not_on_the_front():
@@ -155,7 +168,8 @@ def catalog(tmp_path, text):
 
 
 def test_skypilots_columns_are_read(tmp_path):
-    found = read_catalog(catalog(tmp_path, SKY))
+    found, passed = read_catalog(catalog(tmp_path, SKY))
+    assert passed == ["3 of 5 rows: no price, no InstanceType, or a part of an accelerator"]
     assert [(o.machine, o.price, o.spot, o.devices, o.accelerator) for o in found] == [
         ("p5.48xlarge", 98.3, False, 8, "H100"),
         ("p5.48xlarge", 40.1, True, 8, "H100"),
@@ -170,13 +184,26 @@ def test_skypilots_columns_are_read(tmp_path):
 def test_a_plain_catalog_is_read(tmp_path):
     text = "machine,price,spot_price,available,minimum_seconds,priced_on\n"
     text += "box,1.5,,2,60,2026-05-01\nnas,0,0.1,,,2026-05-01\n"
-    found = read_catalog(catalog(tmp_path, text), today=TODAY)
+    found, passed = read_catalog(catalog(tmp_path, text), today=TODAY)
+    assert not passed
     assert [(o.name, o.price, o.available) for o in found] == [
         ("box", 1.5, 2),
         ("nas", 0.0, 10**6),
         ("nas spot", 0.1, 10**6),
     ]
     assert (found[0].minimum_seconds, found[1].minimum_seconds) == (60.0, None)
+
+
+def test_both_prices_of_a_row_share_what_is_available(tmp_path):
+    found, _ = read_catalog(catalog(tmp_path, "machine,price,spot_price,available\nbox,2,1,4\nbox,3,,4\n"))
+    demand, spot, other = (offer.row for offer in found)
+    assert demand == spot != other
+
+
+def test_a_catalog_from_a_spreadsheet_is_read(tmp_path):
+    path = tmp_path / "machines.csv"
+    path.write_text("machine,price\nbox,1\n", encoding="utf-8-sig")
+    assert read_catalog(path)[0][0].machine == "box"
 
 
 @pytest.mark.parametrize(

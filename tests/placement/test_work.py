@@ -117,13 +117,20 @@ def test_no_algorithm_beats_its_bounds_and_the_simulator_agrees(levels, num_byte
 
 def test_communication_outweighs_computing_where_the_curves_cross():
     link = Link(0.0, 1.0)
-    found = bounds.limit(100.0, 10.0, link)  # computing 100 / P, communication up to 20
+    found = bounds.limit(100.0, dict.fromkeys(range(2, 200), 10.0), link)  # computing 100 / P, communication up to 20
     times = {n: 100 / n + bounds.fastest(n, 10.0, link) for n in range(1, 200)}
     assert found.outweighed_at == next(n for n in range(2, 200) if bounds.fastest(n, 10.0, link) >= 100 / n)
-    few = bounds.limit(100.0, 10.0, link, most=4)
+    few = bounds.limit(100.0, dict.fromkeys(range(2, 5), 10.0), link)
     assert few.best_speedup == pytest.approx(100 / min(times[n] for n in range(1, 5)))
     assert few.outweighed_at is None
-    assert bounds.limit(1.0, 1e9, link).at_devices == 1
+    assert bounds.limit(1.0, {2: 1e9}, link).at_devices == 1
+
+
+def test_only_numbers_of_devices_that_are_possible_and_work_that_is_divided_count():
+    free = Link(0.0, 1e9)
+    assert bounds.limit(100.0, {3: 0.0, 7: 0.0}, free) == bounds.Limit(None, pytest.approx(7.0), 7)
+    undivided = bounds.limit(100.0, {3: 0.0, 7: 0.0}, free, undivided_seconds=30.0)
+    assert undivided == bounds.Limit(None, pytest.approx(100 / (30 + 70 / 7)), 7)
 
 
 def test_brent_and_the_least_seconds():

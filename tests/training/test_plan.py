@@ -156,6 +156,30 @@ def test_processes_of_one_kind_are_timed_if_one_is_slow(monkeypatch):
     assert not speeds._speeds_differ(jax.devices())
 
 
+def test_what_was_kept_is_taken_before_anything_is_timed(tmp_path, monkeypatch):
+    """Near the threshold, a second measurement could decide otherwise than the first."""
+    answers, two = [True, False], jax.devices()[:2]
+    monkeypatch.setattr(speeds.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(speeds.processes, "everywhere", lambda function: [function()])
+    monkeypatch.setattr(speeds.processes, "from_first", lambda value: value)
+    monkeypatch.setattr(speeds, "_speeds_differ", lambda devices: answers.pop(0))
+    monkeypatch.setattr(speeds, "_seconds", lambda *args: 1.0)
+    differ = [speeds.speeds_of(EQUAL, 100, two, tmp_path / "differ.json") for _ in range(2)]
+    assert differ[0].seconds == ({"mlcn1:w2d1": 1.0},) * 2
+    assert differ[1] == differ[0]
+    assert [speeds.speeds_of(EQUAL, 100, two, tmp_path / "alike.json") for _ in range(2)] == [None, None]
+    assert not answers
+
+
+def test_a_mesh_over_devices_of_one_kind_but_unequal_speed_says_so(monkeypatch, caplog):
+    measured = speeds.Speeds(("cpu", "cpu"), 100, ({"mlcn1:w2d1": 1.0}, {"mlcn1:w2d1": 2.0}))
+    monkeypatch.setattr(plan, "speeds_of", lambda *args: measured)
+    with caplog.at_level("WARNING", logger="mlcn_jax"):
+        found = plan.make_plan(EQUAL, 100, data=2)
+    assert list(found.about["measured_seconds"].values()) == list(measured.seconds)
+    assert any("devices differ, and a mesh gives each an equal share" in r.getMessage() for r in caplog.records)
+
+
 def test_lanes_between_the_timed_ones_are_interpolated():
     spec = dataclasses.replace(EQUAL, lanes="mlcn1:w1,mlcn1:w2,mlcn1:w4")
     known = ({"mlcn1:w1d1": 1.0, "mlcn1:w4d1": 9.0}, {"mlcn1:w1d1": 2.0, "mlcn1:w4d1": 2.0})
