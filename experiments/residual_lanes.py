@@ -51,7 +51,7 @@ from mlcn_jax.training.session import Session, open_session
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-VERSION = 1  # raised with every change after which results cannot stand beside older ones
+VERSION = 2  # raised with every change after which results cannot stand beside older ones
 SCALES = {"smoke": Scale("smoke", 1, 1, 600, 100), "full": Scale("full", 0)}
 HEADER = (
     *("", "lanes", "epochs", "PFLOP", "largest lane, %", "parameters", "accuracy", "with flips", "a lane alone"),

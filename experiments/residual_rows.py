@@ -59,6 +59,8 @@ TRIALS = {
     "trial_cifar_w2_lookahead": Row(*_SMALL, {"train.warmup_epochs": 0.0, "train.lookahead": 0.77}),
     "trial_cifar_w2_momentum": Row(*_SMALL, {"train.momentum": 0.6}),
     "trial_cifar_w2_rate": Row(*_SMALL, {"train.learning_rate": 0.18}),
+    "trial_cifar_w2_lower_rate": Row(*_SMALL, {"train.learning_rate": 0.08}),
+    "trial_cifar_w2_large_groups": Row(*_SMALL, {"model.norm_group": 500}),
     "trial_cifar_w2_batch": Row(*_SMALL, {"train.batch_size": 250, "train.learning_rate": 0.08}),
     "trial_cifar_4xw2d2": Row(*_FOUR),
     "trial_cifar_4xw2d2_large_groups": Row(*_FOUR, {"model.norm_group": 500}),
