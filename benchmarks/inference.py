@@ -18,7 +18,7 @@ from mlcn_jax.launch import launch_script
 
 def define(values: flags.FlagValues) -> None:
     peers.define_flags(values, "inference")
-    flags.DEFINE_list("batches", ["1", "100"], "images per call", flag_values=values)
+    flags.DEFINE_list("batches", ["1", "8", "100"], "images per call", flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:

@@ -34,8 +34,8 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_list(
         "workdir", [], "workdir whose folder `onnx` holds a model, or several, joined by commas", flag_values=values
     )
-    flags.DEFINE_list("batches", ["1", "100"], "images per call", flag_values=values)
-    flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1, flag_values=values)
+    flags.DEFINE_list("batches", ["1", "8", "100"], "images per call", flag_values=values)
+    flags.DEFINE_integer("rounds", 20, "interleaved rounds", lower_bound=1, flag_values=values)
     flags.DEFINE_string("out", str(RESULTS / "onnx.json"), "file to write", flag_values=values)
 
 

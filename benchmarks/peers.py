@@ -47,7 +47,7 @@ def define_flags(values: flags.FlagValues, name: str) -> None:
         "peers", ["keras", "torch"], "frameworks to compare with: keras, torch; empty for none", flag_values=values
     )
     flags.DEFINE_list("networks", [n.name for n in networks.TARGETS], "; ".join(networks.NETWORKS), flag_values=values)
-    flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("rounds", 20, "interleaved rounds", lower_bound=1, flag_values=values)
     flags.DEFINE_enum(
         "dtype", "float32", ["float32", "bfloat16"], "type of convolutions and products", flag_values=values
     )

@@ -94,7 +94,8 @@ def resident_mib(pid):
 
 
 def answered(clients):
-    return sum(sum(client.statuses.values()) for client in clients)
+    """Requests that were computed; those that were turned away do not count."""
+    return sum(client.statuses.get(200, 0) for client in clients)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
@@ -124,7 +125,7 @@ def test_ten_thousand_requests_of_256_clients_are_answered_right_in_bounded_memo
         assert sum(client.wrong for client in clients) == 0
         assert {status for client in clients for status in client.statuses} <= {200, 429}
         assert sum(client.lost for client in clients) == 0
-        assert sum(client.statuses.get(200, 0) for client in clients) > REQUESTS / 2
+        assert answered(clients) >= REQUESTS
         assert most - before < _GROWTH_MIB
 
 
