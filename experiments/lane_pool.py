@@ -16,6 +16,7 @@ Writes `lane_pool_kills` or `lane_pool_simulated` as JSON to the results, and a 
 
 import heapq
 import os
+import platform
 import random
 import signal
 import statistics
@@ -95,7 +96,7 @@ def main(values: flags.FlagValues) -> None:
 
 def kill_workers(kills: int, seed: int) -> dict[str, Any]:
     """What comes of a pool whose workers are killed, compared with one that is left alone."""
-    rng, killed = random.Random(seed), dict[int, float]()
+    rng, killed = random.Random(seed), dict[tuple[str, int], float]()
     with tempfile.TemporaryDirectory() as disturbed, tempfile.TemporaryDirectory() as quiet:
         for folder in (quiet, disturbed):
             Path(folder, pool_lib.FILE).write_text(POOL)
@@ -106,7 +107,7 @@ def kill_workers(kills: int, seed: int) -> dict[str, Any]:
             time.sleep(rng.uniform(*_SECONDS))
             victim = rng.randrange(2)
             if workers[victim].poll() is None:
-                killed[workers[victim].pid] = time.time()
+                killed[platform.node(), workers[victim].pid] = time.time()
                 os.kill(workers[victim].pid, signal.SIGKILL)
                 workers[victim].wait()
                 workers[victim] = subprocess.Popen(_worker(disturbed), cwd=REPOSITORY, stderr=subprocess.DEVNULL)

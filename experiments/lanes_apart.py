@@ -4,12 +4,14 @@
 
 Parts: `fashion`, Fashion-MNIST with mlcn2 lanes, 8 pairs; `cifar`, CIFAR-10 with resnet lanes, 3 pairs. A pair is a
 model of 4 lanes that were trained apart, each with its own seeds, then joined, and one whose 4 lanes were trained
-together, with other seeds: the 95 % interval of the difference should be inside +-0.3 points. Lanes are joined as soon
-as all that a model needs have ended; a pair's decoder is trained, and timed. Lanes trained apart are also joined one by
-one, up to 16, equal ones and a mix of sizes, and stand beside single lanes whose training step costs as much.
+together, with other seeds. Which two make a pair is arbitrary, so the 95 % interval of the difference is that of two
+samples, Welch's; it should be inside +-0.3 points. `--pairs`, chosen before looking, adds pairs. Lanes are joined as
+soon as all that a model needs have ended; a pair's decoder is trained, and timed. Lanes trained apart are also joined
+one by one, up to 16, equal ones and a mix of sizes. Beside them stand single lanes at the cost of 4 and of 16 equal
+ones: of all widths, and depths up to 8, those whose training costs most nearly as much, decoders included.
 
-10 epochs. Training takes 0.55 PFLOP for `fashion` and 0.7 PFLOP for `cifar`, 1.0 h and 1.3 h at 150 GFLOP/s; compiling,
-scoring, decoders, and 50 and 25 starts come on top. `smoke` takes a step of each.
+10 epochs. Training takes 0.63 PFLOP for `fashion` and 0.93 PFLOP for `cifar`, 1.2 h and 1.7 h at 150 GFLOP/s;
+compiling, scoring, decoders, and 52 and 29 starts come on top. `smoke` takes a step of each.
 
 One JSON a run (`run.json`) and a join (`joined/NAME.json`); what has ended, in the workdir or in the results that are
 kept with the code, is not run again. Writes `lanes_apart_SCALE`. Test accuracy is compared, for the record; weights are
@@ -43,12 +45,12 @@ from mlcn_jax.analysis.join import join
 from mlcn_jax.config import RunConfig
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.launch import launch_script
-from mlcn_jax.placement.cost import lane_cost
+from mlcn_jax.placement.cost import decoder_widths, lane_cost
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-VERSION = 2  # raised with every change after which results cannot stand beside older ones
+VERSION = 3  # raised with every change after which results cannot stand beside older ones
 SCALES = {"smoke": Scale("smoke", 1, 1, num_train=1000, num_test=100), "full": Scale("full", 10)}
 KINDS = ("equal", "mixed")  # of joined lanes, in the curves
 _TOGETHER = 1000  # added to the seeds of models whose lanes are trained together
@@ -59,19 +61,21 @@ _COMMON = {"data.validation_fraction": 0.1, "data.split_seed": 0, "model.decoder
 
 
 class Part(NamedTuple):
-    """Data, the lane that pairs have, lanes of other sizes, single lanes of the cost of several, and pairs."""
+    """Data, the lane that pairs have, lanes of other sizes, single lanes by how many they cost, and pairs at least."""
 
     config: str
     lane: str
     others: tuple[str, ...]
-    single: tuple[str, ...]
+    single: Mapping[int, str]
     num_pairs: int
     title: str
 
 
 PARTS = {
-    "fashion": Part("mlcn2_fashion", "mlcn2:w2", ("mlcn2:w3", "mlcn2:w1"), ("mlcn2:w4", "mlcn2:w8"), 8, "mlcn2"),
-    "cifar": Part("resnet_cifar", "resnet:w1d2", ("resnet:w1d1",), ("resnet:w2d2", "resnet:w4d2"), 3, "resnet"),
+    "fashion": Part(
+        "mlcn2_fashion", "mlcn2:w2", ("mlcn2:w3", "mlcn2:w1"), {4: "mlcn2:w3d3", 16: "mlcn2:w5d5"}, 8, "mlcn2"
+    ),
+    "cifar": Part("resnet_cifar", "resnet:w1d2", ("resnet:w1d1",), {4: "resnet:w3d1", 16: "resnet:w4d4"}, 3, "resnet"),
 }
 
 
@@ -79,10 +83,12 @@ def define(values: flags.FlagValues) -> None:
     define_flags(values, SCALES)
     values.set_default("scale", "full")
     flags.DEFINE_list("parts", list(PARTS), f"Which of {', '.join(PARTS)}.", flag_values=values)
+    text = "Pairs of each part, where these are more than it has at least; 0 takes those."
+    flags.DEFINE_integer("pairs", 0, text, lower_bound=0, flag_values=values)
 
 
 def main(values: flags.FlagValues) -> int:
-    return run(**asked(values, "lanes_apart", ("parts",)), parts=values.parts)
+    return run(**asked(values, "lanes_apart", ("parts", "pairs")), parts=values.parts, pairs=values.pairs)
 
 
 def run(
@@ -91,17 +97,18 @@ def run(
     scale: str,
     repeats: int,
     parts: Sequence[str],
+    pairs: int,
     minutes: float,
     directories: Mapping[str, str],
     command: str,
 ) -> int:
     """Trains and joins what has not been yet, reports after each, and returns the exit code.
 
-    `repeats` are trainings of each single lane.
+    `repeats` are trainings of each single lane, `pairs` those of each part if it does not need more.
     """
     chosen("scale", [scale], SCALES)
     parts = chosen("parts", parts, PARTS)
-    runs = [facts for part in parts for facts in runs_of(part, repeats, smoke=scale == "smoke")]
+    runs = [facts for part in parts for facts in runs_of(part, repeats, scale == "smoke", pairs)]
     series = Series(
         workdir,
         "lanes_apart",
@@ -119,19 +126,20 @@ def run(
     return carry_out(series, runs, minutes, lambda records: text(series), functools.partial(report, joins), again=again)
 
 
-def runs_of(part: str, repeats: int, smoke: bool) -> list[Facts]:
+def runs_of(part: str, repeats: int, smoke: bool, pairs: int = 0) -> list[Facts]:
     """The trainings of a part, in the order in which they are of use."""
     known = PARTS[part]
-    num_pairs, most = (1, 2) if smoke else (known.num_pairs, _MOST)
+    num_pairs, most = (1, 2) if smoke else (max(known.num_pairs, pairs), _MOST)
     apart = [one_of(part, "apart", known.lane, seed) for seed in range(max(most, _OF_PAIR * num_pairs))]
-    pairs = [
+    paired = [
         [*apart[_OF_PAIR * pair : _OF_PAIR * (pair + 1)], one_of(part, "together", known.lane, _TOGETHER + pair)]
         for pair in range(num_pairs)
     ]
     first = most // _OF_PAIR  # pairs whose lanes are those of the curves, too
-    others = [one_of(part, "apart", lane, seed) for seed in range(most // 4) for lane in known.others]
-    single = [one_of(part, "single", lane, seed) for seed in range(repeats) for lane in known.single]
-    ordered = [*pairs[:first], apart[_OF_PAIR * num_pairs :], others, *pairs[first:], single]
+    each = most // (1 + len(known.others))  # of every other size in the mixed model
+    others = [one_of(part, "apart", lane, seed) for seed in range(each) for lane in known.others]
+    single = [one_of(part, "single", lane, seed) for seed in range(repeats) for lane in known.single.values()]
+    ordered = [*paired[:first], apart[_OF_PAIR * num_pairs :], others, *paired[first:], single]
     return list(itertools.chain(*ordered))
 
 
@@ -204,16 +212,26 @@ def folder_of(series: Series, facts: Facts) -> Path:
     return series.workdir / "runs" / facts["part"] / facts["mode"] / facts["lane"] / f"seed{facts['seed']}"
 
 
-def step_megaflops(part: str, lane: str) -> float:
-    """MFLOP of a lane's training step, per image."""
-    config = configure(PARTS[part].config, lane, {"fashion_mnist": "", "cifar10": ""})
-    spec = config.model_spec(*config.data.shape())
+def training_megaflops(part: str, lane: str) -> float:
+    """MFLOP per image of a training step of one lane and its decoder, the mean over the image sizes of its run."""
+    config = configure_run({"fashion_mnist": "", "cifar10": ""}, part, "single", lane, 0)
+    spec, batch = config.model_spec(*config.data.shape()), config.train.batch_size
     (group,) = spec.lane_groups
-    return lane_cost(group.spec, spec.lane_settings, spec.image_shape).step_flops(100) / 100 / 1e6
+    height, width, channels = spec.image_shape
+    products = [before * after for before, after in itertools.pairwise(decoder_widths(spec))]
+    flops, begun = 2.0 * (3 * sum(products) - products[0]), 0.0  # its gradient ends at the columns
+    for until, size in config.train.sizes():
+        cost = lane_cost(group.spec, spec.lane_settings, (size or height, size or width, channels))
+        flops += (until - begun) * cost.step_flops(batch) / batch
+        begun = until
+    return flops / 1e6
 
 
 def summarise(series: Series) -> dict[str, Any]:
-    """For each part: pairs with the interval of their difference, curves, and single lanes; accuracies in %."""
+    """For each part: pairs with the interval of their difference, curves, and single lanes; accuracies in %.
+
+    A curve's point is the model of so many `lanes`; a single lane costs as much as so many.
+    """
     records, told = [one for one in series.records() if "failed" not in one], joined(series)
     return {part: _of_part(part, select(records, part=part), told) for part in PARTS}
 
@@ -230,14 +248,16 @@ def _of_part(part: str, records: Records, told_of: Mapping[str, Any]) -> dict[st
         for pair, told in apart.items()
     ]
     single = [
-        {"lane": lane, "megaflops": step_megaflops(part, lane), "accuracy": one["test_accuracy"]}
-        for one in select(records, mode="single")
-        for lane in [one["facts"]["lane"].replace("_", ":")]
+        {"lane": lane, "lanes": count, "megaflops": training_megaflops(part, lane), "accuracy": one["test_accuracy"]}
+        for count, lane in PARTS[part].single.items()
+        for one in select(records, mode="single", lane=lane.replace(":", "_"))
     ]
     curves = {kind: told["weighted"]["lanes"] for kind in KINDS if (told := told_of.get(f"{part}_{kind}"))}
     return {
         "pairs": pairs,
-        "difference": interval([pair["weighted"] - pair["together"] for pair in pairs]),
+        "difference": interval(
+            [pair["weighted"] for pair in pairs], [pair["together"] for pair in pairs], PARTS[part].num_pairs
+        ),
         "curves": {kind: curve(part, lanes) for kind, lanes in curves.items()},
         "single": single,
     }
@@ -247,21 +267,27 @@ def curve(part: str, lanes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     """Cost and accuracy of the models of the first 1, 2, ... lanes."""
     points, megaflops = [], 0.0
     for count, lane in enumerate(lanes, start=1):
-        megaflops += step_megaflops(part, lane["lane"])
+        megaflops += training_megaflops(part, lane["lane"])
         points.append({"lanes": count, "megaflops": megaflops, "accuracy": 100 * lane["test_accuracy"]})
     return points
 
 
-def interval(differences: Sequence[float]) -> dict[str, Any] | None:
-    """Mean, 95 % interval by Student's t, and whether it is inside +-0.3 points; None for fewer than two."""
-    from scipy.stats import t
+def interval(joined: Sequence[float], together: Sequence[float], num_pairs: int) -> dict[str, Any] | None:
+    """Difference of the means of two samples, its 95 % interval, and whether it is inside +-0.3 points.
 
-    if len(differences) < 2:
+    Welch's interval; None for fewer than two of each. Fewer than `num_pairs` are never inside.
+
+    Source: Welch 1947 (Biometrika 34).
+    """
+    from scipy.stats import ttest_ind
+
+    count = min(len(joined), len(together))
+    if count < 2:
         return None
-    mean, count = statistics.fmean(differences), len(differences)
-    half = float(t.ppf(0.975, count - 1)) * statistics.stdev(differences) / count**0.5
-    inside = max(abs(mean - half), abs(mean + half)) <= _INSIDE
-    return {"mean": mean, "low": mean - half, "high": mean + half, "inside": inside, "pairs": count}
+    low, high = map(float, ttest_ind(joined, together, equal_var=False).confidence_interval(0.95))
+    inside = count >= num_pairs and max(abs(low), abs(high)) <= _INSIDE
+    mean = statistics.fmean(joined) - statistics.fmean(together)
+    return {"mean": mean, "low": low, "high": high, "inside": inside, "pairs": count}
 
 
 def text(series: Series) -> str:
@@ -281,23 +307,30 @@ def text(series: Series) -> str:
         for kind, every in one["curves"].items():
             some = [point for point in every if point["lanes"] in (1, 2, 4, 8, 16)]
             points += [(f"{part}, {kind}", str(point["lanes"]), point) for point in some]
-        points += [(f"{part}, single {point['lane']}", "1", point) for point in one["single"]]
+        points += [
+            (f"{part}, one {point['lane']} at the cost of {point['lanes']}", "1", point) for point in one["single"]
+        ]
     costs = [[name, lanes, number(one["megaflops"]), f"{one['accuracy']:.2f}"] for name, lanes, one in points]
     return "\n\n".join([markdown(header, rows), markdown(("", "lanes", "MFLOP", "accuracy"), costs)])
 
 
 def draw(series: Series) -> "Figure":
-    """Accuracy against cost: joined lanes, equal and mixed, and single larger lanes; a panel for each part."""
+    """Accuracy against the number of joined lanes, and against cost: equal and mixed ones, and single larger lanes.
+
+    A column for each part; a single lane stands where as many joined ones cost as much.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    for ax, (part, one) in zip(figure.subplots(1, len(PARTS)), summarise(series).items(), strict=True):
+    figure = Figure(figsize=(11, 8.5), layout="constrained")
+    for axes, (part, one) in zip(figure.subplots(2, len(PARTS)).T, summarise(series).items(), strict=True):
         drawn = {f"joined, {kind}": (points, "o-") for kind, points in one["curves"].items()}
-        for label, (points, style) in (drawn | {"one lane": (one["single"], "s")}).items():
-            ax.plot([p["megaflops"] for p in points], [p["accuracy"] for p in points], style, ms=4, label=label)
-        ax.set(title=f"{part}, {PARTS[part].title}", xlabel="MFLOP per image and training step", xscale="log")
-        ax.legend()
-    figure.axes[0].set_ylabel("test accuracy, %")
+        for ax, x in zip(axes, ("lanes", "megaflops"), strict=True):
+            for label, (points, style) in (drawn | {"one lane of their cost": (one["single"], "s")}).items():
+                ax.plot([p[x] for p in points], [p["accuracy"] for p in points], style, ms=4, label=label)
+            ax.set(ylabel="test accuracy, %")
+            ax.legend()
+        axes[0].set(title=f"{part}, {PARTS[part].title}", xlabel="joined lanes", xticks=(1, 2, 4, 8, 12, 16))
+        axes[1].set(xlabel="MFLOP per image and training step, with decoders", xscale="log")
     return figure
 
 
@@ -305,7 +338,12 @@ def report(joins: Mapping[str, Sequence[Facts]], series: Series) -> None:
     """Joins what can be joined, and writes tables and figure of all that has ended."""
     join_due(series, joins)
     records: Records = series.records()
-    lines = ["Weights of joined lanes are fitted on validation images; test accuracy in %.", *caption(series, records)]
+    lines = [
+        "Weights of joined lanes are fitted on validation images; test accuracy in %. Intervals are Welch's, of two "
+        "samples. MFLOP: products and convolutions of a training step for each image, of lanes and of the decoder that "
+        "each run trains, without the optimizer's.",
+        *caption(series, records),
+    ]
     figure = draw(series)
     draw_caption(figure, lines)
     summary = {"joined": joined(series), **summarise(series)}

@@ -1,8 +1,12 @@
 """Tables of what lanes do: how many, how wide, how they are removed, collapse and train alone."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 from tables.parts import (
+    ROOT,
     accuracy_text,
     benchmark,
     commands_of,
@@ -137,3 +141,43 @@ def lane_pool() -> str:
 
 *Simulated: {simulated["lanes"]} lanes, {machines}, {simulated["draws"]} draws; without losses \
 {simulated["hours_without_any_loss"]:.1f} hours. {measured_on(real)[1:]}"""
+
+
+@place
+def lanes_apart() -> str:
+    if not (ROOT / "experiments/results/lanes_apart_full.json").exists():
+        return "Not run yet."
+    picture = "![Accuracy of joined lanes](../../experiments/results/lanes_apart_full.png)"
+    return f"{lanes_apart_tables(experiment('lanes_apart_full'))}\n\n{picture}"
+
+
+def lanes_apart_tables(result: Mapping[str, Any]) -> str:
+    """The pairs of joined lanes and lanes trained together, and the curves beside single lanes of the same cost."""
+    pairs, curves, counts = [], [], (1, 2, 4, 8, 16)
+    for part in ("fashion", "cifar"):
+        one, runs = result[part], [run for run in result["runs"] if run["facts"]["part"] == part]
+        if not runs:
+            continue
+        title = data_title(runs[0]["data"])
+        if between := one["difference"]:
+            means = [f"{mean(pair[name] for pair in one['pairs']):.2f}" for name in ("weighted", "together")]
+            told = f"{between['mean']:+.2f} ({between['low']:+.2f} to {between['high']:+.2f})"
+            pairs.append([title, between["pairs"], *means, told, "yes" if between["inside"] else "no"])
+        for kind, points in one["curves"].items():
+            at = {point["lanes"]: f"{point['accuracy']:.2f} ({point['megaflops']:,.0f})" for point in points}
+            curves.append([f"{title}, joined, {kind}", *(at.get(count, "-") for count in counts)])
+        at = {
+            count: f"{mean(p['accuracy'] for p in same):.2f} ({same[0]['megaflops']:,.0f}), `{same[0]['lane']}`"
+            for count in counts
+            if (same := [point for point in one["single"] if point["lanes"] == count])
+        }
+        curves.append([f"{title}, one lane of that cost", *(at.get(count, "-") for count in counts)])
+    compared = "test accuracy in % | pairs | joined | together | joined - together, 95 % (Welch) | within 0.3 points"
+    grown = " | ".join(["test accuracy in % (MFLOP)", *(f"{count} lane{'s' * (count > 1)}" for count in counts)])
+    return f"""{table_of(compared, pairs)}
+
+{table_of(grown, curves)}
+
+{runs_line(result["runs"])}
+
+{commands_of(result["runs"])}"""

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float
 
 from mlcn_jax.analysis import lane_fit, prune
-from mlcn_jax.analysis.workdir import stored_config
+from mlcn_jax.analysis.workdir import stored_config, train_command
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data import datasets
 from mlcn_jax.errors import InputError, differences
@@ -30,6 +30,7 @@ from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.checkpoint import Trained, load_trained
 from mlcn_jax.training.evaluate import class_capsules
 from mlcn_jax.training.session import Session, check_learned, check_settings, open_session
+from mlcn_jax.training.teacher import stored_digests
 
 _log = logging.getLogger(__name__)
 
@@ -66,13 +67,14 @@ class Lane:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A finished workdir: its configuration, its best parameters, and its images with their digests."""
+    """A finished workdir: its configuration, its best parameters, its images with their digests, and its teachers."""
 
     workdir: Path
     config: RunConfig
     trained: Trained
     session: Session
     facts: dict[str, Any]
+    teachers: tuple[str, ...]
 
     @property
     def lanes(self) -> list[Lane]:
@@ -102,7 +104,8 @@ def join(
 ) -> dict[str, Any]:
     """Writes the model of all lanes of some workdirs as a new workdir, and returns the content of its `joined.json`.
 
-    It is at step 0 of a run with the settings of the first workdir, so that further training starts from these lanes.
+    It is at step 0 of a run with the settings of the first workdir, so that further training starts from these lanes;
+    it has a teacher only if all of them had the same.
 
     Args:
       workdirs: finished runs; their lanes become columns in this order, with equal lanes next to each other.
@@ -154,7 +157,7 @@ def join(
         "columns": list(order),
         **{f"{name}_accuracy": rows[-1][f"{name}_accuracy"] for name in splits if name != "train"},
     }
-    run = _as_run(parts[0], spec, params)
+    run = _as_run(parts, spec, params)
     prune.save_run(run, output, about.get("validation_accuracy"), about, FILE)
     return about
 
@@ -163,7 +166,7 @@ def read_parts(workdirs: Sequence[Path], data_dir: str = "") -> list[Part]:
     """Reads workdirs and their images.
 
     Raises:
-      InputError: one cannot be used, or does not fit the first; every difference is named.
+      InputError: one cannot be used or is not finished, or they do not fit together; every difference is named.
     """
     paths = [workdir.resolve() for workdir in workdirs]
     if again := next((path for path in paths if paths.count(path) > 1), None):
@@ -171,26 +174,38 @@ def read_parts(workdirs: Sequence[Path], data_dir: str = "") -> list[Part]:
     sessions: dict[tuple, Session] = {}
     parts = []
     for workdir in workdirs:
-        config, trained = stored_config(workdir, data_dir), load_trained(workdir)
+        config = stored_config(workdir, data_dir)
+        _check_finished(workdir, config)
+        trained = load_trained(workdir)
         check_alone(workdir, trained.spec)
         images = (*(getattr(config.data, name) for name in _OF_IMAGES), config.split_seed)
         if images not in sessions:
             _log.info("loading the images of %s: %s", workdir, config.data.name)
             sessions[images] = open_session(config)
-        parts.append(Part(workdir, config, trained, sessions[images], _facts(workdir, trained, sessions[images])))
+        facts = _facts(workdir, trained, sessions[images])
+        parts.append(Part(workdir, config, trained, sessions[images], facts, stored_digests(workdir)))
     first = parts[0]
-    rows = []
+    rows: list[str] = []
+    alike = [first]
     for part in parts[1:]:
-        if found := differences(first.facts, part.facts, there=f"in {first.workdir}", here=f"in {part.workdir}"):
-            rows += found
-        elif not _same_whitening(first.trained, part.trained):
-            rows.append(f"  whitening: the first convolution of {part.workdir} was initialized from other images")
-    if rows:
+        found = differences(first.facts, part.facts, there=f"in {first.workdir}", here=f"in {part.workdir}")
+        rows += found
+        alike += [] if found else [part]
+    if rows := rows + _whitening_differences(alike):
         raise InputError(
             "these lanes were not trained for one model:\n" + "\n".join(rows) + "\njoin workdirs that agree on these; "
             "validation images agree if data.split_seed (or train.seed) and data.validation_fraction do"
         )
     return parts
+
+
+def _check_finished(workdir: Path, config: RunConfig) -> None:
+    """Raises InputError if the run of a workdir has not ended; what was joined or pruned is finished as it is."""
+    if not any((workdir / name).exists() for name in ("summary.json", FILE, prune.FILE)):
+        raise InputError(
+            f"{workdir} is not finished, its training was interrupted or still goes on: finish it first, with "
+            + train_command(config, workdir)
+        )
 
 
 def check_alone(workdir: Path, spec: ModelSpec) -> None:
@@ -215,15 +230,23 @@ def _facts(workdir: Path, trained: Trained, session: Session) -> dict[str, Any]:
     }
 
 
-def _same_whitening(first: Trained, other: Trained) -> bool:
-    kernels = [
-        np.asarray(group["trunk"][resnet.FROZEN]["kernel"][0])
-        for trained in (first, other)
-        for group in trained.params["encoder"].values()
-        if "trunk" in group
+def _whitening_differences(parts: Sequence[Part]) -> list[str]:
+    """A line for each workdir that was whitened otherwise than the first one that has a whitening."""
+    whitened = [part for part in parts if _whitenings(part.trained)]
+    return [
+        f"  whitening: the first convolutions of {whitened[0].workdir} and {part.workdir} were set from other images"
+        for part in whitened[1:]
+        if not _same_whitening(whitened[0].trained, part.trained)
     ]
-    if len(kernels) < 2:
-        return True
+
+
+def _whitenings(trained: Trained) -> list[np.ndarray]:
+    groups = trained.params["encoder"].values()
+    return [np.asarray(group["trunk"][resnet.FROZEN]["kernel"][0]) for group in groups if "trunk" in group]
+
+
+def _same_whitening(first: Trained, other: Trained) -> bool:
+    kernels = _whitenings(first) + _whitenings(other)
     close = functools.partial(np.allclose, kernels[0], rtol=0, atol=_WHITENING_TOLERANCE * np.abs(kernels[0]).max())
     return all(close(kernel) for kernel in kernels)
 
@@ -307,8 +330,17 @@ def _stacked(spec: ModelSpec, lanes: Sequence[Lane]) -> dict:
     return encoder
 
 
-def joined_config(config: RunConfig, spec: ModelSpec) -> RunConfig:
-    """The configuration of a joined model: that of the first workdir, without what holds only for its own lanes."""
+def common_teachers(parts: Sequence[Part]) -> tuple[str, ...]:
+    """The teachers that all workdirs learned from; empty if these differ, or if there are none."""
+    first = parts[0].teachers
+    return first if all(part.teachers == first for part in parts) else ()
+
+
+def joined_config(config: RunConfig, spec: ModelSpec, teachers: Sequence[str] = ()) -> RunConfig:
+    """The configuration of a joined model: that of the first workdir, without what holds only for its own lanes.
+
+    Its teacher stays if all lanes had it: `teachers` are the `common_teachers`.
+    """
     changes: dict[str, Any] = {
         name: list(value) if isinstance(value := getattr(spec, field), tuple) else value
         for field in ("lanes", "lane_weights", "lane_seeds", "margin_loss", "decoder_gradient")
@@ -316,17 +348,20 @@ def joined_config(config: RunConfig, spec: ModelSpec) -> RunConfig:
     }
     lanes_apart = config.train.lanes_apart and bool(spec.lane_seeds)
     changes |= {"init_from": "", "train.lanes_apart": lanes_apart}
+    if not teachers:
+        changes["train.teacher"] = ""
     if not spec.classifies_alone.all():
         changes |= {"data.augment_lanes": False, "train.image_sizes": ""}
     return config.replace(changes).without_rounds()  # their coordinator's state is not joined
 
 
-def _as_run(first: Part, spec: ModelSpec, params: dict) -> prune.Run:
+def _as_run(parts: Sequence[Part], spec: ModelSpec, params: dict) -> prune.Run:
     """The joined model as a run of the first workdir's settings at step 0."""
+    first, teachers = parts[0], common_teachers(parts)
     session = first.session
     optimizer = jax.jit(session.optimizer.init)(without_statistics(params))
     return prune.Run(
-        config=joined_config(first.config, spec),
+        config=joined_config(first.config, spec, teachers),
         spec=spec,
         class_names=first.trained.class_names,
         params=params,
@@ -339,4 +374,5 @@ def _as_run(first: Part, spec: ModelSpec, params: dict) -> prune.Run:
         ranking=session.validation,
         ranking_from="validation",
         test=session.dataset.test,
+        teachers=teachers,
     )

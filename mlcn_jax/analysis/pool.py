@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mlcn_jax import pretrained
 from mlcn_jax.analysis.join import join
 from mlcn_jax.config import RunConfig, flat
 from mlcn_jax.errors import Diverged, InputError
@@ -34,6 +35,7 @@ FILE = "lanes.toml"
 HISTORY = "workers.jsonl"
 _JOINED = "joined-"  # and the number of lanes: the name of a claim
 _POLL_SECONDS = 5.0
+_Process = tuple[str, int]  # its host, and its number there
 
 
 # What the file may hold: the type of a value, [type] for a list of one or more, and its description in messages.
@@ -127,6 +129,7 @@ def read_pool(folder: Path, config_of: Callable[[str], RunConfig], changes: Mapp
         for seed in entry["seeds"]:
             run = own.replace({"model.lanes": kind, "model.lane_seeds": [seed], "train.lanes_apart": True})
             run = run.replace(dict(changes or {}))
+            _check_places(path, run)
             share = run.data.validation_fraction
             expected = "above 0, as the weights of joined lanes are fitted on these images"
             check(share > 0, f"{path}: data.validation_fraction", share, expected)
@@ -141,6 +144,17 @@ def read_pool(folder: Path, config_of: Callable[[str], RunConfig], changes: Mapp
     good = all(1 <= count <= len(lanes) for count in join_at)
     check(good, f"{path}: join_at", join_at, f"a list of numbers of lanes from 1 to {len(lanes)}")
     return Pool(folder, tuple(lanes.values()), tuple(join_at))
+
+
+def _check_places(path: Path, run: RunConfig) -> None:
+    """Raises InputError if a worker that starts in another folder would read another model.
+
+    Paths are part of a run, and so of whether a lane is finished: they cannot differ between machines.
+    """
+    for field, names in (("train.teacher", run.train.teacher.split(",")), ("init_from", [run.init_from])):
+        for name in filter(None, map(str.strip, names)):
+            same = name in pretrained.names() or Path(name).expanduser().is_absolute()
+            check(same, f"{path}: {field}", name, "an absolute path, the same on all machines, or a packaged model")
 
 
 def _check_keys(path: Path, given: Mapping[str, Any], known: _Keys, needed: set[str]) -> None:
@@ -282,20 +296,20 @@ def _note(lane: PoolLane, event: str) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def overlaps(history: Path, killed: Mapping[int, float]) -> list[tuple[int, int]]:
+def overlaps(history: Path, killed: Mapping[_Process, float]) -> list[tuple[_Process, _Process]]:
     """Pairs of processes that had a lane at the same time, according to its history.
 
     Args:
       history: the lane's `workers.jsonl`.
-      killed: when processes were killed, by their numbers, in seconds since 1970.
+      killed: when processes were killed, by their hosts and numbers, in seconds since 1970.
     """
-    since: dict[int, float] = {}
+    having = set[_Process]()
     found = []
     for event in map(json.loads, history.read_text().splitlines()):
-        process = event["process"]
+        process = event["host"], event["process"]
         if event["event"] == "taken":
-            found += [(other, process) for other in since if killed.get(other, float("inf")) > event["time"]]
-            since[process] = event["time"]
+            found += [(other, process) for other in having if killed.get(other, float("inf")) > event["time"]]
+            having.add(process)
         elif event["event"] == "left":
-            since.pop(process, None)
+            having.discard(process)
     return found

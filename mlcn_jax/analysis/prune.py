@@ -38,7 +38,9 @@ from mlcn_jax.training import evaluate
 from mlcn_jax.training.checkpoint import Checkpoints, describe_model, load_trained
 from mlcn_jax.training.optimizer import at_step
 from mlcn_jax.training.session import check_learned, open_session, optimizer_of
+from mlcn_jax.training.teacher import Teacher, stored_digests
 
+FILE = "pruned.json"
 TIMED_BATCH = 100
 _RANKING_IMAGES = 5000  # training images that rank lanes if a run has no validation images
 _TURN_SECONDS = 0.2
@@ -59,6 +61,7 @@ class Run:
       dataset: the data's name and provenance.
       ranking: the images that rank lanes, `ranking_from` the "validation" or the "training" split; never test images.
       test: the test set, for the record; it decides nothing.
+      teachers: SHA-256 of each model that it learned from (`Teacher.digests`).
     """
 
     config: RunConfig
@@ -74,6 +77,7 @@ class Run:
     ranking: datasets.Split
     ranking_from: str
     test: datasets.Split
+    teachers: tuple[str, ...]
 
     @property
     def lanes(self) -> list[str]:
@@ -126,6 +130,7 @@ def load_prunable(workdir: Path, data_dir: str = "") -> Run:
         ranking=ranking,
         ranking_from=ranking_from,
         test=session.dataset.test,
+        teachers=stored_digests(workdir),
     )
 
 
@@ -230,7 +235,7 @@ def _prune_tree(spec: ModelSpec, tree: Any, kept: Sequence[int], like: Any) -> A
 
 
 def save_run(
-    run: Run, output: Path, validation_accuracy: float | None, about: dict[str, Any], name: str = "pruned.json"
+    run: Run, output: Path, validation_accuracy: float | None, about: dict[str, Any], name: str = FILE
 ) -> None:
     """Writes a run as a new workdir, which can be evaluated and resumed.
 
@@ -255,7 +260,8 @@ def save_run(
                 state = {"params": run.params, "optimizer": run.optimizer}
                 checkpoints.save(run.step, state, facts, validation_accuracy)
             write_json(workdir / "config.json", run.config.to_dict())
-            write_json(workdir / "model.json", describe_model(run.spec, run.class_names, run.training_digest))
+            model = describe_model(run.spec, run.class_names, run.training_digest)
+            write_json(workdir / "model.json", model | Teacher(digests=run.teachers).facts())
             write_json(workdir / name, about)
             put_in_place(workdir, output)
     except OSError as error:

@@ -12,7 +12,7 @@ import numpy as np
 from mlcn_jax import host
 from mlcn_jax.analysis import prune
 from mlcn_jax.analysis.prune import Run
-from mlcn_jax.config import RunConfig, flat
+from mlcn_jax.analysis.workdir import train_command
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import make_folder, write_json
 from mlcn_jax.launch import program
@@ -160,20 +160,14 @@ def fine_tuning(run: Run, workdir: Path) -> str:
 
     Unless the optimizer is Adam, its rate is zero at the end of a run, so a new run starts from the weights.
     """
-    defaults, values = (flat(c.to_dict()) for c in (RunConfig(), run.config))
-    values |= {
+    changes: dict[str, Any] = {
         "train.num_steps": 0,
         "train.num_epochs": math.ceil(run.step / run.steps_per_epoch) + _FINE_TUNING_EPOCHS,
     }
     if run.config.train.optimizer != "adam":
-        values |= {"init_from": str(workdir), "train.num_epochs": _FINE_TUNING_EPOCHS}
+        changes |= {"init_from": str(workdir), "train.num_epochs": _FINE_TUNING_EPOCHS}
         workdir = workdir.with_name(f"{workdir.name}_tuned")
-    changes = [
-        f"--config.{name}={tuple(value) if isinstance(value, list) else value}"
-        for name, value in values.items()
-        if value != defaults[name] and not name.startswith("parallel.")  # the sharding may not fit these lanes
-    ]
-    return f"{program()} {shlex.join(['train', '--config=default', f'--workdir={workdir}', *changes])}"
+    return train_command(run.config.replace(changes), workdir, placed=False)  # the sharding may not fit these lanes
 
 
 def told(facts: dict[str, Any], output: Path, command: str) -> str:

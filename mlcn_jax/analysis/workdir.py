@@ -1,10 +1,12 @@
 """Opens a trained workdir: its model and the images of its configuration, checked against each other."""
 
+import shlex
 from pathlib import Path
 
-from mlcn_jax.config import RunConfig, read_stored
+from mlcn_jax.config import RunConfig, flat, read_stored
 from mlcn_jax.data.datasets import Dataset
 from mlcn_jax.errors import InputError
+from mlcn_jax.launch import program
 from mlcn_jax.training.checkpoint import Trained, load_trained
 
 
@@ -12,6 +14,18 @@ def stored_config(workdir: Path, data_dir: str = "") -> RunConfig:
     """The configuration of a workdir; `data_dir` overrides its `data.dir` if the images have moved."""
     config = read_stored(workdir)
     return config.replace({"data.dir": data_dir}) if data_dir else config
+
+
+def train_command(config: RunConfig, workdir: Path, placed: bool = True) -> str:
+    """The command that starts or resumes training in a workdir; unless `placed`, on the devices that it finds."""
+    defaults, values = (flat(c.to_dict()) for c in (RunConfig(), config))
+    changes = [
+        f"--config.{name}={tuple(value) if isinstance(value, list) else value}"
+        for name, value in values.items()
+        if value != defaults[name] and (placed or not name.startswith("parallel."))
+    ]
+    command = "rounds" if config.train.rounds.steps else "train"
+    return f"{program()} {shlex.join([command, '--config=default', f'--workdir={workdir}', *changes])}"
 
 
 def load_with_data(workdir: Path, config: RunConfig) -> tuple[Trained, Dataset]:

@@ -38,7 +38,7 @@ def check_resumable(session: Session, workdir: Path, mine: dict[str, Any]) -> No
     if isinstance(theirs.get("spec"), dict):
         older = {k: list(v) if isinstance(v, tuple) else v for k, v in model_defaults().items()}
         theirs["spec"] = {k: v for k, v in (older | theirs["spec"]).items() if k != "remat"}
-    theirs = {TEACHERS: mine.get(TEACHERS)} | theirs  # runs that were pruned or joined have none yet
+    theirs = {TEACHERS: mine.get(TEACHERS)} | theirs  # runs that an older version pruned have none
     if rows := differences(theirs, mine):
         raise InputError(
             f"{workdir} holds a run on different data or with another teacher:\n"

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import logging
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from mlcn_jax import pretrained
 from mlcn_jax.data.batches import Augmentation, padded_batches, to_pixels
 from mlcn_jax.data.datasets import Split
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json
 from mlcn_jax.nn import conv
 from mlcn_jax.nn.calibration import fold_statistics
 from mlcn_jax.nn.distillation import Distillation, mean_probabilities, model_probabilities
@@ -65,6 +67,11 @@ class Teacher:
         split = Split(images, np.zeros(len(images), np.int32))
         parts = [np.asarray(ask(batch)) for batch, _, _ in padded_batches(split, batch_size)]
         return np.concatenate(parts)[: len(images)]
+
+
+def stored_digests(workdir: Path) -> tuple[str, ...]:
+    """`Teacher.digests` of the run in a workdir; empty if it had no teacher."""
+    return tuple(read_json(workdir / "model.json").get(TEACHERS, ()))
 
 
 def open_teacher(session: Session) -> Teacher:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import shutil
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from made_params import made_params
 
 from mlcn_jax.analysis import join as join_lib
 from mlcn_jax.analysis import lane_fit, prune
+from mlcn_jax.analysis.workdir import train_command
 from mlcn_jax.commands import join as command
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data.datasets import Split
@@ -27,6 +29,7 @@ from mlcn_jax.training import loop
 from mlcn_jax.training.checkpoint import Trained, load_trained
 from mlcn_jax.training.evaluate import class_capsules
 from mlcn_jax.training.session import check_settings
+from mlcn_jax.training.teacher import TEACHERS, stored_digests
 
 APART = {
     "model.margin_loss": "per_lane_sum",
@@ -162,6 +165,37 @@ def test_lanes_that_need_one_another_and_workdirs_given_twice_are_refused(finish
         join_lib.join([lanes[0], other], tmp_path / "out")
 
 
+def test_a_workdir_whose_training_was_interrupted_is_refused_with_the_command_that_finishes_it(lanes, joined, tmp_path):
+    stopped = shutil.copytree(lanes[0], tmp_path / "stopped")
+    (stopped / "summary.json").unlink()
+    with pytest.raises(InputError, match=rf"{stopped} is not finished.* train --config=default --workdir={stopped} --"):
+        join_lib.read_parts([lanes[1], stopped])
+    assert not (joined[0] / "summary.json").exists()
+    assert len(join_lib.read_parts([joined[0]])[0].lanes) == 3
+
+
+def test_the_command_that_finishes_a_run_has_its_configuration(lanes):
+    config = read_stored(lanes[0])
+    command = shlex.split(train_command(config, lanes[0]))
+    changes = dict(one.removeprefix("--config.").split("=", 1) for one in command if one.startswith("--config."))
+    assert RunConfig().replace(changes) == config
+    in_rounds = config.replace({"train.rounds.steps": 5})
+    assert " rounds --config=default" in train_command(in_rounds, lanes[0])
+
+
+def test_a_joined_model_has_a_teacher_if_all_its_lanes_had_it(lanes, tmp_path):
+    students = [shutil.copytree(lanes[i], tmp_path / str(i)) for i in (0, 2)]
+    for student in students:
+        write_json(student / "model.json", read_json(student / "model.json") | {TEACHERS: ["a"]})
+        write_json(student / "config.json", read_stored(student).replace({"train.teacher": "here"}).to_dict())
+    join_lib.join(students, tmp_path / "joined", decoder_epochs=0, weights="equal")
+    assert read_stored(tmp_path / "joined").train.teacher == "here"
+    assert stored_digests(tmp_path / "joined") == ("a",)
+    parts = join_lib.read_parts([students[0], lanes[2]])
+    assert join_lib.common_teachers(parts) == join_lib.common_teachers(parts[1:]) == ()
+    assert join_lib.joined_config(parts[0].config, parts[0].trained.spec, ()).train.teacher == ""
+
+
 RESIDUAL = {
     "model.lanes": "resnet:w1",
     "model.decoder_gradient": "auto",
@@ -228,4 +262,8 @@ def test_lanes_that_were_whitened_from_other_images_are_told_apart(rng):
     assert join_lib._same_whitening(first, rounded)
     assert not join_lib._same_whitening(first, dark)
     published = Trained(spec, (), {"encoder": {"mlcn1_w1d1": {}}}, 0)
-    assert join_lib._same_whitening(first, published)
+    found = {"published": published, "first": first, "rounded": rounded, "dark": dark}
+    parts = [SimpleNamespace(workdir=name, trained=trained) for name, trained in found.items()]
+    (line,) = join_lib._whitening_differences(parts)
+    assert "the first convolutions of first and dark were" in line
+    assert join_lib._whitening_differences(parts[:3]) == []

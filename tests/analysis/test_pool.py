@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import random
 import re
 import shutil
@@ -185,12 +186,33 @@ def test_a_worker_that_is_stopped_leaves_its_lane(tmp_path):
         ("seeds = [0, 1]", "seeds = [0]\ncount = 2", "has unknown keys count; it may have kind, seeds, set"),
         ('"per_lane_sum"', '"joint"', "model.margin_loss is 'joint'"),
         ("[set]", "[set", "cannot be read"),
+        ("[set]", '[set]\ntrain.teacher = "teacher"', "train.teacher is 'teacher'; it must be an absolute path"),
+        ("[set]", '[set]\ntrain.teacher = "digits,runs/b"', "train.teacher is 'runs/b'; it must be an absolute path"),
+        ("[set]", '[set]\ninit_from = "runs/b"', "init_from is 'runs/b'; it must be an absolute path"),
         ("train.num_steps", "train.num_stepz", "there is no field train.num_stepz"),
     ],
 )
 def test_a_pool_that_cannot_be_used_is_refused(tmp_path, old, new, message):
     with pytest.raises(InputError, match=message):
         read(tmp_path, LANES.replace(old, new))
+
+
+def test_models_that_every_worker_finds_at_the_same_place_may_be_named(tmp_path):
+    pool = read(tmp_path, LANES.replace("[set]", f'[set]\ninit_from = "digits"\ntrain.teacher = "digits, {tmp_path}"'))
+    assert pool.lanes[0].config.train.teacher == f"digits, {tmp_path}"
+
+
+def test_processes_of_the_same_number_on_two_hosts_are_told_apart(tmp_path):
+    """One is killed, and the other has the lane when a third takes it."""
+    events = [("a", 7, "taken"), ("b", 7, "taken"), ("c", 9, "taken"), ("b", 7, "left"), ("c", 9, "left")]
+    history = tmp_path / pool_lib.HISTORY
+    lines = [
+        json.dumps({"event": event, "time": float(time), "host": host, "process": process})
+        for time, (host, process, event) in enumerate(events)
+    ]
+    history.write_text("\n".join(lines))
+    assert pool_lib.overlaps(history, {("a", 7): 0.5}) == [(("b", 7), ("c", 9))]
+    assert pool_lib.overlaps(history, {("a", 7): 0.5, ("b", 7): 1.5}) == []
 
 
 def test_the_example_of_the_docs_is_a_pool(tmp_path):
@@ -220,7 +242,7 @@ def test_workers_killed_at_random_moments_lose_no_lane_and_train_none_twice_at_o
         time.sleep(rng.uniform(2, 12))
         victim = rng.randrange(2)
         if workers[victim].poll() is None:
-            killed[workers[victim].pid] = time.time()
+            killed[platform.node(), workers[victim].pid] = time.time()
             os.kill(workers[victim].pid, signal.SIGKILL)
             workers[victim].wait()
             workers[victim] = subprocess.Popen(start, cwd=REPOSITORY, stderr=subprocess.DEVNULL)

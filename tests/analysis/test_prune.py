@@ -6,6 +6,7 @@ import logging
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,13 @@ from mlcn_jax.commands import prune as command_prune
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data import datasets
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json, write_json
 from mlcn_jax.nn import model
 from mlcn_jax.nn.spec import ModelSpec, spec_of
 from mlcn_jax.placement import cost
-from mlcn_jax.training import evaluate, loop
+from mlcn_jax.training import evaluate, loop, start
 from mlcn_jax.training.checkpoint import Checkpoints, load_trained
+from mlcn_jax.training.teacher import TEACHERS
 
 LANES = "mlcn1:w1*2,mlcn2:w1"
 SPEC = ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2,mlcn2:w1*3,mlcn1:w1d2", decoder=(6,), conv="native")
@@ -126,6 +129,19 @@ def test_the_optimizer_keeps_what_it_knows_of_the_parameters_that_stay(run):
     jax.tree.map(
         lambda nu, p: np.testing.assert_array_equal(nu, 2 * p), optax.tree.get(small.optimizer, "nu"), small.params
     )
+
+
+def test_a_pruned_student_goes_on_with_its_teacher_wherever_that_is_and_with_no_other(config, workdir, tmp_path):
+    student, small = shutil.copytree(workdir, tmp_path / "student"), tmp_path / "small"
+    write_json(student / "config.json", config.replace({"train.teacher": "here"}).to_dict())
+    write_json(student / "model.json", read_json(student / "model.json") | {TEACHERS: ["a", "b"]})
+    prune.save_run(prune.prune_run(prune.load_prunable(student), [0, 2]), small, None, {})
+    mine = read_json(small / "model.json")
+    assert mine[TEACHERS] == ["a", "b"]
+    moved = SimpleNamespace(config=read_stored(small).replace({"train.teacher": "there"}))
+    start.check_resumable(moved, small, mine)
+    with pytest.raises(InputError, match=f"with another teacher:\n  {TEACHERS}"):
+        start.check_resumable(SimpleNamespace(config=read_stored(small)), small, mine | {TEACHERS: ["c"]})
 
 
 def test_lanes_are_ordered_from_the_least_useful_on():

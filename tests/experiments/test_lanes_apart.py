@@ -1,6 +1,7 @@
 """What the experiments on lanes trained apart run, and what they compute from it."""
 
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -29,21 +30,67 @@ def test_lanes_of_a_part_train_apart_on_the_same_images_as_those_trained_togethe
     assert [len(joins[f"{part}_{kind}"]) for kind in lanes_apart.KINDS] == [16, 16]
     joined = [tuple(one.items()) for i in range(pairs) for one in joins[f"{part}_pair{i}"]]
     assert len(set(joined)) == len(joined)
-    assert len({one["lane"] for one in joins[f"{part}_mixed"]}) > 1
+    of_size = Counter(one["lane"] for one in joins[f"{part}_mixed"])
+    assert len(of_size) == 1 + len(lanes_apart.PARTS[part].others)
+    assert max(of_size.values()) - min(of_size.values()) <= 1
 
 
-def test_the_interval_is_students():
-    found = lanes_apart.interval([0.1, 0.3, -0.1, 0.2])
-    assert found["mean"] == pytest.approx(0.125)
-    assert (found["low"], found["high"]) == pytest.approx((0.125 - 0.27175, 0.125 + 0.27175), abs=1e-4)
-    assert lanes_apart.interval([0.1]) is None
+def test_more_pairs_than_a_part_has_at_least_can_be_asked_for():
+    for pairs, expected in ((0, 3), (2, 3), (5, 5)):
+        runs = lanes_apart.runs_of("cifar", repeats=1, smoke=False, pairs=pairs)
+        assert sum(facts["mode"] == "together" for facts in runs) == expected
+        assert len(lanes_apart.joins_of("cifar", runs)[f"cifar_pair{expected - 1}"]) == 4
+
+
+@pytest.mark.parametrize("part", list(lanes_apart.PARTS))
+def test_single_lanes_cost_as_much_as_the_joined_ones_beside_which_they_stand(part):
+    known = lanes_apart.PARTS[part]
+    one = lanes_apart.training_megaflops(part, known.lane)
+    for count, single in known.single.items():
+        assert lanes_apart.training_megaflops(part, single) == pytest.approx(count * one, rel=0.05)
+
+
+def test_a_lanes_cost_is_that_of_its_step_with_the_decoder():
+    lane = 2 * 81 * (2 * 16 * 400 + 3 * 16 * 32 * 36) + 2 * 3 * 1152 * 10  # forward and gradients, without the image's
+    decoder = 2 * (2 * 10 * 128 + 3 * (128 * 256 + 256 * 784))
+    assert lanes_apart.training_megaflops("fashion", "mlcn2:w2") == pytest.approx((lane + decoder) / 1e6, rel=1e-3)
+
+
+def test_the_interval_is_welchs_and_inside_only_with_enough_pairs():
+    found = lanes_apart.interval([90.1, 90.3, 89.9, 90.2], [90.0, 90.6, 89.6, 90.2], 4)
+    assert found["mean"] == pytest.approx(0.025)
+    half = 2.7814 * 0.225  # of 3.98 degrees of freedom, and the standard error
+    assert (found["low"], found["high"]) == pytest.approx((0.025 - half, 0.025 + half), abs=1e-3)
     assert not found["inside"]
-    assert lanes_apart.interval([0.0, 0.1, 0.05, -0.05])["inside"]
+    shifted = lanes_apart.interval([90.1, 90.3, 89.9, 90.2], [90.0, 90.2, 89.8, 90.1], 4)
+    assert shifted["high"] - shifted["low"] == pytest.approx(2 * 2.44691 * 0.120761, abs=1e-4)
+    assert lanes_apart.interval([0.1], [0.1], 1) is None
+    close = ([90.0, 90.1, 90.05, 89.95], [90.05, 90.0, 89.95, 90.1])
+    assert lanes_apart.interval(*close, 4)["inside"]
+    assert not lanes_apart.interval(*close, 8)["inside"]
 
 
-def series_in(workdir, kept=()):
-    records = [{"facts": facts} for facts in kept]
-    return SimpleNamespace(workdir=workdir, scale=SimpleNamespace(name="none"), kept_records=lambda: records)
+def series_in(workdir, kept=(), records=()):
+    known = [{"facts": facts} for facts in kept]
+    scale = SimpleNamespace(name="none")
+    return SimpleNamespace(workdir=workdir, scale=scale, kept_records=lambda: known, records=lambda: list(records))
+
+
+def test_accuracy_is_drawn_against_the_number_of_lanes_and_against_cost(tmp_path):
+    lanes = [{"lane": "mlcn2:w2d1", "test_accuracy": share} for share in (0.85, 0.9, 0.95)]
+    (tmp_path / "joined").mkdir()
+    write_json(tmp_path / "joined" / "fashion_equal.json", {"lanes": [], "weighted": {"lanes": lanes}})
+    single = {"facts": lanes_apart.one_of("fashion", "single", "mlcn2:w3d3", 0), "test_accuracy": 91.0}
+    series = series_in(tmp_path, records=[single])
+    by_lanes, _, by_cost, _ = lanes_apart.draw(series).axes
+    joined, one = by_lanes.lines
+    assert (list(joined.get_xdata()), list(joined.get_ydata())) == ([1, 2, 3], [85, 90, 95])
+    assert (list(one.get_xdata()), list(one.get_ydata())) == ([4], [91])
+    costs = [lanes_apart.training_megaflops("fashion", lane) for lane in ("mlcn2:w2", "mlcn2:w3d3")]
+    joined, one = by_cost.lines
+    assert list(joined.get_xdata()) == pytest.approx([costs[0], 2 * costs[0], 3 * costs[0]])
+    assert list(one.get_xdata()) == costs[1:]
+    assert f"| fashion, one mlcn2:w3d3 at the cost of 4 | 1 | {costs[1]:.3g} | 91.00 |" in lanes_apart.text(series)
 
 
 def test_lanes_are_joined_as_soon_as_they_have_been_trained_and_once(tmp_path, monkeypatch):

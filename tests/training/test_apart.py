@@ -44,6 +44,7 @@ def trained(changes: dict, steps: int = 20) -> tuple[Session, dict]:
     [
         ("mlcn1", "mlcn1:w1,mlcn2:w1", {"train.optimizer": "adam", "data.max_shift": 1}),
         ("mlcn2", "mlcn2:w1*2", {"train.optimizer": "sgd", "data.max_shift": 1}),
+        ("mlcn2", "mlcn2:w1*2", {"train.optimizer": "adam"}),
         # With the quick compiler options of conftest.py the rounding of these depends on the number of lanes.
         pytest.param("resnet", "resnet:w1*2", {"train.optimizer": "adam"} | RESIDUAL, marks=pytest.mark.long),
         pytest.param(
