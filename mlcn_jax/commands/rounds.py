@@ -56,6 +56,8 @@ def main(argv: Sequence[str]) -> int:
         raise InputError("rounds need grpcio: pip install 'mlcn_jax[rounds]'")
 
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # which gRPC reads when it is imported
+    if not values.serve and not values.coordinator:  # a GPU is shared by this process and the workers that it starts
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from mlcn_jax import host
     from mlcn_jax.rounds.coordinator import coordinate
     from mlcn_jax.rounds.link import Tls

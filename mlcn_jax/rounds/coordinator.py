@@ -55,17 +55,19 @@ def outer_step(settings: RoundSettings, shared: Shared, changes: Mapping[int, Ve
     Workers apply the same bytes, so the coordinator's and the workers' new parameters are equal: old plus decoded ones.
 
     Raises:
-      Diverged: the new parameters are not finite.
+      Diverged: the outer step or the new parameters are not finite.
 
     Source: Douillard et al. 2023, arXiv 2311.08105, algorithm 1, lines 10 to 13.
     """
-    mean = np.mean(list(changes.values()), axis=0, dtype=np.float32)
     optimizer = optax.sgd(settings.learning_rate, settings.momentum, nesterov=True)
-    update, outer = optimizer.update(jnp.asarray(mean), shared.outer)
-    if not np.isfinite(update).all():
-        raise Diverged(f"round {shared.round}: the outer step is not finite; earlier rounds are kept")
-    content, residual = compress(np.asarray(update), shared.residual, settings.bits)
-    vector = shared.vector + decode(content, shared.vector.size, settings.bits)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite raises here
+        mean = np.mean(list(changes.values()), axis=0, dtype=np.float32)
+        update, outer = optimizer.update(jnp.asarray(mean), shared.outer)
+        try:
+            content, residual = compress(np.asarray(update), shared.residual, settings.bits)
+        except ValueError as error:
+            raise Diverged(f"round {shared.round}: the outer step is not finite; earlier rounds are kept") from error
+        vector = shared.vector + decode(content, shared.vector.size, settings.bits)
     if not np.isfinite(vector).all():
         raise Diverged(f"round {shared.round}: the parameters are not finite; earlier rounds are kept")
     return Shared(shared.round + 1, vector, jax.device_get(outer), residual), content
@@ -154,7 +156,7 @@ def coordinate(
         facts = session.model_facts()
         own = _open(session, workdir, facts)
         stack.callback(own.close)
-        shared = _start(session, own)
+        shared, counted = _start(session, own)
         write_json(workdir / "config.json", config.to_dict())
         write_json(workdir / "model.json", facts)
         algorithms = algorithms_of(Plan(), session.spec, config.train.batch_size, {})
@@ -164,7 +166,7 @@ def coordinate(
         stack.callback(judge.close)
         if shared.round:
             judge.score(step, shared.vector)  # unless this was done before the coordinator stopped
-        meeting = Meeting(settings, identity(session), shared.vector, shared.round)
+        meeting = Meeting(settings, identity(session), shared.vector, shared.round, counted)
         trained = shared.round < num_rounds
         if not trained:
             meeting.finish()
@@ -197,14 +199,14 @@ def coordinate(
             try:
                 shared, update = outer_step(settings, shared, changes)
             except Diverged:
-                meeting.finish()
+                meeting.finish("diverged")
                 with contextlib.suppress(Stopped):
                     meeting.wait_until_heard(settings.patience_seconds, stop_only)
                 raise
             step = min(shared.round * settings.steps, session.num_steps)
             judge.record(step, metrics, time.monotonic() - started)
             state = {"params": {"vector": shared.vector}, "optimizer": (shared.outer, shared.residual)}
-            own.save(shared.round, state, {"config_hash": config.hash()})
+            own.save(shared.round, state, {"config_hash": config.hash(), "counted": meeting.counted})
             own.wait()
             if shared.round == num_rounds:
                 meeting.finish()
@@ -249,12 +251,12 @@ def _open(session: Session, workdir: Path, facts: dict[str, Any]) -> Checkpoints
     return own
 
 
-def _start(session: Session, own: Checkpoints) -> Shared:
-    """The newest round that was saved, or the start of the run."""
+def _start(session: Session, own: Checkpoints) -> tuple[Shared, dict[str, str]]:
+    """The newest round that was saved, or the start of the run; and `Meeting.counted` at its start."""
     settings = session.config.train.rounds
     if not own.exist():
         vector = to_vector(start_state(session, None)[0].params)
-        return Shared(0, vector, jax.device_get(start_outer(settings, vector)), np.zeros_like(vector))
+        return Shared(0, vector, jax.device_get(start_outer(settings, vector)), np.zeros_like(vector)), {}
     size = sum(leaf.size for leaf in jax.tree.leaves(param_shapes(session.spec)))
     shape = jax.ShapeDtypeStruct((size,), jnp.float32)
     like = {
@@ -264,4 +266,5 @@ def _start(session: Session, own: Checkpoints) -> Shared:
     restored, facts = own.restore(like)
     _log.info("resuming after round %d", facts["step"])
     outer, residual = jax.device_get(restored["optimizer"])
-    return Shared(facts["step"], np.asarray(restored["params"]["vector"]), outer, np.asarray(residual))
+    shared = Shared(facts["step"], np.asarray(restored["params"]["vector"]), outer, np.asarray(residual))
+    return shared, facts.get("counted", {})  # earlier versions did not write it

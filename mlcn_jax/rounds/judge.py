@@ -18,7 +18,7 @@ from mlcn_jax.rounds.vector import Vector, from_vector
 from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.finish import final_results
 from mlcn_jax.training.mesh_runner import MeshRunner
-from mlcn_jax.training.metrics import MetricsWriter
+from mlcn_jax.training.metrics import MetricsWriter, read_rows
 from mlcn_jax.training.session import Session, calibration_images
 from mlcn_jax.training.step import TrainState
 
@@ -41,6 +41,8 @@ class Judge:
         self._like = param_shapes(session.spec)
         self._runner = MeshRunner(session.spec, session.optimizer, None, **session.step_options)
         self._writer = MetricsWriter(workdir, step)
+        rows = read_rows(workdir / "metrics.jsonl")
+        self._validated = {row["step"] for row in rows if row.get("split") == "validation"}
         self._calibrating = calibration_images(session.train, session.config.train.batch_size)
         self._checkpoints.delete_after(step)  # checkpoints of rounds that were lost
         self._last = self._checkpoints.newest_step()
@@ -77,7 +79,8 @@ class Judge:
         if len(session.validation.labels):
             scores = self._runner.scores(session.validation, session.config.train.batch_size)
             accuracy = scores.accuracy
-            self._writer.write(step, "validation", {"loss": scores.loss, "accuracy": accuracy})
+            if step not in self._validated:  # the coordinator may have been killed between this row and the checkpoint
+                self._writer.write(step, "validation", {"loss": scores.loss, "accuracy": accuracy})
             _log.info("step %d  validation loss %.4f  accuracy %.2f%%", step, scores.loss, 100 * accuracy)
         state = {"params": calibrated, "optimizer": {"steps": np.int32(step)}}  # the optimizers' states are elsewhere
         self._checkpoints.save(step, state, {"config_hash": session.config.hash()}, accuracy)

@@ -42,7 +42,15 @@ _OF_WORKER = [
     ("grpc.initial_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", int(1000 * _LONGEST_BACKOFF_SECONDS)),
 ]
-_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+_FINAL = (  # what no further try changes
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.OUT_OF_RANGE,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+)
 _TLS_WORDS = ("certificate", "tsi_protocol_failure", "ssl routines")  # a handshake may also fail because of the link
 _CLOSED_WORDS = ("Socket closed", "Connection reset")  # for example by a server that requires a certificate
 _OVERHEAD_BYTES = 2**16  # of a message, besides the change
@@ -121,7 +129,7 @@ def serve(
 ) -> tuple[grpc.Server, int]:
     """Starts answering calls with `handlers`, by name; returns the server and its port.
 
-    If a handler raises InputError, the call is refused and the worker ends with its message.
+    If a handler raises InputError, the call is refused, which is logged, and the worker ends with its message.
 
     Args:
       handlers: by the names of `CALLS`.
@@ -143,6 +151,7 @@ def serve(
             try:
                 return handlers[name](request)
             except InputError as error:
+                _log.warning("worker %d is refused: %s", request.worker, error)
                 return context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
         decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(taken)
@@ -203,12 +212,12 @@ class Client:
                 answer = self._calls[name](request, timeout=_CALL_SECONDS)
             except grpc.RpcError as error:
                 details = error.details() or str(error.code())
-                if error.code() not in _LOST:
+                if error.code() in _FINAL:
                     raise InputError(f"the coordinator at {self._address} refuses: {details}") from error
                 if any(word in details.lower() for word in _TLS_WORDS):
                     raise InputError(
                         f"no secure connection to the coordinator at {self._address} ({details}): check --tls_cert, "
-                        "--tls_key and --ca of the worker and of the coordinator"
+                        "--tls_key and --ca of the worker and of the coordinator, whose certificate must name this host"
                     ) from error
                 if not told:
                     closed = any(words in details for words in _CLOSED_WORDS)

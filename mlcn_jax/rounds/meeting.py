@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.rounds.messages import Begin, Change, Fetch, Receipt
@@ -34,8 +34,13 @@ class Meeting:
       run: identifies the run; messages from another run are refused.
       vector: the parameters that the round begins with.
       round_: the round to begin with.
+      counted: the attribute of that name when that round began.
       wait_seconds: how long a call of `fetch` is held while there is nothing to do.
       clock: gives the time in seconds; replaced in tests.
+
+    Attributes:
+      counted: the `vector.digest` of the newest round in which each worker counted, by its number as text, as JSON has
+        it. It includes a round from the moment that `gather` ends it, so that it can be saved with that round.
     """
 
     def __init__(
@@ -44,14 +49,16 @@ class Meeting:
         run: str,
         vector: Vector,
         round_: int,
+        counted: Mapping[str, str],
         wait_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._settings, self._run, self._wait_seconds, self._clock = settings, run, wait_seconds, clock
         self._vector, self._began, self._round = vector, digest(vector, round_), round_
         self._before, self._update = "", b""  # digest of the round before, and the bytes from its parameters to these
-        self._closed = self._finished = False
-        self._counted: tuple[str, set[int]] = ("", set())  # digest of the round before, and the workers that counted
+        self._closed = False
+        self._end = ""  # how the run ended, as `Begin.kind`
+        self.counted = dict(counted)
         self._heard: set[int] = set()
         self._processes: dict[int, str] = {}  # which process is which worker
         self._changes: dict[int, Vector] = {}
@@ -89,23 +96,27 @@ class Meeting:
         self._check(request.run, request.worker)
         with self._condition:
             self._condition.wait_for(lambda: self._has_work(request), self._wait_seconds)
-            if self._finished:
+            if self._end:
                 self._heard.add(request.worker)
                 self._condition.notify_all()
-                return Begin(self._round, "finished")
+                return Begin(self._round, self._end)
             if not self._has_work(request):
                 return Begin(self._round, "wait")
             self._expected.add(request.worker)
+            counted = self._did_count(request.worker, request.sent)
             if request.have == self._began:
-                return Begin(self._round, "again")
+                return Begin(self._round, "again", counted=counted)
             if request.have == self._before and self._update:
-                return Begin(self._round, "update", self._update)
-            return Begin(self._round, "full", encode(self._vector, 32))
+                return Begin(self._round, "update", self._update, counted)
+            return Begin(self._round, "full", encode(self._vector, 32), counted)
 
     def _has_work(self, request: Fetch) -> bool:
-        if self._closed and not self._finished:
+        if self._closed and not self._end:
             return False
-        return self._finished or request.have != self._began or request.worker not in self._changes
+        return bool(self._end) or request.have != self._began or request.worker not in self._changes
+
+    def _did_count(self, worker: int, began: str) -> bool:
+        return self.counted.get(str(worker)) == began
 
     def push(self, change: Change) -> Receipt:
         """Accepts a worker's change if it is its first in the open round; says whether it counts.
@@ -125,12 +136,12 @@ class Meeting:
         except ValueError as error:
             raise InputError(f"the change of worker {change.worker} in round {change.round} has {error}") from error
         with self._condition:
-            if change.began == self._counted[0] and change.worker in self._counted[1]:
+            if self._did_count(change.worker, change.began):
                 return Receipt(True)  # it was counted, but the worker did not get the answer
             if change.began != self._began:
                 return Receipt(False, f"round {change.round} is over or was restarted; round {self._round} is open")
             if change.worker not in self._changes:
-                if self._closed or self._finished:
+                if self._closed or self._end:
                     return Receipt(False, f"round {change.round} has just ended")
                 if not self._changes:
                     self._first_answer = self._clock()
@@ -164,6 +175,7 @@ class Meeting:
                 check()
                 self._condition.wait(_POLL_SECONDS)
             self._closed = True
+            self.counted = self.counted | {str(worker): self._began for worker in self._changes}
             return dict(sorted(self._changes.items())), dict(sorted(self._metrics.items()))
 
     def _can_end(self) -> bool:
@@ -183,7 +195,6 @@ class Meeting:
             if missing := sorted(self._expected - self._changes.keys()):
                 _log.warning("round %d ended without worker %s", self._round, ", ".join(map(str, missing)))
             self._expected = set(self._changes)
-            self._counted = (self._began, set(self._changes))
             self._before, self._update = self._began, update
             self._vector, self._round = vector, self._round + 1
             self._began = digest(vector, self._round)
@@ -191,10 +202,10 @@ class Meeting:
             self._changes, self._metrics = {}, {}
             self._condition.notify_all()
 
-    def finish(self) -> None:
-        """Tells all workers that the run is over."""
+    def finish(self, kind: str = "finished") -> None:
+        """Tells all workers that the run is over: `finished`, or `diverged`."""
         with self._condition:
-            self._finished = True
+            self._end = kind
             self._condition.notify_all()
 
     def wait_until_heard(self, seconds: float, check: Callable[[], None]) -> None:

@@ -28,11 +28,14 @@ class Fetch(msgspec.Struct):
       run: the answer to `Join`, which names the run and the worker's process.
       worker: its number.
       have: `vector.digest` of the newest round whose parameters it has; empty if it has none.
+      sent: that of the round of its newest change, which it may have computed before it was started again; empty if
+        there is none.
     """
 
     run: str
     worker: int
     have: str
+    sent: str = ""
 
 
 class Begin(msgspec.Struct):
@@ -41,13 +44,15 @@ class Begin(msgspec.Struct):
     Attributes:
       round: the round to compute; the number of rounds if the run is finished.
       kind: `full` for parameters, `update` for their change since the previous round, `again` if the worker must resend
-        its change of this round, `wait` if there is nothing to do yet, or `finished`.
+        its change of this round, `wait` if there is nothing to do yet, `finished`, or `diverged`.
       content: bytes of `vector.encode`, in 32 bits for `full` and in the run's bits for `update`.
+      counted: whether the change of `Fetch.sent` counted, if a round is to be computed.
     """
 
     round: int
     kind: str
     content: bytes = b""
+    counted: bool = False
 
 
 class Change(msgspec.Struct):
@@ -70,7 +75,10 @@ class Change(msgspec.Struct):
 
 
 class Receipt(msgspec.Struct):
-    """The answer to `Change`: whether it counts, and if not, why."""
+    """The answer to `Change`: whether it is in the open round or counted in an earlier one, and if not, why.
+
+    It counts for good only if the coordinator saves the round: `Begin.counted` tells.
+    """
 
     counts: bool
     reason: str = ""

@@ -42,7 +42,8 @@ def encode(values: Vector, bits: int) -> bytes:
         return values.astype("<f4").tobytes()
     blocks = _blocks(values)
     scales = np.max(np.abs(blocks), axis=1, initial=0).astype(np.float32) / np.float32(_LARGEST)
-    codes = np.rint(blocks / np.where(scales > 0, scales, 1)[:, None]).astype(np.int8)
+    codes = np.rint(blocks / np.where(scales > 0, scales, 1)[:, None])
+    codes = np.clip(codes, -_LARGEST, _LARGEST).astype(np.int8)  # a scale of few bits may be much too small
     return scales.astype("<f4").tobytes() + codes.ravel()[: values.size].tobytes()
 
 
@@ -64,7 +65,7 @@ def decode(content: bytes, size: int, bits: int) -> Vector:
     else:
         codes = np.frombuffer(content, np.int8, size, len(content) - size).astype(np.float32)
         scales = np.frombuffer(content, "<f4", -(-size // BLOCK)).astype(np.float32)
-        with np.errstate(invalid="ignore"):  # values that are not finite raise below
+        with np.errstate(over="ignore", invalid="ignore"):  # values that are not finite raise below
             values = (_blocks(codes) * scales[:, None]).ravel()[:size]
     if not np.isfinite(values).all():
         raise ValueError("values that are not finite")
@@ -74,10 +75,14 @@ def decode(content: bytes, size: int, bits: int) -> Vector:
 def compress(values: Vector, residual: Vector, bits: int) -> tuple[bytes, Vector]:
     """Encodes values plus the residual of earlier ones; returns the bytes, and what they leave out: the next residual.
 
+    Raises:
+      ValueError: the sum is too large for a finite number.
+
     Source: Seide et al. 2014 (1-bit SGD), section 2, for error feedback.
     """
-    total = values + residual
-    content = encode(total, bits)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite raises in decode
+        total = values + residual
+        content = encode(total, bits)
     return content, total - decode(content, total.size, bits)
 
 

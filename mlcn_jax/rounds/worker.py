@@ -1,7 +1,8 @@
 """A worker of a run in rounds: takes its part of every batch, and sends how its steps changed the parameters.
 
 Its optimizer state and the quantisation residual are saved before a change is sent: a worker that was killed sends the
-same change again, or repeats the round.
+same change again, or repeats the round. Whether a change counted is not saved: the coordinator knows, and says so with
+the next round.
 """
 
 import contextlib
@@ -52,7 +53,7 @@ def work(config: RunConfig, workdir: Path, address: str, worker: int, tls: link.
     Raises:
       InputError: the coordinator refuses this worker, or an input cannot be used.
       Stopped: a signal asked it to stop; at most the current round is repeated.
-      Diverged: its parameters are no longer finite.
+      Diverged: its parameters or those of the coordinator are no longer finite.
     """
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignals())
@@ -87,12 +88,17 @@ def follow(client: Any, trainer: "Trainer", run: str, worker: int, check: Callab
       run: the run's identity, as the coordinator gave it.
       worker: the number of this worker.
       check: called between steps; may raise.
+
+    Raises:
+      Diverged: the run has diverged, here or at the coordinator.
     """
     have, vector = "", np.empty(0, np.float32)
     while True:
-        begin: Begin = client.call("fetch", Fetch(run, worker, have))
+        begin: Begin = client.call("fetch", Fetch(run, worker, have, trainer.sent))
         if begin.kind == "finished":
             return
+        if begin.kind == "diverged":
+            raise Diverged(f"the run diverged in round {begin.round}: see the coordinator's message")
         if begin.kind == "wait":
             continue
         if begin.kind == "full":
@@ -100,11 +106,10 @@ def follow(client: Any, trainer: "Trainer", run: str, worker: int, check: Callab
         elif begin.kind == "update":
             vector = vector + decode(begin.content, trainer.size, trainer.bits)
         have = digest(vector, begin.round)
-        content, metrics = trainer.change(begin.round, vector, check)
+        content, metrics = trainer.change(begin.round, vector, begin.counted, check)
         receipt = client.call("push", Change(run, worker, begin.round, have, content, metrics))
         if not receipt.counts:
             _log.warning("worker %d was late: %s", worker, receipt.reason)
-        trainer.told(receipt.counts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +119,6 @@ class _Kept:
     Attributes:
       round: the round.
       began: its `vector.digest`.
-      counted: whether the change counted, as far as the worker knows.
       optimizer: state of the inner optimizer.
       before, after: the quantisation residual before the change, and after it if it counted.
       content, metrics: the change that was sent, and its metrics.
@@ -122,7 +126,6 @@ class _Kept:
 
     round: int
     began: str
-    counted: bool
     optimizer: optax.OptState
     before: Vector
     after: Vector
@@ -189,10 +192,17 @@ class Trainer:
         _log.info("worker %d resumes after round %d", self._worker, facts["round"])
         self._num_saves = facts["step"]
         before, after, sent = (np.asarray(restored["params"][name]) for name in ("before", "after", "content"))
-        about = (facts["round"], facts["began"], facts["counted"])
-        return _Kept(*about, restored["optimizer"], before, after, sent.tobytes(), facts["metrics"])
+        about = (facts["round"], facts["began"], restored["optimizer"])
+        return _Kept(*about, before, after, sent.tobytes(), facts["metrics"])
 
-    def change(self, round_: int, vector: Vector, check: Callable[[], None]) -> tuple[bytes, dict[str, float]]:
+    @property
+    def sent(self) -> str:
+        """The `vector.digest` of the round of its newest change; empty if there is none."""
+        return self._kept.began if self._kept else ""
+
+    def change(
+        self, round_: int, vector: Vector, counted: bool, check: Callable[[], None]
+    ) -> tuple[bytes, dict[str, float]]:
         """How this worker's steps of a round change the parameters, as bytes, and the means of its metrics.
 
         If called again for the round that it computed last, from the same parameters, it returns the same result.
@@ -200,6 +210,8 @@ class Trainer:
         Args:
           round_: number of the round, from 0.
           vector: the parameters that the round begins with.
+          counted: whether the newest change, that of the round `sent`, counted; if not, the error that its bits left is
+            dropped.
           check: called between steps; may raise.
 
         Raises:
@@ -223,22 +235,19 @@ class Trainer:
             batch = self._runner.place(*self._part(step))
             rows.append(self._runner.step(*batch, size=self._session.image_size(step + 1)))
         state = jax.device_get(self._runner.fetch())
-        moved = vector - to_vector(state.params)
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite raises below
+            moved = vector - to_vector(state.params)
         means = {name: float(np.mean([row[name] for row in jax.device_get(rows)])) for name in METRICS}
         if not np.isfinite(moved).all() or not np.isfinite(list(means.values())).all():
             raise Diverged(f"worker {self._worker}, step {last}: parameters or metrics are not finite ({means})")
-        before = np.zeros_like(vector) if kept is None else kept.after if kept.counted else kept.before
-        content, after = compress(moved, before, self.bits)
-        self._kept = _Kept(round_, began, True, state.optimizer, before, after, content, means)
+        before = np.zeros_like(vector) if kept is None else kept.after if counted else kept.before
+        try:
+            content, after = compress(moved, before, self.bits)
+        except ValueError as error:
+            raise Diverged(f"worker {self._worker}, step {last}: the change is too large to be sent") from error
+        self._kept = _Kept(round_, began, state.optimizer, before, after, content, means)
         self._save()
         return content, means
-
-    def told(self, counts: bool) -> None:
-        """Records whether the newest change counted; otherwise the quantisation residual is discarded."""
-        assert self._kept is not None
-        if counts != self._kept.counted:
-            self._kept = dataclasses.replace(self._kept, counted=counts)
-            self._save()
 
     def _part(self, step: int) -> tuple[np.ndarray, ...]:
         """This worker's images and labels of a batch."""
@@ -256,7 +265,7 @@ class Trainer:
         kept = self._kept
         assert kept is not None
         facts = {"run": self._run, "worker": self._worker, "metrics": kept.metrics}
-        facts |= {"round": kept.round, "began": kept.began, "counted": kept.counted}
+        facts |= {"round": kept.round, "began": kept.began}
         sent = {"before": kept.before, "after": kept.after, "content": np.frombuffer(kept.content, np.uint8)}
         self._num_saves += 1  # numbers are not those of rounds: a restarted coordinator may repeat a round
         self._checkpoints.save(self._num_saves, {"params": sent, "optimizer": kept.optimizer}, facts)

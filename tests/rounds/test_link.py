@@ -10,6 +10,7 @@ from made_certificates import certificate
 
 from mlcn_jax.distributed.processes import free_port
 from mlcn_jax.errors import InputError
+from mlcn_jax.rounds import link
 from mlcn_jax.rounds.link import Client, Tls, serve
 from mlcn_jax.rounds.messages import Begin, Change, Fetch, Receipt
 
@@ -35,13 +36,21 @@ def client(port, tls=PLAIN):
     return Client(f"127.0.0.1:{port}", tls, lambda: None)
 
 
-def test_messages_up_to_a_size_and_refusals():
+class Failed(grpc.RpcError):
+    """A call that failed."""
+
+    def __init__(self, code, details=""):
+        self.code, self.details = lambda: code, lambda: details
+
+
+def test_messages_up_to_a_size_and_refusals(caplog):
     server, port = started()
     mine = client(port)
     begin = mine.call("fetch", REQUEST)
     assert (begin.round, len(begin.content), mine.received) == (3, 10_000_000, 10_000_000)
     with pytest.raises(InputError, match="refuses: of another run"):
-        mine.call("fetch", Fetch("other", 0, ""))
+        mine.call("fetch", Fetch("other", 4, ""))
+    assert caplog.messages == ["worker 4 is refused: of another run"]
     assert mine.call("push", Change("run", 0, 3, "", bytes(5_000_000), {})).reason == "5000000"
     with pytest.raises(InputError, match=r"refuses: .*larger than max"):
         mine.call("push", Change("run", 0, 3, "", bytes(5_100_000), {}))
@@ -59,6 +68,33 @@ def test_a_coordinator_that_comes_back_is_found_again():
     asking.join(20)
     assert found
     server.stop(None)
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.ABORTED])
+def test_a_call_that_fails_for_another_reason_is_tried_again(code, monkeypatch):
+    monkeypatch.setattr(link, "_PAUSE_SECONDS", 0.01)
+    answers = iter([Failed(code), Failed(grpc.StatusCode.UNAVAILABLE), Begin(3, "wait")])
+
+    def call(request, timeout):
+        found = next(answers)
+        if isinstance(found, Failed):
+            raise found
+        return found
+
+    mine = client(1)
+    mine._calls["fetch"] = call
+    assert mine.call("fetch", REQUEST).round == 3
+
+
+@pytest.mark.parametrize("code", link._FINAL)
+def test_a_refusal_is_final(code):
+    def call(request, timeout):
+        raise Failed(code, "no")
+
+    mine = client(1)
+    mine._calls["fetch"] = call
+    with pytest.raises(InputError, match="refuses: no"):
+        mine.call("fetch", REQUEST)
 
 
 def test_whoever_waits_can_be_stopped():
@@ -102,15 +138,8 @@ def test_only_who_has_a_certificate_is_let_in(tmp_path, caplog):
 
 @pytest.mark.parametrize("said", ["Socket closed", "recvmsg:Connection reset by peer"])
 def test_a_connection_that_is_closed_may_want_a_certificate(said, caplog):
-    class Lost(grpc.RpcError):
-        def code(self):
-            return grpc.StatusCode.UNAVAILABLE
-
-        def details(self):
-            return said
-
     def lose(request, timeout):
-        raise Lost
+        raise Failed(grpc.StatusCode.UNAVAILABLE, said)
 
     tries = iter(range(1))
 

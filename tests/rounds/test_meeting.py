@@ -1,5 +1,6 @@
 """What counts in a round, and when it ends."""
 
+import json
 import threading
 
 import numpy as np
@@ -26,13 +27,16 @@ class _Over(Exception):
 class Bed:
     """A meeting with a clock that is set by hand."""
 
-    def __init__(self, workers=3, quorum=0, round_=0):
+    def __init__(self, workers=3, quorum=0, round_=0, counted=None):
         self.now = 0.0
         settings = RoundSettings(5, workers, bits=32, quorum=quorum, patience_seconds=10)
-        self.meeting = Meeting(settings, "run", at(round_), round_, wait_seconds=0.0, clock=lambda: self.now)
+        self.meeting = Meeting(
+            settings, "run", at(round_), round_, counted or {}, wait_seconds=0.0, clock=lambda: self.now
+        )
 
-    def fetch(self, worker, have=None):
-        return self.meeting.fetch(Fetch("run", worker, "" if have is None else digest(at(have), have)))
+    def fetch(self, worker, have=None, sent=None):
+        digests = ["" if round_ is None else digest(at(round_), round_) for round_ in (have, sent)]
+        return self.meeting.fetch(Fetch("run", worker, *digests))
 
     def push(self, worker, round_=0, value=1.0, run="run", **metrics):
         content = encode(np.full(3, value, np.float32), 32)
@@ -114,6 +118,42 @@ def test_nobody_counts_twice_and_nothing_late_counts():
     assert not late.push(1, 2).counts
 
 
+def test_who_counted_is_known_after_a_restart():
+    """The coordinator was killed after it had saved a round, and before its answers came."""
+    bed = Bed()
+    bed.push(0)
+    bed.push(1)
+    bed.now = 10.0
+    assert bed.ended() == [0, 1]
+    restarted = Bed(round_=1, counted=json.loads(json.dumps(bed.meeting.counted)))
+    assert restarted.push(0).counts, "it is in the sum"
+    assert not restarted.push(2).counts
+    assert restarted.fetch(1, sent=0).counted
+    assert not restarted.fetch(2, sent=0).counted
+    assert not restarted.fetch(1).counted, "it has sent nothing"
+    for round_ in (1, 2):
+        restarted.push(1, round_)
+        restarted.push(2, round_)
+        restarted.now += 10.0
+        assert restarted.ended() == [1, 2]
+        restarted.meeting.advance(at(round_ + 1), b"")
+    assert restarted.fetch(0, sent=0).counted, "however long it was away"
+    assert restarted.fetch(1, 2, sent=2).counted
+
+
+def test_a_change_in_a_round_that_was_made_again_without_it_does_not_count():
+    """The coordinator took it, and was killed before it saved the round."""
+    assert Bed().push(2).counts
+    restarted = Bed()
+    restarted.push(0)
+    restarted.push(1)
+    restarted.now = 10.0
+    assert restarted.ended() == [0, 1]
+    restarted.meeting.advance(at(1), b"")
+    assert restarted.fetch(0, 0, sent=0).counted
+    assert not restarted.fetch(2, sent=0).counted
+
+
 def test_a_change_to_other_parameters_of_the_same_round_does_not_count():
     """The coordinator lost its newest round, and came to another one in its place."""
     bed = Bed(1, round_=4)
@@ -172,6 +212,8 @@ def test_what_a_worker_is_told():
     bed.meeting.finish()
     assert bed.fetch(0, 1).kind == "finished"
     assert not bed.push(0, 1).counts
+    bed.meeting.finish("diverged")
+    assert bed.fetch(0, 1).kind == "diverged"
 
 
 def test_after_a_restart_there_is_no_update():

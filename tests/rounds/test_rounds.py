@@ -16,8 +16,8 @@ from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.files import write_json
 from mlcn_jax.rounds import coordinator, link, worker
 from mlcn_jax.rounds.judge import Judge
-from mlcn_jax.rounds.messages import Join
-from mlcn_jax.rounds.vector import num_bytes, to_vector
+from mlcn_jax.rounds.messages import Begin, Join
+from mlcn_jax.rounds.vector import digest, num_bytes, to_vector
 from mlcn_jax.settings import RoundSettings
 from mlcn_jax.training import loop
 from mlcn_jax.training.checkpoint import Checkpoints, load_trained
@@ -174,6 +174,26 @@ def test_a_checkpoint_that_was_due_when_the_coordinator_was_killed_is_made_up_fo
     assert steps == [8, 14]
 
 
+def test_a_score_whose_checkpoint_was_lost_is_written_once(tiny, tmp_path, monkeypatch):
+    session = open_session(tiny.replace(LONG))
+    vector, step = to_vector(start_state(session, None)[0].params), session.num_steps
+
+    def kill(*args):
+        raise Stopped("before the checkpoint")
+
+    judge = Judge(session, tmp_path, step)
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", kill)
+        with pytest.raises(Stopped):
+            judge.score(step, vector)
+    judge.close()
+    judge = Judge(session, tmp_path, step)
+    judge.score(step, vector)
+    judge.close()
+    assert [(row["step"], row["split"]) for row in read_rows(tmp_path / "metrics.jsonl")] == [(step, "validation")]
+    assert (tmp_path / "checkpoints" / str(step)).exists()
+
+
 def test_the_run_of_another_command_is_not_written_over(tiny, tmp_path):
     loop.train(tiny.replace({"train.num_steps": 2}), tmp_path)
     before = (tmp_path / "metrics.jsonl").read_text()
@@ -188,6 +208,38 @@ def test_an_outer_step_that_is_not_finite_ends_the_run():
     shared = coordinator.Shared(3, vector, coordinator.start_outer(settings, vector), np.zeros_like(vector))
     with pytest.raises(Diverged, match="round 3: the outer step is not finite"):
         coordinator.outer_step(settings, shared, {0: np.full(2, 1e30, np.float32)})
+
+
+HUGE = np.full(300, 3e38, np.float32)
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize(("start", "left"), [(0.0, -1.0), (-1.0, 0.0)])
+def test_a_finite_change_that_is_too_large_ends_the_run(bits, start, left):
+    settings = RoundSettings(2, learning_rate=1.0, momentum=0.0, bits=bits)
+    shared = coordinator.Shared(3, start * HUGE, coordinator.start_outer(settings, HUGE), left * HUGE)
+    with pytest.raises(Diverged, match=r"round 3: the (outer step is|parameters are) not finite"):
+        coordinator.outer_step(settings, shared, {0: HUGE})
+
+
+def test_workers_end_as_failures_when_the_coordinator_diverges(tiny, tmp_path, monkeypatch):
+    told, follow = [], worker.follow
+
+    def diverge(*args):
+        raise Diverged("round 0: the parameters are not finite")
+
+    def note(*args):
+        try:
+            follow(*args)
+        except Diverged as error:
+            told.append(str(error))
+            raise
+
+    monkeypatch.setattr(coordinator, "outer_step", diverge)
+    monkeypatch.setattr(worker, "follow", note)
+    with pytest.raises(Diverged, match="the parameters are not finite"):
+        in_rounds(monkeypatch, tiny.replace(PLAIN), tmp_path)
+    assert told == ["the run diverged in round 0: see the coordinator's message"]
 
 
 @pytest.mark.long
@@ -285,27 +337,59 @@ def trainer(tiny, tmp_path):
 def test_a_worker_repeats_a_round_only_from_the_same_parameters(trainer, rng):
     first = trainer()
     vector = rng.normal(scale=0.05, size=first.size).astype(np.float32)
-    content, metrics = first.change(0, vector, lambda: None)
+    content, metrics = first.change(0, vector, False, lambda: None)
     first.close()
     again = trainer()
-    assert again.change(0, vector, None) == (content, metrics), "without a step"
-    other, _ = again.change(0, vector + np.float32(0.01), lambda: None)
+    assert again.change(0, vector, False, None) == (content, metrics), "without a step"
+    other, _ = again.change(0, vector + np.float32(0.01), False, lambda: None)
     assert other != content
     with pytest.raises(Diverged, match="worker 1, step 8: parameters or metrics are not finite"):
-        again.change(1, np.full_like(vector, np.nan), lambda: None)
+        again.change(1, np.full_like(vector, np.nan), False, lambda: None)
+    again._kept = dataclasses.replace(again._kept, after=np.full_like(vector, np.inf))
+    with pytest.raises(Diverged, match="worker 1, step 8: the change is too large to be sent"):
+        again.change(1, vector, True, lambda: None)
 
 
-def test_what_a_late_change_left_out_is_forgotten(trainer, rng):
+def test_what_a_change_left_out_is_added_to_the_next_only_if_it_counted(trainer, rng):
     one = trainer()
     vector = rng.normal(scale=0.05, size=one.size).astype(np.float32)
-    one.change(0, vector, lambda: None)
-    one.told(True)
+    assert one.sent == ""
+    one.change(0, vector, False, lambda: None)
     left = one._kept.after
     assert left.any()
-    one.change(1, vector, lambda: None)
+    one.change(1, vector, True, lambda: None)
     np.testing.assert_array_equal(one._kept.before, left)
-    one.told(False)
+    sent, last = one.sent, one._kept.after
     one.close()
-    other = trainer()
-    other.change(2, vector, lambda: None)
-    np.testing.assert_array_equal(other._kept.before, left)
+    assert sent == digest(vector, 1)
+    for counted, before in ((False, left), (True, last)):  # each as if it were killed before it heard of the next round
+        other = trainer()
+        assert other.sent == sent
+        other._save = lambda: None
+        other.change(2, vector, counted, lambda: None)
+        np.testing.assert_array_equal(other._kept.before, before)
+        other.close()
+
+
+def test_a_worker_asks_whether_its_change_counted():
+    """With the digest of its round, also after it was started again; the answer comes with the next round."""
+    asked, counted = [], []
+
+    class Trained(Exception):
+        pass
+
+    class Stub:
+        size, bits, sent = 2, 32, "sent"
+
+        def change(self, round_, vector, did_count, check):
+            counted.append(did_count)
+            raise Trained
+
+    class Client:
+        def call(self, name, request):
+            asked.append(request.sent)
+            return Begin(3, "full", np.zeros(2, "<f4").tobytes(), counted=True)
+
+    with pytest.raises(Trained):
+        worker.follow(Client(), Stub(), "run", 0, None)
+    assert (asked, counted) == (["sent"], [True])

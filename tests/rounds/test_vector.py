@@ -30,6 +30,20 @@ def test_8_bits_are_off_by_at_most_half_a_step_of_the_largest_in_the_block(size,
         assert error.max() <= np.abs(block).max() / 127 * 0.501 + 1e-40
 
 
+def test_values_too_small_for_an_exact_scale_keep_their_signs():
+    values = np.array([190, -190, 3], np.float32) * np.float32(2.0**-149)
+    found = decode(encode(values, 8), 3, 8)
+    np.testing.assert_array_equal(np.sign(found), [1, -1, 1])
+    assert np.abs(found).max() <= np.abs(values).max()
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_a_sum_that_is_too_large_is_told(bits):
+    huge = np.full(300, 3e38, np.float32)
+    with pytest.raises(ValueError, match="values that are not finite"):
+        compress(huge, huge, bits)
+
+
 def test_32_bits_are_exact(rng):
     values = rng.normal(size=1000).astype(np.float32)
     np.testing.assert_array_equal(decode(encode(values, 32), 1000, 32), values)
