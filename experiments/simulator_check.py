@@ -8,7 +8,8 @@ by batch or by lane, and in stacks, placed greedily or by turns; on equal cores,
 process, which imitates a slower device. Predictions and their intervals of 90 % are compared as the profile gives them.
 What a shared machine gives changes by the minute, so that beside them stand predictions scaled by what steps of some
 models, by themselves on each core, take just before and after over what the profile says of them. A measurement that
-was stopped goes on where it was. Writes `experiments/results/simulator_check.json` and `.png`.
+was stopped goes on where it was; one that has ended stays, and the next, with another profile, is added to it, since an
+interval says something of many hours. Writes `experiments/results/simulator_check.json` and `.png`.
 """
 
 import hashlib
@@ -148,7 +149,7 @@ def _cores() -> list[list[int]]:
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Errors; and how much longer than the fastest split on equal cores that one takes that `plan.make_plan` picks."""
+    """Errors of predictions, and how many measured times lie in their interval."""
 
     def errors(name: str) -> dict[str, float]:
         over = [row[name] / row["measured_seconds"] for row in rows]
@@ -156,6 +157,18 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         typical = statistics.median(over)
         return {"mean_error": statistics.mean(found), "largest_error": max(found), "median_over_measured": typical}
 
+    return {
+        "configurations": len(rows),
+        **errors("predicted_seconds"),
+        "scaled": errors("scaled_seconds"),
+        "interval_level": _LEVEL,
+        **{f"{name}_interval": _share([row[name] for row in rows]) for name in _INSIDE},
+        "least_over_measured": max(row["least_seconds"] / row["measured_seconds"] for row in rows),
+    }
+
+
+def planned_over_fastest(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How much longer than the fastest split on equal cores that one takes that `plan.make_plan` picks, by lanes."""
     longer = {}
     for lanes in {row["lanes"]: None for row in rows}:
         equal = [r for r in rows if r["lanes"] == lanes and r["slowness"] == 1]
@@ -163,15 +176,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         measured = [r["measured_seconds"] / r["slowness_then"] for r in splits]
         picked = min(range(len(splits)), key=lambda i: splits[i]["predicted_seconds"])
         longer[lanes] = measured[picked] / min(measured)
-    return {
-        "configurations": len(rows),
-        **errors("predicted_seconds"),
-        "scaled": errors("scaled_seconds"),
-        "interval_level": _LEVEL,
-        **{f"{name}_interval": _share([row[name] for row in rows]) for name in _INSIDE},
-        "planned_over_fastest": longer,
-        "least_over_measured": max(row["least_seconds"] / row["measured_seconds"] for row in rows),
-    }
+    return longer
 
 
 def _share(inside: Sequence[bool | None]) -> float | None:
@@ -183,12 +188,17 @@ def digest(profile: DeviceProfile) -> str:
     return hashlib.sha256(json.dumps(profile.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def earlier_rows(path: Path, about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a measurement with the same profile and settings that was stopped; none if it was finished."""
-    stored = read_json(path) if path.exists() else {}
-    same = all(stored.get(name) == value for name, value in about.items())
-    rows = stored.get("rows", []) if same else []
-    return rows if len(rows) < len(configurations()) else []
+def stored_checks(path: Path, about: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The measurements that have ended, and the rows of one with the same profile and settings that was stopped."""
+    checks = read_json(path)["checks"] if path.exists() else []
+    ended = [check for check in checks if len(check["rows"]) == len(configurations())]
+    same = (check for check in checks if all(check.get(name) == value for name, value in about.items()))
+    return ended, next((check["rows"] for check in same if check not in ended), [])
+
+
+def save(path: Path, checks: Sequence[Mapping[str, Any]]) -> None:
+    """Writes all measurements, and what holds for them together."""
+    write_json(path, {**summarize([row for check in checks for row in check["rows"]]), "checks": checks})
 
 
 def draw(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -222,10 +232,9 @@ def define(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> None:
     profile = workers.one_core_profile(values.profile)
-    rows: list[dict[str, Any]] = []
     path = RESULTS / "simulator_check.json"
     about = {"batch": _BATCH, "data": values.data, "rounds": values.rounds, "profile": digest(profile)}
-    rows += earlier_rows(path, about)
+    checks, rows = stored_checks(path, about)
     small = {"data.name": values.data, "model.lanes": "mlcn1:w1", "train.batch_size": _BATCH}
     yardstick = workers.Group(workers.Run(small, _cores(), alone=True))
     slowness = yardstick.slowness(profile, in_turn=True)
@@ -235,9 +244,10 @@ def main(values: flags.FlagValues) -> None:
         measured, ratio = 1000 * found["measured_seconds"], found["predicted_seconds"] / found["measured_seconds"]
         print(f"{ratio:.2f}  {measured:4.0f} ms  {row}", flush=True)
         RESULTS.mkdir(exist_ok=True)
-        write_json(path, {**about, **host.environment(), **summarize(rows), "rows": rows})
+        check = {**about, **host.environment(), **summarize(rows), "planned_over_fastest": planned_over_fastest(rows)}
+        save(path, [*checks, check | {"rows": rows}])
     yardstick.close()
-    draw(rows)
+    draw([row for check in checks for row in check["rows"]] + rows)
     print(summarize(rows))
 
 
