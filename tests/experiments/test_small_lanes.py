@@ -4,8 +4,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from made_records import PLACE
 
-from experiments import distilled_lanes, forms_and_places, small_lanes
+from experiments import distilled_lanes, export_times, forms_and_places, small_lanes
 from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
@@ -59,42 +60,78 @@ def test_the_share_of_the_gap_is_that_of_the_means():
     assert "| small gap |" in distilled_lanes.text(records, {})
 
 
-def test_int8_is_compared_with_the_fastest_float32():
-    forms = [
-        ("float32", "xla", 4.0),
-        ("float32", "onnxruntime", 2.0),
-        ("bfloat16", "xla", 3.0),
-        ("int8", "onnxruntime", 1.0),
-    ]
-    lane = {"forms": [{"precision": p, "runtime": r, "milliseconds": ms} for p, r, ms in forms]}
-    about = {
-        "lanes": [lane, lane],
-        "test_accuracy": {"before": 0.9, "chosen": 0.899},
-        "bytes": {"before": 400, "chosen": 100},
-        "terms": {"batch": 64},
+def small_record(seed, milliseconds=(4.0, 2.0, 1.0), after=0.899, device="machine", vnni=True):
+    operators = {"milliseconds": 2.0, "share": {"Conv": 0.75, "rest": 0.25}}
+    return PLACE | {
+        "device": device,
+        "facts": {"row": "cifar_resnet", "seed": seed},
+        "vnni": vnni,
+        "times": {
+            "milliseconds": dict(zip(export_times.WAYS, milliseconds, strict=True)),
+            "operators": {"float32": operators, "int8": operators},
+        },
+        "precision": {
+            "test_accuracy": {"before": 0.9, "chosen": after},
+            "bytes": {"before": 400, "chosen": 100},
+            "terms": {"batch": 64},
+        },
     }
-    records = [{"facts": {"row": "cifar_resnet", "seed": 0}, "precision": about}]
+
+
+def test_int8_is_compared_with_the_fastest_float32_of_whole_models():
+    assert small_lanes.WAYS == export_times.WAYS
+    records = [small_record(seed) for seed in range(3)]
     (row,) = small_lanes.summarise(records)
     assert row["faster"] == 2.0
     assert row["smaller"] == 4.0
     assert row["points"] == pytest.approx(-0.1)
-    assert row["reached"] == {"smaller": True, "points": True, "faster": None}
-    about["bytes"]["chosen"] = 200
-    (row,) = small_lanes.summarise([records[0] | {"vnni": True}])
-    assert row["reached"] == {"smaller": False, "points": True, "faster": True}
+    assert row["verdicts"] == dict.fromkeys(small_lanes.TARGETS, "reached")
+    assert "(Conv 75 %, rest 25 %)" in small_lanes.operators_told(row)
+    for record in records:
+        record["precision"]["bytes"]["chosen"] = 200
     assert "2.00 below" in small_lanes.text(records)
 
 
+def test_nothing_is_judged_from_fewer_than_three_seeds_or_without_vnni():
+    (row,) = small_lanes.summarise([small_record(0), small_record(1)])
+    assert set(row["verdicts"].values()) == {"2 of 3 seeds"}
+    (row,) = small_lanes.summarise([small_record(seed, vnni=False) for seed in range(3)])
+    assert row["verdicts"] == {"smaller": "reached", "points": "reached", "faster": "without VNNI"}
+
+
+def test_times_of_two_machines_are_not_averaged():
+    records = [small_record(0), small_record(1, milliseconds=(40.0, 20.0, 20.0), device="slow one")]
+    fast, slow = small_lanes.summarise(records)
+    assert (fast["faster"], slow["faster"]) == (2.0, 1.0)
+    assert "slow one" in slow["machine"]
+
+
+def test_kernels_are_counted_without_the_run_that_warms_up():
+    def event(name, ts, dur, **more):
+        return {"cat": more.pop("cat", "Node"), "name": name, "ts": ts, "dur": dur, "args": more}
+
+    events = [event("model_run", ts, 500, cat="Session") for ts in (0, 100, 200)]
+    events += [event("a_kernel_time", ts + 1, dur, op_name="Conv") for ts, dur in ((0, 900), (100, 20), (200, 40))]
+    events += [event("b_kernel_time", 101, 10, op_name="Conv"), event("c_kernel_time", 202, 10, op_name="Add")]
+    events += [event("a_fence_before", 101, 999, op_name="Conv")]
+    found = export_times.kernel_milliseconds(events)
+    assert found == pytest.approx({"Conv": 0.035, "Add": 0.005})
+    assert export_times.shares(found | {"Mul": 1e-5}) == {"Conv": 0.875, "Add": 0.125, "rest": 0.0}
+
+
 def test_what_is_compared_is_in_int8(tmp_path, monkeypatch):
+    done = SimpleNamespace(returncode=0, stdout='a table\n{"milliseconds": {}}\n')
     monkeypatch.setattr(small_lanes.export, "export", lambda folder: folder)
-    monkeypatch.setattr(small_lanes.subprocess, "run", lambda *args, **options: SimpleNamespace(returncode=0))
+    monkeypatch.setattr(small_lanes.subprocess, "run", lambda *args, **options: done)
     (tmp_path / "precision").mkdir()
-    about = dict.fromkeys(("test_accuracy", "bytes", "milliseconds", "terms", "packages"))
+    about = dict.fromkeys(("test_accuracy", "bytes", "milliseconds", "packages")) | {"terms": {"batch": 64}}
     for chosen in ("int8 onnxruntime", "bfloat16 xla"):
         lanes = [{"chosen": "int8 onnxruntime"}, {"chosen": chosen}]
         write_json(tmp_path / "precision" / "precision.json", about | {"lanes": lanes})
         if chosen.startswith("int8"):
-            assert small_lanes.measure("python", 1, tmp_path, {})["vnni"] == host.has_vnni()
+            found = small_lanes.measure("python", 1, tmp_path, {})
+            assert found["vnni"] == host.has_vnni()
+            assert found["times"] == {"milliseconds": {}}
         else:
             with pytest.raises(InputError, match="lanes are smaller in bfloat16 xla than in int8"):
                 small_lanes.measure("python", 1, tmp_path, {})
