@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from absl import flags
 from made_records import PLACE
 
 from experiments import distilled_lanes, export_times, forms_and_places, small_lanes
@@ -13,7 +14,8 @@ from mlcn_jax.files import write_json
 from mlcn_jax.placement.cost import forward_flops
 
 DIRECTORIES = {"cifar10": "", "fashion_mnist": ""}
-TEACHERS = {"cifar10": Path("a"), "fashion_mnist": Path("b")}
+KINDS = (distilled_lanes.TEACHER, distilled_lanes.PLAIN)
+TEACHERS = {(data, kind): Path(data) / kind for data in DIRECTORIES for kind in KINDS}
 
 
 def configured(case, way, trial=False):
@@ -29,27 +31,35 @@ def test_students_have_a_tenth_of_the_flops_and_differ_in_the_teacher_only(case)
         configured(case, "w0.9t4"),
         configured(given.data, "teacher"),
     )
-    assert distilled.train.teacher == str(TEACHERS[given.data])
+    assert distilled.train.teacher == str(TEACHERS[given.data, "teacher"])
     assert labels == distilled.replace({"train.teacher": ""})
     assert labels.train.num_epochs == teacher.train.num_epochs
     small, large = (forward_flops(config.model_spec(shape, 10)) for config in (labels, teacher))
     assert small <= 0.1 * large
 
 
-def test_the_share_of_the_gap_is_that_of_the_means():
-    def record(case, way, seed, accuracy):
-        return {
-            "facts": {"case": case, "way": way, "seed": seed},
-            "accuracy": accuracy,
-            "flops": 1.0,
-            "lanes": "x",
-        }
+def test_a_setting_may_ask_for_a_teacher_without_label_smoothing():
+    plain, teacher = (configured("cifar10", way, trial=True) for way in ("plain_teacher", "teacher"))
+    assert plain == teacher.replace({"model.label_smoothing": 0.0}) != teacher
+    student = configured("cifar", "w0.9t4plain")
+    assert student.train.teacher == str(TEACHERS["cifar10", "plain_teacher"])
+    assert student == configured("cifar", "w0.9t4").replace({"train.teacher": student.train.teacher})
 
-    records = [record("cifar10", "teacher", 0, 94.0)]
-    records += [record("cifar", "labels", seed, 90.0 + seed) for seed in range(3)]
-    records += [record("cifar", "w0.9t4", seed, 91.5 + seed) for seed in range(3)]
-    for one in records:
-        one |= {"train_seconds": 1.0, "split": "test"}
+
+def distilled_record(case, way, seed, accuracy):
+    facts = {"case": case, "way": way, "seed": seed}
+    about = {"accuracy": accuracy, "flops": 10.0 if way.endswith("teacher") else 1.0, "lanes": "x", "epochs": 3}
+    return {"facts": facts, "train_seconds": 1.0, "split": "test", **about}
+
+
+def distilled_records():
+    records = [distilled_record("cifar10", "teacher", 0, 94.0)]
+    records += [distilled_record("cifar", "labels", seed, 90.0 + seed) for seed in range(3)]
+    return records + [distilled_record("cifar", "w0.9t4", seed, 91.5 + seed) for seed in range(3)]
+
+
+def test_the_share_of_the_gap_is_that_of_the_means():
+    records = distilled_records()
     (row,) = distilled_lanes.summarise(records, {})
     assert row["gap"] == pytest.approx(3.0)
     assert row["recovered"] == pytest.approx(0.5)
@@ -58,6 +68,28 @@ def test_the_share_of_the_gap_is_that_of_the_means():
     assert "| 38 | below |" in distilled_lanes.text(records, {})
     records[0]["accuracy"] = 92.0
     assert "| small gap |" in distilled_lanes.text(records, {})
+
+
+def test_nothing_is_judged_where_a_condition_of_the_target_is_not_met():
+    records = distilled_records()
+
+    def found(records, **given):
+        (row,) = distilled_lanes.summarise(records, given)
+        return row["verdict"]
+
+    assert found(records) == "reached"
+    assert found(records[:-1]) == "2 of 3 seeds"
+    given = {"accuracy": 94.0, "lanes": "y", "flops": 10.0, "epochs": 3}
+    assert found(records, cifar10=given) == "reached"
+    assert found(records, cifar10=given | {"epochs": 200}) == "unequal epochs"
+    assert found(records, cifar10=given | {"flops": 9.0}) == "too many FLOPs"
+
+
+def test_the_gap_is_that_to_the_teacher_that_was_learned_from():
+    records = [*distilled_records(), distilled_record("cifar10", "plain_teacher", 0, 93.0)]
+    records += [distilled_record("cifar", "w0.9t4plain", seed, 92.0 + seed) for seed in range(3)]
+    gaps = {row["setting"]: row["gap"] for row in distilled_lanes.summarise(records, {})}
+    assert gaps == {"w0.9t4": pytest.approx(3.0), "w0.9t4plain": pytest.approx(2.0)}
 
 
 def small_record(seed, milliseconds=(4.0, 2.0, 1.0), after=0.899, device="machine", vnni=True):
@@ -158,6 +190,8 @@ def test_a_teacher_is_trained_again_for_students_that_are_missing_only():
 
     assert needed([*runs[:2], runs[3]]) == runs[:1]
     assert needed([runs[0], runs[2], runs[3]]) == []
+    runs += [{"case": c, "way": way, "seed": 0} for c, way in (("cifar10", "plain_teacher"), ("cifar", "w0.9t4plain"))]
+    assert needed(runs[:4]) == [runs[4]]
 
 
 def test_trials_leave_the_test_set_alone():
@@ -175,6 +209,15 @@ def test_trials_take_no_teacher_that_may_have_learned_what_is_held_out(tmp_path)
     teachers = {"cifar10": "mine", "fashion_mnist": ""}
     with pytest.raises(InputError, match="--trial holds training images out, which the teacher in mine may"):
         distilled_lanes.run(tmp_path, scale="smoke", cases=["cifar"], trial=True, teachers=teachers, **options)
+    options["settings"] = ["w0.9t4plain"]
+    with pytest.raises(InputError, match=r"mine is a teacher as it is: give w0\.9t4, or no teacher"):
+        distilled_lanes.run(tmp_path, scale="smoke", cases=["cifar"], trial=False, teachers=teachers, **options)
+
+
+def test_every_case_is_run_by_default():
+    values = flags.FlagValues()
+    distilled_lanes.define(values)
+    assert values["cases"].default == list(distilled_lanes.CASES)
 
 
 @pytest.mark.parametrize(("trial", "name"), [(True, "distilled_lanes_trial"), (False, "distilled_lanes")])
