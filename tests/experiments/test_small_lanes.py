@@ -1,5 +1,6 @@
 """Distilled lanes, lanes in 8 bits, forms and places: what is compared and told."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.placement.cost import forward_flops
+from mlcn_jax.placement.forms import FormPlacement
 
 DIRECTORIES = {"cifar10": "", "fashion_mnist": ""}
 KINDS = (distilled_lanes.TEACHER, distilled_lanes.PLAIN)
@@ -178,6 +180,55 @@ def test_a_python_that_is_missing_is_one_error(tmp_path):
 def test_together_is_never_slower_on_simulated_devices(monkeypatch):
     monkeypatch.setattr(forms_and_places, "_SIMULATED", 5)
     assert forms_and_places.simulate()["exact"]["min"] > 0.9999
+
+
+def test_lanes_are_given_to_real_devices_as_they_were_placed():
+    cpu = {"infer int8 onnxruntime": {"a": 1.0, "b": 3.0}, "train float32 native": {"a": 9.0, "b": 9.0}}
+    old = {"infer float32 native": {"a": 2.0, "b": 2.0}}
+    problem = forms_and_places.problem_of([cpu, old], ["a", "b", "b"], "infer")
+    assert problem.forms == ["infer float32 native", "infer int8 onnxruntime"]
+    assert problem.seconds[0] == [[math.inf, 128.0], [64.0, math.inf]]
+    placed = FormPlacement((1, 0, 0), (0, 1, 1), (64.0, 256.0), 0.0)
+    assert forms_and_places.given_to(placed, ["a", "b", "b"], problem.forms) == [
+        [["a", "infer int8 onnxruntime"]],
+        [["b", "infer float32 native"], ["b", "infer float32 native"]],
+    ]
+
+
+def test_a_measured_makespan_is_that_of_the_slower_device_in_each_turn(monkeypatch):
+    turns = [[1.0, 4.0], [5.0, 2.0], [3.0, 3.0]]
+    assert forms_and_places.measured(turns) == {"measured_seconds": 4.0, "of_each": [3.0, 3.0]}
+    monkeypatch.setattr(forms_and_places, "_TURN_SECONDS", 0.0)
+    ran = []
+    assert forms_and_places.turn_seconds([lambda: ran.append(1), lambda: ran.append(2)]) > 0
+    assert ran == [1, 2]
+    assert forms_and_places.turn_seconds([]) == 0
+
+
+def test_both_ways_of_choosing_take_turns_in_the_same_processes(tmp_path, monkeypatch):
+    """With made-up processes: what is asked of them, and in which order."""
+    seconds = {"a": 1e-3, "b": 2e-3}
+    forms = ("train float32 native", "infer float32 native")
+    asked = []
+
+    def answers(workers, line):
+        asked.append((len(workers), line))
+        return [dict.fromkeys(forms, seconds)] if line == "all" else [1.0 + len(asked), 1.0]
+
+    python = tmp_path / "python"
+    python.touch()
+    monkeypatch.setattr(forms_and_places.os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(forms_and_places, "_names", lambda entry: [entry])
+    monkeypatch.setattr(forms_and_places, "_start", lambda *given: given)
+    for name in ("_wait_for", "_end"):
+        monkeypatch.setattr(forms_and_places, name, lambda workers: None)
+    monkeypatch.setattr(forms_and_places, "_answers", answers)
+    found = forms_and_places.on_real_devices(str(python), "a,b", "fashion_mnist", 2)
+    one, both = forms_and_places.WAYS
+    assert asked[:2] == [(1, "all")] * 2
+    assert [line for _, line in asked[2:]] == [both, one, one, both] * 2
+    assert sorted(found["train"][both]["given"]) == [[["a", forms[0]]], [["b", forms[0]]]]
+    assert found["infer"][one]["predicted_seconds"] == pytest.approx(64 * 2e-3)
 
 
 def test_a_teacher_is_trained_again_for_students_that_are_missing_only():
