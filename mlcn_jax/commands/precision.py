@@ -12,6 +12,9 @@ fastest, the mix whose lanes take the least time one by one, and all lanes in on
 Prints a table of lane by precision: the bytes of its weights, milliseconds of a batch on this machine, and its accuracy
 alone. Writes `precision.json` and the folder `export`, which predict, serve and `tiers split --precision` take, to
 `WORKDIR/precision`. Reading it needs ONNX Runtime (pip install 'mlcn_jax[onnxruntime]').
+
+With --profiles, a form and a device are also chosen for each lane. The folder `placed` is the export in these forms,
+and `tiers.json` has the lanes of each device, for `tiers split`: list the nearest device first.
 """
 
 import math
@@ -50,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
         raise InputError(f"--max_accuracy_drop={drop} is not a number of percentage points; it must be 0 or more")
 
     from mlcn_jax import pretrained
-    from mlcn_jax.serving.precision.export import Terms, precision, table
+    from mlcn_jax.serving.precision.export import PLACED, TIERS, Terms, precision, table
 
     terms = Terms(values.choose, drop, values.calibration_images, values.batch, values.rounds)
     command = shlex.join(["mlcn_jax", "precision", *argv])
@@ -58,4 +61,10 @@ def main(argv: Sequence[str]) -> None:
     profiles = [Path(name.strip()).expanduser() for name in values.profiles.split(",") if name.strip()]
     about = precision(workdir, results, terms, command, values.data_dir, profiles)
     print(table(about))
+    if about["placement"]:
+        tiers, placed = (shlex.quote(str(results / name)) for name in (TIERS, PLACED))
+        print(
+            "with lanes that classify alone, on two devices or more: "
+            f"{program()} tiers split {shlex.quote(str(workdir))} --tiers={tiers} --precision={placed}"
+        )
     print(f"exported {about['export']}; use it with: {program()} predict {shlex.quote(about['export'])} IMAGE ...")
