@@ -101,7 +101,7 @@ def on_real_devices(python: str, lanes: str, data: str, rounds: int) -> dict[str
         raise InputError("two processes need two cores: --rounds=0 simulates only")
     asked = {"lanes": lanes, "data": data, "rounds": rounds}
     flags_of = ("", _OLD)
-    tables = []
+    tables: list[Any] = []
     for core, xla_flags in zip(cores, flags_of, strict=False):  # one after the other: the second core is idle meanwhile
         worker = _start(str(path), core, xla_flags, asked)
         _wait_for([worker])

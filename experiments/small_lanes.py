@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from experiments import REPOSITORY
+from experiments.export_times import WAYS
 from experiments.repeated_report import (
     Records,
     caption,
@@ -57,7 +58,6 @@ HEADER = (
 )
 ROWS = {"fashion_mlcn2_2x4": "mlcn2_fashion", "cifar_resnet": "resnet_cifar"}  # modules of `configs`
 _ANY_DROP = 100  # points: all lanes become int8
-WAYS = ("float32 xla", "float32 onnxruntime", "int8 onnxruntime")  # those of `export_times`
 TARGETS = {"smaller": 3.5, "points": -0.1, "faster": 1.3}  # at least
 SEEDS = 3  # with fewer, nothing is judged
 

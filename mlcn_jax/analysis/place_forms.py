@@ -40,7 +40,7 @@ def place_training(spec: ModelSpec, batch_size: int, files: Sequence[Path]) -> d
     problem = form_problem(profiles, spec.lane_specs, TASK, batch_size, memory_bytes=memory, limit_bytes=room)
     partitioner = "exact" if importlib.util.find_spec("ortools") else "greedy"
     placed = place_together(partitioner, problem)
-    alike = {}
+    alike: dict[str, float] = {}
     for precision in COMPUTE_DTYPES:
         with contextlib.suppress(InputError):  # not all lanes have it, or do not fit in it
             alike[precision] = place_together(partitioner, _only(problem, precision)).makespan_seconds

@@ -16,7 +16,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -48,7 +48,7 @@ def define_measuring(values: flags.FlagValues) -> None:
     flags.DEFINE_string("forms", "", text, flag_values=values)
 
 
-def forms_of(spec: "ModelSpec", text: str, rounds: int) -> dict[str, dict]:
+def forms_of(spec: "ModelSpec", text: str, rounds: int) -> dict[str, Any]:
     """What a profile says of lanes, written as for model.lanes, in each form of training and of inference."""
     from mlcn_jax.analysis.measure_forms import measure_training
     from mlcn_jax.nn.lane_list import parse_lanes

@@ -1,6 +1,7 @@
 """Distilled lanes, lanes in 8 bits, forms and places: what is compared and told."""
 
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,12 +9,16 @@ import pytest
 from absl import flags
 from made_records import PLACE
 
-from experiments import distilled_lanes, export_times, forms_and_places, small_lanes
+from experiments import REPOSITORY, distilled_lanes, export_times, forms_and_places, small_lanes
 from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.placement.cost import forward_flops
 from mlcn_jax.placement.forms import FormPlacement
+
+sys.path.append(str(REPOSITORY / "docs"))
+
+import tables
 
 DIRECTORIES = {"cifar10": "", "fashion_mnist": ""}
 KINDS = (distilled_lanes.TEACHER, distilled_lanes.PLAIN)
@@ -113,7 +118,6 @@ def small_record(seed, milliseconds=(4.0, 2.0, 1.0), after=0.899, device="machin
 
 
 def test_int8_is_compared_with_the_fastest_float32_of_whole_models():
-    assert small_lanes.WAYS == export_times.WAYS
     records = [small_record(seed) for seed in range(3)]
     (row,) = small_lanes.summarise(records)
     assert row["faster"] == 2.0
@@ -280,3 +284,28 @@ def test_trials_are_reported_under_a_name_of_their_own_from_the_first_run_on(tri
     teachers = {"cifar10": "", "fashion_mnist": ""}
     distilled_lanes.run(tmp_path, scale="smoke", cases=["cifar"], trial=trial, teachers=teachers, **options)
     assert names == [name]
+
+
+def test_there_are_tables_for_the_docs_once_there_are_results(monkeypatch):
+    """The functions of docs/tables take what the experiments write."""
+    data = {"name": "cifar10", "copy": "", "bytes": "official"}
+    more = PLACE | {"data": data, "command": "python -m x", "date": "2026-01-01"}
+    small = [record | more for record in map(small_record, range(3))]
+    taught = [record | more for record in distilled_records()]
+    one = {"predicted_seconds": 0.01, "measured_seconds": 0.02}
+    results = {
+        "small_lanes_full": {"rows": small_lanes.summarise(small), "runs": small},
+        "distilled_lanes_full": {"rows": distilled_lanes.summarise(taught, {}), "runs": taught},
+        "forms_and_places": PLACE
+        | {
+            "simulated": {"exact": {"median": 1.5, "min": 1.0, "max": 2.0, "problems": 5}},
+            "real": {"tables": [], **{task: dict.fromkeys(forms_and_places.WAYS, one) for task in ("train", "infer")}},
+            "lanes": ["mlcn2:w4*2"],
+            "rounds": 5,
+        },
+    }
+    monkeypatch.setattr(tables.small, "experiment", results.__getitem__)
+    assert "| CIFAR-10, resnet | machine, 2 cores (jax 1, python 3) | 3 | 4.00, reached |" in tables.small.small_lanes()
+    assert "| CIFAR-10, resnet | int8 | 2.00 | Conv 75 %, rest 25 % |" in tables.small.small_lanes()
+    assert "| 91.00 (90.00 to 92.00) | 92.50 (91.50 to 93.50) | 3.00 | 50 | reached |" in tables.small.distilled_lanes()
+    assert "| infer | together | 10.0 | 20.0 |" in tables.small.forms_and_places()
