@@ -2,16 +2,21 @@
 
     python -m experiments.distilled_lanes --workdir=runs/distilled --repeats=3
     python -m experiments.distilled_lanes --workdir=runs/distilled --repeats=3 --cases=cifar --cifar_teacher=runs/mine
-    python -m experiments.distilled_lanes --workdir=runs/trial --trial --cases=cifar --settings=w0.5t1,w0.9t1,w0.9t4
+    python -m experiments.distilled_lanes --workdir=runs/trial --trial --cases=cifar --settings=w0.5t1,w0.9t4plain
 
 For each case the teacher is trained first, once, or taken from the workdir of one trained before. Its students have a
 tenth of its FLOPs, are trained for as many epochs on all training images, and read the test set once, when a run ends.
-The share of the gap that is recovered is (distilled - labels) / (teacher - labels), of mean accuracies. With `--trial`,
-which chooses settings, teacher and students hold 10,000 training images out, are scored on those, and leave the test
-set alone; give it a workdir of its own, and no teacher, which may have learned those images. A run that has ended is
-not repeated, one that was stopped goes on. Writes `distilled_lanes_SCALE`, for trials `distilled_lanes_trial_SCALE`, as
-JSON, Markdown and PNG to the workdir and, but for `smoke`, to `experiments/results/`, from where it goes on elsewhere
-as long as `--workdir`, by which students name their teacher, is the same.
+The share of the gap that is recovered is (distilled - labels) / (teacher - labels), of mean accuracies; it is judged
+over three seeds, where the gap is large enough and FLOPs and epochs are as said. Students of a setting that ends in
+`plain` have a teacher trained without label smoothing, which takes from a teacher what it knows of other classes.
+
+With `--trial`, which chooses settings, teachers and students hold 10,000 training images out, are scored on those, and
+leave the test set alone; give it a workdir of its own, and no teacher, which may have learned those images. A run that
+has ended is not repeated, one that was stopped goes on. Writes `distilled_lanes_SCALE`, for trials
+`distilled_lanes_trial_SCALE`, as JSON, Markdown and PNG to the workdir and, but for `smoke`, to `experiments/results/`,
+from where it goes on elsewhere as long as `--workdir`, by which students name their teacher, is the same.
+
+Source: Mueller et al. 2019, arXiv 1906.02629, for teachers without label smoothing.
 """
 
 import dataclasses
@@ -48,15 +53,16 @@ from mlcn_jax.training.checkpoint import load_trained
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-VERSION = 1  # raised with every change after which results cannot stand beside older ones
+VERSION = 2  # raised with every change after which results cannot stand beside older ones
 SCALES = {"smoke": Scale("smoke", 1, 2, 600, 100), "full": Scale("full", 0)}
 HEADER = (
     *("", "teacher", "students", "FLOPs", "setting"),
     *("teacher, %", "labels, %", "distilled, %", "gap", "recovered, %", "target"),
 )
 TARGET, LEAST_GAP = 0.4, 1.5  # share of the gap, where the gap has so many points
-_VERDICTS = {True: "reached", False: "below", None: "small gap"}
+MOST_FLOPS, SEEDS = 0.1, 3  # share of the teacher's FLOPs; trainings of each way
 LABELS = "labels"
+TEACHER, PLAIN = "teacher", "plain_teacher"  # ways; the second without label smoothing
 _HELD_OUT = 10_000
 _IMAGES = {"cifar10": 50_000, "fashion_mnist": 60_000}  # for training
 
@@ -102,10 +108,9 @@ CASES = {
 def define(values: flags.FlagValues) -> None:
     define_flags(values, SCALES)
     values.set_default("scale", "full")
-    flags.DEFINE_list("cases", ["cifar", "fashion"], f"Of {', '.join(CASES)}.", flag_values=values)
-    flags.DEFINE_list(
-        "settings", ["w0.9t4"], "Weight and temperature of the teacher, each trained.", flag_values=values
-    )
+    flags.DEFINE_list("cases", list(CASES), f"Of {', '.join(CASES)}.", flag_values=values)
+    text = "Weight and temperature of the teacher, each trained; with `plain`, it has no label smoothing."
+    flags.DEFINE_list("settings", ["w0.9t4"], text, flag_values=values)
     flags.DEFINE_bool("trial", False, "Score images held out of the training images.", flag_values=values)
     for name in ("cifar", "fashion"):
         text = f"Workdir of a trained teacher for {name}; empty trains one."
@@ -144,16 +149,26 @@ def run(
             f"--trial holds training images out, which the teacher in {next(iter(given.values()))} may have learned: "
             "leave --cifar_teacher and --fashion_teacher empty, so that teachers are trained without them"
         )
+    if given and (plain := [setting for setting in settings if _teacher_of(setting) == PLAIN]):
+        raise InputError(
+            f"--settings={plain[0]} trains a teacher without label smoothing, and {next(iter(given.values()))} is a "
+            f"teacher as it is: give {plain[0].removesuffix('plain')}, or no teacher"
+        )
     for folder in given.values():
         load_trained(folder)  # refused before anything is trained
     needed = dict.fromkeys(CASES[case].data for case in cases)
-    runs: list[dict[str, Any]] = [{"case": data, "way": "teacher", "seed": 0} for data in needed if data not in given]
     for setting in settings:
         _weight_and_temperature(setting)
+    kinds = dict.fromkeys(map(_teacher_of, settings))
+    runs: list[dict[str, Any]] = [
+        {"case": data, "way": kind, "seed": 0} for data in needed if data not in given for kind in kinds
+    ]
     ways = (LABELS, *settings)
     runs += [{"case": case, "way": way, "seed": s} for s in range(repeats) for case in cases for way in ways]
-    teacher_of = {data: given.get(data, workdir / "runs" / data / "teacher" / "seed0") for data in needed}
-    make_config = functools.partial(configure_run, directories, teacher_of, trial)
+    teachers_at = {
+        (data, kind): given.get(data, workdir / "runs" / data / kind / "seed0") for data in needed for kind in kinds
+    }
+    make_config = functools.partial(configure_run, directories, teachers_at, trial)
     name = "distilled_lanes_trial" if trial else "distilled_lanes"
     kept = kept_results(name, scale)
     series = Series(workdir, "distilled_lanes", VERSION, SCALES[scale], make_config, command, True, measure, kept)
@@ -167,15 +182,24 @@ def run(
 def teachers_needed(series: Series, runs: Sequence[Facts]) -> list[Facts]:
     """The teachers of students that have not been trained yet: their models are needed, also where results are kept."""
     ended = [record["facts"] for record in series.records()]
-    data = {CASES[one["case"]].data for one in runs if one["way"] not in ("teacher", LABELS) and one not in ended}
-    return [one for one in runs if one["way"] == "teacher" and one["case"] in data]
+    needed = {
+        (CASES[one["case"]].data, _teacher_of(one["way"]))
+        for one in runs
+        if one["way"] not in (TEACHER, PLAIN, LABELS) and one not in ended
+    }
+    return [one for one in runs if (one["case"], one["way"]) in needed]
 
 
 def configure_run(
-    directories: Mapping[str, str], teacher_of: Mapping[str, Path], trial: bool, case: str, way: str, seed: int
+    directories: Mapping[str, str],
+    teachers_at: Mapping[tuple[str, str], Path],
+    trial: bool,
+    case: str,
+    way: str,
+    seed: int,
 ) -> RunConfig:
-    """The run of a case, or, for a teacher, of a data set; `way` is `teacher`, `labels` or such as `w0.9t4`."""
-    is_teacher = way == "teacher"
+    """The run of a case, or, for a teacher, of a data set; `way` is `labels`, a setting, or a kind of teacher."""
+    is_teacher = way in (TEACHER, PLAIN)
     given = next(c for c in CASES.values() if c.data == case) if is_teacher else CASES[case]
     config = RunConfig.from_dict(importlib.import_module(f"configs.{given.config}").get_config().to_dict())
     changes: dict[str, Any] = {"train.seed": seed, "data.dir": directories[given.data]}
@@ -183,30 +207,35 @@ def configure_run(
         held_out = _HELD_OUT / _IMAGES[given.data]
         changes |= {"data.validation_fraction": held_out, "data.split_seed": 0, "train.score_test": False}
     if is_teacher:
-        return config.replace(changes | {"model.lanes": given.teacher})
+        plain = {"model.label_smoothing": 0.0} if way == PLAIN else {}
+        return config.replace(changes | {"model.lanes": given.teacher} | plain)
     changes |= {"model.lanes": given.students, **given.changes}
     if way != LABELS:
         weight, temperature = _weight_and_temperature(way)
         changes |= {"train.teacher_weight": weight, "train.teacher_temperature": temperature}
-        changes["train.teacher"] = str(teacher_of[given.data])
+        changes["train.teacher"] = str(teachers_at[given.data, _teacher_of(way)])
     return config.replace(changes)
 
 
+def _teacher_of(setting: str) -> str:
+    return PLAIN if setting.endswith("plain") else TEACHER
+
+
 def _weight_and_temperature(setting: str) -> tuple[float, float]:
-    match = re.fullmatch(r"w([0-9.]+)t([0-9.]+)", setting)
+    match = re.fullmatch(r"w([0-9.]+)t([0-9.]+)(plain)?", setting)
     if match is None:
-        raise InputError(f"--settings: {setting} is not written as w0.9t4, weight 0.9 and temperature 4")
+        raise InputError(f"--settings: {setting} is not written as w0.9t4 or w0.9t4plain, weight 0.9 and temperature 4")
     return float(match[1]), float(match[2])
 
 
 def measure(folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
-    """More of a run that has ended: its lanes and their FLOPs, and how long it trained."""
+    """More of a run that has ended: its lanes and their FLOPs, its epochs, and how long it trained."""
     config, spec = read_stored(folder), load_trained(folder).spec
     seconds = summary["steps"] * config.train.batch_size / summary["images_per_second"]
     split = "test" if config.train.score_test else "validation"
     accuracy = 100 * summary[f"{split}_accuracy"]
     about = {"lanes": spec.lanes, "flops": forward_flops(spec), "train_seconds": seconds}
-    return about | {"split": split, "accuracy": accuracy}
+    return about | {"split": split, "accuracy": accuracy, "epochs": config.train.num_epochs}
 
 
 def _test_accuracy(folder: Path) -> dict[str, Any]:
@@ -214,17 +243,18 @@ def _test_accuracy(folder: Path) -> dict[str, Any]:
     summary = read_json(folder / "summary.json")
     if "test_accuracy" not in summary:
         raise InputError(f"{folder} has no test accuracy: give a teacher whose run scored the test set")
-    spec = load_trained(folder).spec
-    return {"accuracy": 100 * summary["test_accuracy"], "lanes": spec.lanes, "flops": forward_flops(spec)}
+    spec, epochs = load_trained(folder).spec, read_stored(folder).train.num_epochs
+    accuracy = 100 * summary["test_accuracy"]
+    return {"accuracy": accuracy, "lanes": spec.lanes, "flops": forward_flops(spec), "epochs": epochs}
 
 
 def summarise(records: Records, scored: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Each case and setting of which all three are there: means over seeds, and the share of the gap recovered."""
     rows = []
     settings = dict.fromkeys(record["facts"]["way"] for record in records)
-    for name, setting in itertools.product(CASES, [way for way in settings if way not in (LABELS, "teacher")]):
+    for name, setting in itertools.product(CASES, [way for way in settings if way not in (LABELS, TEACHER, PLAIN)]):
         case = CASES[name]
-        teachers = [r for r in select(records, case=case.data, way="teacher") if "flops" in r]
+        teachers = [r for r in select(records, case=case.data, way=_teacher_of(setting)) if "flops" in r]
         teacher = scored.get(case.data) or (teachers[0] if teachers else None)
         ways = [[r for r in select(records, case=name, way=way) if "flops" in r] for way in (LABELS, setting)]
         if teacher is None or not all(ways):
@@ -234,24 +264,38 @@ def summarise(records: Records, scored: Mapping[str, dict[str, Any]]) -> list[di
         assert distilled is not None
         gap = teacher["accuracy"] - labels["mean"]
         recovered = (distilled["mean"] - labels["mean"]) / gap if gap > 0 else None
-        rows.append(
-            {
-                "case": name,
-                "setting": setting,
-                "split": ways[0][0]["split"],
-                "teacher_lanes": teacher["lanes"],
-                "lanes": ways[0][0]["lanes"],
-                "flops_share": ways[0][0]["flops"] / teacher["flops"],
-                "teacher": teacher["accuracy"],
-                "labels": labels,
-                "distilled": distilled,
-                "gap": gap,
-                "recovered": recovered,
-                "reached": recovered >= TARGET if recovered is not None and gap >= LEAST_GAP else None,
-                "train_seconds": [spread(mine, "train_seconds") for mine in ways],
-            }
-        )
+        students = [record for mine in ways for record in mine]
+        row = {
+            "case": name,
+            "setting": setting,
+            "split": ways[0][0]["split"],
+            "teacher_lanes": teacher["lanes"],
+            "lanes": ways[0][0]["lanes"],
+            "flops_share": max(record["flops"] for record in students) / teacher["flops"],
+            "epochs": sorted({teacher["epochs"], *(record["epochs"] for record in students)}),
+            "teacher": teacher["accuracy"],
+            "labels": labels,
+            "distilled": distilled,
+            "gap": gap,
+            "recovered": recovered,
+            "train_seconds": [spread(mine, "train_seconds") for mine in ways],
+        }
+        rows.append(row | {"verdict": verdict(row)})
     return rows
+
+
+def verdict(row: Mapping[str, Any]) -> str:
+    """Whether the target is reached, or which of its conditions is not met."""
+    seeds = min(row[way]["runs"] for way in ("labels", "distilled"))
+    for met, otherwise in (
+        (row["flops_share"] <= MOST_FLOPS, "too many FLOPs"),
+        (len(row["epochs"]) == 1, "unequal epochs"),
+        (row["gap"] >= LEAST_GAP, "small gap"),
+        (seeds >= SEEDS, f"{seeds} of {SEEDS} seeds"),
+    ):
+        if not met:
+            return otherwise
+    return "reached" if row["recovered"] >= TARGET else "below"
 
 
 def text(records: Records, scored: Mapping[str, dict[str, Any]]) -> str:
@@ -271,7 +315,7 @@ def text(records: Records, scored: Mapping[str, dict[str, Any]]) -> str:
                 *(told(own, "accuracy") for own in mine),
                 f"{row['gap']:.2f}",
                 recovered,
-                _VERDICTS[row["reached"]],
+                row["verdict"],
             ]
         )
     return markdown(HEADER, lines)
@@ -305,7 +349,8 @@ def report(name: str, scored: Mapping[str, dict[str, Any]], series: Series) -> N
     rows = summarise(records, scored)
     lines = [
         "FLOPs: of the students, over those of the teacher, for one image forward. Target: at least "
-        f"{100 * TARGET:.0f} % of the gap recovered, where it is at least {LEAST_GAP:g} points.",
+        f"{100 * TARGET:.0f} % of the gap recovered, where it is at least {LEAST_GAP:g} points, over {SEEDS} seeds, "
+        f"with {MOST_FLOPS:g} of the FLOPs and as many epochs. `plain`: the teacher has no label smoothing.",
         *caption(series, records),
     ]
     figure = draw(rows)

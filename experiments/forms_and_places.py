@@ -6,8 +6,8 @@
 Simulated: two devices and random lanes, where the second device is a few times faster in some forms and cannot run
 others. Real: two processes on a core each, of which the second has no ONNX Runtime, and compiles for SSE4.2 only, as
 for an old processor. Each process times its lanes in every form; forms and devices are chosen from the two tables; both
-processes then compute what they were given at the same time, and the makespan is that of the slower one. Writes
-`experiments/results/forms_and_places.json`.
+processes then compute what they were given at the same time, and the makespan is that of the slower one. The two ways
+of choosing take turns in the same processes. Writes `experiments/results/forms_and_places.json`.
 """
 
 import json
@@ -101,41 +101,56 @@ def on_real_devices(python: str, lanes: str, data: str, rounds: int) -> dict[str
         raise InputError("two processes need two cores: --rounds=0 simulates only")
     asked = {"lanes": lanes, "data": data, "rounds": rounds}
     flags_of = ("", _OLD)
-    tables = [  # one after the other: the second core is idle meanwhile
-        _ask([_start(str(path), core, xla_flags, asked)])[0] for core, xla_flags in zip(cores, flags_of, strict=False)
-    ]
+    tables: list[Any] = []
+    for core, xla_flags in zip(cores, flags_of, strict=False):  # one after the other: the second core is idle meanwhile
+        worker = _start(str(path), core, xla_flags, asked)
+        _wait_for([worker])
+        tables += _answers([worker], "all")
+        _end([worker])
     names = [name for entry in lanes.split(",") for name in _names(entry)]
     found: dict[str, Any] = {"tables": tables}
     for task in TASKS:
-        forms = sorted({form for table in tables for form in table if form.startswith(task)})
-        seconds = [
-            [[_BATCH * table.get(form, {}).get(name, float("inf")) for table in tables] for form in forms]
-            for name in names
+        problem = problem_of(tables, names, task)
+        placed = {way: place("exact", problem) for way, place in WAYS.items()}
+        given = {way: given_to(each, names, problem.forms) for way, each in placed.items()}
+        workers = [
+            _start(str(path), core, xla_flags, asked | {"given": {way: given[way][device] for way in WAYS}})
+            for device, (core, xla_flags) in enumerate(zip(cores, flags_of, strict=False))
         ]
-        problem = FormProblem(seconds, forms)
-        found[task] = {}
-        for way, place in WAYS.items():
-            placed = place("exact", problem)
-            given = [
-                [
-                    [names[i], forms[f]]
-                    for i, (f, d) in enumerate(zip(placed.form_of, placed.device_of, strict=True))
-                    if d == device
-                ]
-                for device in range(2)
-            ]
-            workers = [
-                _start(str(path), core, xla_flags, asked | {"given": mine})
-                for core, xla_flags, mine in zip(cores, flags_of, given, strict=False)
-            ]
-            measured = [value["seconds"] for value in _ask(workers)]
-            found[task][way] = {
-                "given": given,
-                "predicted_seconds": placed.makespan_seconds,
-                "measured_seconds": max(measured),
-                "of_each": measured,
-            }
+        turns: dict[str, list[list[float]]] = {way: [] for way in WAYS}
+        _wait_for(workers)
+        for turn in range(rounds):
+            for way in list(WAYS)[:: 1 if turn % 2 else -1]:
+                turns[way].append(_answers(workers, way))
+        _end(workers)
+        found[task] = {
+            way: {"given": given[way], "predicted_seconds": placed[way].makespan_seconds, **measured(turns[way])}
+            for way in WAYS
+        }
     return found
+
+
+def problem_of(tables: Sequence[Mapping[str, Mapping[str, float]]], names: Sequence[str], task: str) -> FormProblem:
+    """Lanes in the forms of a task, from the seconds for an image that each device measured, by form and lane."""
+    forms = sorted({form for table in tables for form in table if form.split()[0] == task})
+    seconds = [
+        [[_BATCH * table.get(form, {}).get(name, float("inf")) for table in tables] for form in forms] for name in names
+    ]
+    return FormProblem(seconds, forms)
+
+
+def given_to(placed: FormPlacement, names: Sequence[str], forms: Sequence[str]) -> list[list[list[str]]]:
+    """The lanes of each device, each with its form."""
+    chosen = list(zip(names, placed.form_of, placed.device_of, strict=True))
+    return [[[name, forms[f]] for name, f, d in chosen if d == device] for device in range(len(placed.seconds))]
+
+
+def measured(turns: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """The makespan of a way, from the seconds of each device in each turn: the median of those of the slower one."""
+    return {
+        "measured_seconds": statistics.median(max(own) for own in turns),
+        "of_each": [statistics.median(own) for own in zip(*turns, strict=True)],
+    }
 
 
 def _names(entry: str) -> list[str]:
@@ -152,18 +167,25 @@ def _start(python: str, core: int, xla_flags: str, asked: Mapping[str, Any]) -> 
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def _ask(workers: Sequence[subprocess.Popen]) -> list[Any]:
-    """Lets workers that are ready go on together; returns what they say."""
+def _wait_for(workers: Sequence[subprocess.Popen]) -> None:
     for worker in workers:
         _line(worker)
+
+
+def _answers(workers: Sequence[subprocess.Popen], line: str) -> list[Any]:
+    """Lets workers that are ready do something together; returns what they say."""
     for worker in workers:
         assert worker.stdin is not None
-        worker.stdin.write("go\n")
+        worker.stdin.write(f"{line}\n")
         worker.stdin.flush()
-    found = [json.loads(_line(worker)) for worker in workers]
+    return [json.loads(_line(worker)) for worker in workers]
+
+
+def _end(workers: Sequence[subprocess.Popen]) -> None:
     for worker in workers:
+        assert worker.stdin is not None
+        worker.stdin.close()
         worker.wait()
-    return found
 
 
 def _line(worker: subprocess.Popen) -> str:
@@ -174,48 +196,54 @@ def _line(worker: subprocess.Popen) -> str:
     return line
 
 
-def work(core: int, lanes: str, data: str, rounds: int, given: Sequence[Sequence[str]] | None = None) -> None:
-    """What one process does: times all lanes in all forms, or computes what it was given, again and again."""
+def work(
+    core: int, lanes: str, data: str, rounds: int, given: Mapping[str, Sequence[Sequence[str]]] | None = None
+) -> None:
+    """What one process does: times all lanes in all forms, or, for each line, computes what that way gave it."""
     os.sched_setaffinity(0, {core})
     if _OLD in os.environ.get("XLA_FLAGS", ""):
         sys.modules["jax2onnx"] = None  # type: ignore[assignment]  # as if it were not installed
     from mlcn_jax.analysis.measure_device import lab_spec
-    from mlcn_jax.analysis.measure_forms import lane_programs, training_seconds
+    from mlcn_jax.analysis.measure_forms import lane_programs, measure_training
     from mlcn_jax.nn.lane_list import parse_lanes
     from mlcn_jax.serving.precision.speeds import inference_seconds, lane_calls
 
     spec = lab_spec(data, "published", "float32")
     kinds = [group.spec for group in parse_lanes(lanes)]
     if given is None:
-        _ready()
-        print(json.dumps(training_seconds(spec, kinds, rounds) | inference_seconds(spec, kinds, rounds)), flush=True)
+        print("ready", flush=True)
+        sys.stdin.readline()
+        found = measure_training(spec, kinds, rounds)[0] | inference_seconds(spec, kinds, rounds)
+        print(json.dumps(found), flush=True)
         return
     images = np.random.default_rng(0).integers(0, 256, (_BATCH, *spec.image_shape), np.uint8)
-    steps: list[Callable[[], Any]] = []
-    for name, form in given:
+
+    def step(name: str, form: str) -> Callable[[], Any]:
+        kind = parse_lanes(name)[0].spec
         if form.startswith("train"):
-            programs = lane_programs(spec, [parse_lanes(name)[0].spec], _BATCH)
-            steps.append(programs[form, name].run)
-        else:
-            call = lane_calls(spec, parse_lanes(name)[0].spec)[form]
-            steps.append(lambda call=call: np.asarray(call(images)))  # type: ignore[misc]
-    for step in steps:
-        step()
-    _ready()
-    seconds = []
-    for _ in range(rounds):
-        count, started = 0, time.perf_counter()
-        while not count or time.perf_counter() - started < _TURN_SECONDS:
-            for step in steps:
-                step()
-            count += 1
-        seconds.append((time.perf_counter() - started) / count)
-    print(json.dumps({"seconds": statistics.median(seconds) if steps else 0.0}), flush=True)
+            return lane_programs(spec, [kind], _BATCH)[form, name].run
+        call = lane_calls(spec, kind)[form]
+        return lambda: np.asarray(call(images))
 
-
-def _ready() -> None:
+    steps = {way: [step(name, form) for name, form in own] for way, own in given.items()}
+    for own in steps.values():
+        for run in own:
+            run()
     print("ready", flush=True)
-    sys.stdin.readline()
+    for line in sys.stdin:
+        print(json.dumps(turn_seconds(steps[line.strip()])), flush=True)
+
+
+def turn_seconds(steps: Sequence[Callable[[], Any]]) -> float:
+    """Seconds of all steps, one after the other: the mean over a turn; 0 without any."""
+    if not steps:
+        return 0.0
+    count, started = 0, time.perf_counter()
+    while not count or time.perf_counter() - started < _TURN_SECONDS:
+        for step in steps:
+            step()
+        count += 1
+    return (time.perf_counter() - started) / count
 
 
 def table(result: Mapping[str, Any]) -> str:

@@ -4,14 +4,18 @@
     python -m experiments.small_lanes --workdir=runs/small_lanes --repeats=3
 
 Trains the rows, exports each run, and has `mlcn_jax precision` measure every lane in float32, bfloat16 and int8 and
-export all of them in int8. The test set is read once for each run, before and after. Says which targets are reached:
-files at least 3.5 times smaller, at most 0.1 points lost in the mean, and, on a CPU with VNNI instructions, at least
-1.3 times as fast. A run that has ended is not repeated, one that was stopped goes on. Writes `small_lanes_SCALE` as
-JSON, Markdown and PNG to the workdir and, but for `smoke`, to `experiments/results/`, from where it goes on elsewhere.
+export all of them in int8. `experiments.export_times` then times whole models in turns: float32 in XLA, float32 in ONNX
+Runtime, and int8, and says in which operators ONNX Runtime spends its time. The test set is read once for each run,
+before and after. Says which targets are reached, over three seeds on one machine: files at least 3.5 times smaller, at
+most 0.1 points lost in the mean, and, on a CPU with VNNI instructions, at least 1.3 times as fast as the faster runtime
+in float32. A run that has ended is not repeated, one that was stopped goes on. Writes `small_lanes_SCALE` as JSON,
+Markdown and PNG to the workdir and, but for `smoke`, to `experiments/results/`, from where it goes on elsewhere.
 """
 
 import functools
 import importlib
+import itertools
+import json
 import os
 import statistics
 import subprocess
@@ -23,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from experiments import REPOSITORY
+from experiments.export_times import WAYS
 from experiments.repeated_report import (
     Records,
     caption,
@@ -30,6 +35,7 @@ from experiments.repeated_report import (
     draw_caption,
     kept_results,
     markdown,
+    place,
     select,
     write,
 )
@@ -44,17 +50,16 @@ from mlcn_jax.serving import export
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-VERSION = 1  # raised with every change after which results cannot stand beside older ones
+VERSION = 2  # raised with every change after which results cannot stand beside older ones
 SCALES = {"smoke": Scale("smoke", 1, 2, 600, 100), "full": Scale("full", 0)}
 HEADER = (
-    *("", "runs", "times smaller", "float32, %", "int8, %", "points"),
-    *("float32, ms", "bfloat16, ms", "int8, ms", "times as fast"),
+    *("", "on", "runs", "times smaller", "float32, %", "int8, %", "points"),
+    *("float32 in XLA, ms", "float32 in ONNX Runtime, ms", "int8, ms", "times as fast"),
 )
 ROWS = {"fashion_mlcn2_2x4": "mlcn2_fashion", "cifar_resnet": "resnet_cifar"}  # modules of `configs`
 _ANY_DROP = 100  # points: all lanes become int8
-_PRECISIONS = ("float32", "bfloat16", "int8")
 TARGETS = {"smaller": 3.5, "points": -0.1, "faster": 1.3}  # at least
-_VERDICTS = {True: "reached", False: "below", None: "without VNNI"}
+SEEDS = 3  # with fewer, nothing is judged
 
 
 def define(values: flags.FlagValues) -> None:
@@ -108,92 +113,117 @@ def configure_run(directories: Mapping[str, str], row: str, seed: int) -> RunCon
 
 
 def measure(python: str, rounds: int, folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
-    """What `mlcn_jax precision` finds out of a run, with all lanes in int8."""
+    """What `mlcn_jax precision` finds out of a run, with all lanes in int8, and the times of whole models."""
     del summary
     export.export(folder)
     flag_values = ("--choose=smallest", f"--max_accuracy_drop={_ANY_DROP}", f"--rounds={rounds}")
-    command = [python, "-m", "mlcn_jax", "precision", f"--workdir={folder}", *flag_values]
-    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(command, env=environment, stdout=sys.stderr)
-    if done.returncode:
-        raise InputError(f"`mlcn_jax precision` failed for {folder}: see above")
+    _run(python, "mlcn_jax", "precision", f"--workdir={folder}", *flag_values)
     about = read_json(folder / "precision" / "precision.json")
     if others := [lane["chosen"] for lane in about["lanes"] if not lane["chosen"].startswith("int8")]:
         raise InputError(f"{folder}: lanes are smaller in {', '.join(others)} than in int8: give a row of larger lanes")
+    batch = about["terms"]["batch"]
+    times = _run(python, "experiments.export_times", f"--workdir={folder}", f"--batch={batch}", f"--rounds={rounds}")
     kept = ("lanes", "test_accuracy", "bytes", "milliseconds", "terms", "packages")
-    return {"precision": {name: about[name] for name in kept}, "vnni": host.has_vnni()}
+    return {
+        "precision": {name: about[name] for name in kept},
+        "times": json.loads(times.splitlines()[-1]),
+        "vnni": host.has_vnni(),
+    }
 
 
-def milliseconds(about: Mapping[str, Any], precision: str) -> float:
-    """Of a batch: the sum over lanes, each in the runtime that is the fastest for this precision."""
-    return sum(min(f["milliseconds"] for f in lane["forms"] if f["precision"] == precision) for lane in about["lanes"])
+def _run(python: str, module: str, *given: str) -> str:
+    """What a module prints that runs in another environment; raises InputError if it fails."""
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([python, "-m", module, *given], env=environment, stdout=subprocess.PIPE, text=True)
+    print(done.stdout, end="", file=sys.stderr)
+    if done.returncode:
+        raise InputError(f"`{module} {' '.join(given)}` failed: see above")
+    return done.stdout
 
 
 def summarise(records: Records) -> list[dict[str, Any]]:
-    """Each row that has been run: means over its seeds."""
+    """Each row on each machine that it was run on, since times of machines have no mean: means over its seeds."""
     rows = []
-    for name in ROWS:
-        measured = [record for record in select(records, row=name) if "precision" in record]
-        if not measured:
+    measured = [record for record in records if "times" in record]
+    for name, machine in itertools.product(ROWS, dict.fromkeys(place(record) for record in measured)):
+        mine = [record for record in select(measured, row=name) if place(record) == machine]
+        if not mine:
             continue
-        found = [record["precision"] for record in measured]
+        found = [record["precision"] for record in mine]
         before, after = ([100 * about["test_accuracy"][way] for about in found] for way in ("before", "chosen"))
-        times = {p: statistics.fmean(milliseconds(about, p) for about in found) for p in _PRECISIONS}
+        times = {way: statistics.fmean(record["times"]["milliseconds"][way] for record in mine) for way in WAYS}
         reached = {
             "smaller": statistics.fmean(about["bytes"]["before"] / about["bytes"]["chosen"] for about in found),
             "points": round(statistics.fmean(after) - statistics.fmean(before), 4),
-            "faster": times["float32"] / times["int8"],
+            "faster": min(times[way] for way in WAYS[:2]) / times[WAYS[2]],
         }
-        vnni = all(record.get("vnni") for record in measured)
-        verdicts = {
-            target: reached[target] >= least if vnni or target != "faster" else None
-            for target, least in TARGETS.items()
-        }
+        vnni = all(record["vnni"] for record in mine)
         rows.append(
             {
                 "row": name,
-                "runs": len(found),
+                "machine": machine,
+                "runs": len(mine),
                 **reached,
-                "reached": verdicts,
+                "verdicts": {target: verdict(target, value, len(mine), vnni) for target, value in reached.items()},
                 "vnni": vnni,
                 "accuracy": {"float32": before, "int8": after},
                 "milliseconds": times,
+                "operators": mine[0]["times"]["operators"],
                 "batch": found[0]["terms"]["batch"],
             }
         )
     return rows
 
 
+def verdict(target: str, value: float, runs: int, vnni: bool) -> str:
+    """Whether a target is reached, or why that is not judged."""
+    if target == "faster" and not vnni:
+        return "without VNNI"
+    if runs < SEEDS:
+        return f"{runs} of {SEEDS} seeds"
+    return "reached" if value >= TARGETS[target] else "below"
+
+
 def text(records: Records) -> str:
     """The table as Markdown, with a verdict beside what has a target."""
 
     def cells(row: Mapping[str, Any]) -> list[str]:
-        told = {target: _VERDICTS[verdict] for target, verdict in row["reached"].items()}
+        told = row["verdicts"]
         return [
             row["row"],
+            row["machine"],
             str(row["runs"]),
             f"{row['smaller']:.2f} {told['smaller']}",
             *(f"{statistics.fmean(row['accuracy'][p]):.2f}" for p in ("float32", "int8")),
             f"{row['points']:+.2f} {told['points']}",
-            *(f"{row['milliseconds'][p]:.2f}" for p in _PRECISIONS),
+            *(f"{row['milliseconds'][way]:.2f}" for way in WAYS),
             f"{row['faster']:.2f} {told['faster']}",
         ]
 
     return markdown(HEADER, [cells(row) for row in summarise(records)])
 
 
+def operators_told(row: Mapping[str, Any]) -> str:
+    """A sentence on where ONNX Runtime spends its time, in both precisions."""
+    told = []
+    for precision, own in row["operators"].items():
+        parts = ", ".join(f"{name} {100 * share:.0f} %" for name, share in own["share"].items())
+        told.append(f"{precision} {own['milliseconds']:.2f} ms ({parts})")
+    return f"{row['row']} on {row['machine']}, one seed, kernels of ONNX Runtime: {'; '.join(told)}."
+
+
 def draw(rows: Sequence[Mapping[str, Any]]) -> "Figure":
-    """Milliseconds of each row in each precision."""
+    """Milliseconds of each row in each precision and runtime."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(5, 3 * len(rows)), 4.5), layout="constrained")
     axes = figure.subplots()
-    for i, precision in enumerate(_PRECISIONS):
-        values = [row["milliseconds"][precision] for row in rows]
-        axes.bar([place + 0.28 * i for place in range(len(rows))], values, 0.26, label=precision)
-    axes.set_xticks([place + 0.28 for place in range(len(rows))], [row["row"] for row in rows])
-    axes.set_ylabel("ms of a batch, all lanes, fastest runtime")
+    for i, way in enumerate(WAYS):
+        values = [row["milliseconds"][way] for row in rows]
+        axes.bar([left + 0.28 * i for left in range(len(rows))], values, 0.26, label=way)
+    axes.set_xticks([left + 0.28 for left in range(len(rows))], [row["row"] for row in rows])
+    axes.set_ylabel("ms of a batch, all lanes")
     axes.legend()
     return figure
 
@@ -205,9 +235,10 @@ def report(series: Series) -> None:
     batch = rows[0]["batch"] if rows else 0
     lines = [
         "Times smaller: the files of weights of the exports. Test accuracy in %, mean over the seeds. Milliseconds of "
-        f"{batch} images: the sum over lanes, each in the fastest runtime (XLA or ONNX Runtime) for this precision.",
-        f"Targets: {TARGETS['smaller']:g} times smaller, at most {-TARGETS['points']:g} points lost, and on a CPU with "
-        f"VNNI instructions {TARGETS['faster']:g} times as fast.",
+        f"{batch} images: whole models in turns; times as fast as the faster of the two in float32.",
+        f"Targets, over {SEEDS} seeds: {TARGETS['smaller']:g} times smaller, at most {-TARGETS['points']:g} points "
+        f"lost, and on a CPU with VNNI instructions {TARGETS['faster']:g} times as fast.",
+        *map(operators_told, rows),
         *caption(series, records),
     ]
     figure = draw(rows)

@@ -8,16 +8,20 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv
 from mlcn_jax.nn.lanes import LaneGroup, LaneSpec
 from mlcn_jax.nn.spec import COMPUTE_DTYPES, ModelSpec
+from mlcn_jax.placement.profile import FORM_BATCH
 
-BATCH = 50
+Measured = dict[str, dict[str, float]]  # by form and lane
 
 
-def training_seconds(spec: ModelSpec, lanes: Sequence[LaneSpec], rounds: int) -> dict[str, dict[str, float]]:
-    """Seconds for each image of a training step of each lane, by form, for `DeviceProfile.form_seconds`."""
-    found: dict[str, dict[str, float]] = {}
-    for (form, name), seconds in typical_seconds(lane_programs(spec, lanes, BATCH), rounds).items():
-        found.setdefault(form, {})[name] = seconds / BATCH
-    return found
+def measure_training(spec: ModelSpec, lanes: Sequence[LaneSpec], rounds: int) -> tuple[Measured, Measured]:
+    """What a training step of each lane takes: `DeviceProfile.form_seconds` and `form_bytes`."""
+    programs = lane_programs(spec, lanes, FORM_BATCH)
+    seconds: Measured = {}
+    num_bytes: Measured = {}
+    for (form, name), value in typical_seconds(programs, rounds).items():
+        seconds.setdefault(form, {})[name] = value / FORM_BATCH
+        num_bytes.setdefault(form, {})[name] = programs[form, name].bytes
+    return seconds, num_bytes
 
 
 def lane_programs(spec: ModelSpec, lanes: Sequence[LaneSpec], batch: int) -> dict[tuple, Program]:

@@ -4,12 +4,16 @@
     mlcn_jax describe --workdir=runs/mlcn2
     mlcn_jax describe --config=mlcn1_fashion --memory_gib=2
     mlcn_jax describe --config=mlcn1_fashion --profile=profile.json --latency_seconds=5e-5 --bytes_per_second=1e9
+    mlcn_jax describe --config=resnet_cifar --profiles=a.json,b.json
 
 Lanes, parameters, FLOPs and the cost of each lane; work, depth and bytes of a training step by part, and Brent's bound.
 With a device profile, a lower bound on the seconds of any split. With the speed of a link, the cost of communication
 for each split, and with both, the number of devices from which it dominates. `--tables` prints these as tables instead.
 With `--memory_gib`, the predicted memory of a training step, and of settings with the same result that need less, until
 one fits.
+With `--profiles` of several devices that hold forms of the lanes (`profile --forms`), the precision, convolution
+algorithm and device of each lane in training, chosen together. A run can be trained in one precision only
+(`model.compute_dtype`), so the time in each is printed beside it.
 """
 
 import json
@@ -27,6 +31,8 @@ from mlcn_jax.errors import InputError
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("workdir", "", f"Instead of --config: {arguments.WORKDIR}", flag_values=values)
     flags.DEFINE_string("profile", "", "Profile of the devices, as the command profile writes it.", flag_values=values)
+    text = "Profiles of devices with forms of the lanes, separated by commas: chooses form and device of each lane."
+    flags.DEFINE_string("profiles", "", text, flag_values=values)
     text = "Latency of the link between devices; by default that of the profile."
     flags.DEFINE_float("latency_seconds", None, text, lower_bound=0.0, flag_values=values)
     flags.DEFINE_float("bytes_per_second", None, "Bandwidth of that link.", lower_bound=0.0, flag_values=values)
@@ -66,4 +72,9 @@ def main(argv: Sequence[str]) -> None:
             )
         available = round(values.memory_gib * 2**30) or host.usable_memory_bytes()
         found["memory"] = fit_memory(config, config.model_spec(*config.data.shape()), available)
+    if values.profiles:
+        from mlcn_jax.analysis.place_forms import place_training
+
+        files = [Path(name.strip()).expanduser() for name in values.profiles.split(",") if name.strip()]
+        found["forms"] = place_training(config.model_spec(*config.data.shape()), config.train.batch_size, files)
     print(tables(found["scaling"]) if values.tables else json.dumps(found, indent=2))

@@ -13,6 +13,9 @@ of the individually fastest lanes, and all lanes in one form, are timed as whole
 Prints a table of lanes and precisions: bytes of the weights, milliseconds per batch on this machine, and the accuracy
 of the lane alone. Writes to `WORKDIR/precision`: `precision.json`, and the folder `export`, which predict, serve and
 `tiers split --precision` read. Reading it needs ONNX Runtime (pip install 'mlcn_jax[onnxruntime]').
+
+With --profiles, a form and a device are also chosen for each lane. The folder `placed` is the export in these forms,
+and `tiers.json` has the lanes of each device, for `tiers split`: list the nearest device first.
 """
 
 import math
@@ -51,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
         raise InputError(f"--max_accuracy_drop={drop} is not a number of percentage points; it must be 0 or more")
 
     from mlcn_jax import pretrained
-    from mlcn_jax.serving.precision.export import Terms, precision, table
+    from mlcn_jax.serving.precision.export import PLACED, TIERS, Terms, precision, table
 
     terms = Terms(values.choose, drop, values.calibration_images, values.batch, values.rounds)
     command = shlex.join(["mlcn_jax", "precision", *argv])
@@ -59,4 +62,10 @@ def main(argv: Sequence[str]) -> None:
     profiles = [Path(name.strip()).expanduser() for name in values.profiles.split(",") if name.strip()]
     about = precision(workdir, results, terms, command, values.data_dir, profiles)
     print(table(about))
+    if about["placement"]:
+        tiers, placed = (shlex.quote(str(results / name)) for name in (TIERS, PLACED))
+        print(
+            "with lanes that classify alone, on two devices or more: "
+            f"{program()} tiers split {shlex.quote(str(workdir))} --tiers={tiers} --precision={placed}"
+        )
     print(f"exported {about['export']}; use it with: {program()} predict {shlex.quote(about['export'])} IMAGE ...")

@@ -6,8 +6,9 @@ Training steps of some lanes are compiled and timed; the profile holds a fit tha
 others, the errors of that fit, the device's peak rates, and how much devices of one machine slow each other down. A
 process that is bound to a number of cores needs a profile measured on the same number, for example `--cores=1`.
 
-`--forms=mlcn2:w4,resnet:w1d2` also times these lanes in each precision and convolution algorithm, in training and in
-inference; int8 needs jax2onnx, onnx and onnxruntime.
+`--forms=mlcn2:w4,resnet:w1d2` also times these lanes in each precision and convolution algorithm, in training, with the
+memory of a step, and in inference; int8 needs jax2onnx, onnx and onnxruntime. `describe --profiles` and `precision
+--profiles` choose forms and devices from such profiles.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -47,14 +48,15 @@ def define_measuring(values: flags.FlagValues) -> None:
     flags.DEFINE_string("forms", "", text, flag_values=values)
 
 
-def form_seconds(spec: "ModelSpec", text: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Seconds of lanes, written as for model.lanes, in each form of training and of inference."""
-    from mlcn_jax.analysis.measure_forms import training_seconds
+def forms_of(spec: "ModelSpec", text: str, rounds: int) -> dict[str, Any]:
+    """What a profile says of lanes, written as for model.lanes, in each form of training and of inference."""
+    from mlcn_jax.analysis.measure_forms import measure_training
     from mlcn_jax.nn.lane_list import parse_lanes
     from mlcn_jax.serving.precision.speeds import inference_seconds
 
     lanes = [group.spec for group in parse_lanes(text)]
-    return training_seconds(spec, lanes, rounds) | inference_seconds(spec, lanes, rounds)
+    seconds, num_bytes = measure_training(spec, lanes, rounds)
+    return {"form_seconds": seconds | inference_seconds(spec, lanes, rounds), "form_bytes": num_bytes}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -80,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
         machine = finish()
     profile = measure_device.make_profile(lab, programs, seconds, **machine)
     if values.forms:
-        profile = dataclasses.replace(profile, form_seconds=form_seconds(spec, values.forms, values.rounds))
+        profile = dataclasses.replace(profile, **forms_of(spec, values.forms, values.rounds))
     profile.save(output)
     print(measure_device.table(profile))
     print(f"{output} ({time.monotonic() - started:.0f} s)")

@@ -11,14 +11,17 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import InputError, differences
 from mlcn_jax.launch import program
 from mlcn_jax.nn.lanes import LaneSpec
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.placement.cost import lane_cost
 from mlcn_jax.placement.partition import PARTITIONERS, partition
 from mlcn_jax.placement.problem import UNLIMITED, NoRoom, Problem, mib
-from mlcn_jax.placement.profile import DeviceProfile
+from mlcn_jax.placement.profile import FORM_BATCH, DeviceProfile
 
 _BISECTIONS = 60
 
@@ -106,6 +109,48 @@ def form_problem(
         for lane in lanes
     ]
     return FormProblem(seconds, forms, **more)
+
+
+def read_profiles(spec: ModelSpec, files: Sequence[Path], task: str) -> list[DeviceProfile]:
+    """Device profiles with the forms of a model's lanes in a task.
+
+    Raises:
+      InputError: a profile cannot be read, was measured with other inputs, or lacks a lane.
+    """
+    profiles = [DeviceProfile.load(file) for file in files]
+    wanted = {"images": spec.image_shape, "classes": spec.num_classes, "routing": spec.lane_routing}
+    for file, profile in zip(files, profiles, strict=True):
+        measured = {
+            "images": tuple(profile.image_shape),
+            "classes": profile.num_classes,
+            "routing": profile.lane_routing,
+        }
+        if rows := differences(measured, wanted, there="in the profile", here="in the model"):
+            raise InputError(
+                f"{file} was measured with other inputs:\n"
+                + "\n".join(rows)
+                + f"\nmeasure one with {program()} profile --forms=... --data=NAME"
+            )
+    form_problem(profiles, spec.lane_specs, task, 1)
+    return profiles
+
+
+def training_bytes(profiles: Sequence[DeviceProfile], spec: ModelSpec, batch_size: int) -> list[list[float]]:
+    """Memory that a training step of each lane needs at most, in each of `forms_of`; empty if a profile has none.
+
+    Parameters and moments are held once, and the rest grows with the number of images. Fewer images than were measured
+    count as many.
+    """
+    if not all(profile.form_bytes for profile in profiles):
+        return []
+    more = max(1.0, batch_size / FORM_BATCH)
+
+    def needed(lane: LaneSpec, form: str) -> float:
+        held = lane_cost(lane, spec.lane_settings, spec.image_shape).state_bytes
+        measured = max(profile.form_bytes.get(form, {}).get(str(lane), 0.0) for profile in profiles)
+        return held + more * max(0.0, measured - held)
+
+    return [[needed(lane, form) for form in forms_of(profiles, "train")] for lane in spec.lane_specs]
 
 
 def forms_of(profiles: Sequence[DeviceProfile], task: str) -> list[str]:

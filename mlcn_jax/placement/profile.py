@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 from mlcn_jax.host import name_of, num_cores
 from mlcn_jax.launch import program
 
+FORM_BATCH = 50  # images in a step of which the forms of lanes are timed in training
 PROFILE_VERSION = 2  # a profile of format 1 lacks the fields that have a default, and is read with them
 # Numbers in a profile must be finite, and 0 or more.
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -64,6 +65,7 @@ class DeviceProfile:
         with a standard deviation of the logarithm of `spread`; None if they share nothing, or were not measured.
       form_seconds: for each form of a lane, such as `train bfloat16 native` or `infer int8 onnxruntime`, the seconds
         for an image of each measured lane (`forms.form_problem`); empty if none was measured.
+      form_bytes: for each of these forms in training, the peak memory of a step of `FORM_BATCH` images of each lane.
       peak: the highest `flops_per_second` of a matrix product and `bytes_per_second` read and written; None if they
         were not measured.
 
@@ -97,6 +99,7 @@ class DeviceProfile:
     sharing: Mapping[str, Amount] | None = None
     peak: Mapping[str, Amount] | None = None
     form_seconds: Mapping[FormName, Mapping[str, Amount]] = dataclasses.field(default_factory=dict)
+    form_bytes: Mapping[FormName, Mapping[str, Amount]] = dataclasses.field(default_factory=dict)
 
     def slowness(self, fastest: "DeviceProfile") -> float:
         """How many times slower it is than another device on the tiny network (`cost.published_seconds`)."""
@@ -219,7 +222,7 @@ class DeviceProfile:
                 f"this device profile has format {version}, but format {PROFILE_VERSION} is expected: {_MEASURE}"
             )
         fields = {field.name: field.type for field in dataclasses.fields(cls)}
-        added = {"form_seconds", "whole_ratio"}
+        added = {"form_seconds", "form_bytes", "whole_ratio"}
         if version == 1:
             added |= {"value_seconds", "crowded_images", "residuals", "sharing", "peak"}
         for name in sorted((set(fields) ^ set(values)) - added):

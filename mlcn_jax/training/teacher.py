@@ -11,6 +11,8 @@ import numpy as np
 from jaxtyping import Float32
 
 from mlcn_jax import pretrained
+from mlcn_jax.config import RunConfig, read_stored
+from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Augmentation, padded_batches, to_pixels
 from mlcn_jax.data.datasets import Split
 from mlcn_jax.errors import InputError
@@ -104,8 +106,9 @@ def _load(name: str, session: Session) -> Trained:
             f"train.teacher is {session.config.train.teacher!r}: give the workdir of a trained model, or several "
             "separated by commas"
         )
+    workdir = pretrained.find_workdir(name)
     try:
-        trained = load_trained(pretrained.find_workdir(name))
+        trained = load_trained(workdir)
     except InputError as error:
         raise InputError(f"train.teacher={name}: {error}") from error
     spec, mine = trained.spec, session.spec
@@ -120,7 +123,35 @@ def _load(name: str, session: Session) -> Trained:
             f"{session.dataset.name} has {len(session.dataset.class_names)} ({_some(session.dataset.class_names)}): "
             "give a teacher that was trained on the same classes, in the same order"
         )
+    if count := validation_images_learned(workdir, session):
+        _log.warning(
+            "train.teacher=%s learned from %s of the %s validation images, so validation accuracy will look too good: "
+            "train it with the same data.validation_fraction and data.split_seed",
+            *(name, f"{count:,}", f"{len(session.validation.labels):,}"),
+        )
     return trained
+
+
+def validation_images_learned(workdir: Path, session: Session) -> int:
+    """How many of a run's validation images the model of a workdir was trained on; 0 also where that is not known.
+
+    It is known where the SHA-256 in the workdir's `model.json` is that of its own split of the run's images.
+    """
+    if not len(session.validation.labels):
+        return 0
+    try:
+        config, learned = read_stored(workdir), read_json(workdir / "model.json").get("training_images_sha256")
+    except InputError:  # a workdir of another version may be without
+        return 0
+    whole = session.dataset.train
+    if datasets.digest(_split(whole, config)[0]) != learned:
+        return 0
+    places = Split(np.arange(len(whole.labels)), whole.labels)
+    return len(np.intersect1d(_split(places, config)[0].images, _split(places, session.config)[1].images))
+
+
+def _split(images: Split, config: RunConfig) -> tuple[Split, Split]:
+    return datasets.split_validation(images, config.data.validation_fraction, config.split_seed)
 
 
 def _encoder(trained: Trained) -> dict:

@@ -4,10 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import networks, peers, roofline
+from benchmarks import distillation, networks, peers, roofline
 from benchmarks.frameworks import in_mlcn_jax
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules, losses
+from mlcn_jax.nn.distillation import Distillation
 from mlcn_jax.nn.model import apply_model
 
 TINY = networks.Network("mlcn2", (18, 18, 1), lanes=2, width=1)
@@ -55,6 +56,22 @@ def test_residual_lanes_infer_with_normalisation_folded_in(rng):
     np.testing.assert_allclose(np.square(probabilities).sum(axis=1), network.lanes, rtol=1e-5)
     one_by_one = np.concatenate([program.infer(image[None]) for image in images])
     np.testing.assert_allclose(one_by_one, probabilities, rtol=1e-4)  # no image depends on the others
+
+
+def test_kept_outputs_are_compared_with_computed_ones_on_the_same_images_and_pay_for_their_pass():
+    images, labels, soft = (np.zeros(1) for _ in range(3))
+    taught = Distillation(lambda images: images, 0.9, 4.0)
+    cases = distillation.make_cases(taught, images, labels, soft)
+    (kept, kept_batch), (computed, batch) = (cases[f"{name}, images as they are"] for name in ("kept", "computed"))
+    assert kept == computed == {"distillation": taught}
+    assert (kept_batch[:2], kept_batch[2:]) == (batch, (soft,))
+    for name, (options, _) in cases.items():
+        way, _, images_are = name.partition(", ")
+        if way == "computed":
+            assert options == cases[f"labels alone, {images_are}"][0] | {"distillation": taught}
+    seconds = {"computed, images as they are": 3.0, "kept, images as they are": 1.0, distillation.PASS: 1.0}
+    assert distillation.epochs_until_kept_is_faster(seconds) == 0.5
+    assert distillation.epochs_until_kept_is_faster(seconds | {"computed, images as they are": 1.0}) is None
 
 
 def test_a_peer_that_computes_something_else_is_seen():

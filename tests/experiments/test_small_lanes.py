@@ -1,18 +1,28 @@
 """Distilled lanes, lanes in 8 bits, forms and places: what is compared and told."""
 
+import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from absl import flags
+from made_records import PLACE
 
-from experiments import distilled_lanes, forms_and_places, small_lanes
+from experiments import REPOSITORY, distilled_lanes, export_times, forms_and_places, small_lanes
 from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.placement.cost import forward_flops
+from mlcn_jax.placement.forms import FormPlacement
+
+sys.path.append(str(REPOSITORY / "docs"))
+
+import tables
 
 DIRECTORIES = {"cifar10": "", "fashion_mnist": ""}
-TEACHERS = {"cifar10": Path("a"), "fashion_mnist": Path("b")}
+KINDS = (distilled_lanes.TEACHER, distilled_lanes.PLAIN)
+TEACHERS = {(data, kind): Path(data) / kind for data in DIRECTORIES for kind in KINDS}
 
 
 def configured(case, way, trial=False):
@@ -28,27 +38,35 @@ def test_students_have_a_tenth_of_the_flops_and_differ_in_the_teacher_only(case)
         configured(case, "w0.9t4"),
         configured(given.data, "teacher"),
     )
-    assert distilled.train.teacher == str(TEACHERS[given.data])
+    assert distilled.train.teacher == str(TEACHERS[given.data, "teacher"])
     assert labels == distilled.replace({"train.teacher": ""})
     assert labels.train.num_epochs == teacher.train.num_epochs
     small, large = (forward_flops(config.model_spec(shape, 10)) for config in (labels, teacher))
     assert small <= 0.1 * large
 
 
-def test_the_share_of_the_gap_is_that_of_the_means():
-    def record(case, way, seed, accuracy):
-        return {
-            "facts": {"case": case, "way": way, "seed": seed},
-            "accuracy": accuracy,
-            "flops": 1.0,
-            "lanes": "x",
-        }
+def test_a_setting_may_ask_for_a_teacher_without_label_smoothing():
+    plain, teacher = (configured("cifar10", way, trial=True) for way in ("plain_teacher", "teacher"))
+    assert plain == teacher.replace({"model.label_smoothing": 0.0}) != teacher
+    student = configured("cifar", "w0.9t4plain")
+    assert student.train.teacher == str(TEACHERS["cifar10", "plain_teacher"])
+    assert student == configured("cifar", "w0.9t4").replace({"train.teacher": student.train.teacher})
 
-    records = [record("cifar10", "teacher", 0, 94.0)]
-    records += [record("cifar", "labels", seed, 90.0 + seed) for seed in range(3)]
-    records += [record("cifar", "w0.9t4", seed, 91.5 + seed) for seed in range(3)]
-    for one in records:
-        one |= {"train_seconds": 1.0, "split": "test"}
+
+def distilled_record(case, way, seed, accuracy):
+    facts = {"case": case, "way": way, "seed": seed}
+    about = {"accuracy": accuracy, "flops": 10.0 if way.endswith("teacher") else 1.0, "lanes": "x", "epochs": 3}
+    return {"facts": facts, "train_seconds": 1.0, "split": "test", **about}
+
+
+def distilled_records():
+    records = [distilled_record("cifar10", "teacher", 0, 94.0)]
+    records += [distilled_record("cifar", "labels", seed, 90.0 + seed) for seed in range(3)]
+    return records + [distilled_record("cifar", "w0.9t4", seed, 91.5 + seed) for seed in range(3)]
+
+
+def test_the_share_of_the_gap_is_that_of_the_means():
+    records = distilled_records()
     (row,) = distilled_lanes.summarise(records, {})
     assert row["gap"] == pytest.approx(3.0)
     assert row["recovered"] == pytest.approx(0.5)
@@ -59,42 +77,99 @@ def test_the_share_of_the_gap_is_that_of_the_means():
     assert "| small gap |" in distilled_lanes.text(records, {})
 
 
-def test_int8_is_compared_with_the_fastest_float32():
-    forms = [
-        ("float32", "xla", 4.0),
-        ("float32", "onnxruntime", 2.0),
-        ("bfloat16", "xla", 3.0),
-        ("int8", "onnxruntime", 1.0),
-    ]
-    lane = {"forms": [{"precision": p, "runtime": r, "milliseconds": ms} for p, r, ms in forms]}
-    about = {
-        "lanes": [lane, lane],
-        "test_accuracy": {"before": 0.9, "chosen": 0.899},
-        "bytes": {"before": 400, "chosen": 100},
-        "terms": {"batch": 64},
+def test_nothing_is_judged_where_a_condition_of_the_target_is_not_met():
+    records = distilled_records()
+
+    def found(records, **given):
+        (row,) = distilled_lanes.summarise(records, given)
+        return row["verdict"]
+
+    assert found(records) == "reached"
+    assert found(records[:-1]) == "2 of 3 seeds"
+    given = {"accuracy": 94.0, "lanes": "y", "flops": 10.0, "epochs": 3}
+    assert found(records, cifar10=given) == "reached"
+    assert found(records, cifar10=given | {"epochs": 200}) == "unequal epochs"
+    assert found(records, cifar10=given | {"flops": 9.0}) == "too many FLOPs"
+
+
+def test_the_gap_is_that_to_the_teacher_that_was_learned_from():
+    records = [*distilled_records(), distilled_record("cifar10", "plain_teacher", 0, 93.0)]
+    records += [distilled_record("cifar", "w0.9t4plain", seed, 92.0 + seed) for seed in range(3)]
+    gaps = {row["setting"]: row["gap"] for row in distilled_lanes.summarise(records, {})}
+    assert gaps == {"w0.9t4": pytest.approx(3.0), "w0.9t4plain": pytest.approx(2.0)}
+
+
+def small_record(seed, milliseconds=(4.0, 2.0, 1.0), after=0.899, device="machine", vnni=True):
+    operators = {"milliseconds": 2.0, "share": {"Conv": 0.75, "rest": 0.25}}
+    return PLACE | {
+        "device": device,
+        "facts": {"row": "cifar_resnet", "seed": seed},
+        "vnni": vnni,
+        "times": {
+            "milliseconds": dict(zip(export_times.WAYS, milliseconds, strict=True)),
+            "operators": {"float32": operators, "int8": operators},
+        },
+        "precision": {
+            "test_accuracy": {"before": 0.9, "chosen": after},
+            "bytes": {"before": 400, "chosen": 100},
+            "terms": {"batch": 64},
+        },
     }
-    records = [{"facts": {"row": "cifar_resnet", "seed": 0}, "precision": about}]
+
+
+def test_int8_is_compared_with_the_fastest_float32_of_whole_models():
+    records = [small_record(seed) for seed in range(3)]
     (row,) = small_lanes.summarise(records)
     assert row["faster"] == 2.0
     assert row["smaller"] == 4.0
     assert row["points"] == pytest.approx(-0.1)
-    assert row["reached"] == {"smaller": True, "points": True, "faster": None}
-    about["bytes"]["chosen"] = 200
-    (row,) = small_lanes.summarise([records[0] | {"vnni": True}])
-    assert row["reached"] == {"smaller": False, "points": True, "faster": True}
+    assert row["verdicts"] == dict.fromkeys(small_lanes.TARGETS, "reached")
+    assert "(Conv 75 %, rest 25 %)" in small_lanes.operators_told(row)
+    for record in records:
+        record["precision"]["bytes"]["chosen"] = 200
     assert "2.00 below" in small_lanes.text(records)
 
 
+def test_nothing_is_judged_from_fewer_than_three_seeds_or_without_vnni():
+    (row,) = small_lanes.summarise([small_record(0), small_record(1)])
+    assert set(row["verdicts"].values()) == {"2 of 3 seeds"}
+    (row,) = small_lanes.summarise([small_record(seed, vnni=False) for seed in range(3)])
+    assert row["verdicts"] == {"smaller": "reached", "points": "reached", "faster": "without VNNI"}
+
+
+def test_times_of_two_machines_are_not_averaged():
+    records = [small_record(0), small_record(1, milliseconds=(40.0, 20.0, 20.0), device="slow one")]
+    fast, slow = small_lanes.summarise(records)
+    assert (fast["faster"], slow["faster"]) == (2.0, 1.0)
+    assert "slow one" in slow["machine"]
+
+
+def test_kernels_are_counted_without_the_run_that_warms_up():
+    def event(name, ts, dur, **more):
+        return {"cat": more.pop("cat", "Node"), "name": name, "ts": ts, "dur": dur, "args": more}
+
+    events = [event("model_run", ts, 500, cat="Session") for ts in (0, 100, 200)]
+    events += [event("a_kernel_time", ts + 1, dur, op_name="Conv") for ts, dur in ((0, 900), (100, 20), (200, 40))]
+    events += [event("b_kernel_time", 101, 10, op_name="Conv"), event("c_kernel_time", 202, 10, op_name="Add")]
+    events += [event("a_fence_before", 101, 999, op_name="Conv")]
+    found = export_times.kernel_milliseconds(events)
+    assert found == pytest.approx({"Conv": 0.035, "Add": 0.005})
+    assert export_times.shares(found | {"Mul": 1e-5}) == {"Conv": 0.875, "Add": 0.125, "rest": 0.0}
+
+
 def test_what_is_compared_is_in_int8(tmp_path, monkeypatch):
+    done = SimpleNamespace(returncode=0, stdout='a table\n{"milliseconds": {}}\n')
     monkeypatch.setattr(small_lanes.export, "export", lambda folder: folder)
-    monkeypatch.setattr(small_lanes.subprocess, "run", lambda *args, **options: SimpleNamespace(returncode=0))
+    monkeypatch.setattr(small_lanes.subprocess, "run", lambda *args, **options: done)
     (tmp_path / "precision").mkdir()
-    about = dict.fromkeys(("test_accuracy", "bytes", "milliseconds", "terms", "packages"))
+    about = dict.fromkeys(("test_accuracy", "bytes", "milliseconds", "packages")) | {"terms": {"batch": 64}}
     for chosen in ("int8 onnxruntime", "bfloat16 xla"):
         lanes = [{"chosen": "int8 onnxruntime"}, {"chosen": chosen}]
         write_json(tmp_path / "precision" / "precision.json", about | {"lanes": lanes})
         if chosen.startswith("int8"):
-            assert small_lanes.measure("python", 1, tmp_path, {})["vnni"] == host.has_vnni()
+            found = small_lanes.measure("python", 1, tmp_path, {})
+            assert found["vnni"] == host.has_vnni()
+            assert found["times"] == {"milliseconds": {}}
         else:
             with pytest.raises(InputError, match="lanes are smaller in bfloat16 xla than in int8"):
                 small_lanes.measure("python", 1, tmp_path, {})
@@ -111,6 +186,55 @@ def test_together_is_never_slower_on_simulated_devices(monkeypatch):
     assert forms_and_places.simulate()["exact"]["min"] > 0.9999
 
 
+def test_lanes_are_given_to_real_devices_as_they_were_placed():
+    cpu = {"infer int8 onnxruntime": {"a": 1.0, "b": 3.0}, "train float32 native": {"a": 9.0, "b": 9.0}}
+    old = {"infer float32 native": {"a": 2.0, "b": 2.0}}
+    problem = forms_and_places.problem_of([cpu, old], ["a", "b", "b"], "infer")
+    assert problem.forms == ["infer float32 native", "infer int8 onnxruntime"]
+    assert problem.seconds[0] == [[math.inf, 128.0], [64.0, math.inf]]
+    placed = FormPlacement((1, 0, 0), (0, 1, 1), (64.0, 256.0), 0.0)
+    assert forms_and_places.given_to(placed, ["a", "b", "b"], problem.forms) == [
+        [["a", "infer int8 onnxruntime"]],
+        [["b", "infer float32 native"], ["b", "infer float32 native"]],
+    ]
+
+
+def test_a_measured_makespan_is_that_of_the_slower_device_in_each_turn(monkeypatch):
+    turns = [[1.0, 4.0], [5.0, 2.0], [3.0, 3.0]]
+    assert forms_and_places.measured(turns) == {"measured_seconds": 4.0, "of_each": [3.0, 3.0]}
+    monkeypatch.setattr(forms_and_places, "_TURN_SECONDS", 0.0)
+    ran = []
+    assert forms_and_places.turn_seconds([lambda: ran.append(1), lambda: ran.append(2)]) > 0
+    assert ran == [1, 2]
+    assert forms_and_places.turn_seconds([]) == 0
+
+
+def test_both_ways_of_choosing_take_turns_in_the_same_processes(tmp_path, monkeypatch):
+    """With made-up processes: what is asked of them, and in which order."""
+    seconds = {"a": 1e-3, "b": 2e-3}
+    forms = ("train float32 native", "infer float32 native")
+    asked = []
+
+    def answers(workers, line):
+        asked.append((len(workers), line))
+        return [dict.fromkeys(forms, seconds)] if line == "all" else [1.0 + len(asked), 1.0]
+
+    python = tmp_path / "python"
+    python.touch()
+    monkeypatch.setattr(forms_and_places.os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(forms_and_places, "_names", lambda entry: [entry])
+    monkeypatch.setattr(forms_and_places, "_start", lambda *given: given)
+    for name in ("_wait_for", "_end"):
+        monkeypatch.setattr(forms_and_places, name, lambda workers: None)
+    monkeypatch.setattr(forms_and_places, "_answers", answers)
+    found = forms_and_places.on_real_devices(str(python), "a,b", "fashion_mnist", 2)
+    one, both = forms_and_places.WAYS
+    assert asked[:2] == [(1, "all")] * 2
+    assert [line for _, line in asked[2:]] == [both, one, one, both] * 2
+    assert sorted(found["train"][both]["given"]) == [[["a", forms[0]]], [["b", forms[0]]]]
+    assert found["infer"][one]["predicted_seconds"] == pytest.approx(64 * 2e-3)
+
+
 def test_a_teacher_is_trained_again_for_students_that_are_missing_only():
     ways = (("cifar10", "teacher"), ("cifar", "labels"), ("cifar", "w0.9t4"), ("fashion_mnist", "teacher"))
     runs = [{"case": case, "way": way, "seed": 0} for case, way in ways]
@@ -121,6 +245,8 @@ def test_a_teacher_is_trained_again_for_students_that_are_missing_only():
 
     assert needed([*runs[:2], runs[3]]) == runs[:1]
     assert needed([runs[0], runs[2], runs[3]]) == []
+    runs += [{"case": c, "way": way, "seed": 0} for c, way in (("cifar10", "plain_teacher"), ("cifar", "w0.9t4plain"))]
+    assert needed(runs[:4]) == [runs[4]]
 
 
 def test_trials_leave_the_test_set_alone():
@@ -138,6 +264,15 @@ def test_trials_take_no_teacher_that_may_have_learned_what_is_held_out(tmp_path)
     teachers = {"cifar10": "mine", "fashion_mnist": ""}
     with pytest.raises(InputError, match="--trial holds training images out, which the teacher in mine may"):
         distilled_lanes.run(tmp_path, scale="smoke", cases=["cifar"], trial=True, teachers=teachers, **options)
+    options["settings"] = ["w0.9t4plain"]
+    with pytest.raises(InputError, match=r"mine is a teacher as it is: give w0\.9t4, or no teacher"):
+        distilled_lanes.run(tmp_path, scale="smoke", cases=["cifar"], trial=False, teachers=teachers, **options)
+
+
+def test_every_case_is_run_by_default():
+    values = flags.FlagValues()
+    distilled_lanes.define(values)
+    assert values["cases"].default == list(distilled_lanes.CASES)
 
 
 @pytest.mark.parametrize(("trial", "name"), [(True, "distilled_lanes_trial"), (False, "distilled_lanes")])
@@ -149,3 +284,28 @@ def test_trials_are_reported_under_a_name_of_their_own_from_the_first_run_on(tri
     teachers = {"cifar10": "", "fashion_mnist": ""}
     distilled_lanes.run(tmp_path, scale="smoke", cases=["cifar"], trial=trial, teachers=teachers, **options)
     assert names == [name]
+
+
+def test_there_are_tables_for_the_docs_once_there_are_results(monkeypatch):
+    """The functions of docs/tables take what the experiments write."""
+    data = {"name": "cifar10", "copy": "", "bytes": "official"}
+    more = PLACE | {"data": data, "command": "python -m x", "date": "2026-01-01"}
+    small = [record | more for record in map(small_record, range(3))]
+    taught = [record | more for record in distilled_records()]
+    one = {"predicted_seconds": 0.01, "measured_seconds": 0.02}
+    results = {
+        "small_lanes_full": {"rows": small_lanes.summarise(small), "runs": small},
+        "distilled_lanes_full": {"rows": distilled_lanes.summarise(taught, {}), "runs": taught},
+        "forms_and_places": PLACE
+        | {
+            "simulated": {"exact": {"median": 1.5, "min": 1.0, "max": 2.0, "problems": 5}},
+            "real": {"tables": [], **{task: dict.fromkeys(forms_and_places.WAYS, one) for task in ("train", "infer")}},
+            "lanes": ["mlcn2:w4*2"],
+            "rounds": 5,
+        },
+    }
+    monkeypatch.setattr(tables.small, "experiment", results.__getitem__)
+    assert "| CIFAR-10, resnet | machine, 2 cores (jax 1, python 3) | 3 | 4.00, reached |" in tables.small.small_lanes()
+    assert "| CIFAR-10, resnet | int8 | 2.00 | Conv 75 %, rest 25 % |" in tables.small.small_lanes()
+    assert "| 91.00 (90.00 to 92.00) | 92.50 (91.50 to 93.50) | 3.00 | 50 | reached |" in tables.small.distilled_lanes()
+    assert "| infer | together | 10.0 | 20.0 |" in tables.small.forms_and_places()

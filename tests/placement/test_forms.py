@@ -4,16 +4,28 @@ import dataclasses
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from mlcn_jax.analysis import measure_forms
+from mlcn_jax.analysis.place_forms import place_training
+from mlcn_jax.commands import front
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.lanes import LaneSpec
-from mlcn_jax.placement.forms import FormProblem, form_problem, place_one_after_other, place_together
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.placement.cost import lane_cost
+from mlcn_jax.placement.forms import (
+    FormProblem,
+    form_problem,
+    place_one_after_other,
+    place_together,
+    training_bytes,
+)
 from mlcn_jax.placement.partition import PARTITIONERS
 from mlcn_jax.placement.problem import NoRoom
-from mlcn_jax.placement.profile import DeviceProfile
+from mlcn_jax.placement.profile import FORM_BATCH, DeviceProfile
 from tests.made_profile import make_profile
 
 FORMS = ("float32", "bfloat16", "int8")
@@ -131,5 +143,65 @@ def test_profiles_hold_forms_and_make_a_problem():
 
 def test_a_profile_without_forms_is_read_as_before():
     stored = make_profile().to_dict()
-    del stored["form_seconds"]
-    assert DeviceProfile.from_dict(stored).form_seconds == {}
+    del stored["form_seconds"], stored["form_bytes"]
+    found = DeviceProfile.from_dict(stored)
+    assert found.form_seconds == found.form_bytes == {}
+
+
+def test_what_is_measured_of_a_form_in_training_is_its_time_and_its_memory(monkeypatch):
+    form, lane = "train float32 native", str(LANE)
+    monkeypatch.setattr(measure_forms, "lane_programs", lambda *args: {(form, lane): SimpleNamespace(bytes=7)})
+    monkeypatch.setattr(measure_forms, "typical_seconds", lambda programs, rounds: dict.fromkeys(programs, 5.0))
+    seconds, num_bytes = measure_forms.measure_training(SPEC, [LANE], 1)
+    assert seconds == {form: {lane: 5.0 / FORM_BATCH}}
+    assert num_bytes == {form: {lane: 7}}
+
+
+SPEC = ModelSpec("mlcn", (28, 28, 1), 10, f"{LANE}*4")
+TRAIN = ({"float32": 4e-3, "bfloat16": 1e-3}, {"float32": 1e-3, "bfloat16": 3e-3})  # seconds an image, on two devices
+
+
+def saved_profiles(folder, **num_bytes):
+    """Two profiles with the seconds of `TRAIN`, and with the bytes of each precision if these are given."""
+    files = []
+    for number, seconds in enumerate(TRAIN):
+        forms = {f"train {precision} native": {str(LANE): value} for precision, value in seconds.items()}
+        sizes = {f"train {precision} native": {str(LANE): value} for precision, value in num_bytes.items()}
+        files.append(folder / f"{number}.json")
+        dataclasses.replace(make_profile(), form_seconds=forms, form_bytes=sizes).save(files[-1])
+    return files
+
+
+def test_lanes_are_placed_for_training_in_a_form_each(tmp_path):
+    found = place_training(SPEC, 100, saved_profiles(tmp_path))
+    assert found["makespan_seconds"] == pytest.approx(0.2)
+    assert found["in_one_precision_seconds"] == pytest.approx({"float32": 0.4, "bfloat16": 0.3})
+    assert sorted((lane["form"], lane["device"]) for lane in found["lanes"]) == [
+        *[("bfloat16 native", 0)] * 2,
+        *[("float32 native", 1)] * 2,
+    ]
+    assert not found["memory"]
+    with pytest.raises(InputError, match="CapsNet has no lanes to place"):
+        place_training(ModelSpec("capsnet", (28, 28, 1), 10), 100, saved_profiles(tmp_path))
+
+
+def test_memory_of_forms_limits_where_lanes_are_trained(tmp_path):
+    """Of lanes in bfloat16, one fits a device."""
+    files = saved_profiles(tmp_path, float32=2**26, bfloat16=2**29)
+    profiles = [DeviceProfile.load(file) for file in files]
+    held = lane_cost(LANE, SPEC.lane_settings, SPEC.image_shape).state_bytes
+    (sizes, *_) = training_bytes(profiles, SPEC, 100)
+    assert sizes == pytest.approx([held + 2 * (2**29 - held), held + 2 * (2**26 - held)])
+    assert training_bytes(profiles, SPEC, 10)[0][0] == 2**29, "as many images as were measured, at least"
+    found = place_training(SPEC, 100, files)
+    assert found["memory"]
+    assert found["makespan_seconds"] == pytest.approx(0.3)
+    assert [lane["form"] for lane in found["lanes"]].count("bfloat16 native") == 1
+    with pytest.raises(NoRoom):
+        place_training(SPEC, 100_000, files)
+
+
+def test_a_command_tells_form_and_device_of_each_lane_in_training(tmp_path, capsys):
+    profiles = ",".join(map(str, saved_profiles(tmp_path)))
+    front.run(["describe", "--config=quickstart", f"--config.model.lanes={LANE}*4", f"--profiles={profiles}"])
+    assert len(json.loads(capsys.readouterr().out)["forms"]["lanes"]) == 4

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from made_profile import make_profile
+from PIL import Image
 
 from mlcn_jax.commands import front
 from mlcn_jax.data.datasets import split_validation
@@ -18,8 +19,9 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.nn.capsules import lengths
 from mlcn_jax.nn.model import encode
 from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.placement.forms import read_profiles
 from mlcn_jax.placement.problem import NoRoom
-from mlcn_jax.serving import export, onnx
+from mlcn_jax.serving import export, onnx, predict
 from mlcn_jax.serving.artifact import Artifact
 from mlcn_jax.serving.onnx_file import open_onnx
 from mlcn_jax.serving.parts import FLOAT32, FORMS, OUTPUT, Form, added_up, model_digest, square_roots, tolerance
@@ -85,6 +87,16 @@ def test_an_export_of_several_precisions_is_read_like_any_other(in_xla, model, i
     assert {a.dtype for a in in_bfloat16} == {np.dtype(np.uint16)}
 
 
+def test_a_picture_is_classified_by_an_export_of_several_precisions(in_xla, images, tmp_path):
+    folder, chosen = in_xla
+    Image.fromarray(images[0, ..., 0]).save(tmp_path / "a.png")
+    lengths = np.sqrt(sum(np.asarray(own.call(images[:1])) for own in chosen))[0]
+    model = predict.open_model(str(folder))
+    (found,) = predict.predict(model, [tmp_path / "a.png"])
+    assert found["class"] == model.class_names[lengths.argmax()]
+    assert found["probability"] == pytest.approx(lengths.max() / np.sqrt(3), abs=2e-2)
+
+
 def test_an_export_that_differs_from_its_lanes_is_one_message(in_xla, model, images):
     folder, chosen = in_xla
     precision_export._check(Artifact(folder), chosen, model.spec, images)
@@ -118,6 +130,20 @@ def test_tiers_have_the_lanes_as_they_are_in_the_export(in_xla, workdir, images)
     np.testing.assert_allclose(found, sum(np.asarray(own.call(images)) for own in chosen), atol=2e-2)
     with pytest.raises(InputError, match="those of --precision stay whole"):
         split.split(workdir, workdir / "tiers.json", cut="capsules", precision=folder)
+
+
+def test_forms_that_were_chosen_with_devices_are_exported_for_tiers_of_these_devices(
+    in_xla, model, workdir, images, tmp_path
+):
+    _, chosen = in_xla
+    precision_export._export_placed(tmp_path, model, workdir, chosen, "mlcn_jax precision", images)
+    (tmp_path / "tiers.json").write_text(json.dumps(precision_export.tiers_of([2, 0, 2])))
+    tiers = split.split(workdir, tmp_path / "tiers.json", out="placed", precision=tmp_path / "placed")
+    found = {name: TierArtifact(tiers / name) for name in ("device0", "device2")}
+    for name, lanes in (("device0", (1,)), ("device2", (0, 2))):
+        assert found[name].lanes == lanes
+        expected = sum(np.asarray(chosen[lane].call(images)) for lane in lanes)
+        np.testing.assert_allclose(found[name].part(images), expected, atol=2e-2)
 
 
 def test_an_altered_file_is_found(in_xla, tmp_path):
@@ -217,10 +243,10 @@ def test_lanes_are_placed_in_forms_that_together_lose_no_more_than_allowed(tmp_p
     with pytest.raises(
         InputError, match=r"a.json was measured with other inputs:\n  images: \(28, 28, 1\) in the profile"
     ):
-        precision_place.read_profiles(dataclasses.replace(spec, image_shape=(32, 32, 3)), files)
+        read_profiles(dataclasses.replace(spec, image_shape=(32, 32, 3)), files, "infer")
     with pytest.raises(InputError, match="has no infer seconds of mlcn2:w2"):
-        precision_place.read_profiles(dataclasses.replace(spec, lanes="mlcn2:w2*3"), files)
-    profiles = precision_place.read_profiles(spec, files)
+        read_profiles(dataclasses.replace(spec, lanes="mlcn2:w2*3"), files, "infer")
+    profiles = read_profiles(spec, files, "infer")
     num_bytes = [[1, 1, 1, 1]] * 3
     base = precision_mix.mix_accuracy(parts, [0] * 3, labels)
     all_int8 = 100 * (base - precision_mix.mix_accuracy(parts, [3] * 3, labels))
@@ -229,6 +255,8 @@ def test_lanes_are_placed_in_forms_that_together_lose_no_more_than_allowed(tmp_p
         mix = [3 if lane["form"].startswith("int8") else 0 for lane in placed["lanes"]]
         assert 100 * (base - precision_mix.mix_accuracy(parts, mix, labels)) <= allowed
         assert placed["makespan_milliseconds"] <= makespan
+        exported = {"float32 native": "float32 xla", "int8 onnxruntime": "int8 onnxruntime"}
+        assert all(lane["exported"] == exported[lane["form"]] for lane in placed["lanes"])
     assert mix != [3] * 3
     with pytest.raises(NoRoom):
         precision_place.place_lanes(spec, profiles, parts, [[2**60] * 4] * 3, labels, 1.0, 1, [0] * 3)

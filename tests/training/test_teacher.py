@@ -7,19 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from made_params import made_params
 
-from mlcn_jax.config import RunConfig
+from mlcn_jax.analysis import join, prune
+from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data.batches import Augmentation
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import losses
+from mlcn_jax.nn.calibration import calibrate
 from mlcn_jax.nn.capsules import lengths
-from mlcn_jax.nn.distillation import Distillation
+from mlcn_jax.nn.distillation import Distillation, model_probabilities
 from mlcn_jax.nn.lane_losses import outputs_and_loss
 from mlcn_jax.nn.model import encode, init_params
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training import loop, teacher
-from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.training.checkpoint import Trained, load_trained
 from mlcn_jax.training.mesh_runner import MeshRunner
 from mlcn_jax.training.session import open_session
 from mlcn_jax.training.stack_programs import make_stacks
@@ -132,7 +135,18 @@ def student(tiny, finished):
     return tiny.replace({"train.teacher": str(finished), "model.lanes": "mlcn2:w1*2"})
 
 
-@pytest.mark.parametrize("changes", [{"data.max_shift": 1}, {"data.alternate_flips": True}])
+OF_LANES_ALONE = {
+    "model.lanes": "resnet:w1*2",
+    "model.norm_group": 25,
+    "data.max_shift": 1,
+    "data.augment_lanes": True,
+    "train.optimizer": "muon",
+    "train.learning_rate": 0.1,
+    "train.num_steps": 12,
+}
+
+
+@pytest.mark.parametrize("changes", [{"data.max_shift": 1}, {"data.alternate_flips": True}, OF_LANES_ALONE])
 @pytest.mark.long
 def test_a_resumed_student_equals_an_uninterrupted_one(student, changes, tmp_path):
     config = student.replace(changes)
@@ -155,6 +169,53 @@ def test_a_teacher_whose_lanes_weigh_otherwise_is_another(per_lane):
     model = load_trained(per_lane)
     other = dataclasses.replace(model, spec=dataclasses.replace(model.spec, lane_weights=(0.5, 1.5, 1.0)))
     assert teacher._digest(model) != teacher._digest(other)
+
+
+@pytest.mark.parametrize("spec", [ALONE, ModelSpec("capsnet", (17, 17, 1), 3, decoder=(4,))], ids=["resnet", "capsnet"])
+def test_models_of_other_kinds_teach_as_well(spec):
+    """The probabilities of a model are the shares of its squared lengths; of residual lanes, the mean of theirs."""
+    pixels = jnp.asarray(IMAGES / np.float32(255))
+    params = jax.jit(functools.partial(calibrate, spec))(made_params(spec), [pixels])
+    encoder = teacher._encoder(Trained(spec, ("a", "b", "c"), params, 1))
+    found = jax.jit(model_probabilities(spec, encoder))(pixels)
+    squares = np.square(jax.jit(encode, static_argnums=0)(spec, encoder, pixels))
+    np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
+    if spec is ALONE:
+        np.testing.assert_allclose(found, squares.mean(-1), rtol=1e-4, atol=1e-6)
+    else:
+        np.testing.assert_allclose(found, squares.sum(-1) / squares.sum((1, 2))[:, None], rtol=1e-4, atol=1e-6)
+
+
+def test_a_teacher_that_learned_validation_images_is_told_of(student, finished, per_lane, caplog):
+    """`finished` learned all images; `per_lane` held a fifth out, of which another seed holds others out."""
+
+    def learned(workdir, **changes):
+        held = {"data.validation_fraction": 0.2} | {f"data.{name}": value for name, value in changes.items()}
+        session = open_session(student.replace(held | {"train.teacher": str(workdir)}))
+        return teacher.validation_images_learned(workdir, session), len(session.validation.labels)
+
+    count, held = learned(finished)
+    assert count == held > 0
+    assert learned(per_lane)[0] == 0
+    assert learned(per_lane, validation_fraction=0.1)[0] == 0, "a part of what it held out"
+    count, held = learned(per_lane, split_seed=1)
+    assert 0.6 * held < count < held
+    assert learned(finished, validation_fraction=0.0) == (0, 0)
+    with caplog.at_level("WARNING", logger="mlcn_jax"):
+        open_teacher(open_session(student.replace({"data.validation_fraction": 0.2})))
+    assert "validation images, so validation accuracy will look too good" in caplog.text
+
+
+def test_a_student_is_pruned_and_joined_like_any_other_run(tiny, per_lane, tmp_path):
+    student, smaller, joined = (tmp_path / name for name in ("student", "smaller", "joined"))
+    taught = {"train.teacher": str(per_lane), "model.margin_loss": "per_lane", "data.validation_fraction": 0.2}
+    loop.train(tiny.replace(taught | {"train.num_steps": 2}), student)
+    prune.save_run(prune.prune_run(prune.load_prunable(student), [1]), smaller, None, {})
+    assert load_trained(smaller).spec.lanes == "mlcn1:w1d1*1"
+    assert loop.train(read_stored(smaller).replace({"train.num_steps": 3}), smaller)["steps"] == 3
+    join.join([student], joined, decoder_epochs=0)
+    assert load_trained(joined).spec.lanes == "mlcn1:w1d1*2"
+    assert read_stored(joined).train.teacher == str(per_lane)
 
 
 def test_an_ensemble_says_the_mean(student, finished, per_lane):

@@ -18,6 +18,7 @@ from mlcn_jax.data.datasets import Dataset, Split, split_validation
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import make_folder, put_in_place, read_json, write_json
 from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.placement.forms import read_profiles
 from mlcn_jax.placement.problem import NoRoom
 from mlcn_jax.serving import artifact, model_card, onnx
 from mlcn_jax.serving.export import write_manifest
@@ -25,11 +26,12 @@ from mlcn_jax.serving.parts import FORMS, Form, model_digest, tolerance
 from mlcn_jax.serving.precision.lanes import write_lanes
 from mlcn_jax.serving.precision.make import Lane, Made, lanes_of, make
 from mlcn_jax.serving.precision.mix import cheapest_mix, is_accurate, mix_accuracy
-from mlcn_jax.serving.precision.place import place_lanes, read_profiles
+from mlcn_jax.serving.precision.place import TASK, place_lanes
 from mlcn_jax.serving.precision.speeds import call_seconds
 from mlcn_jax.training.session import check_learned
 
 FILE = "precision.json"
+PLACED, TIERS = "placed", "tiers.json"  # with device profiles: an export, and what `tiers split` takes
 CHOICES = ("smallest", "fastest")
 _RANKING_IMAGES = 5_000  # training images that the mix is chosen on if no validation images were held out
 _BATCH = 500  # images whose parts are computed in one call
@@ -60,6 +62,9 @@ def precision(
 ) -> dict[str, Any]:
     """Writes the chosen mix to `results/export` and all that was measured to `results/precision.json`; returns that.
 
+    With device profiles, the forms that were chosen with devices are written to `results/placed`, and the devices to
+    `results/tiers.json`.
+
     Args:
       workdir: folder of a run that was exported.
       results: folder to write to.
@@ -78,9 +83,10 @@ def precision(
     if not model.spec.lane_specs:
         raise InputError(f"{workdir} holds a CapsNet, which has no lanes: give a run of a model with lanes")
     folder = results / "export"
-    if folder.exists() and not (folder / artifact.MANIFEST).is_file():
-        raise InputError(f"{folder} exists but is not an export: move it away, because it would be replaced")
-    devices = read_profiles(model.spec, profiles) if profiles else []
+    for replaced in (folder, results / PLACED) if profiles else (folder,):
+        if replaced.exists() and not (replaced / artifact.MANIFEST).is_file():
+            raise InputError(f"{replaced} exists but is not an export: move it away, because it would be replaced")
+    devices = read_profiles(model.spec, profiles, TASK) if profiles else []
     dataset = model.data.load()
     check_images(dataset, model)
     config = RunConfig.from_dict(read_json(workdir / "export" / "config.json"))
@@ -173,8 +179,37 @@ def precision(
         except NoRoom as error:
             raise NoRoom(f"{error}; the measurements, and the export without devices, are in {results}") from error
         about["placement"] = placed
+        forms = [{str(each.form): each for each in own} for own in made]
+        chosen = [own[lane["exported"]] for own, lane in zip(forms, placed["lanes"], strict=True)]
+        _export_placed(results, model, workdir, chosen, command, ranking.images)
+        write_json(results / TIERS, tiers_of([lane["device"] for lane in placed["lanes"]]))
         write_json(results / FILE, about)
     return about
+
+
+def tiers_of(devices: Sequence[int]) -> dict[str, Any]:
+    """The content of `tiers.json`, from the device of each lane; a device without lanes is no tier."""
+    tiers = [
+        {"name": f"device{device}", "lanes": [lane for lane, own in enumerate(devices) if own == device]}
+        for device in sorted(set(devices))
+    ]
+    return {"tiers": tiers}
+
+
+def _export_placed(
+    results: Path,
+    model: onnx.ExportedModel,
+    workdir: Path,
+    chosen: Sequence[Made],
+    command: str,
+    images: np.ndarray,
+) -> None:
+    """Writes the forms that were chosen with devices as an export, in place of an older one."""
+    with tempfile.TemporaryDirectory(dir=results, prefix=".placed-") as temporary:
+        written = Path(temporary) / PLACED
+        _write(written, model, workdir, chosen, command)
+        _check(artifact.Artifact(written), chosen, model.spec, images)
+        put_in_place(written, results / PLACED)
 
 
 def check_images(dataset: Dataset, model: onnx.ExportedModel) -> None:

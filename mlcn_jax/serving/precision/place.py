@@ -4,48 +4,21 @@ import contextlib
 import dataclasses
 import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
-from mlcn_jax.errors import InputError, differences
-from mlcn_jax.launch import program
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.forms import FormPlacement, FormProblem, form_problem, forms_of, place_together
 from mlcn_jax.placement.problem import NoRoom
 from mlcn_jax.placement.profile import DeviceProfile
-from mlcn_jax.serving.parts import FORMS
+from mlcn_jax.serving.parts import FORMS, XLA, Form
 from mlcn_jax.serving.precision.mix import is_accurate, mix_accuracy
 
 TASK = "infer"
 _TRIES = 12
 _TINY = 1e-12
-
-
-def read_profiles(spec: ModelSpec, files: Sequence[Path]) -> list[DeviceProfile]:
-    """Device profiles with the forms of a model's lanes.
-
-    Raises:
-      InputError: a profile cannot be read, was measured with other inputs, or lacks a lane.
-    """
-    profiles = [DeviceProfile.load(file) for file in files]
-    wanted = {"images": spec.image_shape, "classes": spec.num_classes, "routing": spec.lane_routing}
-    for file, profile in zip(files, profiles, strict=True):
-        measured = {
-            "images": tuple(profile.image_shape),
-            "classes": profile.num_classes,
-            "routing": profile.lane_routing,
-        }
-        if rows := differences(measured, wanted, there="in the profile", here="in the model"):
-            raise InputError(
-                f"{file} was measured with other inputs:\n"
-                + "\n".join(rows)
-                + f"\nmeasure one with {program()} profile --forms=... --data=NAME"
-            )
-    form_problem(profiles, spec.lane_specs, TASK, 1)
-    return profiles
 
 
 def place_lanes(
@@ -67,7 +40,7 @@ def place_lanes(
 
     Args:
       spec: the model.
-      profiles: of the devices (`read_profiles`).
+      profiles: of the devices (`forms.read_profiles`).
       parts, labels: as for `mix.mix_accuracy`, with `FORMS`.
       num_bytes: bytes of the weights of each lane in each of `FORMS`, which must fit the devices' memory.
       max_accuracy_drop: percentage points that the choice may lose.
@@ -132,13 +105,25 @@ def place_lanes(
     return {
         "devices": [profile.device for profile in profiles],
         "lanes": [
-            {"lane": str(lane), "form": forms[f].removeprefix("infer "), "device": d}
+            {
+                "lane": str(lane),
+                "form": forms[f].removeprefix("infer "),
+                "exported": str(exported_form(forms[f])),
+                "device": d,
+            }
             for lane, f, d in zip(spec.lane_specs, placed.form_of, placed.device_of, strict=True)
         ],
         "makespan_milliseconds": 1000 * placed.makespan_seconds,
         "accuracy_drop": drop([part_of[form] for form in placed.form_of]),
         "partitioner": partitioner,
     }
+
+
+def exported_form(name: str) -> Form:
+    """The form in which an export holds a lane, by its name in a profile: the algorithms of XLA are not told apart."""
+    _, precision, how = name.split()
+    form = Form(precision, how)
+    return form if form in FORMS else Form(precision, XLA)
 
 
 def _place(

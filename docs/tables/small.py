@@ -1,0 +1,102 @@
+"""Tables of small lanes: 8 bits, distillation, and forms chosen together with devices.
+
+Their results are not in the repository yet, so no page has a place for them. With the JSON file comes `@place` here,
+and in a page of docs/results the place itself, `<!-- made: NAME -->`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tables.parts import accuracy_text, commands_of, experiment, measured_on, row_title, runs_line, table_of
+
+_PRECISIONS = ("float32", "int8")
+_WAYS = ("float32 xla", "float32 onnxruntime", "int8 onnxruntime")
+
+
+def small_lanes() -> str:
+    result = experiment("small_lanes_full")
+    runs, rows, kernels = result["runs"], [], []
+    for row in result["rows"]:
+        title, told = row_title(row["row"], runs), row["verdicts"]
+        accuracies = [sum(row["accuracy"][name]) / row["runs"] for name in _PRECISIONS]
+        rows.append(
+            [
+                title,
+                row["machine"],
+                row["runs"],
+                f"{row['smaller']:.2f}, {told['smaller']}",
+                *(f"{value:.2f}" for value in accuracies),
+                f"{row['points']:+.2f}, {told['points']}",
+                *(f"{row['milliseconds'][way]:.2f}" for way in _WAYS),
+                f"{row['faster']:.2f}, {told['faster']}",
+            ]
+        )
+        for name in _PRECISIONS:
+            own = row["operators"][name]
+            shares = ", ".join(f"{operator} {100 * share:.0f} %" for operator, share in own["share"].items())
+            kernels.append([title, name, f"{own['milliseconds']:.2f}", shares])
+    header = (
+        "model | on | runs | times smaller | float32, % | int8, % | points | float32 in XLA, ms | "
+        "float32 in ONNX Runtime, ms | int8, ms | times as fast"
+    )
+    batch = result["rows"][0]["batch"]
+    return (
+        f"{table_of(header, rows)}\n\n{runs_line(runs)} Milliseconds of {batch} images, whole models in turns.\n\n"
+        f"{table_of('model | precision | kernels of ONNX Runtime, ms | share of operators', kernels)}\n\n"
+        f"{commands_of(runs)}"
+    )
+
+
+def _distilled(name: str) -> str:
+    result = experiment(name)
+    rows = [
+        [
+            row["case"],
+            f"`{row['teacher_lanes']}`",
+            f"`{row['lanes']}`",
+            f"{row['flops_share']:.3f}",
+            f"`{row['setting']}`",
+            f"{row['teacher']:.2f}",
+            accuracy_text(row["labels"]),
+            accuracy_text(row["distilled"]),
+            f"{row['gap']:.2f}",
+            "-" if row["recovered"] is None else f"{100 * row['recovered']:.0f}",
+            row["verdict"],
+        ]
+        for row in result["rows"]
+    ]
+    header = (
+        "case | teacher | students | FLOPs over the teacher's | setting | teacher, % | labels, % | distilled, % | "
+        "gap | recovered, % | target"
+    )
+    return f"{table_of(header, rows)}\n\n{runs_line(result['runs'])}\n\n{commands_of(result['runs'])}"
+
+
+def distilled_lanes() -> str:
+    return _distilled("distilled_lanes_full")
+
+
+def distilled_trials() -> str:
+    return _distilled("distilled_lanes_trial_full")
+
+
+def forms_and_places() -> str:
+    result = experiment("forms_and_places")
+
+    def ratio(found: Mapping[str, Any]) -> str:
+        return f"{found['median']:.2f} ({found['min']:.2f} to {found['max']:.2f})"
+
+    simulated = [[f"`{name}`", found["problems"], ratio(found)] for name, found in result["simulated"].items()]
+    rows = [
+        [task, way, *(f"{1000 * found[name]:.1f}" for name in ("predicted_seconds", "measured_seconds"))]
+        for task, ways in result.get("real", {}).items()
+        if task != "tables"
+        for way, found in ways.items()
+    ]
+    header = "partitioner | simulated problems | one after the other, times as long as together (range)"
+    lanes = ", ".join(f"`{lane}`" for lane in result["lanes"])
+    return (
+        f"{table_of(header, simulated)}\n\n"
+        f"{table_of('task | forms and devices chosen | predicted, ms | measured, ms', rows)}\n\n"
+        f"{measured_on(result)} Lanes: {lanes}, on two processes of a core each."
+    )
