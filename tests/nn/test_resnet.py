@@ -11,6 +11,7 @@ import pytest
 from mlcn_jax.data.batches import Augmentation
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import calibration, capsules, losses, model, resnet
+from mlcn_jax.nn.lane_losses import outputs_and_loss
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.step import make_loss
 
@@ -99,19 +100,32 @@ def test_squared_lengths_are_the_sum_of_the_lanes_probabilities(params, images):
     np.testing.assert_allclose(probabilities, np.exp(outputs).mean(axis=2), rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_losses_of_logits_of_200_are_finite_with_right_gradients(dtype):
-    logits = jnp.array([[200.0, -200.0, 0.0]], dtype)
-    labels = jnp.array([1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_of_hundreds_have_finite_losses_with_right_gradients(params, images, dtype):
+    """Probabilities of e^-400 are 0 in class capsules, but neither the loss nor its gradient goes through them."""
+    spec = dataclasses.replace(SPEC, compute_dtype=dtype, label_smoothing=0.0)
+    labels = jnp.arange(8) % 4
+    trunk = params["encoder"]["resnet_w1d3"]["trunk"]
+    start = 1e4 * params["encoder"]["resnet_w1d3"]["head"]["kernel"]
 
-    def loss(logits):
-        log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
-        both = jnp.stack([log_p, log_p], axis=-1)
-        return losses.cross_entropy(log_p, labels)[0] + losses.ensemble_cross_entropy(both, labels)[0]
+    @jax.jit
+    @jax.value_and_grad(has_aux=True)
+    def loss(kernel):
+        encoder = {"resnet_w1d3": {"trunk": trunk, "head": {"kernel": kernel}}}
+        outputs, value = outputs_and_loss(spec, encoder, images, labels)
+        return value, outputs
 
-    value, gradient = jax.value_and_grad(loss)(logits)
-    np.testing.assert_allclose(value, 800.0, rtol=1e-2)
-    np.testing.assert_allclose(gradient, [[2.0, -2.0, 0.0]], atol=1e-2)
+    (value, outputs), gradient = loss(start)
+    assert outputs.dtype == jnp.float32
+    assert outputs.min() < -400
+    right = np.take_along_axis(np.asarray(outputs, np.float64), labels[:, None, None], axis=1)
+    np.testing.assert_allclose(value, -right.mean(axis=0).sum(), rtol=1e-5)
+    step = 1e-3 * start
+    changed = loss(start + step)[0][0] - loss(start - step)[0][0]
+    assert np.isfinite(gradient).all()
+    np.testing.assert_allclose(2 * jnp.vdot(gradient, step), changed, rtol=2e-2)
+    v = model.join_lanes(spec, outputs)
+    np.testing.assert_allclose(model.class_probabilities(spec, model.class_lengths(spec, v)).sum(axis=1), 1, rtol=1e-5)
 
 
 def test_cross_entropy_equals_numpy():

@@ -17,6 +17,7 @@ import pytest
 from benchmarks import onnx_inference as benchmark
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
+from mlcn_jax.nn import calibration
 from mlcn_jax.nn.capsules import lengths
 from mlcn_jax.nn.model import encode, param_shapes
 from mlcn_jax.nn.spec import ModelSpec
@@ -33,6 +34,7 @@ SPECS = {
     "per_class": ModelSpec("mlcn", (18, 17, 1), 4, "mlcn1:w2*2,mlcn2:w1", lane_routing="per_class", signed_pixels=True),
     "bfloat16": ModelSpec("mlcn", (17, 17, 1), 2, "mlcn1:w1d2", compute_dtype="bfloat16", prior_bias=False),
     "capsnet": ModelSpec("capsnet", (17, 17, 1), 3, num_routing_iters=2),
+    "resnet": ModelSpec("mlcn", (12, 13, 3), 3, "resnet:w1d3*2,resnet:w1", norm_group=8, lane_weights=(1.0, 0.5, 2.0)),
 }
 
 
@@ -49,6 +51,9 @@ def model_of(spec: ModelSpec) -> onnx.ExportedModel:
     shapes = param_shapes(spec)["encoder"]
     rng, scale = np.random.default_rng(1), 0.1 if spec.name == "capsnet" else 0.5
     encoder = jax.tree.map(lambda a: jax.numpy.asarray(rng.normal(0, scale, a.shape), np.float32), shapes)
+    pixels = some_images(spec, 16) / np.float32(255)
+    folded = calibration.fold_statistics(spec, calibration.calibrate(spec, {"encoder": encoder}, [pixels]))
+    encoder = folded["encoder"]
     artifact = SimpleNamespace(class_names=tuple("abcdefgh"[: spec.num_classes]))
     return onnx.ExportedModel(artifact, spec, encoder, spec.lanes or spec.name, None)
 
@@ -128,6 +133,8 @@ def test_onnx_runtime_gives_the_models_lengths(name, tmp_path):
         images = some_images(model.spec, n)
         wanted = np.asarray(jax.jit(model.lengths)(images))
         assert runtime.difference(converted(images), wanted) < 1e-5
+        if name == "resnet":
+            np.testing.assert_allclose(np.square(converted(images)).sum(axis=1), 3.5, rtol=1e-5)
 
 
 @installed
