@@ -1,8 +1,8 @@
 """A test bed of tiers on one machine: nodes as processes with quotas of cores, behind links that are shaped.
 
 The kernel gives each process its share of time by cgroups (version 1 or 2), all nodes together at most `CORES`; where
-cgroups cannot be written to, there is no bed. Links are relays (`experiments.tiers_relay`). What is left of a bed whose
-script was killed is ended when the next one starts.
+cgroups cannot be written to, there is no bed. Links are relays (`experiments.tiers_relay` says why not netem). What is
+left of a bed whose script was killed is ended when the next one starts.
 """
 
 import contextlib

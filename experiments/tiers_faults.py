@@ -1,12 +1,14 @@
 """What can happen to nodes and links, and requests with short deadlines meanwhile (`experiments.tiers_gateway`)."""
 
 import collections
+import concurrent.futures
 import dataclasses
 import datetime
 import http.server
 import io
 import ipaddress
 import json
+import random
 import signal
 import threading
 import time
@@ -30,7 +32,10 @@ from mlcn_jax.tiers.policy import Policy
 Fault = tuple[Callable[[list[RunningNode]], None], Callable[[list[RunningNode]], None]]
 _EXTRA_MS = 50.0  # of a deadline, beyond the end's own lanes
 _PHASES = ("before", "during", "after")  # of a fault
+_REQUESTS_OF_TIME, _MOST_TIMES = 500, 10  # a fault comes once in at least so many requests, and at most so often
+_MOMENT_SECONDS = 0.05  # within which a fault comes, at random, once it is its turn
 EXPIRED = "expired certificate, and a valid one again"
+EDGE_ALONE = "SIGSTOP of the edge alone, and SIGCONT"
 
 
 def make_keys(folder: Path) -> tuple[Path, Path]:
@@ -211,15 +216,28 @@ def _as_before(nodes: list[RunningNode]) -> None:
         node.link(delay_ms=node.plan.delay_ms, mode="pass")
 
 
-# What happens to both nodes after a quarter of the requests, and after three quarters.
+def _of_edge(change: Callable[[list[RunningNode]], None]) -> Callable[[list[RunningNode]], None]:
+    return lambda nodes: change([node for node in nodes if node.plan.artifact.name == "edge"])
+
+
+# What happens to all nodes, if no others are named, and how that ends.
 FAULTS: dict[str, Fault] = {
     "none": (lambda nodes: None, lambda nodes: None),
     "SIGSTOP, and SIGCONT": (_stop, _go_on),
+    EDGE_ALONE: (_of_edge(_stop), _of_edge(_go_on)),
     "link ten times slower, and as before": (_slow, _as_before),
     "link stalls, and goes on": (_link(mode="stall"), _as_before),
     "partition, and as before": (_link(mode="drop"), _as_before),
     "SIGKILL, and started again": (_kill, _start_again),
 }
+
+
+def waited_for_core() -> float:
+    """Seconds for which this thread was ready to run but had no core so far; 0 where the kernel does not tell."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def under_fault(
@@ -232,11 +250,14 @@ def under_fault(
 ) -> dict[str, Any]:
     """Requests with a short deadline while nodes or links fail: how many were late, or not answered, and why.
 
+    A fault begins after a quarter of some requests and ends after three quarters, each at a random moment and while
+    requests go on, so that it meets those that are under way.
+
     Args:
       url: of the gateway.
       images: that are sent, one a request.
       requests: how many, one after the other.
-      nodes: that fail in the middle half of the requests.
+      nodes: that fail.
       fault: how they begin to fail, and how that ends.
       held_back: seconds for which the gateway's quota has kept it waiting so far (`quota.Quota.held_back`).
     """
@@ -244,14 +265,26 @@ def under_fault(
     bodies = [png(image) for image in images]
     late: list[dict[str, Any]] = []
     unanswered: list[str] = []
-    times = []
+    taken = []
     heard: dict[str, collections.Counter[str]] = {phase: collections.Counter() for phase in _PHASES}
-    with httpx.Client(timeout=30, trust_env=False) as client:
+    times = min(max(requests // _REQUESTS_OF_TIME, 1), _MOST_TIMES)
+    each, rng, now = requests // times, random.Random(0), [_PHASES[0]]
+    changes: list[concurrent.futures.Future] = []
+
+    def change(ends: bool) -> None:
+        time.sleep(rng.uniform(0, _MOMENT_SECONDS))
+        if not ends:
+            now[0] = "during"
+        fault[ends](nodes)
+        if ends:
+            now[0] = "after"
+
+    with httpx.Client(timeout=30, trust_env=False) as client, concurrent.futures.ThreadPoolExecutor(1) as pool:
         for i in range(requests):
-            if i in (requests // 4, 3 * requests // 4):
-                fault[i > requests // 2](nodes)
-            phase = _PHASES[(i >= requests // 4) + (i >= 3 * requests // 4)]
-            waited, started = held_back(), time.perf_counter()
+            if i < times * each and i % each in (each // 4, 3 * each // 4):
+                changes.append(pool.submit(change, i % each > each // 2))  # one after the other
+            phase, waited = now[0], waited_for_core()
+            held, started = held_back(), time.perf_counter()
             try:
                 response = client.post(f"{url}/predict?deadline_ms={deadline}", content=bodies[i % len(bodies)])
                 answer = response.raise_for_status().json()["predictions"][0]
@@ -259,22 +292,25 @@ def under_fault(
                 unanswered.append(str(error) or repr(error))
                 continue
             milliseconds = 1e3 * (time.perf_counter() - started)
-            times.append(milliseconds)
+            taken.append(milliseconds)
             heard[phase][f"{len(answer['lanes'])} lanes"] += 1
             if milliseconds > deadline:
                 one = {"request": i, "phase": phase, "ms": milliseconds, "by_gateway_ms": answer["ms"]}
-                one |= {"held_back_ms": 1e3 * (held_back() - waited), "lanes": answer["lanes"]}
-                late.append(one | {"why": why_late(one, deadline)})
+                one |= {"held_back_ms": 1e3 * (held_back() - held), "waited_ms": 1e3 * (waited_for_core() - waited)}
+                late.append(one | {"lanes": answer["lanes"], "why": why_late(one, deadline)})
+    for one_change in changes:
+        one_change.result()  # which raises what went wrong
     time.sleep(1)
     return {
         "requests": requests,
+        "times": times,
         "deadline_ms": deadline,
         "late": len(late),
         "late_by_gateway": sum(one["by_gateway_ms"] > deadline for one in late),
         "unexplained": sum(not one["why"] for one in late),
         "unanswered": len(unanswered),
-        "p50_ms": float(np.quantile(times, 0.5)) if times else None,
-        "p999_ms": float(np.quantile(times, 0.999)) if times else None,
+        "p50_ms": float(np.quantile(taken, 0.5)) if taken else None,
+        "p999_ms": float(np.quantile(taken, 0.999)) if taken else None,
         "heard": {phase: dict(found) for phase, found in heard.items()},
         "late_ones": late[:100],
         "unanswered_ones": unanswered[:20],
@@ -282,10 +318,13 @@ def under_fault(
 
 
 def why_late(one: dict[str, Any], deadline: float) -> str:
-    """Why an answer was late, from what was measured beside it; empty if nothing measured explains it."""
-    over = one["ms"] - deadline
-    if one["held_back_ms"] >= over:
-        return f"the gateway had used up its quota and was kept waiting for {one['held_back_ms']:.1f} ms"
-    if one["by_gateway_ms"] <= deadline:
-        return f"in time by the gateway's clock, {one['by_gateway_ms']:g} ms: the machine or the client took the rest"
-    return ""
+    """Why an answer was late, from what was measured beside it; empty if what was measured is less than the lateness.
+
+    The client's waiting for a core counts only outside the time that the gateway took by its own clock.
+    """
+    held = one["held_back_ms"]
+    waited = min(one["waited_ms"], max(one["ms"] - one["by_gateway_ms"], 0.0))
+    if held + waited < one["ms"] - deadline:
+        return ""
+    reasons = {"the gateway had used up its quota and was kept waiting": held, "the client waited for a core": waited}
+    return ", and ".join(f"{reason} for {each:.1f} ms" for reason, each in reasons.items() if each)

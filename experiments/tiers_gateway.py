@@ -8,8 +8,8 @@ may leave out the edge), starts the nodes with quotas of cores behind links of 2
 gateway, all as processes (`experiments.tiers_bed`). `answers` sends the test set to the gateway, and to the whole model
 in the cloud (`mlcn_jax serve`); accuracy lost is given with a paired 95 % bound. `fault: ...` sends requests with a
 deadline of the 95 % time of the end's own lanes plus 50 ms while something fails, and counts late and unanswered ones.
-`own models` compares with a model of its own in each tier (`experiments.tiers_shared`). Writes `tiers_gateway.json` and
-`.md` to `experiments/results/`; run again, it goes on with what is missing.
+With --own_models, `own models` compares with a model of its own in each tier (`experiments.tiers_shared` tells how to
+train them). Writes `tiers_gateway.json` and `.md` to `experiments/results/`; run again, it does what is missing.
 """
 
 import contextlib
@@ -32,6 +32,7 @@ from experiments import RESULTS, tiers_shared
 from experiments.quota import Quota
 from experiments.tiers_bed import CORES, NodePlan, RunningNode, bed, limited, start_relay, start_server, url_of
 from experiments.tiers_faults import (
+    EDGE_ALONE,
     EXPIRED,
     FAULTS,
     FalseNode,
@@ -42,25 +43,23 @@ from experiments.tiers_faults import (
     taken_over,
     under_fault,
 )
+from experiments.tiers_gateway_report import DELAY_MS, packed, report
 from mlcn_jax import host
 from mlcn_jax.analysis.workdir import load_with_data, stored_config
 from mlcn_jax.data.datasets import Split, split_validation
 from mlcn_jax.files import make_folder, read_json, write_atomic, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.serving import export
+from mlcn_jax.serving.trained import TrainedModel
 from mlcn_jax.tiers import signatures, split, wire
 from mlcn_jax.tiers.artifact import TierArtifact
 from mlcn_jax.tiers.policy import Policy
 from mlcn_jax.training.checkpoint import Trained
 
-_DELAY_MS = {"edge": 10.0, "cloud": 50.0}  # each way
-_Z95 = 1.6449
 CORES_OF = {"end": CORES / 5, "edge": CORES / 5, "cloud": 3 * CORES / 5}
 # Images of the test set, requests under each fault, images timed with models of their own.
 SCALES = {"smoke": (60, 40, 20), "full": (10_000, 10_000, 2_000)}
 _SWITCH_SECONDS = 1e-4  # how long the client waits for Python's lock, which false nodes hold at times
-_OF_FAULT = ("requests", "deadline_ms", "late", "late_by_gateway", "unexplained", "unanswered", "p50_ms", "p999_ms")
-_MILLISECONDS = "of requests one after the other, by the client's clock"
 
 
 def define(values: flags.FlagValues) -> None:
@@ -68,6 +67,8 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "tiers", "", "tiers.json; its tiers are named end, edge, cloud, or end, cloud.", flag_values=values
     )
+    meaning = "TIER=WORKDIR,... of a model of its own for each tier; empty leaves them out."
+    flags.DEFINE_string("own_models", "", meaning, flag_values=values)
     flags.DEFINE_string("data_dir", "", "Overrides the run's config.data.dir, if not empty.", flag_values=values)
     flags.DEFINE_enum("scale", "full", list(SCALES), "How much is measured.", flag_values=values)
     flags.DEFINE_string("results", str(RESULTS), "Folder to write to.", flag_values=values)
@@ -84,6 +85,7 @@ def main(values: flags.FlagValues) -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
     tiers = split_model(workdir, values.tiers, trained, values.data_dir)
     policy = Policy.read(tiers / "end" / "policy.json")
+    models = tiers_shared.read_models(values.own_models, policy, workdir, trained.spec)
     about = {"model": trained.spec.lanes, "data": dataset.name, "scale": values.scale, "policy": policy.digest}
     results = read_json(path) if path.is_file() else {"about": about, "policy": policy.to_dict(), "measured": {}}
     if results["about"] != about:
@@ -102,7 +104,9 @@ def main(values: flags.FlagValues) -> None:
     key, public = make_keys(workdir)
     false = [FalseNode(policy, name, signatures.private_key(key).sign) for name in policy.names[1:]]
     faults = {**{kind: taken_over(false, kind) for kind in false[0].kinds}, **FAULTS}
-    plans = [NodePlan(tiers / name, CORES_OF[name], _DELAY_MS[name]) for name in policy.names[1:]]
+    if "edge" not in policy.names:
+        del faults[EDGE_ALONE]
+    plans = [NodePlan(tiers / name, CORES_OF[name], DELAY_MS[name]) for name in policy.names[1:]]
     rest, signed = sum(plan.cores for plan in plans), f"--key={key}"
 
     def under(name: str, url: str, nodes: list[RunningNode], fault: tuple, quota: Quota) -> None:
@@ -121,36 +125,44 @@ def main(values: flags.FlagValues) -> None:
         ):
             under(EXPIRED, url, nodes, expired((signed, *shown.expired)), quota)
     validation = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)[1]
-    if "own models" not in measured:
+    if models and "own models" not in measured:
         with bed([NodePlan(tiers / "end", CORES_OF["end"]), *plans], 1) as nodes:
-            once("own models", lambda: own_models(tiers, policy, validation, test, nodes, timed))
+            once("own models", lambda: own_models(tiers, policy, models, validation, test, nodes, timed))
     write_atomic(path.with_suffix(".md"), report(results))
 
 
 def own_models(
-    tiers: Path, policy: Policy, validation: Split, test: Split, nodes: list[RunningNode], timed: int
+    tiers: Path,
+    policy: Policy,
+    models: dict[str, TrainedModel],
+    validation: Split,
+    test: Split,
+    nodes: list[RunningNode],
+    timed: int,
 ) -> dict[str, dict[str, Any]]:
     """Lanes that tiers share, and a model of its own in each: accuracy, where images are settled, times."""
     loaded = [TierArtifact(tiers / name) for name in policy.names]
-    weights = [tier.weight for tier in policy.tiers]
-    seen = [tier.part(validation.images) for tier in loaded]
     ways = {
-        way: tiers_shared.margins(way, seen, weights, validation.labels, policy.tolerance) for way in tiers_shared.WAYS
+        tiers_shared.SHARED: ([tier.weight for tier in policy.tiers], [tier.part for tier in loaded]),
+        tiers_shared.OWN: ([1.0] * len(loaded), [tiers_shared.squares_of(models[name]) for name in policy.names]),
     }
-    parts = [tier.part(test.images) for tier in loaded]
+    found, least, parts = {}, {}, {}
+    for way, (weights, say) in ways.items():
+        seen = [each(validation.images) for each in say]
+        least[way] = tiers_shared.margins(way, seen, weights, validation.labels, policy.tolerance), weights
+        parts[way] = [each(test.images) for each in say]
+        found[way] = {"margins": least[way][0]}
+        found[way] |= tiers_shared.settled(way, parts[way], weights, least[way][0], test.labels)
     with httpx.Client(timeout=60, trust_env=False) as client:
         ask = [tiers_shared.asking(client, node, tier) for node, tier in zip(nodes, loaded, strict=True)]
         for each in ask:
             each(test.images[0])  # which opens the connection
-        times = tiers_shared.timed(ways, weights, ask, test.images[:timed])
-    return {
-        way: {"margins": least, "times": times[way]} | tiers_shared.settled(way, parts, weights, least, test.labels)
-        for way, least in ways.items()
-    }
+        times = tiers_shared.timed(least, ask, parts, test.images[:timed])
+    return {way: found[way] | {"times": times[way]} for way in ways}
 
 
 def subsets(tiers: Path, policy: Policy, images: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Accuracy of each subset of tiers, computed here: what is left where a tier is lost, or has a model of its own."""
+    """Accuracy of each subset of tiers, computed here: what is left where a tier is lost."""
     parts = {name: TierArtifact(tiers / name).part(images) for name in policy.names}
     found = {}
     for size in range(1, len(parts) + 1):
@@ -181,12 +193,14 @@ def split_model(workdir: Path, tiers: str, trained: Trained, data_dir: str) -> P
 
 @contextlib.contextmanager
 def process(name: str, cores: float, *arguments: str) -> Iterator[tuple[str, Quota]]:
-    """A server of this package as a process with so many cores; yields its URL and quota."""
+    """A server of this package as a process with so many cores; yields its URL and quota.
+
+    It has no more from its start on: a gateway times its own lanes before it listens.
+    """
     running = start_server(*arguments, "--max_batch=1", "--max_images=1")
     try:
-        url = url_of(running)
         with limited(running.pid, name, cores) as quota:
-            yield url, quota
+            yield url_of(running), quota
     finally:
         running.kill()
         running.wait()
@@ -205,7 +219,7 @@ def cloud_alone(workdir: Path, images: np.ndarray, labels: np.ndarray) -> dict[s
     """The whole model in the cloud, to which every image is sent."""
     export.export(workdir)  # also where there is one: the model may have been trained further
     with process("cloud", CORES_OF["cloud"], "serve", str(workdir / "export")) as (url, _):
-        relay, port = start_relay(url.removeprefix("http://"), _DELAY_MS["cloud"])
+        relay, port = start_relay(url.removeprefix("http://"), DELAY_MS["cloud"])
         try:
             found = send(f"http://127.0.0.1:{port}/predict", images)
         finally:
@@ -247,16 +261,6 @@ def answers(
     }
 
 
-def packed(right: np.ndarray) -> str:
-    """Which images were classified rightly, a bit each, in hexadecimal digits."""
-    return np.packbits(right).tobytes().hex()
-
-
-def unpacked(text: str, count: int) -> np.ndarray:
-    """The same as numbers, 0 or 1."""
-    return np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8), count=count).astype(float)
-
-
 def names_of(labels: np.ndarray, classes: list[str]) -> np.ndarray:
     """The names of classes by their labels."""
     return np.array(classes)[labels]
@@ -274,72 +278,6 @@ def send(url: str, images: np.ndarray) -> dict[str, Any]:
             found.append(response.raise_for_status().json()["predictions"][0])
     times = {"mean_ms": statistics.mean(seconds), "p95_ms": float(np.quantile(seconds, 0.95))}
     return {"answers": found, "classes": classes, "times": times}
-
-
-def report(results: dict[str, Any]) -> str:
-    """The tables in Markdown."""
-    measured = results["measured"]
-    cloud, own = measured["cloud alone"], measured["answers"]
-    right = {name: unpacked(row["right"], row["images"]) for name, row in (("cloud", cloud), ("own", own))}
-    lost = right["cloud"] - right["own"]
-    bound = lost.mean() + _Z95 * lost.std() / np.sqrt(len(lost))
-    rows = [
-        (
-            "accuracy",
-            cloud["accuracy"],
-            own["accuracy"],
-            f"lost {100 * lost.mean():.2f}, at most {100 * bound:.2f} points",
-        ),
-        ("settled at the end", "", own["settled_at_end"], f"with {own['end_flops_share']:.1%} of the FLOPs"),
-        ("answers without a tier that was asked", "", own["without_a_tier"], "no fault was made"),
-        ("bytes of bodies", cloud["sent_bytes"], own["sent_bytes"], f"{own['sent_bytes'] / cloud['sent_bytes']:.3f}"),
-        ("mean, ms", cloud["mean_ms"], own["mean_ms"], f"{own['mean_ms'] / cloud['mean_ms']:.3f}"),
-        ("p95, ms", cloud["p95_ms"], own["p95_ms"], f"{own['p95_ms'] / cloud['p95_ms']:.3f}"),
-    ]
-    names = [tier["name"] for tier in results["policy"]["tiers"]]
-    links = " and ".join(f"{2 * _DELAY_MS[name]:g}" for name in names[1:])
-    lines = [
-        f"# A gateway over {', '.join(names)}",
-        "",
-        f"`{results['about']['model']}`, {len(lost):,} test images of {results['about']['data']}; {results['device']}, "
-        f"jax {results['versions']['jax']}. Times {_MILLISECONDS}; links of {links} ms there and back. "
-        f"The bound is paired, 95 %. Thresholds from {results['policy']['validation_images']:,} validation images.",
-        "",
-        "| | cloud alone | tiers | |",
-        "| --- | --- | --- | --- |",
-        *("| " + " | ".join(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row) + " |" for row in rows),
-        "",
-        "All nodes fail from a quarter to three quarters of the requests. Late ones, and why, are in the JSON.",
-        "",
-        "| fault | requests | deadline, ms | late | by the gateway's clock | unexplained | unanswered | median, ms "
-        "| 99.9 %, ms | tiers beyond the end heard before, during, after |",
-        "|" + " --- |" * 10,
-    ]
-    alone = f"{len(results['policy']['tiers'][0]['lanes'])} lanes"
-    for key, row in measured.items():
-        if key.startswith("fault: "):
-            shown = [f"{row[f]:.4g}" if isinstance(row[f], float) else str(row[f]) for f in _OF_FAULT]
-            refined = [1 - found.get(alone, 0) / max(sum(found.values()), 1) for found in row["heard"].values()]
-            shown.append(", ".join(f"{share:.1%}" for share in refined))
-            lines.append(f"| {key.removeprefix('fault: ')} | " + " | ".join(shown) + " |")
-    lines += ["", "| tiers heard | accuracy |", "| --- | --- |"]
-    lines += [f"| {name} | {accuracy:.4f} |" for name, accuracy in measured["subsets"].items()]
-    lines += ["", "| tier lost | its lanes | accuracy without it | lost, points |", "| --- | --- | --- | --- |"]
-    lines += lost_tiers(results["policy"]["tiers"], measured["subsets"])
-    lines += ["", "At equal FLOPs, lanes that tiers share against a model of its own in each (`tiers_shared.py`):"]
-    lines += tiers_shared.report(names, measured["own models"])
-    return "\n".join(lines) + "\n"
-
-
-def lost_tiers(tiers: list[dict[str, Any]], accuracies: dict[str, float]) -> list[str]:
-    """Rows in Markdown: the accuracy of all other tiers, and what it is less than that of all."""
-    whole = "+".join(tier["name"] for tier in tiers)
-    rows = []
-    for lost in tiers:
-        without = accuracies["+".join(tier["name"] for tier in tiers if tier is not lost)]
-        points = 100 * (accuracies[whole] - without)
-        rows.append(f"| {lost['name']} | {len(lost['lanes'])} | {without:.4f} | {points:.2f} |")
-    return rows
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python -m experiments.tiers_leak --workdir=runs/mlcn2 --scale=smoke
     python -m experiments.tiers_leak --workdir=runs/mlcn2
 
-The attacker has the weights of the lanes, reads what is sent, and knows in how many bits and with how much noise.
+What is sent is the cut of all lanes of the tier that receives it. The attacker has their weights, reads what is sent,
+and knows in how many bits and with how much noise.
 Attacks: `least squares` inverts the first convolution (cut `conv1` only), where its relu let values pass;
 `optimisation` looks for the image whose values at the cut come nearest, with a total-variation prior; `inverter` is a
 network trained on training images. `found` is the share of images that their values at the cut point out among 10,000.
@@ -16,7 +17,7 @@ Source: the kinds of attack of L1ziang/GLASS; Wang et al. 2004 for SSIM.
 import datetime
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from absl import flags
 from jaxtyping import Array, Float
 from matplotlib.figure import Figure
 from scipy.ndimage import gaussian_filter
-from scipy.sparse import coo_array
+from scipy.sparse import coo_array, vstack
 from scipy.sparse.linalg import lsmr
 
 from experiments import RESULTS
@@ -48,7 +49,6 @@ SCALES = {"smoke": (2, 200, 20, 200, 1), "full": (32, 10_000, 1500, 20_000, 20)}
 SETTINGS = {"32 bits": (32, 0.0), "8 bits": (8, 0.0), "4 bits": (4, 0.0), "2 bits": (2, 0.0), "noise 0.5": (32, 0.5)}
 _TV = 1e-3
 _BATCH = 100
-_PAIRS = 500  # distances that are held at once
 _TRAINING_VALUES = 2**28  # at most, of the inverter's images: 1 GiB
 _CLEAR = 2.0  # standard deviations of the noise from which on a value is one that relu let pass
 
@@ -56,7 +56,8 @@ _CLEAR = 2.0  # standard deviations of the noise from which on a value is one th
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("workdir", "", "Folder of a trained model whose lanes classify alone.", flag_values=values)
     flags.DEFINE_string("data_dir", "", "Overrides the run's config.data.dir, if not empty.", flag_values=values)
-    flags.DEFINE_integer("lane", 0, "Index of the lane whose values are sent.", flag_values=values)
+    meaning = "Indices of the lanes of the tier that gets the values; empty is all but the first two, as in the cloud."
+    flags.DEFINE_list("lanes", [], meaning, flag_values=values)
     flags.DEFINE_enum("scale", "full", list(SCALES), "Extent of the measurements.", flag_values=values)
     flags.DEFINE_string("results", str(RESULTS), "Folder to write to.", flag_values=values)
     flags.DEFINE_string("name", "tiers_leak", "Name of the output files, without suffix.", flag_values=values)
@@ -69,13 +70,15 @@ def main(values: flags.FlagValues) -> None:
     path = folder / f"{values.name}{'' if values.scale == 'full' else f'_{values.scale}'}.json"
     workdir = Path(values.workdir).expanduser()
     trained, dataset = load_with_data(workdir, stored_config(workdir, values.data_dir))
-    spec = spec_of(trained.spec, [values.lane])
+    count = len(trained.spec.lane_specs)
+    lanes = sorted(map(int, values.lanes)) or list(range(min(2, count - 1), count))
+    spec = spec_of(trained.spec, lanes)
     encoder = fold_statistics(trained.spec, trained.params)["encoder"]
-    own = rows_of(trained.spec, [values.lane])
+    own = rows_of(trained.spec, lanes)
     weights = flat_weights({name: jax.tree.map(lambda a, r=rows: a[r], encoder[name]) for name, rows in own.items()})
     about = {
-        "lane": spec.lanes,
-        "number": values.lane,
+        "lanes": spec.lanes,
+        "numbers": lanes,
         "step": trained.step,
         "data": dataset.name,
         "scale": values.scale,
@@ -97,16 +100,16 @@ def main(values: flags.FlagValues) -> None:
         missing = [key for key in keys_of(cut) if ", ".join((cut, *key)) not in results["rows"]]
         if not missing:
             continue
-        part = Part(spec, (1.0,), cut)
+        part = Part(spec, (1.0,) * len(lanes), cut)
         home = part.split_weights(weights)[0]
         attacker = Attacker(part, home, dataset.train.images[: scale[3]], scale[2], scale[4])
-        seen = attacker.values(candidates)
+        seen = attacker.values(images)
         for setting, attack in missing:
             bits, noise = SETTINGS[setting]
             key = f"{cut}, {setting}, {attack}"
-            sent = as_sent(seen[: scale[0]], bits, noise)
+            sent = as_sent(seen, bits, noise)
             if attack == "found":
-                results["rows"][key] = {"found": share_found(sent, seen)}
+                results["rows"][key] = {"found": share_found(sent, attacker.parts(candidates))}
             else:
                 restored = attacker.restore(attack, sent, noise, lambda v, b=bits, n=noise: as_sent(v, b, n, 1))
                 results["rows"][key] = scores(restored, images)
@@ -153,8 +156,12 @@ class Attacker:
 
     def values(self, images: np.ndarray) -> np.ndarray:
         """The values at the cut of uint8 images."""
-        parts = [images[i : i + _BATCH] for i in range(0, len(images), _BATCH)]
-        return np.concatenate([np.asarray(self._before(part.astype(np.float32) / 255)) for part in parts])
+        return np.concatenate(list(self.parts(images)))
+
+    def parts(self, images: np.ndarray) -> Iterator[np.ndarray]:
+        """The same, of some images at a time: those of all candidates do not fit the memory."""
+        for i in range(0, len(images), _BATCH):
+            yield np.asarray(self._before(images[i : i + _BATCH].astype(np.float32) / 255))
 
     def restore(
         self, attack: str, sent: np.ndarray, noise: float, again: Callable[[np.ndarray], np.ndarray]
@@ -185,9 +192,12 @@ class Attacker:
 
     @functools.cached_property
     def _linear(self) -> tuple[Any, np.ndarray]:
-        """The first convolution as a sparse matrix of the pixels, and its constant."""
+        """The first convolutions of all lanes as a sparse matrix of the pixels, and their constants."""
+        matrices, constants = zip(*(self._matrix(kernel, bias) for kernel, bias in self._convolutions()), strict=True)
+        return vstack(matrices).tocsr(), np.concatenate(constants)
+
+    def _matrix(self, kernel: np.ndarray, bias: np.ndarray) -> tuple[Any, np.ndarray]:
         size = int(np.prod(self.shape))
-        kernel, bias, signed = self._convolution()
         height, width, channels = self.shape
         taps, filters = kernel.shape[0], kernel.shape[-1]
         oh, ow = height - taps + 1, width - taps + 1
@@ -198,20 +208,23 @@ class Attacker:
         ).ravel()
         entries = np.broadcast_to(kernel.transpose(3, 0, 1, 2), (oh, ow, filters, taps, taps, channels)).ravel()
         constant = np.tile(bias, oh * ow).astype(np.float64)
-        if signed:
+        if self.part.spec.signed_pixels:
             constant -= np.tile(kernel.sum(axis=(0, 1, 2)), oh * ow)
             entries = 2 * entries
-        return coo_array((entries.astype(np.float64), (rows, columns)), (oh * ow * filters, size)).tocsr(), constant
+        return coo_array((entries.astype(np.float64), (rows, columns)), (oh * ow * filters, size)), constant
 
-    def _convolution(self) -> tuple[np.ndarray, np.ndarray, bool]:
-        """Kernel and bias of the lane's first convolution; those of a separable one are joined."""
-        own = {name.split("/", 1)[1]: np.asarray(array[0], np.float64) for name, array in self.weights.items()}
-        kernel, bias = own["conv1/kernel"], own["conv1/bias"]
-        if "conv1/depthwise" in own:
-            pointwise = own["conv1/depthwise"][:, None] * own["conv1/pointwise"]
-            bias = bias + np.einsum("m,hwmo->o", own["conv1/pointwise_bias"], kernel)
-            kernel = np.einsum("cm,hwmo->hwco", pointwise, kernel)
-        return kernel, bias, self.part.spec.signed_pixels
+    def _convolutions(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Kernel and bias of each lane's first convolution; those of a separable one are joined."""
+        for group in self.part.spec.lane_groups:
+            names = {name.split("/", 1)[1]: name for name in self.weights if name.split("/", 1)[0] == group.name}
+            for i in range(group.count):
+                own = {short: np.asarray(self.weights[name][i], np.float64) for short, name in names.items()}
+                kernel, bias = own["conv1/kernel"], own["conv1/bias"]
+                if "conv1/depthwise" in own:
+                    pointwise = own["conv1/depthwise"][:, None] * own["conv1/pointwise"]
+                    bias = bias + np.einsum("m,hwmo->o", own["conv1/pointwise_bias"], kernel)
+                    kernel = np.einsum("cm,hwmo->hwco", pointwise, kernel)
+                yield kernel, bias
 
     def _optimise(self, sent: Array) -> Array:
         """Adam on logits of pixels, on the squared distance at the cut plus total variation."""
@@ -273,13 +286,16 @@ class Attacker:
         return np.asarray(apply(params, jnp.asarray(sent))).reshape(-1, *self.shape)
 
 
-def share_found(sent: np.ndarray, candidates: np.ndarray) -> float:
-    """Share of rows whose nearest candidate is the one of the same index."""
-    nearest = []
-    for row in sent:
-        parts = [candidates[i : i + _PAIRS] for i in range(0, len(candidates), _PAIRS)]
-        nearest.append(np.argmin(np.concatenate([np.square(part - row).sum(axis=1) for part in parts])))
-    return float(np.mean(np.array(nearest) == np.arange(len(sent))))
+def share_found(sent: np.ndarray, candidates: Iterable[np.ndarray]) -> float:
+    """Share of rows whose nearest candidate is the one of the same index; candidates come some at a time."""
+    nearest, least, start = np.zeros(len(sent), int), np.full(len(sent), np.inf), 0
+    for part in candidates:
+        for i, row in enumerate(sent):
+            far = np.square(part - row).sum(axis=1)
+            if far.min() < least[i]:
+                nearest[i], least[i] = start + int(far.argmin()), far.min()
+        start += len(part)
+    return float(np.mean(nearest == np.arange(len(sent))))
 
 
 def scores(restored: np.ndarray, images: np.ndarray) -> dict[str, float]:
@@ -315,8 +331,8 @@ def report(results: dict[str, Any], path: Path) -> None:
     lines = [
         "# What leaves the device gives the image away",
         "",
-        f"One lane `{about['lane']}`, {about['data']}; medians of {about['images']} test images, `found` among "
-        f"{about['candidates']:,}. The attacker has the weights.",
+        f"The lanes of one tier, `{about['lanes']}`, {about['data']}; medians of {about['images']} test images, "
+        f"`found` among {about['candidates']:,}. The attacker has the weights.",
         "",
         "| cut | sent as | attack | PSNR, dB | SSIM | found |",
         "| --- | --- | --- | --- | --- | --- |",

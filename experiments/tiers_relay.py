@@ -1,4 +1,4 @@
-"""A relay that shapes a TCP link: delay, rate, stalls and partitions, for test beds whose kernel has no netem.
+"""A relay that shapes a TCP link: delay, rate, stalls and partitions, for test beds on one machine.
 
     python -m experiments.tiers_relay --to=127.0.0.1:8001 --delay_ms=50 --rate_mbit=10
     python -m experiments.tiers_relay --check
@@ -7,6 +7,13 @@ Each direction is a link of its own: a byte leaves once those before it have, at
 While it runs it reads lines of JSON from its standard input, such as {"delay_ms": 500} or {"mode": "stall"}, and
 answers each with the bytes that have gone to and fro. Modes: `pass`; `stall` holds everything until it passes again;
 `drop` cuts all connections and refuses new ones. Threads rather than an event loop, because its timers are 1 ms apart.
+
+What it does not do: a connection is accepted at once, so the handshake of TCP costs no delay (that of TLS, which is
+bytes, does). Whoever opens a connection is one round trip faster than over a real link; gateways keep theirs open.
+
+netem would delay all packets, but the kernels that this was made on do not have it, and on loopback it takes a class
+and a filter for each port, and can neither cut a connection nor lead it elsewhere. So beds use this relay everywhere,
+and are alike on all machines.
 """
 
 import contextlib
@@ -28,6 +35,7 @@ from mlcn_jax.launch import launch_script
 MODES = ("pass", "stall", "drop")
 _CHUNK = 2048
 _AHEAD_SECONDS = 0.05  # of bytes that are taken before they leave: what the sender's socket would hold
+_MOST_WAITING = 2**14  # chunks under way in one direction of a connection; then no more are taken
 _STALL_LOOK_SECONDS = 0.01
 _SWITCH_SECONDS = 1e-4  # how long a thread waits for Python's lock; the default is longer than what is measured
 
@@ -53,6 +61,7 @@ class Relay:
     def __init__(self, target: tuple[str, int], link: Link, port: int = 0):
         self.link, self._target = link, target
         self.sent = self.received = 0  # bytes to the target, and back
+        self._lock = threading.Lock()  # of these
         self._listener = socket.create_server(("127.0.0.1", port), backlog=256)
         self.port = self._listener.getsockname()[1]
         self._open: set[socket.socket] = set()
@@ -122,12 +131,18 @@ class Relay:
             now = time.perf_counter()
             rate = self.link.rate_mbit * 1e6 / 8
             free = max(free, now) + (len(data) / rate if rate else 0.0)
+            self._count(counter, len(data))
             waiting.put((free + self.link.delay_ms / 1e3, data))
-            setattr(self, counter, getattr(self, counter) + len(data))
             if not data:
                 return
+            while waiting.qsize() >= _MOST_WAITING and source in self._open:  # it stalls, or nobody takes them
+                time.sleep(_STALL_LOOK_SECONDS)
             if free - now > _AHEAD_SECONDS:
                 time.sleep(free - now - _AHEAD_SECONDS)
+
+    def _count(self, counter: str, size: int) -> None:
+        with self._lock:
+            setattr(self, counter, getattr(self, counter) + size)
 
     def _write(self, sink: socket.socket, source: socket.socket, waiting: queue.SimpleQueue) -> None:
         data = b"start"

@@ -1,15 +1,28 @@
 """Tiers that share lanes against a model of its own in each tier, as the report has it, at equal FLOPs.
 
-A tier's own model is the tier's lanes, each trained to classify alone, so that both ways compute the same. The answer
-of a model of its own replaces the one before; lanes that are shared add up. Each way has margins from which on an
-answer is final, chosen on the same validation images for the same tolerance, against its own last answer. Accuracy is
-that of all test images; times are measured by one client that asks the tiers one after the other, in the same way for
-both.
+The answer of a model of its own replaces the one before; lanes that are shared add up. Each way has margins from which
+on an answer is final, chosen on the same validation images for the same tolerance, against its own last answer.
+Accuracy is that of all test images. Times are measured by one client that asks the tiers one after the other, in the
+same way for both: a model of its own computes as much as the tier's lanes, so a request to these takes its time, and
+its answer is computed here.
+
+Each tier's own model has as many lanes of the same kind, trained for nothing else, and otherwise the settings of the
+run that was split, so that its validation images are the same. For mlcn2:w1*4 split into one, one and two lanes:
+
+    common="--config=mlcn2_fashion --config.data.validation_fraction=0.1"
+    own="$common --config.data.split_seed=0"  # train.seed of the run that was split
+    mlcn_jax train $common --config.model.lanes=mlcn2:w1*4 --config.model.margin_loss=per_lane --workdir=runs/tiers
+    mlcn_jax train $own --config.train.seed=1 --config.model.lanes=mlcn2:w1*1 --workdir=runs/own_end
+    mlcn_jax train $own --config.train.seed=2 --config.model.lanes=mlcn2:w1*1 --workdir=runs/own_edge
+    mlcn_jax train $own --config.train.seed=3 --config.model.lanes=mlcn2:w1*2 --workdir=runs/own_cloud
+    python -m experiments.tiers_gateway --workdir=runs/tiers \
+        --own_models=end=runs/own_end,edge=runs/own_edge,cloud=runs/own_cloud
 """
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,14 +30,65 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from experiments.tiers_bed import RunningNode
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json
+from mlcn_jax.nn.spec import ModelSpec, spec_of
+from mlcn_jax.serving.artifact import Classifier
+from mlcn_jax.serving.trained import TrainedModel
 from mlcn_jax.tiers import policy as policies
 from mlcn_jax.tiers import wire
 from mlcn_jax.tiers.artifact import TierArtifact
 from mlcn_jax.tiers.node import PATH
+from mlcn_jax.tiers.placing import lane_flops
+from mlcn_jax.training.checkpoint import load_trained
 
 SHARED, OWN = "shared lanes", "a model of its own"
 WAYS = (SHARED, OWN)
-Parts = Sequence[Float[np.ndarray, "n classes"]]  # what each tier's lanes say of some images
+_TOLERANCE = 0.05  # of FLOPs that are equal
+Parts = Sequence[Float[np.ndarray, "n classes"]]  # what each tier says of some images
+
+
+def read_models(text: str, policy: policies.Policy, workdir: Path, spec: ModelSpec) -> dict[str, TrainedModel]:
+    """The models that `--own_models` names, by tier; none if it is empty.
+
+    Args:
+      text: TIER=WORKDIR,...
+      policy: of the split.
+      workdir: of the model that was split.
+      spec: of that model.
+
+    Raises:
+      InputError: a tier has none or has other FLOPs than its model, or one did not learn from the same images.
+    """
+    given = dict(item.partition("=")[::2] for item in filter(None, text.split(",")))
+    if not given:
+        return {}
+    if set(given) != set(policy.names):
+        raise InputError(f"--own_models={text} must have a workdir for each of the tiers {', '.join(policy.names)}")
+    flops, learned = lane_flops(spec), _learned(workdir)
+    for name, folder in given.items():
+        own, lanes = Path(folder).expanduser(), policy.tier(name).lanes
+        ratio = sum(lane_flops(load_trained(own).spec)) / sum(flops[lane] for lane in lanes)
+        if abs(ratio - 1) > _TOLERANCE:
+            raise InputError(
+                f"the model in {own} has {ratio:.2f} times the FLOPs of the lanes of tier {name}: train it with "
+                f"--config.model.lanes={spec_of(spec, lanes).lanes}"
+            )
+        if _learned(own) != learned:
+            raise InputError(
+                f"the model in {own} learned from other images than that in {workdir}: train it with the same settings "
+                "of data, and data.split_seed or train.seed"
+            )
+    return {name: TrainedModel(Path(folder).expanduser()) for name, folder in given.items()}
+
+
+def _learned(workdir: Path) -> str:
+    return read_json(workdir / "model.json")["training_images_sha256"]
+
+
+def squares_of(model: Classifier) -> Callable[[np.ndarray], np.ndarray]:
+    """A function from images to the squared lengths of a model's class capsules."""
+    return lambda images: np.square(model.lengths(images))
 
 
 def answer(way: str, parts: Parts) -> Float[np.ndarray, "n classes"]:
@@ -92,30 +156,31 @@ def asking(client: httpx.Client, node: RunningNode, tier: TierArtifact) -> Calla
 
 
 def timed(
-    ways: dict[str, Sequence[float | None]],
-    weights: Sequence[float],
+    ways: Mapping[str, tuple[Sequence[float | None], Sequence[float]]],
     ask: Sequence[Callable[[np.ndarray], np.ndarray]],
+    parts: Mapping[str, Parts],
     images: np.ndarray,
 ) -> dict[str, dict[str, Any]]:
     """Milliseconds to the final answer of each image, and where it was settled; the ways take turns.
 
     Args:
-      ways: with the margins of each.
-      weights: of the tiers' lanes.
-      ask: of each tier, a function from an image to what it says.
+      ways: with the margins and the tiers' weights of each.
+      ask: of each tier, a function that asks it for an image.
+      parts: what each tier says of the images in each way.
       images: asked one after the other.
     """
     taken: dict[str, list[float]] = {way: [] for way in ways}
     heard: dict[str, list[int]] = {way: [] for way in ways}
-    for image in images:
-        for way, least in ways.items():
-            started, parts = time.perf_counter(), list[np.ndarray]()
-            for tier in ask:
-                parts.append(tier(image))
-                if is_final(way, parts, weights, least)[0]:
+    for i, image in enumerate(images):
+        for way, (least, weights) in ways.items():
+            started, known = time.perf_counter(), list[np.ndarray]()
+            for tier, said in zip(ask, parts[way], strict=True):
+                tier(image)
+                known.append(said[i : i + 1])
+                if is_final(way, known, weights, least)[0]:
                     break
             taken[way].append(1e3 * (time.perf_counter() - started))
-            heard[way].append(len(parts))
+            heard[way].append(len(known))
     return {
         way: {
             "images": len(images),

@@ -44,6 +44,7 @@ from mlcn_jax.tiers import schedules, split, wire
 from mlcn_jax.tiers.artifact import TierArtifact
 from mlcn_jax.tiers.cuts import cuts_of
 from mlcn_jax.tiers.node import PATH
+from mlcn_jax.training.checkpoint import load_trained
 
 _NAMES = ("end", "edge", "cloud")
 _FAILING_TIMEOUT, _TASKS_BEFORE = 0.5, 12  # of table 5
@@ -144,6 +145,7 @@ class Tables:
         folder = self.workdir / f"tiers-{cut}"
         if not split.is_of(folder, self.trained):
             split.split(self.workdir, wishes, cut, None, self.data_dir, folder.name)
+            self.trained = load_trained(self.workdir)  # with the weights that were fitted to its lanes, if it had none
         wishes.unlink()
         return {name: TierArtifact(folder / name) for name in _NAMES}
 

@@ -120,9 +120,9 @@ def _node(arguments: argparse.Namespace) -> None:
 def _gateway(arguments: argparse.Namespace) -> None:
     keys = arguments.node_keys or arguments.trust
     limits, listener, tls = _listen(arguments, (*_OF_GATEWAY, *(_WITH_KEYS if keys else ())))
-    if arguments.noise < 0 or arguments.deadline_ms < 0:
+    if not all(0 <= value < float("inf") for value in (arguments.noise, arguments.deadline_ms)):
         raise InputError(
-            f"--noise={arguments.noise:g} and --deadline_ms={arguments.deadline_ms:g} must both be 0 or more"
+            f"--noise={arguments.noise:g} and --deadline_ms={arguments.deadline_ms:g} must both be 0 or more and finite"
         )
     from mlcn_jax.tiers.artifact import TierArtifact
     from mlcn_jax.tiers.client import TierClient, check_nodes

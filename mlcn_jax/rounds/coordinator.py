@@ -158,7 +158,8 @@ def coordinate(
         stack.callback(own.close)
         shared, counted = _start(session, own)
         write_json(workdir / "config.json", config.to_dict())
-        write_json(workdir / "model.json", facts)
+        if shared.round < num_rounds:
+            write_json(workdir / "model.json", facts)  # without weights that were fitted to the lanes as they were
         algorithms = algorithms_of(Plan(), session.spec, config.train.batch_size, {})
         stack.enter_context(tracing.using(tracing.Target(algorithms=tracing.as_pairs(algorithms))))
         step = min(shared.round * settings.steps, session.num_steps)

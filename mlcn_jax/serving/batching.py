@@ -2,7 +2,8 @@
 
 No request waits for a batch to fill. An idle thread starts with a single item; the items that arrive while it computes
 form the next batch. With a deadline, a batch is only so large that the item that has waited longest is ready in time,
-and items that cannot be ready in time are rejected at once. Needs only numpy.
+and items that cannot be ready in time are rejected at once. Items that were accepted with a due time of their own are
+computed even if that has passed. Needs only numpy.
 
 Source: Crankshaw et al. 2017 (Clipper), section 4.3, for batches sized by a deadline; here by times measured at start.
 """
@@ -36,6 +37,7 @@ class _Waiting:
     item: np.ndarray
     future: asyncio.Future
     due: float  # on the clock of `time.monotonic`
+    dropped: float  # when it is no longer computed
     is_gone: Callable[[], bool]
 
 
@@ -102,11 +104,11 @@ class Batcher:
     ) -> list[asyncio.Future]:
         """Returns a future for each item's row, or for the error that `compute` raised; called in the event loop.
 
-        `due` is the time, on the clock of `time.monotonic`, by which these items must be ready, if that is earlier than
-        `deadline_seconds` from now.
+        `due` is the time, on the clock of `time.monotonic`, by which these items should be ready, if that is earlier
+        than `deadline_seconds` from now.
 
-        An item that is late when its turn comes is not computed, nor is one whose client `is_gone`: their futures raise
-        `Late` and `Gone`.
+        An item whose turn comes more than `deadline_seconds` from now is not computed, nor is one whose client
+        `is_gone`: their futures raise `Late` and `Gone`. One whose turn comes after `due` only is computed.
 
         Raises:
           Full: more than `max_waiting` items would wait; none of these is accepted.
@@ -115,12 +117,13 @@ class Batcher:
         if self.waiting + len(items) > self._max_waiting:
             raise Full
         now = time.monotonic()
-        due = min(due, now + self._deadline_seconds)
+        dropped = now + self._deadline_seconds
+        due = min(due, dropped)
         if max(self._busy_until, now) + self.seconds_for(self.waiting + len(items)) > due:
             raise Late
         futures = [self._loop.create_future() for _ in items]
         for item, future in zip(items, futures, strict=True):
-            self._waiting.put(_Waiting(item, future, due, is_gone))
+            self._waiting.put(_Waiting(item, future, due, dropped, is_gone))
         return futures
 
     def seconds_for(self, count: int) -> float:
@@ -147,7 +150,8 @@ class Batcher:
         while (first := self._waiting.get()) is not None:
             if not self._is_wanted(first):
                 continue
-            size = self.batch_size(1 + self._waiting.qsize(), first.due - time.monotonic())
+            left = first.due - time.monotonic()
+            size = self.batch_size(1 + self._waiting.qsize(), left if left > 0 else float("inf"))  # if late, no later
             batch = [first]
             while len(batch) < size and not self._waiting.empty():
                 if (more := self._waiting.get()) is None:
@@ -159,7 +163,7 @@ class Batcher:
 
     def _is_wanted(self, one: _Waiting) -> bool:
         """Whether an item is still to be computed; if not, its future raises the reason."""
-        reason = Gone() if one.is_gone() else Late() if time.monotonic() > one.due else None
+        reason = Gone() if one.is_gone() else Late() if time.monotonic() > one.dropped else None
         if reason is not None:
             self._loop.call_soon_threadsafe(_deliver, [one.future], [reason])
         return reason is None

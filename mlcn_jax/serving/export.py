@@ -41,6 +41,9 @@ def export(workdir: Path) -> Path:
       InputError: the workdir holds no trained model, or flatbuffers is not installed.
     """
     trained, config = load_trained(workdir), read_stored(workdir)
+    weights = trained.spec.lane_weights  # may have been fitted after training
+    summary = _summary(workdir, trained.step) if weights == tuple(config.model["lane_weights"]) else {}
+    config = config.replace({"model.lane_weights": list(weights)})
     folder = workdir / "export"
     if folder.exists() and not (folder / artifact.MANIFEST).is_file():
         raise InputError(f"{folder} exists but is not an export: move it away, because exporting would replace it")
@@ -51,7 +54,7 @@ def export(workdir: Path) -> Path:
         _write(trained, made, f"mlcn_jax export --workdir={shlex.quote(str(workdir))}")
         checked = artifact.Artifact(made, "xla")
         _check(trained, checked)
-        card = model_card.text(checked, _summary(workdir, trained.step), config.data.dir)
+        card = model_card.text(checked, summary, config.data.dir)
         write_atomic(made / model_card.FILE, card)
         put_in_place(made, folder)
     return folder

@@ -218,7 +218,7 @@ class BatchService:
         is_gone: Callable[[], bool] = lambda: False,
         due: float = float("inf"),
     ) -> list[np.ndarray]:
-        """The computed row of each item, by `due` (`Batcher.submit`).
+        """The computed row of each item, if possible by `due` (`Batcher.submit`).
 
         Raises:
           ClientDisconnect: the client `is_gone`, and not all items were computed.

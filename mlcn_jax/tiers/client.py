@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import dataclasses
+import json
 import logging
+import math
 import secrets
 import ssl
 import time
@@ -24,6 +26,7 @@ _SECONDS_BETWEEN_LOOKS = 0.5  # health checks
 _SECONDS_BETWEEN_TRIES = 1.0  # of a tier that has been too slow for the deadline
 _LOOK_SECONDS = 2.0  # time-out of a health check
 _IDLE_SECONDS = 30.0  # how long an idle connection is kept; nodes keep it longer
+_WARM_SECONDS = 20.0  # after its last use, a connection is used for a health check, which keeps it open
 _MOST_HEAD_BYTES = 2**14  # of an answer, besides its numbers
 _QUICK_BYTES = 2**16  # packing up to this many bytes of values takes less time than handing them to a thread
 _OF_ONE_REQUEST = (413, 422)  # statuses of a request that cannot be answered, though the next one may be
@@ -33,6 +36,10 @@ _log = logging.getLogger("mlcn_jax")
 
 class TierLost(Exception):
     """No node of a tier gave a usable answer; the text says why."""
+
+
+class Unanswered(httpx.TransportError):
+    """The connection failed before an answer began; the text says why."""
 
 
 @dataclasses.dataclass
@@ -51,14 +58,13 @@ class Node:
     Attributes:
       breaker: its circuit breaker, which says whether to ask it.
       outstanding: requests that it has not answered yet.
-      is_cold: whether no connection to it is known to be open; a request that is given up closes its connection.
     """
 
     def __init__(self, url: str, tls: ssl.SSLContext | bool, transport: httpx.AsyncBaseTransport | None = None):
         self.url = url
         self.breaker = Breaker()
         self.outstanding = 0
-        self.is_cold = True
+        self._used = -math.inf  # when a connection was last known to be open
         self._times: dict[int, Times] = {}
         self._client = httpx.AsyncClient(
             base_url=url,
@@ -70,6 +76,11 @@ class Node:
             transport=transport,
         )
 
+    @property
+    def is_cold(self) -> bool:
+        """Whether no connection is known to be open for the next request; one that is given up closes its own."""
+        return time.monotonic() > self._used + _WARM_SECONDS
+
     def times(self, count: int) -> Times:
         """What is known about requests with about `count` images."""
         return self._times.setdefault(count.bit_length(), Times())
@@ -78,6 +89,7 @@ class Node:
         """Sends a request; returns the status and body of the answer, which may have up to `most` bytes.
 
         Raises:
+          Unanswered: the connection failed before an answer began.
           httpx.HTTPError: there is no answer, or not one in HTTP.
           wire.Refused: the answer is longer, or compressed.
         """
@@ -86,7 +98,11 @@ class Node:
 
     async def _exchange(self, method: str, path: str, most: int, **options: Any) -> tuple[int, bytes]:
         content = bytearray()
-        async with self._client.stream(method, path, **options) as response:
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                response = await stack.enter_async_context(self._client.stream(method, path, **options))
+            except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
+                raise Unanswered(str(error) or repr(error)) from error
             # Nothing is decoded, so that no part of an answer can grow before its size is looked at.
             if (coding := response.headers.get("Content-Encoding", "identity")) != "identity":
                 raise wire.Refused(f"the answer has Content-Encoding {coding[:20]!r}, which was not asked for")
@@ -94,14 +110,16 @@ class Node:
                 content += part
                 if len(content) > most:
                     raise wire.Refused(f"the answer has more than {most} bytes")
+            if response.status_code == 200:
+                self._used = time.monotonic()
             return response.status_code, bytes(content)
 
-    def gave_up(self, times: Times, seconds: float) -> None:
+    def gave_up(self, times: Times, seconds: float, probe: object | None) -> None:
         """Records that an answer was no longer awaited after `seconds`: it was late, or its deadline was short."""
-        self.is_cold = True
+        self._used = -math.inf
         times.takes_more_than(seconds)
         if times.mean is not None and seconds >= times.late:
-            self.breaker.failed("no answer before the deadline")
+            self.breaker.failed("no answer before the deadline", probe)
 
     async def look(self) -> None:
         """Checks whether it answers; the connection stays open for the next request."""
@@ -109,7 +127,16 @@ class Node:
             async with asyncio.timeout(_LOOK_SECONDS):
                 if (await self._exchange("GET", "/health", _MOST_HEAD_BYTES))[0] == 200:
                     self.breaker.seen()
-                    self.is_cold = False
+
+    async def about(self, seconds: float) -> Any:
+        """What it says of itself, within so many seconds.
+
+        Raises:
+          httpx.HTTPError, TimeoutError: there is no answer.
+          wire.Refused, ValueError, RecursionError: the answer is not one of a node.
+        """
+        async with asyncio.timeout(seconds):
+            return json.loads((await self._exchange("GET", "/", _MOST_HEAD_BYTES))[1])
 
     async def close(self) -> None:
         """Closes its connections."""
@@ -168,7 +195,7 @@ class TierClient:
         known = [node.times(count) for node in self.nodes if not node.breaker.is_open]
         if any(times.may_take(seconds) for times in known):
             return True
-        return bool(known) and time.monotonic() > self._asked + _SECONDS_BETWEEN_TRIES
+        return bool(known) and seconds > 0 and time.monotonic() > self._asked + _SECONDS_BETWEEN_TRIES
 
     def patience(self, count: int) -> float:
         """Seconds after which an answer is late, so that another tier should be asked as well."""
@@ -194,13 +221,18 @@ class TierClient:
                 break
             node = min(able, key=lambda node: (1 + node.outstanding) * node.times(len(rows)).expected)
             tried.append(node)
+            node.outstanding += 1
+            probe = node.breaker.asked()
             try:
-                return await self._ask(node, rows, bits, deadline)
+                return await self._ask(node, rows, bits, deadline, probe)
             except TierLost as error:
                 reasons.append(f"{node.url}: {error}")
+            finally:
+                node.outstanding -= 1
+                node.breaker.ended(probe)
         raise TierLost("; ".join(reasons) or f"no node of {self.name} is available")
 
-    async def _ask(self, node: Node, rows: np.ndarray, bits: int, deadline: float) -> np.ndarray:
+    async def _ask(self, node: Node, rows: np.ndarray, bits: int, deadline: float, probe: object | None) -> np.ndarray:
         nonce = secrets.token_hex(8)
         if rows.nbytes > _QUICK_BYTES:
             body = await asyncio.to_thread(wire.pack_request, self._digest, nonce, rows, bits)
@@ -210,12 +242,12 @@ class TierClient:
         left = deadline - started
         patience = times.timeout
         shape, status = (len(rows), self._classes), 0
-        node.outstanding += 1
-        node.breaker.asked()
         try:
             async with asyncio.timeout(min(left, patience)):
-                self.traffic.sent += len(body)
-                status, content = await node.post(body, _MOST_HEAD_BYTES + 4 * len(rows) * self._classes)
+                try:
+                    status, content = await self._post(node, body, len(rows))
+                except Unanswered:  # as on a connection that was closed meanwhile; the nonce is that of one answer
+                    status, content = await self._post(node, body, len(rows))
             self.traffic.received += len(content)
             if status != 200:
                 raise wire.Refused(f"status {status}: {content[:300].decode(errors='replace')}")
@@ -223,31 +255,32 @@ class TierClient:
         except TimeoutError as error:
             if patience <= left:
                 times.timed_out()
-                node.breaker.failed("no answer in time")
+                node.breaker.failed("no answer in time", probe)
             else:
-                node.gave_up(times, time.monotonic() - started)
+                node.gave_up(times, time.monotonic() - started, probe)
             raise self._lost("time-out", f"no answer within {1e3 * min(left, patience):.0f} ms") from error
         except asyncio.CancelledError:
-            node.gave_up(times, time.monotonic() - started)
+            node.gave_up(times, time.monotonic() - started, probe)
             raise
         except httpx.HTTPError as error:
-            node.breaker.failed(str(error) or repr(error))
+            node.breaker.failed(str(error) or repr(error), probe)
             raise self._lost("connection", str(error) or repr(error)) from error
         except wire.Refused as error:
             if status not in _OF_ONE_REQUEST:
-                node.breaker.failed(str(error), surely=status < 500 and status not in _OF_THE_MOMENT)
+                node.breaker.failed(str(error), probe, surely=status < 500 and status not in _OF_THE_MOMENT)
             raise self._lost("full" if status == 429 else "refused", str(error)) from error
         except Exception as error:  # unexpected, but the other tiers can answer without this one
             _log.exception("a request to %s at %s failed", self.name, node.url)
-            node.breaker.failed(repr(error))
+            node.breaker.failed(repr(error), probe)
             raise self._lost("error", repr(error)) from error
-        finally:
-            node.outstanding -= 1
-            node.breaker.ended()
         times.took(time.monotonic() - started)
         node.breaker.worked()
         self.traffic.answers += 1
         return sums
+
+    async def _post(self, node: Node, body: bytes, count: int) -> tuple[int, bytes]:
+        self.traffic.sent += len(body)
+        return await node.post(body, _MOST_HEAD_BYTES + 4 * count * self._classes)
 
     def _lost(self, kind: str, text: str) -> TierLost:
         self.traffic.failures[kind] = self.traffic.failures.get(kind, 0) + 1
@@ -280,17 +313,20 @@ async def check_nodes(
       InputError: one is not a node, has another tier's lanes, or belongs to another split.
     """
 
-    async def look(client: httpx.AsyncClient, tier: str, url: str) -> None:
+    async def look(tier: str, url: str) -> None:
+        node = Node(url, tls)
         try:
-            about = (await client.get(url)).json()
+            about = await node.about(seconds)
             found = about["tier"], about["policy"], tuple(about["lanes"])
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, TimeoutError) as error:
             _log.warning(
                 "%s at %s cannot be reached (%s); it will be asked once it can be", tier, url, str(error) or repr(error)
             )
             return
-        except (ValueError, KeyError, TypeError) as error:
+        except (wire.Refused, ValueError, RecursionError, KeyError, TypeError) as error:
             raise InputError(f"{url} is not a node of a tier: start one: {program()} tiers node FOLDER") from error
+        finally:
+            await node.close()
         if found != (tier, policy.digest, policy.tier(tier).lanes):
             raise InputError(
                 f"{url} has tier {found[0]}, lanes {', '.join(map(str, found[2]))}, policy {found[1]}; this gateway "
@@ -298,5 +334,4 @@ async def check_nodes(
                 "start all tiers from the same split"
             )
 
-    async with httpx.AsyncClient(verify=tls, timeout=seconds, trust_env=False) as client:
-        await asyncio.gather(*(look(client, tier, url) for tier, own in urls.items() for url in own))
+    await asyncio.gather(*(look(tier, url) for tier, own in urls.items() for url in own))

@@ -211,12 +211,14 @@ class GatewayService(Service):
     def _deadline(self, scope: Scope) -> float:
         """Seconds from the head of a request to its answer."""
         query = urllib.parse.parse_qs(scope["query_string"].decode("latin-1"), True)
-        text = query.get("deadline_ms", [f"{self.deadline_ms:g}"])[-1]
-        if not re.fullmatch(r"[0-9]{1,7}(\.[0-9]{1,6})?", text):
-            raise HTTPException(
-                400, f"deadline_ms is {text[:20]!r}: give milliseconds, or 0 to wait for a final answer"
-            )
-        milliseconds = float(text)
+        milliseconds = self.deadline_ms
+        if "deadline_ms" in query:
+            text = query["deadline_ms"][-1]
+            if not re.fullmatch(r"[0-9]{1,7}(\.[0-9]{1,6})?", text):
+                raise HTTPException(
+                    400, f"deadline_ms is {text[:20]!r}: give milliseconds, or 0 to wait for a final answer"
+                )
+            milliseconds = float(text)
         if 0 < milliseconds < self.least_ms:
             raise HTTPException(400, self._too_short(milliseconds))
         return milliseconds / 1e3 or float("inf")

@@ -80,35 +80,48 @@ class Breaker:
         self._failures = 0
         self._pause = _FIRST_PAUSE
         self._opened = 0.0
-        self._trying = self._surely = False
+        self._probe: object | None = None  # the request that tries the node, while it is under way
+        self._surely = False
         self._rng = rng or random.Random()
 
     @property
     def is_open(self) -> bool:
         """Whether the node must not be asked now."""
-        return self._failures >= _FAILURES and (self._trying or time.monotonic() < self._opened + self._pause)
+        waits = self._probe is not None or time.monotonic() < self._opened + self._pause
+        return self._failures >= _FAILURES and waits
 
-    def asked(self) -> None:
-        """Records that a request is sent; if the node had failed, this is the one that tries it."""
-        self._trying = self._failures >= _FAILURES
+    def asked(self) -> object | None:
+        """Records that a request is sent; returns its mark if it is the one that tries a node that had failed."""
+        if self._failures < _FAILURES:
+            return None
+        self._probe = object()
+        return self._probe
 
     def worked(self) -> None:
         """Records a usable answer."""
-        self.reason, self._failures, self._pause, self._trying = "", 0, _FIRST_PAUSE, False
+        self.reason, self._failures, self._pause, self._probe = "", 0, _FIRST_PAUSE, None
 
-    def failed(self, reason: str, *, surely: bool = False) -> None:
-        """Records a failed request; `surely` if the next would fail too, as after an answer from another model."""
-        again = self._failures >= _FAILURES
-        self.reason, self._trying, self._surely = reason, False, surely
+    def failed(self, reason: str, probe: object | None = None, *, surely: bool = False) -> None:
+        """Records a failed request, with the mark that `asked` gave it.
+
+        `surely` if the next would fail too, as after an answer from another model.
+        """
+        self.reason = reason
+        was_open = self._failures >= _FAILURES
+        if was_open and (probe is None or probe is not self._probe):  # sent before: it tells nothing of the node now
+            self._surely = self._surely or surely
+            return
+        self._probe, self._surely = None, surely
         self._failures = _FAILURES if surely else self._failures + 1
         if self._failures >= _FAILURES:
-            if again:
+            if was_open:
                 self._pause = min(2 * self._pause, _MOST_PAUSE)
             self._opened = time.monotonic() + self._rng.uniform(0, self._pause / 10)
 
-    def ended(self) -> None:
-        """Records that a request has ended, in whatever way."""
-        self._trying = False
+    def ended(self, probe: object | None = None) -> None:
+        """Records that a request has ended, in whatever way, with the mark that `asked` gave it."""
+        if probe is self._probe:
+            self._probe = None
 
     def seen(self) -> None:
         """Records that the node is healthy: it may be tried at once, unless it failed `surely`."""

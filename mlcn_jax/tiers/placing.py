@@ -20,8 +20,8 @@ class TierWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
       name: name of the tier.
-      lanes: indices of its lanes in the model. If it is not given, one of the next two limits them; the last tier takes
-        what is left.
+      lanes: indices of its lanes in the model. If it is not given, one of the next two limits them, but for the last
+        tier, which takes what is left.
       flops_share: its lanes have at most this share of the model's FLOPs.
       profile: file of a device profile (`mlcn_jax profile`), on whose device its lanes take at most `max_ms`.
       max_ms: milliseconds for one image; needs `profile`.
@@ -96,6 +96,10 @@ def place(
     free = [lane for lane in range(len(spec.lane_specs)) if lane not in given]
     placed: list[list[int]] = []
     for i, tier in enumerate(wishes.tiers):
+        limits = [name for name in ("flops_share", "profile", "max_ms") if getattr(tier, name) is not None]
+        if limits and (tier.lanes is not None or i == len(wishes.tiers) - 1):
+            has = "is the last, which takes what is left" if tier.lanes is None else "is given its lanes"
+            raise InputError(f"{path}: tier {tier.name} {has}: leave out its {' and '.join(limits)}")
         if tier.lanes is not None:
             placed.append(list(tier.lanes))
         elif i == len(wishes.tiers) - 1:

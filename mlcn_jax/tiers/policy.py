@@ -41,7 +41,7 @@ class Threshold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       margin: smallest margin at which it is final; None if it never is.
       settled: share of the images whose answer is final.
       loss: accuracy lost, over all images, if these answers are taken instead of the whole model's.
-      loss_bound: upper end of the paired one-sided 95 % confidence interval of `loss` (`threshold`).
+      loss_bound: upper end of the paired one-sided 95 % confidence interval of `loss` (`upper_bound`).
     """
 
     margin: float | None
@@ -133,12 +133,22 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if policy.format != FORMAT:
             raise InputError(f"{path} has format {policy.format}, not {FORMAT}: split the model again")
         check_lanes(path, [tier.lanes for tier in policy.tiers], policy.names)
+        grouped = sorted(member for members in policy.groups.values() for member in members)
+        if grouped and grouped != list(range(len(policy.class_names))):
+            raise InputError(f"{path} has groups that do not contain each class once: split the model again")
+        if set(policy.thresholds) != {"+".join(heard) for heard in subsets(policy.names)}:
+            raise InputError(f"{path} does not have a threshold for each subset of the tiers: split the model again")
         return policy
 
 
 def key(names: Sequence[str], heard: Collection[str]) -> str:
     """The key of a subset of tiers in `Policy.thresholds`."""
     return "+".join(name for name in names if name in heard)
+
+
+def subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Each subset of tiers except the empty and the whole set, in their order."""
+    return [heard for size in range(1, len(names)) for heard in itertools.combinations(names, size)]
 
 
 def margins(sums: Float[np.ndarray, "n classes"], weight: float) -> Float[np.ndarray, " n"]:
@@ -194,35 +204,46 @@ def thresholds(
     """
     whole = np.argmax(sum(parts[name] for name in names), axis=1) == labels
     found = {}
-    for size in range(1, len(names)):
-        for heard in itertools.combinations(names, size):
-            sums = np.sum([parts[name] for name in heard], axis=0)
-            right = np.argmax(sums, axis=1) == labels
-            margin = margins(sums, sum(weights[name] for name in heard))
-            found[key(names, heard)] = threshold(margin, whole.astype(int) - right, tolerance / (len(names) - 1))
+    for heard in subsets(names):
+        sums = np.sum([parts[name] for name in heard], axis=0)
+        right = np.argmax(sums, axis=1) == labels
+        margin = margins(sums, sum(weights[name] for name in heard))
+        found[key(names, heard)] = threshold(margin, whole.astype(int) - right, tolerance / (len(names) - 1))
     return found
+
+
+def upper_bound(mean: Any, variance: Any, count: int) -> Any:
+    """Upper end of the one-sided 95 % confidence interval of the mean of `count` paired differences: 1, 0 or -1 each.
+
+    It also holds for few differences: without any it is 2.7 / count, not 0 as in the normal approximation.
+
+    Args:
+      mean, variance: of the differences; numbers, or arrays of them.
+
+    Source: Wilson 1927.
+    """
+    half = _Z95**2 / (2 * count)
+    return mean + half + np.sqrt(_Z95**2 * variance / count + half**2)
 
 
 def threshold(margin: Float[np.ndarray, " n"], lost: Int[np.ndarray, " n"], tolerance: float) -> Threshold:
     """The smallest margin at which the upper 95 % bound of the accuracy lost stays within `tolerance`.
 
     Margins are tried from the largest down to the first whose bound is above, so trying many of them does not widen the
-    bound. The bound also holds for few losses: without any in n images it is 2.7 / n, not 0 as in the normal
-    approximation.
+    bound (`upper_bound`).
 
     Args:
       margin: margin of each answer.
       lost: 1 if only the whole model is right, -1 if only these tiers are, otherwise 0.
       tolerance: accuracy that may be lost, as a fraction.
 
-    Source: Wilson 1927 for the bound, Maurer et al. 1995 for tests in an order that is fixed beforehand.
+    Source: Maurer et al. 1995 for tests in an order that is fixed beforehand.
     """
     order = np.argsort(-margin, kind="stable")
     count = len(margin)
     mean = np.cumsum(lost[order]) / count
     variance = np.maximum(np.cumsum(np.square(lost[order])) / count - mean**2, 0)
-    half = _Z95**2 / (2 * count)
-    bound = mean + half + np.sqrt(_Z95**2 * variance / count + half**2)
+    bound = upper_bound(mean, variance, count)
     ends = np.flatnonzero(np.append(margin[order][1:], -1) < margin[order])  # the last of those with equal margins
     over = np.flatnonzero(bound[ends] > tolerance)
     ends = ends[: over[0]] if over.size else ends

@@ -5,6 +5,7 @@ or is late, or if there would be no time left to ask one after the other.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 
@@ -14,6 +15,7 @@ from jaxtyping import Bool, Float, UInt8
 from mlcn_jax.tiers.client import TierClient, TierLost
 from mlcn_jax.tiers.policy import Policy
 
+_log = logging.getLogger("mlcn_jax")
 Home = Callable[[str, np.ndarray], Coroutine[None, None, np.ndarray]]  # from images to what a tier receives
 
 
@@ -92,6 +94,7 @@ async def refine(
                 answer.lost[client.name] = reason or "too slow for the deadline"
                 continue
             task = asyncio.create_task(_ask(client, images[which], home, bits, deadline))
+            task.add_done_callback(_read)
             asked[task] = client.name, which
             late = time.monotonic() + client.patience(len(which))
             after = [clients[name].expected(len(which)) for name in waiting if clients[name].is_available]
@@ -121,11 +124,20 @@ async def refine(
                     came = True
                 except TierLost as error:
                     answer.lost[name] = str(error)
+                except Exception as error:  # nobody foresaw it, but there is an answer already
+                    _log.exception("what %s takes could not be computed or sent", name)
+                    answer.lost[name] = repr(error)
             if came:
                 yield answer
     finally:
         for task in asked:
             task.cancel()
+
+
+def _read(task: asyncio.Task) -> None:
+    """Marks a task's error as read: asyncio would report that of a task which ends when nobody waits any more."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _ask(client: TierClient, images: np.ndarray, home: Home, bits: int, deadline: float) -> np.ndarray:

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mlcn_jax.analysis.lane_fit import fit_weights
 from mlcn_jax.analysis.workdir import load_with_data, stored_config
 from mlcn_jax.data.datasets import Split, split_validation
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import hold, put_in_place, write_json
+from mlcn_jax.files import hold, put_in_place, read_json, write_json
 from mlcn_jax.launch import program
 from mlcn_jax.nn.calibration import fold_statistics
 from mlcn_jax.nn.spec import ModelSpec, rows_of, spec_of
@@ -34,6 +35,8 @@ from mlcn_jax.training.session import check_learned
 
 FOLDER = "tiers"
 GOOD_VALIDATION_IMAGES = 5000  # with fewer, the bounds on what a threshold costs are wide
+LEAST_WEIGHT = 0.01  # that is fitted to a lane: with 0, a tier that has no other would have no answer
+_MODEL = "model.json"  # of a workdir
 _log = logging.getLogger(__name__)
 
 
@@ -47,6 +50,9 @@ def split(
     precision: Path | None = None,
 ) -> Path:
     """Writes an artifact for each tier into a folder of `workdir`, in place of older ones, and returns that folder.
+
+    If the model has no weights of its lanes, they are fitted on the validation images and stored in `model.json`, where
+    all that reads the model finds them; lanes of `precision` keep the weights that they were exported with.
 
     Before they are put in place they are loaded again, and must add up to the whole model's lengths, as far as their
     precisions allow (`parts.tolerance`).
@@ -74,15 +80,24 @@ def split(
     train, validation = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)
     check_learned(workdir, dataset, train)
     _check_validation(workdir, len(validation.labels))
-    folded = _folded(trained)
     chosen: list[Made] = []
+    fits = precision is None and not trained.spec.lane_weights
     if precision is not None:
-        chosen = read_lanes(precision, trained.spec, _digest(folded))
+        chosen = read_lanes(precision, trained.spec, _digest(_folded(trained)))
         squares = _squares_of(chosen, validation.images)
     else:
         v = class_capsules(trained.spec, trained.params, validation, config.train.batch_size)
+        if fits:
+            trained = _weighted(trained, v, validation)
         squares = np.square(v) * trained.spec.weights.astype(np.float32)
+    folded = _folded(trained)
     lanes = place(wishes_path, wishes, trained.spec, squares, validation.labels)
+    for tier, own in zip(wishes.tiers, lanes, strict=True):
+        if not trained.spec.weights[own].any():
+            raise InputError(
+                f"{wishes_path}: the lanes of tier {tier.name}, {', '.join(map(str, own))}, have weight 0 in "
+                f"{workdir / _MODEL}, so it would have no answer: give it another lane"
+            )
     policy, parts = _policy(folded, wishes, lanes, cut, squares, validation)
     folder = workdir / (out or FOLDER)
     if folder.exists() and not any(folder.glob(f"*/{policies.FILE}")):
@@ -98,8 +113,27 @@ def split(
                 (made / tier.name / SIGNATURE).write_bytes(signing.sign(content))
         precisions = [own.form.precision for own in chosen] or [trained.spec.compute_dtype] * len(trained.spec.weights)
         _check(made, policy, squares, validation, tolerance(precisions, trained.spec.weights))
+        if fits:
+            _store_weights(workdir, trained.spec.lane_weights)
+            _log.info(
+                "weights of the lanes were fitted on %d validation images and are now in %s; exports made before have "
+                "none, and a run that goes on drops them",
+                *(len(validation.labels), workdir / _MODEL),
+            )
         put_in_place(made, folder)
     return folder
+
+
+def _weighted(trained: Trained, v: np.ndarray, validation: Split) -> Trained:
+    """The model with weights that are fitted to its lanes' class capsules of the validation images."""
+    weights = tuple(max(weight, LEAST_WEIGHT) for weight in fit_weights(v, validation.labels))
+    return dataclasses.replace(trained, spec=dataclasses.replace(trained.spec, lane_weights=weights))
+
+
+def _store_weights(workdir: Path, weights: Sequence[float]) -> None:
+    about = read_json(workdir / _MODEL)
+    about["spec"]["lane_weights"] = list(weights)
+    write_json(workdir / _MODEL, about)
 
 
 def is_of(folder: Path, trained: Trained) -> bool:
@@ -253,11 +287,17 @@ def _check(folder: Path, policy: policies.Policy, squares: np.ndarray, validatio
 
 
 def describe(folder: Path) -> str:
-    """What a split model is, as a table: each tier's lanes and share of the FLOPs, and when an answer is final."""
+    """What a split model is, as a table: each tier's lanes and share of the FLOPs, and when an answer is final.
+
+    `folder` is in the workdir of the model, whose `model.json` has the weights of the lanes.
+    """
     policy = policies.Policy.read(next(folder.glob(f"*/{policies.FILE}")))
     total = sum(tier.flops for tier in policy.tiers)
     lines = [f"{'tier':<12}{'lanes':<16}{'FLOPs':>8}"]
     lines += [f"{tier.name:<12}{','.join(map(str, tier.lanes)):<16}{tier.flops / total:>8.1%}" for tier in policy.tiers]
+    weights = read_json(folder.parent / _MODEL)["spec"].get("lane_weights", [])
+    shown = ", ".join(f"{weight:g}" for weight in weights) or "1 each"
+    lines.append(f"\nweights of the lanes, in {folder.parent / _MODEL}: {shown}")
     lines += [f"\n{'answered':<20}{'margin':>8}{'settled':>9}{'loss':>8}{'at most':>9}  (95 %, validation images)"]
     for name, found in policy.thresholds.items():
         margin = "never" if found.margin is None else f"{found.margin:.3f}"

@@ -81,7 +81,6 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         start = int(state.step)
         num_steps = max(session.num_steps, start)
         write_json(workdir / "config.json", config.to_dict())
-        write_json(workdir / "model.json", model_facts)
         finished = processes.from_first(_finished_summary(workdir, start))
         if start == num_steps and finished:
             _log.info("%s is finished: %d steps", workdir, start)
@@ -90,6 +89,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
                 write_json(workdir / "summary.json", finished)
             return finished
 
+        write_json(workdir / "model.json", model_facts)  # without weights that were fitted to the lanes as they were
         announce(session, plan.about, workdir, start, num_steps)
         options = session.step_options | teacher.options
         runner = make_runner(plan, spec, session.optimizer, clip_norm=settings.clip_norm, **options)

@@ -37,7 +37,9 @@ def check_resumable(session: Session, workdir: Path, mine: dict[str, Any]) -> No
     session.config.check_resumable(stored, workdir)
     if isinstance(theirs.get("spec"), dict):
         older = {k: list(v) if isinstance(v, tuple) else v for k, v in model_defaults().items()}
-        theirs["spec"] = {k: v for k, v in (older | theirs["spec"]).items() if k != "remat"}
+        # Weights of lanes may have been fitted since (`tiers split`); those of the run are in its configuration.
+        now = {"lane_weights": mine["spec"]["lane_weights"]}
+        theirs["spec"] = {k: v for k, v in (older | theirs["spec"] | now).items() if k != "remat"}
     theirs = {TEACHERS: mine.get(TEACHERS)} | theirs  # runs that an older version pruned have none
     if rows := differences(theirs, mine):
         raise InputError(

@@ -14,10 +14,12 @@ import types
 import httpx
 import numpy as np
 import pytest
+from absl import flags
 
 from experiments import quota, tiers_bed, tiers_dispatch, tiers_leak, tiers_relay
 from experiments.tiers_relay import Link, Relay
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving.export import flat_weights
@@ -68,6 +70,38 @@ def test_links_stall_break_and_come_back(echo):
     for wrong in ({"mode": "other"}, {"speed": 1}):
         with pytest.raises(InputError, match="a link has delay_ms"):
             relay.change(**wrong)
+    relay.close()
+
+
+def test_a_link_that_stalls_or_whose_end_takes_nothing_holds_no_more_than_so_much(echo, monkeypatch):
+    monkeypatch.setattr(tiers_relay, "_MOST_WAITING", 4)
+    relay, size = Relay(echo, Link()), 2**18
+    with connect(relay) as connection:
+        relay.change(mode="stall")
+        sender = threading.Thread(target=connection.sendall, args=(bytes(size),))
+        sender.start()
+        time.sleep(0.3)
+        assert 0 < relay.sent <= 5 * tiers_relay._CHUNK
+        relay.change(mode="pass")
+        left = size
+        while left:
+            left -= len(connection.recv(65536))
+        sender.join()
+    assert relay.sent == relay.received == size
+    relay.close()
+
+
+def test_no_byte_is_lost_where_many_connections_are_counted():
+    relay = Relay(("127.0.0.1", 9), Link())
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    counting = [threading.Thread(target=lambda: [relay._count("sent", 1) for _ in range(20_000)]) for _ in range(4)]
+    for thread in counting:
+        thread.start()
+    for thread in counting:
+        thread.join()
+    sys.setswitchinterval(before)
+    assert relay.sent == 80_000
     relay.close()
 
 
@@ -169,14 +203,17 @@ def test_dead_ends_stop_everything_are_asked_again_and_again_or_left_alone(devic
 
 
 def test_whoever_has_the_weights_restores_the_image_from_the_first_feature_map():
-    spec = ModelSpec("mlcn", (20, 20, 1), 10, lanes="mlcn2:w2", margin_loss="per_lane")
+    spec = ModelSpec("mlcn", (20, 20, 1), 10, lanes="mlcn2:w2,mlcn1:w1*2", margin_loss="per_lane")
     import jax
 
     weights = flat_weights(init_params(spec, jax.random.key(0))["encoder"])
-    part = Part(spec, (1.0,), "conv1")
+    part = Part(spec, (1.0,) * 3, "conv1")
     images = np.random.default_rng(0).integers(0, 256, (3, 20, 20, 1)).astype(np.uint8)
     attacker = tiers_leak.Attacker(part, part.split_weights(weights)[0], images, 2, 1)
     values = attacker.values(images)
+    linear, constant = attacker._linear
+    exact = linear @ (images[0].ravel() / 255) + constant
+    np.testing.assert_allclose(np.maximum(exact, 0), values[0], atol=1e-3, err_msg="all lanes, in their order")
     restored = attacker.restore("least squares", values[:1], 0.0, lambda v: v)
     assert tiers_leak.scores(restored, images[:1])["psnr_db"] > 60
     coarse = attacker.restore("least squares", tiers_leak.as_sent(values[:1], 4, 0.0), 0.0, lambda v: v)
@@ -185,8 +222,28 @@ def test_whoever_has_the_weights_restores_the_image_from_the_first_feature_map()
     known, blind = (attacker.restore("least squares", noised, noise, lambda v: v) for noise in (0.5, 0.0))
     told = [tiers_leak.scores(restored, images[:1])["psnr_db"] for restored in (known, blind)]
     assert told[0] > told[1], "who knows how much noise there is leaves out what it let pass"
-    assert tiers_leak.share_found(values[:2], values) == 1
-    assert tiers_leak.share_found(values[[1, 0]], values) == 0
+    assert tiers_leak.share_found(values[:2], attacker.parts(images)) == 1
+    assert tiers_leak.share_found(values[:2], [values[:1], values[1:]]) == 1
+    assert tiers_leak.share_found(values[[1, 0]], [values]) == 0
+
+
+@pytest.mark.long
+def test_attacks_run_from_end_to_end_and_go_on_where_they_stopped(per_lane, tmp_path):
+    values = flags.FlagValues()
+    tiers_leak.define(values)
+    values(["tiers_leak", f"--workdir={per_lane}", f"--results={tmp_path}", "--scale=smoke"])
+    tiers_leak.main(values)
+    path = tmp_path / "tiers_leak_smoke.json"
+    found = read_json(path)
+    assert (found["about"]["lanes"], found["about"]["numbers"]) == ("mlcn2:w1d1*1", [2])
+    assert len(found["rows"]) == sum(len(tiers_leak.keys_of(cut)) for cut in ("conv1", "capsules", "columns"))
+    assert found["rows"]["conv1, 32 bits, found"] == {"found": 1.0}
+    assert "The lanes of one tier, `mlcn2:w1d1*1`" in path.with_suffix(".md").read_text()
+    assert path.with_suffix(".png").stat().st_size > 1000
+    started = time.monotonic()
+    tiers_leak.main(values)
+    assert read_json(path)["rows"] == found["rows"]
+    assert time.monotonic() - started < 5, "nothing is computed again"
 
 
 def test_each_cut_and_setting_is_attacked_once():

@@ -5,6 +5,7 @@ import datetime
 import http.client
 import http.server
 import json
+import signal
 import threading
 import types
 from pathlib import Path
@@ -14,7 +15,11 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from experiments import tiers_faults, tiers_gateway, tiers_shared
+from experiments import tiers_faults, tiers_gateway, tiers_gateway_report, tiers_shared
+from experiments.tiers_bed import NodePlan
+from mlcn_jax.errors import InputError
+from mlcn_jax.files import write_json
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.tiers import policy as policies
 from mlcn_jax.tiers import signatures, wire
 from mlcn_jax.tiers.policy import Policy, Tier
@@ -108,31 +113,101 @@ def gateway():
     server.server_close()
 
 
-def test_requests_under_a_fault_are_counted_by_when_it_was(gateway, monkeypatch):
-    monkeypatch.setattr(tiers_faults.time, "sleep", lambda seconds: None)
+def test_faults_come_while_requests_are_under_way_and_requests_are_counted_by_when(gateway, monkeypatch):
+    monkeypatch.setattr(tiers_faults, "_MOMENT_SECONDS", 0.001)
+    monkeypatch.setattr(tiers_faults, "_REQUESTS_OF_TIME", 20)
     url, seen = gateway
-    begun = []
-    fault = lambda nodes: begun.append(("begins", len(seen))), lambda nodes: begun.append(("ends", len(seen)))
+    changed = []
+
+    def change(name):
+        def until_two_more_requests_have_come(nodes):
+            wanted = len(seen) + 2
+            for _ in range(5000):
+                if len(seen) >= wanted:
+                    break
+                threading.Event().wait(0.001)
+            changed.append((name, len(seen) >= wanted))
+
+        return until_two_more_requests_have_come
+
     images = np.zeros((3, 4, 4, 1), np.uint8)
-    found = tiers_faults.under_fault(url, images, 40, [], fault, lambda: 0.0)
-    assert begun == [("begins", 10), ("ends", 30)]
+    found = tiers_faults.under_fault(url, images, 400, [], (change("begins"), change("ends")), lambda: 0.0)
+    assert changed == [("begins", True), ("ends", True)] * 10, "more often in more requests, but not without end"
     assert seen[0] == "/predict?deadline_ms=1050.0"
-    assert (found["requests"], found["late"], found["unanswered"]) == (40, 0, 1)
-    assert found["heard"] == {"before": {"2 lanes": 9}, "during": {"1 lanes": 20}, "after": {"2 lanes": 10}}
+    assert (found["requests"], found["times"], found["late"], found["unanswered"]) == (400, 10, 0, 1)
+    heard = {phase: sum(counts.values()) for phase, counts in found["heard"].items()}
+    assert sum(heard.values()) == 399
+    assert heard["before"] >= 9
+    assert min(heard.values()) > 0
     assert "500" in found["unanswered_ones"][0]
+
+
+def test_what_goes_wrong_in_a_fault_ends_the_measurement(gateway, monkeypatch):
+    monkeypatch.setattr(tiers_faults, "_MOMENT_SECONDS", 0.001)
+
+    def begin(nodes):
+        raise InputError("a node did not start")
+
+    with pytest.raises(InputError, match="a node did not start"):
+        tiers_faults.under_fault(
+            gateway[0], np.zeros((1, 4, 4, 1), np.uint8), 8, [], (begin, lambda nodes: None), lambda: 0.0
+        )
+
+
+def test_a_fault_of_the_edge_is_of_the_edge_alone():
+    signals = []
+
+    def node(name):
+        send = lambda number: signals.append((name, number))  # noqa: E731
+        return types.SimpleNamespace(plan=NodePlan(Path(name), 1.0), signal=send)
+
+    for change in tiers_faults.FAULTS[tiers_faults.EDGE_ALONE]:
+        change([node("edge"), node("cloud")])
+    assert signals == [("edge", signal.SIGSTOP), ("edge", signal.SIGCONT)]
 
 
 @pytest.mark.parametrize(
     ("one", "why"),
     [
-        ({"ms": 60.0, "by_gateway_ms": 59.0, "held_back_ms": 12.0}, "had used up its quota"),
-        ({"ms": 60.0, "by_gateway_ms": 40.0, "held_back_ms": 2.0}, "in time by the gateway's clock"),
-        ({"ms": 60.0, "by_gateway_ms": 59.0, "held_back_ms": 2.0}, None),
+        ({"by_gateway_ms": 59.0, "held_back_ms": 12.0, "waited_ms": 0.0}, "had used up its quota"),
+        ({"by_gateway_ms": 40.0, "held_back_ms": 2.0, "waited_ms": 0.0}, None),
+        ({"by_gateway_ms": 40.0, "held_back_ms": 0.0, "waited_ms": 15.0}, "the client waited for a core for 15.0 ms"),
+        ({"by_gateway_ms": 59.0, "held_back_ms": 0.0, "waited_ms": 15.0}, None),
+        ({"by_gateway_ms": 54.0, "held_back_ms": 5.0, "waited_ms": 15.0}, "5.0 ms, and the client waited for a core"),
+        ({"by_gateway_ms": 59.0, "held_back_ms": 2.0, "waited_ms": 0.0}, None),
     ],
 )
-def test_late_answers_are_explained_by_what_was_measured(one, why):
-    told = tiers_faults.why_late(one, 50.0)
+def test_late_answers_are_explained_by_as_much_as_was_measured(one, why):
+    told = tiers_faults.why_late({"ms": 60.0, **one}, 50.0)
     assert why in told if why else told == ""
+
+
+def test_waiting_for_a_core_is_told_by_the_kernel_or_nothing(monkeypatch):
+    before = tiers_faults.waited_for_core()
+    assert 0 <= before <= tiers_faults.waited_for_core()
+
+    def unknown(path):
+        raise OSError
+
+    monkeypatch.setattr(tiers_faults.Path, "read_text", unknown)
+    assert tiers_faults.waited_for_core() == 0
+
+
+def test_a_server_has_its_quota_before_it_times_its_lanes(monkeypatch):
+    done = []
+    running = types.SimpleNamespace(pid=7, kill=lambda: done.append("killed"), wait=lambda: done.append("waited"))
+
+    @contextlib.contextmanager
+    def limited(pid, name, cores):
+        done.append(("limited", pid, name, cores))
+        yield "quota"
+
+    monkeypatch.setattr(tiers_gateway, "start_server", lambda *_: running)
+    monkeypatch.setattr(tiers_gateway, "limited", limited)
+    monkeypatch.setattr(tiers_gateway, "url_of", lambda server: done.append("listens") or "http://x")
+    with tiers_gateway.process("end", 0.3, "tiers") as found:
+        assert found == ("http://x", "quota")
+    assert done == [("limited", 7, "end", 0.3), "listens", "killed", "waited"]
 
 
 @pytest.fixture
@@ -161,15 +236,9 @@ def test_lanes_that_add_up_are_better_at_each_further_tier_than_a_model_of_its_o
     assert shared["accuracy"][-1] == pytest.approx(whole)
     assert shared["final_accuracy"] >= whole - 0.02
     asked = []
-
-    def tier(number):
-        def ask(image):
-            asked.append(number)
-            return made[number][int(image)][None]
-
-        return ask
-
-    times = tiers_shared.timed(least, weights, [tier(i) for i in range(3)], np.arange(100))
+    ask = [lambda image, number=number: asked.append(number) for number in range(3)]
+    ways = {way: (least[way], weights) for way in tiers_shared.WAYS}
+    times = tiers_shared.timed(ways, ask, dict.fromkeys(ways, made), np.zeros((100, 4, 4, 1), np.uint8))
     for way in tiers_shared.WAYS:
         first = tiers_shared.settled(way, [part[:100] for part in made], weights, least[way], labels[:100])
         assert times[way]["settled"] == pytest.approx(first["settled"])
@@ -177,12 +246,45 @@ def test_lanes_that_add_up_are_better_at_each_further_tier_than_a_model_of_its_o
     assert asked.count(2) < 200
 
 
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    """Workdirs with a model of its own for each tier of `policy`, and one of the model that was split."""
+    lanes = {"whole": "mlcn1:w1*4", "end": "mlcn1:w1*1", "edge": "mlcn1:w1*1", "cloud": "mlcn1:w1*2"}
+    for name in lanes:
+        (tmp_path / name).mkdir()
+        write_json(tmp_path / name / "model.json", {"training_images_sha256": "0"})
+    specs = {name: ModelSpec("mlcn", (28, 28, 1), 3, lanes=text) for name, text in lanes.items()}
+    monkeypatch.setattr(tiers_shared, "load_trained", lambda folder: types.SimpleNamespace(spec=specs[folder.name]))
+    monkeypatch.setattr(tiers_shared, "TrainedModel", lambda folder: folder.name)
+
+    def read(**given):
+        text = ",".join(f"{tier}={tmp_path / name}" for tier, name in given.items())
+        return tiers_shared.read_models(text, policy(), tmp_path / "whole", specs["whole"])
+
+    return read
+
+
+def test_a_model_of_its_own_has_the_flops_of_its_tier_and_learned_from_the_same_images(models, tmp_path):
+    assert models() == {}
+    assert models(end="end", edge="edge", cloud="cloud") == {name: name for name in ("end", "edge", "cloud")}
+    with pytest.raises(InputError, match="must have a workdir for each of the tiers end, edge, cloud"):
+        models(end="end")
+    with pytest.raises(InputError, match=r"0\.50 times the FLOPs of the lanes of tier cloud: .*lanes=mlcn1:w1d1\*2"):
+        models(end="end", edge="edge", cloud="edge")
+    write_json(tmp_path / "edge" / "model.json", {"training_images_sha256": "1"})
+    with pytest.raises(InputError, match="edge learned from other images than that in"):
+        models(end="end", edge="edge", cloud="cloud")
+
+
+def fault():
+    made = {"requests": 40, "deadline_ms": 51.5, "late": 1, "late_by_gateway": 0, "unexplained": 0, "unanswered": 0}
+    heard = {"before": {"1 lanes": 3, "2 lanes": 1}, "during": {"1 lanes": 4}, "after": {}}
+    return made | {"p50_ms": 5.0, "p999_ms": 50.0, "heard": heard}
+
+
 def results():
-    right = {"images": 8, "accuracy": 1.0, "right": tiers_gateway.packed(np.ones(8, bool))}
+    right = {"images": 8, "accuracy": 1.0, "right": tiers_gateway_report.packed(np.ones(8, bool))}
     times = {"mean_ms": 100.0, "p95_ms": 120.0, "sent_bytes": 1000}
-    fault = {"requests": 40, "deadline_ms": 51.5, "late": 1, "late_by_gateway": 0, "unexplained": 0, "unanswered": 0}
-    fault |= {"p50_ms": 5.0, "p999_ms": 50.0}
-    fault["heard"] = {"before": {"1 lanes": 3, "2 lanes": 1}, "during": {"1 lanes": 4}, "after": {"4 lanes": 4}}
     names = ("end", "edge", "cloud", "end+edge", "end+cloud", "edge+cloud", "end+edge+cloud")
     way = {"accuracy": [0.5, 0.6, 0.7], "settled": [0.5, 0.3, 0.2], "final_accuracy": 0.69}
     way["times"] = {"mean_ms": 30.0, "p95_ms": 130.0, "images": 20, "settled": [0.5, 0.3, 0.2]}
@@ -195,19 +297,31 @@ def results():
             "subsets": dict(zip(names, (0.5, 0.6, 0.7, 0.65, 0.75, 0.72, 0.76), strict=True)),
             "cloud alone": right | times,
             "answers": right | times | {"settled_at_end": 0.7, "without_a_tier": 0, "end_flops_share": 0.25},
-            "fault: SIGSTOP, and SIGCONT": fault,
+            "fault: SIGSTOP, and SIGCONT": fault(),
             "own models": dict.fromkeys(tiers_shared.WAYS, way),
         },
     }
 
 
-def test_tables_tell_what_a_lost_tier_costs_and_what_faults_did():
-    text = tiers_gateway.report(json.loads(json.dumps(results())))
-    assert "| cloud | 2 | 0.6500 | 11.00 |" in text
-    assert "| end | 1 | 0.7200 | 4.00 |" in text
-    assert "| SIGSTOP, and SIGCONT | 40 | 51.5 | 1 | 0 | 0 | 0 | 5 | 50 | 25.0%, 0.0%, 100.0% |" in text
+def test_tables_tell_what_was_reached_and_what_was_not():
+    made = json.loads(json.dumps(results()))
+    text = tiers_gateway.report(made)
+    assert "| cloud | 2 | 0.6500 | 11.00 |  |  |" in text
+    assert "| end | 1 | 0.7200 | 4.00 | at most 0.5 | no |" in text
+    late = "| SIGSTOP, and SIGCONT | 40 | 51.5 | 1 | 0 | 0 | 0 | 5 | 50 | 25.0%, 0.0%, none | no |"
+    assert late in text, "1 of 40 is too many"
+    assert late.replace("| 1 | 0 |", "| 0 | 0 |").replace("| no |", "| yes |") in tiers_gateway.report(
+        {**made, "measured": made["measured"] | {"fault: SIGSTOP, and SIGCONT": {**fault(), "late": 0}}}
+    )
+    assert "| accuracy | 1 | 1 | lost 0.00, at most 33.82 points | lost at most 0.5 points | yes |" in text
+    assert "| settled at the end |  | 0.7 |  | at least 0.6 | yes |" in text
+    assert "| bytes of bodies | 1000 | 1000 | 1.000 | at most 0.45 | no |" in text
+    assert "| p95, ms | 120 | 120 | 1.000 | at most 1.2 | yes |" in text
+    assert "one-sided" in text
     assert "| shared lanes | edge | 0.6000 | 30.0% |" in text
     assert "| a model of its own | 0.6900 | 30.0 | 130.0 | 20 |" in text
+    del made["measured"]["own models"]
+    assert "a model of its own" not in tiers_gateway.report(made), "it was not asked for"
 
 
 def test_a_split_of_other_tiers_is_not_taken_for_these(tmp_path, monkeypatch):

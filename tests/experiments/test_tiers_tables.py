@@ -42,10 +42,15 @@ def made():
 
 def test_tables_tell_what_was_measured_and_how_far_models_are_off(tmp_path):
     results = made()
+    results["measured"]["devices"]["end"] = {"communication": 0.1, "processing": 0.3, "work": 0.0}
     write_report(json.loads(json.dumps(results)), tmp_path / "tables.json")
     text = (tmp_path / "tables.md").read_text()
     assert (tmp_path / "tables.png").stat().st_size > 1000
     assert "| 1 | never | 4 | 2.2 |" in text
+    assert "| 0 | 4 | 2 |" in text, "predicted from single tasks: 2 on each end, then 8 on each"
+    assert "| 1 | 7.2 |" in text
+    assert "| 0 | 0.50 | yes |" in text, "what was measured over what was predicted, in a table of its own"
+    assert "It must be at most 15% over at least 24: no." in text
     assert "| conv1 | 0.5 | unlimited | 9000 | 0.1 | 1.5 | 0.5 | 50.0% |" in text
     assert "| conv1 | 0.5 | 20 Mbit/s | 9000 | 0.1 | 4 | 3 | 300.0% |" in text
     assert "| end | 2 | 0 ms | 1.25 | 0.75 | 1 |" in text
@@ -54,8 +59,8 @@ def test_tables_tell_what_was_measured_and_how_far_models_are_off(tmp_path):
     rows = schedule_rows(results)
     assert len(rows) == 8
     end = rows[0]
-    assert (end["schedule"], end["ends"], end["corrected"]) == ("End", 1, 2.0)
-    assert mean_error([end], "corrected") == 0
+    assert (end["schedule"], end["ends"], end["corrected"]) == ("End", 1, 4.0)
+    assert mean_error([end], "corrected") == 1
     lines = [line for line in text.splitlines() if "End-Cloud | 2" in line]
     assert len(lines) == 2, "measured and predicted are in tables of their own"
 
@@ -67,8 +72,9 @@ def test_a_model_that_was_trained_further_is_split_again(tmp_path, monkeypatch):
     (tmp_path / "tiers-pixels").mkdir()  # of the model as it was
     made = []
     monkeypatch.setattr(tiers_tables, "TierArtifact", Path)
+    monkeypatch.setattr(tiers_tables, "load_trained", lambda workdir: made.append("with its weights"))
     monkeypatch.setattr(tiers_tables.split, "is_of", lambda folder, trained: folder.name in made)
     monkeypatch.setattr(tiers_tables.split, "split", lambda *given: made.append(given[-1]))
     for _ in range(2):
         assert tables._split()["edge"] == tmp_path / "tiers-pixels" / "edge"
-    assert made == ["tiers-pixels"]
+    assert made == ["tiers-pixels", "with its weights"]

@@ -93,6 +93,17 @@ def test_lanes_that_classify_alone_and_signed_pixels_are_exported(exported, tmp_
     np.testing.assert_allclose(loaded.probabilities(images), loaded.lengths(images) / np.sqrt(count), rtol=1e-6)
 
 
+def test_weights_that_were_fitted_after_training_are_those_of_all_exports(exported, tmp_path):
+    workdir = shutil.copytree(exported, tmp_path / "run", ignore=shutil.ignore_patterns("export"))
+    stored = json.loads((workdir / "model.json").read_text())
+    stored["spec"]["lane_weights"] = [4.0, 0.0]
+    (workdir / "model.json").write_text(json.dumps(stored))
+    export.export(workdir)
+    assert onnx.read_export(workdir).spec.lane_weights == (4.0, 0.0)
+    assert "Not measured when the model was exported" in (workdir / "export" / "README.md").read_text()
+    assert json.loads((workdir / "config.json").read_text())["model"]["lane_weights"] == []
+
+
 def test_lane_weights_are_used_by_all_that_read_lengths(exported, tmp_path, rng):
     """Weights 1 and 0 leave one lane: so do the model, its export, ONNX and the scores."""
     for name in ("config.json", "model.json"):

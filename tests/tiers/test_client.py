@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import gzip
+import itertools
 import json
 import time
 import types
@@ -110,6 +111,107 @@ def test_connections_are_opened_before_they_are_needed(monkeypatch):
             with pytest.raises(TierLost):  # which closes the connection
                 await ask(client, 0.03)
         watching.cancel()
+
+    asyncio.run(check())
+
+
+def test_connections_are_used_before_they_are_closed_as_idle(monkeypatch):
+    monkeypatch.setattr(clients, "_SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(clients, "_WARM_SECONDS", 0.05)
+    looks = []
+
+    async def handler(request):
+        looks.append(time.monotonic())
+        return httpx.Response(200)
+
+    async def check():
+        watching = asyncio.create_task(tier_of(handler).watch())
+        until = time.monotonic() + 5
+        while len(looks) < 3:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.01)
+        watching.cancel()
+
+    asyncio.run(check())
+    assert all(after - before >= 0.05 for before, after in itertools.pairwise(looks)), "not more often than it takes"
+
+
+@pytest.mark.parametrize(("breaks", "answers"), [(1, True), (2, False)])
+def test_a_connection_that_breaks_before_an_answer_is_tried_once_more(breaks, answers):
+    sent = []
+
+    async def handler(request):
+        sent.append(json.loads(request.content.partition(b"\n")[0])["nonce"])
+        if len(sent) <= breaks:
+            raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
+        return httpx.Response(200, content=answer_to(request))
+
+    async def check():
+        client = tier_of(handler)
+        if answers:
+            assert (await ask(client, 5)).tolist() == [[0.5] * 3]
+            assert client.nodes[0].breaker.reason == ""
+        else:
+            with pytest.raises(TierLost, match="Server disconnected"):
+                await ask(client, 5)
+        assert client.traffic.sent == 2 * len(wire.pack_request(made().digest, sent[0], IMAGES))
+
+    asyncio.run(check())
+    assert len(sent) == 2
+    assert len(set(sent)) == 1, "one answer has one nonce"
+
+
+def test_an_answer_that_breaks_off_is_not_asked_for_again():
+    sent = []
+
+    async def cut_short():
+        yield b"{"
+        raise httpx.ReadError("reset")
+
+    async def handler(request):
+        sent.append(1)
+        return httpx.Response(200, content=cut_short())
+
+    async def check():
+        with pytest.raises(TierLost, match="reset"):
+            await ask(tier_of(handler), 5)
+
+    asyncio.run(check())
+    assert len(sent) == 1
+
+
+def test_an_older_request_that_ends_does_not_let_another_try_a_node_that_is_being_tried():
+    async def check():
+        statuses, held = [], [asyncio.Event(), asyncio.Event()]
+
+        async def handler(request):
+            statuses.append({0: 413, 4: 413}.get(len(statuses), 500))
+            number = len(statuses) - 1
+            if number in (0, 4):
+                await held[number == 4].wait()
+            return httpx.Response(statuses[number], text="no")
+
+        async def until(count):
+            while len(statuses) < count:
+                await asyncio.sleep(0)
+
+        client = tier_of(handler)
+        older = asyncio.create_task(ask(client, 5))
+        await until(1)
+        for _ in range(3):
+            with pytest.raises(TierLost):
+                await ask(client, 5)
+        client.nodes[0].breaker.seen()
+        tries = asyncio.create_task(ask(client, 5))
+        await until(5)
+        assert not client.is_available
+        held[0].set()
+        await asyncio.wait([older])
+        assert not client.is_available, "the one that tries it is out"
+        held[1].set()
+        await asyncio.wait([tries])
+        assert client.is_available
+        assert all(isinstance(task.exception(), TierLost) for task in (older, tries))
 
     asyncio.run(check())
 

@@ -130,6 +130,33 @@ def test_what_the_own_lanes_cannot_answer_by_the_deadline_is_refused_at_once(tie
     asyncio.run(check())
 
 
+def test_what_was_accepted_is_answered_even_if_its_turn_comes_late(tiers, images):
+    async def check():
+        async with started(tiers) as (client, gateway, _):
+            await lines_of(client, images[0])  # which compiles
+            compute = gateway.batcher._compute
+
+            def slowly(rows):
+                time.sleep(0.3)
+                return compute(rows)
+
+            gateway.batcher._compute = slowly
+            gateway.batcher._seconds = {1: 0.001, 2: 0.001}  # so all are accepted
+            asked = [client.post("/predict?deadline_ms=100", content=png(images[0])) for _ in range(3)]
+            for answer in await asyncio.gather(*asked):
+                assert answer.status_code == 200, answer.text
+                assert answer.json()["predictions"][0]["lanes"] == [1]
+
+    asyncio.run(check())
+
+
+def test_a_default_deadline_is_any_number(tiers):
+    gateway = GatewayService(tiers["end"], {}, LIMITS, deadline_ms=2.5e6)
+    assert gateway._deadline({"query_string": b""}) == 2500
+    assert gateway._deadline({"query_string": b"deadline_ms=100"}) == 0.1
+    assert gateway._deadline({"query_string": b"deadline_ms=0"}) == float("inf")
+
+
 def test_a_tier_that_is_late_does_not_hold_the_others_up(thorough, images):
     async def slowly(response):
         await asyncio.sleep(0.2)

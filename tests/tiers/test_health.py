@@ -68,15 +68,15 @@ def test_a_node_that_fails_is_left_alone_for_longer_and_longer_and_tried_with_on
         while breaker.is_open:
             clock[0] += 0.1
         pauses.append(clock[0] - start)
-        breaker.asked()
+        probe = breaker.asked()
         assert breaker.is_open, "one request tries it, no second one"
-        breaker.failed("slow")
+        breaker.failed("slow", probe)
     assert pauses == sorted(pauses)
     assert pauses[-1] > 4 * pauses[0]
     breaker.seen()
     assert not breaker.is_open
-    breaker.asked()
-    breaker.ended()
+    probe = breaker.asked()
+    breaker.ended(probe)
     assert not breaker.is_open
     breaker.worked()
     assert not breaker.is_open
@@ -91,3 +91,47 @@ def test_an_answer_that_cannot_be_right_is_enough(clock):
     assert breaker.is_open, "its health was not in doubt"
     clock[0] += 60
     assert not breaker.is_open
+
+
+def until_tried(breaker, clock):
+    while breaker.is_open:
+        clock[0] += 0.1
+
+
+def test_requests_sent_before_a_node_is_tried_again_say_nothing_of_it(clock):
+    breaker = Breaker(random.Random(0))
+    assert breaker.asked() is None
+    for _ in range(3):
+        breaker.failed("slow")
+    until_tried(breaker, clock)
+    probe = breaker.asked()
+    breaker.ended(None)
+    assert breaker.is_open, "the one that tries it is still out"
+    breaker.failed("slow")
+    breaker.ended(probe)
+    assert not breaker.is_open, "the older failure began no new pause"
+    breaker.failed("slow", probe)
+    assert not breaker.is_open, "this one has ended"
+    probe = breaker.asked()
+    breaker.worked()
+    assert not breaker.is_open, "an older request may work"
+    breaker.failed("slow", probe)
+    assert not breaker.is_open, "one failure after an answer"
+
+
+@pytest.mark.parametrize("surely", [False, True])
+def test_many_failures_at_once_are_one_pause(clock, surely):
+    breaker = Breaker(random.Random(0))
+    for _ in range(20):
+        breaker.failed("no", surely=surely)
+    start = clock[0]
+    until_tried(breaker, clock)
+    assert clock[0] - start < 1
+
+
+def test_what_is_sure_of_one_of_many_failures_is_sure(clock):
+    breaker = Breaker(random.Random(0))
+    for sure in (False, False, False, True, False):
+        breaker.failed("no", surely=sure)
+    breaker.seen()
+    assert breaker.is_open

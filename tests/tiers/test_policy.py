@@ -61,6 +61,31 @@ def test_a_policy_is_read_as_it_was_written_and_its_digest_tells_it_from_others(
 
 
 @pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"groups": {"ab": (0, 1), "c": (3,)}}, "groups that do not contain each class once"),
+        ({"groups": {"ab": (0, 1), "c": (1, 2)}}, "groups that do not contain each class once"),
+        ({"groups": {"ab": (0, -1), "c": (2,)}}, "groups that do not contain each class once"),
+        ({"thresholds": {"end": Threshold(0.3, 0.5, 0.0, 0.0)}}, "a threshold for each subset of the tiers"),
+        ({"thresholds": {}}, "a threshold for each subset of the tiers"),
+    ],
+)
+def test_a_policy_that_would_fail_while_it_is_used_is_not_read(tmp_path, changes, said):
+    write_json(tmp_path / "policy.json", made(**changes).to_dict())
+    with pytest.raises(InputError, match=said):
+        Policy.read(tmp_path / "policy.json")
+
+
+def test_the_bound_is_one_sided_and_not_zero_without_a_loss():
+    assert policies.upper_bound(0.0, 0.0, 1000) == pytest.approx(2.706 / 1000, rel=1e-3)
+    rng = np.random.default_rng(0)
+    lost = rng.choice([1, 0, -1], (4000, 500), p=[0.03, 0.96, 0.01])
+    over = lost.mean(axis=1)
+    bounds = policies.upper_bound(over, lost.var(axis=1), 500)
+    assert 0.94 < np.mean(bounds >= 0.02) < 0.99, "it is below the truth in at most about 5 of 100 cases"
+
+
+@pytest.mark.parametrize(
     ("lanes", "names", "said"),
     [
         ([[0], [2]], ["a", "b"], "lanes that no tier has are 1"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from made_profile import make_profile
 from made_tiers import key_files
 
 from mlcn_jax import host
@@ -15,6 +16,7 @@ from mlcn_jax.config import read_stored
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.placement.cost import lane_cost
 from mlcn_jax.serving import artifact as artifacts
 from mlcn_jax.serving.trained import TrainedModel
 from mlcn_jax.tiers import placing, signatures, split
@@ -140,6 +142,14 @@ def test_images_that_the_model_did_not_learn_from_are_refused(per_lane, tmp_path
         ({"tiers": [{"name": "a"}, {"name": "b"}]}, "give tier a either lanes, or flops_share"),
         ({"tiers": [{"name": "a", "flops_share": 0.01}, {"name": "b"}]}, "tiers without lanes are a"),
         (
+            {"tiers": [{"name": "a", "lanes": [0], "flops_share": 0.5}, {"name": "b"}]},
+            "tier a is given its lanes: leave out its flops_share",
+        ),
+        (
+            {"tiers": [{"name": "a", "lanes": [0]}, {"name": "b", "profile": "p.json", "max_ms": 1}]},
+            "tier b is the last, which takes what is left: leave out its profile and max_ms",
+        ),
+        (
             {"tiers": [{"name": "a", "lanes": [0]}, {"name": "b"}], "groups": {"x": ["0"]}},
             "each class of the model once",
         ),
@@ -152,12 +162,19 @@ def test_tiers_that_make_no_sense_are_named(per_lane, tmp_path, given, said):
         split.split(per_lane, tmp_path / "tiers.json")
 
 
-def test_lanes_go_where_they_fit_and_help():
-    spec = ModelSpec("mlcn", (28, 28, 1), 10, lanes="mlcn1:w2,mlcn1:w1*3", margin_loss="per_lane")
+SPEC = ModelSpec("mlcn", (28, 28, 1), 10, lanes="mlcn1:w2,mlcn1:w1*3", margin_loss="per_lane")
+
+
+def seen():
+    """What its lanes, of which every second is right, say of some images, and the classes of these."""
     labels = np.arange(100) % 10
     truth = np.eye(10, dtype=np.float32)[labels]
     wrong = np.roll(truth, 1, axis=1)
-    squares = np.stack([truth, wrong, truth, wrong], axis=-1)
+    return np.stack([truth, wrong, truth, wrong], axis=-1), labels
+
+
+def test_lanes_go_where_they_fit_and_help():
+    spec, (squares, labels) = SPEC, seen()
     wishes = placing.Wishes(
         [placing.TierWish("end", flops_share=0.25), placing.TierWish("edge"), placing.TierWish("x")]
     )
@@ -167,3 +184,70 @@ def test_lanes_go_where_they_fit_and_help():
     end, edge = placing.place(Path("tiers.json"), wishes, spec, squares, labels)
     assert 2 in end, "the best lane that fits"
     assert 0 in edge, "the large one does not"
+
+
+def test_lanes_go_where_they_take_no_longer_than_the_device_may(tmp_path):
+    profile = make_profile()
+    profile.save(tmp_path / "phone.json")
+    costs = [lane_cost(lane, SPEC.lane_settings, SPEC.image_shape) for lane in SPEC.lane_specs]
+    times = [1e3 * cost.forward_flops_per_image / cost.step_flops(1) * profile.lane_seconds(cost, 1) for cost in costs]
+    squares, labels = seen()
+
+    def place(most):
+        end = placing.TierWish("end", profile="phone.json", max_ms=most)
+        wishes = placing.Wishes([end, placing.TierWish("edge")])
+        return placing.place(tmp_path / "tiers.json", wishes, SPEC, squares, labels)
+
+    for most in (1.01 * times[2], 2.5 * times[2], 0.99 * sum(times)):
+        end, edge = place(most)
+        assert 2 in end, "the best lane that fits"
+        assert sum(times[lane] for lane in end) <= most
+        assert all(sum(times[lane] for lane in [*end, further]) > most for further in edge), "no other fits as well"
+    with pytest.raises(InputError, match="tiers without lanes are end"):
+        place(0.5 * min(times))
+    with pytest.raises(InputError, match="give tier end either lanes, or flops_share, or profile and max_ms"):
+        place(None)
+
+
+def without_weights(per_lane, folder, weights=()):
+    """A copy of the run whose model has other weights of its lanes."""
+    workdir = shutil.copytree(per_lane, folder, ignore=shutil.ignore_patterns("tiers*"))
+    write_json(workdir / "tiers.json", read_json(per_lane / "tiers.json"))
+    about = read_json(workdir / "model.json")
+    write_json(workdir / "model.json", about | {"spec": about["spec"] | {"lane_weights": list(weights)}})
+    return workdir
+
+
+def test_weights_are_fitted_where_there_are_none_and_are_those_of_the_model(per_lane, images, tmp_path):
+    workdir = without_weights(per_lane, tmp_path / "run")
+    before = read_json(workdir / "model.json")
+    folder = split.split(workdir, workdir / "tiers.json")
+    trained = load_trained(workdir)
+    weights = trained.spec.lane_weights
+    assert len(weights) == 3
+    assert min(weights) >= split.LEAST_WEIGHT
+    after = read_json(workdir / "model.json")
+    assert after == before | {"spec": before["spec"] | {"lane_weights": list(weights)}}, "nothing else has changed"
+    assert split.is_of(folder, trained)
+    tiers = [TierArtifact(folder / name) for name in ("end", "edge", "cloud")]
+    assert [tier.policy.tier(tier.name).weight for tier in tiers] == [weights[1], weights[0], weights[2]]
+    total = sum(tier.part(images) for tier in tiers)
+    np.testing.assert_allclose(np.sqrt(total), TrainedModel(workdir).lengths(images), atol=1e-5)
+    shown = ", ".join(f"{weight:g}" for weight in weights)
+    assert f"weights of the lanes, in {workdir / 'model.json'}: {shown}" in split.describe(folder)
+
+
+def test_weights_that_a_model_has_are_kept_and_no_tier_is_left_without_any(per_lane, tmp_path, monkeypatch):
+    def write(*given):
+        raise InterruptedError("before anything is written")
+
+    monkeypatch.setattr(split, "_write", write)
+    monkeypatch.setattr(split, "fit_weights", lambda *given: pytest.fail("they are there"))
+    workdir = without_weights(per_lane, tmp_path / "run", (1.0, 2.0, 3.0))
+    before = (workdir / "model.json").read_text()
+    with pytest.raises(InterruptedError):
+        split.split(workdir, workdir / "tiers.json")
+    assert (workdir / "model.json").read_text() == before
+    workdir = without_weights(per_lane, tmp_path / "other", (1.0, 0.0, 3.0))
+    with pytest.raises(InputError, match=r"the lanes of tier end, 1, have weight 0 in .*model\.json"):
+        split.split(workdir, workdir / "tiers.json")

@@ -73,6 +73,18 @@ def test_a_run_of_an_older_version_goes_on(tiny, copied):
     assert loop.train(tiny.replace({"train.num_steps": 25}), copied)["steps_this_session"] == 5
 
 
+def test_weights_that_were_fitted_to_the_lanes_last_until_these_train_further(tiny, copied):
+    stored = json.loads((copied / "model.json").read_text())
+    stored["spec"]["lane_weights"] = [0.5, 1.5]
+    (copied / "model.json").write_text(json.dumps(stored))
+    loop.train(tiny, copied)
+    assert load_trained(copied).spec.lane_weights == (0.5, 1.5), "it is finished"
+    assert loop.train(tiny.replace({"train.num_steps": 25}), copied)["steps_this_session"] == 5
+    assert load_trained(copied).spec.lane_weights == ()
+    with pytest.raises(InputError, match=r"model\.lane_weights"):
+        loop.train(tiny.replace({"model.lane_weights": [0.5, 1.5]}), copied)
+
+
 def test_a_resumed_run_equals_an_uninterrupted_one(tiny, tmp_path):
     """With everything that is drawn; the run below has nothing of it."""
     config = tiny.replace({"data.max_shift": 2, "model.lane_dropout": 0.3, "train.optimizer": "adamw"})

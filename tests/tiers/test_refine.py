@@ -1,0 +1,82 @@
+"""Answers that improve, from tiers that say what a test wants them to say."""
+
+import asyncio
+import gc
+import time
+
+import numpy as np
+from test_policy import made
+
+from mlcn_jax.tiers.client import TierClient, TierLost
+from mlcn_jax.tiers.policy import Threshold, Tier
+from mlcn_jax.tiers.refine import refine
+
+NEVER = Threshold(None, 0.0, 0.0, 0.0)
+POLICY = made(
+    tiers=(Tier("end", (0,), 1.0, 10), Tier("edge", (1,), 1.0, 10), Tier("cloud", (2,), 1.0, 10)),
+    thresholds=dict.fromkeys(("end", "edge", "cloud", "end+edge", "end+cloud", "edge+cloud"), NEVER),
+)
+IMAGES, OWN = np.zeros((1, 4, 4, 1), np.uint8), np.full((1, 3), 0.1, np.float32)
+
+
+class Says(TierClient):
+    """A tier that answers, or fails, after some seconds."""
+
+    def __init__(self, name, seconds=0.0, error=None):
+        super().__init__(name, POLICY, ["http://node"])
+        self.seconds, self.error = seconds, error
+
+    async def ask(self, rows, bits, deadline):
+        await asyncio.sleep(self.seconds)
+        if self.error is not None:
+            raise self.error
+        return OWN
+
+
+async def at_home(tier, images):
+    return images
+
+
+def test_what_fails_at_home_costs_a_tier_and_not_the_answer_that_there_is():
+    async def broken(tier, images):
+        if tier == "edge":
+            raise RuntimeError("not foreseen")
+        return images
+
+    async def check():
+        clients = {name: Says(name) for name in ("edge", "cloud")}
+        answers = [(a.heard[0], dict(a.lost)) async for a in refine(POLICY, IMAGES, OWN, clients, broken)]
+        assert [heard for heard, _ in answers] == [{"end"}, {"end", "cloud"}]
+        assert answers[-1][1] == {"edge": "RuntimeError('not foreseen')"}
+
+    asyncio.run(check())
+
+
+def test_a_tier_that_fails_when_nobody_waits_any_more_is_no_error():
+    async def check():
+        reported = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
+        clients = {"edge": Says("edge"), "cloud": Says("cloud", 0.01, TierLost("away"))}
+        soon = time.monotonic() + 1.5  # both are asked at once
+        answers = refine(POLICY, IMAGES, OWN, clients, at_home, deadline=soon)
+        assert (await anext(answers)).tier == "end"
+        assert (await anext(answers)).tier == "edge"
+        await asyncio.sleep(0.05)  # the cloud fails meanwhile
+        await answers.aclose()
+        del answers
+        gc.collect()
+        await asyncio.sleep(0)
+        assert reported == []
+
+    asyncio.run(check())
+
+
+def test_nobody_is_asked_once_the_deadline_has_passed():
+    async def check():
+        clients = {name: Says(name) for name in ("edge", "cloud")}
+        before = time.monotonic() - 1
+        answers = [dict(a.lost) async for a in refine(POLICY, IMAGES, OWN, clients, at_home, deadline=before)]
+        assert len(answers) == 1, "there is one all the same"
+        assert not clients["edge"].is_worth_asking(1, -1)
+
+    asyncio.run(check())
