@@ -131,12 +131,15 @@ def rented() -> str:
     header = "machines | split | predicted s | measured s | predicted over measured | predicted cost x 1000 | measured"
     inside, repeats, chosen = result["inside_interval"], result["repeats"], result["well_chosen"]
     steps, trained = result["training"]["train.num_steps"], "each once" if repeats == 1 else f"medians of {repeats}"
+    unscaled = result["unscaled"]
     held = f" Of the nine times, {round(9 * inside)} lie in their 90 % interval." if inside is not None else ""
     return (
         f"{table_of(header, rows)}\n\n"
         f"Predicted times are off by {percent(result['mean_error_seconds'], 0)} % on average and "
         f"{percent(result['largest_error_seconds'], 0)} % at most, costs by "
-        f"{percent(result['largest_error_cost'], 0)} % at most. For {percent(chosen['share_of_deadlines'], 0)} % of "
+        f"{percent(result['largest_error_cost'], 0)} % at most, when measured times are divided by how slow the cores were at "
+        f"that moment; as measured, times are off by {percent(unscaled['mean_error_seconds'], 0)} % on average and "
+        f"{percent(unscaled['largest_error_seconds'], 0)} % at most. For {percent(chosen['share_of_deadlines'], 0)} % of "
         "all deadlines between the shortest and the longest time, the machines chosen by prediction cost at most "
         f"{chosen['over_cheapest']:.2f} times the cheapest that met the deadline; they finish at most "
         f"{percent(result['latest'], 0)} % late.{held}\n\n"
