@@ -137,7 +137,7 @@ def rented() -> str:
         f"{table_of(header, rows)}\n\n"
         f"Predicted times are off by {percent(result['mean_error_seconds'], 0)} % on average and "
         f"{percent(result['largest_error_seconds'], 0)} % at most, costs by "
-        f"{percent(result['largest_error_cost'], 0)} % at most, if measured times are divided by how slow the cores were "
+        f"{percent(result['largest_error_cost'], 0)} % at most, if measured times are divided by how slow cores were "
         f"at that moment; as measured, times are off by {percent(unscaled['mean_error_seconds'], 0)} % on average and "
         f"{percent(unscaled['largest_error_seconds'], 0)} % at most. "
         f"For {percent(chosen['share_of_deadlines'], 0)} % of "
