@@ -40,7 +40,7 @@ from experiments.repeated_runs import Scale, Series, asked, chosen, define_flags
 from experiments.residual_rows import GPU_ROWS, ROWS, TRIALS
 from mlcn_jax.analysis.lane_fit import fit_weights
 from mlcn_jax.config import RunConfig, read_stored
-from mlcn_jax.data.datasets import Split
+from mlcn_jax.data.batches import Split
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.cost import lane_cost

@@ -46,7 +46,8 @@ from experiments.tiers_faults import (
 from experiments.tiers_gateway_report import DELAY_MS, packed, report
 from mlcn_jax import host
 from mlcn_jax.analysis.workdir import load_with_data, stored_config
-from mlcn_jax.data.datasets import Split, split_validation
+from mlcn_jax.data.batches import Split
+from mlcn_jax.data.datasets import split_validation
 from mlcn_jax.files import make_folder, read_json, write_atomic, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.serving import export

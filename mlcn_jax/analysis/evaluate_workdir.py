@@ -13,7 +13,8 @@ from jaxtyping import Float, Int
 from PIL import Image
 
 from mlcn_jax.config import RunConfig
-from mlcn_jax.data.datasets import Dataset, Images, Split, digest, split_validation
+from mlcn_jax.data.batches import Images, Split
+from mlcn_jax.data.datasets import Dataset, digest, split_validation
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
 from mlcn_jax.nn.model import class_lengths

@@ -7,8 +7,7 @@ import optax
 from jaxtyping import Array, Float, Int, UInt8
 from scipy.optimize import minimize
 
-from mlcn_jax.data.batches import Batches, to_pixels
-from mlcn_jax.data.datasets import Split
+from mlcn_jax.data.batches import Batches, Split, to_pixels
 from mlcn_jax.nn import losses
 from mlcn_jax.nn.model import CapsuleNetwork, reconstruct
 from mlcn_jax.nn.spec import ModelSpec

@@ -13,7 +13,8 @@ import numpy as np
 
 from mlcn_jax.analysis.lane_fit import fit_weights
 from mlcn_jax.analysis.workdir import load_with_data, stored_config
-from mlcn_jax.data.datasets import Split, split_validation
+from mlcn_jax.data.batches import Split
+from mlcn_jax.data.datasets import split_validation
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import hold, put_in_place, read_json, write_json
 from mlcn_jax.launch import program
@@ -92,10 +93,10 @@ def split(
         squares = np.square(v) * trained.spec.weights.astype(np.float32)
     folded = _folded(trained)
     lanes = place(wishes_path, wishes, trained.spec, squares, validation.labels)
-    for tier, own in zip(wishes.tiers, lanes, strict=True):
+    for wish, own in zip(wishes.tiers, lanes, strict=True):
         if not trained.spec.weights[own].any():
             raise InputError(
-                f"{wishes_path}: the lanes of tier {tier.name}, {', '.join(map(str, own))}, have weight 0 in "
+                f"{wishes_path}: the lanes of tier {wish.name}, {', '.join(map(str, own))}, have weight 0 in "
                 f"{workdir / _MODEL}, so it would have no answer: give it another lane"
             )
     policy, parts = _policy(folded, wishes, lanes, cut, squares, validation)

@@ -13,8 +13,7 @@ import numpy as np
 
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
-from mlcn_jax.data.batches import Batches
-from mlcn_jax.data.datasets import Split
+from mlcn_jax.data.batches import Batches, Split
 from mlcn_jax.distributed import processes
 from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.files import hold, read_json, write_json

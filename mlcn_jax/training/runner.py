@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 from jaxtyping import Array
 
-from mlcn_jax.data.datasets import Split
+from mlcn_jax.data.batches import Split
 from mlcn_jax.training.evaluate import Scores
 from mlcn_jax.training.step import TrainState
 

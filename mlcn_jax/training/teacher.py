@@ -13,8 +13,7 @@ from jaxtyping import Float32
 from mlcn_jax import pretrained
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data import datasets
-from mlcn_jax.data.batches import Augmentation, padded_batches, to_pixels
-from mlcn_jax.data.datasets import Split
+from mlcn_jax.data.batches import Augmentation, Split, padded_batches, to_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
 from mlcn_jax.nn import conv

@@ -14,7 +14,7 @@ from PIL import Image
 from mlcn_jax.analysis import explain
 from mlcn_jax.analysis import explain_report as script
 from mlcn_jax.commands.explain import read_numbers
-from mlcn_jax.data.datasets import Split
+from mlcn_jax.data.batches import Split
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules, model
 from mlcn_jax.nn.spec import ModelSpec

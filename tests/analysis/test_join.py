@@ -16,7 +16,7 @@ from mlcn_jax.analysis import lane_fit, prune
 from mlcn_jax.analysis.workdir import train_command
 from mlcn_jax.commands import join as command
 from mlcn_jax.config import RunConfig, read_stored
-from mlcn_jax.data.datasets import Split
+from mlcn_jax.data.batches import Split
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.nn import calibration

@@ -16,7 +16,7 @@ from PIL import Image
 
 from mlcn_jax.analysis import explain, explorer_page
 from mlcn_jax.data import images
-from mlcn_jax.data.datasets import Split
+from mlcn_jax.data.batches import Split
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.nn import model

@@ -7,7 +7,7 @@ import pytest
 from made_params import made_params
 from PIL import Image
 
-from mlcn_jax.data.datasets import Split
+from mlcn_jax.data.batches import Split
 from mlcn_jax.nn import capsules, losses, model
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training import evaluate, pictures

@@ -9,8 +9,7 @@ import optax
 import pytest
 
 from mlcn_jax.analysis import prune
-from mlcn_jax.data.batches import Augmentation
-from mlcn_jax.data.datasets import Split
+from mlcn_jax.data.batches import Augmentation, Split
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.nn import calibration

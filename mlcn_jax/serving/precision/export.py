@@ -14,7 +14,8 @@ from jaxtyping import Float
 
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
-from mlcn_jax.data.datasets import Dataset, Split, split_validation
+from mlcn_jax.data.batches import Split
+from mlcn_jax.data.datasets import Dataset, split_validation
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import make_folder, put_in_place, read_json, write_json
 from mlcn_jax.nn.spec import ModelSpec
