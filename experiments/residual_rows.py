@@ -41,7 +41,7 @@ ROWS = {
     "fashion_1xw6d2": Row(0.45, "resnet_fashion", "resnet:w6d2*1", 13),
     "cifar_2xw4d2": Row(0.45, "resnet_cifar", "resnet:w4d2*2", 12),
     "cifar_8xw2d2": Row(0.45, "resnet_cifar", "resnet:w2d2*8", 10),
-    "cifar_caps_4xw3d2": Row(0.45, "resnet_cifar", "resnet_caps:w3d2*4", 6, _TOGETHER),
+    "cifar_caps_4xw3d2": Row(0.45, "resnet_cifar", "resnet_caps:w3d2*4", 7, _TOGETHER),
     "cifar_1xw4d2": Row(0.112, "resnet_cifar", "resnet:w4d2*1", 6),
     "cifar_2xw3d2": Row(0.112, "resnet_cifar", "resnet:w3d2*2", 5),
     "cifar_4xw2d2": Row(0.112, "resnet_cifar", "resnet:w2d2*4", 5),

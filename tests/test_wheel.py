@@ -94,8 +94,8 @@ def test_the_pretrained_model_can_be_tried_at_once(command, tmp_path):
 def test_a_model_is_trained_and_used(command, tmp_path):
     few = ("--config.data.validation_fraction=0.2", "--config.train.num_steps=4", "--config.model.lanes=mlcn1:w1*2")
     assert "test accuracy" in command("train", "--config=quickstart", "--workdir=run", *few)
-    assert "test accuracy" in command("evaluate", "--workdir=run")
-    assert "1 of 2" in command("prune", "--workdir=run", "--keep=1", "--output=smaller")
+    assert 0 <= json.loads(command("evaluate", "--workdir=run"))["test_accuracy"] <= 1
+    assert "| 0 | mlcn1" in command("prune", "--workdir=run", "--keep=1", "--output=smaller")
     command("export", "--workdir=smaller")
     Image.fromarray(datasets.load("digits").test.images[0, ..., 0]).save("0.png")
     program = [sys.executable, "-m", "mlcn_jax.predict", "smaller/export", "0.png", "--json"]
