@@ -49,7 +49,7 @@ def printed(command: Callable[[Sequence[str]], Any], argv: Sequence[str]) -> str
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("profile", "profile.json", "Profile of one core.", flag_values=values)
     flags.DEFINE_string("data_dir", "", "Folder of Fashion-MNIST; if empty, it is downloaded.", flag_values=values)
-    flags.DEFINE_string("deadline", "40m", "Of the case.", flag_values=values)
+    flags.DEFINE_string("deadline", "30m", "Of the case.", flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:

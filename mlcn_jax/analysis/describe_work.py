@@ -241,11 +241,11 @@ def tables(found: dict[str, Any]) -> str:
             devices = f"{values['data']} x {values['lane']}" if split == "hybrid" else str(n)
             lines.append(f"| {devices} | " + " | ".join(_number(values[name]) for name in names) + " |")
         if "best_speedup" in row:
-            at = row["outweighed_at"]
+            at, best = row["outweighed_at"], row["at_devices"]
             lines.append(
                 f"\n{split}: communication dominates "
                 + (f"from {at} devices on" if at else "at no possible number of devices")
-                + f"; maximum speed-up {row['best_speedup']:.1f}, on {row['at_devices']} devices"
+                + f"; maximum speed-up {row['best_speedup']:.1f}, on {best} device{'s' * (best != 1)}"
             )
     return "\n".join(lines)
 
