@@ -303,7 +303,7 @@ def _tells_damage(error: Exception) -> bool:
         return False
     if number and int(number[1]) != errno.ENOENT:
         return False
-    return isinstance(error, _Damaged | ValueError)
+    return isinstance(error, _Damaged | ValueError | KeyError)  # KeyError: a part is missing
 
 
 @contextlib.contextmanager

@@ -157,6 +157,24 @@ def test_a_damaged_checkpoint_is_skipped_and_the_one_before_used(tmp_path, damag
     checkpoints.close()
 
 
+@pytest.mark.parametrize("gone", [["facts"], ["params"], ["facts", "optimizer"], ["facts", "optimizer", "params"]])
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_checkpoint_whose_removal_was_cut_does_not_stop_the_run(tmp_path, gone, step):
+    """A process can be killed while it removes a checkpoint, an older one or one of a round that was lost."""
+    save_all(tmp_path, {1: 0.5, 2: 0.5}).close()
+    for part in gone:
+        shutil.rmtree(tmp_path / str(step) / part)
+    checkpoints = Checkpoints(tmp_path)
+    restored, facts = checkpoints.restore(LIKE)
+    assert facts["step"] == (1 if step == 2 else 2)
+    jax.tree.map(np.testing.assert_array_equal, restored, state_of(facts["step"]))
+    for later in (3, 4):
+        checkpoints.save(later, state_of(later), {}, 0.6)
+    checkpoints.wait()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.isdigit()) == ["3", "4"]
+    checkpoints.close()
+
+
 def test_if_none_verifies_it_is_an_error_every_time(tmp_path):
     save_all(tmp_path, {1: None, 2: None}).close()
     for path in data_files(tmp_path):
