@@ -29,12 +29,13 @@ class Process:
 def run_of(monkeypatch, folder, *codes):
     processes = [Process(code) for code in codes]
     monkeypatch.setattr(local_rounds.Run, "start", lambda self, i: processes[i])
+    (folder / "run.log").write_text("error: no space\n")
     return local_rounds.Run({}, folder / "run", Link()), processes
 
 
 def test_a_worker_that_fails_ends_the_case(monkeypatch, tmp_path):
     run, processes = run_of(monkeypatch, tmp_path, None, 0, 3)
-    with pytest.raises(InputError, match=r"worker 1 ended by itself with code 3: see .*run\.log"):
+    with pytest.raises(InputError, match="worker 1 ended by itself with code 3:\nerror: no space"):
         run.end()
     assert [process.returncode for process in processes] == [-15, 0, 3]
 
