@@ -128,8 +128,7 @@ def lane_convs(
     middle = (x.shape[0], *size, bias1.size)
     if algorithm != "auto" or _chosen(middle, kernel2.shape, 2, "VALID") != "fourier":
         h = jax.nn.relu(conv2d(x, kernel1, algorithm=algorithm) + bias1[None, None, None])
-        y = conv2d(h, kernel2, stride=2, algorithm=algorithm) + bias2[None, None, None]
-        return conv_spectral.keep(h, y)
+        return conv2d(h, kernel2, stride=2, algorithm=algorithm) + bias2[None, None, None]
     spans = conv_spectral.spans_of(_num_outputs(middle, kernel2.shape, 2, "VALID"), kernel2.shape, 2)
     taps = kernel1.shape[:2]
     x = conv_spectral.crop_or_pad(x, ((0, 0), (0, 0)), [2 * s.points + k - 1 for s, k in zip(spans, taps, strict=True)])

@@ -87,15 +87,6 @@ def matmul(a, b):
     return jnp.matmul(a, b, preferred_element_type=jnp.float32).astype(a.dtype)
 
 
-def keep(x, y):
-    """Returns y, which depends on x, and on a CPU makes XLA write x to memory before it computes y.
-
-    Otherwise, if no gradient reads x later, XLA's CPU library computes the entire chain of products tile by tile, which
-    can take twice as long. A second use of x, which changes nothing, breaks the chain.
-    """
-    return y + 0 * jnp.nan_to_num(x[(0,) * x.ndim]) if tracing.platform() == "cpu" else y
-
-
 def lanes_in_turn(one_lane):
     """Makes `jax.vmap` call a function lane by lane on a CPU, unrolled, so that a lane's arrays fit the cache."""
     function = custom_vmap(one_lane)
@@ -225,7 +216,7 @@ def _relu_then_correlate_fwd(spans, rows, kernel1, bias1, kernel2):
     h = jnp.maximum(matmul(rows, kernel1), -bias1[None]) + bias1[None]
     points = spans[0].points * spans[1].points
     y, spectra = _correlate_fwd(spans, h.reshape(points, -1, h.shape[-1]), kernel2)
-    return keep(h, y), (rows, kernel1, h, spectra)
+    return y, (rows, kernel1, h, spectra)
 
 
 def _relu_then_correlate_bwd(spans, saved, g):
