@@ -11,6 +11,7 @@ from mlcn_jax.placement.simulate import Link
 
 def test_a_link_between_two_devices_is_measured(monkeypatch):
     monkeypatch.setattr(links, "_SECONDS", 0.01)
+    monkeypatch.setattr(links, "_CLEARED_BYTES", 2**16)
     found = links.measure(jax.devices()[:2])
     assert 0 <= found.latency_seconds < 1
     assert 1e5 < found.bytes_per_second < 1e13
