@@ -2,8 +2,9 @@
 
     mlcn_jax train --config=configs/resnet_folder.py --workdir=runs/mine --config.data.dir=FOLDER
 
-Images of 24 to 96 pixels (`data.image_size`) and up to 1,000 classes; `data.alternate_flips` is for images whose mirror
-image is of the same class. Its accuracy depends on the images and has not been measured.
+Images of 40 to 96 pixels (`data.image_size`), or of 24 to 96 with `--config.train.image_sizes=` (training at full size
+only), and up to 1,000 classes; `data.alternate_flips` is for images whose mirror image is of the same class. Its
+accuracy depends on the images and has not been measured.
 
 Source: Jordan 2024, arXiv 2404.00498, for layers, start values and recipe; lanes: this project.
 """

@@ -161,7 +161,7 @@ class RunConfig:
         return dataclasses.replace(self, train=dataclasses.replace(self.train, rounds=RoundSettings()))
 
     def flat_as_before(self) -> dict[str, Any]:
-        """All fields by their full names, without newer ones left at the older version's behaviour."""
+        """All fields by their full names, without those added later that are left at their defaults."""
         defaults = flat(RunConfig().to_dict())
         values = flat(self.to_dict())
         return {name: value for name, value in values.items() if name not in _ADDED or value != defaults[name]}

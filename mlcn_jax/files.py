@@ -8,11 +8,12 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import filelock
+from typing import TYPE_CHECKING, Any
 
 from mlcn_jax.errors import InputError
+
+if TYPE_CHECKING:
+    import filelock
 
 
 @contextlib.contextmanager
@@ -46,13 +47,18 @@ def _to_disk(path: Path) -> None:
             raise
 
 
+def tree_to_disk(folder: Path) -> None:
+    """Flushes all files in a folder, and their names, to disk."""
+    for path in (*folder.rglob("*"), folder):
+        _to_disk(path)
+
+
 def put_in_place(made: Path, folder: Path) -> None:
     """Moves a folder to the name `folder`, in place of an older one, once all of its content is on disk.
 
-    What `folder` was is left beside `made`, which should therefore be alone in a temporary folder, on the same disk.
+    The older folder is left beside `made`, which should therefore be alone in a temporary folder on the same disk.
     """
-    for path in (*made.rglob("*"), made):
-        _to_disk(path)
+    tree_to_disk(made)
     if folder.exists():
         folder.rename(made.with_name("before"))
     made.rename(folder)
@@ -105,12 +111,14 @@ def check_workdir(workdir: Path) -> None:
         )
 
 
-def try_lock(path: Path) -> filelock.BaseFileLock | None:
+def try_lock(path: Path) -> "filelock.BaseFileLock | None":
     """Locks a file, creating it if needed, until it is released or this process ends; None if another process holds it.
 
     Raises:
       OSError: the file cannot be opened for writing, is a folder, or is a link (links are not followed).
     """
+    import filelock  # an exported model needs this module without it
+
     lock = filelock.FileLock(path, timeout=0, thread_local=False)
     try:
         lock.acquire()

@@ -74,7 +74,7 @@ def peak_memory_bytes() -> int:
 
 
 def return_unused_memory() -> None:
-    """Returns memory that the C library holds but does not use to the system, if the library supports it.
+    """Returns unused memory held by the C library to the operating system, if the library supports it.
 
     Compiling a training step takes hundreds of MiB that are not needed afterwards.
     """

@@ -1,4 +1,4 @@
-"""`python -m mlcn_jax.predict FOLDER IMAGE ...`: the command `predict` of the front door."""
+"""`python -m mlcn_jax.predict FOLDER IMAGE ...`: the same as `mlcn_jax predict`."""
 
 from mlcn_jax.launch import launch
 from mlcn_jax.serving.predict import main

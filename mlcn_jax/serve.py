@@ -1,4 +1,4 @@
-"""`python -m mlcn_jax.serve FOLDER`: the command `serve` of the front door."""
+"""`python -m mlcn_jax.serve FOLDER`: the same as `mlcn_jax serve`."""
 
 from mlcn_jax.launch import launch
 from mlcn_jax.serving.server import main

@@ -72,7 +72,7 @@ def task_of(config: Any, session: Any) -> Task:
       session: its `Session`.
 
     Raises:
-      InputError: the model has no lanes, whose costs a profile could predict, or computes activations again.
+      InputError: the model has no lanes whose costs a profile could predict, or it recomputes activations.
     """
     spec, train = session.spec, config.train
     if not spec.lane_groups:
@@ -165,7 +165,7 @@ def seconds_of(text: str, flag: str) -> float:
 def read_profiles(text: str, offers: Sequence[Offer]) -> dict[str, tuple[DeviceProfile, str]]:
     """The profiles of a catalog's machines, with their files, by machine or accelerator in lower case.
 
-    Those that the catalog names are by file: machines of one name may have several.
+    Profiles that the catalog itself names are keyed by file: machines with the same name may have several.
 
     Args:
       text: `FILE` or `NAME=FILE`, separated by commas. A file without a name is for the accelerator whose name is part

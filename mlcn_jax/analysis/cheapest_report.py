@@ -136,7 +136,7 @@ def commands(market: Market, way: Way, base: Sequence[str]) -> list[str]:
 
 
 def _on_cores(choice: Choice, first: int, count: int, command: str) -> str:
-    """A command bound to the cores of so many of a machine's devices, from the first of them on."""
+    """A command bound to the cores of `count` of a machine's devices, starting with device `first`."""
     cores = choice.profile.cpu_count
     return f"taskset --cpu-list {first * cores}-{(first + count) * cores - 1} {command}"
 

@@ -29,8 +29,8 @@ def work_by_part(config: RunConfig, spec: ModelSpec) -> dict[str, tuple[int, wor
 
     The parts are a step of each kind of lane, and the head: loss, decoder, their gradients and the decoder's update.
     They are traced with the convolution algorithms that a run on this platform uses. `all` is the sum of their work;
-    its depth is that of the whole step, traced with one lane of each kind because equal lanes count as parallel, and
-    what the head, which reduces over all lanes, is deeper with all of them. CapsNet has no parts.
+    its depth is that of the whole step, traced with one lane of each kind because equal lanes count as parallel, plus
+    the extra depth that the head has with all lanes, over which it reduces. CapsNet has no parts.
     """
     batch_size = config.train.batch_size
     if not spec.lane_groups:
@@ -191,7 +191,7 @@ def _communication(
 
 
 def _hybrid(config: RunConfig, spec: ModelSpec, link: Link, devices: int) -> dict[str, Any] | None:
-    """Communication on the mesh over both batch and lanes that needs least of it; None if there is none.
+    """The mesh over both batch and lanes with the least communication; None if there is no such mesh.
 
     Gradients are summed over the `data` devices that hold the same lanes, columns and the decoder's layers gathered
     over the `lane` devices that hold the same images.

@@ -36,7 +36,7 @@ def fit_memory(config: RunConfig, spec: ModelSpec, memory_bytes: int) -> dict[st
       the settings to change so that it fits, or None if none was found.
 
     Raises:
-      InputError: the plan is not a mesh, there is a teacher, activations go to the host's memory, or the settings
+      InputError: the plan is not a mesh, there is a teacher, activations are offloaded to host memory, or the settings
         cannot be used.
     """
     parallel, tried = config.parallel, []

@@ -203,7 +203,7 @@ def _check_finished(workdir: Path, config: RunConfig) -> None:
     """Raises InputError if the run of a workdir has not ended; what was joined or pruned is finished as it is."""
     if not any((workdir / name).exists() for name in ("summary.json", FILE, prune.FILE)):
         raise InputError(
-            f"{workdir} is not finished, its training was interrupted or still goes on: finish it first, with "
+            f"{workdir} is not finished: its training was interrupted or is still running; finish it first with "
             + train_command(config, workdir)
         )
 
@@ -231,7 +231,7 @@ def _facts(workdir: Path, trained: Trained, session: Session) -> dict[str, Any]:
 
 
 def _whitening_differences(parts: Sequence[Part]) -> list[str]:
-    """A line for each workdir that was whitened otherwise than the first one that has a whitening."""
+    """A line for each workdir that was whitened differently from the first one that was whitened at all."""
     whitened = [part for part in parts if _whitenings(part.trained)]
     return [
         f"  whitening: the first convolutions of {whitened[0].workdir} and {part.workdir} were set from other images"

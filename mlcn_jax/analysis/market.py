@@ -197,8 +197,8 @@ class Market:
     def _placements(self, profiles: Sequence[DeviceProfile]) -> list[Placement]:
         """The placements that a run can be told to make, by naming a partitioner, with a lane on each device.
 
-        One of them computes fastest; over a slow link another may be faster that has fewer lanes on its fullest device,
-        which decides how much is sent.
+        One of them computes fastest; over a slow link, one with fewer lanes on its fullest device may be faster:
+        that device decides how much is sent.
         """
         if len(profiles) > len(self.task.spec.lane_specs):
             return []

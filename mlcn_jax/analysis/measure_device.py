@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -322,10 +323,26 @@ def link_worker(process: int, port: int, core: int) -> None:
 
 
 def lab_spec(data: str, lane_routing: str, compute_dtype: str) -> ModelSpec:
-    """The model whose settings are measured; its own lanes do not matter. Raises InputError for an unknown dataset."""
-    if data not in datasets.SHAPES:
-        raise InputError(f"--data={data} is not one of {', '.join(datasets.SHAPES)}")
-    shape = datasets.SHAPES[data]
+    """The model whose settings are measured; its own lanes do not matter.
+
+    Args:
+      data: a dataset, or HEIGHTxWIDTHxCHANNELS:CLASSES.
+      lane_routing: as in the configuration.
+      compute_dtype: as in the configuration.
+
+    Raises:
+      InputError: `data` is neither.
+    """
+    if own := re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})x([13]):([1-9]\d{0,3})", data):
+        height, width, channels, classes = map(int, own.groups())
+        shape = (height, width, channels), classes
+    elif data in datasets.SHAPES:
+        shape = datasets.SHAPES[data]
+    else:
+        raise InputError(
+            f"--data={data} is not one of {', '.join(datasets.SHAPES)}, nor HEIGHTxWIDTHxCHANNELS:CLASSES, such as "
+            "48x48x3:12, for images of your own"
+        )
     return ModelSpec("mlcn", *shape, lanes="mlcn1:w1", lane_routing=lane_routing, compute_dtype=compute_dtype)
 
 
@@ -352,7 +369,7 @@ def table(profile: DeviceProfile) -> str:
         ("link", link),
         ("forward share of a lane's step", f"{profile.forward_share:.2f}"),
         ("each of 4 lanes in one program", f"{4**profile.crowding:.2f} times one alone"),
-        ("lanes in a whole training step", f"{profile.whole_ratio:.2f} times as above"),
+        ("lanes in a whole training step", f"{profile.whole_ratio:.2f} times a step of the lanes alone"),
     ]
     if profile.sharing:
         count, slower = profile.sharing["devices"], profile.sharing["slowdown"]

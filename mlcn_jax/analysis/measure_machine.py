@@ -178,7 +178,7 @@ def _ask(workers: Sequence[subprocess.Popen], counts: Sequence[int]) -> list[lis
 
 
 def sharing_worker(cores: Sequence[int], data: str, lane_routing: str, compute_dtype: str) -> None:
-    """One of the processes of `Sharing`: answers numbers of steps of some lanes with the seconds of each step."""
+    """One of the processes of `Sharing`: reads step counts, one for each lane, and prints the seconds of each step."""
     os.sched_setaffinity(0, cores)
     lab = Lab(lab_spec(data, lane_routing, compute_dtype))
     programs = [lab.lane_step(group, _BATCH) for group in parse_lanes(_LANES)]

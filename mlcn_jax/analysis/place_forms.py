@@ -42,7 +42,7 @@ def place_training(spec: ModelSpec, batch_size: int, files: Sequence[Path]) -> d
     placed = place_together(partitioner, problem)
     alike: dict[str, float] = {}
     for precision in COMPUTE_DTYPES:
-        with contextlib.suppress(InputError):  # not all lanes have it, or do not fit in it
+        with contextlib.suppress(InputError):  # some lanes lack it, or do not fit in it
             alike[precision] = place_together(partitioner, _only(problem, precision)).makespan_seconds
     return {
         "devices": [profile.device for profile in profiles],

@@ -85,7 +85,7 @@ class Choice:
         return devices if self.profile.platform == "cpu" else 1
 
     def covers(self, other: "Choice") -> bool:
-        """Whether it trains all that another does, as fast, and is taken away no more often."""
+        """Whether it trains everything that another does, as fast, and is interrupted no more often."""
         return (
             self.profile is other.profile
             and self.offer.devices == other.offer.devices

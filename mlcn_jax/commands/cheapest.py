@@ -1,7 +1,7 @@
 """Finds the machines that train a configuration by a deadline at the least cost. Rents nothing and trains nothing.
 
     mlcn_jax cheapest --config=mlcn1_fashion --catalog=machines.csv --profiles=laptop=laptop.json --deadline=6h
-    mlcn_jax cheapest --config=residual_cifar --catalog=vms.csv --profiles=h100.json,a100.json \\
+    mlcn_jax cheapest --config=resnet_cifar --catalog=vms.csv --profiles=h100.json,a100.json \\
         --interruptions_per_hour=0.05 --latency_seconds=5e-5 --bytes_per_second=1e9
 
 The catalog is SkyPilot's (`vms.csv`) or a plain CSV with `machine` and `price`; each kind of machine needs a profile
@@ -22,9 +22,9 @@ from mlcn_jax.commands.run_config import config_of
 from mlcn_jax.errors import InputError
 
 _NUMBERS = (
-    ("startup_seconds", 180.0, "From the order of a machine to its first step, compiling included."),
-    ("minimum_seconds", 60.0, "Shortest time that is paid for."),
-    ("checkpoint_seconds", 1.0, "Time that saving a checkpoint takes from training."),
+    ("startup_seconds", 180.0, "Time from requesting a machine to its first step, compilation included."),
+    ("minimum_seconds", 60.0, "Minimum billed time."),
+    ("checkpoint_seconds", 1.0, "Training time lost to saving a checkpoint."),
     ("download_bytes_per_second", 1e7, "Rate at which a machine gets its images."),
     ("interruptions_per_hour", None, "Of a spot machine; without it, spot machines are left out."),
     ("latency_seconds", None, "Latency between machines; without a link, none train one run together."),

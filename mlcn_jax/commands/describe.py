@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
 
         if not math.isfinite(values.memory_gib):
             raise InputError(
-                f"--memory_gib={values.memory_gib} is not the memory of a device: give a number, 0 for this"
+                f"--memory_gib={values.memory_gib} is not the memory of a device: give a number, or 0 for this machine"
             )
         available = round(values.memory_gib * 2**30) or host.usable_memory_bytes()
         found["memory"] = fit_memory(config, config.model_spec(*config.data.shape()), available)

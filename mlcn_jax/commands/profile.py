@@ -38,7 +38,7 @@ def define_measuring(values: flags.FlagValues) -> None:
     """Defines the flags that determine what is measured."""
     text = "Number of cores to bind to; 0 uses all cores of this process."
     flags.DEFINE_integer("cores", 0, text, lower_bound=0, flag_values=values)
-    text = "Dataset whose image shape and number of classes are used."
+    text = "Dataset whose image shape and number of classes are used, or HEIGHTxWIDTHxCHANNELS:CLASSES."
     flags.DEFINE_string("data", "fashion_mnist", text, flag_values=values)
     flags.DEFINE_string("lane_routing", "published", "As config.model.lane_routing.", flag_values=values)
     flags.DEFINE_string("compute_dtype", "float32", "As config.model.compute_dtype.", flag_values=values)

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     optuna, _ = storage.load_packages()
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # what it says of trials is in this project's own log lines
     config, settings = setup.read_config(values.config.to_dict())
-    host.set_up_jax(least_seconds=0.1)  # workers share them
+    host.set_up_jax(least_seconds=0.1)  # workers share the cached programs
     try:
         if values.worker:
             run.work(config, settings, workdir)

@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     gateway.add_argument("--nodes", default="", help="NAME=URL,... of the other tiers; a tier may have several nodes")
     gateway.add_argument("--deadline_ms", default=0.0, type=float, help="ms per answer; 0 waits until it is final")
     gateway.add_argument("--bits", default=32, type=int, choices=_BITS, help="bits per value sent to other tiers")
-    gateway.add_argument("--noise", default=0.0, type=float, help="noise added to them, relative to their deviation")
+    gateway.add_argument("--noise", default=0.0, type=float, help="noise added to these values, relative to their std")
     gateway.add_argument("--may_stop", action="store_true", help="allows the page to stop tiers")
     gateway.add_argument("--node_keys", default="", help="public keys (PEM), one of which must sign a node's answer")
     gateway.add_argument("--ca", default="", help="CA certificates (PEM) that signed the nodes' certificates")

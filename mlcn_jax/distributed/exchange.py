@@ -52,7 +52,7 @@ class AmongDevices:
         return tuple(self._move(parts[s], self._head) for s in range(len(self._devices)))
 
     def spread(self, parts: Any, part: jax.ShapeDtypeStruct | None) -> Iterator[tuple[int, Array]]:
-        """Yields each stack with its part, whose shape is `part`; those that must be waited for come last."""
+        """Yields each stack with its part, of shape `part`; those whose copy blocks, via the host, come last."""
         del part
         for s in sorted(range(len(self._devices)), key=lambda s: self._devices[s].platform != self._head.platform):
             yield s, self._move(parts[s], self._devices[s])
@@ -74,7 +74,7 @@ class AmongDevices:
 class AmongProcesses:
     """As `AmongDevices`, but among several processes, by collectives over a mesh of the stacks' devices, head first.
 
-    Every process takes part in each of them. `sent` counts them as `traffic` does: the full array of each.
+    Every process takes part in each collective. `sent` counts collectives as `traffic` does: the full array of each.
     """
 
     def __init__(self, devices: Sequence[jax.Device], head: jax.Device):

@@ -20,14 +20,14 @@ from mlcn_jax.placement.simulate import Cluster, Link
 
 _log = logging.getLogger(__name__)
 _FEW_BYTES, _MOST_BYTES = 2**12, 2**24
-_GROWTH = 4  # of the messages; many bytes are those that take this many times as long as few
+_GROWTH = 4  # of message sizes, until a message takes this many times as long as the smallest one
 _SECONDS, _TURNS = 0.5, (3, 50)  # of each message
 _CLEARED_BYTES = 2**27  # half of them on each of two devices: more than the caches of a core hold
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def measure(pair: Sequence[jax.Device]) -> Link:
-    """The link between two devices, from gathers of few and of many bytes, half of them from each device.
+    """The link between two devices, from gathers of a small and a large message, half of each from either device.
 
     As in a training step, the arrays are not in a cache. Medians are used: steps do not get the fastest gather.
 

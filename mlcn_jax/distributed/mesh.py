@@ -214,7 +214,7 @@ def _over(mesh: Mesh | None, function: Callable, reduce: Callable, exchange_dtyp
     if mesh is None:
         return function
     axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
-    sent_in = "" if exchange_dtype == "float32" else exchange_dtype  # what has another dtype keeps that
+    sent_in = "" if exchange_dtype == "float32" else exchange_dtype  # empty: each array is sent in its own dtype
 
     def vary(x, spec):
         """Marks a value as varying over devices, so that its gradients are summed over all devices that used it."""

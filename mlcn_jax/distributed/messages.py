@@ -1,6 +1,6 @@
 """One message instead of several: columns, or their gradients, along with some float32 numbers, as 32-bit words.
 
-Words are moved, and added to zeros, but never computed with: every value arrives bit by bit on any backend.
+Words are moved, and added to zeros, but never computed with: every value arrives bit-exact on any backend.
 """
 
 import math

@@ -113,9 +113,9 @@ def _wait(children: dict[int, subprocess.Popen], settings: ParallelSettings) -> 
 
 
 def end_with(parent: int) -> None:
-    """Lets this process get SIGTERM when the one that started it ends (Linux only); raises Stopped if it has ended."""
+    """Makes this process be killed when its parent ends (Linux only); raises Stopped if the parent already has."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: SIGTERM would wait for a compilation to end
         if os.getppid() != parent:
             raise Stopped("the command that started this one has ended")
 
@@ -241,8 +241,8 @@ def _report(host: str, port: int, number: int, deadline: float) -> str:
 def _make_collectives_yield(threads: set[int]) -> None:
     """Lets gloo's thread run only while nothing else needs its core.
 
-    While a message waits that this process has not asked for yet, it polls without pause, which keeps the core from the
-    computation that would ask: a collective takes up to 30 times as long. Only Linux can change a thread's class.
+    While a message that this process has not yet asked for is pending, that thread busy-waits and so starves the very
+    computation that would ask for it: a collective takes up to 30 times as long. Only Linux has this scheduling class.
     """
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline:  # the thread may not yet have reached the call that identifies it
@@ -301,7 +301,7 @@ def arrays_from_first(tree: Any) -> Any:
 
 
 def gather(value: Any) -> list[Any]:
-    """The `value` of every process, which must be JSON-serializable, in every process."""
+    """All-gathers `value`, which must be JSON-serializable: every process gets those of all, in order."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
@@ -315,7 +315,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def everywhere(function: Callable[[], Any]) -> list[Any]:
-    """What a function returns in each process, in every process; results must be JSON-serializable.
+    """Calls a function in every process, and returns all results in each; they must be JSON-serializable.
 
     Raises:
       InputError: the function raised it in at least one process; all raise it, so that none is left waiting.

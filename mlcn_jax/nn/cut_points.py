@@ -1,4 +1,4 @@
-"""Values inside a lane at which it can be divided between two devices: named there, and read or given.
+"""Cut points: named intermediate values at which a lane can be split between two devices, to be read or given.
 
 `Lane.apply(..., mutable=[CUTS])` returns them. `Lane.apply({"params": ..., CUTS: {...}}, ...)` starts from one, and
 needs no parameters of what comes before it. Otherwise a cut point does nothing: the program is the same.
@@ -37,7 +37,7 @@ class CutPoint(nn.Module):
 
 
 def cut_point(name: str, compute: Callable[[], Array]) -> Callable[[], Array]:
-    """`compute` with its result as a cut point, to be called inside a compact method; not called if it is given."""
+    """Wraps `compute` to make its result a cut point, in a compact method; a given value replaces the computation."""
 
     def value() -> Array:
         point = CutPoint(name=name_of(name))

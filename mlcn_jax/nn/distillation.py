@@ -37,8 +37,8 @@ class Distillation:
     ) -> Float[Array, "batch classes"]:
         """Probability of each class for a loss that is linear in it, as the margin loss is: labels and teacher mixed.
 
-        No temperature: lengths have none, and with a distribution that is not the teacher's own the loss would no
-        longer be the expected one.
+        No temperature is applied: lengths are not logits, and with any distribution but the teacher's own, the loss
+        would no longer be the expected margin loss.
         """
         return (1 - self.weight) * jax.nn.one_hot(labels, soft.shape[-1]) + self.weight * soft
 

@@ -1,4 +1,4 @@
-"""Outputs of all lanes in training, and the loss of lanes that classify alone, each lane's backward pass at once.
+"""Outputs of all lanes in training, and the loss of lanes that classify alone, each with an immediate backward pass.
 
 The loss of such a lane needs no other lane, so its gradient is computed right after its forward pass: the activations
 of only one lane are held at a time.

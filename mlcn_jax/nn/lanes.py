@@ -370,7 +370,7 @@ def lanes_one_by_one(function: Callable[[dict], Any], params: dict, count: int) 
         own = jax.tree.map(lambda array, i=i: array[i], params)
         if results:
             probe = sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in jax.tree.leaves(results[-1]))
-            done = ~jnp.isnan(probe)  # where it is nan, the run ends
+            done = ~jnp.isnan(probe)  # false only for NaN, which ends the run anyway
             own = jax.tree.map(lambda array, done=done: jnp.where(done, array, jnp.zeros_like(array)), own)
         results.append(function(own))
     return results

@@ -180,7 +180,7 @@ class ModelSpec:
     def probability_power(self) -> int:
         """Power of `length / certain_length` that is a class's probability.
 
-        1, as published, or 2 where lanes return probabilities, of which a squared length is the sum.
+        1, as published, or 2 where lanes return probabilities, because a squared length is then their sum.
         """
         return 2 if self.classifies_alone.any() else 1
 

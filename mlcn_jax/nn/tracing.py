@@ -20,7 +20,7 @@ class Target:
       platform: such as `cpu`, `gpu` or `onnx`; if empty, that of JAX's default device.
       batch: batch size for which algorithms are chosen if the traced one is symbolic; 0 takes the traced one.
       algorithms: pairs of a convolution (`conv.key_of`) and its algorithm; for others, `conv.choose` decides.
-      exchange_dtype: in which arrays are gathered over devices, and their gradients scattered; if empty, their own.
+      exchange_dtype: dtype in which arrays are gathered and gradients scattered over devices; if empty, their own.
     """
 
     platform: str = ""

@@ -82,7 +82,7 @@ class Offer:
 def read_catalog(path: Path, priced_on: str = "", today: datetime.date | None = None) -> tuple[list[Offer], list[str]]:
     """The offers of a catalog, on demand and spot, and what was passed over.
 
-    That is rows of SkyPilot's without any price, and those of an accelerator without a machine, or of a part of one.
+    Skipped are SkyPilot's rows without a price, and rows for an accelerator without a machine or for a fraction of one.
 
     Args:
       path: a CSV file.

@@ -31,7 +31,7 @@ class Layer:
       flops: forward, per image.
       inputs, outputs: per image.
       kernel: parameters; 0 in a product of images with each other.
-      family: the kind of its lane if that normalises, which each of its layers pays for; empty for the others.
+      family: the lane's kind if that kind normalises, which takes time in each of its layers; otherwise empty.
     """
 
     name: str

@@ -84,7 +84,7 @@ def residuals(
     seconds: Sequence[float],
     predict: Callable[[dict[str, Any], Sequence["LaneCost"], int], float],
 ) -> dict[str, list[float]]:
-    """Logarithms of measured over predicted seconds of each program, by a fit to all others.
+    """Leave-one-out residuals: log(measured / predicted seconds) of each program, predicted by a fit to all others.
 
     Args:
       stacks, batch_sizes, seconds: as for `fit_lane_seconds`.

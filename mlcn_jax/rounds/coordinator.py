@@ -159,7 +159,7 @@ def coordinate(
         shared, counted = _start(session, own)
         write_json(workdir / "config.json", config.to_dict())
         if shared.round < num_rounds:
-            write_json(workdir / "model.json", facts)  # without weights that were fitted to the lanes as they were
+            write_json(workdir / "model.json", facts)  # drops lane weights fitted to earlier parameters
         algorithms = algorithms_of(Plan(), session.spec, config.train.batch_size, {})
         stack.enter_context(tracing.using(tracing.Target(algorithms=tracing.as_pairs(algorithms))))
         step = min(shared.round * settings.steps, session.num_steps)

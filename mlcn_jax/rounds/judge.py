@@ -57,6 +57,7 @@ class Judge:
         """
         means = {name: statistics.mean(own[name] for own in metrics.values()) for name in ("loss", "accuracy")}
         self._writer.write(step, "train", {**means, "workers": len(metrics), "round_seconds": seconds})
+        self._writer.to_disk()
         _log.info(
             "step %d  loss %.4f  accuracy %.2f%%  %d workers  %.1f s", step, *_shown(means), len(metrics), seconds
         )
@@ -83,6 +84,7 @@ class Judge:
                 self._writer.write(step, "validation", {"loss": scores.loss, "accuracy": accuracy})
             _log.info("step %d  validation loss %.4f  accuracy %.2f%%", step, scores.loss, 100 * accuracy)
         state = {"params": calibrated, "optimizer": {"steps": np.int32(step)}}  # the optimizers' states are elsewhere
+        self._writer.to_disk()
         self._checkpoints.save(step, state, {"config_hash": session.config.hash()}, accuracy)
         self._checkpoints.wait()  # before the coordinator saves its own state: Orbax saves one thing at a time
 

@@ -77,7 +77,7 @@ class Change(msgspec.Struct):
 class Receipt(msgspec.Struct):
     """The answer to `Change`: whether it is in the open round or counted in an earlier one, and if not, why.
 
-    It counts for good only if the coordinator saves the round: `Begin.counted` tells.
+    It counts for good only once the coordinator has saved the round; `Begin.counted` says whether it did.
     """
 
     counts: bool

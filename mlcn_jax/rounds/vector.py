@@ -73,7 +73,7 @@ def decode(content: bytes, size: int, bits: int) -> Vector:
 
 
 def compress(values: Vector, residual: Vector, bits: int) -> tuple[bytes, Vector]:
-    """Encodes values plus the residual of earlier ones; returns the bytes, and what they leave out: the next residual.
+    """Encodes values plus the residual of earlier ones; returns the bytes and the quantisation error (next residual).
 
     Raises:
       ValueError: the sum is too large for a finite number.

@@ -210,7 +210,7 @@ class Trainer:
         Args:
           round_: number of the round, from 0.
           vector: the parameters that the round begins with.
-          counted: whether the newest change, that of the round `sent`, counted; if not, the error that its bits left is
+          counted: whether the newest change, that of the round `sent`, counted; if not, its quantisation error is
             dropped.
           check: called between steps; may raise.
 

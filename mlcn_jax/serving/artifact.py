@@ -21,13 +21,13 @@ from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program
 from mlcn_jax.serving import parts
-from mlcn_jax.serving.parts import Functions
+from mlcn_jax.serving.parts import ONNX, XLA, Functions
 
 FORMAT = 1
 MIXED_FORMAT = 2  # lanes in several precisions, some of them for ONNX Runtime
 MANIFEST, MODEL, WEIGHTS = "manifest.json", "model.json", "weights.npz"
 CONVERTED = "onnx/model.onnx"  # in the folder that holds the export
-RUNTIMES = ("auto", "xla", "onnxruntime")
+RUNTIMES = ("auto", XLA, ONNX)
 MAX_BATCH = 128  # images in one call of a function; more are split into several calls
 # Weights of up to this many bytes are compiled into the programs, already transformed: 1.8 times as fast for 8 images
 # on a CPU (benchmarks/results/exported.json), but each program takes ten times the memory of the weights.
@@ -68,6 +68,16 @@ class Classifier:
     _certain_length: float
     _probability_power: int
     _compute: Callable[[np.ndarray], np.ndarray]
+    _runtime: str = XLA
+
+    @property
+    def runtime(self) -> str | dict[int, str]:
+        """What computes: `xla`, `onnxruntime` or `per lane`; where the faster one does, that of each batch size so far.
+
+        Batch sizes are powers of two, to which other numbers of images are rounded up.
+        """
+        choices = getattr(self._compute, "choices", None)  # of `runtime.Fastest`, which needs onnxruntime to import
+        return choices() if choices else self._runtime
 
     def lengths(self, images: np.ndarray) -> np.ndarray:
         """Lengths of the class capsules; the longest belongs to the predicted class.
@@ -161,18 +171,20 @@ class Artifact(Classifier):
         in_xla = functions or not mixed  # the lanes may all be for ONNX Runtime
         programs = load_functions(folder, functions, weights, row, self.manifest) if in_xla else []
         if mixed:
-            if runtime != "auto" and (runtime != "xla" or self.manifest["onnx"]):
+            if runtime != "auto" and (runtime != XLA or self.manifest["onnx"]):
                 raise InputError(f"{folder} has a runtime per lane: runtime {runtime!r} cannot be chosen, use auto")
             lanes = parts.open_lanes(folder, self.manifest["onnx"])
             self._compute = functools.partial(apply_in_batches, parts.square_roots(parts.added_up(programs, lanes)))
+            self._runtime = "per lane"
             return
         self._compute = functools.partial(apply_in_batches, programs)
         converted = folder.resolve().parent / CONVERTED
-        required = runtime == "onnxruntime"
+        required = runtime == ONNX
         if required or (runtime == "auto" and converted.is_file() and jax.default_backend() == "cpu"):
             from mlcn_jax.serving.runtime import choose  # needs onnxruntime, which the rest does not
 
             self._compute = choose(self._compute, converted, self.manifest, self.image_shape, required)
+            self._runtime = ONNX if required else XLA
 
 
 def apply_in_batches(functions: Functions, rows: np.ndarray) -> np.ndarray:

@@ -108,7 +108,7 @@ class Batcher:
         than `deadline_seconds` from now.
 
         An item whose turn comes more than `deadline_seconds` from now is not computed, nor is one whose client
-        `is_gone`: their futures raise `Late` and `Gone`. One whose turn comes after `due` only is computed.
+        `is_gone`: their futures raise `Late` and `Gone`. One that is only past `due` is still computed.
 
         Raises:
           Full: more than `max_waiting` items would wait; none of these is accepted.
@@ -134,7 +134,7 @@ class Batcher:
         return -(-count // size) * self._seconds[1 << (size - 1).bit_length()]
 
     def batch_size(self, waiting: int, seconds: float = float("inf")) -> int:
-        """How many of the waiting items to take: the number with the most rows per second, as timed by `warm_up`.
+        """How many of the waiting items to take: the number with the highest throughput, as timed by `warm_up`.
 
         Args:
           waiting: number of waiting items, at least 1.
@@ -151,7 +151,7 @@ class Batcher:
             if not self._is_wanted(first):
                 continue
             left = first.due - time.monotonic()
-            size = self.batch_size(1 + self._waiting.qsize(), left if left > 0 else float("inf"))  # if late, no later
+            size = self.batch_size(1 + self._waiting.qsize(), left if left > 0 else float("inf"))  # late: no time limit
             batch = [first]
             while len(batch) < size and not self._waiting.empty():
                 if (more := self._waiting.get()) is None:

@@ -128,6 +128,10 @@ def _schemas(class_names: Sequence[str]) -> dict[str, Any]:
                 "image_shape": {"type": "array", "items": {"type": "integer"}},
                 "step": {"type": "integer"},
                 "exported": {"type": "string", "format": "date", "description": "absent if not exported"},
+                "runtime": {
+                    "description": "xla, onnxruntime or per lane; by number of images if the faster one computes",
+                    "oneOf": [{"type": "string"}, {"type": "object", "additionalProperties": {"type": "string"}}],
+                },
                 "limits": {"type": "object", "additionalProperties": {"type": "number"}},
             },
         },

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float, UInt8
 
 from mlcn_jax import host
 from mlcn_jax.errors import InputError
@@ -58,7 +57,8 @@ class Fastest:
         self._computes, self._shape, self._record, self._conditions = computes, image_shape, record, conditions
         self.milliseconds: dict[int, dict[str, float]] = _read(record, conditions, set(computes))
 
-    def __call__(self, images: UInt8[np.ndarray, "n h w c"]) -> Float[np.ndarray, "n classes"]:
+    def __call__(self, images: np.ndarray) -> np.ndarray:
+        """Lengths of the class capsules, float32 [n, classes], for uint8 images [n, height, width, channels]."""
         return self._computes[self.choice(len(images))](images)
 
     def choice(self, count: int) -> str:
@@ -75,6 +75,10 @@ class Fastest:
                 own[name] = half[name] + share * (own[name] - half[name])
         return min(own, key=own.__getitem__)
 
+    def choices(self) -> dict[int, str]:
+        """The faster runtime for each number of images (powers of two) that has been measured."""
+        return {size: min(own, key=own.__getitem__) for size, own in sorted(self.milliseconds.items())}
+
     def _known(self, size: int) -> dict[str, float]:
         if size not in self.milliseconds:
             self.milliseconds[size] = self._measure(size)
@@ -82,7 +86,7 @@ class Fastest:
         return self.milliseconds[size]
 
     def _measure(self, size: int) -> dict[str, float]:
-        images = np.random.default_rng(0).integers(0, 256, (size, *self._shape), np.uint8)
+        images = _noise(size, self._shape)
         able, wanted = {}, None
         for name, compute in self._computes.items():
             found = compute(images)
@@ -126,7 +130,7 @@ def choose(
       required: whether to use ONNX Runtime always, or only where it is faster and can be used.
 
     Raises:
-      InputError: ONNX Runtime is required and cannot be used.
+      InputError: ONNX Runtime is required and cannot be used, or computes other lengths than XLA.
     """
     problem = _problem(converted, manifest)
     if problem and required:
@@ -136,6 +140,12 @@ def choose(
         return xla
     own = open_onnx(converted, OUTPUT)
     if required:
+        image = _noise(1, image_shape)
+        if (differs := difference(own(image), xla(image))) > TOLERANCE:
+            raise InputError(
+                f"runtime {ONNX} cannot be used: on this machine its lengths differ from those of {XLA} by "
+                f"{differs:.2g}, {TOLERANCE:g} is allowed; use runtime {XLA}, or another version of onnxruntime"
+            )
         return own
     conditions = {
         "model": manifest["sha256"],
@@ -149,8 +159,8 @@ def choose(
     return Fastest({XLA: xla, ONNX: own}, image_shape, record, conditions)
 
 
-def difference(found: Float[np.ndarray, "n classes"], wanted: Float[np.ndarray, "n classes"]) -> float:
-    """The largest difference of lengths, relative to the longest if that is shorter than 1."""
+def difference(found: np.ndarray, wanted: np.ndarray) -> float:
+    """The largest difference of lengths, both [n, classes], relative to the longest if that is shorter than 1."""
     return float(np.max(np.abs(found - wanted)) / min(1.0, np.max(wanted)))
 
 
@@ -190,6 +200,10 @@ def _read(record: Path | None, conditions: Mapping[str, Any], names: set[str]) -
     except (OSError, ValueError, KeyError, AttributeError, TypeError):  # it is only a cache
         return {}
     return {size: own for size, own in found.items() if own and set(own) <= names}
+
+
+def _noise(count: int, shape: tuple[int, int, int]) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (count, *shape), np.uint8)
 
 
 def _seconds(compute: Compute, images: np.ndarray, count: int) -> float:

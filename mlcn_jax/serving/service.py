@@ -129,6 +129,7 @@ class Service(BatchService):
             "image_shape": self.model.image_shape,
             "step": self.model.step,
             **({"exported": self.model.exported} if self.model.exported else {}),
+            "runtime": self.model.runtime,
             "limits": dataclasses.asdict(self.limits),
         }
 

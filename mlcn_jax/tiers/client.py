@@ -78,7 +78,7 @@ class Node:
 
     @property
     def is_cold(self) -> bool:
-        """Whether no connection is known to be open for the next request; one that is given up closes its own."""
+        """Whether no connection is known to be open for the next request; an abandoned request closes its own."""
         return time.monotonic() > self._used + _WARM_SECONDS
 
     def times(self, count: int) -> Times:
@@ -246,7 +246,7 @@ class TierClient:
             async with asyncio.timeout(min(left, patience)):
                 try:
                     status, content = await self._post(node, body, len(rows))
-                except Unanswered:  # as on a connection that was closed meanwhile; the nonce is that of one answer
+                except Unanswered:  # e.g. on a stale connection; the nonce can be reused, as it has bound no answer yet
                     status, content = await self._post(node, body, len(rows))
             self.traffic.received += len(content)
             if status != 200:

@@ -1,6 +1,6 @@
 """Cuts that divide a tier's lanes: the trusted device (home) computes what is before a cut, the tier the rest.
 
-The value of a cut is one row per image: the pixels themselves, or what all lanes of the tier have at the cut, flat, in
+The value of a cut is one row per image: the pixels themselves, or the flattened activations of all lanes at the cut, in
 the order of the lanes. None of this hides an image from someone who has the weights (`experiments/tiers_leak.py`).
 """
 

@@ -226,7 +226,7 @@ class GatewayService(Service):
     def _too_short(self, milliseconds: float) -> str:
         return (
             f"a deadline of {milliseconds:g} ms is shorter than this device's own lanes take, {self.least_ms:.1f} ms "
-            "(95 % of the time): give a longer deadline, or fewer lanes to this tier"
+            "(95th percentile): give a longer deadline, or fewer lanes to this tier"
         )
 
     def about(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ _LEAST_TIMEOUT, _MOST_TIMEOUT = 0.25, 10.0
 _PATIENCES = 4.0  # an answer is abandoned after this many times the time after which it is late
 _LEAST_SPREAD = 0.01
 _GAIN, _SPREAD_GAIN, _SPREADS = 1 / 8, 1 / 4, 4.0
-_MORE = 1.25  # if a first answer did not come in some time, the next is awaited only with this many times as much
+_MORE = 1.25  # before any answer: asks again only if there is this many times the longest wait so far
 _FAILURES = 3  # failures in a row, after which a node is not asked for a while
 _FIRST_PAUSE, _MOST_PAUSE = 0.5, 30.0
 

@@ -118,7 +118,7 @@ def split(
             _store_weights(workdir, trained.spec.lane_weights)
             _log.info(
                 "weights of the lanes were fitted on %d validation images and are now in %s; exports made before have "
-                "none, and a run that goes on drops them",
+                "none, and resuming the run drops them",
                 *(len(validation.labels), workdir / _MODEL),
             )
         put_in_place(made, folder)

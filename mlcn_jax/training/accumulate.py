@@ -82,7 +82,7 @@ def _first(x: Array) -> Array:
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> Array:
-    """Zeros that vary over the devices of a mesh as the values do to which they are added."""
+    """Zeros that vary over the same mesh axes as the values they are added to."""
     zeros = jnp.zeros(like.shape, like.dtype)
     over = like.manual_axis_type
     varying = tuple(over.varying) if over else ()

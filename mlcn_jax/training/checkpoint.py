@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import check_workdir, read_json
+from mlcn_jax.files import check_workdir, read_json, tree_to_disk
 from mlcn_jax.nn.calibration import trained_shapes
 from mlcn_jax.nn.spec import ModelSpec
 
@@ -56,6 +56,7 @@ class Checkpoints:
             read_only=read_only,
             save_interval_steps=0 if read_only else 1,  # orbax sets it so, with a warning
             cleanup_tmp_directories=not read_only,
+            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._to_disk),
             multiprocessing_options=ocp.options.MultiprocessingOptions(  # each process on its own
                 primary_host=jax.process_index(),
                 active_processes={jax.process_index()},
@@ -70,6 +71,11 @@ class Checkpoints:
                 f"the checkpoints in {self._directory} cannot be read ({error}): fix the cause, then retry"
             ) from error
         self._accuracies = {step: self._stored_accuracy(step) for step in self._manager.all_steps()}
+
+    def _to_disk(self) -> None:
+        """Flushes the checkpoint that is about to get its name: Orbax flushes its arrays, not what describes them."""
+        for folder in self._directory.glob("*.orbax-checkpoint-tmp*"):
+            tree_to_disk(folder)
 
     def exist(self) -> bool:
         """Whether any checkpoint was ever finished here, damaged ones included."""

@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import math
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data.batches import Batches, Split
 from mlcn_jax.distributed import processes
-from mlcn_jax.errors import Diverged, InputError
+from mlcn_jax.errors import Diverged, InputError, differences
 from mlcn_jax.files import hold, read_json, write_json
 from mlcn_jax.launch import program
 from mlcn_jax.nn import tracing
@@ -25,7 +26,7 @@ from mlcn_jax.placement.cost import check_fits_memory
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.finish import final_results
-from mlcn_jax.training.metrics import MetricsWriter, Progress, StepLog
+from mlcn_jax.training.metrics import MetricsWriter, Progress, StepLog, read_rows
 from mlcn_jax.training.plan import algorithms_of, make_runner
 from mlcn_jax.training.session import calibration_images, open_session
 from mlcn_jax.training.start import announce, check_resumable, start_state
@@ -69,6 +70,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         checkpoints = Checkpoints(workdir / "checkpoints")
         stack.callback(checkpoints.close)
         model_facts = session.model_facts() | teacher.facts()
+        _check_same(processes.gather(model_facts))
         if checkpoints.exist():
             check_resumable(session, workdir, model_facts)
         plan = session.plan(workdir)  # which keeps files there, and not in the workdir of another run
@@ -134,6 +136,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             if not processes.is_first():
                 return
             parts = {"params": with_statistics(state.params, statistics), "optimizer": state.optimizer}
+            writer.to_disk()
             checkpoints.save(step, parts, {"config_hash": config.hash(), "conv": algorithms}, accuracy)
 
         stop.check(f"before step {start + 1}")
@@ -152,7 +155,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
                 save_due = step % (settings.checkpoint_every or steps_per_epoch) == 0 or step == num_steps
                 stopping = stop.due(step)
                 if plan.in_each_process and (step % settings.log_every == 0 or step == num_steps):
-                    processes.meet(f"step {step}")  # or one would end, and with it the run, long before another
+                    processes.meet(f"step {step}")  # otherwise, one could finish and end the run long before another
                 if test_due or save_due or stopping:
                     with log.paused():
                         if test_due:
@@ -183,7 +186,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             "best_step": best_step,
             "steps": num_steps,
             "steps_this_session": num_steps - start,
-            "images_per_second": log.images_per_second,
+            "images_per_second": log.images_per_second or _last_rate(workdir),
             "input_share": log.input_share,
             "compile_seconds": compile_seconds,
             "parameters": count_parameters(spec)["total"],
@@ -196,6 +199,23 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         write_json(workdir / "summary.json", summary)
         stop.check(f"after the end of {workdir}")
         return summary
+
+
+def _check_same(facts: Sequence[dict[str, Any]]) -> None:
+    """Raises InputError if the facts of a process differ from those of process 0."""
+    for number, own in enumerate(facts):
+        if rows := differences(facts[0], own, there="in process 0", here=f"in process {number}"):
+            raise InputError(
+                f"process {number} has other images or another teacher than process 0:\n"
+                + "\n".join(rows)
+                + "\ngive all processes copies of the same files"
+            )
+
+
+def _last_rate(workdir: Path) -> float | None:
+    """The newest training throughput on record: all steps may have been taken before this process started."""
+    rates = [row["images_per_second"] for row in read_rows(workdir / "metrics.jsonl") if row["split"] == "train"]
+    return rates[-1] if rates else None
 
 
 def _finished_summary(workdir: Path, step: int) -> dict | None:

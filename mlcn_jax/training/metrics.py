@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -40,6 +41,10 @@ class MetricsWriter:
         self._file.flush()
         for name, value in values.items():
             self._tensorboard.add_scalar(f"{split}/{name}", value, step)
+
+    def to_disk(self) -> None:
+        """Flushes the rows to disk; due before a checkpoint, from which a resumed run goes on."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -164,8 +169,11 @@ class StepLog:
 
     @contextlib.contextmanager
     def paused(self):
-        """Reads every step dispatched, then excludes the time that the block takes."""
-        self.flush()
+        """Reports every step dispatched, then excludes the time that the block takes.
+
+        So rows end where checkpoints do, and a resumed run has the rows of one that was never stopped.
+        """
+        self.finish()
         yield
         self._mark = time.monotonic()
 

@@ -173,11 +173,12 @@ def _digest(profile: DeviceProfile) -> str:
 
 
 def _chosen_before(path: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
-    """What `auto` chose when it was asked the same, if that was kept."""
+    """What `auto` chose when it was asked the same, if that was kept, however fast the links were then."""
     try:
         stored = read_json(path) if path.exists() else {}
-        return stored["choice"] if stored.get("asked") == asked else None
-    except (InputError, KeyError, AttributeError):
+        before = {**stored.get("asked", {}), "links": asked["links"]}
+        return stored["choice"] if before == asked else None
+    except (InputError, KeyError, AttributeError, TypeError):
         _log.warning("%s cannot be used: choosing again", path)
         return None
 
@@ -191,7 +192,7 @@ def faster_otherwise(
     seconds: float,
     rounds: bool = True,
 ) -> dict[str, float]:
-    """Ways to train whose result is not that of a split, and the seconds of a step where these are fewer than given.
+    """Ways to train that take less than `seconds` per step, each with its seconds, but give other results than a split.
 
     Local rounds if `rounds` says that they are possible, and lanes trained apart if nothing couples their losses.
     """
@@ -252,7 +253,7 @@ def _mesh_plan(spec: ModelSpec, batch_size: int, data: int, lane: int) -> Plan:
 
 
 def _with_speeds(found: Plan, spec: ModelSpec, batch_size: int, kept: Path | None) -> Plan:
-    """A mesh gives all devices an equal share: if they differ, in kind or speed, that is measured and said."""
+    """A mesh gives all devices an equal share: if they differ in kind or speed, this is measured and reported."""
     if found.mesh is None or not spec.lane_groups:
         return found
     devices = list(found.mesh.devices.flat)
@@ -261,7 +262,7 @@ def _with_speeds(found: Plan, spec: ModelSpec, batch_size: int, kept: Path | Non
         return found
     measured = speeds.about([f"{device.device_kind} {device.id}" for device in devices])
     _log.warning(
-        "devices differ, and a mesh gives each an equal share: parallel.plan=stacks gives each what it can do (seconds "
+        "devices differ, and a mesh gives each an equal share: parallel.plan=stacks balances the load (seconds "
         "of a lane's step: %s)",
         measured,
     )

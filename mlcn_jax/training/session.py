@@ -63,7 +63,7 @@ class Session:
         return min(num_steps, settings.num_steps) if settings.num_steps else num_steps
 
     def image_size(self, step: int) -> int:
-        """`Augmentation.size` of a step, 1 for the first; it depends on the run's epochs, not on `train.num_steps`."""
+        """`Augmentation.size` of a step, counted from 1; depends on the run's epochs, not on `train.num_steps`."""
         done = (step - 1) / (self.config.train.num_epochs * self.steps_per_epoch)
         return next((size for until, size in self.config.train.sizes() if done < until), 0)
 
@@ -150,7 +150,7 @@ def calibration_images(train: datasets.Split, batch_size: int) -> list[np.ndarra
 
 
 def _some(train: datasets.Split, count: int) -> np.ndarray:
-    """Evenly spaced images in a random order, always the same: of all classes, also if images are sorted by class."""
+    """Evenly spaced images in a fixed random order: of all classes, even if the images are sorted by class."""
     evenly = np.linspace(0, len(train.labels) - 1, count).astype(int)
     return train.images[np.random.default_rng(0).permutation(evenly)]
 
@@ -163,7 +163,7 @@ def whiten_from(spec: ModelSpec, params: dict, train: datasets.Split) -> dict:
 
 
 def with_flips(data: DataSettings, score: Callable[[], Scores], split: str = "test") -> dict[str, float]:
-    """Scores of images classified together with their mirror images; empty unless training mirrors images, too."""
+    """Scores with test-time augmentation by horizontal flips; empty unless training mirrors images too."""
     if not (data.flip or data.alternate_flips):
         return {}
     scores = score()
@@ -171,7 +171,7 @@ def with_flips(data: DataSettings, score: Callable[[], Scores], split: str = "te
 
 
 def plan_of(config: RunConfig, spec: ModelSpec, kept: Path | None = None, batch_size: int = 0) -> Plan:
-    """Which device computes what by a configuration; arguments as of `Session.plan`, raises as `plan.make_plan`."""
+    """The plan of a configuration; arguments as for `Session.plan`, errors as for `plan.make_plan`."""
     settings, batch_size = config.parallel, batch_size or config.train.batch_size
     if spec.remat == OFFLOAD:
         check_offload(settings.plan, jax.local_devices()[0])

@@ -176,7 +176,7 @@ def _seconds(lane: lanes.LaneSpec, spec: ModelSpec, batch_size: int, device: jax
 
 
 def _mean_seconds(call: Any, at_least: float) -> float:
-    """The mean, not the least: a device that others use is as slow as that for a run, too."""
+    """The mean, not the minimum: a device shared with other jobs will be just as slow during the run."""
     jax.block_until_ready(call())
     count, started = 0, time.perf_counter()
     while not count or time.perf_counter() - started < at_least:
@@ -186,7 +186,7 @@ def _mean_seconds(call: Any, at_least: float) -> float:
 
 
 def _stored(path: Path | None, asked: dict[str, Any]) -> list[dict[str, float]] | None:
-    """What was kept when the same was asked: the seconds of each device, none if they are alike; None if nothing."""
+    """Stored measurements of this request: seconds for each device, [] if all are alike; None if nothing is stored."""
     if path is None or not path.exists():
         return None
     try:

@@ -1,4 +1,4 @@
-"""Stacks of lanes: how their programs are compiled, what these keep between forward and backward, and a late norm."""
+"""Stacks of lanes: compiling their programs, what these save for the backward pass, and the delayed gradient norm."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

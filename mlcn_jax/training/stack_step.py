@@ -21,8 +21,8 @@ from mlcn_jax.training.stack_programs import LaneByLane, Stack, save, whole
 from mlcn_jax.training.step import TrainState, head_loss, lane_options, make_input, soft_targets
 
 METRICS = ("cross_entropy", "loss", "margin", "reconstruction", "accuracy")
-FROM_STACK = 2  # numbers: the loss of lanes that classify alone; the square of its last gradient's norm
-FROM_HEAD = len(METRICS) + 1  # those, and the square of the norm of the entire last gradient
+FROM_STACK = 2  # scalars: loss of lanes that classify alone; squared norm of this stack's previous gradient
+FROM_HEAD = len(METRICS) + 1  # scalars: the metrics, and the squared norm of the entire previous gradient
 
 Columns = Sequence[jax.ShapeDtypeStruct]
 
@@ -155,7 +155,7 @@ class StackStep:
         return [messages.pack(part, numbers, self.dtype) for part in dcolumns]
 
     def head_step(self, state, v, from_stacks, square, images, labels, soft):
-        """The decoder's gradients, those of the class capsules, the numbers for all, and the decoder's square."""
+        """Gradients of decoder and class capsules, numbers for all stacks, and the decoder gradients' squared norm."""
         pixels, lane_key, _ = self._prepare(state.step, images)
         target = None
         if self._distillation is not None and not self._spec.classifies_alone.all():

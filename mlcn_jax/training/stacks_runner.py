@@ -7,7 +7,7 @@ may differ in kind, and holds only its lanes' parameters and optimizer state. In
 between devices; several processes gather and scatter them in collectives.
 
 A step takes one message from each stack, its columns, and one to it, their gradients. The loss of lanes that classify
-alone and the metrics go with them, and so does the square of a gradient's norm, with those of the next step; only
+alone and the metrics go with them; the squared gradient norm follows in the messages of the next step. Only
 clipping, which needs that norm before the update, takes a sum of its own.
 """
 
@@ -309,7 +309,7 @@ class StacksRunner:
         return columns
 
     def _run_there(self, device: jax.Device, name: str, key: tuple, function: Callable, *args) -> Any:
-        """Runs a function on a device, and compiles it for the first arguments of their shapes."""
+        """Runs a function on a device, compiling it once for each set of argument shapes."""
         key = (name, *key, *(x.shape for x in jax.tree.leaves(args)))
         if key not in self._programs:
             self._programs[key] = lower(device, function, (), *args).compile()

@@ -11,13 +11,13 @@ from typing import Any
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import Diverged, InputError
-from mlcn_jax.files import check_workdir, write_json
+from mlcn_jax.files import check_workdir, read_json, write_json
 from mlcn_jax.training.loop import train
 
 _log = logging.getLogger(__name__)
 
 _SEED = "train.seed"
-_SPLITS = ("validation", "test")  # by the first of them that was scored, points are ranked
+_SPLITS = ("validation", "test")  # points are ranked by the first of these that was scored
 _SCORES = tuple(f"{split}_{score}" for split in _SPLITS for score in ("accuracy", "loss"))
 _COLUMNS = (*_SCORES, "images_per_second", "parameters", "steps")
 
@@ -61,6 +61,7 @@ def sweep(config: RunConfig, workdir: Path, text: str) -> list[dict[str, Any]]:
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     configs = [config.replace(point) for point in points]  # all are read before the first is run
     rows: list[dict[str, Any]] = []
+    before = _rows_before(workdir / "sweep.json")
     for i, (point, point_config) in enumerate(zip(points, configs, strict=True), start=1):
         folder = _folder(workdir, point)
         _log.info("point %d of %d: %s", i, len(points), folder.name)
@@ -72,8 +73,18 @@ def sweep(config: RunConfig, workdir: Path, text: str) -> list[dict[str, Any]]:
             row["error"] = str(error)
             _log.error("point %d failed: %s", i, error)
         rows.append(row)
-        write_json(workdir / "sweep.json", {"rows": rows, "seeds": over_seeds(rows), **host.environment()})
+        later = [str(_folder(workdir, point)) for point in points[i:]]
+        known = rows + [before[folder] for folder in later if folder in before]
+        write_json(workdir / "sweep.json", {"rows": known, "seeds": over_seeds(known), **host.environment()})
     return rows
+
+
+def _rows_before(path: Path) -> dict[str, dict[str, Any]]:
+    """The rows of an earlier sweep by their workdir; none if there are none, or if they cannot be read."""
+    try:
+        return {row["workdir"]: row for row in read_json(path)["rows"]} if path.exists() else {}
+    except (InputError, KeyError, TypeError):  # all rows are made again from the workdirs
+        return {}
 
 
 def _folder(workdir: Path, point: dict[str, str]) -> Path:

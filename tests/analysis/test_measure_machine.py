@@ -4,7 +4,18 @@ import math
 
 import pytest
 
-from mlcn_jax.analysis import measure_machine
+from mlcn_jax.analysis import measure_device, measure_machine
+from mlcn_jax.errors import InputError
+
+
+def test_a_profile_is_of_a_dataset_or_of_images_of_ones_own():
+    named = measure_device.lab_spec("cifar10", "published", "float32")
+    own = measure_device.lab_spec("48x40x3:12", "per_class", "bfloat16")
+    assert (named.image_shape, named.num_classes) == ((32, 32, 3), 10)
+    assert (own.image_shape, own.num_classes, own.lane_routing) == ((48, 40, 3), 12, "per_class")
+    for wrong in ("photos", "48x48:12", "48x48x2:12", "0x48x3:12"):
+        with pytest.raises(InputError, match=f"--data={wrong} is not one of .* nor HEIGHTxWIDTHxCHANNELS:CLASSES"):
+            measure_device.lab_spec(wrong, "published", "float32")
 
 
 def test_devices_that_wait_for_each_other_are_as_slow_as_the_slowest_in_each_step():

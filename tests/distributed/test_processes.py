@@ -154,3 +154,20 @@ def test_what_no_process_can_start_is_said_once(tmp_path):
     code, _, err = run(tmp_path, {**TWO, "parallel.lane": 1})
     assert code == 2
     assert err.count("the 2 processes have 2 devices in all") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process is not told that its parent has ended")
+def test_a_process_that_cannot_stop_now_ends_with_its_parent():
+    """As one that compiles, which a signal to stop would have to wait for."""
+    child = "import signal, sys, time; from mlcn_jax.distributed import processes; signal.signal(signal.SIGTERM, "
+    child += "signal.SIG_IGN); processes.end_with(int(sys.argv[1])); print('ready', flush=True); time.sleep(100)"
+    code = "import os, subprocess, sys, time; subprocess.Popen([sys.executable, '-c', sys.argv[1], str(os.getpid())]); "
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code + "time.sleep(100)", child], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    with parent:
+        assert parent.stdout.readline() == "ready\n"
+        parent.kill()
+        started = time.monotonic()
+        assert parent.stdout.read() == ""  # which ends once the child has ended, too
+        assert time.monotonic() - started < 10

@@ -29,7 +29,18 @@ from mlcn_jax.training import checkpoint, evaluate
 from mlcn_jax.training.session import open_session
 from mlcn_jax.training.start import check_resumable
 
-TRAINING_CODE = ("absl", "flax", "optax", "orbax", "ml_collections", "jaxtyping", "matplotlib", "tqdm", "sklearn")
+TRAINING_CODE = (
+    "absl",
+    "filelock",
+    "flax",
+    "jaxtyping",
+    "matplotlib",
+    "ml_collections",
+    "optax",
+    "orbax",
+    "sklearn",
+    "tqdm",
+)
 
 
 @pytest.fixture
@@ -203,12 +214,17 @@ def test_without_flatbuffers_what_to_install_is_told(exported, monkeypatch):
 def test_the_command_needs_no_training_code_and_answers_what_it_can(exported, pictures):
     (pictures / "bomb.png").write_bytes(huge_png(10_000, 10_001))
     (pictures / "text.jpg").write_text("no picture")
+    converted = exported / artifact.CONVERTED  # one that cannot be used, which is noticed without training code, too
+    converted.parent.mkdir()
+    converted.write_bytes(b"")
     name = "a" * 300 + ".png"
     hide = f"import sys, runpy; sys.modules.update(dict.fromkeys({TRAINING_CODE!r}))"
     arguments = ["predict", str(exported / "export"), str(pictures), "--json", name, str(pictures / "a.png")]
     code = f"{hide}; sys.argv = {arguments!r}; runpy.run_module('mlcn_jax.predict', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    shutil.rmtree(converted.parent)
     assert done.returncode == 3, done.stderr
+    assert "computing with XLA because ONNX Runtime cannot be used" in done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["file"].rpartition("/")[2] for row in rows] == [
         "a.png",

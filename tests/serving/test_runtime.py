@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,6 +53,7 @@ def test_each_batch_size_is_measured_once_and_the_faster_runtime_computes(tmp_pa
     calls.clear()
     same = runtime.Fastest(computes, SHAPE, record, {"cpu": "a"})
     assert same.milliseconds == fastest.milliseconds
+    assert same.choices() == {1: "onnxruntime", 4: "xla", 8: "xla"}
     assert (same.choice(1), same.choice(8), calls) == ("onnxruntime", "xla", [])
     other = runtime.Fastest(computes, SHAPE, record, {"cpu": "b"})
     assert other.milliseconds == {}
@@ -115,6 +117,18 @@ def test_a_converted_model_that_cannot_be_used_is_named(exported, tmp_path, monk
     converted.write_bytes(b"model")
     monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: None)
     refused(r"pip install .mlcn_jax\[onnxruntime\]")
+
+
+@pytest.mark.parametrize(("error", "used"), [(1e-6, True), (1e-3, False)])
+def test_a_required_runtime_must_compute_the_lengths_of_xla(monkeypatch, error, used):
+    own, xla = lengths_of([], "onnxruntime", error=error), lengths_of([], "xla")
+    monkeypatch.setattr(runtime, "_problem", lambda path, manifest: "")
+    monkeypatch.setattr(runtime, "open_onnx", lambda path, output: own)
+    if used:
+        assert runtime.choose(xla, Path("model.onnx"), {}, SHAPE, required=True) is own
+    else:
+        with pytest.raises(InputError, match=r"differ from those of xla by 0.001, 1e-05 is allowed; use runtime xla"):
+            runtime.choose(xla, Path("model.onnx"), {}, SHAPE, required=True)
 
 
 def test_an_unknown_runtime_and_one_without_a_model_are_refused(exported):

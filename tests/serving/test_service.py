@@ -39,6 +39,7 @@ class Slow:
     """A model that takes its time: it answers once `go` is set."""
 
     class_names, image_shape, step, exported = ("dark", "light"), (2, 2, 1), 1, "today"
+    runtime = "xla"
 
     def __init__(self):
         self.entered, self.go, self.sizes = threading.Event(), threading.Event(), []
@@ -118,6 +119,7 @@ def test_a_training_run_is_served_without_exporting_it(folder, monkeypatch):
 
     (status, _, about), (predicted, _, answer) = asyncio.run(check())
     assert (status, about["step"], "exported" in about) == (200, service.model.step, False)
+    assert about["runtime"] == "xla"
     assert (predicted, answer["predictions"][0]["class"] in service.model.class_names) == (200, True)
 
 

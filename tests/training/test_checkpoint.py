@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mlcn_jax.errors import InputError
+from mlcn_jax.training import checkpoint
 from mlcn_jax.training.checkpoint import Checkpoints, load_trained
 
 
@@ -45,6 +46,20 @@ def test_round_trip(tmp_path):
     only, _ = checkpoints.restore({"params": LIKE["params"]})
     assert list(only) == ["params"]
     checkpoints.close()
+
+
+def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_older_ones_go(tmp_path, monkeypatch):
+    """Orbax flushes the arrays alone: a power failure could empty what describes them, in all that are kept."""
+    flushed = []
+
+    def flush(folder):
+        names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        there = sorted(int(path.name) for path in tmp_path.iterdir() if path.name.isdigit())
+        flushed.append((names >= {"facts/metadata", "params/_METADATA", "optimizer/_METADATA"}, there))
+
+    monkeypatch.setattr(checkpoint, "tree_to_disk", flush)
+    save_all(tmp_path, {1: None, 2: None, 3: None, 4: None}).close()
+    assert flushed == [(True, []), (True, [1]), (True, [1, 2]), (True, [2, 3])]
 
 
 def test_the_newest_two_and_the_best_are_kept(tmp_path):

@@ -2,9 +2,10 @@ import io
 import logging
 import sys
 
+import numpy as np
 import pytest
 
-from mlcn_jax.training.metrics import MetricsWriter, Progress, read_rows
+from mlcn_jax.training.metrics import MetricsWriter, Progress, StepLog, read_rows
 
 
 def test_rows_after_the_resumed_step_and_a_half_written_one_are_dropped(tmp_path):
@@ -23,6 +24,27 @@ def test_rows_after_the_resumed_step_and_a_half_written_one_are_dropped(tmp_path
     assert [(row["step"], row["loss"]) for row in rows] == [(10, 0.1), (20, 0.05), (15, 9.0), (30, 7.0)]
     assert path.read_text().count("\n") == 4
     assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_rows_of_a_resumed_run_are_those_of_one_that_was_never_stopped(tmp_path):
+    def run(folder, first, last):
+        writer = MetricsWriter(folder, first)
+        log = StepLog(writer, Progress(first, 20, 20), batch_size=10, every=10)
+        for step in range(first + 1, last + 1):
+            log.add(step, {"loss": np.float32(step), "grad_norm": np.float32(1), "accuracy": np.float32(0.5)})
+            if step % 7 == 0:
+                with log.paused():  # for a checkpoint
+                    pass
+        log.finish()
+        writer.close()
+        return [(row["step"], row["loss"]) for row in read_rows(folder / "metrics.jsonl")]
+
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole = run(tmp_path / "whole", 0, 20)
+    run(tmp_path / "parts", 0, 17)  # killed: it goes on from step 14
+    assert run(tmp_path / "parts", 14, 20) == whole
+    assert whole == [(7, 4.0), (10, 9.0), (14, 12.5), (20, 17.5)]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

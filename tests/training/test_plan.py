@@ -388,3 +388,14 @@ def test_stacks_that_would_be_refused_are_no_candidates(changes, parts):
     assert len(found) > 1
     assert all(candidate.placement is None for candidate in found)
     assert any(candidate.placement for candidate in splits.candidates(EQUAL, 100, [make_profile()] * 2, ["greedy"], 2))
+
+
+def test_a_plan_is_kept_however_fast_the_links_are_now(tmp_path):
+    asked = {"lanes": "mlcn1:w2*4", "batch_size": 100, "links": {"process 1": {"latency_seconds": 1e-4}}}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"asked": asked, "choice": {"lane": 2}}))
+    assert plan._chosen_before(path, asked | {"links": {}}) == {"lane": 2}
+    assert plan._chosen_before(path, asked | {"batch_size": 50}) is None
+    for other in ("{}", "[]", "{", '{"asked": [7]}'):
+        path.write_text(other)
+        assert plan._chosen_before(path, asked) is None

@@ -74,6 +74,28 @@ def test_folders_have_no_commas(tiny, tmp_path, monkeypatch):
     assert not any("," in name for name in names)
 
 
+@pytest.mark.parametrize("content", [None, "{", '{"rows": [7]}'])
+def test_a_sweep_that_is_stopped_again_keeps_the_rows_of_later_points(tiny, tmp_path, monkeypatch, content):
+    trains_nothing(monkeypatch)
+    path = tmp_path / "sweep.json"
+    rows = sweep.sweep(tiny, tmp_path, "train.seed=0,1,2")
+    if content:
+        path.write_text(content)
+    train = sweep.train
+
+    def stopped(config, folder):
+        if config.train.seed == 1:
+            raise KeyboardInterrupt
+        return train(config, folder)
+
+    monkeypatch.setattr(sweep, "train", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.sweep(tiny, tmp_path, "train.seed=0,1,2")
+    stored = json.loads(path.read_text())
+    assert stored["rows"] == (rows[:1] if content else rows)
+    assert len(stored["seeds"][0]["seeds"]) == len(stored["rows"])
+
+
 def test_points_that_an_earlier_version_named_with_commas_are_found(tiny, tmp_path, monkeypatch):
     trains_nothing(monkeypatch)
     (tmp_path / "train.seed=0,train.batch_size=10").mkdir()

@@ -33,6 +33,13 @@ def params_of(workdir):
     return load_trained(workdir).params
 
 
+def test_a_process_with_other_images_is_named():
+    facts = {"training_images_sha256": "0123", "class_names": ["a", "b"]}
+    loop._check_same([facts, dict(facts)])
+    with pytest.raises(InputError, match=r"(?s)process 2 has other images.*'0123' in process 0, '4567' in process 2"):
+        loop._check_same([facts, dict(facts), facts | {"training_images_sha256": "4567"}])
+
+
 def assert_same_bits(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
@@ -116,6 +123,12 @@ def test_a_finished_run_is_not_run_again(tiny, copied):
     stamp = (copied / "summary.json").stat().st_mtime_ns
     assert loop.train(tiny, copied) == json.loads((copied / "summary.json").read_text())
     assert (copied / "summary.json").stat().st_mtime_ns == stamp
+
+
+def test_a_run_that_ended_before_its_summary_keeps_its_throughput(tiny, copied):
+    (copied / "summary.json").unlink()
+    rows = [row for row in read_rows(copied / "metrics.jsonl") if row["split"] == "train"]
+    assert loop.train(tiny, copied)["images_per_second"] == rows[-1]["images_per_second"]
 
 
 def test_a_finished_run_that_is_shortened_is_finished_with_the_new_settings(tiny, copied):
