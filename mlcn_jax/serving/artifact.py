@@ -21,7 +21,7 @@ from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program
 from mlcn_jax.serving import parts
-from mlcn_jax.serving.parts import ONNX, XLA, Functions
+from mlcn_jax.serving.parts import ONNX, PER_LANE, XLA, Functions
 
 FORMAT = 1
 MIXED_FORMAT = 2  # lanes in several precisions, some of them for ONNX Runtime
@@ -175,7 +175,7 @@ class Artifact(Classifier):
                 raise InputError(f"{folder} has a runtime per lane: runtime {runtime!r} cannot be chosen, use auto")
             lanes = parts.open_lanes(folder, self.manifest["onnx"])
             self._compute = functools.partial(apply_in_batches, parts.square_roots(parts.added_up(programs, lanes)))
-            self._runtime = "per lane"
+            self._runtime = PER_LANE
             return
         self._compute = functools.partial(apply_in_batches, programs)
         converted = folder.resolve().parent / CONVERTED

@@ -18,6 +18,7 @@ from mlcn_jax.serving.onnx_file import open_onnx
 
 Functions = Sequence[tuple[int, Callable[[np.ndarray], Any]]]  # (least rows it is used for, function), descending
 XLA, ONNX = "xla", "onnxruntime"
+PER_LANE = "per lane"  # where lanes of both are together
 OUTPUT = "part"  # output name in a lane's ONNX file
 STEM = "part"  # start of the file names of the functions that compute the XLA lanes
 # Largest differences of a lane's class capsules. The order of a convolution's sums depends on the number of images, so

@@ -24,7 +24,7 @@ from mlcn_jax.serving.artifact import (
     read_weights,
     verified_manifest,
 )
-from mlcn_jax.serving.parts import Functions, added_up, open_lanes
+from mlcn_jax.serving.parts import PER_LANE, XLA, Functions, added_up, open_lanes
 from mlcn_jax.tiers import signatures
 from mlcn_jax.tiers.policy import FILE, Policy
 
@@ -44,7 +44,7 @@ class TierArtifact:
       policy: the policy of the split.
       name: name of the tier.
       lanes: indices of its lanes.
-      class_names, image_shape, step, exported: of the model, as for `artifact.Classifier`.
+      class_names, image_shape, step, exported, runtime: of the model, as for `artifact.Classifier`.
       row_shape, row_dtype: shape and dtype of what its lanes receive for one image.
 
     Raises:
@@ -86,8 +86,10 @@ class TierArtifact:
             return load_functions(folder, chosen, jax.device_put(own), row, manifest) if chosen else []
 
         self._part = load(PART, jax.ShapeDtypeStruct(self.row_shape, self.row_dtype))
+        self.runtime = XLA
         if files := manifest.get("onnx"):
             self._part = added_up(self._part, open_lanes(folder, files))
+            self.runtime = PER_LANE
         image = jax.ShapeDtypeStruct(self.image_shape, jnp.uint8)
         self._home = {tier: load(HOME + tier, image) for tier in homes}
 

@@ -35,7 +35,7 @@ class _Own:
 
     def __init__(self, artifact: TierArtifact):
         self.class_names, self.image_shape = artifact.class_names, artifact.image_shape
-        self.step, self.exported = artifact.step, artifact.exported
+        self.step, self.exported, self.runtime = artifact.step, artifact.exported, artifact.runtime
         self.probabilities = artifact.part  # the rows of this service are squared lengths
 
 
