@@ -155,7 +155,7 @@ class TrainSettings:
         margin loss.
       image_sizes: sizes at which lanes that classify alone see training images, such as 20:0.35,28:0.7 for 20 pixels
         in the first 35 % of the steps, 28 until 70 %, then the full size; empty for the full size throughout.
-      log_every: steps between reports of the metrics.
+      log_every: steps between reports of the metrics; every checkpoint reports those since the last report, too.
       test_every_epoch: also scores the test set after each epoch, for the record only.
       score_test: whether the test set is scored at the end; if false, the run never reads it.
     """
