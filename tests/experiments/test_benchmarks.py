@@ -30,6 +30,7 @@ def test_shares_of_a_profile_add_up_by_part():
     assert next(iter(kinds)) == "ynn_fusion f32[10000,256], encoder, backward: map between the convolutions"
 
 
+@pytest.mark.long
 def test_our_program_trains_and_predicts_the_network_that_it_is_named_after(rng):
     images = rng.integers(0, 256, (4, *TINY.image_shape), dtype=np.uint8)
     labels = rng.integers(0, networks.NUM_CLASSES, 4, dtype=np.int32)

@@ -10,6 +10,7 @@ from experiments import lane_collapse
 from mlcn_jax.errors import InputError
 
 
+@pytest.mark.long
 def test_a_lane_at_zero_stays_and_others_do_not(tiny):
     dataset = tiny.data.load()
     dead = lane_collapse.follow(tiny, dataset, 0.0, 4)

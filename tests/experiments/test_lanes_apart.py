@@ -42,6 +42,7 @@ def test_more_pairs_than_a_part_has_at_least_can_be_asked_for():
         assert len(lanes_apart.joins_of("cifar", runs)[f"cifar_pair{expected - 1}"]) == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", list(lanes_apart.PARTS))
 def test_single_lanes_cost_as_much_as_the_joined_ones_beside_which_they_stand(part):
     known = lanes_apart.PARTS[part]

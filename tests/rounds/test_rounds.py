@@ -158,6 +158,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tiny, tmp_path, monkeypatch):
         coordinator.coordinate(config.replace({"train.num_steps": 20}), tmp_path / "cut", "127.0.0.1:0")
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_was_due_when_the_coordinator_was_killed_is_made_up_for(tiny, tmp_path, monkeypatch):
     config = tiny.replace(LONG | {"train.checkpoint_every": 8})
 

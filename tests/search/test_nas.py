@@ -58,6 +58,7 @@ def test_a_search_from_beginning_to_end(tmp_path, caplog):
         run(*make_config(max_width=1), tmp_path)
 
 
+@pytest.mark.long
 def test_when_every_model_fails_the_first_reason_is_given(tmp_path):
     config, settings = make_config(num_models=1)
     with pytest.raises(InputError, match="no model was trained to the end; the first failed with Diverged"):

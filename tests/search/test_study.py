@@ -176,6 +176,7 @@ def test_halving_stops_the_worse_half_early(tmp_path):
     assert sum(model.train_seconds for model in models) < 0.7 * 4 * 24
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tried", "num_models"),
     [("evolution", 24), *(pytest.param(name, 40, marks=pytest.mark.long) for name in ("tpe", "nsgaii"))],

@@ -50,6 +50,7 @@ def test_the_sum_over_the_tiers_is_the_whole_model(per_lane, tiers_folder, image
         )
 
 
+@pytest.mark.long
 def test_lanes_that_compute_in_bfloat16_add_up_as_far_as_that_goes(per_lane, images, tmp_path, monkeypatch):
     workdir = shutil.copytree(per_lane, tmp_path / "run", ignore=shutil.ignore_patterns("tiers"))
     about = read_json(workdir / "model.json")

@@ -55,6 +55,7 @@ def assert_close(mine, theirs):
         assert error < 2e-5, f"{jax.tree_util.keystr(path)}: {error}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", [JOINT, pytest.param(COUPLED, marks=pytest.mark.long)], ids=["joint", "coupled"])
 def test_lanes_computed_again_have_the_same_gradients(spec):
     found, _ = step_of(dataclasses.replace(spec, remat="full"))

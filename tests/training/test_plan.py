@@ -226,6 +226,7 @@ def test_a_prediction_says_how_sure_it_is(profile):
     assert splits.interval(1.0, EQUAL, [shared] * 2).high_seconds > stack.high_seconds
 
 
+@pytest.mark.long
 def test_residual_lanes_are_split_by_their_profile():
     spec = ModelSpec("mlcn", (28, 28, 1), 10, "resnet:w1*2,resnet:w2*2", norm_group=50)
     residual = dataclasses.replace(make_profile("resnet"), link=LINK)

@@ -92,6 +92,7 @@ def test_every_placement_has_the_loss_and_gradients_of_one_device(device_of, cli
     assert state.step == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("clip_norm", [0.0, pytest.param(0.2, marks=pytest.mark.long)])
 @pytest.mark.usefixtures("among_processes")
 def test_processes_exchange_what_one_device_computes(clip_norm):

@@ -79,6 +79,7 @@ def assert_same(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
 
 
+@pytest.mark.long
 def test_in_parts_lanes_learn_the_same_from_the_teacher(case):
     spec, augmentation, expected = case
     assert_same(on_one_device(spec, augmentation=augmentation, accumulation_steps=2), expected)
@@ -93,6 +94,7 @@ def test_on_a_mesh_lanes_learn_the_same_from_the_teacher(case):
     assert_same(two_steps(runner, spec), expected)
 
 
+@pytest.mark.long
 def test_in_stacks_lanes_learn_the_same_from_the_teacher(case):
     spec, augmentation, expected = case
     stacks = make_stacks(jax.devices()[:2], [1, 0])
@@ -206,6 +208,7 @@ def test_a_teacher_that_learned_validation_images_is_told_of(student, finished, 
     assert "validation images, so validation accuracy will look too good" in caplog.text
 
 
+@pytest.mark.long
 def test_a_student_is_pruned_and_joined_like_any_other_run(tiny, per_lane, tmp_path):
     student, smaller, joined = (tmp_path / name for name in ("student", "smaller", "joined"))
     taught = {"train.teacher": str(per_lane), "model.margin_loss": "per_lane", "data.validation_fraction": 0.2}
@@ -230,6 +233,7 @@ def test_an_ensemble_says_the_mean(student, finished, per_lane):
     np.testing.assert_allclose(both.sum(-1), 1, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_another_teacher_at_the_same_place_is_refused(student, finished, per_lane, tmp_path):
     teacher = shutil.copytree(finished, tmp_path / "teacher")
     config = student.replace({"train.teacher": str(teacher), "train.num_steps": 5})
