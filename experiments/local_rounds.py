@@ -63,7 +63,7 @@ _KILLED = {
 _EPOCHS_PER_KILL = 15
 _KILL_SECONDS = (0.0, 3.0)  # from the first new round of the process that was killed last to the next kill
 _POLL_SECONDS = 0.1
-_LOG_LINES = 20  # shown of a process that failed
+_LOG_END = 2000  # characters shown when a process failed
 _MOST_SLOWER = 1.3  # time to the stated accuracy over the slow link, by that over loopback
 _MOST_BYTES = 0.01  # of those of a sum of gradients in every step
 _MOST_LOST = 0.5  # percentage points of accuracy, against a sum in every step
@@ -129,7 +129,7 @@ class Run:
         for i, process in enumerate(self.processes[1:]):
             if code := process.poll():
                 self._stop()
-                raise InputError(f"worker {i} ended by itself with code {code}:\n{self._last_words()}")
+                raise InputError(f"worker {i} ended by itself with code {code}:\n{log_of(self._folder)[-_LOG_END:]}")
         return True
 
     def end(self) -> None:
@@ -138,10 +138,7 @@ class Run:
             time.sleep(_POLL_SECONDS)
         self._stop()
         if code := self.processes[0].returncode:
-            raise InputError(f"the coordinator ended with code {code}:\n{self._last_words()}")
-
-    def _last_words(self) -> str:
-        return "\n".join(log_of(self._folder).splitlines()[-_LOG_LINES:])
+            raise InputError(f"the coordinator ended with code {code}:\n{log_of(self._folder)[-_LOG_END:]}")
 
     def _stop(self) -> None:
         for process in self.processes:

@@ -185,8 +185,7 @@ class Checkpoints:
         return {name: jax.tree.map(jnp.array, restored[name]) for name in like}, facts
 
     def _facts(self, step: int) -> dict[str, Any]:
-        args = ocp.args.Composite(facts=ocp.args.JsonRestore())
-        signed = self._manager.restore(step, args=args)["facts"]
+        signed = self._manager.restore(step, args=ocp.args.Composite(facts=ocp.args.JsonRestore()))["facts"]
         facts = signed.get("facts") if isinstance(signed, dict) else None
         if not isinstance(facts, dict) or _sha256_of_json(facts) != signed.get("sha256") or facts.get("step") != step:
             raise _Damaged("its facts do not match the SHA-256 stored with them")
@@ -202,14 +201,15 @@ class Checkpoints:
     def _check_is_damage(self, step: int, error: Exception) -> None:
         """Raises InputError unless `error`, raised while reading a checkpoint, shows that its files are damaged.
 
-        The storage library's error counts only if every file can be read: it reports files that it has no access
-        to as missing.
+        It counts only if every file can be read: without access, the storage library reports files as missing.
         """
         if isinstance(error, InputError):
             raise error
+        folder = self._directory / str(step)
         try:
-            _read_all(self._directory / str(step))
-            reason = "" if _tells_damage(error) else _reason(error)
+            _read_all(folder)
+            whole = all((folder / part).is_dir() for part in (*_PARTS, "facts"))  # not if its removal was cut
+            reason = _reason(error) if whole and not _tells_damage(error) else ""
         except OSError as unreadable:
             reason = str(unreadable)
         if reason:
@@ -309,7 +309,7 @@ def _tells_damage(error: Exception) -> bool:
         return False
     if number and int(number[1]) != errno.ENOENT:
         return False
-    return isinstance(error, _Damaged | ValueError | KeyError)  # KeyError: a part is missing
+    return isinstance(error, _Damaged | ValueError)
 
 
 @contextlib.contextmanager
