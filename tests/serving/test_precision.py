@@ -8,6 +8,7 @@ import shutil
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from made_profile import make_profile
@@ -17,7 +18,7 @@ from mlcn_jax.commands import front
 from mlcn_jax.data.datasets import split_validation
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.capsules import lengths
-from mlcn_jax.nn.model import encode
+from mlcn_jax.nn.model import encode, init_params
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.forms import read_profiles
 from mlcn_jax.placement.problem import NoRoom
@@ -29,7 +30,7 @@ from mlcn_jax.serving.precision import export as precision_export
 from mlcn_jax.serving.precision import lanes as precision_lanes
 from mlcn_jax.serving.precision import mix as precision_mix
 from mlcn_jax.serving.precision import place as precision_place
-from mlcn_jax.serving.precision.make import lanes_of, make
+from mlcn_jax.serving.precision.make import lane_part, lanes_of, make
 from mlcn_jax.tiers import split
 from mlcn_jax.tiers.artifact import TierArtifact
 
@@ -58,7 +59,7 @@ def mixed(model, workdir, folder, forms, calibration):
     """An export with these forms of the lanes, and the lanes."""
     lanes = lanes_of(model.spec, model.encoder)
     chosen = [make(lane, form, calibration) for lane, form in zip(lanes, forms, strict=True)]
-    precision_export._write(folder, model, workdir, chosen, "mlcn_jax precision")
+    precision_export._written(folder, model, workdir, chosen, "mlcn_jax precision", calibration)
     return chosen
 
 
@@ -73,6 +74,18 @@ def test_the_parts_of_all_lanes_are_the_squared_lengths(model, images):
     parts = [make(lane, FLOAT32, images).call(images) for lane in lanes_of(spec, model.encoder)]
     v = encode(model.spec, model.encoder, images / np.float32(255))
     np.testing.assert_allclose(np.sqrt(sum(parts)), lengths(v, np.array(spec.lane_weights)), atol=1e-5)
+
+
+def test_a_lane_in_bfloat16_is_computed_from_the_weights_that_are_stored():
+    """Kernels that are joined from two are joined after rounding, as an export does it."""
+    spec = ModelSpec("mlcn", (28, 28, 1), 10, "mlcn2:w1")
+    params = jax.tree.map(lambda a: 3 * a, init_params(spec, jax.random.key(0))["encoder"])
+    (lane,) = lanes_of(spec, params)
+    images = np.random.default_rng(0).integers(0, 256, (4, 28, 28, 1), np.uint8)
+    part = jax.jit(lambda params: lane_part(spec, 0, params, images, "bfloat16"))
+    found = make(lane, BFLOAT16, images).call(images)
+    stored = part(jax.tree.map(lambda a: a.astype(jnp.bfloat16), lane.params))
+    assert np.linalg.norm(found - stored) < 0.7 * np.linalg.norm(found - part(lane.params))
 
 
 def test_an_export_of_several_precisions_is_read_like_any_other(in_xla, model, images, capsys):
@@ -224,6 +237,18 @@ def test_with_too_many_mixes_one_that_is_accurate_enough_is_found(monkeypatch):
     mix, proven = precision_mix.cheapest_mix(parts, costs, labels, least)
     assert not proven
     assert precision_mix.mix_accuracy(parts, mix, labels) >= least
+
+
+def test_the_fastest_mix_is_found_by_the_times_of_whole_models():
+    """Form 2 costs a second once, so the sum of the lanes' times leads to a slow mix."""
+    kinds, own = ["a", "a", "b"], {"a": (3.0, 2.0, 9.0), "b": (3.0, 3.5, 2.9)}
+
+    def seconds(mixes):
+        return [sum(own[kind][form] for kind, form in zip(kinds, m, strict=True)) + (2 in m) for m in mixes]
+
+    found = precision_mix.mixes_timed((1, 1, 2), kinds, 3, lambda mix: True, seconds)
+    assert min(found, key=lambda mix: seconds([mix])) == (1, 1, 0)
+    assert (1, 1, 0) not in precision_mix.mixes_timed((1, 1, 2), kinds, 3, lambda mix: mix != (1, 1, 0), seconds)
 
 
 def test_lanes_are_placed_in_forms_that_together_lose_no_more_than_allowed(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
@@ -26,7 +26,7 @@ from mlcn_jax.serving.export import write_manifest
 from mlcn_jax.serving.parts import FORMS, Form, model_digest, tolerance
 from mlcn_jax.serving.precision.lanes import write_lanes
 from mlcn_jax.serving.precision.make import Lane, Made, lanes_of, make
-from mlcn_jax.serving.precision.mix import cheapest_mix, is_accurate, mix_accuracy
+from mlcn_jax.serving.precision.mix import Mix, cheapest_mix, is_accurate, mix_accuracy, mixes_timed
 from mlcn_jax.serving.precision.place import TASK, place_lanes
 from mlcn_jax.serving.precision.speeds import call_seconds
 from mlcn_jax.training.session import check_learned
@@ -117,61 +117,58 @@ def precision(
     ]
     before = mix_accuracy(parts, [0] * len(lanes), ranking.labels)
     least = before - terms.max_accuracy_drop / 100
-    mix, proven = cheapest_mix(parts, costs, ranking.labels, least)
-    mixes = [mix]
-    if fastest:  # the time of lanes together is not the sum of their times, so some mixes are timed as a whole
-        same = ([form] * len(lanes) for form in range(len(FORMS)))
-        mixes += [each for each in same if each != mix and is_accurate(parts, each, ranking.labels, least)]
+    cheapest, proven = cheapest_mix(parts, costs, ranking.labels, least)
 
     with tempfile.TemporaryDirectory(dir=results, prefix=".export-") as temporary:
-        written, calls = [], [model.artifact.lengths]
-        for number, each in enumerate(mixes):
-            written.append(Path(temporary) / str(number))
-            chosen = [own[form] for own, form in zip(made, each, strict=True)]
-            _write(written[-1], model, workdir, chosen, command)
-            exported = artifact.Artifact(written[-1])
-            _check(exported, chosen, model.spec, ranking.images)
-            calls.append(exported.lengths)
-        taken = call_seconds(calls, model.spec.image_shape, terms.batch, terms.rounds)
-        best = int(np.argmin(taken[1:]))
-        put_in_place(written[best], folder)
-    mix = mixes[best]
-    whole = {"before": float(taken[0]), "chosen": float(taken[1 + best])}
-    test = dataset.test
-    about = {
-        "terms": dataclasses.asdict(terms),
-        "lanes": [
-            {
-                "lane": str(lane.spec.lane_specs[lane.index]),
-                "chosen": str(own[form].form),
-                "forms": [
-                    {
-                        **dataclasses.asdict(each.form),
-                        "bytes": each.num_bytes,
-                        "milliseconds": 1000 * s,
-                        "accuracy_alone": mix_accuracy([[part]], [0], ranking.labels),
-                    }
-                    for each, s, part in zip(own, times, part_of, strict=True)
-                ],
-            }
-            for lane, own, form, times, part_of in zip(lanes, made, mix, seconds, parts, strict=True)
-        ],
-        "ranked_on": ranked_on,
-        "proven": proven,
-        "accuracy": {"before": before, "chosen": mix_accuracy(parts, mix, ranking.labels)},
-        "test_accuracy": {"before": _accuracy(calls[0], test), "chosen": _accuracy(calls[1 + best], test)},
-        "bytes": {"before": _weight_bytes(workdir / "export"), "chosen": _weight_bytes(folder)},
-        "milliseconds": {name: 1000 * value for name, value in whole.items()},
-        "tried": [
-            {"forms": [str(FORMS[form]) for form in each], "milliseconds": 1000 * s}
-            for each, s in zip(mixes, taken[1:].tolist(), strict=True)
-        ],
-        "placement": {},
-        "export": str(folder),
-        "packages": packages,
-        **host.environment(),
-    }
-    write_json(results / FILE, about)
+        exports: dict[Mix, tuple[Path, artifact.Artifact]] = {}
+
+        def seconds_of(mixes: Sequence[Mix]) -> list[float]:
+            """Seconds of a call of the export as it was, and of each mix as a whole export."""
+            for each in mixes:
+                if each not in exports:
+                    path = Path(temporary) / str(len(exports))
+                    chosen = [own[form] for own, form in zip(made, each, strict=True)]
+                    exports[each] = path, _written(path, model, workdir, chosen, command, ranking.images)
+            calls = [model.artifact.lengths, *(exports[each][1].lengths for each in mixes)]
+            return call_seconds(calls, model.spec.image_shape, terms.batch, terms.rounds).tolist()
+
+        mixes = [cheapest]
+        if fastest:
+            kinds = [str(lane) for lane in model.spec.lane_specs]
+            mixes = mixes_timed(
+                cheapest,
+                kinds,
+                len(FORMS),
+                lambda each: is_accurate(parts, each, ranking.labels, least),
+                lambda some: seconds_of(some)[1:],
+            )
+        before_seconds, *taken = seconds_of(mixes)
+        mix = mixes[int(np.argmin(taken))]
+        path, export = exports[mix]
+        about = {
+            "terms": dataclasses.asdict(terms),
+            "lanes": _rows(lanes, made, mix, seconds, parts, ranking),
+            "ranked_on": ranked_on,
+            "proven": proven and not fastest,
+            "accuracy": {"before": before, "chosen": _accuracy(export.lengths, ranking)},
+            "test_accuracy": {
+                name: _accuracy(own.lengths, dataset.test)
+                for name, own in (("before", model.artifact), ("chosen", export))
+                if config.train.score_test
+            },
+            "bytes": {"before": _weight_bytes(workdir / "export"), "chosen": _weight_bytes(path)},
+            "milliseconds": {"before": 1000 * before_seconds, "chosen": 1000 * min(taken)},
+            "tried": [
+                {"forms": [str(FORMS[form]) for form in each], "milliseconds": 1000 * s}
+                for each, s in zip(mixes, taken, strict=True)
+            ],
+            "placement": {},
+            "export": str(folder),
+            "packages": packages,
+            **host.environment(),
+        }
+        put_in_place(path, folder)
+        write_json(results / FILE, about)
     if devices:
         held = [[each.num_bytes for each in own] for own in made]
         about_lanes = (parts, held, ranking.labels)
@@ -207,10 +204,8 @@ def _export_placed(
 ) -> None:
     """Writes the forms that were chosen with devices as an export, in place of an older one."""
     with tempfile.TemporaryDirectory(dir=results, prefix=".placed-") as temporary:
-        written = Path(temporary) / PLACED
-        _write(written, model, workdir, chosen, command)
-        _check(artifact.Artifact(written), chosen, model.spec, images)
-        put_in_place(written, results / PLACED)
+        _written(Path(temporary) / PLACED, model, workdir, chosen, command, images)
+        put_in_place(Path(temporary) / PLACED, results / PLACED)
 
 
 def check_images(dataset: Dataset, model: onnx.ExportedModel) -> None:
@@ -246,8 +241,42 @@ def _seconds_of_kinds(lanes: Sequence[Lane], made: Sequence[Sequence[Made]], ter
     return found
 
 
-def _write(folder: Path, model: onnx.ExportedModel, workdir: Path, chosen: Sequence[Made], command: str) -> None:
-    """Writes the export of all lanes, each in its chosen form."""
+def _rows(
+    lanes: Sequence[Lane],
+    made: Sequence[Sequence[Made]],
+    mix: Mix,
+    seconds: Sequence[Sequence[float]],
+    parts: Sequence[Sequence[np.ndarray]],
+    ranking: Split,
+) -> list[dict[str, Any]]:
+    """Each lane: its bytes, milliseconds and accuracy alone in each form, and the form that was chosen."""
+    return [
+        {
+            "lane": str(lane.spec.lane_specs[lane.index]),
+            "chosen": str(own[form].form),
+            "forms": [
+                {
+                    **dataclasses.asdict(each.form),
+                    "bytes": each.num_bytes,
+                    "milliseconds": 1000 * s,
+                    "accuracy_alone": mix_accuracy([[part]], [0], ranking.labels),
+                }
+                for each, s, part in zip(own, times, part_of, strict=True)
+            ],
+        }
+        for lane, own, form, times, part_of in zip(lanes, made, mix, seconds, parts, strict=True)
+    ]
+
+
+def _written(
+    folder: Path,
+    model: onnx.ExportedModel,
+    workdir: Path,
+    chosen: Sequence[Made],
+    command: str,
+    images: UInt8[np.ndarray, "n h w c"],
+) -> artifact.Artifact:
+    """Writes the export of all lanes, each in its chosen form, and checks it on some images."""
     folder.mkdir()
     write_json(folder / "config.json", read_json(workdir / "export" / "config.json"))
     arrays = artifact.read_weights(workdir / "export" / artifact.WEIGHTS)
@@ -261,7 +290,10 @@ def _write(folder: Path, model: onnx.ExportedModel, workdir: Path, chosen: Seque
     weights = {name: array for own in chosen for name, array in own.arrays.items()}
     np.savez(folder / artifact.WEIGHTS, **weights)  # type: ignore[arg-type]
     write_manifest(folder, model.artifact.step, functions, command, files)
-    (folder / model_card.FILE).write_text(model_card.text(artifact.Artifact(folder), {}, model.data.dir))
+    exported = artifact.Artifact(folder)
+    (folder / model_card.FILE).write_text(model_card.text(exported, {}, model.data.dir))
+    _check(exported, chosen, model.spec, images)
+    return exported
 
 
 def _check(exported: artifact.Artifact, chosen: Sequence[Made], spec: ModelSpec, images: np.ndarray) -> None:
@@ -313,8 +345,8 @@ def table(about: Mapping[str, Any]) -> str:
     lines += [
         "",
         f"{about['ranked_on']} accuracy {accuracy['before']:.2%} before, {accuracy['chosen']:.2%} chosen"
-        + ("" if about["proven"] else " (a cheaper mix may be as accurate: there are too many to try them all)"),
-        f"test accuracy {test['before']:.2%} before, {test['chosen']:.2%} chosen",
+        + _doubt(about),
+        *([f"test accuracy {test['before']:.2%} before, {test['chosen']:.2%} chosen"] if test else []),
         f"files of weights {size['before']:,} bytes before, {size['chosen']:,} chosen: "
         f"{size['before'] / size['chosen']:.2f} times smaller",
         f"{about['terms']['batch']} images in {speed['before']:.2f} ms before, {speed['chosen']:.2f} ms chosen: "
@@ -329,3 +361,12 @@ def table(about: Mapping[str, Any]) -> str:
             f"{placed['accuracy_drop']:.2f} percentage points lost"
         )
     return "\n".join(lines)
+
+
+def _doubt(about: Mapping[str, Any]) -> str:
+    """In what sense the mix may not be the best."""
+    if about["proven"]:
+        return ""
+    if about["terms"]["choose"] == "fastest":
+        return f" (the fastest of {len(about['tried'])} mixes that were timed)"
+    return " (a smaller mix may be as accurate: there are too many to try them all)"

@@ -1,24 +1,19 @@
 """Lanes in their forms, as the files of an artifact: written for an export or a tier, and read back one by one."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jaxtyping import Array
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program
-from mlcn_jax.nn import conv
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving.artifact import MIXED_FORMAT, WEIGHTS, Artifact, read_weights
 from mlcn_jax.serving.export import write_functions
 from mlcn_jax.serving.onnx_file import open_onnx
 from mlcn_jax.serving.parts import ONNX, OUTPUT, STEM, Form, lane_file
-from mlcn_jax.serving.precision.make import BITS, Made, lane_part
+from mlcn_jax.serving.precision.make import Made, from_arrays, lanes_function
 
 
 def write_lanes(
@@ -59,7 +54,6 @@ def read_lanes(folder: Path, spec: ModelSpec, digest: str) -> list[Made]:
             f"`{program()} export` and `{program()} precision`"
         )
     weights = read_weights(folder / WEIGHTS)
-    options = conv.compiler_options(jax.default_backend())
     lanes = []
     for lane, form in enumerate(Form(**form) for form in exported.description["forms"]):
         if form.runtime == ONNX:
@@ -67,33 +61,5 @@ def read_lanes(folder: Path, spec: ModelSpec, digest: str) -> list[Made]:
             lanes.append(Made(form, path.stat().st_size, open_onnx(path, OUTPUT), onnx=path.read_bytes()))
             continue
         arrays = {name: array for name, array in weights.items() if name.split("/")[0] == str(lane)}
-        call = jax.jit(_with(lanes_function(spec, {lane: form.precision}), arrays), compiler_options=options)
-        lanes.append(Made(form, sum(a.nbytes for a in arrays.values()), call, arrays))
+        lanes.append(from_arrays(spec, lane, form, arrays))
     return lanes
-
-
-def _with(function: Callable, arrays: Mapping[str, np.ndarray]) -> Callable[[Array], Array]:
-    on_device = {name: jnp.asarray(array) for name, array in arrays.items()}
-    return lambda images: function(on_device, images)
-
-
-def lanes_function(spec: ModelSpec, precisions: Mapping[int, str]) -> Callable[[Mapping[str, Array], Array], Array]:
-    """The function from arrays (`stored`) and uint8 images to the sum of the parts of some lanes, by precision."""
-
-    def total(weights: Mapping[str, Array], images: Array) -> Array:
-        parts = []
-        for lane, precision in precisions.items():
-            params: dict = {}
-            for name, array in weights.items():
-                number, *modules, leaf = name.split("/")
-                if number != str(lane):
-                    continue
-                node = params
-                for module in modules:
-                    node = node.setdefault(module, {})
-                bits = array.dtype == BITS
-                node[leaf] = lax.bitcast_convert_type(array, jnp.dtype(precision)) if bits else array
-            parts.append(lane_part(spec, lane, params, images, precision))
-        return sum(parts)  # type: ignore[return-value]
-
-    return total

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, UInt8
 
 from mlcn_jax import host
@@ -45,9 +46,9 @@ class Lane:
     def __str__(self) -> str:
         return f"lane {self.index}, {self.spec.lane_specs[self.index]}"
 
-    def part(self, images: UInt8[Array, "batch h w c"], precision: str = "float32") -> Float[Array, "batch classes"]:
+    def part(self, images: UInt8[Array, "batch h w c"]) -> Float[Array, "batch classes"]:
         """What it adds to the squared length of each class capsule, in float32."""
-        return lane_part(self.spec, self.index, self.params, images, precision)
+        return lane_part(self.spec, self.index, self.params, images, "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,18 +82,23 @@ def make(lane: Lane, form: Form, calibration: UInt8[np.ndarray, "n h w c"]) -> M
       InputError: jax2onnx cannot convert the lane, or its scales are not finite.
     """
     if form.runtime != ONNX:
-        arrays = stored(lane.params, lane.index, form.precision)
-        run = jax.jit(
-            lambda images: lane.part(images, form.precision),
-            compiler_options=conv.compiler_options(jax.default_backend()),
-        )
-        return Made(form, sum(a.nbytes for a in arrays.values()), run, arrays)
+        return from_arrays(lane.spec, lane.index, form, stored(lane.params, lane.index, form.precision))
     with tempfile.TemporaryDirectory() as folder:
         path = _optimized(lane, Path(folder))
         if form.precision == "int8":
             path = _quantized(lane, path, calibration)
         content = path.read_bytes()
         return Made(form, len(content), open_onnx(path, OUTPUT), onnx=content)
+
+
+def from_arrays(spec: ModelSpec, lane: int, form: Form, arrays: Mapping[str, np.ndarray]) -> Made:
+    """A lane in a form of XLA, from its arrays as an export stores them (`stored`), ready to run here."""
+    function = lanes_function(spec, {lane: form.precision})
+    on_device = {name: jnp.asarray(array) for name, array in arrays.items()}
+    call = jax.jit(
+        lambda images: function(on_device, images), compiler_options=conv.compiler_options(jax.default_backend())
+    )
+    return Made(form, sum(a.nbytes for a in arrays.values()), call, arrays)
 
 
 def lane_part(
@@ -103,6 +109,28 @@ def lane_part(
     column = apply_lane(params, one.lane_specs[0], one.lane_settings, images.astype(jnp.float32) / 255.0)
     v = join_lanes(one, column[..., None])[..., 0].astype(jnp.float32)
     return np.float32(spec.weights[lane]) * jnp.square(v)
+
+
+def lanes_function(spec: ModelSpec, precisions: Mapping[int, str]) -> Callable[[Mapping[str, Array], Array], Array]:
+    """The function from arrays (`stored`) and uint8 images to the sum of the parts of some lanes, by precision."""
+
+    def total(weights: Mapping[str, Array], images: Array) -> Array:
+        parts = []
+        for lane, precision in precisions.items():
+            params: dict = {}
+            for name, array in weights.items():
+                number, *modules, leaf = name.split("/")
+                if number != str(lane):
+                    continue
+                node = params
+                for module in modules:
+                    node = node.setdefault(module, {})
+                bits = array.dtype == BITS
+                node[leaf] = lax.bitcast_convert_type(array, jnp.dtype(precision)) if bits else array
+            parts.append(lane_part(spec, lane, params, images, precision))
+        return sum(parts)  # type: ignore[return-value]
+
+    return total
 
 
 def stored(params: dict, lane: int, precision: str) -> dict[str, np.ndarray]:

@@ -5,12 +5,13 @@ lane gives in each form, computed once.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Float, Int
 
 _SLACK = 1e-9  # differences of accuracies are rounded
+Mix = tuple[int, ...]  # the form of each lane
 MOST_TRIED = 20_000  # mixes to try before one that may not be the cheapest is accepted
 
 
@@ -43,7 +44,7 @@ def cheapest_mix(
     costs: Sequence[Sequence[tuple[float, ...]]],
     labels: Int[np.ndarray, " n"],
     least_accuracy: float,
-) -> tuple[list[int], bool]:
+) -> tuple[Mix, bool]:
     """The mix with the smallest total cost among those accurate enough, and whether that is proven.
 
     Mixes are tried in order of their cost, so the first that is accurate enough is the cheapest. After `MOST_TRIED`
@@ -60,8 +61,8 @@ def cheapest_mix(
         own = [costs[lane][orders[lane][place]] for lane, place in enumerate(places)]
         return tuple(map(sum, zip(*own, strict=True)))
 
-    def forms(places: Sequence[int]) -> list[int]:
-        return [orders[lane][place] for lane, place in enumerate(places)]
+    def forms(places: Sequence[int]) -> Mix:
+        return tuple(orders[lane][place] for lane, place in enumerate(places))
 
     first = (0,) * len(costs)
     heap, seen, tried = [(cost(first), first)], {first}, 0
@@ -78,17 +79,50 @@ def cheapest_mix(
     return _step_by_step(parts, costs, labels, least_accuracy, forms(first)), False
 
 
-def _step_by_step(parts, costs, labels, least_accuracy, mix: list[int]) -> list[int]:
+def _step_by_step(parts, costs, labels, least_accuracy, mix: Mix) -> Mix:
     """Changes one lane's form at a time, the one that gains most accuracy; at worst every lane gets its first form."""
     while not is_accurate(parts, mix, labels, least_accuracy):
         changes = [
-            [*mix[:lane], form, *mix[lane + 1 :]]
+            (*mix[:lane], form, *mix[lane + 1 :])
             for lane, own in enumerate(costs)
             for form in range(len(own))
             if form != mix[lane]
         ]
         best = max(changes, key=lambda change: mix_accuracy(parts, change, labels))
         if mix_accuracy(parts, best, labels) <= mix_accuracy(parts, mix, labels):
-            return [0] * len(mix)
+            return (0,) * len(mix)
         mix = best
     return mix
+
+
+def mixes_timed(
+    start: Mix,
+    kinds: Sequence[str],
+    num_forms: int,
+    accurate: Callable[[Mix], bool],
+    seconds: Callable[[Sequence[Mix]], Sequence[float]],
+) -> list[Mix]:
+    """All mixes that a descent on measured times tries, since times of lanes do not add up to the time of a model.
+
+    It begins with `start` and with the mixes in which all lanes have the same form. From the fastest, the lanes of one
+    kind change their form together, as long as that is faster.
+
+    Args:
+      start: a mix that is accurate enough.
+      kinds: the kind of each lane.
+      num_forms: forms that a lane can have.
+      accurate: whether a mix is accurate enough; others are not timed.
+      seconds: times of some mixes, measured side by side.
+    """
+    tried: dict[Mix, None] = {}
+    best, near = start, [start, *((form,) * len(kinds) for form in range(num_forms))]
+    while new := [each for each in dict.fromkeys(near) if each not in tried and accurate(each)]:
+        tried.update(dict.fromkeys(new))
+        turn = list(dict.fromkeys([best, *new]))
+        best = turn[int(np.argmin(seconds(turn)))]
+        near = [
+            tuple(form if own == kind else before for own, before in zip(kinds, best, strict=True))
+            for kind in dict.fromkeys(kinds)
+            for form in range(num_forms)
+        ]
+    return list(tried)
