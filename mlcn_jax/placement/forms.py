@@ -8,11 +8,12 @@ Source: do Rosario 2021 (thesis), chapters 3 and 5, for lanes that are placed by
 
 import contextlib
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mlcn_jax.errors import InputError, differences
 from mlcn_jax.launch import program
@@ -63,13 +64,25 @@ class FormProblem:
             ("base_seconds", [0.0] * devices),
         ):
             object.__setattr__(self, field, getattr(self, field) or empty)
-        tables = (*self.seconds, self.memory_bytes, self.losses)
-        if any(len(row) != forms for row in self.seconds) or any(
-            len(row) != size
-            for table in tables
-            for row, size in zip(table, itertools.repeat(len(table[0])), strict=False)
-        ):
-            raise InputError(f"every lane needs {forms} forms with a number for each of {devices} devices")
+        sizes = {
+            "seconds": (lanes, forms, devices),
+            "memory_bytes": (lanes, forms),
+            "losses": (lanes, forms),
+            "limit_bytes": (devices,),
+            "base_seconds": (devices,),
+        }
+        for field, size in sizes.items():
+            try:
+                values = np.asarray(getattr(self, field), np.float64)
+            except ValueError:  # rows of different lengths
+                values = np.full(1, np.nan)
+            if values.shape != size:
+                raise InputError(
+                    f"{field} must hold {' x '.join(map(str, size))} numbers: there are {lanes} lanes, {forms} forms "
+                    f"and {devices} devices"
+                )
+            if field != "seconds" and not (values >= 0).all():
+                raise InputError(f"{field} must be at least 0")
         if not all(value > 0 for lane in self.seconds for row in lane for value in row):
             raise InputError("every lane's seconds must be above 0 on every device, or infinite")
         for lane, rows in enumerate(self.seconds):

@@ -42,9 +42,11 @@ def check_resumable(session: Session, workdir: Path, mine: dict[str, Any]) -> No
         theirs["spec"] = {k: v for k, v in (older | theirs["spec"] | now).items() if k != "remat"}
     theirs = {TEACHERS: mine.get(TEACHERS)} | theirs  # runs that an older version pruned have none
     if rows := differences(theirs, mine):
+        changed = " (a teacher changes if it is trained further, and if weights are fitted to its lanes)"
         raise InputError(
             f"{workdir} holds a run on different data or with another teacher:\n"
             + "\n".join(rows)
+            + (changed if mine.get(TEACHERS) != theirs.get(TEACHERS) else "")
             + "\nresume it with those it started with, or train in another --workdir (with --config.init_from="
             + f"{workdir} to start from its weights)"
         )

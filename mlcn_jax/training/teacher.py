@@ -110,6 +110,11 @@ def _load(name: str, session: Session) -> Trained:
         trained = load_trained(workdir)
     except InputError as error:
         raise InputError(f"train.teacher={name}: {error}") from error
+    if (workdir / "metrics.jsonl").exists() and not (workdir / "summary.json").exists():
+        raise InputError(
+            f"train.teacher={name} is not finished: its training was interrupted or is still running, and a run "
+            "cannot be resumed with a teacher that has changed: finish it first"
+        )
     spec, mine = trained.spec, session.spec
     if spec.image_shape != mine.image_shape:
         raise InputError(

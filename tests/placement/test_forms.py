@@ -108,17 +108,21 @@ def test_a_loss_that_is_too_large_keeps_lanes_as_they_are():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "message"),
+    ("seconds", "more", "message"),
     [
-        ([], "nothing to place"),
-        ([[[1.0], [1.0]]], "needs 3 forms"),
-        ([[[1.0], [1.0], [-1.0]]], "above 0"),
-        ([[[math.inf]] * 3], "lane 0 can run on no device"),
+        ([], {}, "nothing to place"),
+        ([[[1.0], [1.0]]], {}, "seconds must hold 1 x 3 x 1 numbers"),
+        ([[[1.0, 2.0]] * 3, [[1.0]] * 3], {}, "seconds must hold 2 x 3 x 2 numbers: there are 2 lanes, 3 forms and 2"),
+        ([[[1.0], [1.0], [-1.0]]], {}, "above 0"),
+        ([[[math.inf]] * 3], {}, "lane 0 can run on no device"),
+        ([[[1.0]] * 3], {"losses": [[0.0, 0.1]]}, "losses must hold 1 x 3 numbers"),
+        ([[[1.0]] * 3], {"losses": [[0.0, -0.1, 0.0]]}, "losses must be at least 0"),
+        ([[[1.0, 1.0]] * 3], {"limit_bytes": [1.0]}, "limit_bytes must hold 2 numbers"),
     ],
 )
-def test_bad_problems_are_refused(seconds, message):
+def test_bad_problems_are_refused(seconds, more, message):
     with pytest.raises(InputError, match=message):
-        FormProblem(seconds, FORMS)
+        FormProblem(seconds, FORMS, **more)
 
 
 LANE = LaneSpec("mlcn2", 1)

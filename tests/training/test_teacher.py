@@ -262,6 +262,15 @@ def test_a_teacher_that_cannot_be_used_is_one_error(student, changes, message):
         open_teacher(open_session(student.replace(changes)))
 
 
+def test_a_teacher_whose_training_was_interrupted_is_refused(student, finished, tmp_path):
+    interrupted = shutil.copytree(finished, tmp_path / "teacher")
+    session = open_session(student.replace({"train.teacher": str(interrupted)}))
+    open_teacher(session)
+    (interrupted / "summary.json").unlink()
+    with pytest.raises(InputError, match="is not finished: its training was interrupted or is still running"):
+        open_teacher(session)
+
+
 def test_a_teacher_of_other_images_or_classes_is_one_error(student):
     session = open_session(student)
     with pytest.raises(InputError, match="takes images of 28x28x1, and digits has 32x32x1"):
