@@ -1,4 +1,4 @@
-# make train, make test, make docs, make bench, make onnx, make precision, make launchers: each sets up what it needs and does its job. CUDA=0 or CUDA=1 overrides what is detected.
+# make train, make test, make docs, make bench, make onnx, make test-onnx, make precision, make launchers: each sets up what it needs and does its job. CUDA=0 or CUDA=1 overrides what is detected.
 PYTHON ?= python3
 override CUDA := $(if $(filter 0 1,$(CUDA)),$(CUDA),$(shell nvidia-smi >/dev/null 2>&1 && echo 1 || echo 0))
 REQUIREMENTS := $(if $(filter 1,$(CUDA)),requirements-cuda12.txt,requirements.txt)
@@ -6,7 +6,7 @@ STAMP := .venv/installed-$(REQUIREMENTS)
 RUN := .venv/bin/python
 WORKDIR = runs/quickstart
 
-.PHONY: setup train test test-long test-all lint bench onnx precision launchers docs
+.PHONY: setup train test test-long test-all test-onnx lint bench onnx precision launchers docs
 
 train: setup
 	$(RUN) main.py --config=configs/quickstart.py --workdir=runs/quickstart
@@ -39,6 +39,10 @@ onnx: setup .venv-onnx/installed
 precision: setup .venv-onnx/installed
 	$(RUN) main.py export --workdir=$(WORKDIR)
 	.venv-onnx/bin/python -m mlcn_jax precision --workdir=$(WORKDIR)
+
+# The tests that convert to ONNX and quantise; elsewhere they are skipped.
+test-onnx: setup .venv-onnx/installed
+	XLA_FLAGS= .venv-onnx/bin/python -m pytest -m "long or not long" tests/serving/test_onnx.py tests/serving/test_precision.py
 
 .venv-onnx/installed: requirements-onnx.txt
 	$(PYTHON) -m venv --clear .venv-onnx
