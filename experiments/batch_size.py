@@ -30,6 +30,7 @@ from experiments.repeated_report import (
     caption,
     carry_out,
     draw_caption,
+    kept_results,
     markdown,
     number,
     place,
@@ -95,7 +96,8 @@ def run(
         for size in batch_sizes
     ]
     make_config = functools.partial(configure_run, directories)
-    series = Series(workdir, "batch_size", VERSION, SCALES[scale], make_config, command, keep_models=False)
+    kept = kept_results("batch_size", scale)
+    series = Series(workdir, "batch_size", VERSION, SCALES[scale], make_config, command, False, kept=kept)
 
     def add_speeds(row):
         ended = [record for record in select(series.records(), row=row) if "failed" not in record]

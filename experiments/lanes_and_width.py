@@ -22,6 +22,7 @@ from experiments.repeated_report import (
     caption,
     carry_out,
     draw_caption,
+    kept_results,
     markdown,
     number,
     select,
@@ -90,7 +91,8 @@ def run(
         for figure in figures
     ]
     make_config = functools.partial(configure_run, directories)
-    series = Series(workdir, "lanes_and_width", VERSION, SCALES[scale], make_config, command, keep_models=False)
+    kept = kept_results("lanes_and_width", scale)
+    series = Series(workdir, "lanes_and_width", VERSION, SCALES[scale], make_config, command, False, kept=kept)
     return carry_out(series, runs, minutes, text, report)
 
 

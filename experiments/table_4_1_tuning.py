@@ -20,6 +20,7 @@ from experiments.repeated_report import (
     caption,
     carry_out,
     draw_table,
+    kept_results,
     markdown,
     select,
     spread,
@@ -74,7 +75,8 @@ def run(
         for row in rows
     ]
     make_config = functools.partial(configure_run, directories)
-    series = Series(workdir, "table_4_1_tuning", VERSION, SCALES[scale], make_config, command, keep_models=False)
+    kept = kept_results("table_4_1_tuning", scale)
+    series = Series(workdir, "table_4_1_tuning", VERSION, SCALES[scale], make_config, command, False, kept=kept)
     return carry_out(series, runs, minutes, text, report)
 
 

@@ -195,17 +195,19 @@ class LaneKind:
 
     Attributes:
       compute: turns images [batch, height, width, channels], the lane's spec and the settings into features
-        [batch, h, w, n * PRIMARY_DIM], which become the lane's primary capsules; if the kind `classifies`, into
+        [batch, h, w, n * capsule_dim], which become the lane's primary capsules; if the kind `classifies`, into
         log-probabilities [batch, classes]. It declares its parameters as Linen modules.
       min_size: minimum height and width of the images, in pixels.
       classifies: whether a lane returns its log-probabilities itself, and learns from them alone.
       normalises: whether it has statistics of normalisation, which `calibrate_group` collects.
+      capsule_dim: dimensions of a primary capsule.
     """
 
     compute: Callable[[Array, LaneSpec, LaneSettings], Array]
     min_size: int
     classifies: bool = False
     normalises: bool = False
+    capsule_dim: int = PRIMARY_DIM
 
 
 # A new kind is one function and one line here.
@@ -259,14 +261,12 @@ class Lane(nn.Module):
 
         if kind.classifies:
             return compute()
-        u = cut_point("capsules", lambda: primary_capsules(compute()))()
-        num_primary = u.shape[1]
-        weights = self.param("capsule_weights", _glorot, (num_primary, PRIMARY_DIM, s.num_classes))
-        weights = weights.astype(s.dtype)
+        u = cut_point("capsules", lambda: primary_capsules(compute(), kind.capsule_dim))()
+        weights = self.param("capsule_weights", _glorot, (*u.shape[1:], s.num_classes)).astype(s.dtype)
         num_output = s.num_classes if s.lane_routing == "per_class" else 1
         prior_bias = None
         if s.prior_bias:
-            prior_bias = self.param("prior_bias", nn.initializers.zeros, (num_primary, num_output))
+            prior_bias = self.param("prior_bias", nn.initializers.zeros, (u.shape[1], num_output))
 
         if s.lane_routing == "published":
             return capsules.single_capsule(u, weights)
