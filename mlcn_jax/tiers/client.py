@@ -122,11 +122,20 @@ class Node:
             self.breaker.failed("no answer before the deadline", probe)
 
     async def look(self) -> None:
-        """Checks whether it answers; the connection stays open for the next request."""
-        with contextlib.suppress(httpx.HTTPError, wire.Refused, TimeoutError):
+        """Checks whether it answers; the connection stays open for the next request.
+
+        A failed check counts as a failed request: short deadlines may end all requests before they are late.
+        """
+        try:
             async with asyncio.timeout(_LOOK_SECONDS):
-                if (await self._exchange("GET", "/health", _MOST_HEAD_BYTES))[0] == 200:
-                    self.breaker.seen()
+                status = (await self._exchange("GET", "/health", _MOST_HEAD_BYTES))[0]
+        except (httpx.HTTPError, wire.Refused, TimeoutError) as error:
+            self.breaker.failed(f"no answer to a health check ({str(error) or repr(error)})")
+            return
+        if status == 200:
+            self.breaker.seen()
+        elif status not in _OF_THE_MOMENT:
+            self.breaker.failed(f"status {status} in a health check")
 
     async def about(self, seconds: float) -> Any:
         """What it says of itself, within so many seconds.
@@ -171,6 +180,7 @@ class TierClient:
         self._digest, self._classes = policy.digest, len(policy.class_names)
         self._weight, self._is_signed = policy.tier(name).weight, is_signed
         self._asked = 0.0
+        self._home: dict[int, Times] = {}
 
     @property
     def is_available(self) -> bool:
@@ -184,22 +194,26 @@ class TierClient:
             return "stopped"
         return "; ".join(f"{node.url}: {node.breaker.reason}" for node in self.nodes if node.breaker.reason)
 
+    def home(self, count: int) -> Times:
+        """What is known of the time that the gateway takes to compute what is sent, for about `count` images."""
+        return self._home.setdefault(count.bit_length(), Times())
+
     def expected(self, count: int) -> float:
-        """Seconds that an answer for `count` images is expected to take."""
-        return min(
-            (node.times(count).expected for node in self.nodes if not node.breaker.is_open), default=float("inf")
-        )
+        """Seconds that an answer for `count` images is expected to take, with what is computed at home for it."""
+        own = [node.times(count).expected for node in self.nodes if not node.breaker.is_open]
+        return (self.home(count).mean or 0.0) + min(own, default=float("inf"))
 
     def is_worth_asking(self, count: int, seconds: float) -> bool:
         """Whether an answer may come within `seconds`; now and then also if none has been that fast so far."""
         known = [node.times(count) for node in self.nodes if not node.breaker.is_open]
-        if any(times.may_take(seconds) for times in known):
+        if any(times.may_take(seconds - (self.home(count).mean or 0.0)) for times in known):
             return True
         return bool(known) and seconds > 0 and time.monotonic() > self._asked + _SECONDS_BETWEEN_TRIES
 
     def patience(self, count: int) -> float:
         """Seconds after which an answer is late, so that another tier should be asked as well."""
-        return min((node.times(count).late for node in self.nodes if not node.breaker.is_open), default=0.0)
+        own = [node.times(count).late for node in self.nodes if not node.breaker.is_open]
+        return self.home(count).most + min(own, default=0.0)
 
     async def ask(self, rows: np.ndarray, bits: int, deadline: float) -> np.ndarray:
         """What the tier's lanes add for each row, [n, classes]; if a node fails, another one is asked.
@@ -234,12 +248,12 @@ class TierClient:
 
     async def _ask(self, node: Node, rows: np.ndarray, bits: int, deadline: float, probe: object | None) -> np.ndarray:
         nonce = secrets.token_hex(8)
+        times, started = node.times(len(rows)), time.monotonic()
         if rows.nbytes > _QUICK_BYTES:
             body = await asyncio.to_thread(wire.pack_request, self._digest, nonce, rows, bits)
         else:
             body = wire.pack_request(self._digest, nonce, rows, bits)
-        times, started = node.times(len(rows)), time.monotonic()
-        left = deadline - started
+        left = deadline - time.monotonic()
         patience = times.timeout
         shape, status = (len(rows), self._classes), 0
         try:

@@ -36,11 +36,16 @@ class Times:
         return self._least * _MORE <= seconds if self.mean is None else self.expected <= seconds
 
     @property
+    def most(self) -> float:
+        """Seconds that few answers take longer than; 0 before the first."""
+        return 0.0 if self.mean is None else self.mean + _SPREADS * self._spread
+
+    @property
     def late(self) -> float:
         """Seconds after which an answer is late: something else should be tried as well."""
         if self.mean is None:
             return _FIRST_SECONDS * self._backoff
-        return max(self.mean + max(_SPREADS * self._spread, _LEAST_SPREAD), _LEAST_SECONDS) * self._backoff
+        return max(self.most, self.mean + _LEAST_SPREAD, _LEAST_SECONDS) * self._backoff
 
     @property
     def timeout(self) -> float:

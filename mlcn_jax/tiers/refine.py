@@ -96,8 +96,9 @@ async def refine(
             task = asyncio.create_task(_ask(client, images[which], home, bits, deadline))
             task.add_done_callback(_read)
             asked[task] = client.name, which
-            late = time.monotonic() + client.patience(len(which))
             after = [clients[name].expected(len(which)) for name in waiting if clients[name].is_available]
+            # Late as well once the next tier would have no time left, e.g. if this one is dead and nobody knows yet.
+            late = time.monotonic() + min(client.patience(len(which)), left - min(after, default=0.0))
             if not after or client.expected(len(which)) + min(after) <= left:
                 return
 
@@ -141,4 +142,7 @@ def _read(task: asyncio.Task) -> None:
 
 
 async def _ask(client: TierClient, images: np.ndarray, home: Home, bits: int, deadline: float) -> np.ndarray:
-    return await client.ask(await home(client.name, images), bits, deadline)
+    started = time.monotonic()
+    rows = await home(client.name, images)
+    client.home(len(images)).took(time.monotonic() - started)
+    return await client.ask(rows, bits, deadline)
