@@ -41,9 +41,8 @@ async def answers_of(tiers, home=None, deadline=float("inf")):
     async def at_once(tier, images):
         return images
 
-    return [
-        set(answer.heard[0]) async for answer in refine(EDGE_IS_ENOUGH, IMAGES, OWN, tiers, home or at_once, 32, deadline)
-    ]
+    answers = refine(EDGE_IS_ENOUGH, IMAGES, OWN, tiers, home or at_once, 32, deadline)
+    return [set(answer.heard[0]) async for answer in answers]
 
 
 def test_a_tier_is_not_late_while_its_input_is_computed_at_home():
