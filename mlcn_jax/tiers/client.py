@@ -158,7 +158,7 @@ class TierClient:
     Args:
       name: name of the tier.
       policy: the policy of the split.
-      urls: URLs of its nodes.
+      urls: URLs of its nodes; without any, it is never available.
       tls: settings for https.
       is_signed: says whether a trusted node made a signature of some content; None accepts unsigned answers.
 
@@ -192,6 +192,8 @@ class TierClient:
         """Why the tier is not available."""
         if self.stopped:
             return "stopped"
+        if not self.nodes:
+            return "--nodes names no node of it"
         return "; ".join(f"{node.url}: {node.breaker.reason}" for node in self.nodes if node.breaker.reason)
 
     def home(self, count: int) -> Times:

@@ -157,6 +157,20 @@ def test_a_default_deadline_is_any_number(tiers):
     assert gateway._deadline({"query_string": b"deadline_ms=0"}) == float("inf")
 
 
+def test_a_tier_without_a_node_is_lost_and_does_not_hold_the_others_up(thorough, images):
+    async def check():
+        async with started(thorough) as (client, gateway, _):
+            of_edge = gateway.clients["edge"]
+            gateway.clients = GatewayService(thorough["end"], {"cloud": gateway.clients["cloud"]}, LIMITS).clients
+            found = (await lines_of(client, images[0]))[-1]
+            assert found | {"lanes": [1, 2], "lost": {"edge": "--nodes names no node of it"}} == found
+            edge = (await client.get("/tiers")).json()[1]
+            assert edge | {"available": False, "trouble": "--nodes names no node of it", "nodes": []} == edge
+            await of_edge.close()
+
+    asyncio.run(check())
+
+
 def test_a_tier_that_is_late_does_not_hold_the_others_up(thorough, images):
     async def slowly(response):
         await asyncio.sleep(0.2)
