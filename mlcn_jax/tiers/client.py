@@ -25,6 +25,7 @@ from mlcn_jax.tiers.policy import Policy
 _SECONDS_BETWEEN_LOOKS = 0.5  # health checks
 _SECONDS_BETWEEN_TRIES = 1.0  # of a tier that has been too slow for the deadline
 _LOOK_SECONDS = 2.0  # time-out of a health check
+_REQUESTS_BETWEEN_CHECKS = 50  # of the node of a tier that was not asked for the longest time
 _IDLE_SECONDS = 30.0  # how long an idle connection is kept; nodes keep it longer
 _WARM_SECONDS = 20.0  # after its last use, a connection is used for a health check, which keeps it open
 _MOST_HEAD_BYTES = 2**14  # of an answer, besides its numbers
@@ -58,12 +59,13 @@ class Node:
     Attributes:
       breaker: its circuit breaker, which says whether to ask it.
       outstanding: requests that it has not answered yet.
+      asked: number of the tier's request that it was last sent.
     """
 
     def __init__(self, url: str, tls: ssl.SSLContext | bool, transport: httpx.AsyncBaseTransport | None = None):
         self.url = url
         self.breaker = Breaker()
-        self.outstanding = 0
+        self.outstanding = self.asked = 0
         self._used = -math.inf  # when a connection was last known to be open
         self._times: dict[int, Times] = {}
         self._client = httpx.AsyncClient(
@@ -181,6 +183,7 @@ class TierClient:
         self._weight, self._is_signed = policy.tier(name).weight, is_signed
         self._asked = 0.0
         self._home: dict[int, Times] = {}
+        self._requests = 0  # that its nodes were sent
 
     @property
     def is_available(self) -> bool:
@@ -235,8 +238,10 @@ class TierClient:
             able = [node for node in self.nodes if node not in tried and not node.breaker.is_open]
             if not able or self.stopped:
                 break
-            node = min(able, key=lambda node: (1 + node.outstanding) * node.times(len(rows)).expected)
+            node = self._next(able, len(rows))
             tried.append(node)
+            self._requests += 1
+            node.asked = self._requests
             node.outstanding += 1
             probe = node.breaker.asked()
             try:
@@ -247,6 +252,22 @@ class TierClient:
                 node.outstanding -= 1
                 node.breaker.ended(probe)
         raise TierLost("; ".join(reasons) or f"no node of {self.name} is available")
+
+    def _next(self, able: Sequence[Node], count: int) -> Node:
+        """The node that is expected to answer first; now and then the one that was not asked for the longest time.
+
+        A node without an answer so far is taken to be as fast as the fastest, and is asked before it: its own time is
+        known only then. A time that is known may have become wrong.
+        """
+        if (1 + self._requests) % _REQUESTS_BETWEEN_CHECKS == 0:
+            return min(able, key=lambda node: node.asked)
+        known = [times.mean for node in able if (times := node.times(count)).mean is not None]
+
+        def worth(node: Node) -> tuple[float, bool]:
+            times = node.times(count)
+            return (1 + node.outstanding) * times.expected_from(min(known, default=1.0)), times.mean is not None
+
+        return min(able, key=worth)
 
     async def _ask(self, node: Node, rows: np.ndarray, bits: int, deadline: float, probe: object | None) -> np.ndarray:
         nonce = secrets.token_hex(8)

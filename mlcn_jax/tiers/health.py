@@ -29,7 +29,11 @@ class Times:
     @property
     def expected(self) -> float:
         """Seconds that the next answer is expected to take."""
-        return (self.mean if self.mean is not None else max(_FIRST_SECONDS, self._least)) * self._backoff
+        return self.expected_from(_FIRST_SECONDS)
+
+    def expected_from(self, first: float) -> float:
+        """The same, where `first` is assumed before the first answer."""
+        return (self.mean if self.mean is not None else max(first, self._least)) * self._backoff
 
     def may_take(self, seconds: float) -> bool:
         """Whether the next answer may come within `seconds`, as far as is known."""
