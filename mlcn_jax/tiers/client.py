@@ -28,7 +28,7 @@ _LOOK_SECONDS = 2.0  # time-out of a health check
 _REQUESTS_BETWEEN_CHECKS = 50  # of the node of a tier that was not asked for the longest time
 _IDLE_SECONDS = 30.0  # how long an idle connection is kept; nodes keep it longer
 _WARM_SECONDS = 20.0  # after its last use, a connection is used for a health check, which keeps it open
-_MOST_HEAD_BYTES = 2**14  # of an answer, besides its numbers
+_MOST_TEXT_BYTES = 2**14  # of an answer that is not to a request for numbers
 _QUICK_BYTES = 2**16  # packing up to this many bytes of values takes less time than handing them to a thread
 _OF_ONE_REQUEST = (413, 422)  # statuses of a request that cannot be answered, though the next one may be
 _OF_THE_MOMENT = (408, 429)  # the same request may be answered a little later
@@ -130,7 +130,7 @@ class Node:
         """
         try:
             async with asyncio.timeout(_LOOK_SECONDS):
-                status = (await self._exchange("GET", "/health", _MOST_HEAD_BYTES))[0]
+                status = (await self._exchange("GET", "/health", _MOST_TEXT_BYTES))[0]
         except (httpx.HTTPError, wire.Refused, TimeoutError) as error:
             self.breaker.failed(f"no answer to a health check ({str(error) or repr(error)})")
             return
@@ -143,11 +143,14 @@ class Node:
         """What it says of itself, within so many seconds.
 
         Raises:
-          httpx.HTTPError, TimeoutError: there is no answer.
+          httpx.HTTPError, TimeoutError: there is no answer, or only that it is busy or fails.
           wire.Refused, ValueError, RecursionError: the answer is not one of a node.
         """
         async with asyncio.timeout(seconds):
-            return json.loads((await self._exchange("GET", "/", _MOST_HEAD_BYTES))[1])
+            status, content = await self._exchange("GET", "/", _MOST_TEXT_BYTES)
+        if status in _OF_THE_MOMENT or status >= 500:
+            raise httpx.TransportError(f"its status is {status}")
+        return json.loads(content)
 
     async def close(self) -> None:
         """Closes its connections."""
@@ -317,7 +320,7 @@ class TierClient:
 
     async def _post(self, node: Node, body: bytes, count: int) -> tuple[int, bytes]:
         self.traffic.sent += len(body)
-        return await node.post(body, _MOST_HEAD_BYTES + 4 * count * self._classes)
+        return await node.post(body, wire.MOST_HEAD_BYTES + 4 * count * self._classes)
 
     def _lost(self, kind: str, text: str) -> TierLost:
         self.traffic.failures[kind] = self.traffic.failures.get(kind, 0) + 1
