@@ -50,7 +50,6 @@ class GatewayService(Service):
       bits: bits of each value of a cut that leaves this device.
       noise: standard deviation of the Gaussian noise added to these values, relative to their own.
       may_stop: whether clients may stop tiers, as the page does.
-      seed: seed of the noise; None draws a secret one: noise from a known seed could be subtracted again.
 
     Raises:
       InputError: fewer bits or noise are requested, but this split sends pixels, which are not changed.
@@ -65,7 +64,6 @@ class GatewayService(Service):
         bits: int = 32,
         noise: float = 0.0,
         may_stop: bool = False,
-        seed: int | None = None,
     ):
         super().__init__(_Own(artifact), limits)  # type: ignore[arg-type]
         self.artifact, self.policy = artifact, artifact.policy
@@ -78,7 +76,7 @@ class GatewayService(Service):
             )
         self.deadline_ms, self.own_ms, self.least_ms = deadline_ms, 0.0, 0.0
         self._bits, self._noise, self._may_stop = bits, noise, may_stop
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng()  # secret: noise from a known seed could be subtracted again
         self._answers = self.metrics.counter("tier_answers", "Images by the tiers that answered", ["heard"])
 
     def routes(self) -> list[Route]:
