@@ -67,7 +67,7 @@ class TierArtifact:
             self.name, self.lanes = str(about["tier"]), tuple(about["lanes"])
             self.class_names, self.image_shape = tuple(about["class_names"]), tuple(about["image_shape"])
             self.row_shape, self.row_dtype = tuple(about["row_shape"]), np.dtype(about["row_dtype"])
-            homes = {tier: int(size) for tier, size in about["home"].items()}
+            homes = [str(tier) for tier in about["home"]]
             self.step, self.exported = manifest["step"], manifest["date"]
             functions = [Function(**function) for function in manifest["functions"]]
             weights = read_weights(folder / WEIGHTS)
