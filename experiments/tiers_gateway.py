@@ -83,6 +83,7 @@ def main(values: flags.FlagValues) -> None:
     path = folder / f"{values.name}{'' if values.scale == 'full' else f'_{values.scale}'}.json"
     config = stored_config(workdir, values.data_dir)
     trained, dataset = load_with_data(workdir, config)
+    relay = tiers_relay.checked()
     images, requests, timed = SCALES[values.scale]
     sys.setswitchinterval(_SWITCH_SECONDS)
     tiers = split_model(workdir, values.tiers, trained, values.data_dir)
@@ -101,7 +102,7 @@ def main(values: flags.FlagValues) -> None:
             write_json(path, results)
             print(f"{key}: {json.dumps(measured[key])}", flush=True)
 
-    measured["relay"] = tiers_relay.checked()
+    measured["relay"] = relay
     once("subsets", lambda: subsets(tiers, policy, test.images, test.labels))
     once("cloud alone", lambda: cloud_alone(workdir, test.images, test.labels))
     key, public = make_keys(workdir)

@@ -6,12 +6,32 @@ import types
 
 import numpy as np
 import pytest
+from absl import flags
 from made_tiers import policy
 
-from experiments import tiers_gateway, tiers_gateway_report, tiers_shared
+from experiments import tiers_gateway, tiers_gateway_report, tiers_shared, tiers_tables
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.nn.spec import ModelSpec
+
+
+def test_nothing_is_measured_over_a_relay_that_is_wrong(tmp_path, monkeypatch):
+    def wrong():
+        raise InputError("the relay is wrong")
+
+    monkeypatch.setattr(tiers_gateway.tiers_relay, "checked", wrong)
+    monkeypatch.setattr(tiers_tables, "checked", wrong)
+    monkeypatch.setattr(tiers_gateway, "stored_config", lambda *given: None)
+    monkeypatch.setattr(tiers_gateway, "load_with_data", lambda *given: (None, None))
+    values = flags.FlagValues()
+    tiers_gateway.define(values)
+    values(["tiers_gateway", f"--results={tmp_path}"])
+    with pytest.raises(InputError, match="the relay is wrong"):
+        tiers_gateway.main(values)
+    tables = object.__new__(tiers_tables.Tables)
+    tables.results = {"measured": {}}
+    with pytest.raises(InputError, match="the relay is wrong"):
+        tables.measure()
 
 
 def test_a_server_has_its_quota_before_it_times_its_lanes(monkeypatch):
