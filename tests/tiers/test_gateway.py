@@ -16,6 +16,7 @@ from made_tiers import LIMITS, Wire, key_files, lines_of, png, started, strict, 
 from mlcn_jax.errors import InputError
 from mlcn_jax.serving.trained import TrainedModel
 from mlcn_jax.tiers import signatures
+from mlcn_jax.tiers.artifact import TierArtifact
 from mlcn_jax.tiers.client import Node
 from mlcn_jax.tiers.gateway import GatewayService
 from mlcn_jax.tiers.refine import Answer
@@ -156,6 +157,13 @@ def test_what_was_accepted_is_answered_even_if_its_turn_comes_late(tiers, images
                 assert answer.json()["predictions"][0]["lanes"] == [1]
 
     asyncio.run(check())
+
+
+def test_what_is_computed_at_home_is_timed_before_the_first_request(tiers, monkeypatch):
+    monkeypatch.setattr(TierArtifact, "warm_up", lambda tier, most: {"edge": {1: 0.5, 2: 0.7}})
+    gateway = GatewayService(tiers["end"], {}, LIMITS)
+    gateway.warm_up()
+    assert (gateway.clients["edge"].home(1).mean, gateway.clients["edge"].home(2).mean) == (0.5, 0.7)
 
 
 def test_a_default_deadline_is_any_number(tiers):
