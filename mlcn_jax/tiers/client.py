@@ -279,7 +279,8 @@ class TierClient:
             body = await asyncio.to_thread(wire.pack_request, self._digest, nonce, rows, bits)
         else:
             body = wire.pack_request(self._digest, nonce, rows, bits)
-        left = deadline - time.monotonic()
+        sent = time.monotonic()  # nearly: a node is not to blame for what packing took
+        left = deadline - sent
         patience = times.timeout
         shape, status = (len(rows), self._classes), 0
         try:
@@ -297,10 +298,10 @@ class TierClient:
                 times.timed_out()
                 node.breaker.failed("no answer in time", probe)
             else:
-                node.gave_up(times, time.monotonic() - started, probe)
+                node.gave_up(times, time.monotonic() - sent, probe)
             raise self._lost("time-out", f"no answer within {1e3 * min(left, patience):.0f} ms") from error
         except asyncio.CancelledError:
-            node.gave_up(times, time.monotonic() - started, probe)
+            node.gave_up(times, time.monotonic() - sent, probe)
             raise
         except httpx.HTTPError as error:
             node.breaker.failed(str(error) or repr(error), probe)
