@@ -75,27 +75,35 @@ class RunningNode:
         batch = 1 << (max_images - 1).bit_length()
         self._command = ["tiers", "node", str(plan.artifact), f"--max_batch={batch}", f"--max_images={max_images}"]
         self.process = start_server(*self._command, *self._options)
+        self._others: list[subprocess.Popen] = []
         self._relay: subprocess.Popen | None = None
         self.url = self.address = ""
 
     def ready(self) -> None:
-        """Waits until it listens, then gives it its quota and its link."""
-        scheme = self._listens()
+        """Waits until it listens, then gives it its quota and its link: nothing is measured while a bed starts."""
+        scheme, _, self.address = url_of(self.process).partition("://")
+        self._quota.add(self.process.pid)
         self._relay, port = start_relay(self.address, self.plan.delay_ms, self.plan.rate_mbit)
         self.url = f"{scheme}://127.0.0.1:{port}"
 
-    def _listens(self) -> str:
-        scheme, _, self.address = url_of(self.process).partition("://")
-        self._quota.add(self.process.pid)
-        return scheme
-
-    def start_again(self, options: Sequence[str] | None = None) -> None:
-        """Kills the node's process, if it still runs, and starts another behind the same link, with other options."""
+    def start_again(self) -> None:
+        """Kills the node's process, if it still runs, and starts another, which has the quota from its start on."""
         self.process.kill()
         self.process.wait()
-        self.process = start_server(*self._command, *(self._options if options is None else options))
-        self._listens()
+        self.process = start_server(*self._command, *self._options)
+        self._quota.add(self.process.pid)
+
+    def come_back(self) -> None:
+        """Waits until a process that was started again listens, and leads the link to it."""
+        self.address = url_of(self.process).partition("://")[2]
         self.link(to=self.address)
+
+    def start_beside(self, options: Sequence[str]) -> str:
+        """Starts a process with other options beside the node's, in its quota; returns its address."""
+        self._others.append(start_server(*self._command, *options))
+        address = url_of(self._others[-1]).partition("://")[2]
+        self._quota.add(self._others[-1].pid)
+        return address
 
     def link(self, **changes: float | str) -> dict[str, int]:
         """Changes the link (`tiers_relay.Relay.change`); returns the bytes that went over it so far."""
@@ -117,7 +125,7 @@ class RunningNode:
 
     def end(self) -> None:
         """Ends the node and its relay."""
-        for process in (self._relay, self.process):
+        for process in (self._relay, self.process, *self._others):
             if process is not None and process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(signal.SIGCONT)

@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
 from PIL import Image
 
+from experiments.quota import Quota
 from experiments.tiers_bed import RunningNode
 from mlcn_jax.tiers import wire
 from mlcn_jax.tiers.policy import Policy
@@ -146,13 +147,12 @@ class FalseNode:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
 
-def taken_over(false: Sequence[FalseNode], kind: str) -> Fault:
-    """A fault: the nodes' links lead to false ones, one for each, and then to the nodes again."""
+def led_to(addresses: Sequence[str]) -> Fault:
+    """A fault: the nodes' links lead elsewhere, each to its own address, and then to the nodes again."""
 
     def begin(nodes: list[RunningNode]) -> None:
-        for node, own in zip(nodes, false, strict=True):
-            own.kind = kind
-            node.link(to=own.address)
+        for node, address in zip(nodes, addresses, strict=True):
+            node.link(to=address)
 
     def end(nodes: list[RunningNode]) -> None:
         for node in nodes:
@@ -161,14 +161,16 @@ def taken_over(false: Sequence[FalseNode], kind: str) -> Fault:
     return begin, end
 
 
-def expired(options: Sequence[str]) -> Fault:
-    """A fault: nodes are started again with these options, those of an expired certificate; then with their own."""
+def taken_over(false: Sequence[FalseNode], kind: str) -> Fault:
+    """A fault: the nodes' links lead to false ones of a kind, one for each, and then to the nodes again."""
+    lead_there, lead_back = led_to([own.address for own in false])
 
     def begin(nodes: list[RunningNode]) -> None:
-        for node in nodes:
-            node.start_again(options)
+        for own in false:
+            own.kind = kind
+        lead_there(nodes)
 
-    return begin, _start_again
+    return begin, lead_back
 
 
 def png(image: np.ndarray) -> bytes:
@@ -196,6 +198,8 @@ def _kill(nodes: list[RunningNode]) -> None:
 def _start_again(nodes: list[RunningNode]) -> None:
     for node in nodes:
         node.start_again()
+    for node in nodes:  # all load at the same time
+        node.come_back()
 
 
 def _link(**changes: float | str) -> Callable[[list[RunningNode]], None]:
@@ -246,12 +250,14 @@ def under_fault(
     requests: int,
     nodes: list[RunningNode],
     fault: Fault,
-    held_back: Callable[[], float],
+    quota: Quota,
 ) -> dict[str, Any]:
     """Requests with a short deadline while nodes or links fail: how many were late, or not answered, and why.
 
-    A fault begins after a quarter of some requests and ends after three quarters, each at a random moment and while
-    requests go on, so that it meets those that are under way.
+    A fault begins after a quarter of some requests and ends after half of them more, each at a random moment and while
+    requests go on, so that it meets those that are under way. What takes longer, as a node that starts again does, is
+    waited for: then half as many requests at least come before the next change, and there are fewer faults. Those count
+    that ended before the last request.
 
     Args:
       url: of the gateway.
@@ -259,7 +265,7 @@ def under_fault(
       requests: how many, one after the other.
       nodes: that fail.
       fault: how they begin to fail, and how that ends.
-      held_back: seconds for which the gateway's quota has kept it waiting so far (`quota.Quota.held_back`).
+      quota: of the gateway, which tells how long it was kept waiting.
     """
     deadline = round(httpx.get(f"{url}/", trust_env=False).json()["own_p95_ms"] + _EXTRA_MS, 3)
     bodies = [png(image) for image in images]
@@ -269,7 +275,8 @@ def under_fault(
     heard: dict[str, collections.Counter[str]] = {phase: collections.Counter() for phase in _PHASES}
     times = min(max(requests // _REQUESTS_OF_TIME, 1), _MOST_TIMES)
     each, rng, now = requests // times, random.Random(0), [_PHASES[0]]
-    changes: list[concurrent.futures.Future] = []
+    under_way: concurrent.futures.Future | None = None
+    changes, turn = 0, each // 4  # those that are finished, and the request at which the next one starts
 
     def change(ends: bool) -> None:
         time.sleep(rng.uniform(0, _MOMENT_SECONDS))
@@ -281,10 +288,13 @@ def under_fault(
 
     with httpx.Client(timeout=30, trust_env=False) as client, concurrent.futures.ThreadPoolExecutor(1) as pool:
         for i in range(requests):
-            if i < times * each and i % each in (each // 4, 3 * each // 4):
-                changes.append(pool.submit(change, i % each > each // 2))  # one after the other
+            if under_way is not None and under_way.done():
+                under_way.result()  # which raises what went wrong
+                under_way, changes, turn = None, changes + 1, max(turn + each // 2, i + each // 4)
+            if under_way is None and changes < 2 * times and i >= turn:
+                under_way = pool.submit(change, changes % 2 == 1)
             phase, waited = now[0], waited_for_core()
-            held, started = held_back(), time.perf_counter()
+            held, waited_there, started = quota.held_back(), quota.waited_for_core(), time.perf_counter()
             try:
                 response = client.post(f"{url}/predict?deadline_ms={deadline}", content=bodies[i % len(bodies)])
                 answer = response.raise_for_status().json()["predictions"][0]
@@ -296,14 +306,21 @@ def under_fault(
             heard[phase][f"{len(answer['lanes'])} lanes"] += 1
             if milliseconds > deadline:
                 one = {"request": i, "phase": phase, "ms": milliseconds, "by_gateway_ms": answer["ms"]}
-                one |= {"held_back_ms": 1e3 * (held_back() - held), "waited_ms": 1e3 * (waited_for_core() - waited)}
+                one |= {
+                    "held_back_ms": 1e3 * (quota.held_back() - held),
+                    "gateway_waited_ms": 1e3 * (quota.waited_for_core() - waited_there),
+                    "waited_ms": 1e3 * (waited_for_core() - waited),
+                }
                 late.append(one | {"lanes": answer["lanes"], "why": why_late(one, deadline)})
-    for one_change in changes:
-        one_change.result()  # which raises what went wrong
+    if under_way is not None:
+        under_way.result()
+    if now[0] == "during":
+        fault[1](nodes)  # so that the next finds all as it was
     time.sleep(1)
     return {
         "requests": requests,
-        "times": times,
+        "times": changes // 2,
+        "planned_times": times,
         "deadline_ms": deadline,
         "late": len(late),
         "late_by_gateway": sum(one["by_gateway_ms"] > deadline for one in late),
@@ -320,11 +337,17 @@ def under_fault(
 def why_late(one: dict[str, Any], deadline: float) -> str:
     """Why an answer was late, from what was measured beside it; empty if what was measured is less than the lateness.
 
-    The client's waiting for a core counts only outside the time that the gateway took by its own clock.
+    The gateway's waiting for a core counts within the time that it took by its own clock, less what its quota kept it
+    waiting, which may be part of it; the client's counts outside that time.
     """
     held = one["held_back_ms"]
+    there = max(min(one["gateway_waited_ms"], one["by_gateway_ms"]) - held, 0.0)
     waited = min(one["waited_ms"], max(one["ms"] - one["by_gateway_ms"], 0.0))
-    if held + waited < one["ms"] - deadline:
+    if held + there + waited < one["ms"] - deadline:
         return ""
-    reasons = {"the gateway had used up its quota and was kept waiting": held, "the client waited for a core": waited}
+    reasons = {
+        "the gateway had used up its quota and was kept waiting": held,
+        "the gateway waited for a core": there,
+        "the client waited for a core": waited,
+    }
     return ", and ".join(f"{reason} for {each:.1f} ms" for reason, each in reasons.items() if each)

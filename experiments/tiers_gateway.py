@@ -9,7 +9,8 @@ gateway, all as processes (`experiments.tiers_bed`). `answers` sends the test se
 in the cloud (`mlcn_jax serve`); accuracy lost is given with a paired 95 % bound. `fault: ...` sends requests with a
 deadline of the 95 % time of the end's own lanes plus 50 ms while something fails, and counts late and unanswered ones.
 With --own_models, `own models` compares with a model of its own in each tier (`experiments.tiers_shared` tells how to
-train them). Writes `tiers_gateway.json` and `.md` to `experiments/results/`; run again, it does what is missing.
+train them). Nothing is measured where the relay's delays or rates are wrong. Writes `tiers_gateway.json` and `.md` to
+`experiments/results/`; run again, it does what is missing.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ import httpx
 import numpy as np
 from absl import flags
 
-from experiments import RESULTS, tiers_shared
+from experiments import RESULTS, tiers_relay, tiers_shared
 from experiments.quota import Quota
 from experiments.tiers_bed import CORES, NodePlan, RunningNode, bed, limited, start_relay, start_server, url_of
 from experiments.tiers_faults import (
@@ -36,7 +37,7 @@ from experiments.tiers_faults import (
     EXPIRED,
     FAULTS,
     FalseNode,
-    expired,
+    led_to,
     make_certificates,
     make_keys,
     png,
@@ -82,6 +83,7 @@ def main(values: flags.FlagValues) -> None:
     path = folder / f"{values.name}{'' if values.scale == 'full' else f'_{values.scale}'}.json"
     config = stored_config(workdir, values.data_dir)
     trained, dataset = load_with_data(workdir, config)
+    relay = tiers_relay.checked()
     images, requests, timed = SCALES[values.scale]
     sys.setswitchinterval(_SWITCH_SECONDS)
     tiers = split_model(workdir, values.tiers, trained, values.data_dir)
@@ -100,6 +102,7 @@ def main(values: flags.FlagValues) -> None:
             write_json(path, results)
             print(f"{key}: {json.dumps(measured[key])}", flush=True)
 
+    measured["relay"] = relay
     once("subsets", lambda: subsets(tiers, policy, test.images, test.labels))
     once("cloud alone", lambda: cloud_alone(workdir, test.images, test.labels))
     key, public = make_keys(workdir)
@@ -111,7 +114,7 @@ def main(values: flags.FlagValues) -> None:
     rest, signed = sum(plan.cores for plan in plans), f"--key={key}"
 
     def under(name: str, url: str, nodes: list[RunningNode], fault: tuple, quota: Quota) -> None:
-        once(f"fault: {name}", lambda: under_fault(url, test.images, requests, nodes, fault, quota.held_back))
+        once(f"fault: {name}", lambda: under_fault(url, test.images, requests, nodes, fault, quota))
 
     if "answers" not in measured or any(f"fault: {name}" not in measured for name in faults):
         with bed(plans, 1, rest, (signed,)) as nodes, gateway(tiers / "end", nodes, public) as (url, quota):
@@ -124,7 +127,8 @@ def main(values: flags.FlagValues) -> None:
             bed(plans, 1, rest, (signed, *shown.valid)) as nodes,
             gateway(tiers / "end", nodes, public, f"--ca={shown.ca}") as (url, quota),
         ):
-            under(EXPIRED, url, nodes, expired((signed, *shown.expired)), quota)
+            beside = [node.start_beside((signed, *shown.expired)) for node in nodes]
+            under(EXPIRED, url, nodes, led_to(beside), quota)
     validation = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)[1]
     if models and "own models" not in measured:
         with bed([NodePlan(tiers / "end", CORES_OF["end"]), *plans], 1) as nodes:

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from experiments import tiers_shared
+from experiments.tiers_relay import described
 from mlcn_jax.tiers import policy as policies
 
 DELAY_MS = {"edge": 10.0, "cloud": 50.0}  # each way
@@ -14,7 +15,17 @@ _MOST_BYTES, _MOST_MEAN, _MOST_P95 = 0.45, 0.6, 1.2  # of the cloud alone
 _MOST_LATE = 0.001  # of the requests, each explained, and none unanswered
 _MOST_LOST_WITH_TIER = 0.5  # points of accuracy, for the tier with the fewest lanes
 _LEAST_VALIDATION = 5_000
-_OF_FAULT = ("requests", "deadline_ms", "late", "late_by_gateway", "unexplained", "unanswered", "p50_ms", "p999_ms")
+_OF_FAULT = (
+    "requests",
+    "times",
+    "deadline_ms",
+    "late",
+    "late_by_gateway",
+    "unexplained",
+    "unanswered",
+    "p50_ms",
+    "p999_ms",
+)
 _MILLISECONDS = "of requests one after the other, by the client's clock"
 
 
@@ -40,19 +51,20 @@ def report(results: dict[str, Any]) -> str:
         f"`{results['about']['model']}`, {images:,} test images of {results['about']['data']}; {results['device']}, "
         f"jax {results['versions']['jax']}. Times {_MILLISECONDS}; links of {links} ms there and back. "
         f"The bound is paired, one-sided and 95 %, as `policy.upper_bound` gives it. Thresholds from {validation:,} "
-        f"validation images (at least {_LEAST_VALIDATION:,}: {_yes(validation >= _LEAST_VALIDATION)}).",
+        f"validation images (at least {_LEAST_VALIDATION:,}: {_yes(validation >= _LEAST_VALIDATION)}). The relay, "
+        f"checked before: {'; '.join(f'{given}: {found}' for given, found in map(described, measured['relay']))}.",
         "",
         "| | cloud alone | tiers | | must be | reached |",
         "|" + " --- |" * 6,
         *("| " + " | ".join(map(_text, row)) + " |" for row in answer_rows(measured)),
         "",
-        "Nodes fail again and again, each time at a random moment while requests go on, and come back at another: all "
-        "nodes, unless one is named. Late ones, and why, are in the JSON. At most "
+        "Nodes fail again and again, each time at a random moment while requests go on, and come back at another, as "
+        "often as told: all nodes, unless one is named. Late ones, and why, are in the JSON. At most "
         f"{_MOST_LATE:.1%} may be late, each explained by what was measured beside it, and none unanswered.",
         "",
-        "| fault | requests | deadline, ms | late | by the gateway's clock | unexplained | unanswered | median, ms "
-        "| 99.9 %, ms | tiers beyond the end heard before, during, after | reached |",
-        "|" + " --- |" * 11,
+        "| fault | requests | times | deadline, ms | late | by the gateway's clock | unexplained | unanswered "
+        "| median, ms | 99.9 %, ms | tiers beyond the end heard before, during, after | reached |",
+        "|" + " --- |" * 12,
     ]
     alone = f"{len(policy['tiers'][0]['lanes'])} lanes"
     for key, row in measured.items():

@@ -4,6 +4,7 @@
     python -m experiments.tiers_relay --check
 
 Each direction is a link of its own: a byte leaves once those before it have, at the rate, and arrives after the delay.
+All connections share it.
 While it runs it reads lines of JSON from its standard input, such as {"delay_ms": 500} or {"mode": "stall"}, and
 answers each with the bytes that have gone to and fro. Modes: `pass`; `stall` holds everything until it passes again;
 `drop` cuts all connections and refuses new ones. Threads rather than an event loop, because its timers are 1 ms apart.
@@ -37,6 +38,7 @@ _CHUNK = 2048
 _AHEAD_SECONDS = 0.05  # of bytes that are taken before they leave: what the sender's socket would hold
 _MOST_WAITING = 2**14  # chunks under way in one direction of a connection; then no more are taken
 _STALL_LOOK_SECONDS = 0.01
+_CHECKS = 5
 _SWITCH_SECONDS = 1e-4  # how long a thread waits for Python's lock; the default is longer than what is measured
 
 
@@ -61,6 +63,7 @@ class Relay:
     def __init__(self, target: tuple[str, int], link: Link, port: int = 0):
         self.link, self._target = link, target
         self.sent = self.received = 0  # bytes to the target, and back
+        self._free = {"sent": 0.0, "received": 0.0}  # when each direction can take the next byte
         self._lock = threading.Lock()  # of these
         self._listener = socket.create_server(("127.0.0.1", port), backlog=256)
         self.port = self._listener.getsockname()[1]
@@ -122,16 +125,13 @@ class Relay:
         threading.Thread(target=self._write, args=(sink, source, waiting), daemon=True).start()
 
     def _read(self, source: socket.socket, waiting: queue.SimpleQueue, counter: str) -> None:
-        free = 0.0  # when the link can take the next byte
         while True:
             try:
                 data = source.recv(_CHUNK)
             except OSError:
                 data = b""
             now = time.perf_counter()
-            rate = self.link.rate_mbit * 1e6 / 8
-            free = max(free, now) + (len(data) / rate if rate else 0.0)
-            self._count(counter, len(data))
+            free = self._takes(counter, len(data), now)
             waiting.put((free + self.link.delay_ms / 1e3, data))
             if not data:
                 return
@@ -140,9 +140,13 @@ class Relay:
             if free - now > _AHEAD_SECONDS:
                 time.sleep(free - now - _AHEAD_SECONDS)
 
-    def _count(self, counter: str, size: int) -> None:
+    def _takes(self, counter: str, size: int, now: float) -> float:
+        """Counts bytes of any connection; returns when the last of them has left, after all that came before."""
+        rate = self.link.rate_mbit * 1e6 / 8
         with self._lock:
             setattr(self, counter, getattr(self, counter) + size)
+            self._free[counter] = max(self._free[counter], now) + (size / rate if rate else 0.0)
+            return self._free[counter]
 
     def _write(self, sink: socket.socket, source: socket.socket, waiting: queue.SimpleQueue) -> None:
         data = b"start"
@@ -204,6 +208,29 @@ def holds(row: dict[str, float]) -> bool:
     if "delay_ms" in row:
         return abs(row["measured_ms"] - row["delay_ms"]) <= 1.0
     return abs(row["measured_mbit"] / row["rate_mbit"] - 1) <= 0.05
+
+
+def described(row: dict[str, float]) -> tuple[str, str]:
+    """What was set and what was measured, of a row of `check`."""
+    if "delay_ms" in row:
+        return f"{row['delay_ms']:g} ms each way", f"{row['measured_ms']:.2f} ms"
+    return f"{row['rate_mbit']:g} Mbit/s", f"{row['measured_mbit']:.2f} Mbit/s"
+
+
+def checked() -> list[dict[str, float]]:
+    """The rows of `check`, measured again a few times if the machine was busy with something else.
+
+    Raises:
+      InputError: delays or rates are still wrong, so nothing that is measured over this relay can be reported.
+    """
+    for _ in range(_CHECKS):
+        rows = check()
+        if all(map(holds, rows)):
+            return rows
+    raise InputError(
+        f"the relay's delays or rates are wrong, in each of {_CHECKS} checks: {json.dumps(rows)}: leave it a core of "
+        "this machine"
+    )
 
 
 def _echo(listener: socket.socket) -> None:

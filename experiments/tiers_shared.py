@@ -198,9 +198,17 @@ def report(names: Sequence[str], found: dict[str, dict[str, Any]]) -> list[str]:
     for way in WAYS:
         rows = zip(names, found[way]["accuracy"], found[way]["settled"], strict=True)
         lines += [f"| {way} | {name} | {accuracy:.4f} | {share:.1%} |" for name, accuracy, share in rows]
-    lines += ["", "| | final accuracy | to the final answer, mean ms | 95 %, ms | images timed |", "|" + " --- |" * 5]
+    lines += [
+        "",
+        "Models of their own did not run on the nodes: their times are estimated, with those of the nodes that hold "
+        "the shared lanes, which compute as much.",
+        "",
+        "| | final accuracy | to the final answer, mean ms | 95 %, ms | images timed |",
+        "|" + " --- |" * 5,
+    ]
     for way in WAYS:
         own, times = found[way], found[way]["times"]
         timing = f"{times['mean_ms']:.1f} | {times['p95_ms']:.1f} | {times['images']:,}"
-        lines.append(f"| {way} | {own['final_accuracy']:.4f} | {timing} |")
+        told = f"{way}, times estimated" if way == OWN else way
+        lines.append(f"| {told} | {own['final_accuracy']:.4f} | {timing} |")
     return lines

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments.tiers_bed import CORES
-from experiments.tiers_relay import holds
+from experiments.tiers_relay import described, holds
 from mlcn_jax.files import replacing, write_atomic
 from mlcn_jax.tiers import schedules
 
@@ -30,12 +30,7 @@ def write_report(results: dict[str, Any], path: Path) -> None:
         "## The relay",
         _table(
             ("set", "measured", "within 1 ms, 5 %"),
-            [
-                (f"{row['delay_ms']:g} ms each way", f"{row['measured_ms']:.2f} ms", _yes(holds(row)))
-                if "delay_ms" in row
-                else (f"{row['rate_mbit']:g} Mbit/s", f"{row['measured_mbit']:.2f} Mbit/s", _yes(holds(row)))
-                for row in results["measured"]["relay"]
-            ],
+            [(*described(row), _yes(holds(row))) for row in results["measured"]["relay"]],
         ),
         "## Table 2: all tasks on one tier",
         "Measured, medians; core seconds are those of all its nodes:",

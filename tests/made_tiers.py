@@ -11,11 +11,29 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from PIL import Image
 
 from mlcn_jax.serving.http_service import Limits, application
+from mlcn_jax.tiers import policy as policies
 from mlcn_jax.tiers.client import Node, TierClient
 from mlcn_jax.tiers.gateway import GatewayService
 from mlcn_jax.tiers.node import NodeService
+from mlcn_jax.tiers.policy import Policy, Tier
 
 LIMITS = Limits(max_batch=2, max_queue=16, max_body_bytes=2**20, max_images=4, max_connections=50, timeout_seconds=5.0)
+
+
+def policy():
+    """A policy of four lanes and three classes, without a model."""
+    return Policy(
+        format=policies.FORMAT,
+        model="0" * 64,
+        class_names=("a", "b", "c"),
+        cut="pixels",
+        tiers=(Tier("end", (0,), 1.0, 10), Tier("edge", (1,), 1.0, 10), Tier("cloud", (2, 3), 2.0, 20)),
+        power=1,
+        groups={},
+        tolerance=0.02,
+        validation_images=100,
+        thresholds={},
+    )
 
 
 class Wire(httpx.ASGITransport):

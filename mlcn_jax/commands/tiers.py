@@ -22,10 +22,10 @@ from typing import Any
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.serving import server
+from mlcn_jax.tiers import wire
 
 _WITH_KEYS = ("cryptography",)
 _OF_GATEWAY = ("httpx",)
-_BITS = (2, 4, 8, 16, 32)
 _LOOK_SECONDS = 2.0
 
 
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     gateway.add_argument("artifact", help="folder of the first tier, as `tiers split` wrote it")
     gateway.add_argument("--nodes", default="", help="NAME=URL,... of the other tiers; a tier may have several nodes")
     gateway.add_argument("--deadline_ms", default=0.0, type=float, help="ms per answer; 0 waits until it is final")
-    gateway.add_argument("--bits", default=32, type=int, choices=_BITS, help="bits per value sent to other tiers")
+    gateway.add_argument("--bits", default=32, type=int, choices=wire.BITS, help="bits per value sent to other tiers")
     gateway.add_argument("--noise", default=0.0, type=float, help="noise added to these values, relative to their std")
     gateway.add_argument("--may_stop", action="store_true", help="allows the page to stop tiers")
     gateway.add_argument("--node_keys", default="", help="public keys (PEM), one of which must sign a node's answer")
@@ -87,7 +87,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _split(arguments: argparse.Namespace) -> None:
-    server.check_packages(_WITH_KEYS if arguments.key else (), "tiers")
     from mlcn_jax import pretrained
     from mlcn_jax.tiers import split
 

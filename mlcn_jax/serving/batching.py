@@ -105,25 +105,25 @@ class Batcher:
         """Returns a future for each item's row, or for the error that `compute` raised; called in the event loop.
 
         `due` is the time, on the clock of `time.monotonic`, by which these items should be ready, if that is earlier
-        than `deadline_seconds` from now.
+        than `deadline_seconds` from now: batches are only so large. Items are computed even if they are ready later.
 
         An item whose turn comes more than `deadline_seconds` from now is not computed, nor is one whose client
-        `is_gone`: their futures raise `Late` and `Gone`. One that is only past `due` is still computed.
+        `is_gone`: their futures raise `Late` and `Gone`.
 
         Raises:
           Full: more than `max_waiting` items would wait; none of these is accepted.
-          Late: by the times that `warm_up` measured they cannot be ready by the deadline; none of these is accepted.
+          Late: by the times that `warm_up` measured they cannot be ready within `deadline_seconds`; none of these is
+            accepted.
         """
         if self.waiting + len(items) > self._max_waiting:
             raise Full
         now = time.monotonic()
         dropped = now + self._deadline_seconds
-        due = min(due, dropped)
-        if max(self._busy_until, now) + self.seconds_for(self.waiting + len(items)) > due:
+        if max(self._busy_until, now) + self.seconds_for(self.waiting + len(items)) > dropped:
             raise Late
         futures = [self._loop.create_future() for _ in items]
         for item, future in zip(items, futures, strict=True):
-            self._waiting.put(_Waiting(item, future, due, dropped, is_gone))
+            self._waiting.put(_Waiting(item, future, min(due, dropped), dropped, is_gone))
         return futures
 
     def seconds_for(self, count: int) -> float:

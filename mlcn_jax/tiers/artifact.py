@@ -5,6 +5,7 @@ manifest is signed. Needs what reading an export needs; signatures need cryptogr
 """
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,7 +67,7 @@ class TierArtifact:
             self.name, self.lanes = str(about["tier"]), tuple(about["lanes"])
             self.class_names, self.image_shape = tuple(about["class_names"]), tuple(about["image_shape"])
             self.row_shape, self.row_dtype = tuple(about["row_shape"]), np.dtype(about["row_dtype"])
-            homes = {tier: int(size) for tier, size in about["home"].items()}
+            homes = [str(tier) for tier in about["home"]]
             self.step, self.exported = manifest["step"], manifest["date"]
             functions = [Function(**function) for function in manifest["functions"]]
             weights = read_weights(folder / WEIGHTS)
@@ -106,11 +107,21 @@ class TierArtifact:
         functions = self._home.get(tier)
         return images if functions is None else apply_in_batches(functions, images)
 
-    def warm_up(self, most: int) -> None:
-        """Compiles what is computed at home for the other tiers, for 1, 2, 4 ... images up to `most`."""
-        for tier in self._home:
-            for size in (1 << i for i in range(most.bit_length())):
-                self.home(tier, np.zeros((size, *self.image_shape), np.uint8))
+    def warm_up(self, most: int) -> dict[str, dict[int, float]]:
+        """Compiles what is computed at home for the other tiers, for up to `most` images.
+
+        Returns:
+          Seconds that it then takes, by tier, for 1, 2, 4 ... images; the last is `most` or more.
+        """
+        sizes = [1 << i for i in range((most - 1).bit_length() + 1)]
+        return {tier: {size: self._home_seconds(tier, size) for size in sizes} for tier in self._home}
+
+    def _home_seconds(self, tier: str, size: int) -> float:
+        images = np.zeros((size, *self.image_shape), np.uint8)
+        self.home(tier, images)
+        started = time.perf_counter()
+        self.home(tier, images)
+        return time.perf_counter() - started
 
 
 def _check_signature(folder: Path, trusted: Sequence[Path]) -> None:

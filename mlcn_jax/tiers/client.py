@@ -25,9 +25,10 @@ from mlcn_jax.tiers.policy import Policy
 _SECONDS_BETWEEN_LOOKS = 0.5  # health checks
 _SECONDS_BETWEEN_TRIES = 1.0  # of a tier that has been too slow for the deadline
 _LOOK_SECONDS = 2.0  # time-out of a health check
+_REQUESTS_BETWEEN_CHECKS = 50  # of the node of a tier that was not asked for the longest time
 _IDLE_SECONDS = 30.0  # how long an idle connection is kept; nodes keep it longer
 _WARM_SECONDS = 20.0  # after its last use, a connection is used for a health check, which keeps it open
-_MOST_HEAD_BYTES = 2**14  # of an answer, besides its numbers
+_MOST_TEXT_BYTES = 2**14  # of an answer that is not to a request for numbers
 _QUICK_BYTES = 2**16  # packing up to this many bytes of values takes less time than handing them to a thread
 _OF_ONE_REQUEST = (413, 422)  # statuses of a request that cannot be answered, though the next one may be
 _OF_THE_MOMENT = (408, 429)  # the same request may be answered a little later
@@ -58,12 +59,13 @@ class Node:
     Attributes:
       breaker: its circuit breaker, which says whether to ask it.
       outstanding: requests that it has not answered yet.
+      asked: number of the tier's request that it was last sent.
     """
 
     def __init__(self, url: str, tls: ssl.SSLContext | bool, transport: httpx.AsyncBaseTransport | None = None):
         self.url = url
         self.breaker = Breaker()
-        self.outstanding = 0
+        self.outstanding = self.asked = 0
         self._used = -math.inf  # when a connection was last known to be open
         self._times: dict[int, Times] = {}
         self._client = httpx.AsyncClient(
@@ -122,21 +124,33 @@ class Node:
             self.breaker.failed("no answer before the deadline", probe)
 
     async def look(self) -> None:
-        """Checks whether it answers; the connection stays open for the next request."""
-        with contextlib.suppress(httpx.HTTPError, wire.Refused, TimeoutError):
+        """Checks whether it answers; the connection stays open for the next request.
+
+        A failed check counts as a failed request: short deadlines may end all requests before they are late.
+        """
+        try:
             async with asyncio.timeout(_LOOK_SECONDS):
-                if (await self._exchange("GET", "/health", _MOST_HEAD_BYTES))[0] == 200:
-                    self.breaker.seen()
+                status = (await self._exchange("GET", "/health", _MOST_TEXT_BYTES))[0]
+        except (httpx.HTTPError, wire.Refused, TimeoutError) as error:
+            self.breaker.failed(f"no answer to a health check ({str(error) or repr(error)})")
+            return
+        if status == 200:
+            self.breaker.seen()
+        elif status not in _OF_THE_MOMENT:
+            self.breaker.failed(f"status {status} in a health check")
 
     async def about(self, seconds: float) -> Any:
         """What it says of itself, within so many seconds.
 
         Raises:
-          httpx.HTTPError, TimeoutError: there is no answer.
+          httpx.HTTPError, TimeoutError: there is no answer, or only that it is busy or fails.
           wire.Refused, ValueError, RecursionError: the answer is not one of a node.
         """
         async with asyncio.timeout(seconds):
-            return json.loads((await self._exchange("GET", "/", _MOST_HEAD_BYTES))[1])
+            status, content = await self._exchange("GET", "/", _MOST_TEXT_BYTES)
+        if status in _OF_THE_MOMENT or status >= 500:
+            raise httpx.TransportError(f"its status is {status}")
+        return json.loads(content)
 
     async def close(self) -> None:
         """Closes its connections."""
@@ -149,7 +163,7 @@ class TierClient:
     Args:
       name: name of the tier.
       policy: the policy of the split.
-      urls: URLs of its nodes.
+      urls: URLs of its nodes; without any, it is never available.
       tls: settings for https.
       is_signed: says whether a trusted node made a signature of some content; None accepts unsigned answers.
 
@@ -171,6 +185,8 @@ class TierClient:
         self._digest, self._classes = policy.digest, len(policy.class_names)
         self._weight, self._is_signed = policy.tier(name).weight, is_signed
         self._asked = 0.0
+        self._home: dict[int, Times] = {}
+        self._requests = 0  # that its nodes were sent
 
     @property
     def is_available(self) -> bool:
@@ -182,24 +198,30 @@ class TierClient:
         """Why the tier is not available."""
         if self.stopped:
             return "stopped"
+        if not self.nodes:
+            return "--nodes names no node of it"
         return "; ".join(f"{node.url}: {node.breaker.reason}" for node in self.nodes if node.breaker.reason)
 
+    def home(self, count: int) -> Times:
+        """What is known of the time that the gateway takes to compute what is sent, for about `count` images."""
+        return self._home.setdefault(count.bit_length(), Times())
+
     def expected(self, count: int) -> float:
-        """Seconds that an answer for `count` images is expected to take."""
-        return min(
-            (node.times(count).expected for node in self.nodes if not node.breaker.is_open), default=float("inf")
-        )
+        """Seconds that an answer for `count` images is expected to take, with what is computed at home for it."""
+        own = [node.times(count).expected for node in self.nodes if not node.breaker.is_open]
+        return (self.home(count).mean or 0.0) + min(own, default=float("inf"))
 
     def is_worth_asking(self, count: int, seconds: float) -> bool:
         """Whether an answer may come within `seconds`; now and then also if none has been that fast so far."""
         known = [node.times(count) for node in self.nodes if not node.breaker.is_open]
-        if any(times.may_take(seconds) for times in known):
+        if any(times.may_take(seconds - (self.home(count).mean or 0.0)) for times in known):
             return True
         return bool(known) and seconds > 0 and time.monotonic() > self._asked + _SECONDS_BETWEEN_TRIES
 
     def patience(self, count: int) -> float:
         """Seconds after which an answer is late, so that another tier should be asked as well."""
-        return min((node.times(count).late for node in self.nodes if not node.breaker.is_open), default=0.0)
+        own = [node.times(count).late for node in self.nodes if not node.breaker.is_open]
+        return self.home(count).most + min(own, default=0.0)
 
     async def ask(self, rows: np.ndarray, bits: int, deadline: float) -> np.ndarray:
         """What the tier's lanes add for each row, [n, classes]; if a node fails, another one is asked.
@@ -219,8 +241,10 @@ class TierClient:
             able = [node for node in self.nodes if node not in tried and not node.breaker.is_open]
             if not able or self.stopped:
                 break
-            node = min(able, key=lambda node: (1 + node.outstanding) * node.times(len(rows)).expected)
+            node = self._next(able, len(rows))
             tried.append(node)
+            self._requests += 1
+            node.asked = self._requests
             node.outstanding += 1
             probe = node.breaker.asked()
             try:
@@ -232,14 +256,31 @@ class TierClient:
                 node.breaker.ended(probe)
         raise TierLost("; ".join(reasons) or f"no node of {self.name} is available")
 
+    def _next(self, able: Sequence[Node], count: int) -> Node:
+        """The node that is expected to answer first; now and then the one that was not asked for the longest time.
+
+        A node without an answer so far is taken to be as fast as the fastest, and is asked before it: its own time is
+        known only then. A time that is known may have become wrong.
+        """
+        if (1 + self._requests) % _REQUESTS_BETWEEN_CHECKS == 0:
+            return min(able, key=lambda node: node.asked)
+        known = [times.mean for node in able if (times := node.times(count)).mean is not None]
+
+        def worth(node: Node) -> tuple[float, bool]:
+            times = node.times(count)
+            return (1 + node.outstanding) * times.expected_from(min(known, default=1.0)), times.mean is not None
+
+        return min(able, key=worth)
+
     async def _ask(self, node: Node, rows: np.ndarray, bits: int, deadline: float, probe: object | None) -> np.ndarray:
         nonce = secrets.token_hex(8)
+        times, started = node.times(len(rows)), time.monotonic()
         if rows.nbytes > _QUICK_BYTES:
             body = await asyncio.to_thread(wire.pack_request, self._digest, nonce, rows, bits)
         else:
             body = wire.pack_request(self._digest, nonce, rows, bits)
-        times, started = node.times(len(rows)), time.monotonic()
-        left = deadline - started
+        sent = time.monotonic()  # nearly: a node is not to blame for what packing took
+        left = deadline - sent
         patience = times.timeout
         shape, status = (len(rows), self._classes), 0
         try:
@@ -257,10 +298,10 @@ class TierClient:
                 times.timed_out()
                 node.breaker.failed("no answer in time", probe)
             else:
-                node.gave_up(times, time.monotonic() - started, probe)
+                node.gave_up(times, time.monotonic() - sent, probe)
             raise self._lost("time-out", f"no answer within {1e3 * min(left, patience):.0f} ms") from error
         except asyncio.CancelledError:
-            node.gave_up(times, time.monotonic() - started, probe)
+            node.gave_up(times, time.monotonic() - sent, probe)
             raise
         except httpx.HTTPError as error:
             node.breaker.failed(str(error) or repr(error), probe)
@@ -280,7 +321,7 @@ class TierClient:
 
     async def _post(self, node: Node, body: bytes, count: int) -> tuple[int, bytes]:
         self.traffic.sent += len(body)
-        return await node.post(body, _MOST_HEAD_BYTES + 4 * count * self._classes)
+        return await node.post(body, wire.MOST_HEAD_BYTES + 4 * count * self._classes)
 
     def _lost(self, kind: str, text: str) -> TierLost:
         self.traffic.failures[kind] = self.traffic.failures.get(kind, 0) + 1

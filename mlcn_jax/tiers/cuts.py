@@ -6,7 +6,7 @@ the order of the lanes. None of this hides an image from someone who has the wei
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ from mlcn_jax.nn.cut_points import CUTS, giving, read
 from mlcn_jax.nn.lanes import LANE_KINDS, Lane, LaneSpec
 from mlcn_jax.nn.model import join_lanes, lane_outputs
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.placement.cost import matmul_flops
 
 PIXELS, COLUMNS = "pixels", "columns"
 _TRUNK = "trunk"
@@ -160,20 +159,6 @@ class Part:
         each = {spec: jax.eval_shape(lambda spec=spec: value(spec)).shape[1:] for spec in set(self.spec.lane_specs)}
         return [each[spec] for spec in self.spec.lane_specs]
 
-    def home_flops(self, weights: Mapping[str, np.ndarray]) -> int:
-        """FLOPs of one image at home."""
-        if self.cut == PIXELS:
-            return 0
-        return _flops(self._plain().before, weights, jax.ShapeDtypeStruct(self.spec.image_shape, jnp.uint8))
-
-    def tier_flops(self, weights: Mapping[str, np.ndarray]) -> int:
-        """FLOPs of one image at the tier."""
-        return _flops(self._plain().after, weights, self.row)
-
-    def _plain(self) -> "Part":
-        """The same with plain convolutions, whose FLOPs can be counted."""
-        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, conv="native"))
-
 
 def cuts_of(spec: ModelSpec) -> tuple[str, ...]:
     """The cuts that all lanes of a model have."""
@@ -210,8 +195,3 @@ def _is_before(cut: str, path: Sequence[str]) -> bool:
         return False
     stage = 0 if cut == "stem" else int(cut.removeprefix("stage"))
     return path[1] == resnet.FROZEN or int(path[1].partition("_")[0][-1]) <= stage  # conv2_1, norm2_1
-
-
-def _flops(function: Callable, weights: Mapping[str, np.ndarray], row: jax.ShapeDtypeStruct) -> int:
-    shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in weights.items()}
-    return matmul_flops(function, shapes, jax.ShapeDtypeStruct((1, *row.shape), row.dtype))

@@ -44,13 +44,12 @@ class GatewayService(Service):
 
     Args:
       artifact: the artifact of the first tier.
-      clients: clients of the other tiers, by name.
+      clients: clients of the other tiers, by name; a tier that has none counts as lost.
       limits: what is accepted.
       deadline_ms: deadline of each answer; 0 waits until it is final. Requests may give another.
       bits: bits of each value of a cut that leaves this device.
       noise: standard deviation of the Gaussian noise added to these values, relative to their own.
       may_stop: whether clients may stop tiers, as the page does.
-      seed: seed of the noise; None draws a secret one: noise from a known seed could be subtracted again.
 
     Raises:
       InputError: fewer bits or noise are requested, but this split sends pixels, which are not changed.
@@ -65,10 +64,11 @@ class GatewayService(Service):
         bits: int = 32,
         noise: float = 0.0,
         may_stop: bool = False,
-        seed: int | None = None,
     ):
         super().__init__(_Own(artifact), limits)  # type: ignore[arg-type]
-        self.artifact, self.policy, self.clients = artifact, artifact.policy, dict(clients)
+        self.artifact, self.policy = artifact, artifact.policy
+        names = self.policy.names[1:]
+        self.clients = {name: clients.get(name) or TierClient(name, self.policy, []) for name in names}
         if self.policy.cut == "pixels" and (noise or bits != 32):
             raise InputError(
                 f"--noise={noise:g} and --bits={bits} change the values of a cut, but this split sends exact pixels: "
@@ -76,7 +76,7 @@ class GatewayService(Service):
             )
         self.deadline_ms, self.own_ms, self.least_ms = deadline_ms, 0.0, 0.0
         self._bits, self._noise, self._may_stop = bits, noise, may_stop
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng()  # secret: noise from a known seed could be subtracted again
         self._answers = self.metrics.counter("tier_answers", "Images by the tiers that answered", ["heard"])
 
     def routes(self) -> list[Route]:
@@ -88,9 +88,11 @@ class GatewayService(Service):
         ]
 
     def warm_up(self) -> None:
-        """Compiles all programs, and times this device's own lanes: no deadline can be shorter than they take."""
+        """Compiles all programs, and times them: no deadline can be shorter than this device's own lanes take."""
         super().warm_up()
-        self.artifact.warm_up(self.limits.max_images)
+        for tier, each in self.artifact.warm_up(self.limits.max_images).items():
+            for size, taken in each.items():
+                self.clients[tier].home(size).took(taken)
         row = np.zeros((1, *self.artifact.image_shape), np.uint8)
         seconds = []
         for _ in range(_TIMED_RUNS):
@@ -167,7 +169,7 @@ class GatewayService(Service):
                         break
                     answer = await anext(answers, None)
                 else:  # nothing better will come
-                    yield line(told | {"final": True, "lost": first.lost, "ms": self._ms(started)})
+                    yield line(told | {"final": True, "lost": first.lost[0], "ms": self._ms(started)})
                 self._count_answers(first)
 
         return StreamingResponse(lines(), media_type=_JSON_LINES, headers={"Cache-Control": "no-store"})
@@ -192,13 +194,13 @@ class GatewayService(Service):
         return rows
 
     def _heard(self, answer: Answer, image: int, started: float, final: bool | None = None) -> dict[str, Any]:
-        heard = answer.heard[image]
+        lost = answer.lost[image]
         return {
-            "tier": answer.tier if answer.tier in heard else self.policy.names[0],
-            "lanes": self.policy.lanes(heard),
+            "tier": answer.tier[image],
+            "lanes": self.policy.lanes(answer.heard[image]),
             "ms": self._ms(started),
             "final": bool(answer.final[image]) if final is None else final,
-            **({"lost": answer.lost} if answer.lost else {}),
+            **({"lost": lost} if lost else {}),
         }
 
     def _ms(self, started: float) -> float:
@@ -265,11 +267,12 @@ class GatewayService(Service):
     def _states(self) -> list[dict[str, Any]]:
         states: list[dict[str, Any]] = []
         for tier in self.policy.tiers:
-            client = self.clients.get(tier.name)
             state: dict[str, Any] = {"name": tier.name, "lanes": tier.lanes}
-            if client is not None:
+            if tier.name != self.artifact.name:
+                client = self.clients[tier.name]
                 state |= {
                     "available": client.is_available,
+                    "trouble": client.trouble,
                     "stopped": client.stopped,
                     "sent_bytes": client.traffic.sent,
                     "received_bytes": client.traffic.received,

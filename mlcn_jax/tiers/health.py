@@ -29,18 +29,27 @@ class Times:
     @property
     def expected(self) -> float:
         """Seconds that the next answer is expected to take."""
-        return (self.mean if self.mean is not None else max(_FIRST_SECONDS, self._least)) * self._backoff
+        return self.expected_from(_FIRST_SECONDS)
+
+    def expected_from(self, first: float) -> float:
+        """The same, where `first` is assumed before the first answer."""
+        return (self.mean if self.mean is not None else max(first, self._least)) * self._backoff
 
     def may_take(self, seconds: float) -> bool:
         """Whether the next answer may come within `seconds`, as far as is known."""
         return self._least * _MORE <= seconds if self.mean is None else self.expected <= seconds
 
     @property
+    def most(self) -> float:
+        """Seconds that few answers take longer than; 0 before the first."""
+        return 0.0 if self.mean is None else self.mean + _SPREADS * self._spread
+
+    @property
     def late(self) -> float:
         """Seconds after which an answer is late: something else should be tried as well."""
         if self.mean is None:
             return _FIRST_SECONDS * self._backoff
-        return max(self.mean + max(_SPREADS * self._spread, _LEAST_SPREAD), _LEAST_SECONDS) * self._backoff
+        return max(self.most, self.mean + _LEAST_SPREAD, _LEAST_SECONDS) * self._backoff
 
     @property
     def timeout(self) -> float:

@@ -25,8 +25,7 @@ function showTiers(states) {
     const row = tiers.insertRow(), remote = "available" in s;
     cell(row, s.name);
     cell(row, s.lanes.join(", "));
-    const trouble = (s.nodes || []).map(n => n.trouble).filter(t => t).join("; ");
-    const state = !remote ? "this device" : s.stopped ? "stopped" : s.available ? "in use" : "lost: " + trouble;
+    const state = !remote ? "this device" : s.stopped ? "stopped" : s.available ? "in use" : "lost: " + s.trouble;
     cell(row, state, remote && (s.stopped || !s.available) ? "off" : "");
     cell(row, remote ? s.answers : "", "number");
     cell(row, remote ? (s.sent_bytes / 1024).toFixed(1) : "", "number");

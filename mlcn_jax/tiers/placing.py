@@ -77,9 +77,9 @@ def place(
 ) -> list[list[int]]:
     """The lanes of each tier, ascending.
 
-    A tier whose lanes are not given takes lanes one by one while they fit. Each is the lane with which those chosen so
-    far, including those of nearer tiers, classify the most validation images correctly; among equals, the one with the
-    fewest FLOPs.
+    A tier whose lanes are not given takes lanes one by one while they fit, help, and leave one for each later tier
+    without given lanes. Each is the lane with which those chosen so far, including those of nearer tiers, classify the
+    most validation images correctly; among equals, the one with the fewest FLOPs.
 
     Args:
       path: file name of `tiers.json`, for messages.
@@ -107,7 +107,8 @@ def place(
         else:
             nearer = [lane for lanes in placed for lane in lanes]
             nearer = [lane for lane in nearer if 0 <= lane < len(flops)]
-            own = _chosen(_limit(path, tier, spec, flops), free, nearer, flops, squares, labels)
+            most = len(free) - sum(later.lanes is None for later in wishes.tiers[i + 1 :])
+            own = _chosen(_limit(path, tier, spec, flops), most, free, nearer, flops, squares, labels)
             placed.append(own)
             free = [lane for lane in free if lane not in own]
     check_lanes(path, placed, [tier.name for tier in wishes.tiers], len(spec.lane_specs))
@@ -140,20 +141,26 @@ def _limit(path: Path, tier: TierWish, spec: ModelSpec, flops: Sequence[int]) ->
 
 def _chosen(
     fits: Callable[[Sequence[int]], bool],
+    most: int,
     free: Sequence[int],
     nearer: Sequence[int],
     flops: Sequence[int],
     squares: np.ndarray,
     labels: np.ndarray,
 ) -> list[int]:
+    """At least one lane that fits, if there is any, and at most `most`."""
     own: list[int] = []
-    while True:
+    reached = 0.0
+
+    def accuracy(lanes: Sequence[int]) -> float:
+        return float(np.mean(np.argmax(squares[..., [*nearer, *lanes]].sum(axis=-1), axis=1) == labels))
+
+    while len(own) < most:
         able = [lane for lane in free if lane not in own and fits([*own, lane])]
-        if not able:
-            return own
-
-        def worth(lane: int) -> tuple[float, int]:
-            sums = squares[..., [*nearer, *own, lane]].sum(axis=-1)
-            return float(np.mean(np.argmax(sums, axis=1) == labels)), -flops[lane]
-
-        own.append(max(able, key=worth))
+        worth = {lane: (accuracy([*own, lane]), -flops[lane]) for lane in able}
+        best = max(able, key=lambda lane: worth[lane], default=None)
+        if best is None or (own and worth[best][0] <= reached):
+            break
+        own.append(best)
+        reached = worth[best][0]
+    return own

@@ -25,16 +25,16 @@ class Answer:
     Attributes:
       sums: squared lengths of the class capsules, from the lanes heard.
       heard: for each image, the tiers that have answered.
-      lost: the tiers that did not answer, and why.
-      tier: the tier that answered last.
+      tier: for each image, the tier that answered last.
+      lost: for each image, the tiers that should have answered but did not, and why.
     """
 
     def __init__(self, policy: Policy, count: int):
         self._policy = policy
         self.sums: Float[np.ndarray, "n classes"] = np.zeros((count, len(policy.class_names)), np.float32)
         self.heard: list[frozenset[str]] = [frozenset()] * count
-        self.lost: dict[str, str] = {}
-        self.tier = ""
+        self.tier = [""] * count
+        self.lost: list[dict[str, str]] = [{} for _ in range(count)]
 
     def add(self, tier: str, which: Sequence[int], sums: Float[np.ndarray, "some classes"]) -> None:
         """Adds a tier's part for some images; for each image, a tier counts only once."""
@@ -42,7 +42,12 @@ class Answer:
             if tier not in self.heard[image]:
                 self.sums[image] += own
                 self.heard[image] |= {tier}
-        self.tier = tier
+                self.tier[image] = tier
+
+    def lose(self, tier: str, which: Sequence[int], why: str) -> None:
+        """Records why a tier did not answer for some images."""
+        for image in which:
+            self.lost[image][tier] = why
 
     @property
     def final(self) -> Bool[np.ndarray, " n"]:
@@ -70,7 +75,7 @@ async def refine(
       policy: the policy of the split.
       images: all images of one request.
       own: the part of the first tier's lanes.
-      clients: clients of the other tiers, by name.
+      clients: clients of all other tiers, by name.
       home: computes what a tier receives.
       bits: bits of each value that is sent.
       deadline: time of `time.monotonic` after which nothing is yielded.
@@ -78,8 +83,8 @@ async def refine(
     answer = Answer(policy, len(images))
     answer.add(policy.names[0], range(len(images)), own)
     yield answer
-    waiting = [name for name in policy.names[1:] if name in clients]
-    asked: dict[asyncio.Task, tuple[str, np.ndarray]] = {}
+    waiting = list(policy.names[1:])
+    asked: dict[asyncio.Task, tuple[str, list[int]]] = {}
     late = float("inf")  # time after which the awaited answers are late
 
     def ask() -> None:
@@ -87,17 +92,18 @@ async def refine(
         nonlocal late
         while waiting:
             client = clients[waiting.pop(0)]
-            which = np.flatnonzero(~answer.final)
+            which = np.flatnonzero(~answer.final).tolist()
             left = deadline - time.monotonic()
             if not client.is_available or not client.is_worth_asking(len(which), left):
                 reason = "" if client.is_available else client.trouble
-                answer.lost[client.name] = reason or "too slow for the deadline"
+                answer.lose(client.name, which, reason or "too slow for the deadline")
                 continue
             task = asyncio.create_task(_ask(client, images[which], home, bits, deadline))
             task.add_done_callback(_read)
             asked[task] = client.name, which
-            late = time.monotonic() + client.patience(len(which))
             after = [clients[name].expected(len(which)) for name in waiting if clients[name].is_available]
+            # Late as well once the next tier would have no time left, e.g. if this one is dead and nobody knows yet.
+            late = time.monotonic() + min(client.patience(len(which)), left - min(after, default=0.0))
             if not after or client.expected(len(which)) + min(after) <= left:
                 return
 
@@ -112,6 +118,8 @@ async def refine(
             done, _ = await asyncio.wait(asked, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 if time.monotonic() >= deadline:
+                    for name, which in asked.values():
+                        answer.lose(name, which, "no answer before the deadline")
                     return
                 late = float("inf")
                 ask()
@@ -120,13 +128,13 @@ async def refine(
             for task in done:
                 name, which = asked.pop(task)
                 try:
-                    answer.add(name, which.tolist(), task.result())
+                    answer.add(name, which, task.result())
                     came = True
                 except TierLost as error:
-                    answer.lost[name] = str(error)
+                    answer.lose(name, which, str(error))
                 except Exception as error:  # nobody foresaw it, but there is an answer already
                     _log.exception("what %s takes could not be computed or sent", name)
-                    answer.lost[name] = repr(error)
+                    answer.lose(name, which, repr(error))
             if came:
                 yield answer
     finally:
@@ -141,4 +149,7 @@ def _read(task: asyncio.Task) -> None:
 
 
 async def _ask(client: TierClient, images: np.ndarray, home: Home, bits: int, deadline: float) -> np.ndarray:
-    return await client.ask(await home(client.name, images), bits, deadline)
+    started = time.monotonic()
+    rows = await home(client.name, images)
+    client.home(len(images)).took(time.monotonic() - started)
+    return await client.ask(rows, bits, deadline)

@@ -28,8 +28,8 @@ from mlcn_jax.serving.precision.make import Made
 from mlcn_jax.tiers import policy as policies
 from mlcn_jax.tiers import signatures
 from mlcn_jax.tiers.artifact import HOME, PART, SIGNATURE, TierArtifact
-from mlcn_jax.tiers.cuts import COLUMNS, PIXELS, Part
-from mlcn_jax.tiers.placing import Wishes, place, read_wishes
+from mlcn_jax.tiers.cuts import PIXELS, Part
+from mlcn_jax.tiers.placing import Wishes, lane_flops, place, read_wishes
 from mlcn_jax.training.checkpoint import Trained
 from mlcn_jax.training.evaluate import class_capsules
 from mlcn_jax.training.session import check_learned
@@ -103,7 +103,10 @@ def split(
     folder = workdir / (out or FOLDER)
     if folder.exists() and not any(folder.glob(f"*/{policies.FILE}")):
         raise InputError(f"{folder} exists but holds no split model: move it away, because splitting would replace it")
-    command = f"mlcn_jax tiers split {shlex.quote(str(workdir))} --tiers={shlex.quote(str(wishes_path))}"
+    changed = {"cut": cut if cut != PIXELS else "", "out": out if out != FOLDER else ""}
+    given = {"tiers": wishes_path, **changed, "key": key, "data_dir": data_dir, "precision": precision}
+    options = [f"--{name}={value}" for name, value in given.items() if value]
+    command = shlex.join(["mlcn_jax", "tiers", "split", str(workdir), *options])
     with hold(workdir), tempfile.TemporaryDirectory(dir=workdir, prefix=".tiers-") as temporary:
         made = Path(temporary) / "tiers"
         for i, tier in enumerate(policy.tiers):
@@ -172,13 +175,12 @@ def _policy(
     trained: Trained, wishes: Wishes, lanes: list[list[int]], cut: str, squares: np.ndarray, validation: Split
 ) -> tuple[policies.Policy, list[Part]]:
     spec, names = trained.spec, [tier.name for tier in wishes.tiers]
-    parts, tiers = [], []
+    parts, tiers, flops = [], [], lane_flops(spec)
     for i, (name, own) in enumerate(zip(names, lanes, strict=True)):
         weights = tuple(spec.weights[own].tolist())
         part = Part(spec_of(spec, own), weights, cut if i else PIXELS)
         parts.append(part)
-        everything = _weights_of(trained, own)
-        tiers.append(policies.Tier(name, tuple(own), float(sum(weights)), _all_flops(part, everything)))
+        tiers.append(policies.Tier(name, tuple(own), float(sum(weights)), sum(flops[lane] for lane in own)))
     sums = {name: squares[..., own].sum(axis=-1) for name, own in zip(names, lanes, strict=True)}
     thresholds = policies.thresholds(
         names, sums, {tier.name: tier.weight for tier in tiers}, validation.labels, wishes.tolerance
@@ -206,11 +208,6 @@ def _folded(trained: Trained) -> Trained:
 
 def _digest(folded: Trained) -> str:
     return model_digest(folded.spec.lanes, folded.spec.weights.tolist(), flat_weights(folded.params["encoder"]))
-
-
-def _all_flops(part: Part, weights: dict[str, np.ndarray]) -> int:
-    whole = dataclasses.replace(part, cut=COLUMNS)
-    return whole.home_flops(whole.split_weights(weights)[0])
 
 
 def _weights_of(trained: Trained, lanes: list[int]) -> dict[str, np.ndarray]:
@@ -260,7 +257,7 @@ def _write(
         "image_shape": trained.spec.image_shape,
         "row_shape": part.row.shape,
         "row_dtype": str(part.row.dtype),
-        "home": {tier: int(np.prod(other.row.shape)) for tier, other in home.items()},
+        "home": list(home),
         "output": "what the lanes add to the squared length of each class capsule, float32",
     }
     write_json(folder / artifact.MODEL, about)

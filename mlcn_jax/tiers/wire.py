@@ -15,6 +15,8 @@ import numpy as np
 from jaxtyping import Float
 
 BITS = (2, 4, 8, 16, 32)
+MOST_HEAD_BYTES = 2**14  # of the line of JSON, besides the ranges of a request
+_MOST_RANGE_BYTES = 64  # of one row's
 _LEVEL = 1  # of zlib: time on the trusted device costs more than the last bytes
 
 
@@ -71,7 +73,7 @@ def unpack_request(
       Unfit: it has too many rows, or values that are not finite.
       Refused: it is malformed, or for another policy.
     """
-    head, payload = _split(body, _Request)
+    head, payload = _split(body, _Request, MOST_HEAD_BYTES + _MOST_RANGE_BYTES * most)
     if head.policy != policy:
         raise Refused(
             f"the gateway has policy {head.policy[:32]!r}, but this node has {policy!r}: give both tiers of one split"
@@ -134,7 +136,7 @@ def unpack_answer(
     Raises:
       Refused: it is malformed, of another model, not signed, not finite or out of range.
     """
-    head, payload = _split(body, _Answer)
+    head, payload = _split(body, _Answer, MOST_HEAD_BYTES)
     if (head.policy, head.tier) != (policy, tier):
         raise Refused(f"the answer is from tier {head.tier[:32]!r} of another model or split, {head.policy[:32]!r}")
     if head.nonce != nonce:
@@ -160,10 +162,13 @@ def _from_hex(text: str) -> bytes:
         return b""
 
 
-def _split(body: bytes, kind: type) -> tuple[Any, bytes]:
-    end = body.find(b"\n")
+def _split(body: bytes, kind: type, most: int) -> tuple[Any, bytes]:
+    """The head of a message and its numbers; a head of more than `most` bytes is not read."""
+    end = body.find(b"\n", 0, most + 1)
+    if end < 0:
+        raise Refused(f"the message is malformed (its first line does not end within {most} bytes)")
     try:
-        return msgspec.json.decode(body[: max(end, 0)], type=kind), body[end + 1 :]
+        return msgspec.json.decode(body[:end], type=kind), body[end + 1 :]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(f"the message is malformed ({error})") from error
 

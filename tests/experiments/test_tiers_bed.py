@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import types
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -42,6 +43,29 @@ def test_links_delay_and_limit_what_goes_over_them():
     delay, rate = tiers_relay.check((20.0,), (4.0,))
     assert 20 <= delay["measured_ms"] < 40, "a busy machine adds to it"
     assert 2 < rate["measured_mbit"] < 4.4
+
+
+def test_connections_share_the_rate_of_a_link(echo):
+    relay, size = Relay(echo, Link(rate_mbit=8.0)), 100_000
+    with connect(relay) as one, connect(relay) as other:
+        started = time.perf_counter()
+        waiting = [threading.Thread(target=tiers_relay._exchange, args=(each, size)) for each in (one, other)]
+        for thread in waiting:
+            thread.start()
+        for thread in waiting:
+            thread.join()
+    assert time.perf_counter() - started > 0.18, "200 kB at 1 MB a second"
+    relay.close()
+
+
+def test_a_relay_is_checked_again_on_a_busy_machine_and_nothing_is_reported_if_it_is_wrong(monkeypatch):
+    right, wrong = {"delay_ms": 5.0, "measured_ms": 5.9}, {"delay_ms": 5.0, "measured_ms": 6.1}
+    found = iter([[right, wrong], [right]])
+    monkeypatch.setattr(tiers_relay, "check", lambda: next(found))
+    assert tiers_relay.checked() == [right]
+    monkeypatch.setattr(tiers_relay, "check", lambda: [right, wrong])
+    with pytest.raises(InputError, match=r"in each of 5 checks: .*6\.1.*: leave it a core"):
+        tiers_relay.checked()
 
 
 def test_links_stall_break_and_come_back(echo):
@@ -95,7 +119,9 @@ def test_no_byte_is_lost_where_many_connections_are_counted():
     relay = Relay(("127.0.0.1", 9), Link())
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    counting = [threading.Thread(target=lambda: [relay._count("sent", 1) for _ in range(20_000)]) for _ in range(4)]
+    counting = [
+        threading.Thread(target=lambda: [relay._takes("sent", 1, 0.0) for _ in range(20_000)]) for _ in range(4)
+    ]
     for thread in counting:
         thread.start()
     for thread in counting:
@@ -282,6 +308,45 @@ def test_a_process_beside_a_bed_has_a_quota_of_its_own_and_is_ended(tmp_path, mo
         assert (given.folder / "cgroup.procs").read_text() == "12345"
         assert not ended
     assert ended == [(12345, signal.SIGKILL), 12345]
+
+
+def test_a_node_that_starts_again_has_its_quota_while_it_loads(monkeypatch):
+    done = []
+
+    def start(*arguments):
+        number = len(done)
+        process = types.SimpleNamespace(pid=number, kill=lambda: done.append("killed"), wait=lambda: None)
+        done.append(("starts", arguments[-1], number))
+        return process
+
+    monkeypatch.setattr(tiers_bed, "start_server", start)
+    monkeypatch.setattr(tiers_bed, "url_of", lambda process: done.append("listens") or f"http://node:{process.pid}")
+    monkeypatch.setattr(tiers_bed, "start_relay", lambda *given: (None, 9))
+    monkeypatch.setattr(tiers_bed.RunningNode, "link", lambda node, to: done.append(("leads to", to)))
+    given = types.SimpleNamespace(add=lambda pid: done.append(("quota", pid)))
+    node = tiers_bed.RunningNode(tiers_bed.NodePlan(Path("edge"), 0.3), given, 1, ("--own",))
+    node.ready()
+    done.clear()
+    node.start_again()
+    assert done == ["killed", ("starts", "--own", 1), ("quota", 1)]
+    node.come_back()
+    assert done[3:] == ["listens", ("leads to", "node:1")]
+    assert node.address == "node:1"
+    done.clear()
+    assert node.start_beside(("--other",)) == "node:0"
+    assert done == [("starts", "--other", 0), "listens", ("quota", 0)]
+    assert node.address == "node:1"
+
+
+def test_waiting_for_a_core_is_that_of_all_threads_of_a_quotas_processes(tmp_path):
+    group = quota.Quota(tmp_path / "group", 0.3)
+    (tmp_path / "group" / "cgroup.procs").write_text(f"{os.getpid()}\n")
+    own = Path(f"/proc/self/task/{os.getpid()}/schedstat")
+    if not own.exists():
+        pytest.skip("this kernel does not tell")
+    assert int(own.read_text().split()[1]) / 1e9 <= group.waited_for_core()
+    (tmp_path / "group" / "cgroup.procs").write_text("")
+    assert group.waited_for_core() == 0
 
 
 def test_the_url_of_a_server_is_what_it_prints_and_nothing_that_it_logs(monkeypatch):

@@ -1,197 +1,37 @@
-"""The measurements of a gateway: what false nodes say, late requests, lanes that tiers share, and the tables."""
+"""The measurements of a gateway: quotas, lanes that tiers share, and the tables."""
 
 import contextlib
-import datetime
-import http.client
-import http.server
 import json
-import signal
-import threading
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from absl import flags
+from made_tiers import policy
 
-from experiments import tiers_faults, tiers_gateway, tiers_gateway_report, tiers_shared
-from experiments.tiers_bed import NodePlan
+from experiments import tiers_gateway, tiers_gateway_report, tiers_shared, tiers_tables
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.tiers import policy as policies
-from mlcn_jax.tiers import signatures, wire
-from mlcn_jax.tiers.policy import Policy, Tier
 
 
-def policy():
-    return Policy(
-        format=policies.FORMAT,
-        model="0" * 64,
-        class_names=("a", "b", "c"),
-        cut="pixels",
-        tiers=(Tier("end", (0,), 1.0, 10), Tier("edge", (1,), 1.0, 10), Tier("cloud", (2, 3), 2.0, 20)),
-        power=1,
-        groups={},
-        tolerance=0.02,
-        validation_images=100,
-        thresholds={},
-    )
+def test_nothing_is_measured_over_a_relay_that_is_wrong(tmp_path, monkeypatch):
+    def wrong():
+        raise InputError("the relay is wrong")
 
-
-def asked(address, body):
-    connection = http.client.HTTPConnection(address, timeout=10)
-    connection.request("POST", "/part", body)
-    response = connection.getresponse()
-    found = response.status, response.read()
-    connection.close()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("not finite", "not finite"),
-        ("of another model", "of another model"),
-        ("signed by nobody known", "not signed by a trusted node"),
-        ("a full queue", None),
-    ],
-)
-@pytest.mark.parametrize("tier", ["edge", "cloud"])
-def test_what_a_false_node_says_is_wrong_in_one_thing_only(kind, said, tier):
-    key = Ed25519PrivateKey.generate()
-    false = tiers_faults.FalseNode(policy(), tier, key.sign)
-    false.kind = kind
-    body = wire.pack_request(policy().digest, "n", np.zeros((1, 4, 4, 1), np.uint8))
-    status, content = asked(false.address, body)
-    false.server.shutdown()
-    false.server.server_close()
-    if said is None:
-        assert status == 429
-        return
-
-    def is_signed(signed, signature):
-        return signatures.is_signed(signed, signature, [key.public_key()])
-
-    with pytest.raises(wire.Refused, match=said):
-        wire.unpack_answer(content, policy().digest, tier, "n", (1, 3), 1.0, is_signed)
-
-
-@pytest.fixture
-def gateway():
-    """A server that is a gateway as far as requests go, and fails at one."""
-    seen = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # or an answer, sent in two parts, waits 40 ms
-
-        def do_GET(self):
-            self.answer(200, {"own_p95_ms": 1000.0})
-
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            number = len(seen)
-            seen.append(self.path)
-            lanes = [0] if 10 <= number < 30 else [0, 1]
-            self.answer(500 if number == 5 else 200, {"predictions": [{"ms": 1.0, "lanes": lanes}]})
-
-        def answer(self, status, content):
-            body = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", seen
-    server.shutdown()
-    server.server_close()
-
-
-def test_faults_come_while_requests_are_under_way_and_requests_are_counted_by_when(gateway, monkeypatch):
-    monkeypatch.setattr(tiers_faults, "_MOMENT_SECONDS", 0.001)
-    monkeypatch.setattr(tiers_faults, "_REQUESTS_OF_TIME", 20)
-    url, seen = gateway
-    changed = []
-
-    def change(name):
-        def until_two_more_requests_have_come(nodes):
-            wanted = len(seen) + 2
-            for _ in range(5000):
-                if len(seen) >= wanted:
-                    break
-                threading.Event().wait(0.001)
-            changed.append((name, len(seen) >= wanted))
-
-        return until_two_more_requests_have_come
-
-    images = np.zeros((3, 4, 4, 1), np.uint8)
-    found = tiers_faults.under_fault(url, images, 400, [], (change("begins"), change("ends")), lambda: 0.0)
-    assert changed == [("begins", True), ("ends", True)] * 10, "more often in more requests, but not without end"
-    assert seen[0] == "/predict?deadline_ms=1050.0"
-    assert (found["requests"], found["times"], found["late"], found["unanswered"]) == (400, 10, 0, 1)
-    heard = {phase: sum(counts.values()) for phase, counts in found["heard"].items()}
-    assert sum(heard.values()) == 399
-    assert heard["before"] >= 9
-    assert min(heard.values()) > 0
-    assert "500" in found["unanswered_ones"][0]
-
-
-def test_what_goes_wrong_in_a_fault_ends_the_measurement(gateway, monkeypatch):
-    monkeypatch.setattr(tiers_faults, "_MOMENT_SECONDS", 0.001)
-
-    def begin(nodes):
-        raise InputError("a node did not start")
-
-    with pytest.raises(InputError, match="a node did not start"):
-        tiers_faults.under_fault(
-            gateway[0], np.zeros((1, 4, 4, 1), np.uint8), 8, [], (begin, lambda nodes: None), lambda: 0.0
-        )
-
-
-def test_a_fault_of_the_edge_is_of_the_edge_alone():
-    signals = []
-
-    def node(name):
-        send = lambda number: signals.append((name, number))  # noqa: E731
-        return types.SimpleNamespace(plan=NodePlan(Path(name), 1.0), signal=send)
-
-    for change in tiers_faults.FAULTS[tiers_faults.EDGE_ALONE]:
-        change([node("edge"), node("cloud")])
-    assert signals == [("edge", signal.SIGSTOP), ("edge", signal.SIGCONT)]
-
-
-@pytest.mark.parametrize(
-    ("one", "why"),
-    [
-        ({"by_gateway_ms": 59.0, "held_back_ms": 12.0, "waited_ms": 0.0}, "had used up its quota"),
-        ({"by_gateway_ms": 40.0, "held_back_ms": 2.0, "waited_ms": 0.0}, None),
-        ({"by_gateway_ms": 40.0, "held_back_ms": 0.0, "waited_ms": 15.0}, "the client waited for a core for 15.0 ms"),
-        ({"by_gateway_ms": 59.0, "held_back_ms": 0.0, "waited_ms": 15.0}, None),
-        ({"by_gateway_ms": 54.0, "held_back_ms": 5.0, "waited_ms": 15.0}, "5.0 ms, and the client waited for a core"),
-        ({"by_gateway_ms": 59.0, "held_back_ms": 2.0, "waited_ms": 0.0}, None),
-    ],
-)
-def test_late_answers_are_explained_by_as_much_as_was_measured(one, why):
-    told = tiers_faults.why_late({"ms": 60.0, **one}, 50.0)
-    assert why in told if why else told == ""
-
-
-def test_waiting_for_a_core_is_told_by_the_kernel_or_nothing(monkeypatch):
-    before = tiers_faults.waited_for_core()
-    assert 0 <= before <= tiers_faults.waited_for_core()
-
-    def unknown(path):
-        raise OSError
-
-    monkeypatch.setattr(tiers_faults.Path, "read_text", unknown)
-    assert tiers_faults.waited_for_core() == 0
+    monkeypatch.setattr(tiers_gateway.tiers_relay, "checked", wrong)
+    monkeypatch.setattr(tiers_tables, "checked", wrong)
+    monkeypatch.setattr(tiers_gateway, "stored_config", lambda *given: None)
+    monkeypatch.setattr(tiers_gateway, "load_with_data", lambda *given: (None, None))
+    values = flags.FlagValues()
+    tiers_gateway.define(values)
+    values(["tiers_gateway", f"--results={tmp_path}"])
+    with pytest.raises(InputError, match="the relay is wrong"):
+        tiers_gateway.main(values)
+    tables = object.__new__(tiers_tables.Tables)
+    tables.results = {"measured": {}}
+    with pytest.raises(InputError, match="the relay is wrong"):
+        tables.measure()
 
 
 def test_a_server_has_its_quota_before_it_times_its_lanes(monkeypatch):
@@ -278,7 +118,15 @@ def test_a_model_of_its_own_has_the_flops_of_its_tier_and_learned_from_the_same_
 
 
 def fault():
-    made = {"requests": 40, "deadline_ms": 51.5, "late": 1, "late_by_gateway": 0, "unexplained": 0, "unanswered": 0}
+    made = {
+        "requests": 40,
+        "times": 3,
+        "deadline_ms": 51.5,
+        "late": 1,
+        "late_by_gateway": 0,
+        "unexplained": 0,
+        "unanswered": 0,
+    }
     heard = {"before": {"1 lanes": 3, "2 lanes": 1}, "during": {"1 lanes": 4}, "after": {}}
     return made | {"p50_ms": 5.0, "p999_ms": 50.0, "heard": heard}
 
@@ -295,6 +143,7 @@ def results():
         "versions": {"jax": "0"},
         "policy": policy().to_dict(),
         "measured": {
+            "relay": [{"delay_ms": 5.0, "measured_ms": 5.2}, {"rate_mbit": 2.0, "measured_mbit": 1.97}],
             "subsets": dict(zip(names, (0.5, 0.6, 0.7, 0.65, 0.75, 0.72, 0.76), strict=True)),
             "cloud alone": right | times,
             "answers": right | times | {"settled_at_end": 0.7, "without_a_tier": 0, "end_flops_share": 0.25},
@@ -309,7 +158,7 @@ def test_tables_tell_what_was_reached_and_what_was_not():
     text = tiers_gateway.report(made)
     assert "| cloud | 2 | 0.6500 | 11.00 |  |  |" in text
     assert "| end | 1 | 0.7200 | 4.00 | at most 0.5 | no |" in text
-    late = "| SIGSTOP, and SIGCONT | 40 | 51.5 | 1 | 0 | 0 | 0 | 5 | 50 | 25.0%, 0.0%, none | no |"
+    late = "| SIGSTOP, and SIGCONT | 40 | 3 | 51.5 | 1 | 0 | 0 | 0 | 5 | 50 | 25.0%, 0.0%, none | no |"
     assert late in text, "1 of 40 is too many"
     assert late.replace("| 1 | 0 |", "| 0 | 0 |").replace("| no |", "| yes |") in tiers_gateway.report(
         {**made, "measured": made["measured"] | {"fault: SIGSTOP, and SIGCONT": {**fault(), "late": 0}}}
@@ -320,7 +169,9 @@ def test_tables_tell_what_was_reached_and_what_was_not():
     assert "| p95, ms | 120 | 120 | 1.000 | at most 1.2 | yes |" in text
     assert "one-sided" in text
     assert "| shared lanes | edge | 0.6000 | 30.0% |" in text
-    assert "| a model of its own | 0.6900 | 30.0 | 130.0 | 20 |" in text
+    assert "| a model of its own, times estimated | 0.6900 | 30.0 | 130.0 | 20 |" in text
+    assert "did not run on the nodes" in text
+    assert "5 ms each way: 5.20 ms; 2 Mbit/s: 1.97 Mbit/s." in text
     del made["measured"]["own models"]
     assert "a model of its own" not in tiers_gateway.report(made), "it was not asked for"
 
@@ -366,13 +217,3 @@ def test_the_cloud_has_the_model_as_it_is_now(tmp_path, monkeypatch):
     assert exported == [tmp_path]
     assert found["accuracy"] == 0.5
     assert ended == ["killed", "waited"]
-
-
-def test_certificates_are_signed_by_one_whom_gateways_know_and_one_has_expired(tmp_path):
-    made = tiers_faults.make_certificates(tmp_path)
-    by = x509.load_pem_x509_certificate(made.ca.read_bytes())
-    now = datetime.datetime.now(datetime.UTC)
-    for options, valid in ((made.valid, True), (made.expired, False)):
-        own = x509.load_pem_x509_certificate(Path(options[0].removeprefix("--tls_cert=")).read_bytes())
-        own.verify_directly_issued_by(by)
-        assert (own.not_valid_after_utc > now) == valid

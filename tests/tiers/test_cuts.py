@@ -37,7 +37,6 @@ def test_home_and_tier_together_give_the_whole_models_lengths(lanes):
     whole = np.asarray(class_lengths(spec, encode(spec, encoder, to_pixels(images))))
     assert cuts_of(spec) == LANES[lanes]
     arrays = flat_weights(encoder)
-    flops = []
     for cut in cuts_of(spec):
         part = Part(spec, spec.lane_weights, cut)
         home, tier = part.split_weights(arrays)
@@ -46,10 +45,6 @@ def test_home_and_tier_together_give_the_whole_models_lengths(lanes):
         assert rows.shape[1:] == part.row.shape
         assert rows.dtype == part.row.dtype
         np.testing.assert_allclose(np.sqrt(part.after(tier, rows)), whole, atol=1e-5)
-        flops.append((part.home_flops(home), part.tier_flops(tier)))
-    assert len({home + tier for home, tier in flops}) == 1, "what is not computed at home is computed by the tier"
-    assert [home for home, _ in flops] == sorted(home for home, _ in flops)
-    assert flops[-1][1] == 0
 
 
 def test_a_cut_that_a_lane_does_not_have_is_named():

@@ -57,6 +57,9 @@ def test_nodes_of_another_split_stop_a_gateway_from_starting(tiers, check, monke
     monkeypatch.setattr(clients._log, "propagate", True)
     check(refused)
     assert "cannot be reached (refused)" in caplog.text
+    for status in (408, 429, 500, 503):
+        check(lambda request, status=status: httpx.Response(status, json={"error": "busy"}))
+        assert f"cannot be reached (its status is {status})" in caplog.text
 
 
 def test_what_a_node_says_of_itself_is_bounded_in_bytes_and_time(check, monkeypatch, caplog):

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import time
 
+import msgspec
 import numpy as np
 from test_policy import made
 
@@ -24,13 +25,13 @@ class Says(TierClient):
 
     def __init__(self, name, seconds=0.0, error=None):
         super().__init__(name, POLICY, ["http://node"])
-        self.seconds, self.error = seconds, error
+        self.seconds, self.error, self.says = seconds, error, OWN
 
     async def ask(self, rows, bits, deadline):
         await asyncio.sleep(self.seconds)
         if self.error is not None:
             raise self.error
-        return OWN
+        return self.says
 
 
 async def at_home(tier, images):
@@ -45,7 +46,7 @@ def test_what_fails_at_home_costs_a_tier_and_not_the_answer_that_there_is():
 
     async def check():
         clients = {name: Says(name) for name in ("edge", "cloud")}
-        answers = [(a.heard[0], dict(a.lost)) async for a in refine(POLICY, IMAGES, OWN, clients, broken)]
+        answers = [(a.heard[0], dict(a.lost[0])) async for a in refine(POLICY, IMAGES, OWN, clients, broken)]
         assert [heard for heard, _ in answers] == [{"end"}, {"end", "cloud"}]
         assert answers[-1][1] == {"edge": "RuntimeError('not foreseen')"}
 
@@ -59,8 +60,8 @@ def test_a_tier_that_fails_when_nobody_waits_any_more_is_no_error():
         clients = {"edge": Says("edge"), "cloud": Says("cloud", 0.01, TierLost("away"))}
         soon = time.monotonic() + 1.5  # both are asked at once
         answers = refine(POLICY, IMAGES, OWN, clients, at_home, deadline=soon)
-        assert (await anext(answers)).tier == "end"
-        assert (await anext(answers)).tier == "edge"
+        assert (await anext(answers)).tier[0] == "end"
+        assert (await anext(answers)).tier[0] == "edge"
         await asyncio.sleep(0.05)  # the cloud fails meanwhile
         await answers.aclose()
         del answers
@@ -71,11 +72,42 @@ def test_a_tier_that_fails_when_nobody_waits_any_more_is_no_error():
     asyncio.run(check())
 
 
+def test_what_is_said_of_an_image_is_about_that_image():
+    settles_some = msgspec.structs.replace(
+        POLICY, thresholds=POLICY.thresholds | {"end+edge": Threshold(0.2, 1.0, 0.0, 0.0)}
+    )
+    clear = np.array([[0.9, 0.1, 0.1], [0.1, 0.1, 0.1]], np.float32)
+
+    async def last(**errors):
+        clients = {name: Says(name, error=errors.get(name)) for name in ("edge", "cloud")}
+        images, own = np.repeat(IMAGES, 2, axis=0), np.repeat(OWN, 2, axis=0)
+        clients["edge"].says, clients["cloud"].says = clear, OWN
+        async for answer in refine(settles_some, images, own, clients, at_home):  # noqa: B007  # the last one counts
+            pass
+        return answer
+
+    answer = asyncio.run(last())
+    assert answer.tier == ["edge", "cloud"]
+    assert answer.heard == [{"end", "edge"}, {"end", "edge", "cloud"}]
+    answer = asyncio.run(last(cloud=TierLost("away")))
+    assert answer.tier == ["edge", "edge"]
+    assert answer.lost == [{}, {"cloud": "away"}]
+
+
+def test_tiers_that_are_awaited_at_the_deadline_are_lost():
+    async def check():
+        clients = {name: Says(name, 60.0) for name in ("edge", "cloud")}
+        answers = refine(POLICY, IMAGES, OWN, clients, at_home, deadline=time.monotonic() + 0.05)
+        assert [a.lost[0] async for a in answers] == [dict.fromkeys(clients, "no answer before the deadline")]
+
+    asyncio.run(check())
+
+
 def test_nobody_is_asked_once_the_deadline_has_passed():
     async def check():
         clients = {name: Says(name) for name in ("edge", "cloud")}
         before = time.monotonic() - 1
-        answers = [dict(a.lost) async for a in refine(POLICY, IMAGES, OWN, clients, at_home, deadline=before)]
+        answers = [dict(a.lost[0]) async for a in refine(POLICY, IMAGES, OWN, clients, at_home, deadline=before)]
         assert len(answers) == 1, "there is one all the same"
         assert not clients["edge"].is_worth_asking(1, -1)
 

@@ -71,6 +71,21 @@ def test_a_split_is_of_the_model_with_the_parameters_it_had(per_lane, tiers_fold
     assert not split.is_of(tmp_path / "none", trained)
 
 
+def test_the_manifest_has_the_command_that_splits_the_model_again(per_lane, tmp_path, monkeypatch):
+    def write(*given):
+        raise InterruptedError(given[6])
+
+    monkeypatch.setattr(split, "_write", write)
+    wishes, key = per_lane / "tiers.json", key_files(tmp_path, "key")[0]
+    with pytest.raises(InterruptedError) as written:
+        split.split(per_lane, wishes, "capsules", key, out="my tiers")
+    assert str(written.value) == (
+        f"mlcn_jax tiers split {per_lane} --tiers={wishes} --cut=capsules '--out=my tiers' --key={key}"
+    )
+    with pytest.raises(InterruptedError, match=rf"{wishes}$"):
+        split.split(per_lane, wishes)
+
+
 def test_an_altered_artifact_is_refused(tiers_folder, tmp_path):
     for file in ("weights.npz", "policy.json", "model.json", "part-cpu-1.jaxexport", "manifest.json"):
         copy = shutil.copytree(tiers_folder / "edge", tmp_path / file)
@@ -187,12 +202,30 @@ def test_lanes_go_where_they_fit_and_help():
     assert 0 in edge, "the large one does not"
 
 
+def adding():
+    """The same of lanes of which each is right where no other is, and lane 2 more often."""
+    labels = 1 + np.arange(100) % 9
+    truth = np.eye(10, dtype=np.float32)[labels][..., None]
+    lane = np.array([0, 1, 2, 2, 3])[np.arange(100) % 5]
+    return truth * np.eye(4, dtype=np.float32)[lane][:, None], labels
+
+
+def test_a_generous_limit_leaves_lanes_to_later_tiers_and_takes_none_that_adds_nothing():
+    generous = [placing.TierWish(name, flops_share=0.99) for name in ("end", "edge")]
+    wishes = placing.Wishes([*generous, placing.TierWish("cloud")])
+    squares, labels = adding()
+    end, edge, cloud = placing.place(Path("tiers.json"), wishes, SPEC, squares, labels)
+    assert (len(end), len(edge), len(cloud)) == (2, 1, 1)
+    assert 2 in end
+    assert placing.place(Path("tiers.json"), placing.Wishes(wishes.tiers[1:]), SPEC, *seen())[0] == [2]
+
+
 def test_lanes_go_where_they_take_no_longer_than_the_device_may(tmp_path):
     profile = make_profile()
     profile.save(tmp_path / "phone.json")
     costs = [lane_cost(lane, SPEC.lane_settings, SPEC.image_shape) for lane in SPEC.lane_specs]
     times = [1e3 * cost.forward_flops_per_image / cost.step_flops(1) * profile.lane_seconds(cost, 1) for cost in costs]
-    squares, labels = seen()
+    squares, labels = adding()
 
     def place(most):
         end = placing.TierWish("end", profile="phone.json", max_ms=most)

@@ -213,6 +213,12 @@ def test_arguments_that_make_no_sense_are_named(tiers_folder, arguments, said):
         main([*given, *(("--port=0", *SMALL) if given[0] != "split" else ())])
 
 
+def test_a_split_needs_nothing_that_only_servers_need(monkeypatch):
+    monkeypatch.setattr("mlcn_jax.serving.server.check_packages", lambda *given: pytest.fail("it serves nothing"))
+    with pytest.raises(InputError, match="/none"):
+        main(["split", "/none", "--tiers=/none.json", "--key=/none.pem"])
+
+
 def test_each_command_has_help(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])

@@ -66,6 +66,21 @@ def test_what_is_wrong_with_one_request_only_is_told_apart():
     assert not isinstance(refused.value, wire.Unfit)
 
 
+def test_a_long_head_is_not_read_but_that_of_a_large_request_is(monkeypatch):
+    rows = np.full((512, 5), 1 / 3, np.float32) * np.array([-1e-30, 1e30, 1, 1, 1], np.float32)
+    body = wire.pack_request("p", "n", rows, 8)
+    assert body.index(b"\n") > wire.MOST_HEAD_BYTES
+    assert wire.unpack_request(body, "p", (5,), FLOAT, 512)[1].shape == (512, 5)
+    monkeypatch.setattr(wire.msgspec.json, "decode", lambda *given, **kinds: pytest.fail("it is read"))
+    endless = b'{"policy":"p","nonce":"n","count":1,"ranges":[' + b"[0,0]," * 100_000 + b"[0,0]]}\n"
+    for read in (
+        lambda: wire.unpack_request(endless, "p", (5,), FLOAT, 4),
+        lambda: wire.unpack_answer(endless, "p", "t", "n", (2, 3), 1.0),
+    ):
+        with pytest.raises(wire.Refused, match=r"its first line does not end within \d+ bytes"):
+            read()
+
+
 def test_a_small_body_cannot_become_a_large_one():
     bomb = wire.pack_request("p", "n", np.zeros((4, 10_000), np.uint8))
     with pytest.raises(wire.Refused, match="more bytes than 4 times 5"):

@@ -1,0 +1,251 @@
+"""Faults of a test bed: false nodes, what happens to nodes and links, requests meanwhile, and why answers are late."""
+
+import datetime
+import http.client
+import http.server
+import itertools
+import json
+import signal
+import threading
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from made_tiers import policy
+
+from experiments import tiers_faults
+from experiments.tiers_bed import NodePlan
+from mlcn_jax.errors import InputError
+from mlcn_jax.tiers import signatures, wire
+
+
+def asked(address, body):
+    connection = http.client.HTTPConnection(address, timeout=10)
+    connection.request("POST", "/part", body)
+    response = connection.getresponse()
+    found = response.status, response.read()
+    connection.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("not finite", "not finite"),
+        ("of another model", "of another model"),
+        ("signed by nobody known", "not signed by a trusted node"),
+        ("a full queue", None),
+    ],
+)
+@pytest.mark.parametrize("tier", ["edge", "cloud"])
+def test_what_a_false_node_says_is_wrong_in_one_thing_only(kind, said, tier):
+    key = Ed25519PrivateKey.generate()
+    false = tiers_faults.FalseNode(policy(), tier, key.sign)
+    false.kind = kind
+    body = wire.pack_request(policy().digest, "n", np.zeros((1, 4, 4, 1), np.uint8))
+    status, content = asked(false.address, body)
+    false.server.shutdown()
+    false.server.server_close()
+    if said is None:
+        assert status == 429
+        return
+
+    def is_signed(signed, signature):
+        return signatures.is_signed(signed, signature, [key.public_key()])
+
+    with pytest.raises(wire.Refused, match=said):
+        wire.unpack_answer(content, policy().digest, tier, "n", (1, 3), 1.0, is_signed)
+
+
+@pytest.fixture
+def gateway():
+    """A server that is a gateway as far as requests go, and fails at one."""
+    seen = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # or an answer, sent in two parts, waits 40 ms
+
+        def do_GET(self):
+            self.answer(200, {"own_p95_ms": 1000.0})
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            number = len(seen)
+            seen.append(self.path)
+            lanes = [0] if 10 <= number < 30 else [0, 1]
+            self.answer(500 if number == 5 else 200, {"predictions": [{"ms": 1.0, "lanes": lanes}]})
+
+        def answer(self, status, content):
+            body = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", seen
+    server.shutdown()
+    server.server_close()
+
+
+QUOTA = types.SimpleNamespace(held_back=lambda: 0.0, waited_for_core=lambda: 0.0)
+
+
+def test_faults_that_take_long_are_waited_for_and_those_that_ended_count(gateway, monkeypatch):
+    monkeypatch.setattr(tiers_faults, "_MOMENT_SECONDS", 0.001)
+    monkeypatch.setattr(tiers_faults, "_REQUESTS_OF_TIME", 20)
+    url, seen = gateway
+    changed = []
+
+    def begin(nodes):
+        changed.append(("begins", len(seen)))
+
+    def end(nodes):
+        wanted = len(seen) + 90
+        while len(seen) < min(wanted, 200):
+            threading.Event().wait(0.001)
+        changed.append(("ends", len(seen)))
+
+    found = tiers_faults.under_fault(url, np.zeros((3, 4, 4, 1), np.uint8), 200, [], (begin, end), QUOTA)
+    assert [name for name, _ in changed] == ["begins", "ends"] * (len(changed) // 2), "none is left failing"
+    assert (found["times"], found["planned_times"]) == (sum(at < 199 for name, at in changed if name == "ends"), 10)
+    assert 0 < found["times"] < 3
+    assert all(after[1] - before[1] >= 5 for before, after in itertools.pairwise(changed) if after[1] < 200)
+
+
+def test_faults_come_while_requests_are_under_way_and_requests_are_counted_by_when(gateway, monkeypatch):
+    monkeypatch.setattr(tiers_faults, "_MOMENT_SECONDS", 0.001)
+    monkeypatch.setattr(tiers_faults, "_REQUESTS_OF_TIME", 20)
+    url, seen = gateway
+    changed = []
+
+    def change(name):
+        def until_two_more_requests_have_come(nodes):
+            wanted = len(seen) + 2
+            for _ in range(5000):
+                if len(seen) >= wanted:
+                    break
+                threading.Event().wait(0.001)
+            changed.append((name, len(seen) >= wanted))
+
+        return until_two_more_requests_have_come
+
+    images = np.zeros((3, 4, 4, 1), np.uint8)
+    found = tiers_faults.under_fault(url, images, 400, [], (change("begins"), change("ends")), QUOTA)
+    assert changed == [("begins", True), ("ends", True)] * 10, "more often in more requests, but not without end"
+    assert seen[0] == "/predict?deadline_ms=1050.0"
+    assert (found["requests"], found["times"], found["late"], found["unanswered"]) == (400, 10, 0, 1)
+    heard = {phase: sum(counts.values()) for phase, counts in found["heard"].items()}
+    assert sum(heard.values()) == 399
+    assert heard["before"] >= 9
+    assert min(heard.values()) > 0
+    assert "500" in found["unanswered_ones"][0]
+
+
+def test_what_goes_wrong_in_a_fault_ends_the_measurement(gateway, monkeypatch):
+    monkeypatch.setattr(tiers_faults, "_MOMENT_SECONDS", 0.001)
+
+    def begin(nodes):
+        raise InputError("a node did not start")
+
+    with pytest.raises(InputError, match="a node did not start"):
+        tiers_faults.under_fault(
+            gateway[0], np.zeros((1, 4, 4, 1), np.uint8), 8, [], (begin, lambda nodes: None), QUOTA
+        )
+
+
+class Link:
+    """A node as far as its link goes."""
+
+    def __init__(self, address):
+        self.address, self.led = address, []
+
+    def link(self, to):
+        self.led.append(to)
+
+
+def test_links_are_led_to_processes_that_run_already_and_back():
+    nodes = [Link("edge:1"), Link("cloud:1")]
+    begin, end = tiers_faults.led_to(["edge:2", "cloud:2"])
+    begin(nodes)
+    nodes[0].address = "edge:3"
+    end(nodes)
+    assert [node.led for node in nodes] == [["edge:2", "edge:3"], ["cloud:2", "cloud:1"]]
+    false = types.SimpleNamespace(address="false:1", kind="")
+    tiers_faults.taken_over([false], "a full queue")[0](nodes[:1])
+    assert (false.kind, nodes[0].led[-1]) == ("a full queue", "false:1")
+
+
+def test_nodes_that_start_again_load_at_the_same_time():
+    done = []
+    nodes = [
+        types.SimpleNamespace(
+            start_again=lambda name=name: done.append(f"{name} starts"),
+            come_back=lambda name=name: done.append(f"{name} is back"),
+        )
+        for name in ("edge", "cloud")
+    ]
+    tiers_faults.FAULTS["SIGKILL, and started again"][1](nodes)
+    assert done == ["edge starts", "cloud starts", "edge is back", "cloud is back"]
+
+
+def test_a_fault_of_the_edge_is_of_the_edge_alone():
+    signals = []
+
+    def node(name):
+        send = lambda number: signals.append((name, number))  # noqa: E731
+        return types.SimpleNamespace(plan=NodePlan(Path(name), 1.0), signal=send)
+
+    for change in tiers_faults.FAULTS[tiers_faults.EDGE_ALONE]:
+        change([node("edge"), node("cloud")])
+    assert signals == [("edge", signal.SIGSTOP), ("edge", signal.SIGCONT)]
+
+
+@pytest.mark.parametrize(
+    ("one", "why"),
+    [
+        ({"by_gateway_ms": 59.0, "held_back_ms": 12.0, "waited_ms": 0.0}, "had used up its quota"),
+        ({"by_gateway_ms": 40.0, "held_back_ms": 2.0, "waited_ms": 0.0}, None),
+        ({"by_gateway_ms": 40.0, "held_back_ms": 0.0, "waited_ms": 15.0}, "the client waited for a core for 15.0 ms"),
+        ({"by_gateway_ms": 59.0, "held_back_ms": 0.0, "waited_ms": 15.0}, None),
+        ({"by_gateway_ms": 54.0, "held_back_ms": 5.0, "waited_ms": 15.0}, "5.0 ms, and the client waited for a core"),
+        ({"by_gateway_ms": 59.0, "held_back_ms": 2.0, "waited_ms": 0.0}, None),
+        ({"by_gateway_ms": 59.0, "gateway_waited_ms": 12.0}, "the gateway waited for a core for 12.0 ms"),
+        ({"by_gateway_ms": 7.0, "gateway_waited_ms": 12.0}, None),
+        ({"by_gateway_ms": 59.0, "held_back_ms": 8.0, "gateway_waited_ms": 9.0}, None),
+        ({"by_gateway_ms": 59.0, "held_back_ms": 8.0, "gateway_waited_ms": 18.0}, "for 8.0 ms, and the gateway waited"),
+    ],
+)
+def test_late_answers_are_explained_by_as_much_as_was_measured(one, why):
+    nothing = {"held_back_ms": 0.0, "gateway_waited_ms": 0.0, "waited_ms": 0.0}
+    told = tiers_faults.why_late({"ms": 60.0, **nothing, **one}, 50.0)
+    assert why in told if why else told == ""
+
+
+def test_waiting_for_a_core_is_told_by_the_kernel_or_nothing(monkeypatch):
+    before = tiers_faults.waited_for_core()
+    assert 0 <= before <= tiers_faults.waited_for_core()
+
+    def unknown(path):
+        raise OSError
+
+    monkeypatch.setattr(tiers_faults.Path, "read_text", unknown)
+    assert tiers_faults.waited_for_core() == 0
+
+
+def test_certificates_are_signed_by_one_whom_gateways_know_and_one_has_expired(tmp_path):
+    made = tiers_faults.make_certificates(tmp_path)
+    by = x509.load_pem_x509_certificate(made.ca.read_bytes())
+    now = datetime.datetime.now(datetime.UTC)
+    for options, valid in ((made.valid, True), (made.expired, False)):
+        own = x509.load_pem_x509_certificate(Path(options[0].removeprefix("--tls_cert=")).read_bytes())
+        own.verify_directly_issued_by(by)
+        assert (own.not_valid_after_utc > now) == valid
