@@ -23,13 +23,13 @@ def open_onnx(path: Path, output: str, threads: int | None = None) -> Callable[[
       threads: number of threads that compute; by default one for each core.
 
     Raises:
-      InputError: ONNX Runtime is not installed, or cannot read the file.
+      InputError: ONNX Runtime cannot be imported, or cannot read the file.
     """
     try:
         import onnxruntime
     except ImportError as error:
         raise InputError(
-            f"{path} needs ONNX Runtime, which is not installed: pip install 'mlcn_jax[onnxruntime]'"
+            f"{path} needs ONNX Runtime, which cannot be imported ({error}): pip install 'mlcn_jax[onnxruntime]'"
         ) from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads or num_cores()
