@@ -21,7 +21,7 @@ from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import program
-from mlcn_jax.serving.onnx_file import open_onnx
+from mlcn_jax.serving.onnx_file import SESSION, open_onnx
 from mlcn_jax.serving.parts import ONNX, XLA
 
 OUTPUT = "lengths"  # output name of a converted model
@@ -163,6 +163,7 @@ def choose(
         "cpu": host.name_of(jax.local_devices()[0]),
         "features": host.cpu_digest(),
         "cores": host.num_cores(),
+        "session": SESSION,
         "versions": {**versions, "onnxruntime": onnxruntime.__version__},
     }
     record = host.cache_folder() / f"runtimes-{manifest['sha256'][:16]}.json"

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.serving import runtime
 from mlcn_jax.serving.artifact import Artifact
+from mlcn_jax.serving.onnx_file import open_onnx
 from mlcn_jax.serving.predict import open_model
 
 SHAPE = (4, 4, 1)
@@ -142,6 +144,21 @@ def test_a_package_of_onnx_runtime_of_another_name_is_used(tmp_path, monkeypatch
     monkeypatch.setattr(importlib.metadata, "version", version)
     found = runtime.choose(lengths_of([], "xla"), converted, {"sha256": "a"}, SHAPE, required=False)
     assert isinstance(found, runtime.Fastest)
+
+
+def test_threads_of_onnx_runtime_do_not_spin_between_calls(tmp_path, monkeypatch):
+    opened: list = []
+
+    class Session:
+        def __init__(self, path, options, providers):
+            opened.append(options.get_session_config_entry("session.force_spinning_stop"))
+
+        def get_modelmeta(self):
+            return types.SimpleNamespace(custom_metadata_map={})
+
+    monkeypatch.setattr(pytest.importorskip("onnxruntime"), "InferenceSession", Session)
+    open_onnx(tmp_path / "model.onnx", runtime.OUTPUT)
+    assert opened == ["1"]
 
 
 @pytest.mark.parametrize(("error", "used"), [(1e-6, True), (1e-3, False)])
