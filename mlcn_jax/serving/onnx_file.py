@@ -11,7 +11,7 @@ from mlcn_jax.host import adds_bytes_exactly, num_cores
 
 INPUT = "images"  # uint8 [n, height, width, channels]
 FULL_RANGE = "int8_full_range"  # metadata property of a file whose 8-bit weights use all 8 bits
-# Threads that wait for work spin within a call, as by default, but stop with its end: by default they go on for a while,
+# Threads that wait for work spin within a call, as by default, but stop at its end: by default they go on for a while,
 # on cores that XLA, decoding and the server need (onnxruntime_session_options_config_keys.h).
 SESSION = {"session.force_spinning_stop": "1"}
 _log = logging.getLogger(__name__)
