@@ -337,6 +337,29 @@ def test_what_cannot_be_answered_by_the_deadline_is_refused_at_once_and_late_ite
     in_process(check, deadline_seconds=1.0)
 
 
+def test_the_deadline_counts_from_the_arrival_of_a_request_not_from_when_it_was_decoded():
+    async def check(app, slow, service):
+        slow.go.set()
+        assert (await ask(app, pixel(0)))[0] == 200
+        decode = service._pixels
+        service._pixels = lambda find, body: time.sleep(1.1) or decode(find, body)
+        assert (await ask(app, pixel(0)))[0] == 503
+        assert slow.sizes == [1]
+
+    in_process(check, deadline_seconds=1.0)
+
+
+def test_what_a_client_that_has_left_sent_is_not_decoded():
+    async def check(app, slow, service):
+        decoded = []
+        service._pixels = lambda find, body: decoded.append(body)
+        for body in (pixel(0), bytes(20_000)):  # by the event loop, and by a thread
+            assert await ask(app, body, scope={IS_GONE: lambda: True}) is None
+        assert decoded == []
+
+    in_process(check, max_body_bytes=20_000)
+
+
 def test_a_model_too_slow_for_the_deadline_is_named():
     slow = Slow()
     slow.go.set()
