@@ -161,7 +161,7 @@ def _protocol(service: "BatchService"):
 
         def _start_asgi_task(self, cycle, app):
             self._running = cycle
-            cycle.keep_alive &= not self._is_ending
+            cycle.keep_alive &= not self._is_ending or bool(self.pipeline)  # those that wait have arrived, too
             cycle.scope[IS_GONE] = lambda: cycle.disconnected
             super()._start_asgi_task(cycle, app)
 
