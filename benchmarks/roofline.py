@@ -35,7 +35,7 @@ import numpy as np
 import optax
 from absl import flags
 
-from benchmarks import networks
+from benchmarks import networks, peers
 from benchmarks.frameworks import in_mlcn_jax
 from mlcn_jax import host
 from mlcn_jax.files import write_json
@@ -191,12 +191,12 @@ def table(results: dict) -> str:
 
 
 def define(values: flags.FlagValues) -> None:
-    flags.DEFINE_list("networks", [n.name for n in networks.TARGETS], "; ".join(networks.NETWORKS), flag_values=values)
-    flags.DEFINE_integer("rounds", 10, "rounds of each network", lower_bound=1, flag_values=values)
+    peers.define_networks(values)
+    flags.DEFINE_integer("rounds", 20, "rounds of each network", lower_bound=1, flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:
-    chosen = [networks.find(name) for name in values.networks]
+    chosen = networks.chosen(values.networks)
     probes = compile_probes()
     results = {"rounds": values.rounds, **host.environment(), "networks": {}}
     RESULTS.mkdir(exist_ok=True)

@@ -281,7 +281,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_list("artifacts", [], "folders that `mlcn_jax export` wrote", flag_values=values)
     flags.DEFINE_integer("clients", 32, "connections at a time", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("max_batch", 64, "of the server with batching", lower_bound=2, flag_values=values)
-    flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("rounds", 20, "interleaved rounds", lower_bound=1, flag_values=values)
     flags.DEFINE_float("seconds", 3.0, "of each turn", lower_bound=0.1, flag_values=values)
     flags.DEFINE_string(
         "out", str(Path(__file__).parent / "results" / "serving.json"), "file to write", flag_values=values
