@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from benchmarks import distillation, networks, peers, roofline
+from benchmarks import distillation, networks, peers, roofline, single_image
 from benchmarks.frameworks import in_artifact, in_mlcn_jax
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules, losses
@@ -32,6 +32,33 @@ def test_shares_of_a_profile_add_up_by_part():
         "optimizer, losses and the rest": 0.1,
     }
     assert next(iter(kinds)) == "ynn_fusion f32[10000,256], encoder, backward: map between the convolutions"
+
+
+def test_the_time_of_one_image_is_split_by_what_operations_do():
+    hlo = """
+      %ynn_fusion.3 = f32[1,256]{1,0} fusion(%a), metadata={op_name="jit(lengths)/encoder/dot_general"}
+      %copy.2 = f32[8]{0} copy(%b)
+      ROOT %multiply.1 = f32[8]{0} multiply(%b, %c), metadata={op_name="jit(lengths)/encoder/mul"}
+    """
+    parts = single_image.parts_of(hlo, {"ynn_fusion.3": 6000, "copy.2": 1000, "multiply.1": 3000}, 10)
+    assert parts == {"products": 0.6, "layout": 0.1, "element-wise and sums": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("op_name", "shape", "part"),
+    [
+        ("jvp(x)/encoder/trunk/conv_general_dilated", (500, 31, 31, 32), "forward: convolutions, 31x31"),
+        ("transpose(jvp(x))/encoder/trunk/conv_general_dilated", (500, 15, 15, 32), "backward: convolutions, 15x15"),
+        ("transpose(jvp(x))/encoder/trunk/conv_general_dilated", (3, 3, 32, 96), "backward: gradients of kernels"),
+        ("jvp(x)/encoder/trunk/reduce_max", (500, 7, 7, 96), "forward: pooling, 7x7"),
+        ("transpose(jvp(x))/encoder/trunk/eq", (500, 15, 2, 15, 2, 64), "backward: pooling, 15x15"),
+        ("jvp(x)/encoder/trunk/tanh", (500, 3, 3, 128), "forward: normalisation and activation, 3x3"),
+        ("jvp(x)/encoder/head/dot_general", (500, 10), "forward: convolutions, head and statistics"),
+    ],
+)
+def test_operations_of_residual_lanes_are_told_apart_by_their_maps(op_name, shape, part):
+    network = networks.find("resnet_8xw2d2_32x32x3")
+    assert roofline.part_of(network, f"jit(step)/{op_name}", shape) == f"encoder, {part}"
 
 
 @pytest.mark.long
