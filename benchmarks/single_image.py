@@ -4,9 +4,9 @@
     python -m benchmarks.single_image --networks=mlcn1_4x4_28x28x1
 
 In interleaved rounds, from a uint8 image in host memory to lengths there: the export as `predict` and `serve` run it;
-the same function jitted with its weights compiled in, and with its weights as arguments, whose difference is what laying
-weights out at each call costs; and a program that computes nothing, which is dispatch, the image's way in and the
-lengths' way out. Parts are the time of XLA's operations of the second, by what they do, and what is left of its own
+the same function jitted with its weights compiled in, and with its weights as arguments, whose difference is what
+laying weights out at each call costs; and a program that computes nothing, which is dispatch, the image's way in and
+the lengths' way out. Parts are the time of XLA's operations of the second, by what they do, and what is left of its own
 time; FLOPs of its products over their time stand against the machine's rate for large ones. Writes
 `benchmarks/results/single_image.json`.
 """
