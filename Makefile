@@ -20,10 +20,10 @@ test-long: setup
 
 test-all: test test-long
 
-# Speed against Keras on TensorFlow and PyTorch, which live in an environment of their own.
-bench: setup .venv-peers/installed
-	$(RUN) -m benchmarks.train_step --peers=keras,torch
-	$(RUN) -m benchmarks.inference --peers=keras,torch
+# Speed against Keras on TensorFlow and PyTorch, which live in an environment of their own, as what converts to ONNX does.
+bench: setup .venv-peers/installed .venv-onnx/installed
+	$(RUN) -m benchmarks.train_step $(BENCH)
+	$(RUN) -m benchmarks.inference $(BENCH)
 
 .venv-peers/installed: benchmarks/requirements.txt
 	$(PYTHON) -m venv --clear .venv-peers

@@ -76,7 +76,7 @@ def measure(case, batch: int, gradients: bool, values: flags.FlagValues) -> dict
 
 
 def define(values: flags.FlagValues) -> None:
-    flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("rounds", 20, "interleaved rounds", lower_bound=1, flag_values=values)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "type of the arrays", flag_values=values)
 
 

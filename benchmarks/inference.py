@@ -1,35 +1,50 @@
-"""Inference throughput against Keras on TensorFlow and PyTorch, one image at a time and in batches.
+"""Inference against ONNX Runtime, Keras on TensorFlow and PyTorch, one image at a time and in batches.
 
-    make bench
-    python -m benchmarks.inference --peers=keras,torch
+    make bench                                                 # training, too
+    python -m benchmarks.inference --networks=mlcn1_4x4_28x28x1 --batches=1
 
-From uint8 images in host memory to class probabilities there; no decoder. Probabilities are checked to be equal
-first. Writes `benchmarks/results/inference.json` after each network.
+From uint8 images in host memory to lengths of class capsules there; no decoder. Two contestants are ours, both the
+exported model as `predict` and `serve` run it, which pads 100 images to 128: `mlcn_jax`, with XLA alone, and `chosen`,
+with the runtime that is measured to be the fastest when a batch size is first used. `ours_over_fastest_peer` compares
+the first with PyTorch and Keras, `chosen_over_fastest` the second with everything: XLA alone and ONNX Runtime, too.
+Lengths are checked to be equal first. Writes `benchmarks/results/inference.json` after each batch size of a network.
 """
 
+import tempfile
 from pathlib import Path
 
 from absl import flags
 
 from benchmarks import networks, peers
+from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 
 
 def define(values: flags.FlagValues) -> None:
-    peers.define_flags(values, "inference")
+    peers.define_flags(values, "inference", [peers.ONNX, "keras", "torch"])
     flags.DEFINE_list("batches", ["1", "8", "100"], "images per call", flag_values=values)
+    flags.DEFINE_string(
+        "onnx_python", ".venv-onnx/bin/python", "interpreter of `make onnx`, which converts models", flag_values=values
+    )
 
 
 def main(values: flags.FlagValues) -> None:
-    results = peers.no_results(values)
-    for name in values.networks:
-        network = networks.find(name)
-        for batch in map(int, values.batches):
-            results["networks"][f"{name}_batch_{batch}"] = peers.compare(
-                network, batch, values.peers, "infer", values.rounds, values.dtype, values.peers_python
-            )
-            write_json(Path(values.out), results)
+    results = peers.no_results(values, "infer")
+    with_onnx = peers.ONNX in values.peers
+    if with_onnx and not Path(values.onnx_python).exists():
+        raise InputError(f"--onnx_python={values.onnx_python} is not there: `make bench` installs it into .venv-onnx")
+    for network in networks.chosen(values.networks):
+        with tempfile.TemporaryDirectory() as folder:
+            peers.prepare(network, Path(folder), "infer", values.dtype, values.onnx_python if with_onnx else "")
+            for batch in map(int, values.batches):
+                found = peers.compare(
+                    *(network, batch, values.peers, "infer", values.rounds, values.dtype, values.peers_python),
+                    Path(folder),
+                )
+                results["networks"][f"{network.name}_batch_{batch}"] = found
+                write_json(Path(values.out), results)
+                print(peers.table([found]), flush=True)
     print(peers.table(list(results["networks"].values())))
 
 

@@ -31,7 +31,7 @@ RESULTS = Path(__file__).parent / "results"
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("lanes", "resnet:w4d2*4", "lanes of the model", flag_values=values)
     flags.DEFINE_integer("batch", 500, "images per step", flag_values=values)
-    flags.DEFINE_integer("rounds", 7, "rounds that count, after one that warms up", flag_values=values)
+    flags.DEFINE_integer("rounds", 20, "rounds that count, after one that warms up", flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:

@@ -1,6 +1,7 @@
 """The networks that are compared, in terms that every framework understands. Needs no framework itself."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from mlcn_jax.errors import InputError
 
@@ -57,8 +58,7 @@ class Network:
 
 FASHION, CIFAR = (28, 28, 1), (32, 32, 3)
 
-# Those with a target, then the other rows of the thesis's table 4.1.
-TARGETS = (
+_ALL = (
     Network("mlcn1", FASHION, 4, 4),
     Network("mlcn1", CIFAR, 4, 4),
     Network("mlcn1", CIFAR, 32, 2),
@@ -67,8 +67,6 @@ TARGETS = (
     Network("resnet", CIFAR, 1, 8, 2),
     Network("resnet", CIFAR, 4, 4, 2),
     Network("resnet", CIFAR, 8, 2, 2),
-)
-OTHERS = (
     Network("capsnet", CIFAR),
     Network("mlcn2", CIFAR, 32, 2),
     Network("mlcn1", FASHION, 2, 4),
@@ -76,7 +74,12 @@ OTHERS = (
     Network("mlcn2", FASHION, 2, 4),
     Network("mlcn2", FASHION, 8, 4),
 )
-NETWORKS = {network.name: network for network in (*TARGETS, *OTHERS)}
+NETWORKS = {network.name: network for network in _ALL}
+SETS = {  # as --networks takes them; the published ones are the rows of the thesis's table 4.1 and mlcn1 4x4, 28x28x1
+    "all": _ALL,
+    "published": tuple(network for network in _ALL if network.kind != "resnet"),
+    "resnet": tuple(network for network in _ALL if network.kind == "resnet"),
+}
 
 # Seconds per epoch of CapsNet over those of each MLCN on one P100 (do Rosario 2021, thesis, table 4.1).
 THESIS_CAPSNET_OVER = {
@@ -91,8 +94,13 @@ THESIS_CAPSNET_OVER = {
 }
 
 
+def chosen(names: Sequence[str]) -> list[Network]:
+    """The networks of these names and sets, each once; raises InputError as `find` does."""
+    return list(dict.fromkeys(network for name in names for network in SETS.get(name) or (find(name),)))
+
+
 def find(name: str) -> Network:
     """The network of that name; raises InputError, which names all, where there is none."""
     if name not in NETWORKS:
-        raise InputError(f"there is no network {name!r}: there are {', '.join(NETWORKS)}")
+        raise InputError(f"there is no network {name!r}: there are {', '.join([*SETS, *NETWORKS])}")
     return NETWORKS[name]

@@ -3,6 +3,7 @@
 `benchmarks.train_step` and `benchmarks.inference` are the commands; here is what they share.
 """
 
+import functools
 import json
 import os
 import statistics
@@ -10,8 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 from absl import flags
 
@@ -23,30 +26,44 @@ from mlcn_jax.errors import InputError
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-OURS = "mlcn_jax"
+OURS, CHOSEN, ONNX = "mlcn_jax", "chosen", "onnxruntime"
 _ENVIRONMENT = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2"}  # where the user has set neither
-_TORCH = ("eager", "compiled", "eager_grouped", "compiled_grouped")
+_PLAIN_TORCH = ("eager", "compiled", "eager_grouped", "compiled_grouped")
+_FROZEN_TORCH = ("compiled_frozen", "compiled_grouped_frozen")
 VARIANTS = {  # tried for each network; the fastest takes part. "frozen" compiles the weights in
-    "train": {OURS: ("vmap",), "keras": ("graph",), "torch": _TORCH},
+    "train": {OURS: ("vmap",), "keras": ("graph",), "torch": (*_PLAIN_TORCH, *(f"{v}_nchw" for v in _PLAIN_TORCH))},
     "infer": {
-        OURS: ("vmap", "vmap_frozen"),
+        OURS: ("xla",),  # the export as `predict` and `serve` run it with XLA alone
+        CHOSEN: ("auto",),  # and with the runtime that they choose
+        ONNX: ("default",),
         "keras": ("graph",),
-        "torch": (*_TORCH, "compiled_frozen", "compiled_grouped_frozen"),
+        "torch": tuple(v + layout for v in (*_PLAIN_TORCH, *_FROZEN_TORCH) for layout in ("", "_nchw")),
     },
 }
+_RATIOS = ("ours_over_fastest_peer", "chosen_over_fastest")
+_MODULES = {"train": {}, "infer": {OURS: "artifact", CHOSEN: "artifact"}}  # of `frameworks`, where named otherwise
+_OF_A_FOLDER = ("artifact", ONNX)  # they read an exported or converted model
 _ROUND_SECONDS = 1.0
-_TRIAL_SECONDS = 0.3  # in which a framework's variants are compared
+_TRIAL_SECONDS = 0.3  # in which two of a framework's variants are compared
+_TRIALS = 5  # times, in turn
 _PAUSE_SECONDS = 0.3  # so that another framework's threads have gone to sleep
 _TOLERANCE = 1e-4  # of probabilities, over the largest, and of the loss before the first step
 _LATER_TOLERANCE = 2e-2  # of the losses after one, two and three steps: Adam makes large steps of small differences
+_SLACK = {"float32": 1, "tensorfloat32": 40, "bfloat16": 300}  # by what the products are computed in; 2^-24, -11, -8
 
 
-def define_flags(values: flags.FlagValues, name: str) -> None:
-    """The flags of a comparison with the peers, which writes `results/NAME.json`."""
+def define_networks(values: flags.FlagValues) -> None:
+    """The flag that names networks, for `networks.chosen`."""
+    meaning = "sets (all, published, resnet) and networks: " + ", ".join(networks.NETWORKS)
+    flags.DEFINE_list("networks", ["all"], meaning, flag_values=values)
+
+
+def define_flags(values: flags.FlagValues, name: str, peers: Sequence[str] = ("keras", "torch")) -> None:
+    """The flags of a comparison with `peers`, which writes `results/NAME.json`."""
     flags.DEFINE_list(
-        "peers", ["keras", "torch"], "frameworks to compare with: keras, torch; empty for none", flag_values=values
+        "peers", list(peers), f"frameworks to compare with: {', '.join(peers)}; empty for none", flag_values=values
     )
-    flags.DEFINE_list("networks", [n.name for n in networks.TARGETS], "; ".join(networks.NETWORKS), flag_values=values)
+    define_networks(values)
     flags.DEFINE_integer("rounds", 20, "interleaved rounds", lower_bound=1, flag_values=values)
     flags.DEFINE_enum(
         "dtype", "float32", ["float32", "bfloat16"], "type of convolutions and products", flag_values=values
@@ -57,32 +74,56 @@ def define_flags(values: flags.FlagValues, name: str) -> None:
     flags.DEFINE_string("out", str(RESULTS / f"{name}.json"), "file to write", flag_values=values)
 
 
-def no_results(values: flags.FlagValues) -> dict:
-    """Where the results of a comparison go; raises InputError if a peer is asked for that is not installed."""
-    if values.peers:
+def no_results(values: flags.FlagValues, do: str) -> dict:
+    """Where the results of a comparison go; raises InputError if a peer is asked for that is not there."""
+    known = [name for name in VARIANTS[do] if name not in (OURS, CHOSEN)]
+    if unknown := [name for name in values.peers if name not in known]:
+        raise InputError(f"--peers={','.join(values.peers)}: {unknown[0]!r} is none of {', '.join(known)}")
+    if set(values.peers) - {ONNX}:
         check_peers_python(values.peers_python)
     return {"rounds": values.rounds, "dtype": values.dtype, **host.environment(), "networks": {}}
 
 
-class Process:
-    """A `benchmarks.worker`: one network in one framework."""
+def prepare(network: Network, folder: Path, do: str, dtype: str, onnx_python: str = "") -> None:
+    """Writes what frameworks start from: weights; for inference an export; with `onnx_python` its ONNX model.
 
-    def __init__(self, framework: str, variant: str, network: Network, do: str, batch: int, dtype: str, python: str):
+    Raises:
+      InputError: it cannot be converted.
+    """
+    np.savez(folder / "weights.npz", **in_mlcn_jax.start_weights(network, folded=do == "infer"))
+    if do == "infer":
+        in_mlcn_jax.write_export(network, folder, dtype)
+    if onnx_python:
+        command = [onnx_python, "-m", "benchmarks.convert", str(folder)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            reason = done.stderr.strip().splitlines() or ["no reason given"]
+            raise InputError(f"{network.title} cannot be converted to ONNX: {reason[-1]}")
+
+
+class Process:
+    """A `benchmarks.worker`: one network in one framework, from what `prepare` wrote."""
+
+    def __init__(
+        self, framework: str, variant: str, network: Network, do: str, batch: int, dtype: str, python: str, folder: Path
+    ):
         self.framework, self.variant = framework, variant
+        module = _MODULES[do].get(framework, framework)
+        source = folder if module in _OF_A_FOLDER else folder / "weights.npz"
         self._folder = tempfile.TemporaryDirectory()
-        weights = Path(self._folder.name) / "weights.npz"
-        np.savez(weights, **in_mlcn_jax.start_weights(network, folded=do == "infer"))
         self._errors = Path(self._folder.name) / "errors.txt"
-        arguments = (framework, network.name, variant, str(batch), dtype, str(weights))
         with self._errors.open("w") as errors:
             self._process = subprocess.Popen(
-                [sys.executable if framework == OURS else python, "-m", "benchmarks.worker", *arguments],
+                [
+                    *(python if framework in ("keras", "torch") else sys.executable, "-m", "benchmarks.worker"),
+                    *(module, network.name, variant, str(batch), dtype, str(source)),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
                 cwd=ROOT,
-                env={**_ENVIRONMENT, **os.environ},
+                env={**_ENVIRONMENT, **os.environ, "MLCN_JAX_CACHE": str(folder / "cache")},  # so that it measures anew
             )
 
     def ask(self, do: str, **options):
@@ -137,12 +178,15 @@ def warm_up(process: Process, do: str) -> dict:
     return {"first_seconds": first["seconds"], "values": np.array(values), "milliseconds": milliseconds}
 
 
-def compare(network: Network, batch: int, peers: list[str], do: str, rounds: int, dtype: str, python: str) -> dict:
+def compare(
+    network: Network, batch: int, peers: list[str], do: str, rounds: int, dtype: str, python: str, folder: Path
+) -> dict:
     """Ours against the peers on one network, each peer in the variant that is fastest there.
 
     Args:
       do: `train` or `infer`.
       python: the interpreter of the peers' environment.
+      folder: what `prepare` wrote.
 
     Raises:
       InputError: a peer's outputs or losses are not ours, or it cannot run.
@@ -150,53 +194,80 @@ def compare(network: Network, batch: int, peers: list[str], do: str, rounds: int
     result: dict = {"title": network.title, "batch": batch, "frameworks": {}}
     chosen: list[Process] = []
     steps: list[int] = []
-    for framework in (OURS, *peers):
-        trials: dict[str, tuple[Process, dict]] = {}
-        for variant in VARIANTS[do][framework]:
-            process = Process(framework, variant, network, do, batch, dtype, python)
-            trials[variant] = process, warm_up(process, do)
-        variant, (process, warm) = min(trials.items(), key=lambda item: item[1][1]["milliseconds"])
-        for other, _ in trials.values():
-            if other is not process:
-                other.close()
+    ours = None
+    for framework in (OURS, *([CHOSEN] if ONNX in peers else []), *peers):
+        starts = [
+            functools.partial(Process, framework, variant, network, do, batch, dtype, python, folder)
+            for variant in VARIANTS[do][framework]
+        ]
+        process, warm, trials = fastest_variant(do, starts)
         chosen.append(process)
         steps.append(max(2, round(1000 * _ROUND_SECONDS / warm["milliseconds"])))
-        if framework == OURS:
-            ours = warm["values"]
+        ours = warm["values"] if ours is None else ours
         error, later = _differences(warm["values"], ours, do)
-        slack = 1 if dtype == "float32" else 300
+        slack = _SLACK["tensorfloat32" if dtype == "float32" and jax.default_backend() == "gpu" else dtype]
         if error > slack * _TOLERANCE or later > slack * _LATER_TOLERANCE:
             raise InputError(
                 f"{framework} does not compute what mlcn_jax does on {network.title}: relative differences {error:.2g} "
                 f"at first and {later:.2g} after steps of training"
             )
         result["frameworks"][framework] = {
-            "variant": variant,
-            "trials_milliseconds": {name: trial["milliseconds"] for name, (_, trial) in trials.items()},
+            "variant": process.variant,
+            "trials_milliseconds": trials,
             "first_step_seconds": warm["first_seconds"],
             "relative_difference_from_ours": {"at_first": error, "after_three_steps": later},
             "versions": process.ask("about"),
         }
-    times = take_turns(chosen, do, steps, rounds)
-    for process, milliseconds in zip(chosen, times, strict=True):
+    times = dict(zip(result["frameworks"], take_turns(chosen, do, steps, rounds), strict=True))
+    for process in chosen:
+        milliseconds = times[process.framework]
         entry = result["frameworks"][process.framework]
         entry |= {
-            "milliseconds": {
-                "median": statistics.median(milliseconds),
-                "min": min(milliseconds),
-                "max": max(milliseconds),
-            },
+            "milliseconds": _spread(milliseconds),
             "images_per_second": 1000 * batch / statistics.median(milliseconds),
             **process.ask("memory"),
         }
-        if process.framework != OURS:
-            ratios = [theirs / ours for theirs, ours in zip(milliseconds, times[0], strict=True)]
-            entry["ours_over_theirs"] = _spread(ratios)
+        if process.framework == CHOSEN:
+            entry["runtime"] = process.ask("runtime")
+        for own, name in ((OURS, "ours_over_theirs"), (CHOSEN, "chosen_over_theirs")):
+            if own in times and process.framework not in (own, *([CHOSEN] if own == OURS else [])):
+                entry[name] = _spread([a / b for a, b in zip(milliseconds, times[own], strict=True)])
         process.close()
-    if peers:
-        medians = (result["frameworks"][peer]["ours_over_theirs"]["median"] for peer in peers)
-        result["ours_over_fastest_peer"] = min(medians)
-    return result
+    return result | ratios(result["frameworks"])
+
+
+def ratios(frameworks: dict[str, dict]) -> dict[str, float]:
+    """Speed of ours over the fastest peer, ONNX Runtime apart, and of the runtime chosen over the fastest of all."""
+
+    def medians(name: str, but: str = "") -> list[float]:
+        return [entry[name]["median"] for other, entry in frameworks.items() if name in entry and other != but]
+
+    found = dict(zip(_RATIOS, (medians("ours_over_theirs", but=ONNX), medians("chosen_over_theirs")), strict=True))
+    return {name: min(values) for name, values in found.items() if values}
+
+
+def fastest_variant(do: str, starts: list[Callable[[], Process]]) -> tuple[Process, dict, dict[str, float]]:
+    """The fastest of several processes, what `warm_up` said of it, and each one's milliseconds; the others are closed.
+
+    Each takes turns with the fastest so far, so that no more than two hold memory.
+    """
+    best: tuple[Process, dict] | None = None
+    trials: dict[str, float] = {}
+    for start in starts:
+        process = start()
+        pair = [*([best] if best else []), (process, warm_up(process, do))]
+        steps = [max(2, round(1000 * _TRIAL_SECONDS / warm["milliseconds"])) for _, warm in pair]
+        if len(starts) > 1 and best:
+            times = take_turns([one for one, _ in pair], do, steps, _TRIALS)
+            for (_, warm), milliseconds in zip(pair, times, strict=True):
+                warm["milliseconds"] = statistics.median(milliseconds)
+        trials |= {one.variant: warm["milliseconds"] for one, warm in pair}
+        best = min(pair, key=lambda one: one[1]["milliseconds"])
+        for one, _ in pair:
+            if one is not best[0]:
+                one.close()
+    assert best is not None
+    return *best, trials
 
 
 def _spread(values: list[float]) -> dict[str, float]:
@@ -212,18 +283,17 @@ def _differences(theirs: np.ndarray, ours: np.ndarray, do: str) -> tuple[float, 
 
 
 def table(results: list[dict]) -> str:
-    """The comparison in Markdown: images per second, ratio to the faster peer, and peak memory."""
+    """The comparison in Markdown: images per second, ratios, and peak memory."""
     lines = []
     for result in results:
         cells = [result["title"], str(result["batch"])]
         for entry in result["frameworks"].values():
             cells.append(f"{entry['images_per_second']:,.0f}")
-        if "ours_over_fastest_peer" in result:
-            cells.append(f"{result['ours_over_fastest_peer']:.2f}")
+        cells += [f"{result[name]:.2f}" if name in result else "-" for name in _RATIOS]
         cells += [f"{entry['peak_bytes'] / 2**20:,.0f}" for entry in result["frameworks"].values()]
         lines.append("| " + " | ".join(cells) + " |")
     names = list(results[0]["frameworks"])
     head = ["network", "batch", *(f"{n} images/s" for n in names)]
-    head += ["ratio"] if len(names) > 1 else []
+    head += ["ours over fastest peer", "chosen over fastest"]
     head += [f"{n} MiB" for n in names]
     return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *lines])

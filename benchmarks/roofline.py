@@ -35,7 +35,7 @@ import numpy as np
 import optax
 from absl import flags
 
-from benchmarks import networks
+from benchmarks import networks, peers
 from benchmarks.frameworks import in_mlcn_jax
 from mlcn_jax import host
 from mlcn_jax.files import write_json
@@ -44,7 +44,6 @@ from mlcn_jax.nn import conv
 from mlcn_jax.placement import cost
 from mlcn_jax.training.step import make_train_step
 
-RESULTS = Path(__file__).parent / "results"
 STEPS = 5  # in a round, and traced
 PRODUCTS = ((2048, 2048, 2048), (14400, 300, 256))  # a large one; the first convolution of an mlcn1 lane on 32x32x3
 COPY_BYTES = 2**28
@@ -72,12 +71,12 @@ def step_flops(spec, state, images, labels) -> int:
     return cost.matmul_flops(step, state, images, labels)
 
 
-def traced_microseconds(program, images, labels) -> dict[str, float]:
-    """Time in each operation of the compiled step, by its name there, over a few steps."""
+def traced_microseconds(call: Callable[[], object]) -> dict[str, float]:
+    """Time in each operation of what `call` runs and waits for, by its name there, over a few calls."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(STEPS):
-                float(program.train(images, labels))
+                call()
         (path,) = Path(folder).rglob("*.trace.json.gz")
         with gzip.open(path) as file:
             events = json.load(file)["traceEvents"]
@@ -94,6 +93,9 @@ def part_of(network: networks.Network, op_name: str, shape: tuple[int, ...]) -> 
         return "decoder"
     if "/encoder" not in op_name:
         return "optimizer, losses and the rest"
+    direction = "backward" if "transpose(jvp" in op_name else "forward"
+    if network.kind == "resnet":
+        return f"encoder, {direction}: {_residual_layer(network, op_name, shape)}"
     outputs = (network.image_shape[0] - 8 - 9) // 2 + 1
     points = outputs + 4  # a phase of a 9x9 kernel with stride 2 has 5 taps
     frequencies = 3 * -(-points // 2) * points
@@ -111,7 +113,24 @@ def part_of(network: networks.Network, op_name: str, shape: tuple[int, ...]) -> 
         layer = "products of spectra, transformed back"
     else:
         layer = "other"
-    return f"encoder, {'backward' if 'transpose(jvp' in op_name else 'forward'}: {layer}"
+    return f"encoder, {direction}: {layer}"
+
+
+def _residual_layer(network: networks.Network, op_name: str, shape: tuple[int, ...]) -> str:
+    """What an operation of a residual lane does, and the size of its maps: 31, 15, 7 and 3 for 32x32 images."""
+    dims = tuple(size for size in shape if size > 1)
+    convolves = re.search("conv_general_dilated|dot_general", op_name) is not None
+    if dims[:2] in ((2, 2), (3, 3)):
+        return "gradients of kernels" if convolves else "kernels"
+    if "reduce_max" in op_name or dims.count(2) == 2:  # 2x2 values of each result
+        what = "pooling"
+    else:
+        what = "convolutions" if convolves else "normalisation and activation"
+    sizes = [network.image_shape[0] - 1]
+    while sizes[-1] > 3:
+        sizes.append(sizes[-1] // 2)
+    size = next((size for size in sizes if dims.count(size) >= 2), None)
+    return f"{what}, {size}x{size}" if size else f"{what}, head and statistics"
 
 
 def shares(network: networks.Network, hlo: str, microseconds: dict[str, float]) -> tuple[dict, dict]:
@@ -134,10 +153,10 @@ def shares(network: networks.Network, hlo: str, microseconds: dict[str, float]) 
 
 def measure(network: networks.Network, probes: dict[str, tuple[Callable, int]], rounds: int) -> dict:
     rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (networks.BATCH, *network.image_shape), dtype=np.uint8)
-    labels = rng.integers(0, networks.NUM_CLASSES, networks.BATCH, dtype=np.int32)
+    images = rng.integers(0, 256, (network.batch, *network.image_shape), dtype=np.uint8)
+    labels = rng.integers(0, networks.NUM_CLASSES, network.batch, dtype=np.int32)
     weights = in_mlcn_jax.start_weights(network)
-    program = in_mlcn_jax.Program(network, networks.BATCH, weights, "vmap", "float32")
+    program = in_mlcn_jax.Program(network, network.batch, weights, "vmap", "float32")
 
     def take_steps():
         return jax.block_until_ready([program.train(images, labels) for _ in range(STEPS)])
@@ -156,9 +175,11 @@ def measure(network: networks.Network, probes: dict[str, tuple[Callable, int]], 
     num_bytes = (program.compiled.cost_analysis() or {}).get("bytes accessed")
     at_products = flops / max(rate for name, rate in machine.items() if name.startswith("product"))
     at_bandwidth = num_bytes / machine["bytes_per_second"] if num_bytes else None
-    parts, kinds = shares(network, program.compiled.as_text(), traced_microseconds(program, images, labels))
+    microseconds = traced_microseconds(lambda: float(program.train(images, labels)))
+    parts, kinds = shares(network, program.compiled.as_text(), microseconds)
     return {
         "title": network.title,
+        "batch": network.batch,
         "seconds": measured,
         "machine": machine,
         "flops": flops,
@@ -191,18 +212,18 @@ def table(results: dict) -> str:
 
 
 def define(values: flags.FlagValues) -> None:
-    flags.DEFINE_list("networks", [n.name for n in networks.TARGETS], "; ".join(networks.NETWORKS), flag_values=values)
-    flags.DEFINE_integer("rounds", 10, "rounds of each network", lower_bound=1, flag_values=values)
+    peers.define_networks(values)
+    flags.DEFINE_string("out", str(peers.RESULTS / "roofline.json"), "file to write", flag_values=values)
+    flags.DEFINE_integer("rounds", 20, "rounds of each network", lower_bound=1, flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:
-    chosen = [networks.find(name) for name in values.networks]
+    chosen = networks.chosen(values.networks)
     probes = compile_probes()
     results = {"rounds": values.rounds, **host.environment(), "networks": {}}
-    RESULTS.mkdir(exist_ok=True)
     for network in chosen:
         results["networks"][network.name] = measure(network, probes, values.rounds)
-        write_json(RESULTS / "roofline.json", results)
+        write_json(Path(values.out), results)
     print(table(results))
 
 

@@ -2,11 +2,13 @@
 
     python -m benchmarks.serving --artifacts=runs/small/export,runs/large/export
 
-For each model two servers, one with batching, one with `--max_batch=1`, take turns with the model in this process, in
-batches as large as those of the first server; those whose turn it is not use no CPU. This process is also the clients:
-so many connections, each of which asks again as soon as it is answered, with PNG files of random pixels in the shape of
-the model's images. Then requests come at random moments, half and nine tenths as many a second as those clients were
-answered, whether or not earlier ones have been answered. Writes `benchmarks/results/serving.json` after each model.
+For each model three servers, one with batching, one with `--max_batch=1` and one with batching in several processes,
+take turns with the model in this process, in batches of the two powers of two next to the first server's mean batch, of
+which the faster counts: other sizes are padded, which would flatter the server. Those whose turn it is not use no CPU.
+This process is also the clients: so many connections, each of which asks again as soon as it is answered, with PNG
+files of random pixels in the shape of the model's images. Then requests come at random moments, half and nine tenths as
+many a second as those clients were answered, whether or not earlier ones have been answered; those that the server
+turns away are counted, and have no latency. Writes `benchmarks/results/serving.json` after each model.
 """
 
 import collections
@@ -40,15 +42,17 @@ _SETTLE_SECONDS = 0.3  # of each turn, which do not count
 _CONNECTIONS = 64  # at first, of an open loop
 _LONGEST_SECONDS = 10.0  # from the last request of an open loop to its answer
 _LOADS = {"half": 0.5, "nine_tenths": 0.9}  # of the requests a second that clients were answered
+_TURNED_AWAY = (b"HTTP/1.1 429 ", b"HTTP/1.1 503 ")
 _PACKAGES = ("httptools", "pillow", "starlette", "uvicorn", "uvloop")
 
 
 class Server:
     """`mlcn_jax.serve` in a process of its own."""
 
-    def __init__(self, artifact: str, max_batch: int):
+    def __init__(self, artifact: str, max_batch: int, workers: int = 1):
+        options = ("--port=0", f"--max_batch={max_batch}", f"--workers={workers}")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mlcn_jax.serve", artifact, "--port=0", f"--max_batch={max_batch}"],
+            [sys.executable, "-m", "mlcn_jax.serve", artifact, *options],
             cwd=_ROOT,
             stdout=subprocess.PIPE,
             text=True,
@@ -114,11 +118,11 @@ class Connections:
     def send(self, number: int, request: bytes) -> None:
         self._connections[number].sendall(request)
 
-    def answered(self, seconds: float) -> list[int]:
-        """The connections whose answers are complete, after at most so many seconds.
+    def answered(self, seconds: float) -> list[tuple[int, bool]]:
+        """The connections whose answers are complete, after at most so many seconds, and whether the server accepted.
 
         Raises:
-          InputError: an answer is none, or an error.
+          InputError: an answer is none, or an error other than that the server has too much to do.
         """
         complete = []
         for number, _ in self._poll.poll(max(0.0, seconds)):
@@ -128,10 +132,16 @@ class Connections:
             if answer and (length is None or len(body) < int(length[1])):
                 self._received[number] = answer
                 continue
-            if not answer.startswith(b"HTTP/1.1 200 "):
+            is_accepted = answer.startswith(b"HTTP/1.1 200 ")
+            if not is_accepted and not answer.startswith(_TURNED_AWAY):
                 raise InputError(f"the server at port {self._port} answered {answer.decode()!r}")
-            complete.append(number)
+            complete.append((number, is_accepted))
         return complete
+
+    def drop(self, number: int) -> None:
+        """Closes one connection."""
+        self._poll.unregister(number)
+        self._connections.pop(number).close()
 
     def close(self) -> None:
         for connection in self._connections.values():
@@ -140,14 +150,22 @@ class Connections:
 
 
 def ask(port: int, requests: list[bytes], clients: int, seconds: float) -> list[float]:
-    """Seconds that each request took which was answered in so many seconds, with so many clients that ask in turn."""
+    """Seconds that each request took which was answered in so many seconds, with so many clients that ask in turn.
+
+    Raises:
+      InputError: the server has too much to do with so many clients.
+    """
     connections, turns, sent, latencies = Connections(port), itertools.cycle(requests), {}, []
     end = time.perf_counter() + seconds
     for number in [connections.open() for _ in range(clients)]:
         sent[number] = time.perf_counter()
         connections.send(number, next(turns))
     while (left := end - time.perf_counter()) > 0:
-        for number in connections.answered(left):
+        for number, is_accepted in connections.answered(left):
+            if not is_accepted:
+                raise InputError(
+                    f"the server at port {port} turned one of {clients} clients away: give fewer --clients"
+                )
             now = time.perf_counter()
             latencies.append(now - sent[number])
             sent[number] = now
@@ -156,12 +174,13 @@ def ask(port: int, requests: list[bytes], clients: int, seconds: float) -> list[
     return latencies
 
 
-def ask_at(port: int, requests: list[bytes], rate: float, seconds: float) -> list[float]:
-    """Seconds from when each request was due to its answer, with requests due at random moments, `rate` a second.
+def ask_at(port: int, requests: list[bytes], rate: float, seconds: float) -> tuple[list[float], int]:
+    """Requests due at random moments, `rate` a second: seconds from when each was due to its answer; how many had none.
 
-    They do not wait for answers to others (an open loop), so a server that falls behind is seen to do so.
+    They do not wait for answers to others (an open loop), so a server that falls behind is seen to do so. Those that it
+    turned away have no latency.
     """
-    connections, turns, latencies = Connections(port), itertools.cycle(requests), []
+    connections, turns, latencies, turned_away = Connections(port), itertools.cycle(requests), [], 0
     gaps = np.random.default_rng(0).exponential(1 / rate, round(rate * seconds))
     free, waiting, started = [connections.open() for _ in range(_CONNECTIONS)], {}, time.perf_counter()
     ahead = collections.deque(started + np.cumsum(gaps))
@@ -171,11 +190,16 @@ def ask_at(port: int, requests: list[bytes], rate: float, seconds: float) -> lis
             number = free.pop() if free else connections.open()
             waiting[number] = ahead.popleft()
             connections.send(number, next(turns))
-        for number in connections.answered(ahead[0] - time.perf_counter() if ahead else _LONGEST_SECONDS):
-            latencies.append(time.perf_counter() - waiting.pop(number))
-            free.append(number)
+        for number, is_accepted in connections.answered(ahead[0] - time.perf_counter() if ahead else _LONGEST_SECONDS):
+            due = waiting.pop(number)
+            if is_accepted:
+                latencies.append(time.perf_counter() - due)
+                free.append(number)
+            else:
+                turned_away += 1
+                connections.drop(number)  # the server may close it
     connections.close()
-    return latencies
+    return latencies, turned_away
 
 
 class InProcess:
@@ -185,7 +209,8 @@ class InProcess:
         from mlcn_jax import Artifact
 
         self._model = Artifact(artifact)
-        self._files = [request.partition(b"\r\n\r\n")[2] for request in requests][:batch]
+        files = itertools.cycle(request.partition(b"\r\n\r\n")[2] for request in requests)
+        self._files = list(itertools.islice(files, batch))
         self._images = self._decoded()
         self._model.lengths(self._images)
         self.computed: list[float] = []
@@ -204,6 +229,12 @@ class InProcess:
             rates.append(count / (time.perf_counter() - started))
 
 
+def powers_around(mean: float) -> list[int]:
+    """The powers of two, one or two of them, next to a mean of at least 1."""
+    below = 1 << int(np.log2(mean))
+    return [below] if below == mean else [below, 2 * below]
+
+
 def pictures(image_shape: list[int]) -> list[bytes]:
     """Requests with PNG files of random pixels."""
     rng = np.random.default_rng(0)
@@ -220,28 +251,45 @@ def pictures(image_shape: list[int]) -> list[bytes]:
 
 def measure(artifact: str, values: flags.FlagValues) -> dict:
     """One model's figures."""
-    batching, off = servers = Server(artifact, values.max_batch), Server(artifact, 1)
+    batching, off = servers = [Server(artifact, values.max_batch), Server(artifact, 1)]
+    if values.workers > 1:
+        servers.append(Server(artifact, values.max_batch, values.workers))
     requests = pictures(json.loads(batching.get("/"))["image_shape"])
     ask(batching.port, requests, values.clients, values.seconds)
-    model = InProcess(artifact, requests, round(batching.mean_batch()))
+    models = {size: InProcess(artifact, requests, size) for size in powers_around(batching.mean_batch())}
     for first in range(values.rounds):
         for server in servers if first % 2 else servers[::-1]:
             server.turn(requests, values.clients, values.seconds)
-        time.sleep(_PAUSE_SECONDS)
-        model.turn(values.seconds)
+        for model in models.values():
+            time.sleep(_PAUSE_SECONDS)
+            model.turn(values.seconds)
     mean_batch = batching.mean_batch()
     answered = [len(turn) / values.seconds for turn in batching.latencies[values.clients]]
     openly = {name: [] for name in _LOADS}
+    turned_away = collections.Counter()
     for _ in range(values.rounds):
         for name, share in _LOADS.items():
             time.sleep(_PAUSE_SECONDS)
             rate = share * statistics.median(answered)
-            openly[name].append(ask_at(batching.port, requests, rate, values.seconds))
+            latencies, refused = ask_at(batching.port, requests, rate, values.seconds)
+            openly[name].append(latencies)
+            turned_away[name] += refused
     for first in range(values.rounds):
         for server in servers if first % 2 else servers[::-1]:
             server.turn(requests, 1, values.seconds)
+    sizes = {
+        what: max(models, key=lambda size: statistics.median(getattr(models[size], what)))
+        for what in ("computed", "decoded")
+    }
     for server in servers:
         server.close()
+    more = {}
+    if values.workers > 1:
+        several = servers[-1]
+        more["throughput_of_workers_over_one_process"] = _over(
+            *([len(turn) for turn in server.latencies[values.clients]] for server in (several, batching))
+        )
+        more["with_workers"] = several.results(values.seconds)
     about = json.loads((Path(artifact) / "model.json").read_text())
     throughput, latency = (
         [measured(a) / measured(b) for a, b in zip(batching.latencies[clients], off.latencies[clients], strict=True)]
@@ -252,13 +300,22 @@ def measure(artifact: str, values: flags.FlagValues) -> dict:
         "image_shape": about["image_shape"],
         "parameters": about["parameters"],
         "throughput_over_without_batching": _spread(throughput),
-        "throughput_over_computing_in_process": _over(answered, model.computed),
-        "throughput_over_decoding_and_computing_in_process": _over(answered, model.decoded),
+        "throughput_over_computing_in_process": _over(answered, models[sizes["computed"]].computed),
+        "throughput_over_decoding_and_computing_in_process": _over(answered, models[sizes["decoded"]].decoded),
+        "in_process": {
+            f"batch_{size}": {
+                "images_per_second": statistics.median(model.computed),
+                "images_per_second_with_decoding": statistics.median(model.decoded),
+            }
+            for size, model in models.items()
+        },
+        **more,
         "open_loop": {
             name: {
                 "requests_per_second": _LOADS[name] * statistics.median(answered),
                 "milliseconds_p50": 1000 * float(np.percentile(np.concatenate(turns), 50)),
                 "milliseconds_p99": 1000 * float(np.percentile(np.concatenate(turns), 99)),
+                "turned_away": turned_away[name],
             }
             for name, turns in openly.items()
         },
@@ -281,7 +338,10 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_list("artifacts", [], "folders that `mlcn_jax export` wrote", flag_values=values)
     flags.DEFINE_integer("clients", 32, "connections at a time", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("max_batch", 64, "of the server with batching", lower_bound=2, flag_values=values)
-    flags.DEFINE_integer("rounds", 10, "interleaved rounds", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer(
+        "workers", 2, "processes of the third server; 1 leaves it out", lower_bound=1, flag_values=values
+    )
+    flags.DEFINE_integer("rounds", 20, "interleaved rounds", lower_bound=1, flag_values=values)
     flags.DEFINE_float("seconds", 3.0, "of each turn", lower_bound=0.1, flag_values=values)
     flags.DEFINE_string(
         "out", str(Path(__file__).parent / "results" / "serving.json"), "file to write", flag_values=values
@@ -298,6 +358,7 @@ def main(values: flags.FlagValues) -> None:
         "seconds": values.seconds,
         "clients": values.clients,
         "max_batch": values.max_batch,
+        "workers": values.workers,
         **host.environment(),
         "server_versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "models": [],

@@ -1,7 +1,7 @@
 """Training throughput against Keras on TensorFlow and PyTorch, and of CapsNet against MLCN.
 
     make bench
-    python -m benchmarks.train_step --peers=keras,torch
+    python -m benchmarks.train_step --networks=resnet --nofamilies
 
 The same network, start weights, batch and optimizer in every framework, checked first: losses of four steps must be
 equal. Then interleaved rounds of about a second each. The networks of the thesis's table 4.1 then take turns in
@@ -9,6 +9,7 @@ mlcn_jax alone. Writes `benchmarks/results/train_step.json` after each network.
 """
 
 import statistics
+import tempfile
 from pathlib import Path
 
 from absl import flags
@@ -22,7 +23,7 @@ def family(image_shape: tuple[int, int, int], rounds: int, dtype: str) -> dict[s
     """CapsNet's step time over each MLCN's on one image shape, in mlcn_jax."""
     chosen = [n for n in networks.NETWORKS.values() if n.image_shape == image_shape and n.kind != "resnet"]
     chosen.sort(key=lambda network: network.kind != "capsnet")
-    processes = [peers.Process(peers.OURS, "vmap", n, "train", n.batch, dtype, "") for n in chosen]
+    processes = [start(network, dtype) for network in chosen]
     warm = [peers.warm_up(process, "train") for process in processes]
     times = peers.take_turns(processes, "train", [max(2, round(1000 / w["milliseconds"])) for w in warm], rounds)
     results = {}
@@ -41,20 +42,31 @@ def family(image_shape: tuple[int, int, int], rounds: int, dtype: str) -> dict[s
     return results
 
 
+def start(network: networks.Network, dtype: str) -> peers.Process:
+    """Our process, once it has read its weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        peers.prepare(network, Path(folder), "train", dtype)
+        process = peers.Process(peers.OURS, "vmap", network, "train", network.batch, dtype, "", Path(folder))
+        process.ask("about")
+        return process
+
+
 def define(values: flags.FlagValues) -> None:
     peers.define_flags(values, "train_step")
     flags.DEFINE_bool("families", True, "also CapsNet against each MLCN of the thesis", flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:
-    results = peers.no_results(values)
-    for name in values.networks:
-        network = networks.find(name)
-        results["networks"][name] = peers.compare(
-            network, network.batch, values.peers, "train", values.rounds, values.dtype, values.peers_python
-        )
+    results = peers.no_results(values, "train")
+    for network in networks.chosen(values.networks):
+        with tempfile.TemporaryDirectory() as folder:
+            peers.prepare(network, Path(folder), "train", values.dtype)
+            results["networks"][network.name] = peers.compare(
+                *(network, network.batch, values.peers, "train", values.rounds, values.dtype, values.peers_python),
+                Path(folder),
+            )
         write_json(Path(values.out), results)
-        print(peers.table([results["networks"][name]]), flush=True)
+        print(peers.table([results["networks"][network.name]]), flush=True)
     print(peers.table(list(results["networks"].values())))
     if values.families:
         results["families"] = {}

@@ -133,7 +133,7 @@ def measure(batch: int, size: int, channels: int, filters: int, rounds: int) -> 
 
 
 def define(values: flags.FlagValues) -> None:
-    flags.DEFINE_integer("rounds", 10, "Interleaved rounds.", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("rounds", 20, "interleaved rounds.", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("batch", 100, "Images.", lower_bound=1, flag_values=values)
 
 

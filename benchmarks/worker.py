@@ -2,8 +2,9 @@
 
     python -m benchmarks.worker FRAMEWORK NETWORK VARIANT BATCH DTYPE WEIGHTS
 
-Each line of standard input is a command as JSON, each line of standard output its answer. Only the process that
-is working uses the CPU: the others wait for a line.
+WEIGHTS is a .npz file or, for frameworks that run an exported or converted model, the folder that holds it. Each line
+of standard input is a command as JSON, each line of standard output its answer. Only the process that is working uses
+the CPU: the others wait for a line.
 """
 
 import importlib
@@ -13,6 +14,7 @@ import os
 import platform
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -39,8 +41,9 @@ class Worker:
         for _ in range(_NUM_BATCHES):
             images = rng.integers(0, 256, shape, dtype=np.uint8)
             self.batches.append((images, rng.integers(0, NUM_CLASSES, int(batch), dtype=np.int32)))
-        arrays = dict(np.load(weights))
-        self.program = self.module.Program(NETWORKS[network], int(batch), arrays, variant, dtype)
+        source = Path(weights)
+        given = dict(np.load(source)) if source.suffix == ".npz" else source
+        self.program = self.module.Program(NETWORKS[network], int(batch), given, variant, dtype)
         self.count = 0
 
     def about(self):
@@ -64,9 +67,15 @@ class Worker:
             probabilities = self.program.infer(self.batches[0][0])
         return {"seconds": time.perf_counter() - started, "probabilities": probabilities.tolist()}
 
+    def runtime(self):
+        """What computes, where that is chosen by measuring."""
+        return self.program.runtime()
+
     def memory(self):
-        """Most memory of this process so far, and what it held once the framework was imported."""
-        return {"peak_bytes": _resident_bytes("VmHWM"), "imported_bytes": self.imported_bytes}
+        """Most memory so far: the device's if it has its own, else this process's; and that of the bare framework."""
+        on_device = getattr(self.module, "device_peak_bytes", lambda: None)()
+        host = {"host_peak_bytes": _resident_bytes("VmHWM"), "imported_bytes": self.imported_bytes}
+        return {"peak_bytes": host["host_peak_bytes"] if on_device is None else on_device, **host}
 
 
 def main():

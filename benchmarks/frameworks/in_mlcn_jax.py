@@ -1,4 +1,7 @@
-"""The networks in mlcn_jax: its own training step, compiled as the command `train` compiles it."""
+"""The networks in mlcn_jax: its own training step, compiled as the command `train` compiles it, and their exports."""
+
+import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +12,18 @@ from flax import traverse_util
 from benchmarks import networks
 from benchmarks.networks import Network
 from mlcn_jax import host
-from mlcn_jax.data import batches
+from mlcn_jax.config import RunConfig
 from mlcn_jax.distributed.mesh import place_batch
-from mlcn_jax.nn import capsules, conv
+from mlcn_jax.files import write_json
 from mlcn_jax.nn.calibration import calibrate, fold_statistics, whiten
-from mlcn_jax.nn.model import CapsuleNetwork, init_params
+from mlcn_jax.nn.model import init_params
 from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.serving import export
+from mlcn_jax.training.checkpoint import Trained
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+_OF_DATA = ("image_shape", "num_classes")  # fields of a `ModelSpec` that its images give
 
 
 def make_spec(network: Network, dtype: str = "float32") -> ModelSpec:
@@ -29,42 +35,45 @@ def make_spec(network: Network, dtype: str = "float32") -> ModelSpec:
     )
 
 
-def start_weights(network: Network, seed: int = 0, folded: bool = False) -> dict[str, np.ndarray]:
-    """The weights from which every framework starts, by their path in mlcn_jax's parameters.
-
-    If `folded`, normalisation has been folded into them with statistics of random images, as in an export.
-    """
+def start_params(network: Network, calibrated: bool = False) -> dict:
+    """The parameters from which every framework starts; if `calibrated`, with the statistics of random images."""
     spec = make_spec(network)
-    params = jax.jit(lambda key: init_params(spec, key))(jax.random.key(seed))
-    images = np.random.default_rng(seed).random((networks.BATCH, *network.image_shape), np.float32)
+    params = jax.jit(lambda key: init_params(spec, key))(jax.random.key(0))
+    images = np.random.default_rng(0).random((networks.BATCH, *network.image_shape), np.float32)
     if network.kind == "resnet":
         params = whiten(spec, params, images)
+    return calibrate(spec, params, [images]) if calibrated else params
+
+
+def start_weights(network: Network, folded: bool = False) -> dict[str, np.ndarray]:
+    """`start_params` by their path; if `folded`, with normalisation folded into them, as in an export."""
+    params = start_params(network, calibrated=folded)
     if folded:
-        params = fold_statistics(spec, calibrate(spec, params, [images]))
+        params = fold_statistics(make_spec(network), params)
     return traverse_util.flatten_dict(jax.device_get(params), sep="/")
 
 
+def write_export(network: Network, folder: Path, dtype: str) -> None:
+    """Writes the network as `mlcn_jax export` writes a trained one, to `folder/export`."""
+    spec = make_spec(network, dtype)
+    (folder / "export").mkdir()
+    fields = {name: value for name, value in dataclasses.asdict(spec).items() if name not in _OF_DATA}
+    config = RunConfig().replace({f"model.{name}": value for name, value in fields.items()})
+    write_json(folder / "export" / "config.json", config.to_dict())
+    names = tuple(map(str, range(networks.NUM_CLASSES)))
+    trained = Trained(spec, names, jax.device_get(start_params(network, calibrated=True)), 0)
+    export.write(trained, folder / "export", "python -m benchmarks.inference")
+
+
 class Program:
-    """Training and inference of one network, started from given weights."""
+    """Training of one network, started from given weights."""
 
     def __init__(self, network: Network, batch: int, weights: dict[str, np.ndarray], variant: str, dtype: str):
-        del batch
+        del batch, variant
         host.compute_in_turn()
         self.spec = make_spec(network, dtype)
         self.params = jax.device_put(traverse_util.unflatten_dict(weights, sep="/"))
         self.compiled = self.state = None
-        self._warm = False
-        options = conv.compiler_options(jax.default_backend())
-        if variant.endswith("frozen"):
-            weights, self.params = self.params, None
-            self._infer = jax.jit(lambda images: self._lengths(weights, images), compiler_options=options)
-        else:
-            infer = jax.jit(self._lengths, compiler_options=options)
-            self._infer = lambda images: infer(self.params, images)
-
-    def _lengths(self, params, images):
-        v = CapsuleNetwork(self.spec).apply({"params": params}, batches.to_pixels(images), method="encode")
-        return capsules.lengths(v)
 
     def train(self, images: np.ndarray, labels: np.ndarray):
         """Takes a training step; returns its loss, which `float` waits for."""
@@ -82,10 +91,7 @@ class Program:
         self.state, metrics = self.compiled(self.state, *batch)
         return metrics["loss"]
 
-    def infer(self, images: np.ndarray) -> np.ndarray:
-        """Class probabilities [batch, classes]."""
-        probabilities = np.asarray(self._infer(images))
-        if not self._warm:
-            host.return_unused_memory()  # as after compiling a training step
-            self._warm = True
-        return probabilities
+
+def device_peak_bytes() -> int | None:
+    """Most memory of the device so far; None where it is the host's."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -1,8 +1,9 @@
 """The networks in PyTorch, as one would write them there: one module after the other, lane by lane.
 
 The `grouped` variants compute all lanes at once: their first convolutions as one with more filters, the second
-ones as one grouped convolution, the last products as one batched product. The `frozen` ones have their weights
-compiled in. Weights are named as in mlcn_jax.
+ones as one grouped convolution, the last products as one batched product. The `nchw` ones hold images and kernels as
+PyTorch does by default, the others channels-last. The `frozen` ones have their weights compiled in. Weights are named
+as in mlcn_jax.
 """
 
 import numpy as np
@@ -188,8 +189,9 @@ class Program:
         for layer in ("hidden1", "hidden2", "pixels"):
             self.decoder.append(parameter(weights[f"decoder/{layer}/kernel"]))
             self.decoder.append(parameter(weights[f"decoder/{layer}/bias"]))
+        self.memory_format = torch.contiguous_format if "nchw" in variant else torch.channels_last
         for part in (self.encoder, self.decoder):
-            part.to(DEVICE, memory_format=torch.channels_last)
+            part.to(DEVICE, memory_format=self.memory_format)
         self.parameters = [*self.encoder.parameters(), *self.decoder.parameters()]
         self.optimizer = torch.optim.Adam(self.parameters, networks.LEARNING_RATE, eps=networks.EPSILON, fused=True)
         self.dtype = getattr(torch, dtype)
@@ -198,7 +200,7 @@ class Program:
         self._loss, self._lengths = wrap(self._loss), wrap(self._lengths)
 
     def _capsules(self, images):
-        x = (images.float() / 255).permute(0, 3, 1, 2)  # channels-last in memory as it is
+        x = (images.float() / 255).permute(0, 3, 1, 2).contiguous(memory_format=self.memory_format)
         with torch.autocast(DEVICE, self.dtype, enabled=self.dtype != torch.float32):
             return x, self.encoder(x).float()
 
@@ -238,3 +240,8 @@ class Program:
     def infer(self, images: np.ndarray) -> np.ndarray:
         """Class probabilities [batch, classes]."""
         return self._lengths(torch.from_numpy(images).to(DEVICE)).cpu().numpy()
+
+
+def device_peak_bytes() -> int | None:
+    """Most memory of the device so far; None where it is the host's."""
+    return torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None

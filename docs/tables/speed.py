@@ -1,6 +1,6 @@
 """Tables of speed, against the peers and of the parts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tables.parts import benchmark, measured_on, percent, place, table_of
@@ -10,35 +10,53 @@ def _mebibytes(framework: Mapping[str, Any]) -> str:
     return f"{framework['peak_bytes'] / 2**20:,.0f}"
 
 
-_FRAMEWORKS = ("mlcn_jax", "keras", "torch")
+_TITLES = {
+    "mlcn_jax": "mlcn_jax",
+    "chosen": "with the runtime chosen",
+    "onnxruntime": "ONNX Runtime",
+    "keras": "Keras",
+    "torch": "PyTorch",
+}
+
+
+def _frameworks(result: Mapping[str, Any]) -> list[str]:
+    """The frameworks that took part, in the order of `_TITLES`."""
+    there = next(iter(result["networks"].values()))["frameworks"]
+    return [name for name in _TITLES if name in there]
+
+
+def _header(before: str, frameworks: Sequence[str], unit: str, *between: str) -> str:
+    first, *others = (_TITLES[name] for name in frameworks)
+    return " | ".join([before, f"{first}, {unit}", *others, *between, f"peak MiB: {first}", *others])
 
 
 def _peer_versions(result: Mapping[str, Any]) -> str:
     frameworks = next(iter(result["networks"].values()))["frameworks"]
-    versions = {**frameworks["keras"]["versions"], **frameworks["torch"]["versions"]}
-    return ", ".join(f"{name} {versions[name]}" for name in ("keras", "tensorflow", "torch"))
+    versions = {name: v for entry in frameworks.values() for name, v in entry["versions"].items()}
+    there = (name for name in ("keras", "tensorflow", "torch", "onnxruntime") if name in versions)
+    return ", ".join(f"{name} {versions[name]}" for name in there)
 
 
 @place
 def train_step() -> str:
     result = benchmark("train_step")
+    names = _frameworks(result)
     rows = []
     for network in result["networks"].values():
         frameworks = network["frameworks"]
-        fastest = min(("keras", "torch"), key=lambda name: frameworks[name]["milliseconds"]["median"])
+        fastest = min(names[1:], key=lambda name: frameworks[name]["milliseconds"]["median"])
         ratio = frameworks[fastest]["ours_over_theirs"]
         rows.append(
             [
                 network["title"],
-                *(f"{frameworks[name]['images_per_second']:,.0f}" for name in _FRAMEWORKS),
+                network["batch"],
+                *(f"{frameworks[name]['images_per_second']:,.0f}" for name in names),
                 f"**{network['ours_over_fastest_peer']:.2f}** ({ratio['min']:.2f} to {ratio['max']:.2f})",
-                *(_mebibytes(frameworks[name]) for name in _FRAMEWORKS),
+                *(_mebibytes(frameworks[name]) for name in names),
             ]
         )
-    header = (
-        "network | mlcn_jax, images/s | Keras | PyTorch | ratio (min to max) | peak MiB: mlcn_jax | Keras | PyTorch"
-    )
-    return f"{table_of(header, rows)}\n\n{measured_on(result, _peer_versions(result), 'batch 100')}"
+    header = _header("network | batch", names, "images/s", "ratio (min to max)")
+    return f"{table_of(header, rows)}\n\n{measured_on(result, _peer_versions(result))}"
 
 
 @place
@@ -62,17 +80,20 @@ def allocator() -> str:
 @place
 def inference() -> str:
     result = benchmark("inference")
+    names = _frameworks(result)
+    ratios = {"ours_over_fastest_peer": "ratio", "chosen_over_fastest": "chosen over the fastest of all"}
+    ratios = {name: title for name, title in ratios.items() if name in next(iter(result["networks"].values()))}
     rows = [
         [
             network["title"],
             network["batch"],
-            *(f"{network['frameworks'][name]['milliseconds']['median']:.2f}" for name in _FRAMEWORKS),
-            f"**{network['ours_over_fastest_peer']:.2f}**",
-            *(_mebibytes(network["frameworks"][name]) for name in _FRAMEWORKS),
+            *(f"{network['frameworks'][name]['milliseconds']['median']:.2f}" for name in names),
+            *(f"**{network[name]:.2f}**" for name in ratios),
+            *(_mebibytes(network["frameworks"][name]) for name in names),
         ]
         for network in result["networks"].values()
     ]
-    header = "network | batch | mlcn_jax, ms | Keras | PyTorch | ratio | peak MiB: mlcn_jax | Keras | PyTorch"
+    header = _header("network | batch", names, "ms", *ratios.values())
     return f"{table_of(header, rows)}\n\n{measured_on(result, _peer_versions(result))}"
 
 
@@ -93,6 +114,7 @@ def roofline() -> str:
     rows = [
         [
             network["title"],
+            network.get("batch", 100),  # of every network when it was not written down
             f"{1e3 * network['seconds']:.0f}",
             f"{network['flops'] / 1e9:.1f}",
             f"{network['flops_of_plain_convolutions'] / 1e9:.1f}",
@@ -104,7 +126,7 @@ def roofline() -> str:
         for network in result["networks"].values()
     ]
     header = (
-        "network | ms | GFLOP | direct | share of the product rate | GB | share of the bandwidth | "
+        "network | batch | ms | GFLOP | direct | share of the product rate | GB | share of the bandwidth | "
         "largest part of the step"
     )
     return f"{table_of(header, rows)}\n\n{measured_on(result)}"
@@ -171,21 +193,35 @@ def onnx() -> str:
 def serving() -> str:
     result = benchmark("serving")
     clients = f"{result['clients']}_clients"
-    rows = [
-        [
-            f"`{model['lanes']}`" if model["lanes"] else "CapsNet",
-            f"{model['with_batching'][clients]['requests_per_second']:,.0f}",
-            f"{model['without_batching'][clients]['requests_per_second']:,.0f}",
-            f"{model['throughput_over_without_batching']['median']:.2f}",
-            f"{model['single_client_latency_over_without_batching']['median']:.2f}",
-        ]
-        for model in result["models"]
-    ]
-    header = (
-        f"model, {result['clients']} clients | with batching, requests/s | without | ratio | "
-        "latency of a single client, ratio"
-    )
-    return f"{table_of(header, rows)}\n\n{measured_on(result, 'clients and server on the same cores')}"
+    rows = []
+    for model in result["models"]:
+        openly = model.get("open_loop", {})
+        rows.append(
+            {
+                f"model, {result['clients']} clients": f"`{model['lanes']}`" if model["lanes"] else "CapsNet",
+                "with batching, requests/s": f"{model['with_batching'][clients]['requests_per_second']:,.0f}",
+                "without": f"{model['without_batching'][clients]['requests_per_second']:,.0f}",
+                "ratio": _median(model, "throughput_over_without_batching"),
+                "over computing in process": _median(model, "throughput_over_computing_in_process"),
+                "and decoding": _median(model, "throughput_over_decoding_and_computing_in_process"),
+                f"{result.get('workers')} processes over one": _median(model, "throughput_of_workers_over_one_process"),
+                **{
+                    f"p99 at {title} of the load, ms": f"{openly[load]['milliseconds_p99']:.1f}" if openly else "-"
+                    for load, title in _LOADS.items()
+                },
+                "latency of a single client, ratio": _median(model, "single_client_latency_over_without_batching"),
+            }
+        )
+    titles = [title for title in rows[0] if {row[title] for row in rows} != {"-"}]
+    table = table_of(" | ".join(titles), [[row[title] for title in titles] for row in rows])
+    return f"{table}\n\n{measured_on(result, 'clients and server on the same cores')}"
+
+
+_LOADS = {"half": "half", "nine_tenths": "nine tenths"}
+
+
+def _median(model: Mapping[str, Any], ratio: str) -> str:
+    return f"{model[ratio]['median']:.2f}" if ratio in model else "-"
 
 
 @place

@@ -50,7 +50,7 @@ class Batcher:
       max_batch: largest number of rows in a call, a power of two; 1 turns batching off.
       max_waiting: how many items may wait while others are computed.
       on_batch: called with the number of items of each batch, in the computing thread.
-      deadline_seconds: longest time from `submit` to the result.
+      deadline_seconds: longest time from an item's arrival to the result.
 
     Attributes:
       failed: whether the last call of `compute` raised.
@@ -101,13 +101,15 @@ class Batcher:
         items: Sequence[np.ndarray],
         is_gone: Callable[[], bool] = lambda: False,
         due: float = float("inf"),
+        arrived: float | None = None,
     ) -> list[asyncio.Future]:
         """Returns a future for each item's row, or for the error that `compute` raised; called in the event loop.
 
-        `due` is the time, on the clock of `time.monotonic`, by which these items should be ready, if that is earlier
-        than `deadline_seconds` from now: batches are only so large. Items are computed even if they are ready later.
+        Times are on the clock of `time.monotonic`. `due` is when these items should be ready, if that is earlier than
+        `deadline_seconds` after they have `arrived` (None is now): batches are only so large. Items are computed even
+        if they are ready later.
 
-        An item whose turn comes more than `deadline_seconds` from now is not computed, nor is one whose client
+        An item whose turn comes more than `deadline_seconds` after its arrival is not computed, nor is one whose client
         `is_gone`: their futures raise `Late` and `Gone`.
 
         Raises:
@@ -118,7 +120,7 @@ class Batcher:
         if self.waiting + len(items) > self._max_waiting:
             raise Full
         now = time.monotonic()
-        dropped = now + self._deadline_seconds
+        dropped = (now if arrived is None else arrived) + self._deadline_seconds
         if max(self._busy_until, now) + self.seconds_for(self.waiting + len(items)) > dropped:
             raise Late
         futures = [self._loop.create_future() for _ in items]

@@ -51,7 +51,7 @@ def export(workdir: Path) -> Path:
         made = Path(temporary) / "export"
         made.mkdir()
         write_json(made / "config.json", config.to_dict())
-        _write(trained, made, f"mlcn_jax export --workdir={shlex.quote(str(workdir))}")
+        write(trained, made, f"mlcn_jax export --workdir={shlex.quote(str(workdir))}")
         checked = artifact.Artifact(made, "xla")
         _check(trained, checked)
         card = model_card.text(checked, summary, config.data.dir)
@@ -60,7 +60,17 @@ def export(workdir: Path) -> Path:
     return folder
 
 
-def _write(trained: Trained, folder: Path, command: str) -> None:
+def write(trained: Trained, folder: Path, command: str) -> None:
+    """Writes a model as an artifact to an empty folder.
+
+    Args:
+      trained: the model; its normalisation is folded into its weights.
+      folder: the folder, which may hold other files of the artifact.
+      command: the command that exports the model again.
+
+    Raises:
+      InputError: flatbuffers is not installed.
+    """
     spec = trained.spec
     trained = dataclasses.replace(trained, params=fold_statistics(spec, trained.params))
     weights = flat_weights(trained.params["encoder"])

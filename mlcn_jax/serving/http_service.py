@@ -170,12 +170,19 @@ class BatchService:
         self._readers.shutdown(cancel_futures=True)
 
     async def receive(
-        self, headers: dict[bytes, bytes], receive: Receive, use: Callable[[bytes], T], small: Callable[[bytes], bool]
-    ) -> T:
-        """Reads a body and returns `use(body)`, computed in a thread unless `small(body)`.
+        self,
+        headers: dict[bytes, bytes],
+        receive: Receive,
+        use: Callable[[bytes], T],
+        small: Callable[[bytes], bool],
+        is_gone: Callable[[], bool] = lambda: False,
+    ) -> tuple[T, float]:
+        """Reads a body; returns `use(body)`, computed in a thread unless `small(body)`, and when its last byte arrived.
+
+        That time is on the clock of `time.monotonic`.
 
         Raises:
-          ClientDisconnect: the client disconnected.
+          ClientDisconnect: the client disconnected, or `is_gone` before its body is used.
           HTTPException: the body is too large, or too many large ones are arriving.
         """
         if b"upgrade" in headers:  # no body can be read after an upgrade
@@ -200,10 +207,16 @@ class BatchService:
                     raise self._too_large()
                 if self._held_bytes > _BODIES_HELD * most and received > SMALL_BYTES:
                     raise HTTPException(429, "too many large requests are arriving: try again", _RETRY)
-            body = b"".join(parts)
-            if small(body):
+            arrived, body = time.monotonic(), b"".join(parts)
+
+            def use_it() -> T:
+                if is_gone():
+                    raise ClientDisconnect
                 return use(body)
-            return await asyncio.get_running_loop().run_in_executor(self._readers, use, body)
+
+            if small(body):
+                return use_it(), arrived
+            return await asyncio.get_running_loop().run_in_executor(self._readers, use_it), arrived
         finally:
             self._held_bytes -= received
 
@@ -217,15 +230,16 @@ class BatchService:
         items: Sequence[np.ndarray],
         is_gone: Callable[[], bool] = lambda: False,
         due: float = float("inf"),
+        arrived: float | None = None,
     ) -> list[np.ndarray]:
-        """The computed row of each item, if possible by `due` (`Batcher.submit`).
+        """The computed row of each item, if possible by `due` (`Batcher.submit`, also for `arrived`).
 
         Raises:
           ClientDisconnect: the client `is_gone`, and not all items were computed.
           HTTPException: the queue is full, the deadline cannot be met, or the model failed.
         """
         try:
-            return [await row for row in self.batcher.submit(items, is_gone, due)]
+            return [await row for row in self.batcher.submit(items, is_gone, due, arrived)]
         except Full as error:
             raise self._full() from error
         except Late as error:

@@ -11,6 +11,9 @@ from mlcn_jax.host import adds_bytes_exactly, num_cores
 
 INPUT = "images"  # uint8 [n, height, width, channels]
 FULL_RANGE = "int8_full_range"  # metadata property of a file whose 8-bit weights use all 8 bits
+# Threads that wait for work spin within a call, as by default, but stop at its end: by default they go on for a while,
+# on cores that XLA, decoding and the server need (onnxruntime_session_options_config_keys.h).
+SESSION = {"session.force_spinning_stop": "1"}
 _log = logging.getLogger(__name__)
 
 
@@ -23,17 +26,19 @@ def open_onnx(path: Path, output: str, threads: int | None = None) -> Callable[[
       threads: number of threads that compute; by default one for each core.
 
     Raises:
-      InputError: ONNX Runtime is not installed, or cannot read the file.
+      InputError: ONNX Runtime cannot be imported, or cannot read the file.
     """
     try:
         import onnxruntime
     except ImportError as error:
         raise InputError(
-            f"{path} needs ONNX Runtime, which is not installed: pip install 'mlcn_jax[onnxruntime]'"
+            f"{path} needs ONNX Runtime, which cannot be imported ({error}): pip install 'mlcn_jax[onnxruntime]'"
         ) from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads or num_cores()
     options.log_severity_level = 3
+    for name, value in SESSION.items():
+        options.add_session_config_entry(name, value)
     try:
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # the exceptions of ONNX Runtime have no common base class

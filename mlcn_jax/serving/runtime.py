@@ -21,7 +21,7 @@ from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import program
-from mlcn_jax.serving.onnx_file import open_onnx
+from mlcn_jax.serving.onnx_file import SESSION, open_onnx
 from mlcn_jax.serving.parts import ONNX, XLA
 
 OUTPUT = "lengths"  # output name of a converted model
@@ -130,7 +130,8 @@ def choose(
       required: whether to use ONNX Runtime always, or only where it is faster and can be used.
 
     Raises:
-      InputError: ONNX Runtime is required and cannot be used, or computes other lengths than XLA.
+      InputError: ONNX Runtime is required and cannot be used, or computes other lengths than XLA. Where it is not
+        required, a warning says why it is not used.
     """
     problem = _problem(converted, manifest)
     if problem and required:
@@ -138,7 +139,13 @@ def choose(
     if problem:
         _log.warning("computing with XLA because ONNX Runtime cannot be used: %s", problem)
         return xla
-    own = open_onnx(converted, OUTPUT)
+    try:
+        own = open_onnx(converted, OUTPUT)
+    except InputError as error:
+        if required:
+            raise
+        _log.warning("computing with XLA because ONNX Runtime cannot be used: %s", error)
+        return xla
     if required:
         image = _noise(1, image_shape)
         if (differs := difference(own(image), xla(image))) > TOLERANCE:
@@ -147,13 +154,17 @@ def choose(
                 f"{differs:.2g}, {TOLERANCE:g} is allowed; use runtime {XLA}, or another version of onnxruntime"
             )
         return own
+    import onnxruntime  # asked for its version because its package has several names, such as onnxruntime-gpu
+
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     conditions = {
         "model": manifest["sha256"],
         "converted": _description(converted)["sha256"],
         "cpu": host.name_of(jax.local_devices()[0]),
         "features": host.cpu_digest(),
         "cores": host.num_cores(),
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "onnxruntime")},
+        "session": SESSION,
+        "versions": {**versions, "onnxruntime": onnxruntime.__version__},
     }
     record = host.cache_folder() / f"runtimes-{manifest['sha256'][:16]}.json"
     return Fastest({XLA: xla, ONNX: own}, image_shape, record, conditions)

@@ -161,7 +161,7 @@ def _protocol(service: "BatchService"):
 
         def _start_asgi_task(self, cycle, app):
             self._running = cycle
-            cycle.keep_alive &= not self._is_ending
+            cycle.keep_alive &= not self._is_ending or bool(self.pipeline)  # those that wait have arrived, too
             cycle.scope[IS_GONE] = lambda: cycle.disconnected
             super()._start_asgi_task(cycle, app)
 
@@ -262,7 +262,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--runtime", default="auto", help=RUNTIME_HELP)
     deadline = "seconds from a request to its answer; what cannot be answered by then is refused (503); 0 sets no limit"
     parser.add_argument("--deadline_seconds", default=0.0, type=float, help=deadline)
-    workers = "processes, each with the model; SIGHUP replaces them one by one without losing a request"
+    workers = "processes, each with the model; with 2 or more, SIGHUP replaces them one by one without losing a request"
     parser.add_argument("--workers", default=1, type=int, help=workers)
     add_limits(parser)
     return parser

@@ -42,11 +42,13 @@ class Asked:
       pixels: for each picture, uint8 [height, width, channels], or why it cannot be read.
       top: how many of the most probable classes to return; 0 for none.
       every: whether to return the probabilities of all classes.
+      arrived: when the request was complete, on the clock of `time.monotonic`.
     """
 
     pixels: Sequence[np.ndarray | str]
     top: int
     every: bool
+    arrived: float
 
     @property
     def good(self) -> list[np.ndarray]:
@@ -78,7 +80,7 @@ class Service(BatchService):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             asked = await self.read(scope, receive)
-            rows = iter(await self.rows(asked.good, scope.get(IS_GONE, lambda: False)))
+            rows = iter(await self.rows(asked.good, _is_gone(scope), arrived=asked.arrived))
         except ClientDisconnect:
             return
         found = [{"error": p} if isinstance(p, str) else self.prediction(next(rows), asked) for p in asked.pixels]
@@ -96,8 +98,10 @@ class Service(BatchService):
         def small(body: bytes) -> bool:
             return find is _whole and _is_small(body)
 
-        found, of_body = await self.receive(headers, receive, lambda body: self._pixels(find, body), small)
-        return Asked(found, self._count(of_body if asked is None else asked), "probabilities" in query)
+        (found, of_body), arrived = await self.receive(
+            headers, receive, lambda body: self._pixels(find, body), small, _is_gone(scope)
+        )
+        return Asked(found, self._count(of_body if asked is None else asked), "probabilities" in query, arrived)
 
     def answer(self, predictions: list[dict[str, Any]]) -> Response:
         """The response with a prediction, or an error, for each picture."""
@@ -161,6 +165,10 @@ class Service(BatchService):
 _Pixels = tuple[list[np.ndarray | str], str | None]  # for each picture, pixels or why it cannot be read; and `top`
 _Images = tuple[Sequence[bytes | str], str | None]  # for each picture, its file or what is wrong with it; and `top`
 _Finder = Callable[[bytes, int], _Images]  # finds the pictures in a body, at most the given number
+
+
+def _is_gone(scope: Scope) -> Callable[[], bool]:
+    return scope.get(IS_GONE, lambda: False)
 
 
 def _finder(headers: dict[bytes, bytes]) -> _Finder:

@@ -10,6 +10,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ import uvicorn
 from uvicorn.supervisors import Multiprocess
 
 _READY_SECONDS = 300  # time for a process to load its model and compile its programs
+_ANSWER_SECONDS = 10  # time for a process to say that it lives; one that does not is replaced
 
 
 class _Config(uvicorn.Config):
@@ -26,6 +28,7 @@ class _Config(uvicorn.Config):
     complete: Callable[["_Config"], None]
 
     def load(self) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is for the supervisor, which replaces this process
         threading.Thread(target=_end_with_parent, daemon=True).start()
         self.complete(self)
         super().load()
@@ -42,28 +45,50 @@ class _Workers(Multiprocess):
     """uvicorn's supervisor; starts one process before the others, and drops the metrics of those that ended."""
 
     message: str
-    is_ready: bool
+    has_failed = False  # whether a process could not start
+
+    def __init__(self, config: uvicorn.Config, sockets: list[socket.socket]):
+        super().__init__(config, sockets)
+        config.timeout_worker_healthcheck = _ANSWER_SECONDS
+        self._counted: set[int | None] = set()  # processes that may have metrics
+        for number in (signal.SIGTERM, signal.SIGINT):  # at once: uvicorn's own handlers wait for the next look around
+            signal.signal(number, lambda *_: self.should_exit.set())
 
     def init_processes(self) -> None:
         wanted, self.processes_num = self.processes_num, 1
         super().init_processes()  # if one cannot start, none can
-        self.is_ready = self._are_ready()
-        while self.is_ready and len(self.processes) < wanted:
+        is_ready = self._are_ready()
+        while is_ready and len(self.processes) < wanted:
             self.handle_ttin()  # one more
-        self.is_ready = self.is_ready and self._are_ready()
-        if self.is_ready:
+        if is_ready and self._are_ready():
             print(self.message, flush=True)
         else:
+            self.has_failed = not self.should_exit.is_set()
             self.should_exit.set()
 
     def _are_ready(self) -> bool:
         return all(process.wait_until_ready(_READY_SECONDS, self.should_exit) for process in self.processes)
 
+    def restart_all(self) -> None:
+        self.config.timeout_worker_healthcheck = (
+            _READY_SECONDS  # uvicorn has one time for being ready and for answering
+        )
+        super().restart_all()
+        self.config.timeout_worker_healthcheck = _ANSWER_SECONDS
+
     def keep_subprocess_alive(self) -> None:
-        before = {process.pid for process in self.processes}
         super().keep_subprocess_alive()
-        for pid in before - {process.pid for process in self.processes}:
+        now = {process.pid for process in self.processes}
+        for pid in self._counted - now:
             prometheus_client.multiprocess.mark_process_dead(pid)
+        self._counted = now
+
+    def join_all(self) -> None:
+        last = time.monotonic() + (self.config.timeout_graceful_shutdown or 0) + _ANSWER_SECONDS
+        for process in self.processes:
+            process.process.join(max(0.0, last - time.monotonic()))
+            process.kill()  # if it is stuck
+            process.join()
 
 
 def run(
@@ -81,11 +106,11 @@ def run(
     Returns:
       Whether all could start; a process that could not has printed the reason.
     """
-    config = _Config("", workers=workers, timeout_worker_healthcheck=_READY_SECONDS, **settings)
+    config = _Config("", workers=workers, **settings)
     config.complete = complete
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # read by prometheus_client
         supervisor = _Workers(config, [listener])
         supervisor.message = message
         supervisor.run()
-    return supervisor.is_ready
+    return not supervisor.has_failed

@@ -42,7 +42,7 @@ class NodeService(BatchService):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.check_room()
         try:
-            nonce, rows = await self.receive(
+            (nonce, rows), _ = await self.receive(
                 dict(scope["headers"]), receive, self._read, lambda body: len(body) <= SMALL_BYTES
             )
             sums = np.stack(await self.rows(list(rows), scope.get(IS_GONE, lambda: False)))

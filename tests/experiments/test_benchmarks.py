@@ -1,15 +1,19 @@
 """benchmarks: what is counted and compared; the figures themselves are not tested."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import traverse_util
 
-from benchmarks import distillation, networks, peers, roofline
-from benchmarks.frameworks import in_mlcn_jax
+from benchmarks import distillation, networks, peers, roofline, single_image
+from benchmarks.frameworks import in_artifact, in_mlcn_jax
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules, losses
 from mlcn_jax.nn.distillation import Distillation
-from mlcn_jax.nn.model import apply_model
+from mlcn_jax.nn.model import apply_model, class_lengths, encode
+from mlcn_jax.serving import onnx
 
 TINY = networks.Network("mlcn2", (18, 18, 1), lanes=2, width=1)
 
@@ -30,33 +34,107 @@ def test_shares_of_a_profile_add_up_by_part():
     assert next(iter(kinds)) == "ynn_fusion f32[10000,256], encoder, backward: map between the convolutions"
 
 
+def test_the_time_of_one_image_is_split_by_what_operations_do():
+    hlo = """
+      %ynn_fusion.3 = f32[1,256]{1,0} fusion(%a), metadata={op_name="jit(lengths)/encoder/dot_general"}
+      %copy.2 = f32[8]{0} copy(%b)
+      ROOT %multiply.1 = f32[8]{0} multiply(%b, %c), metadata={op_name="jit(lengths)/encoder/mul"}
+    """
+    parts = single_image.parts_of(hlo, {"ynn_fusion.3": 6000, "copy.2": 1000, "multiply.1": 3000}, 10)
+    assert parts == {"products": 0.6, "layout": 0.1, "element-wise and sums": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("op_name", "shape", "part"),
+    [
+        ("jvp(x)/encoder/trunk/conv_general_dilated", (500, 31, 31, 32), "forward: convolutions, 31x31"),
+        ("transpose(jvp(x))/encoder/trunk/conv_general_dilated", (500, 15, 15, 32), "backward: convolutions, 15x15"),
+        ("transpose(jvp(x))/encoder/trunk/conv_general_dilated", (3, 3, 32, 96), "backward: gradients of kernels"),
+        ("jvp(x)/encoder/trunk/reduce_max", (500, 7, 7, 96), "forward: pooling, 7x7"),
+        ("transpose(jvp(x))/encoder/trunk/eq", (500, 15, 2, 15, 2, 64), "backward: pooling, 15x15"),
+        ("jvp(x)/encoder/trunk/tanh", (500, 3, 3, 128), "forward: normalisation and activation, 3x3"),
+        ("jvp(x)/encoder/head/dot_general", (500, 10), "forward: convolutions, head and statistics"),
+    ],
+)
+def test_operations_of_residual_lanes_are_told_apart_by_their_maps(op_name, shape, part):
+    network = networks.find("resnet_8xw2d2_32x32x3")
+    assert roofline.part_of(network, f"jit(step)/{op_name}", shape) == f"encoder, {part}"
+
+
 @pytest.mark.long
-def test_our_program_trains_and_predicts_the_network_that_it_is_named_after(rng):
+def test_our_program_trains_the_network_that_it_is_named_after(rng):
     images = rng.integers(0, 256, (4, *TINY.image_shape), dtype=np.uint8)
     labels = rng.integers(0, networks.NUM_CLASSES, 4, dtype=np.int32)
     weights = in_mlcn_jax.start_weights(TINY)
     program = in_mlcn_jax.Program(TINY, 4, weights, "vmap", "float32")
-    params = program.params
-    v, reconstructions = apply_model(in_mlcn_jax.make_spec(TINY), params, images / np.float32(255), labels)
-    probabilities = capsules.lengths(v)
-    loss = jnp.mean(losses.margin_loss(probabilities, labels))
+    v, reconstructions = apply_model(in_mlcn_jax.make_spec(TINY), program.params, images / np.float32(255), labels)
+    loss = jnp.mean(losses.margin_loss(capsules.lengths(v), labels))
     loss += networks.RECONSTRUCTION_WEIGHT * jnp.mean(losses.reconstruction_loss(reconstructions, images / 255))
-    np.testing.assert_allclose(program.infer(images), probabilities, rtol=1e-4)
     first, later = (float(program.train(images, labels)) for _ in range(2))
     np.testing.assert_allclose(first, loss, rtol=1e-5)
     assert later < first
 
 
 @pytest.mark.long
-def test_residual_lanes_infer_with_normalisation_folded_in(rng):
+def test_what_infers_is_the_export_of_the_weights_that_the_peers_get(rng, tmp_path):
     network = networks.Network("resnet", (10, 10, 1), lanes=2, width=1, depth=2)
-    images = rng.integers(0, 256, (4, *network.image_shape), dtype=np.uint8)
-    weights = in_mlcn_jax.start_weights(network, folded=True)
-    program = in_mlcn_jax.Program(network, 4, weights, "vmap", "float32")
-    probabilities = program.infer(images)
-    np.testing.assert_allclose(np.square(probabilities).sum(axis=1), network.lanes, rtol=1e-5)
-    one_by_one = np.concatenate([program.infer(image[None]) for image in images])
-    np.testing.assert_allclose(one_by_one, probabilities, rtol=1e-4)  # no image depends on the others
+    images = rng.integers(0, 256, (5, *network.image_shape), dtype=np.uint8)
+    peers.prepare(network, tmp_path, "infer", "float32")
+    program = in_artifact.Program(network, 5, tmp_path, "xla", "float32")
+    lengths = program.infer(images)
+    assert program.runtime() == "xla"
+    np.testing.assert_allclose(np.square(lengths).sum(axis=1), network.lanes, rtol=1e-5)
+    weights = traverse_util.unflatten_dict(dict(np.load(tmp_path / "weights.npz")), sep="/")
+    v = encode(in_mlcn_jax.make_spec(network), weights["encoder"], images / np.float32(255))
+    np.testing.assert_allclose(lengths, class_lengths(in_mlcn_jax.make_spec(network), v), rtol=1e-4)
+    assert onnx.read_export(tmp_path).spec == in_mlcn_jax.make_spec(network)  # as `benchmarks.convert` reads it
+
+
+class Process:
+    """A variant that takes so many milliseconds."""
+
+    def __init__(self, variant, milliseconds):
+        self.variant, self.milliseconds, self.is_open = variant, milliseconds, True
+
+    def ask(self, do, steps):
+        return {"seconds": steps * self.milliseconds / 1000, "probabilities": [0.0]}
+
+    def close(self):
+        self.is_open = False
+
+
+def test_the_fastest_variant_is_found_in_turns_and_the_others_are_closed(monkeypatch):
+    monkeypatch.setattr(peers, "_PAUSE_SECONDS", 0)
+    made, most = [], 0
+
+    def start(variant, milliseconds):
+        nonlocal most
+        made.append(Process(variant, milliseconds))
+        most = max(most, sum(process.is_open for process in made))
+        return made[-1]
+
+    cases = {"eager": 4.0, "compiled": 2.0, "eager_nchw": 5.0, "compiled_nchw": 1.0}
+    process, warm, trials = peers.fastest_variant("infer", [functools.partial(start, *case) for case in cases.items()])
+    assert (process.variant, warm["milliseconds"], most) == ("compiled_nchw", pytest.approx(1.0), 2)
+    assert trials == pytest.approx(cases)
+    assert [process.variant for process in made if process.is_open] == ["compiled_nchw"]
+
+
+def test_ours_is_compared_with_the_peers_and_the_runtime_chosen_with_everything():
+    def over(ours, chosen):
+        ratios = {"ours_over_theirs": ours, "chosen_over_theirs": chosen}
+        return {name: {"median": ratio} for name, ratio in ratios.items() if ratio}
+
+    frameworks = {
+        "mlcn_jax": over(None, 0.95),
+        "chosen": {},
+        "onnxruntime": over(0.5, 1.02),
+        "keras": over(1.4, 1.6),
+        "torch": over(0.9, 1.1),
+    }
+    assert peers.ratios(frameworks) == {"ours_over_fastest_peer": 0.9, "chosen_over_fastest": 0.95}
+    assert peers.ratios({"torch": over(0.9, None), "mlcn_jax": {}}) == {"ours_over_fastest_peer": 0.9}
+    assert peers.ratios({"mlcn_jax": {}}) == {}
 
 
 def test_kept_outputs_are_compared_with_computed_ones_on_the_same_images_and_pay_for_their_pass():
@@ -89,6 +167,12 @@ def test_unknown_networks_and_missing_peers_are_named():
         networks.find("mlcn3")
     with pytest.raises(InputError, match="make bench"):
         peers.check_peers_python("nowhere/python")
+
+
+def test_networks_are_chosen_by_name_and_by_set():
+    published, residual = (networks.chosen([name]) for name in ("published", "resnet"))
+    assert (len(published), [n.batch for n in residual]) == (11, [500] * 3)
+    assert networks.chosen(["resnet", "all"]) == [*residual, *published]
 
 
 def test_networks_of_the_thesis_are_all_there():

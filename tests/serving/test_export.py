@@ -94,7 +94,7 @@ def test_lanes_that_classify_alone_and_signed_pixels_are_exported(exported, tmp_
     trained = checkpoint.load_trained(exported)
     count = sum(group.count for group in trained.spec.lane_groups)
     spec = dataclasses.replace(trained.spec, margin_loss="per_lane", signed_pixels=True)
-    export._write(dataclasses.replace(trained, spec=spec), tmp_path, "command")
+    export.write(dataclasses.replace(trained, spec=spec), tmp_path, "command")
     images = rng.integers(0, 256, (2, *spec.image_shape)).astype(np.uint8)
     loaded = artifact.Artifact(tmp_path)
     v = encode(trained.spec, trained.params["encoder"], 2 * to_pixels(images) - 1)

@@ -1,7 +1,10 @@
 """The runtime that computes is the one measured to be faster, for the same lengths, on this CPU."""
 
+import importlib.metadata
 import json
+import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,7 @@ from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.serving import runtime
 from mlcn_jax.serving.artifact import Artifact
+from mlcn_jax.serving.onnx_file import open_onnx
 from mlcn_jax.serving.predict import open_model
 
 SHAPE = (4, 4, 1)
@@ -115,8 +119,46 @@ def test_a_converted_model_that_cannot_be_used_is_named(exported, tmp_path, monk
     converted.write_bytes(b"other")
     refused("was altered or truncated")
     converted.write_bytes(b"model")
+    refused("ONNX Runtime .* cannot read")  # what is no model at all
+    (tmp_path / "onnxruntime.py").write_text("raise ImportError('libstdc++.so.6 is too old')")
+    with monkeypatch.context() as broken:
+        broken.syspath_prepend(tmp_path)
+        broken.delitem(sys.modules, "onnxruntime", raising=False)
+        refused(r"cannot be imported \(libstdc\+\+\.so\.6 is too old\)")
     monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: None)
     refused(r"pip install .mlcn_jax\[onnxruntime\]")
+
+
+def test_a_package_of_onnx_runtime_of_another_name_is_used(tmp_path, monkeypatch):
+    installed = importlib.metadata.version
+
+    def version(name):
+        if name == "onnxruntime":  # as where only onnxruntime-gpu is installed
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    own, converted = lengths_of([], "onnxruntime"), tmp_path / "model.onnx"
+    converted.with_suffix(".json").write_text('{"sha256": "b"}')
+    monkeypatch.setattr(runtime, "_problem", lambda path, manifest: "")
+    monkeypatch.setattr(runtime, "open_onnx", lambda path, output: own)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = runtime.choose(lengths_of([], "xla"), converted, {"sha256": "a"}, SHAPE, required=False)
+    assert isinstance(found, runtime.Fastest)
+
+
+def test_threads_of_onnx_runtime_do_not_spin_between_calls(tmp_path, monkeypatch):
+    opened: list = []
+
+    class Session:
+        def __init__(self, path, options, providers):
+            opened.append(options.get_session_config_entry("session.force_spinning_stop"))
+
+        def get_modelmeta(self):
+            return types.SimpleNamespace(custom_metadata_map={})
+
+    monkeypatch.setattr(pytest.importorskip("onnxruntime"), "InferenceSession", Session)
+    open_onnx(tmp_path / "model.onnx", runtime.OUTPUT)
+    assert opened == ["1"]
 
 
 @pytest.mark.parametrize(("error", "used"), [(1e-6, True), (1e-3, False)])

@@ -3,17 +3,16 @@
 import asyncio
 import base64
 import hashlib
-import io
 import json
 import os
 import re
-import threading
 import time
 import warnings
 
 import numpy as np
 import pytest
 from made_files import FORM, JSON, RAW, form, huge_png, in_json
+from made_service import Slow, ask, in_process, pixel, until
 from PIL import Image
 
 from mlcn_jax.errors import InputError
@@ -33,70 +32,6 @@ def folder(exported):
 @pytest.fixture(scope="module")
 def model(folder):
     return artifact.Artifact(folder)
-
-
-class Slow:
-    """A model that takes its time: it answers once `go` is set."""
-
-    class_names, image_shape, step, exported = ("dark", "light"), (2, 2, 1), 1, "today"
-    runtime = "xla"
-
-    def __init__(self):
-        self.entered, self.go, self.sizes = threading.Event(), threading.Event(), []
-
-    def probabilities(self, images):
-        self.entered.set()
-        self.go.wait(30)
-        self.sizes.append(len(images))
-        if images[0].max() == 13:
-            raise RuntimeError("thirteen")
-        light = images.mean(axis=(1, 2, 3)) / 255
-        return np.stack([1 - light, light], axis=1)
-
-
-def pixel(value):
-    buffer = io.BytesIO()
-    Image.new("L", (2, 2), value).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.01)
-
-
-async def ask(
-    app, body, path="/predict", method="POST", whole=None, query=b"", headers=(), parse=json.loads, scope=None
-):
-    """Status, headers and answer of an ASGI application, if there is one; the body ends once `whole` is set."""
-    scope = {**(scope or {}), "type": "http", "method": method, "path": path, "query_string": query, "root_path": ""}
-    scope["headers"] = [(name.lower().encode(), value.encode()) for name, value in dict(headers).items()]
-    sent, parts = [], [body, b""] if whole else [body]
-
-    async def receive():
-        part = parts.pop(0)
-        if whole and not parts:
-            await whole.wait()
-        return {"type": "http.request", "body": part, "more_body": bool(parts)}
-
-    async def send(message):
-        sent.append(message)
-
-    await app(scope, receive, send)
-    return (sent[0]["status"], dict(sent[0]["headers"]), parse(sent[1]["body"])) if sent else None
-
-
-def in_process(check, **limits):
-    """Runs `check(app, slow, service)`, a coroutine, with a server without HTTP before a slow model."""
-    slow = Slow()
-    values = {"max_batch": 8, "max_queue": 8, "max_body_bytes": 1000, "max_images": 4, "max_connections": 9} | limits
-    service = Service(slow, Limits(timeout_seconds=5, **values))
-
-    async def run():
-        async with service.running(None):
-            await asyncio.wait_for(check(application(service), slow, service), 30)
-
-    asyncio.run(run())
 
 
 def test_a_training_run_is_served_without_exporting_it(folder, monkeypatch):
@@ -333,6 +268,29 @@ def test_what_cannot_be_answered_by_the_deadline_is_refused_at_once_and_late_ite
         assert (await ask(app, pixel(202)))[0] == 200
 
     in_process(check, deadline_seconds=1.0)
+
+
+def test_the_deadline_counts_from_the_arrival_of_a_request_not_from_when_it_was_decoded():
+    async def check(app, slow, service):
+        slow.go.set()
+        assert (await ask(app, pixel(0)))[0] == 200
+        decode = service._pixels
+        service._pixels = lambda find, body: time.sleep(1.1) or decode(find, body)
+        assert (await ask(app, pixel(0)))[0] == 503
+        assert slow.sizes == [1]
+
+    in_process(check, deadline_seconds=1.0)
+
+
+def test_what_a_client_that_has_left_sent_is_not_decoded():
+    async def check(app, slow, service):
+        decoded = []
+        service._pixels = lambda find, body: decoded.append(body)
+        for body in (pixel(0), bytes(20_000)):  # by the event loop, and by a thread
+            assert await ask(app, body, scope={IS_GONE: lambda: True}) is None
+        assert decoded == []
+
+    in_process(check, max_body_bytes=20_000)
 
 
 def test_a_model_too_slow_for_the_deadline_is_named():

@@ -1,0 +1,136 @@
+"""Where the time of a single image goes: dispatch, layout, products, and weights that are laid out at each call.
+
+    python -m benchmarks.single_image
+    python -m benchmarks.single_image --networks=mlcn1_4x4_28x28x1
+
+In interleaved rounds, from a uint8 image in host memory to lengths there: the export as `predict` and `serve` run it;
+the same function jitted with its weights compiled in, and with its weights as arguments, whose difference is what
+laying weights out at each call costs; and a program that computes nothing, which is dispatch, the image's way in and
+the lengths' way out. Parts are the time of XLA's operations of the second, by what they do, and what is left of its own
+time; FLOPs of its products over their time stand against the machine's rate for large ones. Writes
+`benchmarks/results/single_image.json`.
+"""
+
+import collections
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import flags
+
+from benchmarks import networks, peers, roofline
+from benchmarks.frameworks import in_artifact, in_mlcn_jax
+from mlcn_jax import host
+from mlcn_jax.data.batches import to_pixels
+from mlcn_jax.files import write_json
+from mlcn_jax.launch import launch_script
+from mlcn_jax.nn import conv
+from mlcn_jax.nn.calibration import fold_statistics
+from mlcn_jax.nn.model import class_lengths, encode
+from mlcn_jax.placement import cost
+
+_CALLS = 50  # in a round
+_PARTS = {  # by the operation that a result comes from, or else by the kind of XLA's operation; the first counts
+    "products": "conv_general_dilated|dot_general|^dot|^convolution",
+    "layout": "transpose|reshape|copy|pad|slice|concatenate|gather|broadcast",
+}
+
+
+def part_of(name: str, op_name: str) -> str:
+    """What an operation of a program does."""
+    return next(
+        (part for part, pattern in _PARTS.items() if re.search(pattern, op_name.rpartition("/")[2] or name)),
+        "element-wise and sums",
+    )
+
+
+def parts_of(hlo: str, microseconds: dict[str, float], calls: int) -> dict[str, float]:
+    """Milliseconds of a call in each part."""
+    pattern = r"^\s*(?:ROOT )?%?([\w.-]+) = (?:.*?op_name=\"(.*?)\")?"
+    op_names = dict(re.findall(pattern, hlo, re.MULTILINE))
+    found = collections.Counter()
+    for name, duration in microseconds.items():
+        found[part_of(name, op_names.get(name, ""))] += duration / calls / 1000
+    return dict(found)
+
+
+def measure(network: networks.Network, rounds: int, product_rate: Callable[[], float]) -> dict:
+    """Milliseconds of each way, and the parts of the second."""
+    spec = in_mlcn_jax.make_spec(network)
+    encoder = fold_statistics(spec, in_mlcn_jax.start_params(network, calibrated=True))["encoder"]
+    image = np.random.default_rng(0).integers(0, 256, (1, *network.image_shape), np.uint8)
+    options = conv.compiler_options(jax.default_backend())
+
+    def lengths(encoder, images):
+        return class_lengths(spec, encode(spec, encoder, to_pixels(images)))
+
+    given = jax.jit(lengths, compiler_options=options)
+    within = jax.jit(lambda images: lengths(encoder, images), compiler_options=options).lower(image).compile()
+    nothing = jax.jit(lambda images: jax.numpy.zeros((len(images), networks.NUM_CLASSES)), keep_unused=True)
+    with tempfile.TemporaryDirectory() as folder:
+        in_mlcn_jax.write_export(network, Path(folder), "float32")
+        program = in_artifact.Program(network, 1, Path(folder), "xla", "float32")
+    calls = {
+        "export": lambda: program.infer(image),
+        "weights compiled in": lambda: np.asarray(within(image)),
+        "weights as arguments": lambda: np.asarray(given(encoder, image)),
+        "nothing": lambda: np.asarray(nothing(image)),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    rates = []
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            call()
+            started = time.perf_counter()
+            for _ in range(_CALLS):
+                call()
+            taken[name].append(1000 * (time.perf_counter() - started) / _CALLS)
+        rates.append(product_rate())
+    milliseconds = {name: statistics.median(values[1:]) for name, values in taken.items()}
+    microseconds = roofline.traced_microseconds(calls["weights compiled in"])
+    parts = parts_of(within.as_text(), microseconds, roofline.STEPS)
+    flops, rate = cost.matmul_flops(lengths, encoder, image), max(rates[1:])
+    return {
+        "title": network.title,
+        "milliseconds": milliseconds,
+        "parts_milliseconds": parts | {"not in operations": milliseconds["weights compiled in"] - sum(parts.values())},
+        "flops": flops,
+        "product_flops_per_second": rate,
+        "share_of_product_rate": flops / rate / (parts["products"] / 1000) if parts.get("products") else None,
+    }
+
+
+def product_rate() -> Callable[[], float]:
+    """A function that measures FLOPs a second of a large product."""
+    run, flops = next(iter(roofline.compile_probes().values()))
+
+    def rate() -> float:
+        started = time.perf_counter()
+        jax.block_until_ready(run())
+        return flops / (time.perf_counter() - started)
+
+    return rate
+
+
+def define(values: flags.FlagValues) -> None:
+    peers.define_networks(values)
+    flags.DEFINE_integer("rounds", 20, "interleaved rounds", lower_bound=1, flag_values=values)
+    flags.DEFINE_string("out", str(peers.RESULTS / "single_image.json"), "file to write", flag_values=values)
+
+
+def main(values: flags.FlagValues) -> None:
+    results = {"rounds": values.rounds, **host.environment(), "networks": {}}
+    rate = product_rate()
+    for network in networks.chosen(values.networks):
+        results["networks"][network.name] = entry = measure(network, values.rounds, rate)
+        write_json(Path(values.out), results)
+        print(network.title, entry["milliseconds"], entry["parts_milliseconds"], flush=True)
+
+
+if __name__ == "__main__":
+    launch_script(define, main)

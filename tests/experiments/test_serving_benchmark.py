@@ -1,0 +1,52 @@
+"""benchmarks.serving: what its clients count, and what the server is compared with."""
+
+import contextlib
+import itertools
+import socketserver
+import threading
+
+import pytest
+
+from benchmarks import serving
+from mlcn_jax.errors import InputError
+
+
+@contextlib.contextmanager
+def server(statuses):
+    """The port of a server that answers with these statuses in turn, again and again."""
+    turns, lock = itertools.cycle(statuses), threading.Lock()
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self):
+            with contextlib.suppress(ConnectionError):  # the client may leave
+                while self.request.recv(2**16):
+                    with lock:
+                        status = next(turns)
+                    self.request.sendall(b"HTTP/1.1 %d X\r\ncontent-length: 2\r\n\r\n{}" % status)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as found:
+        found.daemon_threads = True
+        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
+        yield found.server_address[1]
+        found.shutdown()
+
+
+def test_requests_that_a_server_turns_away_are_counted_and_do_not_end_the_measurement():
+    with server([200, 200, 429]) as port:
+        latencies, turned_away = serving.ask_at(port, [b"request"], 100, 0.3)
+    assert (len(latencies), turned_away) == (20, 10)
+
+
+def test_any_other_answer_ends_it():
+    with server([500]) as port, pytest.raises(InputError, match=r"answered .*500"):
+        serving.ask_at(port, [b"request"], 100, 0.1)
+
+
+def test_clients_that_ask_in_turn_must_not_be_turned_away():
+    with server([200, 429]) as port, pytest.raises(InputError, match="give fewer --clients"):
+        serving.ask(port, [b"request"], 2, 5)
+
+
+@pytest.mark.parametrize(("mean", "sizes"), [(1, [1]), (1.4, [1, 2]), (16, [16]), (17.2, [16, 32]), (31.9, [16, 32])])
+def test_the_model_alone_computes_batches_that_are_not_padded(mean, sizes):
+    assert serving.powers_around(mean) == sizes

@@ -1,0 +1,115 @@
+"""The supervisor of several serving processes: what it does with one that is stuck, replaced or ended."""
+
+import signal
+
+import prometheus_client.multiprocess
+import pytest
+from uvicorn.supervisors import multiprocess
+
+from mlcn_jax.serving import workers
+
+
+class Process:
+    """A process that is ready at once, and lives until it is killed or has `ended`."""
+
+    def __init__(self, config, sockets):
+        made.append(self)
+        self.pid, self.exitcode, self.calls, self.has_ended = len(made), None, [], False
+        self.process = self
+
+    def note(self, *call):
+        self.calls.append(call)
+
+    def is_alive(self, timeout):
+        self.note("is_alive", timeout)
+        return not self.has_ended
+
+    def wait_until_ready(self, timeout, should_exit):
+        self.note("wait_until_ready", timeout)
+        return not should_exit.is_set()
+
+    def start(self):
+        self.note("start")
+
+    def terminate(self):
+        self.note("terminate")
+
+    def kill(self):
+        self.note("kill")
+
+    def join(self, timeout=None):
+        self.note("join", timeout)
+
+
+made: list[Process] = []
+
+
+@pytest.fixture
+def supervisor(monkeypatch):
+    """A supervisor of two processes that have started, and the processes whose metrics were dropped."""
+    before = {number: signal.getsignal(number) for number in multiprocess.SIGNALS}
+    monkeypatch.setattr(multiprocess, "Process", Process)
+    made.clear()
+    dropped: list[int] = []
+    monkeypatch.setattr(prometheus_client.multiprocess, "mark_process_dead", dropped.append)
+    found = workers._Workers(workers._Config("", workers=2, timeout_graceful_shutdown=7), [])
+    found.message, found.dropped = "serving", dropped
+    found.init_processes()
+    yield found
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def look(supervisor):
+    supervisor.handle_signals()
+    supervisor.keep_subprocess_alive()
+
+
+def test_a_process_has_minutes_to_start_but_seconds_to_say_that_it_lives(supervisor):
+    look(supervisor)
+    supervisor.signal_queue.append(signal.SIGHUP)
+    look(supervisor)
+    calls = [call for process in made for call in process.calls]
+    assert {seconds for name, *seconds in calls if name == "wait_until_ready" for seconds in seconds} == {300}
+    assert {seconds for name, *seconds in calls if name == "is_alive" for seconds in seconds} == {10}
+
+
+def test_metrics_of_processes_that_ended_or_were_replaced_are_dropped(supervisor):
+    look(supervisor)
+    made[0].has_ended = True
+    look(supervisor)
+    assert supervisor.dropped == [1]
+    supervisor.signal_queue.append(signal.SIGHUP)
+    look(supervisor)
+    assert [process.pid for process in supervisor.processes] == [4, 5]
+    assert sorted(supervisor.dropped) == [1, 2, 3]
+
+
+def test_the_end_is_asked_for_at_once_and_waits_for_no_stuck_process(supervisor):
+    signal.raise_signal(signal.SIGTERM)
+    assert supervisor.should_exit.is_set()
+    supervisor.join_all()
+    for process in made:
+        (_, patience), *rest = process.calls[-3:]
+        assert 0 < patience <= 17
+        assert rest == [("kill",), ("join", None)]
+    assert not supervisor.has_failed
+
+
+def test_a_signal_while_processes_start_is_no_failure_to_start(supervisor):
+    supervisor.processes.clear()
+    signal.raise_signal(signal.SIGINT)
+    supervisor.init_processes()
+    assert not supervisor.has_failed
+
+
+def test_a_process_leaves_sighup_to_its_supervisor(monkeypatch):
+    before = signal.getsignal(signal.SIGHUP)
+    monkeypatch.setattr(workers, "_end_with_parent", lambda: None)
+    config = workers._Config("", workers=2)
+    config.complete = lambda config: setattr(config, "app", lambda scope, receive, send: None)
+    try:
+        config.load()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
