@@ -32,7 +32,8 @@ class DataSettings:
       reflect: augmentation: shifts fill with the reflected image instead of zeros.
       alternate_flips: augmentation: every image is mirrored in every second epoch.
       cutout: augmentation: height and width in pixels of a square set to the image's mean; 0 for none.
-      augment_lanes: augmentation: each lane augments every image differently (lanes that classify alone).
+      augment_lanes: augmentation: each lane augments every image differently (lanes that classify alone); with flip
+        or alternate_flips, every second lane sees it mirrored.
     """
 
     name: str = "digits"
@@ -57,9 +58,16 @@ class DataSettings:
         if self.flip:
             check(not self.alternate_flips, "data.alternate_flips", True, "false with data.flip, which also mirrors")
 
+    @property
+    def mirrors(self) -> bool:
+        """Whether images may be mirrored: training mirrors them."""
+        return self.flip or self.alternate_flips
+
     def augmentation(self) -> Augmentation:
         """The changes of images that a training step makes."""
-        return Augmentation(self.max_shift, self.reflect, self.flip, self.cutout, self.augment_lanes)
+        mirror_lanes = self.augment_lanes and self.mirrors
+        moves = (self.max_shift, self.reflect, self.flip, self.cutout)
+        return Augmentation(*moves, per_lane=self.augment_lanes, mirror_lanes=mirror_lanes)
 
     def shape(self) -> tuple[tuple[int, int, int], int]:
         """Height, width and channels of the images, and the number of classes."""

@@ -164,7 +164,7 @@ def whiten_from(spec: ModelSpec, params: dict, train: datasets.Split) -> dict:
 
 def with_flips(data: DataSettings, score: Callable[[], Scores], split: str = "test") -> dict[str, float]:
     """Scores with test-time augmentation by horizontal flips; empty unless training mirrors images too."""
-    if not (data.flip or data.alternate_flips):
+    if not data.mirrors:
         return {}
     scores = score()
     return {f"{split}_accuracy_flips": scores.accuracy, f"{split}_nll_flips": scores.nll}

@@ -136,7 +136,7 @@ def make_input(
 
 
 def _lane_keys(spec: ModelSpec, augment_key: Array, step: Array) -> tuple[Array, Array]:
-    """The key of each lane's augmentation in a step, and whether it sees images mirrored: odd seeds, or places, do."""
+    """The key of each lane's augmentation in a step, and whether it is one that may mirror, of odd seed or place."""
     if spec.lane_seeds:
         seeds = jnp.array(spec.lane_seeds, jnp.uint32)
         return jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), step))(seeds), seeds % 2 == 1

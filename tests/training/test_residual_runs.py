@@ -25,7 +25,7 @@ from mlcn_jax.training.stacks_runner import StacksRunner
 from mlcn_jax.training.step import TrainState
 
 SPEC = ModelSpec(*("mlcn", (12, 12, 1), 3, "resnet:w1*4"), norm_group=4, decoder=(8,), label_smoothing=0.1)
-MOVES = Augmentation(max_shift=1, reflect=True, cutout=3, per_lane=True)
+MOVES = Augmentation(max_shift=1, reflect=True, cutout=3, per_lane=True, mirror_lanes=True)
 OPTIMIZER = optax.sgd(0.1)
 SIZES = (0, 10)
 
