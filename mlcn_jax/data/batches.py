@@ -201,10 +201,9 @@ def augment(
     if "flip" in draws:
         images = jnp.where(draws["flip"][:, None, None, None], images[:, :, ::-1], images)
     if "cutout" in draws:
-        rows, columns = (
-            jnp.abs(jnp.arange(size)[None] - draws["cutout"][:, i, None] + 0.5) <= augmentation.cutout / 2
-            for i, size in enumerate((height, width))
-        )
+        corners = draws["cutout"] - augmentation.cutout // 2
+        rows, columns = (jnp.arange(size)[None] - corners[:, i, None] for i, size in enumerate((height, width)))
+        rows, columns = ((inside >= 0) & (inside < augmentation.cutout) for inside in (rows, columns))
         square = (rows[:, :, None] & columns[:, None])[..., None]
         images = jnp.where(square, jnp.mean(images, axis=(1, 2), keepdims=True), images)
     return images

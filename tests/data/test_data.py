@@ -210,6 +210,15 @@ def test_a_reflected_shift_repeats_the_image_and_cutout_sets_a_square_to_its_mea
     np.testing.assert_array_equal(cut, expected)
 
 
+def test_cutout_sets_as_many_pixels_as_it_says():
+    image = np.arange(81, dtype=np.float32).reshape(1, 9, 9, 1)
+    for size in range(1, 6):
+        cut = np.asarray(augment(image, {"cutout": np.array([[4, 4]])}, Augmentation(cutout=size)))
+        expected, first = image.copy(), 4 - size // 2
+        expected[:, first : first + size, first : first + size] = image.mean()
+        np.testing.assert_array_equal(cut, expected)
+
+
 def test_every_lane_sees_an_image_in_a_way_of_its_own_whatever_their_number():
     images = jax.random.uniform(jax.random.key(0), (6, 8, 8, 1))
     keys, mirrored = jax.random.split(jax.random.key(1), 3), np.array([False, True, False])
