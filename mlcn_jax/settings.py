@@ -238,6 +238,10 @@ class TrainSettings:
         check(found == sorted(found), "train.image_sizes", self.image_sizes, "in the order of the steps")
         return (*found, (1.0, 0))
 
+    def image_size(self, done: float) -> int:
+        """`Augmentation.size` of the step that follows this fraction of a run's steps."""
+        return next((size for until, size in self.sizes() if done < until), 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class ParallelSettings:
