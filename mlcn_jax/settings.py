@@ -140,7 +140,8 @@ class TrainSettings:
         residual lanes, sgd or muon (warm-up, then linear decay to zero).
       learning_rate: initial rate of adam, peak rate of adamw; for sgd and muon that of the convolutions.
       lr_decay: factor applied to adam's learning rate after each epoch.
-      warmup_epochs: epochs over which the learning rate rises to its peak (not adam).
+      warmup_epochs: epochs over which the learning rate rises to its peak (not adam); half of num_epochs if that is not
+        more, so that the rate falls, too.
       weight_decay: weight decay of adamw; for sgd and muon, the fraction of a weight that a step at the peak rate adds
         to the momentum.
       momentum: momentum of sgd and muon.
