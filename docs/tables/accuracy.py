@@ -166,6 +166,8 @@ def tuning_full() -> str:
 
 
 def _residual_rows(validation: bool) -> str:
+    from experiments.residual_lanes import decoder_share
+
     result = experiment("residual_lanes_full")
     rows = []
     for row in result["rows"]:
@@ -175,11 +177,14 @@ def _residual_rows(validation: bool) -> str:
         alone = ", ".join(f"{row[name][0]:.2f}" for name in ("by_lanes", "by_lanes_flips"))
         errors = [f"{row[name]['mean']:.4f}" for name in ("nll", "calibration_error")]
         seconds, rate = row["train_seconds"]["mean"], row["product_gflops_per_second"]["mean"]
-        model = [row["row"], f"`{row['lanes']}`", row["epochs"], f"{row['flops'] / 1e15:.3f}", f"{row['parameters']:,}"]
-        rows.append([*model, *percents, alone, *errors, f"{seconds / 60:.0f}", f"{rate:.0f}"])
+        shares = [f"{100 * share:.0f}" for share in (row["largest_lane"], decoder_share(row["row"]))]
+        costs = [row["epochs"], f"{row['flops'] / 1e15:.3f}", *shares, f"{row['parameters']:,}"]
+        rows.append(
+            [row["row"], f"`{row['lanes']}`", *costs, *percents, alone, *errors, f"{seconds / 60:.0f}", f"{rate:.0f}"]
+        )
     header = (
-        "row | lanes | epochs | PFLOP | parameters | accuracy | with flips | one lane, without and with | NLL | ECE"
-        " | minutes | GFLOP/s of matrix products"
+        "row | lanes | epochs | PFLOP | largest lane % | decoder % | parameters | accuracy | with flips"
+        " | one lane, without and with | NLL | ECE | minutes | GFLOP/s of matrix products"
     )
     runs = [run for run in result["runs"] if (run.get("split") == "validation") == validation]
     return f"{table_of(header, rows)}\n\n{runs_line(runs)}\n\n{commands_of(runs)}"
