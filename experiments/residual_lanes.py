@@ -6,10 +6,10 @@
 Trains rows of `ROWS` (those of `GPU_ROWS` if named) on all training images and reads the test set once, when a run
 ends. Rows of `TRIALS` chose the settings: they hold 10,000 training images out, are scored on those, and leave the test
 set alone. A budget is the FLOPs of the lanes in all training steps: products and convolutions, forward and backward, as
-the cost model counts them (`placement.cost.lane_cost`) for the image sizes that a recipe goes through. The decoder, whose
-share is shown beside it, and the optimizer are not counted. A run that has ended, also one that is in the committed
-results, is not repeated; one that was stopped goes on. Writes `residual_lanes_SCALE` as JSON, Markdown and PNG to the
-workdir and, but for `smoke`, to `experiments/results/`.
+the cost model counts them (`placement.cost.lane_cost`) for the image sizes that a recipe goes through. The decoder,
+whose share is shown beside it, and the optimizer are not counted. A run that has ended, also one that is in the
+committed results, is not repeated; one that was stopped goes on. Writes `residual_lanes_SCALE` as JSON, Markdown and
+PNG to the workdir and, but for `smoke`, to `experiments/results/`.
 """
 
 import functools
