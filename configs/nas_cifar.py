@@ -7,8 +7,8 @@ It differs from the thesis (chapter 6) in what it scores, a tenth of the trainin
 a device's memory, counted from the lanes instead of by formula 6.1, and in that a device left less than 95 % full is
 drawn again (not with search.tolerance=1.0). So the thesis's mean model of 62.0 %, and best found 18.6 % better than
 before, are not comparable. The thesis does not say whether its FLOPs, 1x to 8x those of 4 lanes of width 2 and depth 4,
-are per device or in total. Here they are the total: 4x over 8 devices is 0.5x on each. Sized for a GPU; on a small machine set
---config.search.num_images=2000 --config.search.num_epochs=3 --config.search.num_repeats=1.
+are per device or in total. Here they are the total: 4x over 8 devices is 0.5x on each. Sized for a GPU; on a small
+machine set --config.search.num_images=2000 --config.search.num_epochs=3 --config.search.num_repeats=1.
 """
 
 from mlcn_jax.search.settings import default_search
