@@ -1,13 +1,14 @@
-"""A search for lanes on CIFAR-10 in the thesis's setting: 8 devices of 12 GB, 10 epochs of all images, batch 100.
+"""A search for lanes on CIFAR-10 as large as the thesis's: 8 devices of 12 GiB, 64 models of 4 trainings, 10 epochs.
 
     mlcn_jax search --config=configs/nas_cifar.py --workdir=runs/nas_cifar
     mlcn_jax search --config=configs/nas_cifar.py --workdir=runs/nas_cifar --worker    # further workers
 
-Drawn as published, except that a device left less than 95 % full is drawn again (not with search.tolerance=1.0).
-Published result (thesis, chapter 6): mean model 62.0 %, best found 18.6 % better than before, 64 models of 4 trainings.
-The thesis does not say whether its FLOPs, 1x to 8x those of 4 lanes of width 2 and depth 4, are per device or in
-total. Here they are the total: 4x over 8 devices is 0.5x on each. Sized for a GPU; on a small machine set
---config.search.num_images=2000 --config.search.num_epochs=3 --config.search.num_repeats=1.
+It differs from the thesis (chapter 6) in what it scores, a tenth of the training images instead of the test images, in
+a device's memory, counted from the lanes instead of by formula 6.1, and in that a device left less than 95 % full is
+drawn again (not with search.tolerance=1.0). So the thesis's mean model of 62.0 %, and best found 18.6 % better than
+before, are not comparable. The thesis does not say whether its FLOPs, 1x to 8x those of 4 lanes of width 2 and depth 4,
+are per device or in total. Here they are the total: 4x over 8 devices is 0.5x on each. Sized for a GPU; on a small
+machine set --config.search.num_images=2000 --config.search.num_epochs=3 --config.search.num_repeats=1.
 """
 
 from mlcn_jax.search.settings import default_search

@@ -3,8 +3,8 @@
     mlcn_jax train --config=configs/resnet_folder.py --workdir=runs/mine --config.data.dir=FOLDER
 
 Images of 40 to 96 pixels (`data.image_size`), or of 24 to 96 with `--config.train.image_sizes=` (training at full size
-only), and up to 1,000 classes; `data.alternate_flips` is for images whose mirror image is of the same class. Its
-accuracy depends on the images and has not been measured.
+only), and up to 1,000 classes. Set `data.alternate_flips` to False for images whose mirror image is not of the same
+class, such as text. Its accuracy depends on the images and has not been measured.
 
 Source: Jordan 2024, arXiv 2404.00498, for layers, start values and recipe; lanes: this project.
 """

@@ -6,8 +6,8 @@
 Lanes whose width and depth are drawn from 1..5, of cost width^2 * depth, on 4 equal devices and on 4 with the thesis's
 speeds (K80 1, M40 3.1, P100 4.2, V100 6). Many draws, simulated: a device takes the sum of its lanes' costs over its
 speed. With a profile of one core also measured: training steps of a few draws, as stacks of two processes of one core
-each, the second of which has half of its core; placements of a draw take turns. Writes
-`experiments/results/balance.json` and `.png`.
+each, the second of which has half of its core; placements of a draw take turns. A measurement that was stopped goes on,
+and without a profile what was measured stays. Writes `experiments/results/balance.json` and `.png`.
 """
 
 import itertools
@@ -20,8 +20,10 @@ from typing import Any
 from absl import flags
 
 from experiments import RESULTS, workers
+from experiments.kept_rows import is_row, kept_rows
+from experiments.simulator_check import digest
 from mlcn_jax import host
-from mlcn_jax.files import write_json
+from mlcn_jax.files import read_json, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.lanes import PUBLISHED_KINDS
 from mlcn_jax.placement.partition import PARTITIONERS, partition
@@ -77,9 +79,8 @@ def measure(num_lanes: int, profile: DeviceProfile, seed: int, rounds: int) -> d
     spec = config.model_spec(*config.data.shape())
     problem = splits.placement_problem(spec, _BATCH, [profile, profile], ["0", "1"], [1.0, _SLOWNESS])
     placements = {name: partition(name, problem, seed=seed) for name in PARTITIONERS}
-    while len(set(placements["random"].device_of)) < 2:  # every process needs a lane
-        seed += 1
-        placements["random"] = partition("random", problem, seed=seed)
+    others = (partition("random", problem, seed=other) for other in itertools.count(seed))
+    placements["random"] = next(one for one in others if len(set(one.device_of)) == 2)  # every process needs a lane
     cores = [[core] for core in sorted(os.sched_getaffinity(0))[:2]]
     groups = {}
     for placement in placements.values():
@@ -93,7 +94,6 @@ def measure(num_lanes: int, profile: DeviceProfile, seed: int, rounds: int) -> d
     by_name = {name: [turn[placement.device_of] for turn in turns] for name, placement in placements.items()}
     return {
         "lanes": spec.lanes,
-        "seed": seed,
         "milliseconds": {name: 1000 * statistics.median(seconds) for name, seconds in by_name.items()},
         "random_over_this": {
             name: statistics.median(r / s for r, s in zip(by_name["random"], seconds, strict=True))
@@ -165,19 +165,24 @@ def main(values: flags.FlagValues) -> None:
         title: {str(n): simulate(speeds, n, values.draws, values.seed) for n in LANES}
         for title, speeds in SPEEDS.items()
     }
-    measured: list[dict[str, Any]] = []
-    RESULTS.mkdir(exist_ok=True)
-    about = {"seed": values.seed, **host.environment()}
-    write_json(RESULTS / "balance.json", {"simulated": results, **about})
+    path = RESULTS / "balance.json"
+    path.parent.mkdir(exist_ok=True)
+    simulated = {"simulated": results, "seed": values.seed}
+    stored = read_json(path) if path.exists() else host.environment()
+    write_json(path, {**stored, **simulated})
     draw_picture(results)
     print(table(results))
     if not values.profile:
         return
     profile = workers.one_core_profile(values.profile)
-    about |= {"rounds": values.rounds, "slowness": _SLOWNESS, "batch": _BATCH}
-    for num_lanes, seed in itertools.product(_MEASURED_LANES, range(values.measured_draws)):
-        measured.append({"num_lanes": num_lanes, **measure(num_lanes, profile, values.seed + seed, values.rounds)})
-        write_json(RESULTS / "balance.json", {"simulated": results, "measured": measured, **about})
+    about = {"rounds": values.rounds, "slowness": _SLOWNESS, "batch": _BATCH, "profile": digest(profile)}
+    about |= host.environment()
+    measured = kept_rows(path, about, "measured")
+    for num_lanes, draw in itertools.product(_MEASURED_LANES, range(values.measured_draws)):
+        row = {"num_lanes": num_lanes, "seed": values.seed + draw}
+        if not any(is_row(one, row) for one in measured):
+            measured.append({**row, **measure(num_lanes, profile, row["seed"], values.rounds)})
+            write_json(path, {**simulated, "measured": measured, **about})
     print(measured_table(measured))
 
 

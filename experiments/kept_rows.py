@@ -9,10 +9,10 @@ from mlcn_jax.files import read_json
 Row = Mapping[str, Any]
 
 
-def kept_rows(path: Path, about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The `rows` of a file of results; none if it says something else than `about`."""
+def kept_rows(path: Path, about: Mapping[str, Any], name: str = "rows") -> list[dict[str, Any]]:
+    """The rows under a name in a file of results; none if it says something else than `about`."""
     stored = read_json(path) if path.exists() else {}
-    return stored["rows"] if all(stored.get(name) == value for name, value in about.items()) else []
+    return stored.get(name, []) if is_row(stored, about) else []
 
 
 def is_row(row: Row, names: Row) -> bool:

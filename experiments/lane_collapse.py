@@ -7,7 +7,8 @@ Trains a row of table 4.1 from the same start with each of `SETTINGS`, for an ep
 entries of each lane in the class capsules differ between 500 test images. Squash has no gradient in two places: near
 zero, where it is s|s|, and far out, where a lane's length is 1. A lane that is pushed to either hardly comes back, and
 tells images apart no more (`evaluate.lane_spreads`). Writes `lane_collapse_ROW` as JSON and PNG to
-`experiments/results/` after each setting.
+`experiments/results/` after each setting; those that are there already stay, and are not trained again for as many
+steps.
 """
 
 import datetime
@@ -20,6 +21,7 @@ import numpy as np
 from absl import flags
 
 from experiments import RESULTS
+from experiments.kept_rows import is_row, kept_rows, with_row
 from experiments.published_rows import ROWS, configure_row
 from experiments.repeated_runs import chosen, command, define_data_dirs, directories
 from mlcn_jax import host
@@ -84,27 +86,30 @@ def compare(
     make_folder(folder, "results")
     published = configure_row(row, "published", directories).replace({"train.seed": seed})
     dataset = published.data.load()
-    results: dict[str, Any] = {
+    about: dict[str, Any] = {
         "row": row,
         "seed": seed,
         "data": {"name": dataset.name, **dataset.provenance},
         "alive_above": evaluate.ALIVE,
-        "command": command_line,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         **host.environment(),
-        "runs": [],
     }
+    path = folder / f"lane_collapse_{row}.json"
+    runs = kept_rows(path, about, "runs")
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    last_step = num_steps or len(dataset.train.labels) // published.train.batch_size
     for name in settings:
+        if any(is_row(run, {"setting": name}) and run["steps"][-1] == last_step for run in runs):
+            continue
         changes = {field: value for field, value in SETTINGS[name].items() if field != "scale"}
         found = follow(published.replace(changes), dataset, SETTINGS[name].get("scale", 1.0), num_steps)
-        results["runs"].append({"setting": name, "changes": SETTINGS[name], **found})
+        runs = with_row(runs, {"setting": name, "changes": SETTINGS[name], **found}, {"setting": name})
         print(
             f"{name}: {found['alive']} of {len(found['spreads'][-1])} lanes alive after {found['steps'][-1]} steps, "
             f"test accuracy {found['test_accuracy']:.2f} %",
             flush=True,
         )
-        write_json(folder / f"lane_collapse_{row}.json", results)
-        draw(folder / f"lane_collapse_{row}.png", results["runs"], ROWS[row].title)
+        write_json(path, {**about, "command": command_line, "date": date, "runs": runs})
+        draw(path.with_suffix(".png"), runs, ROWS[row].title)
 
 
 def follow(config: RunConfig, dataset: datasets.Dataset, scale: float, num_steps: int) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from mlcn_jax.analysis.join import join
 from mlcn_jax.config import RunConfig
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.launch import launch_script
-from mlcn_jax.placement.cost import decoder_widths, lane_cost
+from mlcn_jax.placement.cost import decoder_step_flops, lane_cost
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -218,8 +218,7 @@ def training_megaflops(part: str, lane: str) -> float:
     spec, batch = config.model_spec(*config.data.shape()), config.train.batch_size
     (group,) = spec.lane_groups
     height, width, channels = spec.image_shape
-    products = [before * after for before, after in itertools.pairwise(decoder_widths(spec))]
-    flops, begun = 2.0 * (3 * sum(products) - products[0]), 0.0  # its gradient ends at the columns
+    flops, begun = float(decoder_step_flops(spec)), 0.0
     for until, size in config.train.sizes():
         cost = lane_cost(group.spec, spec.lane_settings, (size or height, size or width, channels))
         flops += (until - begun) * cost.step_flops(batch) / batch

@@ -5,10 +5,11 @@
 
 Trains rows of `ROWS` (those of `GPU_ROWS` if named) on all training images and reads the test set once, when a run
 ends. Rows of `TRIALS` chose the settings: they hold 10,000 training images out, are scored on those, and leave the test
-set alone. A budget is the FLOPs of all training steps, forward and backward, as the cost model counts them
-(`placement.cost.lane_cost`) for the image sizes that a recipe goes through. A run that has ended, also one that is
-in the committed results, is not repeated; one that was stopped goes on. Writes `residual_lanes_SCALE` as JSON, Markdown
-and PNG to the workdir and, but for `smoke`, to `experiments/results/`.
+set alone. A budget is the FLOPs of the lanes in all training steps: products and convolutions, forward and backward, as
+the cost model counts them (`placement.cost.lane_cost`) for the image sizes that a recipe goes through. The decoder,
+whose share is shown beside it, and the optimizer are not counted. A run that has ended, also one that is in the
+committed results, is not repeated; one that was stopped goes on. Writes `residual_lanes_SCALE` as JSON, Markdown and
+PNG to the workdir and, but for `smoke`, to `experiments/results/`.
 """
 
 import functools
@@ -43,7 +44,7 @@ from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data.batches import Split
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.placement.cost import lane_cost
+from mlcn_jax.placement.cost import decoder_step_flops, lane_cost
 from mlcn_jax.training.checkpoint import load_trained
 from mlcn_jax.training.evaluate import class_capsules
 from mlcn_jax.training.session import Session, open_session
@@ -54,10 +55,11 @@ if TYPE_CHECKING:
 VERSION = 2  # raised with every change after which results cannot stand beside older ones
 SCALES = {"smoke": Scale("smoke", 1, 1, 600, 100), "full": Scale("full", 0)}
 HEADER = (
-    *("", "lanes", "epochs", "PFLOP", "largest lane, %", "parameters", "accuracy", "with flips", "a lane alone"),
-    *("NLL", "ECE", "minutes", "GFLOP/s", "product rate"),
+    *("", "lanes", "epochs", "PFLOP", "largest lane, %", "decoder, %", "parameters", "accuracy", "with flips"),
+    *("a lane alone", "NLL", "ECE", "minutes", "GFLOP/s", "product rate"),
 )
 KNOWN = ROWS | GPU_ROWS | TRIALS
+_TRAIN_IMAGES = {"cifar10": 50_000, "fashion_mnist": 60_000}
 _PRODUCT_SIZE, _PRODUCT_ROUNDS = 2048, 5
 
 
@@ -104,7 +106,7 @@ def configure_run(directories: Mapping[str, str], row: str, seed: int) -> RunCon
     changes = {"model.lanes": given.lanes, "train.num_epochs": given.epochs, **given.changes}
     changes |= {"train.seed": seed, "data.dir": directories[given.data]}
     if row in TRIALS:
-        held_out = 10_000 / {"cifar10": 50_000, "fashion_mnist": 60_000}[given.data]
+        held_out = 10_000 / _TRAIN_IMAGES[given.data]
         changes |= {"data.validation_fraction": held_out, "train.score_test": False, "train.checkpoint_every": 0}
     return config.replace(changes)
 
@@ -118,6 +120,17 @@ def training_flops(session: Session, spec: ModelSpec) -> list[float]:
         costs = {size: lane_cost(lane, settings, _shape(spec, size)).step_flops(batch) for size in set(steps)}
         total.append(float(sum(costs[size] for size in steps)))
     return total
+
+
+def decoder_share(row: str) -> float:
+    """FLOPs of the decoder in training, which no budget counts, over those of the lanes."""
+    config = configure_run(dict.fromkeys(_TRAIN_IMAGES, ""), row, 0)
+    spec, lanes, begun = config.model_spec(*config.data.shape()), 0.0, 0.0
+    for until, size in config.train.sizes():
+        costs = [lane_cost(lane, spec.lane_settings, _shape(spec, size)) for lane in spec.lane_specs]
+        lanes += (until - begun) * sum(cost.step_flops_per_image for cost in costs)
+        begun = until
+    return decoder_step_flops(spec) / lanes
 
 
 def _shape(spec: ModelSpec, size: int) -> tuple[int, int, int]:
@@ -198,6 +211,7 @@ def summarise(records: Records) -> list[dict[str, Any]]:
         first = mine[0]
         row: dict[str, Any] = {"row": name, "budget": given.budget, "data": given.data, "split": first["split"]}
         row |= {key: first[key] for key in ("lanes", "epochs", "flops", "largest_lane", "parameters")}
+        row["decoder_over_lanes"] = decoder_share(name)
         for key in ("accuracy", "accuracy_flips", "nll", "calibration_error", "train_seconds"):
             row[key] = spread(mine, key)
         row["product_gflops_per_second"] = spread(mine, "product_gflops_per_second")
@@ -224,6 +238,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         str(row["epochs"]),
         f"{row['flops'] / 1e15:.3f}",
         f"{100 * row['largest_lane']:.0f}",
+        f"{100 * row['decoder_over_lanes']:.0f}",
         f"{row['parameters']:,}",
         told("accuracy"),
         told("accuracy_flips"),
@@ -267,8 +282,9 @@ def report(series: Series) -> None:
     rows = summarise(records)
     lines = [
         "Accuracy in %, without and with the mirror image; `a lane alone` is the mean over the lanes of each run, "
-        "without and with. PFLOP: products and convolutions of all training steps, forward and backward. Minutes at "
-        "the throughput of the steps; product rate: float32 matrices of 2048, GFLOP/s, when a run ended.",
+        "without and with. PFLOP: products and convolutions of the lanes in all training steps, forward and backward; "
+        "the decoder, in % of these, and the optimizer are not counted. Minutes at the throughput of the steps; "
+        "product rate: float32 matrices of 2048, GFLOP/s, when a run ended.",
         *caption(series, records),
     ]
     figure = draw(rows)

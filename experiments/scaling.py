@@ -8,7 +8,7 @@ Three kinds of points, never in one line. Measured on real cores: processes of o
 shows what splitting costs, not what it brings. Simulated: `splits.predict_mesh` of devices like one core of this
 machine.
 What is measured takes turns with MLCN and CapsNet on one core, and its speed-ups are over them. Two parts: batch sizes,
-and on two cores the width, depth and number of lanes. With `--nomeasure`, what was measured stays, and only the
+and on two cores the width, depth and number of lanes. What was measured stays; with `--nomeasure`, only the
 simulation is made anew. Writes `experiments/results/scaling.json` and `.png`.
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 from absl import flags
 
 from experiments import RESULTS, workers
+from experiments.kept_rows import is_row, kept_rows
 from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
@@ -255,21 +256,23 @@ def main(values: flags.FlagValues) -> None:
             )
             for text in sweep.values()
         ]
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in parts}
     path = RESULTS / "scaling.json"
     about = {"data": values.data, "rounds": values.rounds, **host.environment()}
     earlier = {} if values.measure else measured_earlier(path)
     about |= {name: earlier[name] for name in about if name in earlier}
-    RESULTS.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    results: dict[str, list[dict[str, Any]]] = {
+        name: [row for row in kept_rows(path, about, name) if not profile or row["where"] != SIMULATED]
+        for name in parts
+    }
     for name, part in parts.items():
         for rows, over in part:
-            if values.measure:
-                results[name] += measure([s for s in rows if s.where != SIMULATED], over, values)
-            else:
-                same = [r for r in earlier[name] if (r["batch"], r["lanes"]) == (rows[0].batch, rows[0].lanes)]
-                results[name] += [row for row in same if row["where"] != SIMULATED]
+            new = [s for s in rows if not any(is_row(row, dataclasses.asdict(s)) for row in results[name])]
+            to_measure = [s for s in new if s.where != SIMULATED]
+            if values.measure and to_measure:
+                results[name] += measure(to_measure, over, values)
             if profile:
-                simulated = [s for s in rows if s.where == SIMULATED]
+                simulated = [s for s in new if s.where == SIMULATED]
                 results[name] += simulate([s for s in simulated if s.divides()], profile, values.data)
             write_json(path, {**about, **results})
     draw(results)

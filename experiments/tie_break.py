@@ -4,10 +4,11 @@
 
 The rule gives the largest lane to the device that is least loaded so far. At first all devices are empty, so the order
 in which they are listed breaks the tie. The draws are those of `experiments.balance`: lanes of width and depth 1..5 and
-cost width^2 * depth, on 4 devices with the thesis's speeds (1, 3.1, 4.2, 6), with the slowest listed first and with the
-fastest first. Simulated, in seconds. Writes `experiments/results/tie_break.json`.
+cost width^2 * depth, on 4 devices with the thesis's speeds (1, 3.1, 4.2, 6), listed in each of the 24 orders.
+Simulated. Writes `experiments/results/tie_break.json`.
 """
 
+import itertools
 import random
 import statistics
 
@@ -44,20 +45,22 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    orders = {"slowest first": SPEEDS, "fastest first": SPEEDS[::-1]}
     result = {
         "random_over_rule": {
-            title: {str(n): gains(speeds, n, values.draws, values.seed) for n in LANES}
-            for title, speeds in orders.items()
+            ", ".join(f"{speed:g}" for speed in speeds): {
+                str(n): gains(speeds, n, values.draws, values.seed) for n in LANES
+            }
+            for speeds in itertools.permutations(SPEEDS)
         },
         "draws": values.draws,
         "seed": values.seed,
         **host.environment(),
     }
     write_json(RESULTS / "tie_break.json", result)
-    for title, by_lanes in result["random_over_rule"].items():
+    for speeds, by_lanes in result["random_over_rule"].items():
         for n, found in by_lanes.items():
-            print(f"{title}, {n} lanes: " + ", ".join(f"{rule} {value:.2f}" for rule, value in found.items()))
+            told = ", ".join(f"{rule} {value:.2f}" for rule, value in found.items())
+            print(f"devices of speeds {speeds}, {n} lanes: {told}")
 
 
 if __name__ == "__main__":

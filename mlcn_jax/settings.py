@@ -32,7 +32,8 @@ class DataSettings:
       reflect: augmentation: shifts fill with the reflected image instead of zeros.
       alternate_flips: augmentation: every image is mirrored in every second epoch.
       cutout: augmentation: height and width in pixels of a square set to the image's mean; 0 for none.
-      augment_lanes: augmentation: each lane augments every image differently (lanes that classify alone).
+      augment_lanes: augmentation: each lane augments every image differently (lanes that classify alone); with flip
+        or alternate_flips, every second lane sees it mirrored.
     """
 
     name: str = "digits"
@@ -57,9 +58,16 @@ class DataSettings:
         if self.flip:
             check(not self.alternate_flips, "data.alternate_flips", True, "false with data.flip, which also mirrors")
 
+    @property
+    def mirrors(self) -> bool:
+        """Whether images may be mirrored: training mirrors them."""
+        return self.flip or self.alternate_flips
+
     def augmentation(self) -> Augmentation:
         """The changes of images that a training step makes."""
-        return Augmentation(self.max_shift, self.reflect, self.flip, self.cutout, self.augment_lanes)
+        mirror_lanes = self.augment_lanes and self.mirrors
+        moves = (self.max_shift, self.reflect, self.flip, self.cutout)
+        return Augmentation(*moves, per_lane=self.augment_lanes, mirror_lanes=mirror_lanes)
 
     def shape(self) -> tuple[tuple[int, int, int], int]:
         """Height, width and channels of the images, and the number of classes."""
@@ -132,7 +140,8 @@ class TrainSettings:
         residual lanes, sgd or muon (warm-up, then linear decay to zero).
       learning_rate: initial rate of adam, peak rate of adamw; for sgd and muon that of the convolutions.
       lr_decay: factor applied to adam's learning rate after each epoch.
-      warmup_epochs: epochs over which the learning rate rises to its peak (not adam).
+      warmup_epochs: epochs over which the learning rate rises to its peak (not adam); half of num_epochs if that is not
+        more, so that the rate falls, too.
       weight_decay: weight decay of adamw; for sgd and muon, the fraction of a weight that a step at the peak rate adds
         to the momentum.
       momentum: momentum of sgd and muon.
@@ -229,6 +238,10 @@ class TrainSettings:
             found.append((float(match[2]), int(match[1])))  # type: ignore[index]
         check(found == sorted(found), "train.image_sizes", self.image_sizes, "in the order of the steps")
         return (*found, (1.0, 0))
+
+    def image_size(self, done: float) -> int:
+        """`Augmentation.size` of the step that follows this fraction of a run's steps."""
+        return next((size for until, size in self.sizes() if done < until), 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Tables of accuracy."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import mean
 from typing import Any
 
 from tables.parts import (
-    NOT_RUN,
     ROOT,
     accuracy_text,
     commands_of,
@@ -72,16 +72,17 @@ def public_code() -> str:
 
 @place
 def table_4_1_parameters() -> str:
-    result = experiment("table_4_1_full")
-    rows = [
-        [
-            row_title(row["row"], ()),
-            f"{row['published_parameters']:,}" if row["published_parameters"] else "-",
-            f"{row['parameters']:,}" if row["parameters"] else NOT_RUN,
-        ]
-        for row in result["rows"]
-    ]
-    return table_of("model | parameters in the thesis | here, without the prior bias", rows)
+    from experiments.published_rows import ROWS, configure_row
+    from mlcn_jax.nn.model import count_parameters
+
+    rows = []
+    for name, row in ROWS.items():
+        config = configure_row(name, "published", {"cifar10": "", "fashion_mnist": ""})
+        spec = config.model_spec(*config.data.shape())
+        counts = [count_parameters(replace(spec, prior_bias=bias))["total"] for bias in (True, False)]
+        here = [f"{count:,}{', equal' if count == row.parameters else ''}" for count in counts]
+        rows.append([row.title, f"{row.parameters:,}" if row.parameters else "-", *here])
+    return table_of("model | parameters in the thesis | here, with the prior bias | without it", rows)
 
 
 @place
@@ -182,6 +183,8 @@ def tuning_full() -> str:
 
 
 def _residual_rows(validation: bool) -> str:
+    from experiments.residual_lanes import decoder_share
+
     result = experiment("residual_lanes_full")
     rows = []
     for row in result["rows"]:
@@ -191,11 +194,14 @@ def _residual_rows(validation: bool) -> str:
         alone = ", ".join(f"{row[name][0]:.2f}" for name in ("by_lanes", "by_lanes_flips"))
         errors = [f"{row[name]['mean']:.4f}" for name in ("nll", "calibration_error")]
         seconds, rate = row["train_seconds"]["mean"], row["product_gflops_per_second"]["mean"]
-        model = [row["row"], f"`{row['lanes']}`", row["epochs"], f"{row['flops'] / 1e15:.3f}", f"{row['parameters']:,}"]
-        rows.append([*model, *percents, alone, *errors, f"{seconds / 60:.0f}", f"{rate:.0f}"])
+        shares = [f"{100 * share:.0f}" for share in (row["largest_lane"], decoder_share(row["row"]))]
+        costs = [row["epochs"], f"{row['flops'] / 1e15:.3f}", *shares, f"{row['parameters']:,}"]
+        rows.append(
+            [row["row"], f"`{row['lanes']}`", *costs, *percents, alone, *errors, f"{seconds / 60:.0f}", f"{rate:.0f}"]
+        )
     header = (
-        "row | lanes | epochs | PFLOP | parameters | accuracy | with flips | one lane, without and with | NLL | ECE"
-        " | minutes | GFLOP/s of matrix products"
+        "row | lanes | epochs | PFLOP | largest lane % | decoder % | parameters | accuracy | with flips"
+        " | one lane, without and with | NLL | ECE | minutes | GFLOP/s of matrix products"
     )
     runs = [run for run in result["runs"] if (run.get("split") == "validation") == validation]
     return f"{table_of(header, rows)}\n\n{runs_line(runs)}\n\n{commands_of(runs)}"

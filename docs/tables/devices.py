@@ -246,13 +246,15 @@ def published_scaling() -> str:
 def tie_break() -> str:
     result = experiment("tie_break")
     lanes = list(next(iter(result["random_over_rule"].values())))
-    rows = [
-        [order, title, *(f"{by_lanes[count][rule]:.2f}" for count in lanes)]
-        for order, by_lanes in result["random_over_rule"].items()
-        for rule, title in (("greedy_published", "greedy, published"), ("greedy", "greedy"))
-    ]
-    table = table_of(" | ".join(["devices listed", "rule", *(f"{count} lanes" for count in lanes)]), rows)
+    rows = []
+    for rule, title in (("greedy_published", "greedy, published"), ("greedy", "greedy")):
+        for i, listed in enumerate(("first", "second", "third", "last")):
+            orders = [found for order, found in result["random_over_rule"].items() if order.split(", ")[i] == "1"]
+            gains = [[found[count][rule] for found in orders] for count in lanes]
+            rows.append([title, listed, *(f"{min(each):.2f} to {max(each):.2f}" for each in gains)])
+    table = table_of(" | ".join(["rule", "the slowest is listed", *(f"{count} lanes" for count in lanes)]), rows)
     draws = result["draws"]
     return (
-        f"{table}\n\n{measured_on(result, f'simulated, means of {draws} draws')}\n\n- `python -m experiments.tie_break`"
+        f"{table}\n\n{measured_on(result, f'simulated, means of {draws} draws, ranges over orders')}\n\n"
+        "- `python -m experiments.tie_break`"
     )

@@ -38,6 +38,11 @@ def lanes_and_width() -> str:
     )
 
 
+def _prune_command(result: Mapping[str, Any]) -> str:
+    """The command as it is now: that of older results was a script, with the same flags."""
+    return result["command"].replace("python -m experiments.prune", "mlcn_jax prune")
+
+
 @place
 def prune() -> str:
     result = experiment("prune")
@@ -55,7 +60,7 @@ def prune() -> str:
     titles = [f"lane dropout {run['lane_dropout']:g}" for run in result["runs"]]
     header = "lanes kept of 16" + "".join(f" | {t}: test accuracy in % | {t}: times as fast" for t in titles)
     made_on = measured_on(result, f"medians of {result['runs'][0]['rounds']} rounds, one model each")
-    return f"{table_of(header, rows)}\n\n{made_on}\n\n- `{result['command']}`"
+    return f"{table_of(header, rows)}\n\n{made_on}\n\n- `{_prune_command(result)}`"
 
 
 @place
@@ -74,7 +79,7 @@ def prune_cifar() -> str:
         table = table_of("model | data | 4 lanes | 3 | 2 | 1", rows)
         texts.append(
             f"`{name}.json`:\n\n{table}\n\n{measured_on(result, 'test accuracy in %, one seed each')}\n\n"
-            f"- `{result['command']}`"
+            f"- `{_prune_command(result)}`"
         )
     return "\n\n".join(texts)
 

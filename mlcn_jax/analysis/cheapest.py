@@ -83,7 +83,7 @@ def task_of(config: Any, session: Any) -> Task:
             f"activations: ask with model.remat=none ({program()} describe --memory_gib=N says what fits with full)"
         )
     validation = len(session.validation.labels)
-    views = 2 if config.data.flip or config.data.alternate_flips else 1
+    views = 2 if config.data.mirrors else 1
     scored = views * (validation + train.score_test * len(session.dataset.test.labels))
     images = (session.train.images, session.validation.images, session.dataset.test.images)
     return Task(

@@ -126,8 +126,9 @@ class Augmentation:
       flip: mirrors each image left to right with probability 1/2.
       cutout: height and width of a square at a random place, cut at the borders, that is set to the image's mean; 0
         for none (DeVries and Taylor 2017, arXiv 1708.04552).
-      per_lane: each lane augments the image differently, and every second lane (or odd seed) sees it mirrored.
+      per_lane: each lane augments the image differently.
       size: height and width in pixels to which lanes that classify alone see images resized; 0 leaves them as they are.
+      mirror_lanes: with `per_lane`, every second lane (or odd seed) sees the image mirrored.
     """
 
     max_shift: int = 0
@@ -136,6 +137,7 @@ class Augmentation:
     cutout: int = 0
     per_lane: bool = False
     size: int = 0
+    mirror_lanes: bool = False
 
 
 Draws = dict[str, Array]  # what was drawn for each image, [batch, ...], by kind of change
@@ -166,12 +168,13 @@ def draw_per_lane(
 
     Args:
       keys: random keys of the lanes, [lanes].
-      mirrored: lanes that see the images mirrored.
+      mirrored: lanes that see the images mirrored, if the augmentation's `mirror_lanes` is true.
       images, augmentation: as for `draw`.
     """
     draws = jax.vmap(lambda key: draw(key, images, augmentation), out_axes=1)(keys)
-    mirrored = jnp.broadcast_to(mirrored[None], (len(images), len(mirrored)))
-    draws["flip"] = mirrored ^ draws["flip"] if "flip" in draws else mirrored
+    if augmentation.mirror_lanes:
+        mirrored = jnp.broadcast_to(mirrored[None], (len(images), len(mirrored)))
+        draws["flip"] = mirrored ^ draws["flip"] if "flip" in draws else mirrored
     return draws
 
 
@@ -198,10 +201,9 @@ def augment(
     if "flip" in draws:
         images = jnp.where(draws["flip"][:, None, None, None], images[:, :, ::-1], images)
     if "cutout" in draws:
-        rows, columns = (
-            jnp.abs(jnp.arange(size)[None] - draws["cutout"][:, i, None] + 0.5) <= augmentation.cutout / 2
-            for i, size in enumerate((height, width))
-        )
+        corners = draws["cutout"] - augmentation.cutout // 2
+        rows, columns = (jnp.arange(size)[None] - corners[:, i, None] for i, size in enumerate((height, width)))
+        rows, columns = ((inside >= 0) & (inside < augmentation.cutout) for inside in (rows, columns))
         square = (rows[:, :, None] & columns[:, None])[..., None]
         images = jnp.where(square, jnp.mean(images, axis=(1, 2), keepdims=True), images)
     return images

@@ -5,7 +5,7 @@ of only one lane are held at a time.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,6 @@ def outputs_and_loss(
     distillation: Distillation | None = None,
     seen_by_teacher: View = _as_they_are,
     lane_axis: str = "",
-    lane_ids: Sequence[int] = (),
 ) -> tuple[Float[Array, "batch classes lanes"], Array]:
     """Outputs of the lanes, and the loss of those that classify alone: the mean over images, summed over lanes.
 
@@ -57,11 +56,10 @@ def outputs_and_loss(
       draws: a tree of arrays, passed to `view`.
       soft: the teacher's probabilities, [batch, classes], if they are the same for all lanes; otherwise the teacher is
         evaluated for each lane.
-      view: `(images, draws, index of a lane in the entire model) -> images` as a lane that classifies alone sees them.
+      view: `(images, draws, index of a lane in spec) -> images` as a lane that classifies alone sees them.
       distillation: how lanes learn from a teacher, if they do; not with `spec.ensemble_weight`.
       seen_by_teacher: as `view`, for the images that the teacher sees for each lane.
       lane_axis: as for `model.encode`; on a mesh, the loss is that of all lanes once it is averaged over the axis.
-      lane_ids: indices of the lanes in the entire model; if empty, all of them.
     """
     batch = (images, labels, draws, soft)
     rule = _Rule(spec.label_smoothing, view, distillation, seen_by_teacher)
@@ -73,7 +71,7 @@ def outputs_and_loss(
     for whole in spec.lane_groups:
         group = LaneGroup(whole.spec, whole.count // shares)
         params = encoder[group.name]
-        ids = jnp.array(lane_ids or range(len(spec.lane_specs)))[first : first + whole.count]
+        ids = jnp.arange(first, first + whole.count)
         first += whole.count
         if lane_axis:
             ids = lax.dynamic_slice_in_dim(ids, lax.axis_index(lane_axis) * group.count, group.count)
@@ -127,7 +125,7 @@ class _Rule:
     seen_by_teacher: View = _as_they_are
 
     def loss(self, column: Array, lane: Array, batch: tuple) -> Array:
-        """Mean loss of a lane from its log-probabilities; `lane` is its index in the entire model."""
+        """Mean loss of a lane from its log-probabilities; `lane` is its index in the model."""
         images, labels, draws, soft = batch
         if self.distillation is None:
             return jnp.mean(losses.cross_entropy(column, labels, self.smoothing))
@@ -144,7 +142,7 @@ def _lane(
     lane: Array,
     batch: tuple,
 ) -> tuple[Float[Array, "batch classes"], Array]:
-    """One lane's log-probabilities and its mean loss; `lane` is its index in the entire model."""
+    """One lane's log-probabilities and its mean loss; `lane` is its index in the model."""
     images, _, draws, _ = batch
     one = LaneGroup(group.spec, 1)
     stacked = jax.tree.map(lambda x: x[None], params)

@@ -182,6 +182,14 @@ def decoder_widths(spec: ModelSpec) -> list[int]:
     return [spec.num_classes * len(spec.lane_specs), *spec.decoder, math.prod(spec.image_shape)]
 
 
+def decoder_step_flops(spec: ModelSpec) -> int:
+    """FLOPs per image of a training step of an MLCN's decoder: products, forward and backward."""
+    products = [before * after for before, after in itertools.pairwise(decoder_widths(spec))]
+    alone = spec.classifies_alone.all() and spec.decoder_gradient == "auto"
+    ends_at_capsules = alone or spec.decoder_gradient == "none"
+    return 2 * (3 * sum(products) - ends_at_capsules * products[0])
+
+
 def check_fits_memory(spec: ModelSpec, memory_bytes: int) -> None:
     """Raises InputError if parameters, gradients and moments alone need more memory than available."""
     parameters = estimated_parameters(spec)

@@ -12,6 +12,7 @@ from mlcn_jax.search import space as space_lib
 from mlcn_jax.search.settings import SearchSettings, facts_of
 from mlcn_jax.search.study import Study
 from mlcn_jax.search.trials import Trainer
+from mlcn_jax.training.session import check_settings
 
 _log = logging.getLogger(__name__)
 
@@ -56,8 +57,17 @@ def read_config(values: Mapping[str, Any]) -> tuple[RunConfig, SearchSettings]:
 
 
 def make_space(config: RunConfig, settings: SearchSettings) -> space_lib.Space:
-    """The space of mixes that fit the devices of a search; raises InputError if there are none."""
+    """The space of mixes that fit the devices of a search.
+
+    Raises:
+      InputError: there are none, or the configuration has settings that some of its lanes cannot be trained with.
+    """
     spec = config.replace({"model.name": "mlcn", "model.lanes": settings.baseline}).model_spec(*config.data.shape())
+    every_kind = ",".join([settings.baseline, *(f"{kind}:w1" for kind in settings.lane_kinds)])
+    try:
+        check_settings(config, dataclasses.replace(spec, lanes=every_kind))
+    except InputError as error:
+        raise InputError(f"search.baseline={settings.baseline}, search.kinds={settings.kinds}: {error}") from error
     return space_lib.make_space(
         settings.devices,
         spec,

@@ -134,18 +134,26 @@ class Trainer:
         )
         seconds = dict.fromkeys(("train", "score", "compile"), 0.0)
         batches = [
-            Batches(self.train.images, self.train.labels, settings.batch_size, settings.seed + repeat)
+            Batches(
+                self.train.images,
+                self.train.labels,
+                settings.batch_size,
+                settings.seed + repeat,
+                alternate_flips=self._config.data.alternate_flips,
+            )
             for repeat in range(self._num_repeats)
         ]
+        num_steps = self._num_epochs * self.steps_per_epoch
+        sizes = [settings.image_size(step / num_steps) for step in range(num_steps)]
         states = [self._start_state(spec, repeat) for repeat in range(self._num_repeats)]
         runner.start(states[0])
-        seconds["compile"] = runner.compile(*batches[0].at(0))
+        seconds["compile"] = runner.compile(*batches[0].at(0), sizes=sizes)
         for epoch in range(self._num_epochs):
             for repeat, state in enumerate(states):
                 runner.start(state)
                 started = time.monotonic()
                 for step in range(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch):
-                    metrics = runner.step(*runner.place(*batches[repeat].at(step)))
+                    metrics = runner.step(*runner.place(*batches[repeat].at(step)), size=sizes[step])
                 loss = float(jax.device_get(metrics["loss"]))
                 states[repeat] = runner.fetch()
                 seconds["train"] += time.monotonic() - started

@@ -50,7 +50,7 @@ def make_optimizer(
       num_steps: steps of the entire run, at the end of which the rate is zero (not for Adam).
       steps_per_epoch: steps after which Adam's rate decays.
       lr_decay: decay factor of Adam's rate.
-      warmup_steps: steps of the warm-up, fewer than `num_steps`.
+      warmup_steps: steps of the warm-up; where these are the entire run or more, half of it, so that rates fall too.
       weight_decay: of AdamW; of `sgd` and `muon` the share of a weight that is added to its gradient, times the peak
         rate. Muon's kernels, of constant norm, and the whitening's bias have none.
       clip_norm: largest global norm of the gradient; 0 turns clipping off.
@@ -62,11 +62,13 @@ def make_optimizer(
     Source: Jordan 2024, arXiv 2404.00498, and the Muon variant of its code, for `sgd` and `muon`; Zhang et al. 2019,
     arXiv 1907.08610, for Lookahead.
     """
+    if warmup_steps >= num_steps:
+        warmup_steps = num_steps // 2
     if name == "adam":
         rate = optax.exponential_decay(learning_rate, steps_per_epoch, lr_decay, staircase=True)
         optimizer = optax.adam(rate, eps=1e-7)
     elif name == "adamw":
-        rate = optax.warmup_cosine_decay_schedule(0.0, learning_rate, min(warmup_steps, num_steps - 1), num_steps)
+        rate = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, num_steps)
         optimizer = optax.adamw(rate, weight_decay=weight_decay)
     else:
         shape = _triangle(warmup_steps, num_steps)

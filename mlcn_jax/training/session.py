@@ -64,8 +64,8 @@ class Session:
 
     def image_size(self, step: int) -> int:
         """`Augmentation.size` of a step, counted from 1; depends on the run's epochs, not on `train.num_steps`."""
-        done = (step - 1) / (self.config.train.num_epochs * self.steps_per_epoch)
-        return next((size for until, size in self.config.train.sizes() if done < until), 0)
+        settings = self.config.train
+        return settings.image_size((step - 1) / (settings.num_epochs * self.steps_per_epoch))
 
     @property
     def step_options(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def whiten_from(spec: ModelSpec, params: dict, train: datasets.Split) -> dict:
 
 def with_flips(data: DataSettings, score: Callable[[], Scores], split: str = "test") -> dict[str, float]:
     """Scores with test-time augmentation by horizontal flips; empty unless training mirrors images too."""
-    if not (data.flip or data.alternate_flips):
+    if not data.mirrors:
         return {}
     scores = score()
     return {f"{split}_accuracy_flips": scores.accuracy, f"{split}_nll_flips": scores.nll}

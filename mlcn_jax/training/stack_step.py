@@ -67,12 +67,15 @@ class StackStep:
             self.dtype = "float32"
 
     def forward(self, s: int, size: int) -> Callable:
-        """The message to the head, and what `backward` needs: for lanes that classify alone, their gradients."""
+        """The message to the head, and what `backward` needs: for lanes that classify alone, their gradients.
+
+        The places of the stack's lanes in the model are an argument, so that models share the program.
+        """
         augmentation = dataclasses.replace(self._augmentation, size=size)
         alone = self.specs[s].classifies_alone.any()
 
-        def forward(params, step, square, images, labels, soft):
-            pixels, _, draws = self._prepare(step, images)
+        def forward(params, step, square, places, images, labels, soft):
+            pixels, _, draws = self._prepare(step, images, places)
             own = self.specs[s]
             if alone:
                 soft = soft_targets(self._distillation, augmentation, pixels, soft)
@@ -86,7 +89,6 @@ class StackStep:
                     draws,
                     soft,
                     **lane_options(augmentation, self._distillation),
-                    lane_ids=self._stacks[s].lanes,
                 )
                 return self.padded(s, v), loss
 

@@ -113,6 +113,7 @@ class StacksRunner:
         self._exchange = among([stack.device for stack in stacks], head)
         self._states: dict[int, TrainState] = {}
         self._squares: dict[int, Array] = {}
+        self._places: dict[int, Array] = {}
         self._norm: GradientNorm | None = None
         self._programs = {} if programs is None else programs
         widths, dtype = self._step.widths, self._step.dtype
@@ -133,6 +134,7 @@ class StacksRunner:
             share = self._share({"encoder": {name: encoder[name] for name in rows}}, state, rows)
             self._states[s] = jax.device_put(share, self._stacks[s].device)
             self._squares[s] = jax.device_put(np.zeros((1, 1), np.float32), self._stacks[s].device)
+            self._places[s] = jax.device_put(np.array(self._stacks[s].lanes, np.int32), self._stacks[s].device)
         self._norm = None
         self._statistics: dict[int, dict] = {s: {} for s in self._mine}
         if self._is_head:
@@ -169,8 +171,8 @@ class StacksRunner:
             if all(("forward", *key, size) in self._programs for size in sizes):
                 continue
             for size in dict.fromkeys(sizes):
-                batch = (images, labels, soft)
-                forward = lower(device, self._step.forward(s, size), (), state.params, state.step, square, *batch)
+                given = (state.params, state.step, square, self._places[s], images, labels, soft)
+                forward = lower(device, self._step.forward(s, size), (), *given)
                 backward = lower(
                     device, self._step.backward(self._columns[s]), (), state, forward.out_info[1], self._to_stacks[s]
                 )
@@ -208,7 +210,8 @@ class StacksRunner:
         sent, vjps, grads, numbers = {}, {}, {}, {}
         back = from_head = head_square = None
         for s, state in states.items():
-            sent[s], vjps[s] = run["forward", *keys[s], size](state.params, state.step, squares[s], *on_stacks[s])
+            given = (state.params, state.step, squares[s], self._places[s], *on_stacks[s])
+            sent[s], vjps[s] = run["forward", *keys[s], size](*given)
         received = self._exchange.gather(sent)
         if self._is_head:
             v, from_stacks = run["read", *self._model_key](received)

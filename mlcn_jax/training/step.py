@@ -117,17 +117,19 @@ def head_loss(
 
 def make_input(
     spec: ModelSpec, seed: int, augmentation: batches.Augmentation
-) -> Callable[[Array, Array], tuple[Float[Array, "batch h w channels"], Array, batches.Draws]]:
-    """Returns `(step, images) -> (pixels, key, draws)` of uint8 images, for the arguments of `make_loss`.
+) -> Callable[..., tuple[Float[Array, "batch h w channels"], Array, batches.Draws]]:
+    """Returns `(step, images, places=None) -> (pixels, key, draws)` of uint8 images, for the arguments of `make_loss`.
 
-    Pixels are augmented already unless each lane augments its own, with `draws`.
+    Pixels are augmented already unless each lane augments its own, with `draws`: those of all lanes, or of the lanes
+    at these `places` of the model.
     """
 
-    def prepare(step, images):
+    def prepare(step, images, places=None):
         augment_key, lane_key = jax.random.split(jax.random.fold_in(jax.random.key(seed), step))
         pixels = batches.to_pixels(images)
         if augmentation.per_lane:
-            keys, mirrored = _lane_keys(spec, augment_key, step)
+            places = jnp.arange(len(spec.lane_specs)) if places is None else places
+            keys, mirrored = _lane_keys(spec, augment_key, step, places)
             return pixels, lane_key, batches.draw_per_lane(keys, mirrored, pixels, augmentation)
         draws = batches.draw(augment_key, pixels, augmentation)
         return batches.augment(pixels, draws, augmentation), lane_key, {}
@@ -135,12 +137,11 @@ def make_input(
     return prepare
 
 
-def _lane_keys(spec: ModelSpec, augment_key: Array, step: Array) -> tuple[Array, Array]:
-    """The key of each lane's augmentation in a step, and whether it sees images mirrored: odd seeds, or places, do."""
+def _lane_keys(spec: ModelSpec, augment_key: Array, step: Array, places: Array) -> tuple[Array, Array]:
+    """The key of each lane's augmentation in a step, and whether it is one that may mirror, of odd seed or place."""
     if spec.lane_seeds:
-        seeds = jnp.array(spec.lane_seeds, jnp.uint32)
+        seeds = jnp.array(spec.lane_seeds, jnp.uint32)[places]
         return jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), step))(seeds), seeds % 2 == 1
-    places = jnp.arange(len(spec.lane_specs))
     return jax.vmap(lambda place: jax.random.fold_in(augment_key, place))(places), places % 2 == 1
 
 

@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Augmentation, Batches, augment, draw, draw_per_lane, padded_batches, steps_per_epoch
 from mlcn_jax.errors import InputError
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.settings import DataSettings
+from mlcn_jax.training.step import make_input
 
 # ---------------------------------------------------------------- arguments
 
@@ -190,7 +193,7 @@ def shifted(image: np.ndarray, down: int, right: int, mirrored: bool) -> np.ndar
     return result
 
 
-ALL_CHANGES = Augmentation(max_shift=2, reflect=True, flip=True, cutout=2)
+ALL_CHANGES = Augmentation(max_shift=2, reflect=True, flip=True, cutout=2, mirror_lanes=True)
 
 
 def augmented(seed, images, augmentation):
@@ -207,6 +210,15 @@ def test_a_reflected_shift_repeats_the_image_and_cutout_sets_a_square_to_its_mea
     np.testing.assert_array_equal(cut, expected)
 
 
+def test_cutout_sets_as_many_pixels_as_it_says():
+    image = np.arange(81, dtype=np.float32).reshape(1, 9, 9, 1)
+    for size in range(1, 6):
+        cut = np.asarray(augment(image, {"cutout": np.array([[4, 4]])}, Augmentation(cutout=size)))
+        expected, first = image.copy(), 4 - size // 2
+        expected[:, first : first + size, first : first + size] = image.mean()
+        np.testing.assert_array_equal(cut, expected)
+
+
 def test_every_lane_sees_an_image_in_a_way_of_its_own_whatever_their_number():
     images = jax.random.uniform(jax.random.key(0), (6, 8, 8, 1))
     keys, mirrored = jax.random.split(jax.random.key(1), 3), np.array([False, True, False])
@@ -214,8 +226,18 @@ def test_every_lane_sees_an_image_in_a_way_of_its_own_whatever_their_number():
     for name, values in three.items():
         np.testing.assert_array_equal(values[:, :2], two[name])
         assert (values[:, 0] != values[:, 2]).any()
-    plain = draw_per_lane(keys, mirrored, images, Augmentation(per_lane=True))
+    plain = draw_per_lane(keys, mirrored, images, Augmentation(per_lane=True, mirror_lanes=True))
     np.testing.assert_array_equal(plain["flip"], [[False, True, False]] * 6)
+
+
+@pytest.mark.parametrize("changes", [{}, {"flip": True}, {"alternate_flips": True}])
+def test_lanes_mirror_images_only_where_training_does(changes):
+    augmentation = DataSettings(augment_lanes=True, max_shift=1, **changes).augmentation()
+    prepare = make_input(ModelSpec("mlcn", (9, 9, 1), 3, "resnet:w1*2"), 0, augmentation)
+    draws = prepare(0, np.zeros((4, 9, 9, 1), np.uint8))[2]
+    assert draws["shift"].shape == (4, 2, 2)
+    assert ("flip" in draws) == bool(changes)
+    assert DataSettings(**changes).augmentation().mirror_lanes is False, "lanes that see images alike"
 
 
 def test_alternating_flips_show_every_image_both_ways_in_two_epochs():

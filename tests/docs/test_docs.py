@@ -156,6 +156,12 @@ def test_what_a_command_line_names_exists(page, words):
         assert set(named) <= set(targets), f"{page}: {words}"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_scripts_that_a_page_names_exist(page):
+    for name in re.findall(r"python -m ((?:experiments|benchmarks)\.\w+)", PAGES[page]):
+        assert REPOSITORY.joinpath(*name.split(".")).with_suffix(".py").is_file(), f"{page}: {name}"
+
+
 def _search_fields() -> set[str]:
     import dataclasses
 

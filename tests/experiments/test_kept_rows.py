@@ -2,9 +2,11 @@
 
 from types import SimpleNamespace
 
+import pytest
 from absl import flags
+from made_records import ROW
 
-from experiments import links, memory_plan, workers
+from experiments import balance, lane_collapse, links, memory_plan, scaling, workers
 from mlcn_jax.files import read_json, write_json
 
 
@@ -62,3 +64,83 @@ def test_memory_of_other_models_stays(tmp_path, monkeypatch):
     assert bytes_of("--only=0", "--batch=7") == [2] * 3 + [1] * 3 + [2] * 3
     write_json(path, read_json(path) | {"cpu_count": 77})
     assert bytes_of("--only=2") == [2] * 3
+
+
+def stopping(calls, most):
+    """A measurement that is stopped after some calls."""
+
+    def measure(*given):
+        if len(calls) == most:
+            raise KeyboardInterrupt
+        calls.append(given)
+        return {"call": len(calls)}
+
+    return measure
+
+
+def test_balance_goes_on_and_keeps_what_was_measured(tmp_path, monkeypatch):
+    measured, path = [], tmp_path / "balance.json"
+    monkeypatch.setattr(balance, "RESULTS", tmp_path)
+    for name, found in (("simulate", {}), ("draw_picture", None), ("table", ""), ("measured_table", "")):
+        monkeypatch.setattr(balance, name, lambda *given, found=found: found)
+    profile = SimpleNamespace(to_dict=lambda: {"of": "a core"})
+    monkeypatch.setattr(workers, "one_core_profile", lambda name: profile)
+    monkeypatch.setattr(balance, "measure", stopping(measured, 3))
+    with pytest.raises(KeyboardInterrupt):
+        balance.main(parsed(balance, "--profile=p"))
+    assert [(row["num_lanes"], row["seed"]) for row in read_json(path)["measured"]] == [(6, 0), (6, 1), (6, 2)]
+    balance.main(parsed(balance, "--draws=1"))
+    assert len(read_json(path)["measured"]) == 3
+    monkeypatch.setattr(balance, "measure", stopping(measured, 6))
+    balance.main(parsed(balance, "--profile=p"))
+    assert [row["call"] for row in read_json(path)["measured"]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_scaling_goes_on_and_simulates_beside_it(tmp_path, monkeypatch):
+    measured, path = [], tmp_path / "scaling.json"
+
+    def measure(settings, over, values):
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        measured.append(settings)
+        return [{**vars(setting), "call": len(measured)} for setting in settings]
+
+    monkeypatch.setattr(scaling, "RESULTS", tmp_path)
+    monkeypatch.setattr(scaling, "measure", measure)
+    monkeypatch.setattr(scaling, "simulate", lambda settings, *given: [dict(vars(setting)) for setting in settings])
+    monkeypatch.setattr(workers, "one_core_profile", lambda name: name)
+    for name in ("draw", "table"):
+        monkeypatch.setattr(scaling, name, lambda *given: "")
+    with pytest.raises(KeyboardInterrupt):
+        scaling.main(parsed(scaling, "--batches=100,150,300,600", "--profile=p"))
+    before = read_json(path)["batches"]
+    assert {row["batch"] for row in before} == {100, 150, 300}
+    measured.append("stopped")
+    scaling.main(parsed(scaling, "--batches=600"))
+    found = read_json(path)
+    assert found["batches"][: len(before)] == before, "simulated rows stay too"
+    assert {row["batch"] for row in found["batches"]} == {100, 150, 300, 600}
+    count = len(measured)
+    scaling.main(parsed(scaling, "--profile=p"))
+    assert len(measured) == count
+    assert len(read_json(path)["lanes"]) > len(found["lanes"])
+
+
+def test_settings_of_lane_collapse_stay(directories, tmp_path, monkeypatch):
+    trained = []
+
+    def follow(config, dataset, scale, num_steps):
+        trained.append(config.train.optimizer)
+        return {"steps": [0, num_steps], "spreads": [[0.1, 0.2], [0.0, 0.3]], "alive": 1, "test_accuracy": 50.0}
+
+    monkeypatch.setattr(lane_collapse, "follow", follow)
+
+    def steps_of(settings, num_steps):
+        lane_collapse.compare(ROW, settings, num_steps, 0, directories, tmp_path, "command")
+        runs = read_json(tmp_path / f"lane_collapse_{ROW}.json")["runs"]
+        return {run["setting"]: run["steps"][-1] for run in runs}
+
+    assert steps_of(["published", "warm_up"], 2) == {"published": 2, "warm_up": 2}
+    assert steps_of(["warm_up", "published"], 2) == {"published": 2, "warm_up": 2}
+    assert trained == ["adam", "adamw"]
+    assert steps_of(["warm_up"], 3) == {"published": 2, "warm_up": 3}

@@ -61,6 +61,21 @@ def test_rows_keep_to_their_budget(row):
     assert len(flops) < 4 or flops.max() <= 0.4 * flops.sum()
 
 
+def test_the_decoder_is_told_beside_the_budget_that_leaves_it_out():
+    products = 40 * 512 + 512 * 1024 + 1024 * 3072
+    share = residual_lanes.decoder_share("cifar_4xw3d2")
+    flops = 2 * (3 * products - 40 * 512) * 10 * 50_000
+    assert share == pytest.approx(flops / 0.45e15, rel=0.05)
+    row = {"row": "cifar_4xw3d2", "split": "test", "lanes": "a", "epochs": 10, "flops": 4.5e14, "largest_lane": 0.25}
+    row |= {"decoder_over_lanes": share, "parameters": 1, "by_lanes": [90.0], "by_lanes_flips": [91.0]}
+    one = {"mean": 90.0, "min": 90.0, "max": 90.0, "runs": 1}
+    row |= dict.fromkeys(("accuracy", "accuracy_flips", "nll", "calibration_error", "train_seconds"), one)
+    line = residual_lanes.cells({**row, "product_gflops_per_second": one})
+    told = dict(zip(residual_lanes.HEADER, line, strict=True))
+    assert told["decoder, %"] == f"{100 * share:.0f}"
+    assert told["largest lane, %"] == "25"
+
+
 def test_trials_leave_the_test_set_alone():
     for row in TRIALS:
         config = residual_lanes.configure_run(DIRECTORIES, row, seed=0)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments import tie_break
 from mlcn_jax.errors import InputError
 from mlcn_jax.placement.partition import PARTITIONERS, partition
 from mlcn_jax.placement.problem import Problem, lower_bound_seconds, uniform_seconds
@@ -97,6 +98,19 @@ def test_greedy_published_ignores_that_a_device_is_slow_until_it_is_loaded():
     problem = on_speeds([6, 2], [1.0, 6.0])
     assert partition("greedy_published", problem).device_of == (0, 1)
     assert partition("greedy", problem).device_of == (1, 1)
+    assert partition("greedy_published", on_speeds([6, 2], [6.0, 1.0])).device_of == (0, 1)
+    assert partition("greedy", on_speeds([6, 2], [6.0, 1.0])).device_of == (0, 0)
+
+
+def test_greedy_published_is_the_better_the_later_the_slowest_device_is_listed():
+    """Over all orders of the thesis's devices, against random placement of few lanes."""
+    by_place = [[], [], [], []]
+    for speeds in itertools.permutations((1.0, 3.1, 4.2, 6.0)):
+        by_place[speeds.index(1.0)].append(tie_break.gains(speeds, num_lanes=6, draws=30, seed=0))
+    first, second, third, last = ([gain["greedy_published"] for gain in gains] for gains in by_place)
+    assert max(first) < 1 < min(second)
+    assert max(second) < min(third) < min(last)
+    assert min(gain["greedy"] for gains in by_place for gain in gains) > max(third)
 
 
 def test_random_follows_its_seed():

@@ -80,6 +80,13 @@ def test_configs_that_cannot_be_used():
         setup.read_config({**values, "search": {**values["search"], "surprise": 1}})
 
 
+def test_settings_that_some_lanes_cannot_be_trained_with_are_refused_at_once():
+    config, settings = make_config(kinds="resnet,mlcn1")
+    setup.make_space(config, settings)
+    with pytest.raises(InputError, match=r"search\.kinds=resnet,mlcn1: data\.augment_lanes is True"):
+        setup.make_space(config.replace({"data.augment_lanes": True}), settings)
+
+
 def test_the_thesis_setting_is_four_baselines_over_eight_devices():
     config, settings = setup.read_config(nas_cifar.get_config().to_dict())
     assert (settings.num_models, settings.num_epochs, settings.num_repeats, config.train.batch_size) == (64, 10, 4, 100)

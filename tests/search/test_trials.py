@@ -52,6 +52,42 @@ def test_a_trial_takes_the_steps_of_the_ordinary_runner():
     assert score.accuracy == runner.scores(trainer.validation, 50).accuracy
 
 
+def test_a_trial_sees_images_mirrored_and_resized_as_a_run_does(monkeypatch):
+    class Runner:
+        """Records the batches and sizes of its steps."""
+
+        def __init__(self, *args, **options):
+            self.compiled, self.seen = [], []
+
+        def start(self, state):
+            assert state == "start"
+
+        def compile(self, images, labels, sizes):
+            self.compiled = sizes
+            return 0.0
+
+        def place(self, images, labels):
+            return (images,)
+
+        def step(self, images, size):
+            self.seen.append((images, size))
+            return {"loss": np.float32(1.0)}
+
+        def fetch(self):
+            return "start"
+
+    monkeypatch.setattr(trials, "StacksRunner", Runner)
+    monkeypatch.setattr(trials.Trainer, "_start_state", lambda *args: "start")
+    monkeypatch.setattr(trials.Trainer, "_accuracy", lambda *args: 0.5)
+    config = make_config(data__alternate_flips="True", train__image_sizes="20:0.5")
+    trainer = trials.Trainer(config, num_epochs=2, num_repeats=1, num_images=300)
+    *_, (_, runner, _) = trainer._train("resnet:w1*2")
+    expected = Batches(trainer.train.images, trainer.train.labels, 50, 0, alternate_flips=True)
+    assert [size for _, size in runner.seen] == runner.compiled == [20] * 4 + [0] * 4
+    for step, (images, _) in enumerate(runner.seen):
+        np.testing.assert_array_equal(images, expected.at(step)[0])
+
+
 @pytest.mark.long
 def test_groups_that_were_compiled_once_are_used_again():
     trainer = trials.Trainer(make_config(), num_epochs=1, num_repeats=1, num_images=200)

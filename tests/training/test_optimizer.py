@@ -37,6 +37,19 @@ def test_adamw_warms_up_and_ends_at_zero(tiny):
     assert moves[5:] == sorted(moves[5:], reverse=True)
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+def test_rates_fall_even_in_a_run_no_longer_than_its_warm_up(tiny, name):
+    settings = tiny.replace({"train.optimizer": name, "train.num_epochs": 1, "train.weight_decay": 0.0}).train
+    optimizer = optimizer_of(settings, steps_per_epoch=10)
+    params, moves = {"head": jnp.float32(0.0)}, []
+    state = optimizer.init(params)
+    for _ in range(11):
+        updates, state = optimizer.update({"head": jnp.float32(1.0)}, state, params)
+        moves.append(-float(updates["head"]))
+    assert 0 < moves[9] < 0.6 * max(moves)
+    assert moves[10] == pytest.approx(0.0, abs=1e-7)
+
+
 def test_clipping_bounds_the_gradient_that_adam_sees(tiny):
     optimizer = optimizer_of(tiny.replace({"train.clip_norm": 0.5}).train, 10)
     gradient = {"a": jnp.array([3.0, 4.0])}

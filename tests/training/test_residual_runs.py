@@ -20,12 +20,12 @@ from mlcn_jax.training import checkpoint, loop
 from mlcn_jax.training.evaluate import head_sums, scores_of
 from mlcn_jax.training.mesh_runner import MeshRunner
 from mlcn_jax.training.session import calibration_images
-from mlcn_jax.training.stack_programs import make_stacks
+from mlcn_jax.training.stack_programs import Stack, make_stacks
 from mlcn_jax.training.stacks_runner import StacksRunner
 from mlcn_jax.training.step import TrainState
 
 SPEC = ModelSpec(*("mlcn", (12, 12, 1), 3, "resnet:w1*4"), norm_group=4, decoder=(8,), label_smoothing=0.1)
-MOVES = Augmentation(max_shift=1, reflect=True, cutout=3, per_lane=True)
+MOVES = Augmentation(max_shift=1, reflect=True, cutout=3, per_lane=True, mirror_lanes=True)
 OPTIMIZER = optax.sgd(0.1)
 SIZES = (0, 10)
 
@@ -73,6 +73,24 @@ def test_a_mesh_trains_as_one_device_does(on_one_device):
 def test_stacks_train_as_one_device_does(on_one_device):
     stacks = make_stacks(jax.devices()[:2], [1, 0, 1, 1])
     assert_same(two_steps(StacksRunner(SPEC, OPTIMIZER, stacks, jax.devices()[0], **settings())), on_one_device)
+
+
+def test_equal_stacks_share_their_programs_but_not_what_their_lanes_see():
+    """As in a search, where a stack's program may have been compiled for lanes at another place of another model."""
+    spec = dataclasses.replace(SPEC, lanes="resnet:w1*2")
+    images = np.random.default_rng(0).integers(0, 256, (8, *spec.image_shape), dtype=np.uint8)
+    labels, programs = (np.arange(8) % 3).astype(np.int32), {}
+    params = init_params(spec, jax.random.key(0))
+    alike = jax.tree.map(lambda x: np.repeat(x[:1], 2, axis=0), jax.device_get(params["encoder"]))
+    state = jax.device_get(TrainState.create({"encoder": alike, "decoder": params["decoder"]}, OPTIMIZER))
+    stacks = [Stack(jax.devices()[0], (lane,)) for lane in range(2)]
+    runner = StacksRunner(spec, OPTIMIZER, stacks, jax.devices()[0], programs=programs, **settings())
+    runner.start(state)
+    runner.compile(images, labels)
+    runner.step(*runner.place(images, labels))
+    first, second = runner.fetch().params["encoder"]["resnet_w1d1"]["head"]["kernel"]
+    assert sum(key[0] == "forward" for key in programs) == 1
+    assert np.abs(first - second).max() > 1e-6, "equal lanes became different, because they saw images differently"
 
 
 def test_stacks_refuse_coupled_lanes():
