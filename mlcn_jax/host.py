@@ -85,7 +85,7 @@ def return_unused_memory() -> None:
 
 
 def compute_in_turn() -> None:
-    """Makes a CPU run each program in the thread that calls it; call this before JAX looks for its devices.
+    """Makes a CPU run each program in the thread that calls it; has no effect once JAX has looked for its devices.
 
     Otherwise steps wait in a queue, and each holds its temporary buffers from the moment it is queued. This also saves
     thread switches. If a process has several CPU devices, each still has its own thread.
@@ -98,11 +98,13 @@ def compute_in_turn() -> None:
 def set_up_jax(least_seconds: float = 1.0) -> Path | None:
     """Sets how JAX computes on a CPU (`compute_in_turn`), and caches compiled programs; returns the cache folder.
 
+    Call it before JAX looks for its devices, which it does itself.
     Programs that took at least `least_seconds` to compile are cached, where that is safe.
     A program compiled for one CPU can crash on another, so the folder's name holds a digest of this CPU's
     features; where they cannot be read (systems other than Linux), CPU programs are not cached.
     `JAX_COMPILATION_CACHE_DIR` takes precedence if set.
     """
+    compute_in_turn()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
