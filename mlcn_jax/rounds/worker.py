@@ -25,8 +25,8 @@ from mlcn_jax.files import hold
 from mlcn_jax.nn import tracing
 from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.rounds import link
-from mlcn_jax.rounds.coordinator import check_rounds, identity
-from mlcn_jax.rounds.meeting import METRICS
+from mlcn_jax.rounds.coordinator import DRAWN, check_rounds, identity
+from mlcn_jax.rounds.meeting import METRICS, run_of
 from mlcn_jax.rounds.messages import Begin, Change, Fetch, Join
 from mlcn_jax.rounds.vector import Vector, compress, decode, digest, from_vector, num_bytes, to_vector
 from mlcn_jax.training.checkpoint import Checkpoints
@@ -92,6 +92,7 @@ def follow(client: Any, trainer: "Trainer", run: str, worker: int, check: Callab
     Raises:
       Diverged: the run has diverged, here or at the coordinator.
     """
+    trainer.enter(run_of(run))
     have, vector = "", np.empty(0, np.float32)
     while True:
         begin: Begin = client.call("fetch", Fetch(run, worker, have, trainer.sent))
@@ -183,17 +184,28 @@ class Trainer:
         content = jax.ShapeDtypeStruct((num_bytes(self.size, self.bits),), jnp.uint8)
         like = {"params": {"before": vector, "after": vector, "content": content}, "optimizer": optimizer}
         restored, facts = self._checkpoints.restore(like)
-        if facts["run"] != self._run or facts["worker"] != self._worker:
+        same = facts["run"].partition(DRAWN)[0] == self._run
+        if not same or facts["worker"] != self._worker:
             raise InputError(
                 f"{workdir} holds the state of worker {facts['worker']} of "
-                + ("this run" if facts["run"] == self._run else "another run")
+                + ("this run" if same else "another run")
                 + f", but this is worker {self._worker}: give another --workdir"
             )
-        _log.info("worker %d resumes after round %d", self._worker, facts["round"])
-        self._num_saves = facts["step"]
+        self._num_saves, self._run = facts["step"], facts["run"]
         before, after, sent = (np.asarray(restored["params"][name]) for name in ("before", "after", "content"))
         about = (facts["round"], facts["began"], restored["optimizer"])
         return _Kept(*about, before, after, sent.tobytes(), facts["metrics"])
+
+    def enter(self, run: str) -> None:
+        """Takes part in a run, of which the coordinator gave the name: what it kept of another one is dropped."""
+        if self._kept is not None and self._run == run:
+            _log.info("worker %d resumes after round %d", self._worker, self._kept.round)
+        elif self._kept is not None:
+            _log.warning(
+                "worker %d has the state of an earlier run of the same configuration: it is dropped", self._worker
+            )
+            self._kept = None
+        self._run = run
 
     @property
     def sent(self) -> str:
