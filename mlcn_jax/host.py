@@ -41,10 +41,14 @@ def num_cores() -> int:
 
 def usable_memory_bytes() -> int:
     """Memory for programs: the accelerator's, or a share of the machine's in proportion to this process's cores."""
+    limit = device_memory_bytes()
+    return machine_memory_bytes() * num_cores() // (os.cpu_count() or 1) if limit is None else limit
+
+
+def device_memory_bytes() -> int | None:
+    """Memory for programs of this process's first device, if it states a limit, as accelerators do."""
     stats = jax.local_devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
-    return _machine_memory_bytes() * num_cores() // (os.cpu_count() or 1)
+    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
 
 
 def total_memory_bytes() -> int:
@@ -52,10 +56,10 @@ def total_memory_bytes() -> int:
     stats = [device.memory_stats() for device in jax.local_devices()]
     if all(found and "bytes_limit" in found for found in stats):
         return jax.process_count() * sum(int(found["bytes_limit"]) for found in stats if found)
-    return jax.process_count() * _machine_memory_bytes()
+    return jax.process_count() * machine_memory_bytes()
 
 
-def _machine_memory_bytes() -> int:
+def machine_memory_bytes() -> int:
     """Physical memory, or the limit of this process's container if that is lower."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -252,6 +252,11 @@ def compiled_memory_bytes(compiled: jax.stages.Compiled) -> int:
         + memory.temp_size_in_bytes
         - memory.alias_size_in_bytes
     )
+
+
+def largest_memory_bytes(programs: Iterable[jax.stages.Compiled]) -> int:
+    """Peak memory of the compiled program that needs most; 0 where the backend does not report it."""
+    return max((compiled_memory_bytes(one) for one in programs if one.memory_analysis() is not None), default=0)
 
 
 def matmul_flops(fn: Callable, *args) -> int:

@@ -32,6 +32,7 @@ from mlcn_jax.rounds.vector import Vector, compress, decode, digest, from_vector
 from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.optimizer import at_step
 from mlcn_jax.training.plan import algorithms_of, make_runner
+from mlcn_jax.training.room import check_step_fits
 from mlcn_jax.training.session import Session, open_session
 from mlcn_jax.training.step import TrainState
 from mlcn_jax.training.stop_signals import StopSignals
@@ -227,6 +228,7 @@ class Trainer:
           check: called between steps; may raise.
 
         Raises:
+          InputError: a step does not fit the memory of the device.
           Diverged: the parameters are no longer finite.
         """
         kept, began = self._kept, digest(vector, round_)
@@ -272,6 +274,7 @@ class Trainer:
             _log.info("compiling the training step")
             self._compiled |= sizes.keys()
             self._runner.compile(*self._part(first), sizes=sorted(self._compiled))
+            check_step_fits(self._runner)
 
     def _save(self) -> None:
         kept = self._kept
