@@ -238,3 +238,10 @@ def test_the_jobset_is_yaml_of_two_processes():
     spec = yaml.safe_load((FILES / "jobset.yaml").read_text())["spec"]["replicatedJobs"][0]["template"]["spec"]
     (arguments,) = spec["template"]["spec"]["containers"][0]["args"]
     assert f"--config.parallel.processes={spec['completions']} " in arguments
+
+
+def test_an_image_holds_nothing_that_git_leaves_out():
+    ignored = (FILES / "Containerfile.containerignore").read_text().split("\n")
+    for name in (REPOSITORY / ".gitignore").read_text().split():
+        assert {name.rstrip("/"), f"**/{name.rstrip('/')}"} & {*ignored}, name
+    assert ".git" in ignored
