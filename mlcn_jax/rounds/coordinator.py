@@ -228,7 +228,6 @@ def coordinate(
             else:
                 meeting.advance(shared.vector, update)
             judge.score(step, shared.vector)
-        meeting.finish()
         about = {
             "rounds": num_rounds,
             "workers": settings.workers,
