@@ -219,8 +219,8 @@ def test_a_job_that_is_cancelled_saves_and_stays_cancelled(slurm, tmp_path):
         lambda: Path(f"{folder}.out").read_text(),
     )
     told = Path(f"{folder}.out").read_text()
-    (step,) = map(int, re.findall(r"stopped by SIGTERM after step (\d+) of 40", told))
-    assert (folder / "checkpoints" / str(step)).exists()
+    (step,) = set(re.findall(r"stopped by SIGTERM after step (\d+) of 40", told))
+    assert (folder / "checkpoints" / step).exists()
 
 
 @pytest.mark.long
