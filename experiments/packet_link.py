@@ -58,6 +58,12 @@ class PacketLink:
         """What to put before a command, so that it runs on a side of the link, 0 or 1."""
         return ["ip", "netns", "exec", self._names[side]]
 
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that were sent so far, in both directions, headers of TCP and IP included."""
+        shown = [_shown("-n", name, "-j", "-s", "link", "show", "dev", _DEVICE) for name in self._names]
+        return sum(json.loads(text)[0]["stats64"]["tx"]["bytes"] for text in shown)
+
     def __enter__(self) -> "PacketLink":
         if not possible():
             raise InputError(f"a packet link needs root, the command ip and {_TUN}: run it on Linux, as root")
@@ -100,6 +106,10 @@ def _hosts(name: str) -> Path:
 
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True)
+
+
+def _shown(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
 
 
 def _direction(source: int, sink: int, delay_ms: float, rate_mbit: float) -> None:

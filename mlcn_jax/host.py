@@ -41,10 +41,14 @@ def num_cores() -> int:
 
 def usable_memory_bytes() -> int:
     """Memory for programs: the accelerator's, or a share of the machine's in proportion to this process's cores."""
+    limit = device_memory_bytes()
+    return machine_memory_bytes() * num_cores() // (os.cpu_count() or 1) if limit is None else limit
+
+
+def device_memory_bytes() -> int | None:
+    """Memory for programs of this process's first device, if it states a limit, as accelerators do."""
     stats = jax.local_devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
-    return _machine_memory_bytes() * num_cores() // (os.cpu_count() or 1)
+    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
 
 
 def total_memory_bytes() -> int:
@@ -52,10 +56,10 @@ def total_memory_bytes() -> int:
     stats = [device.memory_stats() for device in jax.local_devices()]
     if all(found and "bytes_limit" in found for found in stats):
         return jax.process_count() * sum(int(found["bytes_limit"]) for found in stats if found)
-    return jax.process_count() * _machine_memory_bytes()
+    return jax.process_count() * machine_memory_bytes()
 
 
-def _machine_memory_bytes() -> int:
+def machine_memory_bytes() -> int:
     """Physical memory, or the limit of this process's container if that is lower."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
@@ -85,7 +89,7 @@ def return_unused_memory() -> None:
 
 
 def compute_in_turn() -> None:
-    """Makes a CPU run each program in the thread that calls it; call this before JAX looks for its devices.
+    """Makes a CPU run each program in the thread that calls it; has no effect once JAX has looked for its devices.
 
     Otherwise steps wait in a queue, and each holds its temporary buffers from the moment it is queued. This also saves
     thread switches. If a process has several CPU devices, each still has its own thread.
@@ -98,11 +102,13 @@ def compute_in_turn() -> None:
 def set_up_jax(least_seconds: float = 1.0) -> Path | None:
     """Sets how JAX computes on a CPU (`compute_in_turn`), and caches compiled programs; returns the cache folder.
 
+    Call it before JAX looks for its devices, which it does itself.
     Programs that took at least `least_seconds` to compile are cached, where that is safe.
     A program compiled for one CPU can crash on another, so the folder's name holds a digest of this CPU's
     features; where they cannot be read (systems other than Linux), CPU programs are not cached.
     `JAX_COMPILATION_CACHE_DIR` takes precedence if set.
     """
+    compute_in_turn()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return Path(os.environ["JAX_COMPILATION_CACHE_DIR"])

@@ -30,6 +30,14 @@ def program() -> str:
     return "mlcn_jax" if shutil.which("mlcn_jax") else f"{shlex.quote(sys.executable)} -m mlcn_jax"
 
 
+def less_memory() -> str:
+    """What needs less memory in training, for messages."""
+    return (
+        "use model.remat=full, train.accumulation_steps, or a smaller batch or model; "
+        f"{program()} describe --memory_gib=N says which of the settings with the same result fit"
+    )
+
+
 def launch(command: Callable[[], int | None]) -> None:
     """Runs `command`, whose result is the exit code.
 
@@ -61,7 +69,7 @@ def launch(command: Callable[[], int | None]) -> None:
             _exit(EXIT_STOPPED, f"another process of the run was lost ({str(error).splitlines()[0][:100]}...)")
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        _exit(EXIT_INPUT, f"error: not enough memory ({str(error).splitlines()[0]}): use a smaller batch or model")
+        _exit(EXIT_INPUT, f"error: not enough memory ({str(error).splitlines()[0]}): {less_memory()}")
     except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)

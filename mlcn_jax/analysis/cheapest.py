@@ -12,9 +12,10 @@ from mlcn_jax.config import did_you_mean
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program
 from mlcn_jax.placement.catalog import Offer
+from mlcn_jax.placement.cost import LaneCost
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.training.apart import couplings_of_losses
-from mlcn_jax.training.splits import Messages
+from mlcn_jax.training.splits import Messages, needed_bytes
 
 
 def best_way(market: Market, ways: Sequence[Way], deadline_seconds: float) -> Way:
@@ -45,22 +46,27 @@ def _more_machines(market: Market) -> str:
 
 def _fits_nowhere(market: Market) -> str:
     task, devices = market.task, [choice.devices[0] for choice in market.choices]
-    roomiest = max(devices, key=lambda profile: profile.memory_bytes)
+    roomiest, parts = max(devices, key=lambda profile: profile.memory_bytes), task.messages.parts
     costs = [lane_cost(task.spec, group.spec) for group in task.spec.lane_groups]
-    largest = max(costs, key=lambda one: roomiest.lane_bytes(one, task.batch_size))
-    needed = roomiest.lane_bytes(largest, task.batch_size)
-    others = sum(one.state_bytes * n for one, n in zip(costs, market.counts, strict=True)) - largest.state_bytes
-    batch = task.batch_size
-    while batch > min(roomiest.batch_sizes) and roomiest.lane_bytes(largest, batch) + others > roomiest.memory_bytes:
+    lanes = [one for one, count in zip(costs, market.counts, strict=True) for _ in range(count)]
+
+    def needed(some: Sequence[LaneCost], batch: int) -> float:
+        return needed_bytes(some, batch, roomiest, parts)
+
+    largest = max(costs, key=lambda one: needed([one], task.batch_size))
+    of_all, batch = needed(lanes, task.batch_size), task.batch_size
+    while batch // parts > min(roomiest.batch_sizes) and needed(lanes, batch) > roomiest.memory_bytes:
         batch //= 2
-    fits = roomiest.lane_bytes(largest, batch) + others <= roomiest.memory_bytes
+    fits = needed(lanes, batch) <= roomiest.memory_bytes
     smaller = f"a batch of {batch}, " if fits and batch < task.batch_size else ""
+    in_parts = f" in {parts} parts" if parts > 1 else ""
     return (
-        f"the model fits none of the {len(market.choices)} machines: {largest.spec} needs {needed / 2**30:.2f} GiB for "
-        f"batches of {task.batch_size}, and all lanes {(needed + others) / 2**30:.2f} GiB, but the largest device has "
-        f"{roomiest.memory_bytes / 2**30:.2f} GiB: it would fit with {smaller}narrower lanes, or a device with "
-        f"{(needed + others) / 2**30:.2f} GiB; model.remat=full and train.accumulation_steps need less, which device "
-        f"profiles do not predict ({program()} describe --memory_gib=N does)"
+        f"the model fits none of the {len(market.choices)} machines: {largest.spec} needs "
+        f"{needed([largest], task.batch_size) / 2**30:.2f} GiB for batches of {task.batch_size}{in_parts}, and all "
+        f"lanes {of_all / 2**30:.2f} GiB, but the largest device has {roomiest.memory_bytes / 2**30:.2f} GiB: it would "
+        f"fit with {smaller}narrower lanes, or a device with {of_all / 2**30:.2f} GiB; more train.accumulation_steps "
+        f"need less, as does model.remat=full, which device profiles do not predict ({program()} describe "
+        "--memory_gib=N does)"
     )
 
 

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from mlcn_jax.config import RunConfig
-from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv
 from mlcn_jax.nn.model import param_shapes
@@ -25,7 +24,7 @@ _MARGIN = 1.07  # over the extrapolation from few lanes, which can be some perce
 
 
 def fit_memory(config: RunConfig, spec: ModelSpec, memory_bytes: int) -> dict[str, Any]:
-    """Memory of a training step on each device of a mesh; if it is too much, also with settings that need less.
+    """Memory of a training step on one device; if it is too much, also with settings that need less.
 
     Args:
       config, spec: the run and its model.
@@ -36,14 +35,16 @@ def fit_memory(config: RunConfig, spec: ModelSpec, memory_bytes: int) -> dict[st
       the settings to change so that it fits, or None if none was found.
 
     Raises:
-      InputError: the plan is not a mesh, there is a teacher, activations are offloaded to host memory, or the settings
+      InputError: there are several devices or a teacher, activations are offloaded to host memory, or the settings
         cannot be used.
     """
     parallel, tried = config.parallel, []
-    if parallel.plan != "mesh":
+    if parallel.plan != "mesh" or parallel.data * parallel.lane > 1:
         raise InputError(
-            f"the memory of parallel.plan={parallel.plan} is not predicted: use parallel.plan=mesh, or the device "
-            "profiles, which hold the memory of each lane"
+            f"parallel.plan={parallel.plan} with parallel.data={parallel.data} and parallel.lane={parallel.lane} is "
+            "given, but memory is predicted for one device only: describe what one device gets as a run of its own "
+            "(parallel.plan=mesh, its lanes and its part of the batch), which leaves out what devices send each other; "
+            "train compares the compiled step with the memory of the devices before it begins"
         )
     if config.train.teacher:
         raise InputError(
@@ -56,7 +57,7 @@ def fit_memory(config: RunConfig, spec: ModelSpec, memory_bytes: int) -> dict[st
             "holds the activations of one lane on the device"
         )
     check_remat(spec)
-    check_parts(spec, config.train.batch_size, parallel.data, config.train.accumulation_steps)
+    check_parts(spec, config.train.batch_size, 1, config.train.accumulation_steps)
     for changes in _savings(config, spec):
         changed = config.replace(changes)
         need = predicted_bytes(changed, dataclasses.replace(spec, remat=changed.model["remat"]))
@@ -74,9 +75,9 @@ def _savings(config: RunConfig, spec: ModelSpec) -> Iterator[dict[str, Any]]:
     if spec.remat == "none" and _is_good(check_remat, dataclasses.replace(spec, remat="full")):
         changes = {"model.remat": "full"}
         yield changes
-    size, data, parts = config.train.batch_size, config.parallel.data, config.train.accumulation_steps
-    for more in range(2, size // data + 1):
-        if more >= 2 * parts and _is_good(check_parts, spec, size, data, more):
+    size, parts = config.train.batch_size, config.train.accumulation_steps
+    for more in range(2, size + 1):
+        if more >= 2 * parts and _is_good(check_parts, spec, size, 1, more):
             parts = more
             yield changes | {"train.accumulation_steps": parts}
 
@@ -90,31 +91,22 @@ def _is_good(check: Any, *args: Any) -> bool:
 
 
 def predicted_bytes(config: RunConfig, spec: ModelSpec) -> int:
-    """Memory of a training step on each device of a mesh: state, batch and temporaries.
+    """Memory of a training step on one device: state, batch and temporaries.
 
     If lanes run in a scan, the step itself is compiled, which takes no longer for many lanes. Otherwise steps with few
-    lanes are compiled, and each further lane adds what its group's third one does. What a mesh gathers is left out.
+    lanes are compiled, and each further lane adds what its group's third one does.
     """
-    if spec.lane_groups:
-        mesh_lib.check_split(spec, config.train.batch_size, config.parallel.data, config.parallel.lane)
-    whole = _share(config, spec)
-    counts = [group.count for group in whole.lane_groups]
-    few = [count if whole.remat != "none" or count <= _FEW + 1 else _FEW for count in counts]
+    counts = [group.count for group in spec.lane_groups]
+    few = [count if spec.remat != "none" or count <= _FEW + 1 else _FEW for count in counts]
     if few == counts:
-        return compiled_bytes(config, whole)
-    base = compiled_bytes(config, _first_of_each(whole, few))
+        return compiled_bytes(config, spec)
+    base = compiled_bytes(config, _first_of_each(spec, few))
     total = float(base)
     for place, (count, start) in enumerate(zip(counts, few, strict=True)):
         if count > start:
             one_more = [n + (i == place) for i, n in enumerate(few)]
-            total += (count - start) * (compiled_bytes(config, _first_of_each(whole, one_more)) - base)
+            total += (count - start) * (compiled_bytes(config, _first_of_each(spec, one_more)) - base)
     return round(_MARGIN * total)
-
-
-def _share(config: RunConfig, spec: ModelSpec) -> ModelSpec:
-    """The lanes of one device."""
-    counts = [group.count // config.parallel.lane for group in spec.lane_groups]
-    return _first_of_each(spec, counts) if config.parallel.lane > 1 else spec
 
 
 def _first_of_each(spec: ModelSpec, counts: list[int]) -> ModelSpec:
@@ -128,18 +120,15 @@ def _first_of_each(spec: ModelSpec, counts: list[int]) -> ModelSpec:
 
 
 def compiled_bytes(config: RunConfig, spec: ModelSpec) -> int:
-    """Memory of a training step on one device as counted by the compiler; nothing is computed.
-
-    The batch is the share of each device of the mesh.
-    """
+    """Memory of a training step on one device as counted by the compiler; nothing is computed."""
     optimizer = optimizer_of(config.train, _STEPS_PER_EPOCH)
     params = param_shapes(spec)
     state = jax.eval_shape(lambda params: TrainState.create(params, optimizer), params)
-    share = config.train.batch_size // config.parallel.data
-    images = jax.ShapeDtypeStruct((share, *spec.image_shape), jnp.uint8)
+    size = config.train.batch_size
+    images = jax.ShapeDtypeStruct((size, *spec.image_shape), jnp.uint8)
     step = jax.jit(
         make_train_step(spec, optimizer, **step_options(config)),
         donate_argnums=0,
         compiler_options=conv.compiler_options(jax.default_backend()),
     )
-    return compiled_memory_bytes(step.lower(state, images, jax.ShapeDtypeStruct((share,), jnp.int32)).compile())
+    return compiled_memory_bytes(step.lower(state, images, jax.ShapeDtypeStruct((size,), jnp.int32)).compile())

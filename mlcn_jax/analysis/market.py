@@ -179,7 +179,8 @@ class Market:
             with contextlib.suppress(InputError):
                 check_split(spec, task.batch_size, data, lane)
                 check_parts(spec, task.batch_size, data, messages.parts)
-                if all(splits.has_room(spec, task.batch_size // data, lane, profile) for profile in profiles):
+                share, parts = task.batch_size // data, messages.parts
+                if all(splits.has_room(spec, share, lane, profile, parts) for profile in profiles):
                     step = splits.predict_mesh(spec, task.batch_size, data, lane, profiles, ones, cluster, messages)
                     add(step, data, lane)
         in_one_process = len(chosen) == 1 and self.choices[chosen[0]].processes(count) == 1
@@ -274,7 +275,8 @@ class Market:
 
     def _lane_run(self, choice: Choice, one: cost.LaneCost) -> "_Run":
         profile = choice.devices[0]
-        if profile.lane_bytes(one, self.task.batch_size) > profile.memory_bytes:
+        needed = splits.needed_bytes([one], self.task.batch_size, profile, self.task.messages.parts)
+        if needed > profile.memory_bytes:
             return _Run(1, math.inf, 0.0)
         step = self._lane_step(profile, one)
         run = self._run(step, profile.forward_share, choice.interruptions)

@@ -134,10 +134,16 @@ class AmongProcesses:
         return self._known_zeros[key]
 
     def add_up(self, tree: Any) -> Any:
+        leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, tree))
+        for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):  # one message for each
+            places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+            whole = self._sum_over_processes(np.concatenate([leaves[i].ravel() for i in places]))
+            ends = np.cumsum([leaves[i].size for i in places])
+            for i, part in zip(places, np.split(whole, ends[:-1]), strict=True):
+                leaves[i] = part.reshape(leaves[i].shape)
+        return jax.tree.unflatten(structure, leaves)
 
-        def total(x: np.ndarray) -> np.ndarray:
-            parts = [x[None], *[np.zeros_like(x[None])] * (len(self._mine) - 1)]
-            placed = [jax.device_put(part, self._devices[s]) for part, s in zip(parts, self._mine, strict=True)]
-            return jax.device_get(self._all_reduce(self._over_mesh(placed)).addressable_data(0))[0]
-
-        return jax.tree.map(total, tree)
+    def _sum_over_processes(self, vector: np.ndarray) -> np.ndarray:
+        parts = [vector[None], *[np.zeros_like(vector[None])] * (len(self._mine) - 1)]
+        placed = [jax.device_put(part, self._devices[s]) for part, s in zip(parts, self._mine, strict=True)]
+        return jax.device_get(self._all_reduce(self._over_mesh(placed)).addressable_data(0))[0]

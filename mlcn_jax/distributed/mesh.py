@@ -216,33 +216,34 @@ def _over(mesh: Mesh | None, function: Callable, reduce: Callable, exchange_dtyp
     axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
     sent_in = "" if exchange_dtype == "float32" else exchange_dtype  # empty: each array is sent in its own dtype
 
+    def missing_in(spec) -> tuple[str, ...]:
+        """The axes over whose devices a value is the same."""
+        return tuple(axis for axis in axes if axis not in spec)
+
     def vary(x, spec):
         """Marks a value as varying over devices, so that its gradients are summed over all devices that used it."""
-        missing = tuple(axis for axis in axes if axis not in spec)
+        missing = missing_in(spec)
         return lax.pcast(x, missing, to="varying") if missing else x
 
-    def vary_rounding(x, spec):
+    def vary_rounding(x, missing):
         """`vary`, with the sum in `exchange_dtype`."""
-        missing = tuple(axis for axis in axes if axis not in spec)
-        if not sent_in or not missing:
-            return vary(x, spec)
 
         @jax.custom_vjp
         def varying(x):
-            return vary(x, spec)
+            return lax.pcast(x, missing, to="varying")
 
         def backward(_, gradient):
             return (words.psum(gradient, missing, sent_in),)
 
         varying.defvjp(lambda x: (varying(x), None), backward)
-        return varying(x)
+        return varying(x) if sent_in else lax.pcast(x, missing, to="varying")
 
     def vary_together(params, specs):
         """`vary` of all parameters, as one array for each set of axes, so that one sum brings all their gradients."""
         leaves, tree = jax.tree.flatten(params)
         layout = jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
-        kinds = [(tuple(spec), leaf.dtype) for spec, leaf in zip(layout, leaves, strict=True)]
-        for kind in dict.fromkeys(kinds):
+        kinds = [(missing_in(spec), leaf.dtype) for spec, leaf in zip(layout, leaves, strict=True)]
+        for kind in dict.fromkeys(kind for kind in kinds if kind[0]):
             places = [i for i, own in enumerate(kinds) if own == kind]
             flat, apart = ravel_pytree([leaves[i] for i in places])
             for i, leaf in zip(places, apart(vary_rounding(flat, kind[0])), strict=True):

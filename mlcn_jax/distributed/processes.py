@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -138,6 +139,14 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def host_and_port(name: str, address: str) -> tuple[str, int]:
+    """The parts of HOST:PORT, which a setting or flag gave; raises InputError, naming it, for anything else."""
+    found = re.fullmatch(r"(.+):(\d{1,5})", address)
+    if not found or int(found[2]) > 65535:
+        raise InputError(f"{name} is {address!r}; it must be HOST:PORT, such as 192.0.2.1:29600")
+    return found[1], int(found[2])
+
+
 def join(settings: ParallelSettings, values: Mapping[str, Any]) -> None:
     """Makes this process part of a run of several; if `processes` is 0, the cluster's environment decides.
 
@@ -146,7 +155,8 @@ def join(settings: ParallelSettings, values: Mapping[str, Any]) -> None:
       values: the run's configuration by full field names; it must be the same in all processes.
 
     Raises:
-      InputError: a process does not join within `timeout_seconds`, or has a different configuration.
+      InputError: a process does not join within `timeout_seconds`, or has a different configuration; or no cluster is
+        found.
     """
     import jax
 
@@ -154,13 +164,22 @@ def join(settings: ParallelSettings, values: Mapping[str, Any]) -> None:
     if not from_cluster:
         _roll_call(settings)
     drop_native_output()
-    jax.distributed.initialize(
-        coordinator_address=None if from_cluster else settings.coordinator,
-        num_processes=None if from_cluster else settings.processes,
-        process_id=None if from_cluster else settings.process,
-        initialization_timeout=settings.timeout_seconds,
-        heartbeat_timeout_seconds=settings.timeout_seconds,
-    )
+    try:
+        jax.distributed.initialize(
+            coordinator_address=None if from_cluster else settings.coordinator,
+            num_processes=None if from_cluster else settings.processes,
+            process_id=None if from_cluster else settings.process,
+            initialization_timeout=settings.timeout_seconds,
+            heartbeat_timeout_seconds=settings.timeout_seconds,
+        )
+    except ValueError as error:
+        if not from_cluster:
+            raise
+        raise InputError(
+            "parallel.processes is 0, but this process was not started by a launcher that jax knows "
+            f"({str(error).rstrip('.')}): start it with Slurm's srun or the mpirun of Open MPI 4, or give each process "
+            "parallel.processes, parallel.process and parallel.coordinator=HOST:PORT"
+        ) from error
     before = _threads()
     if jax.default_backend() == "cpu":
         _make_collectives_yield(_threads() - before)
@@ -190,14 +209,12 @@ def _roll_call(settings: ParallelSettings) -> None:
     Raises:
       InputError: some did not join; the message names them.
     """
-    host, _, port = settings.coordinator.rpartition(":")
-    if not host or not port.isdigit():
-        raise InputError(f"parallel.coordinator is {settings.coordinator!r}; it must be HOST:PORT")
+    host, port = host_and_port("parallel.coordinator", settings.coordinator)
     deadline = time.monotonic() + settings.timeout_seconds
     if settings.process == 0:
-        problem = _hear_all(host, int(port), settings, deadline)
+        problem = _hear_all(host, port, settings, deadline)
     else:
-        problem = _report(host, int(port), settings.process, deadline)
+        problem = _report(host, port, settings.process, deadline)
     if problem:
         raise InputError(f"{problem}, within parallel.timeout_seconds={settings.timeout_seconds}")
 

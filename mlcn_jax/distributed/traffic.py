@@ -52,11 +52,11 @@ def exchanged_messages(spec: ModelSpec, data: int, lane: int, parts: int = 1) ->
     """Collectives of a training step on a mesh, by kind; equal to what `collective_messages` finds, without zeros.
 
     Gathers and scatters: of columns and of each layer of the decoder that divides, in each of the `parts` of gradient
-    accumulation. Sums: of the metrics, of a part of the gradient's norm, and of the gradients of the arrays that are
-    sharded alike.
+    accumulation. Sums: of the metrics, of a part of the gradient's norm, and of the gradients of all arrays that are
+    sharded over lanes, and of all others.
     """
     layout, _ = _layout(spec, lane)
-    sums = len(set(layout)) if data > 1 else sum(not any(axes) for axes in set(layout))
+    sums = len({any(axes) for axes in layout if data > 1 or not any(axes)})
     layers = len(_gathered_layers(spec, lane)) if lane > 1 else 0
     gathers, scatters = layers + (lane > 1), layers + (lane > 1 and _columns_get_gradients(spec))
     reduced = (1 + sums + any(map(any, layout))) if data * lane > 1 else 0

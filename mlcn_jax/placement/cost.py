@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +86,11 @@ class LaneCost:
         """Parameters and Adam's two moments of each."""
         return 3 * _FLOAT_BYTES * self.parameters
 
+    @property
+    def gradient_bytes(self) -> int:
+        """The gradient of each parameter."""
+        return _FLOAT_BYTES * self.parameters
+
     def step_flops(self, batch_size: int) -> int:
         """FLOPs of a training step."""
         return self.fixed_step_flops + batch_size * self.step_flops_per_image
@@ -102,7 +107,7 @@ class LaneCost:
     def held_bytes(self, batch_size: int) -> int:
         """Bytes of images, activations, parameters, gradients and moments: a training step without work space."""
         values = math.prod(self.image_shape) + self.activations
-        return self._item_bytes * batch_size * values + _FLOAT_BYTES * self.parameters + self.state_bytes
+        return self._item_bytes * batch_size * values + self.gradient_bytes + self.state_bytes
 
     def memory_features(self, batch_size: int) -> dict[str, float]:
         """Features for fitting the memory of a training step (`fit.fit_bytes`)."""
@@ -255,6 +260,11 @@ def compiled_memory_bytes(compiled: jax.stages.Compiled) -> int:
         + memory.temp_size_in_bytes
         - memory.alias_size_in_bytes
     )
+
+
+def largest_memory_bytes(programs: Iterable[jax.stages.Compiled]) -> int:
+    """Peak memory of the compiled program that needs most; 0 where the backend does not report it."""
+    return max((compiled_memory_bytes(one) for one in programs if one.memory_analysis() is not None), default=0)
 
 
 def matmul_flops(fn: Callable, *args) -> int:

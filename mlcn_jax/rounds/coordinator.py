@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import logging
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import optax
 
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.errors import Diverged, InputError, Stopped, differences
-from mlcn_jax.files import hold, write_json
+from mlcn_jax.files import hold, read_json, write_json
 from mlcn_jax.nn import tracing
 from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.rounds import link
@@ -36,6 +37,7 @@ from mlcn_jax.training.stop_signals import StopSignals
 
 _GRACE_SECONDS = 2.0  # time for calls that are still being answered at the end
 FOLDER = "rounds"  # folder of the coordinator's own checkpoints, in the workdir
+DRAWN = "."  # between the identity of a run and its number
 _log = logging.getLogger(__name__)
 
 
@@ -111,6 +113,18 @@ def identity(session: Session) -> str:
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
+def name_of_run(session: Session, workdir: Path, own: Checkpoints) -> str:
+    """`identity`, and what tells this run from others of the same configuration: a number drawn when it was started.
+
+    It is kept in the workdir from before the first round on. Runs of earlier versions have none, and keep their name.
+    """
+    path = workdir / FOLDER / "run.json"
+    if not path.exists():
+        write_json(path, {"drawn": "" if own.exist() else uuid.uuid4().hex[:16]})
+    drawn = read_json(path)["drawn"]
+    return f"{identity(session)}{DRAWN}{drawn}" if drawn else identity(session)
+
+
 def check_worker(session: Session, request: Join) -> None:
     """Checks that a worker computes the same run.
 
@@ -167,7 +181,7 @@ def coordinate(
         stack.callback(judge.close)
         if shared.round:
             judge.score(step, shared.vector)  # unless this was done before the coordinator stopped
-        meeting = Meeting(settings, identity(session), shared.vector, shared.round, counted)
+        meeting = Meeting(settings, name_of_run(session, workdir, own), shared.vector, shared.round, counted)
         trained = shared.round < num_rounds
         if not trained:
             meeting.finish()
@@ -214,7 +228,6 @@ def coordinate(
             else:
                 meeting.advance(shared.vector, update)
             judge.score(step, shared.vector)
-        meeting.finish()
         about = {
             "rounds": num_rounds,
             "workers": settings.workers,

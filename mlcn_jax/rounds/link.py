@@ -7,7 +7,6 @@ cannot be resumed (`SqlCoreState._cleanup_expired_task_tokens`), and deploying i
 import concurrent.futures
 import dataclasses
 import logging
-import re
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from typing import Any
 import grpc
 import msgspec
 
+from mlcn_jax.distributed.processes import host_and_port
 from mlcn_jax.errors import InputError
 from mlcn_jax.rounds import messages
 
@@ -142,7 +142,7 @@ def serve(
       InputError: the address cannot be used.
     """
 
-    _check_address("--serve", address)
+    host_and_port("--serve", address)
 
     def handler(name: str) -> grpc.RpcMethodHandler:
         taken, _ = CALLS[name]
@@ -183,7 +183,7 @@ class Client:
     """
 
     def __init__(self, address: str, tls: Tls, check: Callable[[], None]):
-        _check_address("--coordinator", address)
+        host_and_port("--coordinator", address)
         options, credentials = [*_OF_WORKER, *_PINGS], tls.of_worker()
         self._address, self._check = address, check
         self._channel = (
@@ -236,11 +236,6 @@ class Client:
     def close(self) -> None:
         """Ends the connection."""
         self._channel.close()
-
-
-def _check_address(flag: str, address: str) -> None:
-    if not (found := re.fullmatch(r".+:(\d{1,5})", address)) or int(found[1]) > 65535:
-        raise InputError(f"{flag} is {address!r}; it must be HOST:PORT, such as 192.0.2.1:29600")
 
 
 def _read(path: Path | None) -> bytes | None:

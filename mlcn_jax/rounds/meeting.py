@@ -26,6 +26,11 @@ _POLL_SECONDS, _SILENT_SECONDS = 0.5, 5.0
 _log = logging.getLogger(__name__)
 
 
+def run_of(name: str) -> str:
+    """The run in the answer to `Join`, without the process."""
+    return name.partition(_OF_PROCESS)[0]
+
+
 class Meeting:
     """The state of a run, shared by the coordinator's loop and the calls of workers; all methods are thread-safe.
 
@@ -152,7 +157,10 @@ class Meeting:
     def _check(self, run: str, worker: int) -> None:
         name, _, process = run.partition(_OF_PROCESS)
         if name != self._run:
-            raise InputError(f"worker {worker} has another configuration or other training images than this run")
+            raise InputError(
+                f"worker {worker} is of another run: the run that it joined was started anew, or has another "
+                "configuration or other training images; start the worker again"
+            )
         if not 0 <= worker < self._settings.workers:
             raise InputError(
                 f"there is no worker {worker}: train.rounds.workers is {self._settings.workers}, and numbers start at 0"

@@ -25,13 +25,14 @@ from mlcn_jax.files import hold
 from mlcn_jax.nn import tracing
 from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.rounds import link
-from mlcn_jax.rounds.coordinator import check_rounds, identity
-from mlcn_jax.rounds.meeting import METRICS
+from mlcn_jax.rounds.coordinator import DRAWN, check_rounds, identity
+from mlcn_jax.rounds.meeting import METRICS, run_of
 from mlcn_jax.rounds.messages import Begin, Change, Fetch, Join
 from mlcn_jax.rounds.vector import Vector, compress, decode, digest, from_vector, num_bytes, to_vector
 from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.optimizer import at_step
 from mlcn_jax.training.plan import algorithms_of, make_runner
+from mlcn_jax.training.room import check_step_fits
 from mlcn_jax.training.session import Session, open_session
 from mlcn_jax.training.step import TrainState
 from mlcn_jax.training.stop_signals import StopSignals
@@ -92,6 +93,7 @@ def follow(client: Any, trainer: "Trainer", run: str, worker: int, check: Callab
     Raises:
       Diverged: the run has diverged, here or at the coordinator.
     """
+    trainer.enter(run_of(run))
     have, vector = "", np.empty(0, np.float32)
     while True:
         begin: Begin = client.call("fetch", Fetch(run, worker, have, trainer.sent))
@@ -183,17 +185,28 @@ class Trainer:
         content = jax.ShapeDtypeStruct((num_bytes(self.size, self.bits),), jnp.uint8)
         like = {"params": {"before": vector, "after": vector, "content": content}, "optimizer": optimizer}
         restored, facts = self._checkpoints.restore(like)
-        if facts["run"] != self._run or facts["worker"] != self._worker:
+        same = facts["run"].partition(DRAWN)[0] == self._run
+        if not same or facts["worker"] != self._worker:
             raise InputError(
                 f"{workdir} holds the state of worker {facts['worker']} of "
-                + ("this run" if facts["run"] == self._run else "another run")
+                + ("this run" if same else "another run")
                 + f", but this is worker {self._worker}: give another --workdir"
             )
-        _log.info("worker %d resumes after round %d", self._worker, facts["round"])
-        self._num_saves = facts["step"]
+        self._num_saves, self._run = facts["step"], facts["run"]
         before, after, sent = (np.asarray(restored["params"][name]) for name in ("before", "after", "content"))
         about = (facts["round"], facts["began"], restored["optimizer"])
         return _Kept(*about, before, after, sent.tobytes(), facts["metrics"])
+
+    def enter(self, run: str) -> None:
+        """Takes part in a run, of which the coordinator gave the name: what it kept of another one is dropped."""
+        if self._kept is not None and self._run == run:
+            _log.info("worker %d resumes after round %d", self._worker, self._kept.round)
+        elif self._kept is not None:
+            _log.warning(
+                "worker %d has the state of an earlier run of the same configuration: it is dropped", self._worker
+            )
+            self._kept = None
+        self._run = run
 
     @property
     def sent(self) -> str:
@@ -215,6 +228,7 @@ class Trainer:
           check: called between steps; may raise.
 
         Raises:
+          InputError: a step does not fit the memory of the device.
           Diverged: the parameters are no longer finite.
         """
         kept, began = self._kept, digest(vector, round_)
@@ -260,6 +274,7 @@ class Trainer:
             _log.info("compiling the training step")
             self._compiled |= sizes.keys()
             self._runner.compile(*self._part(first), sizes=sorted(self._compiled))
+            check_step_fits(self._runner)
 
     def _save(self) -> None:
         kept = self._kept

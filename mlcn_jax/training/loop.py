@@ -28,6 +28,7 @@ from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.finish import final_results
 from mlcn_jax.training.metrics import MetricsWriter, Progress, StepLog, read_rows
 from mlcn_jax.training.plan import algorithms_of, make_runner
+from mlcn_jax.training.room import check_step_fits
 from mlcn_jax.training.session import calibration_images, open_session
 from mlcn_jax.training.start import announce, check_resumable, start_state
 from mlcn_jax.training.stop_signals import StopSignals
@@ -107,6 +108,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         _log.info("compiling the training step")
         sizes = [session.image_size(step) for step in range(start + 1, num_steps + 1)] or [0]
         compile_seconds = runner.compile(*batches.at(start), sizes=sizes)
+        check_step_fits(runner)
         writer = MetricsWriter(workdir, start)
         stack.callback(writer.close)
         progress = Progress(start, num_steps, steps_per_epoch)

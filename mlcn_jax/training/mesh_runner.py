@@ -17,6 +17,7 @@ from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.nn.calibration import with_statistics
 from mlcn_jax.nn.distillation import Distillation
 from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.placement.cost import largest_memory_bytes
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 
@@ -80,6 +81,10 @@ class MeshRunner:
         self._compiled = {size: program for size, (program, _) in compiled.items()}
         self._untried = set(self._compiled)
         return sum(seconds for _, seconds in compiled.values())
+
+    def step_bytes(self) -> int:
+        """Memory of the largest compiled step on one device."""
+        return largest_memory_bytes(self._compiled.values())
 
     def place(self, images: np.ndarray, labels: np.ndarray, soft: Any = ()) -> tuple[Any, ...]:
         """Starts copying a batch to the devices; returns the arguments of `step`."""

@@ -116,6 +116,11 @@ def make_plan(
         if speeds is None:
             return found
         return dataclasses.replace(found, about={**found.about, "measured_seconds": speeds.about(names)})
+    if spec.remat != "none":
+        raise InputError(
+            f"model.remat is {spec.remat}, but device profiles predict time and memory of steps that keep all "
+            "activations: give parallel.plan=mesh with parallel.data and parallel.lane, or model.remat=none"
+        )
     devices = jax.devices()
     known = [profile for profile in _profiles(profile_files, devices) if profile is not None]
     if not known:
@@ -141,7 +146,8 @@ def make_plan(
         used = known if cluster else known[: fastest.data * fastest.lane]  # processes all take part
         sure = interval(seconds, spec, used, placement=fastest.placement, cluster=cluster)
         ends = [1000 * sure.low_seconds, 1000 * sure.high_seconds] if sure else None
-        other = faster_otherwise(spec, batch_size, known, cluster, clip_norm, seconds, rounds) if cluster else {}
+        given = (clip_norm, seconds, rounds, accumulation_steps)
+        other = faster_otherwise(spec, batch_size, known, cluster, *given) if cluster else {}
         choice = {**dataclasses.asdict(fastest), "seconds": seconds, "ends": ends, "other": other}
         if kept:
             write_json(kept / _CHOICE, {"asked": asked, "choice": choice})
@@ -191,16 +197,18 @@ def faster_otherwise(
     clip_norm: float,
     seconds: float,
     rounds: bool = True,
+    parts: int = 1,
 ) -> dict[str, float]:
     """Ways to train that take less than `seconds` per step, each with its seconds, but give other results than a split.
 
-    Local rounds if `rounds` says that they are possible, and lanes trained apart if nothing couples their losses.
+    Local rounds if `rounds` says that they are possible, and lanes trained apart if nothing couples their losses; both
+    compute a batch in as many `parts` as the run.
     """
     in_rounds = f"rounds of {ROUND_STEPS} steps (train.rounds.steps, {program()} rounds)"
     apart = f"lanes apart (train.lanes_apart, {program()} work --pool=FOLDER)"
-    found = {in_rounds: predict_rounds(spec, batch_size, profiles, cluster) if rounds else None}
+    found = {in_rounds: predict_rounds(spec, batch_size, profiles, cluster, parts) if rounds else None}
     if not any(coupled for coupled, _, _ in couplings_of_losses(spec, clip_norm)):
-        found[apart] = predict_apart(spec, batch_size, profiles, cluster)
+        found[apart] = predict_apart(spec, batch_size, profiles, cluster, parts)
     return {what: taken for what, taken in found.items() if taken is not None and taken < seconds}
 
 

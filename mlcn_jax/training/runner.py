@@ -39,6 +39,14 @@ class Runner(Protocol):
         """
         ...
 
+    def step_bytes(self) -> int:
+        """Memory of the largest compiled program of a step on one device of this process, as the compiler counted it.
+
+        On a mesh a step is one program. In stacks, what a device holds for other programs is not in it. It is 0 where
+        the backend does not report it.
+        """
+        ...
+
     def place(self, images: np.ndarray, labels: np.ndarray, soft: Any = ()) -> tuple[Any, ...]:
         """Starts copying a batch, as in `compile`, to the devices; returns the arguments of `step`."""
         ...

@@ -72,7 +72,7 @@ def candidates(
       InputError: there is none.
     """
     found, stacked = [], can_stack(spec, messages)
-    if num_processes > 1 and all(has_room(spec, batch_size, 1, profile) for profile in profiles):
+    if num_processes > 1 and all(has_room(spec, batch_size, 1, profile, messages.parts) for profile in profiles):
         found.append(Candidate(1, 1, None, predict_alone(spec, batch_size, profiles, cluster)))
     for count in range(1, len(profiles) + 1) if num_processes == 1 else [len(profiles)]:
         # CPU devices of one process share its cores.
@@ -83,7 +83,7 @@ def candidates(
             with contextlib.suppress(InputError):
                 mesh_lib.check_split(spec, batch_size, data, lane)
                 check_parts(spec, batch_size, data, messages.parts)
-                if not all(has_room(spec, batch_size // data, lane, profile) for profile in used):
+                if not all(has_room(spec, batch_size // data, lane, profile, messages.parts) for profile in used):
                     continue
                 step = predict_mesh(spec, batch_size, data, lane, used, slowness, cluster, messages)
                 found.append(Candidate(data, lane, None, step))
@@ -96,7 +96,8 @@ def candidates(
     if not found:
         raise InputError(
             f"neither batch nor lanes can be split over {len(profiles)} devices so that each has a part and memory for "
-            "it: use fewer processes, another batch size or more lanes"
+            "it: use fewer processes, another batch size or more lanes; or less memory, with more "
+            "train.accumulation_steps, or with model.remat=full and a split of your own (parallel.plan=mesh)"
         )
     return found
 
@@ -137,7 +138,7 @@ def predict_alone(
 
 
 def predict_rounds(
-    spec: ModelSpec, batch_size: int, profiles: Sequence[DeviceProfile], cluster: simulate.Cluster
+    spec: ModelSpec, batch_size: int, profiles: Sequence[DeviceProfile], cluster: simulate.Cluster, parts: int = 1
 ) -> float | None:
     """Seconds of a step in local rounds of `ROUND_STEPS`; None if the batch cannot be divided among the devices.
 
@@ -149,7 +150,7 @@ def predict_rounds(
     except InputError:
         return None
     share = batch_size // len(profiles)
-    if not all(has_room(spec, share, 1, profile) for profile in profiles):
+    if share % parts or not all(has_room(spec, share, 1, profile, parts) for profile in profiles):
         return None
     first, *others = cluster.hosts
     away = [host for host in others if host != first]
@@ -160,11 +161,11 @@ def predict_rounds(
 
 
 def predict_apart(
-    spec: ModelSpec, batch_size: int, profiles: Sequence[DeviceProfile], cluster: simulate.Cluster
+    spec: ModelSpec, batch_size: int, profiles: Sequence[DeviceProfile], cluster: simulate.Cluster, parts: int = 1
 ) -> float | None:
     """Seconds in which all lanes take a step if each is trained alone; None if they do not fit the memory."""
     slower = _slower(profiles, [1.0] * len(profiles), cluster, range(len(profiles)))
-    problem = placement_problem(spec, batch_size, profiles, [str(d) for d in range(len(profiles))], slower)
+    problem = placement_problem(spec, batch_size, profiles, [str(d) for d in range(len(profiles))], slower, parts)
     heads = [factor * profile.head_seconds(1, batch_size) for profile, factor in zip(profiles, slower, strict=True)]
     table = [[lane + head for lane, head in zip(row, heads, strict=True)] for row in problem.seconds]
     found = placements(dataclasses.replace(problem, seconds=table), ["greedy"])
@@ -275,6 +276,7 @@ def placement_problem(
     profiles: Sequence[DeviceProfile | None],
     device_names: Sequence[str],
     slowness: Sequence[float] = (),
+    parts: int = 1,
 ) -> Problem:
     """The cost of each lane on each device by the devices' profiles; without profiles, FLOPs, equal on all devices.
 
@@ -291,19 +293,28 @@ def placement_problem(
     factors = slowness or [1.0] * len(known)
     return Problem(
         [[f * p.model_seconds([lane], batch_size) for p, f in zip(known, factors, strict=True)] for lane in costs],
-        [max(profile.lane_bytes(lane, batch_size) for profile in known) for lane in costs],
+        [max(needed_bytes([lane], batch_size, profile, parts) for profile in known) for lane in costs],
         [profile.memory_bytes for profile in known],
         lane_names=names,
         device_names=device_names,
     )
 
 
-def has_room(spec: ModelSpec, batch_size: int, lane: int, profile: DeviceProfile) -> bool:
-    """Whether a device can hold its part of the lanes; they run in turn, so they share the largest's work space."""
+def has_room(spec: ModelSpec, batch_size: int, lane: int, profile: DeviceProfile, parts: int = 1) -> bool:
+    """Whether a device can hold its part of the lanes; they run in turn, so they share the largest's work space.
+
+    With several parts of its `batch_size` images it holds the activations of one, and the sum of their gradients.
+    """
     lanes = _lane_costs(spec, lane)
-    largest = max(lanes, key=lambda one: profile.lane_bytes(one, batch_size))
+    return needed_bytes(lanes, batch_size, profile, parts) <= profile.memory_bytes
+
+
+def needed_bytes(lanes: Sequence[cost.LaneCost], batch_size: int, profile: DeviceProfile, parts: int) -> float:
+    """Memory of a step of several lanes on one device, as `has_room` counts it."""
+    largest = max(lanes, key=lambda one: profile.lane_bytes(one, batch_size // parts))
     others = sum(one.state_bytes for one in lanes) - largest.state_bytes
-    return profile.lane_bytes(largest, batch_size) + others <= profile.memory_bytes
+    sums = sum(one.gradient_bytes for one in lanes) if parts > 1 else 0
+    return profile.lane_bytes(largest, batch_size // parts) + others + sums
 
 
 def _lane_costs(spec: ModelSpec, lane: int) -> list[cost.LaneCost]:

@@ -34,6 +34,7 @@ from mlcn_jax.nn.distillation import Distillation
 from mlcn_jax.nn.model import lane_outputs
 from mlcn_jax.nn.resnet import STATISTICS
 from mlcn_jax.nn.spec import ModelSpec, rows_of
+from mlcn_jax.placement.cost import largest_memory_bytes
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.stack_programs import GradientNorm, Stack, group_of, lower
 from mlcn_jax.training.stack_step import FROM_HEAD, FROM_STACK, METRICS, StackStep
@@ -196,6 +197,10 @@ class StacksRunner:
             self._programs |= dict(zip(lowered, compiled, strict=True))
         host.return_unused_memory()
         return time.monotonic() - started
+
+    def step_bytes(self) -> int:
+        """Memory of the largest program of a step."""
+        return largest_memory_bytes(self._programs.values())
 
     def place(self, images: np.ndarray, labels: np.ndarray, soft: Any = ()) -> tuple[Any, ...]:
         """Starts copying a batch to all devices; returns the arguments of `step`."""

@@ -23,13 +23,11 @@ def of(changes):
         pytest.param({}, id="many lanes"),
         pytest.param({"train.accumulation_steps": 3}, marks=pytest.mark.long, id="in parts"),
         pytest.param({"model.lanes": "mlcn2:w1*6,mlcn1:w1*5"}, marks=pytest.mark.long, id="two groups"),
-        pytest.param({"parallel.lane": 2}, id="on a mesh"),
     ],
 )
 def test_few_lanes_tell_the_memory_of_many(changes):
     config, spec = of(changes)
-    share = fit_memory._share(config, spec)
-    ratio = fit_memory.predicted_bytes(config, spec) / fit_memory.compiled_bytes(config, share)
+    ratio = fit_memory.predicted_bytes(config, spec) / fit_memory.compiled_bytes(config, spec)
     assert 1.0 <= ratio <= 1.1
 
 
@@ -54,7 +52,9 @@ def test_a_device_that_holds_no_step_is_told_so_after_every_setting():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"parallel.plan": "stacks"}, r"memory of parallel.plan=stacks is not predicted"),
+        ({"parallel.plan": "stacks"}, r"parallel.plan=stacks .* memory is predicted for one device only"),
+        ({"parallel.lane": 2}, r"parallel.data=1 and parallel.lane=2 is given, but memory is predicted for one"),
+        ({"parallel.data": 3}, r"parallel.data=3 and parallel.lane=1 is given, .* train compares the compiled step"),
         ({"train.teacher": "runs/a"}, "memory of a teacher is not predicted"),
         ({"model.remat": "offload"}, "memory of model.remat=offload is not predicted: .* with model.remat=full"),
     ],

@@ -4,6 +4,7 @@ They start daemons as root and wait minutes for a job to be queued again, which 
 """
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -180,17 +181,46 @@ def test_two_processes_under_slurm(alone, expected):
     assert_close(alone, expected)
 
 
-@pytest.mark.long
-@needs("srun", "slurmctld", "munged")
-def test_a_job_that_is_requeued_resumes_to_the_same_bits(slurm, alone, tmp_path):
-    folder = tmp_path / "run"
+def interrupt(slurm, folder, *command):
+    """Submits a job, and calls a command with its number once it has saved; returns the number."""
     job = submit(folder, slurm, 40)
     _until(lambda: any((folder / "checkpoints").glob("[0-9]*")), lambda: Path(f"{folder}.out").read_text())
-    subprocess.run(["scontrol", "requeue", job], env=slurm, check=True)
-    wait_for(job, slurm, folder)
+    subprocess.run([*command, job], env=slurm, check=True)
+    return job
+
+
+@pytest.mark.long
+@needs("srun", "slurmctld", "munged")
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(("scontrol", "requeue"), id="requeued"),
+        pytest.param(("scancel", "--signal=TERM"), id="at its time limit"),  # the steps get it, and not the shell
+    ],
+)
+def test_a_job_that_is_interrupted_resumes_to_the_same_bits(slurm, alone, tmp_path, command):
+    folder = tmp_path / "run"
+    wait_for(interrupt(slurm, folder, *command), slurm, folder)
     assert "resuming from step" in Path(f"{folder}.out").read_text()
     for a, b in zip(parameters(folder), alone, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.long
+@needs("srun", "slurmctld", "munged")
+def test_a_job_that_is_cancelled_saves_and_stays_cancelled(slurm, tmp_path):
+    folder = tmp_path / "run"
+    job = interrupt(slurm, folder, "scancel")
+    _until(
+        lambda: (
+            "JobState=CANCELLED" in _said(["scontrol", "show", "job", job], slurm)
+            and not _said(["squeue", "-h", "-j", job], slurm)
+        ),
+        lambda: Path(f"{folder}.out").read_text(),
+    )
+    told = Path(f"{folder}.out").read_text()
+    (step,) = set(re.findall(r"stopped by SIGTERM after step (\d+) of 40", told))
+    assert (folder / "checkpoints" / step).exists()
 
 
 @pytest.mark.long
@@ -208,3 +238,10 @@ def test_the_jobset_is_yaml_of_two_processes():
     spec = yaml.safe_load((FILES / "jobset.yaml").read_text())["spec"]["replicatedJobs"][0]["template"]["spec"]
     (arguments,) = spec["template"]["spec"]["containers"][0]["args"]
     assert f"--config.parallel.processes={spec['completions']} " in arguments
+
+
+def test_an_image_holds_nothing_that_git_leaves_out():
+    ignored = (FILES / "Containerfile.containerignore").read_text().split("\n")
+    for name in (REPOSITORY / ".gitignore").read_text().split():
+        assert {name.rstrip("/"), f"**/{name.rstrip('/')}"} & {*ignored}, name
+    assert ".git" in ignored

@@ -111,7 +111,7 @@ def test_bfloat16_rounds_gradients_on_their_way():
 
 @pytest.mark.parametrize(
     ("data", "lane", "decoder", "sums"),
-    [(1, 4, (16, 24), 2), (2, 2, (16, 24), 4), (4, 1, (16, 24), 2), (1, 4, (16, 30), 3)],
+    [(1, 4, (16, 24), 2), (2, 2, (16, 24), 3), (4, 1, (16, 24), 2), (1, 4, (16, 30), 3), (2, 4, (16, 30), 4)],
 )
 def test_what_crosses_is_what_the_formula_says_in_few_messages(rng, data, lane, decoder, sums):
     """Sums over devices: the metrics, a norm, and one for the gradients of each set of axes, however many arrays."""
@@ -144,7 +144,7 @@ def test_half_the_bytes_cross_in_bfloat16(rng):
     scalars = 4 * 5
     crossing = half["all-gather"] + half["all-reduce"] - scalars
     assert crossing == (whole["all-gather"] + whole["all-reduce"] - scalars) / 2
-    count = 4 + 2  # columns, three layers, gradients of two kinds
+    count = 4 + 1  # columns, three layers, gradients
     for name, arrays in (("all-gather", 1), ("all-to-all", 2)):  # an all-to-all has one for each device
         assert crossing <= found[name] <= crossing + 4 * 2 * count, "padding to words and to parts"
         assert traffic.collective_messages(text)[name] == arrays * count

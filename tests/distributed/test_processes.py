@@ -149,6 +149,15 @@ def test_a_coordinator_that_is_no_address_is_refused():
         processes.join(nowhere.parallel, {})
 
 
+def test_without_a_launcher_it_is_said_which_there_are(monkeypatch):
+    for name in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)  # as in a new process
+    monkeypatch.setattr(processes, "drop_native_output", lambda: None)
+    with pytest.raises(InputError, match=r"processes is 0, but .* Slurm's srun or the mpirun of Open MPI 4, or give"):
+        processes.join(RunConfig().replace({"parallel.processes": 0}).parallel, {})
+
+
 @pytest.mark.long
 def test_what_no_process_can_start_is_said_once(tmp_path):
     code, _, err = run(tmp_path, {**TWO, "parallel.lane": 1})

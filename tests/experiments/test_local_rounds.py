@@ -1,11 +1,13 @@
 """What the experiment on local rounds makes of its runs, and of one in which a worker fails."""
 
+import jax
 import pytest
 from absl import flags
 
-from experiments import local_rounds
+from experiments import local_rounds, packet_link, round_runs, workers
 from experiments.tiers_relay import Link
 from mlcn_jax.errors import InputError
+from mlcn_jax.nn.model import param_shapes
 
 
 class Process:
@@ -28,9 +30,9 @@ class Process:
 
 def run_of(monkeypatch, folder, *codes):
     processes = [Process(code) for code in codes]
-    monkeypatch.setattr(local_rounds.Run, "start", lambda self, i: processes[i])
+    monkeypatch.setattr(round_runs.Run, "start", lambda self, i: processes[i])
     (folder / "run.log").write_text("error: no space\n")
-    return local_rounds.Run({}, folder / "run", Link()), processes
+    return round_runs.Run({}, folder / "run", Link()), processes
 
 
 def test_a_worker_that_fails_ends_the_case(monkeypatch, tmp_path):
@@ -64,89 +66,55 @@ def test_each_target_has_a_verdict():
     assert told(local_rounds.verdicts([seed(1.1, 0.91), seed(None, 0.91)], 1e6)) == ["below", "reached", "reached"]
 
 
-def test_rounds_that_were_begun_again_are_counted():
-    rounds = [(0, 0), (1, 0), (0, 1), (1, 1), (1, 1), (0, 1), (0, 1), (0, 2), (1, 2)]
-    log = "".join(f"12:00:00 worker {worker} computes round {r}: steps 1 to 2\nstep 3\n" for worker, r in rounds)
-    assert local_rounds.computed_again(log) == {"worker 0": 2, "worker 1": 1}
-
-
-class Killed:
-    """A run in which a process writes what it has done when it is started again."""
-
-    def __init__(self, write):
-        self.write, self.done = write, []
-
-    def kill(self, i):
-        self.done.append(("kill", i))
-
-    def start_again(self, i):
-        self.done.append(("start", i))
-        self.write()
-
-    def wait_for(self, condition):
-        assert condition()
-
-
-def append(path, text):
-    path.write_text(path.read_text() + text)
-
-
-def rows(folder, *steps):
-    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "split": "train"}}\n' for step in steps))
-
-
-def test_what_one_kill_cost_is_told_of_it(tmp_path):
-    folder, log = tmp_path / "run", tmp_path / "run.log"
-    (folder / local_rounds.FOLDER / "1").mkdir(parents=True)
-    begun = [f"worker {i} computes round {r}\n" for r in (0, 0, 1) for i in (0, 1)]
-    log.write_text("".join(begun))
-    rows(folder, 6, 12)
-
-    def resume():
-        """The coordinator had recorded a second round, and not saved it."""
-        append(log, "resuming after round 1\nworker 0 computes round 1\nworker 1 resumes after round 9\n")
-        (folder / local_rounds.FOLDER / "2").mkdir()
-
-    run = Killed(resume)
-    found = local_rounds.kill_one(run, folder, 0)
-    assert run.done == [("kill", 0), ("start", 0)]
-    assert found == {
-        "process": "coordinator",
-        "round_before": 2,
-        "round_after": 1,
-        "computed_again": {"worker 0": 1, "worker 1": 0},
-    }
-
-    def compute():
-        append(log, "worker 1 computes round 1\nworker 1 computes round 2\n")
-        rows(folder, 6, 12, 18)
-
-    found = local_rounds.kill_one(Killed(compute), folder, 2)
-    assert (found["process"], found["round_before"], found["round_after"]) == ("worker 1", 2, 3)
-    assert found["computed_again"] == {"worker 0": 0, "worker 1": 1}
-
-
-def test_the_worst_kill_is_judged():
-    def kill(again=0, before=5, after=5):
-        return {"computed_again": {"worker 0": 0, "worker 1": again}, "round_before": before, "round_after": after}
-
-    def below(kills, *killed, same=True):
-        found = {"kills": killed, "every_round_once": same, "same_parameters": same}
-        judged = local_rounds.kill_verdicts(kills, found)
-        return [name for name, target in judged.items() if target["verdict"] == "below"]
-
-    assert not below(3, kill(), kill(again=1), kill(before=5, after=4))
-    assert below(3, kill(), kill(again=2), kill()) == ["rounds that a worker computed again after a kill"]
-    assert below(1, kill(before=5, after=3)) == ["rounds that the coordinator lost in a kill"]
-    assert below(2, kill(), same=False) == [
-        "runs that do not have every round once",
-        "runs with other parameters at the end",
-        "kills that are missing",
-    ]
-
-
 def test_the_accuracy_is_stated_beforehand():
     values = flags.FlagValues()
     local_rounds.define(values)
     values(["local_rounds"])
     assert 0.5 < values.accuracy < 1.0
+
+
+def test_a_case_is_kept_for_what_was_asked(tmp_path):
+    path, made = tmp_path / "case.json", []
+
+    def make():
+        made.append(len(made))
+        return {"result": made[-1]}
+
+    asked = {"model.lanes": "mlcn1:w1", "train.num_epochs": 2, "data.dir": "here"}
+    found = [local_rounds.kept(path, asked | {"data.dir": place}, make) for place in ("here", "there")]
+    assert [one["result"] for one in found] == [0, 0]
+    with pytest.raises(InputError, match=r"made with other settings:\n  train.num_epochs: 2 there, 3 now\n"):
+        local_rounds.kept(path, asked | {"train.num_epochs": 3}, make)
+    with pytest.raises(InputError, match=r"  train\.rounds.steps: None there, 5 now"):
+        local_rounds.kept(path, asked | {"train.rounds.steps": 5}, make)
+    assert made == [0]
+
+
+@pytest.mark.parametrize("what", ["timed", "plain", "summed"])
+def test_cases_of_all_kinds_are_refused_for_other_settings(what, tmp_path, monkeypatch):
+    calls = {
+        "timed": lambda changes: local_rounds.timed(changes, tmp_path / "case", "slow"),
+        "plain": lambda changes: local_rounds.plain(changes, tmp_path / "case"),
+        "summed": lambda changes: local_rounds.summed(changes, tmp_path / "case.json", "slow"),
+    }
+    asked = []
+    monkeypatch.setattr(local_rounds, "kept", lambda path, wanted, make: asked.append((path, wanted)) or {"summary": 0})
+    calls[what]({"model.lanes": "mlcn1:w1"})
+    ((path, wanted),) = asked
+    assert path == tmp_path / "case.json"
+    assert wanted["model.lanes"] == "mlcn1:w1"
+    assert what == "plain" or wanted["link"] == "slow"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not packet_link.possible(), reason="needs root and /dev/net/tun")
+def test_the_sum_is_that_of_two_processes(tmp_path, monkeypatch):
+    """Over 10 Mbit/s it takes at least the time of its bytes: those of all parameters, to and fro."""
+    monkeypatch.setattr(local_rounds, "SUM_STEPS", 3)
+    changes = {"model.lanes": "mlcn1:w1*2", "model.decoder": "64", "train.batch_size": 20}
+    found = {link: local_rounds.summed(changes, tmp_path / f"{link}.json", link) for link in local_rounds.LINKS}
+    config = workers.config_of(changes)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(param_shapes(config.model_spec(*config.data.shape()))))
+    assert 2 * 4 * parameters < found["slow"]["bytes_per_step"] < 1.2 * 2 * 4 * parameters
+    assert found["slow"]["seconds_per_step"] > 4 * parameters / 1.25e6 + 0.1
+    assert found["loopback"]["seconds_per_step"] < found["slow"]["seconds_per_step"]

@@ -246,7 +246,7 @@ def test_of_two_processes_with_one_number_the_earlier_is_refused_by_name(caplog)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"run": "other"}, "worker 0 has another configuration or other training images"),
+        ({"run": "other"}, "worker 0 is of another run: the run that it joined was started anew"),
         ({"worker": 3}, "there is no worker 3: train.rounds.workers is 3"),
         ({"value": np.nan}, "the change of worker 0 in round 0 has values that are not finite"),
         ({"other": 1.0}, "the metrics of worker 0 in round 0 are .*; they must be finite values of loss and accuracy"),

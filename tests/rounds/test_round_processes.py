@@ -9,7 +9,7 @@ import time
 import pytest
 from conftest import REPOSITORY
 
-from experiments import local_rounds
+from experiments import round_kills
 from mlcn_jax import host
 from mlcn_jax.commands import rounds as command
 from mlcn_jax.distributed.processes import free_port
@@ -50,10 +50,12 @@ def test_one_command_trains_here(tmp_path):
 
 @pytest.mark.long
 def test_killed_at_random_moments_every_round_counts_once():
-    found = local_rounds.kill(2, seed=1)
-    assert {kill["process"] for kill in found["kills"]} == {"coordinator", "worker 0"}
-    assert found["every_round_once"]
-    assert found["same_parameters"]
+    """Over a slow link, with rounds that need all workers and with rounds that do not."""
+    found = round_kills.measure(3, seed=1)
+    killed = [kill["process"] for quorum in (2, 1) for kill in found[f"quorum {quorum}"]["kills"]]
+    assert set(killed) == {"coordinator", "worker 0"}
+    assert found["quorum 2"]["same_parameters"]
+    assert found["quorum 1"]["workers_in_a_round"] < 2 == found["quorum 2"]["workers_in_a_round"]
     assert all(target["verdict"] == "reached" for target in found["verdicts"].values())
 
 

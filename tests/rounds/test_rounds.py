@@ -16,8 +16,8 @@ from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.files import write_json
 from mlcn_jax.rounds import coordinator, link, worker
 from mlcn_jax.rounds.judge import Judge
-from mlcn_jax.rounds.messages import Begin, Join
-from mlcn_jax.rounds.vector import digest, num_bytes, to_vector
+from mlcn_jax.rounds.messages import Join
+from mlcn_jax.rounds.vector import num_bytes, to_vector
 from mlcn_jax.settings import RoundSettings
 from mlcn_jax.training import loop
 from mlcn_jax.training.checkpoint import Checkpoints, load_trained
@@ -320,77 +320,3 @@ def test_a_late_worker_has_the_rates_of_its_steps(tiny):
         assert not any(others), "moments are averages of the steps that were taken"
     plain = optax.trace(0.9).init({"x": np.zeros(2, np.float32)})
     assert jax.tree.structure(at_step(plain, 3)) == jax.tree.structure(plain)
-
-
-@pytest.fixture
-def trainer(tiny, tmp_path):
-    made = []
-
-    def make():
-        made.append(worker.Trainer(open_session(tiny.replace(LONG)), 1, tmp_path / "worker1"))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
-def test_a_worker_repeats_a_round_only_from_the_same_parameters(trainer, rng):
-    first = trainer()
-    vector = rng.normal(scale=0.05, size=first.size).astype(np.float32)
-    content, metrics = first.change(0, vector, False, lambda: None)
-    first.close()
-    again = trainer()
-    assert again.change(0, vector, False, None) == (content, metrics), "without a step"
-    other, _ = again.change(0, vector + np.float32(0.01), False, lambda: None)
-    assert other != content
-    with pytest.raises(Diverged, match="worker 1, step 8: parameters or metrics are not finite"):
-        again.change(1, np.full_like(vector, np.nan), False, lambda: None)
-    again._kept = dataclasses.replace(again._kept, after=np.full_like(vector, np.inf))
-    with pytest.raises(Diverged, match="worker 1, step 8: the change is too large to be sent"):
-        again.change(1, vector, True, lambda: None)
-
-
-def test_what_a_change_left_out_is_added_to_the_next_only_if_it_counted(trainer, rng):
-    one = trainer()
-    vector = rng.normal(scale=0.05, size=one.size).astype(np.float32)
-    assert one.sent == ""
-    one.change(0, vector, False, lambda: None)
-    left = one._kept.after
-    assert left.any()
-    one.change(1, vector, True, lambda: None)
-    np.testing.assert_array_equal(one._kept.before, left)
-    sent, last = one.sent, one._kept.after
-    one.close()
-    assert sent == digest(vector, 1)
-    for counted, before in ((False, left), (True, last)):  # each as if it were killed before it heard of the next round
-        other = trainer()
-        assert other.sent == sent
-        other._save = lambda: None
-        other.change(2, vector, counted, lambda: None)
-        np.testing.assert_array_equal(other._kept.before, before)
-        other.close()
-
-
-def test_a_worker_asks_whether_its_change_counted():
-    """With the digest of its round, also after it was started again; the answer comes with the next round."""
-    asked, counted = [], []
-
-    class Trained(Exception):
-        pass
-
-    class Stub:
-        size, bits, sent = 2, 32, "sent"
-
-        def change(self, round_, vector, did_count, check):
-            counted.append(did_count)
-            raise Trained
-
-    class Client:
-        def call(self, name, request):
-            asked.append(request.sent)
-            return Begin(3, "full", np.zeros(2, "<f4").tobytes(), counted=True)
-
-    with pytest.raises(Trained):
-        worker.follow(Client(), Stub(), "run", 0, None)
-    assert (asked, counted) == (["sent"], [True])

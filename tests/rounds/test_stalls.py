@@ -25,6 +25,9 @@ class Trainer:
         self.number, self.goes_on = number, threading.Event()
         self.counted = []  # rounds, and whether the change before counted
 
+    def enter(self, run):
+        assert run == "run"
+
     def change(self, round_, vector, counted, check):
         self.counted.append((round_, counted))
         if (self.number, round_) == (2, STALLS_IN):

@@ -59,19 +59,6 @@ def test_a_slower_device_gets_fewer_lanes(profile):
     assert best.placement.device_of.count(1) == 1
 
 
-def test_a_mesh_whose_lanes_do_not_fit_is_no_candidate(profile):
-    lane = profile.lane_bytes(cost.lane_cost(EQUAL.lane_groups[0].spec, EQUAL.lane_settings, EQUAL.image_shape), 100)
-    small = dataclasses.replace(profile, memory_bytes=int(lane * 0.9), link=LINK)
-    with pytest.raises(InputError, match="and memory for it"):
-        splits.candidates(EQUAL, 100, [small], ["greedy"], 1)
-
-
-def test_no_split_at_all_is_said(profile):
-    small = dataclasses.replace(profile, memory_bytes=10)
-    with pytest.raises(InputError, match="neither batch nor lanes can be split over 3 devices"):
-        splits.candidates(dataclasses.replace(EQUAL, lanes="mlcn1:w2*2"), 100, [small] * 3, ["greedy"], 3)
-
-
 def test_without_profiles_lanes_weigh_what_they_compute():
     spec = dataclasses.replace(EQUAL, lanes="mlcn1:w1*2,mlcn1:w4d2")
     problem = splits.placement_problem(spec, 100, [None, None], ["a", "b"])
@@ -79,13 +66,6 @@ def test_without_profiles_lanes_weigh_what_they_compute():
     assert small == same == other
     assert large > 10 * small
     assert partition.partition("greedy", problem).device_of.count(0) in (1, 2)
-
-
-def test_memory_that_a_lane_lacks_is_said(profile):
-    none = dataclasses.replace(profile, memory_bytes=10)
-    problem = splits.placement_problem(EQUAL, 100, [none, none], ["a", "b"])
-    with pytest.raises(InputError, match=r"lane 0 \(mlcn1:w2d1\) needs .* more than any device can hold"):
-        partition.partition("greedy", problem)
 
 
 def test_a_run_takes_the_plan_that_is_found(tiny, tmp_path, profile):

@@ -2,8 +2,12 @@
 
 import subprocess
 import sys
+from unittest import mock
 
+import jax
 import pytest
+
+from mlcn_jax import host
 
 _STEPS = """
 import sys
@@ -11,7 +15,7 @@ from mlcn_jax import host
 from mlcn_jax.launch import keep_memory
 
 keep_memory()
-host.compute_in_turn()
+host.set_up_jax()
 import jax, numpy as np, optax
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.nn.spec import ModelSpec
@@ -35,6 +39,26 @@ metrics = [runner.step(*runner.place(*batch)) for _ in range(12)]
 jax.block_until_ready(metrics)
 print(resident("VmHWM") - before, runner._compiled[0].memory_analysis().temp_size_in_bytes)
 """
+
+
+def test_what_a_cpu_computes_in_turn_is_set_before_it_is_looked_for(monkeypatch):
+    """Which device JAX finds decides where programs are cached, and it is then too late."""
+    called, backend = [], jax.default_backend
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setattr(jax, "default_backend", lambda: called.append("backend") or backend())
+    monkeypatch.setattr(host, "compute_in_turn", lambda: called.append("in turn"))
+    host.set_up_jax(least_seconds=0.0)  # as in conftest.py
+    assert called == ["in turn", "backend"]
+
+
+@pytest.mark.parametrize(("devices", "queue"), [(-1, False), (1, False), (2, True)])
+def test_several_devices_of_a_cpu_keep_their_queues(monkeypatch, devices, queue):
+    seen = {}
+    monkeypatch.setenv("XLA_FLAGS", "")
+    config = mock.Mock(values={"jax_num_cpu_devices": devices}, update=seen.__setitem__)
+    monkeypatch.setattr(host, "jax", mock.Mock(config=config))
+    host.compute_in_turn()
+    assert seen == ({} if queue else {"jax_cpu_enable_async_dispatch": False})
 
 
 @pytest.mark.long

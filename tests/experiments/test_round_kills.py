@@ -1,0 +1,102 @@
+"""What the experiment on killed processes of local rounds makes of its runs."""
+
+from experiments import round_kills
+
+
+def test_rounds_that_were_begun_again_are_counted():
+    rounds = [(0, 0), (1, 0), (0, 1), (1, 1), (1, 1), (0, 1), (0, 1), (0, 2), (1, 2)]
+    log = "".join(f"12:00:00 worker {worker} computes round {r}: steps 1 to 2\nstep 3\n" for worker, r in rounds)
+    assert round_kills.computed_again(log) == {"worker 0": 2, "worker 1": 1}
+
+
+class Killed:
+    """A run in which a process writes what it has done when it is started again."""
+
+    def __init__(self, write):
+        self.write, self.done = write, []
+
+    def kill(self, i):
+        self.done.append(("kill", i))
+
+    def start_again(self, i):
+        self.done.append(("start", i))
+        self.write()
+
+    def wait_for(self, condition):
+        assert condition()
+
+
+def append(path, text):
+    path.write_text(path.read_text() + text)
+
+
+def rows(folder, *steps):
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "split": "train"}}\n' for step in steps))
+
+
+def test_what_one_kill_cost_is_told_of_it(tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "run.log"
+    (folder / round_kills.FOLDER / "1").mkdir(parents=True)
+    begun = [f"worker {i} computes round {r}\n" for r in (0, 0, 1) for i in (0, 1)]
+    log.write_text("".join(begun))
+    rows(folder, 6, 12)
+
+    def resume():
+        """The coordinator had recorded a second round, and not saved it."""
+        append(log, "resuming after round 1\nworker 0 computes round 1\nworker 1 resumes after round 9\n")
+        (folder / round_kills.FOLDER / "2").mkdir()
+
+    run = Killed(resume)
+    found = round_kills.kill_one(run, folder, 0)
+    assert run.done == [("kill", 0), ("start", 0)]
+    assert found == {
+        "process": "coordinator",
+        "round_before": 2,
+        "round_after": 1,
+        "is_back": True,
+        "computed_again": {"worker 0": 1, "worker 1": 0},
+    }
+
+    def compute():
+        append(log, "worker 1 computes round 1\nworker 1 computes round 2\n")
+        rows(folder, 6, 12, 18)
+
+    found = round_kills.kill_one(Killed(compute), folder, 2)
+    assert (found["process"], found["round_before"], found["round_after"]) == ("worker 1", 2, 3)
+    assert found["computed_again"] == {"worker 0": 0, "worker 1": 1}
+
+
+def test_the_worst_kill_is_judged():
+    def kill(again=0, before=5, after=5, back=True):
+        cost = {"computed_again": {"worker 0": 0, "worker 1": again}, "round_before": before, "round_after": after}
+        return cost | {"is_back": back}
+
+    def below(kills, *killed, same=True):
+        all_workers = {"kills": killed[:1], "every_round_once": same, "same_parameters": same}
+        fewer = {"kills": killed[1:], "every_round_once": True, "same_parameters": None}
+        found = {"quorum 2": all_workers, "quorum 1": fewer}
+        judged = round_kills.kill_verdicts(kills, found)
+        return [name for name, target in judged.items() if target["verdict"] == "below"]
+
+    assert not below(3, kill(), kill(again=1), kill(before=5, after=4))
+    assert below(3, kill(), kill(again=2), kill()) == ["rounds that a worker computed again after a kill"]
+    assert below(1, kill(before=5, after=3)) == ["rounds that the coordinator lost in a kill"]
+    assert below(2, kill(), kill(back=False)) == ["killed processes that were in no new round"]
+    assert below(2, kill(), same=False) == [
+        "runs that do not have every round once",
+        "runs with other parameters at the end",
+        "kills that are missing",
+    ]
+
+
+def test_half_of_the_kills_meet_a_run_that_needs_fewer_workers(monkeypatch):
+    asked = []
+
+    def disturbed(kills, quorum, rng):
+        asked.append((kills, quorum))
+        return {"kills": [], "every_round_once": True, "same_parameters": None}
+
+    monkeypatch.setattr(round_kills, "disturbed", disturbed)
+    round_kills.measure(21, seed=0)
+    assert asked == [(11, 2), (10, 1)]
+    assert (round_kills.SLOW.delay_ms, round_kills.SLOW.rate_mbit) == (50, 10)

@@ -1,0 +1,62 @@
+"""A step that does not fit the memory of its device is said before it is taken."""
+
+import logging
+import re
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from mlcn_jax import host
+from mlcn_jax.errors import InputError
+from mlcn_jax.launch import EXIT_INPUT, launch
+from mlcn_jax.rounds import worker
+from mlcn_jax.training import loop, room
+from mlcn_jax.training.mesh_runner import MeshRunner
+from mlcn_jax.training.session import open_session
+
+ADVICE = r"use model\.remat=full, train\.accumulation_steps, or .* describe --memory_gib=N"
+
+
+@pytest.mark.parametrize("changes", [{}, {"parallel.plan": "stacks", "parallel.lane": 2}])
+def test_a_device_that_states_too_little_memory_is_refused_before_the_first_step(tiny, tmp_path, monkeypatch, changes):
+    monkeypatch.setattr(host, "device_memory_bytes", lambda: 2**20)
+    monkeypatch.setattr(MeshRunner, "step", None)
+    with pytest.raises(InputError, match=rf"needs 0\.\d\d GiB, but the device has 0\.00 GiB .* {ADVICE}"):
+        loop.train(tiny.replace(changes), tmp_path)
+
+
+def test_a_worker_of_rounds_is_refused_too(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "device_memory_bytes", lambda: 2**20)
+    config = tiny.replace({"train.rounds.steps": 4, "train.rounds.workers": 2})
+    trainer = worker.Trainer(open_session(config), 0, tmp_path)
+    with pytest.raises(InputError, match="but the device has"):
+        trainer.change(0, np.zeros(trainer.size, np.float32), False, lambda: None)
+    trainer.close()
+
+
+def test_more_than_the_memory_of_a_machine_is_warned_of(monkeypatch, caplog):
+    runner = types.SimpleNamespace(step_bytes=lambda: 3 * 2**30)
+    monkeypatch.setattr(host, "machine_memory_bytes", lambda: 4 * 2**30)
+    room.check_step_fits(runner)
+    assert not caplog.records
+    monkeypatch.setattr(host, "machine_memory_bytes", lambda: 2**31)
+    room.check_step_fits(runner)
+    assert "a training step needs 3.00 GiB, but this machine has 2.00 GiB of memory" in caplog.text
+    assert re.search(ADVICE, caplog.text)
+
+
+def test_memory_that_runs_out_is_advised_on(capsys, monkeypatch):
+    ours = logging.getLogger("mlcn_jax")
+    for of, name in ((ours, "propagate"), (ours, "level"), (sys, "unraisablehook")):
+        monkeypatch.setattr(of, name, getattr(of, name))  # so that what `launch` sets is undone
+    monkeypatch.setattr(ours, "handlers", [])
+
+    def command():
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory while trying to allocate 4 GiB")
+
+    with pytest.raises(SystemExit) as ended:
+        launch(command)
+    assert ended.value.code == EXIT_INPUT
+    assert re.search(ADVICE, capsys.readouterr().err)

@@ -1,0 +1,65 @@
+"""Which splits have room on their devices."""
+
+import dataclasses
+import math
+
+import pytest
+from made_profile import make_profile
+
+from mlcn_jax.errors import InputError
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.placement import cost, partition, simulate
+from mlcn_jax.training import plan, splits
+
+EQUAL = ModelSpec("mlcn", (28, 28, 1), 10, "mlcn1:w2*4")
+LINK = {"latency_seconds": 1e-5, "bytes_per_second": 1e9}
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return make_profile()
+
+
+def test_a_mesh_whose_lanes_do_not_fit_is_no_candidate(profile):
+    lane = profile.lane_bytes(cost.lane_cost(EQUAL.lane_groups[0].spec, EQUAL.lane_settings, EQUAL.image_shape), 100)
+    small = dataclasses.replace(profile, memory_bytes=int(lane * 0.9), link=LINK)
+    with pytest.raises(InputError, match="and memory for it"):
+        splits.candidates(EQUAL, 100, [small], ["greedy"], 1)
+
+
+def test_what_fits_in_parts_is_a_candidate(profile):
+    """A run that computes its batches in parts holds the activations of one part, and the gradients' sum."""
+    held = dict.fromkeys(profile.lane_bytes_of, 4.0)
+    profile = dataclasses.replace(profile, batch_sizes=(10, 100), lane_bytes_of=held, link=LINK)
+    lanes = 4 * [cost.lane_cost(EQUAL.lane_groups[0].spec, EQUAL.lane_settings, EQUAL.image_shape)]
+    needs = [splits.needed_bytes(lanes, 100, profile, parts) for parts in (1, 4)]
+    assert needs[1] < 0.7 * needs[0]
+    small = dataclasses.replace(profile, memory_bytes=int(needs[1]))
+    with pytest.raises(InputError, match=r"train\.accumulation_steps, or with model\.remat=full"):
+        splits.candidates(EQUAL, 100, [small], [], 1)
+    assert len(splits.candidates(EQUAL, 100, [small], [], 1, messages=splits.Messages(parts=4))) == 1
+    fast = simulate.Cluster(range(2), simulate.Link(0.0, math.inf), simulate.Link(0.0, math.inf))
+    one = splits.needed_bytes(lanes[:1], 100, profile, 1)
+    tight = dataclasses.replace(profile, memory_bytes=int(0.9 * one))
+    assert [splits.predict_apart(EQUAL, 100, [tight] * 2, fast, parts) is None for parts in (1, 4)] == [True, False]
+    assert [splits.predict_rounds(EQUAL, 200, [small] * 2, fast, parts) is None for parts in (1, 4)] == [True, False]
+
+
+def test_activations_that_are_recomputed_are_not_planned_for(profile, tmp_path):
+    profile.save(tmp_path / "profile.json")
+    spec = dataclasses.replace(EQUAL, remat="full")
+    with pytest.raises(InputError, match=r"model.remat is full.* give parallel\.plan=mesh"):
+        plan.make_plan(spec, 100, kind="auto", profile_files=[tmp_path / "profile.json"])
+
+
+def test_no_split_at_all_is_said(profile):
+    small = dataclasses.replace(profile, memory_bytes=10)
+    with pytest.raises(InputError, match="neither batch nor lanes can be split over 3 devices"):
+        splits.candidates(dataclasses.replace(EQUAL, lanes="mlcn1:w2*2"), 100, [small] * 3, ["greedy"], 3)
+
+
+def test_memory_that_a_lane_lacks_is_said(profile):
+    none = dataclasses.replace(profile, memory_bytes=10)
+    problem = splits.placement_problem(EQUAL, 100, [none, none], ["a", "b"])
+    with pytest.raises(InputError, match=r"lane 0 \(mlcn1:w2d1\) needs .* more than any device can hold"):
+        partition.partition("greedy", problem)
