@@ -58,6 +58,15 @@ def define_networks(values: flags.FlagValues) -> None:
     flags.DEFINE_list("networks", ["all"], meaning, flag_values=values)
 
 
+def define_out(values: flags.FlagValues, name: str) -> None:
+    """The flag that says where results of one backend go, for `out_file`."""
+    flags.DEFINE_string("out", "", f"file to write; by default results/{name}_BACKEND.json", flag_values=values)
+
+
+def out_file(values: flags.FlagValues, name: str) -> Path:
+    return Path(values.out) if values.out else RESULTS / f"{name}_{jax.default_backend()}.json"
+
+
 def define_flags(values: flags.FlagValues, name: str, peers: Sequence[str] = ("keras", "torch")) -> None:
     """The flags of a comparison with `peers`, which writes `results/NAME.json`."""
     flags.DEFINE_list(
