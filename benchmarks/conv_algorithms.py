@@ -3,8 +3,9 @@
     python -m benchmarks.conv_algorithms
 
 Four lanes vmapped over their kernels, and one residual lane by itself, as each is computed; forward alone and with both
-gradients (of the first convolution: the kernel's alone, since images need none), in interleaved rounds on the backend
-at hand. Writes `benchmarks/results/conv_algorithms_<backend>.json`.
+gradients (of the first convolution: the kernel's alone, since images need none; that of residual lanes is not trained,
+so only its forward time counts), in interleaved rounds on the backend at hand. Writes
+`benchmarks/results/conv_algorithms_<backend>.json`.
 """
 
 import functools
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from absl import flags
 
-from benchmarks import peers
+from benchmarks import networks, peers
 from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
@@ -23,6 +24,7 @@ from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import conv
 
 CASES = {  # lanes, image size, channels in, kernel size, filters, stride, padding
+    "resnet stem, 32x32x3": (1, 32, 3, 2, 24, 1, "VALID"),
     "first, 28x28x1": (4, 28, 1, 9, 64, 1, "VALID"),
     "first, 32x32x3": (4, 32, 3, 9, 64, 1, "VALID"),
     "primary, 20x20x64": (4, 20, 64, 9, 64, 2, "VALID"),
@@ -36,6 +38,7 @@ CASES = {  # lanes, image size, channels in, kernel size, filters, stride, paddi
     "resnet w4, 7x7x192": (1, 7, 192, 3, 256, 1, "SAME"),
 }
 _BATCHES = (1, 8, 100)
+_RESNET_BATCHES = (*_BATCHES, networks.RESNET_BATCH)
 
 
 def compile_case(case, batch: int, algorithm: str, gradients: bool, dtype: str):
@@ -78,14 +81,18 @@ def measure(case, batch: int, gradients: bool, values: flags.FlagValues) -> dict
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("rounds", 20, "interleaved rounds", lower_bound=1, flag_values=values)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "type of the arrays", flag_values=values)
+    flags.DEFINE_list("cases", [], "beginnings of cases; empty for all: " + "; ".join(CASES), flag_values=values)
+    peers.define_out(values, "conv_algorithms")
 
 
 def main(values: flags.FlagValues) -> None:
     backend = jax.default_backend()
     results = {"rounds": values.rounds, "dtype": values.dtype, **host.environment(), "cases": {}}
     for name, case in CASES.items():
+        if values.cases and not name.startswith(tuple(values.cases)):
+            continue
         lanes, size, channels, taps, filters, stride, padding = case
-        for batch in _BATCHES:
+        for batch in _RESNET_BATCHES if name.startswith("resnet") else _BATCHES:
             shapes = (batch, size, size, channels), (taps, taps, channels, filters)
             entry = {
                 "lanes": lanes,
@@ -95,7 +102,7 @@ def main(values: flags.FlagValues) -> None:
             }
             results["cases"][f"{name}, batch {batch}"] = entry
             print(f"{name}, batch {batch}: {entry}", flush=True)
-            write_json(peers.RESULTS / f"conv_algorithms_{backend}.json", results)
+            write_json(peers.out_file(values, "conv_algorithms"), results)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,15 @@ def define_networks(values: flags.FlagValues) -> None:
     flags.DEFINE_list("networks", ["all"], meaning, flag_values=values)
 
 
+def define_out(values: flags.FlagValues, name: str) -> None:
+    """The flag that says where results of one backend go, for `out_file`."""
+    flags.DEFINE_string("out", "", f"file to write; by default results/{name}_BACKEND.json", flag_values=values)
+
+
+def out_file(values: flags.FlagValues, name: str) -> Path:
+    return Path(values.out) if values.out else RESULTS / f"{name}_{jax.default_backend()}.json"
+
+
 def define_flags(values: flags.FlagValues, name: str, peers: Sequence[str] = ("keras", "torch")) -> None:
     """The flags of a comparison with `peers`, which writes `results/NAME.json`."""
     flags.DEFINE_list(
@@ -205,8 +214,7 @@ def compare(
         steps.append(max(2, round(1000 * _ROUND_SECONDS / warm["milliseconds"])))
         ours = warm["values"] if ours is None else ours
         error, later = _differences(warm["values"], ours, do)
-        slack = _SLACK["tensorfloat32" if dtype == "float32" and jax.default_backend() == "gpu" else dtype]
-        if error > slack * _TOLERANCE or later > slack * _LATER_TOLERANCE:
+        if error > _slack(dtype) * _TOLERANCE or later > _slack(dtype) * _LATER_TOLERANCE:
             raise InputError(
                 f"{framework} does not compute what mlcn_jax does on {network.title}: relative differences {error:.2g} "
                 f"at first and {later:.2g} after steps of training"
@@ -268,6 +276,11 @@ def fastest_variant(do: str, starts: list[Callable[[], Process]]) -> tuple[Proce
                 one.close()
     assert best is not None
     return *best, trials
+
+
+def _slack(dtype: str) -> float:
+    """By how much frameworks may differ, over float32; on a GPU they compute its products in TF32 (`gpu.sh`)."""
+    return _SLACK["tensorfloat32" if dtype == "float32" and jax.default_backend() == "gpu" else dtype]
 
 
 def _spread(values: list[float]) -> dict[str, float]:

@@ -2,14 +2,17 @@
 
     python -m benchmarks.winograd
 
-One lane's convolutions of a training step's shapes, forward, in interleaved rounds: XLA's convolution, Winograd as one
-program, and as three (the transform of the images, 36 products, the transform back), which shows where its time goes.
+One lane's convolutions of a training step's shapes, with 100 and 500 images, in interleaved rounds: XLA's convolution,
+Winograd as one program, and as three (the transform of the images, 36 products, the transform back), which shows where
+its time goes; and the first two with the gradients of images and kernels, which JAX derives from them.
 The float32 error is relative to the largest value of a convolution in float64. It is not among `conv.ALGORITHMS`: see
 docs/results/speed.md. Writes `benchmarks/results/winograd_<backend>.json`.
 
 Source: Lavin and Gray 2016, arXiv 1509.09308, section 4.3, for the matrices.
 """
 
+import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +27,7 @@ from benchmarks import peers
 from mlcn_jax import host
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
-from mlcn_jax.nn import resnet
+from mlcn_jax.nn import conv, resnet
 
 _TILE, _TAPS = 4, 3
 _WINDOW = _TILE + _TAPS - 1
@@ -108,16 +111,24 @@ def error(x: jax.Array, kernel: jax.Array, function: Callable) -> float:
 
 def measure(batch: int, size: int, channels: int, filters: int, rounds: int) -> dict:
     """Median milliseconds of each program, and the errors."""
-    keys = jax.random.split(jax.random.key(0))
+    jit = functools.partial(jax.jit, compiler_options=conv.compiler_options(jax.default_backend()))  # as in training
+    keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (batch, size, size, channels))
     kernel = jax.random.normal(keys[1], (_TAPS, _TAPS, channels, filters)) / np.sqrt(_TAPS**2 * channels)
-    images, weights = jax.jit(transformed)(x), jax.jit(transformed_kernel)(kernel)
+    weight = jax.random.normal(keys[2], (batch, size, size, filters))  # of each result in the sum that has gradients
+
+    def with_gradients(function: Callable) -> Callable:
+        return jit(jax.grad(lambda x, kernel: jnp.sum(function(x, kernel) * weight), argnums=(0, 1)))
+
+    images, weights = jit(transformed)(x), jit(transformed_kernel)(kernel)
     calls = {
-        "native": (jax.jit(native), (x, kernel)),
-        "winograd": (jax.jit(winograd), (x, kernel)),
-        "images transformed": (jax.jit(transformed), (x,)),
-        "products": (jax.jit(products), (images, weights)),
-        "transformed back": (jax.jit(back, static_argnums=(1, 2)), (products(images, weights), batch, size)),
+        "native": (jit(native), (x, kernel)),
+        "winograd": (jit(winograd), (x, kernel)),
+        "images transformed": (jit(transformed), (x,)),
+        "products": (jit(products), (images, weights)),
+        "transformed back": (jit(back, static_argnums=(1, 2)), (products(images, weights), batch, size)),
+        "native with gradients": (with_gradients(native), (x, kernel)),
+        "winograd with gradients": (with_gradients(winograd), (x, kernel)),
     }
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
@@ -134,18 +145,19 @@ def measure(batch: int, size: int, channels: int, filters: int, rounds: int) -> 
 
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("rounds", 20, "interleaved rounds.", lower_bound=1, flag_values=values)
-    flags.DEFINE_integer("batch", 100, "Images.", lower_bound=1, flag_values=values)
+    flags.DEFINE_list("batches", ["100", "500"], "images", flag_values=values)
+    flags.DEFINE_list("widths", ["2", "3", "4", "8"], "widths of lanes", flag_values=values)
+    peers.define_out(values, "winograd")
 
 
 def main(values: flags.FlagValues) -> None:
-    cases = {}
-    for width in (2, 3, 4, 8):
+    results = {"rounds": values.rounds, **host.environment(), "cases": {}}
+    for width, batch in itertools.product(map(int, values.widths), map(int, values.batches)):
         for size, channels, filters in shapes(width):
-            name = f"w{width}, {size}x{size}x{channels} to {filters}"
-            cases[name] = measure(values.batch, size, channels, filters, values.rounds)
-            print(name, cases[name], flush=True)
-    results = {"rounds": values.rounds, "batch": values.batch, **host.environment(), "cases": cases}
-    write_json(peers.RESULTS / f"winograd_{jax.default_backend()}.json", results)
+            name = f"w{width}, {size}x{size}x{channels} to {filters}, batch {batch}"
+            results["cases"][name] = measure(batch, size, channels, filters, values.rounds)
+            print(name, results["cases"][name], flush=True)
+            write_json(peers.out_file(values, "winograd"), results)
 
 
 if __name__ == "__main__":

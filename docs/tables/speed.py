@@ -227,17 +227,18 @@ def _median(model: Mapping[str, Any], ratio: str) -> str:
 @place
 def winograd() -> str:
     result = benchmark("winograd_cpu")
+    images = [f"{result['batch']} images"] if "batch" in result else []  # else of each case
     names = list(next(iter(result["cases"].values()))["milliseconds"])
     rows = [
         [
             title,
             *(f"{case['milliseconds'][name]:.1f}" for name in names),
-            *(f"{case['error'][n]:.0e}" for n in names[:2]),
+            *(f"{case['error'][name]:.0e}" for name in ("native", "winograd")),
         ]
         for title, case in result["cases"].items()
     ]
     header = " | ".join(["convolution", *(f"{name}, ms" for name in names), "error, native", "error, Winograd"])
-    return f"{table_of(header, rows)}\n\n{measured_on(result, str(result['batch']) + ' images')}"
+    return f"{table_of(header, rows)}\n\n{measured_on(result, *images)}"
 
 
 @place

@@ -1,13 +1,19 @@
 """benchmarks: what is counted and compared; the figures themselves are not tested."""
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import REPOSITORY
 from flax import traverse_util
 
-from benchmarks import distillation, networks, peers, roofline, single_image
+from benchmarks import distillation, networks, peers, roofline, single_image, worker
 from benchmarks.frameworks import in_artifact, in_mlcn_jax
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules, losses
@@ -160,6 +166,47 @@ def test_a_peer_that_computes_something_else_is_seen():
     assert at_first == 0
     assert later == pytest.approx(0.1)
     assert peers._differences(ours + 0.08, ours, "infer")[0] == pytest.approx(0.1)
+
+
+def test_peers_may_differ_by_what_products_are_computed_in(monkeypatch):
+    assert (peers._slack("float32"), peers._slack("bfloat16")) == (1, 300)
+    monkeypatch.setattr(peers.jax, "default_backend", lambda: "gpu")
+    assert (peers._slack("float32"), peers._slack("bfloat16")) == (40, 300)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
+@pytest.mark.parametrize("on_device", [5, None])
+def test_memory_is_the_devices_where_it_has_its_own(on_device):
+    measured = worker.Worker.__new__(worker.Worker)
+    measured.module, measured.imported_bytes = SimpleNamespace(device_peak_bytes=lambda: on_device), 3
+    found = measured.memory()
+    assert found["peak_bytes"] == (on_device or found["host_peak_bytes"])
+    assert found["host_peak_bytes"] > 2**20
+
+
+def test_a_measurement_on_a_gpu_that_fails_does_not_stop_the_others(tmp_path):
+    python, log = tmp_path / "python", tmp_path / "log"
+    python.write_text(
+        f"""#!/usr/bin/env bash
+        [[ "$*" == *"import jax"* ]] && exit 0
+        [ "$1" = -c ] && exec "{sys.executable}" "$@"
+        echo "$2" >> "{log}"
+        [[ "$*" != *inference* || "$*" != *_4x4_* ]]
+        """
+    )
+    python.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(python), "PEERS_PYTHON": str(python), "DTYPES": "float32"}
+    done = subprocess.run(
+        ["bash", str(REPOSITORY / "benchmarks" / "gpu.sh"), str(tmp_path / "out")],
+        env=environment | {"NETWORKS": "mlcn1_4x4_28x28x1,mlcn1_2x4_28x28x1"},
+        capture_output=True,
+        text=True,
+    )
+    both = ["benchmarks.train_step", "benchmarks.inference"]
+    assert log.read_text().split() == [*both, *both, "benchmarks.conv_algorithms", *["experiments.residual_lanes"] * 2]
+    assert done.returncode == 1
+    assert done.stderr.count("failed: ") == 1
+    assert "failed: benchmarks.inference --peers=torch" in done.stderr
 
 
 def test_unknown_networks_and_missing_peers_are_named():
