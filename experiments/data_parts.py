@@ -11,8 +11,11 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.settings import DataSettings
 
-# `data.digest` of training sets that are known, and yet not the official bytes.
-_KNOWN_COPIES = {"29f8e3101e0cb417": "JPEG copy"}
+# What to call training sets that are known, by `data.digest`, and yet not the official bytes; "" if made from these.
+_KNOWN_COPIES = {
+    "29f8e3101e0cb417": "JPEG copy",
+    "b8495bfcae8eb75a": "",  # Fashion-MNIST on canvases of 40x40 (`pose.py`)
+}
 
 
 def prepare(settings: DataSettings, folder: Path, num_train: int, num_test: int) -> tuple[str, dict[str, Any]]:
@@ -53,7 +56,7 @@ def prepare(settings: DataSettings, folder: Path, num_train: int, num_test: int)
     directory = settings.dir
     if num_train or num_test:
         directory = str(folder / dataset.name)
-        _write(dataset.name, Path(directory), train, test)
+        write_files(dataset.name, Path(directory), train, test)
     write_json(path, facts)
     return directory, facts
 
@@ -70,7 +73,7 @@ def _part(split: datasets.Split, num_images: int) -> datasets.Split:
     return datasets.split_validation(split, num_images / len(split.labels), seed=0)[1]
 
 
-def _write(name: str, folder: Path, train: datasets.Split, test: datasets.Split) -> None:
+def write_files(name: str, folder: Path, train: datasets.Split, test: datasets.Split) -> None:
     """Writes images in the format of the dataset's official files."""
     folder.mkdir(exist_ok=True)
     if name != "cifar10":

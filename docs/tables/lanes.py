@@ -149,8 +149,38 @@ def lane_pool() -> str:
 
 
 @place
+def pose() -> str:
+    if not _has_run("pose_full"):
+        return "Not run yet."
+    picture = "![Accuracy, accuracy lost and confidence after each change](../../experiments/results/pose_full.png)"
+    return f"{pose_tables(experiment('pose_full'))}\n\n{picture}"
+
+
+def pose_tables(result: Mapping[str, Any]) -> str:
+    """Accuracy, with what the change costs, and confidence, of each model after each change of the test images."""
+    changes = list(result["rows"][0]["accuracy"])
+    accuracy, confidence = [], []
+    for row in result["rows"]:
+        title = {"plain": "plain network", "resnet": "`resnet`", "capsnet": "CapsNet"}.get(row["model"], row["model"])
+        told = (f"{row['accuracy'][name]['mean']:.2f} ({row['drop'][name]['mean']:.2f})" for name in changes)
+        accuracy.append([title, f"{row['megaflops']:,.0f}", row["runs"], *told])
+        confidence.append([title, *(f"{row['confidence'][name]['mean']:.3f}" for name in changes)])
+    return f"""{table_of(" | ".join(["test accuracy in % (points lost)", "MFLOP", "runs", *changes]), accuracy)}
+
+{table_of(" | ".join(["mean confidence", *changes]), confidence)}
+
+{runs_line(result["runs"])}
+
+{commands_of(result["runs"])}"""
+
+
+def _has_run(name: str) -> bool:
+    return (ROOT / f"experiments/results/{name}.json").exists()
+
+
+@place
 def lanes_apart() -> str:
-    if not (ROOT / "experiments/results/lanes_apart_full.json").exists():
+    if not _has_run("lanes_apart_full"):
         return "Not run yet."
     picture = "![Accuracy of joined lanes](../../experiments/results/lanes_apart_full.png)"
     return f"{lanes_apart_tables(experiment('lanes_apart_full'))}\n\n{picture}"

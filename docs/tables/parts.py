@@ -68,7 +68,7 @@ def data_title(facts: Mapping[str, Any]) -> str:
     """The data set by name, with the copy that was used where it is not the original."""
     name = NAMES.get(facts["name"], facts["name"])
     # Files older than the field `copy` have only one kind of CIFAR-10 that is not the official one.
-    copy = facts.get("copy") or ("JPEG copy" if facts["bytes"] == "not official" else "")
+    copy = facts.get("copy", "JPEG copy" if facts["bytes"] == "not official" else "")
     return f"{name} ({copy})" if copy else name
 
 

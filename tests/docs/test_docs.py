@@ -70,6 +70,17 @@ def test_tables_of_joined_lanes_show_pairs_and_curves_beside_lanes_of_their_cost
     assert "CIFAR" not in text
 
 
+def test_tables_of_pose_show_what_each_change_costs_beside_the_accuracy():
+    run = {"device": "some CPU", "cpu_count": 2, "versions": {"python": "3", "jax": "1"}, "date": "2026-01-01"}
+    run["command"] = "python -m experiments.pose"
+    told = {"none": {"mean": 90.0}, "rotation": {"mean": 85.5}}
+    lost, sure = {"none": {"mean": 0.0}, "rotation": {"mean": 4.5}}, {"none": {"mean": 0.9}, "rotation": {"mean": 0.8}}
+    row = {"model": "capsnet", "megaflops": 4742.2, "runs": 3, "accuracy": told, "drop": lost, "confidence": sure}
+    text = tables.lanes.pose_tables({"rows": [row], "runs": [run]})
+    assert "| CapsNet | 4,742 | 3 | 90.00 (0.00) | 85.50 (4.50) |" in text
+    assert "| CapsNet | 0.900 | 0.800 |" in text
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/results/") or page == "README.md"])
 def test_no_measured_figure_is_written_by_hand(page):
     prose = _BLOCK.sub("", _without_made(PAGES[page]))
