@@ -91,7 +91,7 @@ def part_of(network: networks.Network, op_name: str, shape: tuple[int, ...]) -> 
     """A part of the step, from where in the model an operation comes from and the shape of its result."""
     if "/decoder" in op_name:
         return "decoder"
-    if "/encoder" not in op_name:
+    if not re.search(r"/encoder|\bLane\b", op_name):  # CapsNet's, and those of lanes
         return "optimizer, losses and the rest"
     direction = "backward" if "transpose(jvp" in op_name else "forward"
     if network.kind == "resnet":
