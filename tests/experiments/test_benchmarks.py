@@ -72,6 +72,7 @@ def test_operations_of_lanes_are_known_by_their_names_in_the_step(kind):
         ("jvp(jvp(Lane))/trunk/conv_general_dilated", (500, 31, 31, 32), "forward: convolutions, 31x31"),
         ("jvp(transpose(jvp(Lane)))/trunk/conv_general_dilated", (500, 15, 15, 32), "backward: convolutions, 15x15"),
         ("jvp(transpose(jvp(Lane)))/trunk/conv_general_dilated", (3, 3, 32, 96), "backward: gradients of kernels"),
+        ("jvp(transpose(jvp(Lane)))/trunk/conv_general_dilated", (32, 3, 3, 96), "backward: gradients of kernels"),
         ("jvp(jvp(Lane))/trunk/reduce_max", (500, 7, 7, 96), "forward: pooling, 7x7"),
         ("jvp(transpose(jvp(Lane)))/trunk/eq", (500, 15, 2, 15, 2, 64), "backward: pooling, 15x15"),
         ("jvp(jvp(Lane))/trunk/tanh", (500, 3, 3, 128), "forward: normalisation and activation, 3x3"),
