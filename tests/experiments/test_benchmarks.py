@@ -116,6 +116,8 @@ def test_what_infers_is_the_export_of_the_weights_that_the_peers_get(rng, tmp_pa
 class Process:
     """A variant that takes so many milliseconds."""
 
+    framework = "torch"
+
     def __init__(self, variant, milliseconds):
         self.variant, self.milliseconds, self.is_open = variant, milliseconds, True
 
