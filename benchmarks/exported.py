@@ -39,7 +39,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_list(
         "workdir", [], "Folder of a run that was exported, or several, joined by commas.", flag_values=values
     )
-    flags.DEFINE_integer("rounds", 20, "interleaved rounds.", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("rounds", 20, "Interleaved rounds.", lower_bound=1, flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:

@@ -47,6 +47,7 @@ _ROUND_SECONDS = 1.0
 _TRIAL_SECONDS = 0.3  # in which two of a framework's variants are compared
 _TRIALS = 5  # times, in turn
 _PAUSE_SECONDS = 0.3  # so that another framework's threads have gone to sleep
+_SPINNING_SECONDS = 2.0  # likewise after ONNX Runtime with its default options, whose threads spin for a while
 _TOLERANCE = 1e-4  # of probabilities, over the largest, and of the loss before the first step
 _LATER_TOLERANCE = 2e-2  # of the losses after one, two and three steps: Adam makes large steps of small differences
 _SLACK = {"float32": 1, "tensorfloat32": 40, "bfloat16": 300}  # by what the products are computed in; 2^-24, -11, -8
@@ -168,9 +169,11 @@ def take_turns(processes: list[Process], do: str, steps: list[int], rounds: int)
     A turn is so many steps, after one that is not timed.
     """
     times: list[list[float]] = [[] for _ in processes]
+    before = ""
     for first in range(rounds):
         for i in (*range(len(processes)), *range(len(processes)))[first % len(processes) :][: len(processes)]:
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(_SPINNING_SECONDS if before == ONNX else _PAUSE_SECONDS)
+            before = processes[i].framework
             processes[i].ask(do, steps=1)  # brings caches and memory back
             times[i].append(1000 * processes[i].ask(do, steps=steps[i])["seconds"] / steps[i])
     return times

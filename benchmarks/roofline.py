@@ -91,7 +91,7 @@ def part_of(network: networks.Network, op_name: str, shape: tuple[int, ...]) -> 
     """A part of the step, from where in the model an operation comes from and the shape of its result."""
     if "/decoder" in op_name:
         return "decoder"
-    if "/encoder" not in op_name:
+    if not re.search(r"/encoder|\bLane\b", op_name):  # CapsNet's, and those of lanes
         return "optimizer, losses and the rest"
     direction = "backward" if "transpose(jvp" in op_name else "forward"
     if network.kind == "resnet":
@@ -120,7 +120,7 @@ def _residual_layer(network: networks.Network, op_name: str, shape: tuple[int, .
     """What an operation of a residual lane does, and the size of its maps: 31, 15, 7 and 3 for 32x32 images."""
     dims = tuple(size for size in shape if size > 1)
     convolves = re.search("conv_general_dilated|dot_general", op_name) is not None
-    if dims[:2] in ((2, 2), (3, 3)):
+    if network.batch not in dims and 2 in (dims.count(2), dims.count(3)):
         return "gradients of kernels" if convolves else "kernels"
     if "reduce_max" in op_name or dims.count(2) == 2:  # 2x2 values of each result
         what = "pooling"

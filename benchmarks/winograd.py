@@ -144,7 +144,7 @@ def measure(batch: int, size: int, channels: int, filters: int, rounds: int) -> 
 
 
 def define(values: flags.FlagValues) -> None:
-    flags.DEFINE_integer("rounds", 20, "interleaved rounds.", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("rounds", 20, "Interleaved rounds.", lower_bound=1, flag_values=values)
     flags.DEFINE_list("batches", ["100", "500"], "images", flag_values=values)
     flags.DEFINE_list("widths", ["2", "3", "4", "8"], "widths of lanes", flag_values=values)
     peers.define_out(values, "winograd")

@@ -2,13 +2,16 @@
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from conftest import REPOSITORY
 from flax import traverse_util
@@ -18,8 +21,9 @@ from benchmarks.frameworks import in_artifact, in_mlcn_jax
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules, losses
 from mlcn_jax.nn.distillation import Distillation
-from mlcn_jax.nn.model import apply_model, class_lengths, encode
+from mlcn_jax.nn.model import apply_model, class_lengths, encode, init_params
 from mlcn_jax.serving import onnx
+from mlcn_jax.training.step import TrainState, make_train_step
 
 TINY = networks.Network("mlcn2", (18, 18, 1), lanes=2, width=1)
 
@@ -50,16 +54,29 @@ def test_the_time_of_one_image_is_split_by_what_operations_do():
     assert parts == {"products": 0.6, "layout": 0.1, "element-wise and sums": 0.3}
 
 
+@pytest.mark.parametrize("kind", ["mlcn2", "resnet"])
+def test_operations_of_lanes_are_known_by_their_names_in_the_step(kind):
+    network = networks.Network(kind, (18, 18, 1), lanes=1, width=1)
+    spec, optimizer = in_mlcn_jax.make_spec(network), optax.sgd(0.1)
+    state = jax.eval_shape(lambda key: TrainState.create(init_params(spec, key), optimizer), jax.random.key(0))
+    step = make_train_step(spec, optimizer, reconstruction_weight=1.0, seed=0)
+    batch = np.zeros((2, *network.image_shape), np.uint8), np.zeros(2, np.int32)
+    text = jax.jit(step).lower(state, *batch).as_text(debug_info=True)
+    parts = {roofline.part_of(network, name, (2, 10)).partition(":")[0] for name in re.findall(r'loc\("(.*?)"', text)}
+    assert parts == {"encoder, forward", "encoder, backward", "decoder", "optimizer, losses and the rest"}
+
+
 @pytest.mark.parametrize(
     ("op_name", "shape", "part"),
     [
-        ("jvp(x)/encoder/trunk/conv_general_dilated", (500, 31, 31, 32), "forward: convolutions, 31x31"),
-        ("transpose(jvp(x))/encoder/trunk/conv_general_dilated", (500, 15, 15, 32), "backward: convolutions, 15x15"),
-        ("transpose(jvp(x))/encoder/trunk/conv_general_dilated", (3, 3, 32, 96), "backward: gradients of kernels"),
-        ("jvp(x)/encoder/trunk/reduce_max", (500, 7, 7, 96), "forward: pooling, 7x7"),
-        ("transpose(jvp(x))/encoder/trunk/eq", (500, 15, 2, 15, 2, 64), "backward: pooling, 15x15"),
-        ("jvp(x)/encoder/trunk/tanh", (500, 3, 3, 128), "forward: normalisation and activation, 3x3"),
-        ("jvp(x)/encoder/head/dot_general", (500, 10), "forward: convolutions, head and statistics"),
+        ("jvp(jvp(Lane))/trunk/conv_general_dilated", (500, 31, 31, 32), "forward: convolutions, 31x31"),
+        ("jvp(transpose(jvp(Lane)))/trunk/conv_general_dilated", (500, 15, 15, 32), "backward: convolutions, 15x15"),
+        ("jvp(transpose(jvp(Lane)))/trunk/conv_general_dilated", (3, 3, 32, 96), "backward: gradients of kernels"),
+        ("jvp(transpose(jvp(Lane)))/trunk/conv_general_dilated", (32, 3, 3, 96), "backward: gradients of kernels"),
+        ("jvp(jvp(Lane))/trunk/reduce_max", (500, 7, 7, 96), "forward: pooling, 7x7"),
+        ("jvp(transpose(jvp(Lane)))/trunk/eq", (500, 15, 2, 15, 2, 64), "backward: pooling, 15x15"),
+        ("jvp(jvp(Lane))/trunk/tanh", (500, 3, 3, 128), "forward: normalisation and activation, 3x3"),
+        ("jvp(jvp(Lane))/head/dot_general", (500, 10), "forward: convolutions, head and statistics"),
     ],
 )
 def test_operations_of_residual_lanes_are_told_apart_by_their_maps(op_name, shape, part):
@@ -98,6 +115,8 @@ def test_what_infers_is_the_export_of_the_weights_that_the_peers_get(rng, tmp_pa
 
 class Process:
     """A variant that takes so many milliseconds."""
+
+    framework = "torch"
 
     def __init__(self, variant, milliseconds):
         self.variant, self.milliseconds, self.is_open = variant, milliseconds, True
