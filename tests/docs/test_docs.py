@@ -81,6 +81,18 @@ def test_tables_of_pose_show_what_each_change_costs_beside_the_accuracy():
     assert "| CapsNet | 0.900 | 0.800 |" in text
 
 
+def test_tables_of_removed_lanes_show_what_is_left_and_how_far_a_lane_means_the_same():
+    run = {"device": "some CPU", "cpu_count": 2, "versions": {"python": "3", "jax": "1"}, "date": "2026-01-01"}
+    run |= {"command": "python -m experiments.lane_removal", "lane_dropout": 0.1, "facts": {"seed": 0}}
+    speed = {"median": 2.0, "min": 1.5, "max": 2.5}
+    run["removed"] = [{"test_accuracy": 0.91 - removed / 100, "speedup": speed} for removed in range(16)]
+    row = {"alive": 12, "lanes": 16, "same_lane": 0.625, "other_lanes": None}
+    text = tables.lanes.lane_removal_tables({"rows": [row], "runs": [run]})
+    assert "lane dropout 0.1: test accuracy in %" in text
+    assert "| 14 | 89.00 | 2.00 (1.50 to 2.50) |" in text
+    assert "| lane dropout 0.1 | 12 of 16 | 0.62 | - |" in text
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/results/") or page == "README.md"])
 def test_no_measured_figure_is_written_by_hand(page):
     prose = _BLOCK.sub("", _without_made(PAGES[page]))
