@@ -70,6 +70,12 @@ def test_tables_of_joined_lanes_show_pairs_and_curves_beside_lanes_of_their_cost
     assert "CIFAR" not in text
 
 
+def test_images_made_from_the_official_ones_are_no_copy():
+    facts = {"name": "fashion_mnist", "bytes": "not official"}
+    assert tables.parts.data_title(facts | {"copy": ""}) == "Fashion-MNIST"
+    assert tables.parts.data_title(facts) == "Fashion-MNIST (JPEG copy)", "as older files mean it"
+
+
 def test_tables_of_pose_show_what_each_change_costs_beside_the_accuracy():
     run = {"device": "some CPU", "cpu_count": 2, "versions": {"python": "3", "jax": "1"}, "date": "2026-01-01"}
     run["command"] = "python -m experiments.pose"
