@@ -1,6 +1,6 @@
 """Tables of what lanes do: how many, how wide, how they are removed, collapse and train alone."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -38,18 +38,19 @@ def lanes_and_width() -> str:
     )
 
 
-def _prune_command(result: Mapping[str, Any]) -> str:
-    """The command as it is now: that of older results was a script, with the same flags."""
-    return result["command"].replace("python -m experiments.prune", "mlcn_jax prune")
-
-
 @place
 def prune() -> str:
     result = experiment("prune")
+    made_on = measured_on(result, f"medians of {result['runs'][0]['rounds']} rounds, one model each")
+    return f"{_removal_table(result['runs'])}\n\n{made_on}\n\n{_prune_command(result)}"
+
+
+def _removal_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Test accuracy and speed of some runs of 16 lanes after the least useful ones have been removed."""
     rows = []
     for kept in (16, 14, 8, 4, 3, 2, 1):
         cells: list[str] = []
-        for run in result["runs"]:
+        for run in runs:
             left = run["removed"][16 - kept]
             speed = left["speedup"]
             cells += [
@@ -57,10 +58,56 @@ def prune() -> str:
                 f"{speed['median']:.2f} ({speed['min']:.2f} to {speed['max']:.2f})",
             ]
         rows.append([kept, *cells])
-    titles = [f"lane dropout {run['lane_dropout']:g}" for run in result["runs"]]
+    titles = [_removal_title(run) for run in runs]
     header = "lanes kept of 16" + "".join(f" | {t}: test accuracy in % | {t}: times as fast" for t in titles)
-    made_on = measured_on(result, f"medians of {result['runs'][0]['rounds']} rounds, one model each")
-    return f"{table_of(header, rows)}\n\n{made_on}\n\n- `{_prune_command(result)}`"
+    return table_of(header, rows)
+
+
+def _removal_title(run: Mapping[str, Any]) -> str:
+    seed = run.get("facts", {}).get("seed", 0)
+    return f"lane dropout {run['lane_dropout']:g}" + (f", seed {seed}" if seed else "")
+
+
+def _prune_command(result: Mapping[str, Any]) -> str:
+    """The command of results of `mlcn_jax prune`, which was once called `python -m experiments.prune`."""
+    return f"- `{result['command'].replace('python -m experiments.prune', 'mlcn_jax prune')}`"
+
+
+@place
+def lane_removal() -> str:
+    if not _has_run("lane_removal_full"):
+        return "Not run yet."
+    titles = {
+        "reconstructions": "Reconstructions",
+        "offsets": "Reconstructions with a number added to one lane at a time",
+        "changes": "What each lane changes in each class",
+    }
+    pictures = {"": "Accuracy and speed-up against lanes removed"}
+    for name, title in titles.items():
+        pictures |= {f"_{dropout}_{name}": f"{title}, lane dropout {dropout}" for dropout in (0.0, 0.1)}
+    drawn = [f"![{title}](../../experiments/results/lane_removal_full{name}.png)" for name, title in pictures.items()]
+    return "\n\n".join([lane_removal_tables(experiment("lane_removal_full")), *drawn])
+
+
+def lane_removal_tables(result: Mapping[str, Any]) -> str:
+    """What is left without some lanes, and whether a lane means the same in different classes."""
+    runs = [run for run in result["runs"] if "removed" in run]
+    meaning = [
+        [
+            _removal_title(run),
+            f"{row['alive']} of {row['lanes']}",
+            *("-" if row[name] is None else f"{row[name]:.2f}" for name in ("same_lane", "other_lanes")),
+        ]
+        for run, row in zip(runs, result["rows"], strict=True)
+    ]
+    agreed = table_of("agreement between classes | lanes alive | of the same lane | of different lanes", meaning)
+    return f"""{_removal_table(runs)}
+
+{agreed}
+
+{runs_line(runs)}
+
+{commands_of(runs)}"""
 
 
 @place
@@ -79,7 +126,7 @@ def prune_cifar() -> str:
         table = table_of("model | data | 4 lanes | 3 | 2 | 1", rows)
         texts.append(
             f"`{name}.json`:\n\n{table}\n\n{measured_on(result, 'test accuracy in %, one seed each')}\n\n"
-            f"- `{_prune_command(result)}`"
+            f"{_prune_command(result)}"
         )
     return "\n\n".join(texts)
 

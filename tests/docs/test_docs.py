@@ -70,6 +70,12 @@ def test_tables_of_joined_lanes_show_pairs_and_curves_beside_lanes_of_their_cost
     assert "CIFAR" not in text
 
 
+def test_images_made_from_the_official_ones_are_no_copy():
+    facts = {"name": "fashion_mnist", "bytes": "not official"}
+    assert tables.parts.data_title(facts | {"copy": ""}) == "Fashion-MNIST"
+    assert tables.parts.data_title(facts) == "Fashion-MNIST (JPEG copy)", "as older files mean it"
+
+
 def test_tables_of_pose_show_what_each_change_costs_beside_the_accuracy():
     run = {"device": "some CPU", "cpu_count": 2, "versions": {"python": "3", "jax": "1"}, "date": "2026-01-01"}
     run["command"] = "python -m experiments.pose"
@@ -79,6 +85,18 @@ def test_tables_of_pose_show_what_each_change_costs_beside_the_accuracy():
     text = tables.lanes.pose_tables({"rows": [row], "runs": [run]})
     assert "| CapsNet | 4,742 | 3 | 90.00 (0.00) | 85.50 (4.50) |" in text
     assert "| CapsNet | 0.900 | 0.800 |" in text
+
+
+def test_tables_of_removed_lanes_show_what_is_left_and_how_far_a_lane_means_the_same():
+    run = {"device": "some CPU", "cpu_count": 2, "versions": {"python": "3", "jax": "1"}, "date": "2026-01-01"}
+    run |= {"command": "python -m experiments.lane_removal", "lane_dropout": 0.1, "facts": {"seed": 0}}
+    speed = {"median": 2.0, "min": 1.5, "max": 2.5}
+    run["removed"] = [{"test_accuracy": 0.91 - removed / 100, "speedup": speed} for removed in range(16)]
+    row = {"alive": 12, "lanes": 16, "same_lane": 0.625, "other_lanes": None}
+    text = tables.lanes.lane_removal_tables({"rows": [row], "runs": [run]})
+    assert "lane dropout 0.1: test accuracy in %" in text
+    assert "| 14 | 89.00 | 2.00 (1.50 to 2.50) |" in text
+    assert "| lane dropout 0.1 | 12 of 16 | 0.62 | - |" in text
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/results/") or page == "README.md"])

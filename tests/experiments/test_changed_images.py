@@ -51,7 +51,7 @@ def test_translation_stays_on_the_canvas_and_goes_as_far_as_in_training(images):
     assert (corners.min(), corners.max()) == (0, CANVAS - SIZE)
     for image, before, (row, column) in zip(moved, images, corners, strict=True):
         np.testing.assert_array_equal(image[row : row + SIZE, column : column + SIZE], before[6:34, 6:34])
-    whole = np.full((3, CANVAS, CANVAS, 1), 9, np.uint8)
+    whole = np.random.default_rng(0).integers(1, 256, (3, CANVAS, CANVAS, 1), dtype=np.uint8)  # no room to move
     np.testing.assert_array_equal(changed_images.translate(whole, np.random.default_rng(0)), whole)
 
 
