@@ -4,14 +4,17 @@
 
 Parts: `fashion`, Fashion-MNIST with mlcn2 lanes, 8 pairs; `cifar`, CIFAR-10 with resnet lanes, 3 pairs. A pair is a
 model of 4 lanes that were trained apart, each with its own seeds, then joined, and one whose 4 lanes were trained
-together, with other seeds. Which two make a pair is arbitrary, so the 95 % interval of the difference is that of two
-samples, Welch's; it should be inside +-0.3 points. `--pairs`, chosen before looking, adds pairs. Lanes are joined as
-soon as all that a model needs have ended; a pair's decoder is trained, and timed. Lanes trained apart are also joined
-one by one, up to 16, equal ones and a mix of sizes. Beside them stand single lanes at the cost of 4 and of 16 equal
-ones: of all widths, and depths up to 8, those whose training costs most nearly as much, decoders included.
+together, with other seeds. mlcn2 lanes are trained together in two ways: `together` as they are by default, where the
+mean of their losses counts and the decoder's gradient trains them, and `alike`, with the settings of lanes trained
+apart (added after `together` had been seen to be the worse one). Which two make a pair is arbitrary, so the 95 %
+interval of the difference is that of two samples, Welch's; it should be inside +-0.3 points. `--pairs`, chosen before
+looking, adds pairs. Lanes are joined as soon as all that a model needs have ended; a pair's decoder is trained, and
+timed. Lanes trained apart are also joined one by one, up to 16, equal ones and a mix of sizes. Beside them stand single
+lanes at the cost of 4 and of 16 equal ones: of all widths, and depths up to 8, those whose training costs most nearly
+as much, decoders included.
 
-10 epochs. Training takes 0.63 PFLOP for `fashion` and 0.93 PFLOP for `cifar`, 1.2 h and 1.7 h at 150 GFLOP/s;
-compiling, scoring, decoders, and 52 and 29 starts come on top. `smoke` takes a step of each.
+10 epochs. Training takes 0.85 PFLOP for `fashion` and 0.93 PFLOP for `cifar`, 1.6 h and 1.7 h at 150 GFLOP/s;
+compiling, scoring, decoders, and 60 and 29 starts come on top. `smoke` takes a step of each.
 
 One JSON a run (`run.json`) and a join (`joined/NAME.json`); what has ended, in the workdir or in the results that are
 kept with the code, is not run again. Writes `lanes_apart_SCALE`. Test accuracy is compared, for the record; weights are
@@ -69,6 +72,11 @@ class Part(NamedTuple):
     single: Mapping[int, str]
     num_pairs: int
     title: str
+
+    @property
+    def together(self) -> tuple[str, ...]:
+        """The ways in which lanes are trained together; those of kinds that classify alone are trained alike anyway."""
+        return ("together", "alike") if self.lane.startswith("mlcn") else ("together",)
 
 
 PARTS = {
@@ -139,7 +147,8 @@ def runs_of(part: str, repeats: int, smoke: bool, pairs: int = 0) -> list[Facts]
     each = most // (1 + len(known.others))  # of every other size in the mixed model
     others = [one_of(part, "apart", lane, seed) for seed in range(each) for lane in known.others]
     single = [one_of(part, "single", lane, seed) for seed in range(repeats) for lane in known.single.values()]
-    ordered = [*paired[:first], apart[_OF_PAIR * num_pairs :], others, *paired[first:], single]
+    more = [one_of(part, mode, known.lane, _TOGETHER + i) for mode in known.together[1:] for i in range(num_pairs)]
+    ordered = [*paired[:first], apart[_OF_PAIR * num_pairs :], others, *paired[first:], more, single]
     return list(itertools.chain(*ordered))
 
 
@@ -165,7 +174,7 @@ def joins_of(part: str, runs: Sequence[Facts]) -> dict[str, list[Facts]]:
 
 
 def configure_run(directories: Mapping[str, str], part: str, mode: str, lane: str, seed: int) -> RunConfig:
-    """The run of a part: one lane `apart` with its own seed, four `together`, or a `single` larger one."""
+    """The run of a part: one lane `apart` with its own seed, four `together` or `alike`, or a `single` larger one."""
     known, text = PARTS[part], lane.replace("_", ":")
     config = configure(known.config, text, directories).replace({**_COMMON, "train.seed": seed})
     published = text.startswith("mlcn")
@@ -173,7 +182,11 @@ def configure_run(directories: Mapping[str, str], part: str, mode: str, lane: st
         loss = {"model.margin_loss": "per_lane"} if published else {}
         return config.replace({"model.lanes": f"{text}*{_OF_PAIR}"} | loss)
     alone = {"model.margin_loss": "per_lane_sum", "model.decoder_gradient": "none"} if published else {}
-    return config.replace({"model.lane_seeds": [seed], "train.lanes_apart": True} | alone)
+    seeds = [seed]
+    if mode == "alike":
+        text, first = f"{text}*{_OF_PAIR}", _OF_PAIR * (seed - _TOGETHER) + _TOGETHER
+        seeds = list(range(first, first + _OF_PAIR))
+    return config.replace({"model.lanes": text, "model.lane_seeds": seeds, "train.lanes_apart": True} | alone)
 
 
 def join_due(series: Series, joins: Mapping[str, Sequence[Facts]]) -> None:
@@ -236,11 +249,14 @@ def summarise(series: Series) -> dict[str, Any]:
 
 
 def _of_part(part: str, records: Records, told_of: Mapping[str, Any]) -> dict[str, Any]:
-    together = {one["facts"]["seed"] - _TOGETHER: one["test_accuracy"] for one in select(records, mode="together")}
-    apart = {pair: told for pair in sorted(together) if (told := told_of.get(f"{part}_pair{pair}"))}
+    of_mode = {
+        mode: {one["facts"]["seed"] - _TOGETHER: one["test_accuracy"] for one in select(records, mode=mode)}
+        for mode in PARTS[part].together
+    }
+    apart = {pair: told for pair in range(len(records)) if (told := told_of.get(f"{part}_pair{pair}"))}
     pairs = [
         {
-            "together": together[pair],
+            **{mode: accuracy.get(pair) for mode, accuracy in of_mode.items()},
             **{name: 100 * told[name]["test_accuracy"] for name in ("weighted", "equal")},
             "decoder_seconds": told["weighted"].get("decoder_seconds"),
         }
@@ -254,9 +270,7 @@ def _of_part(part: str, records: Records, told_of: Mapping[str, Any]) -> dict[st
     curves = {kind: told["weighted"]["lanes"] for kind in KINDS if (told := told_of.get(f"{part}_{kind}"))}
     return {
         "pairs": pairs,
-        "difference": interval(
-            [pair["weighted"] for pair in pairs], [pair["together"] for pair in pairs], PARTS[part].num_pairs
-        ),
+        "differences": {mode: difference(pairs, mode, PARTS[part].num_pairs) for mode in of_mode},
         "curves": {kind: curve(part, lanes) for kind, lanes in curves.items()},
         "single": single,
     }
@@ -269,6 +283,15 @@ def curve(part: str, lanes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
         megaflops += training_megaflops(part, lane["lane"])
         points.append({"lanes": count, "megaflops": megaflops, "accuracy": 100 * lane["test_accuracy"]})
     return points
+
+
+def difference(pairs: Sequence[Mapping[str, Any]], mode: str, num_pairs: int) -> dict[str, Any] | None:
+    """The `interval` of joined lanes and those trained together in a mode, and their means, of pairs that have both."""
+    both = [pair for pair in pairs if pair[mode] is not None]
+    found = interval([pair["weighted"] for pair in both], [pair[mode] for pair in both], num_pairs)
+    if found is None:
+        return None
+    return found | {"means": [statistics.fmean(pair[name] for pair in both) for name in ("weighted", "equal", mode)]}
 
 
 def interval(joined: Sequence[float], together: Sequence[float], num_pairs: int) -> dict[str, Any] | None:
@@ -295,14 +318,12 @@ def text(series: Series) -> str:
     rows = []
     points = []
     for part, one in summarise(series).items():
-        if pairs := one["pairs"]:
-            means = [statistics.fmean(pair[name] for pair in pairs) for name in ("weighted", "equal", "together")]
-            between = one["difference"]
-            told = ["-", "-"]
+        for mode, between in one["differences"].items():
             if between:
+                told = f"{between['mean']:+.2f} ({between['low']:+.2f} to {between['high']:+.2f})"
                 verdict = "inside" if between["inside"] else "not inside"
-                told = [f"{between['mean']:+.2f} ({between['low']:+.2f} to {between['high']:+.2f})", verdict]
-            rows.append([f"{part}, {len(pairs)} pairs", *(f"{mean:.2f}" for mean in means), *told])
+                means = [f"{mean:.2f}" for mean in between["means"]]
+                rows.append([f"{part}, {between['pairs']} pairs, {mode}", *means, told, verdict])
         for kind, every in one["curves"].items():
             some = [point for point in every if point["lanes"] in (1, 2, 4, 8, 16)]
             points += [(f"{part}, {kind}", str(point["lanes"]), point) for point in some]

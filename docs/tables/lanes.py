@@ -233,6 +233,9 @@ def lanes_apart() -> str:
     return f"{lanes_apart_tables(experiment('lanes_apart_full'))}\n\n{picture}"
 
 
+_TOGETHER = {"together": "by default", "alike": "with the settings of lanes apart"}
+
+
 def lanes_apart_tables(result: Mapping[str, Any]) -> str:
     """The pairs of joined lanes and lanes trained together, and the curves beside single lanes of the same cost."""
     pairs, curves, counts = [], [], (1, 2, 4, 8, 16)
@@ -241,10 +244,12 @@ def lanes_apart_tables(result: Mapping[str, Any]) -> str:
         if not runs:
             continue
         title = data_title(runs[0]["data"])
-        if between := one["difference"]:
-            means = [f"{mean(pair[name] for pair in one['pairs']):.2f}" for name in ("weighted", "together")]
-            told = f"{between['mean']:+.2f} ({between['low']:+.2f} to {between['high']:+.2f})"
-            pairs.append([title, between["pairs"], *means, told, "yes" if between["inside"] else "no"])
+        for mode, between in one["differences"].items():
+            if between:
+                joined, _, together = (f"{mean:.2f}" for mean in between["means"])
+                told = f"{between['mean']:+.2f} ({between['low']:+.2f} to {between['high']:+.2f})"
+                inside = "yes" if between["inside"] else "no"
+                pairs.append([title, _TOGETHER[mode], between["pairs"], joined, together, told, inside])
         for kind, points in one["curves"].items():
             at = {point["lanes"]: f"{point['accuracy']:.2f} ({point['megaflops']:,.0f})" for point in points}
             curves.append([f"{title}, joined, {kind}", *(at.get(count, "-") for count in counts)])
@@ -254,7 +259,10 @@ def lanes_apart_tables(result: Mapping[str, Any]) -> str:
             if (same := [point for point in one["single"] if point["lanes"] == count])
         }
         curves.append([f"{title}, one lane of that cost", *(at.get(count, "-") for count in counts)])
-    compared = "test accuracy in % | pairs | joined | together | joined - together, 95 % (Welch) | within 0.3 points"
+    compared = (
+        "test accuracy in % | lanes trained together | pairs | joined | together | joined - together, 95 % (Welch)"
+        " | within 0.3 points"
+    )
     grown = " | ".join(["test accuracy in % (MFLOP)", *(f"{count} lane{'s' * (count > 1)}" for count in counts)])
     return f"""{table_of(compared, pairs)}
 

@@ -23,7 +23,15 @@ def test_lanes_of_a_part_train_apart_on_the_same_images_as_those_trained_togethe
             check_lanes_apart(config, config.model_spec(*config.data.shape()))
         assert (config.split_seed, config.data.validation_fraction) == (0, 0.1)
     pairs = lanes_apart.PARTS[part].num_pairs
-    assert sum(facts["mode"] == "together" for facts in runs) == pairs
+    for mode in lanes_apart.PARTS[part].together:
+        assert sum(facts["mode"] == mode for facts in runs) == pairs
+    seeds = [
+        seed
+        for facts, config in zip(runs, configs, strict=True)
+        for seed in config.model["lane_seeds"]
+        if facts["mode"] in ("apart", "alike") and facts["lane"] == runs[0]["lane"]
+    ]
+    assert len(set(seeds)) == len(seeds)
     assert len({tuple(facts.items()) for facts in runs}) == len(runs)
     joins = lanes_apart.joins_of(part, runs)
     assert [len(joins[f"{part}_pair{i}"]) for i in range(pairs)] == [4] * pairs
@@ -69,6 +77,18 @@ def test_the_interval_is_welchs_and_inside_only_with_enough_pairs():
     close = ([90.0, 90.1, 90.05, 89.95], [90.05, 90.0, 89.95, 90.1])
     assert lanes_apart.interval(*close, 4)["inside"]
     assert not lanes_apart.interval(*close, 8)["inside"]
+
+
+def test_each_way_of_training_together_is_compared_over_the_pairs_that_have_it():
+    pairs = [
+        {"weighted": 90.0 + i, "equal": 90.0, "together": 89.0 + i, "alike": 89.0 + 2 * i if i < 2 else None}
+        for i in range(4)
+    ]
+    together, alike = (lanes_apart.difference(pairs, mode, 3) for mode in ("together", "alike"))
+    assert (together["pairs"], alike["pairs"]) == (4, 2)
+    assert (together["mean"], alike["mean"]) == pytest.approx((1.0, 0.5))
+    assert together["means"] == pytest.approx([91.5, 90.0, 90.5])
+    assert lanes_apart.difference(pairs[:1], "together", 3) is None
 
 
 def series_in(workdir, kept=(), records=()):
