@@ -70,9 +70,7 @@ class _Workers(Multiprocess):
         return all(process.wait_until_ready(_READY_SECONDS, self.should_exit) for process in self.processes)
 
     def restart_all(self) -> None:
-        self.config.timeout_worker_healthcheck = (
-            _READY_SECONDS  # uvicorn has one time for being ready and for answering
-        )
+        self.config.timeout_worker_healthcheck = _READY_SECONDS  # uvicorn waits as long for new processes
         super().restart_all()
         self.config.timeout_worker_healthcheck = _ANSWER_SECONDS
 

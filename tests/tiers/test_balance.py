@@ -33,8 +33,8 @@ class Two:
 
 def test_a_node_without_an_answer_so_far_does_its_share():
     async def check():
-        two = Two(0.05, 0.05)
-        two.client.nodes[0].times(1).took(0.05)
+        two = Two(0.2, 0.2)
+        two.client.nodes[0].times(1).took(0.2)
         await two.ask(1)
         assert two.asked == {1: 1}, "it is asked first, so that its time is known"
         await two.ask(4)
