@@ -233,6 +233,7 @@ def lanes_apart() -> str:
     return f"{lanes_apart_tables(experiment('lanes_apart_full'))}\n\n{picture}"
 
 
+_APART = {"weighted": "each in its own order of images", "in_order": "in one order of images"}
 _TOGETHER = {"together": "by default", "alike": "with the settings of lanes apart"}
 
 
@@ -244,12 +245,12 @@ def lanes_apart_tables(result: Mapping[str, Any]) -> str:
         if not runs:
             continue
         title = data_title(runs[0]["data"])
-        for mode, between in one["differences"].items():
-            if between:
-                joined, _, together = (f"{mean:.2f}" for mean in between["means"])
+        for between in one["differences"]:
+            if between["pairs"]:
                 told = f"{between['mean']:+.2f} ({between['low']:+.2f} to {between['high']:+.2f})"
-                inside = "yes" if between["inside"] else "no"
-                pairs.append([title, _TOGETHER[mode], between["pairs"], joined, together, told, inside])
+                names = [_APART[between["joined"]], _TOGETHER[between["together"]]]
+                means = [f"{mean:.2f}" for mean in between["means"]]
+                pairs.append([title, *names, between["pairs"], *means, told, "yes" if between["inside"] else "no"])
         for kind, points in one["curves"].items():
             at = {point["lanes"]: f"{point['accuracy']:.2f} ({point['megaflops']:,.0f})" for point in points}
             curves.append([f"{title}, joined, {kind}", *(at.get(count, "-") for count in counts)])
@@ -260,8 +261,8 @@ def lanes_apart_tables(result: Mapping[str, Any]) -> str:
         }
         curves.append([f"{title}, one lane of that cost", *(at.get(count, "-") for count in counts)])
     compared = (
-        "test accuracy in % | lanes trained together | pairs | joined | together | joined - together, 95 % (Welch)"
-        " | within 0.3 points"
+        "test accuracy in % | lanes apart | lanes together | pairs | joined | together"
+        " | joined - together, 95 % (Welch) | within 0.3 points"
     )
     grown = " | ".join(["test accuracy in % (MFLOP)", *(f"{count} lane{'s' * (count > 1)}" for count in counts)])
     return f"""{table_of(compared, pairs)}
