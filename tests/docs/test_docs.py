@@ -54,17 +54,18 @@ def test_tables_of_joined_lanes_show_pairs_and_curves_beside_lanes_of_their_cost
     run = {"facts": {"part": "fashion"}, "data": {"name": "fashion_mnist", "copy": "", "bytes": "official"}}
     run |= {"device": "some CPU", "cpu_count": 2, "versions": {"python": "3", "jax": "1"}, "date": "2026-01-01"}
     run["command"] = "python -m experiments.lanes_apart"
-    difference = {"mean": -0.1, "low": -0.3, "high": 0.1, "inside": True, "pairs": 8}
+    difference = {"joined": "weighted", "together": "alike", "means": [90.0, 90.1], "pairs": 8}
+    difference |= {"mean": -0.1, "low": -0.3, "high": 0.1, "inside": True}
     points = [{"lanes": count, "megaflops": 12.5 * count, "accuracy": 85 + count} for count in (1, 2, 3, 4)]
     part = {
-        "pairs": [{"weighted": 90.0, "together": 90.1}],
-        "difference": difference,
+        "differences": [difference, {"joined": "in_order", "together": "alike", "means": [], "pairs": 0}],
         "curves": {"equal": points},
         "single": [{"lane": "mlcn2:w3d3", "lanes": 4, "megaflops": 49.7, "accuracy": 88.0}],
     }
-    none = {"pairs": [], "difference": None, "curves": {}, "single": []}
+    none = {"differences": [], "curves": {}, "single": []}
     text = tables.lanes.lanes_apart_tables({"fashion": part, "cifar": none, "runs": [run]})
-    assert "| Fashion-MNIST | 8 | 90.00 | 90.10 | -0.10 (-0.30 to +0.10) | yes |" in text
+    assert "| with the settings of lanes apart | 8 | 90.00 | 90.10 | -0.10 (-0.30 to +0.10) | yes |" in text
+    assert "one order" not in text
     assert "| Fashion-MNIST, joined, equal | 86.00 (12) | 87.00 (25) | 89.00 (50) | - | - |" in text
     assert "| Fashion-MNIST, one lane of that cost | - | - | 88.00 (50), `mlcn2:w3d3` | - | - |" in text
     assert "CIFAR" not in text
