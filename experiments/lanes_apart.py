@@ -358,13 +358,19 @@ def draw(series: Series) -> "Figure":
     figure = Figure(figsize=(11, 8.5), layout="constrained")
     for axes, (part, one) in zip(figure.subplots(2, len(PARTS)).T, summarise(series).items(), strict=True):
         drawn = {f"joined, {kind}": (points, "o-") for kind, points in one["curves"].items()}
+        if one["single"]:
+            drawn["one lane of their cost"] = (one["single"], "s")
         for ax, x in zip(axes, ("lanes", "megaflops"), strict=True):
-            for label, (points, style) in (drawn | {"one lane of their cost": (one["single"], "s")}).items():
+            for label, (points, style) in drawn.items():
                 ax.plot([p[x] for p in points], [p["accuracy"] for p in points], style, ms=4, label=label)
             ax.set(ylabel="test accuracy, %")
-            ax.legend()
+            if drawn:
+                ax.legend()
         axes[0].set(title=f"{part}, {PARTS[part].title}", xlabel="joined lanes", xticks=(1, 2, 4, 8, 12, 16))
+        costs = [p["megaflops"] for p in one["curves"].get("equal", []) if p["lanes"] in (1, 2, 4, 8, 16)]
         axes[1].set(xlabel="MFLOP per image and training step, with decoders", xscale="log")
+        axes[1].set_xticks(costs, [number(cost) for cost in costs])
+        axes[1].minorticks_off()
     return figure
 
 
