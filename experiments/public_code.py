@@ -56,7 +56,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 TITLES = {
     "text": "as in the thesis's text",
     "layers": "layers of the public code",
-    "batches": "these, and its batches of 32",
+    "batches": "these layers, and batches of 32 images",
 }
 HEADER = ("", "parameters", "last epoch", "best epoch by test images", "last - thesis", "best - thesis")
 
@@ -130,6 +130,7 @@ def summarise(records: Records) -> list[dict[str, Any]]:
         rows.append(
             {
                 "variant": variant,
+                "title": TITLES[variant],
                 "parameters": next((record["parameters"] for record in mine if "parameters" in record), None),
                 "last": last,
                 "best": best,
@@ -155,7 +156,7 @@ def text(records: Records) -> str:
         mine = with_best(select(records, variant=row["variant"]))
         points = ["-" if row[name] is None else f"{row[name]:+.2f}" for name in ("last_difference", "best_difference")]
         count = "-" if row["parameters"] is None else f"{row['parameters']:,}"
-        lines.append([TITLES[row["variant"]], count, told(mine, "test_accuracy"), told(mine, "best_accuracy"), *points])
+        lines.append([row["title"], count, told(mine, "test_accuracy"), told(mine, "best_accuracy"), *points])
     return markdown(HEADER, lines)
 
 

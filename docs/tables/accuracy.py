@@ -60,12 +60,7 @@ def public_code() -> str:
     if not (ROOT / "experiments/results/public_code_full.json").exists():
         return "Not run yet."
     result = experiment("public_code_full")
-    titles = {
-        "text": "as in the thesis's text",
-        "layers": "layers of the public code",
-        "batches": "these layers, and batches of 32 images",
-    }
-    rows = [[titles[row["variant"]], accuracy_text(row["last"]), accuracy_text(row["best"])] for row in result["rows"]]
+    rows = [[row["title"], accuracy_text(row["last"]), accuracy_text(row["best"])] for row in result["rows"]]
     table = table_of("CIFAR-10, mlcn1 4x4, 20 epochs | test accuracy in % | in the best epoch by test images", rows)
     return f"{table}\n\n{runs_line(result['runs'])}\n\n{commands_of(result['runs'])}"
 
