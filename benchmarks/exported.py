@@ -28,7 +28,7 @@ from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import conv, model
 from mlcn_jax.serving import artifact
-from mlcn_jax.training import checkpoint
+from mlcn_jax.training.trained import load_trained
 
 _BATCHES = (1, 8, artifact.MAX_BATCH)
 _CALLS = {1: 50, 8: 20, artifact.MAX_BATCH: 2}  # of each in a round
@@ -53,7 +53,7 @@ def main(values: flags.FlagValues) -> None:
 
 def measure(workdir: Path, num_rounds: int) -> dict:
     """One model's figures."""
-    exported, trained = artifact.Artifact(workdir / "export", "xla"), checkpoint.load_trained(workdir)
+    exported, trained = artifact.Artifact(workdir / "export", "xla"), load_trained(workdir)
     images = np.random.default_rng(0).integers(0, 256, (max(_BATCHES), *exported.image_shape)).astype(np.uint8)
 
     def lengths(encoder, images):

@@ -29,11 +29,11 @@ from mlcn_jax.placement.problem import Problem, uniform_seconds
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.search import space
 from mlcn_jax.serving.artifact import MANIFEST, Artifact
-from mlcn_jax.training.checkpoint import load_trained
 from mlcn_jax.training.metrics import StepLog
 from mlcn_jax.training.session import open_session
 from mlcn_jax.training.sweep import parse_grid
 from mlcn_jax.training.teacher import open_teacher
+from mlcn_jax.training.trained import load_trained
 
 MADE: dict[str, Callable[[], str]] = {}
 _SHAPE = (28, 28, 1)

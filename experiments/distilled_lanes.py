@@ -48,7 +48,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.placement.cost import forward_flops
-from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.training.trained import load_trained
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -43,7 +43,7 @@ from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import partition, simulate
 from mlcn_jax.placement.cost import lane_cost
 from mlcn_jax.placement.problem import Problem, uniform_seconds
-from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.training.trained import load_trained
 
 POOL = """
 config = "default"

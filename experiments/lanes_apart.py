@@ -6,16 +6,16 @@ Parts: `fashion`, Fashion-MNIST with mlcn2 lanes, 8 pairs; `cifar`, CIFAR-10 wit
 model of 4 lanes that were trained apart, each with its own seeds, then joined, and one whose 4 lanes were trained
 together, with other seeds. mlcn2 lanes are trained together in two ways: `together` as they are by default, where the
 mean of their losses counts and the decoder's gradient trains them, and `alike`, with the settings of lanes trained
-apart (added after `together` had been seen to be the worse one). Lanes trained apart see the images each in an order
-of their own; `in_order` (added after `alike` had been seen to be as bad) gives the lanes of a model the same order, as
-those trained together have it. Which two make a pair is arbitrary, so the 95 % interval of the difference is that of
-two samples, Welch's; it should be inside +-0.3 points. `--pairs`, chosen before looking, adds pairs. Lanes are joined
-as soon as all that a model needs have ended; a pair's decoder is trained, and timed. Lanes trained apart are also
-joined one by one, up to 16, equal ones and a mix of sizes. Beside them stand single lanes at the cost of 4 and of 16
-equal ones: of all widths, and depths up to 8, those whose training costs most nearly as much, decoders included.
+apart, so that each lane has its own best checkpoint (added after `together` had been seen to be the worse one; a lane
+had the checkpoint of all then, and `alike` was as bad). Which two make a pair is arbitrary, so the 95 % interval of the
+difference is that of two samples, Welch's; it should be inside +-0.3 points. `--pairs`, chosen before looking, adds
+pairs. Lanes are joined as soon as all that a model needs have ended; a pair's decoder is trained, and timed. Lanes
+trained apart are also joined one by one, up to 16, equal ones and a mix of sizes. Beside them stand single lanes at the
+cost of 4 and of 16 equal ones: of all widths, and depths up to 8, those whose training costs most nearly as much,
+decoders included.
 
 10 epochs. Training takes 1.07 PFLOP for `fashion` and 1.27 PFLOP for `cifar`, 2 h and 2.4 h at 150 GFLOP/s;
-compiling, scoring, decoders, and 92 and 41 starts come on top. `smoke` takes a step of each.
+compiling, scoring, decoders, and 60 and 29 starts come on top. `smoke` takes a step of each.
 
 One JSON a run (`run.json`) and a join (`joined/NAME.json`); what has ended, in the workdir or in the results that are
 kept with the code, is not run again. Writes `lanes_apart_SCALE`. Test accuracy is compared, for the record; weights are
@@ -58,7 +58,6 @@ VERSION = 3  # raised with every change after which results cannot stand beside 
 SCALES = {"smoke": Scale("smoke", 1, 1, num_train=1000, num_test=100), "full": Scale("full", 10)}
 KINDS = ("equal", "mixed")  # of joined lanes, in the curves
 _TOGETHER = 1000  # added to the seeds of models whose lanes are trained together
-_IN_ORDER = 2000  # and of lanes trained apart in the same order of images
 _OF_PAIR, _MOST = 4, 16
 _INSIDE = 0.3  # points, which the interval of the difference should not exceed
 _DECODER_EPOCHS = 5  # of pairs
@@ -150,7 +149,6 @@ def runs_of(part: str, repeats: int, smoke: bool, pairs: int = 0) -> list[Facts]
     others = [one_of(part, "apart", lane, seed) for seed in range(each) for lane in known.others]
     single = [one_of(part, "single", lane, seed) for seed in range(repeats) for lane in known.single.values()]
     more = [one_of(part, mode, known.lane, _TOGETHER + i) for mode in known.together[1:] for i in range(num_pairs)]
-    more += [one_of(part, "in_order", known.lane, _IN_ORDER + i) for i in range(_OF_PAIR * num_pairs)]
     ordered = [*paired[:first], apart[_OF_PAIR * num_pairs :], others, *paired[first:], more, single]
     return list(itertools.chain(*ordered))
 
@@ -163,17 +161,13 @@ def joins_of(part: str, runs: Sequence[Facts]) -> dict[str, list[Facts]]:
     """The models to be joined of a part's lanes: the pairs' and the curves'."""
     known = PARTS[part]
 
-    def apart(lane: str, mode: str = "apart") -> list[Facts]:
+    def apart(lane: str) -> list[Facts]:
         name = lane.replace(":", "_")
-        return [one for one in runs if (one["part"], one["mode"], one["lane"]) == (part, mode, name)]
+        return [one for one in runs if (one["part"], one["mode"], one["lane"]) == (part, "apart", name)]
 
-    equal, in_order = apart(known.lane), apart(known.lane, "in_order")
+    equal = apart(known.lane)
     num_pairs = sum((one["part"], one["mode"]) == (part, "together") for one in runs)
-    pairs = {
-        f"{part}_{name}{i}": lanes[i * _OF_PAIR : (i + 1) * _OF_PAIR]
-        for name, lanes in (("pair", equal), ("in_order", in_order))
-        for i in range(num_pairs)
-    }
+    pairs = {f"{part}_pair{i}": equal[i * _OF_PAIR : (i + 1) * _OF_PAIR] for i in range(num_pairs)}
     sizes = [iter(apart(lane)) for lane in (known.lane, *known.others)]
     mixed = [lane for row in zip(*sizes, strict=False) for lane in row]
     mixed = [*mixed, *(lane for lane in equal if lane not in mixed)][:_MOST]
@@ -181,7 +175,7 @@ def joins_of(part: str, runs: Sequence[Facts]) -> dict[str, list[Facts]]:
 
 
 def configure_run(directories: Mapping[str, str], part: str, mode: str, lane: str, seed: int) -> RunConfig:
-    """The run of a part: one lane `apart` or `in_order`, four `together` or `alike`, or a `single` larger one."""
+    """The run of a part: one lane `apart`, four `together` or `alike`, or a `single` larger one."""
     known, text = PARTS[part], lane.replace("_", ":")
     config = configure(known.config, text, directories).replace({**_COMMON, "train.seed": seed})
     published = text.startswith("mlcn")
@@ -190,8 +184,6 @@ def configure_run(directories: Mapping[str, str], part: str, mode: str, lane: st
         return config.replace({"model.lanes": f"{text}*{_OF_PAIR}"} | loss)
     alone = {"model.margin_loss": "per_lane_sum", "model.decoder_gradient": "none"} if published else {}
     seeds = [seed]
-    if mode == "in_order":
-        config = config.replace({"train.seed": _IN_ORDER + (seed - _IN_ORDER) // _OF_PAIR})
     if mode == "alike":
         text, first = f"{text}*{_OF_PAIR}", _OF_PAIR * (seed - _TOGETHER) + _TOGETHER
         seeds = list(range(first, first + _OF_PAIR))
@@ -262,20 +254,15 @@ def _of_part(part: str, records: Records, told_of: Mapping[str, Any]) -> dict[st
         mode: {one["facts"]["seed"] - _TOGETHER: one["test_accuracy"] for one in select(records, mode=mode)}
         for mode in PARTS[part].together
     }
-    apart, in_order = (
-        {pair: told for pair in range(len(records)) if (told := told_of.get(f"{part}_{name}{pair}"))}
-        for name in ("pair", "in_order")
-    )
+    apart = {pair: told for pair in range(len(records)) if (told := told_of.get(f"{part}_pair{pair}"))}
     pairs = [
         {
             **{mode: accuracy.get(pair) for mode, accuracy in of_mode.items()},
             **{name: 100 * told[name]["test_accuracy"] for name in ("weighted", "equal")},
-            "in_order": 100 * in_order[pair]["weighted"]["test_accuracy"] if pair in in_order else None,
             "decoder_seconds": told["weighted"].get("decoder_seconds"),
         }
         for pair, told in apart.items()
     ]
-    compared = [("weighted", mode) for mode in of_mode] + [("in_order", list(of_mode)[-1])]
     single = [
         {"lane": lane, "lanes": count, "megaflops": training_megaflops(part, lane), "accuracy": one["test_accuracy"]}
         for count, lane in PARTS[part].single.items()
@@ -284,7 +271,7 @@ def _of_part(part: str, records: Records, told_of: Mapping[str, Any]) -> dict[st
     curves = {kind: told["weighted"]["lanes"] for kind in KINDS if (told := told_of.get(f"{part}_{kind}"))}
     return {
         "pairs": pairs,
-        "differences": [difference(pairs, *both, PARTS[part].num_pairs) for both in compared],
+        "differences": [difference(pairs, mode, PARTS[part].num_pairs) for mode in of_mode],
         "curves": {kind: curve(part, lanes) for kind, lanes in curves.items()},
         "single": single,
     }
@@ -299,12 +286,12 @@ def curve(part: str, lanes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     return points
 
 
-def difference(pairs: Sequence[Mapping[str, Any]], apart: str, together: str, num_pairs: int) -> dict[str, Any]:
-    """Which lanes are compared, and the `interval` with their means, of the pairs that have both; "pairs" may be 0."""
-    both = [pair for pair in pairs if pair[apart] is not None and pair[together] is not None]
-    means = [[pair[name] for pair in both] for name in (apart, together)]
+def difference(pairs: Sequence[Mapping[str, Any]], mode: str, num_pairs: int) -> dict[str, Any]:
+    """A way of training together, and the `interval`, with the means, of the pairs that have it; "pairs" may be 0."""
+    both = [pair for pair in pairs if pair[mode] is not None]
+    means = [[pair[name] for pair in both] for name in ("weighted", mode)]
     found = interval(*means, num_pairs) or {"pairs": 0}
-    return {"joined": apart, "together": together, "means": [statistics.fmean(m) for m in means if m], **found}
+    return {"mode": mode, "means": [statistics.fmean(m) for m in means if m], **found}
 
 
 def interval(joined: Sequence[float], together: Sequence[float], num_pairs: int) -> dict[str, Any] | None:
@@ -336,8 +323,7 @@ def text(series: Series) -> str:
                 told = f"{between['mean']:+.2f} ({between['low']:+.2f} to {between['high']:+.2f})"
                 verdict = "inside" if between["inside"] else "not inside"
                 means = [f"{mean:.2f}" for mean in between["means"]]
-                which = f"{between['joined']}, {between['together']}"
-                rows.append([f"{part}, {between['pairs']} pairs, {which}", *means, told, verdict])
+                rows.append([f"{part}, {between['pairs']} pairs, {between['mode']}", *means, told, verdict])
         for kind, every in one["curves"].items():
             some = [point for point in every if point["lanes"] in (1, 2, 4, 8, 16)]
             points += [(f"{part}, {kind}", str(point["lanes"]), point) for point in some]

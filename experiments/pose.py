@@ -49,8 +49,8 @@ from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.model import class_lengths, class_probabilities, encode, param_shapes
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.cost import matmul_flops
-from mlcn_jax.training.checkpoint import Trained, load_trained
 from mlcn_jax.training.evaluate import class_capsules
+from mlcn_jax.training.trained import Trained, load_trained
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -45,9 +45,9 @@ from mlcn_jax.data.batches import Split
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.cost import decoder_step_flops, lane_cost
-from mlcn_jax.training.checkpoint import load_trained
 from mlcn_jax.training.evaluate import class_capsules
 from mlcn_jax.training.session import Session, open_session
+from mlcn_jax.training.trained import load_trained
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

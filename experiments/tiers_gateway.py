@@ -56,7 +56,7 @@ from mlcn_jax.serving.trained import TrainedModel
 from mlcn_jax.tiers import signatures, split, wire
 from mlcn_jax.tiers.artifact import TierArtifact
 from mlcn_jax.tiers.policy import Policy
-from mlcn_jax.training.checkpoint import Trained
+from mlcn_jax.training.trained import Trained
 
 CORES_OF = {"end": CORES / 5, "edge": CORES / 5, "cloud": 3 * CORES / 5}
 # Images of the test set, requests under each fault, images timed with models of their own.

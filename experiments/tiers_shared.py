@@ -40,7 +40,7 @@ from mlcn_jax.tiers import wire
 from mlcn_jax.tiers.artifact import TierArtifact
 from mlcn_jax.tiers.node import PATH
 from mlcn_jax.tiers.placing import lane_flops
-from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.training.trained import load_trained
 
 SHARED, OWN = "shared lanes", "a model of its own"
 WAYS = (SHARED, OWN)

@@ -44,7 +44,7 @@ from mlcn_jax.tiers import schedules, split, wire
 from mlcn_jax.tiers.artifact import TierArtifact
 from mlcn_jax.tiers.cuts import cuts_of
 from mlcn_jax.tiers.node import PATH
-from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.training.trained import load_trained
 
 _NAMES = ("end", "edge", "cloud")
 _FAILING_TIMEOUT, _TASKS_BEFORE = 0.5, 12  # of table 5

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from mlcn_jax.nn.model import init_params as init_params
     from mlcn_jax.nn.spec import ModelSpec as ModelSpec
     from mlcn_jax.serving.artifact import Artifact as Artifact
-    from mlcn_jax.training.checkpoint import Trained as Trained
-    from mlcn_jax.training.checkpoint import load_trained as load_trained
     from mlcn_jax.training.step import TrainState as TrainState
     from mlcn_jax.training.step import make_train_step as make_train_step
+    from mlcn_jax.training.trained import Trained as Trained
+    from mlcn_jax.training.trained import load_trained as load_trained
 
 _PLACES = {
     "Artifact": "serving.artifact",

@@ -155,7 +155,8 @@ class TrainSettings:
       seed: seeds the initial values, image order, augmentation, lane dropout and validation split (but see
         model.lane_seeds and data.split_seed).
       rounds: local rounds of workers that rarely communicate (`mlcn_jax rounds`).
-      lanes_apart: refuses settings under which a lane's training depends on the other lanes; changes nothing else.
+      lanes_apart: refuses settings under which a lane's training depends on the other lanes; with validation images,
+        each lane's result is then its own best checkpoint.
       checkpoint_every: steps between checkpoints; 0 saves one every epoch.
       teacher: workdirs of trained models, separated by commas, whose mean probabilities are learned in addition to
         the labels; empty for none.

@@ -25,6 +25,7 @@ from mlcn_jax.search import setup
 from mlcn_jax.search.settings import SearchSettings
 from mlcn_jax.serving.artifact import Artifact
 from mlcn_jax.training import checkpoint, loop
+from mlcn_jax.training.trained import load_trained
 
 LEGACY = Path(__file__).parent / "legacy"
 EXPECTED = json.loads((LEGACY / "expected.json").read_text())
@@ -50,7 +51,7 @@ def test_a_workdir_loads_and_resumes_to_what_it_would_have_become(workdir):
     summary = loop.train(config, workdir)
     after = EXPECTED["resumed"]
     assert summary["steps"] == summary["best_step"] == after["num_steps"]
-    trained = checkpoint.load_trained(workdir)
+    trained = load_trained(workdir)
     np.testing.assert_allclose(lengths_of(trained, dataset.test.images[:5]), after["lengths"], atol=2e-3)
     assert summary["test_accuracy"] == pytest.approx(after["evaluate"]["test_accuracy"], abs=1 / 359)
     keeper = checkpoint.Checkpoints(workdir / "checkpoints", read_only=True)
@@ -69,7 +70,7 @@ def test_a_workdir_resumes_bit_for_bit_on_a_cpu_like_that_of_then(workdir):
     repository = LEGACY.parents[1]
     subprocess.run(command, cwd=repository, env=env, check=True, preexec_fn=lambda: os.sched_setaffinity(0, [core]))
     keeper = checkpoint.Checkpoints(workdir / "checkpoints", read_only=True)
-    _, facts = keeper.restore({"params": checkpoint.load_trained(workdir).params}, best=True)
+    _, facts = keeper.restore({"params": load_trained(workdir).params}, best=True)
     keeper.close()
     assert facts["sha256"] == EXPECTED["resumed"]["sha256_by_cores"]["1"]
 

@@ -19,8 +19,8 @@ from mlcn_jax.nn.calibration import calibrate, fold_statistics, whiten
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving import export
-from mlcn_jax.training.checkpoint import Trained
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
+from mlcn_jax.training.trained import Trained
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _OF_DATA = ("image_shape", "num_classes")  # fields of a `ModelSpec` that its images give

@@ -233,7 +233,6 @@ def lanes_apart() -> str:
     return f"{lanes_apart_tables(experiment('lanes_apart_full'))}\n\n{picture}"
 
 
-_APART = {"weighted": "each in its own order of images", "in_order": "in one order of images"}
 _TOGETHER = {"together": "by default", "alike": "with the settings of lanes apart"}
 
 
@@ -248,9 +247,10 @@ def lanes_apart_tables(result: Mapping[str, Any]) -> str:
         for between in one["differences"]:
             if between["pairs"]:
                 told = f"{between['mean']:+.2f} ({between['low']:+.2f} to {between['high']:+.2f})"
-                names = [_APART[between["joined"]], _TOGETHER[between["together"]]]
                 means = [f"{mean:.2f}" for mean in between["means"]]
-                pairs.append([title, *names, between["pairs"], *means, told, "yes" if between["inside"] else "no"])
+                mode = "alike" if part == "cifar" else between["mode"]  # all that resnet lanes can be
+                inside = "yes" if between["inside"] else "no"
+                pairs.append([title, _TOGETHER[mode], between["pairs"], *means, told, inside])
         for kind, points in one["curves"].items():
             at = {point["lanes"]: f"{point['accuracy']:.2f} ({point['megaflops']:,.0f})" for point in points}
             curves.append([f"{title}, joined, {kind}", *(at.get(count, "-") for count in counts)])
@@ -261,7 +261,7 @@ def lanes_apart_tables(result: Mapping[str, Any]) -> str:
         }
         curves.append([f"{title}, one lane of that cost", *(at.get(count, "-") for count in counts)])
     compared = (
-        "test accuracy in % | lanes apart | lanes together | pairs | joined | together"
+        "test accuracy in % | lanes together | pairs | joined | together"
         " | joined - together, 95 % (Welch) | within 0.3 points"
     )
     grown = " | ".join(["test accuracy in % (MFLOP)", *(f"{count} lane{'s' * (count > 1)}" for count in counts)])

@@ -19,10 +19,10 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
 from mlcn_jax.nn.model import class_lengths
 from mlcn_jax.settings import DataSettings
-from mlcn_jax.training.checkpoint import Trained, load_trained
 from mlcn_jax.training.evaluate import class_capsules, lane_spreads, make_evaluator
 from mlcn_jax.training.pictures import write_pictures
 from mlcn_jax.training.session import with_flips
+from mlcn_jax.training.trained import Trained, load_trained
 
 _log = logging.getLogger(__name__)
 _TOP = 5  # classes of `test_top5_accuracy`, reported for models with more than twice as many classes

@@ -22,7 +22,7 @@ from mlcn_jax.data.batches import padded_batches, to_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.model import class_lengths, encode, param_shapes, reconstruct
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.training.checkpoint import Trained
+from mlcn_jax.training.trained import Trained
 
 OFFSETS = tuple(i / 20 for i in range(-5, 6))  # thesis, figure 4.3
 _BATCH_SIZE = 50

@@ -19,7 +19,7 @@ from mlcn_jax.data import images
 from mlcn_jax.data.batches import Split
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.model import class_lengths
-from mlcn_jax.training.checkpoint import Trained
+from mlcn_jax.training.trained import Trained
 
 if TYPE_CHECKING:
     import gradio

@@ -27,10 +27,10 @@ from mlcn_jax.nn import resnet
 from mlcn_jax.nn.calibration import without_statistics
 from mlcn_jax.nn.lanes import LANE_KINDS, LaneSpec
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.training.checkpoint import Trained, load_trained
 from mlcn_jax.training.evaluate import class_capsules
 from mlcn_jax.training.session import Session, check_learned, check_settings, open_session
 from mlcn_jax.training.teacher import stored_digests
+from mlcn_jax.training.trained import Trained, load_trained
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +86,8 @@ class Part:
                 number = len(found)
                 seed = spec.lane_seeds[number] if spec.lane_seeds else None
                 params = jax.tree.map(cut, self.trained.params["encoder"][group.name])
-                found.append(Lane(group.spec, params, seed, f"{self.workdir}:{number}", self.trained.step))
+                step = self.trained.lane_steps[number] if self.trained.lane_steps else self.trained.step
+                found.append(Lane(group.spec, params, seed, f"{self.workdir}:{number}", step))
         return found
 
 

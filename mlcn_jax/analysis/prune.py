@@ -35,10 +35,11 @@ from mlcn_jax.nn.conv import compiler_options
 from mlcn_jax.nn.model import class_lengths, encode, param_shapes
 from mlcn_jax.nn.spec import ModelSpec, rows_of, spec_of
 from mlcn_jax.training import evaluate
-from mlcn_jax.training.checkpoint import Checkpoints, describe_model, load_trained
+from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.optimizer import at_step
 from mlcn_jax.training.session import check_learned, open_session, optimizer_of
 from mlcn_jax.training.teacher import Teacher, stored_digests
+from mlcn_jax.training.trained import describe_model, load_trained, restore_best
 
 FILE = "pruned.json"
 TIMED_BATCH = 100
@@ -108,7 +109,7 @@ def load_prunable(workdir: Path, data_dir: str = "") -> Run:
     if config.train.rounds.steps:
         del like["optimizer"]
     checkpoints = Checkpoints(workdir / "checkpoints", read_only=True)
-    state, saved = checkpoints.restore(like, best=True)
+    state, saved = restore_best(checkpoints, trained.spec, like)
     checkpoints.close()
     if "optimizer" not in like:
         state["optimizer"] = at_step(session.optimizer.init(without_statistics(state["params"])), saved["step"])

@@ -7,7 +7,7 @@ from mlcn_jax.config import RunConfig, flat, read_stored
 from mlcn_jax.data.datasets import Dataset
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program
-from mlcn_jax.training.checkpoint import Trained, load_trained
+from mlcn_jax.training.trained import Trained, load_trained
 
 
 def stored_config(workdir: Path, data_dir: str = "") -> RunConfig:

@@ -24,7 +24,7 @@ from mlcn_jax.nn.calibration import fold_statistics
 from mlcn_jax.nn.model import class_lengths, encode
 from mlcn_jax.serving import artifact, model_card
 from mlcn_jax.serving.parts import tolerance
-from mlcn_jax.training.checkpoint import Trained, load_trained
+from mlcn_jax.training.trained import Trained, load_trained
 
 # (platform of jax.export, jax's name for its devices, smallest batch, batch size that algorithms are chosen for)
 _FUNCTIONS = (("cpu", "cpu", 1, 1), ("cpu", "cpu", 8, 64), ("cuda", "gpu", 1, 64))

@@ -11,7 +11,7 @@ from mlcn_jax.nn import conv
 from mlcn_jax.nn.calibration import fold_statistics
 from mlcn_jax.nn.model import class_lengths, encode
 from mlcn_jax.serving.artifact import Classifier, apply_in_batches
-from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.training.trained import load_trained
 
 
 class TrainedModel(Classifier):

@@ -30,9 +30,9 @@ from mlcn_jax.tiers import signatures
 from mlcn_jax.tiers.artifact import HOME, PART, SIGNATURE, TierArtifact
 from mlcn_jax.tiers.cuts import PIXELS, Part
 from mlcn_jax.tiers.placing import Wishes, lane_flops, place, read_wishes
-from mlcn_jax.training.checkpoint import Trained
 from mlcn_jax.training.evaluate import class_capsules
 from mlcn_jax.training.session import check_learned
+from mlcn_jax.training.trained import Trained
 
 FOLDER = "tiers"
 GOOD_VALIDATION_IMAGES = 5000  # with fewer, the bounds on what a threshold costs are wide

@@ -1,7 +1,6 @@
 """Checkpoints of a run: saved in the background and verified when read; the newest and the best are kept."""
 
 import contextlib
-import dataclasses
 import errno
 import hashlib
 import json
@@ -19,14 +18,12 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import check_workdir, read_json, tree_to_disk
-from mlcn_jax.nn.calibration import trained_shapes
-from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.files import check_workdir, tree_to_disk
 
 _log = logging.getLogger(__name__)
 
 _KEEP_NEWEST = 2  # so that one is left if the newest fails its checksum
-_ACCURACY = "validation_accuracy"
+_ACCURACY, _LANES = "validation_accuracy", "lane_accuracies"
 _UNRANKED = -1.0  # below every accuracy
 _PARTS = ("params", "optimizer")
 
@@ -70,7 +67,7 @@ class Checkpoints:
             raise InputError(
                 f"the checkpoints in {self._directory} cannot be read ({error}): fix the cause, then retry"
             ) from error
-        self._accuracies = {step: self._stored_accuracy(step) for step in self._manager.all_steps()}
+        self._ranks = {step: self._stored_ranks(step) for step in self._manager.all_steps()}
 
     def _to_disk(self) -> None:
         """Flushes the checkpoint that is about to get its name: Orbax flushes its arrays, not what describes them."""
@@ -89,17 +86,33 @@ class Checkpoints:
         """Deletes the checkpoints of later steps."""
         for later in [found for found in self._manager.all_steps() if found > step]:
             self._manager.delete(later)
-            self._accuracies.pop(later, None)
+            self._ranks.pop(later, None)
 
     def newest_step(self) -> int:
         """The step of the newest checkpoint; 0 if there is none."""
         return max(self._manager.all_steps(), default=0)
 
-    def best_step(self) -> int:
-        """The step with the highest validation accuracy; the newest in a tie."""
-        return max(self._accuracies, key=lambda step: (self._accuracies[step], step))
+    def best_step(self, lane: int | None = None) -> int:
+        """The step with the highest validation accuracy, of the model or of a lane; the newest in a tie."""
+        return max(self._ranks, key=lambda step: (self._rank(step, lane), step))
 
-    def save(self, step: int, state: dict[str, Any], facts: dict, validation_accuracy: float | None = None) -> None:
+    @property
+    def num_ranked_lanes(self) -> int:
+        """For how many lanes checkpoints are ranked."""
+        return max(map(len, self._ranks.values()), default=1) - 1
+
+    def _rank(self, step: int, lane: int | None) -> float:
+        ranks, place = self._ranks[step], 0 if lane is None else 1 + lane
+        return ranks[place] if place < len(ranks) else _UNRANKED
+
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        facts: dict,
+        validation_accuracy: float | None = None,
+        lane_accuracies: Sequence[float] = (),
+    ) -> None:
         """Starts saving `state` and returns; the caller may donate or overwrite its buffers at once.
 
         Args:
@@ -107,18 +120,21 @@ class Checkpoints:
           state: the trees `params` and `optimizer`.
           facts: small JSON-serializable facts to store with the state.
           validation_accuracy: ranks the checkpoint; None ranks it below all that have one.
+          lane_accuracies: of each lane alone, which rank it for that lane; empty if no lane has a ranking of its own.
 
         Raises:
           InputError: the previous checkpoint could not be written, for instance because the disk is full.
         """
         copy = {name: jax.tree.map(np.array, jax.device_get(state[name])) for name in _PARTS}
-        digests = {name: _sha256(tree) for name, tree in copy.items()}
+        digests = {name: digest_of(tree) for name, tree in copy.items()}
         structure = {name: _structure(tree) for name, tree in copy.items()}
         facts = {**facts, "step": step, "sha256": digests, "structure": structure, _ACCURACY: validation_accuracy}
+        if lane_accuracies:
+            facts[_LANES] = list(lane_accuracies)
         items = {name: ocp.args.StandardSave(tree) for name, tree in copy.items()}
         signed = ocp.args.JsonSave({"facts": facts, "sha256": _sha256_of_json(facts)})
         with _WriteErrors(self._directory):
-            self._accuracies[step] = _rank(facts)
+            self._ranks[step] = _ranks(facts)
             self._manager.save(step, args=ocp.args.Composite(**items, facts=signed), force=True)
 
     def wait(self) -> None:
@@ -130,7 +146,9 @@ class Checkpoints:
         with _WriteErrors(self._directory):
             self._manager.wait_until_finished()
 
-    def restore(self, like: dict[str, Any], *, best: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    def restore(
+        self, like: dict[str, Any], *, best: bool = False, lane: int | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """The newest (or best) state that passes verification, with its facts.
 
         A damaged checkpoint is skipped with a warning and, unless `read_only`, renamed to `STEP.damaged`; the next one
@@ -140,6 +158,7 @@ class Checkpoints:
           like: the parts wanted, `params`, `optimizer` or both, each a tree of arrays or of
             `jax.ShapeDtypeStruct` with the shapes, dtypes and shardings wanted.
           best: tries checkpoints by validation accuracy, highest first (the newest in a tie), unranked ones last.
+          lane: with `best`, takes the accuracies of this lane.
 
         Raises:
           InputError: there is no checkpoint, none is intact, one cannot be read, or it belongs to another model or
@@ -147,7 +166,7 @@ class Checkpoints:
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         if best:
-            steps.sort(key=lambda step: self._accuracies[step], reverse=True)
+            steps.sort(key=lambda step: self._rank(step, lane), reverse=True)
         for step in steps:
             try:
                 return self._restore(step, like)
@@ -179,7 +198,7 @@ class Checkpoints:
                 "optimizer of the installed packages: restore what it was trained with, or use another --workdir"
             )
         for name in like:
-            found, expected = _sha256(jax.device_get(restored[name])), facts["sha256"][name]
+            found, expected = digest_of(jax.device_get(restored[name])), facts["sha256"][name]
             if found != expected:
                 raise _Damaged(f"SHA-256 of its {name} is {found[:12]}..., expected {expected[:12]}...")
         return {name: jax.tree.map(jnp.array, restored[name]) for name in like}, facts
@@ -191,12 +210,12 @@ class Checkpoints:
             raise _Damaged("its facts do not match the SHA-256 stored with them")
         return facts
 
-    def _stored_accuracy(self, step: int) -> float:
+    def _stored_ranks(self, step: int) -> tuple[float, ...]:
         try:
-            return _rank(self._facts(step))
+            return _ranks(self._facts(step))
         except Exception as error:
             self._check_is_damage(step, error)
-            return _UNRANKED  # damaged: detected and reported when it is restored
+            return (_UNRANKED,)  # damaged: detected and reported when it is restored
 
     def _check_is_damage(self, step: int, error: Exception) -> None:
         """Raises InputError unless `error`, raised while reading a checkpoint, shows that its files are damaged.
@@ -220,7 +239,7 @@ class Checkpoints:
             ) from error
 
     def _set_aside(self, step: int) -> None:
-        del self._accuracies[step]
+        del self._ranks[step]
         damaged = self._directory / str(step)
         if self._read_only or not damaged.exists():
             return
@@ -232,68 +251,6 @@ class Checkpoints:
         """Waits for a save in progress and stops the background threads."""
         with _WriteErrors(self._directory):
             self._manager.close()
-
-
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """A trained model: its best parameters, with the statistics for evaluation, and the step of their checkpoint."""
-
-    spec: ModelSpec
-    class_names: tuple[str, ...]
-    params: dict
-    step: int
-
-    @property
-    def sha256(self) -> str:
-        """Digest of the parameters."""
-        return _sha256(self.params)
-
-
-def describe_model(spec: ModelSpec, class_names: Sequence[str], data_digest: str) -> dict[str, Any]:
-    """The content of `model.json`: all that is needed to use the parameters, and the training data's SHA-256."""
-    fields = dataclasses.asdict(spec)
-    del fields["remat"]  # how it is trained, which may change on resume
-    return {
-        "spec": {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()},
-        "class_names": list(class_names),
-        "training_images_sha256": data_digest,
-    }
-
-
-def load_trained(workdir: str | Path) -> Trained:
-    """Reads the best checkpoint of a workdir.
-
-    Raises:
-      InputError: the workdir holds no trained model, no checkpoint is intact, or none matches `model.json`.
-    """
-    workdir = Path(workdir).expanduser()
-    path = workdir / "model.json"
-    if not path.exists():
-        if any((workdir / "checkpoints").glob("[0-9]*")):
-            raise InputError(
-                f"{path} is missing, though {workdir} has checkpoints, which cannot be read without it: restore the "
-                "file from a copy"
-            )
-        raise InputError(f"{workdir} holds no trained model: give the workdir of a run that saved a checkpoint")
-    stored = read_json(path)
-    try:
-        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored["spec"].items()}
-        spec, class_names = ModelSpec(**fields), tuple(stored["class_names"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is not in this version's format ({error}): restore it from a copy") from error
-    like = {"params": trained_shapes(spec)}
-    checkpoints = Checkpoints(workdir / "checkpoints", read_only=True)
-    restored, facts = checkpoints.restore(like, best=True)
-    checkpoints.close()
-    expected = jax.tree_util.tree_leaves_with_path(like["params"])
-    for (where, leaf), found in zip(expected, jax.tree.leaves(restored["params"]), strict=True):
-        if leaf.shape != found.shape:  # orbax returns what is stored
-            name = jax.tree_util.keystr(where, simple=True, separator="/")
-            raise InputError(
-                f"{path} does not match {workdir / 'checkpoints'}: it gives {name} the shape {leaf.shape}, but "
-                f"{found.shape} is stored: restore the file from a copy"
-            )
-    return Trained(spec, class_names, restored["params"], facts["step"])
 
 
 class _Damaged(Exception):
@@ -365,18 +322,21 @@ class _WriteErrors:
 
 
 class _KeepBest:
-    """Preservation policy: keeps the best checkpoint, however old it is."""
+    """Preservation policy: keeps the best checkpoint, however old it is, and the best of each lane that is ranked."""
 
     def __init__(self, checkpoints: Checkpoints):
         self._checkpoints = checkpoints
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         del context
-        return [checkpoint.step == self._checkpoints.best_step() for checkpoint in checkpoints]
+        ranked = [None, *range(self._checkpoints.num_ranked_lanes)]
+        best = {self._checkpoints.best_step(lane) for lane in ranked}
+        return [checkpoint.step in best for checkpoint in checkpoints]
 
 
-def _rank(facts: dict[str, Any]) -> float:
-    return _UNRANKED if facts[_ACCURACY] is None else facts[_ACCURACY]
+def _ranks(facts: dict[str, Any]) -> tuple[float, ...]:
+    """Accuracies that rank a checkpoint: of the model, then of each lane."""
+    return (_UNRANKED if facts[_ACCURACY] is None else facts[_ACCURACY], *facts.get(_LANES, ()))
 
 
 def _sha256_of_json(value: Any) -> str:
@@ -390,7 +350,7 @@ def _structure(state: Any) -> str:
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()
 
 
-def _sha256(state: Any) -> str:
+def digest_of(state: Any) -> str:
     """Digest of the names, dtypes, shapes and bytes of all arrays."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):

@@ -52,12 +52,14 @@ class Scores:
         sum over classes.
       calibration_error: mean difference between the largest of these probabilities and accuracy, over 15 bins of equal
         width, weighted by their images (Guo et al. 2017, section 2).
+      lane_accuracies: of each lane alone; of each dimension of the class capsules for CapsNet.
     """
 
     loss: float
     confusion: np.ndarray
     nll: float = math.nan
     calibration_error: float = math.nan
+    lane_accuracies: Sequence[float] = ()
 
     @property
     def accuracy(self) -> float:
@@ -148,7 +150,8 @@ def head_sums(
 ) -> dict[str, Array]:
     """Sums over the images that `mask` keeps, from the lanes' outputs for each view of them, the plain one first.
 
-    `loss`, `confusion`, `nll`, and `bins` [15, 3]: images, probability and correct predictions in each bin.
+    `loss`, `confusion`, `nll`, `lanes` [dim]: correct predictions of each lane alone, without flips, and `bins`
+    [15, 3]: images, probability and correct predictions in each bin.
     """
     v = [join_lanes(spec, each) for each in outputs]
     loss = classification_loss(spec, outputs[0], labels)
@@ -164,17 +167,19 @@ def head_sums(
     likelihood = jnp.sum(truth * probabilities, axis=-1)
     largest, correct = jnp.max(probabilities, axis=-1), jnp.sum(truth * predicted, axis=-1)
     bins = jax.nn.one_hot(jnp.clip((largest * _BINS).astype(jnp.int32), 0, _BINS - 1), _BINS)
+    of_lanes = jnp.argmax(jnp.abs(v[0]), axis=1) == labels[:, None]
     return {
         "loss": jnp.sum(loss * mask),
         "confusion": truth.T @ predicted,
         "nll": -jnp.sum(mask * jnp.log(jnp.where(mask > 0, jnp.maximum(likelihood, _TINY), 1.0))),
+        "lanes": mask @ of_lanes.astype(mask.dtype),
         "bins": bins.T @ jnp.stack([mask, largest * mask, correct], axis=-1),
     }
 
 
-def sum_shapes(num_classes: int) -> dict[str, tuple[int, ...]]:
+def sum_shapes(num_classes: int, num_lanes: int) -> dict[str, tuple[int, ...]]:
     """Shapes of the results of `head_sums`."""
-    return {"loss": (), "confusion": (num_classes, num_classes), "nll": (), "bins": (_BINS, 3)}
+    return {"loss": (), "confusion": (num_classes, num_classes), "nll": (), "lanes": (num_lanes,), "bins": (_BINS, 3)}
 
 
 def scores_of(split: datasets.Split, batch_size: int, sums: Callable[[tuple], dict[str, Array]]) -> Scores:
@@ -197,6 +202,7 @@ def scores_of(split: datasets.Split, batch_size: int, sums: Callable[[tuple], di
         confusion=total["confusion"].astype(np.int64),
         nll=float(total["nll"]) / count,
         calibration_error=float(np.abs(probability - correct).sum()) / count,
+        lane_accuracies=tuple((total["lanes"] / count).tolist()),
     )
 
 

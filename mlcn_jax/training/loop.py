@@ -33,6 +33,7 @@ from mlcn_jax.training.session import calibration_images, open_session
 from mlcn_jax.training.start import announce, check_resumable, start_state
 from mlcn_jax.training.stop_signals import StopSignals
 from mlcn_jax.training.teacher import open_teacher
+from mlcn_jax.training.trained import restore_best
 
 _log = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         first_profiled = start + max(0, min(10, num_steps - start - _PROFILED_STEPS))
 
         calibrating = calibration_images(session.train, settings.batch_size)
+        by_lane = settings.lanes_apart and len(spec.lane_specs) > 1
 
         def score(split_name: str, split: Split, step: int) -> evaluate.Scores:
             scores = runner.scores(split, settings.batch_size)
@@ -133,13 +135,19 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             loss = runner.scores(Split(*batches.at(step - 1)[:2]), settings.batch_size).loss
             if not math.isfinite(loss):
                 raise Diverged(f"step {step}: the loss after it is {loss}; earlier checkpoints are kept")
-            accuracy = score("validation", validation, step).accuracy if validate else None
+            scores = score("validation", validation, step) if validate else None
             state = runner.fetch()
             if not processes.is_first():
                 return
             parts = {"params": with_statistics(state.params, statistics), "optimizer": state.optimizer}
             writer.to_disk()
-            checkpoints.save(step, parts, {"config_hash": config.hash(), "conv": algorithms}, accuracy)
+            checkpoints.save(
+                step,
+                parts,
+                {"config_hash": config.hash(), "conv": algorithms},
+                scores.accuracy if scores else None,
+                scores.lane_accuracies if scores and by_lane else (),
+            )
 
         stop.check(f"before step {start + 1}")
         with jax.transfer_guard("disallow"):  # every transfer below is an explicit one
@@ -174,18 +182,20 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         checkpoints.wait()
         progress.close()
 
-        state, best_step = runner.fetch(), num_steps
+        state, best = runner.fetch(), {"best_step": num_steps}
         if len(validation.labels):
             params = state.params
             if processes.is_first():
-                restored, facts = checkpoints.restore({"params": trained_shapes(spec)}, best=True)
-                params, best_step = without_statistics(restored["params"]), facts["step"]
+                restored, facts = restore_best(checkpoints, spec, {"params": trained_shapes(spec)})
+                params, best = without_statistics(restored["params"]), {"best_step": facts["step"]}
+                if "lane_steps" in facts:
+                    best["lane_steps"] = facts["lane_steps"]
             state = dataclasses.replace(state, params=processes.arrays_from_first(params))
             runner.start(state)
-        results = final_results(session, runner, workdir, best_step)
+        results = final_results(session, runner, workdir, best["best_step"])
         summary = {
             **results,
-            "best_step": best_step,
+            **best,
             "steps": num_steps,
             "steps_this_session": num_steps - start,
             "images_per_second": log.images_per_second or _last_rate(workdir),

@@ -25,10 +25,10 @@ from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.settings import DataSettings, TrainSettings
 from mlcn_jax.training.accumulate import check_parts
 from mlcn_jax.training.apart import check_lanes_apart
-from mlcn_jax.training.checkpoint import describe_model
 from mlcn_jax.training.evaluate import Scores
 from mlcn_jax.training.optimizer import make_optimizer
 from mlcn_jax.training.plan import Plan, make_plan
+from mlcn_jax.training.trained import describe_model
 
 _CALIBRATION_IMAGES = 4_000
 _WHITENED_IMAGES = 5_000

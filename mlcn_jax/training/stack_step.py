@@ -55,7 +55,7 @@ class StackStep:
         self._spec, self._optimizer, self._stacks, self._clip_norm = spec, optimizer, stacks, clip_norm
         self._weight, self._augmentation, self._distillation = reconstruction_weight, augmentation, distillation
         self._prepare = make_input(spec, seed, augmentation)
-        self.sum_shapes = evaluate.sum_shapes(spec.num_classes)
+        self.sum_shapes = evaluate.sum_shapes(spec.num_classes, len(spec.lane_specs))
         self.specs = [spec_of(spec, stack.lanes) for stack in stacks]
         most = max(len(stack.lanes) for stack in stacks)
         self.widths = [most if alike else len(stack.lanes) for stack in stacks]

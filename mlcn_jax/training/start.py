@@ -15,10 +15,11 @@ from mlcn_jax.nn.calibration import without_statistics
 from mlcn_jax.nn.model import count_parameters, init_params
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.cost import forward_flops
-from mlcn_jax.training.checkpoint import Checkpoints, Trained, load_trained
+from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.session import Session, whiten_from
 from mlcn_jax.training.step import TrainState
 from mlcn_jax.training.teacher import TEACHERS
+from mlcn_jax.training.trained import Trained, load_trained
 
 _log = logging.getLogger(__name__)
 

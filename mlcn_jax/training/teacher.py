@@ -19,8 +19,8 @@ from mlcn_jax.files import read_json
 from mlcn_jax.nn import conv
 from mlcn_jax.nn.calibration import fold_statistics
 from mlcn_jax.nn.distillation import Distillation, mean_probabilities, model_probabilities
-from mlcn_jax.training.checkpoint import Trained, load_trained
 from mlcn_jax.training.session import Session
+from mlcn_jax.training.trained import Trained, load_trained
 
 TEACHERS = "teachers_sha256"  # in model.json
 _log = logging.getLogger(__name__)

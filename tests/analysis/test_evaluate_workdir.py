@@ -18,7 +18,7 @@ from mlcn_jax.config import read_stored
 from mlcn_jax.data import datasets
 from mlcn_jax.errors import InputError
 from mlcn_jax.settings import DataSettings
-from mlcn_jax.training import checkpoint
+from mlcn_jax.training.trained import load_trained
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def digits():
 
 @pytest.fixture(scope="module")
 def model():
-    return checkpoint.load_trained(pretrained.find_workdir("digits"))
+    return load_trained(pretrained.find_workdir("digits"))
 
 
 @pytest.fixture

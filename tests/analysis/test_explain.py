@@ -18,7 +18,8 @@ from mlcn_jax.data.batches import Split
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules, model
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.training.checkpoint import Checkpoints, load_trained
+from mlcn_jax.training.checkpoint import Checkpoints
+from mlcn_jax.training.trained import load_trained
 
 SPEC = ModelSpec("mlcn", (18, 18, 1), 3, "mlcn2:w1*2, mlcn1:w1d2", decoder=(6,), conv="native")
 CAPSNET = ModelSpec("capsnet", (18, 18, 1), 3, decoder=(6,), conv="native")

@@ -26,10 +26,10 @@ from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving import artifact, export, onnx
 from mlcn_jax.settings import RoundSettings
 from mlcn_jax.training import loop
-from mlcn_jax.training.checkpoint import Trained, load_trained
 from mlcn_jax.training.evaluate import class_capsules
 from mlcn_jax.training.session import check_settings
 from mlcn_jax.training.teacher import TEACHERS, stored_digests
+from mlcn_jax.training.trained import Trained, load_trained
 
 APART = {
     "model.margin_loss": "per_lane_sum",

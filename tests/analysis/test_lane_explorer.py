@@ -21,7 +21,8 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.nn import model
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.training.checkpoint import Checkpoints, Trained, describe_model
+from mlcn_jax.training.checkpoint import Checkpoints
+from mlcn_jax.training.trained import Trained, describe_model
 
 SPEC = ModelSpec("mlcn", (18, 18, 3), 3, "mlcn2:w1*3", decoder=(6,), conv="native")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

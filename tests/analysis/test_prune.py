@@ -29,8 +29,9 @@ from mlcn_jax.nn import model
 from mlcn_jax.nn.spec import ModelSpec, spec_of
 from mlcn_jax.placement import cost
 from mlcn_jax.training import evaluate, loop, start
-from mlcn_jax.training.checkpoint import Checkpoints, load_trained
+from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.teacher import TEACHERS
+from mlcn_jax.training.trained import load_trained
 
 LANES = "mlcn1:w1*2,mlcn2:w1"
 SPEC = ModelSpec("mlcn", (18, 18, 1), 3, "mlcn1:w1*2,mlcn2:w1*3,mlcn1:w1d2", decoder=(6,), conv="native")

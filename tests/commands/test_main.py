@@ -15,7 +15,7 @@ from conftest import REPOSITORY, TINY
 
 from mlcn_jax.commands import front, train
 from mlcn_jax.errors import InputError
-from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.training.trained import load_trained
 
 QUICKSTART = "--config=configs/quickstart.py"
 SMALL = [f"--config.{field}={value}" for field, value in TINY.items()]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY
 
-from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.training.trained import load_trained
 
 FILES = REPOSITORY / "docs" / "launchers"
 FIELDS = [

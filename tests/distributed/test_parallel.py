@@ -14,8 +14,8 @@ from mlcn_jax.distributed import traffic
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training import loop
-from mlcn_jax.training.checkpoint import load_trained
 from mlcn_jax.training.step import TrainState, compile_step, make_loss, make_train_step
+from mlcn_jax.training.trained import load_trained
 
 LONG = [pytest.param(*split, marks=pytest.mark.long) for split in ((4, 1), (4, 2), (8, 1))]
 SPLITS = [(2, 1), (1, 4), (2, 2), (2, 4), *LONG]

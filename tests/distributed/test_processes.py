@@ -15,7 +15,7 @@ import pytest
 from mlcn_jax.config import RunConfig
 from mlcn_jax.distributed import processes
 from mlcn_jax.errors import InputError
-from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.training.trained import load_trained
 from tests.conftest import REPOSITORY, TINY
 
 TWO = {"parallel.processes": 2, "parallel.lane": 2}

@@ -54,18 +54,18 @@ def test_tables_of_joined_lanes_show_pairs_and_curves_beside_lanes_of_their_cost
     run = {"facts": {"part": "fashion"}, "data": {"name": "fashion_mnist", "copy": "", "bytes": "official"}}
     run |= {"device": "some CPU", "cpu_count": 2, "versions": {"python": "3", "jax": "1"}, "date": "2026-01-01"}
     run["command"] = "python -m experiments.lanes_apart"
-    difference = {"joined": "weighted", "together": "alike", "means": [90.0, 90.1], "pairs": 8}
+    difference = {"mode": "alike", "means": [90.0, 90.1], "pairs": 8}
     difference |= {"mean": -0.1, "low": -0.3, "high": 0.1, "inside": True}
     points = [{"lanes": count, "megaflops": 12.5 * count, "accuracy": 85 + count} for count in (1, 2, 3, 4)]
     part = {
-        "differences": [difference, {"joined": "in_order", "together": "alike", "means": [], "pairs": 0}],
+        "differences": [difference, {"mode": "together", "means": [], "pairs": 0}],
         "curves": {"equal": points},
         "single": [{"lane": "mlcn2:w3d3", "lanes": 4, "megaflops": 49.7, "accuracy": 88.0}],
     }
     none = {"differences": [], "curves": {}, "single": []}
     text = tables.lanes.lanes_apart_tables({"fashion": part, "cifar": none, "runs": [run]})
     assert "| with the settings of lanes apart | 8 | 90.00 | 90.10 | -0.10 (-0.30 to +0.10) | yes |" in text
-    assert "one order" not in text
+    assert "by default" not in text
     assert "| Fashion-MNIST, joined, equal | 86.00 (12) | 87.00 (25) | 89.00 (50) | - | - |" in text
     assert "| Fashion-MNIST, one lane of that cost | - | - | 88.00 (50), `mlcn2:w3d3` | - | - |" in text
     assert "CIFAR" not in text
@@ -248,3 +248,17 @@ def test_the_citation_names_the_software_and_its_papers():
     text = Path(REPOSITORY / "CITATION.cff").read_text()
     for what in ("cff-version:", "title: mlcn_jax", "1710.09829", "1902.08431", "1908.03935"):
         assert what in text
+
+
+def test_the_table_of_unequal_lanes_shows_what_each_arm_has_over_equal_ones():
+    run = {"device": "some CPU", "cpu_count": 2, "versions": {"python": "3", "jax": "1"}, "date": "2026-01-01"}
+    run["command"] = "python -m experiments.unequal_lanes"
+    told = {"test_accuracy": {"mean": 90.0, "runs": 8}, "validation_accuracy": {"mean": 90.5, "runs": 8}}
+    between = {"mean": 0.25, "low": -0.1, "high": 0.6, "visible": True}
+    arms = [
+        {"arm": "equal", "lanes": ["resnet:w2d1*4"], "over_equal": None, **told},
+        {"arm": "random", "lanes": ["resnet:w1d1*11", "resnet:w3d1*2"], "over_equal": between, **told},
+    ]
+    text = tables.searches.unequal_lanes_table({"parts": {"resnet": arms}, "runs": [run]})
+    assert "| resnet | equal | `resnet:w2d1*4` | 8 | 90.00 | 90.50 | - | - |" in text
+    assert "| resnet | random | 2 mixes | 8 | 90.00 | 90.50 | +0.25 (-0.10 to +0.60) | yes |" in text

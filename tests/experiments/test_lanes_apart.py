@@ -29,7 +29,7 @@ def test_lanes_of_a_part_train_apart_on_the_same_images_as_those_trained_togethe
         seed
         for facts, config in zip(runs, configs, strict=True)
         for seed in config.model["lane_seeds"]
-        if facts["mode"] in ("apart", "alike", "in_order") and facts["lane"] == runs[0]["lane"]
+        if facts["mode"] in ("apart", "alike") and facts["lane"] == runs[0]["lane"]
     ]
     assert len(set(seeds)) == len(seeds)
     assert len({tuple(facts.items()) for facts in runs}) == len(runs)
@@ -84,20 +84,12 @@ def test_each_way_of_training_together_is_compared_over_the_pairs_that_have_it()
         {"weighted": 90.0 + i, "equal": 90.0, "together": 89.0 + i, "alike": 89.0 + 2 * i if i < 2 else None}
         for i in range(4)
     ]
-    together, alike = (lanes_apart.difference(pairs, "weighted", mode, 3) for mode in ("together", "alike"))
+    together, alike = (lanes_apart.difference(pairs, mode, 3) for mode in ("together", "alike"))
     assert (together["pairs"], alike["pairs"]) == (4, 2)
     assert (together["mean"], alike["mean"]) == pytest.approx((1.0, 0.5))
     assert together["means"] == pytest.approx([91.5, 90.5])
-    assert lanes_apart.difference(pairs[:1], "weighted", "together", 3)["pairs"] == 0
-    assert lanes_apart.difference(pairs[2:], "weighted", "alike", 3)["means"] == []
-
-
-def test_lanes_of_one_order_share_the_seed_of_the_run_and_nothing_else():
-    runs = lanes_apart.runs_of("fashion", repeats=1, smoke=False)
-    for i, lanes in enumerate(lanes_apart.joins_of("fashion", runs)[f"fashion_in_order{i}"] for i in range(8)):
-        configs = [lanes_apart.configure_run(NOWHERE, **facts) for facts in lanes]
-        assert [list(config.model["lane_seeds"]) for config in configs] == [[2000 + 4 * i + j] for j in range(4)]
-        assert {config.train.seed for config in configs} == {2000 + i}
+    assert lanes_apart.difference(pairs[:1], "together", 3)["pairs"] == 0
+    assert lanes_apart.difference(pairs[2:], "alike", 3)["means"] == []
 
 
 def series_in(workdir, kept=(), records=()):

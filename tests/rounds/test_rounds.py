@@ -20,12 +20,13 @@ from mlcn_jax.rounds.messages import Join
 from mlcn_jax.rounds.vector import num_bytes, to_vector
 from mlcn_jax.settings import RoundSettings
 from mlcn_jax.training import loop
-from mlcn_jax.training.checkpoint import Checkpoints, load_trained
+from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.mesh_runner import MeshRunner
 from mlcn_jax.training.metrics import read_rows
 from mlcn_jax.training.optimizer import at_step
 from mlcn_jax.training.session import open_session
 from mlcn_jax.training.start import start_state
+from mlcn_jax.training.trained import load_trained
 
 PLAIN = {
     "train.num_steps": 4,

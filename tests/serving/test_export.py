@@ -25,9 +25,10 @@ from mlcn_jax.nn import capsules
 from mlcn_jax.nn.model import encode
 from mlcn_jax.serving import artifact, export, model_card, onnx, predict
 from mlcn_jax.serving.trained import TrainedModel
-from mlcn_jax.training import checkpoint, evaluate
+from mlcn_jax.training import evaluate
 from mlcn_jax.training.session import open_session
 from mlcn_jax.training.start import check_resumable
+from mlcn_jax.training.trained import load_trained
 
 TRAINING_CODE = (
     "absl",
@@ -64,7 +65,7 @@ def pictures(rng, tmp_path, loaded):
 
 @pytest.mark.parametrize("n", [0, 1, 5, artifact.MAX_BATCH + 2])
 def test_an_artifact_computes_what_the_model_does(exported, loaded, rng, n):
-    trained = checkpoint.load_trained(exported)
+    trained = load_trained(exported)
     images = rng.integers(0, 256, (n, *loaded.image_shape)).astype(np.uint8)
     found = loaded.lengths(images)
     assert found.shape == (n, 10)
@@ -75,7 +76,7 @@ def test_an_artifact_computes_what_the_model_does(exported, loaded, rng, n):
 
 
 def test_a_model_in_bfloat16_may_be_rounded_otherwise_than_its_export(exported, loaded):
-    trained = checkpoint.load_trained(exported)
+    trained = load_trained(exported)
     with pytest.raises(RuntimeError, match="differs from the model"):
         export._check(trained, SimpleNamespace(lengths=lambda images: loaded.lengths(images) + 1e-3))
     in_bfloat16 = dataclasses.replace(trained.spec, compute_dtype="bfloat16")
@@ -91,7 +92,7 @@ def test_probabilities_are_lengths_of_at_most_one(loaded, rng, monkeypatch):
 
 def test_lanes_that_classify_alone_and_signed_pixels_are_exported(exported, tmp_path, rng):
     """A probability is then what the lanes say on average."""
-    trained = checkpoint.load_trained(exported)
+    trained = load_trained(exported)
     count = sum(group.count for group in trained.spec.lane_groups)
     spec = dataclasses.replace(trained.spec, margin_loss="per_lane", signed_pixels=True)
     export.write(dataclasses.replace(trained, spec=spec), tmp_path, "command")
@@ -122,7 +123,7 @@ def test_lane_weights_are_used_by_all_that_read_lengths(exported, tmp_path, rng)
         stored["model" if name == "config.json" else "spec"]["lane_weights"] = [4.0, 0.0]
         (tmp_path / name).write_text(json.dumps(stored))
     shutil.copytree(exported / "checkpoints", tmp_path / "checkpoints")
-    trained = checkpoint.load_trained(tmp_path)
+    trained = load_trained(tmp_path)
     images = rng.integers(0, 256, (5, *trained.spec.image_shape)).astype(np.uint8)
     v = np.asarray(encode(trained.spec, trained.params["encoder"], to_pixels(images)))
     export.export(tmp_path)

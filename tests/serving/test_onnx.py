@@ -25,7 +25,7 @@ from mlcn_jax.serving import onnx, runtime
 from mlcn_jax.serving import onnx_export as script
 from mlcn_jax.serving.artifact import Artifact
 from mlcn_jax.serving.onnx_file import open_onnx
-from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.training.trained import load_trained
 
 installed = pytest.mark.skipif(not importlib.util.find_spec("jax2onnx"), reason="needs requirements-onnx.txt")
 

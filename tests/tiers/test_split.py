@@ -21,7 +21,7 @@ from mlcn_jax.serving import artifact as artifacts
 from mlcn_jax.serving.trained import TrainedModel
 from mlcn_jax.tiers import placing, signatures, split
 from mlcn_jax.tiers.artifact import TierArtifact
-from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.training.trained import load_trained
 
 
 @pytest.fixture

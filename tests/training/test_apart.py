@@ -1,4 +1,6 @@
-"""Lanes trained apart: the same parameters as beside other lanes, and settings that couple lanes refused."""
+"""Lanes trained apart: the same parameters and checkpoints as beside other lanes; settings that couple them refused."""
+
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -8,9 +10,12 @@ from mlcn_jax.config import RunConfig
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Batches
 from mlcn_jax.errors import InputError
+from mlcn_jax.training.evaluate import make_evaluator
+from mlcn_jax.training.loop import train
 from mlcn_jax.training.plan import make_runner
 from mlcn_jax.training.session import Session, open_session
 from mlcn_jax.training.start import start_state
+from mlcn_jax.training.trained import load_trained
 
 APART = {
     "train.lanes_apart": True,
@@ -63,6 +68,27 @@ def test_a_lane_learns_the_same_alone_and_beside_others(kind, others, changes):
     assert place > 0
     for mine, theirs in zip(jax.tree.leaves(alone[name]), jax.tree.leaves(together[name]), strict=True):
         np.testing.assert_allclose(mine[0], theirs[place], rtol=0, atol=1e-6)
+
+
+def test_a_lane_has_its_own_best_checkpoint_as_if_it_were_alone(tmp_path):
+    """So early, accuracy goes up and down, and lanes and model are best at different steps."""
+    often = {"train.optimizer": "sgd", "train.num_steps": 24, "train.checkpoint_every": 2}
+
+    def run(name: str, seeds: Sequence[int]):
+        lanes = {"model.lanes": f"mlcn2:w1*{len(seeds)}", "model.lane_seeds": list(seeds)}
+        summary = train(RunConfig().replace(APART | often | lanes), tmp_path / name)
+        return summary, load_trained(tmp_path / name)
+
+    summary, together = run("together", [4, 7, 9])
+    alone = [run(f"alone{seed}", [seed])[1] for seed in (4, 7, 9)]
+    assert together.lane_steps == tuple(summary["lane_steps"]) == tuple(one.step for one in alone)
+    assert set(together.lane_steps) > {summary["best_step"]}
+    name = together.spec.lane_groups[0].name
+    for lane, one in enumerate(alone):
+        for mine, theirs in zip(*(jax.tree.leaves(t.params["encoder"][name]) for t in (one, together)), strict=True):
+            np.testing.assert_allclose(mine[0], theirs[lane], rtol=0, atol=1e-6)
+    scores = make_evaluator(together.spec, 0.0)(together.params, open_session(RunConfig()).dataset.test, 50)
+    assert scores.accuracy == summary["test_accuracy"]
 
 
 @pytest.mark.parametrize(

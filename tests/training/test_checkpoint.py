@@ -11,7 +11,8 @@ import pytest
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.training import checkpoint
-from mlcn_jax.training.checkpoint import Checkpoints, load_trained
+from mlcn_jax.training.checkpoint import Checkpoints
+from mlcn_jax.training.trained import load_trained
 
 
 def state_of(step):
@@ -68,6 +69,22 @@ def test_the_newest_two_and_the_best_are_kept(tmp_path):
     assert checkpoints.restore(LIKE)[1]["step"] == 5
     assert checkpoints.restore(LIKE, best=True)[1]["step"] == 2
     checkpoints.close()
+
+
+def test_the_best_of_each_lane_is_kept_and_a_damaged_one_makes_room_for_the_next(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for step, (model, *lanes) in {1: (0.5, 0.9, 0.1), 2: (0.9, 0.8, 0.3), 3: (0.7, 0.1, 0.2), 4: (0.6, 0, 0)}.items():
+        checkpoints.save(step, state_of(step), {}, model, lanes)
+    checkpoints.save(5, state_of(5), {})  # of a run that was stopped between its scores
+    checkpoints.wait()
+    assert sorted(int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()) == [1, 2, 4, 5]
+    checkpoints.close()
+    again = Checkpoints(tmp_path)
+    assert (again.num_ranked_lanes, again.best_step(), again.best_step(0), again.best_step(1)) == (2, 2, 1, 2)
+    for path in data_files(tmp_path / "1" / "params"):
+        path.unlink()
+    assert [again.restore(LIKE, best=True, lane=lane)[1]["step"] for lane in (0, 1)] == [2, 2]
+    again.close()
 
 
 def test_without_a_ranking_the_newest_is_the_best(tmp_path):

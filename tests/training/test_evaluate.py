@@ -25,17 +25,19 @@ def test_scores_equal_a_slow_count_whatever_the_batch_size(split, batch_size):
     params = made_params(SPEC, 3)
     scores = evaluate.make_evaluator(SPEC, reconstruction_weight=0.5)(params, split, batch_size)
     apply = jax.jit(functools.partial(model.apply_model, SPEC))
-    confusion, loss = np.zeros((3, 3), int), 0.0
+    confusion, loss, of_lanes = np.zeros((3, 3), int), 0.0, np.zeros(2)
     for image, label in zip(split.images, split.labels, strict=True):
         pixels, label = jnp.asarray(image[None] / np.float32(255)), jnp.array([label])
         v, reconstruction = apply(params, pixels, label)
         class_lengths = capsules.lengths(v)
+        of_lanes += np.argmax(np.square(v[0]), axis=0) == label
         confusion[int(label[0]), int(np.argmax(class_lengths))] += 1
         loss += float(losses.margin_loss(class_lengths, label)[0])
         loss += 0.5 * float(losses.reconstruction_loss(reconstruction, pixels)[0])
     np.testing.assert_array_equal(scores.confusion, confusion)
     np.testing.assert_allclose(scores.loss, loss / 23, rtol=1e-5)
     assert scores.accuracy == pytest.approx(np.trace(confusion) / 23)
+    assert scores.lane_accuracies == pytest.approx(of_lanes / 23)
     per_class = [confusion[k, k] / confusion[k].sum() for k in range(3)]
     assert scores.accuracy_per_class == pytest.approx(per_class)
 
@@ -88,7 +90,7 @@ def test_pictures_are_drawn(tmp_path, split, num_classes, real_pictures):
 def test_a_long_evaluation_says_how_far_it_is(rng, monkeypatch, caplog):
     caplog.set_level("INFO", "mlcn_jax")
     split = Split(np.zeros((5, 1, 1, 1), np.uint8), np.zeros(5, np.int32))
-    nothing = {name: np.zeros(shape) for name, shape in evaluate.sum_shapes(2).items()}
+    nothing = {name: np.zeros(shape) for name, shape in evaluate.sum_shapes(2, 1).items()}
     evaluate.scores_of(split, 2, lambda batch: nothing)
     assert not caplog.messages
     monkeypatch.setattr(evaluate, "_SECONDS_BETWEEN_REPORTS", -1.0)

@@ -17,8 +17,8 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.nn import remat
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training import loop, session, stack_programs, stacks_runner
-from mlcn_jax.training.checkpoint import load_trained
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
+from mlcn_jax.training.trained import load_trained
 
 JOINT = ModelSpec("mlcn", (18, 19, 2), 3, "mlcn2:w1*2,mlcn1:w1d2*2", decoder=(16, 24), lane_dropout=0.3)
 GROUPS = ModelSpec("mlcn", (12, 12, 2), 3, "resnet:w1*2,resnet_caps:w1*2", decoder=(8,), norm_group=4)

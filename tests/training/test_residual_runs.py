@@ -16,13 +16,14 @@ from mlcn_jax.nn import calibration
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving import artifact, export, trained
-from mlcn_jax.training import checkpoint, loop
+from mlcn_jax.training import loop
 from mlcn_jax.training.evaluate import head_sums, scores_of
 from mlcn_jax.training.mesh_runner import MeshRunner
 from mlcn_jax.training.session import calibration_images
 from mlcn_jax.training.stack_programs import Stack, make_stacks
 from mlcn_jax.training.stacks_runner import StacksRunner
 from mlcn_jax.training.step import TrainState
+from mlcn_jax.training.trained import load_trained
 
 SPEC = ModelSpec(*("mlcn", (12, 12, 1), 3, "resnet:w1*4"), norm_group=4, decoder=(8,), label_smoothing=0.1)
 MOVES = Augmentation(max_shift=1, reflect=True, cutout=3, per_lane=True, mirror_lanes=True)
@@ -166,7 +167,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run, tmp_path):
     config, workdir, summary = run
     loop.train(config.replace({"train.num_steps": 7}), tmp_path)
     resumed = loop.train(config, tmp_path)
-    found, expected = (checkpoint.load_trained(folder).params for folder in (tmp_path, workdir))
+    found, expected = (load_trained(folder).params for folder in (tmp_path, workdir))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert resumed["test_nll"] == summary["test_nll"]
     assert summary["test_accuracy"] > 0.4
@@ -187,7 +188,7 @@ def test_statistics_that_are_not_finite_are_not_saved(run, tmp_path, monkeypatch
     monkeypatch.setattr(MeshRunner, "calibrate", failing)
     with pytest.raises(Diverged, match="step 10: statistics of normalisation are not finite"):
         loop.train(config, tmp_path)
-    assert checkpoint.load_trained(tmp_path).step == 5
+    assert load_trained(tmp_path).step == 5
 
 
 @pytest.mark.long

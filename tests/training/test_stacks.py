@@ -16,7 +16,7 @@ from mlcn_jax.distributed import traffic
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training import loop, mesh_runner, stack_programs, stacks_runner, step
-from mlcn_jax.training.checkpoint import load_trained
+from mlcn_jax.training.trained import load_trained
 
 UNEQUAL = ModelSpec(
     *("mlcn", (18, 19, 2), 3, "mlcn2:w1*3,mlcn1:w1d2*2,mlcn1:w2"),
@@ -209,6 +209,8 @@ def test_scores_are_those_of_one_device(rng):
         scores.append(runner.scores(split, 4))
     assert abs(scores[0].loss - scores[1].loss) < 1e-6
     np.testing.assert_array_equal(scores[0].confusion, scores[1].confusion)
+    assert scores[0].lane_accuracies == scores[1].lane_accuracies
+    assert len(set(scores[0].lane_accuracies)) > 1
 
 
 @pytest.mark.long

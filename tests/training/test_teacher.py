@@ -22,13 +22,13 @@ from mlcn_jax.nn.lane_losses import outputs_and_loss
 from mlcn_jax.nn.model import encode, init_params
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training import loop, teacher
-from mlcn_jax.training.checkpoint import Trained, load_trained
 from mlcn_jax.training.mesh_runner import MeshRunner
 from mlcn_jax.training.session import open_session
 from mlcn_jax.training.stack_programs import make_stacks
 from mlcn_jax.training.stacks_runner import StacksRunner
 from mlcn_jax.training.step import TrainState, lane_options, lane_view, make_input, make_loss
 from mlcn_jax.training.teacher import open_teacher
+from mlcn_jax.training.trained import Trained, load_trained
 from tests.conftest import TINY
 
 MARGIN = ModelSpec("mlcn", (17, 17, 1), 3, lanes="mlcn1:w1*2", decoder=(4,))

@@ -22,11 +22,12 @@ from mlcn_jax.data import datasets
 from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.nn import conv, model
 from mlcn_jax.training import loop, mesh_runner
-from mlcn_jax.training.checkpoint import Checkpoints, load_trained
+from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.metrics import read_rows
 from mlcn_jax.training.session import Session
 from mlcn_jax.training.start import start_state
 from mlcn_jax.training.step import compile_step, make_train_step
+from mlcn_jax.training.trained import load_trained
 
 
 def params_of(workdir):
