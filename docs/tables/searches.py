@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from statistics import mean
 from typing import Any
 
-from tables.parts import experiment, measured_on, percent, place, table_of
+from tables.parts import ROOT, commands_of, experiment, measured_on, percent, place, runs_line, table_of
 
 
 @place
@@ -61,3 +61,29 @@ def nas_sweeps() -> str:
             )
     header = "sweep over | value | devices | models | epochs | mean accuracy in % | best"
     return f"{table_of(header, rows)}\n\n{measured_on(experiment('nas_flops'), 'one seed')}"
+
+
+@place
+def unequal_lanes() -> str:
+    if not (ROOT / "experiments/results/unequal_lanes_full.json").exists():
+        return "Not run yet."
+    picture = "![Accuracy of unequal and equal lanes](../../experiments/results/unequal_lanes_full.png)"
+    return f"{unequal_lanes_table(experiment('unequal_lanes_full'))}\n\n{picture}"
+
+
+def unequal_lanes_table(result: Mapping[str, Any]) -> str:
+    """The arms of each part, with what each has over the best equal lanes."""
+    rows = []
+    for part, arms in result["parts"].items():
+        for arm in arms:
+            between, lanes = arm["over_equal"], arm["lanes"]
+            told = [f"{between['mean']:+.2f} ({between['low']:+.2f} to {between['high']:+.2f})"] if between else ["-"]
+            told.append(("yes" if between["visible"] else "no") if between else "-")
+            shown = f"`{lanes[0]}`" if len(lanes) == 1 else f"{len(lanes)} mixes"
+            accuracies = [f"{arm[name]['mean']:.2f}" for name in ("test_accuracy", "validation_accuracy")]
+            rows.append([part, arm["arm"], shown, arm["test_accuracy"]["runs"], *accuracies, *told])
+    header = (
+        "lanes of kind | arm | lanes | runs | test accuracy in % | validation accuracy | "
+        "over the best equal lanes, 95 % | 0.5 points visible"
+    )
+    return f"{table_of(header, rows)}\n\n{runs_line(result['runs'])}\n\n{commands_of(result['runs'])}"

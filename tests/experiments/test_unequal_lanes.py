@@ -1,0 +1,95 @@
+"""The comparison of unequal with equal lanes: what is trained, at what cost, and what is computed from it."""
+
+import base64
+
+import numpy as np
+import pytest
+
+from experiments import unequal_lanes
+from mlcn_jax.files import write_json
+from mlcn_jax.nn.lane_list import parse_lanes
+from mlcn_jax.placement.cost import lane_cost
+from mlcn_jax.search import setup
+
+NOWHERE = {"cifar10": ""}
+
+
+def step_flops(lanes):
+    spec = unequal_lanes.recipe(NOWHERE, "resnet").model_spec((32, 32, 3), 10)
+    costs = [lane_cost(group.spec, spec.lane_settings, spec.image_shape) for group in parse_lanes(lanes)]
+    return sum(group.count * one.step_flops(500) for group, one in zip(parse_lanes(lanes), costs, strict=True))
+
+
+@pytest.mark.parametrize("part", list(unequal_lanes.PARTS))
+def test_models_of_all_arms_cost_the_same_and_those_that_are_drawn_are_unequal(part):
+    config, settings = unequal_lanes.search_of(NOWHERE, part, "equal", smoke=False)
+    space, limit = setup.make_space(config, settings), step_flops(unequal_lanes.GIVEN)
+    equal, drawn = unequal_lanes.equal_mixes(space), unequal_lanes.random_mixes(space, 8)
+    assert unequal_lanes.GIVEN in equal
+    for lanes, kinds, least in (*((one, {1}, 0.9) for one in equal), *((one, range(2, 20), 0.95) for one in drawn)):
+        assert least * limit <= step_flops(lanes) <= limit * (1 + 1e-9)
+        assert len(parse_lanes(lanes)) in kinds
+        assert len(unequal_lanes.recipe(NOWHERE, part).replace({"model.lanes": lanes}).model["lanes"]) > 0
+    assert len(set(drawn)) == 8
+    assert unequal_lanes.random_mixes(space, 3) == drawn[:3]
+
+
+def test_runs_that_are_compared_differ_in_their_lanes_and_have_seeds_of_no_search():
+    models = {"resnet": {"equal": ["resnet:w1d1*11"], "random": ["resnet:w1,resnet:w2", "resnet:w1,resnet:w3"]}}
+    one, other = (unequal_lanes.configure_run(NOWHERE, models, "resnet", arm, 1) for arm in ("equal", "random"))
+    assert other.model["lanes"] == models["resnet"]["random"][1]
+    assert other.replace({"model.lanes": one.model["lanes"]}).hash() == one.hash()
+    searched, _ = unequal_lanes.search_of(NOWHERE, "resnet", "tpe", smoke=False)
+    assert searched.train.seed < 100 <= one.train.seed
+    assert (one.data.validation_fraction, one.split_seed) == (0.2, searched.split_seed)
+
+
+def test_the_bootstrap_tells_differences_of_pairs_from_those_of_seeds(rng):
+    """Seeds of very different models leave no trace in the interval of a difference that all pairs have."""
+    images, lost = 2000, 100
+    one = rng.random((8, images)) < np.linspace(0.5, 0.9, 8)[:, None]
+    one[:, :lost] = True
+    other = one.copy()
+    other[:, :lost] = False
+    found = unequal_lanes.bootstrap(one, other, draws=2000)
+    assert found["mean"] == pytest.approx(5.0)
+    deviation = 100 * np.sqrt(0.05 * 0.95 / images)  # over images; pairs add nothing
+    assert (found["low"], found["high"]) == pytest.approx((5 - 1.96 * deviation, 5 + 1.96 * deviation), abs=0.1)
+    assert not found["visible"]
+    shifted = np.zeros((4, images), bool)
+    shifted[:2] = True  # by pairs: 1, 1, 0, 0
+    deviation = 100 * np.sqrt(0.25 / 4)
+    found = unequal_lanes.bootstrap(shifted, np.zeros_like(shifted), draws=2000)
+    assert (found["low"], found["high"]) == pytest.approx((0, 100))
+    same = unequal_lanes.bootstrap(one, one, draws=10)
+    assert (same["mean"], same["low"], same["high"], same["visible"]) == (0, 0, 0, True)
+
+
+def test_arms_are_compared_over_the_seeds_that_both_have():
+    def run(arm, seed, correct):
+        packed = base64.b64encode(np.packbits(np.array(correct, bool))).decode()
+        accuracy = 100 * float(np.mean(correct))
+        record = {"facts": {"part": "resnet", "arm": arm, "seed": seed}, "lanes": f"{arm}{seed}", "correct": packed}
+        return record | {"test_accuracy": accuracy, "validation_accuracy": 90.0, "data": {"test_images": 3}}
+
+    records = [run("equal", 0, [1, 0, 0]), run("equal", 1, [1, 0, 0]), run("equal", 2, [1, 1, 1])]
+    records += [run("tpe", 1, [1, 1, 0]), run("tpe", 0, [1, 1, 1]), run("given", 0, [0, 0, 0])]
+    given, equal, tpe = unequal_lanes.summarise(records)["resnet"]
+    assert (given["over_equal"], equal["over_equal"]) == (None, None)
+    assert tpe["over_equal"]["pairs"] == 2
+    assert tpe["over_equal"]["mean"] == pytest.approx(50.0)
+    assert tpe["lanes"] == ["tpe0", "tpe1"]
+    assert "| resnet | tpe | 2 mixes | 2 | 83.33 | 90.00 | +50.00" in unequal_lanes.text(records)
+    left, _ = unequal_lanes.draw(records).axes
+    assert [label.get_text() for label in left.get_xticklabels()] == ["given", "equal", "tpe"]
+
+
+def test_models_that_were_found_elsewhere_are_not_searched_again(tmp_path, monkeypatch):
+    kept = tmp_path / "kept.json"
+    monkeypatch.setattr(unequal_lanes, "kept_results", lambda name, scale: kept)
+    assert unequal_lanes.kept_models("full") == {}
+    found = {"resnet": {"tpe": ["resnet:w1d1*11"]}}
+    write_json(kept, {"version": unequal_lanes.VERSION, "models": found})
+    assert unequal_lanes.kept_models("full") == found
+    write_json(kept, {"version": unequal_lanes.VERSION - 1, "models": found})
+    assert unequal_lanes.kept_models("full") == {}
