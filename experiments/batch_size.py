@@ -130,7 +130,9 @@ def stored_speeds(workdir: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def measure(configs: Mapping[str, RunConfig], rounds: int) -> dict[str, list[float]]:
+def measure(
+    configs: Mapping[str, RunConfig], rounds: int, turn_seconds: float = _TURN_SECONDS
+) -> dict[str, list[float]]:
     """Images per second of training steps in each of some rounds, on made-up images, by the names of `configs`.
 
     All take turns in every round, each round beginning with another one. A turn is a step that is not timed, then as
@@ -140,7 +142,7 @@ def measure(configs: Mapping[str, RunConfig], rounds: int) -> dict[str, list[flo
     for name, config in configs.items():
         take_steps = _prepared(config)
         take_steps(2)
-        programs[name] = take_steps, max(1, round(2 * _TURN_SECONDS / take_steps(2)))
+        programs[name] = take_steps, max(1, round(2 * turn_seconds / take_steps(2)))
     found: dict[str, list[float]] = {name: [0.0] * rounds for name in configs}
     for turn in range(rounds):
         for name in np.roll(list(configs), -turn):

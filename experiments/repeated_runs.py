@@ -1,4 +1,4 @@
-"""A list of trainings for a table or figure: each run once and resumed where it stopped, one JSON a run."""
+"""A list of trainings or timings for a table or figure: each run once and resumed where it stopped, one JSON a run."""
 
 import dataclasses
 import datetime
@@ -68,6 +68,8 @@ class Series:
       measure: more for the record of a run, from its folder and its summary.
       kept: results that are kept with the code: runs in them with the settings of now have ended, and need not be in
         `workdir`; those on another copy of the images have not. None if there are none.
+      instead: gives what a run measures, from its configuration and its facts, where nothing is trained and no images
+        are needed; None to train.
 
     Attributes:
       marker: script, version and scale, kept in `workdir/runs.json`.
@@ -87,10 +89,11 @@ class Series:
         keep_models: bool,
         measure: Callable[[Path, dict[str, Any]], dict[str, Any]] | None = None,
         kept: Path | None = None,
+        instead: Callable[[RunConfig, Facts], dict[str, Any]] | None = None,
     ):
         self.workdir, self.scale, self.command = workdir, scale, command
         self._configure, self._keep_models, self._measure = configure, keep_models, measure
-        self._kept = kept
+        self._kept, self._instead = kept, instead
         self._data: dict[str, tuple[str, dict[str, Any]]] = {}
         self.marker = {"script": script, "version": version, "scale": dataclasses.asdict(scale)}
         path = workdir / "runs.json"
@@ -171,6 +174,7 @@ class Series:
                 except Stopped as stopped:
                     limit.check(left)
                     raise Stopped(f"{stopped}; {left}") from None
+                self._folder(facts).mkdir(parents=True, exist_ok=True)
                 write_json(self._folder(facts) / "run.json", record)
                 if not self._keep_models:
                     shutil.rmtree(self._folder(facts) / "checkpoints", ignore_errors=True)
@@ -182,16 +186,14 @@ class Series:
 
     def _train(self, facts: Facts) -> dict[str, Any]:
         config, folder = self._config(facts), self._folder(facts)
-        name = config.data.name
-        if name not in self._data:
-            scale = self.scale
-            self._data[name] = data_parts.prepare(config.data, self.workdir / "data", scale.num_train, scale.num_test)
-        directory, data_facts = self._data[name]
         record = {"facts": dict(facts), "command": self.command, "config_hash": config.hash()}
         record["config"] = config.replace({"data.dir": "", "data.cache_dir": ""}).to_dict()
-        record |= {"data": data_facts, **host.environment()}
+        if self._instead is None:
+            directory, record["data"] = self._images(config)
+            config = config.replace({"data.dir": directory})
+        record |= host.environment()
         try:
-            summary = loop.train(config.replace({"data.dir": directory}), folder)
+            found = self._instead(config, facts) if self._instead else loop.train(config, folder)
         except (Diverged, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -199,12 +201,24 @@ class Series:
             record["failed"] = str(error).splitlines()[0]
             _log.error("%s failed: %s; remove its folder to try it again", folder, record["failed"])
         else:
-            record |= _measured(summary, folder, config.data.validation_fraction > 0)
-            if record["images_per_second"]:
-                record["seconds_per_epoch"] = data_facts["all_train_images"] / record["images_per_second"]
-            if self._measure:
-                record |= self._measure(folder, summary)
+            record |= found if self._instead else self._of_training(found, config, folder, record["data"])
         return record | {"date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+
+    def _images(self, config: RunConfig) -> tuple[str, dict[str, Any]]:
+        """The folder of a run's images, and facts about them."""
+        name, scale = config.data.name, self.scale
+        if name not in self._data:
+            self._data[name] = data_parts.prepare(config.data, self.workdir / "data", scale.num_train, scale.num_test)
+        return self._data[name]
+
+    def _of_training(
+        self, summary: dict[str, Any], config: RunConfig, folder: Path, data_facts: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What a training gives."""
+        found = _measured(summary, folder, config.data.validation_fraction > 0)
+        if found["images_per_second"]:
+            found["seconds_per_epoch"] = data_facts["all_train_images"] / found["images_per_second"]
+        return found | (self._measure(folder, summary) if self._measure else {})
 
     def _config(self, facts: Facts) -> RunConfig:
         config = self._configure(**facts)

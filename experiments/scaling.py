@@ -113,7 +113,7 @@ def measure(rows: Sequence[Setting], over: Mapping[str, Setting], values: flags.
                 **dataclasses.asdict(setting),
                 "devices": setting.devices,
                 "milliseconds": 1000 * statistics.median(turn[""] for turn in turns),
-                **{f"over_{name}_on_one_core": _spread([turn[name] / turn[""] for turn in turns]) for name in over},
+                **{f"over_{name}_on_one_core": spread([turn[name] / turn[""] for turn in turns]) for name in over},
             }
         )
         print(table(results[-1:], head=False), flush=True)
@@ -122,7 +122,8 @@ def measure(rows: Sequence[Setting], over: Mapping[str, Setting], values: flags.
     return results
 
 
-def _spread(ratios: Sequence[float]) -> dict[str, float]:
+def spread(ratios: Sequence[float]) -> dict[str, float]:
+    """Median, least and most."""
     return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
 
 
@@ -147,7 +148,7 @@ def simulate(rows: Sequence[Setting], profile: DeviceProfile, data_name: str) ->
     for setting in rows:
         alone = seconds(dataclasses.replace(setting, data=1, lane=1))
         taken = seconds(setting)
-        ratio = {"over_mlcn_on_one_core": _spread([alone / taken])}
+        ratio = {"over_mlcn_on_one_core": spread([alone / taken])}
         results.append(
             {
                 **dataclasses.asdict(setting),

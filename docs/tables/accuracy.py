@@ -6,12 +6,12 @@ from statistics import mean
 from typing import Any
 
 from tables.parts import (
-    ROOT,
     accuracy_text,
     commands_of,
     curve_of,
     data_title,
     experiment,
+    has_run,
     measured_on,
     percent,
     place,
@@ -57,7 +57,7 @@ def table_4_1_full() -> str:
 
 @place
 def public_code() -> str:
-    if not (ROOT / "experiments/results/public_code_full.json").exists():
+    if not has_run("public_code_full"):
         return "Not run yet."
     result = experiment("public_code_full")
     rows = [[row["title"], accuracy_text(row["last"]), accuracy_text(row["best"])] for row in result["rows"]]

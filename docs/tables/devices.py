@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from tables.parts import experiment, measured_on, percent, place, table_of
+from tables.parts import commands_of, experiment, has_run, measured_on, percent, place, runs_line, table_of
 
 
 @place
@@ -111,6 +111,21 @@ def scaling() -> str:
         "depth 1 to 5. Relative to one process on both cores, the time of two processes that split the lanes is "
         f"{shares}."
     )
+
+
+@place
+def scaling_by_parts() -> str:
+    if not has_run("scaling_by_parts_full"):
+        return "Not run yet."
+    picture = "![Speed-ups over CapsNet and over the model itself](../../experiments/results/scaling_by_parts_full.png)"
+    return f"{scaling_by_parts_table(experiment('scaling_by_parts_full'))}\n\n{picture}"
+
+
+def scaling_by_parts_table(result: Mapping[str, Any]) -> str:
+    """Speed-ups of all models and splits, and whether deeper or wider lanes gain more."""
+    header, *rows = result["table"]
+    parts = [table_of(" | ".join(header), rows), " ".join(result["notes"])]
+    return "\n\n".join([*parts, runs_line(result["runs"], "measurement"), commands_of(result["runs"])])
 
 
 @place

@@ -6,12 +6,12 @@ from statistics import mean
 from typing import Any
 
 from tables.parts import (
-    ROOT,
     accuracy_text,
     benchmark,
     commands_of,
     data_title,
     experiment,
+    has_run,
     measured_on,
     percent,
     place,
@@ -75,7 +75,7 @@ def _prune_command(result: Mapping[str, Any]) -> str:
 
 @place
 def lane_removal() -> str:
-    if not _has_run("lane_removal_full"):
+    if not has_run("lane_removal_full"):
         return "Not run yet."
     titles = {
         "reconstructions": "Reconstructions",
@@ -197,7 +197,7 @@ def lane_pool() -> str:
 
 @place
 def pose() -> str:
-    if not _has_run("pose_full"):
+    if not has_run("pose_full"):
         return "Not run yet."
     picture = "![Accuracy, accuracy lost and confidence after each change](../../experiments/results/pose_full.png)"
     return f"{pose_tables(experiment('pose_full'))}\n\n{picture}"
@@ -221,13 +221,9 @@ def pose_tables(result: Mapping[str, Any]) -> str:
 {commands_of(result["runs"])}"""
 
 
-def _has_run(name: str) -> bool:
-    return (ROOT / f"experiments/results/{name}.json").exists()
-
-
 @place
 def lanes_apart() -> str:
-    if not _has_run("lanes_apart_full"):
+    if not has_run("lanes_apart_full"):
         return "Not run yet."
     picture = "![Accuracy of joined lanes](../../experiments/results/lanes_apart_full.png)"
     return f"{lanes_apart_tables(experiment('lanes_apart_full'))}\n\n{picture}"

@@ -34,6 +34,11 @@ def experiment(name: str) -> dict[str, Any]:
     return read(f"experiments/results/{name}.json")
 
 
+def has_run(name: str) -> bool:
+    """Whether there are results of an experiment."""
+    return (ROOT / f"experiments/results/{name}.json").exists()
+
+
 def benchmark(name: str) -> dict[str, Any]:
     return read(f"benchmarks/results/{name}.json")
 
