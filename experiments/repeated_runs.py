@@ -26,6 +26,7 @@ from mlcn_jax.training.metrics import read_rows
 _log = logging.getLogger("mlcn_jax.repeated_runs")
 
 Facts = Mapping[str, Any]
+_AGAIN_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,24 +267,36 @@ def _measured(summary: dict[str, Any], folder: Path, validated: bool) -> dict[st
 
 
 class _Limit:
-    """Asks the run in progress to stop, as SIGTERM does, after so many minutes; notes SIGTERM between runs."""
+    """Asks the run in progress to stop, as SIGTERM does, after so many minutes; notes SIGTERM between runs.
+
+    What is noted is sent again until a run or a check takes it: a run may just have been beginning.
+    """
 
     def __init__(self, minutes: float):
         self._minutes, self._over, self._asked = minutes, False, False
+        self._timers: list[threading.Timer] = []
 
     def __enter__(self):
         self._before = signal.signal(signal.SIGTERM, self._note)
-        self._timer = threading.Timer(60 * self._minutes, self._end)
-        self._timer.daemon = True
         if self._minutes:
-            self._timer.start()
+            self._later(60 * self._minutes, self._end)
         return self
+
+    def _later(self, seconds: float, do: Callable[[], None]) -> None:
+        timer = threading.Timer(seconds, do)
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
 
     def _note(self, number, frame):
         self._asked = True
+        self._later(_AGAIN_SECONDS, self._ask)
 
     def _end(self):
         self._over = True
+        self._ask()
+
+    def _ask(self):
         os.kill(os.getpid(), signal.SIGTERM)
 
     def check(self, left: str) -> None:
@@ -294,9 +307,10 @@ class _Limit:
             raise Stopped(f"stopped by SIGTERM; {left}")
 
     def __exit__(self, *error):
-        self._timer.cancel()
-        if self._minutes:
-            self._timer.join()
+        while self._timers:  # to which the last signal may add
+            timer = self._timers.pop()
+            timer.cancel()
+            timer.join()
         signal.signal(signal.SIGTERM, self._before)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from statistics import mean
 from typing import Any
 
-from tables.parts import ROOT, commands_of, experiment, measured_on, percent, place, runs_line, table_of
+from tables.parts import commands_of, experiment, has_run, measured_on, percent, place, runs_line, table_of
 
 
 @place
@@ -65,7 +65,7 @@ def nas_sweeps() -> str:
 
 @place
 def unequal_lanes() -> str:
-    if not (ROOT / "experiments/results/unequal_lanes_full.json").exists():
+    if not has_run("unequal_lanes_full"):
         return "Not run yet."
     picture = "![Accuracy of unequal and equal lanes](../../experiments/results/unequal_lanes_full.png)"
     return f"{unequal_lanes_table(experiment('unequal_lanes_full'))}\n\n{picture}"

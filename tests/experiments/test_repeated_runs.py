@@ -15,11 +15,12 @@ from made_files import idx_files, write_files
 from made_records import PLACE, ROW
 from matplotlib.figure import Figure
 
-from experiments import batch_size, lanes_and_width, published_rows, repeated_report, table_4_1
+from experiments import batch_size, lanes_and_width, published_rows, repeated_report, repeated_runs, table_4_1
 from experiments import table_4_1_tuning as tuning
 from experiments.repeated_runs import Series
 from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.files import write_json
+from mlcn_jax.training.stop_signals import StopSignals
 
 TUNED = published_rows.TUNED["fashion_mnist"]
 
@@ -155,6 +156,24 @@ def test_the_minutes_end_it_between_runs(run, trained, monkeypatch):
     monkeypatch.setattr("mlcn_jax.host.environment", lambda: time.sleep(0.3) or PLACE)
     with pytest.raises(Stopped, match=r"the 0.002 minutes are over; 2 of 3 runs have ended"):
         run(repeats=3, minutes=0.002)
+
+
+def test_a_signal_just_before_a_run_listens_stops_that_run(run, monkeypatch):
+    """As long as it takes to begin a run, the signal is the series' own to note."""
+    monkeypatch.setattr(repeated_runs, "_AGAIN_SECONDS", 0.1)
+
+    def train(config, workdir):
+        os.kill(os.getpid(), signal.SIGTERM)
+        with StopSignals() as stop:
+            for _ in range(50):
+                stop.check("in a run")
+                time.sleep(0.1)
+        raise AssertionError("the run went on to its end")
+
+    monkeypatch.setattr("mlcn_jax.training.loop.train", train)
+    with pytest.raises(Stopped, match="stopped by SIGTERM; 0 of 1 runs"):
+        run()
+    time.sleep(0.2)  # in which nothing else arrives
 
 
 def test_runs_of_another_version_scale_settings_or_images_are_refused(run, trained, monkeypatch, tmp_path, directories):
