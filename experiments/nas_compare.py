@@ -2,11 +2,11 @@
 
     python -m experiments.nas_compare --workdir=runs/nas_compare --data_dir=FOLDER
 
-On a fixed part of Fashion-MNIST, for each seed: random search with `--num_models` models, as published but that a
-device left less than 95 % full is drawn again; then the other methods with as many training seconds; then every mix of
-equal lanes that fills the same devices. Sized for two CPU cores: few images and epochs, so it says which method finds
-good mixes for such short trainings. The setting, halving's `search.min_epochs` above all, was chosen on another seed
-(10). A search that is finished is not repeated. Writes `experiments/results/nas_compare.json` and `.png`.
+On a fixed part of Fashion-MNIST, for each seed: random search with `--num_models` models, which fills devices as the
+thesis's does but for what docs/differences.md says; then the other methods with as many training seconds; then every
+mix of equal lanes that fills the same devices. Sized for two CPU cores: few images and epochs, so it says which method
+finds good mixes for such short trainings. The setting, halving's `search.min_epochs` above all, was chosen on another
+seed (10). A search that is finished is not repeated. Writes `experiments/results/nas_compare.json` and `.png`.
 """
 
 import dataclasses

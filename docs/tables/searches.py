@@ -1,10 +1,11 @@
 """Tables of searches."""
 
+import itertools
 from collections.abc import Mapping
 from statistics import mean
 from typing import Any
 
-from tables.parts import commands_of, experiment, has_run, measured_on, percent, place, runs_line, table_of
+from tables.parts import NAMES, commands_of, experiment, has_run, measured_on, percent, place, runs_line, table_of
 
 
 @place
@@ -43,24 +44,67 @@ def nas_compare() -> str:
 
 
 @place
-def nas_sweeps() -> str:
+def published_buckets() -> str:
+    """What a device holds by the thesis's formulas; nothing is measured."""
+    from mlcn_jax.nn.lanes import LaneSpec
+    from mlcn_jax.nn.spec import ModelSpec
+    from mlcn_jax.placement.cost import published_memory_bytes
+    from mlcn_jax.search.space import NoLaneFits, make_space
+
+    spec = ModelSpec("mlcn", (32, 32, 3), 10, "mlcn1:w1")
+    lanes = {"kinds": ("mlcn1",), "max_width": 5, "max_depth": 5, "baseline": "mlcn1:w2d4*4", "tolerance": 1.0}
+    smallest = published_memory_bytes(LaneSpec("mlcn1", 1))
+    growing = (published_memory_bytes(LaneSpec("mlcn1", 4, 2)) - smallest) / 3  # the formula's 256 MiB
     rows = []
-    for name in ("flops", "memory", "devices"):
-        result = experiment(f"nas_{name}")
-        for point in result["points"]:
-            rows.append(
-                [
-                    {"flops": "FLOPs", "memory": "memory", "devices": "number of devices"}[name],
-                    point["value"],
-                    f"`{point['devices']}`",
-                    len(point["accuracies"]),
-                    result["search"]["num_epochs"],
-                    percent(mean(point["accuracies"]), 1),
-                    percent(max(point["accuracies"]), 1),
-                ]
+    for gib in (2, 4, 8, 12):
+        most, once = int(gib * 2**30 // smallest), int((gib * 2**30 - smallest + growing) // growing)
+        try:
+            bucket = make_space(f"memory={gib}GiB flops=8x", spec, 100, **lanes, costs="published").buckets[0]
+            counts = itertools.chain.from_iterable(
+                itertools.combinations_with_replacement(range(len(bucket.loads)), count) for count in range(1, most + 1)
             )
-    header = "sweep over | value | devices | models | epochs | mean accuracy in % | best"
-    return f"{table_of(header, rows)}\n\n{measured_on(experiment('nas_flops'), 'one seed')}"
+            load = max(bucket.load(mix) for mix in counts if bucket.fits(mix)) / (bucket.limit / 8)
+        except NoLaneFits:
+            load = 0.0
+        rows.append([f"{gib} GiB", most, f"{load:.2f}", once])
+    header = (
+        "memory of a device | lanes of width 1 and depth 1 that fit | largest cost of lanes that fit, in baselines | "
+        "lanes of width 1 and depth 1, if the 1832 MiB counted once a device"
+    )
+    return table_of(header, rows)
+
+
+@place
+def nas_sweeps() -> str:
+    """Every sweep that was run, at whatever scale."""
+    tables = []
+    for suffix, whose in (
+        ("", "each device"),
+        ("_published", "each device, published costs"),
+        ("_shared", "all devices together"),
+    ):
+        names = [f"nas_{name}{suffix}" for name in ("flops", "memory", "devices")]
+        results = [experiment(name) for name in names if has_run(name)]
+        if not results:
+            continue
+        rows = [
+            [
+                {"flops": "FLOPs", "memory": "memory", "devices": "number of devices"}[result["sweep"]],
+                point["value"],
+                f"`{point['devices']}`",
+                len(point["accuracies"]),
+                result["search"]["num_epochs"],
+                percent(mean(point["accuracies"]), 1) if point["accuracies"] else "no lane fits",
+                percent(max(point["accuracies"]), 1) if point["accuracies"] else "-",
+            ]
+            for result in results
+            for point in result["points"]
+        ]
+        header = "sweep over | value | devices | models | epochs | mean validation accuracy in % | best"
+        data = NAMES[results[0]["data"]]
+        line = measured_on(results[0], f"{data}, FLOPs of {whose}", "one seed")
+        tables.append(f"{table_of(header, rows)}\n\n{line}")
+    return "\n\n".join(tables)
 
 
 @place

@@ -219,7 +219,7 @@ def published_seconds(spec: lanes.LaneSpec, slowness: float) -> float:
 def published_memory_bytes(spec: lanes.LaneSpec) -> float:
     """Memory of a lane by the published formula, `(width^(depth / 2) * 256 + 1832) MiB`.
 
-    Source: do Rosario 2021 (thesis), chapter 6.
+    Source: do Rosario 2021 (thesis), formula 6.1.
     """
     return (spec.width ** (spec.depth / 2) * 256 + 1832) * 2**20
 

@@ -26,7 +26,7 @@ class Bucket:
 
     Attributes:
       name: shown to users.
-      unit: what the loads are measured in: `flops` or `seconds`, per training step.
+      unit: what the loads are measured in: `flops` or `seconds` of a training step, or `cost`, which has no unit.
       limit: the largest total load, in `unit`.
       memory_bytes: memory that all lanes on the device may take together.
       loads, lane_bytes: load (in `unit`) and memory of each lane of the menu.
@@ -139,7 +139,9 @@ def head_bytes(spec: ModelSpec, num_lanes: int, batch_size: int) -> float:
 
 
 def amount(value: float, unit: str) -> str:
-    """A number of FLOPs, seconds or bytes as text with a unit."""
+    """A number of FLOPs, seconds or bytes as text with a unit, or a published cost as a number with its formula."""
     if unit == "bytes":
         return f"{value / 2**20:,.1f} MiB" if math.isfinite(value) else "any memory"
+    if unit == "cost":
+        return f"a cost (width^2 * depth) of {value:,g}"
     return f"{1000 * value:,.2f} ms" if unit == "seconds" else f"{value / 1e9:,.3f} GFLOP"

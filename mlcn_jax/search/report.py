@@ -116,6 +116,7 @@ def write(found: "Search", workdir: Path, test_accuracies: list[float], session:
     summary = {
         "method": found.settings.method,
         "devices": found.settings.devices,
+        "costs": found.settings.costs,
         "models": dict(collections.Counter(model.state for model in models if model.index != models_lib.BASELINE)),
         "distinct_mixes": len({row["lanes"] for row in table if row["lanes"] and row["model"] != "baseline"}),
         "best": {

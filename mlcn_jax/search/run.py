@@ -21,10 +21,12 @@ import jax
 from mlcn_jax import files, host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError, Stopped
+from mlcn_jax.placement import cost
 from mlcn_jax.search import models as models_lib
 from mlcn_jax.search import report, storage
 from mlcn_jax.search import settings as settings_lib
 from mlcn_jax.search.setup import Search, open_search
+from mlcn_jax.search.space import Mix
 from mlcn_jax.search.study import Study
 from mlcn_jax.training.stop_signals import SignalWatch
 
@@ -131,7 +133,7 @@ def worker_slot(found: Search) -> Iterator[None]:
     """Waits until this machine has room for another worker: a core and memory for a model, or an accelerator."""
     rng = random.Random(0)
     mixes = [found.space.draw(rng) for _ in range(20)]
-    largest = max(found.space.memory_bytes(mix) for mix in mixes)
+    largest = max(_model_bytes(found, mix) for mix in mixes)
     slots, visible = 1, "".join(c for c in os.environ.get("CUDA_VISIBLE_DEVICES", "0") if c.isalnum())
     if jax.default_backend() == "cpu":
         slots = int(min(host.num_cores(), host.usable_memory_bytes() / (2 * largest + _PROCESS_BYTES)))
@@ -162,6 +164,17 @@ def worker_slot(found: Search) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _model_bytes(found: Search, mix: Mix) -> float:
+    """Memory of a model's lanes on this machine; the published formula is of other machines."""
+    if found.settings.costs == "exact":
+        return found.space.memory_bytes(mix)
+    spec, batch_size = found.trainer.spec(found.space.text(mix)), found.config.train.batch_size
+    return sum(
+        group.count * cost.lane_cost(group.spec, spec.lane_settings, spec.image_shape).held_bytes(batch_size)
+        for group in spec.lane_groups
+    )
 
 
 def _own_folder() -> Path | None:

@@ -9,10 +9,12 @@ from ml_collections import ConfigDict
 from mlcn_jax.config import default_config
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.lane_list import parse_lanes
-from mlcn_jax.nn.lanes import LANE_KINDS
+from mlcn_jax.nn.lanes import LANE_KINDS, PUBLISHED_KINDS
 
 METHODS = ("random", "evolution", "halving", "tpe", "nsgaii")
+COSTS = ("exact", "published")
 _FREE_ON_RESUME = {"num_models", "max_training_seconds", "storage", "heartbeat_seconds"}
+BEFORE = {"search.costs": "exact"}  # what searches did that are older than these settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +23,14 @@ class SearchSettings:
 
     Attributes:
       devices: what a training step may use on each device (`space.make_space`).
+      costs: what lanes take of it: `exact`, counted from the lanes or measured by profiles, or `published`, by the
+        thesis's formulas.
       kinds: lane kinds to choose from, separated by commas.
       max_width: largest width of a lane.
       max_depth: largest depth of a lane.
       baseline: lanes of the model to compare with; the unit x of `devices` is its FLOPs.
       tolerance: share of a device's scarcer resource that may stay unused before its lanes are drawn again; 1 draws
-        once, as published.
+        once, as the thesis does.
       method: random, evolution, halving (asynchronous, of random models), tpe or nsgaii.
       num_models: models to train.
       num_epochs: epochs each model is trained for.
@@ -42,6 +46,7 @@ class SearchSettings:
     """
 
     devices: str = "flops=0.25x*4"
+    costs: str = "exact"
     kinds: str = "mlcn1,mlcn2"
     max_width: int = 3
     max_depth: int = 3
@@ -73,13 +78,22 @@ class SearchSettings:
             raise InputError(f"search.tolerance is {self.tolerance}; it must be above 0, and at most 1")
         if self.method not in METHODS:
             raise InputError(f"search.method is {self.method!r}; it must be one of {', '.join(METHODS)}")
+        if self.costs not in COSTS:
+            raise InputError(f"search.costs is {self.costs!r}; it must be one of {', '.join(COSTS)}")
         unknown = [kind for kind in self.lane_kinds if kind not in LANE_KINDS]
         if unknown or not self.lane_kinds:
             raise InputError(f"search.kinds is {self.kinds!r}; it must be one or more of {', '.join(LANE_KINDS)}")
         try:
-            parse_lanes(self.baseline)
+            baseline = parse_lanes(self.baseline)
         except InputError as error:
             raise InputError(f"search.baseline: {error}") from error
+        others = {*self.lane_kinds, *(group.spec.kind for group in baseline)} - {*PUBLISHED_KINDS}
+        if self.costs == "published" and others:
+            raise InputError(
+                f"search.costs is 'published', whose formulas are for the kinds {' and '.join(PUBLISHED_KINDS)}, but "
+                f"search.kinds is {self.kinds!r} and search.baseline {self.baseline!r}: give only those kinds, or "
+                "search.costs=exact"
+            )
 
     @property
     def scored_epochs(self) -> tuple[int, ...]:

@@ -77,6 +77,7 @@ def make_space(config: RunConfig, settings: SearchSettings) -> space_lib.Space:
         max_depth=settings.max_depth,
         baseline=settings.baseline,
         tolerance=settings.tolerance,
+        costs=settings.costs,
     )
 
 

@@ -27,6 +27,10 @@ _MOVE_TRIES = 100  # of a mutation, before a new mix is drawn
 _NEWCOMERS = 0.1  # when a mutated mix is filled up: share of the new lanes that are drawn from the whole menu
 
 
+class NoLaneFits(InputError):
+    """No device has room for any lane."""
+
+
 class Space:
     """All mixes of lanes that fit the given devices.
 
@@ -37,7 +41,7 @@ class Space:
         the mean of all; devices stay emptier than that only if no lane is small enough.
 
     Raises:
-      InputError: no lane fits any device; the message names the smallest.
+      NoLaneFits: no lane fits any device; the message names the smallest.
     """
 
     def __init__(self, menu: Sequence[LaneSpec], buckets: Sequence[Bucket], tolerance: float = 0.05):
@@ -51,7 +55,7 @@ class Space:
                 + amount(bucket.lane_bytes[smallest], "bytes")
                 for bucket in buckets
             ]
-            raise InputError(
+            raise NoLaneFits(
                 f"search.devices: not even the smallest lane, {menu[smallest]}, fits any device:\n"
                 + "\n".join(rows)
                 + "\ngive larger budgets or a smaller batch"
@@ -62,7 +66,7 @@ class Space:
 
         Lanes are drawn uniformly among those that still fit. A device that ends less full than the tolerance requires
         is emptied and drawn again, up to `_REDRAWS` times, and its fullest draw is kept. With a tolerance of 1 nothing
-        is drawn again, which is the published method.
+        is drawn again, as in the thesis.
 
         Args:
           rng: the random generator.
@@ -213,6 +217,7 @@ def make_space(
     max_depth: int,
     baseline: str,
     tolerance: float,
+    costs: str = "exact",
 ) -> Space:
     """The space of mixes for the devices that a text describes.
 
@@ -222,6 +227,11 @@ def make_space(
     `memory`, such as 12GiB, is optional: the default is the profile's, or no limit without one. The first device also
     holds the decoder, whose memory is set aside.
 
+    With published costs, lanes take what the thesis's formulas say, whatever their kind, the images and the batch:
+    memory by its formula 6.1 (`cost.published_memory_bytes`), its constant part for every lane; and, for lack of a
+    formula of a lane's FLOPs, its cost of a lane in chapter 5, `width^2 * depth` (`cost.published_seconds` on the
+    fastest device). `flops` is then a multiple of the baseline's cost, and no memory is set aside for the decoder.
+
     Args:
       devices: the text, such as "memory=12GiB flops=0.5x*8".
       spec: a model with the right images, classes and decoder; its lanes do not matter.
@@ -229,33 +239,48 @@ def make_space(
       kinds, max_width, max_depth: the lanes to choose from.
       baseline: lanes, as text, whose FLOPs are the unit x.
       tolerance: see `Space`.
+      costs: `exact` or `published`.
 
     Raises:
-      InputError: the text cannot be read, describes no device, or has no room for any lane.
+      InputError: the text cannot be read, describes no device, or is not in multiples of the baseline with published
+        costs; `NoLaneFits` if there is no room for any lane.
+
+    Source: do Rosario 2021 (thesis), chapters 5 and 6.
     """
+    published = costs == "published"
     menu = [LaneSpec(k, w, d) for k in kinds for w in range(1, max_width + 1) for d in range(1, max_depth + 1)]
 
     def cost_of(lane: LaneSpec) -> cost.LaneCost:
         return cost.lane_cost(lane, spec.lane_settings, spec.image_shape)
 
-    costs = [cost_of(lane) for lane in menu]
-    unit = float(sum(group.count * cost_of(group.spec).step_flops(batch_size) for group in parse_lanes(baseline)))
+    def load_of(lane: LaneSpec) -> float:
+        return cost.published_seconds(lane, 1.0) if published else float(cost_of(lane).step_flops(batch_size))
+
+    def bytes_of(lane: LaneSpec) -> float:
+        return cost.published_memory_bytes(lane) if published else float(cost_of(lane).held_bytes(batch_size))
+
+    unit = sum(group.count * load_of(group.spec) for group in parse_lanes(baseline))
     entries = [parse_device(entry) for entry in devices.split(",") if entry.strip()]
     buckets: list[Bucket] = []
     for values, count in entries:
+        if published and not values.get("flops", "").endswith("x"):
+            raise InputError(
+                f"search.devices={devices!r}: search.costs is 'published', whose formulas give neither FLOPs nor "
+                "seconds: give each device's flops= as a multiple of the baseline's, such as 'memory=12GiB flops=4x*8'"
+            )
         profile = DeviceProfile.load(Path(values["profile"]).expanduser()) if "profile" in values else None
         if profile is None:
             limit = read_number(values["flops"], "flops", unit)
-            loads = [float(lane.step_flops(batch_size)) for lane in costs]
-            lane_bytes = [float(lane.held_bytes(batch_size)) for lane in costs]
+            loads = [load_of(lane) for lane in menu]
+            lane_bytes = [bytes_of(lane) for lane in menu]
         else:
             limit = read_number(values["seconds"], "seconds", unit)
-            loads = [profile.model_seconds([lane], batch_size) for lane in costs]
-            lane_bytes = [profile.lane_bytes(lane, batch_size) for lane in costs]
+            loads = [profile.model_seconds([cost_of(lane)], batch_size) for lane in menu]
+            lane_bytes = [profile.lane_bytes(cost_of(lane), batch_size) for lane in menu]
         memory = read_number(values["memory"], "memory", unit) if "memory" in values else None
         bucket = Bucket(
             name=profile.device if profile else "device",
-            unit="seconds" if profile else "flops",
+            unit="seconds" if profile else "cost" if published else "flops",
             limit=limit,
             memory_bytes=memory or (profile.memory_bytes if profile else math.inf),
             loads=tuple(loads),
@@ -265,6 +290,8 @@ def make_space(
         buckets += [dataclasses.replace(bucket, name=f"{bucket.name} {len(buckets) + i}") for i in range(count)]
     if not buckets:
         raise InputError(f"search.devices={devices!r} describes no device: give one or more, {FORM}")
+    if published:
+        return Space(menu, buckets, tolerance)
     most_lanes = sum(int(min(b.limit / min(b.loads), b.memory_bytes / min(b.lane_bytes))) for b in buckets)
     free = max(0.0, buckets[0].memory_bytes - head_bytes(spec, max(1, most_lanes), batch_size))
     buckets[0] = dataclasses.replace(buckets[0], memory_bytes=free)

@@ -1,8 +1,11 @@
 """The search command: what it writes, its resumption, and the config that `train` takes."""
 
+import dataclasses
 import json
 import logging
+import random
 import runpy
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +15,9 @@ from mlcn_jax.analysis import describe
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
 from mlcn_jax.search import report, setup
-from mlcn_jax.search.run import run, work
+from mlcn_jax.search import settings as settings_lib
+from mlcn_jax.search.run import _model_bytes, run, work
+from mlcn_jax.search.trials import Trainer
 
 
 def make_config(**search):
@@ -87,10 +92,22 @@ def test_settings_that_some_lanes_cannot_be_trained_with_are_refused_at_once():
         setup.make_space(config.replace({"data.augment_lanes": True}), settings)
 
 
-def test_the_thesis_setting_is_four_baselines_over_eight_devices():
+def test_workers_wait_for_the_memory_that_models_take_here_whatever_the_published_formula_says():
+    config, settings = make_config(costs="published", devices="memory=12GiB flops=1x*2")
+    space, exact = (
+        setup.make_space(config, dataclasses.replace(settings, costs=one)) for one in settings_lib.COSTS[::-1]
+    )
+    trainer, mix = Trainer(config, 1, 1, 200), space.draw(random.Random(0))
+    found = SimpleNamespace(config=config, settings=settings, space=space, trainer=trainer)
+    assert _model_bytes(found, mix) == pytest.approx(exact.memory_bytes(mix))
+    assert space.memory_bytes(mix) > 100 * exact.memory_bytes(mix)
+
+
+def test_the_thesis_setting_is_four_baselines_on_each_of_eight_devices():
     config, settings = setup.read_config(nas_cifar.get_config().to_dict())
     assert (settings.num_models, settings.num_epochs, settings.num_repeats, config.train.batch_size) == (64, 10, 4, 100)
-    assert settings.devices == "memory=12GiB flops=0.5x*8"
+    assert settings.devices == "memory=12GiB flops=4x*8"
+    assert settings.baseline == "mlcn2:w2d4*4"
 
 
 def test_best_so_far_counts_the_seconds_of_those_that_were_stopped():

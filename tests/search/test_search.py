@@ -17,6 +17,7 @@ from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost
 from mlcn_jax.search import budget
 from mlcn_jax.search import space as space_lib
+from mlcn_jax.search.settings import SearchSettings
 from mlcn_jax.search.space import MOVES, Space
 
 MENU = [LaneSpec(kind, w, d) for kind in ("mlcn1", "mlcn2") for w in range(1, 6) for d in range(1, 6)]
@@ -201,3 +202,78 @@ def test_costs_are_those_of_the_lanes_and_the_decoder_has_its_place():
 def test_devices_that_cannot_be_used(devices, message):
     with pytest.raises(InputError, match=message):
         space_lib.make_space(devices, SPEC, 50, **CHOICE)
+
+
+# ---- by the thesis's formulas
+
+PUBLISHED = {
+    "kinds": ("mlcn1", "mlcn2"),
+    "max_width": 5,
+    "max_depth": 5,
+    "baseline": "mlcn2:w2d4*4",
+    "costs": "published",
+}
+
+
+def published_space(devices, tolerance=1.0):
+    return space_lib.make_space(devices, SPEC, 100, tolerance=tolerance, **PUBLISHED)
+
+
+def test_published_costs_are_those_of_the_formulas_for_every_kind():
+    space = published_space("memory=12GiB flops=2x*2")
+    by_hand = {"w1d1": (1, 2088), "w2d4": (16, 2856), "w4d2": (32, 2856), "w3d2": (18, 2600), "w5d4": (100, 8232)}
+    assert {bucket.limit for bucket in space.buckets} == {2 * 4 * 2**2 * 4}
+    assert {bucket.memory_bytes for bucket in space.buckets} == {12 * 2**30}  # also where the decoder is
+    for kind in ("mlcn1", "mlcn2"):
+        for lane, (load, mib) in by_hand.items():
+            i = space.menu.index(LaneSpec(kind, int(lane[1]), int(lane[3])))
+            for bucket in space.buckets:
+                assert (bucket.loads[i], bucket.lane_bytes[i]) == (load, mib * 2**20)
+    assert space.report(((i,), ()))[0]["cost"] == 100
+    w2d1 = space.menu.index(LaneSpec("mlcn1", 2, 1))
+    assert space.buckets[0].lane_bytes[w2d1] == pytest.approx((2**0.5 * 256 + 1832) * 2**20)
+
+
+def test_published_mixes_fit_the_formulas():
+    rng = random.Random(0)
+    for devices, limit, mib in (("memory=12GiB flops=1x*4", 64, 12288), ("memory=4GiB flops=8x*4", 512, 4096)):
+        space = published_space(devices)
+        for _ in range(50):
+            for own in space.draw(rng):
+                lanes = [space.menu[lane] for lane in own]
+                assert sum(lane.width**2 * lane.depth for lane in lanes) <= limit
+                assert sum(lane.width ** (lane.depth / 2) * 256 + 1832 for lane in lanes) <= mib
+
+
+def test_by_formula_6_1_two_gibibytes_hold_no_lane_and_twelve_five():
+    """Against the thesis's figure 6.3, which has models for devices of 2 GB."""
+    message = "device 0 has a cost.* of 512 and 2,048.0 MiB, it needs a cost.* of 1 and 2,088.0 MiB"
+    with pytest.raises(space_lib.NoLaneFits, match=message):
+        published_space("memory=2GiB flops=8x*8")
+    bucket, rng = published_space("memory=12GiB flops=8x").buckets[0], random.Random(0)
+    assert bucket.fits([0] * 5)
+    assert not bucket.fits([0] * 6)
+    four, eight = (published_space(f"memory=12GiB flops={times}x*8") for times in (4, 8))
+    assert four.draw(random.Random(1)) == eight.draw(random.Random(1))  # FLOPs no longer limit anything
+    assert max(bucket.load(own) for own in (eight.draw(rng)[0] for _ in range(300))) < 4 * 64
+
+
+@pytest.mark.parametrize("devices", ["flops=3G", "memory=12GiB flops=1x, flops=1e9", "profile=gpu.json seconds=0.05"])
+def test_published_costs_are_in_baselines_only(devices):
+    with pytest.raises(
+        InputError, match=r"formulas give neither FLOPs nor seconds: .* such as 'memory=12GiB flops=4x\*8'"
+    ):
+        published_space(devices)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"costs": "thesis"}, "search.costs is 'thesis'; it must be one of exact, published"),
+        ({"costs": "published", "kinds": "mlcn1,resnet"}, "for the kinds mlcn1 and mlcn2, but search.kinds"),
+        ({"costs": "published", "baseline": "resnet:w1"}, "search.baseline 'resnet:w1': give only those kinds"),
+    ],
+)
+def test_costs_that_cannot_be_used(changes, message):
+    with pytest.raises(InputError, match=message):
+        SearchSettings(**changes)

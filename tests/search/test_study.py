@@ -257,3 +257,11 @@ def test_other_settings_are_refused_by_name(tmp_path):
 def test_settings_that_cannot_be_used(changes, message):
     with pytest.raises(InputError, match=message):
         dataclasses.replace(SETTINGS, **changes)
+
+
+def test_costs_are_part_of_what_must_agree_and_older_searches_have_exact_ones(tmp_path):
+    found = make_study(tmp_path)
+    found.note("facts", {name: value for name, value in found.noted("facts").items() if name != "search.costs"})
+    make_study(tmp_path)
+    with pytest.raises(InputError, match=r"search\.costs: 'exact' there, 'published' now"):
+        make_study(tmp_path, costs="published")
