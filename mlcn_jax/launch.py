@@ -53,35 +53,46 @@ def launch(command: Callable[[], int | None]) -> None:
     ours.addHandler(handler)
     ours.propagate = False  # absl would print it again
     try:
-        code = command()
+        code, message = command(), ""
     except InputError as error:
-        _exit(EXIT_INPUT, f"error: {error}")
+        code, message = EXIT_INPUT, f"error: {error}"
     except Diverged as error:
-        _exit(EXIT_FAILED, f"error: {error}")
+        code, message = EXIT_FAILED, f"error: {error}"
     except Stopped as stopped:
-        _exit(EXIT_STOPPED, f"{stopped}; run the same command again to resume")
+        code, message = EXIT_STOPPED, f"{stopped}; run the same command again to resume"
     except KeyboardInterrupt:
-        _exit(128 + signal.SIGINT, "interrupted")
+        code, message = 128 + signal.SIGINT, "interrupted"
     except RuntimeError as error:
         if "home directory" in str(error):  # pathlib, of a path such as ~nobody/runs
-            _exit(EXIT_INPUT, "error: a path begins with ~ and an unknown user name: write the path in full")
-        if "Gloo" in str(error):
-            _exit(EXIT_STOPPED, f"another process of the run was lost ({str(error).splitlines()[0][:100]}...)")
-        if "RESOURCE_EXHAUSTED" not in str(error):
+            code = EXIT_INPUT
+            message = "error: a path begins with ~ and an unknown user name: write the path in full"
+        elif "Gloo" in str(error):
+            code, message = EXIT_STOPPED, f"another process of the run was lost ({_first_line(error)[:100]}...)"
+        elif "RESOURCE_EXHAUSTED" in str(error):
+            code, message = EXIT_INPUT, f"error: not enough memory ({_first_line(error)}): {less_memory()}"
+        else:
             raise
-        _exit(EXIT_INPUT, f"error: not enough memory ({str(error).splitlines()[0]}): {less_memory()}")
     except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
+        code = EXIT_INPUT
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            _exit(EXIT_INPUT, f"error: {error}: free disk space, then run the same command again")
-        if error.errno not in _NO_ACCESS:
+            message = f"error: {error}: free disk space, then run the same command again"
+        elif error.errno in _NO_ACCESS:
+            message = f"error: {error}: give another file or folder, or make this one accessible"
+        else:
             raise
-        _exit(EXIT_INPUT, f"error: {error}: give another file or folder, or make this one accessible")
-    else:
-        if code:
-            sys.exit(code)
+    # Only here, where no exception holds the arrays and programs of its frames any more: what JAX has not freed when
+    # Python ends can corrupt the heap and end the process with another exit code (jax-ml/jax issue 30731).
+    if message:
+        _exit(code or 0, message)
+    if code:
+        sys.exit(code)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
 
 
 def launch_script(define: Callable[["FlagValues"], None], main: Callable[["FlagValues"], int | None]) -> None:

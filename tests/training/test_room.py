@@ -1,15 +1,17 @@
 """A step that does not fit the memory of its device is said before it is taken."""
 
+import errno
 import logging
 import re
 import sys
 import types
+import weakref
 
 import numpy as np
 import pytest
 
 from mlcn_jax import host
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.launch import EXIT_INPUT, launch
 from mlcn_jax.rounds import worker
 from mlcn_jax.training import loop, room
@@ -47,12 +49,16 @@ def test_more_than_the_memory_of_a_machine_is_warned_of(monkeypatch, caplog):
     assert re.search(ADVICE, caplog.text)
 
 
-def test_memory_that_runs_out_is_advised_on(capsys, monkeypatch):
+@pytest.fixture
+def undone(monkeypatch):
+    """Undoes what `launch` sets."""
     ours = logging.getLogger("mlcn_jax")
     for of, name in ((ours, "propagate"), (ours, "level"), (sys, "unraisablehook")):
-        monkeypatch.setattr(of, name, getattr(of, name))  # so that what `launch` sets is undone
+        monkeypatch.setattr(of, name, getattr(of, name))
     monkeypatch.setattr(ours, "handlers", [])
 
+
+def test_memory_that_runs_out_is_advised_on(capsys, undone):
     def command():
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory while trying to allocate 4 GiB")
 
@@ -60,3 +66,19 @@ def test_memory_that_runs_out_is_advised_on(capsys, monkeypatch):
         launch(command)
     assert ended.value.code == EXIT_INPUT
     assert re.search(ADVICE, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("error", [Stopped("stopped"), Diverged("nan"), OSError(errno.ENOSPC, "full")])
+def test_what_a_command_held_is_freed_before_its_error_ends_the_process(capsys, undone, error):
+    """Arrays and programs that JAX has to free while Python ends can crash it."""
+    held = []
+
+    def command():
+        array = np.zeros(1)
+        held.append(weakref.ref(array))
+        raise type(error)(*error.args)
+
+    with pytest.raises(SystemExit) as ended:
+        launch(command)
+    assert held[0]() is None, f"{ended.value} keeps it"
+    assert str(error) in capsys.readouterr().err
