@@ -46,12 +46,12 @@ _PLACES = {
     "InputError": "errors",
     "ModelSpec": "nn.spec",
     "TrainState": "training.step",
-    "Trained": "training.checkpoint",
+    "Trained": "training.trained",
     "apply_model": "nn.model",
     "count_parameters": "nn.model",
     "init_params": "nn.model",
     "lengths": "nn.capsules",
-    "load_trained": "training.checkpoint",
+    "load_trained": "training.trained",
     "make_train_step": "training.step",
 }
 __all__ = list(_PLACES)

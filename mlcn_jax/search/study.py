@@ -91,7 +91,7 @@ class Study:
                         f"{address}: the search {settings.name!r} has not been started: start it with the "
                         "same command without --worker"
                     )
-        theirs = {**BEFORE, **theirs}
+        theirs = {name: value for name, value in BEFORE.items() if name in mine} | theirs
         if rows := differences(theirs, mine, sorted(set(mine) | set(theirs))):
             raise InputError(
                 f"{address} holds a search named {settings.name!r} with other settings:\n"

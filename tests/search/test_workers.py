@@ -10,6 +10,7 @@ import pytest
 from mlcn_jax import files, host
 from mlcn_jax.errors import InputError
 from mlcn_jax.search import run
+from mlcn_jax.search.settings import SearchSettings
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def found(monkeypatch, tmp_path):
     monkeypatch.setattr(host, "num_cores", lambda: 1)
     (tmp_path / "tmp").mkdir()
     space = types.SimpleNamespace(draw=lambda rng: None, memory_bytes=lambda mix: 1)
-    return types.SimpleNamespace(space=space)
+    return types.SimpleNamespace(space=space, settings=SearchSettings())
 
 
 def test_a_second_worker_waits_for_the_first(found, monkeypatch):
