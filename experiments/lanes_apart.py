@@ -76,7 +76,7 @@ class Part(NamedTuple):
 
     @property
     def together(self) -> tuple[str, ...]:
-        """The ways in which lanes are trained together; those of kinds that classify alone are trained alike anyway."""
+        """The ways in which lanes are trained together; resnet lanes are alike by default, but for their checkpoint."""
         return ("together", "alike") if self.lane.startswith("mlcn") else ("together",)
 
 

@@ -244,9 +244,8 @@ def lanes_apart_tables(result: Mapping[str, Any]) -> str:
             if between["pairs"]:
                 told = f"{between['mean']:+.2f} ({between['low']:+.2f} to {between['high']:+.2f})"
                 means = [f"{mean:.2f}" for mean in between["means"]]
-                mode = "alike" if part == "cifar" else between["mode"]  # all that resnet lanes can be
                 inside = "yes" if between["inside"] else "no"
-                pairs.append([title, _TOGETHER[mode], between["pairs"], *means, told, inside])
+                pairs.append([title, _TOGETHER[between["mode"]], between["pairs"], *means, told, inside])
         for kind, points in one["curves"].items():
             at = {point["lanes"]: f"{point['accuracy']:.2f} ({point['megaflops']:,.0f})" for point in points}
             curves.append([f"{title}, joined, {kind}", *(at.get(count, "-") for count in counts)])
