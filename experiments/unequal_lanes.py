@@ -29,7 +29,6 @@ Source: for the bootstrap, Efron and Tibshirani 1993 (An introduction to the boo
 
 import base64
 import functools
-import json
 import random
 import statistics
 from collections.abc import Mapping, Sequence
@@ -65,7 +64,6 @@ from mlcn_jax.search.settings import SearchSettings
 from mlcn_jax.search.space import Space
 from mlcn_jax.search.trials import Trainer
 from mlcn_jax.training.evaluate import class_capsules
-from mlcn_jax.training.session import open_session
 from mlcn_jax.training.trained import load_trained
 
 if TYPE_CHECKING:
@@ -128,7 +126,7 @@ def run(
         measure,
         kept_results("unequal_lanes", scale),
     )
-    return carry_out(series, runs, minutes, text, functools.partial(report, found))
+    return carry_out(series, runs, minutes, lambda records: text(summarise(records)), functools.partial(report, found))
 
 
 def kept_models(scale: str) -> dict[str, dict[str, list[str]]]:
@@ -216,7 +214,7 @@ def best_of_equal(config: RunConfig, settings: SearchSettings, folder: Path) -> 
         if not stored.exists():
             *_, score = trainer.evaluate(lanes)
             write_json(stored, {"lanes": lanes, "validation_accuracy": score.accuracy})
-        accuracies[lanes] = json.loads(stored.read_text())["validation_accuracy"]
+        accuracies[lanes] = read_json(stored)["validation_accuracy"]
     return max(accuracies, key=accuracies.__getitem__)
 
 
@@ -236,7 +234,7 @@ def configure_run(
 def measure(folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
     """More of a run that has ended: its lanes, and which test images it classifies correctly, as packed bits."""
     trained, config = load_trained(folder), RunConfig.from_dict(read_json(folder / "config.json"))
-    test = open_session(config).dataset.test
+    test = config.data.load().test
     v = class_capsules(trained.spec, trained.params, test, config.train.batch_size)
     correct = np.argmax(np.asarray(lengths(v)), axis=-1) == test.labels
     return {
@@ -295,11 +293,11 @@ def summarise(records: Records) -> dict[str, list[dict[str, Any]]]:
     return rows
 
 
-def text(records: Records) -> str:
-    """A table of the arms of each part as Markdown."""
+def text(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """A table of the arms of each part (`summarise`) as Markdown."""
     header = ("part", "arm", "lanes", "runs", "test", "validation", "test - equal lanes', 95 %", "0.5 points visible")
     lines = []
-    for part, rows in summarise(records).items():
+    for part, rows in found.items():
         for row in rows:
             between, lanes = row["over_equal"], row["lanes"]
             told = f"{between['mean']:+.2f} ({between['low']:+.2f} to {between['high']:+.2f})" if between else "-"
@@ -317,11 +315,10 @@ def text(records: Records) -> str:
     return markdown(header, lines)
 
 
-def draw(records: Records) -> "Figure":
+def draw(records: Records, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> "Figure":
     """Test accuracy of every run, and the means, by arm; the differences from the best equal lanes beside."""
     from matplotlib.figure import Figure
 
-    found = summarise(records)
     figure = Figure(figsize=(11, 4 * max(1, len(found)) + 1), layout="constrained")
     for (part, rows), (left, right) in zip(
         found.items(), figure.subplots(max(1, len(found)), 2, squeeze=False), strict=False
@@ -341,17 +338,18 @@ def draw(records: Records) -> "Figure":
     return figure
 
 
-def report(found: Mapping[str, Mapping[str, Sequence[str]]], series: Series) -> None:
+def report(models: Mapping[str, Mapping[str, Sequence[str]]], series: Series) -> None:
     """Writes table and figure of all that has ended."""
     records = series.records()
+    found = summarise(records)
     lines = [
         f"FLOPs of a training step as of {GIVEN}; test accuracy in %, of models trained afresh with seeds that no "
         "search used; bootstrapped over pairs of equal seed and over test images.",
         *caption(series, records),
     ]
-    figure = draw(records)
+    figure = draw(records, found)
     draw_caption(figure, lines)
-    write(series, "unequal_lanes", {"models": dict(found), "parts": summarise(records)}, text(records), lines, figure)
+    write(series, "unequal_lanes", {"models": dict(models), "parts": found}, text(found), lines, figure)
 
 
 if __name__ == "__main__":

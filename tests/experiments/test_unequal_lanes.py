@@ -74,13 +74,14 @@ def test_arms_are_compared_over_the_seeds_that_both_have():
 
     records = [run("equal", 0, [1, 0, 0]), run("equal", 1, [1, 0, 0]), run("equal", 2, [1, 1, 1])]
     records += [run("tpe", 1, [1, 1, 0]), run("tpe", 0, [1, 1, 1]), run("given", 0, [0, 0, 0])]
-    given, equal, tpe = unequal_lanes.summarise(records)["resnet"]
+    found = unequal_lanes.summarise(records)
+    given, equal, tpe = found["resnet"]
     assert (given["over_equal"], equal["over_equal"]) == (None, None)
     assert tpe["over_equal"]["pairs"] == 2
     assert tpe["over_equal"]["mean"] == pytest.approx(50.0)
     assert tpe["lanes"] == ["tpe0", "tpe1"]
-    assert "| resnet | tpe | 2 mixes | 2 | 83.33 | 90.00 | +50.00" in unequal_lanes.text(records)
-    left, _ = unequal_lanes.draw(records).axes
+    assert "| resnet | tpe | 2 mixes | 2 | 83.33 | 90.00 | +50.00" in unequal_lanes.text(found)
+    left, _ = unequal_lanes.draw(records, found).axes
     assert [label.get_text() for label in left.get_xticklabels()] == ["given", "equal", "tpe"]
 
 
