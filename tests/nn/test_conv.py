@@ -1,5 +1,6 @@
 """conv: every algorithm is the convolution, values and gradients, alone and vmapped over lanes."""
 
+import re
 from functools import partial
 
 import jax
@@ -127,6 +128,17 @@ def test_lowered_products_contain_no_convolution(algorithm):
     text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(draw(0, 3, 2, 9, 9, 2), draw(1, 3, 5, 5, 2, 4)).as_text()
     assert "dot_general" in text
     assert "convolution" not in text
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_native_gradients_have_the_layout_that_is_fast_in_loops(stride):
+    def loss(x, kernel):
+        return jnp.sum(conv.conv2d(x, kernel, stride=stride, algorithm="native") ** 2)
+
+    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(draw(0, 2, 9, 9, 2), draw(1, 5, 5, 2, 4)).as_text()
+    layouts = re.findall(r"dim_numbers = (.*?), window", text)
+    assert len(layouts) >= 2
+    assert set(layouts) == {"[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]"}
 
 
 @pytest.mark.parametrize("algorithm", conv.ALGORITHMS)
