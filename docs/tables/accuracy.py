@@ -45,6 +45,19 @@ def readme_accuracy() -> str:
 
 
 @place
+def readme_residual() -> str:
+    result = experiment("residual_lanes_full")
+    row = max((row for row in result["rows"] if row["split"] == "test"), key=lambda row: row["accuracy"]["mean"])
+    runs = [run for run in result["runs"] if run["facts"]["row"] == row["row"]]
+    title = data_title(runs[0]["data"])
+    return (
+        f"Residual lanes, `{row['lanes']}`, reach {row['accuracy']['mean']:.2f} % on {title} in {row['epochs']} epochs, "
+        f"and {row['accuracy_flips']['mean']:.2f} % with mirror images at test time: the mean of {len(runs)} seeds "
+        f"([how to train them](docs/howto/residual.md)). The published lanes, and the same with other settings:"
+    )
+
+
+@place
 def table_4_1_full() -> str:
     result = experiment("table_4_1_full")
     text = _table_4_1(["published", "signed_pixels", "tuned", "tuned_per_lane"], differences=True)
