@@ -50,10 +50,11 @@ def readme_residual() -> str:
     row = max((row for row in result["rows"] if row["split"] == "test"), key=lambda row: row["accuracy"]["mean"])
     runs = [run for run in result["runs"] if run["facts"]["row"] == row["row"]]
     title = data_title(runs[0]["data"])
+    plain, flips = (f"{row[name]['mean']:.2f} %" for name in ("accuracy", "accuracy_flips"))
     return (
-        f"Residual lanes, `{row['lanes']}`, reach {row['accuracy']['mean']:.2f} % on {title} in {row['epochs']} epochs, "
-        f"and {row['accuracy_flips']['mean']:.2f} % with mirror images at test time: the mean of {len(runs)} seeds "
-        f"([how to train them](docs/howto/residual.md)). The published lanes, and the same with other settings:"
+        f"Residual lanes, `{row['lanes']}`, reach {plain} on {title} in {row['epochs']} epochs, and {flips} with "
+        f"mirror images at test time: the mean of {len(runs)} seeds ([how to train them](docs/howto/residual.md)). The "
+        "published lanes, and the same with other settings:"
     )
 
 

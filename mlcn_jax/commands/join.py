@@ -59,7 +59,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def told(about: Mapping[str, Any], output: Path) -> str:
-    """The result as text: a table of the lanes, and a command for the next step."""
+    """The result as text: a table of the lanes, and commands for the next steps."""
+    from mlcn_jax.analysis.workdir import train_command
+    from mlcn_jax.config import read_stored
+
     splits = [name for name in ("validation", "test") if f"{name}_accuracy" in about]
     rows = [["lanes", "added", "weight", *(f"{name} {what}" for name in splits for what in ("alone", "so far"))]]
     for count, lane in enumerate(about["lanes"], start=1):
@@ -68,4 +71,5 @@ def told(about: Mapping[str, Any], output: Path) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     folder = shlex.quote(str(output))
-    return "\n".join([*table, f"written to {output}; evaluate it: {program()} evaluate --workdir={folder}"])
+    written = f"written to {output}; evaluate it: {program()} evaluate --workdir={folder}"
+    return "\n".join([*table, written, f"train it further: {train_command(read_stored(output), output)}"])
