@@ -114,6 +114,9 @@ class RunConfig:
           InputError: a field is unknown or out of range.
         """
         try:
+            for name in values:
+                if name not in _TOP:
+                    raise InputError(f"there is no field {name}{did_you_mean(name, _TOP)}")
             sections: dict[str, Any] = {}
             for section, section_cls in SECTIONS.items():
                 given = dict(values.get(section, {}))
@@ -129,6 +132,9 @@ class RunConfig:
                 check_fields(section, section_cls, given)
                 sections[section] = given if section == "model" else section_cls(**given)
             top = {name: values[name] for name in ("init_from", "profile") if name in values}
+            for name, value in top.items():
+                kind = bool if name == "profile" else str
+                check(isinstance(value, kind), name, value, f"of type {kind.__name__}")
             return cls(**sections, **top)
         except (TypeError, ValueError, AttributeError) as error:
             if isinstance(error, InputError):
@@ -188,7 +194,8 @@ class RunConfig:
         """Raises InputError naming every field in which this run and the one stored in `workdir` differ."""
         mine, theirs = flat(self.to_dict()), flat(stored.to_dict())
         free = _FREE_ON_RESUME
-        if self.train.optimizer != "adam":  # the learning rate depends on where the run ends
+        # The learning rate, the weight of Lookahead and the sizes of the images depend on where the run ends.
+        if self.train.optimizer != "adam" or self.train.lookahead or self.train.image_sizes:
             free = free - {"train.num_epochs"}
         if rows := differences(theirs, mine, [field for field in mine if field not in free]):
             raise InputError(
@@ -206,6 +213,7 @@ SECTIONS: dict[str, type] = {
     "train": TrainSettings,
     "parallel": ParallelSettings,
 }
+_TOP = (*SECTIONS, "init_from", "profile", "search")  # fields of a configuration; `search` reads its own
 
 
 def default_config() -> ConfigDict:

@@ -53,13 +53,15 @@ def tree_to_disk(folder: Path) -> None:
         _to_disk(path)
 
 
-def put_in_place(made: Path, folder: Path) -> None:
+def put_in_place(made: Path, folder: Path, replace: bool = True) -> None:
     """Moves a folder to the name `folder`, in place of an older one, once all of its content is on disk.
+
+    Unless it may `replace`, raises OSError if there is such a folder and it is not empty.
 
     The older folder is left beside `made`, which should therefore be alone in a temporary folder on the same disk.
     """
     tree_to_disk(made)
-    if folder.exists():
+    if replace and folder.exists():
         folder.rename(made.with_name("before"))
     made.rename(folder)
     _to_disk(folder.parent)

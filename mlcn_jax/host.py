@@ -40,9 +40,14 @@ def num_cores() -> int:
 
 
 def usable_memory_bytes() -> int:
-    """Memory for programs: the accelerator's, or a share of the machine's in proportion to this process's cores."""
+    """Memory for programs: the accelerator's, or a share of the machine's in proportion to this process's cores.
+
+    The limit of a container belongs to its cores, and is not shared out again.
+    """
     limit = device_memory_bytes()
-    return machine_memory_bytes() * num_cores() // (os.cpu_count() or 1) if limit is None else limit
+    if limit is not None:
+        return limit
+    return min(_physical_memory_bytes() * num_cores() // (os.cpu_count() or 1), machine_memory_bytes())
 
 
 def device_memory_bytes() -> int | None:
@@ -61,11 +66,15 @@ def total_memory_bytes() -> int:
 
 def machine_memory_bytes() -> int:
     """Physical memory, or the limit of this process's container if that is lower."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = _physical_memory_bytes()
     try:
         return min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     except (OSError, ValueError):
         return memory
+
+
+def _physical_memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_memory_bytes() -> int:

@@ -72,6 +72,8 @@ def launch(command: Callable[[], int | None]) -> None:
             code, message = EXIT_INPUT, f"error: not enough memory ({_first_line(error)}): {less_memory()}"
         else:
             raise
+    except MemoryError as error:
+        code, message = EXIT_INPUT, f"error: not enough memory ({error}): {less_memory()}"
     except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)

@@ -1,5 +1,6 @@
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,27 @@ def test_a_workdir_refuses_another_configuration_and_names_every_field(tiny):
 def test_a_longer_run_from_another_folder_may_resume(tiny):
     longer = tiny.replace({"train.num_steps": 40, "data.dir": "elsewhere", "train.checkpoint_every": 7})
     longer.check_resumable(tiny, Path("W"))
+
+
+@pytest.mark.parametrize("changes", [{"train.lookahead": 0.5}, {"train.image_sizes": "20:0.5"}])
+def test_a_run_whose_schedule_depends_on_its_length_may_not_become_longer(tiny, changes):
+    run = tiny.replace(changes)
+    with pytest.raises(InputError, match=r"train\.num_epochs"):
+        run.replace({"train.num_epochs": 99}).check_resumable(run, Path("W"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("init_form", "runs/a", "there is no field init_form; did you mean init_from?"),
+        ("trian", {"seed": 1}, "there is no field trian; did you mean train?"),
+        ("init_from", 3, "init_from is 3; it must be of type str"),
+        ("profile", "yes", "profile is 'yes'; it must be of type bool"),
+    ],
+)
+def test_fields_outside_the_sections_are_checked_too(tiny, name, value, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        RunConfig.from_dict({**tiny.to_dict(), name: value})
 
 
 def test_what_rounds_gradients_is_fixed(tiny):

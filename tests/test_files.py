@@ -113,3 +113,15 @@ def test_a_workdir_that_cannot_hold_checkpoints_is_refused_at_once(tmp_path, mon
         pass
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_must_be_new_does_not_replace_another(tmp_path):
+    made, folder = tmp_path / "made", tmp_path / "folder"
+    made.mkdir()
+    folder.mkdir()
+    (folder / "finished").touch()
+    with pytest.raises(OSError, match="not empty"):
+        files.put_in_place(made, folder, replace=False)
+    (folder / "finished").unlink()
+    files.put_in_place(made, folder, replace=False)
+    assert not made.exists()

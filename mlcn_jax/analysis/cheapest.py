@@ -78,7 +78,8 @@ def task_of(config: Any, session: Any) -> Task:
       session: its `Session`.
 
     Raises:
-      InputError: the model has no lanes whose costs a profile could predict, or it recomputes activations.
+      InputError: the model has no lanes whose costs a profile could predict, it recomputes activations, or it has a
+        teacher or trains in rounds.
     """
     spec, train = session.spec, config.train
     if not spec.lane_groups:
@@ -87,6 +88,14 @@ def task_of(config: Any, session: Any) -> Task:
         raise InputError(
             f"model.remat is {spec.remat}, but device profiles predict time and memory of steps that keep all "
             f"activations: ask with model.remat=none ({program()} describe --memory_gib=N says what fits with full)"
+        )
+    if train.teacher:
+        raise InputError(
+            "device profiles do not predict what a teacher takes to classify a batch: ask without train.teacher"
+        )
+    if train.rounds.steps:
+        raise InputError(
+            f"train.rounds.steps is {train.rounds.steps}, but training in rounds is not compared: ask with 0"
         )
     validation = len(session.validation.labels)
     views = 2 if config.data.mirrors else 1

@@ -74,7 +74,8 @@ def draw(market: Market, ways: Sequence[Way], best: Way, deadline_seconds: float
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    unit, name = next((u, n) for u, n in ((3600, "hours"), (60, "minutes"), (1, "seconds")) if ways[0].seconds > u)
+    units = ((3600, "hours"), (60, "minutes"))
+    unit, name = next(((u, n) for u, n in units if ways[0].seconds > u), (1, "seconds"))
     hours = [way.seconds / unit for way in ways]
     axes.step(hours, [way.cost for way in ways], where="post", color="0.7", zorder=0)
     for kind, marker in (("mesh", "o"), ("stacks", "s"), ("apart", "^")):

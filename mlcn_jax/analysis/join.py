@@ -139,7 +139,7 @@ def join(
     of_first = [(1.0,) * count for count in counts]  # weights of the first lane, of the first two, and so on
     if weights == "fitted":
         held, labels = columns["validation"], session.validation.labels
-        of_first = [lane_fit.fit_weights(held[..., :count], labels) for count in counts]
+        of_first = lane_fit.fit_first_weights(held, labels)
         spec = dataclasses.replace(spec, lane_weights=tuple(of_first[-1][i] for i in order))
     _log.info("training the decoder for %d epochs", decoder_epochs)
     seed = parts[0].config.train.seed

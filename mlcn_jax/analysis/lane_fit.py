@@ -30,16 +30,32 @@ def fit_weights(v: Float[np.ndarray, "n classes lanes"], labels: Int[np.ndarray,
 
     Source: Breiman 1996, "Stacked regressions", for weights of models fitted on held-out data.
     """
+    return _fit(*_squares(v, labels))
+
+
+def fit_first_weights(
+    v: Float[np.ndarray, "n classes lanes"], labels: Int[np.ndarray, " n"]
+) -> list[tuple[float, ...]]:
+    """`fit_weights` of the first lane, of the first two, and so on."""
+    of_label, of_all = _squares(v, labels)
+    return [_fit(of_label[:, :count], of_all[:, :count]) for count in range(1, v.shape[-1] + 1)]
+
+
+def _squares(v: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The squared entries of the labels' class capsules and the sum of those of all classes, each [n, lanes]."""
     squares = np.square(v.astype(np.float64))
-    of_label = np.take_along_axis(squares, labels[:, None, None].astype(np.int64), axis=1)[:, 0] + _TINY
-    of_all = squares.sum(axis=1) + _TINY
+    of_label = np.take_along_axis(squares, labels[:, None, None].astype(np.int64), axis=1)[:, 0]
+    return of_label + _TINY, squares.sum(axis=1) + _TINY
+
+
+def _fit(of_label: Float[np.ndarray, "n lanes"], of_all: Float[np.ndarray, "n lanes"]) -> tuple[float, ...]:
 
     def loss(weights: np.ndarray) -> tuple[float, np.ndarray]:
         label, everything = of_label @ weights, of_all @ weights
         gradient = (of_all / everything[:, None] - of_label / label[:, None]).mean(axis=0)
         return float(np.mean(np.log(everything) - np.log(label))), gradient
 
-    count = v.shape[-1]
+    count = of_all.shape[-1]
     found = minimize(loss, np.ones(count), jac=True, method="L-BFGS-B", bounds=[(_TINY, None)] * count).x
     return tuple(round(float(weight), _DIGITS) for weight in found / found.mean())
 

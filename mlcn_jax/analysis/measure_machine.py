@@ -162,8 +162,9 @@ def compare(alone: Sequence[Sequence[float]], together: Sequence[Sequence[float]
 def _ask(workers: Sequence[subprocess.Popen], counts: Sequence[int]) -> list[list[list[float]]]:
     for worker in workers:
         assert worker.stdin is not None
-        worker.stdin.write(json.dumps(counts) + "\n")
-        worker.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # a process that has ended is named where its answer is read
+            worker.stdin.write(json.dumps(counts) + "\n")
+            worker.stdin.flush()
     answers = []
     for worker in workers:
         assert worker.stdout is not None

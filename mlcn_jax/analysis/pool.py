@@ -7,6 +7,7 @@ exchange nothing: the folder must be on a file system with locks that hold betwe
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -25,7 +26,7 @@ from mlcn_jax.files import make_folder, read_json, try_lock, write_json
 from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.nn.lanes import LaneSpec
 from mlcn_jax.placement.cost import forward_flops
-from mlcn_jax.settings import check
+from mlcn_jax.settings import DataSettings, check
 from mlcn_jax.training import loop
 from mlcn_jax.training.apart import check_lanes_apart
 
@@ -121,6 +122,7 @@ def read_pool(folder: Path, config_of: Callable[[str], RunConfig], changes: Mapp
     _check_keys(path, given, _KEYS, {"config", "lanes"})
     config = config_of(given["config"]).replace(flat(given.get("set", {})))
     lanes: dict[tuple[LaneSpec, int], PoolLane] = {}
+    shape_of = functools.cache(DataSettings.shape)  # it reads all images of a folder
     for entry in given["lanes"]:
         _check_keys(path, entry, _LANE_KEYS, {"kind", "seeds"})
         kind, own = entry["kind"], config.replace(flat(entry.get("set", {})))
@@ -133,7 +135,7 @@ def read_pool(folder: Path, config_of: Callable[[str], RunConfig], changes: Mapp
             share = run.data.validation_fraction
             expected = "above 0, as the weights of joined lanes are fitted on these images"
             check(share > 0, f"{path}: data.validation_fraction", share, expected)
-            spec = run.model_spec(*run.data.shape())
+            spec = run.model_spec(*shape_of(run.data))
             check_lanes_apart(run, spec)
             if (group.spec, seed) in lanes:
                 raise InputError(f"{path} names {group.spec} with seed {seed} twice: give each lane a seed of its own")

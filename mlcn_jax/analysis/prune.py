@@ -160,7 +160,11 @@ def accuracy_curve(
 ) -> list[float]:
     """Accuracy without the first 0, 1, ... of the lanes in `order`, down to a single lane."""
     squares = _squares(v)
-    return [_accuracy(squares[list(order[removed:])].sum(axis=0), labels) for removed in range(len(order))]
+    total, found = np.zeros_like(squares[0]), []
+    for lane in reversed(order):
+        total += squares[lane]
+        found.append(_accuracy(total, labels))
+    return found[::-1]
 
 
 def _alone(v: np.ndarray, labels: np.ndarray) -> list[int]:
@@ -264,7 +268,7 @@ def save_run(
             model = describe_model(run.spec, run.class_names, run.training_digest)
             write_json(workdir / "model.json", model | Teacher(digests=run.teachers).facts())
             write_json(workdir / name, about)
-            put_in_place(workdir, output)
+            put_in_place(workdir, output, replace=False)  # another command may have written it since `check_unused`
     except OSError as error:
         raise InputError(
             f"--output={output} cannot be written ({error.strerror}): give a new folder that you may write to, on a "

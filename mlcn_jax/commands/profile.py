@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from mlcn_jax.commands import arguments
+from mlcn_jax.errors import InputError
 
 if TYPE_CHECKING:
     from mlcn_jax.nn.spec import ModelSpec
@@ -64,6 +65,7 @@ def main(argv: Sequence[str]) -> None:
 
     from mlcn_jax.analysis import measure_device, measure_machine
     from mlcn_jax.files import make_folder
+    from mlcn_jax.nn.lane_list import parse_lanes
 
     if values.link_worker:
         measure_device.link_worker(**json.loads(values.link_worker))
@@ -74,6 +76,10 @@ def main(argv: Sequence[str]) -> None:
     started = time.monotonic()
     spec = measure_device.lab_spec(values.data, values.lane_routing, values.compute_dtype)
     output = Path(values.output).expanduser()
+    if output.is_dir():
+        raise InputError(f"--output={output} is a folder: give the name of a file")
+    if values.forms:
+        parse_lanes(values.forms)  # so that a mistake is told before measuring
     make_folder(output.parent, "output")
     with measure_machine.measuring(values) as finish:
         lab = measure_device.Lab(spec)

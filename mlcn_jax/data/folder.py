@@ -78,7 +78,10 @@ def _read_images(paths: Sequence[Path], size: int) -> UInt8[np.ndarray, "n {size
     refused = [f"{path}: {image}" for path, image in zip(paths, images, strict=True) if isinstance(image, str)]
     if refused:
         shown = "\n  ".join(refused[:3]) + ("\n  ..." if len(refused) > 3 else "")
-        raise InputError(f"{len(refused)} of {len(paths)} images cannot be used; repair or remove them:\n  {shown}")
+        raise InputError(
+            f"{len(refused)} of {len(paths)} images cannot be used; make them readable, repair or remove them:"
+            f"\n  {shown}"
+        )
     arrays = [image for image in images if not isinstance(image, str)]
     channels = max(image.shape[-1] for image in arrays)
     return np.stack([np.broadcast_to(image, (size, size, channels)) for image in arrays])

@@ -56,6 +56,8 @@ def upright(source: Path | bytes) -> Image.Image:
         ) from error
     except UnidentifiedImageError as error:
         raise InputError(f"it is not an image: {', '.join(FORMATS)} are supported") from error
+    except MemoryError:
+        raise
     except Exception as error:  # a damaged file, above all its EXIF, can surface as almost any exception
         raise InputError(f"it cannot be read: {str(error).splitlines()[0] if str(error) else error!r}") from error
     if image.mode.startswith("I"):  # 16 bits per pixel, which Pillow clips to 8 instead of scaling

@@ -228,7 +228,19 @@ def _read(path: Path, files: tuple[str, ...]) -> dict[str, bytes]:
 
 
 def _cached(source: Source, path: Path) -> dict[str, bytes] | None:
-    """The content of a file in the cache, or None if it is missing or no longer matches the official checksum."""
+    """The content of a file in the cache, or None if it is missing or no longer matches the official checksum.
+
+    Raises:
+      InputError: this process may not read it, or the disk fails.
+    """
+    try:
+        path.open("rb").close()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read ({error.strerror}): make it readable, or give another --config.data.cache_dir"
+        ) from error
     with contextlib.suppress(InputError):
         contents = _read(path, source.remote[path.name])
         if not _difference(source, contents, path):

@@ -59,6 +59,9 @@ def watch(settings: ParallelSettings) -> int:
     def pass_on(number, frame):
         del frame
         signals_seen.append(number)
+        send()
+
+    def send():
         for child in children.values():
             with contextlib.suppress(ProcessLookupError):
                 child.send_signal(signal.SIGTERM if len(signals_seen) == 1 else signal.SIGKILL)
@@ -75,6 +78,8 @@ def watch(settings: ParallelSettings) -> int:
                 start_new_session=True,
                 preexec_fn=_child_setup(place, len(numbers)),
             )
+        if signals_seen:  # before all were there
+            send()
         return _wait(children, settings)
     finally:
         for child in children.values():

@@ -131,7 +131,7 @@ class LaneCost:
         return jnp.dtype(self.settings.dtype).itemsize
 
 
-@functools.lru_cache
+@functools.cache
 def lane_cost(spec: lanes.LaneSpec, settings: lanes.LaneSettings, image_shape: tuple[int, int, int]) -> LaneCost:
     """Counts the cost of a lane from its traced program with plain (native) convolutions; nothing is compiled or run.
 

@@ -334,6 +334,8 @@ def _exactly(problem: FormProblem, time_limit_seconds: float) -> FormPlacement:
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_seconds
     status = solver.solve(model)
+    if status == cp_model.UNKNOWN:  # out of time
+        return place_together("greedy", problem)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         room = ", ".join(mib(b) for b in problem.limit_bytes)
         raise NoRoom(

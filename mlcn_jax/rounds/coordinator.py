@@ -92,6 +92,9 @@ def check_rounds(session: Session) -> int:
         )
     if settings.obstacle_to_rounds:
         raise InputError(settings.obstacle_to_rounds)
+    for field, given in (("train.test_every_epoch", settings.test_every_epoch), ("profile", session.config.profile)):
+        if given:
+            raise InputError(f"{field} is {given}, but has no effect in rounds: leave it False")
     if settings.batch_size % rounds.workers:
         raise InputError(
             f"train.batch_size={settings.batch_size} cannot be divided among train.rounds.workers={rounds.workers}: "

@@ -31,6 +31,7 @@ class Bucket:
       memory_bytes: memory that all lanes on the device may take together.
       loads, lane_bytes: load (in `unit`) and memory of each lane of the menu.
       crowding: the load of n lanes is the sum of their loads times n to this power (`DeviceProfile.crowding`).
+      crowded_lanes: the numbers of lanes beyond which that factor stays constant (`DeviceProfile.crowded_images`).
     """
 
     name: str
@@ -40,10 +41,17 @@ class Bucket:
     loads: tuple[float, ...]
     lane_bytes: tuple[float, ...]
     crowding: float = 0.0
+    crowded_lanes: tuple[float, float] = (1.0, math.inf)
 
     def load(self, lanes: Sequence[int]) -> float:
         """The load of these lanes together, in `unit`."""
-        return math.fsum(self.loads[lane] for lane in lanes) * max(1, len(lanes)) ** self.crowding
+        return math.fsum(self.loads[lane] for lane in lanes) * self._slower(len(lanes))
+
+    def _slower(self, count: int) -> float:
+        """How many times longer each of so many lanes takes than it would alone."""
+        low, high = self.crowded_lanes
+        alone, together = (min(max(n, low), high) for n in (1, count))
+        return (together / alone) ** self.crowding
 
     def fits(self, lanes: Sequence[int]) -> bool:
         """Whether there is room for these lanes together."""
@@ -67,7 +75,7 @@ class Bucket:
     ) -> int | None:
         """A random lane that fits next to `count` others, given their `room` (load, free); None if no lane fits."""
         loads, order, most_bytes = self._by_load
-        largest = self.limit * _ROUNDING / (count + 1) ** self.crowding - load
+        largest = self.limit * _ROUNDING / self._slower(count + 1) - load
         end = bisect.bisect_right(loads, largest)
         if end and most_bytes[end - 1] > free:
             fitting = [lane for lane in order[:end] if self.lane_bytes[lane] <= free]

@@ -48,6 +48,18 @@ def read_config(values: Mapping[str, Any]) -> tuple[RunConfig, SearchSettings]:
             f"train.accumulation_steps is {config.train.accumulation_steps}, but a search trains whole batches: set it "
             "to 1"
         )
+    if not config.train.score_test:
+        raise InputError(
+            "train.score_test is False, but a search scores its best model on test images when it ends: leave it True"
+        )
+    if config.init_from:
+        raise InputError(
+            f"init_from is {config.init_from!r}, but the models of a search start from random values: leave it empty"
+        )
+    if config.train.rounds.steps:
+        raise InputError(
+            f"train.rounds.steps is {config.train.rounds.steps}, but a search trains without rounds: set it to 0"
+        )
     if config.train.teacher:
         raise InputError(
             f"train.teacher is {config.train.teacher!r}, but a search trains on labels alone: leave it empty, then "

@@ -286,6 +286,7 @@ def make_space(
             loads=tuple(loads),
             lane_bytes=tuple(lane_bytes),
             crowding=profile.crowding if profile else 0.0,
+            crowded_lanes=_crowded_lanes(profile, batch_size),
         )
         buckets += [dataclasses.replace(bucket, name=f"{bucket.name} {len(buckets) + i}") for i in range(count)]
     if not buckets:
@@ -296,3 +297,10 @@ def make_space(
     free = max(0.0, buckets[0].memory_bytes - head_bytes(spec, max(1, most_lanes), batch_size))
     buckets[0] = dataclasses.replace(buckets[0], memory_bytes=free)
     return Space(menu, buckets, tolerance)
+
+
+def _crowded_lanes(profile: DeviceProfile | None, batch_size: int) -> tuple[float, float]:
+    if profile is None or profile.crowded_images is None:
+        return 1.0, math.inf
+    low, high = profile.crowded_images
+    return low / batch_size, high / batch_size

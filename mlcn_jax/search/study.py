@@ -14,7 +14,7 @@ import random
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlcn_jax.errors import InputError, differences
@@ -129,6 +129,7 @@ class Study:
         from optuna.trial import TrialState
 
         latest = {trial.user_attrs["index"]: trial for trial in self._trials()}
+        self._withdraw(trial for index, trial in latest.items() if index >= self._settings.num_models)
         grace, unfinished = 2 * self._settings.heartbeat_seconds, False
         for index in range(self._settings.num_models):
             last = latest.get(index)
@@ -145,6 +146,19 @@ class Study:
                 continue
             unfinished = True
         return unfinished
+
+    def _withdraw(self, trials: Iterable["FrozenTrial"]) -> None:
+        """Ends those of the trials that wait: they were queued when `search.num_models` was larger.
+
+        They are queued again if it is raised.
+        """
+        import optuna
+
+        for trial in trials:
+            if trial.state == optuna.trial.TrialState.WAITING:
+                with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):  # a worker has just begun it
+                    self._storage.set_trial_user_attr(trial._trial_id, "stopped", True)
+                    self._storage.set_trial_state_values(trial._trial_id, optuna.trial.TrialState.FAIL)
 
     def _put_back(self, trial: "FrozenTrial") -> None:
         """Queues the model of a trial whose worker died, unless that has happened too often."""
@@ -229,7 +243,7 @@ class Study:
 
     def progress(self) -> str:
         """How many models have ended, are in training and are waiting, as text."""
-        latest = {trial.user_attrs["index"]: trial for trial in self._trials()}
+        latest = self._latest()
         states = [
             "waiting" if trial.state.name == "FAIL" and "reason" not in trial.user_attrs else trial.state.name.lower()
             for trial in latest.values()
@@ -363,7 +377,7 @@ class Study:
 
     def models(self) -> list[Model]:
         """The baseline, once trained, then all models by index; a model that was queued again has its newest trial."""
-        latest = {trial.user_attrs["index"]: trial for trial in self._trials()}
+        latest = self._latest()
         baseline = self.noted("baseline")
         first = []
         if baseline:
@@ -377,6 +391,12 @@ class Study:
             }
             first = [model_from(attrs, state, baseline["accuracies"])]
         return first + [model_of(latest[index]) for index in sorted(latest)]
+
+    def _latest(self) -> dict[int, "FrozenTrial"]:
+        """The newest trial of every model that is wanted or was begun, by index."""
+        latest = {trial.user_attrs["index"]: trial for trial in self._trials()}
+        wanted = self._settings.num_models
+        return {i: trial for i, trial in latest.items() if i < wanted or "model" in trial.user_attrs}
 
     def note(self, name: str, value: Any) -> None:
         """Stores a JSON-serializable value with the study."""

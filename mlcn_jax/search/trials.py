@@ -189,7 +189,7 @@ class Trainer:
             draw = conv.compiled_once(lanes.init_group, static_argnums=(1, 3))
             encoder[group.name] = draw(key, group, first, spec.lane_settings, images)
             first += group.count
-        small = dataclasses.replace(spec, lanes=f"{_SMALLEST}*{first}")  # the decoder depends on the number of lanes
+        small = dataclasses.replace(spec, lanes=f"{_smallest(spec)}*{first}")  # the decoder depends on their number
         params = {"encoder": encoder, "decoder": init_params(small, key)["decoder"]}
         params = jax.device_get(whiten_from(spec, params, self.train))
         optimizer = jax.device_get(self._optimizer.init(params))
@@ -197,7 +197,10 @@ class Trainer:
         return TrainState(step, params, optimizer)
 
 
-_SMALLEST = lanes.LaneSpec("mlcn1", 1)
+def _smallest(spec: ModelSpec) -> lanes.LaneSpec:
+    """The narrowest lane of the kind that starts fastest or, on images too small for it, of the model's own kind."""
+    fits = min(spec.image_shape[:2]) >= lanes.LANE_KINDS["mlcn1"].min_size
+    return lanes.LaneSpec("mlcn1" if fits else spec.lane_groups[0].spec.kind, 1)
 
 
 def group_stacks(spec: ModelSpec) -> list[Stack]:

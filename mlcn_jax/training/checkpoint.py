@@ -164,7 +164,8 @@ class Checkpoints:
           InputError: there is no checkpoint, none is intact, one cannot be read, or it belongs to another model or
             optimizer.
         """
-        steps = sorted(self._manager.all_steps(), reverse=True)
+        # Read only, a damaged one that was set aside before is still there.
+        steps = sorted((step for step in self._manager.all_steps() if step in self._ranks), reverse=True)
         if best:
             steps.sort(key=lambda step: self._rank(step, lane), reverse=True)
         for step in steps:

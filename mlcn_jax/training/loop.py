@@ -85,13 +85,15 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         num_steps = max(session.num_steps, start)
         write_json(workdir / "config.json", config.to_dict())
         finished = processes.from_first(_finished_summary(workdir, start))
-        if start == num_steps and finished:
+        if start == num_steps and finished and (not settings.score_test or "test_accuracy" in finished):
             _log.info("%s is finished: %d steps", workdir, start)
             if finished.get("config_hash") != config.hash():  # it was shortened, or its teacher has moved
                 finished["config_hash"] = config.hash()
                 write_json(workdir / "summary.json", finished)
+            stop.check(f"after the end of {workdir}")
             return finished
 
+        (workdir / "summary.json").unlink(missing_ok=True)  # of a run that goes on, which is not finished any more
         write_json(workdir / "model.json", model_facts)  # without weights that were fitted to the lanes as they were
         announce(session, plan.about, workdir, start, num_steps)
         options = session.step_options | teacher.options

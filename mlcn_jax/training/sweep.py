@@ -114,7 +114,8 @@ def over_seeds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _spread(rows: list[dict[str, Any]]) -> dict[str, Any]:
     failed = [row[_SEED] for row in rows if "error" in row]
-    accuracies = [row[_ranked_by(rows)] for row in rows if "error" not in row]
+    score = _ranked_by(rows)
+    accuracies = [row[score] for row in rows if score in row]
     numbers = [of(accuracies) if accuracies else None for of in (statistics.fmean, min, max)]
     seeds = [row[_SEED] for row in rows if "error" not in row]
     return {"seeds": seeds, "failed": failed, **dict(zip(("mean", "min", "max"), numbers, strict=True))}
@@ -123,8 +124,8 @@ def _spread(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def report(rows: list[dict[str, Any]]) -> str:
     """The result as text: all points, the best first; the best one; and mean and spread over seeds, if swept."""
     parts = [table(rows)]
-    best, score = min(rows, key=_place), _ranked_by(rows)
-    if "error" not in best:
+    best, score = _sorted(rows)[0], _ranked_by(rows)
+    if score in best:
         point = " ".join(f"{field}={best[field]}" for field in _fields(best))
         parts.append(f"best: {point}, {score.replace('_', ' ')} {best[score]:.2%}, in {best['workdir']}")
     groups = sorted(over_seeds(rows), key=lambda group: (group["mean"] is None, -(group["mean"] or 0.0)))
@@ -145,9 +146,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     fields = _fields(rows[0])
     columns = [name for name in _COLUMNS if any(name in row for row in rows)]
     lines = [[*fields, *columns]]
-    for row in sorted(rows, key=_place):
-        failed = "failed: " + row["error"].splitlines()[0] if "error" in row else ""
-        numbers = [failed, *[""] * (len(columns) - 1)] if failed else [_number(row[c]) for c in columns]
+    for row in _sorted(rows):
+        numbers = [_number(row[name]) if name in row else "" for name in columns]
+        if "error" in row:
+            numbers = ["failed: " + row["error"].splitlines()[0], *[""] * (len(columns) - 1)]
         lines.append([str(row[f]) for f in fields] + numbers)
     return _markdown(lines)
 
@@ -163,9 +165,10 @@ def _ranked_by(rows: list[dict[str, Any]]) -> str:
     return next((name for name in names if any(name in row for row in rows)), names[-1])
 
 
-def _place(row: dict[str, Any]) -> tuple[bool, float]:
-    """Where a row stands when sorted."""
-    return "error" in row, -row.get(_ranked_by([row]), 0.0)
+def _sorted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, the best first; those without the score that ranks them, then those that failed, come last."""
+    score = _ranked_by(rows)
+    return sorted(rows, key=lambda row: ("error" in row, -row.get(score, 0.0)))
 
 
 def _markdown(lines: list[list[str]]) -> str:

@@ -366,6 +366,7 @@ def test_the_command_finds_and_writes(profiles, tmp_path, capsys):
             [f"--catalog={catalog}", f"--output={tmp_path}/out", "--config.model.remat=full"],
             "model.remat is full, but device profiles predict",
         ),
+        ([f"--catalog={catalog}", "--config.train.rounds.steps=5"], "training in rounds is not compared"),
     ):
         with pytest.raises(InputError, match=message):
             front.run(["cheapest", "--config=quickstart", *wrong])

@@ -88,7 +88,9 @@ def test_accuracy_with_each_further_lane_is_told_and_is_that_of_the_model(joined
         assert run.scores(split).accuracy == about["lanes"][-1][f"{name}_accuracy"] == about[f"{name}_accuracy"]
         assert about["lanes"][0][f"{name}_accuracy"] == about["lanes"][0][f"{name}_accuracy_alone"]
     assert about == json.loads((output / "joined.json").read_text())
-    assert command.told(about, output).count("mlcn1:w1d1") == 2
+    table, next_steps = command.told(about, output).split("written to ")
+    assert table.count("mlcn1:w1d1") == 2
+    assert next_steps.endswith(train_command(run.config, output))
     assert about["decoder_seconds"] > 0
 
 
@@ -181,6 +183,9 @@ def test_the_command_that_finishes_a_run_has_its_configuration(lanes):
     assert RunConfig().replace(changes) == config
     in_rounds = config.replace({"train.rounds.steps": 5})
     assert " rounds --config=default" in train_command(in_rounds, lanes[0])
+    computed = config.replace({"parallel.exchange_dtype": "bfloat16", "parallel.data": 2})
+    assert "parallel.exchange_dtype=bfloat16" in train_command(computed, lanes[0], placed=False)
+    assert "parallel.data" not in train_command(computed, lanes[0], placed=False)
 
 
 def test_a_joined_model_has_a_teacher_if_all_its_lanes_had_it(lanes, tmp_path):

@@ -79,6 +79,8 @@ def test_an_unknown_command_names_the_nearest():
         ("sweep --workdir=w --config=quickstart", "a sweep needs --sweep="),
         ("sweep --workdir=w --config=quickstart --config.parallel.processes=2", "in one process"),
         ("profile --data=mnst", "--data=mnst is not one of .*mnist"),
+        ("profile --output=.", "--output=. is a folder: give the name of a file"),
+        ("profile --forms=mlcn2:w4,resnt:w1", "resnt"),
         ("explain", "--workdir=FOLDER is needed"),
         ("explain --workdir=digits --num_ranked=0", "num_ranked"),
         ("describe", "--config is missing"),

@@ -356,6 +356,13 @@ def test_without_network_the_files_to_provide_are_named(tmp_path, monkeypatch):
         datasets.load("cifar10", cache_dir=str(tmp_path))
 
 
+def test_a_file_of_the_cache_that_cannot_be_read_is_not_taken_for_missing(tmp_path, server):
+    path = tmp_path / "cache" / "mnist" / "train-images-idx3-ubyte.gz"
+    path.mkdir(parents=True)
+    with pytest.raises(InputError, match=r"gz cannot be read \(Is a directory\): make it readable"):
+        datasets.load("mnist", cache_dir=str(tmp_path / "cache"))
+
+
 def test_leftovers_and_damage_in_the_cache_are_downloaded_again(tmp_path, server, monkeypatch):
     files = idx_files()
     make_official(monkeypatch, "mnist", files, base_urls=(server.url,))

@@ -117,3 +117,14 @@ def test_loading_the_module_leaves_the_warning_filters_as_they_are():
     before = list(warnings.filters)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     assert warnings.filters == before
+
+
+def test_too_little_memory_is_not_taken_for_a_damaged_picture(monkeypatch):
+    def fail(image):
+        raise MemoryError
+
+    monkeypatch.setattr(images.ImageOps, "exif_transpose", fail)
+    file = io.BytesIO()
+    Image.new("L", (3, 3)).save(file, "PNG")
+    with pytest.raises(MemoryError):
+        images.upright(file.getvalue())

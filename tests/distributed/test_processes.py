@@ -141,6 +141,33 @@ def test_a_process_that_does_not_come_or_differs_is_named(tmp_path, monkeypatch)
     assert first.returncode == 2
 
 
+def test_a_signal_before_all_processes_have_started_reaches_them_all(monkeypatch):
+    started = []
+
+    class Process:
+        """Stands for a process; a signal arrives while the first one starts."""
+
+        returncode = 75
+
+        def __init__(self, *args, **options):
+            self.signals = []
+            if not started:
+                os.kill(os.getpid(), signal.SIGTERM)
+            started.append(self)
+
+        def send_signal(self, number):
+            self.signals.append(number)
+
+        def poll(self):
+            return self.returncode
+
+        wait, kill = poll, poll
+
+    monkeypatch.setattr(processes.subprocess, "Popen", Process)
+    assert processes.watch(RunConfig().replace(TWO).parallel) == 75
+    assert [process.signals for process in started] == [[signal.SIGTERM], [signal.SIGTERM]]
+
+
 def test_a_coordinator_that_is_no_address_is_refused():
     with pytest.raises(InputError, match=r"parallel\.process=1 needs parallel\.coordinator=HOST:PORT"):
         processes.watch(RunConfig().replace({**TWO, "parallel.process": 1}).parallel)

@@ -49,6 +49,13 @@ def random_problem(seed, lanes=4, devices=2):
     )
 
 
+def test_without_time_for_the_best_the_exact_way_still_finds_one():
+    pytest.importorskip("ortools")
+    problem = random_problem(1, lanes=40)
+    problem = dataclasses.replace(problem, limit_bytes=[90.0, 120.0], most_lost=6.0)
+    assert place_together("exact", problem, time_limit_seconds=1e-6).lost <= 6.0
+
+
 def brute_force(problem):
     lanes, devices = len(problem.seconds), problem.num_devices
     best = math.inf

@@ -275,6 +275,8 @@ def test_a_worker_with_other_settings_is_told_which(tiny):
         ({"train.rounds.workers": 3}, "train.batch_size=50 cannot be divided among train.rounds.workers=3"),
         ({"parallel.processes": 2}, "parallel.processes is 2; it must be 1 in rounds"),
         ({"train.lookahead": 0.9}, "train.lookahead=0.9 is not possible in rounds"),
+        ({"train.test_every_epoch": True}, "train.test_every_epoch is True, but has no effect in rounds"),
+        ({"profile": True}, "profile is True, but has no effect in rounds"),
         ({"train.teacher": "runs/large"}, "train.teacher='runs/large' is not possible in rounds"),
         ({"model.lanes": "resnet:w1*2", "model.norm_group": 50}, "a worker's part of a batch has 25"),
     ],

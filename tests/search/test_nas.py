@@ -83,6 +83,10 @@ def test_configs_that_cannot_be_used():
         setup.read_config({**values, "search": {**values["search"], "num_models": 2.5}})
     with pytest.raises(InputError, match=r"no field search.surprise"):
         setup.read_config({**values, "search": {**values["search"], "surprise": 1}})
+    for field, value in (("train.score_test", False), ("train.rounds.steps", 5), ("init_from", "digits")):
+        changed = RunConfig.from_dict(values).replace({field: value}).to_dict()
+        with pytest.raises(InputError, match=f"{field} is {value!r}, but "):
+            setup.read_config({**changed, "search": values["search"]})
 
 
 def test_settings_that_some_lanes_cannot_be_trained_with_are_refused_at_once():

@@ -114,6 +114,16 @@ def test_lanes_are_drawn_uniformly_among_those_that_fit():
     assert sum((counts[lane] - expected) ** 2 / expected for lane in fitting) < 2.5 * len(fitting)
 
 
+def test_crowding_stays_constant_beyond_what_was_measured():
+    bucket = dataclasses.replace(make_bucket(math.inf), crowding=0.5, crowded_lanes=(0.5, 4.0))
+    one, four, nine = (bucket.load([0] * count) / (LOADS[0] * count) for count in (1, 4, 9))
+    assert (one, four, nine) == pytest.approx((1.0, 2.0, 2.0))
+    light = min(range(len(MENU)), key=LOADS.__getitem__)
+    room = dataclasses.replace(bucket, limit=2 * LOADS[light] * 10)  # for ten of these
+    assert room.draw(9, *room.room([light] * 9), random.Random(0)) is not None
+    assert room.draw(10, *room.room([light] * 10), random.Random(0)) is None
+
+
 def test_memory_decides_where_it_is_scarcer():
     bucket = make_bucket(1e9, memory=14.0)
     rng = random.Random(0)

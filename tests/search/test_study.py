@@ -38,6 +38,15 @@ def test_all_models_and_the_baseline_are_trained_once_and_a_second_run_trains_no
     assert models_lib.best(models) == max(models[1:], key=lambda model: model.accuracies[-1])
 
 
+def test_models_that_are_no_longer_wanted_leave_the_queue_until_they_are_wanted_again(tmp_path):
+    queued = make_study(tmp_path)
+    queued.enqueue()
+    fewer = make_study(tmp_path, num_models=2)
+    assert [model.index for model in run(fewer)] == [-1, 0, 1]
+    assert fewer.progress() == "2 of 2 models have ended, 0 in training, 0 waiting"
+    assert [model.index for model in run(make_study(tmp_path, num_models=4))] == [-1, 0, 1, 2, 3]
+
+
 def test_random_mixes_depend_on_the_seed_alone(tmp_path):
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:

@@ -1,6 +1,7 @@
 """Trials train as runs do, share compiled programs, and score on validation images."""
 
 import collections
+import dataclasses
 import math
 
 import jax
@@ -100,6 +101,13 @@ def test_groups_that_were_compiled_once_are_used_again():
     first, again = (list(trainer.evaluate("mlcn2:w1*3,mlcn1:w1"))[-1] for _ in range(2))
     assert set(trainer._programs) == before
     assert first.accuracy == again.accuracy
+
+
+def test_residual_lanes_of_small_images_have_a_start():
+    trainer = trials.Trainer(make_config(), num_epochs=1, num_repeats=1, num_images=300)
+    spec = dataclasses.replace(trainer.spec("resnet:w1*2"), image_shape=(12, 12, 1))
+    trainer.train = dataclasses.replace(trainer.train, images=trainer.train.images[:, 6:18, 6:18])
+    assert trainer._start_state(spec, 0).params["decoder"]["hidden1"]["kernel"].shape == (2 * 10, 16)
 
 
 @pytest.mark.long

@@ -83,8 +83,10 @@ def test_the_best_of_each_lane_is_kept_and_a_damaged_one_makes_room_for_the_next
     assert (again.num_ranked_lanes, again.best_step(), again.best_step(0), again.best_step(1)) == (2, 2, 1, 2)
     for path in data_files(tmp_path / "1" / "params"):
         path.unlink()
-    assert [again.restore(LIKE, best=True, lane=lane)[1]["step"] for lane in (0, 1)] == [2, 2]
-    again.close()
+    reader = Checkpoints(tmp_path, read_only=True)  # leaves the damaged one where it is
+    for checkpoints in (reader, again):
+        assert [checkpoints.restore(LIKE, best=True, lane=lane)[1]["step"] for lane in (0, 1)] == [2, 2]
+        checkpoints.close()
 
 
 def test_without_a_ranking_the_newest_is_the_best(tmp_path):

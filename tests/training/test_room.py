@@ -49,6 +49,15 @@ def test_more_than_the_memory_of_a_machine_is_warned_of(monkeypatch, caplog):
     assert re.search(ADVICE, caplog.text)
 
 
+@pytest.mark.parametrize(("container_gib", "expected"), [(8, 8), (400, 16)])
+def test_cores_share_the_memory_of_a_machine_but_not_the_limit_of_a_container(monkeypatch, container_gib, expected):
+    for name, value in (("_physical_memory_bytes", 512), ("machine_memory_bytes", container_gib)):
+        monkeypatch.setattr(host, name, lambda value=value: value * 2**30)
+    monkeypatch.setattr(host, "num_cores", lambda: 2)
+    monkeypatch.setattr(host.os, "cpu_count", lambda: 64)
+    assert host.usable_memory_bytes() == expected * 2**30
+
+
 @pytest.fixture
 def undone(monkeypatch):
     """Undoes what `launch` sets."""
@@ -58,9 +67,10 @@ def undone(monkeypatch):
     monkeypatch.setattr(ours, "handlers", [])
 
 
-def test_memory_that_runs_out_is_advised_on(capsys, undone):
+@pytest.mark.parametrize("error", [RuntimeError("RESOURCE_EXHAUSTED: out of memory"), MemoryError("4 GiB")])
+def test_memory_that_runs_out_is_advised_on(capsys, undone, error):
     def command():
-        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory while trying to allocate 4 GiB")
+        raise error
 
     with pytest.raises(SystemExit) as ended:
         launch(command)

@@ -128,6 +128,17 @@ def test_points_are_sorted_and_the_best_is_named():
     assert "best" not in sweep.report(GRID[:1])  # which failed
 
 
+def test_points_without_the_score_that_ranks_the_others_come_after_them():
+    """Fields that decide whether images are held out or the test set is scored can be swept too."""
+    unscored = {name: value for name, value in point("1", "0", 0.5).items() if name != "test_accuracy"}
+    held_out = point("2", "0", 0.6, validation_accuracy=0.7)
+    text = sweep.report([unscored, point("3", "0", 0.9), held_out])
+    assert [line.split(" | ")[0] for line in text.splitlines()[2:5]] == ["| 2", "| 1", "| 3"]
+    assert "best: train.learning_rate=2 train.seed=0, validation accuracy 70.00%" in text
+    assert "best" not in sweep.report([unscored])
+    assert sweep.over_seeds([unscored])[0]["mean"] is None
+
+
 def test_mean_and_spread_over_seeds():
     assert sweep.over_seeds(GRID)[1] == {
         "train.learning_rate": "2",

@@ -20,6 +20,7 @@ from mlcn_jax.analysis import evaluate_workdir
 from mlcn_jax.config import read_stored
 from mlcn_jax.data import datasets
 from mlcn_jax.errors import Diverged, InputError, Stopped
+from mlcn_jax.files import read_json
 from mlcn_jax.nn import conv, model
 from mlcn_jax.training import loop, mesh_runner
 from mlcn_jax.training.checkpoint import Checkpoints
@@ -219,6 +220,27 @@ def test_another_model_in_the_same_workdir_is_refused(tiny, finished, copied, mo
         loop.train(tiny.replace({"model.lanes": "mlcn2:w1"}), copied)
     assert_same_bits(params_of(finished), params_of(copied))
     assert read_stored(copied).model["lanes"] == "mlcn1:w1*2"
+
+
+def test_a_signal_on_the_way_past_a_finished_run_is_heard(finished, tiny, monkeypatch):
+    monkeypatch.setattr(loop.StopSignals, "requested", "SIGTERM")
+    with pytest.raises(Stopped, match="after the end of"):
+        loop.train(tiny, finished)
+
+
+def test_a_run_that_goes_on_is_not_finished_any_more(finished, tiny, tmp_path, monkeypatch):
+    workdir = shutil.copytree(finished, tmp_path / "run")
+    monkeypatch.setattr(loop.StopSignals, "requested", "SIGTERM")
+    with pytest.raises(Stopped, match="before step 21"):
+        loop.train(tiny.replace({"train.num_steps": 21}), workdir)
+    assert not (workdir / "summary.json").exists()
+
+
+def test_the_test_set_can_be_scored_later(finished, tiny, tmp_path):
+    workdir, config = shutil.copytree(finished, tmp_path / "run"), tiny.replace({"train.score_test": False})
+    (workdir / "summary.json").unlink()
+    assert "test_accuracy" not in loop.train(config, workdir)
+    assert loop.train(tiny, workdir)["test_accuracy"] == read_json(finished / "summary.json")["test_accuracy"]
 
 
 @pytest.mark.long
