@@ -7,7 +7,6 @@ refine the answer. Tiers work side by side: each device has one task at a time, 
 import asyncio
 import dataclasses
 import math
-import secrets
 import time
 from collections.abc import Callable, Sequence
 
@@ -137,14 +136,14 @@ class _Run:
         (await client.get(device.url + "/health")).raise_for_status()
 
     async def _post(self, client: httpx.AsyncClient, device: Device, number: int) -> None:
-        tier, nonce = device.tier, secrets.token_hex(8)
-        images = self.tasks[number]
-        body = wire.pack_request(tier.policy.digest, nonce, images)
+        tier, images = device.tier, self.tasks[number]
+        body = wire.pack_request(tier.policy.digest, images)
         response = await client.post(device.url + PATH, content=body)
         response.raise_for_status()
         shape = len(images), len(tier.class_names)
         weight = tier.policy.tier(tier.name).weight
-        found = wire.unpack_answer(response.content, tier.policy.digest, tier.name, nonce, shape, weight)
+        asked = wire.digest_of(body)
+        found = wire.unpack_answer(response.content, tier.policy.digest, tier.name, asked, shape, weight)
         if tier.name not in self.parts[number]:
             self.parts[number][tier.name] = found
             if len(self.parts[number]) == self.stages:

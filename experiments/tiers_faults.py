@@ -7,7 +7,6 @@ import datetime
 import http.server
 import io
 import ipaddress
-import json
 import random
 import signal
 import threading
@@ -113,13 +112,13 @@ class FalseNode:
         digest, classes, stranger = policy.digest, len(policy.class_names), Ed25519PrivateKey.generate()
         numbers = np.full((1, classes), 0.01, np.float32)
         self.kinds: dict[str, Callable[[str], tuple[int, bytes]]] = {
-            "not finite": lambda nonce: (200, wire.pack_answer(digest, tier, nonce, numbers * np.nan, sign)),
-            "of another model": lambda nonce: (200, wire.pack_answer("0" * 32, tier, nonce, numbers, sign)),
-            "signed by nobody known": lambda nonce: (
+            "not finite": lambda asked: (200, wire.pack_answer(digest, tier, asked, numbers * np.nan, sign)),
+            "of another model": lambda asked: (200, wire.pack_answer("0" * 32, tier, asked, numbers, sign)),
+            "signed by nobody known": lambda asked: (
                 200,
-                wire.pack_answer(digest, tier, nonce, numbers, stranger.sign),
+                wire.pack_answer(digest, tier, asked, numbers, stranger.sign),
             ),
-            "a full queue": lambda nonce: (429, b"full"),
+            "a full queue": lambda asked: (429, b"full"),
         }
         self.kind, false = "not finite", self
 
@@ -127,8 +126,8 @@ class FalseNode:
             protocol_version = "HTTP/1.1"
 
             def do_POST(self):
-                head = self.rfile.read(int(self.headers["Content-Length"])).partition(b"\n")[0]
-                self._answer(*false.kinds[false.kind](json.loads(head)["nonce"]))
+                asked = wire.digest_of(self.rfile.read(int(self.headers["Content-Length"])))
+                self._answer(*false.kinds[false.kind](asked))
 
             def do_GET(self):
                 self._answer(200, b"{}")

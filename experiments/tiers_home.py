@@ -26,8 +26,6 @@ from mlcn_jax.launch import launch_script
 from mlcn_jax.tiers import wire
 from mlcn_jax.tiers.artifact import TierArtifact
 
-NONCE = "0" * 16  # of all its requests
-
 
 @contextlib.contextmanager
 def home(artifact: Path, tier: str, images: np.ndarray, cores: float) -> Iterator[Callable[[], dict[str, Any]]]:
@@ -76,7 +74,7 @@ def main(values: flags.FlagValues) -> None:
         started = time.perf_counter()
         rows = artifact.home(values.tier, images)
         computed = time.perf_counter()
-        body = wire.pack_request(artifact.policy.digest, NONCE, rows)
+        body = wire.pack_request(artifact.policy.digest, rows)
         packed = time.perf_counter()
         Path(values.body).write_bytes(body)
         told = {"compute_seconds": computed - started, "pack_seconds": packed - computed, "bytes": len(body)}

@@ -140,7 +140,7 @@ def as_sent(values: Float[np.ndarray, "n size"], bits: int, noise: float, seed: 
         values = values + noise * values.std() * np.random.default_rng(seed).standard_normal(values.shape, np.float32)
     parts = [values[i : i + _BATCH] for i in range(0, len(values), _BATCH)]
     size = values.shape[1:]
-    bodies = [wire.pack_request("", "", part, bits) for part in parts]
+    bodies = [wire.pack_request("", part, bits) for part in parts]
     return np.concatenate([wire.unpack_request(body, "", size, np.dtype("f4"), _BATCH)[1] for body in bodies])
 
 

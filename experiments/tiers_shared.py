@@ -19,7 +19,6 @@ run that was split, so that its validation images are the same. For mlcn2:w1*4 s
         --own_models=end=runs/own_end,edge=runs/own_edge,cloud=runs/own_cloud
 """
 
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -147,10 +146,10 @@ def asking(client: httpx.Client, node: RunningNode, tier: TierArtifact) -> Calla
     digest, classes, most = tier.policy.digest, len(tier.class_names), tier.policy.tier(tier.name).weight
 
     def ask(image: np.ndarray) -> np.ndarray:
-        nonce = secrets.token_hex(8)
-        response = client.post(node.url + PATH, content=wire.pack_request(digest, nonce, image[None]))
+        body = wire.pack_request(digest, image[None])
+        response = client.post(node.url + PATH, content=body)
         content = response.raise_for_status().content
-        return wire.unpack_answer(content, digest, tier.name, nonce, (1, classes), most)
+        return wire.unpack_answer(content, digest, tier.name, wire.digest_of(body), (1, classes), most)
 
     return ask
 

@@ -33,7 +33,7 @@ from absl import flags
 from experiments import RESULTS
 from experiments.tiers_bed import CORES, NodePlan, RunningNode, bed, until_idle
 from experiments.tiers_dispatch import MODES, Device, Failures, Outcome, dispatch
-from experiments.tiers_home import NONCE, home
+from experiments.tiers_home import home
 from experiments.tiers_relay import checked
 from experiments.tiers_tables_report import write_report
 from mlcn_jax import host
@@ -291,7 +291,8 @@ class Tables:
                 away = time.perf_counter() - started
                 shape = self.scale.images, len(edge.class_names)
                 weight = edge.policy.tier("edge").weight
-                wire.unpack_answer(response.content, edge.policy.digest, "edge", NONCE, shape, weight)
+                asked = wire.digest_of(told["body"])
+                wire.unpack_answer(response.content, edge.policy.digest, "edge", asked, shape, weight)
                 found.append((told["compute_seconds"] + told["pack_seconds"], away, told["bytes"]))
         at, away, sizes = zip(*found[1:], strict=True)
         return {

@@ -135,7 +135,8 @@ def set_up_jax(least_seconds: float = 1.0) -> Path | None:
 
 def cache_folder() -> Path:
     """The folder for files that can be recreated: the variable `MLCN_JAX_CACHE`, else `~/.cache/mlcn_jax`."""
-    return Path(os.environ.get("MLCN_JAX_CACHE", Path.home() / ".cache" / "mlcn_jax"))
+    given = os.environ.get("MLCN_JAX_CACHE")
+    return Path(given) if given else Path.home() / ".cache" / "mlcn_jax"
 
 
 def sha256_of(path: Path) -> str:

@@ -154,9 +154,11 @@ class Artifact(Classifier):
             self._probability_power = int(description.get("probability_power", 1))
             self.step, self.exported = self.manifest["step"], self.manifest["date"]
             functions = [Function(**function) for function in self.manifest["functions"]]
-            weights = jax.device_put(read_weights(folder / WEIGHTS))
-        except InputError:
+            weights = read_weights(folder / WEIGHTS)
+        except (InputError, MemoryError):
             raise
+        except OSError as error:
+            raise InputError(f"{folder} cannot be read ({error.strerror or error}): make it readable") from error
         except Exception as error:  # the files match the manifest, but their content cannot be read
             raise InputError(f"{folder} cannot be read ({error!r}): export the model again") from error
         if "tier" in description:
@@ -169,14 +171,16 @@ class Artifact(Classifier):
             raise InputError(f"runtime {runtime!r} is unknown: use {', '.join(RUNTIMES)}")
         mixed = self.manifest["format"] == MIXED_FORMAT
         in_xla = functions or not mixed  # the lanes may all be for ONNX Runtime
-        programs = load_functions(folder, functions, weights, row, self.manifest) if in_xla else []
+        programs = load_functions(folder, functions, jax.device_put(weights), row, self.manifest) if in_xla else []
         if mixed:
             if runtime != "auto" and (runtime != XLA or self.manifest["onnx"]):
                 raise InputError(f"{folder} has a runtime per lane: runtime {runtime!r} cannot be chosen, use auto")
             lanes = parts.open_lanes(folder, self.manifest["onnx"])
+            check_unchanged(folder, self.manifest)
             self._compute = functools.partial(apply_in_batches, parts.square_roots(parts.added_up(programs, lanes)))
             self._runtime = PER_LANE
             return
+        check_unchanged(folder, self.manifest)
         self._compute = functools.partial(apply_in_batches, programs)
         converted = folder.resolve().parent / CONVERTED
         required = runtime == ONNX
@@ -242,6 +246,8 @@ def _load(path: Path, function: Function, weights: dict[str, jax.Array], row: ja
         jax.eval_shape(call, weights, jax.ShapeDtypeStruct((function.min_batch, *row.shape), row.dtype))
     except ImportError as error:
         raise InputError("reading an exported model needs flatbuffers: pip install flatbuffers") from error
+    except (OSError, MemoryError):
+        raise
     except Exception as error:  # the type that jax raises here differs between its versions
         reason = (str(error).splitlines() or [repr(error)])[0][:200]
         raise InputError(
@@ -299,6 +305,12 @@ def verified_manifest(folder: Path) -> dict[str, Any]:
         if file.stat().st_size != known["bytes"] or host.sha256_of(file) != known["sha256"]:
             raise InputError(f"{damaged} ({name} was altered or truncated): {remedy}")
     return manifest
+
+
+def check_unchanged(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raises InputError if an artifact was replaced while its files were read."""
+    if json.loads((folder / MANIFEST).read_text())["sha256"] != manifest["sha256"]:
+        raise InputError(f"{folder} was replaced while it was read: run the same command again")
 
 
 def read_weights(path: Path) -> dict[str, np.ndarray]:

@@ -161,6 +161,10 @@ class BatchService:
                 f"--deadline_seconds={deadline:g}: give a longer deadline, or a smaller model"
             )
 
+    async def try_out(self) -> None:
+        """Computes one row; raises what a request would meet."""
+        await self.rows([self._row])
+
     @contextlib.asynccontextmanager
     async def running(self, app: Any):
         """Answers requests while the context is open."""
@@ -264,6 +268,9 @@ def application(service: BatchService) -> ASGIApp:
     """The ASGI application of all paths of a service."""
 
     async def health(request: Request) -> Response:
+        if service.batcher.failed:  # whoever asks may send no request by which it could recover
+            with contextlib.suppress(Exception):
+                await service.try_out()
         failed = service.batcher.failed
         return JSONResponse({"status": "failing" if failed else "ready"}, 503 if failed else 200)
 
@@ -273,7 +280,7 @@ def application(service: BatchService) -> ASGIApp:
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         detail = error.detail
-        if error.status_code == 404:
+        if error.status_code == 404 and detail == "Not Found":  # no path matches
             known = [f"{'POST' if 'POST' in (r.methods or ()) else 'GET'} {r.path}" for r in routes]
             detail = f"there is nothing at this path; the paths are {', '.join(known)}"
         if error.status_code == 405:

@@ -25,9 +25,15 @@ def export(workdir: Path, data_dir: str = "", folder: Path | None = None) -> Pat
     """
     versions = onnx.versions()
     model = onnx.read_export(workdir, data_dir)
+    test = model.data.load().test.images[: max(BATCHES)]
+    if test.shape[1:] != tuple(model.spec.image_shape):
+        raise InputError(
+            f"the model takes images of shape {tuple(model.spec.image_shape)}, but these have {test.shape[1:]}: give a "
+            "--data_dir with images like those that it was trained on"
+        )
     images = {
         "random": np.random.default_rng(0).integers(0, 256, (max(BATCHES), *model.spec.image_shape), np.uint8),
-        "test": model.data.load().test.images[: max(BATCHES)],
+        "test": test,
     }
     converted = onnx.convert(model)
     path = (folder or workdir / "onnx") / "model.onnx"

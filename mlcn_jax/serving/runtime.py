@@ -148,7 +148,7 @@ def choose(
         return xla
     if required:
         image = _noise(1, image_shape)
-        if (differs := difference(own(image), xla(image))) > TOLERANCE:
+        if not (differs := difference(own(image), xla(image))) <= TOLERANCE:  # nor if it is NaN
             raise InputError(
                 f"runtime {ONNX} cannot be used: on this machine its lengths differ from those of {XLA} by "
                 f"{differs:.2g}, {TOLERANCE:g} is allowed; use runtime {XLA}, or another version of onnxruntime"
@@ -181,12 +181,14 @@ def _problem(path: Path, manifest: Mapping[str, Any]) -> str:
     if not path.is_file():
         return f"{path} is missing: {again}"
     try:
-        known = _description(path)
+        known, digest = _description(path), host.sha256_of(path)
+        if not isinstance(known, dict):
+            raise ValueError("its .json holds no object")
     except (OSError, ValueError) as error:
-        return f"{path.with_suffix('.json')} cannot be read ({error}): {again} again"
+        return f"{path} cannot be read ({error}): {again} again"
     if known.get("export") != manifest["sha256"]:
         return f"{path} was converted from another export: {again} again"
-    if known.get("sha256") != host.sha256_of(path):
+    if known.get("sha256") != digest:
         return f"{path} was altered or truncated: {again} again"
     if importlib.util.find_spec("onnxruntime") is None:
         return "onnxruntime is not installed: pip install 'mlcn_jax[onnxruntime]'"

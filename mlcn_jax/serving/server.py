@@ -39,7 +39,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import EXIT_INPUT
+from mlcn_jax.launch import EXIT_INPUT, keep_memory
 from mlcn_jax.serving.predict import MODEL_HELP, RUNTIME_HELP, open_model
 
 if TYPE_CHECKING:
@@ -112,9 +112,10 @@ def _complete(service: "BatchService", config: Any) -> None:
 
 
 def _complete_worker(arguments: argparse.Namespace, limits: "Limits", config: Any) -> None:
+    keep_memory()  # which a process that is started anew does not inherit
     try:
         _complete(_warm_service(arguments, limits), config)
-    except InputError as error:
+    except (InputError, OSError, MemoryError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_INPUT)
 

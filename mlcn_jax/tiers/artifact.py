@@ -21,6 +21,7 @@ from mlcn_jax.serving.artifact import (
     WEIGHTS,
     Function,
     apply_in_batches,
+    check_unchanged,
     load_functions,
     read_weights,
     verified_manifest,
@@ -71,8 +72,10 @@ class TierArtifact:
             self.step, self.exported = manifest["step"], manifest["date"]
             functions = [Function(**function) for function in manifest["functions"]]
             weights = read_weights(folder / WEIGHTS)
-        except InputError:
+        except (InputError, MemoryError):
             raise
+        except OSError as error:
+            raise InputError(f"{folder} cannot be read ({error.strerror or error}): make it readable") from error
         except Exception as error:  # the files match the manifest, but their content cannot be read
             raise InputError(f"{folder} cannot be read ({error!r}): split the model again") from error
         if self.name not in self.policy.names or self.policy.tier(self.name).lanes != self.lanes:
@@ -93,6 +96,7 @@ class TierArtifact:
             self.runtime = PER_LANE
         image = jax.ShapeDtypeStruct(self.image_shape, jnp.uint8)
         self._home = {tier: load(HOME + tier, image) for tier in homes}
+        check_unchanged(folder, manifest)
 
     def part(self, rows: np.ndarray) -> np.ndarray:
         """What this tier's lanes add to the squared length of each class capsule, float32 [n, classes].

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import math
-import secrets
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -273,12 +272,11 @@ class TierClient:
         return min(able, key=worth)
 
     async def _ask(self, node: Node, rows: np.ndarray, bits: int, deadline: float, probe: object | None) -> np.ndarray:
-        nonce = secrets.token_hex(8)
         times, started = node.times(len(rows)), time.monotonic()
         if rows.nbytes > _QUICK_BYTES:
-            body = await asyncio.to_thread(wire.pack_request, self._digest, nonce, rows, bits)
+            body = await asyncio.to_thread(wire.pack_request, self._digest, rows, bits)
         else:
-            body = wire.pack_request(self._digest, nonce, rows, bits)
+            body = wire.pack_request(self._digest, rows, bits)
         sent = time.monotonic()  # nearly: a node is not to blame for what packing took
         left = deadline - sent
         patience = times.timeout
@@ -287,12 +285,13 @@ class TierClient:
             async with asyncio.timeout(min(left, patience)):
                 try:
                     status, content = await self._post(node, body, len(rows))
-                except Unanswered:  # e.g. on a stale connection; the nonce can be reused, as it has bound no answer yet
+                except Unanswered:  # e.g. on a stale connection; the same request, so that both have the same answer
                     status, content = await self._post(node, body, len(rows))
             self.traffic.received += len(content)
             if status != 200:
                 raise wire.Refused(f"status {status}: {content[:300].decode(errors='replace')}")
-            sums = wire.unpack_answer(content, self._digest, self.name, nonce, shape, self._weight, self._is_signed)
+            asked = wire.digest_of(body)
+            sums = wire.unpack_answer(content, self._digest, self.name, asked, shape, self._weight, self._is_signed)
         except TimeoutError as error:
             if patience <= left:
                 times.timed_out()

@@ -42,7 +42,7 @@ class NodeService(BatchService):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.check_room()
         try:
-            (nonce, rows), _ = await self.receive(
+            (asked, rows), _ = await self.receive(
                 dict(scope["headers"]), receive, self._read, lambda body: len(body) <= SMALL_BYTES
             )
             sums = np.stack(await self.rows(list(rows), scope.get(IS_GONE, lambda: False)))
@@ -52,7 +52,7 @@ class NodeService(BatchService):
             raise HTTPException(422, str(error)) from error
         except wire.Refused as error:
             raise HTTPException(400, str(error)) from error
-        body = wire.pack_answer(self._digest, self.artifact.name, nonce, sums, self._sign)
+        body = wire.pack_answer(self._digest, self.artifact.name, asked, sums, self._sign)
         await Response(body, media_type="application/octet-stream")(scope, receive, send)
 
     def _read(self, body: bytes) -> tuple[str, np.ndarray]:

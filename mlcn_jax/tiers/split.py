@@ -73,6 +73,8 @@ def split(
     """
     if precision is not None and cut != PIXELS:
         raise InputError(f"--cut={cut} splits lanes, but those of --precision stay whole: give --cut={PIXELS}")
+    if out and Path(out).name != out:
+        raise InputError(f"--out={out} must be the name of a folder, which is made in {workdir}")
     signing = None if key is None else signatures.private_key(key)
     config = stored_config(workdir, data_dir)
     trained, dataset = load_with_data(workdir, config)

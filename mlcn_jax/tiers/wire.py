@@ -1,11 +1,14 @@
 """The messages between a gateway and a node: a line of JSON, then numbers.
 
 A request holds one row per image, pixels in uint8 or the values of a cut in 2 to 32 bits, compressed if that makes it
-smaller. An answer holds K float32 numbers per image. A nonce binds an answer, and its signature, to its request.
+smaller. An answer holds K float32 numbers per image. An answer, and its signature, are bound to their request by
+the digest of its body, in which a nonce makes it unlike any other.
 """
 
+import hashlib
 import json
 import math
+import secrets
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,13 +43,13 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 class _Answer(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     policy: str
     tier: str
-    nonce: str
+    request: str
     signature: str = ""
 
 
-def pack_request(policy: str, nonce: str, rows: np.ndarray, bits: int = 32) -> bytes:
+def pack_request(policy: str, rows: np.ndarray, bits: int = 32) -> bytes:
     """The body of a request for rows, [n, ...], in uint8 or float32; float32 values are sent with `bits` bits each."""
-    head = _Request(policy, nonce, len(rows))
+    head = _Request(policy, secrets.token_hex(8), len(rows))
     if rows.dtype == np.uint8:
         payload = rows.tobytes()
     else:
@@ -61,7 +64,7 @@ def pack_request(policy: str, nonce: str, rows: np.ndarray, bits: int = 32) -> b
 def unpack_request(
     body: bytes, policy: str, shape: Sequence[int], dtype: np.dtype, most: int
 ) -> tuple[str, np.ndarray]:
-    """The nonce and the rows of a request.
+    """The digest and the rows of a request.
 
     Args:
       body: the body of the request.
@@ -99,27 +102,32 @@ def unpack_request(
     rows = raw if of_pixels else _restored(raw, head.bits, head.ranges, size)
     if not np.isfinite(rows).all():
         raise Unfit("the values are not all finite")
-    return head.nonce, rows.reshape(head.count, *shape)
+    return digest_of(body), rows.reshape(head.count, *shape)
+
+
+def digest_of(body: bytes) -> str:
+    """What names a request in its answer: the SHA-256 of its body."""
+    return hashlib.sha256(body).hexdigest()
 
 
 def pack_answer(
     policy: str,
     tier: str,
-    nonce: str,
+    request: str,
     sums: Float[np.ndarray, "n classes"],
     sign: Callable[[bytes], bytes] | None = None,
 ) -> bytes:
-    """The body of an answer; `sign` signs its content."""
+    """The body of an answer to the request of a digest; `sign` signs its content."""
     payload = np.ascontiguousarray(sums, "<f4").tobytes()
-    signature = sign(_signed_content(policy, tier, nonce, payload)).hex() if sign else ""
-    return msgspec.json.encode(_Answer(policy, tier, nonce, signature)) + b"\n" + payload
+    signature = sign(_signed_content(policy, tier, request, payload)).hex() if sign else ""
+    return msgspec.json.encode(_Answer(policy, tier, request, signature)) + b"\n" + payload
 
 
 def unpack_answer(
     body: bytes,
     policy: str,
     tier: str,
-    nonce: str,
+    request: str,
     shape: tuple[int, int],
     most: float,
     is_signed: Callable[[bytes, bytes], bool] | None = None,
@@ -128,7 +136,7 @@ def unpack_answer(
 
     Args:
       body: the body.
-      policy, tier, nonce: what the answer must have been made for.
+      policy, tier, request: what the answer must have been made for, the request by its digest.
       shape: numbers of images and classes.
       most: largest possible value.
       is_signed: says whether a signature of some content is trusted; None accepts unsigned answers.
@@ -139,9 +147,9 @@ def unpack_answer(
     head, payload = _split(body, _Answer, MOST_HEAD_BYTES)
     if (head.policy, head.tier) != (policy, tier):
         raise Refused(f"the answer is from tier {head.tier[:32]!r} of another model or split, {head.policy[:32]!r}")
-    if head.nonce != nonce:
+    if head.request != request:
         raise Refused("the answer belongs to another request")
-    if is_signed and not is_signed(_signed_content(policy, tier, nonce, payload), _from_hex(head.signature)):
+    if is_signed and not is_signed(_signed_content(policy, tier, request, payload), _from_hex(head.signature)):
         raise Refused("the answer is not signed by a trusted node")
     if len(payload) != 4 * math.prod(shape):
         raise Refused(f"the answer has {len(payload)} bytes of numbers, not {4 * math.prod(shape)}")
@@ -151,8 +159,8 @@ def unpack_answer(
     return sums
 
 
-def _signed_content(policy: str, tier: str, nonce: str, payload: bytes) -> bytes:
-    return json.dumps(["mlcn_jax tier answer", policy, tier, nonce]).encode() + b"\n" + payload
+def _signed_content(policy: str, tier: str, request: str, payload: bytes) -> bytes:
+    return json.dumps(["mlcn_jax tier answer", policy, tier, request]).encode() + b"\n" + payload
 
 
 def _from_hex(text: str) -> bytes:

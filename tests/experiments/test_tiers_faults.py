@@ -45,7 +45,7 @@ def test_what_a_false_node_says_is_wrong_in_one_thing_only(kind, said, tier):
     key = Ed25519PrivateKey.generate()
     false = tiers_faults.FalseNode(policy(), tier, key.sign)
     false.kind = kind
-    body = wire.pack_request(policy().digest, "n", np.zeros((1, 4, 4, 1), np.uint8))
+    body = wire.pack_request(policy().digest, np.zeros((1, 4, 4, 1), np.uint8))
     status, content = asked(false.address, body)
     false.server.shutdown()
     false.server.server_close()
@@ -57,7 +57,7 @@ def test_what_a_false_node_says_is_wrong_in_one_thing_only(kind, said, tier):
         return signatures.is_signed(signed, signature, [key.public_key()])
 
     with pytest.raises(wire.Refused, match=said):
-        wire.unpack_answer(content, policy().digest, tier, "n", (1, 3), 1.0, is_signed)
+        wire.unpack_answer(content, policy().digest, tier, wire.digest_of(body), (1, 3), 1.0, is_signed)
 
 
 @pytest.fixture

@@ -291,6 +291,24 @@ def test_damage_that_the_manifest_agrees_with_is_one_error(copied, name, content
         artifact.Artifact(copied)
 
 
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), MemoryError("2 GiB")])
+def test_what_does_not_show_damage_is_not_taken_for_it(copied, monkeypatch, error):
+    def fail(path):
+        raise error
+
+    monkeypatch.setattr(artifact, "read_weights", fail)
+    expected, said = (MemoryError, "2 GiB") if isinstance(error, MemoryError) else (InputError, "make it readable")
+    with pytest.raises(expected, match=said):
+        artifact.Artifact(copied)
+
+
+def test_an_export_that_is_replaced_while_it_is_read_is_refused(copied, monkeypatch):
+    read = artifact.read_weights
+    monkeypatch.setattr(artifact, "read_weights", lambda path: (rewrite(copied, step=7), read(path))[1])
+    with pytest.raises(InputError, match="was replaced while it was read: run the same command again"):
+        artifact.Artifact(copied)
+
+
 def test_newer_versions_other_platforms_and_other_folders_are_named(copied, tmp_path):
     rewrite(copied, format=3)
     with pytest.raises(InputError, match="format 3, from a newer mlcn_jax"):

@@ -177,6 +177,16 @@ def test_a_model_that_computes_something_else_does_not_land(copied, monkeypatch)
     assert path.read_bytes() == before
 
 
+def test_images_of_another_shape_are_refused_before_the_conversion(copied, monkeypatch):
+    wide = np.zeros((40, 24, 24, 3), np.uint8)
+    data = SimpleNamespace(load=lambda: SimpleNamespace(test=SimpleNamespace(images=wide)))
+    model = SimpleNamespace(spec=SimpleNamespace(image_shape=(24, 24, 1)), data=data)
+    monkeypatch.setattr(onnx, "versions", dict)
+    monkeypatch.setattr(onnx, "read_export", lambda *args: model)
+    with pytest.raises(InputError, match=r"takes images of shape \(24, 24, 1\), but these have \(24, 24, 3\)"):
+        script.export(copied)
+
+
 @installed
 def test_where_nothing_can_be_written_is_named(copied):
     (copied / "onnx").write_text("a file")

@@ -297,7 +297,11 @@ def test_tiers_can_be_stopped_from_the_page_where_that_is_allowed(thorough, imag
             assert wires["edge"].asked == 0
             assert not (await send("/tiers/edge", content=b"false")).json()[1]["stopped"]
             assert (await lines_of(client, images[0]))[-1]["lanes"] == [0, 1, 2]
-            assert (await send("/tiers/none", content=b"true")).status_code == 404
+            unknown = await send("/tiers/none", content=b"true")
+            assert (unknown.status_code, unknown.json()["error"]) == (
+                404,
+                "there is no tier 'none'; there are edge, cloud",
+            )
             assert (await client.post("/tiers/edge", content=b"true")).status_code == 400, (
                 "not from another page's form"
             )

@@ -178,6 +178,11 @@ def test_tiers_that_make_no_sense_are_named(per_lane, tmp_path, given, said):
         split.split(per_lane, tmp_path / "tiers.json")
 
 
+def test_a_path_as_the_name_of_the_folder_is_refused_at_once(per_lane, tmp_path):
+    with pytest.raises(InputError, match=r"--out=new/tiers must be the name of a folder"):
+        split.split(per_lane, tmp_path / "tiers.json", out="new/tiers")
+
+
 SPEC = ModelSpec("mlcn", (28, 28, 1), 10, lanes="mlcn1:w2,mlcn1:w1*3", margin_loss="per_lane")
 
 

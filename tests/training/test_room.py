@@ -58,6 +58,15 @@ def test_cores_share_the_memory_of_a_machine_but_not_the_limit_of_a_container(mo
     assert host.usable_memory_bytes() == expected * 2**30
 
 
+def test_the_cache_can_be_named_where_there_is_no_home(monkeypatch, tmp_path):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(host.Path, "home", homeless)
+    monkeypatch.setenv("MLCN_JAX_CACHE", str(tmp_path))
+    assert host.cache_folder() == tmp_path
+
+
 @pytest.fixture
 def undone(monkeypatch):
     """Undoes what `launch` sets."""
