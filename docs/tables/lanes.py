@@ -254,7 +254,8 @@ def lanes_apart_tables(result: Mapping[str, Any]) -> str:
             for count in counts
             if (same := [point for point in one["single"] if point["lanes"] == count])
         }
-        curves.append([f"{title}, one lane of that cost", *(at.get(count, "-") for count in counts)])
+        if at:
+            curves.append([f"{title}, one lane of that cost", *(at.get(count, "-") for count in counts)])
     compared = (
         "test accuracy in % | lanes together | pairs | joined | together"
         " | joined - together, 95 % (Welch) | within 0.3 points"
