@@ -49,7 +49,6 @@ def _squares(v: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _fit(of_label: Float[np.ndarray, "n lanes"], of_all: Float[np.ndarray, "n lanes"]) -> tuple[float, ...]:
-
     def loss(weights: np.ndarray) -> tuple[float, np.ndarray]:
         label, everything = of_label @ weights, of_all @ weights
         gradient = (of_all / everything[:, None] - of_label / label[:, None]).mean(axis=0)

@@ -16,16 +16,14 @@ def stored_config(workdir: Path, data_dir: str = "") -> RunConfig:
     return config.replace({"data.dir": data_dir}) if data_dir else config
 
 
-_COMPUTED = "parallel.exchange_dtype"  # the one such field that decides what a run computes
-
-
 def train_command(config: RunConfig, workdir: Path, placed: bool = True) -> str:
     """The command that starts or resumes training in a workdir; unless `placed`, on the devices that it finds."""
     defaults, values = (flat(c.to_dict()) for c in (RunConfig(), config))
+    fixed = config.fixed()
     changes = [
         f"--config.{name}={tuple(value) if isinstance(value, list) else value}"
         for name, value in values.items()
-        if value != defaults[name] and (placed or not name.startswith("parallel.") or name == _COMPUTED)
+        if value != defaults[name] and (placed or not name.startswith("parallel.") or name in fixed)
     ]
     command = "rounds" if config.train.rounds.steps else "train"
     return f"{program()} {shlex.join([command, '--config=default', f'--workdir={workdir}', *changes])}"
