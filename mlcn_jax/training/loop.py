@@ -94,7 +94,8 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             return finished
 
         (workdir / "summary.json").unlink(missing_ok=True)  # of a run that goes on, which is not finished any more
-        write_json(workdir / "model.json", model_facts)  # without weights that were fitted to the lanes as they were
+        if start < num_steps:  # without weights that were fitted to the lanes as they were
+            write_json(workdir / "model.json", model_facts)
         announce(session, plan.about, workdir, start, num_steps)
         options = session.step_options | teacher.options
         runner = make_runner(plan, spec, session.optimizer, clip_norm=settings.clip_norm, **options)

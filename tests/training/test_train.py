@@ -240,7 +240,10 @@ def test_the_test_set_can_be_scored_later(finished, tiny, tmp_path):
     workdir, config = shutil.copytree(finished, tmp_path / "run"), tiny.replace({"train.score_test": False})
     (workdir / "summary.json").unlink()
     assert "test_accuracy" not in loop.train(config, workdir)
+    weighted = read_json(workdir / "model.json") | {"lane_weights": [0.5, 1.5]}  # as `tiers split` fits them
+    files.write_json(workdir / "model.json", weighted)
     assert loop.train(tiny, workdir)["test_accuracy"] == read_json(finished / "summary.json")["test_accuracy"]
+    assert read_json(workdir / "model.json") == weighted, "the lanes are as they were"
 
 
 @pytest.mark.long
