@@ -43,11 +43,13 @@ from experiments.repeated_report import (
     write,
 )
 from experiments.repeated_runs import Facts, Scale, Series, asked, chosen, define_flags
+from mlcn_jax import host
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.placement.cost import forward_flops
+from mlcn_jax.training.metrics import read_rows
 from mlcn_jax.training.trained import load_trained
 
 if TYPE_CHECKING:
@@ -109,7 +111,10 @@ def define(values: flags.FlagValues) -> None:
     define_flags(values, SCALES)
     values.set_default("scale", "full")
     flags.DEFINE_list("cases", list(CASES), f"Of {', '.join(CASES)}.", flag_values=values)
-    text = "Weight and temperature of the teacher, each trained; with `plain`, it has no label smoothing."
+    text = (
+        "Weight and temperature of the teacher, each trained; with `plain`, it has no label smoothing. mlcn lanes "
+        "use no temperature."
+    )
     flags.DEFINE_list("settings", ["w0.9t4"], text, flag_values=values)
     flags.DEFINE_bool("trial", False, "Score images held out of the training images.", flag_values=values)
     for name in ("cifar", "fashion"):
@@ -154,8 +159,8 @@ def run(
             f"--settings={plain[0]} trains a teacher without label smoothing, and {next(iter(given.values()))} is a "
             f"teacher as it is: give {plain[0].removesuffix('plain')}, or no teacher"
         )
-    for folder in given.values():
-        load_trained(folder)  # refused before anything is trained
+    host.set_up_jax(least_seconds=0.1)  # before anything is loaded
+    scored = {data: _test_accuracy(folder) for data, folder in given.items()}  # refused before anything is trained
     needed = dict.fromkeys(CASES[case].data for case in cases)
     for setting in settings:
         _weight_and_temperature(setting)
@@ -166,13 +171,14 @@ def run(
     ways = (LABELS, *settings)
     runs += [{"case": case, "way": way, "seed": s} for s in range(repeats) for case in cases for way in ways]
     teachers_at = {
-        (data, kind): given.get(data, workdir / "runs" / data / kind / "seed0") for data in needed for kind in kinds
+        (data, kind): given.get(data, workdir / "runs" / data / kind / "seed0")
+        for data in _IMAGES
+        for kind in (TEACHER, PLAIN)
     }
     make_config = functools.partial(configure_run, directories, teachers_at, trial)
     name = "distilled_lanes_trial" if trial else "distilled_lanes"
     kept = kept_results(name, scale)
     series = Series(workdir, "distilled_lanes", VERSION, SCALES[scale], make_config, command, True, measure, kept)
-    scored = {data: _test_accuracy(folder) for data, folder in given.items()}
     reported = functools.partial(report, name, scored)
     return carry_out(
         series, runs, minutes, functools.partial(text, scored=scored), reported, again=teachers_needed(series, runs)
@@ -232,20 +238,21 @@ def measure(folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
     """More of a run that has ended: its lanes and their FLOPs, its epochs, and how long it trained."""
     config, spec = read_stored(folder), load_trained(folder).spec
     seconds = summary["steps"] * config.train.batch_size / summary["images_per_second"]
+    about = {"lanes": spec.lanes, "flops": forward_flops(spec), "epochs": config.train.num_epochs}
     split = "test" if config.train.score_test else "validation"
-    accuracy = 100 * summary[f"{split}_accuracy"]
-    about = {"lanes": spec.lanes, "flops": forward_flops(spec), "train_seconds": seconds}
-    return about | {"split": split, "accuracy": accuracy, "epochs": config.train.num_epochs}
+    accuracy = summary.get("test_accuracy")
+    if split == "validation":  # of the last step, as in a run that has no such images; the summary has the best step's
+        accuracy = [row["accuracy"] for row in read_rows(folder / "metrics.jsonl") if row["split"] == split][-1]
+    return about | {"split": split, "accuracy": 100 * accuracy, "train_seconds": seconds}
 
 
 def _test_accuracy(folder: Path) -> dict[str, Any]:
     """What is told of a teacher that was trained before."""
+    load_trained(folder)
     summary = read_json(folder / "summary.json")
     if "test_accuracy" not in summary:
         raise InputError(f"{folder} has no test accuracy: give a teacher whose run scored the test set")
-    spec, epochs = load_trained(folder).spec, read_stored(folder).train.num_epochs
-    accuracy = 100 * summary["test_accuracy"]
-    return {"accuracy": accuracy, "lanes": spec.lanes, "flops": forward_flops(spec), "epochs": epochs}
+    return measure(folder, summary)
 
 
 def summarise(records: Records, scored: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -78,7 +78,8 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def caption(series: Series, records: Records) -> list[str]:
     """Sentences on what exactly was run, on which images, where, when and how."""
     scale = series.scale
-    length = f"epochs: {scale.num_epochs}" + (f", steps: {scale.num_steps}" if scale.num_steps else "")
+    length = f"epochs: {scale.num_epochs or 'as configured'}"
+    length += f", steps: {scale.num_steps}" if scale.num_steps else ""
     lines = [f"Scale `{scale.name}`, {length}. Runs that have ended: {len(records)}."]
     for facts in {record["data"]["name"]: record["data"] for record in records}.values():
         train, test = (

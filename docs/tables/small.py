@@ -25,6 +25,7 @@ def small_lanes() -> str:
                 row["machine"],
                 row["runs"],
                 f"{row['smaller']:.2f}, {told['smaller']}",
+                f"{row['smaller_than_export']:.2f}",
                 *(f"{value:.2f}" for value in accuracies),
                 f"{row['points']:+.2f}, {told['points']}",
                 *(f"{row['milliseconds'][way]:.2f}" for way in _WAYS),
@@ -34,15 +35,15 @@ def small_lanes() -> str:
         for name in _PRECISIONS:
             own = row["operators"][name]
             shares = ", ".join(f"{operator} {100 * share:.0f} %" for operator, share in own["share"].items())
-            kernels.append([title, name, f"{own['milliseconds']:.2f}", shares])
+            kernels.append([title, row["machine"], name, f"{own['milliseconds']:.2f}", shares])
     header = (
-        "model | on | runs | times smaller | float32, % | int8, % | points | float32 in XLA, ms | "
-        "float32 in ONNX Runtime, ms | int8, ms | times as fast"
+        "model | on | runs | times smaller | than the float32 export | float32, % | int8, % | points | "
+        "float32 in XLA, ms | float32 in ONNX Runtime, ms | int8, ms | times as fast"
     )
     batch = result["rows"][0]["batch"]
     return (
         f"{table_of(header, rows)}\n\n{runs_line(runs)} Milliseconds of {batch} images, whole models in turns.\n\n"
-        f"{table_of('model | precision | kernels of ONNX Runtime, ms | share of operators', kernels)}\n\n"
+        f"{table_of('model | on | precision | kernels of ONNX Runtime, ms | share of operators', kernels)}\n\n"
         f"{commands_of(runs)}"
     )
 
@@ -51,7 +52,7 @@ def _distilled(name: str) -> str:
     result = experiment(name)
     rows = [
         [
-            row["case"],
+            row["case"] + ("" if row["split"] == "test" else " (validation images)"),
             f"`{row['teacher_lanes']}`",
             f"`{row['lanes']}`",
             f"{row['flops_share']:.3f}",
@@ -86,14 +87,18 @@ def forms_and_places() -> str:
     def ratio(found: Mapping[str, Any]) -> str:
         return f"{found['median']:.2f} ({found['min']:.2f} to {found['max']:.2f})"
 
-    simulated = [[f"`{name}`", found["problems"], ratio(found)] for name, found in result["simulated"].items()]
+    simulated = [
+        [f"`{name}`", way, found["problems"], ratio(found)]
+        for name, ways in result["simulated"].items()
+        for way, found in ways.items()
+    ]
     rows = [
         [task, way, *(f"{1000 * found[name]:.1f}" for name in ("predicted_seconds", "measured_seconds"))]
         for task, ways in result.get("real", {}).items()
         if task != "tables"
         for way, found in ways.items()
     ]
-    header = "partitioner | simulated problems | one after the other, times as long as together (range)"
+    header = "partitioner | one after the other | simulated problems | times as long as together (range)"
     lanes = ", ".join(f"`{lane}`" for lane in result["lanes"])
     return (
         f"{table_of(header, simulated)}\n\n"

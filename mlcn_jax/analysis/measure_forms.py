@@ -1,7 +1,7 @@
 """Times a training step of lanes in each form: the precision of their products, and the algorithm of convolutions."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from mlcn_jax.analysis.measure_device import Lab, Program, typical_seconds
 from mlcn_jax.errors import InputError
@@ -24,11 +24,15 @@ def measure_training(spec: ModelSpec, lanes: Sequence[LaneSpec], rounds: int) ->
     return seconds, num_bytes
 
 
-def lane_programs(spec: ModelSpec, lanes: Sequence[LaneSpec], batch: int) -> dict[tuple, Program]:
-    """A training step of each lane in each form that it has, by form and lane."""
+def lane_programs(
+    spec: ModelSpec, lanes: Sequence[LaneSpec], batch: int, forms: Container[str] | None = None
+) -> dict[tuple, Program]:
+    """A training step of each lane in each form that it has, or those of `forms`, by form and lane."""
     programs: dict[tuple, Program] = {}
     for dtype in COMPUTE_DTYPES:
         for algorithm in conv.ALGORITHMS:
+            if forms is not None and f"train {dtype} {algorithm}" not in forms:
+                continue
             lab = Lab(dataclasses.replace(spec, compute_dtype=dtype, conv=algorithm, norm_group=batch))
             for lane in lanes:
                 try:

@@ -8,8 +8,9 @@ Source: do Rosario 2021 (thesis), chapters 3 and 5, for lanes that are placed by
 
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -234,33 +235,75 @@ def place_together(name: str, problem: FormProblem, *, time_limit_seconds: float
 _LARGEST_PRICE = 1e12  # seconds for a unit of loss
 
 
-def place_one_after_other(name: str, problem: FormProblem) -> FormPlacement:
-    """Forms first, devices afterwards: the baseline for choosing both at once.
+def place_forms_first(name: str, problem: FormProblem) -> FormPlacement:
+    """Forms first, devices afterwards: a baseline for choosing both at once.
 
-    Each lane gets the form that is the fastest on average over the devices on which it runs everywhere, as long as the
-    losses allow: lanes that gain most are changed first.
+    Each lane gets the form that is the fastest on average over the devices, of those that run on all of them.
 
     Raises:
       NoRoom: as for `place_together`.
     """
+    form_of = _faster_forms(problem, _plain_forms(problem), functools.partial(_mean_seconds, problem))
+    return _placement(problem, form_of, _devices_of(name, problem, form_of))
 
-    def mean(lane: int, form: int) -> float:
-        return sum(problem.seconds[lane][form]) / problem.num_devices
 
-    lanes, forms = range(len(problem.seconds)), range(len(problem.forms))
-    form_of = [min((problem.losses[i][f], mean(i, f), f) for f in forms)[2] for i in lanes]
-    lost = sum(problem.losses[i][f] for i, f in enumerate(form_of))
+def place_devices_first(name: str, problem: FormProblem) -> FormPlacement:
+    """Devices first, by the forms that lose least, and then each lane's fastest form on its device: another baseline.
+
+    Raises:
+      NoRoom: as for `place_together`.
+    """
+    plain = _plain_forms(problem)
+    device_of = _devices_of(name, problem, plain)
+    form_of = _faster_forms(problem, plain, lambda i, f: problem.seconds[i][f][device_of[i]], device_of)
+    return _placement(problem, form_of, device_of)
+
+
+def _mean_seconds(problem: FormProblem, lane: int, form: int) -> float:
+    return sum(problem.seconds[lane][form]) / problem.num_devices
+
+
+def _plain_forms(problem: FormProblem) -> list[int]:
+    """The form in which each lane loses least, the fastest on average of several."""
+    form_of = [
+        min((own, _mean_seconds(problem, lane, form), form) for form, own in enumerate(losses))[2]
+        for lane, losses in enumerate(problem.losses)
+    ]
+    lost = sum(problem.losses[lane][form] for lane, form in enumerate(form_of))
     if lost > problem.most_lost:
         raise NoRoom(_too_lossy(problem, lost))
-    changes = [(mean(i, form_of[i]) - mean(i, f), i, f) for i in lanes for f in forms]
-    for gain, lane, form in sorted(changes, reverse=True):
-        more = problem.losses[lane][form] - problem.losses[lane][form_of[lane]]
-        if gain > 0 and mean(lane, form) < mean(lane, form_of[lane]) and lost + more <= problem.most_lost:
-            form_of[lane], lost = form, lost + more
+    return form_of
+
+
+def _faster_forms(
+    problem: FormProblem, form_of: Sequence[int], seconds: Callable[[int, int], float], device_of: Sequence[int] = ()
+) -> list[int]:
+    """Lanes in faster forms, as far as losses, and the memory of their devices if given, allow; largest gains first."""
+    form_of, forms = list(form_of), range(len(problem.forms))
+    lost = sum(problem.losses[lane][form] for lane, form in enumerate(form_of))
+    room = list(problem.limit_bytes)
+    for lane, device in enumerate(device_of):
+        room[device] -= problem.memory_bytes[lane][form_of[lane]]
+    gains = [(seconds(i, own) - seconds(i, f), i, f) for i, own in enumerate(form_of) for f in forms]
+    for _, lane, form in sorted((change for change in gains if change[0] > 0), reverse=True):
+        own = form_of[lane]
+        more = problem.losses[lane][form] - problem.losses[lane][own]
+        if seconds(lane, form) >= seconds(lane, own) or lost + more > problem.most_lost:
+            continue
+        if device_of:
+            larger = problem.memory_bytes[lane][form] - problem.memory_bytes[lane][own]
+            if larger > room[device_of[lane]]:
+                continue
+            room[device_of[lane]] -= larger
+        form_of[lane], lost = form, lost + more
+    return form_of
+
+
+def _devices_of(name: str, problem: FormProblem, form_of: Sequence[int]) -> Sequence[int]:
+    """Where a partitioner places lanes whose forms are given."""
     seconds = [[_finite(s) for s in problem.seconds[i][f]] for i, f in enumerate(form_of)]
     memory = [problem.memory_bytes[i][f] for i, f in enumerate(form_of)]
-    placed = partition(name, Problem(seconds, memory, problem.limit_bytes, problem.base_seconds))
-    return _placement(problem, form_of, placed.device_of)
+    return partition(name, Problem(seconds, memory, problem.limit_bytes, problem.base_seconds)).device_of
 
 
 def _at_price(name: str, problem: FormProblem, price: float) -> FormPlacement:

@@ -1,5 +1,6 @@
 """Distilled lanes, lanes in 8 bits, forms and places: what is compared and told."""
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.placement.cost import forward_flops
 from mlcn_jax.placement.forms import FormPlacement
+from mlcn_jax.placement.profile import FORM_BATCH
+from mlcn_jax.serving.parts import ONNX
 
 sys.path.append(str(REPOSITORY / "docs"))
 
@@ -111,22 +114,27 @@ def small_record(seed, milliseconds=(4.0, 2.0, 1.0), after=0.899, device="machin
         },
         "precision": {
             "test_accuracy": {"before": 0.9, "chosen": after},
-            "bytes": {"before": 400, "chosen": 100},
+            "bytes": {"before": 500, "chosen": 100},
+            "lanes": [{"forms": [form("float32", "xla", 250), form("float32", ONNX, 200), form("int8", ONNX, 50)]}] * 2,
             "terms": {"batch": 64},
         },
     }
+
+
+def form(precision, runtime, num_bytes):
+    return {"precision": precision, "runtime": runtime, "bytes": num_bytes}
 
 
 def test_int8_is_compared_with_the_fastest_float32_of_whole_models():
     records = [small_record(seed) for seed in range(3)]
     (row,) = small_lanes.summarise(records)
     assert row["faster"] == 2.0
-    assert row["smaller"] == 4.0
+    assert (row["smaller"], row["smaller_than_export"]) == (4.0, 5.0)
     assert row["points"] == pytest.approx(-0.1)
     assert row["verdicts"] == dict.fromkeys(small_lanes.TARGETS, "reached")
     assert "(Conv 75 %, rest 25 %)" in small_lanes.operators_told(row)
     for record in records:
-        record["precision"]["bytes"]["chosen"] = 200
+        record["precision"]["lanes"][0]["forms"][2]["bytes"] = 100
     assert "2.00 below" in small_lanes.text(records)
 
 
@@ -138,10 +146,12 @@ def test_nothing_is_judged_from_fewer_than_three_seeds_or_without_vnni():
 
 
 def test_times_of_two_machines_are_not_averaged():
-    records = [small_record(0), small_record(1, milliseconds=(40.0, 20.0, 20.0), device="slow one")]
+    records = [small_record(0), small_record(1), small_record(2, (40.0, 20.0, 20.0), 0.893, "slow one")]
     fast, slow = small_lanes.summarise(records)
     assert (fast["faster"], slow["faster"]) == (2.0, 1.0)
     assert "slow one" in slow["machine"]
+    assert fast["points"] == slow["points"] == pytest.approx(-0.3), "of all machines, which have no part in it"
+    assert fast["verdicts"] == {"smaller": "reached", "points": "below", "faster": "2 of 3 seeds"}
 
 
 def test_kernels_are_counted_without_the_run_that_warms_up():
@@ -183,7 +193,12 @@ def test_a_python_that_is_missing_is_one_error(tmp_path):
 
 def test_together_is_never_slower_on_simulated_devices(monkeypatch):
     monkeypatch.setattr(forms_and_places, "_SIMULATED", 5)
-    assert forms_and_places.simulate()["exact"]["min"] > 0.9999
+    found = forms_and_places.simulate()
+    assert found["proven_optimal"] == 5
+    exact = found["simulated"]["exact"]
+    for way in ("forms first", "devices first", "the better of both"):
+        assert exact[way]["min"] > 0.9999
+    assert exact["the better of both"]["median"] <= exact["forms first"]["median"]
 
 
 def test_lanes_are_given_to_real_devices_as_they_were_placed():
@@ -192,6 +207,7 @@ def test_lanes_are_given_to_real_devices_as_they_were_placed():
     problem = forms_and_places.problem_of([cpu, old], ["a", "b", "b"], "infer")
     assert problem.forms == ["infer float32 native", "infer int8 onnxruntime"]
     assert problem.seconds[0] == [[math.inf, 128.0], [64.0, math.inf]]
+    assert forms_and_places.problem_of([cpu], ["a"], "train").seconds == [[[9.0 * FORM_BATCH]]]
     placed = FormPlacement((1, 0, 0), (0, 1, 1), (64.0, 256.0), 0.0)
     assert forms_and_places.given_to(placed, ["a", "b", "b"], problem.forms) == [
         [["a", "infer int8 onnxruntime"]],
@@ -228,9 +244,10 @@ def test_both_ways_of_choosing_take_turns_in_the_same_processes(tmp_path, monkey
         monkeypatch.setattr(forms_and_places, name, lambda workers: None)
     monkeypatch.setattr(forms_and_places, "_answers", answers)
     found = forms_and_places.on_real_devices(str(python), "a,b", "fashion_mnist", 2)
-    one, both = forms_and_places.WAYS
+    ways = list(forms_and_places.WAYS)
+    one, both = ways[0], ways[-1]
     assert asked[:2] == [(1, "all")] * 2
-    assert [line for _, line in asked[2:]] == [both, one, one, both] * 2
+    assert [line for _, line in asked[2:]] == [*ways[::-1], *ways] * 2
     assert sorted(found["train"][both]["given"]) == [[["a", forms[0]]], [["b", forms[0]]]]
     assert found["infer"][one]["predicted_seconds"] == pytest.approx(64 * 2e-3)
 
@@ -288,6 +305,7 @@ def test_trials_are_reported_under_a_name_of_their_own_from_the_first_run_on(tri
 
 def test_there_are_tables_for_the_docs_once_there_are_results(monkeypatch):
     """The functions of docs/tables take what the experiments write."""
+    monkeypatch.setattr(forms_and_places, "_SIMULATED", 2)
     data = {"name": "cifar10", "copy": "", "bytes": "official"}
     more = PLACE | {"data": data, "command": "python -m x", "date": "2026-01-01"}
     small = [record | more for record in map(small_record, range(3))]
@@ -298,7 +316,7 @@ def test_there_are_tables_for_the_docs_once_there_are_results(monkeypatch):
         "distilled_lanes_full": {"rows": distilled_lanes.summarise(taught, {}), "runs": taught},
         "forms_and_places": PLACE
         | {
-            "simulated": {"exact": {"median": 1.5, "min": 1.0, "max": 2.0, "problems": 5}},
+            **forms_and_places.simulate(),
             "real": {"tables": [], **{task: dict.fromkeys(forms_and_places.WAYS, one) for task in ("train", "infer")}},
             "lanes": ["mlcn2:w4*2"],
             "rounds": 5,
@@ -306,6 +324,39 @@ def test_there_are_tables_for_the_docs_once_there_are_results(monkeypatch):
     }
     monkeypatch.setattr(tables.small, "experiment", results.__getitem__)
     assert "| CIFAR-10, resnet | machine, 2 cores (jax 1, python 3) | 3 | 4.00, reached |" in tables.small.small_lanes()
-    assert "| CIFAR-10, resnet | int8 | 2.00 | Conv 75 %, rest 25 % |" in tables.small.small_lanes()
+    assert (
+        "| CIFAR-10, resnet | machine, 2 cores (jax 1, python 3) | int8 | 2.00 | Conv 75 %, rest 25 % |"
+        in tables.small.small_lanes()
+    )
     assert "| 91.00 (90.00 to 92.00) | 92.50 (91.50 to 93.50) | 3.00 | 50 | reached |" in tables.small.distilled_lanes()
     assert "| infer | together | 10.0 | 20.0 |" in tables.small.forms_and_places()
+
+
+def test_one_case_goes_on_beside_the_results_of_another(tmp_path, monkeypatch):
+    """Records of cases and settings that this call does not name have their teachers, too."""
+    made = []
+
+    def carry_out(series, *rest, **more):
+        made.append([series._config({"case": case, "way": way, "seed": 0}).train.teacher for case, way in others])
+        return 0
+
+    others = (("fashion", "w0.9t4"), ("cifar", "w0.5t1plain"))
+    monkeypatch.setattr(distilled_lanes, "carry_out", carry_out)
+    monkeypatch.setattr(distilled_lanes, "teachers_needed", lambda series, runs: [])
+    options = {"repeats": 1, "settings": ["w0.9t4"], "minutes": 0, "directories": DIRECTORIES, "command": ""}
+    teachers = {"cifar10": "", "fashion_mnist": ""}
+    distilled_lanes.run(tmp_path, scale="smoke", cases=["cifar"], trial=False, teachers=teachers, **options)
+    folder = tmp_path / "runs"
+    assert made == [[str(folder / "fashion_mnist/teacher/seed0"), str(folder / "cifar10/plain_teacher/seed0")]]
+
+
+def test_trials_are_compared_after_their_last_step(tmp_path, monkeypatch):
+    """Not after the best one, which the scored images would have chosen."""
+    rows = [{"step": 1, "split": "validation", "accuracy": 0.9}, {"step": 2, "split": "validation", "accuracy": 0.8}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = configured("cifar", "labels", trial=True)
+    spec = config.model_spec((32, 32, 3), 10)
+    monkeypatch.setattr(distilled_lanes, "read_stored", lambda folder: config)
+    monkeypatch.setattr(distilled_lanes, "load_trained", lambda folder: SimpleNamespace(spec=spec))
+    summary = {"steps": 2, "images_per_second": 100.0, "validation_accuracy": 0.9}
+    assert distilled_lanes.measure(tmp_path, summary)["accuracy"] == pytest.approx(80)

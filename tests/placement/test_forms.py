@@ -1,4 +1,4 @@
-"""Forms and devices chosen at once: against brute force, and against one after the other."""
+"""Forms and devices chosen at once: against brute force, and against one after the other, in both orders."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,8 @@ from mlcn_jax.placement.cost import lane_cost
 from mlcn_jax.placement.forms import (
     FormProblem,
     form_problem,
-    place_one_after_other,
+    place_devices_first,
+    place_forms_first,
     place_together,
     training_bytes,
 )
@@ -79,12 +80,15 @@ def test_exact_equals_brute_force_and_nothing_beats_it(seed):
     assert exact.lost <= problem.most_lost
     assert exact.makespan_seconds == pytest.approx(best, rel=1e-4)
     for name in PARTITIONERS:
-        for place in (place_together, place_one_after_other):
+        for place in (place_together, place_forms_first, place_devices_first):
             try:
                 found = place(name, problem)
             except NoRoom:  # heuristics may miss a placement that fits
                 continue
             assert found.lost <= problem.most_lost
+            for device, room in enumerate(problem.limit_bytes):
+                here = [i for i, d in enumerate(found.device_of) if d == device]
+                assert sum(problem.memory_bytes[i][found.form_of[i]] for i in here) <= room
             assert found.makespan_seconds >= best * (1 - 1e-9)
 
 
@@ -92,13 +96,27 @@ def test_together_is_faster_than_one_after_the_other_where_devices_prefer_other_
     """The CPU is fast in int8, the GPU in bfloat16: one form for all is right on one device only."""
     lane = [[4.0, 4.0], [6.0, 1.0], [1.0, 5.0]]
     problem = FormProblem([lane] * 4, FORMS)
-    together, after = (place("exact", problem) for place in (place_together, place_one_after_other))
+    together, after = (place("exact", problem) for place in (place_together, place_forms_first))
     assert together.makespan_seconds == pytest.approx(2.0)
     assert after.makespan_seconds > 1.5 * together.makespan_seconds
     assert {(FORMS[f], d) for f, d in zip(together.form_of, together.device_of, strict=True)} == {
         ("bfloat16", 1),
         ("int8", 0),
     }
+
+
+def test_devices_first_uses_forms_that_one_device_lacks():
+    """The first device is fast in int8, which the second cannot do, but was given half of the lanes before."""
+    lane = [[4.0, 4.0], [math.inf, math.inf], [1.0, math.inf]]
+    problem = FormProblem([lane] * 4, FORMS)
+    forms_first, devices_first, together = (
+        place("exact", problem).makespan_seconds for place in (place_forms_first, place_devices_first, place_together)
+    )
+    assert (forms_first, devices_first, together) == pytest.approx((8.0, 8.0, 4.0))
+    memory = [[1.0, 1.0, 3.0]] * 4
+    limited = FormProblem([lane] * 4, FORMS, memory, [4.0, 4.0])
+    placed = place_devices_first("exact", limited)
+    assert sorted(placed.form_of) == [0, 0, 0, 2], "a second lane in int8 has no room"
 
 
 def test_a_loss_that_is_too_large_keeps_lanes_as_they_are():

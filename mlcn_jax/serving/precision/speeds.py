@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +39,11 @@ def inference_seconds(spec: ModelSpec, lanes: Sequence[LaneSpec], rounds: int) -
     return found
 
 
-def lane_calls(spec: ModelSpec, lane: LaneSpec) -> dict[str, Callable]:
-    """A lane with random parameters, as functions of uint8 images, by the name of each form available here."""
+def lane_calls(spec: ModelSpec, lane: LaneSpec, forms: Container[str] | None = None) -> dict[str, Callable]:
+    """A lane with random parameters, as functions of uint8 images, by the name of each form available here.
+
+    Only those of `forms`, if given.
+    """
     try:
         onnx.versions()
         with_onnx = jax.default_backend() == "cpu"
@@ -55,10 +58,12 @@ def lane_calls(spec: ModelSpec, lane: LaneSpec) -> dict[str, Callable]:
     encoder, calls = fold_statistics(spec, params)["encoder"], {}
     for form in FORMS:
         if form.runtime == ONNX:
-            if with_onnx:
+            if with_onnx and (forms is None or f"infer {form}" in forms):
                 calls[f"infer {form}"] = make(lanes_of(spec, encoder)[0], form, images).call
             continue
         for algorithm in conv.ALGORITHMS:
+            if forms is not None and f"infer {form.precision} {algorithm}" not in forms:
+                continue
             own = lanes_of(dataclasses.replace(spec, conv=algorithm), encoder)[0]
             call = make(own, form, images).call
             try:
