@@ -34,7 +34,6 @@ from mlcn_jax.training import splits
 SPEEDS = {"4 equal devices": (1.0, 1.0, 1.0, 1.0), "4 unequal devices": (1.0, 3.1, 4.2, 6.0)}
 LANES = (6, 9, 12, 24)
 _LARGEST = 5  # of widths and depths
-_MEASURED_LANES = (6, 12)
 _SLOWNESS = 2.0  # of the second process
 _BATCH = 100
 _TURN_SECONDS = 1.0
@@ -143,7 +142,7 @@ def measured_table(rows: list[dict[str, Any]]) -> str:
     names = [name for name in PARTITIONERS if name != "random"]
     head = ["lanes", "", *(name.replace("_", " ") for name in names)]
     lines = [head, ["---"] * len(head)]
-    for n in _MEASURED_LANES:
+    for n in dict.fromkeys(row["num_lanes"] for row in rows):
         for what, key in (("measured", "random_over_this"), ("predicted", "predicted_random_over_this")):
             draws = [row[key] for row in rows if row["num_lanes"] == n]
             lines.append([str(n), what, *(f"{statistics.mean(draw[name] for draw in draws):.2f}" for name in names)])
@@ -153,7 +152,7 @@ def measured_table(rows: list[dict[str, Any]]) -> str:
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("draws", 100, "Lane sets drawn for each number of lanes.", lower_bound=1, flag_values=values)
     flags.DEFINE_string("profile", "", "Profile of one core; without it nothing is measured.", flag_values=values)
-    flags.DEFINE_integer("measured_draws", 3, "Lane sets measured for each number.", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("measured_draws", 10, "Lane sets measured for each number.", lower_bound=1, flag_values=values)
     flags.DEFINE_integer(
         "rounds", 3, "Rounds in which the placements of a draw take turns.", lower_bound=1, flag_values=values
     )
@@ -178,7 +177,7 @@ def main(values: flags.FlagValues) -> None:
     about = {"rounds": values.rounds, "slowness": _SLOWNESS, "batch": _BATCH, "profile": digest(profile)}
     about |= host.environment()
     measured = kept_rows(path, about, "measured")
-    for num_lanes, draw in itertools.product(_MEASURED_LANES, range(values.measured_draws)):
+    for num_lanes, draw in itertools.product(LANES, range(values.measured_draws)):
         row = {"num_lanes": num_lanes, "seed": values.seed + draw}
         if not any(is_row(one, row) for one in measured):
             measured.append({**row, **measure(num_lanes, profile, row["seed"], values.rounds)})

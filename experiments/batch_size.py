@@ -102,17 +102,17 @@ def run(
     def add_speeds(row):
         ended = [record for record in select(series.records(), row=row) if "failed" not in record]
         sizes = [size for size in BATCH_SIZES if select(ended, batch_size=int(size))]
-        if set(sizes) - set(stored_speeds(workdir).get(row, {}).get("images_per_second", {})):
+        if set(sizes) - set(stored_speeds(workdir, scale).get(row, {}).get("images_per_second", {})):
             configs = {size: make_config(row=row, batch_size=int(size), seed=0) for size in sizes}
             found = {"images_per_second": measure(configs, 1 if scale == SMOKE else _ROUNDS), "command": command}
             found |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **host.environment()}
-            write_json(workdir / "speeds.json", stored_speeds(workdir) | {row: found})
+            write_json(workdir / "speeds.json", stored_speeds(workdir, scale) | {row: found})
 
     return carry_out(
         series,
         runs,
         minutes,
-        lambda records: text(records, stored_speeds(workdir)),
+        lambda records: text(records, stored_speeds(workdir, scale)),
         report,
         [functools.partial(add_speeds, row) for row in rows],
     )
@@ -124,10 +124,14 @@ def configure_run(directories: Mapping[str, str], row: str, batch_size: int, see
     return config.replace({"train.batch_size": batch_size, "train.seed": seed})
 
 
-def stored_speeds(workdir: Path) -> dict[str, Any]:
-    """What was measured for each row: `images_per_second` [batch size][round], and where, when and how."""
-    path = workdir / "speeds.json"
-    return read_json(path) if path.exists() else {}
+def stored_speeds(workdir: Path, scale: str) -> dict[str, Any]:
+    """What was measured for each row: `images_per_second` [batch size][round], and where, when and how.
+
+    Rows that were not measured for this workdir are those of the results kept with the code.
+    """
+    path, kept = workdir / "speeds.json", kept_results("batch_size", scale)
+    found = read_json(kept)["speeds"] if kept.exists() else {}
+    return found | (read_json(path) if path.exists() else {})
 
 
 def measure(
@@ -241,7 +245,7 @@ def draw(records: Records, speeds: Mapping[str, Any]) -> "Figure":
 
 def report(series: Series) -> None:
     """Writes table and figure of every run that has ended."""
-    records, speeds = series.records(), stored_speeds(series.workdir)
+    records, speeds = series.records(), stored_speeds(series.workdir, series.scale.name)
     lines = [
         "Test accuracy in %: mean, standard deviation, least and most; trained as published but for the batch size. "
         "Speed, measured by itself: median, least and most of rounds in which the batch sizes of a row took turns.",

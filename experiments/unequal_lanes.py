@@ -55,6 +55,7 @@ from experiments.repeated_report import (
 from experiments.repeated_runs import Scale, Series, asked, chosen, define_flags
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
+from mlcn_jax.errors import Diverged
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.capsules import lengths
@@ -109,11 +110,15 @@ def run(
     chosen("scale", [scale], SCALES)
     parts, arms = chosen("parts", parts, PARTS), chosen("arms", arms, ARMS)
     host.set_up_jax(least_seconds=0.1)
-    found = kept_models(scale)
+    path = workdir / "models.json"
+    found = read_json(path) if path.exists() else {}
+    add_kept_models(found, scale)
     for part in parts:
         for arm in arms:
             if arm == "random" or arm not in found.setdefault(part, {}):
                 found[part][arm] = models_of(workdir, part, arm, repeats, scale == SMOKE, directories)
+                workdir.mkdir(parents=True, exist_ok=True)
+                write_json(path, found)
     runs = [{"part": part, "arm": arm, "seed": seed} for part in parts for seed in range(repeats) for arm in arms]
     series = Series(
         workdir,
@@ -129,11 +134,12 @@ def run(
     return carry_out(series, runs, minutes, lambda records: text(summarise(records)), functools.partial(report, found))
 
 
-def kept_models(scale: str) -> dict[str, dict[str, list[str]]]:
-    """The lanes of each part and arm in the results that are kept with the code."""
+def add_kept_models(found: dict[str, dict[str, list[str]]], scale: str) -> None:
+    """Adds the lanes of the parts and arms in the results kept with the code, to which other processes may add."""
     path = kept_results("unequal_lanes", scale)
     stored = read_json(path) if path.exists() else {}
-    return stored["models"] if stored.get("version") == VERSION else {}
+    for part, arms in stored["models"].items() if stored.get("version") == VERSION else ():
+        found[part] = arms | found.get(part, {})
 
 
 def models_of(
@@ -177,6 +183,7 @@ def recipe(directories: Mapping[str, str], part: str) -> RunConfig:
         "data.validation_fraction": 0.2,
         "data.split_seed": 0,
         "model.decoder": [128, 256],
+        "train.checkpoint_every": 0,  # after each epoch: a lane of this kind is calibrated and scored each time
     }
     if part == "kinds":
         changes |= {"data.augment_lanes": False, "train.image_sizes": "", "model.margin_loss": "per_lane_sum"}
@@ -212,8 +219,12 @@ def best_of_equal(config: RunConfig, settings: SearchSettings, folder: Path) -> 
     for lanes in equal_mixes(setup.make_space(config, settings)):
         stored = folder / f"{lanes.replace(':', '_').replace('*', 'x')}.json"
         if not stored.exists():
-            *_, score = trainer.evaluate(lanes)
-            write_json(stored, {"lanes": lanes, "validation_accuracy": score.accuracy})
+            try:
+                *_, score = trainer.evaluate(lanes)
+                about = {"validation_accuracy": score.accuracy}
+            except Diverged as error:
+                about = {"validation_accuracy": 0.0, "failed": str(error)}
+            write_json(stored, {"lanes": lanes, **about})
         accuracies[lanes] = read_json(stored)["validation_accuracy"]
     return max(accuracies, key=accuracies.__getitem__)
 
@@ -324,7 +335,8 @@ def draw(records: Records, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
         found.items(), figure.subplots(max(1, len(found)), 2, squeeze=False), strict=False
     ):
         for x, row in enumerate(rows):
-            values = [one["test_accuracy"] for one in select(records, part=part, arm=row["arm"])]
+            mine = select(records, part=part, arm=row["arm"])
+            values = [one["test_accuracy"] for one in mine if "failed" not in one]
             left.plot([x] * len(values), values, "o", ms=4, alpha=0.6)
             left.plot([x - 0.25, x + 0.25], [statistics.fmean(values)] * 2, "k-")
             if between := row["over_equal"]:
@@ -338,8 +350,9 @@ def draw(records: Records, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
     return figure
 
 
-def report(models: Mapping[str, Mapping[str, Sequence[str]]], series: Series) -> None:
-    """Writes table and figure of all that has ended."""
+def report(models: dict[str, dict[str, list[str]]], series: Series) -> None:
+    """Writes table and figure of all that has ended, in other processes, too."""
+    add_kept_models(models, series.scale.name)
     records = series.records()
     found = summarise(records)
     lines = [

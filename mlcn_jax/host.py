@@ -34,9 +34,14 @@ def name_of(device: jax.Device) -> str:
     return _cpu_model() if device.platform == "cpu" else device.device_kind
 
 
+def cores() -> list[int]:
+    """Numbers of the cores that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many cores this process may use."""
+    return len(cores())
 
 
 def usable_memory_bytes() -> int:

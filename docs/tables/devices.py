@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Mapping
+from statistics import mean
 from typing import Any
 
 from tables.parts import commands_of, experiment, has_run, measured_on, percent, place, runs_line, table_of
@@ -224,13 +225,16 @@ def balance_simulated() -> str:
 @place
 def balance_measured() -> str:
     result = experiment("balance")
+    by_number: dict[int, list[Mapping[str, Any]]] = {}
+    for entry in result["measured"]:
+        by_number.setdefault(entry["num_lanes"], []).append(entry)
     rows = [
-        [entry["num_lanes"], title, *(f"{entry[field][name]:.2f}" for name in _PARTITIONERS)]
-        for entry in result["measured"]
+        [number, len(draws), title, *(f"{mean(draw[field][name] for draw in draws):.2f}" for name in _PARTITIONERS)]
+        for number, draws in by_number.items()
         for title, field in (("measured", "random_over_this"), ("predicted", "predicted_random_over_this"))
     ]
-    made_on = measured_on(result, "one draw of lanes for each number")
-    return f"{table_of(f'lanes |  | {_PARTITIONER_TITLES}', rows)}\n\n{made_on}"
+    made_on = measured_on(result, "means over draws of lanes")
+    return f"{table_of(f'lanes | draws |  | {_PARTITIONER_TITLES}', rows)}\n\n{made_on}"
 
 
 @place

@@ -134,9 +134,10 @@ def worker_slot(found: Search) -> Iterator[None]:
     rng = random.Random(0)
     mixes = [found.space.draw(rng) for _ in range(20)]
     largest = max(_model_bytes(found, mix) for mix in mixes)
-    slots, visible = 1, "".join(c for c in os.environ.get("CUDA_VISIBLE_DEVICES", "0") if c.isalnum())
+    names = ["".join(c for c in os.environ.get("CUDA_VISIBLE_DEVICES", "0") if c.isalnum())]
     if jax.default_backend() == "cpu":
-        slots = int(min(host.num_cores(), host.usable_memory_bytes() / (2 * largest + _PROCESS_BYTES)))
+        room = int(host.usable_memory_bytes() / (2 * largest + _PROCESS_BYTES))
+        names = [f"core{core}" for core in host.cores()[: max(1, room)]]
     folder = _own_folder()
     if folder is None:
         _log.warning(
@@ -145,7 +146,7 @@ def worker_slot(found: Search) -> Iterator[None]:
         )
         yield
         return
-    paths = [folder / f"worker-{visible}-{i}.lock" for i in range(max(1, slots))]
+    paths = [folder / f"worker-{name}.lock" for name in names]
     waiting = False
     while True:
         try:

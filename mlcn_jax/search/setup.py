@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mlcn_jax.config import RunConfig, check_fields
+from mlcn_jax.data import datasets
 from mlcn_jax.errors import InputError
 from mlcn_jax.search import space as space_lib
-from mlcn_jax.search.settings import SearchSettings, facts_of
+from mlcn_jax.search.settings import IMAGES, SearchSettings, facts_of
 from mlcn_jax.search.study import Study
 from mlcn_jax.search.trials import Trainer
 from mlcn_jax.training.session import check_settings
@@ -118,5 +119,6 @@ def open_search(
     _log.info("%d kinds of lanes for %d devices", len(space.menu), len(space.buckets))
     facts = {name: value for name, value in config.flat_as_before().items() if name.split(".")[0] != "parallel"}
     facts = {name: value for name, value in facts.items() if name not in _FREE} | facts_of(settings)
+    facts[IMAGES] = datasets.digest(trainer.train)
     url = settings.storage or f"sqlite:///{workdir.resolve() / 'search.db'}"
     return Search(config, settings, trainer, space, Study(settings, facts, url, create=create))

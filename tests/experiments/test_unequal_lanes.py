@@ -1,6 +1,7 @@
 """The comparison of unequal with equal lanes: what is trained, at what cost, and what is computed from it."""
 
 import base64
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -88,9 +89,39 @@ def test_arms_are_compared_over_the_seeds_that_both_have():
 def test_models_that_were_found_elsewhere_are_not_searched_again(tmp_path, monkeypatch):
     kept = tmp_path / "kept.json"
     monkeypatch.setattr(unequal_lanes, "kept_results", lambda name, scale: kept)
-    assert unequal_lanes.kept_models("full") == {}
+
+    def with_kept(mine):
+        unequal_lanes.add_kept_models(mine, "full")
+        return mine
+
+    assert with_kept({}) == {}
     found = {"resnet": {"tpe": ["resnet:w1d1*11"]}}
     write_json(kept, {"version": unequal_lanes.VERSION, "models": found})
-    assert unequal_lanes.kept_models("full") == found
+    assert with_kept({}) == found
+    mine = {"resnet": {"equal": ["resnet:w1d2*6"], "tpe": ["mine"]}}
+    assert with_kept(mine) == {"resnet": {"equal": ["resnet:w1d2*6"], "tpe": ["mine"]}}
     write_json(kept, {"version": unequal_lanes.VERSION - 1, "models": found})
-    assert unequal_lanes.kept_models("full") == {}
+    assert with_kept({}) == {}
+
+
+def test_what_another_process_has_found_meanwhile_stays_in_the_results(tmp_path, monkeypatch):
+    """Two processes share the arms; one reports beside results of an arm that it does not have."""
+    kept, written = tmp_path / "kept.json", []
+    monkeypatch.setattr(unequal_lanes, "kept_results", lambda name, scale: kept)
+    monkeypatch.setattr(unequal_lanes, "write", lambda series, name, summary, *rest: written.append(summary["models"]))
+    monkeypatch.setattr(unequal_lanes, "models_of", lambda workdir, part, arm, *rest: [f"resnet:w1d2*{len(arm)}"])
+
+    def carry_out(series, runs, minutes, text, report):
+        write_json(kept, {"version": unequal_lanes.VERSION, "models": {"resnet": {"tpe": ["resnet:w1d1*11"]}}})
+        report(SimpleNamespace(records=lambda: [], scale=series.scale))
+        assert series._config({"part": "resnet", "arm": "tpe", "seed": 0}).model["lanes"] == "resnet:w1d1*11"
+
+    monkeypatch.setattr(unequal_lanes, "carry_out", carry_out)
+    monkeypatch.setattr(unequal_lanes, "caption", lambda *given: [])
+    directories = {"cifar10": "", "fashion_mnist": ""}
+    options = {"scale": "smoke", "repeats": 1, "minutes": 0, "directories": directories, "command": ""}
+    unequal_lanes.run(tmp_path / "work", parts=["resnet"], arms=["equal"], **options)
+    assert written == [{"resnet": {"tpe": ["resnet:w1d1*11"], "equal": ["resnet:w1d2*5"]}}]
+    kept.unlink()
+    monkeypatch.setattr(unequal_lanes, "models_of", lambda *given: pytest.fail("it was found before"))
+    unequal_lanes.run(tmp_path / "work", parts=["resnet"], arms=["equal"], **options)

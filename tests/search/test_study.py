@@ -15,7 +15,8 @@ from optuna.trial import TrialState
 
 from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.search import models as models_lib
-from mlcn_jax.search import space
+from mlcn_jax.search import settings as settings_lib
+from mlcn_jax.search import space, study
 
 
 def test_all_models_and_the_baseline_are_trained_once_and_a_second_run_trains_none(tmp_path):
@@ -266,6 +267,20 @@ def test_other_settings_are_refused_by_name(tmp_path):
 def test_settings_that_cannot_be_used(changes, message):
     with pytest.raises(InputError, match=message):
         dataclasses.replace(SETTINGS, **changes)
+
+
+def test_a_search_does_not_go_on_with_other_images(tmp_path):
+    images = settings_lib.IMAGES
+
+    def opened(digest):
+        facts = settings_lib.facts_of(SETTINGS) | {images: digest}
+        return study.Study(SETTINGS, facts, f"sqlite:///{tmp_path / 'search.db'}", create=True)
+
+    found = opened("one")
+    with pytest.raises(InputError, match=f"{images}: 'one' there, 'other' now"):
+        opened("other")
+    found.note("facts", {name: value for name, value in found.noted("facts").items() if name != images})
+    opened("other")  # a search that did not note its images goes on
 
 
 def test_costs_are_part_of_what_must_agree_and_older_searches_have_exact_ones(tmp_path):

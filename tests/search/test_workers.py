@@ -18,7 +18,7 @@ def found(monkeypatch, tmp_path):
     """What `worker_slot` asks a search for, on a machine of one core, with folders of its own."""
     monkeypatch.setattr(run.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     monkeypatch.setenv("MLCN_JAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(host, "num_cores", lambda: 1)
+    monkeypatch.setattr(host, "cores", lambda: [0])
     (tmp_path / "tmp").mkdir()
     space = types.SimpleNamespace(draw=lambda rng: None, memory_bytes=lambda mix: 1)
     return types.SimpleNamespace(space=space, settings=SearchSettings())
@@ -36,6 +36,14 @@ def test_a_second_worker_waits_for_the_first(found, monkeypatch):
     first.__enter__()
     with run.worker_slot(found):
         assert len(waited) == 1
+
+
+def test_searches_on_different_cores_do_not_wait_for_one_another(found, monkeypatch):
+    monkeypatch.setattr(run.time, "sleep", lambda seconds: pytest.fail("it waited"))
+    with run.worker_slot(found):
+        monkeypatch.setattr(host, "cores", lambda: [1])
+        with run.worker_slot(found):
+            pass
 
 
 def test_the_folder_of_locks_belongs_to_this_user_alone(found, tmp_path):
