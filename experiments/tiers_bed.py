@@ -174,7 +174,11 @@ def bed(
 
 
 def until_idle(nodes: Sequence[RunningNode], seconds: float = 120.0) -> None:
-    """Waits until nodes have worked off what they had, or so many seconds have passed."""
+    """Waits until nodes have worked off what they had.
+
+    Raises:
+      InputError: they are still busy after so many seconds, so that what is measured next would wait for them.
+    """
     until, before = time.monotonic() + seconds, -math.inf
     while time.monotonic() < until:
         used = sum(node.core_seconds() for node in nodes)
@@ -182,6 +186,7 @@ def until_idle(nodes: Sequence[RunningNode], seconds: float = 120.0) -> None:
             return
         before = used
         time.sleep(1.0)
+    raise InputError(f"nodes are still busy after {seconds:g} seconds: measure on a quiet machine, or fewer --tasks")
 
 
 def _end_when_asked() -> None:

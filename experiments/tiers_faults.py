@@ -11,7 +11,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from mlcn_jax.tiers.policy import Policy
 
 Fault = tuple[Callable[[list[RunningNode]], None], Callable[[list[RunningNode]], None]]
 _EXTRA_MS = 50.0  # of a deadline, beyond the end's own lanes
+_WAITS = ("held_back_ms", "gateway_waited_ms", "waited_ms")
 _PHASES = ("before", "during", "after")  # of a fault
 _REQUESTS_OF_TIME, _MOST_TIMES = 500, 10  # a fault comes once in at least so many requests, and at most so often
 _MOMENT_SECONDS = 0.05  # within which a fault comes, at random, once it is its turn
@@ -118,12 +119,13 @@ class FalseNode:
                 200,
                 wire.pack_answer(digest, tier, asked, numbers, stranger.sign),
             ),
-            "a full queue": lambda asked: (429, b"full"),
+            "answers 429, as a full queue does": lambda asked: (429, b"full"),
         }
         self.kind, false = "not finite", self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # or an answer, sent in two parts, waits 40 ms
 
             def do_POST(self):
                 asked = wire.digest_of(self.rfile.read(int(self.headers["Content-Length"])))
@@ -269,6 +271,7 @@ def under_fault(
     deadline = round(httpx.get(f"{url}/", trust_env=False).json()["own_p95_ms"] + _EXTRA_MS, 3)
     bodies = [png(image) for image in images]
     late: list[dict[str, Any]] = []
+    punctual: list[dict[str, float]] = []
     unanswered: list[str] = []
     taken = []
     heard: dict[str, collections.Counter[str]] = {phase: collections.Counter() for phase in _PHASES}
@@ -303,19 +306,24 @@ def under_fault(
             milliseconds = 1e3 * (time.perf_counter() - started)
             taken.append(milliseconds)
             heard[phase][f"{len(answer['lanes'])} lanes"] += 1
+            waits = {
+                "held_back_ms": 1e3 * (quota.held_back() - held),
+                "gateway_waited_ms": 1e3 * (quota.waited_for_core() - waited_there),
+                "waited_ms": 1e3 * (waited_for_core() - waited),
+            }
             if milliseconds > deadline:
                 one = {"request": i, "phase": phase, "ms": milliseconds, "by_gateway_ms": answer["ms"]}
-                one |= {
-                    "held_back_ms": 1e3 * (quota.held_back() - held),
-                    "gateway_waited_ms": 1e3 * (quota.waited_for_core() - waited_there),
-                    "waited_ms": 1e3 * (waited_for_core() - waited),
-                }
-                late.append(one | {"lanes": answer["lanes"], "why": why_late(one, deadline)})
+                late.append(one | waits | {"lanes": answer["lanes"]})
+            else:
+                punctual.append(waits)
     if under_way is not None:
         under_way.result()
     if now[0] == "during":
         fault[1](nodes)  # so that the next finds all as it was
     time.sleep(1)
+    usual = {name: float(np.median([waits[name] for waits in punctual])) for name in (punctual or [{}])[0]}
+    for one in late:
+        one["why"] = why_late(one, deadline, usual)
     return {
         "requests": requests,
         "times": changes // 2,
@@ -328,20 +336,23 @@ def under_fault(
         "p50_ms": float(np.quantile(taken, 0.5)) if taken else None,
         "p999_ms": float(np.quantile(taken, 0.999)) if taken else None,
         "heard": {phase: dict(found) for phase, found in heard.items()},
+        "usual_waits": usual,
         "late_ones": late[:100],
         "unanswered_ones": unanswered[:20],
     }
 
 
-def why_late(one: dict[str, Any], deadline: float) -> str:
+def why_late(one: Mapping[str, Any], deadline: float, usual: Mapping[str, float]) -> str:
     """Why an answer was late, from what was measured beside it; empty if what was measured is less than the lateness.
 
-    The gateway's waiting for a core counts within the time that it took by its own clock, less what its quota kept it
+    Only what it waited longer than punctual answers usually do counts: the deadline has room for that. The gateway's
+    waiting for a core counts within the time that it took by its own clock, less what its quota kept it
     waiting, which may be part of it; the client's counts outside that time.
     """
-    held = one["held_back_ms"]
-    there = max(min(one["gateway_waited_ms"], one["by_gateway_ms"]) - held, 0.0)
-    waited = min(one["waited_ms"], max(one["ms"] - one["by_gateway_ms"], 0.0))
+    more = {name: max(one[name] - usual.get(name, 0.0), 0.0) for name in _WAITS}
+    held = min(more["held_back_ms"], one["by_gateway_ms"])
+    there = max(min(more["gateway_waited_ms"], one["by_gateway_ms"]) - held, 0.0)
+    waited = min(more["waited_ms"], max(one["ms"] - one["by_gateway_ms"], 0.0))
     if held + there + waited < one["ms"] - deadline:
         return ""
     reasons = {

@@ -30,6 +30,7 @@ from absl import flags
 
 from experiments import RESULTS, tiers_relay, tiers_shared
 from experiments.quota import Quota
+from experiments.repeated_runs import chosen
 from experiments.tiers_bed import CORES, NodePlan, RunningNode, bed, limited, start_relay, start_server, url_of
 from experiments.tiers_faults import (
     EDGE_ALONE,
@@ -60,6 +61,7 @@ from mlcn_jax.training.trained import Trained
 CORES_OF = {"end": CORES / 5, "edge": CORES / 5, "cloud": 3 * CORES / 5}
 # Images of the test set, requests under each fault, images timed with models of their own.
 SCALES = {"smoke": (60, 40, 20), "full": (10_000, 10_000, 2_000)}
+PARTS = ("answers", "faults", "own")
 _SWITCH_SECONDS = 1e-4  # how long the client waits for Python's lock, which false nodes hold at times
 
 
@@ -70,6 +72,7 @@ def define(values: flags.FlagValues) -> None:
     )
     meaning = "TIER=WORKDIR,... of a model of its own for each tier; empty leaves them out."
     flags.DEFINE_string("own_models", "", meaning, flag_values=values)
+    flags.DEFINE_list("parts", list(PARTS), f"Which of {', '.join(PARTS)} to measure.", flag_values=values)
     flags.DEFINE_string("data_dir", "", "Overrides the run's config.data.dir, if not empty.", flag_values=values)
     flags.DEFINE_enum("scale", "full", list(SCALES), "How much is measured.", flag_values=values)
     flags.DEFINE_string("results", str(RESULTS), "Folder to write to.", flag_values=values)
@@ -84,31 +87,39 @@ def main(values: flags.FlagValues) -> None:
     trained, dataset = load_with_data(workdir, config)
     relay = tiers_relay.checked()
     images, requests, timed = SCALES[values.scale]
+    parts = chosen("parts", values.parts, PARTS)
     sys.setswitchinterval(_SWITCH_SECONDS)
     tiers = split_model(workdir, values.tiers, trained, values.data_dir)
     policy = Policy.read(tiers / "end" / "policy.json")
     models = tiers_shared.read_models(values.own_models, policy, workdir, trained.spec)
+    own = {name: about_model(folder) for name, folder in tiers_shared.folders_of(values.own_models).items()}
     about = {"model": trained.spec.lanes, "data": dataset.name, "scale": values.scale, "policy": policy.digest}
     results = read_json(path) if path.is_file() else {"about": about, "policy": policy.to_dict(), "measured": {}}
     if results["about"] != about:
         raise SystemExit(f"error: {path} is of {results['about']}, not {about}: move it away")
+    if models and results.get("own", own) != own:
+        raise SystemExit(f"error: {path} is of other models of their own than --own_models gives: move it away")
     results |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **host.environment()}
     measured, test = results["measured"], dataset.test[:images]
 
     def once(key: str, measure: Callable[[], Any]) -> None:
         if key not in measured:
+            results.setdefault("busy_cores", {})[key] = host.busy_cores()
             measured[key] = measure()
             write_json(path, results)
             print(f"{key}: {json.dumps(measured[key])}", flush=True)
 
     measured["relay"] = relay
     once("subsets", lambda: subsets(tiers, policy, test.images, test.labels))
+    once("largest error", lambda: largest_error(tiers, policy, workdir, test.images))
     once("cloud alone", lambda: cloud_alone(workdir, test.images, test.labels))
     key, public = make_keys(workdir)
     false = [FalseNode(policy, name, signatures.private_key(key).sign) for name in policy.names[1:]]
     faults = {**{kind: taken_over(false, kind) for kind in false[0].kinds}, **FAULTS}
     if "edge" not in policy.names:
         del faults[EDGE_ALONE]
+    if "faults" not in parts:
+        faults = {}
     plans = [NodePlan(tiers / name, CORES_OF[name], DELAY_MS[name]) for name in policy.names[1:]]
     rest, signed = sum(plan.cores for plan in plans), f"--key={key}"
 
@@ -120,7 +131,7 @@ def main(values: flags.FlagValues) -> None:
             once("answers", lambda: answers(url, policy, test.images, test.labels, nodes))
             for name, fault in faults.items():
                 under(name, url, nodes, fault, quota)
-    if f"fault: {EXPIRED}" not in measured:
+    if "faults" in parts and f"fault: {EXPIRED}" not in measured:
         shown = make_certificates(workdir)
         with (
             bed(plans, 1, rest, (signed, *shown.valid)) as nodes,
@@ -129,7 +140,8 @@ def main(values: flags.FlagValues) -> None:
             beside = [node.start_beside((signed, *shown.expired)) for node in nodes]
             under(EXPIRED, url, nodes, led_to(beside), quota)
     validation = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)[1]
-    if models and "own models" not in measured:
+    if "own" in parts and models and "own models" not in measured:
+        results["own"] = own
         with bed([NodePlan(tiers / "end", CORES_OF["end"]), *plans], 1) as nodes:
             once("own models", lambda: own_models(tiers, policy, models, validation, test, nodes, timed))
     write_atomic(path.with_suffix(".md"), report(results))
@@ -163,6 +175,23 @@ def own_models(
             each(test.images[0])  # which opens the connection
         times = tiers_shared.timed(least, ask, parts, test.images[:timed])
     return {way: found[way] | {"times": times[way]} for way in ways}
+
+
+def about_model(folder: Path) -> dict[str, Any]:
+    """What tells a trained model apart."""
+    about = read_json(folder / "summary.json")
+    return {name: about[name] for name in ("config_hash", "steps")}
+
+
+def largest_error(tiers: Path, policy: Policy, workdir: Path, images: np.ndarray) -> float:
+    """The largest difference of lengths between all tiers together and the whole model."""
+    whole, parts = TrainedModel(workdir), [TierArtifact(tiers / name) for name in policy.names]
+    found = 0.0
+    for start in range(0, len(images), 500):
+        some = images[start : start + 500]
+        together = np.sqrt(np.sum([part.part(some) for part in parts], axis=0))
+        found = max(found, float(np.max(np.abs(together - whole.lengths(some)))))
+    return found
 
 
 def subsets(tiers: Path, policy: Policy, images: np.ndarray, labels: np.ndarray) -> dict[str, float]:

@@ -50,9 +50,11 @@ def report(results: dict[str, Any]) -> str:
         "",
         f"`{results['about']['model']}`, {images:,} test images of {results['about']['data']}; {results['device']}, "
         f"jax {results['versions']['jax']}. Times {_MILLISECONDS}; links of {links} ms there and back. "
-        f"The bound is paired, one-sided and 95 %, as `policy.upper_bound` gives it. Thresholds from {validation:,} "
-        f"validation images (at least {_LEAST_VALIDATION:,}: {_yes(validation >= _LEAST_VALIDATION)}). The relay, "
-        f"checked before: {'; '.join(f'{given}: {found}' for given, found in map(described, measured['relay']))}.",
+        "The points that are lost decide; the bound beside them is paired, one-sided and 95 %, as `policy.upper_bound` "
+        "gives it. Lengths of all tiers together differ from the whole model's by at most "
+        f"{measured['largest error']:.1g}. Cores that other work kept busy: {_busy(results)}. Thresholds from "
+        f"{validation:,} validation images (at least {_LEAST_VALIDATION:,}: {_yes(validation >= _LEAST_VALIDATION)}). "
+        f"The relay, before: {'; '.join(f'{given}: {found}' for given, found in map(described, measured['relay']))}.",
         "",
         "| | cloud alone | tiers | | must be | reached |",
         "|" + " --- |" * 6,
@@ -60,7 +62,8 @@ def report(results: dict[str, Any]) -> str:
         "",
         "Nodes fail again and again, each time at a random moment while requests go on, and come back at another, as "
         "often as told: all nodes, unless one is named. Late ones, and why, are in the JSON. At most "
-        f"{_MOST_LATE:.1%} may be late, each explained by what was measured beside it, and none unanswered.",
+        f"{_MOST_LATE:.1%} may be late, each explained by what it waited longer than punctual ones, and none "
+        "unanswered. Where no other tier answers within the deadline without a fault, nothing is judged.",
         "",
         "| fault | requests | times | deadline, ms | late | by the gateway's clock | unexplained | unanswered "
         "| median, ms | 99.9 %, ms | tiers beyond the end heard before, during, after | reached |",
@@ -72,7 +75,10 @@ def report(results: dict[str, Any]) -> str:
             shown = [_text(row[name]) for name in _OF_FAULT]
             shown.append(", ".join(_refined(found, alone) for found in row["heard"].values()))
             good = row["late"] <= _MOST_LATE * row["requests"] and not row["unexplained"] and not row["unanswered"]
-            lines.append(f"| {key.removeprefix('fault: ')} | " + " | ".join([*shown, _yes(good)]) + " |")
+            before = row["heard"]["before"]
+            asked = sum(before.values()) > before.get(alone, 0)  # or there was nothing that the fault could spoil
+            told = _yes(good) if asked else "not judged"
+            lines.append(f"| {key.removeprefix('fault: ')} | " + " | ".join([*shown, told]) + " |")
     lines += ["", "| tiers heard | accuracy |", "| --- | --- |"]
     lines += [f"| {name} | {accuracy:.4f} |" for name, accuracy in measured["subsets"].items()]
     lines += ["", "| tier lost | its lanes | accuracy without it | lost, points | must be | reached |"]
@@ -123,6 +129,11 @@ def lost_tiers(tiers: list[dict[str, Any]], accuracies: dict[str, float]) -> lis
         shown = " | ".join(must if len(lost["lanes"]) == fewest else ("", ""))
         rows.append(f"| {lost['name']} | {len(lost['lanes'])} | {without:.4f} | {points:.2f} | {shown} |")
     return rows
+
+
+def _busy(results: dict[str, Any]) -> str:
+    known = [cores for cores in results.get("busy_cores", {}).values() if cores is not None]
+    return f"{max(known):.2f} at most before a measurement" if known else "unknown"
 
 
 def _refined(found: dict[str, int], alone: str) -> str:

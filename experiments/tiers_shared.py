@@ -6,15 +6,16 @@ Accuracy is that of all test images. Times are measured by one client that asks 
 same way for both: a model of its own computes as much as the tier's lanes, so a request to these takes its time, and
 its answer is computed here.
 
-Each tier's own model has as many lanes of the same kind, trained for nothing else, and otherwise the settings of the
-run that was split, so that its validation images are the same. For mlcn2:w1*4 split into one, one and two lanes:
+Each tier's own model is one network, as in the report: one lane that takes as many FLOPs as the tier's lanes do, with
+the settings of the run that was split otherwise, so that its validation images are the same. For mlcn2:w2*4 split into
+one, one and two lanes:
 
     common="--config=mlcn2_fashion --config.data.validation_fraction=0.1"
     own="$common --config.data.split_seed=0"  # train.seed of the run that was split
-    mlcn_jax train $common --config.model.lanes=mlcn2:w1*4 --config.model.margin_loss=per_lane --workdir=runs/tiers
-    mlcn_jax train $own --config.train.seed=1 --config.model.lanes=mlcn2:w1*1 --workdir=runs/own_end
-    mlcn_jax train $own --config.train.seed=2 --config.model.lanes=mlcn2:w1*1 --workdir=runs/own_edge
-    mlcn_jax train $own --config.train.seed=3 --config.model.lanes=mlcn2:w1*2 --workdir=runs/own_cloud
+    mlcn_jax train $common --config.model.lanes=mlcn2:w2*4 --config.model.margin_loss=per_lane --workdir=runs/tiers
+    mlcn_jax train $own --config.train.seed=1 --config.model.lanes=mlcn2:w2*1 --workdir=runs/own_end
+    mlcn_jax train $own --config.train.seed=2 --config.model.lanes=mlcn2:w2*1 --workdir=runs/own_edge
+    mlcn_jax train $own --config.train.seed=3 --config.model.lanes=mlcn2:w3*1 --workdir=runs/own_cloud
     python -m experiments.tiers_gateway --workdir=runs/tiers \
         --own_models=end=runs/own_end,edge=runs/own_edge,cloud=runs/own_cloud
 """
@@ -59,26 +60,32 @@ def read_models(text: str, policy: policies.Policy, workdir: Path, spec: ModelSp
     Raises:
       InputError: a tier has none or has other FLOPs than its model, or one did not learn from the same images.
     """
-    given = dict(item.partition("=")[::2] for item in filter(None, text.split(",")))
+    given = folders_of(text)
     if not given:
         return {}
     if set(given) != set(policy.names):
         raise InputError(f"--own_models={text} must have a workdir for each of the tiers {', '.join(policy.names)}")
     flops, learned = lane_flops(spec), _learned(workdir)
     for name, folder in given.items():
-        own, lanes = Path(folder).expanduser(), policy.tier(name).lanes
-        ratio = sum(lane_flops(load_trained(own).spec)) / sum(flops[lane] for lane in lanes)
+        lanes = policy.tier(name).lanes
+        ratio = sum(lane_flops(load_trained(folder).spec)) / sum(flops[lane] for lane in lanes)
         if abs(ratio - 1) > _TOLERANCE:
             raise InputError(
-                f"the model in {own} has {ratio:.2f} times the FLOPs of the lanes of tier {name}: train it with "
-                f"--config.model.lanes={spec_of(spec, lanes).lanes}"
+                f"the model in {folder} has {ratio:.2f} times the FLOPs of the lanes of tier {name}, "
+                f"{spec_of(spec, lanes).lanes}: train a lane that has as many, within {100 * _TOLERANCE:g} %"
             )
-        if _learned(own) != learned:
+        if _learned(folder) != learned:
             raise InputError(
-                f"the model in {own} learned from other images than that in {workdir}: train it with the same settings "
-                "of data, and data.split_seed or train.seed"
+                f"the model in {folder} learned from other images than that in {workdir}: train it with the same "
+                "settings of data, and data.split_seed or train.seed"
             )
-    return {name: TrainedModel(Path(folder).expanduser()) for name, folder in given.items()}
+    return {name: TrainedModel(folder) for name, folder in given.items()}
+
+
+def folders_of(text: str) -> dict[str, Path]:
+    """The workdirs that `--own_models` names, by tier."""
+    given = (item.partition("=")[::2] for item in filter(None, text.split(",")))
+    return {name: Path(folder).expanduser() for name, folder in given}
 
 
 def _learned(workdir: Path) -> str:
@@ -197,17 +204,16 @@ def report(names: Sequence[str], found: dict[str, dict[str, Any]]) -> list[str]:
     for way in WAYS:
         rows = zip(names, found[way]["accuracy"], found[way]["settled"], strict=True)
         lines += [f"| {way} | {name} | {accuracy:.4f} | {share:.1%} |" for name, accuracy, share in rows]
-    lines += [
-        "",
-        "Models of their own did not run on the nodes: their times are estimated, with those of the nodes that hold "
-        "the shared lanes, which compute as much.",
-        "",
-        "| | final accuracy | to the final answer, mean ms | 95 %, ms | images timed |",
-        "|" + " --- |" * 5,
-    ]
-    for way in WAYS:
-        own, times = found[way], found[way]["times"]
-        timing = f"{times['mean_ms']:.1f} | {times['p95_ms']:.1f} | {times['images']:,}"
-        told = f"{way}, times estimated" if way == OWN else way
-        lines.append(f"| {told} | {own['final_accuracy']:.4f} | {timing} |")
+    lines += [f"| {way} | the final answer | {found[way]['final_accuracy']:.4f} | |" for way in WAYS]
+    for way, title in (
+        (SHARED, "Measured, time to the final answer of shared lanes:"),
+        (
+            OWN,
+            "Estimated, time to the final answer of models of their own, which did not run on the nodes: with the "
+            "times of the nodes that hold the shared lanes, which compute as much.",
+        ),
+    ):
+        times = found[way]["times"]
+        lines += ["", title, "", "| mean, ms | 95 %, ms | images |", "|" + " --- |" * 3]
+        lines.append(f"| {times['mean_ms']:.1f} | {times['p95_ms']:.1f} | {times['images']:,} |")
     return lines

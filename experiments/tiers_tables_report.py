@@ -154,11 +154,18 @@ def failure_prediction(results: dict[str, Any]) -> tuple[Sequence[str], list[tup
     rows = []
     for dead, modes in found.items():
         monitor = modes["monitor"]
-        serial = schedules.reassigned(
-            found[0]["reassign"]["seconds"], results["about"]["ends"], dead, monitor["tasks_before"], monitor["timeout"]
-        )
-        rows.append((dead, _least(results, dead, monitor["tasks_before"]), serial))
-    return ("dead ends", "remaining work over living ends", "reassign by equation 8"), rows
+        about, whole = results["about"], found[0]["reassign"]["seconds"]
+        tasks, before, timeout = about["failing_tasks"], monitor["tasks_before"], monitor["timeout"]
+        serial = schedules.reassigned(whole, tasks, about["ends"], dead, before, timeout)
+        waited = whole + modes["reassign"]["timeouts"] * timeout
+        rows.append((dead, _least(results, dead, before), serial, waited))
+    head = (
+        "dead ends",
+        "remaining work over living ends",
+        "reassign by equation 8",
+        "with the time-outs that happened",
+    )
+    return head, rows
 
 
 def monitor_table(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:

@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -42,6 +43,24 @@ def cores() -> list[int]:
 def num_cores() -> int:
     """How many cores this process may use."""
     return len(cores())
+
+
+def busy_cores(seconds: float = 1.0) -> float | None:
+    """How many cores of this machine are busy on average while this process sleeps; None where Linux does not tell.
+
+    What is timed beside other work takes longer than it should, so measurements keep this number.
+    """
+
+    def idle() -> float:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+        return (int(fields[3]) + int(fields[4])) / os.sysconf("SC_CLK_TCK")  # idle, and waiting for disks
+
+    try:
+        before, started = idle(), time.monotonic()
+        time.sleep(seconds)
+        return max(0.0, (os.cpu_count() or 1) - (idle() - before) / (time.monotonic() - started))
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def usable_memory_bytes() -> int:

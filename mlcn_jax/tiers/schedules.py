@@ -108,17 +108,18 @@ def corrected(schedule: str, system: System) -> float:
     return slowest + fill
 
 
-def reassigned(seconds: float, ends: int, dead: int, tasks_before: int, timeout: float) -> float:
+def reassigned(seconds: float, tasks: int, ends: int, dead: int, tasks_before: int, timeout: float) -> float:
     """Seconds of "reassign" by equation 8, summed: each dead end's tasks wait for a time-out, one after the other.
 
     Args:
       seconds: time without a failure.
+      tasks: number of all tasks, dealt out to the ends.
       ends: number of ends, of which `dead` die after `tasks_before` tasks each.
       timeout: time-out in seconds.
     """
     if dead >= ends:
         return math.inf
-    return seconds + timeout * (tasks_before + 1) * dead * (1 + dead / (ends - dead))
+    return seconds + timeout * (tasks / ends - tasks_before) * dead * (1 + dead / (ends - dead))
 
 
 def living(tasks: int, ends: int, dead: int, tasks_before: int, task_seconds: float) -> float:

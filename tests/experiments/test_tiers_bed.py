@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -369,6 +370,8 @@ def test_nodes_are_idle_once_they_use_no_more_time(monkeypatch):
     used = iter([0.0, 1.0, 1.0, 9.0])
     tiers_bed.until_idle([types.SimpleNamespace(core_seconds=lambda: next(used))])
     assert next(used) == 9.0
+    with pytest.raises(InputError, match=r"still busy after 0\.01 seconds"):
+        tiers_bed.until_idle([types.SimpleNamespace(core_seconds=itertools.count().__next__)], seconds=0.01)
 
 
 def test_what_a_killed_script_left_is_ended_and_what_others_run_is_not(tmp_path, monkeypatch):

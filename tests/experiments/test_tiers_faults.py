@@ -37,7 +37,7 @@ def asked(address, body):
         ("not finite", "not finite"),
         ("of another model", "of another model"),
         ("signed by nobody known", "not signed by a trusted node"),
-        ("a full queue", None),
+        ("answers 429, as a full queue does", None),
     ],
 )
 @pytest.mark.parametrize("tier", ["edge", "cloud"])
@@ -180,8 +180,8 @@ def test_links_are_led_to_processes_that_run_already_and_back():
     end(nodes)
     assert [node.led for node in nodes] == [["edge:2", "edge:3"], ["cloud:2", "cloud:1"]]
     false = types.SimpleNamespace(address="false:1", kind="")
-    tiers_faults.taken_over([false], "a full queue")[0](nodes[:1])
-    assert (false.kind, nodes[0].led[-1]) == ("a full queue", "false:1")
+    tiers_faults.taken_over([false], "not finite")[0](nodes[:1])
+    assert (false.kind, nodes[0].led[-1]) == ("not finite", "false:1")
 
 
 def test_nodes_that_start_again_load_at_the_same_time():
@@ -226,8 +226,15 @@ def test_a_fault_of_the_edge_is_of_the_edge_alone():
 )
 def test_late_answers_are_explained_by_as_much_as_was_measured(one, why):
     nothing = {"held_back_ms": 0.0, "gateway_waited_ms": 0.0, "waited_ms": 0.0}
-    told = tiers_faults.why_late({"ms": 60.0, **nothing, **one}, 50.0)
+    told = tiers_faults.why_late({"ms": 60.0, **nothing, **one}, 50.0, {})
     assert why in told if why else told == ""
+
+
+def test_waits_that_every_answer_has_explain_no_late_one():
+    one = {"ms": 60.0, "by_gateway_ms": 59.0, "held_back_ms": 15.0, "gateway_waited_ms": 0.0, "waited_ms": 0.0}
+    assert tiers_faults.why_late(one, 50.0, {}) != ""
+    assert tiers_faults.why_late(one, 50.0, {"held_back_ms": 12.0}) == ""
+    assert "for 11.0 ms" in tiers_faults.why_late({**one, "held_back_ms": 23.0}, 50.0, {"held_back_ms": 12.0})
 
 
 def test_waiting_for_a_core_is_told_by_the_kernel_or_nothing(monkeypatch):

@@ -110,7 +110,7 @@ def test_a_model_of_its_own_has_the_flops_of_its_tier_and_learned_from_the_same_
     assert models(end="end", edge="edge", cloud="cloud") == {name: name for name in ("end", "edge", "cloud")}
     with pytest.raises(InputError, match="must have a workdir for each of the tiers end, edge, cloud"):
         models(end="end")
-    with pytest.raises(InputError, match=r"0\.50 times the FLOPs of the lanes of tier cloud: .*lanes=mlcn1:w1d1\*2"):
+    with pytest.raises(InputError, match=r"0\.50 times the FLOPs of the lanes of tier cloud, mlcn1:w1d1\*2: train a"):
         models(end="end", edge="edge", cloud="edge")
     write_json(tmp_path / "edge" / "model.json", {"training_images_sha256": "1"})
     with pytest.raises(InputError, match="edge learned from other images than that in"):
@@ -142,8 +142,10 @@ def results():
         "device": "a CPU",
         "versions": {"jax": "0"},
         "policy": policy().to_dict(),
+        "busy_cores": {"answers": 0.01, "own models": None},
         "measured": {
             "relay": [{"delay_ms": 5.0, "measured_ms": 5.2}, {"rate_mbit": 2.0, "measured_mbit": 1.97}],
+            "largest error": 3e-7,
             "subsets": dict(zip(names, (0.5, 0.6, 0.7, 0.65, 0.75, 0.72, 0.76), strict=True)),
             "cloud alone": right | times,
             "answers": right | times | {"settled_at_end": 0.7, "without_a_tier": 0, "end_flops_share": 0.25},
@@ -163,14 +165,20 @@ def test_tables_tell_what_was_reached_and_what_was_not():
     assert late.replace("| 1 | 0 |", "| 0 | 0 |").replace("| no |", "| yes |") in tiers_gateway.report(
         {**made, "measured": made["measured"] | {"fault: SIGSTOP, and SIGCONT": {**fault(), "late": 0}}}
     )
+    alone = {**fault(), "late": 0, "heard": {"before": {"1 lanes": 9}, "during": {"1 lanes": 4}, "after": {}}}
+    assert "| 0.0%, 0.0%, none | not judged |" in tiers_gateway.report(
+        {**made, "measured": made["measured"] | {"fault: SIGSTOP, and SIGCONT": alone}}
+    ), "no other tier answers in time anyway"
     assert "| accuracy | 1 | 1 | lost 0.00, at most 33.82 points | lost at most 0.5 points | yes |" in text
     assert "| settled at the end |  | 0.7 |  | at least 0.6 | yes |" in text
     assert "| bytes of bodies | 1000 | 1000 | 1.000 | at most 0.45 | no |" in text
     assert "| p95, ms | 120 | 120 | 1.000 | at most 1.2 | yes |" in text
     assert "one-sided" in text
+    assert "at most 3e-07. Cores that other work kept busy: 0.01 at most before a measurement." in text
     assert "| shared lanes | edge | 0.6000 | 30.0% |" in text
-    assert "| a model of its own, times estimated | 0.6900 | 30.0 | 130.0 | 20 |" in text
-    assert "did not run on the nodes" in text
+    assert "| a model of its own | the final answer | 0.6900 | |" in text
+    assert text.count("| 30.0 | 130.0 | 20 |") == 2
+    assert text.index("Measured, time") < text.index("Estimated, time") < text.index("did not run on the nodes")
     assert "5 ms each way: 5.20 ms; 2 Mbit/s: 1.97 Mbit/s." in text
     del made["measured"]["own models"]
     assert "a model of its own" not in tiers_gateway.report(made), "it was not asked for"
@@ -202,6 +210,26 @@ def test_a_split_of_other_tiers_is_not_taken_for_these(tmp_path, monkeypatch):
     (tmp_path / "two.json").write_text(json.dumps({"tiers": [{"name": "a"}, {"name": "b"}]}))
     with pytest.raises(SystemExit, match="give end, edge, cloud, or end, cloud"):
         tiers_gateway.split_model(tmp_path, str(tmp_path / "two.json"), model, "")
+
+
+def test_the_largest_error_is_that_of_all_tiers_together(tmp_path, monkeypatch):
+    images = np.arange(1200, dtype=np.uint8).reshape(-1, 1, 1, 1)
+    whole = types.SimpleNamespace(lengths=lambda some: np.sqrt(np.full((len(some), 2), 0.5)))
+    off = np.where(np.arange(1200) == 1100, 0.6 - 0.25, 0.25)
+
+    class Tier:
+        def __init__(self, folder):
+            self.last, self.seen = folder.name == "cloud", 0
+
+        def part(self, some):
+            self.seen += len(some)
+            own = off[self.seen - len(some) : self.seen] if self.last else np.full(len(some), 0.25)
+            return np.stack([own, np.full(len(some), 0.25)], axis=1)
+
+    monkeypatch.setattr(tiers_gateway, "TrainedModel", lambda folder: whole)
+    monkeypatch.setattr(tiers_gateway, "TierArtifact", Tier)
+    found = tiers_gateway.largest_error(tmp_path, types.SimpleNamespace(names=("end", "cloud")), tmp_path, images)
+    assert found == pytest.approx(0.6**0.5 - 0.5**0.5)
 
 
 def test_the_cloud_has_the_model_as_it_is_now(tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ def made():
             measured[f"schedule {name}, {ends} ends"] = {"seconds": 2.0, "first_seconds": 1.0, "runs": 1}
     for mode, seconds in (("none", None), ("reassign", 4.0), ("monitor", 2.2)):
         for dead in (0, 1):
-            taken = {"seconds": 2.0 if not dead else seconds, "tasks_before": 2, "timeout": 0.5}
+            taken = {"seconds": 2.0 if not dead else seconds, "tasks_before": 2, "timeout": 0.5, "timeouts": 3 * dead}
             measured[f"failures {mode}, {dead} dead"] = taken
     about = {
         "model": "mlcn1:w1*3",
@@ -48,7 +48,7 @@ def test_tables_tell_what_was_measured_and_how_far_models_are_off(tmp_path):
     assert (tmp_path / "tables.png").stat().st_size > 1000
     assert "| 1 | never | 4 | 2.2 |" in text
     assert "| 0 | 4 | 2 |" in text, "predicted from single tasks: 2 on each end, then 8 on each"
-    assert "| 1 | 7.2 |" in text
+    assert "| 1 | 7.2 | 10 | 3.5 |" in text
     assert "| 0 | 0.50 | yes |" in text, "what was measured over what was predicted, in a table of its own"
     assert "It must be at most 15% over at least 24: no." in text
     assert "| conv1 | 0.5 | unlimited | 9000 | 0.1 | 1.5 | 0.5 | 50.0% |" in text

@@ -53,7 +53,8 @@ def test_under_mapping_the_edge_with_most_ends_is_the_slowest():
 def test_dead_ends_cost_a_time_out_for_each_task_or_what_they_would_have_done():
     table = {0: 25.7, 1: 33.7, 2: 43.2, 3: 65.2}
     for dead, seconds in list(table.items())[:3]:
-        assert reassigned(25.7, 8, dead, 12, 0.5) == pytest.approx(seconds, rel=0.1)
-    assert reassigned(25.7, 8, 8, 12, 0.5) == math.inf
+        assert reassigned(25.7, 200, 8, dead, 12, 0.5) == pytest.approx(seconds, rel=0.1)
+    assert reassigned(5.0, 8, 2, 1, 2, 0.5) == pytest.approx(5.0 + 0.5 * 2 * 2), "two of its four tasks wait"
+    assert reassigned(25.7, 200, 8, 8, 12, 0.5) == math.inf
     assert living(200, 8, 0, 12, 1.0) == pytest.approx(25.0)
     assert living(200, 8, 4, 12, 1.0) == pytest.approx(12 + 104 / 4)
