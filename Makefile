@@ -6,7 +6,7 @@ STAMP := .venv/installed-$(REQUIREMENTS)
 RUN := .venv/bin/python
 WORKDIR = runs/quickstart
 
-.PHONY: setup train test test-long test-all test-onnx lint bench onnx precision launchers docs
+.PHONY: setup train test test-long test-all test-onnx lint bench bench-train bench-infer onnx precision launchers docs
 
 train: setup
 	$(RUN) main.py --config=configs/quickstart.py --workdir=runs/quickstart
@@ -21,8 +21,12 @@ test-long: setup
 test-all: test test-long
 
 # Speed against Keras on TensorFlow and PyTorch, which live in an environment of their own, as what converts to ONNX does.
-bench: setup .venv-peers/installed .venv-onnx/installed
+bench: bench-train bench-infer
+
+bench-train: setup .venv-peers/installed
 	$(RUN) -m benchmarks.train_step $(BENCH)
+
+bench-infer: setup .venv-peers/installed .venv-onnx/installed
 	$(RUN) -m benchmarks.inference $(BENCH)
 
 .venv-peers/installed: benchmarks/requirements.txt

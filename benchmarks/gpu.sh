@@ -2,7 +2,7 @@
 # All measurements that need a GPU, against PyTorch: bash benchmarks/gpu.sh [FOLDER]
 # Installs what it needs. Environments that are there can be given: PYTHON with this project's requirements (CUDA), and
 # PEERS_PYTHON with PyTorch (CUDA); they may be the same.
-# DTYPES and NETWORKS, where set, shorten it: DTYPES=bfloat16 NETWORKS=mlcn1_4x4_28x28x1,resnet
+# DTYPES, NETWORKS and PARTS, where set, shorten it: DTYPES=bfloat16 NETWORKS=mlcn1_4x4_28x28x1,resnet PARTS="compare"
 # CIFAR_DIR and FASHION_DIR are folders with the data sets, downloaded where not set. RUNS keeps the trainings, which go on
 # where they stopped. JSON goes to FOLDER, benchmarks/results/gpu where none is given.
 # A measurement that fails does not stop the others: they are named at the end, and the exit code is then 1.
@@ -20,15 +20,21 @@ failed=()
 measure() { "$python" -m "$@" || failed+=("$*"); }
 networks="$("$python" -c 'import sys; from benchmarks import networks
 print(*(network.name for network in networks.chosen(sys.argv[1].split(","))))' "${NETWORKS:-all}")"
+parts=" ${PARTS:-compare algorithms recipes} "
 for dtype in ${DTYPES:-float32 bfloat16}; do
   for network in $networks; do
+    [[ $parts == *" compare "* ]] || break
     options=(--peers=torch --peers_python="$peers" --dtype="$dtype" --networks="$network")
-    measure benchmarks.train_step "${options[@]}" --nofamilies --out="$out/train_step_${dtype}_$network.json"
+    measure benchmarks.train_step "${options[@]}" --out="$out/train_step_${dtype}_$network.json"
     measure benchmarks.inference "${options[@]}" --out="$out/inference_${dtype}_$network.json"
   done
-  measure benchmarks.conv_algorithms --dtype="$dtype" --out="$out/conv_algorithms_$dtype.json"
+  [[ $parts != *" algorithms "* ]] ||
+    measure benchmarks.conv_algorithms --dtype="$dtype" --out="$out/conv_algorithms_$dtype.json"
 done
+if [[ $parts == *" recipes "* ]]; then
+unset JAX_DEFAULT_MATMUL_PRECISION
 residual=(--workdir="${RUNS:-runs/residual_lanes_gpu}" --cifar_dir="${CIFAR_DIR:-}" --fashion_dir="${FASHION_DIR:-}")
 measure experiments.residual_lanes "${residual[@]}" --repeats=3
 measure experiments.residual_lanes "${residual[@]}" --repeats=3 --rows=cifar_8xw8d3,fashion_8xw8d3
+fi
 [ ${#failed[@]} -eq 0 ] || { printf 'failed: %s\n' "${failed[@]}" >&2; exit 1; }

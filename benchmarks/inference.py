@@ -1,15 +1,17 @@
 """Inference against ONNX Runtime, Keras on TensorFlow and PyTorch, one image at a time and in batches.
 
-    make bench                                                 # training, too
-    python -m benchmarks.inference --networks=mlcn1_4x4_28x28x1 --batches=1
+    make bench-infer
+    make bench-infer BENCH="--networks=mlcn1_4x4_28x28x1 --batches=1"
 
 From uint8 images in host memory to lengths of class capsules there; no decoder. Two contestants are ours, both the
 exported model as `predict` and `serve` run it, which pads 100 images to 128: `mlcn_jax`, with XLA alone, and `chosen`,
 with the runtime that is measured to be the fastest when a batch size is first used. `ours_over_fastest_peer` compares
 the first with PyTorch and Keras, `chosen_over_fastest` the second with everything: XLA alone and ONNX Runtime, too.
-Lengths are checked to be equal first. Writes `benchmarks/results/inference.json` after each batch size of a network.
+Lengths are checked to be equal first. Writes `benchmarks/results/inference.json` after each batch size of a network;
+what is there of this machine is kept, and not measured again.
 """
 
+import functools
 import tempfile
 from pathlib import Path
 
@@ -17,8 +19,7 @@ from absl import flags
 
 from benchmarks import networks, peers
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import write_json
-from mlcn_jax.launch import launch_script
+from mlcn_jax.launch import EXIT_FAILED, launch_script
 
 
 def define(values: flags.FlagValues) -> None:
@@ -29,23 +30,30 @@ def define(values: flags.FlagValues) -> None:
     )
 
 
-def main(values: flags.FlagValues) -> None:
-    results = peers.no_results(values, "infer")
+def main(values: flags.FlagValues) -> int:
+    results = peers.results_so_far(values, "infer")
     with_onnx = peers.ONNX in values.peers
     if with_onnx and not Path(values.onnx_python).exists():
         raise InputError(f"--onnx_python={values.onnx_python} is not there: `make bench` installs it into .venv-onnx")
     for network in networks.chosen(values.networks):
         with tempfile.TemporaryDirectory() as folder:
-            peers.prepare(network, Path(folder), "infer", values.dtype, values.onnx_python if with_onnx else "")
+            python = values.onnx_python if with_onnx else ""
+            prepared = functools.cache(
+                functools.partial(peers.prepare, network, Path(folder), "infer", values.dtype, python)
+            )
             for batch in map(int, values.batches):
-                found = peers.compare(
-                    *(network, batch, values.peers, "infer", values.rounds, values.dtype, values.peers_python),
-                    Path(folder),
-                )
-                results["networks"][f"{network.name}_batch_{batch}"] = found
-                write_json(Path(values.out), results)
-                print(peers.table([found]), flush=True)
-    print(peers.table(list(results["networks"].values())))
+                name = f"{network.name}_batch_{batch}"
+                with peers.kept(values, results, "networks", name) as missing:
+                    if missing:
+                        prepared()
+                        results["networks"][name] = peers.compare(
+                            *(network, batch, values.peers, "infer", values.rounds, values.dtype, values.peers_python),
+                            Path(folder),
+                        )
+                        print(peers.table([results["networks"][name]]), flush=True)
+    if results["networks"]:
+        print(peers.table(list(results["networks"].values())))
+    return EXIT_FAILED if results["failed"] else 0
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 `benchmarks.train_step` and `benchmarks.inference` are the commands; here is what they share.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -23,11 +24,13 @@ from benchmarks.frameworks import in_mlcn_jax
 from benchmarks.networks import Network
 from mlcn_jax import host
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json, write_json
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 OURS, CHOSEN, ONNX = "mlcn_jax", "chosen", "onnxruntime"
 _ENVIRONMENT = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2"}  # where the user has set neither
+_CACHES = ("MLCN_JAX_CACHE", "TORCHINDUCTOR_CACHE_DIR")  # those of the user would spare a process what is measured
 _PLAIN_TORCH = ("eager", "compiled", "eager_grouped", "compiled_grouped")
 _FROZEN_TORCH = ("compiled_frozen", "compiled_grouped_frozen")
 VARIANTS = {  # tried for each network; the fastest takes part. "frozen" compiles the weights in
@@ -46,8 +49,10 @@ _OF_A_FOLDER = ("artifact", ONNX)  # they read an exported or converted model
 _ROUND_SECONDS = 1.0
 _TRIAL_SECONDS = 0.3  # in which two of a framework's variants are compared
 _TRIALS = 5  # times, in turn
+_HOPELESS = 1.5  # times as long as the fastest variant, from which on another takes no turns with it
 _PAUSE_SECONDS = 0.3  # so that another framework's threads have gone to sleep
 _SPINNING_SECONDS = 2.0  # likewise after ONNX Runtime with its default options, whose threads spin for a while
+_DEFAULT_ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}  # where it is set, `keep_memory` changes nothing
 _TOLERANCE = 1e-4  # of probabilities, over the largest, and of the loss before the first step
 _LATER_TOLERANCE = 2e-2  # of the losses after one, two and three steps: Adam makes large steps of small differences
 _SLACK = {"float32": 1, "tensorfloat32": 40, "bfloat16": 300}  # by what the products are computed in; 2^-24, -11, -8
@@ -81,17 +86,54 @@ def define_flags(values: flags.FlagValues, name: str, peers: Sequence[str] = ("k
     flags.DEFINE_string(
         "peers_python", ".venv-peers/bin/python", "interpreter with benchmarks/requirements.txt", flag_values=values
     )
-    flags.DEFINE_string("out", str(RESULTS / f"{name}.json"), "file to write", flag_values=values)
+    flags.DEFINE_string("out", str(RESULTS / f"{name}.json"), "file to write, or to go on with", flag_values=values)
+    flags.DEFINE_bool("again", False, "measure what the file has once more", flag_values=values)
 
 
-def no_results(values: flags.FlagValues, do: str) -> dict:
-    """Where the results of a comparison go; raises InputError if a peer is asked for that is not there."""
+def results_so_far(values: flags.FlagValues, do: str) -> dict:
+    """What `--out` has of the same comparison on this machine, or nothing.
+
+    Raises:
+      InputError: a peer is asked for that is not there.
+    """
     known = [name for name in VARIANTS[do] if name not in (OURS, CHOSEN)]
     if unknown := [name for name in values.peers if name not in known]:
         raise InputError(f"--peers={','.join(values.peers)}: {unknown[0]!r} is none of {', '.join(known)}")
     if set(values.peers) - {ONNX}:
         check_peers_python(values.peers_python)
-    return {"rounds": values.rounds, "dtype": values.dtype, **host.environment(), "networks": {}}
+    about = {"rounds": values.rounds, "dtype": values.dtype, **host.environment()}
+    stored = read_json(Path(values.out)) if Path(values.out).exists() and not values.again else {}
+    if any(stored.get(name) != value for name, value in about.items()):
+        stored = {}
+    return about | {name: stored.get(name, {}) for name in ("networks", "families")} | {"failed": {}}
+
+
+@contextlib.contextmanager
+def kept(values: flags.FlagValues, results: dict, part: str, name: str) -> Iterator[bool]:
+    """Yields whether a part of the results is still to be measured, and writes what has been.
+
+    A failure is noted in the results, and does not end the others.
+    """
+    if name in results[part]:
+        print(f"{values.out} has {name}: --again measures it once more", flush=True)
+        yield False
+        return
+    busy = host.busy_cores()
+    try:
+        yield True
+    except InputError as error:
+        results["failed"][name] = str(error)
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+    else:
+        results[part][name]["busy_cores"] = busy  # by other work, before it began
+    results["networks"] = dict(sorted(results["networks"].items(), key=lambda item: _place(item[0])))
+    write_json(Path(values.out), results)
+
+
+def _place(name: str) -> tuple[int, int]:
+    """Where a result stands: in the order of `NETWORKS`, then of its batch."""
+    network, _, batch = name.partition("_batch_")
+    return list(networks.NETWORKS).index(network), int(batch or 0)
 
 
 def prepare(network: Network, folder: Path, do: str, dtype: str, onnx_python: str = "") -> None:
@@ -112,10 +154,19 @@ def prepare(network: Network, folder: Path, do: str, dtype: str, onnx_python: st
 
 
 class Process:
-    """A `benchmarks.worker`: one network in one framework, from what `prepare` wrote."""
+    """A `benchmarks.worker`: one network in one framework, from what `prepare` wrote; `more` variables are its own."""
 
     def __init__(
-        self, framework: str, variant: str, network: Network, do: str, batch: int, dtype: str, python: str, folder: Path
+        self,
+        framework: str,
+        variant: str,
+        network: Network,
+        do: str,
+        batch: int,
+        dtype: str,
+        python: str,
+        folder: Path,
+        **more: str,
     ):
         self.framework, self.variant = framework, variant
         module = _MODULES[do].get(framework, framework)
@@ -133,7 +184,7 @@ class Process:
                 stderr=errors,
                 text=True,
                 cwd=ROOT,
-                env={**_ENVIRONMENT, **os.environ, "MLCN_JAX_CACHE": str(folder / "cache")},  # so that it measures anew
+                env={**_ENVIRONMENT, **os.environ, **{name: str(folder / name) for name in _CACHES}, **more},
             )
 
     def ask(self, do: str, **options):
@@ -211,13 +262,14 @@ def compare(
         starts = [
             functools.partial(Process, framework, variant, network, do, batch, dtype, python, folder)
             for variant in VARIANTS[do][framework]
+            if network.lanes > 1 or "grouped" not in variant
         ]
         process, warm, trials = fastest_variant(do, starts)
         chosen.append(process)
         steps.append(max(2, round(1000 * _ROUND_SECONDS / warm["milliseconds"])))
         ours = warm["values"] if ours is None else ours
         error, later = _differences(warm["values"], ours, do)
-        if error > _slack(dtype) * _TOLERANCE or later > _slack(dtype) * _LATER_TOLERANCE:
+        if not (error <= _slack(dtype) * _TOLERANCE and later <= _slack(dtype) * _LATER_TOLERANCE):  # NaN, too
             raise InputError(
                 f"{framework} does not compute what mlcn_jax does on {network.title}: relative differences {error:.2g} "
                 f"at first and {later:.2g} after steps of training"
@@ -244,7 +296,22 @@ def compare(
             if own in times and process.framework not in (own, *([CHOSEN] if own == OURS else [])):
                 entry[name] = _spread([a / b for a, b in zip(milliseconds, times[own], strict=True)])
         process.close()
-    return result | ratios(result["frameworks"])
+    for framework in set(peers) - {ONNX}:
+        variant = result["frameworks"][framework]["variant"]
+        anew = {**_DEFAULT_ALLOCATOR, "TORCHINDUCTOR_CACHE_DIR": str(folder / "anew")}
+        process = Process(framework, variant, network, do, batch, dtype, python, folder, **anew)
+        warm_up(process, do)
+        result["frameworks"][framework]["peak_bytes_by_default"] = process.ask("memory")["peak_bytes"]
+        process.close()
+    return result | ratios(result["frameworks"]) | {"peak_over_torch": peak_over_torch(result["frameworks"])}
+
+
+def peak_over_torch(frameworks: dict[str, dict]) -> float | None:
+    """Our peak memory over PyTorch's, which is the smaller of those with our allocator's settings and with its own."""
+    if "torch" not in frameworks:
+        return None
+    theirs = frameworks["torch"]
+    return frameworks[OURS]["peak_bytes"] / min(theirs["peak_bytes"], theirs["peak_bytes_by_default"])
 
 
 def ratios(frameworks: dict[str, dict]) -> dict[str, float]:
@@ -260,13 +327,18 @@ def ratios(frameworks: dict[str, dict]) -> dict[str, float]:
 def fastest_variant(do: str, starts: list[Callable[[], Process]]) -> tuple[Process, dict, dict[str, float]]:
     """The fastest of several processes, what `warm_up` said of it, and each one's milliseconds; the others are closed.
 
-    Each takes turns with the fastest so far, so that no more than two hold memory.
+    Each takes turns with the fastest so far, so that no more than two hold memory, unless it is much slower at once.
     """
     best: tuple[Process, dict] | None = None
     trials: dict[str, float] = {}
     for start in starts:
         process = start()
-        pair = [*([best] if best else []), (process, warm_up(process, do))]
+        warmed = warm_up(process, do)
+        if best and warmed["milliseconds"] > _HOPELESS * best[1]["milliseconds"]:
+            trials[process.variant] = warmed["milliseconds"]
+            process.close()
+            continue
+        pair = [*([best] if best else []), (process, warmed)]
         steps = [max(2, round(1000 * _TRIAL_SECONDS / warm["milliseconds"])) for _, warm in pair]
         if len(starts) > 1 and best:
             times = take_turns([one for one, _ in pair], do, steps, _TRIALS)
@@ -307,9 +379,10 @@ def table(results: list[dict]) -> str:
             cells.append(f"{entry['images_per_second']:,.0f}")
         cells += [f"{result[name]:.2f}" if name in result else "-" for name in _RATIOS]
         cells += [f"{entry['peak_bytes'] / 2**20:,.0f}" for entry in result["frameworks"].values()]
+        cells.append(f"{result['peak_over_torch']:.2f}" if result["peak_over_torch"] else "-")
         lines.append("| " + " | ".join(cells) + " |")
     names = list(results[0]["frameworks"])
     head = ["network", "batch", *(f"{n} images/s" for n in names)]
     head += ["ours over fastest peer", "chosen over fastest"]
-    head += [f"{n} MiB" for n in names]
+    head += [*(f"{n} MiB" for n in names), "over PyTorch's"]
     return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *lines])

@@ -139,7 +139,7 @@ def shares(network: networks.Network, hlo: str, microseconds: dict[str, float]) 
     found = {name: rest for name, *rest in re.findall(pattern, hlo, re.MULTILINE)}
     parts, kinds = collections.Counter(), collections.Counter()
     for name, duration in microseconds.items():
-        dtype, sizes, op_name = found[name]
+        dtype, sizes, op_name = found.get(name, ("", "", ""))
         part = part_of(network, op_name, tuple(map(int, filter(None, sizes.split(",")))))
         parts[part] += duration
         kinds[f"{re.sub(r'[.0-9]+$', '', name)} {dtype}[{sizes}], {part}"] += duration
@@ -218,6 +218,7 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
+    host.compute_in_turn()  # before anything is computed, as in training
     chosen = networks.chosen(values.networks)
     probes = compile_probes()
     results = {"rounds": values.rounds, **host.environment(), "networks": {}}

@@ -186,6 +186,7 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
+    host.compute_in_turn()  # before anything is computed, as in training
     path = RESULTS / "scaling.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     RESULTS.mkdir(exist_ok=True)

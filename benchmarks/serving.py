@@ -118,15 +118,22 @@ class Connections:
     def send(self, number: int, request: bytes) -> None:
         self._connections[number].sendall(request)
 
-    def answered(self, seconds: float) -> list[tuple[int, bool]]:
+    def answered(self, seconds: float, idle: list[int] | None = None) -> list[tuple[int, bool]]:
         """The connections whose answers are complete, after at most so many seconds, and whether the server accepted.
+
+        Of those that are `idle`, without a request, any that the server has closed is taken out.
 
         Raises:
           InputError: an answer is none, or an error other than that the server has too much to do.
         """
         complete = []
         for number, _ in self._poll.poll(max(0.0, seconds)):
-            answer = self._received.pop(number, b"") + self._connections[number].recv(2**16)
+            more = self._connections[number].recv(2**16)
+            if not more and idle and number in idle:  # which the server has closed
+                self.drop(number)
+                idle.remove(number)
+                continue
+            answer = self._received.pop(number, b"") + more
             head, _, body = answer.partition(b"\r\n\r\n")
             length = re.search(rb"content-length: (\d+)", head)
             if answer and (length is None or len(body) < int(length[1])):
@@ -190,7 +197,11 @@ def ask_at(port: int, requests: list[bytes], rate: float, seconds: float) -> tup
             number = free.pop() if free else connections.open()
             waiting[number] = ahead.popleft()
             connections.send(number, next(turns))
-        for number, is_accepted in connections.answered(ahead[0] - time.perf_counter() if ahead else _LONGEST_SECONDS):
+        left = ahead[0] - time.perf_counter() if ahead else _LONGEST_SECONDS
+        found = connections.answered(left, free)
+        if not found and not ahead:
+            raise InputError(f"the server at port {port} has not answered for {_LONGEST_SECONDS:g} seconds")
+        for number, is_accepted in found:
             due = waiting.pop(number)
             if is_accepted:
                 latencies.append(time.perf_counter() - due)

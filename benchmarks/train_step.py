@@ -1,11 +1,12 @@
 """Training throughput against Keras on TensorFlow and PyTorch, and of CapsNet against MLCN.
 
-    make bench
-    python -m benchmarks.train_step --networks=resnet --nofamilies
+    make bench-train
+    make bench-train BENCH=--networks=resnet
 
 The same network, start weights, batch and optimizer in every framework, checked first: losses of four steps must be
 equal. Then interleaved rounds of about a second each. The networks of the thesis's table 4.1 then take turns in
-mlcn_jax alone. Writes `benchmarks/results/train_step.json` after each network.
+mlcn_jax alone, where all of them were chosen. Writes `benchmarks/results/train_step.json` after each network; what is
+there of this machine is kept, and not measured again.
 """
 
 import statistics
@@ -15,8 +16,7 @@ from pathlib import Path
 from absl import flags
 
 from benchmarks import networks, peers
-from mlcn_jax.files import write_json
-from mlcn_jax.launch import launch_script
+from mlcn_jax.launch import EXIT_FAILED, launch_script
 
 
 def family(image_shape: tuple[int, int, int], rounds: int, dtype: str) -> dict[str, dict]:
@@ -53,29 +53,32 @@ def start(network: networks.Network, dtype: str) -> peers.Process:
 
 def define(values: flags.FlagValues) -> None:
     peers.define_flags(values, "train_step")
-    flags.DEFINE_bool("families", True, "also CapsNet against each MLCN of the thesis", flag_values=values)
 
 
-def main(values: flags.FlagValues) -> None:
-    results = peers.no_results(values, "train")
-    for network in networks.chosen(values.networks):
-        with tempfile.TemporaryDirectory() as folder:
+def main(values: flags.FlagValues) -> int:
+    results = peers.results_so_far(values, "train")
+    wanted = networks.chosen(values.networks)
+    for network in wanted:
+        with peers.kept(values, results, "networks", network.name) as missing, tempfile.TemporaryDirectory() as folder:
+            if not missing:
+                continue
             peers.prepare(network, Path(folder), "train", values.dtype)
             results["networks"][network.name] = peers.compare(
                 *(network, network.batch, values.peers, "train", values.rounds, values.dtype, values.peers_python),
                 Path(folder),
             )
-        write_json(Path(values.out), results)
-        print(peers.table([results["networks"][network.name]]), flush=True)
-    print(peers.table(list(results["networks"].values())))
-    if values.families:
-        results["families"] = {}
-        for shape in (networks.FASHION, networks.CIFAR):
-            results["families"] |= family(shape, values.rounds, values.dtype)
-            write_json(Path(values.out), results)
-        for entry in results["families"].values():
-            if "thesis" in entry:
-                print(f"{entry['title']}: CapsNet takes {entry['capsnet_over_this']:.2f} times as long")
+            print(peers.table([results["networks"][network.name]]), flush=True)
+    if results["networks"]:
+        print(peers.table(list(results["networks"].values())))
+    for shape in (networks.FASHION, networks.CIFAR) if set(wanted) >= set(networks.SETS["published"]) else ():
+        with peers.kept(values, results, "families", "x".join(map(str, shape))) as missing:
+            if missing:
+                found = family(shape, values.rounds, values.dtype)
+                results["families"]["x".join(map(str, shape))] = {"networks": found}
+                for entry in found.values():
+                    if "thesis" in entry:
+                        print(f"{entry['title']}: CapsNet takes {entry['capsnet_over_this']:.2f} times as long")
+    return EXIT_FAILED if results["failed"] else 0
 
 
 if __name__ == "__main__":

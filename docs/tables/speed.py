@@ -44,8 +44,9 @@ def train_step() -> str:
     rows = []
     for network in result["networks"].values():
         frameworks = network["frameworks"]
-        fastest = min(names[1:], key=lambda name: frameworks[name]["milliseconds"]["median"])
+        fastest = min(names[1:], key=lambda name: frameworks[name]["ours_over_theirs"]["median"])
         ratio = frameworks[fastest]["ours_over_theirs"]
+        memory = network.get("peak_over_torch")
         rows.append(
             [
                 network["title"],
@@ -53,9 +54,10 @@ def train_step() -> str:
                 *(f"{frameworks[name]['images_per_second']:,.0f}" for name in names),
                 f"**{network['ours_over_fastest_peer']:.2f}** ({ratio['min']:.2f} to {ratio['max']:.2f})",
                 *(_mebibytes(frameworks[name]) for name in names),
+                f"{memory:.2f}" if memory else "-",
             ]
         )
-    header = _header("network | batch", names, "images/s", "ratio (min to max)")
+    header = _header("network | batch", names, "images/s", "ratio (min to max)") + " | ours over PyTorch's"
     return f"{table_of(header, rows)}\n\n{measured_on(result, _peer_versions(result))}"
 
 
@@ -102,7 +104,8 @@ def families() -> str:
     result = benchmark("train_step")
     rows = [
         [family["title"], f"{family['capsnet_over_this']:.2f}", f"{family['thesis']:.2f}" if family["thesis"] else "-"]
-        for family in result["families"].values()
+        for shape in result["families"].values()
+        for family in shape["networks"].values()
         if "capsnet_over_this" in family
     ]
     return f"{table_of('CapsNet over | here | thesis, on a P100', rows)}\n\n{measured_on(result)}"

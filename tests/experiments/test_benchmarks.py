@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from absl import flags
 from conftest import REPOSITORY
 from flax import traverse_util
 
@@ -143,6 +144,61 @@ def test_the_fastest_variant_is_found_in_turns_and_the_others_are_closed(monkeyp
     assert (process.variant, warm["milliseconds"], most) == ("compiled_nchw", pytest.approx(1.0), 2)
     assert trials == pytest.approx(cases)
     assert [process.variant for process in made if process.is_open] == ["compiled_nchw"]
+
+
+def compared(tmp_path, *given):
+    values = flags.FlagValues()
+    peers.define_flags(values, "train_step")
+    values(["train_step", f"--out={tmp_path / 'out.json'}", "--peers=", *given])
+    return values
+
+
+def test_a_comparison_goes_on_and_a_failure_does_not_end_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(peers.host, "busy_cores", lambda: 0.25)
+    measured = []
+
+    def measure(values, names, fails=""):
+        results = peers.results_so_far(values, "train")
+        for name in names:
+            with peers.kept(values, results, "networks", name) as missing:
+                if missing and name == fails:
+                    raise InputError("it ended")
+                if missing:
+                    measured.append(name)
+                    results["networks"][name] = {"title": name}
+        return results
+
+    names = ("capsnet_28x28x1", "mlcn1_4x4_28x28x1", "resnet_1xw8d2_32x32x3")
+    results = measure(compared(tmp_path), names, fails="mlcn1_4x4_28x28x1")
+    assert measured == [names[0], names[2]]
+    assert results["failed"] == {"mlcn1_4x4_28x28x1": "it ended"}
+    assert "it ended" in capsys.readouterr().err
+    results = measure(compared(tmp_path), names)
+    assert measured == [names[0], names[2], names[1]]
+    assert list(results["networks"]) == [names[1], names[0], names[2]], "in the order of NETWORKS"
+    assert results["networks"][names[0]]["busy_cores"] == 0.25
+    assert results["failed"] == {}
+    measure(compared(tmp_path, "--again"), names[:1])
+    assert list(measure(compared(tmp_path, "--rounds=3"), ())["networks"]) == [], "of other rounds than these"
+    assert measured[3:] == [names[0]]
+
+
+def test_what_is_not_a_number_is_not_equal(monkeypatch, tmp_path):
+    values = iter([np.ones(4), np.array([1.0, np.nan, np.nan, np.nan])])
+
+    def fastest(do, starts):
+        process = SimpleNamespace(variant="x", ask=lambda do: {})
+        return process, {"milliseconds": 1.0, "first_seconds": 1.0, "values": next(values)}, {}
+
+    monkeypatch.setattr(peers, "fastest_variant", fastest)
+    with pytest.raises(InputError, match="torch does not compute what mlcn_jax does"):
+        peers.compare(TINY, 4, ["torch"], "train", 1, "float32", "python", tmp_path)
+
+
+def test_peak_memory_is_compared_with_the_smaller_of_pytorchs():
+    frameworks = {"mlcn_jax": {"peak_bytes": 300}, "torch": {"peak_bytes": 250, "peak_bytes_by_default": 200}}
+    assert peers.peak_over_torch(frameworks) == 1.5
+    assert peers.peak_over_torch({"mlcn_jax": {"peak_bytes": 300}}) is None
 
 
 def test_ours_is_compared_with_the_peers_and_the_runtime_chosen_with_everything():

@@ -42,6 +42,41 @@ def test_any_other_answer_ends_it():
         serving.ask_at(port, [b"request"], 100, 0.1)
 
 
+@contextlib.contextmanager
+def closing_server(answers):
+    """The port of a server that closes every connection after so many answers, and answers no more than that if 0."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self):
+            for _ in range(answers):
+                if not self.request.recv(2**16):
+                    return
+                self.request.sendall(b"HTTP/1.1 200 X\r\ncontent-length: 2\r\n\r\n{}")
+            if not answers:
+                self.request.recv(2**16)
+                ended.wait(5)
+
+    ended = threading.Event()
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as found:
+        found.daemon_threads = True
+        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
+        yield found.server_address[1]
+        ended.set()
+        found.shutdown()
+
+
+def test_idle_connections_that_a_server_closes_are_replaced():
+    with closing_server(1) as port:
+        latencies, turned_away = serving.ask_at(port, [b"request"], 50, 0.6)
+    assert (len(latencies), turned_away) == (30, 0)
+
+
+def test_a_request_that_is_never_answered_ends_the_measurement(monkeypatch):
+    monkeypatch.setattr(serving, "_LONGEST_SECONDS", 0.1)
+    with closing_server(0) as port, pytest.raises(InputError, match=r"has not answered for 0\.1 seconds"):
+        serving.ask_at(port, [b"request"], 50, 0.1)
+
+
 def test_clients_that_ask_in_turn_must_not_be_turned_away():
     with server([200, 429]) as port, pytest.raises(InputError, match="give fewer --clients"):
         serving.ask(port, [b"request"], 2, 5)
