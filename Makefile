@@ -21,7 +21,8 @@ test-long: setup
 test-all: test test-long
 
 # Speed against Keras on TensorFlow and PyTorch, which live in an environment of their own, as what converts to ONNX does.
-bench: bench-train bench-infer
+bench:
+	$(MAKE) --keep-going bench-train bench-infer
 
 bench-train: setup .venv-peers/installed
 	$(RUN) -m benchmarks.train_step $(BENCH)

@@ -2,7 +2,8 @@
 # All measurements that need a GPU, against PyTorch: bash benchmarks/gpu.sh [FOLDER]
 # Installs what it needs. Environments that are there can be given: PYTHON with this project's requirements (CUDA), and
 # PEERS_PYTHON with PyTorch (CUDA); they may be the same.
-# DTYPES, NETWORKS and PARTS, where set, shorten it: DTYPES=bfloat16 NETWORKS=mlcn1_4x4_28x28x1,resnet PARTS="compare"
+# DTYPES, NETWORKS and PARTS, where set, shorten it: DTYPES=bfloat16 NETWORKS=mlcn1_4x4_28x28x1,resnet PARTS="compare recipes"
+# The parts are: compare, with PyTorch; algorithms, of convolutions; recipes, which train.
 # CIFAR_DIR and FASHION_DIR are folders with the data sets, downloaded where not set. RUNS keeps the trainings, which go on
 # where they stopped. JSON goes to FOLDER, benchmarks/results/gpu where none is given.
 # A measurement that fails does not stop the others: they are named at the end, and the exit code is then 1.
@@ -21,6 +22,9 @@ measure() { "$python" -m "$@" || failed+=("$*"); }
 networks="$("$python" -c 'import sys; from benchmarks import networks
 print(*(network.name for network in networks.chosen(sys.argv[1].split(","))))' "${NETWORKS:-all}")"
 parts=" ${PARTS:-compare algorithms recipes} "
+for part in $parts; do
+  [[ " compare algorithms recipes " == *" $part "* ]] || { echo "error: PARTS has $part" >&2; exit 2; }
+done
 for dtype in ${DTYPES:-float32 bfloat16}; do
   for network in $networks; do
     [[ $parts == *" compare "* ]] || break
@@ -32,9 +36,9 @@ for dtype in ${DTYPES:-float32 bfloat16}; do
     measure benchmarks.conv_algorithms --dtype="$dtype" --out="$out/conv_algorithms_$dtype.json"
 done
 if [[ $parts == *" recipes "* ]]; then
-unset JAX_DEFAULT_MATMUL_PRECISION
-residual=(--workdir="${RUNS:-runs/residual_lanes_gpu}" --cifar_dir="${CIFAR_DIR:-}" --fashion_dir="${FASHION_DIR:-}")
-measure experiments.residual_lanes "${residual[@]}" --repeats=3
-measure experiments.residual_lanes "${residual[@]}" --repeats=3 --rows=cifar_8xw8d3,fashion_8xw8d3
+  unset JAX_DEFAULT_MATMUL_PRECISION
+  residual=(--workdir="${RUNS:-runs/residual_lanes_gpu}" --cifar_dir="${CIFAR_DIR:-}" --fashion_dir="${FASHION_DIR:-}")
+  measure experiments.residual_lanes "${residual[@]}" --repeats=3
+  measure experiments.residual_lanes "${residual[@]}" --repeats=3 --rows=cifar_8xw8d3,fashion_8xw8d3
 fi
 [ ${#failed[@]} -eq 0 ] || { printf 'failed: %s\n' "${failed[@]}" >&2; exit 1; }

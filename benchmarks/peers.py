@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -28,6 +29,7 @@ from mlcn_jax.files import read_json, write_json
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+VERSION = 1  # raised with every change after which results cannot stand beside older ones
 OURS, CHOSEN, ONNX = "mlcn_jax", "chosen", "onnxruntime"
 _ENVIRONMENT = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2"}  # where the user has set neither
 _CACHES = ("MLCN_JAX_CACHE", "TORCHINDUCTOR_CACHE_DIR")  # those of the user would spare a process what is measured
@@ -101,8 +103,9 @@ def results_so_far(values: flags.FlagValues, do: str) -> dict:
         raise InputError(f"--peers={','.join(values.peers)}: {unknown[0]!r} is none of {', '.join(known)}")
     if set(values.peers) - {ONNX}:
         check_peers_python(values.peers_python)
-    about = {"rounds": values.rounds, "dtype": values.dtype, **host.environment()}
-    stored = read_json(Path(values.out)) if Path(values.out).exists() and not values.again else {}
+    about = {"version": VERSION, "peers": values.peers, "rounds": values.rounds, "dtype": values.dtype}
+    about |= host.environment()
+    stored = read_json(Path(values.out)) if Path(values.out).exists() else {}
     if any(stored.get(name) != value for name, value in about.items()):
         stored = {}
     return about | {name: stored.get(name, {}) for name in ("networks", "families")} | {"failed": {}}
@@ -114,7 +117,7 @@ def kept(values: flags.FlagValues, results: dict, part: str, name: str) -> Itera
 
     A failure is noted in the results, and does not end the others.
     """
-    if name in results[part]:
+    if name in results[part] and not values.again:
         print(f"{values.out} has {name}: --again measures it once more", flush=True)
         yield False
         return
@@ -123,6 +126,8 @@ def kept(values: flags.FlagValues, results: dict, part: str, name: str) -> Itera
         yield True
     except InputError as error:
         results["failed"][name] = str(error)
+        for process in list(Process.running):  # or they would keep their memory
+            process.close()
         print(f"{name}: {error}", file=sys.stderr, flush=True)
     else:
         results[part][name]["busy_cores"] = busy  # by other work, before it began
@@ -156,6 +161,8 @@ def prepare(network: Network, folder: Path, do: str, dtype: str, onnx_python: st
 class Process:
     """A `benchmarks.worker`: one network in one framework, from what `prepare` wrote; `more` variables are its own."""
 
+    running: ClassVar[set["Process"]] = set()  # those that have not been closed
+
     def __init__(
         self,
         framework: str,
@@ -186,6 +193,7 @@ class Process:
                 cwd=ROOT,
                 env={**_ENVIRONMENT, **os.environ, **{name: str(folder / name) for name in _CACHES}, **more},
             )
+        self.running.add(self)
 
     def ask(self, do: str, **options):
         """Sends a command and waits for the answer.
@@ -203,7 +211,9 @@ class Process:
             raise InputError(f"the {self.framework} process ({self.variant}) ended: {reason[-1]}") from None
 
     def close(self) -> None:
-        self._process.stdin.close()
+        self.running.discard(self)
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and left something unread
+            self._process.stdin.close()
         self._process.wait()
         self._folder.cleanup()
 
@@ -384,5 +394,5 @@ def table(results: list[dict]) -> str:
     names = list(results[0]["frameworks"])
     head = ["network", "batch", *(f"{n} images/s" for n in names)]
     head += ["ours over fastest peer", "chosen over fastest"]
-    head += [*(f"{n} MiB" for n in names), "over PyTorch's"]
+    head += [*(f"{n} MiB" for n in names), "memory over PyTorch's"]
     return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *lines])

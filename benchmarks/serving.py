@@ -190,16 +190,18 @@ def ask_at(port: int, requests: list[bytes], rate: float, seconds: float) -> tup
     connections, turns, latencies, turned_away = Connections(port), itertools.cycle(requests), [], 0
     gaps = np.random.default_rng(0).exponential(1 / rate, round(rate * seconds))
     free, waiting, started = [connections.open() for _ in range(_CONNECTIONS)], {}, time.perf_counter()
-    ahead = collections.deque(started + np.cumsum(gaps))
+    ahead, heard = collections.deque(started + np.cumsum(gaps)), started
     while ahead or waiting:
         now = time.perf_counter()
         while ahead and ahead[0] <= now:
             number = free.pop() if free else connections.open()
             waiting[number] = ahead.popleft()
             connections.send(number, next(turns))
-        left = ahead[0] - time.perf_counter() if ahead else _LONGEST_SECONDS
-        found = connections.answered(left, free)
-        if not found and not ahead:
+        until = ahead[0] if ahead else heard + _LONGEST_SECONDS
+        found = connections.answered(until - time.perf_counter(), free)
+        if found or ahead:
+            heard = time.perf_counter()
+        elif time.perf_counter() >= until:
             raise InputError(f"the server at port {port} has not answered for {_LONGEST_SECONDS:g} seconds")
         for number, is_accepted in found:
             due = waiting.pop(number)

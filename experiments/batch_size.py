@@ -106,7 +106,8 @@ def run(
             configs = {size: make_config(row=row, batch_size=int(size), seed=0) for size in sizes}
             found = {"images_per_second": measure(configs, 1 if scale == SMOKE else _ROUNDS), "command": command}
             found |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **host.environment()}
-            write_json(workdir / "speeds.json", stored_speeds(workdir, scale) | {row: found})
+            path = workdir / "speeds.json"
+            write_json(path, (read_json(path) if path.exists() else {}) | {row: found})
 
     return carry_out(
         series,

@@ -55,7 +55,7 @@ from mlcn_jax.training.trained import load_trained
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-VERSION = 2  # raised with every change after which results cannot stand beside older ones
+VERSION = 3  # raised with every change after which results cannot stand beside older ones
 SCALES = {"smoke": Scale("smoke", 1, 2, 600, 100), "full": Scale("full", 0)}
 HEADER = (
     *("", "teacher", "students", "FLOPs", "setting"),
@@ -237,7 +237,8 @@ def _weight_and_temperature(setting: str) -> tuple[float, float]:
 def measure(folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
     """More of a run that has ended: its lanes and their FLOPs, its epochs, and how long it trained."""
     config, spec = read_stored(folder), load_trained(folder).spec
-    seconds = summary["steps"] * config.train.batch_size / summary["images_per_second"]
+    rate = summary.get("images_per_second")  # which a run in rounds has not
+    seconds = summary["steps"] * config.train.batch_size / rate if rate else None
     about = {"lanes": spec.lanes, "flops": forward_flops(spec), "epochs": config.train.num_epochs}
     split = "test" if config.train.score_test else "validation"
     accuracy = summary.get("test_accuracy")

@@ -40,7 +40,7 @@ LINKS: dict[str, dict[str, float]] = {
     "10 Mbit/s, 50 ms": {"delay_ms": 50, "rate_mbit": 10},
 }
 MODELS = ("mlcn1:w4*4", "mlcn1:w2*8", "mlcn1:w3d2*2,mlcn2:w2*3", "resnet:w2*4")
-VERSION = 1  # raised with every change after which rows cannot stand beside older ones
+VERSION = 2  # raised with every change after which rows cannot stand beside older ones
 _BATCH = 100
 _WITHIN = 0.1  # of the fastest
 
@@ -130,7 +130,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("links", ";".join(LINKS), "Links to measure, separated by ;", flag_values=values)
     flags.DEFINE_string("models", ";".join(MODELS), "Lanes of each model, separated by ;", flag_values=values)
     flags.DEFINE_string("output", str(RESULTS / "links.json"), "File to write.", flag_values=values)
-    flags.DEFINE_integer("rounds", 3, "Turns of each split.", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("rounds", 7, "Turns of each split.", lower_bound=1, flag_values=values)
     flags.DEFINE_float("turn_seconds", 2.0, "Length of a turn, but at least two steps.", flag_values=values)
 
 

@@ -6,8 +6,10 @@ Two workers and the coordinator are processes of this machine. The slow link of 
 50 ms in each direction (`experiments.tiers_relay`). Three seeds train in rounds over the slow link and over loopback,
 and in the ordinary way, which computes what a sum of gradients in every step would. That sum is timed over 20 steps of
 two processes with `parallel.data=2`, over loopback and over a link of packets that is as slow
-(`experiments.packet_link`). Time counts from the first round's end, when all have compiled, to an accuracy that was
-stated beforehand (`--accuracy`).
+(`experiments.packet_link`). Time counts to a validation accuracy that was stated beforehand (`--accuracy`): from the
+first round's end, when all have compiled, which is judged, and from the start. Bytes are all that go over links, once
+each: those of a step of rounds over those of a step with a sum. Accuracy is that of test images, with the best
+parameters by validation images. Settings can be tried with other seeds, `--first_seed`, than those that are reported.
 
 Writes `local_rounds.json` to the results, with a verdict for each target: means over the seeds. Cases that are finished
 in the workdir, and seeds in the results, are not run again if the same is asked; a workdir of other cases is refused.
@@ -37,7 +39,7 @@ from mlcn_jax.launch import launch_script
 from mlcn_jax.rounds.vector import num_bytes
 from mlcn_jax.training.metrics import read_rows
 
-VERSION = 2  # raised with every change after which results cannot stand beside older ones
+VERSION = 3  # raised with every change after which results cannot stand beside older ones
 LINKS = {"loopback": Link(), "slow": SLOW}
 SUM_STEPS = 20
 _MOST_SLOWER = 1.3  # time to the stated accuracy over the slow link, by that over loopback
@@ -76,17 +78,19 @@ def timed(changes: dict[str, Any], folder: Path, link: str) -> dict[str, Any]:
 
     def make() -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut, whose times are lost
+        busy, started = host.busy_cores(), time.monotonic()
         run, rows = Run(changes, folder, LINKS[link]), list[dict[str, Any]]()
         while run.is_running():
             for row in read_rows(folder / "metrics.jsonl")[len(rows) :]:
-                rows.append({**row, "at_seconds": time.monotonic(), "bytes": run.bytes_moved})
+                rows.append({**row, "at_seconds": time.monotonic() - started, "bytes": run.bytes_moved})
             time.sleep(POLL_SECONDS)
         run.end()
         summary = read_json(folder / "summary.json")
-        of_run = {name: summary[name] for name in ("validation_accuracy", "parameters", "steps")}
+        of_run = {name: summary[name] for name in ("validation_accuracy", "test_accuracy", "parameters", "steps")}
+        of_run |= {"digest": summary["rounds"]["digest"], "busy_cores": busy}
         return {"link": link, "rows": rows, "bytes": run.bytes_moved, **of_run}
 
-    return kept(folder.with_name(f"{folder.name}.json"), {"link": link, **changes}, make)
+    return kept(folder.with_name(f"{folder.name}.json"), {"link": link, **machine(), **changes}, make)
 
 
 def plain(changes: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -102,9 +106,9 @@ def plain(changes: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def summed(changes: dict[str, Any], path: Path, link: str) -> dict[str, Any]:
-    """A gradient sum in every step of two processes: seconds of a step and, over the slow link, bytes of each process.
+    """A gradient sum in every step of two processes: seconds of a step and, over the slow link, bytes on it, both ways.
 
-    They are those that it sends and receives, headers included.
+    Headers are included.
     """
     changes = changes | {"parallel.data": WORKERS}
     cores = sorted(os.sched_getaffinity(0))
@@ -123,12 +127,20 @@ def summed(changes: dict[str, Any], path: Path, link: str) -> dict[str, Any]:
             moved = (shaped.bytes_moved - before) / (SUM_STEPS + 1) if where else None  # one step is not timed
         return {"seconds_per_step": seconds, "bytes_per_step": moved}
 
-    return kept(path, {"link": link, "steps": SUM_STEPS, **changes}, make)
+    return kept(path, {"link": link, "steps": SUM_STEPS, **machine(), **changes}, make)
 
 
-def seconds_to(case: dict[str, Any], accuracy: float) -> float | None:
-    """Seconds from the end of the first round until a validation accuracy was first measured; None if it never was."""
-    start = case["rows"][0]["at_seconds"]
+def machine() -> dict[str, Any]:
+    """Where cases are timed; times of two machines are not compared."""
+    return {name: host.environment()[name] for name in ("device", "cpu_count")}
+
+
+def seconds_to(case: dict[str, Any], accuracy: float, from_start: bool = False) -> float | None:
+    """Seconds from the end of the first round until a validation accuracy was first measured; None if it never was.
+
+    With `from_start`, from the start of the processes, compiling included.
+    """
+    start = 0.0 if from_start else case["rows"][0]["at_seconds"]
     reached = [row for row in case["rows"] if row["split"] == "validation" and row["accuracy"] >= accuracy]
     return reached[0]["at_seconds"] - start if reached else None
 
@@ -137,14 +149,13 @@ def settings(values: Any, seed: int) -> dict[str, Any]:
     """The training that all cases share."""
     changes = {
         "data.name": values.data,
-        "data.dir": values.data_dir,
+        "data.dir": str(Path(values.data_dir).resolve()) if values.data_dir else "",
         "data.validation_fraction": 0.1,
         "model.lanes": values.lanes,
         "train.batch_size": values.batch,
         "train.num_epochs": values.epochs,
         "train.checkpoint_every": values.every,
         "train.seed": seed,
-        "train.score_test": False,
     }
     if "resnet" in values.lanes:
         changes |= {"model.norm_group": values.batch // WORKERS, "train.optimizer": "muon", "train.learning_rate": 0.12}
@@ -156,7 +167,7 @@ def measure(values: Any, path: Path) -> dict[str, Any]:
 
     What is there so far is written to `path` after each seed.
     """
-    workdir = Path(values.workdir)
+    workdir = Path(values.workdir).resolve()  # processes have another working directory
     workdir.mkdir(parents=True, exist_ok=True)
     rounds = {
         "train.rounds.workers": WORKERS,
@@ -165,23 +176,35 @@ def measure(values: Any, path: Path) -> dict[str, Any]:
         "train.rounds.momentum": values.outer_momentum,
     }
     training = {name: value for name, value in (settings(values, 0) | rounds).items() if name != "data.dir"}
-    about = {"version": VERSION, "training": training, "stated_accuracy": values.accuracy}
+    about = {"version": VERSION, "training": training, "stated_accuracy": values.accuracy, **machine()}
     sums = {link: summed(settings(values, 0), workdir / f"sum_{link}.json", link) for link in LINKS}
     stored = read_json(path) if path.exists() else {}
     seeds = stored["seeds"] if all(stored.get(name) == value for name, value in about.items()) else []
-    for seed in range(len(seeds), values.repeats):
+    wanted = range(values.first_seed, values.first_seed + values.repeats)
+    if other := [one["seed"] for one in seeds if one["seed"] not in wanted]:
+        raise InputError(f"{path} has seeds {other}, which are not asked for: give another --output")
+    for seed in [seed for seed in wanted if seed not in [one["seed"] for one in seeds]]:
         common = settings(values, seed)
-        found = {link: timed(common | rounds, workdir / f"rounds_{link}_{seed}", link) for link in LINKS}
+        in_turn = list(LINKS)[:: -1 if seed % 2 else 1]  # so that neither is always the first
+        found = {link: timed(common | rounds, workdir / f"rounds_{link}_{seed}", link) for link in in_turn}
         summary = plain(common, workdir / f"plain_{seed}")
-        times = {link: seconds_to(found[link], values.accuracy) for link in LINKS}
+        times, from_start = (
+            {link: seconds_to(found[link], values.accuracy, whole) for link in LINKS} for whole in (False, True)
+        )
+        accuracies = {link: found[link] for link in LINKS} | {"sum in every step": summary}
         seeds.append(
             {
                 "seed": seed,
                 "seconds_to_it": times,
+                "seconds_from_start": from_start,
                 "slow_over_loopback": times["slow"] / times["loopback"] if all(times.values()) else None,
-                "validation_accuracy": {link: found[link]["validation_accuracy"] for link in LINKS}
-                | {"sum in every step": summary["validation_accuracy"]},
-                "bytes_per_step": found["slow"]["bytes"] / found["slow"]["steps"] / WORKERS,
+                **{
+                    name: {way: about_it[name] for way, about_it in accuracies.items()}
+                    for name in ("test_accuracy", "validation_accuracy")
+                },
+                "same_parameters": found["slow"]["digest"] == found["loopback"]["digest"],
+                "bytes_per_step": found["slow"]["bytes"] / found["slow"]["steps"],
+                "busy_cores": {link: found[link]["busy_cores"] for link in LINKS},
                 "parameters": found["slow"]["parameters"],
             }
         )
@@ -191,7 +214,7 @@ def measure(values: Any, path: Path) -> dict[str, Any]:
         **about,
         "seeds": seeds,
         "sum_in_every_step": sums,
-        "bytes_expected": {"round": 2 * num_bytes(parameters, 8), "sum": 2 * num_bytes(parameters, 32)},
+        "bytes_expected": {"round": 2 * WORKERS * num_bytes(parameters, 8), "sum": 2 * num_bytes(parameters, 32)},
         "verdicts": verdicts(seeds, sums["slow"]["bytes_per_step"]),
     }
 
@@ -200,8 +223,7 @@ def verdicts(seeds: Sequence[Mapping[str, Any]], sum_bytes: float) -> dict[str, 
     """The targets of rounds over the slow link, from the results of all seeds and the bytes of a gradient sum."""
     slower = [one["slow_over_loopback"] for one in seeds]
     every, slow = (
-        statistics.fmean(100 * one["validation_accuracy"][name] for one in seeds)
-        for name in ("sum in every step", "slow")
+        statistics.fmean(100 * one["test_accuracy"][name] for one in seeds) for name in ("sum in every step", "slow")
     )
     share = statistics.fmean(one["bytes_per_step"] for one in seeds) / sum_bytes
     return {
@@ -220,8 +242,8 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("lanes", "resnet:w4d2*4", "Lanes of the model.", flag_values=values)
     flags.DEFINE_integer("batch", 500, "Images per step, of both workers together.", flag_values=values)
     flags.DEFINE_integer("epochs", 4, "Epochs of each run.", flag_values=values)
-    flags.DEFINE_integer("steps", 50, "Steps of a round.", flag_values=values)
-    flags.DEFINE_integer("every", 50, "Steps between scores.", flag_values=values)
+    flags.DEFINE_integer("steps", 54, "Steps of a round.", flag_values=values)
+    flags.DEFINE_integer("every", 54, "Steps between scores.", flag_values=values)
     flags.DEFINE_float("outer_rate", 0.7, "Learning rate of the outer step.", flag_values=values)
     flags.DEFINE_float("outer_momentum", 0.9, "Momentum of the outer step.", flag_values=values)
     text = (
@@ -230,13 +252,14 @@ def define(values: flags.FlagValues) -> None:
     )
     flags.DEFINE_float("accuracy", 0.88, text, lower_bound=0.1, upper_bound=1.0, flag_values=values)
     flags.DEFINE_integer("repeats", 3, "Seeds.", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("first_seed", 0, "The first of them.", lower_bound=0, flag_values=values)
     flags.DEFINE_string("output", str(RESULTS / "local_rounds.json"), "File to write.", flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:
     if not values.workdir:
         raise InputError("--workdir=FOLDER is needed: the runs are kept there")
-    path = Path(values.output)
+    path = Path(values.output).resolve()
     found = measure(values, path)
     write_json(path, {**found, **host.environment()})
     print(found)

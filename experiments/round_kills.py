@@ -4,12 +4,13 @@
 
 Two workers and the coordinator are processes of this machine; the link of each worker is a relay of 10 Mbit/s and 50 ms
 in each direction. A worker or the coordinator is killed (SIGKILL) and started again, a random time after the one before
-has been through a new round. In one half of the kills a round needs both workers: the parameters at the end must be
-those of a run that nobody disturbed, bit for bit. In the other half one worker is enough (`train.rounds.quorum`): the
-run goes on without the other, which must take part again.
+has been through a new round; every third one is killed a second time while it starts. In one half of the kills a round
+needs both workers: the parameters at the end must be those of a run that nobody disturbed, bit for bit. In the other
+half one worker is enough (`train.rounds.quorum`): the run goes on without the other, which must take part again.
 
 For each kill the rounds that workers began again are counted in the log, and those that the coordinator recorded and
-lost: the most that a kill has cost is judged. Writes `round_kills.json` to the results, with a verdict for each target.
+lost: the most that a kill has cost is judged, of two kills of one start their mean. Writes `round_kills.json` to the
+results, with a verdict for each target.
 """
 
 import collections
@@ -33,7 +34,7 @@ from mlcn_jax.launch import launch_script
 from mlcn_jax.rounds.coordinator import FOLDER
 from mlcn_jax.training.metrics import read_rows
 
-VERSION = 2  # raised with every change after which results cannot stand beside older ones
+VERSION = 3  # raised with every change after which results cannot stand beside older ones
 _TRAINING = {
     "data.validation_fraction": 0.2,
     "model.lanes": "mlcn1:w1*2",
@@ -44,8 +45,9 @@ _TRAINING = {
     "train.rounds.workers": WORKERS,
     "train.rounds.patience_seconds": 2,
 }
-_EPOCHS_PER_KILL = {WORKERS: 10, WORKERS - 1: 25}  # by quorum: or the run ends before the last kill
+_EPOCHS_PER_KILL = {WORKERS: 12, WORKERS - 1: 35}  # by quorum: or the run ends before the last kill
 _KILL_SECONDS = (0.0, 3.0)  # from the first new round of the process that was killed last to the next kill
+_AGAIN_SECONDS = (0.0, 8.0)  # from a start to the second kill of a process that is killed twice
 _MOST_AGAIN = 1.0  # rounds that a worker computes again, or that the coordinator loses, after a kill
 
 
@@ -55,28 +57,40 @@ def computed_again(log: str) -> dict[str, int]:
     return {f"worker {i}": sum(times - 1 for (own, _), times in begun.items() if own == str(i)) for i in range(WORKERS)}
 
 
-def kill_one(run: Run, folder: Path, victim: int) -> dict[str, Any]:
+def kill_one(run: Run, folder: Path, victim: int, twice_after: float | None = None) -> dict[str, Any]:
     """Kills a process of the run in a folder, starts it again, and waits until it has been through a new round.
+
+    If it is killed twice, the second time comes so many seconds after it was started again.
 
     Returns:
       the `process`; `round_before`, the rounds that the coordinator had recorded when it happened, and `round_after`,
-      those that it went on from; whether the process `is_back`, that is, was in a new round; and the rounds that were
-      `computed_again` since, by worker.
+      those that it went on from; whether the process `is_back`, that is, was in a new round, and, a worker, in one
+      whose change counted; whether it was killed `twice`; and the rounds that were `computed_again` since, by worker.
     """
     again = computed_again(log_of(folder))
     run.kill(victim)
     before, reached = len(recorded(folder)), newest_round(folder, victim)
     run.start_again(victim)
-    run.wait_for(lambda: newest_round(folder, victim) > reached)
+    if twice_after is not None:
+        time.sleep(twice_after)
+        run.kill(victim)
+        run.start_again(victim)
+    run.wait_for(lambda: newest_round(folder, victim) > reached and _takes_part(folder, victim, before))
     text = log_of(folder)
     resumed = re.findall(r"\bresuming after round (\d+)", text) if victim == 0 else []
     return {
         "process": "coordinator" if victim == 0 else f"worker {victim - 1}",
         "round_before": before,
         "round_after": int(resumed[-1]) if resumed else len(recorded(folder)),
-        "is_back": newest_round(folder, victim) > reached,
+        "is_back": newest_round(folder, victim) > reached and _takes_part(folder, victim, before),
+        "twice": twice_after is not None,
         "computed_again": {name: times - again[name] for name, times in computed_again(text).items()},
     }
+
+
+def _takes_part(folder: Path, victim: int, before: int) -> bool:
+    """Whether a round after so many had all workers, if the victim is one."""
+    return victim == 0 or any(row["workers"] == WORKERS for row in _rounds(folder)[before + 1 :])
 
 
 def newest_round(folder: Path, process: int) -> int:
@@ -100,13 +114,13 @@ def _rounds(folder: Path) -> list[dict[str, Any]]:
 def kill_verdicts(kills: int, found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The targets of runs whose processes are killed, from what came of them, by their quorum."""
     every = [one for run in found.values() for one in run["kills"]]
-    again = [max(one["computed_again"].values()) for one in every]
+    again = [max(one["computed_again"].values()) / (1 + one["twice"]) for one in every]  # of each of the two
     lost = [one["round_before"] - one["round_after"] for one in every]
     others = [run for run in found.values() if run["same_parameters"] is False]
     return {
         "rounds that a worker computed again after a kill": judged(max(again, default=None), _MOST_AGAIN),
         "rounds that the coordinator lost in a kill": judged(max([0, *lost]) if lost else None, _MOST_AGAIN),
-        "killed processes that were in no new round": judged(sum(not one["is_back"] for one in every), 0),
+        "killed processes that did not take part again": judged(sum(not one["is_back"] for one in every), 0),
         "runs that do not have every round once": judged(sum(not r["every_round_once"] for r in found.values()), 0),
         "runs with other parameters at the end": judged(len(others), 0),
         "kills that are missing": judged(kills - len(every), 0),
@@ -131,7 +145,8 @@ def disturbed(kills: int, quorum: int, rng: random.Random) -> dict[str, Any]:
             time.sleep(rng.uniform(*_KILL_SECONDS))
             if not run.is_running():
                 break
-            killed.append(kill_one(run, place, rng.randrange(WORKERS + 1)))
+            twice_after = rng.uniform(*_AGAIN_SECONDS) if len(killed) % 3 == 2 else None
+            killed.append(kill_one(run, place, rng.randrange(WORKERS + 1), twice_after))
         run.end()
         summary, length = read_json(place / "summary.json"), _TRAINING["train.rounds.steps"]
         same = None
@@ -149,11 +164,18 @@ def disturbed(kills: int, quorum: int, rng: random.Random) -> dict[str, Any]:
         }
 
 
-def measure(kills: int, seed: int) -> dict[str, Any]:
-    """What comes of runs whose processes are killed, one with a quorum of all workers and one with fewer."""
+def measure(kills: int, seed: int, path: Path) -> dict[str, Any]:
+    """What comes of runs whose processes are killed, one with a quorum of all workers and one with fewer.
+
+    The first is written to `path` before the second begins.
+    """
     rng = random.Random(seed)
     parts = {quorum: kills // 2 + kills % 2 * (quorum == WORKERS) for quorum in (WORKERS, WORKERS - 1)}
-    found = {f"quorum {quorum}": disturbed(count, quorum, rng) for quorum, count in parts.items() if count}
+    found: dict[str, Any] = {}
+    for quorum, count in parts.items():
+        if count:
+            found[f"quorum {quorum}"] = disturbed(count, quorum, rng)
+            write_json(path, {"version": VERSION, **found, **host.environment()})
     return {"version": VERSION, **found, "verdicts": kill_verdicts(kills, found)}
 
 
@@ -163,7 +185,7 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    found = measure(values.kills, 0)
+    found = measure(values.kills, 0, Path(values.output))
     write_json(Path(values.output), {**found, **host.environment()})
     print(found)
     show(found["verdicts"])

@@ -43,6 +43,7 @@ class Run:
             process = subprocess.Popen(
                 [sys.executable, "-m", "mlcn_jax", "rounds", *self._flags, *own],
                 cwd=REPOSITORY,
+                env={**os.environ, "MLCN_JAX_PARENT": str(os.getpid())},  # they end with this script
                 stdout=log,
                 stderr=log,
             )

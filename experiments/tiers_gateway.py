@@ -61,7 +61,7 @@ from mlcn_jax.training.trained import Trained
 CORES_OF = {"end": CORES / 5, "edge": CORES / 5, "cloud": 3 * CORES / 5}
 # Images of the test set, requests under each fault, images timed with models of their own.
 SCALES = {"smoke": (60, 40, 20), "full": (10_000, 10_000, 2_000)}
-PARTS = ("answers", "faults", "own")
+PARTS = ("faults", "own")
 _SWITCH_SECONDS = 1e-4  # how long the client waits for Python's lock, which false nodes hold at times
 
 
@@ -72,7 +72,9 @@ def define(values: flags.FlagValues) -> None:
     )
     meaning = "TIER=WORKDIR,... of a model of its own for each tier; empty leaves them out."
     flags.DEFINE_string("own_models", "", meaning, flag_values=values)
-    flags.DEFINE_list("parts", list(PARTS), f"Which of {', '.join(PARTS)} to measure.", flag_values=values)
+    flags.DEFINE_list(
+        "parts", list(PARTS), f"What to measure beside the answers: {', '.join(PARTS)}.", flag_values=values
+    )
     flags.DEFINE_string("data_dir", "", "Overrides the run's config.data.dir, if not empty.", flag_values=values)
     flags.DEFINE_enum("scale", "full", list(SCALES), "How much is measured.", flag_values=values)
     flags.DEFINE_string("results", str(RESULTS), "Folder to write to.", flag_values=values)
@@ -87,7 +89,7 @@ def main(values: flags.FlagValues) -> None:
     trained, dataset = load_with_data(workdir, config)
     relay = tiers_relay.checked()
     images, requests, timed = SCALES[values.scale]
-    parts = chosen("parts", values.parts, PARTS)
+    parts = chosen("parts", values.parts, PARTS) if values.parts else []
     sys.setswitchinterval(_SWITCH_SECONDS)
     tiers = split_model(workdir, values.tiers, trained, values.data_dir)
     policy = Policy.read(tiers / "end" / "policy.json")

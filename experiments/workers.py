@@ -107,9 +107,9 @@ class Group:
         return [process.pid for process in self._processes]
 
     def seconds(self, steps: int) -> float:
-        """Of one step, as the mean of so many; the first call also waits for the processes to be ready."""
+        """Of one step in the slowest process, the mean of so many; the first call also waits until all are ready."""
         with held_back(self._processes[-1].pid, self._run.slowness):
-            return self._ask(str(steps))[0]
+            return max(self._ask(str(steps)))
 
     def slowness(self, profile: DeviceProfile, in_turn: bool = False) -> list[float]:
         """How many times as long as in a profile steps take now, in each process, all at once or `in_turn`.

@@ -12,6 +12,7 @@ from tables.parts import (
     data_title,
     experiment,
     has_run,
+    largest,
     measured_on,
     percent,
     place,
@@ -75,7 +76,7 @@ def public_code() -> str:
         return "Not run yet."
     result = experiment("public_code_full")
     rows = [[row["title"], accuracy_text(row["last"]), accuracy_text(row["best"])] for row in result["rows"]]
-    table = table_of("CIFAR-10, mlcn1 4x4, 20 epochs | test accuracy in % | in the best epoch by test images", rows)
+    table = table_of("CIFAR-10, 20 epochs | test accuracy in % | in the best epoch by test images", rows)
     return f"{table}\n\n{runs_line(result['runs'])}\n\n{commands_of(result['runs'])}"
 
 
@@ -247,7 +248,7 @@ def signed_pixels() -> str:
 
 @place
 def batch_size() -> str:
-    result = experiment("batch_size_cpu")
+    result = largest("batch_size")
     rows = [
         [
             row_title(point["row"], result["runs"]),

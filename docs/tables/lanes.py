@@ -12,6 +12,7 @@ from tables.parts import (
     data_title,
     experiment,
     has_run,
+    largest,
     measured_on,
     percent,
     place,
@@ -22,7 +23,7 @@ from tables.parts import (
 
 @place
 def lanes_and_width() -> str:
-    result = experiment("lanes_and_width_cpu")
+    result = largest("lanes_and_width")
     points = {(p["figure"], p["width"], p["lanes"]): p for p in result["points"] if p["accuracy"]}
     lanes = sorted({key[2] for key in points})
     rows = []

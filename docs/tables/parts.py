@@ -39,6 +39,11 @@ def has_run(name: str) -> bool:
     return (ROOT / f"experiments/results/{name}.json").exists()
 
 
+def largest(name: str) -> dict[str, Any]:
+    """The results of an experiment as published, or those of its shorter scale until they are there."""
+    return experiment(f"{name}_full" if has_run(f"{name}_full") else f"{name}_cpu")
+
+
 def benchmark(name: str) -> dict[str, Any]:
     return read(f"benchmarks/results/{name}.json")
 

@@ -5,6 +5,7 @@ and in a page of docs/results the place itself, `<!-- made: NAME -->`.
 """
 
 from collections.abc import Mapping
+from statistics import mean
 from typing import Any
 
 from tables.parts import accuracy_text, commands_of, experiment, measured_on, row_title, runs_line, table_of
@@ -18,7 +19,7 @@ def small_lanes() -> str:
     runs, rows, kernels = result["runs"], [], []
     for row in result["rows"]:
         title, told = row_title(row["row"], runs), row["verdicts"]
-        accuracies = [sum(row["accuracy"][name]) / row["runs"] for name in _PRECISIONS]
+        accuracies = [mean(row["accuracy"][name]) for name in _PRECISIONS]
         rows.append(
             [
                 title,

@@ -57,7 +57,7 @@ def train_step() -> str:
                 f"{memory:.2f}" if memory else "-",
             ]
         )
-    header = _header("network | batch", names, "images/s", "ratio (min to max)") + " | ours over PyTorch's"
+    header = _header("network | batch", names, "images/s", "ratio (min to max)") + " | memory, ours over PyTorch's"
     return f"{table_of(header, rows)}\n\n{measured_on(result, _peer_versions(result))}"
 
 

@@ -97,9 +97,9 @@ def predicted_bytes(config: RunConfig, spec: ModelSpec) -> int:
     lanes are compiled, and each further lane adds what its group's third one does.
     """
     counts = [group.count for group in spec.lane_groups]
-    few = [count if spec.remat != "none" or count <= _FEW + 1 else _FEW for count in counts]
-    if few == counts:
+    if not is_extrapolated(spec):
         return compiled_bytes(config, spec)
+    few = [count if count <= _FEW + 1 else _FEW for count in counts]
     base = compiled_bytes(config, _first_of_each(spec, few))
     total = float(base)
     for place, (count, start) in enumerate(zip(counts, few, strict=True)):
@@ -107,6 +107,11 @@ def predicted_bytes(config: RunConfig, spec: ModelSpec) -> int:
             one_more = [n + (i == place) for i, n in enumerate(few)]
             total += (count - start) * (compiled_bytes(config, _first_of_each(spec, one_more)) - base)
     return round(_MARGIN * total)
+
+
+def is_extrapolated(spec: ModelSpec) -> bool:
+    """Whether memory is predicted from steps with fewer lanes, and not that of the compiled step itself."""
+    return spec.remat == "none" and any(group.count > _FEW + 1 for group in spec.lane_groups)
 
 
 def _first_of_each(spec: ModelSpec, counts: list[int]) -> ModelSpec:

@@ -43,8 +43,9 @@ class Begin(msgspec.Struct):
 
     Attributes:
       round: the round to compute; the number of rounds if the run is finished.
-      kind: `full` for parameters, `update` for their change since the previous round, `again` if the worker must resend
-        its change of this round, `wait` if there is nothing to do yet, `finished`, or `diverged`.
+      kind: `full` for parameters, `update` for their change since the previous round, `again` if the worker has these
+        parameters and is to send its change, which it may have computed before, `wait` if there is nothing to do yet,
+        `finished`, or `diverged`.
       content: bytes of `vector.encode`, in 32 bits for `full` and in the run's bits for `update`.
       counted: whether the change of `Fetch.sent` counted, if a round is to be computed.
     """

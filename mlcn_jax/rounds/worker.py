@@ -34,6 +34,7 @@ from mlcn_jax.training.optimizer import at_step
 from mlcn_jax.training.plan import algorithms_of, make_runner
 from mlcn_jax.training.room import check_step_fits
 from mlcn_jax.training.session import Session, open_session
+from mlcn_jax.training.start import start_state
 from mlcn_jax.training.step import TrainState
 from mlcn_jax.training.stop_signals import StopSignals
 
@@ -94,7 +95,8 @@ def follow(client: Any, trainer: "Trainer", run: str, worker: int, check: Callab
       Diverged: the run has diverged, here or at the coordinator.
     """
     trainer.enter(run_of(run))
-    have, vector = "", np.empty(0, np.float32)
+    vector = trainer.start()
+    have = digest(vector, 0) if vector.size else ""
     while True:
         begin: Begin = client.call("fetch", Fetch(run, worker, have, trainer.sent))
         if begin.kind == "finished":
@@ -207,6 +209,15 @@ class Trainer:
             )
             self._kept = None
         self._run = run
+
+    def start(self) -> Vector:
+        """The parameters that the run begins with, so that they need not be sent.
+
+        Empty if a file gives them, and if this worker has taken part in a round.
+        """
+        if self._kept or self._session.config.init_from:
+            return np.empty(0, np.float32)
+        return to_vector(start_state(self._session, None)[0].params)
 
     @property
     def sent(self) -> str:

@@ -169,7 +169,11 @@ def test_a_comparison_goes_on_and_a_failure_does_not_end_it(tmp_path, monkeypatc
         return results
 
     names = ("capsnet_28x28x1", "mlcn1_4x4_28x28x1", "resnet_1xw8d2_32x32x3")
+    closed = []
+    left = SimpleNamespace(close=lambda: closed.append("left"))
+    monkeypatch.setattr(peers.Process, "running", [left])
     results = measure(compared(tmp_path), names, fails="mlcn1_4x4_28x28x1")
+    assert closed == ["left"], "a process that was left would keep its memory"
     assert measured == [names[0], names[2]]
     assert results["failed"] == {"mlcn1_4x4_28x28x1": "it ended"}
     assert "it ended" in capsys.readouterr().err
@@ -178,7 +182,7 @@ def test_a_comparison_goes_on_and_a_failure_does_not_end_it(tmp_path, monkeypatc
     assert list(results["networks"]) == [names[1], names[0], names[2]], "in the order of NETWORKS"
     assert results["networks"][names[0]]["busy_cores"] == 0.25
     assert results["failed"] == {}
-    measure(compared(tmp_path, "--again"), names[:1])
+    assert list(measure(compared(tmp_path, "--again"), names[:1])["networks"]) == [names[1], names[0], names[2]]
     assert list(measure(compared(tmp_path, "--rounds=3"), ())["networks"]) == [], "of other rounds than these"
     assert measured[3:] == [names[0]]
 

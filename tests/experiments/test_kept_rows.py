@@ -50,9 +50,12 @@ def test_links_and_models_are_measured_in_any_subsets(tmp_path, monkeypatch):
 
 def test_memory_of_other_models_stays(tmp_path, monkeypatch):
     path, version = tmp_path / "memory_plan.json", [1]
-    monkeypatch.setattr(
-        memory_plan, "row_of", lambda changes: {"changes": changes, "compiled_bytes": version[0], "over": 0.0}
-    )
+
+    def row_of(changes):
+        over = 0.01 * len(changes["model.lanes"])
+        return {"changes": changes, "compiled_bytes": version[0], "over": over, "is_extrapolated": len(changes) == 2}
+
+    monkeypatch.setattr(memory_plan, "row_of", row_of)
 
     def bytes_of(*given):
         memory_plan.main(parsed(memory_plan, f"--output={path}", *given))
@@ -64,6 +67,10 @@ def test_memory_of_other_models_stays(tmp_path, monkeypatch):
     assert bytes_of("--only=0", "--batch=7") == [2] * 3 + [1] * 3 + [2] * 3
     write_json(path, read_json(path) | {"cpu_count": 77})
     assert bytes_of("--only=2") == [2] * 3
+    bytes_of("--only=0,5")
+    others, every = (read_json(path)[name] for name in ("of_others", "least_and_most_over"))
+    assert others == pytest.approx([0.11, 0.11]), "of mlcn2:w3*10"
+    assert every == pytest.approx([0.11, 0.21]), "of mlcn2:w4*8,mlcn1:w2*6, too"
 
 
 def stopping(calls, most):
@@ -85,14 +92,16 @@ def test_balance_goes_on_and_keeps_what_was_measured(tmp_path, monkeypatch):
         monkeypatch.setattr(balance, name, lambda *given, found=found: found)
     profile = SimpleNamespace(to_dict=lambda: {"of": "a core"})
     monkeypatch.setattr(workers, "one_core_profile", lambda name: profile)
+    monkeypatch.setattr(balance, "LANES", (6, 12))
     monkeypatch.setattr(balance, "measure", stopping(measured, 3))
+    given = "--profile=p", "--measured_draws=3"
     with pytest.raises(KeyboardInterrupt):
-        balance.main(parsed(balance, "--profile=p"))
+        balance.main(parsed(balance, *given))
     assert [(row["num_lanes"], row["seed"]) for row in read_json(path)["measured"]] == [(6, 0), (6, 1), (6, 2)]
     balance.main(parsed(balance, "--draws=1"))
     assert len(read_json(path)["measured"]) == 3
     monkeypatch.setattr(balance, "measure", stopping(measured, 6))
-    balance.main(parsed(balance, "--profile=p"))
+    balance.main(parsed(balance, *given))
     assert [row["call"] for row in read_json(path)["measured"]] == [1, 2, 3, 4, 5, 6]
 
 

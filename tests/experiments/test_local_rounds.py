@@ -54,7 +54,7 @@ def test_the_rest_is_ended_after_the_coordinator(monkeypatch, tmp_path):
 def test_each_target_has_a_verdict():
     def seed(slower, slow):
         accuracies = {"loopback": 0.9, "slow": slow, "sum in every step": 0.91}
-        return {"slow_over_loopback": slower, "validation_accuracy": accuracies, "bytes_per_step": 1000.0}
+        return {"slow_over_loopback": slower, "test_accuracy": accuracies, "bytes_per_step": 1000.0}
 
     def told(found):
         return [target["verdict"] for target in found.values()]

@@ -30,8 +30,9 @@ def append(path, text):
     path.write_text(path.read_text() + text)
 
 
-def rows(folder, *steps):
-    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "split": "train"}}\n' for step in steps))
+def rows(folder, *steps, workers=2):
+    text = "".join(f'{{"step": {step}, "split": "train", "workers": {workers}}}\n' for step in steps)
+    (folder / "metrics.jsonl").write_text(text)
 
 
 def test_what_one_kill_cost_is_told_of_it(tmp_path):
@@ -54,22 +55,43 @@ def test_what_one_kill_cost_is_told_of_it(tmp_path):
         "round_before": 2,
         "round_after": 1,
         "is_back": True,
+        "twice": False,
         "computed_again": {"worker 0": 1, "worker 1": 0},
     }
 
     def compute():
         append(log, "worker 1 computes round 1\nworker 1 computes round 2\n")
-        rows(folder, 6, 12, 18)
+        rows(folder, 6, 12, 18, 24)
 
-    found = round_kills.kill_one(Killed(compute), folder, 2)
-    assert (found["process"], found["round_before"], found["round_after"]) == ("worker 1", 2, 3)
-    assert found["computed_again"] == {"worker 0": 0, "worker 1": 1}
+    run = Killed(compute)
+    found = round_kills.kill_one(run, folder, 2, twice_after=0.0)
+    assert run.done == [("kill", 2), ("start", 2)] * 2
+    assert (found["process"], found["round_before"], found["round_after"]) == ("worker 1", 2, 4)
+    assert (found["is_back"], found["twice"]) == (True, True)
+    assert found["computed_again"] == {"worker 0": 0, "worker 1": 3}
+
+
+def test_a_worker_is_back_once_a_change_of_it_has_counted(tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "run.log"
+    folder.mkdir()
+    log.write_text("worker 1 computes round 0\n")
+    rows(folder, 6)
+
+    def late():
+        append(log, "worker 1 computes round 4\n")
+        rows(folder, 6, 12, 18, 24, workers=1)
+
+    class Ended(Killed):
+        def wait_for(self, condition):
+            assert not condition()
+
+    assert not round_kills.kill_one(Ended(late), folder, 2)["is_back"]
 
 
 def test_the_worst_kill_is_judged():
-    def kill(again=0, before=5, after=5, back=True):
+    def kill(again=0, before=5, after=5, back=True, twice=False):
         cost = {"computed_again": {"worker 0": 0, "worker 1": again}, "round_before": before, "round_after": after}
-        return cost | {"is_back": back}
+        return cost | {"is_back": back, "twice": twice}
 
     def below(kills, *killed, same=True):
         all_workers = {"kills": killed[:1], "every_round_once": same, "same_parameters": same}
@@ -79,9 +101,10 @@ def test_the_worst_kill_is_judged():
         return [name for name, target in judged.items() if target["verdict"] == "below"]
 
     assert not below(3, kill(), kill(again=1), kill(before=5, after=4))
+    assert not below(1, kill(again=2, twice=True))
     assert below(3, kill(), kill(again=2), kill()) == ["rounds that a worker computed again after a kill"]
     assert below(1, kill(before=5, after=3)) == ["rounds that the coordinator lost in a kill"]
-    assert below(2, kill(), kill(back=False)) == ["killed processes that were in no new round"]
+    assert below(2, kill(), kill(back=False)) == ["killed processes that did not take part again"]
     assert below(2, kill(), same=False) == [
         "runs that do not have every round once",
         "runs with other parameters at the end",
@@ -89,7 +112,7 @@ def test_the_worst_kill_is_judged():
     ]
 
 
-def test_half_of_the_kills_meet_a_run_that_needs_fewer_workers(monkeypatch):
+def test_half_of_the_kills_meet_a_run_that_needs_fewer_workers(monkeypatch, tmp_path):
     asked = []
 
     def disturbed(kills, quorum, rng):
@@ -97,6 +120,6 @@ def test_half_of_the_kills_meet_a_run_that_needs_fewer_workers(monkeypatch):
         return {"kills": [], "every_round_once": True, "same_parameters": None}
 
     monkeypatch.setattr(round_kills, "disturbed", disturbed)
-    round_kills.measure(21, seed=0)
+    round_kills.measure(21, 0, tmp_path / "kills.json")
     assert asked == [(11, 2), (10, 1)]
     assert (round_kills.SLOW.delay_ms, round_kills.SLOW.rate_mbit) == (50, 10)

@@ -44,7 +44,7 @@ def test_any_other_answer_ends_it():
 
 @contextlib.contextmanager
 def closing_server(answers):
-    """The port of a server that closes every connection after so many answers, and answers no more than that if 0."""
+    """The port of a server that closes every connection after so many answers; with 0, it never answers."""
 
     class Handler(socketserver.BaseRequestHandler):
         def handle(self):

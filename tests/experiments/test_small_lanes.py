@@ -308,7 +308,7 @@ def test_there_are_tables_for_the_docs_once_there_are_results(monkeypatch):
     monkeypatch.setattr(forms_and_places, "_SIMULATED", 2)
     data = {"name": "cifar10", "copy": "", "bytes": "official"}
     more = PLACE | {"data": data, "command": "python -m x", "date": "2026-01-01"}
-    small = [record | more for record in map(small_record, range(3))]
+    small = [more | record for record in (small_record(0), small_record(1), small_record(2, device="other"))]
     taught = [record | more for record in distilled_records()]
     one = {"predicted_seconds": 0.01, "measured_seconds": 0.02}
     results = {
@@ -323,7 +323,8 @@ def test_there_are_tables_for_the_docs_once_there_are_results(monkeypatch):
         },
     }
     monkeypatch.setattr(tables.small, "experiment", results.__getitem__)
-    assert "| CIFAR-10, resnet | machine, 2 cores (jax 1, python 3) | 3 | 4.00, reached |" in tables.small.small_lanes()
+    assert "| CIFAR-10, resnet | machine, 2 cores (jax 1, python 3) | 2 | 4.00, reached |" in tables.small.small_lanes()
+    assert tables.small.small_lanes().count("| 5.00 | 90.00 | 89.90 | -0.10, reached |") == 2
     assert (
         "| CIFAR-10, resnet | machine, 2 cores (jax 1, python 3) | int8 | 2.00 | Conv 75 %, rest 25 % |"
         in tables.small.small_lanes()

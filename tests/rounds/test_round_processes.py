@@ -49,9 +49,9 @@ def test_one_command_trains_here(tmp_path):
 
 
 @pytest.mark.long
-def test_killed_at_random_moments_every_round_counts_once():
+def test_killed_at_random_moments_every_round_counts_once(tmp_path):
     """Over a slow link, with rounds that need all workers and with rounds that do not."""
-    found = round_kills.measure(3, seed=1)
+    found = round_kills.measure(3, 1, tmp_path / "kills.json")
     killed = [kill["process"] for quorum in (2, 1) for kill in found[f"quorum {quorum}"]["kills"]]
     assert set(killed) == {"coordinator", "worker 0"}
     assert found["quorum 2"]["same_parameters"]

@@ -111,6 +111,20 @@ def in_rounds(monkeypatch, config, folder, optimizer=None, **options):
     return to_vector(load_trained(folder).params), summary
 
 
+def test_what_a_run_begins_with_is_computed_and_not_sent(tiny, tmp_path, monkeypatch):
+    kinds, fetch = [], coordinator.Meeting.fetch
+
+    def noted(self, request):
+        begin = fetch(self, request)
+        kinds.append((begin.round, begin.kind, len(begin.content)))
+        return begin
+
+    monkeypatch.setattr(coordinator.Meeting, "fetch", noted)
+    in_rounds(monkeypatch, tiny.replace(PLAIN), tmp_path)
+    assert (0, "again", 0) in kinds
+    assert "full" not in {kind for _, kind, _ in kinds}
+
+
 def by_one_optimizer(config, optimizer):
     """The same batches with an ordinary optimizer, without rounds."""
     session = dataclasses.replace(open_session(config), optimizer=optimizer)

@@ -78,6 +78,9 @@ def test_a_worker_asks_whether_its_change_counted():
         def enter(self, run):
             assert run == "run"
 
+        def start(self):
+            return np.zeros(2, np.float32)
+
         def change(self, round_, vector, did_count, check):
             counted.append(did_count)
             raise Trained
