@@ -120,12 +120,12 @@ def _residual_layer(network: networks.Network, op_name: str, shape: tuple[int, .
     """What an operation of a residual lane does, and the size of its maps: 31, 15, 7 and 3 for 32x32 images."""
     dims = tuple(size for size in shape if size > 1)
     convolves = re.search("conv_general_dilated|dot_general", op_name) is not None
-    if network.batch not in dims and 2 in (dims.count(2), dims.count(3)):
+    pools = re.search("/pooling/|reduce_max", op_name) is not None
+    if network.batch not in dims and 2 in (dims.count(2), dims.count(3)) and not pools:
         return "gradients of kernels" if convolves else "kernels"
-    if "reduce_max" in op_name or dims.count(2) == 2:  # 2x2 values of each result
+    what = "convolutions" if convolves else "normalisation and activation"
+    if pools or dims.count(2) == 2:  # 2x2 values of each result
         what = "pooling"
-    else:
-        what = "convolutions" if convolves else "normalisation and activation"
     sizes = [network.image_shape[0] - 1]
     while sizes[-1] > 3:
         sizes.append(sizes[-1] // 2)

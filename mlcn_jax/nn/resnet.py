@@ -30,6 +30,7 @@ STATISTICS = "statistics"  # the collection of the normalisation's means and var
 FOLDED = "folded"  # marks parameters of `fold`
 FROZEN = "whitening"  # the layer whose kernel is not trained
 _EPSILON = 1e-5
+_PART_BYTES = 2**21  # of a map before pooling, of as many images as are convolved at a time
 _LOGIT_SCALE = 1 / 9
 _PATCH = 2
 _uniform = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -128,8 +129,12 @@ class Trunk(nn.Module):
 
     def _layer(self, x: Array, filters: int, name: str, pooled: bool = False) -> Array:
         kernel = self.param(name, _identity_start, (3, 3, x.shape[-1], filters))
-        x = self._convolve(x, kernel, None, "SAME")
-        return GhostBatchNorm(self.group_size, self.folded, name=f"norm{name[4:]}")(_pool(x) if pooled else x)
+        if pooled and tracing.platform() == "cpu":
+            x = _convolve_and_pool(self.algorithm, x, kernel.astype(self.dtype))
+        else:
+            x = self._convolve(x, kernel, None, "SAME")
+            x = _pool(x) if pooled else x
+        return GhostBatchNorm(self.group_size, self.folded, name=f"norm{name[4:]}")(x)
 
     def _convolve(self, x: Array, kernel: Array, bias: Array | None, padding: str) -> Array:
         algorithm = self.algorithm
@@ -137,6 +142,65 @@ class Trunk(nn.Module):
             algorithm = "native"  # lanes run one by one, so that no convolution is a grouped one
         y = conv.conv2d(x, kernel.astype(self.dtype), padding=padding, algorithm=algorithm)
         return y if bias is None else y + bias.astype(self.dtype)[None, None, None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _convolve_and_pool(
+    algorithm: str, x: Float[Array, "batch h w cin"], kernel: Float[Array, "3 3 cin cout"]
+) -> Float[Array, "batch h2 w2 cout"]:
+    """A convolution and the pooling after it.
+
+    Where gradients are wanted, it computes a few images at a time, whose maps before pooling, the largest of a lane,
+    fit a cache. The backward pass needs only which of each four values was the largest; of equal ones the first gets
+    the gradient.
+    """
+    return _pool(conv.conv2d(x, kernel, padding="SAME", algorithm=algorithm))
+
+
+def _convolve_and_pool_fwd(algorithm, x, kernel):
+    def part(_, x):
+        return None, _largest(conv.conv2d(x, kernel, padding="SAME", algorithm=algorithm))
+
+    parts = _parts(x.shape, kernel)
+    pooled, which = lax.scan(part, None, x.reshape(parts, -1, *x.shape[1:]))[1]
+    return pooled.reshape(-1, *pooled.shape[2:]), (x, kernel, which)
+
+
+def _convolve_and_pool_bwd(algorithm, saved, g):
+    x, kernel, which = saved
+    parts = len(which)
+
+    def part(total, of_part):
+        x, which, g = of_part
+        convolve = functools.partial(conv.conv2d, padding="SAME", algorithm=algorithm)
+        dx, dkernel = jax.vjp(convolve, x, kernel)[1](_spread(g, which, x.shape[1:3]))
+        return total + dkernel, dx
+
+    of_parts = x.reshape(parts, -1, *x.shape[1:]), which, g.reshape(parts, -1, *g.shape[1:])
+    dkernel, dx = lax.scan(part, jnp.zeros_like(kernel), of_parts)
+    return dx.reshape(x.shape), dkernel
+
+
+_convolve_and_pool.defvjp(_convolve_and_pool_fwd, _convolve_and_pool_bwd)
+
+
+def _parts(shape: tuple[int, ...], kernel: Array) -> int:
+    """In how many equal parts a batch is convolved; one if it cannot be divided well."""
+    batch, height, width, _ = shape
+    most = max(1, _PART_BYTES // (height * width * kernel.shape[-1] * kernel.dtype.itemsize))
+    size = next(size for size in range(min(most, batch), 0, -1) if batch % size == 0)
+    return batch // size if 4 * size >= min(most, batch) else 1
+
+
+@jax.named_scope("pooling")
+def _largest(x: Float[Array, "batch h w c"]) -> tuple[Array, Array]:
+    """`_pool`, and which of each 2x2 values, from 0 to 3 row by row, is the first of the largest."""
+    squares = _squares(x)
+    top, low = ((squares[:, :, i, :, 0], squares[:, :, i, :, 1]) for i in (0, 1))
+    largest = jnp.maximum(*top), jnp.maximum(*low)
+    second, fourth = ((right > left).astype(jnp.uint8) for left, right in (top, low))
+    which = jnp.where(largest[0] >= largest[1], second, 2 + fourth)
+    return jnp.maximum(*largest), which
 
 
 class Whitening(nn.Module):
@@ -260,9 +324,23 @@ def fold(params: dict) -> dict:
 
 def _pool(x: Float[Array, "batch h w c"]) -> Float[Array, "batch h2 w2 c"]:
     """The largest of each 2x2 values; an odd last row or column is left out. Faster on a CPU than `reduce_window`."""
+    return jnp.max(_squares(x), axis=(2, 4))
+
+
+def _squares(x: Float[Array, "batch h w c"]) -> Float[Array, "batch h2 2 w2 2 c"]:
     batch, height, width, channels = x.shape
     x = x[:, : height // 2 * 2, : width // 2 * 2]
-    return jnp.max(x.reshape(batch, height // 2, 2, width // 2, 2, channels), axis=(2, 4))
+    return x.reshape(batch, height // 2, 2, width // 2, 2, channels)
+
+
+@jax.named_scope("pooling")
+def _spread(g: Float[Array, "batch h2 w2 c"], which: Array, size: tuple[int, int]) -> Float[Array, "batch h w c"]:
+    """The gradient before the pooling of `_largest`: each value where the largest was, and zeros."""
+    height, width = size
+    quarters = [jnp.where(which == i, g, 0) for i in range(4)]
+    rows = [jnp.stack(quarters[i : i + 2], axis=3) for i in (0, 2)]
+    g = jnp.stack(rows, axis=2).reshape(len(g), height // 2 * 2, width // 2 * 2, -1)
+    return jnp.pad(g, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)))
 
 
 def _identity_start(key: Array, shape: tuple[int, int, int, int]) -> Array:

@@ -76,6 +76,8 @@ def test_operations_of_lanes_are_known_by_their_names_in_the_step(kind):
         ("jvp(transpose(jvp(Lane)))/trunk/conv_general_dilated", (32, 3, 3, 96), "backward: gradients of kernels"),
         ("jvp(jvp(Lane))/trunk/reduce_max", (500, 7, 7, 96), "forward: pooling, 7x7"),
         ("jvp(transpose(jvp(Lane)))/trunk/eq", (500, 15, 2, 15, 2, 64), "backward: pooling, 15x15"),
+        ("jvp(Lane)/trunk/while/body/pooling/max", (20, 15, 15, 64), "forward: pooling, 15x15"),
+        ("transpose(jvp(Lane))/trunk/while/body/pooling/concatenate", (5, 3, 2, 3, 2, 64), "backward: pooling, 3x3"),
         ("jvp(jvp(Lane))/trunk/tanh", (500, 3, 3, 128), "forward: normalisation and activation, 3x3"),
         ("jvp(jvp(Lane))/head/dot_general", (500, 10), "forward: convolutions, head and statistics"),
     ],

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
 from mlcn_jax.data.batches import Augmentation
 from mlcn_jax.errors import InputError
@@ -69,6 +70,38 @@ def test_normalised_values_and_their_gradient_are_those_of_the_definition():
     (expected, expected_gradient), (actual, gradient) = [(y, pullback(g)[0]) for y, pullback in results]
     np.testing.assert_allclose(actual, expected, atol=1e-5)
     np.testing.assert_allclose(gradient, expected_gradient, atol=1e-5)
+
+
+@pytest.mark.parametrize(("batch", "size", "parts"), [(12, 7, 4), (12, 8, 3), (7, 6, 7), (11, 6, 1)])
+def test_convolutions_that_are_pooled_in_parts_have_the_gradients_of_the_whole(batch, size, parts, rng, monkeypatch):
+    bytes_of_map = size * size * 5 * 4
+    most = {4: 3, 3: 4, 7: 1, 1: 10}[parts]
+    monkeypatch.setattr(resnet, "_PART_BYTES", most * bytes_of_map)
+    x, kernel = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((batch, size, size, 3), (3, 3, 3, 5)))
+    assert resnet._parts(x.shape, kernel) == parts
+    weights = jnp.asarray(rng.normal(size=(batch, size // 2, size // 2, 5)), jnp.float32)
+
+    def whole(x, kernel):
+        return resnet._pool(
+            lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        )
+
+    def in_parts(x, kernel):
+        return resnet._convolve_and_pool("native", x, kernel)
+
+    np.testing.assert_allclose(in_parts(x, kernel), whole(x, kernel), atol=1e-5)
+    found, expected = (
+        jax.value_and_grad(lambda x, kernel, of=of: jnp.sum(weights * of(x, kernel)), (0, 1))(x, kernel)
+        for of in (in_parts, whole)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
+
+
+def test_the_first_of_equal_values_gets_the_gradient_of_pooling():
+    x = jnp.zeros((1, 2, 4, 1)).at[0, 1, 3, 0].set(1.0)
+    pooled, which = resnet._largest(x)
+    assert pooled.tolist() == [[[[0.0], [1.0]]]]
+    assert which.tolist() == [[[[0], [3]]]]
 
 
 def test_groups_that_do_not_divide_a_batch_are_refused(params, images):
