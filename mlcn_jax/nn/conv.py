@@ -34,14 +34,18 @@ _IM2COL_MAX_ENTRIES = 2**28  # the copied windows take 1 GiB in float32
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
 
 
-def conv2d(x: Array, kernel: Array, *, stride: int = 1, padding: str = "VALID", algorithm: str = "auto") -> Array:
+Padding = str | tuple[tuple[int, int], tuple[int, int]]
+
+
+def conv2d(x: Array, kernel: Array, *, stride: int = 1, padding: Padding = "VALID", algorithm: str = "auto") -> Array:
     """Two-dimensional cross-correlation, differentiable in both arguments.
 
     Args:
       x: [batch, height, width, channels in].
       kernel: [kernel height, kernel width, channels in, channels out], of the same dtype as x.
       stride: step between output pixels in pixels of x, on both axes.
-      padding: "VALID" or "SAME" (as in TensorFlow: an odd row or column is added at the end).
+      padding: "VALID", "SAME" (as in TensorFlow: an odd row or column is added at the end), or the rows and columns of
+        zeros to add, ((top, bottom), (left, right)).
       algorithm: a key of `ALGORITHMS`, or "auto" for the one that `choose` returns.
 
     Returns:
@@ -53,18 +57,17 @@ def conv2d(x: Array, kernel: Array, *, stride: int = 1, padding: str = "VALID", 
     """
     outputs = _num_outputs(x.shape, kernel.shape, stride, padding)
     if algorithm == "auto":
-        algorithm = _chosen(x.shape, kernel.shape, stride, padding)
+        algorithm = chosen(x.shape, kernel.shape, stride, padding)
     able = [n for n in ALGORITHMS if n != "fourier" or conv_spectral.can_do(outputs, kernel.shape, stride)]
     if algorithm not in able:
         raise InputError(
             f"algorithm {algorithm!r} cannot convolve x {x.shape} with kernel {kernel.shape}, "
             f"stride {stride}, padding {padding}: use {', '.join(able)} or auto"
         )
-    pads = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], (stride, stride), padding)
-    return ALGORITHMS[algorithm](x, kernel, stride, pads)
+    return ALGORITHMS[algorithm](x, kernel, stride, _pads(x.shape, kernel.shape, stride, padding))
 
 
-def choose(backend: str, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], stride: int, padding: str) -> str:
+def choose(backend: str, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], stride: int, padding: Padding) -> str:
     """The algorithm for a shape: a fixed rule based on measurements, so that runs are reproducible.
 
     Only the rule for CPUs was measured (`benchmarks/conv_algorithms.py`); elsewhere matrix products are preferred to
@@ -89,13 +92,14 @@ def choose(backend: str, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...]
     return "im2col" if entries <= _IM2COL_MAX_ENTRIES else "native"
 
 
-def key_of(x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], stride: int, padding: str) -> str:
+def key_of(x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], stride: int, padding: Padding) -> str:
     """The key of a convolution, on the platform it is traced for, in a table of algorithms (`tracing.Target`)."""
     sizes = ("x".join(map(str, shape)) for shape in (x_shape, kernel_shape))
-    return " ".join((tracing.platform(), *sizes, f"stride {stride}", padding))
+    return " ".join((tracing.platform(), *sizes, f"stride {stride}", str(padding)))
 
 
-def _chosen(x_shape, kernel_shape, stride, padding):
+def chosen(x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], stride: int, padding: Padding) -> str:
+    """What `conv2d` takes for "auto": from the table of the program that is traced, or by `choose`."""
     target = tracing.current()
     if target.batch:
         x_shape = (target.batch, *x_shape[1:])
@@ -127,7 +131,7 @@ def lane_convs(
     """
     size = _num_outputs(x.shape, kernel1.shape, 1, "VALID")
     middle = (x.shape[0], *size, bias1.size)
-    if algorithm != "auto" or _chosen(middle, kernel2.shape, 2, "VALID") != "fourier":
+    if algorithm != "auto" or chosen(middle, kernel2.shape, 2, "VALID") != "fourier":
         h = jax.nn.relu(conv2d(x, kernel1, algorithm=algorithm) + bias1[None, None, None])
         return conv2d(h, kernel2, stride=2, algorithm=algorithm) + bias2[None, None, None]
     spans = conv_spectral.spans_of(_num_outputs(middle, kernel2.shape, 2, "VALID"), kernel2.shape, 2)
@@ -185,14 +189,22 @@ def compiler_options(backend: str) -> dict[str, str]:
 
 
 def _num_outputs(x_shape, kernel_shape, stride, padding):
-    if padding not in ("VALID", "SAME"):
+    if isinstance(padding, str) and padding not in ("VALID", "SAME"):
         raise InputError(f"padding {padding!r} is unknown: use VALID or SAME")
     sizes, taps = x_shape[1:3], kernel_shape[:2]
     if padding == "SAME":
         return tuple(-(-n // stride) for n in sizes)
+    if not isinstance(padding, str):
+        sizes = tuple(n + sum(own) for n, own in zip(sizes, padding, strict=True))
     if any(k > n for n, k in zip(sizes, taps, strict=True)):
         raise InputError(f"a kernel of {tuple(taps)} is larger than the image of {tuple(sizes)}")
     return tuple((n - k) // stride + 1 for n, k in zip(sizes, taps, strict=True))
+
+
+def _pads(x_shape, kernel_shape, stride, padding):
+    if isinstance(padding, str):
+        return lax.padtype_to_pads(x_shape[1:3], kernel_shape[:2], (stride, stride), padding)
+    return padding
 
 
 def _native(x, kernel, stride, pads):

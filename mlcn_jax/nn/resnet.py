@@ -31,6 +31,7 @@ FOLDED = "folded"  # marks parameters of `fold`
 FROZEN = "whitening"  # the layer whose kernel is not trained
 _EPSILON = 1e-5
 _PART_BYTES = 2**21  # of a map before pooling, of as many images as are convolved at a time
+_PART_IMAGES = 8  # at least
 _LOGIT_SCALE = 1 / 9
 _PATCH = 2
 _uniform = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -61,7 +62,7 @@ class GhostBatchNorm(nn.Module):
             mean, variance = _moments(values)
             self.put_variable(STATISTICS, "means", mean[:, 0])
             self.put_variable(STATISTICS, "variances", variance[:, 0])
-        return (_standardised(values).reshape(x.shape) + bias).astype(x.dtype)
+        return _standardised(values, bias[0]).reshape(x.shape).astype(x.dtype)
 
 
 def _moments(values: Float[Array, "groups n c"]) -> tuple[Float[Array, "groups 1 c"], Float[Array, "groups 1 c"]]:
@@ -70,25 +71,25 @@ def _moments(values: Float[Array, "groups n c"]) -> tuple[Float[Array, "groups 1
 
 
 @jax.custom_vjp
-def _standardised(values: Float[Array, "groups n c"]) -> Float[Array, "groups n c"]:
-    """Every channel of a group with mean 0 and variance 1; its gradient takes half the passes that JAX's own takes.
+def _standardised(values: Float[Array, "groups n c"], bias: Float[Array, "1 1 c"]) -> Float[Array, "groups n c"]:
+    """Every channel of a group with mean 0 and variance 1, plus a bias; its gradient takes fewer passes than JAX's own.
 
     Source: Ioffe and Szegedy 2015, arXiv 1502.03167, section 3, for the gradient.
     """
-    return _standardised_fwd(values)[0]
+    return _standardised_fwd(values, bias)[0]
 
 
-def _standardised_fwd(values):
+def _standardised_fwd(values, bias):
     mean, variance = _moments(values)
     scale = lax.rsqrt(variance + _EPSILON)
     normal = (values - mean) * scale
-    return normal, (normal, scale)
+    return normal + bias, (normal, scale)
 
 
 def _standardised_bwd(saved, g):
     normal, scale = saved
-    along = jnp.mean(g * normal, axis=1, keepdims=True)
-    return (scale * (g - jnp.mean(g, axis=1, keepdims=True) - normal * along),)
+    total, along = jnp.sum(g, axis=1, keepdims=True), jnp.mean(g * normal, axis=1, keepdims=True)
+    return scale * (g - total / g.shape[1] - normal * along), jnp.sum(total, axis=0, keepdims=True)
 
 
 _standardised.defvjp(_standardised_fwd, _standardised_bwd)
@@ -110,7 +111,8 @@ class Trunk(nn.Module):
     @nn.compact
     def __call__(self, images: Float[Array, "batch h w c"]) -> Float[Array, "batch h2 w2 features"]:
         def stem() -> Array:
-            return nn.gelu(self._convolve(images, *Whitening(images.shape[-1], name=FROZEN)(), "VALID"))
+            kernel, bias = (value.astype(self.dtype) for value in Whitening(images.shape[-1], name=FROZEN)())
+            return nn.gelu(conv.conv2d(images, kernel, algorithm=self._algorithm) + bias[None, None, None])
 
         x = cut_point("stem", stem)
         for stage, filters in enumerate(STAGES, start=1):
@@ -128,20 +130,28 @@ class Trunk(nn.Module):
         return x
 
     def _layer(self, x: Array, filters: int, name: str, pooled: bool = False) -> Array:
-        kernel = self.param(name, _identity_start, (3, 3, x.shape[-1], filters))
-        if pooled and tracing.platform() == "cpu":
-            x = _convolve_and_pool(self.algorithm, x, kernel.astype(self.dtype))
+        kernel = self.param(name, _identity_start, (3, 3, x.shape[-1], filters)).astype(self.dtype)
+        if not pooled:
+            x = conv.conv2d(x, kernel, padding="SAME", algorithm=self._algorithm)
+        elif tracing.platform() == "cpu":
+            algorithm = self._algorithm
+            if algorithm == "auto":  # as for the whole batch
+                algorithm = conv.chosen(x.shape, kernel.shape, 1, _even(x.shape))
+            x = _convolve_and_pool(algorithm, x, kernel)
         else:
-            x = self._convolve(x, kernel, None, "SAME")
-            x = _pool(x) if pooled else x
+            x = _pool(conv.conv2d(x, kernel, padding=_even(x.shape), algorithm=self._algorithm))
         return GhostBatchNorm(self.group_size, self.folded, name=f"norm{name[4:]}")(x)
 
-    def _convolve(self, x: Array, kernel: Array, bias: Array | None, padding: str) -> Array:
-        algorithm = self.algorithm
-        if algorithm == "auto" and tracing.platform() != "cpu":
-            algorithm = "native"  # lanes run one by one, so that no convolution is a grouped one
-        y = conv.conv2d(x, kernel.astype(self.dtype), padding=padding, algorithm=algorithm)
-        return y if bias is None else y + bias.astype(self.dtype)[None, None, None]
+    @property
+    def _algorithm(self) -> str:
+        if self.algorithm == "auto" and tracing.platform() != "cpu":
+            return "native"  # lanes run one by one, so that no convolution is a grouped one
+        return self.algorithm
+
+
+def _even(shape: tuple[int, ...]) -> conv.Padding:
+    """The padding with which a 3x3 convolution of x leaves out the odd last row and column that pooling leaves out."""
+    return (1, 1 - shape[1] % 2), (1, 1 - shape[2] % 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -154,12 +164,12 @@ def _convolve_and_pool(
     fit a cache. The backward pass needs only which of each four values was the largest; of equal ones the first gets
     the gradient.
     """
-    return _pool(conv.conv2d(x, kernel, padding="SAME", algorithm=algorithm))
+    return _pool(conv.conv2d(x, kernel, padding=_even(x.shape), algorithm=algorithm))
 
 
 def _convolve_and_pool_fwd(algorithm, x, kernel):
     def part(_, x):
-        return None, _largest(conv.conv2d(x, kernel, padding="SAME", algorithm=algorithm))
+        return None, _largest(conv.conv2d(x, kernel, padding=_even(x.shape), algorithm=algorithm))
 
     parts = _parts(x.shape, kernel)
     pooled, which = lax.scan(part, None, x.reshape(parts, -1, *x.shape[1:]))[1]
@@ -172,24 +182,24 @@ def _convolve_and_pool_bwd(algorithm, saved, g):
 
     def part(total, of_part):
         x, which, g = of_part
-        convolve = functools.partial(conv.conv2d, padding="SAME", algorithm=algorithm)
-        dx, dkernel = jax.vjp(convolve, x, kernel)[1](_spread(g, which, x.shape[1:3]))
-        return total + dkernel, dx
+        convolve = functools.partial(conv.conv2d, padding=_even(x.shape), algorithm=algorithm)
+        dx, dkernel = jax.vjp(convolve, x, kernel)[1](_spread(g, which))
+        return total + dkernel.astype(jnp.float32), dx
 
     of_parts = x.reshape(parts, -1, *x.shape[1:]), which, g.reshape(parts, -1, *g.shape[1:])
-    dkernel, dx = lax.scan(part, jnp.zeros_like(kernel), of_parts)
-    return dx.reshape(x.shape), dkernel
+    dkernel, dx = lax.scan(part, jnp.zeros_like(kernel, jnp.float32), of_parts)
+    return dx.reshape(x.shape), dkernel.astype(kernel.dtype)
 
 
 _convolve_and_pool.defvjp(_convolve_and_pool_fwd, _convolve_and_pool_bwd)
 
 
 def _parts(shape: tuple[int, ...], kernel: Array) -> int:
-    """In how many equal parts a batch is convolved; one if it cannot be divided well."""
+    """In how many equal parts a batch is convolved: not of too few images, of which XLA's gradients are slow."""
     batch, height, width, _ = shape
-    most = max(1, _PART_BYTES // (height * width * kernel.shape[-1] * kernel.dtype.itemsize))
-    size = next(size for size in range(min(most, batch), 0, -1) if batch % size == 0)
-    return batch // size if 4 * size >= min(most, batch) else 1
+    most = _PART_BYTES // (height * width * kernel.shape[-1] * kernel.dtype.itemsize)
+    sizes = [size for size in range(min(_PART_IMAGES, batch), batch + 1) if batch % size == 0]
+    return batch // max((size for size in sizes if size <= most), default=sizes[0])
 
 
 @jax.named_scope("pooling")
@@ -323,24 +333,21 @@ def fold(params: dict) -> dict:
 
 
 def _pool(x: Float[Array, "batch h w c"]) -> Float[Array, "batch h2 w2 c"]:
-    """The largest of each 2x2 values; an odd last row or column is left out. Faster on a CPU than `reduce_window`."""
+    """The largest of each 2x2 values. Faster on a CPU than `reduce_window`."""
     return jnp.max(_squares(x), axis=(2, 4))
 
 
 def _squares(x: Float[Array, "batch h w c"]) -> Float[Array, "batch h2 2 w2 2 c"]:
     batch, height, width, channels = x.shape
-    x = x[:, : height // 2 * 2, : width // 2 * 2]
     return x.reshape(batch, height // 2, 2, width // 2, 2, channels)
 
 
 @jax.named_scope("pooling")
-def _spread(g: Float[Array, "batch h2 w2 c"], which: Array, size: tuple[int, int]) -> Float[Array, "batch h w c"]:
+def _spread(g: Float[Array, "batch h2 w2 c"], which: Array) -> Float[Array, "batch h w c"]:
     """The gradient before the pooling of `_largest`: each value where the largest was, and zeros."""
-    height, width = size
-    quarters = [jnp.where(which == i, g, 0) for i in range(4)]
-    rows = [jnp.stack(quarters[i : i + 2], axis=3) for i in (0, 2)]
-    g = jnp.stack(rows, axis=2).reshape(len(g), height // 2 * 2, width // 2 * 2, -1)
-    return jnp.pad(g, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)))
+    place = jnp.arange(4, dtype=which.dtype).reshape(1, 1, 2, 1, 2, 1)
+    squares = jnp.where(which[:, :, None, :, None] == place, g[:, :, None, :, None], 0)
+    return squares.reshape(len(g), 2 * g.shape[1], 2 * g.shape[2], -1)
 
 
 def _identity_start(key: Array, shape: tuple[int, int, int, int]) -> Array:

@@ -18,6 +18,7 @@ SHAPES = [
     ((3, 20, 20, 4), (9, 9, 4, 8), 2, "VALID"),
     ((1, 19, 17, 3), (9, 9, 3, 2), 2, "VALID"),
     ((2, 7, 10, 2), (3, 3, 2, 5), 1, "SAME"),
+    ((2, 7, 10, 2), (3, 3, 2, 5), 1, ((1, 0), (1, 1))),
     ((2, 7, 10, 2), (3, 3, 2, 5), 2, "SAME"),
     ((3, 8, 5, 2), (2, 4, 2, 3), 2, "SAME"),
     ((2, 9, 9, 1), (9, 9, 1, 3), 2, "VALID"),
@@ -35,7 +36,9 @@ def direct(x, kernel, stride, padding, g=None):
     """The definition, tap by tap in float64: y, or for a gradient g of y those of x and kernel."""
     x, kernel = np.asarray(x, np.float64), np.asarray(kernel, np.float64)
     taps = kernel.shape[:2]
-    pads = lax.padtype_to_pads(x.shape[1:3], taps, (stride, stride), padding)
+    pads = padding
+    if isinstance(padding, str):
+        pads = lax.padtype_to_pads(x.shape[1:3], taps, (stride, stride), padding)
     padded = np.pad(x, ((0, 0), *pads, (0, 0)))
     oh, ow = [(n - k) // stride + 1 for n, k in zip(padded.shape[1:3], taps, strict=True)]
     y, dx, dkernel = (
