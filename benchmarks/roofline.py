@@ -173,6 +173,8 @@ def measure(network: networks.Network, probes: dict[str, tuple[Callable, int]], 
     flops = step_flops(program.spec, program.state, images, labels)
     plain = step_flops(dataclasses.replace(program.spec, conv="native"), program.state, images, labels)
     num_bytes = (program.compiled.cost_analysis() or {}).get("bytes accessed")
+    if network.kind == "resnet":
+        num_bytes = None  # of a loop XLA counts one turn
     at_products = flops / max(rate for name, rate in machine.items() if name.startswith("product"))
     at_bandwidth = num_bytes / machine["bytes_per_second"] if num_bytes else None
     microseconds = traced_microseconds(lambda: float(program.train(images, labels)))

@@ -122,8 +122,8 @@ def roofline() -> str:
             f"{network['flops'] / 1e9:.1f}",
             f"{network['flops_of_plain_convolutions'] / 1e9:.1f}",
             f"{percent(network['share_of_product_roof'], 0)} %",
-            f"{network['bytes'] / 1e9:.2f}",
-            f"{percent(network['share_of_bandwidth_roof'], 0)} %",
+            f"{network['bytes'] / 1e9:.2f}" if network["bytes"] else "-",
+            f"{percent(network['share_of_bandwidth_roof'], 0)} %" if network["bytes"] else "-",
             f"{network['largest_part']}, {percent(network['parts'][network['largest_part']], 0)} %",
         ]
         for network in result["networks"].values()

@@ -101,9 +101,8 @@ def fold_statistics(spec: ModelSpec, params: dict) -> dict:
 
 def whiten(spec: ModelSpec, params: dict, images: Float[np.ndarray, "n h w channels"]) -> dict:
     """Parameters with the first convolution of residual lanes set from training images (`resnet.whitening`)."""
-    encoder = dict(params["encoder"])
-    for group in spec.lane_groups:
-        if group.kind.normalises:
-            seen = np.asarray(first_input(jnp.asarray(images), spec.signed_pixels, jnp.float32))
-            encoder[group.name] = resnet.whiten(encoder[group.name], seen)
+    encoder, groups = dict(params["encoder"]), [group for group in spec.lane_groups if group.kind.normalises]
+    if groups:
+        first = resnet.whitening(np.asarray(first_input(jnp.asarray(images), spec.signed_pixels, jnp.float32)))
+        encoder |= {group.name: resnet.whiten(encoder[group.name], *first) for group in groups}
     return {**params, "encoder": encoder}

@@ -10,7 +10,7 @@ for statistics collected after training. As lanes of capsules: this project.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import flax.linen as nn
 import jax
@@ -34,6 +34,7 @@ _PART_BYTES = 2**21  # of a map before pooling, of as many images as are convolv
 _PART_IMAGES = 8  # at least
 _LOGIT_SCALE = 1 / 9
 _PATCH = 2
+_WHITENED_AT_ONCE = 100  # images
 _uniform = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
@@ -273,16 +274,11 @@ def whitening(images: Float[np.ndarray, "n h w c"], epsilon: float = 3e-5) -> tu
 
     Source: Jordan 2024, arXiv 2404.00498, section 3.2.
     """
-    images = np.asarray(images, np.float64)
-    height, width, channels = images.shape[1:]
-    shifted = [
-        images[:, i : height - 1 + i, j : width - 1 + j].reshape(-1, channels)
-        for i in range(_PATCH)
-        for j in range(_PATCH)
-    ]
-    patches = np.concatenate(shifted, axis=1)
-    mean = patches.mean(axis=0)
-    variances, components = np.linalg.eigh(np.cov(patches.T, bias=True))
+    count, height, width, channels = images.shape
+    count *= (height - 1) * (width - 1)
+    mean = sum(patches.sum(axis=0) for patches in _patches(images)) / count
+    covariance = sum((patches - mean).T @ (patches - mean) for patches in _patches(images)) / count
+    variances, components = np.linalg.eigh(covariance)
     variances, components = variances[::-1], components[:, ::-1]
     largest = components[np.argmax(np.abs(components), axis=0), np.arange(len(variances))]
     components = components * np.sign(largest) / np.sqrt(np.maximum(variances, 0) + epsilon)
@@ -293,9 +289,21 @@ def whitening(images: Float[np.ndarray, "n h w c"], epsilon: float = 3e-5) -> tu
     )
 
 
-def whiten(params: dict, images: Float[np.ndarray, "n h w c"]) -> dict:
-    """Parameters of a group of lanes, [lanes, ...], with the first convolution set by `whitening`."""
-    kernel, bias = whitening(images)
+def _patches(images: Float[np.ndarray, "n h w c"]) -> Iterator[Float[np.ndarray, "n patch"]]:
+    """All 2x2 patches in float64, those of some images at a time: all would take gigabytes."""
+    height, width, channels = images.shape[1:]
+    for start in range(0, len(images), _WHITENED_AT_ONCE):
+        some = np.asarray(images[start : start + _WHITENED_AT_ONCE], np.float64)
+        shifted = [
+            some[:, i : height - 1 + i, j : width - 1 + j].reshape(-1, channels)
+            for i in range(_PATCH)
+            for j in range(_PATCH)
+        ]
+        yield np.concatenate(shifted, axis=1)
+
+
+def whiten(params: dict, kernel: np.ndarray, bias: np.ndarray) -> dict:
+    """Parameters of a group of lanes, [lanes, ...], with the first convolution that `whitening` gives."""
     count = params["trunk"][FROZEN]["kernel"].shape[0]
     first = {"kernel": jnp.stack([kernel] * count), "bias": jnp.stack([bias] * count)}
     return {**params, "trunk": {**params["trunk"], FROZEN: first}}

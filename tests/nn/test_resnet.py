@@ -49,6 +49,13 @@ def test_whitened_patches_are_uncorrelated_with_variance_one(images):
     np.testing.assert_allclose(again, kernel, atol=1e-4)  # signs do not hang on the order of the images
 
 
+def test_whitening_of_some_images_at_a_time_is_that_of_all(images, monkeypatch):
+    expected = resnet.whitening(images)
+    monkeypatch.setattr(resnet, "_WHITENED_AT_ONCE", 3)
+    for found, whole in zip(resnet.whitening(images), expected, strict=True):
+        np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-6)
+
+
 def test_training_normalises_each_group_of_images_alone(params, images):
     whole = lane_outputs(SPEC, params["encoder"], images)
     halves = [lane_outputs(SPEC, params["encoder"], half) for half in (images[:4], images[4:])]
