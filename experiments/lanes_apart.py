@@ -14,8 +14,8 @@ trained apart are also joined one by one, up to 16, equal ones and a mix of size
 cost of 4 and of 16 equal ones: of all widths, and depths up to 8, those whose training costs most nearly as much,
 decoders included.
 
-10 epochs. Training takes 1.07 PFLOP for `fashion` and 1.27 PFLOP for `cifar`, 2 h and 2.4 h at 150 GFLOP/s;
-compiling, scoring, decoders, and 60 and 29 starts come on top. `smoke` takes a step of each.
+10 epochs. Training takes 0.9 PFLOP for each part, 1.7 h at 150 GFLOP/s; compiling, scoring, decoders, and 60 and 29
+starts come on top. `smoke` takes a step of each.
 
 One JSON a run (`run.json`) and a join (`joined/NAME.json`); what has ended, in the workdir or in the results that are
 kept with the code, is not run again. Writes `lanes_apart_SCALE`. Test accuracy is compared, for the record; weights are

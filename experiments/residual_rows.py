@@ -31,25 +31,25 @@ class Row:
 
 _TOGETHER = {"data.augment_lanes": False, "train.image_sizes": ""}  # lanes that do not classify alone have neither
 ROWS = {
-    "cifar_4xw3d2": Row(0.45, "resnet_cifar", "resnet:w3d2*4", 10),
-    "fashion_4xw3d2": Row(0.45, "resnet_fashion", "resnet:w3d2*4", 12),
+    "cifar_4xw3d2": Row(0.45, "resnet_cifar", "resnet:w3d2*4", 11),
+    "fashion_4xw3d2": Row(0.45, "resnet_fashion", "resnet:w3d2*4", 14),
     "cifar_unequal": Row(0.45, "resnet_cifar", "resnet:w3d2*2,resnet:w2d2*1,resnet:w1d2*1", 15),
-    "fashion_unequal": Row(0.45, "resnet_fashion", "resnet:w3d2*2,resnet:w2d2*1,resnet:w1d2*1", 19),
-    "cifar_wide": Row(0.45, "resnet_cifar", "resnet:w4d2*2,resnet:w2d2*2", 9),
-    "cifar_long": Row(5, "resnet_cifar_long", "resnet:w4d3*4", 50),
-    "cifar_1xw6d2": Row(0.45, "resnet_cifar", "resnet:w6d2*1", 11),
-    "fashion_1xw6d2": Row(0.45, "resnet_fashion", "resnet:w6d2*1", 13),
-    "cifar_2xw4d2": Row(0.45, "resnet_cifar", "resnet:w4d2*2", 12),
-    "cifar_8xw2d2": Row(0.45, "resnet_cifar", "resnet:w2d2*8", 10),
+    "fashion_unequal": Row(0.45, "resnet_fashion", "resnet:w3d2*2,resnet:w2d2*1,resnet:w1d2*1", 21),
+    "cifar_wide": Row(0.45, "resnet_cifar", "resnet:w4d2*2,resnet:w2d2*2", 10),
+    "cifar_long": Row(5, "resnet_cifar_long", "resnet:w4d3*4", 53),
+    "cifar_1xw6d2": Row(0.45, "resnet_cifar", "resnet:w6d2*1", 12),
+    "fashion_1xw6d2": Row(0.45, "resnet_fashion", "resnet:w6d2*1", 14),
+    "cifar_2xw4d2": Row(0.45, "resnet_cifar", "resnet:w4d2*2", 13),
+    "cifar_8xw2d2": Row(0.45, "resnet_cifar", "resnet:w2d2*8", 11),
     "cifar_caps_4xw3d2": Row(0.45, "resnet_cifar", "resnet_caps:w3d2*4", 7, _TOGETHER),
-    "cifar_1xw4d2": Row(0.112, "resnet_cifar", "resnet:w4d2*1", 6),
-    "cifar_2xw3d2": Row(0.112, "resnet_cifar", "resnet:w3d2*2", 5),
-    "cifar_4xw2d2": Row(0.112, "resnet_cifar", "resnet:w2d2*4", 5),
-    "cifar_8xw1d2": Row(0.112, "resnet_cifar", "resnet:w1d2*8", 8),
+    "cifar_1xw4d2": Row(0.103, "resnet_cifar", "resnet:w4d2*1", 6),
+    "cifar_2xw3d2": Row(0.103, "resnet_cifar", "resnet:w3d2*2", 5),
+    "cifar_4xw2d2": Row(0.103, "resnet_cifar", "resnet:w2d2*4", 5),
+    "cifar_8xw1d2": Row(0.103, "resnet_cifar", "resnet:w1d2*8", 8),
 }
 GPU_ROWS = {  # hours on a GPU, months on two cores
-    "cifar_8xw8d3": Row(45, "resnet_cifar_long", "resnet:w8d3*8", 60),
-    "fashion_8xw8d3": Row(42, "resnet_fashion_long", "resnet:w8d3*8", 60),
+    "cifar_8xw8d3": Row(43, "resnet_cifar_long", "resnet:w8d3*8", 60),
+    "fashion_8xw8d3": Row(38, "resnet_fashion_long", "resnet:w8d3*8", 60),
 }
 _SMALL = (0.022, "resnet_cifar", "resnet:w2d2*1", 5)
 _FOUR = (0.112, "resnet_cifar", "resnet:w2d2*4", 5)
@@ -70,9 +70,9 @@ TRIALS = {
     "trial_cifar_w3": Row(0.11, "resnet_cifar", "resnet:w3d2*1", 10),
     "trial_cifar_w3_longer": Row(0.22, "resnet_cifar", "resnet:w3d2*1", 20),
     "trial_cifar_w4": Row(0.16, "resnet_cifar", "resnet:w4d2*1", 8),
-    "trial_cifar_4xw3d2": Row(0.45, "resnet_cifar", "resnet:w3d2*4", 10),
-    "trial_cifar_unequal": Row(0.45, "resnet_cifar", "resnet:w3d2*2,resnet:w2d2*1,resnet:w1d2*1", 15),
-    "trial_cifar_wide": Row(0.45, "resnet_cifar", "resnet:w4d2*2,resnet:w2d2*2", 9),
+    "trial_cifar_4xw3d2": Row(0.45, "resnet_cifar", "resnet:w3d2*4", 11),
+    "trial_cifar_unequal": Row(0.45, "resnet_cifar", "resnet:w3d2*2,resnet:w2d2*1,resnet:w1d2*1", 16),
+    "trial_cifar_wide": Row(0.45, "resnet_cifar", "resnet:w4d2*2,resnet:w2d2*2", 10),
     "trial_fashion_w3": Row(0.11, "resnet_fashion", "resnet:w3d2*1", 12),
     "trial_fashion_w3_cutout": Row(0.11, "resnet_fashion", "resnet:w3d2*1", 12, {"data.cutout": 8}),
     "trial_fashion_w3_whole": Row(0.11, "resnet_fashion", "resnet:w3d2*1", 8, {"train.image_sizes": ""}),

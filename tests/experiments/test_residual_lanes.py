@@ -57,15 +57,15 @@ def test_rows_keep_to_their_budget(row):
         lanes = [lane_cost(lane, spec.lane_settings, image_shape).step_flops_per_image for lane in spec.lane_specs]
         flops += (until - before) * images * config.train.num_epochs * np.array(lanes)
         before = until
-    assert 0.93 * residual_lanes.KNOWN[row].budget < flops.sum() / 1e15 <= residual_lanes.KNOWN[row].budget
+    assert 0.88 * residual_lanes.KNOWN[row].budget < flops.sum() / 1e15 <= residual_lanes.KNOWN[row].budget
     assert len(flops) < 4 or flops.max() <= 0.4 * flops.sum()
 
 
 def test_the_decoder_is_told_beside_the_budget_that_leaves_it_out():
     products = 40 * 512 + 512 * 1024 + 1024 * 3072
     share = residual_lanes.decoder_share("cifar_4xw3d2")
-    flops = 2 * (3 * products - 40 * 512) * 10 * 50_000
-    assert share == pytest.approx(flops / 0.45e15, rel=0.05)
+    flops = 2 * (3 * products - 40 * 512) * 11 * 50_000
+    assert share == pytest.approx(flops / 0.443e15, rel=0.02)
     row = {"row": "cifar_4xw3d2", "split": "test", "lanes": "a", "epochs": 10, "flops": 4.5e14, "largest_lane": 0.25}
     row |= {"decoder_over_lanes": share, "parameters": 1, "by_lanes": [90.0], "by_lanes_flips": [91.0]}
     one = {"mean": 90.0, "min": 90.0, "max": 90.0, "runs": 1}
