@@ -45,7 +45,7 @@ _TRAINING = {
     "train.rounds.workers": WORKERS,
     "train.rounds.patience_seconds": 2,
 }
-_EPOCHS_PER_KILL = {WORKERS: 12, WORKERS - 1: 35}  # by quorum: or the run ends before the last kill
+_EPOCHS_PER_KILL = {WORKERS: 10, WORKERS - 1: 25}  # by quorum: or the run ends before the last kill
 _KILL_SECONDS = (0.0, 3.0)  # from the first new round of the process that was killed last to the next kill
 _AGAIN_SECONDS = (0.0, 8.0)  # from a start to the second kill of a process that is killed twice
 _MOST_AGAIN = 1.0  # rounds that a worker computes again, or that the coordinator loses, after a kill
