@@ -188,7 +188,8 @@ def _convolve_and_pool_bwd(algorithm, saved, g):
         return total + dkernel.astype(jnp.float32), dx
 
     of_parts = x.reshape(parts, -1, *x.shape[1:]), which, g.reshape(parts, -1, *g.shape[1:])
-    dkernel, dx = lax.scan(part, jnp.zeros_like(kernel, jnp.float32), of_parts)
+    like = jax.eval_shape(lambda one: part(jnp.float32(0), one)[0], jax.tree.map(lambda a: a[0], of_parts))
+    dkernel, dx = lax.scan(part, tracing.zeros(like), of_parts)
     return dx.reshape(x.shape), dkernel.astype(kernel.dtype)
 
 

@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,3 +88,11 @@ def resolve(function: Callable, *args: Any, known: Mapping[str, str] | None = No
 def as_pairs(algorithms: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """A table of algorithms as `Target` holds it."""
     return tuple(sorted(algorithms.items()))
+
+
+def zeros(like: jax.ShapeDtypeStruct) -> Array:
+    """Zeros that vary over the same mesh axes as the values they are added to."""
+    zeros = jnp.zeros(like.shape, like.dtype)
+    over = like.manual_axis_type
+    varying = tuple(over.varying) if over else ()
+    return lax.pcast(zeros, varying, to="varying") if varying else zeros

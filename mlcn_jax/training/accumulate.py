@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
 from mlcn_jax.errors import InputError
+from mlcn_jax.nn import tracing
 from mlcn_jax.nn.spec import ModelSpec
 
 
@@ -59,7 +59,7 @@ def in_parts(function: Callable, parts: int) -> Callable:
 
         split = jax.tree.map(cut, (images, labels, *rest))
         shapes = jax.eval_shape(result_of, jax.tree.map(_first, split))
-        return lax.scan(add, jax.tree.map(_zeros, shapes), split)[0]
+        return lax.scan(add, jax.tree.map(tracing.zeros, shapes), split)[0]
 
     @jax.custom_vjp
     def outputs(params, *batch):
@@ -79,11 +79,3 @@ def in_parts(function: Callable, parts: int) -> Callable:
 
 def _first(x: Array) -> Array:
     return x[0]
-
-
-def _zeros(like: jax.ShapeDtypeStruct) -> Array:
-    """Zeros that vary over the same mesh axes as the values they are added to."""
-    zeros = jnp.zeros(like.shape, like.dtype)
-    over = like.manual_axis_type
-    varying = tuple(over.varying) if over else ()
-    return lax.pcast(zeros, varying, to="varying") if varying else zeros

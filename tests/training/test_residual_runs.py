@@ -12,7 +12,7 @@ from mlcn_jax.analysis import prune
 from mlcn_jax.data.batches import Augmentation, Split
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.errors import Diverged, InputError
-from mlcn_jax.nn import calibration
+from mlcn_jax.nn import calibration, resnet
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving import artifact, export, trained
@@ -65,7 +65,10 @@ def assert_same(mine, theirs):
 
 
 @pytest.mark.long
-def test_a_mesh_trains_as_one_device_does(on_one_device):
+def test_a_mesh_trains_as_one_device_does(on_one_device, monkeypatch):
+    """Also where it convolves one image at a time."""
+    monkeypatch.setattr(resnet, "_PART_BYTES", 1)
+    monkeypatch.setattr(resnet, "_PART_IMAGES", 1)
     mesh = mesh_lib.make_mesh(2, 2)
     assert_same(two_steps(MeshRunner(SPEC, OPTIMIZER, mesh, **settings())), on_one_device)
 
