@@ -48,8 +48,8 @@ ROWS = {
     "cifar_8xw1d2": Row(0.103, "resnet_cifar", "resnet:w1d2*8", 8),
 }
 GPU_ROWS = {  # hours on a GPU, months on two cores
-    "cifar_8xw8d3": Row(43, "resnet_cifar_long", "resnet:w8d3*8", 60),
-    "fashion_8xw8d3": Row(38, "resnet_fashion_long", "resnet:w8d3*8", 60),
+    "cifar_8xw8d3": Row(42.5, "resnet_cifar_long", "resnet:w8d3*8", 60),
+    "fashion_8xw8d3": Row(37.5, "resnet_fashion_long", "resnet:w8d3*8", 60),
 }
 _SMALL = (0.022, "resnet_cifar", "resnet:w2d2*1", 5)
 _FOUR = (0.112, "resnet_cifar", "resnet:w2d2*4", 5)
