@@ -164,8 +164,10 @@ def losses_of_group(
     lane = partial(_lane, group, settings, rule)
 
     def run(function: Callable, params: dict, ids: Array, batch: tuple) -> list:
-        pairs = {"params": params, "id": ids}
-        return lanes_one_by_one(lambda one: function(one["params"], one["id"], batch), pairs, group.count)
+        def of_lane(one: dict, images: Array) -> Any:
+            return function(one["params"], one["id"], (images, *batch[1:]))
+
+        return lanes_one_by_one(of_lane, {"params": params, "id": ids}, batch[0], group.count)
 
     @jax.custom_vjp
     def outputs(params, ids, batch):

@@ -326,12 +326,12 @@ def apply_group(
     Source: do Rosario et al. 2019, section III: lane l gives dimension l of every class capsule.
     """
 
-    def column(lane_params: dict) -> Array:
+    def column(lane_params: dict, images: Array) -> Array:
         return apply_lane(lane_params, group.spec, settings, images)
 
     if not group.kind.normalises:
-        return jax.vmap(column, out_axes=-1)(params)
-    return jnp.stack(lanes_one_by_one(column, params, group.count), axis=-1)
+        return jax.vmap(column, in_axes=(0, None), out_axes=-1)(params, images)
+    return jnp.stack(lanes_one_by_one(column, params, images, group.count), axis=-1)
 
 
 def apply_lane(
@@ -352,27 +352,28 @@ def apply_lane(
     return Lane(spec, settings).apply(variables, images)  # type: ignore[return-value]
 
 
-def lanes_one_by_one(function: Callable[[dict], Any], params: dict, count: int) -> list[Any]:
+def lanes_one_by_one(function: Callable[[dict, Array], Any], params: dict, images: Array, count: int) -> list[Any]:
     """Applies `function` to one lane after another, so that the lanes' work space does not add up.
 
-    A lane's parameters are made to depend on all results of the previous lane, which keeps the compiler from starting
-    it earlier. (`lax.optimization_barrier` does not: XLA removes it before it schedules a program's operations.)
+    The images of a lane are made to depend on all results of the previous lane, which keeps the compiler from starting
+    it earlier. (`lax.optimization_barrier` does not: XLA removes it before it schedules a program's operations. And
+    parameters that depend on something are compiled into other loops, which round otherwise than those of one lane.)
 
     Args:
-      function: from one lane's parameters to a tree of arrays; its errors are passed on.
+      function: from one lane's parameters and the images to a tree of arrays; its errors are passed on.
       params: stacked parameters, each array [lanes, ...].
+      images: what all lanes see.
       count: number of lanes.
 
     Source: this project.
     """
     results: list[Any] = []
     for i in range(count):
-        own = jax.tree.map(lambda array, i=i: array[i], params)
         if results:
             probe = sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in jax.tree.leaves(results[-1]))
             done = ~jnp.isnan(probe)  # false only for NaN, which ends the run anyway
-            own = jax.tree.map(lambda array, done=done: jnp.where(done, array, jnp.zeros_like(array)), own)
-        results.append(function(own))
+            images = jnp.where(done, images, jnp.zeros_like(images))
+        results.append(function(jax.tree.map(lambda array, i=i: array[i], params), images))
     return results
 
 
@@ -393,8 +394,8 @@ def calibrate_group(
     """
     lane = Lane(group.spec, settings)
 
-    def collect(lane_params: dict) -> dict:
+    def collect(lane_params: dict, images: Array) -> dict:
         return lane.apply({"params": lane_params}, images, mutable=[resnet.STATISTICS])[1][resnet.STATISTICS]
 
-    parts = lanes_one_by_one(collect, params, group.count)
+    parts = lanes_one_by_one(collect, params, images, group.count)
     return jax.tree.map(lambda *lanes: jnp.stack(lanes), *parts)

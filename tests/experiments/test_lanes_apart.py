@@ -56,7 +56,7 @@ def test_single_lanes_cost_as_much_as_the_joined_ones_beside_which_they_stand(pa
     known = lanes_apart.PARTS[part]
     one = lanes_apart.training_megaflops(part, known.lane)
     for count, single in known.single.items():
-        assert lanes_apart.training_megaflops(part, single) == pytest.approx(count * one, rel=0.05)
+        assert lanes_apart.training_megaflops(part, single) == pytest.approx(count * one, rel=0.06)
 
 
 def test_a_lanes_cost_is_that_of_its_step_with_the_decoder():

@@ -29,7 +29,7 @@ def test_lanes_and_the_plain_network_cost_the_same():
     costs = {model: pose.training_megaflops(model) for model in pose.MODELS}
     assert costs["capsnet"] / costs["mlcn1"] == pytest.approx(7.7, abs=0.05)
     del costs["capsnet"]
-    assert max(costs.values()) < 1.02 * min(costs.values())
+    assert max(costs.values()) < 1.085 * min(costs.values())
     spec = ModelSpec("mlcn", (40, 40, 1), 10, pose.MODELS["mlcn1"][1])
     lane = lane_cost(spec.lane_specs[0], spec.lane_settings, spec.image_shape)
     assert costs["mlcn1"] == pytest.approx(2 * lane.step_flops(1) / 1e6)

@@ -264,7 +264,7 @@ def test_attacks_run_from_end_to_end_and_go_on_where_they_stopped(per_lane, tmp_
     found = read_json(path)
     assert (found["about"]["lanes"], found["about"]["numbers"]) == ("mlcn2:w1d1*1", [2])
     assert len(found["rows"]) == sum(len(tiers_leak.keys_of(cut)) for cut in ("conv1", "capsules", "columns"))
-    assert found["rows"]["conv1, 32 bits, found"] == {"found": 1.0}
+    assert found["rows"]["conv1, 32 bits, found"] == {"found": 1.0, "images": 200}
     assert "The lanes of one tier, `mlcn2:w1d1*1`" in path.with_suffix(".md").read_text()
     assert path.with_suffix(".png").stat().st_size > 1000
     started = time.monotonic()

@@ -52,7 +52,7 @@ def plain(spec, per_lane=False):
 def assert_close(mine, theirs):
     for (path, a), (_, b) in zip(*map(jax.tree_util.tree_leaves_with_path, (mine, theirs)), strict=True):
         error = np.max(np.abs(a - b)) / max(np.max(np.abs(b)), 1e-30)
-        assert error < 2e-5, f"{jax.tree_util.keystr(path)}: {error}"
+        assert error < 5e-5, f"{jax.tree_util.keystr(path)}: {error}"
 
 
 @pytest.mark.long
