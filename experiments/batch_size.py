@@ -16,7 +16,6 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -40,7 +39,7 @@ from experiments.repeated_report import (
     told,
     write,
 )
-from experiments.repeated_runs import Series, asked, chosen, define_flags, scales
+from experiments.repeated_runs import Request, Series, asked, chosen, define_flags, scales
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.files import read_json, write_json
@@ -69,51 +68,40 @@ def define(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> int:
     return run(
-        **asked(values, "batch_size", ("rows", "batch_sizes")),
+        asked(values, "batch_size", SCALES, ("rows", "batch_sizes")),
         rows=values.rows,
         batch_sizes=values.batch_sizes or (BATCH_SIZES[::3] if values.scale == "smoke" else BATCH_SIZES),
     )
 
 
-def run(
-    workdir: Path,
-    *,
-    scale: str,
-    repeats: int,
-    rows: Sequence[str],
-    batch_sizes: Sequence[str],
-    minutes: float,
-    directories: Mapping[str, str],
-    command: str,
-) -> int:
+def run(request: Request, *, rows: Sequence[str], batch_sizes: Sequence[str]) -> int:
     """Trains what has not been trained yet, reports after each run, and returns the exit code."""
-    chosen("scale", [scale], SCALES)
     rows, batch_sizes = chosen("rows", rows, ROWS), chosen("batch_sizes", batch_sizes, BATCH_SIZES)
     runs = [
         {"row": row, "batch_size": int(size), "seed": seed}
-        for seed in range(repeats)
+        for seed in range(request.repeats)
         for row in rows
         for size in batch_sizes
     ]
-    make_config = functools.partial(configure_run, directories)
-    kept = kept_results("batch_size", scale)
-    series = Series(workdir, "batch_size", VERSION, SCALES[scale], make_config, command, False, kept=kept)
+    make_config = functools.partial(configure_run, request.directories)
+    kept = kept_results("batch_size", request.scale.name)
+    series = Series(request, "batch_size", VERSION, make_config, False, kept=kept)
 
     def add_speeds(row):
         ended = [record for record in select(series.records(), row=row) if "failed" not in record]
         sizes = [size for size in BATCH_SIZES if select(ended, batch_size=int(size))]
-        if set(sizes) - set(stored_speeds(workdir, scale).get(row, {}).get("images_per_second", {})):
+        if set(sizes) - set(stored_speeds(request).get(row, {}).get("images_per_second", {})):
             configs = {size: make_config(row=row, batch_size=int(size), seed=0) for size in sizes}
-            found = {"images_per_second": measure(configs, 1 if scale == SMOKE else _ROUNDS), "command": command}
+            speeds = measure(configs, 1 if request.scale.name == SMOKE else _ROUNDS)
+            found = {"images_per_second": speeds, "command": request.command}
             found |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **host.environment()}
-            path = workdir / "speeds.json"
+            path = request.workdir / "speeds.json"
             write_json(path, (read_json(path) if path.exists() else {}) | {row: found})
 
     return carry_out(
         series,
         runs,
-        minutes,
-        lambda records: text(records, stored_speeds(workdir, scale)),
+        lambda records: text(records, stored_speeds(request)),
         report,
         [functools.partial(add_speeds, row) for row in rows],
     )
@@ -125,12 +113,12 @@ def configure_run(directories: Mapping[str, str], row: str, batch_size: int, see
     return config.replace({"train.batch_size": batch_size, "train.seed": seed})
 
 
-def stored_speeds(workdir: Path, scale: str) -> dict[str, Any]:
+def stored_speeds(request: Request) -> dict[str, Any]:
     """What was measured for each row: `images_per_second` [batch size][round], and where, when and how.
 
     Rows that were not measured for this workdir are those of the results kept with the code.
     """
-    path, kept = workdir / "speeds.json", kept_results("batch_size", scale)
+    path, kept = request.workdir / "speeds.json", kept_results("batch_size", request.scale.name)
     found = read_json(kept)["speeds"] if kept.exists() else {}
     return found | (read_json(path) if path.exists() else {})
 
@@ -246,7 +234,7 @@ def draw(records: Records, speeds: Mapping[str, Any]) -> "Figure":
 
 def report(series: Series) -> None:
     """Writes table and figure of every run that has ended."""
-    records, speeds = series.records(), stored_speeds(series.workdir, series.scale.name)
+    records, speeds = series.records(), stored_speeds(series.request)
     lines = [
         "Test accuracy in %: mean, standard deviation, least and most; trained as published but for the batch size. "
         "Speed, measured by itself: median, least and most of rounds in which the batch sizes of a row took turns.",

@@ -42,7 +42,7 @@ from experiments.repeated_report import (
     told,
     write,
 )
-from experiments.repeated_runs import Facts, Scale, Series, asked, chosen, define_flags
+from experiments.repeated_runs import Facts, Request, Scale, Series, asked, chosen, define_flags
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.errors import InputError
@@ -124,7 +124,7 @@ def define(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> int:
     return run(
-        **asked(values, "distilled_lanes", ("cases", "settings", "trial")),
+        asked(values, "distilled_lanes", SCALES, ("cases", "settings", "trial")),
         cases=values.cases,
         settings=values.settings,
         trial=values.trial,
@@ -133,20 +133,14 @@ def main(values: flags.FlagValues) -> int:
 
 
 def run(
-    workdir: Path,
+    request: Request,
     *,
-    scale: str,
-    repeats: int,
     cases: Sequence[str],
     settings: Sequence[str],
     trial: bool,
     teachers: Mapping[str, str],
-    minutes: float,
-    directories: Mapping[str, str],
-    command: str,
 ) -> int:
     """Trains what has not been trained yet, reports after each run, and returns the exit code."""
-    chosen("scale", [scale], SCALES)
     cases = chosen("cases", cases, CASES)
     given = {data: Path(folder).expanduser() for data, folder in teachers.items() if folder}
     if trial and given:
@@ -169,20 +163,19 @@ def run(
         {"case": data, "way": kind, "seed": 0} for data in needed if data not in given for kind in kinds
     ]
     ways = (LABELS, *settings)
-    runs += [{"case": case, "way": way, "seed": s} for s in range(repeats) for case in cases for way in ways]
+    runs += [{"case": case, "way": way, "seed": s} for s in range(request.repeats) for case in cases for way in ways]
     teachers_at = {
-        (data, kind): given.get(data, workdir / "runs" / data / kind / "seed0")
+        (data, kind): given.get(data, request.workdir / "runs" / data / kind / "seed0")
         for data in _IMAGES
         for kind in (TEACHER, PLAIN)
     }
-    make_config = functools.partial(configure_run, directories, teachers_at, trial)
+    make_config = functools.partial(configure_run, request.directories, teachers_at, trial)
     name = "distilled_lanes_trial" if trial else "distilled_lanes"
-    kept = kept_results(name, scale)
-    series = Series(workdir, "distilled_lanes", VERSION, SCALES[scale], make_config, command, True, measure, kept)
+    kept = kept_results(name, request.scale.name)
+    series = Series(request, "distilled_lanes", VERSION, make_config, True, measure, kept)
     reported = functools.partial(report, name, scored)
-    return carry_out(
-        series, runs, minutes, functools.partial(text, scored=scored), reported, again=teachers_needed(series, runs)
-    )
+    texts = functools.partial(text, scored=scored)
+    return carry_out(series, runs, texts, reported, again=teachers_needed(series, runs))
 
 
 def teachers_needed(series: Series, runs: Sequence[Facts]) -> list[Facts]:

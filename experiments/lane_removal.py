@@ -41,7 +41,7 @@ from jaxtyping import Float
 from experiments import RESULTS
 from experiments.published_rows import NUM_EPOCHS, configure
 from experiments.repeated_report import SMOKE, Records, caption, carry_out, draw_caption, kept_results, markdown, write
-from experiments.repeated_runs import Scale, Series, asked, chosen, define_flags
+from experiments.repeated_runs import Request, Scale, Series, asked, define_flags
 from mlcn_jax.analysis import explain, prune_report
 from mlcn_jax.analysis.explain_report import explain_run
 from mlcn_jax.analysis.prune import load_prunable
@@ -71,26 +71,17 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> int:
-    return run(**asked(values, "lane_removal", ()))
+    return run(asked(values, "lane_removal", SCALES, ()))
 
 
-def run(
-    workdir: Path,
-    *,
-    scale: str,
-    repeats: int,
-    minutes: float,
-    directories: Mapping[str, str],
-    command: str,
-) -> int:
+def run(request: Request) -> int:
     """Trains and measures what has not been yet, reports after each run, and returns the exit code."""
-    chosen("scale", [scale], SCALES)
-    runs = [{"lane_dropout": dropout, "seed": seed} for seed in range(repeats) for dropout in DROPOUTS]
-    make_config = functools.partial(configure_run, directories)
-    measured = functools.partial(measure, 0 if scale == SMOKE else _ROUNDS)
-    kept = kept_results("lane_removal", scale)
-    series = Series(workdir, "lane_removal", VERSION, SCALES[scale], make_config, command, True, measured, kept)
-    return carry_out(series, runs, minutes, text, report)
+    runs = [{"lane_dropout": dropout, "seed": seed} for seed in range(request.repeats) for dropout in DROPOUTS]
+    make_config = functools.partial(configure_run, request.directories)
+    measured = functools.partial(measure, 0 if request.scale.name == SMOKE else _ROUNDS)
+    kept = kept_results("lane_removal", request.scale.name)
+    series = Series(request, "lane_removal", VERSION, make_config, True, measured, kept)
+    return carry_out(series, runs, text, report)
 
 
 def configure_run(directories: Mapping[str, str], lane_dropout: float, seed: int) -> RunConfig:

@@ -11,7 +11,6 @@ accuracies stand where table 4.1 gives them. Resumption and what is written (`la
 
 import functools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absl import flags
@@ -31,7 +30,7 @@ from experiments.repeated_report import (
     told,
     write,
 )
-from experiments.repeated_runs import Series, asked, chosen, define_flags, scales
+from experiments.repeated_runs import Request, Series, asked, chosen, define_flags, scales
 from mlcn_jax.config import RunConfig
 from mlcn_jax.launch import launch_script
 
@@ -60,40 +59,28 @@ def define(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> int:
     smoke = values.scale == "smoke"
     return run(
-        **asked(values, "lanes_and_width", ("figures", "lanes", "widths")),
+        asked(values, "lanes_and_width", SCALES, ("figures", "lanes", "widths")),
         figures=values.figures,
         lanes=values.lanes or (LANES[:1] if smoke else LANES),
         widths=values.widths or (WIDTHS[:1] if smoke else WIDTHS),
     )
 
 
-def run(
-    workdir: Path,
-    *,
-    scale: str,
-    repeats: int,
-    figures: Sequence[str],
-    lanes: Sequence[str],
-    widths: Sequence[str],
-    minutes: float,
-    directories: Mapping[str, str],
-    command: str,
-) -> int:
+def run(request: Request, *, figures: Sequence[str], lanes: Sequence[str], widths: Sequence[str]) -> int:
     """Trains what has not been trained yet, reports after each run, and returns the exit code."""
-    chosen("scale", [scale], SCALES)
     figures = chosen("figures", figures, FIGURES)
     lanes, widths = chosen("lanes", lanes, LANES), chosen("widths", widths, WIDTHS)
     runs = [
         {"figure": figure, "width": int(width), "lanes": int(count), "seed": seed}
-        for seed in range(repeats)
+        for seed in range(request.repeats)
         for width in widths
         for count in lanes
         for figure in figures
     ]
-    make_config = functools.partial(configure_run, directories)
-    kept = kept_results("lanes_and_width", scale)
-    series = Series(workdir, "lanes_and_width", VERSION, SCALES[scale], make_config, command, False, kept=kept)
-    return carry_out(series, runs, minutes, text, report)
+    make_config = functools.partial(configure_run, request.directories)
+    kept = kept_results("lanes_and_width", request.scale.name)
+    series = Series(request, "lanes_and_width", VERSION, make_config, False, kept=kept)
+    return carry_out(series, runs, text, report)
 
 
 def lanes_text(figure: str, width: int, lanes: int) -> str:

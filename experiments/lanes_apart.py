@@ -44,7 +44,7 @@ from experiments.repeated_report import (
     select,
     write,
 )
-from experiments.repeated_runs import Facts, Scale, Series, asked, chosen, define_flags
+from experiments.repeated_runs import Facts, Request, Scale, Series, asked, chosen, define_flags
 from mlcn_jax.analysis.join import join
 from mlcn_jax.config import RunConfig
 from mlcn_jax.files import read_json, write_json
@@ -97,42 +97,29 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> int:
-    return run(**asked(values, "lanes_apart", ("parts", "pairs")), parts=values.parts, pairs=values.pairs)
+    return run(asked(values, "lanes_apart", SCALES, ("parts", "pairs")), parts=values.parts, pairs=values.pairs)
 
 
-def run(
-    workdir: Path,
-    *,
-    scale: str,
-    repeats: int,
-    parts: Sequence[str],
-    pairs: int,
-    minutes: float,
-    directories: Mapping[str, str],
-    command: str,
-) -> int:
+def run(request: Request, *, parts: Sequence[str], pairs: int) -> int:
     """Trains and joins what has not been yet, reports after each, and returns the exit code.
 
-    `repeats` are trainings of each single lane, `pairs` those of each part if it does not need more.
+    The request's repeats are those of each single lane; `pairs` is as many pairs of each part, if it needs no more.
     """
-    chosen("scale", [scale], SCALES)
     parts = chosen("parts", parts, PARTS)
-    runs = [facts for part in parts for facts in runs_of(part, repeats, scale == "smoke", pairs)]
+    runs = [facts for part in parts for facts in runs_of(part, request.repeats, request.scale.name == "smoke", pairs)]
     series = Series(
-        workdir,
+        request,
         "lanes_apart",
         VERSION,
-        SCALES[scale],
-        functools.partial(configure_run, directories),
-        command,
+        functools.partial(configure_run, request.directories),
         True,
         lambda folder, summary: {"test_accuracy": 100 * summary["test_accuracy"]},
-        kept_results("lanes_apart", scale),
+        kept_results("lanes_apart", request.scale.name),
     )
     joins = {name: apart for part in parts for name, apart in joins_of(part, runs).items()}
     told = joined(series)
     again = [lane for name, lanes in joins.items() if name not in told for lane in lanes]
-    return carry_out(series, runs, minutes, lambda records: text(series), functools.partial(report, joins), again=again)
+    return carry_out(series, runs, lambda records: text(series), functools.partial(report, joins), again=again)
 
 
 def runs_of(part: str, repeats: int, smoke: bool, pairs: int = 0) -> list[Facts]:

@@ -41,7 +41,7 @@ from experiments.changed_images import CANVAS, CHANGES, MARGIN, change, on_canva
 from experiments.data_parts import write_files
 from experiments.published_rows import configure
 from experiments.repeated_report import Records, caption, carry_out, draw_caption, kept_results, markdown, select, write
-from experiments.repeated_runs import Scale, Series, asked, chosen, define_flags
+from experiments.repeated_runs import Request, Scale, Series, asked, chosen, define_flags
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data.batches import Split
 from mlcn_jax.files import put_in_place
@@ -85,30 +85,20 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> int:
-    return run(**asked(values, "pose", ("models",)), models=values.models)
+    return run(asked(values, "pose", SCALES, ("models",)), models=values.models)
 
 
-def run(
-    workdir: Path,
-    *,
-    scale: str,
-    repeats: int,
-    models: Sequence[str],
-    minutes: float,
-    directories: Mapping[str, str],
-    command: str,
-) -> int:
+def run(request: Request, *, models: Sequence[str]) -> int:
     """Trains what has not been trained yet, reports after each run, and returns the exit code."""
-    chosen("scale", [scale], SCALES)
     models = chosen("models", models, MODELS)
-    runs = [{"model": model, "seed": seed} for seed in range(repeats) for model in models]
-    folder = workdir / "canvas"
+    runs = [{"model": model, "seed": seed} for seed in range(request.repeats) for model in models]
+    folder = request.workdir / "canvas"
     if not folder.exists():
-        make_canvases(directories["fashion_mnist"], folder)
+        make_canvases(request.directories["fashion_mnist"], folder)
     make_config = functools.partial(configure_run, {"fashion_mnist": str(folder)})
-    kept = kept_results("pose", scale)
-    series = Series(workdir, "pose", VERSION, SCALES[scale], make_config, command, True, measure, kept)
-    return carry_out(series, runs, minutes, text, report)
+    kept = kept_results("pose", request.scale.name)
+    series = Series(request, "pose", VERSION, make_config, True, measure, kept)
+    return carry_out(series, runs, text, report)
 
 
 def make_canvases(directory: str, folder: Path) -> None:

@@ -18,7 +18,6 @@ Later ones load CIFAR-100, and have no mlcn2."""
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
@@ -40,7 +39,7 @@ from experiments.repeated_report import (
     told,
     write,
 )
-from experiments.repeated_runs import Series, asked, chosen, define_flags, scales
+from experiments.repeated_runs import Request, Series, asked, chosen, define_flags, scales
 from mlcn_jax.config import RunConfig
 from mlcn_jax.files import read_json
 from mlcn_jax.launch import launch_script
@@ -120,34 +119,22 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> int:
-    return run(**asked(values, "public_code", ("parts",)), parts=values.parts)
+    return run(asked(values, "public_code", SCALES, ("parts",)), parts=values.parts)
 
 
-def run(
-    workdir: Path,
-    *,
-    scale: str,
-    repeats: int,
-    parts: Sequence[str],
-    minutes: float,
-    directories: Mapping[str, str],
-    command: str,
-) -> int:
+def run(request: Request, *, parts: Sequence[str]) -> int:
     """Trains what has not been trained yet, reports after each run, and returns the exit code."""
-    chosen("scale", [scale], SCALES)
     parts = chosen("parts", parts, PARTS)
-    runs = [{"part": part, "seed": seed} for seed in range(repeats) for part in parts]
+    runs = [{"part": part, "seed": seed} for seed in range(request.repeats) for part in parts]
     series = Series(
-        workdir,
+        request,
         "public_code",
         VERSION,
-        SCALES[scale],
-        functools.partial(configure_run, directories),
-        command,
+        functools.partial(configure_run, request.directories),
         keep_models=False,
-        kept=kept_results("public_code", scale),
+        kept=kept_results("public_code", request.scale.name),
     )
-    return carry_out(series, runs, minutes, functools.partial(text, scale=scale), report)
+    return carry_out(series, runs, functools.partial(text, scale=request.scale.name), report)
 
 
 def configure_run(directories: Mapping[str, str], part: str, seed: int) -> RunConfig:

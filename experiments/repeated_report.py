@@ -179,7 +179,6 @@ def _wrapped(lines: Sequence[str], width: int) -> list[str]:
 def carry_out(
     series: Series,
     runs: Sequence[Facts],
-    minutes: float,
     text: Callable[[Records], str],
     report: Callable[[Series], None],
     afterwards: Sequence[Callable[[], None]] = (),
@@ -198,7 +197,7 @@ def carry_out(
     series.records()  # refused before anything is trained
     host.set_up_jax(least_seconds=0.1)
     try:
-        series.train(runs, minutes, lambda: report(series), afterwards, again)
+        series.train(runs, lambda: report(series), afterwards, again)
         report(series)
     finally:
         records = series.records()

@@ -53,6 +53,27 @@ def scales(smoke_steps: int, smoke_images: int = 600, cpu_images: int = 0) -> di
     return {"smoke": smoke, "cpu": Scale("cpu", 3, num_train=cpu_images), "full": Scale("full", NUM_EPOCHS)}
 
 
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What any script of this kind is asked for.
+
+    Attributes:
+      workdir: folder of the runs.
+      scale: how much of what was published is run.
+      repeats: trainings of each, seeds 0, 1, ...
+      minutes: after which it stops; 0 has no end.
+      directories: the folder of each dataset; empty where it is to be downloaded.
+      command: the command line, without folders, for the record.
+    """
+
+    workdir: Path
+    scale: Scale
+    repeats: int
+    minutes: float
+    directories: Mapping[str, str]
+    command: str
+
+
 class Series:
     """The runs of one script in one workdir.
 
@@ -60,11 +81,9 @@ class Series:
     length the scale decides.
 
     Args:
-      workdir: folder of the runs.
-      script, version: what may go on with the runs in `workdir`: the same script, in the same version.
-      scale: of all runs in `workdir`.
+      request: whose workdir holds runs of one scale.
+      script, version: what may go on with the runs in the workdir: the same script, in the same version.
       configure: makes a configuration of a run's facts.
-      command: the command line, without folders, for the record.
       keep_models: whether the checkpoints of a run stay when it has ended.
       measure: more for the record of a run, from its folder and its summary.
       kept: results that are kept with the code: runs in them with the settings of now have ended, and need not be in
@@ -76,28 +95,26 @@ class Series:
       marker: script, version and scale, kept in `workdir/runs.json`.
 
     Raises:
-      InputError: `workdir` holds runs of something else.
+      InputError: the workdir holds runs of something else.
     """
 
     def __init__(
         self,
-        workdir: Path,
+        request: Request,
         script: str,
         version: int,
-        scale: Scale,
         configure: Callable[..., RunConfig],
-        command: str,
         keep_models: bool,
         measure: Callable[[Path, dict[str, Any]], dict[str, Any]] | None = None,
         kept: Path | None = None,
         instead: Callable[[RunConfig, Facts], dict[str, Any]] | None = None,
     ):
-        self.workdir, self.scale, self.command = workdir, scale, command
+        self.request, self.workdir, self.scale = request, request.workdir, request.scale
         self._configure, self._keep_models, self._measure = configure, keep_models, measure
         self._kept, self._instead = kept, instead
         self._data: dict[str, tuple[str, dict[str, Any]]] = {}
-        self.marker = {"script": script, "version": version, "scale": dataclasses.asdict(scale)}
-        path = workdir / "runs.json"
+        self.marker = {"script": script, "version": version, "scale": dataclasses.asdict(self.scale)}
+        path = self.workdir / "runs.json"
         if path.exists() and (stored := read_json(path)) != self.marker:
             mine, theirs = flat(self.marker), flat(stored)
             rows = [
@@ -106,7 +123,7 @@ class Series:
                 if mine.get(name) != theirs.get(name)
             ]
             raise InputError(
-                f"{workdir} holds runs of another script, another version of it or another scale:\n"
+                f"{self.workdir} holds runs of another script, another version of it or another scale:\n"
                 + "\n".join(rows)
                 + "\ntheir results cannot stand beside these: give another --workdir"
             )
@@ -142,7 +159,6 @@ class Series:
     def train(
         self,
         runs: Sequence[Facts],
-        minutes: float,
         done: Callable[[], None],
         afterwards: Sequence[Callable[[], None]] = (),
         again: Sequence[Facts] = (),
@@ -154,15 +170,16 @@ class Series:
 
         A run that diverges or finds too little device memory ends with the reason in its record.
 
+        When the minutes of the request are over, the run in progress saves a checkpoint and nothing more is begun.
+
         Args:
           runs: facts of each.
-          minutes: after which the run in progress saves a checkpoint and nothing more is begun; 0 has no end.
 
         Raises:
           InputError: a run cannot be trained, or another process trains in the workdir.
           Stopped: a signal came, or the minutes are over.
         """
-        with files.hold(self.workdir), _Limit(minutes) as limit:
+        with files.hold(self.workdir), _Limit(self.request.minutes) as limit:
             write_json(self.workdir / "runs.json", self.marker)
             ended = [r["facts"] for r in self.records() if r["facts"] not in again or self._is_here(r["facts"])]
             waiting = [facts for facts in runs if facts not in ended]
@@ -187,7 +204,7 @@ class Series:
 
     def _train(self, facts: Facts) -> dict[str, Any]:
         config, folder = self._config(facts), self._folder(facts)
-        record = {"facts": dict(facts), "command": self.command, "config_hash": config.hash()}
+        record = {"facts": dict(facts), "command": self.request.command, "config_hash": config.hash()}
         record["config"] = config.replace({"data.dir": "", "data.cache_dir": ""}).to_dict()
         if self._instead is None:
             directory, record["data"] = self._images(config)
@@ -345,27 +362,29 @@ def directories(values: flags.FlagValues) -> dict[str, str]:
     return {"fashion_mnist": values.fashion_dir, "cifar10": values.cifar_dir}
 
 
-def asked(values: flags.FlagValues, script: str, others: Sequence[str]) -> dict[str, Any]:
-    """The values of the flags that every script has, for its `run`; folders, the user's own, are not in `command`.
+def asked(values: flags.FlagValues, script: str, known: Mapping[str, Scale], others: Sequence[str]) -> Request:
+    """The flags that every script has, for its `run`; folders, the user's own, are not in the command.
 
     Args:
       values: what was given.
       script: its name.
+      known: the scales that it has.
       others: names of flags that only it has.
 
     Raises:
-      InputError: there is no workdir.
+      InputError: there is no workdir, or no such scale.
     """
     if not values.workdir:
         raise InputError("give --workdir=FOLDER, and every other flag as --name=value")
-    return {
-        "workdir": Path(values.workdir).expanduser(),
-        "scale": values.scale,
-        "repeats": values.repeats,
-        "minutes": values.minutes,
-        "directories": directories(values),
-        "command": command(f"{script} --workdir=FOLDER", values, ("scale", "repeats", *others)),
-    }
+    (scale,) = chosen("scale", [values.scale], known)
+    return Request(
+        Path(values.workdir).expanduser(),
+        known[scale],
+        values.repeats,
+        values.minutes,
+        directories(values),
+        command(f"{script} --workdir=FOLDER", values, ("scale", "repeats", *others)),
+    )
 
 
 def command(script: str, values: flags.FlagValues, names: Sequence[str]) -> str:

@@ -37,7 +37,7 @@ from experiments.repeated_report import (
     spread,
     write,
 )
-from experiments.repeated_runs import Scale, Series, asked, chosen, define_flags
+from experiments.repeated_runs import Request, Scale, Series, asked, chosen, define_flags
 from experiments.residual_rows import GPU_ROWS, ROWS, TRIALS
 from mlcn_jax.analysis.lane_fit import fit_weights
 from mlcn_jax.config import RunConfig, read_stored
@@ -72,31 +72,20 @@ def define(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> int:
     return run(
-        **asked(values, "residual_lanes", ("rows", "first_seed")),
+        asked(values, "residual_lanes", SCALES, ("rows", "first_seed")),
         rows=values.rows or list(ROWS),
         first_seed=values.first_seed,
     )
 
 
-def run(
-    workdir: Path,
-    *,
-    scale: str,
-    repeats: int,
-    first_seed: int,
-    rows: Sequence[str],
-    minutes: float,
-    directories: Mapping[str, str],
-    command: str,
-) -> int:
+def run(request: Request, *, first_seed: int, rows: Sequence[str]) -> int:
     """Trains what has not been trained yet, reports after each run, and returns the exit code."""
-    chosen("scale", [scale], SCALES)
     rows = chosen("rows", rows, KNOWN)
-    runs = [{"row": row, "seed": seed} for seed in range(first_seed, first_seed + repeats) for row in rows]
-    make_config = functools.partial(configure_run, directories)
-    kept = kept_results("residual_lanes", scale)
-    series = Series(workdir, "residual_lanes", VERSION, SCALES[scale], make_config, command, True, measure, kept)
-    return carry_out(series, runs, minutes, text, report)
+    runs = [{"row": row, "seed": seed} for seed in range(first_seed, first_seed + request.repeats) for row in rows]
+    make_config = functools.partial(configure_run, request.directories)
+    kept = kept_results("residual_lanes", request.scale.name)
+    series = Series(request, "residual_lanes", VERSION, make_config, True, measure, kept)
+    return carry_out(series, runs, text, report)
 
 
 def configure_run(directories: Mapping[str, str], row: str, seed: int) -> RunConfig:

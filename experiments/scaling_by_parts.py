@@ -40,7 +40,7 @@ from experiments import batch_size
 from experiments.published_rows import configure
 from experiments.published_scaling import ASSUMED, DEVICES, FORWARD_SHARE, cluster_of
 from experiments.repeated_report import Records, draw_caption, markdown, place, write
-from experiments.repeated_runs import Facts, Scale, Series, chosen, command
+from experiments.repeated_runs import Facts, Request, Scale, Series, chosen, command
 from experiments.scaling import spread
 from experiments.scaling_by_parts_report import (
     CAPSNET,
@@ -270,21 +270,19 @@ def define(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> int:
     if not values.workdir:
         raise InputError("give --workdir=FOLDER, and every other flag as --name=value")
-    chosen("scale", [values.scale], SCALES)
-    smoke = values.scale == "smoke"
+    (scale,) = chosen("scale", [values.scale], SCALES)
+    smoke = scale == "smoke"
     given = {name: _numbers(name, values[name].value) for name in ("lanes", "widths", "depths") if values[name].value}
     assumed = {name: default for name, (default, _) in ASSUMED.items()}
     names = ("scale", "rounds", "turn_seconds", "lanes", "widths", "depths", "most_gflop", *LINKS)
+    rounds = values.rounds or (1 if smoke else 3)
+    line = command("scaling_by_parts --workdir=FOLDER", values, names)
     return run(
-        Path(values.workdir).expanduser(),
-        scale=values.scale,
-        sweeps=dataclasses.replace(SWEEPS[values.scale], **given),
-        rounds=values.rounds or (1 if smoke else 3),
-        minutes=values.minutes,
+        Request(Path(values.workdir).expanduser(), SCALES[scale], rounds, values.minutes, {}, line),
+        sweeps=dataclasses.replace(SWEEPS[scale], **given),
         turn_seconds=(0.0 if smoke else 2.0) if values.turn_seconds is None else values.turn_seconds,
         most_gflop=values.most_gflop,
         assumed=assumed | {name: values[name].value for name in LINKS},
-        command=command("scaling_by_parts --workdir=FOLDER", values, names),
     )
 
 
@@ -295,35 +293,24 @@ def _numbers(flag: str, given: Sequence[str]) -> tuple[int, ...]:
 
 
 def run(
-    workdir: Path,
-    *,
-    scale: str,
-    sweeps: Sweeps,
-    rounds: int,
-    minutes: float,
-    turn_seconds: float,
-    most_gflop: float,
-    assumed: Mapping[str, float],
-    command: str,
+    request: Request, *, sweeps: Sweeps, turn_seconds: float, most_gflop: float, assumed: Mapping[str, float]
 ) -> int:
     """Measures what has not been measured yet, reports all there is, whatever ends it, and returns the exit code."""
 
     def measured(config: RunConfig, facts: Facts) -> dict[str, Any]:
         return {"seconds": measure(config, facts["what"], turn_seconds)}
 
-    series = Series(
-        workdir, "scaling_by_parts", VERSION, SCALES[scale], configure_part, command, False, instead=measured
-    )
+    series = Series(request, "scaling_by_parts", VERSION, configure_part, False, instead=measured)
     cluster_of(max(sweeps.devices), assumed)  # refused before anything is measured
     host.set_up_jax(least_seconds=0.1)
-    check_place(series.records(), workdir)
+    check_place(series.records(), request.workdir)
     parts = all_parts(sweeps)
     left_out = [part for part in parts if most_gflop and gigaflops(part) > most_gflop]
     kept = [part for part in parts if part not in left_out]
-    facts = [{**dataclasses.asdict(part), "round": turn} for turn in range(rounds) for part in kept]
+    facts = [{**dataclasses.asdict(part), "round": turn} for turn in range(request.repeats) for part in kept]
     limit = [f"Left out, as a step has more than {most_gflop:g} GFLOP: {told(left_out)}."] if left_out else []
     try:
-        series.train(facts, minutes, lambda: None)
+        series.train(facts, lambda: None)
     finally:
         report(series, sweeps, assumed, limit)
     return 0

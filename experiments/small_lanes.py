@@ -40,7 +40,7 @@ from experiments.repeated_report import (
     select,
     write,
 )
-from experiments.repeated_runs import Scale, Series, asked, chosen, define_flags
+from experiments.repeated_runs import Request, Scale, Series, asked, chosen, define_flags
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
@@ -75,37 +75,25 @@ def define(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> int:
     return run(
-        **asked(values, "small_lanes", ("rows", "rounds")),
+        asked(values, "small_lanes", SCALES, ("rows", "rounds")),
         rows=values.rows,
         rounds=values.rounds,
         onnx_python=values.onnx_python,
     )
 
 
-def run(
-    workdir: Path,
-    *,
-    scale: str,
-    repeats: int,
-    rows: Sequence[str],
-    rounds: int,
-    onnx_python: str,
-    minutes: float,
-    directories: Mapping[str, str],
-    command: str,
-) -> int:
+def run(request: Request, *, rows: Sequence[str], rounds: int, onnx_python: str) -> int:
     """Trains and measures what has not been yet, reports after each run, and returns the exit code."""
-    chosen("scale", [scale], SCALES)
     rows = chosen("rows", rows, ROWS)
     python = str(Path(onnx_python).expanduser().absolute())  # not resolved: it is a link in its environment
     if not Path(python).exists():
         raise InputError(f"--onnx_python={onnx_python} does not exist: `make precision` makes .venv-onnx")
-    runs = [{"row": row, "seed": seed} for seed in range(repeats) for row in rows]
-    make_config = functools.partial(configure_run, directories)
+    runs = [{"row": row, "seed": seed} for seed in range(request.repeats) for row in rows]
+    make_config = functools.partial(configure_run, request.directories)
     measured = functools.partial(measure, python, rounds)
-    kept = kept_results("small_lanes", scale)
-    series = Series(workdir, "small_lanes", VERSION, SCALES[scale], make_config, command, True, measured, kept)
-    return carry_out(series, runs, minutes, text, report)
+    kept = kept_results("small_lanes", request.scale.name)
+    series = Series(request, "small_lanes", VERSION, make_config, True, measured, kept)
+    return carry_out(series, runs, text, report)
 
 
 def configure_run(directories: Mapping[str, str], row: str, seed: int) -> RunConfig:

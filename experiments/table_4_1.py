@@ -18,7 +18,6 @@ PNG, and `table_4_1_SCALE_curves.png`, to the workdir and, but for `smoke`, to `
 import functools
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absl import flags
@@ -39,7 +38,7 @@ from experiments.repeated_report import (
     told,
     write,
 )
-from experiments.repeated_runs import Scale, Series, asked, chosen, define_flags, scales
+from experiments.repeated_runs import Request, Scale, Series, asked, chosen, define_flags, scales
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import launch_script
@@ -65,39 +64,28 @@ def define(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> int:
     return run(
-        **asked(values, "table_4_1", ("rows", "columns")),
+        asked(values, "table_4_1", SCALES, ("rows", "columns")),
         rows=values.rows,
         columns=values.columns or (COLUMNS[:1] if values.scale == "smoke" else COLUMNS),
     )
 
 
-def run(
-    workdir: Path,
-    *,
-    scale: str,
-    repeats: int,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    minutes: float,
-    directories: Mapping[str, str],
-    command: str,
-) -> int:
+def run(request: Request, *, rows: Sequence[str], columns: Sequence[str]) -> int:
     """Trains what has not been trained yet, reports after each run, and returns the exit code."""
-    chosen("scale", [scale], SCALES)
     rows, columns = chosen("rows", rows, ROWS), chosen("columns", columns, COLUMNS)
     runs = [
         {"row": row, "column": column, "seed": seed}
-        for seed in range(repeats)
+        for seed in range(request.repeats)
         for column in columns
         for row in rows
         if column in columns_of(row)
     ]
     if not runs:
         raise InputError(f"CapsNet, the baseline, has the column {COLUMNS[0]} only: there is nothing to train")
-    make_config = functools.partial(configure_run, directories)
-    kept = kept_results("table_4_1", scale)
-    series = Series(workdir, "table_4_1", VERSION, SCALES[scale], make_config, command, keep_models=True, kept=kept)
-    return carry_out(series, runs, minutes, lambda records: text(records, SCALES[scale]), report)
+    make_config = functools.partial(configure_run, request.directories)
+    kept = kept_results("table_4_1", request.scale.name)
+    series = Series(request, "table_4_1", VERSION, make_config, keep_models=True, kept=kept)
+    return carry_out(series, runs, lambda records: text(records, request.scale), report)
 
 
 def configure_run(directories: Mapping[str, str], row: str, column: str, seed: int) -> RunConfig:

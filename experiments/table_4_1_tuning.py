@@ -10,7 +10,6 @@ fastest of each dataset. Scales, resumption and what is written (`table_4_1_tuni
 
 import functools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from absl import flags
 
@@ -28,7 +27,7 @@ from experiments.repeated_report import (
     told,
     write,
 )
-from experiments.repeated_runs import Series, asked, chosen, define_flags, scales
+from experiments.repeated_runs import Request, Series, asked, chosen, define_flags, scales
 from mlcn_jax.config import RunConfig
 from mlcn_jax.launch import launch_script
 
@@ -47,37 +46,26 @@ def define(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> int:
     return run(
-        **asked(values, "table_4_1_tuning", ("rows", "candidates")),
+        asked(values, "table_4_1_tuning", SCALES, ("rows", "candidates")),
         rows=values.rows,
         candidates=values.candidates,
     )
 
 
-def run(
-    workdir: Path,
-    *,
-    scale: str,
-    repeats: int,
-    rows: Sequence[str],
-    candidates: Sequence[str],
-    minutes: float,
-    directories: Mapping[str, str],
-    command: str,
-) -> int:
+def run(request: Request, *, rows: Sequence[str], candidates: Sequence[str]) -> int:
     """Trains what has not been trained yet, reports after each run, and returns the exit code."""
-    chosen("scale", [scale], SCALES)
     rows = chosen("rows", rows, [row for row in ROWS if ROWS[row].lanes])
     candidates = chosen("candidates", candidates, CANDIDATES)
     runs = [
         {"row": row, "candidate": candidate, "seed": seed}
-        for seed in range(repeats)
+        for seed in range(request.repeats)
         for candidate in candidates
         for row in rows
     ]
-    make_config = functools.partial(configure_run, directories)
-    kept = kept_results("table_4_1_tuning", scale)
-    series = Series(workdir, "table_4_1_tuning", VERSION, SCALES[scale], make_config, command, False, kept=kept)
-    return carry_out(series, runs, minutes, text, report)
+    make_config = functools.partial(configure_run, request.directories)
+    kept = kept_results("table_4_1_tuning", request.scale.name)
+    series = Series(request, "table_4_1_tuning", VERSION, make_config, False, kept=kept)
+    return carry_out(series, runs, text, report)
 
 
 def configure_run(directories: Mapping[str, str], row: str, candidate: str, seed: int) -> RunConfig:

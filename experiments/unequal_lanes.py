@@ -52,7 +52,7 @@ from experiments.repeated_report import (
     spread,
     write,
 )
-from experiments.repeated_runs import Scale, Series, asked, chosen, define_flags
+from experiments.repeated_runs import Request, Scale, Series, asked, chosen, define_flags
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import Diverged
@@ -92,46 +92,34 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> int:
-    return run(**asked(values, "unequal_lanes", ("parts", "arms")), parts=values.parts, arms=values.arms)
+    return run(asked(values, "unequal_lanes", SCALES, ("parts", "arms")), parts=values.parts, arms=values.arms)
 
 
-def run(
-    workdir: Path,
-    *,
-    scale: str,
-    repeats: int,
-    minutes: float,
-    directories: Mapping[str, str],
-    command: str,
-    parts: Sequence[str],
-    arms: Sequence[str],
-) -> int:
+def run(request: Request, *, parts: Sequence[str], arms: Sequence[str]) -> int:
     """Searches and trains what has not been yet, reports after each training, and returns the exit code."""
-    chosen("scale", [scale], SCALES)
     parts, arms = chosen("parts", parts, PARTS), chosen("arms", arms, ARMS)
     host.set_up_jax(least_seconds=0.1)
-    path = workdir / "models.json"
+    path = request.workdir / "models.json"
     found = read_json(path) if path.exists() else {}
-    add_kept_models(found, scale)
+    add_kept_models(found, request.scale.name)
     for part in parts:
         for arm in arms:
             if arm == "random" or arm not in found.setdefault(part, {}):
-                found[part][arm] = models_of(workdir, part, arm, repeats, scale == SMOKE, directories)
-                workdir.mkdir(parents=True, exist_ok=True)
+                found[part][arm] = models_of(request, part, arm)
+                request.workdir.mkdir(parents=True, exist_ok=True)
                 write_json(path, found)
-    runs = [{"part": part, "arm": arm, "seed": seed} for part in parts for seed in range(repeats) for arm in arms]
+    seeds = range(request.repeats)
+    runs = [{"part": part, "arm": arm, "seed": seed} for part in parts for seed in seeds for arm in arms]
     series = Series(
-        workdir,
+        request,
         "unequal_lanes",
         VERSION,
-        SCALES[scale],
-        functools.partial(configure_run, directories, found),
-        command,
+        functools.partial(configure_run, request.directories, found),
         True,
         measure,
-        kept_results("unequal_lanes", scale),
+        kept_results("unequal_lanes", request.scale.name),
     )
-    return carry_out(series, runs, minutes, lambda records: text(summarise(records)), functools.partial(report, found))
+    return carry_out(series, runs, lambda records: text(summarise(records)), functools.partial(report, found))
 
 
 def add_kept_models(found: dict[str, dict[str, list[str]]], scale: str) -> None:
@@ -142,16 +130,14 @@ def add_kept_models(found: dict[str, dict[str, list[str]]], scale: str) -> None:
         found[part] = arms | found.get(part, {})
 
 
-def models_of(
-    workdir: Path, part: str, arm: str, repeats: int, smoke: bool, directories: Mapping[str, str]
-) -> list[str]:
+def models_of(request: Request, part: str, arm: str) -> list[str]:
     """The lanes of an arm: one model for all seeds, or one for each; searches what has to be found."""
     if arm == "given":
         return [GIVEN]
-    config, settings = search_of(directories, part, arm, smoke)
+    config, settings = search_of(request.directories, part, arm, request.scale.name == SMOKE)
     if arm == "random":
-        return random_mixes(setup.make_space(config, settings), repeats)
-    folder = workdir / "searches" / f"{part}-{arm}"
+        return random_mixes(setup.make_space(config, settings), request.repeats)
+    folder = request.workdir / "searches" / f"{part}-{arm}"
     if arm == "equal":
         return [best_of_equal(config, settings, folder)]
     return [search_run.run(config, settings, folder)["best"]["lanes"]]

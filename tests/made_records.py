@@ -1,7 +1,15 @@
-"""Records of repeated runs, made up instead of trained."""
+"""Records of repeated runs, made up instead of trained, and what is asked of a script."""
+
+from experiments.repeated_runs import Request, Scale
 
 ROW = "fashion_mlcn2_2x4"
 PLACE = {"device": "machine", "platform": "cpu", "cpu_count": 2, "versions": {"jax": "1", "python": "3"}}
+
+SMOKE = Scale("smoke", 1, 2, 600, 100)
+
+
+def made_request(workdir, directories, scale=SMOKE, repeats=1, minutes=0.0):
+    return Request(workdir, scale, repeats, minutes, directories, "python")
 
 
 def made_record(accuracy=None, seconds=None, data_name="fashion_mnist", copy="", **facts):

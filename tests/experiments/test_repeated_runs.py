@@ -12,7 +12,7 @@ import types
 import numpy as np
 import pytest
 from made_files import idx_files, write_files
-from made_records import PLACE, ROW
+from made_records import PLACE, ROW, made_request
 from matplotlib.figure import Figure
 
 from experiments import batch_size, lanes_and_width, published_rows, repeated_report, repeated_runs, table_4_1
@@ -62,10 +62,11 @@ def run(tmp_path, directories, results, monkeypatch):
         monkeypatch.setattr(script, "draw_table", lambda *args: Figure())
 
     def run(script=table_4_1, **changes):
-        asked = {"scale": "smoke", "repeats": 1, "minutes": 0.0, "directories": directories, "command": "python"}
-        if script is table_4_1:
-            asked |= {"rows": [ROW], "columns": ["published"]}
-        return script.run(tmp_path / "runs", **asked | changes)
+        given = {name: changes.pop(name) for name in ("repeats", "minutes") if name in changes}
+        scale = script.SCALES[changes.pop("scale", "smoke")]
+        asked = {"rows": [ROW], "columns": ["published"]} if script is table_4_1 else {}
+        images = changes.pop("directories", directories)
+        return script.run(made_request(tmp_path / "runs", images, scale, **given), **asked | changes)
 
     return run
 
@@ -75,22 +76,23 @@ def test_runs_in_the_kept_results_have_ended_unless_they_are_of_another_kind(tmp
 
     def series(name):
         configure = functools.partial(table_4_1.configure_run, directories)
-        return Series(tmp_path / name, "table_4_1", 1, table_4_1.SCALES["smoke"], configure, "python", True, kept=kept)
+        request = made_request(tmp_path / name, directories, table_4_1.SCALES["smoke"])
+        return Series(request, "table_4_1", 1, configure, True, kept=kept)
 
     first = series("first")
-    first.train(facts[:1], 0.0, lambda: None)
+    first.train(facts[:1], lambda: None)
     (record,) = first.records()
     del record["config"]
     record["data"]["copy"] = ""  # as if the images were the official ones
     write_json(kept, {**first.marker, "runs": [record]})
     second = series("second")
-    second.train(facts, 0.0, lambda: None)
+    second.train(facts, lambda: None)
     assert [config.train.seed for config in trained.configs] == [0, 1]
     assert [one["facts"] for one in second.records()] == facts
-    second.train(facts, 0.0, lambda: None, again=facts)  # whose models are needed
+    second.train(facts, lambda: None, again=facts)  # whose models are needed
     assert [config.train.seed for config in trained.configs] == [0, 1, 0]
     shutil.rmtree(tmp_path / "second" / "runs")
-    second.train(facts[1:], 0.0, lambda: None)
+    second.train(facts[1:], lambda: None)
     for change in ({"config_hash": "0" * 16}, {"data": record["data"] | {"copy": "JPEG copy"}}):
         write_json(kept, {**first.marker, "runs": [record | change]})
         assert [one["facts"] for one in second.records()] == facts[1:]
@@ -201,7 +203,6 @@ def test_runs_of_another_version_scale_settings_or_images_are_refused(run, train
     [
         (table_4_1, {"rows": ["cifar_capsnet", "mnist"]}, "--rows: mnist is not one of cifar_capsnet, "),
         (table_4_1, {"columns": ["best"]}, "--columns: best is not one of published, "),
-        (table_4_1, {"scale": "large"}, "--scale: large is not one of smoke, cpu, full"),
         (table_4_1, {"rows": ["cifar_capsnet"], "columns": ["tuned"]}, "there is nothing to train"),
         (tuning, {"rows": ["cifar_capsnet"], "candidates": ["adamw"]}, "--rows: cifar_capsnet is not one of"),
         (lanes_and_width, {"figures": ["4.6"], "lanes": ["2"], "widths": ["1"]}, "--figures: 4.6 is not one of"),

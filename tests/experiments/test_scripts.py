@@ -40,9 +40,11 @@ def test_there_are_scripts():
 
 def test_what_was_given_is_told_without_folders():
     values = parsed(table_4_1, "--workdir=mine", "--scale=full", "--rows=cifar_capsnet", "--cifar_dir=mine")
-    asked = repeated_runs.asked(values, "table_4_1", ("rows", "columns"))
-    assert asked["command"] == "python -m experiments.table_4_1 --workdir=FOLDER --scale=full --rows=cifar_capsnet"
-    assert asked["directories"] == {"fashion_mnist": "", "cifar10": "mine"}
+    asked = repeated_runs.asked(values, "table_4_1", table_4_1.SCALES, ("rows", "columns"))
+    assert asked.command == "python -m experiments.table_4_1 --workdir=FOLDER --scale=full --rows=cifar_capsnet"
+    assert asked.directories == {"fashion_mnist": "", "cifar10": "mine"}
+    with pytest.raises(InputError, match="--scale: large is not one of smoke, cpu, full"):
+        repeated_runs.asked(parsed(table_4_1, "--workdir=mine", "--scale=large"), "table_4_1", table_4_1.SCALES, ())
     stored = json.loads((REPOSITORY / "experiments/results/lane_collapse_cifar_mlcn1_4x4.json").read_text())["command"]
     given = stored.split()[3:]
     names = ("row", "settings", "steps", "seed")

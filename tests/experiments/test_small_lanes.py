@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from absl import flags
-from made_records import PLACE
+from made_records import PLACE, made_request
 
 from experiments import REPOSITORY, distilled_lanes, export_times, forms_and_places, small_lanes
 from mlcn_jax import host
@@ -186,9 +186,9 @@ def test_what_is_compared_is_in_int8(tmp_path, monkeypatch):
 
 
 def test_a_python_that_is_missing_is_one_error(tmp_path):
-    options = {"rows": ["cifar_resnet"], "rounds": 1, "minutes": 0, "directories": DIRECTORIES, "command": ""}
+    options = {"rows": ["cifar_resnet"], "rounds": 1}
     with pytest.raises(InputError, match="`make precision` makes"):
-        small_lanes.run(tmp_path, scale="smoke", repeats=1, onnx_python=str(tmp_path / "none"), **options)
+        small_lanes.run(made_request(tmp_path, DIRECTORIES), onnx_python=str(tmp_path / "none"), **options)
 
 
 def test_together_is_never_slower_on_simulated_devices(monkeypatch):
@@ -277,13 +277,13 @@ def test_trials_leave_the_test_set_alone():
 
 
 def test_trials_take_no_teacher_that_may_have_learned_what_is_held_out(tmp_path):
-    options = {"repeats": 1, "settings": ["w0.9t4"], "minutes": 0, "directories": DIRECTORIES, "command": ""}
+    options = {"cases": ["cifar"], "settings": ["w0.9t4"]}
     teachers = {"cifar10": "mine", "fashion_mnist": ""}
     with pytest.raises(InputError, match="--trial holds training images out, which the teacher in mine may"):
-        distilled_lanes.run(tmp_path, scale="smoke", cases=["cifar"], trial=True, teachers=teachers, **options)
+        distilled_lanes.run(made_request(tmp_path, DIRECTORIES), trial=True, teachers=teachers, **options)
     options["settings"] = ["w0.9t4plain"]
     with pytest.raises(InputError, match=r"mine is a teacher as it is: give w0\.9t4, or no teacher"):
-        distilled_lanes.run(tmp_path, scale="smoke", cases=["cifar"], trial=False, teachers=teachers, **options)
+        distilled_lanes.run(made_request(tmp_path, DIRECTORIES), trial=False, teachers=teachers, **options)
 
 
 def test_every_case_is_run_by_default():
@@ -295,11 +295,11 @@ def test_every_case_is_run_by_default():
 @pytest.mark.parametrize(("trial", "name"), [(True, "distilled_lanes_trial"), (False, "distilled_lanes")])
 def test_trials_are_reported_under_a_name_of_their_own_from_the_first_run_on(trial, name, tmp_path, monkeypatch):
     names = []
-    monkeypatch.setattr(distilled_lanes, "carry_out", lambda series, runs, minutes, text, report, again: report(series))
+    monkeypatch.setattr(distilled_lanes, "carry_out", lambda series, runs, text, report, again: report(series))
     monkeypatch.setattr(distilled_lanes, "write", lambda series, name, *rest: names.append(name))
-    options = {"repeats": 1, "settings": ["w0.9t4"], "minutes": 0, "directories": DIRECTORIES, "command": ""}
+    options = {"cases": ["cifar"], "settings": ["w0.9t4"]}
     teachers = {"cifar10": "", "fashion_mnist": ""}
-    distilled_lanes.run(tmp_path, scale="smoke", cases=["cifar"], trial=trial, teachers=teachers, **options)
+    distilled_lanes.run(made_request(tmp_path, DIRECTORIES), trial=trial, teachers=teachers, **options)
     assert names == [name]
 
 
@@ -344,9 +344,9 @@ def test_one_case_goes_on_beside_the_results_of_another(tmp_path, monkeypatch):
     others = (("fashion", "w0.9t4"), ("cifar", "w0.5t1plain"))
     monkeypatch.setattr(distilled_lanes, "carry_out", carry_out)
     monkeypatch.setattr(distilled_lanes, "teachers_needed", lambda series, runs: [])
-    options = {"repeats": 1, "settings": ["w0.9t4"], "minutes": 0, "directories": DIRECTORIES, "command": ""}
+    options = {"cases": ["cifar"], "settings": ["w0.9t4"]}
     teachers = {"cifar10": "", "fashion_mnist": ""}
-    distilled_lanes.run(tmp_path, scale="smoke", cases=["cifar"], trial=False, teachers=teachers, **options)
+    distilled_lanes.run(made_request(tmp_path, DIRECTORIES), trial=False, teachers=teachers, **options)
     folder = tmp_path / "runs"
     assert made == [[str(folder / "fashion_mnist/teacher/seed0"), str(folder / "cifar10/plain_teacher/seed0")]]
 

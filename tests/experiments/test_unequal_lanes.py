@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from made_records import made_request
 
 from experiments import unequal_lanes
 from mlcn_jax.files import write_json
@@ -109,19 +110,18 @@ def test_what_another_process_has_found_meanwhile_stays_in_the_results(tmp_path,
     kept, written = tmp_path / "kept.json", []
     monkeypatch.setattr(unequal_lanes, "kept_results", lambda name, scale: kept)
     monkeypatch.setattr(unequal_lanes, "write", lambda series, name, summary, *rest: written.append(summary["models"]))
-    monkeypatch.setattr(unequal_lanes, "models_of", lambda workdir, part, arm, *rest: [f"resnet:w1d2*{len(arm)}"])
+    monkeypatch.setattr(unequal_lanes, "models_of", lambda request, part, arm: [f"resnet:w1d2*{len(arm)}"])
 
-    def carry_out(series, runs, minutes, text, report):
+    def carry_out(series, runs, text, report):
         write_json(kept, {"version": unequal_lanes.VERSION, "models": {"resnet": {"tpe": ["resnet:w1d1*11"]}}})
         report(SimpleNamespace(records=lambda: [], scale=series.scale))
         assert series._config({"part": "resnet", "arm": "tpe", "seed": 0}).model["lanes"] == "resnet:w1d1*11"
 
     monkeypatch.setattr(unequal_lanes, "carry_out", carry_out)
     monkeypatch.setattr(unequal_lanes, "caption", lambda *given: [])
-    directories = {"cifar10": "", "fashion_mnist": ""}
-    options = {"scale": "smoke", "repeats": 1, "minutes": 0, "directories": directories, "command": ""}
-    unequal_lanes.run(tmp_path / "work", parts=["resnet"], arms=["equal"], **options)
+    request = made_request(tmp_path / "work", {"cifar10": "", "fashion_mnist": ""})
+    unequal_lanes.run(request, parts=["resnet"], arms=["equal"])
     assert written == [{"resnet": {"tpe": ["resnet:w1d1*11"], "equal": ["resnet:w1d2*5"]}}]
     kept.unlink()
     monkeypatch.setattr(unequal_lanes, "models_of", lambda *given: pytest.fail("it was found before"))
-    unequal_lanes.run(tmp_path / "work", parts=["resnet"], arms=["equal"], **options)
+    unequal_lanes.run(request, parts=["resnet"], arms=["equal"])
