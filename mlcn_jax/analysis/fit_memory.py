@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv
+from mlcn_jax.nn.lanes import LaneGroup
 from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.nn.remat import OFFLOAD
 from mlcn_jax.nn.spec import ModelSpec, spec_of
@@ -19,8 +20,8 @@ from mlcn_jax.training.session import check_remat, optimizer_of, step_options
 from mlcn_jax.training.step import TrainState, make_train_step
 
 _STEPS_PER_EPOCH = 1000  # learning rates depend on it, memory does not
-_FEW = 2  # from this many lanes of a group on, each further one adds the same memory (experiments/memory_plan.py)
-_MARGIN = 1.07  # over the extrapolation from few lanes, which can be some percent too low (the same script)
+_FEW = 2  # from this many lanes of a group on, each two more add about the same memory (experiments/memory_plan.py)
+_MARGIN = 1.05  # over the extrapolation from few lanes, which can be some percent too low (the same script)
 
 
 def fit_memory(config: RunConfig, spec: ModelSpec, memory_bytes: int) -> dict[str, Any]:
@@ -93,25 +94,31 @@ def _is_good(check: Any, *args: Any) -> bool:
 def predicted_bytes(config: RunConfig, spec: ModelSpec) -> int:
     """Memory of a training step on one device: state, batch and temporaries.
 
-    If lanes run in a scan, the step itself is compiled, which takes no longer for many lanes. Otherwise steps with few
-    lanes are compiled, and each further lane adds what its group's third one does.
+    If the lanes of a group run as one function or in a scan, the step itself is compiled, which takes little longer for
+    many lanes. Of lanes that run one by one, steps with a few are compiled, and further lanes add what its group's
+    third and fourth do.
     """
-    counts = [group.count for group in spec.lane_groups]
     if not is_extrapolated(spec):
         return compiled_bytes(config, spec)
-    few = [count if count <= _FEW + 1 else _FEW for count in counts]
+    counts = [group.count for group in spec.lane_groups]
+    few = [_FEW if _has_many(group) else group.count for group in spec.lane_groups]
     base = compiled_bytes(config, _first_of_each(spec, few))
     total = float(base)
     for place, (count, start) in enumerate(zip(counts, few, strict=True)):
         if count > start:
-            one_more = [n + (i == place) for i, n in enumerate(few)]
-            total += (count - start) * (compiled_bytes(config, _first_of_each(spec, one_more)) - base)
+            two_more = [n + 2 * (i == place) for i, n in enumerate(few)]
+            total += (count - start) * (compiled_bytes(config, _first_of_each(spec, two_more)) - base) / 2
     return round(_MARGIN * total)
 
 
 def is_extrapolated(spec: ModelSpec) -> bool:
     """Whether memory is predicted from steps with fewer lanes, and not that of the compiled step itself."""
-    return spec.remat == "none" and any(group.count > _FEW + 1 for group in spec.lane_groups)
+    return spec.remat == "none" and any(map(_has_many, spec.lane_groups))
+
+
+def _has_many(group: LaneGroup) -> bool:
+    """Whether a group's lanes run one by one (`lanes.apply_group`), and are more than those that are compiled."""
+    return group.kind.normalises and group.count > _FEW + 2
 
 
 def _first_of_each(spec: ModelSpec, counts: list[int]) -> ModelSpec:
