@@ -2,11 +2,11 @@
 
     python -m benchmarks.remat
 
-Compares what a lane may keep between its forward and its backward pass (`mlcn_jax/nn/remat.py`): all (`none`), nothing
-(`full`), the results of matrix products (`dots`), or these in the host's memory (`offload`, where there is one beside
-the device's); and all, computing the batch in four parts (`train.accumulation_steps`). The steps take turns, so that
-what slows the machine down slows all of them. Says whether `full` takes at most 0.5 of the memory and 1.35 times the
-time. Writes `benchmarks/results/remat.json`.
+Compares what a lane may keep between its forward and its backward pass (`mlcn_jax/nn/remat.py`): all (`none`), what
+its convolutions give (`full`), nothing (`nothing`), or the results of products in the host's memory (`offload`, where
+there is one beside the device's); and all, computing the batch in four parts (`train.accumulation_steps`). The steps
+take turns, so that what slows the machine down slows all of them. Says whether `full` takes at most 0.5 of the memory
+and 1.35 times the time. Writes `benchmarks/results/remat.json`.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 RESULTS = Path(__file__).parent / "results"
 MOST = {"memory": 0.5, "time": 1.35}  # of `full`, over `none`
 _PARTS = 4  # of a batch
-POLICIES = {"none": None, "full": remat.POLICIES["full"], "dots": jax.checkpoint_policies.dots_saveable}
+POLICIES = {"none": None, "full": remat.POLICIES["full"], "nothing": jax.checkpoint_policies.nothing_saveable}
 
 
 def define(values: flags.FlagValues) -> None:

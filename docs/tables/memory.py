@@ -5,7 +5,7 @@ from tables.parts import benchmark, experiment, measured_on, percent, place, tab
 _WAYS = {
     "none": "all activations held",
     "full": "`model.remat=full`",
-    "dots": "the same, but for the results of products, which are held",
+    "nothing": "the same, but for what convolutions give, which is not held",
     "offload": "`model.remat=offload`",
     "accumulated": "`train.accumulation_steps=4`",
 }

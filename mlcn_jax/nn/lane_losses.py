@@ -23,6 +23,7 @@ from mlcn_jax.nn.remat import scan_lanes
 from mlcn_jax.nn.spec import ModelSpec
 
 View = Callable[[Array, Any, Array], Array]
+_TURNS = 4  # in which the lanes of a group are computed again: more are slower, fewer hold more (benchmarks/remat.py)
 
 
 def _as_they_are(images: Array, draws: Any, lane: Array) -> Array:
@@ -108,7 +109,8 @@ def _joint_columns(
     def column(lane_params: dict) -> Array:
         return apply_lane(lane_params, group.spec, spec.lane_settings, images)
 
-    return jnp.moveaxis(scan_lanes(column, (params,), spec.remat), 0, -1)
+    at_once = 1 if group.kind.normalises else max(1, group.count // _TURNS)
+    return jnp.moveaxis(scan_lanes(column, (params,), spec.remat, at_once), 0, -1)
 
 
 def _each(params: dict, ids: Array, count: int) -> list[tuple[dict, Array]]:

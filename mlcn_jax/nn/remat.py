@@ -1,4 +1,4 @@
-"""Lanes in a scan whose backward pass recomputes each lane, so that the activations of only one are held."""
+"""Lanes in a scan whose backward pass recomputes some at a time, so that the activations of only these are held."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +17,11 @@ def _products_to_host(primitive: Any, *args: Any, **params: Any) -> Any:
     return Recompute
 
 
+FEATURES = "features"  # the name of what a lane's convolutions give: small, and dear to compute
 # What a lane keeps between its forward and its backward pass. `offload` has not been run on an accelerator yet.
 OFFLOAD = "offload"
 POLICIES: dict[str, Callable[..., Any]] = {
-    "full": jax.checkpoint_policies.nothing_saveable,
+    "full": jax.checkpoint_policies.save_only_these_names(FEATURES),
     OFFLOAD: _products_to_host,
 }
 REMATS = ("none", *POLICIES)
@@ -31,18 +32,19 @@ def has_host_memory(device: jax.Device) -> bool:
     return device.platform != "cpu" and any(memory.kind == _HOST for memory in device.addressable_memories())
 
 
-def scan_lanes(function: Callable[..., Any], lanes: tuple, remat: str) -> Any:
-    """`function` of each lane in turn, its results stacked along a first axis.
+def scan_lanes(function: Callable[..., Any], lanes: tuple, remat: str, at_once: int = 1) -> Any:
+    """`function` of so many lanes at once in turn, its results stacked along a first axis.
 
-    In the backward pass a lane is recomputed right before its gradient. The scan keeps the compiler from moving
-    either computation to where it would hold the activations of several lanes.
+    In the backward pass lanes are recomputed right before their gradient. The scan keeps the compiler from moving
+    either computation to where it would hold the activations of more lanes.
 
     Args:
       function: of one lane's part of each of `lanes`.
       lanes: trees of arrays [lanes, ...].
       remat: a key of `POLICIES`.
+      at_once: lanes that are computed as one function, whose activations are held together.
 
     Source: Chen et al. 2016, arXiv 1604.06174; over lanes instead of layers: this project.
     """
     again = jax.checkpoint(function, policy=POLICIES[remat], prevent_cse=False)
-    return lax.map(lambda one: again(*one), lanes)
+    return lax.map(lambda one: again(*one), lanes, batch_size=at_once if at_once > 1 else None)

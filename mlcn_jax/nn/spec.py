@@ -46,9 +46,9 @@ class ModelSpec:
       compute_dtype: dtype of convolutions and matrix products; norms, softmax and losses stay float32.
       conv: convolution algorithm: a key of `conv.ALGORITHMS`, or `auto`.
       remat: activations of lanes that share a loss in training: `none` keeps those of all lanes until the backward
-        pass; `full` recomputes each lane there and holds those of one lane; `offload` does the same, but keeps results
-        of convolutions and matrix products in host memory instead (not on a CPU). The result is the same, up to
-        rounding.
+        pass; `full` recomputes lanes there, but for what their convolutions give, and holds those of a quarter of a
+        group's lanes (of one lane that normalises); `offload` does the same, but keeps results of convolutions and
+        matrix products in host memory instead (not on a CPU). The result is the same, up to rounding.
       lane_weights: weight of each lane's square in the lengths of the class capsules, in the order of their columns;
         empty for 1 each. They are used wherever lengths are read, never in a loss.
       lane_seeds: a seed for each lane, in the order of the columns, which determines its initial values and the
