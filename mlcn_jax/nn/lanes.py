@@ -11,13 +11,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from mlcn_jax.nn import capsules, conv, resnet
 from mlcn_jax.nn.cut_points import CutPoint, cut_point, name_of
-from mlcn_jax.nn.remat import FEATURES
+from mlcn_jax.nn.remat import held
 
 PRIMARY_DIM = 8
 LANE_ROUTINGS = ("published", "per_class")
@@ -259,8 +258,7 @@ class Lane(nn.Module):
         kind = LANE_KINDS[self.spec.kind]
 
         def compute() -> Array:
-            features = kind.compute(first_input(images, s.signed_pixels, s.dtype), self.spec, s)
-            return checkpoint_name(features, FEATURES)
+            return held(kind.compute(first_input(images, s.signed_pixels, s.dtype), self.spec, s))
 
         if kind.classifies:
             return compute()

@@ -5,7 +5,10 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.ad_checkpoint import Offloadable, Recompute
+from jax.ad_checkpoint import Offloadable, Recompute, checkpoint_name
+from jaxtyping import Array
+
+from mlcn_jax.nn import tracing
 
 _HOST = "pinned_host"  # JAX's name of the host's memory that a device reads and writes itself
 
@@ -17,11 +20,11 @@ def _products_to_host(primitive: Any, *args: Any, **params: Any) -> Any:
     return Recompute
 
 
-FEATURES = "features"  # the name of what a lane's convolutions give: small, and dear to compute
+_FEATURES = "features"
 # What a lane keeps between its forward and its backward pass. `offload` has not been run on an accelerator yet.
 OFFLOAD = "offload"
 POLICIES: dict[str, Callable[..., Any]] = {
-    "full": jax.checkpoint_policies.save_only_these_names(FEATURES),
+    "full": jax.checkpoint_policies.save_only_these_names(_FEATURES),
     OFFLOAD: _products_to_host,
 }
 REMATS = ("none", *POLICIES)
@@ -30,6 +33,11 @@ REMATS = ("none", *POLICIES)
 def has_host_memory(device: jax.Device) -> bool:
     """Whether a device has a memory of its own and can reach its host's beside it; a CPU is its own host."""
     return device.platform != "cpu" and any(memory.kind == _HOST for memory in device.addressable_memories())
+
+
+def held(features: Array) -> Array:
+    """Marks what a lane's convolutions give, which is small and slow to compute: `full` holds it."""
+    return features if tracing.platform() == "onnx" else checkpoint_name(features, _FEATURES)  # ONNX has no such mark
 
 
 def scan_lanes(function: Callable[..., Any], lanes: tuple, remat: str, at_once: int = 1) -> Any:

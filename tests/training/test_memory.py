@@ -85,6 +85,18 @@ def test_what_is_offloaded_are_the_results_of_products():
     assert "MemorySpace.Host" not in traced("full")
 
 
+def test_what_convolutions_give_is_not_computed_again():
+    def products(mark):
+        def loss(kernels):
+            return jnp.sum(
+                remat.scan_lanes(lambda kernel: jnp.sin(mark(jnp.ones((5, 3)) @ kernel)), (kernels,), "full")
+            )
+
+        return str(jax.make_jaxpr(jax.grad(loss))(jnp.ones((2, 3, 4)))).count("dot_general")
+
+    assert products(remat.held) == products(lambda features: features) - 1
+
+
 def test_activations_go_only_where_there_is_a_host_memory_beside_the_devices():
     def device(platform, *kinds):
         memories = [SimpleNamespace(kind=kind) for kind in kinds]
