@@ -12,6 +12,7 @@ turns away are counted, and have no latency. Writes `benchmarks/results/serving.
 """
 
 import collections
+import contextlib
 import importlib.metadata
 import io
 import itertools
@@ -106,6 +107,8 @@ class Connections:
         self._port, self._poll = port, select.epoll()
         self._connections: dict[int, socket.socket] = {}
         self._received: dict[int, bytes] = {}
+        self._requests: dict[int, bytes] = {}
+        self._have_answered: set[int] = set()
 
     def open(self) -> int:
         """The number of a new connection."""
@@ -116,11 +119,22 @@ class Connections:
         return connection.fileno()
 
     def send(self, number: int, request: bytes) -> None:
-        self._connections[number].sendall(request)
+        self._requests[number] = request
+        with contextlib.suppress(ConnectionError):  # which the server has closed, as `answered` will tell
+            self._connections[number].sendall(request)
 
-    def answered(self, seconds: float, idle: list[int] | None = None) -> list[tuple[int, bool]]:
+    def send_again(self, number: int) -> int:
+        """The number of a new connection for the request of one that the server closed."""
+        request = self._requests[number]
+        self.drop(number)
+        again = self.open()
+        self.send(again, request)
+        return again
+
+    def answered(self, seconds: float, idle: list[int] | None = None) -> list[tuple[int, bool | None]]:
         """The connections whose answers are complete, after at most so many seconds, and whether the server accepted.
 
+        None stands for a connection that the server closed after an earlier answer, while the request was on its way.
         Of those that are `idle`, without a request, any that the server has closed is taken out.
 
         Raises:
@@ -128,12 +142,18 @@ class Connections:
         """
         complete = []
         for number, _ in self._poll.poll(max(0.0, seconds)):
-            more = self._connections[number].recv(2**16)
+            try:
+                more = self._connections[number].recv(2**16)
+            except ConnectionError:
+                more = b""
             if not more and idle and number in idle:  # which the server has closed
                 self.drop(number)
                 idle.remove(number)
                 continue
             answer = self._received.pop(number, b"") + more
+            if not answer and number in self._have_answered:
+                complete.append((number, None))
+                continue
             head, _, body = answer.partition(b"\r\n\r\n")
             length = re.search(rb"content-length: (\d+)", head)
             if answer and (length is None or len(body) < int(length[1])):
@@ -142,12 +162,14 @@ class Connections:
             is_accepted = answer.startswith(b"HTTP/1.1 200 ")
             if not is_accepted and not answer.startswith(_TURNED_AWAY):
                 raise InputError(f"the server at port {self._port} answered {answer.decode()!r}")
+            self._have_answered.add(number)
             complete.append((number, is_accepted))
         return complete
 
     def drop(self, number: int) -> None:
         """Closes one connection."""
         self._poll.unregister(number)
+        self._have_answered.discard(number)
         self._connections.pop(number).close()
 
     def close(self) -> None:
@@ -169,6 +191,9 @@ def ask(port: int, requests: list[bytes], clients: int, seconds: float) -> list[
         connections.send(number, next(turns))
     while (left := end - time.perf_counter()) > 0:
         for number, is_accepted in connections.answered(left):
+            if is_accepted is None:
+                sent[connections.send_again(number)] = sent[number]
+                continue
             if not is_accepted:
                 raise InputError(
                     f"the server at port {port} turned one of {clients} clients away: give fewer --clients"
@@ -205,7 +230,9 @@ def ask_at(port: int, requests: list[bytes], rate: float, seconds: float) -> tup
             raise InputError(f"the server at port {port} has not answered for {_LONGEST_SECONDS:g} seconds")
         for number, is_accepted in found:
             due = waiting.pop(number)
-            if is_accepted:
+            if is_accepted is None:
+                waiting[connections.send_again(number)] = due
+            elif is_accepted:
                 latencies.append(time.perf_counter() - due)
                 free.append(number)
             else:
