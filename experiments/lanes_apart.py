@@ -24,6 +24,7 @@ fitted on validation images.
 
 import functools
 import itertools
+import json
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
@@ -192,7 +193,8 @@ def join_due(series: Series, joins: Mapping[str, Sequence[Facts]]) -> None:
         equal = join(folders, made[1], decoder_epochs=0, weights="equal")
         for folder in made:
             shutil.rmtree(folder)
-        write_json(output.with_suffix(".json"), {"lanes": lanes, "weighted": about, "equal": equal})
+        told_of = {"lanes": lanes, "weighted": about, "equal": equal}
+        write_json(output.with_suffix(".json"), json.loads(json.dumps(told_of).replace(f"{series.workdir}/", "")))
 
 
 def _is_trained(folder: Path) -> bool:

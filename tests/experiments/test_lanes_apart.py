@@ -122,7 +122,7 @@ def test_lanes_are_joined_as_soon_as_they_have_been_trained_and_once(tmp_path, m
     def join(workdirs, output, decoder_epochs, weights="fitted"):
         joined.append((output.name, decoder_epochs))
         output.mkdir(parents=True)
-        return {}
+        return {"workdirs": list(map(str, workdirs))}
 
     monkeypatch.setattr(lanes_apart, "join", join)
     first, second = ([lanes_apart.folder_of(series, one) for one in joins[f"cifar_pair{i}"]] for i in range(2))
@@ -135,6 +135,7 @@ def test_lanes_are_joined_as_soon_as_they_have_been_trained_and_once(tmp_path, m
         lanes_apart.join_due(series, joins)
     assert joined == [("cifar_pair0", 5), ("cifar_pair0.equal", 0)]
     assert [path.name for path in (tmp_path / "joined").iterdir()] == ["cifar_pair0.json"]
+    assert str(tmp_path) not in (tmp_path / "joined" / "cifar_pair0.json").read_text()
 
 
 def test_a_model_joined_elsewhere_counts_while_its_lanes_have_the_settings_of_now(tmp_path, monkeypatch):
