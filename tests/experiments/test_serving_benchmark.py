@@ -1,4 +1,4 @@
-"""benchmarks.serving: what its clients count, and what the server is compared with."""
+"""benchmarks.serving: what its clients count (`benchmarks.http_clients`), and what the server is compared with."""
 
 import contextlib
 import itertools
@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from benchmarks import serving
+from benchmarks import http_clients, serving
 from mlcn_jax.errors import InputError
 
 
@@ -33,13 +33,13 @@ def server(statuses):
 
 def test_requests_that_a_server_turns_away_are_counted_and_do_not_end_the_measurement():
     with server([200, 200, 429]) as port:
-        latencies, turned_away = serving.ask_at(port, [b"request"], 100, 0.3)
+        latencies, turned_away = http_clients.ask_at(port, [b"request"], 100, 0.3)
     assert (len(latencies), turned_away) == (20, 10)
 
 
 def test_any_other_answer_ends_it():
     with server([500]) as port, pytest.raises(InputError, match=r"answered .*500"):
-        serving.ask_at(port, [b"request"], 100, 0.1)
+        http_clients.ask_at(port, [b"request"], 100, 0.1)
 
 
 @contextlib.contextmanager
@@ -67,19 +67,19 @@ def closing_server(answers):
 
 def test_idle_connections_that_a_server_closes_are_replaced():
     with closing_server(1) as port:
-        latencies, turned_away = serving.ask_at(port, [b"request"], 50, 0.6)
+        latencies, turned_away = http_clients.ask_at(port, [b"request"], 50, 0.6)
     assert (len(latencies), turned_away) == (30, 0)
 
 
 def test_a_request_that_is_never_answered_ends_the_measurement(monkeypatch):
-    monkeypatch.setattr(serving, "_LONGEST_SECONDS", 0.1)
+    monkeypatch.setattr(http_clients, "_LONGEST_SECONDS", 0.1)
     with closing_server(0) as port, pytest.raises(InputError, match=r"has not answered for 0\.1 seconds"):
-        serving.ask_at(port, [b"request"], 50, 0.1)
+        http_clients.ask_at(port, [b"request"], 50, 0.1)
 
 
 def test_clients_that_ask_in_turn_must_not_be_turned_away():
     with server([200, 429]) as port, pytest.raises(InputError, match="give fewer --clients"):
-        serving.ask(port, [b"request"], 2, 5)
+        http_clients.ask(port, [b"request"], 2, 5)
 
 
 @pytest.mark.parametrize(("mean", "sizes"), [(1, [1]), (1.4, [1, 2]), (16, [16]), (17.2, [16, 32]), (31.9, [16, 32])])
