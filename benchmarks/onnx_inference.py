@@ -6,7 +6,8 @@
 From uint8 images in host memory to lengths of the class capsules there, which are checked to be equal first, in one
 process with as many threads as it has cores. mlcn_jax takes part as the artifact that `mlcn_jax.predict` and
 `mlcn_jax.serve` use, which computes 100 images as 128. Interleaved rounds, each of about a second for each of the
-two; ratios are medians over rounds. Needs what `experiments.export_onnx` wrote; writes `benchmarks/results/onnx.json`.
+two; ratios are medians over rounds. Needs the exports that `make onnx`
+converted; writes `benchmarks/results/onnx.json`.
 """
 
 import statistics

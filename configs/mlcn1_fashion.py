@@ -3,8 +3,8 @@
     mlcn_jax train --config=configs/mlcn1_fashion.py --workdir=runs/mlcn1_fashion
 
 Published (thesis, table 4.1): 91.14 % after 20 epochs, 21 s per epoch on one P100 (mlcn1:w4*8: 90.87 %, 90 s).
-Measured here, one seed, 20 epochs: 90.98 %, 91.13 % with the settings `tuned` of the README, and 91.31 % with those and
-model.margin_loss=per_lane; 2,060,496 parameters, 59 MFLOP per forward pass.
+Measured here, one seed, 20 epochs: 90.98 %, 91.13 % with the settings `tuned` of docs/results/accuracy.md, and
+91.31 % with those and model.margin_loss=per_lane; 2,060,496 parameters, 59 MFLOP per forward pass.
 """
 
 from mlcn_jax.config import default_config

@@ -4,7 +4,7 @@
     mlcn_jax train --config=configs/quickstart.py --workdir=runs/quickstart
 
 Published row: none.
-Measured here: 1,604,180 parameters, 19 MFLOP per forward pass; test accuracy in the README.
+Measured here: 1,604,180 parameters, 19 MFLOP per forward pass; test accuracy in docs/results/accuracy.md.
 """
 
 from mlcn_jax.config import default_config

@@ -48,14 +48,6 @@ ROWS = {
     "fashion_mlcn2_8x4": Row("Fashion-MNIST, mlcn2 8x4", "mlcn2_fashion", "mlcn2:w4*8", 92.63, 92, None),
 }
 
-# Test accuracy in % after epochs 1, 2, 3 of a plain TensorFlow implementation, one seed, and the lanes that it trained.
-PEER = {
-    "cifar_mlcn1_4x4": ("mlcn1:w4*4", (44.15, 47.03, 47.82)),
-    "cifar_mlcn2_4x4": ("mlcn2:w4*4", (43.86, 49.14, 52.76)),
-    "fashion_mlcn1_2x4": ("mlcn1:w4*4", (84.62, 86.77, 87.64)),
-    "fashion_mlcn2_2x4": ("mlcn2:w4*4", (85.21, 87.40, 87.79)),
-}
-
 # The configs train as published, but that the start values of routing are zero in the published code, and not trained.
 PUBLISHED: dict[str, Any] = {"model.prior_bias": False}
 AUGMENTED = {

@@ -16,13 +16,12 @@ PNG, and `table_4_1_SCALE_curves.png`, to the workdir and, but for `smoke`, to `
 """
 
 import functools
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from experiments.published_rows import COLUMNS, NUM_EPOCHS, PEER, ROWS, changes, columns_of, configure_row
+from experiments.published_rows import COLUMNS, NUM_EPOCHS, ROWS, changes, columns_of, configure_row
 from experiments.repeated_report import (
     Records,
     caption,
@@ -136,26 +135,9 @@ def cells(records: Records, scale: Scale) -> list[list[str]]:
     return lines
 
 
-def epoch_cells(records: Records) -> list[list[str]]:
-    """Mean test accuracy after each epoch that the TensorFlow implementation has, and the difference from it."""
-    lines = []
-    for name, (lanes, peer) in PEER.items():
-        curves = [r.get("test_accuracy_per_epoch", []) for r in select(records, row=name, column="published")]
-        curves = [curve[: len(peer)] for curve in curves if len(curve) >= len(peer)]
-        if curves:
-            means = map(statistics.fmean, zip(*curves, strict=True))
-            ours = [f"{mean:.2f}, {mean - theirs:+.2f}" for mean, theirs in zip(means, peer, strict=True)]
-            theirs = ", ".join(f"{value:.2f}" for value in peer)
-            title = titled(ROWS[name].title, select(records, row=name))
-            lines.append([title, str(len(curves)), *ours, f"`{lanes}`: {theirs}"])
-    return lines
-
-
 def text(records: Records, scale: Scale) -> str:
-    """The table as Markdown, and a second one where epochs can be compared."""
-    epochs = epoch_cells(records)
-    header = ["published method", "runs", "epoch 1", "epoch 2", "epoch 3", "TensorFlow, one seed"]
-    return markdown(HEADER, cells(records, scale)) + ("\n\n" + markdown(header, epochs) if epochs else "")
+    """The table as Markdown."""
+    return markdown(HEADER, cells(records, scale))
 
 
 def draw_curves(records: Records) -> "Figure":

@@ -97,51 +97,21 @@ def table_4_1_parameters() -> str:
 
 @place
 def table_4_1_cpu() -> str:
-    result, curves = experiment("table_4_1_cpu"), experiment("learning_curves")
-    peers = {row["lanes"] + key.split("_")[0]: row["tensorflow_accuracy"] for key, row in curves.items()}
+    result = experiment("table_4_1_cpu")
     rows = []
     for row in result["rows"]:
         runs = [r for r in result["runs"] if r["facts"]["row"] == row["row"] and r["facts"]["column"] == "published"]
         if not runs:
             continue
-        kind = row["row"].split("_")[1]
-        peer = peers.get(f"{kind}:w4*4{row['row'].split('_')[0]}") or []
         rows.append(
             [
                 row_title(row["row"], result["runs"]),
                 curve_of(runs[0]),
-                ", ".join(f"{value:.2f}" for value in peer) or "-",
                 *(accuracy_text(row["accuracy"].get(column)) for column in ("per_class", "augmented", "tuned")),
             ]
         )
-    header = (
-        "test accuracy in % | as published, epochs 1 to 3 | TensorFlow, 4x4 | `per_class`, epoch 3 | `augmented` | "
-        "`tuned`"
-    )
+    header = "test accuracy in % | as published, epochs 1 to 3 | `per_class`, epoch 3 | `augmented` | `tuned`"
     return f"{table_of(header, rows)}\n\n{runs_line(result['runs'])}\n\n{commands_of(result['runs'])}"
-
-
-@place
-def learning_curves() -> str:
-    result = experiment("learning_curves")
-    rows = [
-        [
-            data_title(row["data"]),
-            f"`{row['lanes']}`",
-            row["num_runs"],
-            *(f"{value:.2f}" for value in row["mean_accuracy_per_epoch"][:3]),
-            ", ".join(f"{value:.2f}" for value in row["tensorflow_accuracy"]) or "-",
-        ]
-        for _, row in sorted(result.items(), reverse=True)
-    ]
-    first = next(iter(next(iter(result.values()))["runs"].values()))
-    spreads = {key: row["spread_per_epoch"][2] for key, row in result.items() if key.startswith("cifar")}
-    apart = " and ".join(f"{value:.1f} ({key.split('_')[1]})" for key, value in sorted(spreads.items()))
-    return (
-        f"{table_of('data | lanes | seeds | epoch 1 | epoch 2 | epoch 3 | TensorFlow, epochs 1 to 3', rows)}\n\n"
-        f"{measured_on(first)}\n\n"
-        f"After 3 epochs of CIFAR-10 the three seeds lie {apart} points apart, so smaller differences say little."
-    )
 
 
 @place

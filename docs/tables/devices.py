@@ -1,5 +1,6 @@
 """Tables of placement: the cost model, the simulator, partitioners and scaling."""
 
+import re
 import textwrap
 from collections.abc import Mapping
 from statistics import mean
@@ -170,8 +171,9 @@ def _printed(name: str) -> str:
     output, _, launch = case["printed"].strip().partition("\nthe best, for ")
     if launch:
         cost, _, lines = launch.partition(":\n")
-        output += f"\n\nthe best, for {cost}:\n\n```bash\n{lines}\n```"
-    tables = output.replace("\n|", "\n\n|", 1) if not output.startswith("|") else output
+        commands, _, files = lines.rpartition("\n")
+        output += f"\n\nthe best, for {cost}:\n\n```bash\n{commands}\n```\n\n{files}"
+    tables = re.sub(r"(?m)^(\|.*)\n(?=[^|\n])|^([^|\n].*)\n(?=\|)", r"\g<0>\n", output)
     return f"```bash\n{_folded(case['command'])}\n```\n\n{tables}"
 
 
@@ -194,7 +196,8 @@ def cheapest_machines() -> str:
 
 @place
 def cheapest_answer() -> str:
-    return f"{_printed('cheapest')}\n\n{measured_on(experiment('cheapest_case'), 'prices made up')}"
+    what = "machines of one core, prices made up"
+    return f"{_printed('cheapest')}\n\n{measured_on(experiment('cheapest_case'), what)}"
 
 
 _PARTITIONERS = ("round_robin", "greedy_published", "greedy", "karmarkar_karp", "exact")

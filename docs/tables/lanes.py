@@ -230,7 +230,7 @@ def lanes_apart() -> str:
     return f"{lanes_apart_tables(experiment('lanes_apart_full'))}\n\n{picture}"
 
 
-_TOGETHER = {"together": "by default", "alike": "with the settings of lanes apart"}
+_TOGETHER = {"together": "the kind's own loss", "alike": "with the settings of lanes apart"}
 
 
 def lanes_apart_tables(result: Mapping[str, Any]) -> str:

@@ -37,5 +37,5 @@ def memory_plan() -> str:
         rows.append([f"{data}, `{lanes}`", changes, *sizes, f"{100 * row['over']:+.1f} %", chose])
     header = "model | with | compiled, MiB | predicted, MiB | over | chose the margin"
     least, most = (percent(share, 1) for share in result["of_others"])
-    what = f"models that did not choose the margin of the predictions: {least} to {most} % over"
+    what = f"extrapolated predictions of models that did not choose the margin: {least} to {most} % over"
     return f"{table_of(header, rows)}\n\n{measured_on(result, what)}"

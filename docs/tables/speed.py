@@ -169,7 +169,7 @@ def exported() -> str:
         for model in result["models"]
     )
     return (
-        f"{table_of('lanes, 28x28x1 | images | export, ms | over the model in process', rows)}\n\n"
+        f"{table_of('lanes, 28x28x1 | images | export, ms | time over that of the model in process', rows)}\n\n"
         f"{measured_on(result)} "
         f"The command `predict`, including start-up and compilation: {commands}."
     )

@@ -54,8 +54,8 @@ def fit_memory(config: RunConfig, spec: ModelSpec, memory_bytes: int) -> dict[st
         )
     if spec.remat == OFFLOAD:
         raise InputError(
-            f"the memory of model.remat={OFFLOAD} is not predicted: describe the run with model.remat=full, which also "
-            "holds the activations of one lane on the device"
+            f"the memory of model.remat={OFFLOAD} is not predicted: describe the run with model.remat=full, whose "
+            "result is the same"
         )
     check_remat(spec)
     check_parts(spec, config.train.batch_size, 1, config.train.accumulation_steps)

@@ -217,8 +217,8 @@ def check_remat(spec: ModelSpec) -> None:
         return
     if not spec.lane_groups:
         raise InputError(
-            f"model.remat={spec.remat} computes one lane at a time, and CapsNet has no lanes: leave it at none, and "
-            "use train.accumulation_steps"
+            f"model.remat={spec.remat} computes lanes again, and CapsNet has no lanes: leave it at none, and use "
+            "train.accumulation_steps"
         )
     if spec.classifies_alone.all() and not spec.ensemble_weight and spec.decoder_gradient != "all":
         raise InputError(

@@ -53,15 +53,6 @@ def test_curves_are_drawn_a_panel_a_row_and_a_line_a_run():
     assert [line.get_label() for line in cifar.lines] == ["tuned", "thesis, after 20"]
 
 
-def test_epochs_are_compared_with_the_peer():
-    records = [made_record(50.0, row="cifar_mlcn2_4x4", column="published", seed=seed) for seed in range(3)]
-    records[0]["test_accuracy_per_epoch"] = [44.0, 50.0, 52.0, 53.0]
-    records[1]["test_accuracy_per_epoch"] = [45.0, 49.0, 53.0]
-    records[2]["test_accuracy_per_epoch"] = [10.0]
-    (line,) = table_4_1.epoch_cells(records)
-    assert line[1:5] == ["2", "44.50, +0.64", "49.50, +0.36", "52.50, -0.26"]
-
-
 def test_batch_sizes_are_told_relative_to_100():
     made = (("fashion_capsnet", 100, 90.0), ("fashion_capsnet", 600, 88.0), (ROW, 300, 90.0))
     records = [made_record(a, row=row, batch_size=size, seed=0) for row, size, a in made]
