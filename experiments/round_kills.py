@@ -31,7 +31,7 @@ from experiments.tiers_relay import Link
 from mlcn_jax import host
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.launch import launch_script
-from mlcn_jax.rounds.coordinator import FOLDER
+from mlcn_jax.training.checkpoint import ROUNDS
 from mlcn_jax.training.metrics import read_rows
 
 VERSION = 3  # raised with every change after which results cannot stand beside older ones
@@ -96,7 +96,7 @@ def _takes_part(folder: Path, victim: int, before: int) -> bool:
 def newest_round(folder: Path, process: int) -> int:
     """The newest round that the coordinator (0) has saved, or that a worker has begun; -1 if there is none."""
     if process == 0:
-        rounds = [path.name for path in (folder / FOLDER).glob("[0-9]*") if path.name.isdigit()]
+        rounds = [path.name for path in (folder / ROUNDS).glob("[0-9]*") if path.name.isdigit()]
     else:
         rounds = re.findall(rf"worker {process - 1} computes round (\d+)", log_of(folder))
     return max(map(int, rounds), default=-1)

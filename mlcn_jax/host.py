@@ -74,9 +74,9 @@ def usable_memory_bytes() -> int:
     return min(_physical_memory_bytes() * num_cores() // (os.cpu_count() or 1), machine_memory_bytes())
 
 
-def device_memory_bytes() -> int | None:
-    """Memory for programs of this process's first device, if it states a limit, as accelerators do."""
-    stats = jax.local_devices()[0].memory_stats()
+def device_memory_bytes(device: jax.Device | None = None) -> int | None:
+    """Memory for programs of a device, by default this process's first, if it states a limit, as accelerators do."""
+    stats = (device or jax.local_devices()[0]).memory_stats()
     return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
 
 

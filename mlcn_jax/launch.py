@@ -38,6 +38,13 @@ def less_memory() -> str:
     )
 
 
+def lack_of_memory(error: Exception) -> str:
+    """What to tell of an error which says that memory ran out; empty for any other."""
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)):
+        return f"not enough memory ({_first_line(error)}): {less_memory()}"
+    return ""
+
+
 def launch(command: Callable[[], int | None]) -> None:
     """Runs `command`, whose result is the exit code.
 
@@ -68,12 +75,12 @@ def launch(command: Callable[[], int | None]) -> None:
             message = "error: a path begins with ~ and an unknown user name: write the path in full"
         elif "Gloo" in str(error):
             code, message = EXIT_STOPPED, f"another process of the run was lost ({_first_line(error)[:100]}...)"
-        elif "RESOURCE_EXHAUSTED" in str(error):
-            code, message = EXIT_INPUT, f"error: not enough memory ({_first_line(error)}): {less_memory()}"
+        elif told := lack_of_memory(error):
+            code, message = EXIT_INPUT, f"error: {told}"
         else:
             raise
     except MemoryError as error:
-        code, message = EXIT_INPUT, f"error: not enough memory ({error}): {less_memory()}"
+        code, message = EXIT_INPUT, f"error: {lack_of_memory(error)}"
     except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
@@ -94,7 +101,7 @@ def launch(command: Callable[[], int | None]) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+    return (str(error).splitlines() or [""])[0]
 
 
 def launch_script(define: Callable[["FlagValues"], None], main: Callable[["FlagValues"], int | None]) -> None:

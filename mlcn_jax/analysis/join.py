@@ -201,8 +201,9 @@ def read_parts(workdirs: Sequence[Path], data_dir: str = "") -> list[Part]:
 
 
 def _check_finished(workdir: Path, config: RunConfig) -> None:
-    """Raises InputError if the run of a workdir has not ended; what was joined or pruned is finished as it is."""
-    if not any((workdir / name).exists() for name in ("summary.json", FILE, prune.FILE)):
+    """Raises InputError if the run of a workdir has not ended; what was joined or pruned needs no further training."""
+    made = any((workdir / name).exists() for name in (FILE, prune.FILE)) and not (workdir / "metrics.jsonl").exists()
+    if not made and not (workdir / "summary.json").exists():
         raise InputError(
             f"{workdir} is not finished: its training was interrupted or is still running; finish it first with "
             + train_command(config, workdir)

@@ -257,13 +257,15 @@ def save_run(
     """
     check_unused(output)
     facts = {"config_hash": run.config.hash(), "conv": run.conv}
+    by_lane = run.config.train.lanes_apart and len(run.lanes) > 1 and validation_accuracy is not None
+    of_lanes = run.scores(run.ranking).lane_accuracies if by_lane else ()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
             workdir = Path(folder) / output.name
             with contextlib.closing(Checkpoints(workdir / "checkpoints")) as checkpoints:
                 state = {"params": run.params, "optimizer": run.optimizer}
-                checkpoints.save(run.step, state, facts, validation_accuracy)
+                checkpoints.save(run.step, state, facts, validation_accuracy, of_lanes)
             write_json(workdir / "config.json", run.config.to_dict())
             model = describe_model(run.spec, run.class_names, run.training_digest)
             write_json(workdir / "model.json", model | Teacher(digests=run.teachers).facts())

@@ -25,7 +25,8 @@ from mlcn_jax.commands import arguments
 from mlcn_jax.commands.run_config import config_of, needed_workdir
 from mlcn_jax.commands.train import print_summary
 from mlcn_jax.distributed import processes
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import Diverged, InputError
+from mlcn_jax.launch import EXIT_FAILED
 from mlcn_jax.settings import RoundSettings
 
 _STOP_SECONDS = 20.0
@@ -104,6 +105,8 @@ class _Here:
                     told.add(i)
                     _log.warning("worker %d ended with code %d", i, process.returncode)
             left = len(running) - len(told)
+            if left < self._settings.enough and EXIT_FAILED in (process.returncode for process in running):
+                raise Diverged("a worker diverged, as it says above; earlier rounds are kept")
             if left < self._settings.enough:
                 raise InputError(
                     f"{left} of {len(running)} workers are left, and a round needs {self._settings.enough} "

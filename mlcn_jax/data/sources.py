@@ -234,7 +234,9 @@ def _cached(source: Source, path: Path) -> dict[str, bytes] | None:
       InputError: this process may not read it, or the disk fails.
     """
     try:
-        path.open("rb").close()
+        with path.open("rb") as file:  # so that what fails below is the file's content
+            while file.read(2**24):
+                pass
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -29,14 +29,13 @@ from mlcn_jax.rounds.meeting import Meeting
 from mlcn_jax.rounds.messages import Join
 from mlcn_jax.rounds.vector import Vector, compress, decode, digest, num_bytes, to_vector
 from mlcn_jax.settings import RoundSettings
-from mlcn_jax.training.checkpoint import Checkpoints
+from mlcn_jax.training.checkpoint import ROUNDS, Checkpoints
 from mlcn_jax.training.plan import Plan, algorithms_of
 from mlcn_jax.training.session import Session, open_session
 from mlcn_jax.training.start import check_resumable, start_state
 from mlcn_jax.training.stop_signals import StopSignals
 
 _GRACE_SECONDS = 2.0  # time for calls that are still being answered at the end
-FOLDER = "rounds"  # folder of the coordinator's own checkpoints, in the workdir
 DRAWN = "."  # between the identity of a run and its number
 _log = logging.getLogger(__name__)
 
@@ -121,7 +120,7 @@ def name_of_run(session: Session, workdir: Path, own: Checkpoints) -> str:
 
     It is kept in the workdir from before the first round on. Runs of earlier versions have none, and keep their name.
     """
-    path = workdir / FOLDER / "run.json"
+    path = workdir / ROUNDS / "run.json"
     if not path.exists():
         write_json(path, {"drawn": "" if own.exist() else uuid.uuid4().hex[:16]})
     drawn = read_json(path)["drawn"]
@@ -249,7 +248,7 @@ def _no_watch() -> None:
 
 def _open(session: Session, workdir: Path, facts: dict[str, Any]) -> Checkpoints:
     """The coordinator's own checkpoints; raises InputError if the workdir holds a run that cannot be resumed."""
-    own = Checkpoints(workdir / FOLDER)
+    own = Checkpoints(workdir / ROUNDS)
     with contextlib.ExitStack() as on_error:
         on_error.callback(own.close)
         if own.exist():

@@ -69,7 +69,7 @@ class Meeting:
         self._changes: dict[int, Vector] = {}
         self._metrics: dict[int, dict[str, float]] = {}
         self._expected = set(range(settings.workers))
-        self._first_answer = 0.0
+        self._first_answer, self._last_call = 0.0, clock()
         self._told = False
         self._condition = threading.Condition()
 
@@ -166,6 +166,7 @@ class Meeting:
                 f"there is no worker {worker}: train.rounds.workers is {self._settings.workers}, and numbers start at 0"
             )
         with self._condition:  # a coordinator that was started again does not know who has joined
+            self._last_call = self._clock()
             if self._processes.setdefault(worker, process) != process:
                 raise InputError(
                     f"another process has joined with --worker={worker} and replaced this one: give each worker a "
@@ -188,12 +189,15 @@ class Meeting:
 
     def _can_end(self) -> bool:
         came, enough = self._changes.keys(), len(self._changes) >= self._settings.enough
-        late = bool(came) and self._clock() - self._first_answer >= self._settings.patience_seconds
-        if (late or self._expected <= came) and not enough and not self._told:
+        patience = self._settings.patience_seconds
+        late = bool(came) and self._clock() - self._first_answer >= patience
+        silent = self._clock() - self._last_call >= patience
+        if (late or silent or self._expected <= came) and not enough and not self._told:
             self._told = True
             _log.warning(
-                "round %d waits: %d of %d workers have answered, and %d are needed (train.rounds.quorum)",
+                "round %d waits: %d of %d workers have answered, and %d are needed (train.rounds.quorum)%s",
                 *(self._round, len(came), self._settings.workers, self._settings.enough),
+                f"; none has been heard for {patience:g} seconds" if silent else "",
             )
         return enough and (late or self._expected <= came)
 

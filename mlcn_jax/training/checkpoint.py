@@ -22,10 +22,12 @@ from mlcn_jax.files import check_workdir, tree_to_disk
 
 _log = logging.getLogger(__name__)
 
+ROUNDS = "rounds"  # folder of the checkpoints of a run in rounds, in its workdir
 _KEEP_NEWEST = 2  # so that one is left if the newest fails its checksum
 _ACCURACY, _LANES = "validation_accuracy", "lane_accuracies"
 _UNRANKED = -1.0  # below every accuracy
 _PARTS = ("params", "optimizer")
+_DESCRIPTIONS = "descriptions.json"  # a file of each checkpoint
 
 
 class Checkpoints:
@@ -70,8 +72,9 @@ class Checkpoints:
         self._ranks = {step: self._stored_ranks(step) for step in self._manager.all_steps()}
 
     def _to_disk(self) -> None:
-        """Flushes the checkpoint that is about to get its name: Orbax flushes its arrays, not what describes them."""
+        """Finishes the checkpoint that is about to get its name: Orbax flushes its arrays, not what describes them."""
         for folder in self._directory.glob("*.orbax-checkpoint-tmp*"):
+            (folder / _DESCRIPTIONS).write_text(json.dumps(_descriptions(folder)))
             tree_to_disk(folder)
 
     def exist(self) -> bool:
@@ -98,8 +101,9 @@ class Checkpoints:
 
     @property
     def num_ranked_lanes(self) -> int:
-        """For how many lanes checkpoints are ranked."""
-        return max(map(len, self._ranks.values()), default=1) - 1
+        """For how many lanes the newest of the checkpoints that are ranked is ranked."""
+        ranked = [step for step, (of_model, *_) in self._ranks.items() if of_model > _UNRANKED]
+        return len(self._ranks[max(ranked)]) - 1 if ranked else 0
 
     def _rank(self, step: int, lane: int | None) -> float:
         ranks, place = self._ranks[step], 0 if lane is None else 1 + lane
@@ -229,7 +233,7 @@ class Checkpoints:
         try:
             _read_all(folder)
             whole = all((folder / part).is_dir() for part in (*_PARTS, "facts"))  # not if its removal was cut
-            reason = _reason(error) if whole and not _tells_damage(error) else ""
+            reason = _reason(error) if whole and not (_tells_damage(error) or _is_changed(folder)) else ""
         except OSError as unreadable:
             reason = str(unreadable)
         if reason:
@@ -297,6 +301,23 @@ def _read_all(folder: Path) -> None:
             with contextlib.suppress(FileNotFoundError), open(os.path.join(root, name), "rb") as file:
                 while file.read(2**24):
                     pass
+
+
+def _descriptions(folder: Path) -> dict[str, str]:
+    """SHA-256 of the files in a checkpoint that say how its arrays are stored, by name."""
+    return {
+        f"{part}/_METADATA": hashlib.sha256((folder / part / "_METADATA").read_bytes()).hexdigest() for part in _PARTS
+    }
+
+
+def _is_changed(folder: Path) -> bool:
+    """Whether `_descriptions` are not those with which a checkpoint was saved; earlier versions did not store them."""
+    try:
+        return json.loads((folder / _DESCRIPTIONS).read_bytes()) != _descriptions(folder)
+    except FileNotFoundError:
+        return False
+    except ValueError:
+        return True
 
 
 def _reason(error: Exception) -> str:

@@ -24,7 +24,7 @@ from mlcn_jax.nn.calibration import trained_shapes, with_statistics, without_sta
 from mlcn_jax.nn.model import count_parameters
 from mlcn_jax.placement.cost import check_fits_memory
 from mlcn_jax.training import evaluate
-from mlcn_jax.training.checkpoint import Checkpoints
+from mlcn_jax.training.checkpoint import ROUNDS, Checkpoints
 from mlcn_jax.training.finish import final_results
 from mlcn_jax.training.metrics import MetricsWriter, Progress, StepLog, read_rows
 from mlcn_jax.training.plan import algorithms_of, make_runner
@@ -69,6 +69,11 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         steps_per_epoch = session.steps_per_epoch
         check_fits_memory(spec, host.total_memory_bytes())
 
+        if any((workdir / ROUNDS).glob("[0-9]*")):
+            raise InputError(
+                f"{workdir} holds a run in rounds: give another --workdir (with --config.init_from={workdir} to start "
+                f"from its weights once it has ended), or go on with {program()} rounds"
+            )
         checkpoints = Checkpoints(workdir / "checkpoints")
         stack.callback(checkpoints.close)
         model_facts = session.model_facts() | teacher.facts()
@@ -83,19 +88,16 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         stack.enter_context(tracing.using(tracing.Target(algorithms=tracing.as_pairs(algorithms))))
         start = int(state.step)
         num_steps = max(session.num_steps, start)
-        write_json(workdir / "config.json", config.to_dict())
         finished = processes.from_first(_finished_summary(workdir, start))
         if start == num_steps and finished and (not settings.score_test or "test_accuracy" in finished):
             _log.info("%s is finished: %d steps", workdir, start)
+            write_json(workdir / "config.json", config.to_dict())
             if finished.get("config_hash") != config.hash():  # it was shortened, or its teacher has moved
                 finished["config_hash"] = config.hash()
                 write_json(workdir / "summary.json", finished)
             stop.check(f"after the end of {workdir}")
             return finished
 
-        (workdir / "summary.json").unlink(missing_ok=True)  # of a run that goes on, which is not finished any more
-        if start < num_steps:  # without weights that were fitted to the lanes as they were
-            write_json(workdir / "model.json", model_facts)
         announce(session, plan.about, workdir, start, num_steps)
         options = session.step_options | teacher.options
         runner = make_runner(plan, spec, session.optimizer, clip_norm=settings.clip_norm, **options)
@@ -113,6 +115,10 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         sizes = [session.image_size(step) for step in range(start + 1, num_steps + 1)] or [0]
         compile_seconds = runner.compile(*batches.at(start), sizes=sizes)
         check_step_fits(runner)
+        write_json(workdir / "config.json", config.to_dict())
+        (workdir / "summary.json").unlink(missing_ok=True)  # of a run that goes on, which is not finished any more
+        if start < num_steps:  # without weights that were fitted to the lanes as they were
+            write_json(workdir / "model.json", model_facts)
         writer = MetricsWriter(workdir, start)
         stack.callback(writer.close)
         progress = Progress(start, num_steps, steps_per_epoch)
@@ -229,7 +235,8 @@ def _check_same(facts: Sequence[dict[str, Any]]) -> None:
 
 def _last_rate(workdir: Path) -> float | None:
     """The newest training throughput on record: all steps may have been taken before this process started."""
-    rates = [row["images_per_second"] for row in read_rows(workdir / "metrics.jsonl") if row["split"] == "train"]
+    rows = read_rows(workdir / "metrics.jsonl")
+    rates = [row["images_per_second"] for row in rows if "images_per_second" in row]
     return rates[-1] if rates else None
 
 

@@ -71,7 +71,7 @@ class MeshRunner:
         self._statistics: dict = {}
 
     def start(self, state: TrainState) -> None:
-        """Copies a full state, from host memory or any device, to the devices."""
+        """Takes over a full state, from host memory or any device, whose arrays the first step consumes."""
         self._state = mesh_lib.place_state(self._mesh, state)
 
     def compile(self, images: np.ndarray, labels: np.ndarray, soft: Any = (), *, sizes: Sequence[int] = (0,)) -> float:
@@ -82,9 +82,9 @@ class MeshRunner:
         self._untried = set(self._compiled)
         return sum(seconds for _, seconds in compiled.values())
 
-    def step_bytes(self) -> int:
+    def step_bytes(self) -> dict[jax.Device, int]:
         """Memory of the largest compiled step on one device."""
-        return largest_memory_bytes(self._compiled.values())
+        return {jax.local_devices()[0]: largest_memory_bytes(self._compiled.values())}
 
     def place(self, images: np.ndarray, labels: np.ndarray, soft: Any = ()) -> tuple[Any, ...]:
         """Starts copying a batch to the devices; returns the arguments of `step`."""

@@ -171,7 +171,8 @@ class StepLog:
     def paused(self):
         """Reports every step dispatched, then excludes the time that the block takes.
 
-        So rows end where checkpoints do, and a resumed run has the rows of one that was never stopped.
+        So rows end where checkpoints do, and a run that was killed and resumed has the rows of one that was not. A run
+        that was asked to stop has one more, which ends at the checkpoint saved then.
         """
         self.finish()
         yield

@@ -14,6 +14,7 @@ from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.evaluate import Scores
 
 _GAP = 0.3  # between pictures, for a name, as a share of their size
+_COLUMNS, _LEAST_COLUMNS = 10, 5  # of classes; fewer than the latter leave a margin, so that the title fits
 
 
 def write_pictures(workdir: Path, spec: ModelSpec, params: dict, dataset: datasets.Dataset, scores: Scores) -> None:
@@ -37,8 +38,9 @@ def save_confusion(path: Path, scores: Scores, class_names: Sequence[str]) -> No
         for name, a in zip(class_names, scores.accuracy_per_class, strict=True)
     ]
     font = 9 if n <= 40 else 5
-    axes.set_xticks(range(n), class_names, rotation=90 if max(map(len, class_names)) > 2 else 0, fontsize=font)
-    axes.set_yticks(range(n), names, fontsize=font)
+    rotation = 90 if max(map(len, class_names)) > 2 else 0
+    axes.set_xticks(range(n), class_names, rotation=rotation, fontsize=font, parse_math=False)
+    axes.set_yticks(range(n), names, fontsize=font, parse_math=False)
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class, and its accuracy")
     axes.set_title(f"accuracy {scores.accuracy:.2%}")
@@ -54,14 +56,14 @@ def save_confusion(path: Path, scores: Scores, class_names: Sequence[str]) -> No
 def save_reconstructions(
     path: Path, spec: ModelSpec, params: dict, split: datasets.Split, class_names: Sequence[str], examples: int = 4
 ) -> None:
-    """Draws, for up to 10 classes, a column of images, each above its reconstruction from the predicted class.
+    """Draws a column of images for each of up to 10 classes, each above its reconstruction from the predicted class.
 
     Wrong predictions are labelled in red.
     """
     from matplotlib.figure import Figure
 
-    columns = min(10, spec.num_classes)
-    shown = [np.flatnonzero(split.labels == label)[:examples] for label in range(columns)]
+    labels = np.unique(split.labels)[:_COLUMNS]
+    shown = [np.flatnonzero(split.labels == label)[:examples] for label in labels]
     images = split.images[np.concatenate(shown)]
 
     @jax.jit
@@ -73,18 +75,21 @@ def save_reconstructions(
     pixels = images / np.float32(255), np.clip(reconstructions, 0, 1)
     height, width = (round(_GAP * size) + size for size in spec.image_shape[:2])
     # One picture of all: an axis for each image would take seconds to draw.
-    mosaic = np.ones((2 * examples * height, columns * width, 3))
-    figure = Figure(figsize=(1.15 * columns, 1.15 * columns * len(mosaic) / len(mosaic[0]) + 0.4), layout="constrained")
+    mosaic = np.ones((2 * examples * height, len(labels) * width, 3))
+    across = 1.15 * max(_LEAST_COLUMNS, len(labels))
+    figure = Figure(figsize=(across, 1.15 * len(labels) * len(mosaic) / len(mosaic[0]) + 0.4), layout="constrained")
     axes = figure.subplots()
     axes.set_title("test images, and below each its reconstruction from the predicted class's capsule", fontsize=9)
     axes.axis("off")
-    places = [(row, label) for label in range(columns) for row in range(len(shown[label]))]
-    for i, (row, label) in enumerate(places):
+    places = [(row, column) for column, images_of in enumerate(shown) for row in range(len(images_of))]
+    for i, (row, column) in enumerate(places):
+        label = labels[column]
         right = predicted[i] == label
         for below, (name, color) in enumerate(((label, "black"), (predicted[i], "black" if right else "red"))):
-            top, left = (2 * row + below + 1) * height - spec.image_shape[0], label * width
+            top, left = (2 * row + below + 1) * height - spec.image_shape[0], column * width
             mosaic[top : top + spec.image_shape[0], left : left + spec.image_shape[1]] = pixels[below][i]
             middle = left + spec.image_shape[1] / 2
-            axes.text(middle, top - 1, class_names[name], ha="center", va="bottom", fontsize=7, color=color)
+            text = axes.text(middle, top - 1, class_names[name], ha="center", va="bottom", fontsize=7, color=color)
+            text.set_parse_math(False)
     axes.imshow(mosaic)
     figure.savefig(path, dpi=110)

@@ -21,14 +21,15 @@ def check_step_fits(runner: Runner) -> None:
     """
 
     def check() -> None:
-        needed, limit = runner.step_bytes(), host.device_memory_bytes()
-        available = host.machine_memory_bytes() if limit is None else limit
-        if needed <= available:
-            return
-        told = f"a training step needs {needed / 2**30:,.2f} GiB, but "
-        sizes = f"{available / 2**30:,.2f} GiB of memory"
-        if limit is not None:
-            raise InputError(f"{told}the device has {sizes} for programs: {less_memory()}")
-        _log.warning("%sthis machine has %s, so it may be slow or be killed: %s", told, sizes, less_memory())
+        for device, needed in runner.step_bytes().items():
+            limit = host.device_memory_bytes(device)
+            available = host.machine_memory_bytes() if limit is None else limit
+            if needed <= available:
+                continue
+            told = f"a training step needs {needed / 2**30:,.2f} GiB, but "
+            sizes = f"{available / 2**30:,.2f} GiB of memory"
+            if limit is not None:
+                raise InputError(f"{told}the device has {sizes} for programs: {less_memory()}")
+            _log.warning("%sthis machine has %s, so it may be slow or be killed: %s", told, sizes, less_memory())
 
     processes.everywhere(check)

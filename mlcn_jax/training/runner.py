@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 from jaxtyping import Array
 
@@ -22,7 +23,7 @@ class Runner(Protocol):
     """
 
     def start(self, state: TrainState) -> None:
-        """Copies a full state, from host memory or any device, to the devices; the caller may keep using it."""
+        """Takes over a full state, from host memory or any device; the caller must not use its arrays any more."""
 
     def compile(self, images: np.ndarray, labels: np.ndarray, soft: Any = (), *, sizes: Sequence[int] = (0,)) -> float:
         """Compiles the step for batches of these shapes; returns the seconds taken.
@@ -39,11 +40,11 @@ class Runner(Protocol):
         """
         ...
 
-    def step_bytes(self) -> int:
-        """Memory of the largest compiled program of a step on one device of this process, as the compiler counted it.
+    def step_bytes(self) -> dict[jax.Device, int]:
+        """Memory of the largest compiled program of a step on devices of this process, as the compiler counted it.
 
-        On a mesh a step is one program. In stacks, what a device holds for other programs is not in it. It is 0 where
-        the backend does not report it.
+        On a mesh a step is one program, the same on all devices, of which one is named. In stacks, what a device holds
+        for other programs is not in it. It is 0 where the backend does not report it.
         """
         ...
 

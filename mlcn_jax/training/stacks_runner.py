@@ -198,9 +198,12 @@ class StacksRunner:
         host.return_unused_memory()
         return time.monotonic() - started
 
-    def step_bytes(self) -> int:
-        """Memory of the largest program of a step."""
-        return largest_memory_bytes(self._programs.values())
+    def step_bytes(self) -> dict[jax.Device, int]:
+        """Memory of the largest program of a step on each device of this process."""
+        of_devices: dict[jax.Device, list[Any]] = {}
+        for (_, device, *_), program in self._programs.items():
+            of_devices.setdefault(device, []).append(program)
+        return {device: largest_memory_bytes(programs) for device, programs in of_devices.items()}
 
     def place(self, images: np.ndarray, labels: np.ndarray, soft: Any = ()) -> tuple[Any, ...]:
         """Starts copying a batch to all devices; returns the arguments of `step`."""

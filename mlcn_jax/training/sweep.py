@@ -11,7 +11,8 @@ from typing import Any
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import Diverged, InputError
-from mlcn_jax.files import check_workdir, read_json, write_json
+from mlcn_jax.files import check_workdir, make_folder, read_json, write_json
+from mlcn_jax.launch import lack_of_memory
 from mlcn_jax.training.loop import train
 
 _log = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ def parse_grid(text: str) -> dict[str, list[str]]:
         if field.strip() in grid:
             raise InputError(f"--sweep: {field.strip()} is given twice; give all its values in one list")
         grid[field.strip()] = [value.strip() for value in choices]
+        if len(set(grid[field.strip()])) < len(choices):
+            raise InputError(f"--sweep: {part.strip()!r} has a value twice; give each once")
     if not grid:
         raise InputError("a sweep needs --sweep='FIELD=VALUE,VALUE;...'")
     return grid
@@ -50,16 +53,18 @@ def sweep(config: RunConfig, workdir: Path, text: str) -> list[dict[str, Any]]:
 
     Writes them to `workdir/sweep.json`, with the result of `over_seeds`.
 
-    A point that is finished is not run again. One that fails (its values cannot be used, or its loss is not
-    finite) gets a row with its `error`, and the others go on.
+    A point that is finished is not run again. One that fails (its values cannot be used, its loss is not finite, or it
+    does not fit the memory) gets a row with its `error`, and the others go on.
 
     Raises:
-      InputError: the grid cannot be read, names a field that does not exist, or the workdir cannot hold checkpoints.
+      InputError: the grid cannot be read, names a field that does not exist, or the workdir cannot be written to or
+        hold checkpoints.
     """
     check_workdir(workdir)
     grid = parse_grid(text)
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     configs = [config.replace(point) for point in points]  # all are read before the first is run
+    make_folder(workdir, "workdir")
     rows: list[dict[str, Any]] = []
     before = _rows_before(workdir / "sweep.json")
     for i, (point, point_config) in enumerate(zip(points, configs, strict=True), start=1):
@@ -69,9 +74,11 @@ def sweep(config: RunConfig, workdir: Path, text: str) -> list[dict[str, Any]]:
         try:
             summary = train(point_config, folder)
             row |= {name: summary[name] for name in _COLUMNS if name in summary}
-        except (InputError, Diverged) as error:
-            row["error"] = str(error)
-            _log.error("point %d failed: %s", i, error)
+        except (InputError, Diverged, MemoryError, RuntimeError) as error:
+            row["error"] = lack_of_memory(error) or str(error)
+            if isinstance(error, RuntimeError) and not lack_of_memory(error):
+                raise
+            _log.error("point %d failed: %s", i, row["error"])
         rows.append(row)
         later = [str(_folder(workdir, point)) for point in points[i:]]
         known = rows + [before[folder] for folder in later if folder in before]

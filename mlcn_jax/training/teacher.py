@@ -72,7 +72,10 @@ class Teacher:
 
 def stored_digests(workdir: Path) -> tuple[str, ...]:
     """`Teacher.digests` of the run in a workdir; empty if it had no teacher."""
-    return tuple(read_json(workdir / "model.json").get(TEACHERS, ()))
+    model = read_json(workdir / "model.json")
+    if not isinstance(model, dict):
+        raise InputError(f"{workdir / 'model.json'} is damaged: restore it from a copy")
+    return tuple(model.get(TEACHERS, ()))
 
 
 def open_teacher(session: Session) -> Teacher:

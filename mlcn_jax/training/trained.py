@@ -66,8 +66,8 @@ def load_trained(workdir: str | Path) -> Trained:
     try:
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored["spec"].items()}
         spec, class_names = ModelSpec(**fields), tuple(stored["class_names"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is not in this version's format ({error}): restore it from a copy") from error
+    except (KeyError, TypeError, AttributeError, ValueError) as error:  # an InputError among them
+        raise InputError(f"{path} is damaged or of another version ({error}): restore it from a copy") from error
     like = {"params": trained_shapes(spec)}
     checkpoints = Checkpoints(workdir / "checkpoints", read_only=True)
     restored, facts = restore_best(checkpoints, spec, like)

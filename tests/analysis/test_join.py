@@ -174,6 +174,10 @@ def test_a_workdir_whose_training_was_interrupted_is_refused_with_the_command_th
         join_lib.read_parts([lanes[1], stopped])
     assert not (joined[0] / "summary.json").exists()
     assert len(join_lib.read_parts([joined[0]])[0].lanes) == 3
+    trained_on = shutil.copytree(joined[0], tmp_path / "trained_on")
+    (trained_on / "metrics.jsonl").touch()
+    with pytest.raises(InputError, match=rf"{trained_on} is not finished"):
+        join_lib.read_parts([trained_on])
 
 
 def test_the_command_that_finishes_a_run_has_its_configuration(lanes):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import gzip
 import hashlib
@@ -361,6 +362,21 @@ def test_a_file_of_the_cache_that_cannot_be_read_is_not_taken_for_missing(tmp_pa
     path.mkdir(parents=True)
     with pytest.raises(InputError, match=r"gz cannot be read \(Is a directory\): make it readable"):
         datasets.load("mnist", cache_dir=str(tmp_path / "cache"))
+
+
+def test_a_disk_that_fails_is_not_taken_for_damage_in_the_cache(tmp_path, server, monkeypatch):
+    files = idx_files()
+    make_official(monkeypatch, "mnist", files, base_urls=(server.url,))
+    write_files(tmp_path / "cache" / "mnist", files, zipped=True)
+
+    class Failing(io.BytesIO):
+        def read(self, *args):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "open", lambda path, mode: Failing())
+    with pytest.raises(InputError, match=r"cannot be read \(Input/output error\)"):
+        datasets.load("mnist", cache_dir=str(tmp_path / "cache"))
+    assert not server.requests
 
 
 def test_leftovers_and_damage_in_the_cache_are_downloaded_again(tmp_path, server, monkeypatch):

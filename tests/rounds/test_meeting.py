@@ -182,6 +182,23 @@ def test_workers_that_are_too_few_are_told_of(caplog):
     assert "round 0 waits: 1 of 3 workers have answered, and 2 are needed" in caplog.records[0].getMessage()
 
 
+def test_a_coordinator_that_hears_of_no_worker_says_so_once(caplog):
+    bed = Bed(2)
+    bed.fetch(0)
+    bed.now = 9.0
+    assert bed.ended() is None
+    bed.fetch(1)
+    bed.now = 18.0
+    assert bed.ended() is None
+    assert not caplog.records
+    for bed.now in (19.0, 30.0):
+        assert bed.ended() is None
+    (record,) = caplog.records
+    assert record.getMessage().endswith(
+        "0 of 2 workers have answered, and 2 are needed (train.rounds.quorum); none has been heard for 10 seconds"
+    )
+
+
 def test_the_end_waits_for_workers_to_hear_of_it():
     bed, heard = Bed(2), []
     bed.meeting.finish()

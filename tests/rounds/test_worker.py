@@ -9,6 +9,7 @@ from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.rounds import coordinator, worker
 from mlcn_jax.rounds.messages import Begin
 from mlcn_jax.rounds.vector import digest
+from mlcn_jax.training import checkpoint
 from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.session import open_session
 
@@ -101,7 +102,7 @@ def named(tiny):
     session = open_session(tiny.replace(ROUNDS))
 
     def name(workdir):
-        own = Checkpoints(workdir / coordinator.FOLDER)
+        own = Checkpoints(workdir / checkpoint.ROUNDS)
         try:
             return coordinator.name_of_run(session, workdir, own)
         finally:
@@ -115,7 +116,7 @@ def test_a_run_keeps_its_name_and_one_that_is_started_anew_gets_another(tiny, na
     assert named(tmp_path / "first") == first
     assert named(tmp_path / "second") != first
     earlier = tmp_path / "earlier"  # of a version that drew no number
-    own = Checkpoints(earlier / coordinator.FOLDER)
+    own = Checkpoints(earlier / checkpoint.ROUNDS)
     own.save(1, {"params": {"vector": np.zeros(2)}, "optimizer": {"x": np.zeros(2)}}, {})
     own.close()
     assert named(earlier) == coordinator.identity(open_session(tiny.replace(ROUNDS)))

@@ -6,10 +6,12 @@ import jax
 import numpy as np
 import pytest
 
+from mlcn_jax.analysis import prune
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Batches
 from mlcn_jax.errors import InputError
+from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.evaluate import make_evaluator
 from mlcn_jax.training.loop import train
 from mlcn_jax.training.plan import make_runner
@@ -89,6 +91,10 @@ def test_a_lane_has_its_own_best_checkpoint_as_if_it_were_alone(tmp_path):
             np.testing.assert_allclose(mine[0], theirs[lane], rtol=0, atol=1e-6)
     scores = make_evaluator(together.spec, 0.0)(together.params, open_session(RunConfig()).dataset.test, 50)
     assert scores.accuracy == summary["test_accuracy"]
+    prune.save_run(prune.load_prunable(tmp_path / "together"), tmp_path / "copy", summary["validation_accuracy"], {})
+    copied = Checkpoints(tmp_path / "copy" / "checkpoints", read_only=True)
+    assert copied.num_ranked_lanes == 3, "further training keeps lanes that it makes worse"
+    copied.close()
 
 
 @pytest.mark.parametrize(

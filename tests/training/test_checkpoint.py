@@ -89,6 +89,14 @@ def test_the_best_of_each_lane_is_kept_and_a_damaged_one_makes_room_for_the_next
         checkpoints.close()
 
 
+def test_lanes_are_ranked_as_long_as_what_is_scored_ranks_them(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for step, model, lanes, expected in ((1, 0.5, (0.9, 0.1), 2), (2, None, (), 2), (3, 0.4, (), 0), (4, None, (), 0)):
+        checkpoints.save(step, state_of(step), {}, model, lanes)
+        assert checkpoints.num_ranked_lanes == expected
+    checkpoints.close()
+
+
 def test_without_a_ranking_the_newest_is_the_best(tmp_path):
     checkpoints = save_all(tmp_path, {1: None, 2: None, 3: None})
     assert checkpoints.restore(LIKE, best=True)[1]["step"] == 3
@@ -158,6 +166,17 @@ def test_any_damaged_file_leaves_the_one_before(tmp_path):
             jax.tree.map(np.testing.assert_array_equal, restored, state_of(facts["step"]))
             checkpoints.close()
             shutil.rmtree(tmp_path / "damaged")
+
+
+@pytest.mark.parametrize("part", ["params", "optimizer"])
+def test_a_changed_description_of_the_arrays_is_damage(tmp_path, part):
+    """Still well-formed, it makes orbax raise errors that its own bugs could cause, too."""
+    save_all(tmp_path, {1: None, 2: None}).close()
+    described = tmp_path / "2" / part / "_METADATA"
+    described.write_text(described.read_text().replace('"key_type"', '"key_typo"'))
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.restore(LIKE)[1]["step"] == 1
+    checkpoints.close()
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "empty"])

@@ -7,6 +7,7 @@ import sys
 import types
 import weakref
 
+import jax
 import numpy as np
 import pytest
 
@@ -23,14 +24,14 @@ ADVICE = r"use model\.remat=full, train\.accumulation_steps, or .* describe --me
 
 @pytest.mark.parametrize("changes", [{}, {"parallel.plan": "stacks", "parallel.lane": 2}])
 def test_a_device_that_states_too_little_memory_is_refused_before_the_first_step(tiny, tmp_path, monkeypatch, changes):
-    monkeypatch.setattr(host, "device_memory_bytes", lambda: 2**20)
+    monkeypatch.setattr(host, "device_memory_bytes", lambda device: 2**20)
     monkeypatch.setattr(MeshRunner, "step", None)
     with pytest.raises(InputError, match=rf"needs 0\.\d\d GiB, but the device has 0\.00 GiB .* {ADVICE}"):
         loop.train(tiny.replace(changes), tmp_path)
 
 
 def test_a_worker_of_rounds_is_refused_too(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(host, "device_memory_bytes", lambda: 2**20)
+    monkeypatch.setattr(host, "device_memory_bytes", lambda device: 2**20)
     config = tiny.replace({"train.rounds.steps": 4, "train.rounds.workers": 2})
     trainer = worker.Trainer(open_session(config), 0, tmp_path)
     with pytest.raises(InputError, match="but the device has"):
@@ -39,7 +40,7 @@ def test_a_worker_of_rounds_is_refused_too(tiny, tmp_path, monkeypatch):
 
 
 def test_more_than_the_memory_of_a_machine_is_warned_of(monkeypatch, caplog):
-    runner = types.SimpleNamespace(step_bytes=lambda: 3 * 2**30)
+    runner = types.SimpleNamespace(step_bytes=lambda: {jax.devices()[0]: 3 * 2**30})
     monkeypatch.setattr(host, "machine_memory_bytes", lambda: 4 * 2**30)
     room.check_step_fits(runner)
     assert not caplog.records
@@ -47,6 +48,16 @@ def test_more_than_the_memory_of_a_machine_is_warned_of(monkeypatch, caplog):
     room.check_step_fits(runner)
     assert "a training step needs 3.00 GiB, but this machine has 2.00 GiB of memory" in caplog.text
     assert re.search(ADVICE, caplog.text)
+
+
+def test_each_device_is_compared_with_its_own_memory(monkeypatch):
+    gpu, cpu = "gpu", "cpu"
+    limits = {gpu: 2**30, cpu: None}
+    monkeypatch.setattr(host, "device_memory_bytes", limits.get)
+    monkeypatch.setattr(host, "machine_memory_bytes", lambda: 4 * 2**30)
+    room.check_step_fits(types.SimpleNamespace(step_bytes=lambda: {gpu: 2**29, cpu: 3 * 2**30}))
+    with pytest.raises(InputError, match=r"needs 2\.00 GiB, but the device has 1\.00 GiB"):
+        room.check_step_fits(types.SimpleNamespace(step_bytes=lambda: {cpu: 0, gpu: 2**31}))
 
 
 @pytest.mark.parametrize(("container_gib", "expected"), [(8, 8), (400, 16)])

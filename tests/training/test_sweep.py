@@ -15,7 +15,7 @@ def test_grids_are_read():
     }
 
 
-@pytest.mark.parametrize("text", ["", ";", "train.seed", "train.seed=", "train.seed=1,,2", "a=1;a=2"])
+@pytest.mark.parametrize("text", ["", ";", "train.seed", "train.seed=", "train.seed=1,,2", "a=1;a=2", "a=1,2,1"])
 def test_bad_grids_are_refused(text):
     with pytest.raises(InputError, match="sweep"):
         sweep.parse_grid(text)
@@ -64,6 +64,24 @@ def trains_nothing(monkeypatch):
         return dict.fromkeys(("test_accuracy", "test_loss", "images_per_second", "parameters", "steps"), 0.0)
 
     monkeypatch.setattr(sweep, "train", train)
+
+
+def test_a_point_that_does_not_fit_the_memory_fails_alone(tiny, tmp_path, monkeypatch):
+    def train(config, folder):
+        if config.train.batch_size > 100:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return {"test_accuracy": 0.5}
+
+    monkeypatch.setattr(sweep, "train", train)
+    rows = sweep.sweep(tiny, tmp_path / "new" / "sweep", "train.batch_size=999,10")
+    assert rows[0]["error"].startswith("not enough memory (RESOURCE_EXHAUSTED: out of memory): use model.remat=full")
+    assert rows[1]["test_accuracy"] == 0.5
+
+
+def test_a_sweep_whose_points_fail_at_once_still_tells_why(tiny, tmp_path):
+    (row,) = sweep.sweep(tiny, tmp_path / "new", "train.rounds.steps=50")
+    assert "rounds" in row["error"]
+    assert (tmp_path / "new" / "sweep.json").exists()
 
 
 def test_folders_have_no_commas(tiny, tmp_path, monkeypatch):

@@ -236,6 +236,23 @@ def test_a_run_that_goes_on_is_not_finished_any_more(finished, tiny, tmp_path, m
     assert not (workdir / "summary.json").exists()
 
 
+def test_a_run_is_as_it_was_if_it_cannot_go_on_with_the_given_settings(finished, tiny, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").glob("*.json")}
+    changes = {"train.num_steps": 40, "train.accumulation_steps": 2, "parallel.plan": "stacks", "parallel.lane": 2}
+    with pytest.raises(InputError, match=r"accumulation_steps=2 with parallel\.plan=stacks"):
+        loop.train(tiny.replace(changes), tmp_path / "run")
+    assert {path: path.read_bytes() for path in (tmp_path / "run").glob("*.json")} == before
+
+
+def test_a_run_in_rounds_is_not_overwritten(tiny, tmp_path):
+    """It may have no ordinary checkpoint yet."""
+    (tmp_path / "rounds" / "3").mkdir(parents=True)
+    with pytest.raises(InputError, match="holds a run in rounds"):
+        loop.train(tiny, tmp_path)
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".json"] == []
+
+
 def test_the_test_set_can_be_scored_later(finished, tiny, tmp_path):
     workdir, config = shutil.copytree(finished, tmp_path / "run"), tiny.replace({"train.score_test": False})
     (workdir / "summary.json").unlink()
