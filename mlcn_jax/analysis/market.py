@@ -24,6 +24,7 @@ from mlcn_jax.training import splits
 from mlcn_jax.training.accumulate import check_parts
 
 _FREE = simulate.Link(0.0, math.inf)
+_MOST_INTERRUPTIONS = 60.0  # of a machine per hour
 _PARETO_POINTS = 5  # ways with lanes trained apart
 _EARLIER = 0.8  # each further deadline, relative to the time of the way before
 _MOST_SETS = 10**6  # sets of machines
@@ -90,6 +91,11 @@ class Market:
         startup = given(offer.startup_seconds, terms.startup_seconds)
         startup += self.task.data_bytes / terms.download_bytes_per_second
         rate = given(offer.interruptions_per_hour, terms.interruptions_per_hour or 0.0) if offer.spot else 0.0
+        if rate > _MOST_INTERRUPTIONS:
+            raise InputError(
+                f"{offer.machine}: {rate:g} interruptions per hour are more than one a minute, with which nothing "
+                "can be trained: give a lower rate"
+            )
         machine = rental.Machine(
             price=offer.price,
             startup_seconds=startup,

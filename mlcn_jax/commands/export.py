@@ -3,7 +3,8 @@
     mlcn_jax export --workdir=runs/mlcn2
 
 The folder also gets a model card, `README.md`: what the model is, its data, its accuracy and how to use it. Before the
-export is put in place, it is loaded again and must reproduce the model's lengths on this machine, to 1e-5.
+export is put in place, it is loaded again and must reproduce the model's lengths on this machine, to 1e-5 (in
+float32).
 """
 
 import shlex

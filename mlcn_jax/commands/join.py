@@ -12,6 +12,7 @@ The result can be evaluated, pruned, exported, served and trained further: it is
 the first workdir. `mlcn_jax prune` removes lanes again.
 """
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ def define(values: flags.FlagValues) -> None:
 
 def main(argv: Sequence[str]) -> None:
     values = arguments.parse("join", __doc__, define, argv)
-    names = [name for given in values.workdir for name in ([given] if Path(given).exists() else given.split(","))]
+    names = [name for given in values.workdir for name in ([given] if os.path.exists(given) else given.split(","))]
     if not names or not all(names):
         raise InputError("give --workdir=FOLDER,FOLDER of the finished runs whose lanes are to be joined")
     if not values.output:

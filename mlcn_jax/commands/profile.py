@@ -87,8 +87,9 @@ def main(argv: Sequence[str]) -> None:
         seconds = measure_device.typical_seconds(programs, values.rounds)
         machine = finish()
     profile = measure_device.make_profile(lab, programs, seconds, **machine)
+    profile.save(output)  # at once, since forms may fail
     if values.forms:
         profile = dataclasses.replace(profile, **forms_of(spec, values.forms, values.rounds))
-    profile.save(output)
+        profile.save(output)
     print(measure_device.table(profile))
     print(f"{output} ({time.monotonic() - started:.0f} s)")

@@ -16,6 +16,7 @@ shorter than the margin loss requires, so lengths are no longer probabilities un
 """
 
 import math
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +45,7 @@ def define(values: flags.FlagValues) -> None:
 
 def main(argv: Sequence[str]) -> None:
     values = arguments.parse("prune", __doc__, define, argv)
-    names = [name for given in values.workdir for name in ([given] if Path(given).exists() else given.split(","))]
+    names = [name for given in values.workdir for name in ([given] if os.path.exists(given) else given.split(","))]
     check_flags(names, values.keep, values.max_accuracy_drop, values.output)
 
     from mlcn_jax import pretrained

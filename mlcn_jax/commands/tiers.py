@@ -48,14 +48,14 @@ def _parser() -> argparse.ArgumentParser:
     split.add_argument(
         "--cut", default="pixels", help="what leaves the first tier: pixels, conv1, capsules, columns, ..."
     )
-    split.add_argument("--key", default="", help="Ed25519 private key (PEM) to sign the artifacts with")
+    split.add_argument("--key", default=None, help="Ed25519 private key (PEM) to sign the artifacts with")
     split.add_argument("--data_dir", default="", help="overrides the run's config.data.dir, if not empty")
     split.add_argument("--out", default="tiers", help="name of the folder in WORKDIR")
     split.add_argument("--precision", default="", help="export of the model that `mlcn_jax precision` wrote")
 
     node = command("node", "answers gateways with the lanes of one tier")
     node.add_argument("artifact", help="folder of the tier, as `tiers split` wrote it")
-    node.add_argument("--key", default="", help="Ed25519 private key (PEM) to sign answers with")
+    node.add_argument("--key", default=None, help="Ed25519 private key (PEM) to sign answers with")
 
     gateway = command("gateway", "answers clients with its own lanes, and refines answers with the other tiers")
     gateway.add_argument("artifact", help="folder of the first tier, as `tiers split` wrote it")
@@ -64,17 +64,17 @@ def _parser() -> argparse.ArgumentParser:
     gateway.add_argument("--bits", default=32, type=int, choices=wire.BITS, help="bits per value sent to other tiers")
     gateway.add_argument("--noise", default=0.0, type=float, help="noise added to these values, relative to their std")
     gateway.add_argument("--may_stop", action="store_true", help="allows the page to stop tiers")
-    gateway.add_argument("--node_keys", default="", help="public keys (PEM), one of which must sign a node's answer")
+    gateway.add_argument("--node_keys", default=None, help="public keys (PEM), one of which must sign a node's answer")
     gateway.add_argument("--ca", default="", help="CA certificates (PEM) that signed the nodes' certificates")
     gateway.add_argument("--cert", default="", help="certificate (PEM) to present to the nodes, with --cert_key")
     gateway.add_argument("--cert_key", default="", help="private key (PEM) of --cert")
     for each in (node, gateway):
-        each.add_argument("--trust", default="", help="public keys (PEM), one of which must have signed the artifact")
+        each.add_argument("--trust", default=None, help="public keys (PEM), one of which must have signed the artifact")
         each.add_argument(
             "--tls_cert", default="", help="certificate (PEM) of this server, which then accepts only https"
         )
         each.add_argument("--tls_key", default="", help="private key (PEM) of --tls_cert")
-        each.add_argument("--tls_clients", default="", help="CA certificates (PEM) that sign client certificates")
+        each.add_argument("--tls_clients", default=None, help="CA certificates (PEM) that sign client certificates")
         server.add_limits(each)
     parser.epilog = "\n\n".join([rest.strip(), *(each.format_help().strip() for each in (split, node, gateway))])
     return parser
@@ -92,7 +92,7 @@ def _split(arguments: argparse.Namespace) -> None:
 
     workdir = pretrained.find_workdir(arguments.workdir)
     pretrained.check_writable(workdir, "tiers split")
-    key = Path(arguments.key) if arguments.key else None
+    (key,) = _paths("key", arguments.key) or (None,)
     precision = Path(arguments.precision).expanduser() if arguments.precision else None
     folder = split.split(
         workdir, Path(arguments.tiers), arguments.cut, key, arguments.data_dir, arguments.out, precision
@@ -101,24 +101,25 @@ def _split(arguments: argparse.Namespace) -> None:
 
 
 def _node(arguments: argparse.Namespace) -> None:
-    limits, listener, tls = _listen(arguments, _WITH_KEYS if arguments.key or arguments.trust else ())
+    keys, trust = _paths("key", arguments.key), _paths("trust", arguments.trust)
+    limits, listener, tls = _listen(arguments, _WITH_KEYS if keys or trust else ())
     from mlcn_jax.tiers.artifact import TierArtifact
     from mlcn_jax.tiers.node import KEEP_ALIVE_SECONDS, NodeService
 
     sign = None
-    if arguments.key:
+    if keys:
         from mlcn_jax.tiers import signatures
 
-        sign = signatures.private_key(Path(arguments.key)).sign
-    service = NodeService(TierArtifact(arguments.artifact, _paths(arguments.trust)), limits, sign)
+        sign = signatures.private_key(keys[0]).sign
+    service = NodeService(TierArtifact(arguments.artifact, trust), limits, sign)
     service.warm_up()
     name, url = service.artifact.name, server.url_of(listener, bool(tls))
     server.serve(service, listener, f"tier {name} at {url}", timeout_keep_alive=KEEP_ALIVE_SECONDS, **tls)
 
 
 def _gateway(arguments: argparse.Namespace) -> None:
-    keys = arguments.node_keys or arguments.trust
-    limits, listener, tls = _listen(arguments, (*_OF_GATEWAY, *(_WITH_KEYS if keys else ())))
+    node_keys, trust = _paths("node_keys", arguments.node_keys), _paths("trust", arguments.trust)
+    limits, listener, tls = _listen(arguments, (*_OF_GATEWAY, *(_WITH_KEYS if node_keys or trust else ())))
     if not all(0 <= value < float("inf") for value in (arguments.noise, arguments.deadline_ms)):
         raise InputError(
             f"--noise={arguments.noise:g} and --deadline_ms={arguments.deadline_ms:g} must both be 0 or more and finite"
@@ -127,7 +128,7 @@ def _gateway(arguments: argparse.Namespace) -> None:
     from mlcn_jax.tiers.client import TierClient, check_nodes
     from mlcn_jax.tiers.gateway import GatewayService
 
-    artifact = TierArtifact(arguments.artifact, _paths(arguments.trust))
+    artifact = TierArtifact(arguments.artifact, trust)
     policy = artifact.policy
     if artifact.name != policy.names[0]:
         raise InputError(
@@ -135,10 +136,10 @@ def _gateway(arguments: argparse.Namespace) -> None:
             f"give its folder, or start this one with: mlcn_jax tiers node {arguments.artifact}"
         )
     is_signed = None
-    if arguments.node_keys:
+    if node_keys:
         from mlcn_jax.tiers import signatures
 
-        trusted = signatures.public_keys(_paths(arguments.node_keys))
+        trusted = signatures.public_keys(node_keys)
 
         def is_signed(content: bytes, signature: bytes) -> bool:
             return signatures.is_signed(content, signature, trusted)
@@ -159,6 +160,7 @@ def _listen(arguments: argparse.Namespace, packages: Sequence[str]) -> tuple[Any
     """The limits, a bound socket, and uvicorn's settings of TLS."""
     server.check_packages(packages, "tiers,serve")
     limits, tls = server.limits_of(arguments), {}
+    _paths("tls_clients", arguments.tls_clients)
     if not arguments.tls_cert and (arguments.tls_key or arguments.tls_clients):
         raise InputError("--tls_key and --tls_clients need --tls_cert, the certificate of this server: give it as well")
     if arguments.tls_cert:
@@ -212,5 +214,9 @@ def _is_url(text: str) -> bool:
     return url.scheme in ("http", "https") and bool(url.raw_host) and 0 < (url.port or 80) < 2**16
 
 
-def _paths(text: str) -> list[Path]:
-    return [Path(item) for item in filter(None, text.split(","))]
+def _paths(option: str, text: str | None) -> list[Path]:
+    """The files of an option; if it is given, it must name some: an unset variable must not turn protection off."""
+    names = [] if text is None else text.split(",")
+    if not all(names):
+        raise InputError(f"--{option}={text} has an empty file name: give files, or leave the option out")
+    return [Path(name) for name in names]

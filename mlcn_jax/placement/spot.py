@@ -42,17 +42,26 @@ class Interruptions:
         Args:
           work_seconds: time of training without any checkpoint.
           interval_seconds: work between checkpoints, above 0.
+
+        Returns:
+          Infinity if runs are interrupted so often that they get nowhere.
         """
         segments = work_seconds / interval_seconds
         if not self.per_second:
             return work_seconds + segments * self.checkpoint_seconds
         rate = self.per_second
-        attempt = math.expm1(rate * (interval_seconds + self.checkpoint_seconds))
-        return math.exp(rate * self.restart_seconds) * attempt * segments / rate
+        try:
+            attempt = math.expm1(rate * (interval_seconds + self.checkpoint_seconds))
+            return math.exp(rate * self.restart_seconds) * attempt * segments / rate
+        except OverflowError:
+            return math.inf
 
     def lost_seconds(self, interval_seconds: float) -> float:
         """Expected work, including time spent on saving, that an interruption undoes."""
         segment = interval_seconds + self.checkpoint_seconds
         if not self.per_second:
             return 0.0
-        return 1 / self.per_second - segment / math.expm1(self.per_second * segment)
+        try:
+            return 1 / self.per_second - segment / math.expm1(self.per_second * segment)
+        except OverflowError:
+            return 1 / self.per_second

@@ -64,7 +64,7 @@ def rows(found: "Search") -> list[dict[str, Any]]:
 
 def write_trials(found: "Search", workdir: Path, least_seconds: float = 0.0) -> None:
     """Writes `trials.json` and `trials.md`, sorted by accuracy, unless written within the last `least_seconds`."""
-    if time.time() - _modified(workdir / "trials.json") < least_seconds:
+    if least_seconds and time.time() - _modified(workdir / "trials.json") < least_seconds:
         return
     table = rows(found)
     write_json(workdir / "trials.json", table)

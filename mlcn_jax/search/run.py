@@ -134,7 +134,8 @@ def worker_slot(found: Search) -> Iterator[None]:
     rng = random.Random(0)
     mixes = [found.space.draw(rng) for _ in range(20)]
     largest = max(_model_bytes(found, mix) for mix in mixes)
-    names = ["".join(c for c in os.environ.get("CUDA_VISIBLE_DEVICES", "0") if c.isalnum())]
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # the one that a worker uses
+    names = ["".join(c for c in first if c.isalnum() or c in "-_")]
     if jax.default_backend() == "cpu":
         room = int(host.usable_memory_bytes() / (2 * largest + _PROCESS_BYTES))
         names = [f"core{core}" for core in host.cores()[: max(1, room)]]

@@ -14,7 +14,7 @@ from mlcn_jax.nn.lanes import LANE_KINDS, PUBLISHED_KINDS
 METHODS = ("random", "evolution", "halving", "tpe", "nsgaii")
 COSTS = ("exact", "published")
 _FREE_ON_RESUME = {"num_models", "max_training_seconds", "storage", "heartbeat_seconds"}
-IMAGES = "training_images_sha256"
+IMAGES, PROFILES = "training_images_sha256", "device_profiles_sha256"
 BEFORE = {"search.costs": "exact"}  # what searches did that are older than these settings
 
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mlcn_jax import host
 from mlcn_jax.config import RunConfig, check_fields
 from mlcn_jax.data import datasets
 from mlcn_jax.errors import InputError
 from mlcn_jax.search import space as space_lib
-from mlcn_jax.search.settings import IMAGES, SearchSettings, facts_of
+from mlcn_jax.search.settings import IMAGES, PROFILES, SearchSettings, facts_of
 from mlcn_jax.search.study import Study
 from mlcn_jax.search.trials import Trainer
 from mlcn_jax.training.session import check_settings
@@ -120,5 +121,6 @@ def open_search(
     facts = {name: value for name, value in config.flat_as_before().items() if name.split(".")[0] != "parallel"}
     facts = {name: value for name, value in facts.items() if name not in _FREE} | facts_of(settings)
     facts[IMAGES] = datasets.digest(trainer.train)
+    facts[PROFILES] = [host.sha256_of(path) for path in space_lib.profiles_of(settings.devices)]
     url = settings.storage or f"sqlite:///{workdir.resolve() / 'search.db'}"
     return Search(config, settings, trainer, space, Study(settings, facts, url, create=create))

@@ -22,6 +22,7 @@ from mlcn_jax.search.budget import FORM, Bucket, amount, head_bytes, parse_devic
 Mix = tuple[tuple[int, ...], ...]
 
 MOVES = ("swap", "widen", "deepen", "move", "add", "remove")
+_MOST_LANES = 100_000  # on all devices
 _REDRAWS = 10  # of a device that ends less full than the tolerance requires
 _MOVE_TRIES = 100  # of a mutation, before a new mix is drawn
 _NEWCOMERS = 0.1  # when a mutated mix is filled up: share of the new lanes that are drawn from the whole menu
@@ -260,15 +261,14 @@ def make_space(
         return cost.published_memory_bytes(lane) if published else float(cost_of(lane).held_bytes(batch_size))
 
     unit = sum(group.count * load_of(group.spec) for group in parse_lanes(baseline))
-    entries = [parse_device(entry) for entry in devices.split(",") if entry.strip()]
     buckets: list[Bucket] = []
-    for values, count in entries:
+    for values, count in _entries(devices):
         if published and not values.get("flops", "").endswith("x"):
             raise InputError(
                 f"search.devices={devices!r}: search.costs is 'published', whose formulas give neither FLOPs nor "
                 "seconds: give each device's flops= as a multiple of the baseline's, such as 'memory=12GiB flops=4x*8'"
             )
-        profile = DeviceProfile.load(Path(values["profile"]).expanduser()) if "profile" in values else None
+        profile = DeviceProfile.load(_profile_of(values)) if "profile" in values else None
         if profile is None:
             limit = read_number(values["flops"], "flops", unit)
             loads = [load_of(lane) for lane in menu]
@@ -291,12 +291,30 @@ def make_space(
         buckets += [dataclasses.replace(bucket, name=f"{bucket.name} {len(buckets) + i}") for i in range(count)]
     if not buckets:
         raise InputError(f"search.devices={devices!r} describes no device: give one or more, {FORM}")
+    rooms = [min(b.limit / min(b.loads), b.memory_bytes / min(b.lane_bytes)) for b in buckets]
+    if sum(rooms) > _MOST_LANES:
+        raise InputError(
+            f"search.devices={devices!r} has room for {sum(rooms):,.0f} lanes, and at most {_MOST_LANES:,} are tried: "
+            "give smaller limits"
+        )
     if published:
         return Space(menu, buckets, tolerance)
-    most_lanes = sum(int(min(b.limit / min(b.loads), b.memory_bytes / min(b.lane_bytes))) for b in buckets)
-    free = max(0.0, buckets[0].memory_bytes - head_bytes(spec, max(1, most_lanes), batch_size))
+    free = max(0.0, buckets[0].memory_bytes - head_bytes(spec, max(1, sum(map(int, rooms))), batch_size))
     buckets[0] = dataclasses.replace(buckets[0], memory_bytes=free)
     return Space(menu, buckets, tolerance)
+
+
+def profiles_of(devices: str) -> list[Path]:
+    """The device profiles that a text for `make_space` names."""
+    return [_profile_of(values) for values, _ in _entries(devices) if "profile" in values]
+
+
+def _entries(devices: str) -> list[tuple[dict[str, str], int]]:
+    return [parse_device(entry) for entry in devices.split(",") if entry.strip()]
+
+
+def _profile_of(values: dict[str, str]) -> Path:
+    return Path(values["profile"]).expanduser()
 
 
 def _crowded_lanes(profile: DeviceProfile | None, batch_size: int) -> tuple[float, float]:

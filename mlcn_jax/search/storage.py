@@ -30,7 +30,11 @@ def open_storage(url: str, heartbeat_seconds: int) -> "optuna.storages.RDBStorag
       url: the database, as SQLAlchemy writes it.
       heartbeat_seconds: interval of the workers' heartbeats; after two of them without one, a worker counts as dead.
     """
-    optuna, _ = load_packages()
+    optuna, sqlalchemy = load_packages()
+    try:
+        sqlalchemy.engine.make_url(url)
+    except (sqlalchemy.exc.ArgumentError, ValueError) as error:  # ValueError: a port that is no number
+        raise _no_address(url) from error
     engine: dict[str, Any] = {"pool_pre_ping": True}
     if url.startswith("sqlite"):
         engine = {"connect_args": {"timeout": _LOCK_SECONDS}}
@@ -62,10 +66,7 @@ def storage_errors(url: str) -> Iterator[None]:
     try:
         yield
     except sqlalchemy.exc.ArgumentError as error:
-        raise InputError(
-            f"search.storage={shown(url)} is not the address of a database ({error}): give one such as "
-            "sqlite:////folder/search.db or postgresql://user:password@host/database"
-        ) from error
+        raise _no_address(url) from error
     except Exception as error:
         cause: BaseException | None = error  # Optuna may raise another error while it handles the storage's
         while cause is not None and not isinstance(cause, sqlalchemy.exc.SQLAlchemyError):
@@ -90,10 +91,18 @@ def storage_errors(url: str) -> Iterator[None]:
         ) from error
 
 
+def _no_address(url: str) -> InputError:
+    return InputError(
+        f"search.storage={shown(url)} is not the address of a database: give one such as sqlite:////folder/search.db "
+        "or postgresql://user:password@host:5432/database"
+    )
+
+
 def shown(url: str) -> str:
-    """A database URL without its password."""
+    """A database URL without its password; of a text that is no such URL, what may hold none."""
     _, sqlalchemy = load_packages()
     try:
-        return sqlalchemy.engine.make_url(url).render_as_string(hide_password=True)
-    except sqlalchemy.exc.ArgumentError:
-        return url
+        parsed = sqlalchemy.engine.make_url(url)
+    except (sqlalchemy.exc.ArgumentError, ValueError):
+        return f"{url.partition(':')[0][:12]!r}..." if len(url) > 12 else repr(url)
+    return parsed.update_query_dict({"password": "***"} if "password" in parsed.query else {}).render_as_string()

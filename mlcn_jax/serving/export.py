@@ -35,7 +35,7 @@ def export(workdir: Path) -> Path:
     """Writes the best checkpoint of a workdir as `workdir/export`, in place of an older one, and returns that folder.
 
     Before the export is put in place it is loaded again, and must give the same lengths as the model on this platform,
-    to 1e-5.
+    to 1e-5 (in float32; to what rounding allows in bfloat16).
 
     Raises:
       InputError: the workdir holds no trained model, or flatbuffers is not installed.
@@ -166,11 +166,18 @@ def write_manifest(
         "files": files,
         "command": command,
         "date": datetime.date.today().isoformat(),
-        "versions": {
-            name: importlib.metadata.version(name) for name in (*_PACKAGES, *(["onnxruntime"] if onnx else []))
-        },
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES} | _runtime_version(onnx),
     }
     write_json(folder / artifact.MANIFEST, artifact.signed(manifest))
+
+
+def _runtime_version(files: Sequence[str] | None) -> dict[str, str]:
+    """The version of ONNX Runtime if it computes any `files`."""
+    if not files:
+        return {}
+    import onnxruntime  # asked for its version because its package has several names, such as onnxruntime-gpu
+
+    return {"onnxruntime": onnxruntime.__version__}
 
 
 def flat_weights(encoder: dict) -> dict[str, np.ndarray]:

@@ -170,7 +170,10 @@ def versions() -> dict[str, str]:
             f"{', '.join(missing)} cannot be imported: in a clone, run `make onnx`, which installs them into "
             ".venv-onnx, and use .venv-onnx/bin/python; elsewhere, install them with pip in a separate environment"
         )
-    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+    import onnxruntime  # asked for its version because its package has several names, such as onnxruntime-gpu
+
+    others = {name: importlib.metadata.version(name) for name in _PACKAGES if name != "onnxruntime"}
+    return {**others, "onnxruntime": onnxruntime.__version__}
 
 
 def _pixels(images: Array) -> Array:

@@ -81,9 +81,11 @@ def open_model(given: str, runtime: str = "auto") -> "Classifier":
     checkpoints = folder / "checkpoints"
     if (folder / MANIFEST).is_file() or not checkpoints.is_dir():
         return Artifact(folder, runtime)
-    saved = [path.stat().st_mtime for path in checkpoints.iterdir() if path.name.isdecimal()]
+    described = (folder / "model.json",)  # weights of lanes may have been fitted since
+    saved = [path for path in (*checkpoints.iterdir(), *described) if path.name.isdecimal() or path in described]
     manifest = folder / "export" / MANIFEST
-    if manifest.is_file() and manifest.stat().st_mtime >= max(saved, default=0):
+    newest = max((path.stat().st_mtime for path in saved if path.exists()), default=0)
+    if manifest.is_file() and manifest.stat().st_mtime >= newest:
         return Artifact(folder / "export", runtime)
     if runtime not in ("auto", "xla"):
         raise InputError(

@@ -70,10 +70,11 @@ def serve(service: "BatchService", listener: socket.socket, message: str, **sett
 
     class Server(uvicorn.Server):
         async def startup(self, sockets=None):
-            try:
-                await super().startup(sockets)
-            except OSError as error:
-                raise _cannot_listen(listener.getsockname(), error) from error
+            if config.ssl is not None:  # connections count only after the handshake, which asyncio grants 60 seconds
+                loop, patience = asyncio.get_running_loop(), service.limits.timeout_seconds
+                listening = functools.partial(loop.create_server, ssl_handshake_timeout=patience)
+                loop.create_server = listening  # type: ignore[method-assign]
+            await super().startup(sockets)
             print(message, flush=True)
 
         async def shutdown(self, sockets=None):
@@ -81,6 +82,10 @@ def serve(service: "BatchService", listener: socket.socket, message: str, **sett
             await super().shutdown(sockets)
 
     config = uvicorn.Config("", **_settings(service.limits), **settings)
+    try:
+        listener.listen(config.backlog)  # here, because uvloop does not tell if it fails
+    except OSError as error:
+        raise cannot_listen(listener.getsockname(), error) from error
     _complete(service, config)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # uvicorn has its own, and raises the signal again at the end
@@ -239,7 +244,7 @@ def bind(host: str, port: int, secure: bool = False) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except (OSError, UnicodeError) as error:
-        raise _cannot_listen((host, port), error) from error
+        raise cannot_listen((host, port), error) from error
     if not secure and not ipaddress.ip_address(address[0]).is_loopback:
         _log.warning(
             "%s can be reached from other machines: anyone who reaches it may use it, and nothing is encrypted", host
@@ -247,7 +252,8 @@ def bind(host: str, port: int, secure: bool = False) -> socket.socket:
     return listener
 
 
-def _cannot_listen(address: tuple, error: Exception) -> InputError:
+def cannot_listen(address: tuple, error: Exception) -> InputError:
+    """The error to raise if an address, of a socket, cannot be listened on."""
     host, port = address[:2]
     return InputError(f"cannot listen on {host}, port {port} ({error}): give another --host or --port")
 

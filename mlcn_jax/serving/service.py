@@ -80,7 +80,8 @@ class Service(BatchService):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             asked = await self.read(scope, receive)
-            rows = iter(await self.rows(asked.good, _is_gone(scope), arrived=asked.arrived))
+            good = asked.good
+            rows = iter(await self.rows(good, _is_gone(scope), arrived=asked.arrived) if good else ())
         except ClientDisconnect:
             return
         found = [{"error": p} if isinstance(p, str) else self.prediction(next(rows), asked) for p in asked.pixels]

@@ -4,6 +4,7 @@ The processes accept connections on one socket, which stays open while they are 
 request. Built on uvicorn's supervisor.
 """
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -17,6 +18,8 @@ from typing import Any
 import prometheus_client.multiprocess
 import uvicorn
 from uvicorn.supervisors import Multiprocess
+
+from mlcn_jax.serving.server import cannot_listen
 
 _READY_SECONDS = 300  # time for a process to load its model and compile its programs
 _ANSWER_SECONDS = 10  # time for a process to say that it lives; one that does not is replaced
@@ -45,7 +48,8 @@ class _Workers(Multiprocess):
     """uvicorn's supervisor; starts one process before the others, and drops the metrics of those that ended."""
 
     message: str
-    has_failed = False  # whether a process could not start
+    has_failed = False  # whether a process could not start, or not listen
+    is_ready = does_listen = False
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket.socket]):
         super().__init__(config, sockets)
@@ -60,7 +64,10 @@ class _Workers(Multiprocess):
         is_ready = self._are_ready()
         while is_ready and len(self.processes) < wanted:
             self.handle_ttin()  # one more
-        if is_ready and self._are_ready():
+        self.is_ready = is_ready and self._are_ready()
+        if self.is_ready:
+            self.does_listen = all(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) for one in self.sockets)
+        if self.does_listen:
             print(self.message, flush=True)
         else:
             self.has_failed = not self.should_exit.is_set()
@@ -103,6 +110,9 @@ def run(
 
     Returns:
       Whether all could start; a process that could not has printed the reason.
+
+    Raises:
+      InputError: the address is in use.
     """
     config = _Config("", workers=workers, **settings)
     config.complete = complete
@@ -111,4 +121,6 @@ def run(
         supervisor = _Workers(config, [listener])
         supervisor.message = message
         supervisor.run()
+    if supervisor.is_ready and not supervisor.does_listen:  # uvloop does not tell that listening failed
+        raise cannot_listen(listener.getsockname(), OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)))
     return not supervisor.has_failed

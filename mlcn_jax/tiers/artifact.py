@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,7 @@ class TierArtifact:
     def __init__(self, folder: str | Path, trusted: Sequence[Path] = ()):
         folder = Path(folder)
         manifest = verified_manifest(folder)
-        _check_signature(folder, trusted)
+        _check_signature(folder, manifest, trusted)
         if not (folder / FILE).is_file() or FILE not in manifest["files"]:
             raise InputError(
                 f"{folder} is not a tier of a split model: it has no {FILE}; {program()} tiers split WORKDIR writes it"
@@ -128,7 +129,7 @@ class TierArtifact:
         return time.perf_counter() - started
 
 
-def _check_signature(folder: Path, trusted: Sequence[Path]) -> None:
+def _check_signature(folder: Path, manifest: dict[str, Any], trusted: Sequence[Path]) -> None:
     if not trusted:
         return
     path = folder / SIGNATURE
@@ -137,5 +138,6 @@ def _check_signature(folder: Path, trusted: Sequence[Path]) -> None:
     again = f"give the public key of whoever signed it, or split the model with --key: {program()} tiers split --help"
     if not path.is_file():
         raise InputError(f"{folder} is not signed, but only what {named} signed is trusted: {again}")
-    if not signatures.is_signed((folder / MANIFEST).read_bytes(), path.read_bytes(), keys):
+    content = (folder / MANIFEST).read_bytes()
+    if not signatures.is_signed(content, path.read_bytes(), keys) or json.loads(content) != manifest:
         raise InputError(f"{folder} is not signed by {named}: {again}")

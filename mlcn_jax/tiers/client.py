@@ -273,6 +273,8 @@ class TierClient:
 
     async def _ask(self, node: Node, rows: np.ndarray, bits: int, deadline: float, probe: object | None) -> np.ndarray:
         times, started = node.times(len(rows)), time.monotonic()
+        if not np.isfinite(rows).all():  # which no node accepts, and none is to blame for
+            raise self._lost("refused", "the values at the cut are not all finite")
         if rows.nbytes > _QUICK_BYTES:
             body = await asyncio.to_thread(wire.pack_request, self._digest, rows, bits)
         else:

@@ -68,6 +68,17 @@ def read_wishes(path: Path, class_names: Sequence[str]) -> Wishes:
     return wishes
 
 
+def check_given(path: Path, wishes: Wishes, count: int) -> None:
+    """Raises InputError unless names and given lanes of tiers are valid, and enough of `count` lanes are left."""
+    given = [lane for tier in wishes.tiers for lane in tier.lanes or ()]
+    free = [lane for lane in range(count) if lane not in given]
+    others = [tier.name for tier in wishes.tiers if tier.lanes is None]
+    lanes = [
+        free[others.index(tier.name) :: len(others)] if tier.lanes is None else tier.lanes for tier in wishes.tiers
+    ]
+    check_lanes(path, lanes, [tier.name for tier in wishes.tiers], count)
+
+
 def place(
     path: Path,
     wishes: Wishes,

@@ -29,7 +29,7 @@ from mlcn_jax.tiers import policy as policies
 from mlcn_jax.tiers import signatures
 from mlcn_jax.tiers.artifact import HOME, PART, SIGNATURE, TierArtifact
 from mlcn_jax.tiers.cuts import PIXELS, Part
-from mlcn_jax.tiers.placing import Wishes, lane_flops, place, read_wishes
+from mlcn_jax.tiers.placing import Wishes, check_given, lane_flops, place, read_wishes
 from mlcn_jax.training.evaluate import class_capsules
 from mlcn_jax.training.session import check_learned
 from mlcn_jax.training.trained import Trained
@@ -80,6 +80,10 @@ def split(
     trained, dataset = load_with_data(workdir, config)
     check_lanes_classify(trained.spec)
     wishes = read_wishes(wishes_path, trained.class_names)
+    check_given(wishes_path, wishes, len(trained.spec.lane_specs))  # before anything is computed
+    folder = workdir / (out or FOLDER)
+    if folder.exists() and not any(folder.glob(f"*/{policies.FILE}")):
+        raise InputError(f"{folder} exists but holds no split model: move it away, because splitting would replace it")
     train, validation = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)
     check_learned(workdir, dataset, train)
     _check_validation(workdir, len(validation.labels))
@@ -102,9 +106,6 @@ def split(
                 f"{workdir / _MODEL}, so it would have no answer: give it another lane"
             )
     policy, parts = _policy(folded, wishes, lanes, cut, squares, validation)
-    folder = workdir / (out or FOLDER)
-    if folder.exists() and not any(folder.glob(f"*/{policies.FILE}")):
-        raise InputError(f"{folder} exists but holds no split model: move it away, because splitting would replace it")
     changed = {"cut": cut if cut != PIXELS else "", "out": out if out != FOLDER else ""}
     given = {"tiers": wishes_path, **changed, "key": key, "data_dir": data_dir, "precision": precision}
     options = [f"--{name}={value}" for name, value in given.items() if value]

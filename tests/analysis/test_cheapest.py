@@ -215,6 +215,8 @@ def test_spot_machines_save_at_the_best_interval_and_count_what_is_lost(profiles
 def test_validating_at_a_checkpoint_is_a_part_of_what_it_costs(profiles):
     terms = dataclasses.replace(TERMS, interruptions_per_hour=3.0, link=None)
     spot = offers(profiles, Offer("slow", 0.8, spot=True))
+    with pytest.raises(InputError, match="slow: 20000 interruptions per hour are more than one a minute"):
+        market.Market(TASK, dataclasses.replace(TERMS, interruptions_per_hour=20000.0), spot)
     plain = market.Market(TASK, terms, spot).ways()[0]
     validating = market.Market(dataclasses.replace(TASK, validation_images=5000), terms, spot).ways()[0]
     assert validating.save_every > 1.2 * plain.save_every

@@ -2,8 +2,10 @@
 
 import ast
 import json
+import os
 import re
 import runpy
+import time
 import types
 
 import pytest
@@ -51,6 +53,16 @@ def test_the_text_of_an_error_stays_in_its_cell(tmp_path, reason):
     assert len(cells) == len(header.split("|"))
     assert cells[2].strip().startswith("failed:")
     assert json.loads((tmp_path / "trials.json").read_text())[0]["reason"] == reason
+
+
+def test_the_last_results_are_written_whatever_the_clock_of_the_file_server_says(tmp_path):
+    found = types.SimpleNamespace(study=types.SimpleNamespace(models=list))
+    (tmp_path / "trials.json").write_text("[1]")
+    os.utime(tmp_path / "trials.json", (time.time() + 60,) * 2)
+    report.write_trials(found, tmp_path, 5.0)
+    assert (tmp_path / "trials.json").read_text() == "[1]"
+    report.write_trials(found, tmp_path)
+    assert json.loads((tmp_path / "trials.json").read_text()) == []
 
 
 def test_the_picture_names_what_it_shows_and_counts_whole_models(tmp_path, monkeypatch):

@@ -54,6 +54,9 @@ def test_storages_that_cannot_be_used(tmp_path):
         ("sqlite:////nowhere/search.db", "cannot be used .*unable to open"),
         ("postgresql://u:secret@127.0.0.1:1/x", "cannot be used|driver that is not installed"),
         ("oddsql://x/y", "is not the address|driver"),
+        ("postgresql://u:secret@h:abc/x", "is not the address of a database"),
+        ("postgresql//u:secret@h/x", "is not the address of a database"),
+        ("postgresql://127.0.0.1:1/x?password=secret", "cannot be used|driver that is not installed"),
     ):
         with pytest.raises(InputError, match=message) as error:
             study.Study(SETTINGS, {}, url, create=True)

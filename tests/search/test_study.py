@@ -269,9 +269,8 @@ def test_settings_that_cannot_be_used(changes, message):
         dataclasses.replace(SETTINGS, **changes)
 
 
-def test_a_search_does_not_go_on_with_other_images(tmp_path):
-    images = settings_lib.IMAGES
-
+@pytest.mark.parametrize("images", [settings_lib.IMAGES, settings_lib.PROFILES])
+def test_a_search_does_not_go_on_with_other_images_or_devices(tmp_path, images):
     def opened(digest):
         facts = settings_lib.facts_of(SETTINGS) | {images: digest}
         return study.Study(SETTINGS, facts, f"sqlite:///{tmp_path / 'search.db'}", create=True)
@@ -280,7 +279,7 @@ def test_a_search_does_not_go_on_with_other_images(tmp_path):
     with pytest.raises(InputError, match=f"{images}: 'one' there, 'other' now"):
         opened("other")
     found.note("facts", {name: value for name, value in found.noted("facts").items() if name != images})
-    opened("other")  # a search that did not note its images goes on
+    opened("other")  # a search that did not note them goes on
 
 
 def test_costs_are_part_of_what_must_agree_and_older_searches_have_exact_ones(tmp_path):

@@ -37,7 +37,7 @@ def test_usual_names_are_shown_as_they_are():
     assert predict.printable("\udcff") == "\\udcff"
 
 
-def test_a_workdir_is_used_by_its_export_only_while_that_is_newer_than_the_checkpoints(finished, tmp_path, rng):
+def test_a_workdir_is_used_by_its_export_only_while_that_is_newer_than_the_model(finished, tmp_path, rng):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     trained = predict.open_model(str(tmp_path))
     assert not isinstance(trained, artifact.Artifact)
@@ -47,6 +47,10 @@ def test_a_workdir_is_used_by_its_export_only_while_that_is_newer_than_the_check
     images = rng.integers(0, 256, (5, *trained.image_shape)).astype(np.uint8)
     np.testing.assert_allclose(trained.probabilities(images), exported.probabilities(images), atol=1e-5)
     assert trained.class_names == exported.class_names
+    os.utime(tmp_path / "model.json", (manifest.stat().st_mtime + 1,) * 2)  # lanes may have other weights now
+    assert not isinstance(predict.open_model(str(tmp_path)), artifact.Artifact)
+    os.utime(tmp_path / "model.json", (1, 1))
+    assert isinstance(predict.open_model(str(tmp_path)), artifact.Artifact)
     os.utime(manifest, (0, 0))
     assert not isinstance(predict.open_model(str(tmp_path)), artifact.Artifact)
     assert isinstance(predict.open_model(str(manifest.parent)), artifact.Artifact)

@@ -4,12 +4,14 @@ import re
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import REPOSITORY
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.serving import server as server_lib
+from mlcn_jax.serving.http_service import Limits
 from mlcn_jax.serving.server import bind, main
 
 
@@ -26,6 +28,18 @@ def test_an_address_in_use_gives_one_error(tmp_path):
         code, message = run_serve(str(tmp_path), f"--port={taken.getsockname()[1]}")
     assert code == 2
     assert re.fullmatch(r"error: cannot listen on 127.0.0.1, port \d+ \(.*in use\).*--port\n", message)
+
+
+def test_an_address_that_was_taken_after_it_was_bound_is_an_error_too():
+    """Both can bind it while neither listens; uvloop does not tell that listening failed."""
+    first = bind("127.0.0.1", 0)
+    second = bind(*first.getsockname())
+    first.listen()
+    service = SimpleNamespace(limits=Limits(2, 8, 1000, 4, 9, timeout_seconds=5))
+    with pytest.raises(InputError, match=r"cannot listen on 127.0.0.1, port \d+ \(.*in use"):
+        server_lib.serve(service, second, "serving")
+    first.close()
+    second.close()
 
 
 @pytest.mark.parametrize(

@@ -294,6 +294,23 @@ def test_what_a_client_that_has_left_sent_is_not_decoded():
     in_process(check, max_body_bytes=20_000)
 
 
+def test_a_request_without_a_readable_picture_is_not_too_late():
+    """There is nothing to compute, however busy the model is."""
+
+    async def check(app, slow, service):
+        asked = [asyncio.create_task(ask(app, pixel(0)))]
+        await until(slow.entered.is_set)
+        asked.append(asyncio.create_task(ask(app, pixel(1))))
+        await until(lambda: service.batcher.waiting == 1)
+        service.batcher._seconds = {1: 100.0}
+        status, _, answer = await ask(app, b"no picture")
+        assert (status, answer["error"]) == (400, "none of the images can be read")
+        slow.go.set()
+        await asyncio.gather(*asked)
+
+    in_process(check, deadline_seconds=60.0)
+
+
 def test_a_model_too_slow_for_the_deadline_is_named():
     slow = Slow()
     slow.go.set()

@@ -1,6 +1,7 @@
 """The supervisor of several serving processes: what it does with one that is stuck, replaced or ended."""
 
 import signal
+import socket
 
 import prometheus_client.multiprocess
 import pytest
@@ -101,6 +102,18 @@ def test_a_signal_while_processes_start_is_no_failure_to_start(supervisor):
     signal.raise_signal(signal.SIGINT)
     supervisor.init_processes()
     assert not supervisor.has_failed
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_it_serves_only_if_the_processes_could_listen(supervisor, capsys, listens):
+    capsys.readouterr()
+    with socket.socket() as listener:
+        if listens:
+            listener.listen()
+        supervisor.sockets = [listener]
+        supervisor.init_processes()
+    assert (supervisor.does_listen, supervisor.has_failed) == (listens, not listens)
+    assert capsys.readouterr().out == ("serving\n" if listens else "")
 
 
 def test_a_process_leaves_sighup_to_its_supervisor(monkeypatch):

@@ -282,6 +282,18 @@ def test_a_node_is_left_alone_for_what_it_would_say_to_other_requests_too(status
         asyncio.run(check(status))
 
 
+@pytest.mark.parametrize("bits", [8, 32])
+def test_values_that_are_not_finite_are_no_fault_of_a_node(bits):
+    async def check():
+        client = tier_of(lambda request: pytest.fail("it was asked"))
+        for _ in range(4):
+            with pytest.raises(TierLost, match="are not all finite"):
+                await client.ask(np.full((1, 4), np.nan, np.float32), bits, time.monotonic() + 5)
+        assert not client.nodes[0].breaker.is_open
+
+    asyncio.run(check())
+
+
 def test_an_error_that_nobody_foresaw_costs_a_tier_and_not_the_answer():
     broken = [RuntimeError("not foreseen")]
 

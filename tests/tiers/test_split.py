@@ -178,6 +178,22 @@ def test_tiers_that_make_no_sense_are_named(per_lane, tmp_path, given, said):
         split.split(per_lane, tmp_path / "tiers.json")
 
 
+@pytest.mark.parametrize(
+    ("tiers", "out", "said"),
+    [
+        ([{"name": "Edge", "lanes": [0]}, {"name": "b"}], "", "names with characters other than .* are Edge"),
+        ([{"name": "a", "lanes": [0, 0]}, {"name": "b"}], "", "lanes given twice are 0"),
+        ([{"name": "a", "lanes": [0, 1, 2]}, {"name": "b"}], "", "tiers without lanes are b"),
+        ([{"name": "a", "lanes": [0]}, {"name": "b"}], "checkpoints", "exists but holds no split model"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_computed(per_lane, tmp_path, monkeypatch, tiers, out, said):
+    monkeypatch.setattr(split, "class_capsules", lambda *given: pytest.fail("it computed the lanes"))
+    (tmp_path / "tiers.json").write_text(json.dumps({"tiers": tiers}))
+    with pytest.raises(InputError, match=said):
+        split.split(per_lane, tmp_path / "tiers.json", out=out)
+
+
 def test_a_path_as_the_name_of_the_folder_is_refused_at_once(per_lane, tmp_path):
     with pytest.raises(InputError, match=r"--out=new/tiers must be the name of a folder"):
         split.split(per_lane, tmp_path / "tiers.json", out="new/tiers")

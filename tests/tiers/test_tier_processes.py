@@ -160,9 +160,11 @@ def test_nodes_and_gateways_show_each_other_certificates(thorough, start, pictur
     node_own, mine = certificate(tmp_path, "node", ca), certificate(tmp_path, "mine", ca)
     late, stranger = certificate(tmp_path, "late", ca, days=-1), certificate(tmp_path, "stranger")
     secure = (f"--tls_cert={node_own[0]}", f"--tls_key={node_own[1]}", f"--tls_clients={ca[0]}")
-    edge = start("node", thorough / "edge", "--port=0", *secure)
+    edge = start("node", thorough / "edge", "--port=0", "--timeout_seconds=3", *secure)
     expired = start("node", thorough / "cloud", "--port=0", f"--tls_cert={late[0]}", f"--tls_key={late[1]}")
     assert edge.scheme == "https"
+    with socket.create_connection(("127.0.0.1", edge.port), timeout=20) as silent:
+        assert silent.recv(1) == b"", "it is not waited for longer than for a request"
     nodes = f"--nodes=edge={edge.url},cloud={expired.url}"
     known = (f"--ca={ca[0]}", f"--cert={mine[0]}", f"--cert_key={mine[1]}")
     gateway = start("gateway", thorough / "end", "--port=0", nodes, *known)
@@ -199,6 +201,12 @@ def test_nodes_and_gateways_show_each_other_certificates(thorough, start, pictur
         (["gateway", "{}/end", "--deadline_ms=nan"], "--deadline_ms=nan must both be 0 or more and finite"),
         (["gateway", "{}/end", "--deadline_ms=inf"], "--deadline_ms=inf must both be 0 or more and finite"),
         (["gateway", "{}/end", "--ca=/none.pem"], "--ca, --cert or --cert_key cannot be used"),
+        (["node", "{}/edge", "--trust=,"], "--trust=, has an empty file name"),
+        (["node", "{}/edge", "--trust="], "--trust= has an empty file name"),
+        (["node", "{}/edge", "--key="], "--key= has an empty file name"),
+        (["node", "{}/edge", "--tls_cert=a", "--tls_clients="], "--tls_clients= has an empty file name"),
+        (["gateway", "{}/end", "--node_keys=a,,b"], "--node_keys=a,,b has an empty file name"),
+        (["split", "/none", "--tiers=/none.json", "--key="], "--key= has an empty file name"),
         (["node", "{}"], "is not an exported model"),
         (["node", "{}/edge", "--tls_cert=/none.pem"], "--tls_cert, --tls_key or --tls_clients cannot be used"),
         (["node", "{}/edge", "--tls_clients=/none.pem"], "--tls_key and --tls_clients need --tls_cert"),
