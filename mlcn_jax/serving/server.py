@@ -26,6 +26,7 @@ Exit codes: 0 it ended in this way, 2 the input cannot be used.
 import argparse
 import asyncio
 import dataclasses
+import errno
 import functools
 import importlib.util
 import ipaddress
@@ -85,7 +86,7 @@ def serve(service: "BatchService", listener: socket.socket, message: str, **sett
     try:
         listener.listen(config.backlog)  # here, because uvloop does not tell if it fails
     except OSError as error:
-        raise cannot_listen(listener.getsockname(), error) from error
+        raise _cannot_listen(listener.getsockname(), error) from error
     _complete(service, config)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # uvicorn has its own, and raises the signal again at the end
@@ -244,7 +245,7 @@ def bind(host: str, port: int, secure: bool = False) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except (OSError, UnicodeError) as error:
-        raise cannot_listen((host, port), error) from error
+        raise _cannot_listen((host, port), error) from error
     if not secure and not ipaddress.ip_address(address[0]).is_loopback:
         _log.warning(
             "%s can be reached from other machines: anyone who reaches it may use it, and nothing is encrypted", host
@@ -252,8 +253,7 @@ def bind(host: str, port: int, secure: bool = False) -> socket.socket:
     return listener
 
 
-def cannot_listen(address: tuple, error: Exception) -> InputError:
-    """The error to raise if an address, of a socket, cannot be listened on."""
+def _cannot_listen(address: tuple, error: Exception) -> InputError:
     host, port = address[:2]
     return InputError(f"cannot listen on {host}, port {port} ({error}): give another --host or --port")
 
@@ -346,5 +346,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     from mlcn_jax.serving import workers
 
     complete = functools.partial(_complete_worker, arguments, limits)
-    if not workers.run(complete, listener, arguments.workers, message, **_settings(limits)):
+    try:
+        could_start = workers.run(complete, listener, arguments.workers, message, **_settings(limits))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise _cannot_listen(listener.getsockname(), error) from error
+    if not could_start:
         sys.exit(EXIT_INPUT)

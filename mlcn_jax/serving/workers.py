@@ -19,8 +19,6 @@ import prometheus_client.multiprocess
 import uvicorn
 from uvicorn.supervisors import Multiprocess
 
-from mlcn_jax.serving.server import cannot_listen
-
 _READY_SECONDS = 300  # time for a process to load its model and compile its programs
 _ANSWER_SECONDS = 10  # time for a process to say that it lives; one that does not is replaced
 
@@ -112,7 +110,7 @@ def run(
       Whether all could start; a process that could not has printed the reason.
 
     Raises:
-      InputError: the address is in use.
+      OSError: the address is in use.
     """
     config = _Config("", workers=workers, **settings)
     config.complete = complete
@@ -122,5 +120,5 @@ def run(
         supervisor.message = message
         supervisor.run()
     if supervisor.is_ready and not supervisor.does_listen:  # uvloop does not tell that listening failed
-        raise cannot_listen(listener.getsockname(), OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)))
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     return not supervisor.has_failed
