@@ -52,10 +52,11 @@ def readme_residual() -> str:
     runs = [run for run in result["runs"] if run["facts"]["row"] == row["row"]]
     title = data_title(runs[0]["data"])
     plain, flips = (f"{row[name]['mean']:.2f} %" for name in ("accuracy", "accuracy_flips"))
+    earlier = ", trained before the optimizer was last changed" if result["version"] == 1 else ""
     return (
         f"Residual lanes, `{row['lanes']}`, reach {plain} on {title} in {row['epochs']} epochs, and {flips} with "
-        f"mirror images at test time: the mean of {len(runs)} seeds ([how to train them](docs/howto/residual.md)). The "
-        "published lanes, and the same with other settings:"
+        f"mirror images at test time: the mean of {len(runs)} seeds{earlier} "
+        "([how to train them](docs/howto/residual.md)). The published lanes, and the same with other settings:"
     )
 
 
