@@ -8,9 +8,11 @@ may leave out the edge), starts the nodes with quotas of cores behind links of 2
 gateway, all as processes (`experiments.tiers_bed`). `answers` sends the test set to the gateway, and to the whole model
 in the cloud (`mlcn_jax serve`); accuracy lost is given with a paired 95 % bound. `fault: ...` sends requests with a
 deadline of the 95 % time of the end's own lanes plus 50 ms while something fails, and counts late and unanswered ones.
-With --own_models, `own models` compares with a model of its own in each tier (`experiments.tiers_shared` tells how to
-train them). Nothing is measured where the relay's delays or rates are wrong. Writes `tiers_gateway.json` and `.md` to
-`experiments/results/`; run again, it does what is missing.
+With that deadline only the edge is in time, so some faults come again with 250 ms, which the cloud meets, too (with a
+split that has no edge, all have 250 ms). `largest error` compares the sum over the tiers with the whole model. With
+--own_models, `own models` compares with a model of its own in each tier (`experiments.tiers_shared` tells how to train
+them). Nothing is measured where the relay's delays or rates are wrong, or other work keeps cores busy. Writes
+`tiers_gateway.json` and `.md` to `experiments/results/` after each measurement; run again, it does what is missing.
 """
 
 import contextlib
@@ -35,8 +37,11 @@ from experiments.tiers_bed import CORES, NodePlan, RunningNode, bed, limited, st
 from experiments.tiers_faults import (
     EDGE_ALONE,
     EXPIRED,
+    EXTRA_MS,
     FAULTS,
+    LONG_EXTRA_MS,
     FalseNode,
+    Fault,
     led_to,
     make_certificates,
     make_keys,
@@ -44,17 +49,20 @@ from experiments.tiers_faults import (
     taken_over,
     under_fault,
 )
-from experiments.tiers_gateway_report import DELAY_MS, packed, report
+from experiments.tiers_gateway_report import DELAY_MS, report
+from experiments.tiers_shared import packed
 from mlcn_jax import host
 from mlcn_jax.analysis.workdir import load_with_data, stored_config
 from mlcn_jax.data.batches import Split
 from mlcn_jax.data.datasets import split_validation
+from mlcn_jax.errors import InputError
 from mlcn_jax.files import make_folder, read_json, write_atomic, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.serving import export
 from mlcn_jax.serving.trained import TrainedModel
 from mlcn_jax.tiers import signatures, split, wire
 from mlcn_jax.tiers.artifact import TierArtifact
+from mlcn_jax.tiers.cuts import cuts_of
 from mlcn_jax.tiers.policy import Policy
 from mlcn_jax.training.trained import Trained
 
@@ -62,6 +70,10 @@ CORES_OF = {"end": CORES / 5, "edge": CORES / 5, "cloud": 3 * CORES / 5}
 # Images of the test set, requests under each fault, images timed with models of their own.
 SCALES = {"smoke": (60, 40, 20), "full": (10_000, 10_000, 2_000)}
 PARTS = ("faults", "own")
+FAR_FAULTS = ("none", "SIGSTOP, and SIGCONT", "link stalls, and goes on", "SIGKILL, and started again")
+_FEWER = 5  # times fewer requests under these
+_MOST_BUSY = 0.2  # cores that other work may keep busy
+_COMPARED = 2_000  # images whose lengths are compared for each cut
 _SWITCH_SECONDS = 1e-4  # how long the client waits for Python's lock, which false nodes hold at times
 
 
@@ -87,7 +99,7 @@ def main(values: flags.FlagValues) -> None:
     path = folder / f"{values.name}{'' if values.scale == 'full' else f'_{values.scale}'}.json"
     config = stored_config(workdir, values.data_dir)
     trained, dataset = load_with_data(workdir, config)
-    relay = tiers_relay.checked()
+    session = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "relay": tiers_relay.checked()}
     images, requests, timed = SCALES[values.scale]
     parts = chosen("parts", values.parts, PARTS) if values.parts else []
     sys.setswitchinterval(_SWITCH_SECONDS)
@@ -95,58 +107,87 @@ def main(values: flags.FlagValues) -> None:
     policy = Policy.read(tiers / "end" / "policy.json")
     models = tiers_shared.read_models(values.own_models, policy, workdir, trained.spec)
     own = {name: about_model(folder) for name, folder in tiers_shared.folders_of(values.own_models).items()}
+    machine = host.environment()
     about = {"model": trained.spec.lanes, "data": dataset.name, "scale": values.scale, "policy": policy.digest}
+    about |= {name: machine[name] for name in ("device", "cpu_count")}
     results = read_json(path) if path.is_file() else {"about": about, "policy": policy.to_dict(), "measured": {}}
     if results["about"] != about:
         raise SystemExit(f"error: {path} is of {results['about']}, not {about}: move it away")
     if models and results.get("own", own) != own:
         raise SystemExit(f"error: {path} is of other models of their own than --own_models gives: move it away")
-    results |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **host.environment()}
+    results |= machine
+    results.setdefault("sessions", []).append(session)
     measured, test = results["measured"], dataset.test[:images]
 
     def once(key: str, measure: Callable[[], Any]) -> None:
-        if key not in measured:
-            results.setdefault("busy_cores", {})[key] = host.busy_cores()
-            measured[key] = measure()
-            write_json(path, results)
-            print(f"{key}: {json.dumps(measured[key])}", flush=True)
+        if key in measured:
+            return
+        busy = host.busy_cores()
+        if values.scale == "full" and busy is not None and busy > _MOST_BUSY:
+            raise InputError(
+                f"other work keeps {busy:.2f} cores busy, more than {_MOST_BUSY:g}: end it, then run the same command "
+                "again, which goes on where it stopped"
+            )
+        measured[key] = measure()
+        results.setdefault("busy_cores", {})[key] = busy
+        results.setdefault("session_of", {})[key] = len(results["sessions"]) - 1
+        write_json(path, results)
+        write_atomic(path.with_suffix(".md"), report(results))
+        print(f"{key}: {json.dumps(measured[key])}", flush=True)
 
-    measured["relay"] = relay
     once("subsets", lambda: subsets(tiers, policy, test.images, test.labels))
+    once("without a tier", lambda: without_a_tier(tiers, policy, test.images, test.labels))
     once("largest error", lambda: largest_error(tiers, policy, workdir, test.images))
+    for cut in cuts_of(trained.spec)[1:]:
+        given = trained, cut, test.images[:_COMPARED], values.data_dir
+        once(f"largest error, cut at {cut}", lambda given=given: error_of_cut(workdir, tiers, *given))
     once("cloud alone", lambda: cloud_alone(workdir, test.images, test.labels))
     key, public = make_keys(workdir)
     false = [FalseNode(policy, name, signatures.private_key(key).sign) for name in policy.names[1:]]
-    faults = {**{kind: taken_over(false, kind) for kind in false[0].kinds}, **FAULTS}
-    if "edge" not in policy.names:
+    faults = {name: (fault, requests, EXTRA_MS) for name, fault in FAULTS.items()}
+    faults = {kind: (taken_over(false, kind), requests, EXTRA_MS) for kind in false[0].kinds} | faults
+    if "edge" in policy.names:
+        faults |= {far(name): (FAULTS[name], requests // _FEWER, LONG_EXTRA_MS) for name in FAR_FAULTS}
+    else:
         del faults[EDGE_ALONE]
+        faults = {name: (*given[:2], LONG_EXTRA_MS) for name, given in faults.items()}
     if "faults" not in parts:
         faults = {}
     plans = [NodePlan(tiers / name, CORES_OF[name], DELAY_MS[name]) for name in policy.names[1:]]
     rest, signed = sum(plan.cores for plan in plans), f"--key={key}"
-
-    def under(name: str, url: str, nodes: list[RunningNode], fault: tuple, quota: Quota) -> None:
-        once(f"fault: {name}", lambda: under_fault(url, test.images, requests, nodes, fault, quota))
+    extra = EXTRA_MS if "edge" in policy.names else LONG_EXTRA_MS
 
     if "answers" not in measured or any(f"fault: {name}" not in measured for name in faults):
         with bed(plans, 1, rest, (signed,)) as nodes, gateway(tiers / "end", nodes, public) as (url, quota):
             once("answers", lambda: answers(url, policy, test.images, test.labels, nodes))
-            for name, fault in faults.items():
-                under(name, url, nodes, fault, quota)
+            for name, given in faults.items():
+                once(f"fault: {name}", lambda given=given: under(url, test.images, nodes, quota, *given))
     if "faults" in parts and f"fault: {EXPIRED}" not in measured:
         shown = make_certificates(workdir)
         with (
             bed(plans, 1, rest, (signed, *shown.valid)) as nodes,
             gateway(tiers / "end", nodes, public, f"--ca={shown.ca}") as (url, quota),
         ):
-            beside = [node.start_beside((signed, *shown.expired)) for node in nodes]
-            under(EXPIRED, url, nodes, led_to(beside), quota)
+            fault = led_to([node.start_beside((signed, *shown.expired)) for node in nodes])
+            once(f"fault: {EXPIRED}", lambda: under(url, test.images, nodes, quota, fault, requests, extra))
     validation = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)[1]
     if "own" in parts and models and "own models" not in measured:
         results["own"] = own
         with bed([NodePlan(tiers / "end", CORES_OF["end"]), *plans], 1) as nodes:
             once("own models", lambda: own_models(tiers, policy, models, validation, test, nodes, timed))
     write_atomic(path.with_suffix(".md"), report(results))
+
+
+def far(name: str) -> str:
+    """The name of a fault that meets the cloud, too, since answers have more time."""
+    return f"{name}, {LONG_EXTRA_MS:g} ms"
+
+
+def under(
+    url: str, images: np.ndarray, nodes: list[RunningNode], quota: Quota, fault: Fault, requests: int, extra_ms: float
+) -> dict[str, Any]:
+    """`under_fault`, with its arguments in the order of `main`."""
+    return under_fault(url, images, requests, nodes, fault, quota, extra_ms)
 
 
 def own_models(
@@ -176,7 +217,7 @@ def own_models(
         for each in ask:
             each(test.images[0])  # which opens the connection
         times = tiers_shared.timed(least, ask, parts, test.images[:timed])
-    return {way: found[way] | {"times": times[way]} for way in ways}
+    return {way: found[way] | {"times": times[way], "right": packed(found[way]["right"])} for way in ways}
 
 
 def about_model(folder: Path) -> dict[str, Any]:
@@ -191,8 +232,36 @@ def largest_error(tiers: Path, policy: Policy, workdir: Path, images: np.ndarray
     found = 0.0
     for start in range(0, len(images), 500):
         some = images[start : start + 500]
-        together = np.sqrt(np.sum([part.part(some) for part in parts], axis=0))
+        rows = {name: some if name == policy.names[0] else parts[0].home(name, some) for name in policy.names}
+        together = np.sqrt(np.sum([part.part(rows[part.name]) for part in parts], axis=0))
         found = max(found, float(np.max(np.abs(together - whole.lengths(some)))))
+    return found
+
+
+def error_of_cut(workdir: Path, tiers: Path, trained: Trained, cut: str, images: np.ndarray, data_dir: str) -> float:
+    """`largest_error` if the model is split as in `tiers`, but at a cut."""
+    folder = tiers.with_name(f"{tiers.name}-{cut}")
+    if not folder.exists() or not split.is_of(folder, trained):
+        split.split(workdir, tiers.with_suffix(".json"), cut, None, data_dir, folder.name)
+    return largest_error(folder, Policy.read(folder / "end" / "policy.json"), workdir, images)
+
+
+def without_a_tier(tiers: Path, policy: Policy, images: np.ndarray, labels: np.ndarray) -> dict[str, dict[str, Any]]:
+    """What is answered while a tier is lost, by its name, and while none is, by "": accuracy, and which are right.
+
+    Answers are final where the policy says so; those of all tiers that are left are final, too.
+    """
+    parts = {name: TierArtifact(tiers / name).part(images) for name in policy.names}
+    found = {}
+    for lost in ("", *policy.names[1:]):
+        left = [name for name in policy.names if name != lost]
+        classes, final = np.zeros(len(images), int), np.zeros(len(images), bool)
+        for count in range(1, len(left) + 1):
+            sums = np.sum([parts[name] for name in left[:count]], axis=0)
+            now = ~final if count == len(left) else policy.is_final(sums, left[:count]) & ~final
+            classes[now], final = np.argmax(sums, axis=1)[now], final | now
+        right = classes == labels
+        found[lost] = {"accuracy": float(right.mean()), "images": len(right), "right": packed(right)}
     return found
 
 
@@ -302,16 +371,24 @@ def names_of(labels: np.ndarray, classes: list[str]) -> np.ndarray:
 
 
 def send(url: str, images: np.ndarray) -> dict[str, Any]:
-    """Sends images one after the other; returns answers, names of classes and times."""
-    seconds, found = [], []
+    """Sends images one after the other; returns answers, names of classes and times.
+
+    A request that fails has an answer without a class, which counts as wrong, and is counted.
+    """
+    seconds: list[float] = []
+    found: list[dict[str, Any]] = []
     with httpx.Client(timeout=60, trust_env=False) as client:
         classes = client.get(url.rsplit("/", 1)[0] + "/").json()["classes"]
         for image in images:
             started = time.perf_counter()
-            response = client.post(url, content=png(image), headers={"Content-Type": "image/png"})
+            try:
+                response = client.post(url, content=png(image), headers={"Content-Type": "image/png"})
+                found.append(response.raise_for_status().json()["predictions"][0])
+            except (httpx.HTTPError, ValueError, LookupError) as error:
+                found.append({"class": "", "lanes": [], "lost": repr(error)})
             seconds.append(1e3 * (time.perf_counter() - started))
-            found.append(response.raise_for_status().json()["predictions"][0])
     times = {"mean_ms": statistics.mean(seconds), "p95_ms": float(np.quantile(seconds, 0.95))}
+    times["failed"] = sum(not one["class"] for one in found)
     return {"answers": found, "classes": classes, "times": times}
 
 

@@ -2,91 +2,100 @@
 
 from typing import Any
 
-import numpy as np
-
 from experiments import tiers_shared
 from experiments.tiers_relay import described
+from experiments.tiers_shared import unpacked
 from mlcn_jax.tiers import policy as policies
 
 DELAY_MS = {"edge": 10.0, "cloud": 50.0}  # each way
 # What must be reached: at least or at most.
 _LEAST_SETTLED, _MOST_FLOPS, _MOST_LOST = 0.6, 0.25, 0.5  # shares, and points of accuracy
 _MOST_BYTES, _MOST_MEAN, _MOST_P95 = 0.45, 0.6, 1.2  # of the cloud alone
+_LARGEST_ERROR = 1e-5  # of lengths
+_MOST_WITHOUT = 0.001  # of the answers may lack a tier that was asked, where no fault was made
 _MOST_LATE = 0.001  # of the requests, each explained, and none unanswered
 _MOST_LOST_WITH_TIER = 0.5  # points of accuracy, for the tier with the fewest lanes
 _LEAST_VALIDATION = 5_000
-_OF_FAULT = (
-    "requests",
-    "times",
-    "deadline_ms",
-    "late",
-    "late_by_gateway",
-    "unexplained",
-    "unanswered",
-    "p50_ms",
-    "p999_ms",
-)
+_OF_FAULT = {
+    "requests": "requests",
+    "times": "times",
+    "times_met": "met a request",
+    "exposed": "requests to a node meanwhile",
+    "deadline_ms": "deadline, ms",
+    "late": "late",
+    "late_by_gateway": "by the gateway's clock",
+    "unexplained": "unexplained",
+    "unanswered": "unanswered",
+    "p50_ms": "median, ms",
+    "p999_ms": "99.9 %, ms",
+    "max_ms": "longest, ms",
+}
 _MILLISECONDS = "of requests one after the other, by the client's clock"
 
 
-def packed(right: np.ndarray) -> str:
-    """Which images were classified rightly, a bit each, in hexadecimal digits."""
-    return np.packbits(right).tobytes().hex()
-
-
-def unpacked(text: str, count: int) -> np.ndarray:
-    """The same as numbers, 0 or 1."""
-    return np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8), count=count).astype(float)
-
-
 def report(results: dict[str, Any]) -> str:
-    """The tables in Markdown."""
-    measured, policy = results["measured"], results["policy"]
+    """The tables in Markdown, of what has been measured."""
+    measured, policy, sessions = results["measured"], results["policy"], results["sessions"]
     names = [tier["name"] for tier in policy["tiers"]]
     links = " and ".join(f"{2 * DELAY_MS[name]:g}" for name in names[1:])
-    images, validation = measured["answers"]["images"], policy["validation_images"]
+    validation = policy["validation_images"]
+    days = sorted({session["date"] for session in sessions})
+    relay = "; ".join(f"{given}: {found}" for given, found in map(described, sessions[-1]["relay"]))
     lines = [
         f"# A gateway over {', '.join(names)}",
         "",
-        f"`{results['about']['model']}`, {images:,} test images of {results['about']['data']}; {results['device']}, "
-        f"jax {results['versions']['jax']}. Times {_MILLISECONDS}; links of {links} ms there and back. "
+        f"`{results['about']['model']}`, test images of {results['about']['data']}; {results['device']}, "
+        f"jax {results['versions']['jax']}, {' to '.join(dict.fromkeys((days[0], days[-1])))}. Times {_MILLISECONDS}; "
+        f"links of {links} ms there and back. "
         "The points that are lost decide; the bound beside them is paired, one-sided and 95 %, as `policy.upper_bound` "
-        "gives it. Lengths of all tiers together differ from the whole model's by at most "
-        f"{measured['largest error']:.1g}. Cores that other work kept busy: {_busy(results)}. Thresholds from "
+        f"gives it. Cores that other work kept busy: {_busy(results)}. Thresholds from "
         f"{validation:,} validation images (at least {_LEAST_VALIDATION:,}: {_yes(validation >= _LEAST_VALIDATION)}). "
-        f"The relay, before: {'; '.join(f'{given}: {found}' for given, found in map(described, measured['relay']))}.",
-        "",
-        "| | cloud alone | tiers | | must be | reached |",
-        "|" + " --- |" * 6,
-        *("| " + " | ".join(map(_text, row)) + " |" for row in answer_rows(measured)),
-        "",
-        "Nodes fail again and again, each time at a random moment while requests go on, and come back at another, as "
-        "often as told: all nodes, unless one is named. Late ones, and why, are in the JSON. At most "
-        f"{_MOST_LATE:.1%} may be late, each explained by what it waited longer than punctual ones, and none "
-        "unanswered. Where no other tier answers within the deadline without a fault, nothing is judged.",
-        "",
-        "| fault | requests | times | deadline, ms | late | by the gateway's clock | unexplained | unanswered "
-        "| median, ms | 99.9 %, ms | tiers beyond the end heard before, during, after | reached |",
-        "|" + " --- |" * 12,
+        f"The relay, before: {relay}.",
     ]
-    alone = f"{len(policy['tiers'][0]['lanes'])} lanes"
-    for key, row in measured.items():
-        if key.startswith("fault: "):
-            shown = [_text(row[name]) for name in _OF_FAULT]
-            shown.append(", ".join(_refined(found, alone) for found in row["heard"].values()))
-            good = row["late"] <= _MOST_LATE * row["requests"] and not row["unexplained"] and not row["unanswered"]
-            before = row["heard"]["before"]
-            asked = sum(before.values()) > before.get(alone, 0)  # or there was nothing that the fault could spoil
-            told = _yes(good) if asked else "not judged"
-            lines.append(f"| {key.removeprefix('fault: ')} | " + " | ".join([*shown, told]) + " |")
-    lines += ["", "| tiers heard | accuracy |", "| --- | --- |"]
-    lines += [f"| {name} | {accuracy:.4f} |" for name, accuracy in measured["subsets"].items()]
-    lines += ["", "| tier lost | its lanes | accuracy without it | lost, points | must be | reached |"]
-    lines += ["|" + " --- |" * 6, *lost_tiers(policy["tiers"], measured["subsets"])]
+    if errors := {key: error for key, error in measured.items() if key.startswith("largest error")}:
+        lines += ["", "| lengths of all tiers together against the whole model's | at most 1e-5 |", "| --- | --- |"]
+        lines += [f"| {key} | {error:.1g}, {_yes(error <= _LARGEST_ERROR)} |" for key, error in errors.items()]
+    if {"cloud alone", "answers"} <= measured.keys():
+        lines += ["", "| | cloud alone | tiers | | must be | reached |", "|" + " --- |" * 6]
+        lines += ["| " + " | ".join(map(_text, row)) + " |" for row in answer_rows(measured)]
+    faults = {key.removeprefix("fault: "): row for key, row in measured.items() if key.startswith("fault: ")}
+    if faults:
+        lines += fault_rows(faults, f"{len(policy['tiers'][0]['lanes'])} lanes")
+    if "subsets" in measured:
+        lines += ["", "| tiers heard | accuracy |", "| --- | --- |"]
+        lines += [f"| {name} | {accuracy:.4f} |" for name, accuracy in measured["subsets"].items()]
+    if "without a tier" in measured:
+        lines += ["", "What is answered while a tier is lost, final where the policy says so:", ""]
+        lines += ["| tier lost | its lanes | accuracy | lost, points | must be | reached |", "|" + " --- |" * 6]
+        lines += lost_tiers(policy["tiers"], measured["without a tier"])
     if "own models" in measured:
         lines += ["", "At equal FLOPs, lanes that tiers share against a model of its own in each (`tiers_shared.py`):"]
-        lines += tiers_shared.report(names, measured["own models"])
+        lines += tiers_shared.report(names, measured["own models"], measured["answers"]["images"])
     return "\n".join(lines) + "\n"
+
+
+def fault_rows(faults: dict[str, dict[str, Any]], alone: str) -> list[str]:
+    """What was late under each fault; `alone` is how answers without any other tier are counted."""
+    lines = [
+        "",
+        "Nodes fail again and again, each time at a random moment while requests go on, and come back at another, as "
+        "often as told: all nodes, unless one is named. Requests that would have been sent while another took long "
+        f"are counted too. Late ones, and why, are in the JSON. At most {_MOST_LATE:.1%} may be late, each explained "
+        "by what it waited longer than punctual ones, and none unanswered. Only tiers that answer within the deadline "
+        "are put to the test. Where none does without a fault, or no fault met a request to a node, nothing is judged.",
+        "",
+        f"| fault | {' | '.join(_OF_FAULT.values())} | tiers beyond the end heard before, during, after | reached |",
+        "|" + " --- |" * (3 + len(_OF_FAULT)),
+    ]
+    for name, row in faults.items():
+        shown = [_text(row[key]) for key in _OF_FAULT]
+        shown.append(", ".join(_refined(found, alone) for found in row["heard"].values()))
+        good = row["late"] <= _MOST_LATE * row["requests"] and not row["unexplained"] and not row["unanswered"]
+        before = row["heard"]["before"]
+        asked = sum(before.values()) > before.get(alone, 0)  # or there was nothing that the fault could spoil
+        shown.append(_yes(good) if asked and row["times_met"] else "not judged")
+        lines.append(f"| {name} | " + " | ".join(shown) + " |")
+    return lines
 
 
 def answer_rows(measured: dict[str, Any]) -> list[tuple]:
@@ -97,10 +106,12 @@ def answer_rows(measured: dict[str, Any]) -> list[tuple]:
     bound = policies.upper_bound(lost.mean(), lost.var(), len(lost))
     points = 100 * float(lost.mean())
     settled, share = own["settled_at_end"], own["end_flops_share"]
+    whole = own["without_a_tier"] <= _MOST_WITHOUT * own["images"] and not own["failed"] and not cloud["failed"]
 
     def ratio(name: str, key: str, most: float) -> tuple:
         found = own[key] / cloud[key]
-        return name, cloud[key], own[key], f"{found:.3f}", f"at most {most:g}", _yes(found <= most)
+        reached = _yes(found <= most) if whole else "no: answers lack tiers"
+        return name, cloud[key], own[key], f"{found:.3f}", f"at most {most:g}", reached
 
     return [
         (
@@ -111,23 +122,29 @@ def answer_rows(measured: dict[str, Any]) -> list[tuple]:
         ("settled at the end", "", settled, "", f"at least {_LEAST_SETTLED:g}", _yes(settled >= _LEAST_SETTLED)),
         ("FLOPs of the end", "", share, "of all", f"at most {_MOST_FLOPS:g}", _yes(share <= _MOST_FLOPS)),
         ("answers without a tier that was asked", "", own["without_a_tier"], "no fault was made", "", ""),
+        ("requests that failed", cloud["failed"], own["failed"], "", "", ""),
         ratio("bytes of bodies", "sent_bytes", _MOST_BYTES),
         ratio("mean, ms", "mean_ms", _MOST_MEAN),
         ratio("p95, ms", "p95_ms", _MOST_P95),
     ]
 
 
-def lost_tiers(tiers: list[dict[str, Any]], accuracies: dict[str, float]) -> list[str]:
-    """Rows in Markdown: the accuracy of all other tiers, and what it is less than that of all."""
-    whole = "+".join(tier["name"] for tier in tiers)
-    fewest = min(len(tier["lanes"]) for tier in tiers)
+def lost_tiers(tiers: list[dict[str, Any]], found: dict[str, dict[str, Any]]) -> list[str]:
+    """Rows in Markdown: the accuracy of what is answered without each tier but the end, and the points lost by it.
+
+    The tier with the fewest lanes of these is judged. Bounds are paired, one-sided and 95 %.
+    """
+    others = tiers[1:]
+    fewest = min(len(tier["lanes"]) for tier in others)
+    right = {name: unpacked(row["right"], row["images"]) for name, row in found.items()}
     rows = []
-    for lost in tiers:
-        without = accuracies["+".join(tier["name"] for tier in tiers if tier is not lost)]
-        points = 100 * (accuracies[whole] - without)
+    for tier in others:
+        lost = right[""] - right[tier["name"]]
+        points, bound = 100 * lost.mean(), 100 * policies.upper_bound(lost.mean(), lost.var(), len(lost))
         must = (f"at most {_MOST_LOST_WITH_TIER:g}", _yes(points <= _MOST_LOST_WITH_TIER))
-        shown = " | ".join(must if len(lost["lanes"]) == fewest else ("", ""))
-        rows.append(f"| {lost['name']} | {len(lost['lanes'])} | {without:.4f} | {points:.2f} | {shown} |")
+        shown = " | ".join(must if len(tier["lanes"]) == fewest else ("", ""))
+        told = f"{found[tier['name']]['accuracy']:.4f} | {points:.2f}, at most {bound:.2f}"
+        rows.append(f"| {tier['name']} | {len(tier['lanes'])} | {told} | {shown} |")
     return rows
 
 

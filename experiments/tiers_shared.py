@@ -48,6 +48,16 @@ _TOLERANCE = 0.05  # of FLOPs that are equal
 Parts = Sequence[Float[np.ndarray, "n classes"]]  # what each tier says of some images
 
 
+def packed(right: np.ndarray) -> str:
+    """Which images were classified rightly, a bit each, in hexadecimal digits."""
+    return np.packbits(right).tobytes().hex()
+
+
+def unpacked(text: str, count: int) -> np.ndarray:
+    """The same as numbers, 0 or 1."""
+    return np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8), count=count).astype(float)
+
+
 def read_models(text: str, policy: policies.Policy, workdir: Path, spec: ModelSpec) -> dict[str, TrainedModel]:
     """The models that `--own_models` names, by tier; none if it is empty.
 
@@ -145,7 +155,8 @@ def settled(
         taken[now], final = found[now], final | now
         accuracies.append(float(np.mean(found == labels)))
         shares.append(float(np.mean(now)))
-    return {"accuracy": accuracies, "settled": shares, "final_accuracy": float(np.mean(taken == labels))}
+    right = taken == labels
+    return {"accuracy": accuracies, "settled": shares, "final_accuracy": float(np.mean(right)), "right": right}
 
 
 def asking(client: httpx.Client, node: RunningNode, tier: TierArtifact) -> Callable[[np.ndarray], np.ndarray]:
@@ -198,13 +209,22 @@ def timed(
     }
 
 
-def report(names: Sequence[str], found: dict[str, dict[str, Any]]) -> list[str]:
-    """Lines of Markdown: what `settled` and `timed` found, a row for each way and tier."""
+def report(names: Sequence[str], found: dict[str, dict[str, Any]], count: int) -> list[str]:
+    """Lines of Markdown: what `settled` (of `count` images) and `timed` found, a row for each way and tier."""
     lines = ["", "| | tier | accuracy there | settled there |", "| --- | --- | --- | --- |"]
     for way in WAYS:
         rows = zip(names, found[way]["accuracy"], found[way]["settled"], strict=True)
         lines += [f"| {way} | {name} | {accuracy:.4f} | {share:.1%} |" for name, accuracy, share in rows]
     lines += [f"| {way} | the final answer | {found[way]['final_accuracy']:.4f} | |" for way in WAYS]
+    right = [unpacked(found[way]["right"], count) for way in WAYS]
+    more = right[0] - right[1]
+    bounds = (100 * policies.upper_bound(sign * more.mean(), more.var(), count) for sign in (-1, 1))
+    least, most = (sign * bound for sign, bound in zip((-1, 1), bounds, strict=True))
+    lines += [
+        "",
+        f"Final answers of shared lanes are right {100 * more.mean():+.2f} points more often, {least:+.2f} to "
+        f"{most:+.2f} (paired, each bound 95 %; one training of each).",
+    ]
     for way, title in (
         (SHARED, "Measured, time to the final answer of shared lanes:"),
         (

@@ -37,7 +37,7 @@ def rows(folder, *steps, workers=2):
 
 def test_what_one_kill_cost_is_told_of_it(tmp_path):
     folder, log = tmp_path / "run", tmp_path / "run.log"
-    (folder / round_kills.FOLDER / "1").mkdir(parents=True)
+    (folder / round_kills.ROUNDS / "1").mkdir(parents=True)
     begun = [f"worker {i} computes round {r}\n" for r in (0, 0, 1) for i in (0, 1)]
     log.write_text("".join(begun))
     rows(folder, 6, 12)
@@ -45,7 +45,7 @@ def test_what_one_kill_cost_is_told_of_it(tmp_path):
     def resume():
         """The coordinator had recorded a second round, and not saved it."""
         append(log, "resuming after round 1\nworker 0 computes round 1\nworker 1 resumes after round 9\n")
-        (folder / round_kills.FOLDER / "2").mkdir()
+        (folder / round_kills.ROUNDS / "2").mkdir()
 
     run = Killed(resume)
     found = round_kills.kill_one(run, folder, 0)

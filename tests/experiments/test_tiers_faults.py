@@ -70,7 +70,8 @@ def gateway():
         disable_nagle_algorithm = True  # or an answer, sent in two parts, waits 40 ms
 
         def do_GET(self):
-            self.answer(200, {"own_p95_ms": 1000.0})
+            edge = {"name": "edge", "trouble": "", "answers": len(seen), "failures": {"time-out": 2}}
+            self.answer(200, [{"name": "end"}, edge] if self.path == "/tiers" else {"own_p95_ms": 1000.0})
 
         def do_POST(self):
             self.rfile.read(int(self.headers["Content-Length"]))
@@ -117,6 +118,7 @@ def test_faults_that_take_long_are_waited_for_and_those_that_ended_count(gateway
     found = tiers_faults.under_fault(url, np.zeros((3, 4, 4, 1), np.uint8), 200, [], (begin, end), QUOTA)
     assert [name for name, _ in changed] == ["begins", "ends"] * (len(changed) // 2), "none is left failing"
     assert (found["times"], found["planned_times"]) == (sum(at < 199 for name, at in changed if name == "ends"), 10)
+    assert found["times_met"] >= found["times"]
     assert 0 < found["times"] < 3
     assert all(after[1] - before[1] >= 5 for before, after in itertools.pairwise(changed) if after[1] < 200)
 
@@ -124,6 +126,7 @@ def test_faults_that_take_long_are_waited_for_and_those_that_ended_count(gateway
 def test_faults_come_while_requests_are_under_way_and_requests_are_counted_by_when(gateway, monkeypatch):
     monkeypatch.setattr(tiers_faults, "_MOMENT_SECONDS", 0.001)
     monkeypatch.setattr(tiers_faults, "_REQUESTS_OF_TIME", 20)
+    monkeypatch.setattr(tiers_faults, "_MOST_TIMES", 4)
     url, seen = gateway
     changed = []
 
@@ -139,15 +142,56 @@ def test_faults_come_while_requests_are_under_way_and_requests_are_counted_by_wh
         return until_two_more_requests_have_come
 
     images = np.zeros((3, 4, 4, 1), np.uint8)
-    found = tiers_faults.under_fault(url, images, 400, [], (change("begins"), change("ends")), QUOTA)
-    assert changed == [("begins", True), ("ends", True)] * 10, "more often in more requests, but not without end"
+    found = tiers_faults.under_fault(url, images, 800, [], (change("begins"), change("ends")), QUOTA)
+    assert changed == [("begins", True), ("ends", True)] * 4, "more often in more requests, but not without end"
+    assert found["exposed"] >= 2 * 4
     assert seen[0] == "/predict?deadline_ms=1050.0"
-    assert (found["requests"], found["times"], found["late"], found["unanswered"]) == (400, 10, 0, 1)
+    assert (found["requests"], found["times"], found["late"], found["unanswered"]) == (800, 4, 0, 1)
     heard = {phase: sum(counts.values()) for phase, counts in found["heard"].items()}
-    assert sum(heard.values()) == 399
+    assert sum(heard.values()) == 799
     assert heard["before"] >= 9
     assert min(heard.values()) > 0
     assert "500" in found["unanswered_ones"][0]
+
+
+def test_a_fault_waits_until_the_one_before_is_forgotten(monkeypatch):
+    """A tier that was never well, as one too far for the deadline, is not waited for."""
+    states = [
+        [{"name": "edge", "trouble": trouble, "answers": 3, "failures": {"refused": 1}} for trouble in (edge,)]
+        + [{"name": "cloud", "trouble": "too far", "answers": 0, "failures": {}}]
+        for edge in ("", "no answer", "no answer", "")
+    ]
+    looks = []
+
+    def get(url):
+        looks.append(url)
+        return types.SimpleNamespace(json=lambda: [{"name": "end"}, *states[min(len(looks), 4) - 1]])
+
+    monkeypatch.setattr(tiers_faults, "_LOOK_SECONDS", 0.001)
+    asked = tiers_faults.Asked(types.SimpleNamespace(get=get), "http://x")
+    assert asked.wait()
+    assert len(looks) == 4
+    assert asked.requests() == 4
+    states[3][0]["trouble"] = "no answer"
+    monkeypatch.setattr(tiers_faults, "_WELL_SECONDS", 0.01)
+    assert not asked.wait()
+
+
+def test_requests_that_a_long_one_kept_back_count():
+    assert tiers_faults.omitted([], 50.0) == (0, 0)
+    assert tiers_faults.omitted([10.0] * 99 + [45.0], 50.0) == (0, 0)
+    # After a request of 105 ms, others would have taken 95, 85, ... and 5 ms, of which five are late.
+    assert tiers_faults.omitted([10.0] * 99 + [105.0], 50.0) == (9, 5)
+
+
+def test_usual_waits_are_those_of_answers_that_took_nearly_as_long():
+    def waits(held):
+        return {"held_back_ms": held, "gateway_waited_ms": 0.0, "waited_ms": 0.0}
+
+    short, long = [(5.0, waits(0.0))] * 90, [(48.0, waits(7.0))] * 10
+    assert tiers_faults.usual_waits([*short, *long], 50.0)["held_back_ms"] == 7.0
+    assert tiers_faults.usual_waits(short, 50.0)["held_back_ms"] == 0.0
+    assert tiers_faults.usual_waits([], 50.0) == {}
 
 
 def test_what_goes_wrong_in_a_fault_ends_the_measurement(gateway, monkeypatch):

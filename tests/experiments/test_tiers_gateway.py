@@ -4,12 +4,13 @@ import contextlib
 import json
 import types
 
+import httpx
 import numpy as np
 import pytest
 from absl import flags
 from made_tiers import policy
 
-from experiments import tiers_gateway, tiers_gateway_report, tiers_shared, tiers_tables
+from experiments import tiers_gateway, tiers_shared, tiers_tables
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.nn.spec import ModelSpec
@@ -121,6 +122,8 @@ def fault():
     made = {
         "requests": 40,
         "times": 3,
+        "times_met": 2,
+        "exposed": 7,
         "deadline_ms": 51.5,
         "late": 1,
         "late_by_gateway": 0,
@@ -128,14 +131,16 @@ def fault():
         "unanswered": 0,
     }
     heard = {"before": {"1 lanes": 3, "2 lanes": 1}, "during": {"1 lanes": 4}, "after": {}}
-    return made | {"p50_ms": 5.0, "p999_ms": 50.0, "heard": heard}
+    return made | {"p50_ms": 5.0, "p999_ms": 50.0, "max_ms": 60.0, "heard": heard}
 
 
 def results():
-    right = {"images": 8, "accuracy": 1.0, "right": tiers_gateway_report.packed(np.ones(8, bool))}
+    right = {"images": 8, "accuracy": 1.0, "failed": 0, "right": tiers_shared.packed(np.ones(8, bool))}
+    wrong = {"images": 8, "accuracy": 0.75, "right": tiers_shared.packed(np.arange(8) > 1)}
     times = {"mean_ms": 100.0, "p95_ms": 120.0, "sent_bytes": 1000}
     names = ("end", "edge", "cloud", "end+edge", "end+cloud", "edge+cloud", "end+edge+cloud")
     way = {"accuracy": [0.5, 0.6, 0.7], "settled": [0.5, 0.3, 0.2], "final_accuracy": 0.69}
+    way["right"] = right["right"]
     way["times"] = {"mean_ms": 30.0, "p95_ms": 130.0, "images": 20, "settled": [0.5, 0.3, 0.2]}
     return {
         "about": {"model": "mlcn1:w1*4", "data": "digits"},
@@ -143,9 +148,16 @@ def results():
         "versions": {"jax": "0"},
         "policy": policy().to_dict(),
         "busy_cores": {"answers": 0.01, "own models": None},
+        "sessions": [
+            {
+                "date": "2026-01-02",
+                "relay": [{"delay_ms": 5.0, "measured_ms": 5.2}, {"rate_mbit": 2.0, "measured_mbit": 1.97}],
+            }
+        ],
         "measured": {
-            "relay": [{"delay_ms": 5.0, "measured_ms": 5.2}, {"rate_mbit": 2.0, "measured_mbit": 1.97}],
             "largest error": 3e-7,
+            "largest error, cut at columns": 3e-5,
+            "without a tier": {"": right, "edge": right, "cloud": wrong},
             "subsets": dict(zip(names, (0.5, 0.6, 0.7, 0.65, 0.75, 0.72, 0.76), strict=True)),
             "cloud alone": right | times,
             "answers": right | times | {"settled_at_end": 0.7, "without_a_tier": 0, "end_flops_share": 0.25},
@@ -158,23 +170,36 @@ def results():
 def test_tables_tell_what_was_reached_and_what_was_not():
     made = json.loads(json.dumps(results()))
     text = tiers_gateway.report(made)
-    assert "| cloud | 2 | 0.6500 | 11.00 |  |  |" in text
-    assert "| end | 1 | 0.7200 | 4.00 | at most 0.5 | no |" in text
-    late = "| SIGSTOP, and SIGCONT | 40 | 3 | 51.5 | 1 | 0 | 0 | 0 | 5 | 50 | 25.0%, 0.0%, none | no |"
+    assert "| cloud | 2 | 0.7500 | 25.00, at most 72.24 |  |  |" in text
+    assert "| edge | 1 | 1.0000 | 0.00, at most 33.82 | at most 0.5 | yes |" in text
+    assert "| end | 1 | " not in text, "without it there is no gateway"
+    assert "| largest error | 3e-07, yes |" in text
+    assert "| largest error, cut at columns | 3e-05, no |" in text
+    late = "| SIGSTOP, and SIGCONT | 40 | 3 | 2 | 7 | 51.5 | 1 | 0 | 0 | 0 | 5 | 50 | 60 | 25.0%, 0.0%, none | no |"
     assert late in text, "1 of 40 is too many"
-    assert late.replace("| 1 | 0 |", "| 0 | 0 |").replace("| no |", "| yes |") in tiers_gateway.report(
+    assert late.replace("51.5 | 1 | 0 |", "51.5 | 0 | 0 |").replace("| no |", "| yes |") in tiers_gateway.report(
         {**made, "measured": made["measured"] | {"fault: SIGSTOP, and SIGCONT": {**fault(), "late": 0}}}
     )
     alone = {**fault(), "late": 0, "heard": {"before": {"1 lanes": 9}, "during": {"1 lanes": 4}, "after": {}}}
     assert "| 0.0%, 0.0%, none | not judged |" in tiers_gateway.report(
         {**made, "measured": made["measured"] | {"fault: SIGSTOP, and SIGCONT": alone}}
     ), "no other tier answers in time anyway"
+    unmet = {**fault(), "late": 0, "times_met": 0}
+    assert "| 25.0%, 0.0%, none | not judged |" in tiers_gateway.report(
+        {**made, "measured": made["measured"] | {"fault: SIGSTOP, and SIGCONT": unmet}}
+    ), "a fault that no request met shows nothing"
+    lacking = {**made["measured"]["answers"], "without_a_tier": 1, "sent_bytes": 1}
+    assert "| bytes of bodies | 1000 | 1 | 0.001 | at most 0.45 | no: answers lack tiers |" in tiers_gateway.report(
+        {**made, "measured": made["measured"] | {"answers": lacking}}
+    )
     assert "| accuracy | 1 | 1 | lost 0.00, at most 33.82 points | lost at most 0.5 points | yes |" in text
     assert "| settled at the end |  | 0.7 |  | at least 0.6 | yes |" in text
     assert "| bytes of bodies | 1000 | 1000 | 1.000 | at most 0.45 | no |" in text
     assert "| p95, ms | 120 | 120 | 1.000 | at most 1.2 | yes |" in text
     assert "one-sided" in text
-    assert "at most 3e-07. Cores that other work kept busy: 0.01 at most before a measurement." in text
+    assert "jax 0, 2026-01-02. Times" in text
+    assert "Cores that other work kept busy: 0.01 at most before a measurement." in text
+    assert "+0.00 points more often, -33.82 to +33.82" in text
     assert "| shared lanes | edge | 0.6000 | 30.0% |" in text
     assert "| a model of its own | the final answer | 0.6900 | |" in text
     assert text.count("| 30.0 | 130.0 | 20 |") == 2
@@ -182,6 +207,8 @@ def test_tables_tell_what_was_reached_and_what_was_not():
     assert "5 ms each way: 5.20 ms; 2 Mbit/s: 1.97 Mbit/s." in text
     del made["measured"]["own models"]
     assert "a model of its own" not in tiers_gateway.report(made), "it was not asked for"
+    some = tiers_gateway.report({**made, "measured": {"subsets": made["measured"]["subsets"]}})
+    assert "| end+edge | 0.6500 |" in some, "the others are still to come"
 
 
 def test_a_split_of_other_tiers_is_not_taken_for_these(tmp_path, monkeypatch):
@@ -219,7 +246,10 @@ def test_the_largest_error_is_that_of_all_tiers_together(tmp_path, monkeypatch):
 
     class Tier:
         def __init__(self, folder):
-            self.last, self.seen = folder.name == "cloud", 0
+            self.name, self.last, self.seen = folder.name, folder.name == "cloud", 0
+
+        def home(self, name, some):
+            return some
 
         def part(self, some):
             self.seen += len(some)
@@ -230,6 +260,40 @@ def test_the_largest_error_is_that_of_all_tiers_together(tmp_path, monkeypatch):
     monkeypatch.setattr(tiers_gateway, "TierArtifact", Tier)
     found = tiers_gateway.largest_error(tmp_path, types.SimpleNamespace(names=("end", "cloud")), tmp_path, images)
     assert found == pytest.approx(0.6**0.5 - 0.5**0.5)
+
+
+def test_what_is_answered_without_a_tier_is_final_where_the_policy_says_so(monkeypatch, tmp_path):
+    """Two images: of the first the end is sure, and wrong; of the second only all tiers are right."""
+    sums = {"end": [[0.9, 0.0, 0], [0.5, 0.4, 0]], "edge": [[0.0, 0.9, 0], [0.1, 0.1, 0]]}
+    sums["cloud"] = [[0.0, 0.9, 0], [0.0, 0.3, 0]]
+
+    class Tier:
+        def __init__(self, folder):
+            self.part = lambda images: np.array(sums[folder.name])
+
+    monkeypatch.setattr(tiers_gateway, "TierArtifact", Tier)
+    made = types.SimpleNamespace(names=("end", "edge", "cloud"))
+    made.is_final = lambda sums, heard: np.array([heard == ["end"], False])
+    found = tiers_gateway.without_a_tier(tmp_path, made, np.zeros(2), np.array([1, 1]))
+    right = {lost: tiers_shared.unpacked(one["right"], 2).tolist() for lost, one in found.items()}
+    assert right == {"": [0, 1], "edge": [0, 1], "cloud": [0, 0]}
+
+
+def test_a_request_that_fails_counts_as_wrong_and_does_not_end_the_measurement(monkeypatch):
+    seen = []
+
+    def handler(request):
+        if request.method == "GET":
+            return httpx.Response(200, json={"classes": ["a"]})
+        seen.append(request)
+        answer = {"predictions": [{"class": "a", "lanes": [0]}]}
+        return httpx.Response(500) if len(seen) == 2 else httpx.Response(200, json=answer)
+
+    client = httpx.Client
+    monkeypatch.setattr(httpx, "Client", lambda **given: client(transport=httpx.MockTransport(handler)))
+    found = tiers_gateway.send("http://x/predict", np.zeros((3, 4, 4, 1), np.uint8))
+    assert [one["class"] for one in found["answers"]] == ["a", "", "a"]
+    assert found["times"]["failed"] == 1
 
 
 def test_the_cloud_has_the_model_as_it_is_now(tmp_path, monkeypatch):
