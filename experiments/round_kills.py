@@ -34,7 +34,7 @@ from mlcn_jax.launch import launch_script
 from mlcn_jax.training.checkpoint import ROUNDS
 from mlcn_jax.training.metrics import read_rows
 
-VERSION = 3  # raised with every change after which results cannot stand beside older ones
+VERSION = 4  # raised with every change after which results cannot stand beside older ones
 _TRAINING = {
     "data.validation_fraction": 0.2,
     "model.lanes": "mlcn1:w1*2",
@@ -64,28 +64,39 @@ def kill_one(run: Run, folder: Path, victim: int, twice_after: float | None = No
 
     Returns:
       the `process`; `round_before`, the rounds that the coordinator had recorded when it happened, and `round_after`,
-      those that it went on from; whether the process `is_back`, that is, was in a new round, and, a worker, in one
-      whose change counted; whether it was killed `twice`; and the rounds that were `computed_again` since, by worker.
+      those that it went on from, of two kills those of the one that cost more; whether the process `is_back`, that is,
+      was in a new round, and, a worker, in one whose change counted; whether it was killed `twice`; and the rounds that
+      were `computed_again` since, by worker.
     """
-    again = computed_again(log_of(folder))
+    again, resumed_before = computed_again(log_of(folder)), len(_resumed(folder))
     run.kill(victim)
-    before, reached = len(recorded(folder)), newest_round(folder, victim)
+    before, reached = [len(recorded(folder))], newest_round(folder, victim)
     run.start_again(victim)
     if twice_after is not None:
         time.sleep(twice_after)
         run.kill(victim)
+        before.append(len(recorded(folder)))
         run.start_again(victim)
-    run.wait_for(lambda: newest_round(folder, victim) > reached and _takes_part(folder, victim, before))
+    run.wait_for(lambda: newest_round(folder, victim) > reached and _takes_part(folder, victim, before[0]))
     text = log_of(folder)
-    resumed = re.findall(r"\bresuming after round (\d+)", text) if victim == 0 else []
+    resumed = _resumed(folder)[resumed_before:] if victim == 0 else []
+    pairs = [(before[0], len(recorded(folder)))]
+    if resumed:  # of a start that was killed before it had resumed there is nothing to tell
+        pairs = list(zip(before[-len(resumed) :], resumed, strict=True))
+    worst = max(pairs, key=lambda pair: pair[0] - pair[1])
     return {
         "process": "coordinator" if victim == 0 else f"worker {victim - 1}",
-        "round_before": before,
-        "round_after": int(resumed[-1]) if resumed else len(recorded(folder)),
-        "is_back": newest_round(folder, victim) > reached and _takes_part(folder, victim, before),
+        "round_before": worst[0],
+        "round_after": worst[1],
+        "is_back": newest_round(folder, victim) > reached and _takes_part(folder, victim, before[0]),
         "twice": twice_after is not None,
         "computed_again": {name: times - again[name] for name, times in computed_again(text).items()},
     }
+
+
+def _resumed(folder: Path) -> list[int]:
+    """The rounds after which the coordinator has resumed, from the log."""
+    return [int(number) for number in re.findall(r"\bresuming after round (\d+)", log_of(folder))]
 
 
 def _takes_part(folder: Path, victim: int, before: int) -> bool:

@@ -7,6 +7,7 @@ from absl import flags
 from experiments import local_rounds, packet_link, round_runs, workers
 from experiments.tiers_relay import Link
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import write_json
 from mlcn_jax.nn.model import param_shapes
 
 
@@ -54,16 +55,21 @@ def test_the_rest_is_ended_after_the_coordinator(monkeypatch, tmp_path):
 def test_each_target_has_a_verdict():
     def seed(slower, slow):
         accuracies = {"loopback": 0.9, "slow": slow, "sum in every step": 0.91}
-        return {"slow_over_loopback": slower, "test_accuracy": accuracies, "bytes_per_step": 1000.0}
+        times = {"slow_over_loopback": slower, "slow_over_loopback_from_start": 1.2}
+        return {**times, "test_accuracy": accuracies, "validation_accuracy": accuracies, "bytes_per_step": 1000.0}
 
     def told(found):
         return [target["verdict"] for target in found.values()]
 
     found = local_rounds.verdicts([seed(1.1, 0.905), seed(1.4, 0.909)], 200_000.0)
-    assert told(found) == ["reached"] * 3
-    assert [target["measured"] for target in found.values()] == pytest.approx([1.25, 0.005, 0.3])
-    assert told(local_rounds.verdicts([seed(1.1, 0.9), seed(1.6, 0.909)], 99_000.0)) == ["below"] * 3
-    assert told(local_rounds.verdicts([seed(1.1, 0.91), seed(None, 0.91)], 1e6)) == ["below", "reached", "reached"]
+    assert told(found) == ["reached"] * 4
+    assert [target["measured"] for target in found.values()] == pytest.approx([1.25, 1.2, 0.005, 0.3])
+    worse = local_rounds.verdicts([seed(1.1, 0.9), seed(1.6, 0.909)], 99_000.0)
+    assert told(worse) == ["below", "reached", "below", "below"]
+    never = local_rounds.verdicts([seed(1.1, 0.91), seed(None, 0.91)], 1e6, "validation_accuracy")
+    assert told(never) == ["below", "reached", "reached", "reached"]
+    assert local_rounds.over_loopback({"slow": 3.0, "loopback": 2.0}) == 1.5
+    assert local_rounds.over_loopback({"slow": 3.0, "loopback": None}) is None
 
 
 def test_the_accuracy_is_stated_beforehand():
@@ -71,6 +77,38 @@ def test_the_accuracy_is_stated_beforehand():
     local_rounds.define(values)
     values(["local_rounds"])
     assert 0.5 < values.accuracy < 1.0
+
+
+def test_a_trial_leaves_the_test_images_and_the_results_alone(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(local_rounds, "measure", lambda values, path: asked.append((values, path)) or {"verdicts": {}})
+    for given in ([], ["--trial"]):
+        values = flags.FlagValues()
+        local_rounds.define(values)
+        values(["local_rounds", f"--workdir={tmp_path}", *given])
+        monkeypatch.setattr(local_rounds, "RESULTS", tmp_path / "results")
+        (tmp_path / "results").mkdir(exist_ok=True)
+        local_rounds.main(values)
+    (_, final), (trial, tried) = asked
+    assert (final, tried) == (tmp_path / "results" / "local_rounds.json", tmp_path / "trial.json")
+    assert local_rounds.settings(trial, 0)["train.score_test"] is False
+
+
+def test_results_of_other_settings_are_not_replaced(tmp_path):
+    values = flags.FlagValues()
+    local_rounds.define(values)
+    values(["local_rounds", f"--workdir={tmp_path}"])
+    write_json(tmp_path / "out.json", {"version": 0, "seeds": [{"seed": 0}]})
+    with pytest.raises(InputError, match=r"out.json is of other settings:\n  version: 0 there, 4 now"):
+        local_rounds.measure(values, tmp_path / "out.json")
+
+
+def test_nothing_is_timed_while_cores_are_busy(monkeypatch):
+    monkeypatch.setattr(local_rounds.host, "busy_cores", lambda: 0.1)
+    assert local_rounds.idle_cores() == 0.1
+    monkeypatch.setattr(local_rounds.host, "busy_cores", lambda: 0.9)
+    with pytest.raises(InputError, match=r"keeps 0\.90 cores busy"):
+        local_rounds.idle_cores()
 
 
 def test_a_case_is_kept_for_what_was_asked(tmp_path):

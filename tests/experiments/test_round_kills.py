@@ -59,6 +59,19 @@ def test_what_one_kill_cost_is_told_of_it(tmp_path):
         "computed_again": {"worker 0": 1, "worker 1": 0},
     }
 
+    steps = iter([(6, 12, 18, 24), (6, 12, 18, 24, 30)])
+
+    def lose_one_and_gain_two():
+        """Between the kills two more rounds were recorded, which would hide that the second start lost one."""
+        done = next(steps)
+        rows(folder, *done)
+        append(log, f"resuming after round {2 if len(done) == 4 else 3}\n")
+        (folder / round_kills.ROUNDS / str(len(done) + 3)).mkdir()
+
+    found = round_kills.kill_one(Killed(lose_one_and_gain_two), folder, 0, twice_after=0.0)
+    assert (found["round_before"], found["round_after"]) == (4, 3)
+    rows(folder, 6, 12)
+
     def compute():
         append(log, "worker 1 computes round 1\nworker 1 computes round 2\n")
         rows(folder, 6, 12, 18, 24)
