@@ -8,8 +8,9 @@ ends. Rows of `TRIALS` chose the settings: they hold 10,000 training images out,
 set alone. A budget is the FLOPs of the lanes in all training steps: products and convolutions, forward and backward, as
 the cost model counts them (`placement.cost.lane_cost`) for the image sizes that a recipe goes through. The decoder,
 whose share is shown beside it, and the optimizer are not counted. A run that has ended, also one that is in the
-committed results, is not repeated; one that was stopped goes on. Writes `residual_lanes_SCALE` as JSON, Markdown and
-PNG to the workdir and, but for `smoke`, to `experiments/results/`.
+committed results, is not repeated; one that was stopped goes on. Writes `residual_lanes_SCALE`, or for trials, which
+are given by themselves, `residual_trials_SCALE`, as JSON, Markdown and PNG to the workdir and, but for `smoke`, to
+`experiments/results/`.
 """
 
 import functools
@@ -42,6 +43,7 @@ from experiments.residual_rows import GPU_ROWS, ROWS, TRIALS
 from mlcn_jax.analysis.lane_fit import fit_weights
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data.batches import Split
+from mlcn_jax.errors import InputError
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.cost import decoder_step_flops, lane_cost
@@ -81,11 +83,15 @@ def main(values: flags.FlagValues) -> int:
 def run(request: Request, *, first_seed: int, rows: Sequence[str]) -> int:
     """Trains what has not been trained yet, reports after each run, and returns the exit code."""
     rows = chosen("rows", rows, KNOWN)
+    trials = [row for row in rows if row in TRIALS]
+    if trials and len(trials) < len(rows):
+        raise InputError(f"--rows has trials, {', '.join(trials)}, and others: give either, in two commands")
+    name = "residual_trials" if trials else "residual_lanes"
     runs = [{"row": row, "seed": seed} for seed in range(first_seed, first_seed + request.repeats) for row in rows]
     make_config = functools.partial(configure_run, request.directories)
-    kept = kept_results("residual_lanes", request.scale.name)
+    kept = kept_results(name, request.scale.name)
     series = Series(request, "residual_lanes", VERSION, make_config, True, measure, kept)
-    return carry_out(series, runs, text, report)
+    return carry_out(series, runs, text, functools.partial(report, name))
 
 
 def configure_run(directories: Mapping[str, str], row: str, seed: int) -> RunConfig:
@@ -265,7 +271,7 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     return figure
 
 
-def report(series: Series) -> None:
+def report(name: str, series: Series) -> None:
     """Writes the table and the picture of every run that has ended."""
     records = series.records()
     rows = summarise(records)
@@ -278,7 +284,7 @@ def report(series: Series) -> None:
     ]
     figure = draw(rows)
     draw_caption(figure, lines)
-    write(series, "residual_lanes", {"rows": rows}, text(records), lines, figure)
+    write(series, name, {"rows": rows}, text(records), lines, figure)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ _TOGETHER = {"data.augment_lanes": False, "train.image_sizes": ""}  # lanes that
 ROWS = {
     "cifar_4xw3d2": Row(0.45, "resnet_cifar", "resnet:w3d2*4", 11),
     "fashion_4xw3d2": Row(0.45, "resnet_fashion", "resnet:w3d2*4", 14),
-    "cifar_unequal": Row(0.45, "resnet_cifar", "resnet:w3d2*2,resnet:w2d2*1,resnet:w1d2*1", 15),
+    "cifar_unequal": Row(0.45, "resnet_cifar", "resnet:w3d2*2,resnet:w2d2*1,resnet:w1d2*1", 16),
     "fashion_unequal": Row(0.45, "resnet_fashion", "resnet:w3d2*2,resnet:w2d2*1,resnet:w1d2*1", 21),
     "cifar_wide": Row(0.45, "resnet_cifar", "resnet:w4d2*2,resnet:w2d2*2", 10),
     "cifar_long": Row(5, "resnet_cifar_long", "resnet:w4d3*4", 53),

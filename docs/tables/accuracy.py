@@ -45,10 +45,13 @@ def readme_accuracy() -> str:
     return f"{table}\n\n*One seed each; a range is the minimum and maximum of three seeds. {runs_line(runs)[1:]}"
 
 
+_HEADLINE = "cifar_unequal"  # the row of the README; chosen by trials on validation images
+
+
 @place
 def readme_residual() -> str:
     result = experiment("residual_lanes_full")
-    row = max((row for row in result["rows"] if row["split"] == "test"), key=lambda row: row["accuracy"]["mean"])
+    (row,) = (row for row in result["rows"] if row["row"] == _HEADLINE)
     runs = [run for run in result["runs"] if run["facts"]["row"] == row["row"]]
     title = data_title(runs[0]["data"])
     plain, flips = (f"{row[name]['mean']:.2f} %" for name in ("accuracy", "accuracy_flips"))
@@ -166,7 +169,8 @@ def tuning_full() -> str:
 def _residual_rows(validation: bool) -> str:
     from experiments.residual_lanes import decoder_share
 
-    result = experiment("residual_lanes_full")
+    name = "residual_trials_full" if validation and has_run("residual_trials_full") else "residual_lanes_full"
+    result = experiment(name)
     rows = []
     for row in result["rows"]:
         if (row["split"] == "validation") != validation:
@@ -231,10 +235,11 @@ def batch_size() -> str:
         for point in result["points"]
     ]
     header = "model | batch | test accuracy in % | minus that of batch 100 | times as fast as batch 100"
-    rounds = len(next(iter(next(iter(result["speeds"].values()))["images_per_second"].values())))
+    rounds = [len(rates) for speed in result["speeds"].values() for rates in speed["images_per_second"].values()]
+    speed = f"median, minimum and maximum of {rounds[0]} rounds" if rounds else "not measured yet"
     speeds = sorted({speed["command"] for speed in result["speeds"].values()})
     more = "\n".join(f"- speeds: `{command}`" for command in speeds)
     return (
         f"{table_of(header, rows)}\n\n{runs_line(result['runs'])} "
-        f"Speed: median, minimum and maximum of {rounds} rounds.\n\n{commands_of(result['runs'])}\n{more}"
+        f"Speed: {speed}.\n\n{commands_of(result['runs'])}\n{more}"
     )

@@ -207,7 +207,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             **best,
             "steps": num_steps,
             "steps_this_session": num_steps - start,
-            "images_per_second": log.images_per_second or _last_rate(workdir),
+            "images_per_second": _throughput(workdir, settings.batch_size, settings.log_every),
             "input_share": log.input_share,
             "compile_seconds": compile_seconds,
             "parameters": count_parameters(spec)["total"],
@@ -233,11 +233,14 @@ def _check_same(facts: Sequence[dict[str, Any]]) -> None:
             )
 
 
-def _last_rate(workdir: Path) -> float | None:
-    """The newest training throughput on record: all steps may have been taken before this process started."""
-    rows = read_rows(workdir / "metrics.jsonl")
-    rates = [row["images_per_second"] for row in rows if "images_per_second" in row]
-    return rates[-1] if rates else None
+def _throughput(workdir: Path, batch_size: int, log_every: int) -> float | None:
+    """Training throughput in images per second over all steps on record, those of earlier sessions included."""
+    images, seconds, before = 0, 0.0, 0
+    for row in read_rows(workdir / "metrics.jsonl"):
+        if "images_per_second" in row:
+            count = min(row["step"] - before, log_every) * batch_size
+            images, seconds, before = images + count, seconds + count / row["images_per_second"], row["step"]
+    return images / seconds if seconds else None
 
 
 def _finished_summary(workdir: Path, step: int) -> dict | None:

@@ -128,9 +128,23 @@ def test_a_finished_run_is_not_run_again(tiny, copied):
 
 
 def test_a_run_that_ended_before_its_summary_keeps_its_throughput(tiny, copied):
+    before = read_json(copied / "summary.json")["images_per_second"]
     (copied / "summary.json").unlink()
-    rows = [row for row in read_rows(copied / "metrics.jsonl") if row["split"] == "train"]
-    assert loop.train(tiny, copied)["images_per_second"] == rows[-1]["images_per_second"]
+    assert loop.train(tiny, copied)["images_per_second"] == before
+
+
+def test_throughput_is_that_of_all_sessions_by_the_steps_of_each_row(tmp_path):
+    """40 steps of 10 images at 100 a second, then 10 at 50: 500 images in 6 seconds."""
+    rows = [(20, 100.0), (40, 100.0), (50, 50.0)]
+    lines = [{"step": step, "split": "train", "images_per_second": rate} for step, rate in rows]
+    text = "".join(
+        f"{json.dumps(line)}\n" for line in [*lines[:2], {"step": 40, "split": "test", "loss": 1.0}, lines[2]]
+    )
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert loop._throughput(tmp_path, 10, 20) == pytest.approx(500 / 6)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(lines[2]))  # of a run that goes on from a pruned one
+    assert loop._throughput(tmp_path, 10, 20) == pytest.approx(50.0)
+    assert loop._throughput(tmp_path / "none", 10, 20) is None
 
 
 def test_a_finished_run_that_is_shortened_is_finished_with_the_new_settings(tiny, copied):
