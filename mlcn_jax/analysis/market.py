@@ -308,6 +308,12 @@ class Market:
         lost = [runs[n][k].lost_seconds for n, held in rented for k, count in enumerate(held) if count]
         interval = around(1.0, [self.choices[n].profile for n in chosen], [[(kind, 1.0)]] * len(chosen))
         started = max(self.choices[n].machine.startup_seconds for n in chosen)
+
+        def rented_seconds(n: int, held: Sequence[int]) -> float:
+            """Seconds for which a machine is rented; each is given back when its own lanes have ended."""
+            work = sum(count * runs[n][k].seconds for k, count in enumerate(held) if count)
+            return self.choices[n].machine.startup_seconds + work
+
         return Way(
             kind="apart",
             machines=chosen,
@@ -316,7 +322,7 @@ class Market:
             step_seconds=step,
             interval=_of_run(interval, 1.0, started, answer.seconds - started),
             save_every=runs[number][kind].save_every,
-            interruptions=sum(self.choices[n].interruptions.per_second for n in chosen) * answer.seconds,
+            interruptions=sum(self.choices[n].interruptions.per_second * rented_seconds(n, held) for n, held in rented),
             lost_seconds=max(lost),
             lanes=lanes,
         )

@@ -299,13 +299,12 @@ def _windows_bwd(taps, stride, shape, g):
 
 def _overlap_add(parts, axis, stride, size):
     """The sum of parts[p], spread along an axis by the stride and shifted by p, in an array of the given size."""
-    zero = jnp.zeros((), parts[0].dtype)
-    total = zero
+    total = zero = jnp.zeros((), jnp.float32)  # in which many parts are added, whatever their dtype
     for p, part in enumerate(parts):
         pads = [(0, 0, 0)] * part.ndim
         pads[axis] = (p, size - p - stride * (part.shape[axis] - 1) - 1, stride - 1)
-        total += lax.pad(part, zero, pads)
-    return total
+        total += lax.pad(part.astype(jnp.float32), zero, pads)
+    return total.astype(parts[0].dtype)
 
 
 _windows.defvjp(_windows_fwd, _windows_bwd)

@@ -372,8 +372,8 @@ def lanes_one_by_one(function: Callable[[dict, Array], Any], params: dict, image
     for i in range(count):
         if results:
             probe = sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in jax.tree.leaves(results[-1]))
-            done = ~jnp.isnan(probe)  # false only for NaN, which ends the run anyway
-            images = jnp.where(done, images, jnp.zeros_like(images))
+            done = ~jnp.isnan(probe)  # false only for NaN, which the lanes that follow then have, too
+            images = jnp.where(done, images, jnp.full_like(images, jnp.nan))
         results.append(function(jax.tree.map(lambda array, i=i: array[i], params), images))
     return results
 

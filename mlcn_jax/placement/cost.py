@@ -96,7 +96,7 @@ class LaneCost:
         return self.fixed_step_flops + batch_size * self.step_flops_per_image
 
     def step_bytes(self, batch_size: int) -> int:
-        """The minimum number of bytes that a training step moves.
+        """The number of bytes that a training step moves if every layer needs both gradients.
 
         Each layer reads its inputs and kernel and writes its outputs, once forward and twice for the two gradients;
         Adam reads parameters, gradients and moments and writes all except the gradients.
@@ -147,7 +147,7 @@ def lane_cost(spec: lanes.LaneSpec, settings: lanes.LaneSettings, image_shape: t
 
     def step(params, images, columns):
         value, vjp = jax.vjp(lambda params: forward(params, images), params)
-        return value, vjp(columns)
+        return value, vjp(columns.astype(value.dtype))  # log-probabilities are float32 in lanes of any dtype
 
     # What grows from one image to two belongs to the images, the rest to the step.
     programs = [jax.make_jaxpr(forward)(params, x).jaxpr for x in images]

@@ -10,13 +10,16 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.placement.heuristics import greedy
 from mlcn_jax.placement.problem import UNLIMITED, NoRoom, Problem, integer_costs, lower_bound_seconds, mib
 
+_TOLERANCE = 1 + 1e-9
+_MOST_ENDS = 200  # of a device, tried one by one
+
 
 def solve_exactly(problem: Problem, time_limit_seconds: float) -> tuple[list[int], float, bool]:
     """Devices, a proven lower bound and whether they are optimal, by integer programming (OR-Tools CP-SAT).
 
     If seconds are integer costs times a factor for each device, as in the thesis's formula, makespans can only take
-    certain values: they are tried from the lower bound up, and the first feasible one is the shortest. Other
-    seconds are rounded to a millionth of the slowest placement, and "optimal" holds up to that.
+    certain values: unless these are many, they are tried from the lower bound up, and the first feasible one is the
+    shortest. Other seconds are rounded to a millionth of the slowest placement, and "optimal" holds up to that.
     """
     deadline = time.monotonic() + time_limit_seconds
     try:
@@ -24,8 +27,8 @@ def solve_exactly(problem: Problem, time_limit_seconds: float) -> tuple[list[int
     except NoRoom:  # greedy fails where this may succeed
         start = []
     integers = integer_costs(problem)
-    if integers and start:
-        return _exact_in_whole_units(problem, *integers, start, deadline)
+    if integers and start and (ends := _ends(problem, integers[1], start)) is not None:
+        return _exact_in_whole_units(problem, *integers, ends, start, deadline)
     unit = (sum(map(max, problem.seconds)) + max(problem.base_seconds)) / 10**6
     slack = (len(problem.seconds) + 1) / 2  # at least the rounding error
     program = _Program(problem, start)
@@ -49,31 +52,42 @@ def solve_exactly(problem: Problem, time_limit_seconds: float) -> tuple[list[int
     return device_of or start, (bound - slack) * unit, status == "optimal"
 
 
-def _exact_in_whole_units(
-    problem: Problem, costs: list[int], factors: list[float], start: list[int], deadline: float
-) -> tuple[list[int], float, bool]:
+def _ends(problem: Problem, factors: Sequence[float], start: Sequence[int]) -> list[float] | None:
+    """The makespans below that of `start` at which a device can end, ascending; None if they are too many to try."""
+    least, most, ends = lower_bound_seconds(problem), max(_loads(problem, start)), set()
+    for base, factor in zip(problem.base_seconds, factors, strict=True):
+        first, last = (max(0, math.ceil((end / _TOLERANCE - base) / factor)) for end in (least, most))
+        if last - first > _MOST_ENDS:
+            return None
+        ends |= {base + n * factor for n in range(first, last)}
+    return sorted(ends)
+
+
+def _loads(problem: Problem, start: Sequence[int]) -> list[float]:
     loads = list(problem.base_seconds)
     for lane, device in enumerate(start):
         loads[device] += problem.seconds[lane][device]
-    tolerance = 1 + 1e-9
-    least = lower_bound_seconds(problem)
-    ends = set()
-    for base, factor in zip(problem.base_seconds, factors, strict=True):
-        first, last = (
-            math.ceil((least / tolerance - base) / factor),
-            math.ceil((max(loads) / tolerance - base) / factor),
-        )
-        ends |= {base + n * factor for n in range(max(0, first), max(0, last))}
-    for end in sorted(ends):
+    return loads
+
+
+def _exact_in_whole_units(
+    problem: Problem,
+    costs: list[int],
+    factors: list[float],
+    ends: Sequence[float],
+    start: list[int],
+    deadline: float,
+) -> tuple[list[int], float, bool]:
+    for end in ends:
         program = _Program(problem, start)
         for d, (base, factor) in enumerate(zip(problem.base_seconds, factors, strict=True)):
-            program.model.add(program.load(d, costs) <= max(0, math.floor((end * tolerance - base) / factor)))
+            program.model.add(program.load(d, costs) <= max(0, math.floor((end * _TOLERANCE - base) / factor)))
         device_of, status, _ = program.solve(deadline)
         if status == "optimal":
             return device_of, end, True
         if status == "unknown":
             return start, end, False
-    return start, max(loads), True
+    return start, max(_loads(problem, start)), True
 
 
 class _Program:

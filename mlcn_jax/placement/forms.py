@@ -217,7 +217,7 @@ def place_together(name: str, problem: FormProblem, *, time_limit_seconds: float
     low, high = 0.0, _LARGEST_PRICE
     found = _at_price(name, problem, low)
     if found.lost <= problem.most_lost:
-        return found
+        return _that_runs(found)
     best = _at_price(name, problem, high)
     if best.lost > problem.most_lost:
         raise NoRoom(_too_lossy(problem, best.lost))
@@ -229,7 +229,14 @@ def place_together(name: str, problem: FormProblem, *, time_limit_seconds: float
             best = min(best, found, key=lambda each: each.makespan_seconds)
         else:
             low = price
-    return best
+    return _that_runs(best)
+
+
+def _that_runs(found: FormPlacement) -> FormPlacement:
+    """A placement, unless a lane is on a device where it runs in no form, which raises NoRoom."""
+    if math.isinf(found.makespan_seconds):
+        raise NoRoom("no placement was found in which each lane fits a device that runs it: try exact")
+    return found
 
 
 _LARGEST_PRICE = 1e12  # seconds for a unit of loss
@@ -244,7 +251,7 @@ def place_forms_first(name: str, problem: FormProblem) -> FormPlacement:
       NoRoom: as for `place_together`.
     """
     form_of = _faster_forms(problem, _plain_forms(problem), functools.partial(_mean_seconds, problem))
-    return _placement(problem, form_of, _devices_of(name, problem, form_of))
+    return _that_runs(_placement(problem, form_of, _devices_of(name, problem, form_of)))
 
 
 def place_devices_first(name: str, problem: FormProblem) -> FormPlacement:
@@ -256,7 +263,7 @@ def place_devices_first(name: str, problem: FormProblem) -> FormPlacement:
     plain = _plain_forms(problem)
     device_of = _devices_of(name, problem, plain)
     form_of = _faster_forms(problem, plain, lambda i, f: problem.seconds[i][f][device_of[i]], device_of)
-    return _placement(problem, form_of, device_of)
+    return _that_runs(_placement(problem, form_of, device_of))
 
 
 def _mean_seconds(problem: FormProblem, lane: int, form: int) -> float:

@@ -93,8 +93,9 @@ def _karmarkar_karp(problem: Problem, rng: random.Random) -> list[int]:
     speeds = [max(map(sum, columns)) / sum(column) for column in columns]
     owners = list(range(problem.num_devices))
     spare = len(problem.seconds) - len(owners)
-    extra = sorted((n / s, d) for d, s in enumerate(speeds) for n in range(2, round(s) + 1))
-    owners += [d for _, d in extra[: max(0, spare)]]
+    spare = max(0, spare)
+    extra = sorted((n / s, d) for d, s in enumerate(speeds) for n in range(2, min(round(s), 1 + spare) + 1))
+    owners += [d for _, d in extra[:spare]]
     order = itertools.count()  # so that equal differences keep the given order
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for lane, row in enumerate(problem.seconds):

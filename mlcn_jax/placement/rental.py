@@ -89,7 +89,7 @@ def apart(
         machine.startup_seconds + sum(n * s for n, s in zip(counts, machine.lane_seconds, strict=True) if s < math.inf)
         for machine in machines
     ]
-    longest = min(deadline_seconds, max([*finite, *(m.minimum_seconds for m in machines)]))
+    longest = min(deadline_seconds, max([*finite, *(m.minimum_seconds for m in machines)])) or 1.0  # no lane fits any
     unit = longest / _UNITS
     dearest = max((machine.price for machine in machines), default=0.0) or 1.0
     end = 2 * _UNITS  # more than all of it, rounded up

@@ -34,6 +34,8 @@ class Interruptions:
         from scipy import special
 
         costs = self.per_second * self.checkpoint_seconds
+        if not costs:
+            return 0.0
         return float(1 + special.lambertw(-math.exp(-costs - 1)).real) / self.per_second
 
     def expected_seconds(self, work_seconds: float, interval_seconds: float) -> float:

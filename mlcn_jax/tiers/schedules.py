@@ -86,26 +86,45 @@ def cloud_share(system: System) -> float:
 def corrected(schedule: str, system: System) -> float:
     """Seconds if devices work in parallel on a pipeline of tasks: the slowest resource, plus filling the pipeline.
 
-    Resources are each tier's devices, the dispatcher, and the cores that all share. The pipeline is filled once, in a
-    task's time on the other tiers that it passes. Under `Mapping` each end has a fixed edge, so the edge with the most
-    ends is the slowest; otherwise edges take tasks from one queue.
+    The pipeline is filled once, in a task's time on the other tiers that it passes.
+    """
+    busy = _busy(schedule, system)
+    slowest = max(busy.values())
+    passed = [getattr(system, name).seconds for name in ("edge", "cloud") if name in busy]
+    if not passed:
+        return slowest
+    return slowest + (max(passed) if busy["end"] == slowest else system.end.seconds)
+
+
+def bottleneck(schedule: str, system: System) -> str:
+    """What is slowest by the corrected model: the devices of `end`, `edge` or `cloud`, `dispatcher`, or `cores`."""
+    busy = _busy(schedule, system)
+    return max(busy, key=busy.__getitem__)
+
+
+def _busy(schedule: str, system: System) -> dict[str, float]:
+    """Seconds for which each resource is busy: each tier's devices, the dispatcher, and the cores that all share.
+
+    Under `Mapping` each end has a fixed edge, so the edge with the most ends is the slowest; otherwise edges take tasks
+    from one queue.
     """
     tasks, cloud = system.tasks, cloud_share(system)
     shares = {"End": (0.0, 0.0), "End-Cloud": (0.0, 1.0), "End-Edge": (1.0, 0.0), "Mapping": (1 - cloud, cloud)}
     share = shares[schedule]
-    stages = [(system.end, float(tasks)), (system.edge, tasks * share[0]), (system.cloud, tasks * share[1])]
-    stages = [(device, number) for device, number in stages if number]
-    most = [math.ceil(number / device.count) for device, number in stages]  # tasks of one device
+    stages = {
+        "end": (system.end, float(tasks)),
+        "edge": (system.edge, tasks * share[0]),
+        "cloud": (system.cloud, tasks * share[1]),
+    }
+    stages = {name: (device, number) for name, (device, number) in stages.items() if number}
+    most = {name: math.ceil(number / device.count) for name, (device, number) in stages.items()}  # tasks of one device
     if schedule == "Mapping" and share[0]:
         mapped = round(share[0] * system.end.count)
-        most[1] = math.ceil(tasks * math.ceil(mapped / system.edge.count) / system.end.count)
-    busy = [number * device.seconds for number, (device, _) in zip(most, stages, strict=True)]
-    handed = sum(number for _, number in stages)
-    shared = sum(number * device.work for device, number in stages) / system.cores if system.cores else 0.0
-    slowest = max(*busy, handed * system.dispatch, shared)
-    passed = max((device.seconds for device, _ in stages[1:]), default=0.0)
-    fill = 0.0 if len(stages) == 1 else (passed if busy[0] == max(busy) else system.end.seconds)
-    return slowest + fill
+        most["edge"] = math.ceil(tasks * math.ceil(mapped / system.edge.count) / system.end.count)
+    busy = {name: most[name] * device.seconds for name, (device, _) in stages.items()}
+    busy["dispatcher"] = sum(number for _, number in stages.values()) * system.dispatch
+    work = sum(number * device.work for device, number in stages.values())
+    return busy | {"cores": work / system.cores if system.cores else 0.0}
 
 
 def reassigned(seconds: float, tasks: int, ends: int, dead: int, tasks_before: int, timeout: float) -> float:

@@ -179,6 +179,16 @@ def test_without_a_link_no_two_machines_train_together(profiles):
     assert all(len(way.machines) == 1 for way in alone.ways())
 
 
+def test_a_machine_is_interrupted_only_while_its_own_lanes_are_trained(profiles):
+    terms = dataclasses.replace(TERMS, interruptions_per_hour=1.0, link=None)
+    given = offers(profiles, Offer("fast", 1.0, spot=True, available=1), Offer("slow", 1.0, spot=True, available=1))
+    task = dataclasses.replace(TASK, apart=True)
+    ways = [way for way in market.Market(task, terms, given).ways() if way.kind == "apart" and len(way.machines) == 2]
+    assert ways
+    for way in ways:
+        assert 0.3 * way.seconds / 3600 < way.interruptions < 2 * way.seconds / 3600
+
+
 def test_lanes_apart_are_a_way_where_lanes_learn_alone(profiles):
     slow_link = dataclasses.replace(TERMS, link=Link(0.1, 1e5))
     given = offers(profiles, FAST, SLOW)

@@ -87,6 +87,16 @@ def test_capsnet_counts_its_routing(tiny):
     assert describe.describe(config)["forward_flops_per_image"] == convolutions + 2 * u_hat + decoder
 
 
+@pytest.mark.parametrize("kind", ["resnet", "mlcn1"])
+def test_a_lane_in_bfloat16_costs_as_many_flops(kind):
+    found = [
+        cost.lane_cost(lanes.LaneSpec(kind, 1), lanes.LaneSettings(10, dtype=dtype), (28, 28, 1))
+        for dtype in (jnp.float32, jnp.bfloat16)
+    ]
+    assert found[0].step_flops(8) == found[1].step_flops(8)
+    assert found[1].step_bytes(8) < found[0].step_bytes(8)
+
+
 def test_costs_of_an_mlcn1_lane_by_hand():
     lane = cost.lane_cost(lanes.LaneSpec("mlcn1", 2, 3), lanes.LaneSettings(10), (28, 28, 1))
     first = 2 * 20 * 20 * 81 * 32

@@ -119,6 +119,14 @@ def test_devices_first_uses_forms_that_one_device_lacks():
     assert sorted(placed.form_of) == [0, 0, 0, 2], "a second lane in int8 has no room"
 
 
+@pytest.mark.parametrize("name", sorted(set(PARTITIONERS) - {"random"}))
+def test_no_lane_is_placed_where_it_cannot_run(name):
+    """The first device runs both lanes, and has memory for one."""
+    problem = FormProblem([[[1.0, math.inf]], [[1.0, math.inf]]], ["a"], [[5.0], [5.0]], [5.0, 5.0])
+    with pytest.raises(NoRoom):
+        place_together(name, problem)
+
+
 def test_a_loss_that_is_too_large_keeps_lanes_as_they_are():
     lane = [[4.0, 4.0], [2.0, 2.0], [1.0, 1.0]]
     losses = [[0.0, 0.1, 1.0]] * 2

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -77,6 +78,28 @@ def test_memory_limits_are_kept_and_exact_finds_what_fits(lanes, limits):
         assert all(held <= limit for held, limit in zip(placement.memory_bytes, limits, strict=True))
         if name == "exact":
             assert placement.makespan_seconds == pytest.approx(best, rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("costs", "memory", "limits"),
+    [([5, 5, 4, 4, 3, 3, 2, 2], [1] * 6 + [3, 3], [8, 8, 3]), ([4, 4, 4, 9], [1] * 4, [4, 2])],
+)
+def test_a_device_that_is_thousands_of_times_as_fast_keeps_exact_from_no_optimum(costs, memory, limits):
+    """It could end at so many times that trying them one by one takes longer than there is."""
+    factors = [1.0] * (len(limits) - 1) + [1 / 5000]
+    names = [f"lane {i}" for i in range(len(costs))]
+    devices = [f"device {i}" for i in range(len(limits))]
+    problem = Problem(uniform_seconds(costs, factors), memory, limits, lane_names=names, device_names=devices)
+    found = partition("exact", problem, time_limit_seconds=5.0)
+    assert found.optimal
+    assert found.makespan_seconds == pytest.approx(brute_force(problem), rel=1e-4)
+
+
+def test_a_device_that_is_a_million_times_as_slow_takes_no_memory():
+    tracemalloc.start()
+    partition("karmarkar_karp", Problem([[1.0, 1e6]] * 3))
+    assert tracemalloc.get_traced_memory()[1] < 10**6
+    tracemalloc.stop()
 
 
 def test_a_table_of_seconds_sends_each_lane_where_it_is_fast():

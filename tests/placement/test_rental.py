@@ -78,6 +78,15 @@ def test_lanes_apart_cost_as_little_as_by_brute_force(machines, counts, most, ti
     assert [sum(held[kind] for _, held in found.rented) for kind in (0, 1)] == list(counts)
 
 
+def test_where_no_lane_fits_there_is_no_way():
+    assert rental.apart([Machine(1.0, 0.0, 0.0, 1, (math.inf,))], [1], 1) is None
+
+
+def test_checkpoints_that_cost_nothing_are_saved_at_every_step():
+    assert Interruptions(1e-5, 100.0, 0.0).best_interval() == 0.0
+    assert Interruptions(0.0, 100.0, 0.0).best_interval() == math.inf
+
+
 def test_a_machine_that_another_beats_is_left_out():
     machines = [Machine(2.0, 10, 0, 9), Machine(1.0, 10, 0, 9), Machine(1.0, 10, 0, 1), Machine(0.5, 99, 0, 9)]
     assert rental.undominated(machines, lambda k, n: True, 2) == [3, 1]
