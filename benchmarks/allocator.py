@@ -14,8 +14,8 @@ from unittest import mock
 
 from absl import flags
 
+from benchmarks import peers
 from experiments import workers
-from mlcn_jax import host
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 
@@ -69,7 +69,7 @@ def main(values: flags.FlagValues) -> None:
     for lanes in values.models:
         rows.append(measure(lanes, values))
         print(rows[-1], flush=True)
-    about = {"batch": values.batch, "rounds": values.rounds, "steps": values.steps, **host.environment()}
+    about = {"batch": values.batch, "rounds": values.rounds, "steps": values.steps, **peers.environment()}
     write_json(RESULTS / "allocator.json", {**about, "models": rows})
 
 

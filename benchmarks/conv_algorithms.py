@@ -4,8 +4,11 @@
 
 Four lanes vmapped over their kernels, and one residual lane by itself, as each is computed; forward alone and with both
 gradients (of the first convolution: the kernel's alone, since images need none; that of residual lanes is not trained,
-so only its forward time counts), in interleaved rounds on the backend at hand. Writes
-`benchmarks/results/conv_algorithms_<backend>.json`.
+so only its forward time counts), in interleaved rounds on the backend at hand. The first convolution of a residual
+lane's stage is also timed as training runs it before pooling ("pooled"): without the odd row and column, and on a CPU a
+part of the batch at a time, with the algorithm that is chosen for the whole. Writes
+`benchmarks/results/conv_algorithms_<backend>.json` after each case; what is there of this machine is kept, and not
+measured again.
 """
 
 import functools
@@ -17,11 +20,9 @@ import jax.numpy as jnp
 from absl import flags
 
 from benchmarks import networks, peers
-from mlcn_jax import host
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
-from mlcn_jax.nn import conv
+from mlcn_jax.nn import conv, resnet
 
 CASES = {  # lanes, image size, channels in, kernel size, filters, stride, padding
     "resnet stem, 32x32x3": (1, 32, 3, 2, 24, 1, "VALID"),
@@ -39,6 +40,30 @@ CASES = {  # lanes, image size, channels in, kernel size, filters, stride, paddi
 }
 _BATCHES = (1, 8, 100)
 _RESNET_BATCHES = (*_BATCHES, networks.RESNET_BATCH)
+
+
+def as_pooled(batch: int, size: int, channels: int, filters: int, dtype: str) -> tuple[int, conv.Padding]:
+    """Images at a time, and padding, of a residual lane's 3x3 convolution that pooling follows, in training."""
+    shape = (batch, size, size, channels)
+    kernel = jax.ShapeDtypeStruct((3, 3, channels, filters), dtype)
+    parts = resnet._parts(shape, kernel) if jax.default_backend() == "cpu" else 1
+    return batch // parts, resnet._even(shape)
+
+
+def listed(dtype: str) -> dict[str, tuple[tuple, int, int]]:
+    """By title: a case of `CASES`, how many images are convolved at a time, and of how many."""
+    found = {}
+    for name, case in CASES.items():
+        lanes, size, channels, taps, filters, stride, padding = case
+        residual = name.startswith("resnet")
+        for batch in _RESNET_BATCHES if residual else _BATCHES:
+            found[f"{name}, batch {batch}"] = case, batch, batch
+        if residual and padding == "SAME":
+            whole = networks.RESNET_BATCH
+            part, even = as_pooled(whole, size, channels, filters, dtype)
+            case = lanes, size, channels, taps, filters, stride, even
+            found[f"{name}, pooled, batch {part} of {whole}"] = case, part, whole
+    return found
 
 
 def compile_case(case, batch: int, algorithm: str, gradients: bool, dtype: str):
@@ -82,27 +107,26 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("rounds", 20, "interleaved rounds", lower_bound=1, flag_values=values)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "type of the arrays", flag_values=values)
     flags.DEFINE_list("cases", [], "beginnings of cases; empty for all: " + "; ".join(CASES), flag_values=values)
-    peers.define_out(values, "conv_algorithms")
+    peers.define_out(values, "conv_algorithms_BACKEND")
 
 
 def main(values: flags.FlagValues) -> None:
     backend = jax.default_backend()
-    results = {"rounds": values.rounds, "dtype": values.dtype, **host.environment(), "cases": {}}
-    for name, case in CASES.items():
-        if values.cases and not name.startswith(tuple(values.cases)):
+    results = peers.results_so_far(values, {"rounds": values.rounds, "dtype": values.dtype}, "cases")
+    for title, (case, batch, whole) in listed(values.dtype).items():
+        if values.cases and not title.startswith(tuple(values.cases)):
             continue
         lanes, size, channels, taps, filters, stride, padding = case
-        for batch in _RESNET_BATCHES if name.startswith("resnet") else _BATCHES:
-            shapes = (batch, size, size, channels), (taps, taps, channels, filters)
-            entry = {
-                "lanes": lanes,
-                "chosen": conv.choose(backend, *shapes, stride, padding),
-                "forward_milliseconds": measure(case, batch, False, values),
-                "with_gradients_milliseconds": measure(case, batch, True, values),
-            }
-            results["cases"][f"{name}, batch {batch}"] = entry
-            print(f"{name}, batch {batch}: {entry}", flush=True)
-            write_json(peers.out_file(values, "conv_algorithms"), results)
+        shapes = (whole, size, size, channels), (taps, taps, channels, filters)
+        with peers.kept(values, results, "cases", title) as missing:
+            if missing:
+                results["cases"][title] = {
+                    "lanes": lanes,
+                    "chosen": conv.choose(backend, *shapes, stride, padding),
+                    "forward_milliseconds": measure(case, batch, False, values),
+                    "with_gradients_milliseconds": measure(case, batch, True, values),
+                }
+                print(f"{title}: {results['cases'][title]}", flush=True)
 
 
 if __name__ == "__main__":

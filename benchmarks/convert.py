@@ -17,7 +17,7 @@ def main(folder: Path) -> None:
     onnx.versions()  # says which package is missing
     model = onnx.read_export(folder)
     path = folder / "onnx" / "model.onnx"
-    path.parent.mkdir()
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(onnx.convert(model).SerializeToString())
     known = {"export": model.artifact.manifest["sha256"], "sha256": host.sha256_of(path)}
     write_json(path.with_suffix(".json"), known)

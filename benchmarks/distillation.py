@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from mlcn_jax import host
+from benchmarks import peers
 from mlcn_jax.data.batches import Augmentation, to_pixels
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
@@ -85,7 +85,7 @@ def main(values: flags.FlagValues) -> None:
         **{name: values[name].value for name in ("teacher", "lanes", "batch", "rounds")},
         "seconds": found,
         "epochs_until_kept_is_faster": epochs,
-        **host.environment(),
+        **peers.environment(),
     }
     write_json(Path(values.output), result)
     for name, value in found.items():

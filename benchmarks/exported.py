@@ -20,8 +20,7 @@ import numpy as np
 from absl import flags
 from PIL import Image
 
-from benchmarks.peers import RESULTS
-from mlcn_jax import host
+from benchmarks import peers
 from mlcn_jax.data import batches
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
@@ -45,10 +44,10 @@ def define(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> None:
     if not values.workdir:
         raise InputError("give --workdir=FOLDER of a run that was exported")
-    results = {"rounds": values.rounds, **host.environment(), "models": []}
+    results = {"rounds": values.rounds, **peers.environment(), "models": []}
     for workdir in values.workdir:
         results["models"].append(measure(Path(workdir).expanduser(), values.rounds))
-        write_json(RESULTS / "exported.json", results)
+        write_json(peers.RESULTS / "exported.json", results)
 
 
 def measure(workdir: Path, num_rounds: int) -> dict:

@@ -18,6 +18,7 @@ from pathlib import Path
 from absl import flags
 
 from benchmarks import networks, peers
+from benchmarks.frameworks import in_mlcn_jax
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import EXIT_FAILED, launch_script
 
@@ -31,7 +32,7 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> int:
-    results = peers.results_so_far(values, "infer")
+    results = peers.comparison_so_far(values, "infer")
     with_onnx = peers.ONNX in values.peers
     if with_onnx and not Path(values.onnx_python).exists():
         raise InputError(f"--onnx_python={values.onnx_python} is not there: `make bench` installs it into .venv-onnx")
@@ -39,7 +40,7 @@ def main(values: flags.FlagValues) -> int:
         with tempfile.TemporaryDirectory() as folder:
             python = values.onnx_python if with_onnx else ""
             prepared = functools.cache(
-                functools.partial(peers.prepare, network, Path(folder), "infer", values.dtype, python)
+                functools.partial(in_mlcn_jax.prepare, network, Path(folder), "infer", values.dtype, python)
             )
             for batch in map(int, values.batches):
                 name = f"{network.name}_batch_{batch}"

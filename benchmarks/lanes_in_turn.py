@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from mlcn_jax import host
+from benchmarks import peers
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.calibration import whiten
@@ -69,7 +69,7 @@ def main(values: flags.FlagValues) -> None:
         "steps": found,
         "memory_ratio": found["in turn"]["temporary_bytes"] / found["all held"]["temporary_bytes"],
         "time_ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
-        **host.environment(),
+        **peers.environment(),
     }
     write_json(RESULTS / "lanes_in_turn.json", result)
     print(f"memory {result['memory_ratio']:.3f}, time {statistics.median(ratios):.3f} of all lanes held")

@@ -60,6 +60,7 @@ def compare_all(workdirs: list[Path], batches: list[int], rounds: int, out: Path
         installed, or `out` cannot be written.
     """
     # Slow to load, and only now needed: a mistaken flag has been answered at once.
+    from benchmarks import peers
     from mlcn_jax import host
     from mlcn_jax.files import write_json
     from mlcn_jax.serving import onnx
@@ -69,7 +70,7 @@ def compare_all(workdirs: list[Path], batches: list[int], rounds: int, out: Path
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{out} cannot be written ({error.strerror}): give another --out=FILE") from error
-    results = {"rounds": rounds, "threads": host.num_cores(), **host.environment(), "models": []}
+    results = {"rounds": rounds, "threads": host.num_cores(), **peers.environment(), "models": []}
     results["versions"] |= packages
     for workdir in workdirs:
         model = onnx.read_export(workdir)

@@ -1,9 +1,11 @@
 """Runs networks in several frameworks, each in a process of its own, and lets them take turns.
 
-`benchmarks.train_step` and `benchmarks.inference` are the commands; here is what they share.
+`benchmarks.train_step` and `benchmarks.inference` are the commands; here is what they share, and how other benchmarks,
+too, go on with the results that a file has.
 """
 
 import contextlib
+import datetime
 import functools
 import json
 import os
@@ -19,12 +21,12 @@ from typing import ClassVar
 import jax
 import numpy as np
 from absl import flags
+from flax import traverse_util
 
 from benchmarks import networks
-from benchmarks.frameworks import in_mlcn_jax
 from benchmarks.networks import Network
 from mlcn_jax import host
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import InputError, differences
 from mlcn_jax.files import read_json, write_json
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +50,7 @@ VARIANTS = {  # tried for each network; the fastest takes part. "frozen" compile
 _RATIOS = ("ours_over_fastest_peer", "chosen_over_fastest")
 _MODULES = {"train": {}, "infer": {OURS: "artifact", CHOSEN: "artifact"}}  # of `frameworks`, where named otherwise
 _OF_A_FOLDER = ("artifact", ONNX)  # they read an exported or converted model
+_MOST_BUSY = 0.2  # cores that other work may use before there is a warning
 _ROUND_SECONDS = 1.0
 _TRIAL_SECONDS = 0.3  # in which two of a framework's variants are compared
 _TRIALS = 5  # times, in turn
@@ -67,12 +70,15 @@ def define_networks(values: flags.FlagValues) -> None:
 
 
 def define_out(values: flags.FlagValues, name: str) -> None:
-    """The flag that says where results of one backend go, for `out_file`."""
-    flags.DEFINE_string("out", "", f"file to write; by default results/{name}_BACKEND.json", flag_values=values)
+    """The flags that `results_so_far` and `kept` read; `results/NAME.json` is the default file."""
+    meaning = "file to write, or to go on with; BACKEND in it stands for the platform, such as cpu"
+    flags.DEFINE_string("out", str(RESULTS / f"{name}.json"), meaning, flag_values=values)
+    meaning = "measure what the file has once more; if it is of other settings, versions or another device, start anew"
+    flags.DEFINE_bool("again", False, meaning, flag_values=values)
 
 
-def out_file(values: flags.FlagValues, name: str) -> Path:
-    return Path(values.out) if values.out else RESULTS / f"{name}_{jax.default_backend()}.json"
+def out_file(values: flags.FlagValues) -> Path:
+    return Path(values.out.replace("BACKEND", jax.default_backend()))
 
 
 def define_flags(values: flags.FlagValues, name: str, peers: Sequence[str] = ("keras", "torch")) -> None:
@@ -88,51 +94,78 @@ def define_flags(values: flags.FlagValues, name: str, peers: Sequence[str] = ("k
     flags.DEFINE_string(
         "peers_python", ".venv-peers/bin/python", "interpreter with benchmarks/requirements.txt", flag_values=values
     )
-    flags.DEFINE_string("out", str(RESULTS / f"{name}.json"), "file to write, or to go on with", flag_values=values)
-    flags.DEFINE_bool("again", False, "measure what the file has once more", flag_values=values)
+    define_out(values, name)
 
 
-def results_so_far(values: flags.FlagValues, do: str) -> dict:
-    """What `--out` has of the same comparison on this machine, or nothing.
+def environment() -> dict:
+    """The date (UTC), device and versions, which every benchmark writes beside its results."""
+    return {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **host.environment()}
+
+
+def results_so_far(values: flags.FlagValues, settings: dict, *parts: str) -> dict:
+    """What `--out` has of the same settings, device and versions, to go on with; the date is that of the last addition.
+
+    Args:
+      settings: what results must share to stand side by side, beside device and versions.
+      parts: dictionaries of results by name, for `kept`; empty where there is no file.
 
     Raises:
-      InputError: a peer is asked for that is not there.
+      InputError: `--out` has results of other settings, versions or another device, which only `--again` replaces.
+    """
+    path, about = out_file(values), {"version": VERSION, **settings, **environment()}
+    stored = read_json(path) if path.exists() else {}
+    there, now = (traverse_util.flatten_dict(one, sep=".") for one in (stored, about))
+    differ = differences(there, now, [name for name in now if name != "date"]) if stored else []
+    if differ and not values.again:
+        head, tail = f"{path} has results of something else:", "give another --out=FILE, or --again to replace them"
+        raise InputError("\n".join([head, *differ, tail]))
+    return about | {part: {} if differ else stored.get(part, {}) for part in parts}
+
+
+def comparison_so_far(values: flags.FlagValues, do: str) -> dict:
+    """`results_so_far` of a comparison with peers, with a place for failures.
+
+    Raises:
+      InputError: as there, or a peer is asked for that is not there.
     """
     known = [name for name in VARIANTS[do] if name not in (OURS, CHOSEN)]
     if unknown := [name for name in values.peers if name not in known]:
         raise InputError(f"--peers={','.join(values.peers)}: {unknown[0]!r} is none of {', '.join(known)}")
     if set(values.peers) - {ONNX}:
         check_peers_python(values.peers_python)
-    about = {"version": VERSION, "peers": values.peers, "rounds": values.rounds, "dtype": values.dtype}
-    about |= host.environment()
-    stored = read_json(Path(values.out)) if Path(values.out).exists() else {}
-    if any(stored.get(name) != value for name, value in about.items()):
-        stored = {}
-    return about | {name: stored.get(name, {}) for name in ("networks", "families")} | {"failed": {}}
+    settings = {"peers": values.peers, "rounds": values.rounds, "dtype": values.dtype}
+    return results_so_far(values, settings, "networks", "families") | {"failed": {}}
 
 
 @contextlib.contextmanager
 def kept(values: flags.FlagValues, results: dict, part: str, name: str) -> Iterator[bool]:
-    """Yields whether a part of the results is still to be measured, and writes what has been.
+    """Yields whether a part of the results is still to be measured, and writes what has been, with `busy_cores`.
 
-    A failure is noted in the results, and does not end the others.
+    A failure is noted in the results where they have a place for it, and then does not end the others.
     """
+    path = out_file(values)
     if name in results[part] and not values.again:
-        print(f"{values.out} has {name}: --again measures it once more", flush=True)
+        print(f"{path} has {name}: --again measures it once more", flush=True)
         yield False
         return
-    busy = host.busy_cores()
+    before = host.busy_cores()
     try:
         yield True
     except InputError as error:
+        if "failed" not in results:
+            raise
         results["failed"][name] = str(error)
         for process in list(Process.running):  # or they would keep their memory
             process.close()
         print(f"{name}: {error}", file=sys.stderr, flush=True)
     else:
-        results[part][name]["busy_cores"] = busy  # by other work, before it began
-    results["networks"] = dict(sorted(results["networks"].items(), key=lambda item: _place(item[0])))
-    write_json(Path(values.out), results)
+        known = [busy for busy in (before, host.busy_cores()) if busy is not None]
+        results[part][name]["busy_cores"] = busy = max(known, default=None)
+        if busy is not None and busy > _MOST_BUSY:
+            print(f"{name}: other work kept {busy:.2f} cores busy; --again measures it once more", file=sys.stderr)
+    if "networks" in results:
+        results["networks"] = dict(sorted(results["networks"].items(), key=lambda item: _place(item[0])))
+    write_json(path, results)
 
 
 def _place(name: str) -> tuple[int, int]:
@@ -141,25 +174,8 @@ def _place(name: str) -> tuple[int, int]:
     return list(networks.NETWORKS).index(network), int(batch or 0)
 
 
-def prepare(network: Network, folder: Path, do: str, dtype: str, onnx_python: str = "") -> None:
-    """Writes what frameworks start from: weights; for inference an export; with `onnx_python` its ONNX model.
-
-    Raises:
-      InputError: it cannot be converted.
-    """
-    np.savez(folder / "weights.npz", **in_mlcn_jax.start_weights(network, folded=do == "infer"))
-    if do == "infer":
-        in_mlcn_jax.write_export(network, folder, dtype)
-    if onnx_python:
-        command = [onnx_python, "-m", "benchmarks.convert", str(folder)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            reason = done.stderr.strip().splitlines() or ["no reason given"]
-            raise InputError(f"{network.title} cannot be converted to ONNX: {reason[-1]}")
-
-
 class Process:
-    """A `benchmarks.worker`: one network in one framework, from what `prepare` wrote; `more` variables are its own."""
+    """A `benchmarks.worker`: a network in a framework, from `in_mlcn_jax.prepare`; `more` variables are its own."""
 
     running: ClassVar[set["Process"]] = set()  # those that have not been closed
 
@@ -259,7 +275,7 @@ def compare(
     Args:
       do: `train` or `infer`.
       python: the interpreter of the peers' environment.
-      folder: what `prepare` wrote.
+      folder: what `in_mlcn_jax.prepare` wrote.
 
     Raises:
       InputError: a peer's outputs or losses are not ours, or it cannot run.

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from absl import flags
 
+from benchmarks import peers
 from mlcn_jax import host
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
@@ -90,7 +91,7 @@ def main(values: flags.FlagValues) -> None:
     print(verdicts)
     settings = {"lanes": values.lanes, "batch": values.batch, "image": shape, "rounds": values.rounds}
     about = {"policies": found, "verdicts": verdicts, "busy_cores": busy}
-    write_json(Path(values.output), {**settings, **about, **host.environment()})
+    write_json(Path(values.output), {**settings, **about, **peers.environment()})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ training. The rates are the best of rounds taken in turn with those of the steps
 change by the minute: products of two shapes, and x + 1 over 256 MiB, read and written.
 
 Parts are shares of the time of XLA's operations, added up, while a few steps are traced; on a CPU two operations can
-run at once. Writes `benchmarks/results/roofline.json`.
+run at once. Of a loop those in its body count. Writes `benchmarks/results/roofline.json` after each network; what is
+there of this machine is kept, and not measured again.
 """
 
 import collections
@@ -26,7 +27,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import jax
@@ -38,7 +39,6 @@ from absl import flags
 from benchmarks import networks, peers
 from benchmarks.frameworks import in_mlcn_jax
 from mlcn_jax import host
-from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import conv
 from mlcn_jax.placement import cost
@@ -47,6 +47,7 @@ from mlcn_jax.training.step import make_train_step
 STEPS = 5  # in a round, and traced
 PRODUCTS = ((2048, 2048, 2048), (14400, 300, 256))  # a large one; the first convolution of an mlcn1 lane on 32x32x3
 COPY_BYTES = 2**28
+_RUN_OTHERS = ("while", "conditional", "call")  # operations that take the time of those in them, which are traced, too
 
 
 def compile_probes() -> dict[str, tuple[Callable, int]]:
@@ -71,19 +72,38 @@ def step_flops(spec, state, images, labels) -> int:
     return cost.matmul_flops(step, state, images, labels)
 
 
-def traced_microseconds(call: Callable[[], object]) -> dict[str, float]:
-    """Time in each operation of what `call` runs and waits for, by its name there, over a few calls."""
+def traced(call: Callable[[], object], hlo: str, calls: int) -> tuple[dict[str, float], float]:
+    """Microseconds in each operation of a program over so many warm calls, and the seconds that these took.
+
+    Args:
+      call: runs the program, and waits for it.
+      hlo: the program's text.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # tracing Python as well would slow the calls down
+    call()
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(STEPS):
+        with jax.profiler.trace(folder, profiler_options=options):
+            started = time.perf_counter()
+            for _ in range(calls):
                 call()
+            seconds = time.perf_counter() - started
         (path,) = Path(folder).rglob("*.trace.json.gz")
         with gzip.open(path) as file:
             events = json.load(file)["traceEvents"]
+    return by_operation(events, hlo), seconds
+
+
+def by_operation(events: Iterable[dict], hlo: str) -> dict[str, float]:
+    """Microseconds of a trace's events in each operation, by its name in `hlo`; without operations that run others."""
+    found = re.findall(r"^\s*(?:ROOT )?%?([\w.-]+) = .*? ([\w-]+)\((.*)", hlo, re.MULTILINE)
+    whole = 'xla_cpu_small_call="true"'  # compiled as one operation, so that nothing in it is traced
+    run_others = {name for name, opcode, rest in found if opcode in _RUN_OTHERS and whole not in rest}
     total = collections.Counter()
     for event in events:
-        if "hlo_op" in event.get("args", {}) and "dur" in event:
-            total[event["args"]["hlo_op"]] += event["dur"]
+        name = event.get("args", {}).get("hlo_op")
+        if name is not None and name not in run_others and "dur" in event:
+            total[name] += event["dur"]
     return total
 
 
@@ -177,8 +197,9 @@ def measure(network: networks.Network, probes: dict[str, tuple[Callable, int]], 
         num_bytes = None  # of a loop XLA counts one turn
     at_products = flops / max(rate for name, rate in machine.items() if name.startswith("product"))
     at_bandwidth = num_bytes / machine["bytes_per_second"] if num_bytes else None
-    microseconds = traced_microseconds(lambda: float(program.train(images, labels)))
-    parts, kinds = shares(network, program.compiled.as_text(), microseconds)
+    hlo = program.compiled.as_text()
+    microseconds, _ = traced(lambda: float(program.train(images, labels)), hlo, STEPS)
+    parts, kinds = shares(network, hlo, microseconds)
     return {
         "title": network.title,
         "batch": network.batch,
@@ -215,18 +236,19 @@ def table(results: dict) -> str:
 
 def define(values: flags.FlagValues) -> None:
     peers.define_networks(values)
-    flags.DEFINE_string("out", str(peers.RESULTS / "roofline.json"), "file to write", flag_values=values)
     flags.DEFINE_integer("rounds", 20, "rounds of each network", lower_bound=1, flag_values=values)
+    peers.define_out(values, "roofline")
 
 
 def main(values: flags.FlagValues) -> None:
     host.compute_in_turn()  # before anything is computed, as in training
     chosen = networks.chosen(values.networks)
+    results = peers.results_so_far(values, {"rounds": values.rounds}, "networks")
     probes = compile_probes()
-    results = {"rounds": values.rounds, **host.environment(), "networks": {}}
     for network in chosen:
-        results["networks"][network.name] = measure(network, probes, values.rounds)
-        write_json(Path(values.out), results)
+        with peers.kept(values, results, "networks", network.name) as missing:
+            if missing:
+                results["networks"][network.name] = measure(network, probes, values.rounds)
     print(table(results))
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from absl import flags
 
-from mlcn_jax import host
+from benchmarks import peers
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import capsules, conv
@@ -103,7 +103,7 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    results = {"rounds": ROUNDS, "what": "value and gradients of 3 iterations", **host.environment()}
+    results = {"rounds": ROUNDS, "what": "value and gradients of 3 iterations", **peers.environment()}
     results["cases"] = {name: measure(case) for name, case in CASES.items()}
     RESULTS.mkdir(exist_ok=True)
     write_json(RESULTS / "routing.json", results)

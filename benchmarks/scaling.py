@@ -29,7 +29,7 @@ import optax
 from absl import flags
 from matplotlib.figure import Figure
 
-from benchmarks import networks
+from benchmarks import networks, peers
 from mlcn_jax import host
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
@@ -118,7 +118,7 @@ def measure(sweep: str, num_rounds: int) -> dict:
         )
     return {
         "rounds": num_rounds,
-        **host.environment(),
+        **peers.environment(),
         "points": results,
         "step_in_curve": [
             math.log(b["median_milliseconds"] / a["median_milliseconds"]) / math.log(b["flops"] / a["flops"])

@@ -8,7 +8,8 @@ which the faster counts: other sizes are padded, which would flatter the server.
 This process is also the clients: so many connections, each of which asks again as soon as it is answered, with PNG
 files of random pixels in the shape of the model's images. Then requests come at random moments, half and nine tenths as
 many a second as those clients were answered, whether or not earlier ones have been answered; those that the server
-turns away are counted, and have no latency. Writes `benchmarks/results/serving.json` after each model.
+turns away are counted, and have no latency. Writes `benchmarks/results/serving.json` after each model; what is there of
+the same lanes on this machine is kept, and not measured again.
 """
 
 import collections
@@ -28,10 +29,10 @@ import numpy as np
 from absl import flags
 from PIL import Image
 
+from benchmarks import peers
 from benchmarks.http_clients import ask, ask_at
 from mlcn_jax.data.images import read_pixels
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 
 _ROOT = Path(__file__).parents[1]
@@ -142,6 +143,15 @@ def pictures(image_shape: list[int]) -> list[bytes]:
     return requests
 
 
+def title(artifact: str) -> str:
+    """A model's lanes and images, by which results know it; raises InputError where there is no model."""
+    path = Path(artifact) / "model.json"
+    if not path.exists():
+        raise InputError(f"--artifacts={artifact} is no exported model: mlcn_jax export writes one")
+    about = json.loads(path.read_text())
+    return f"{about['lanes'] or 'CapsNet'}, {'x'.join(map(str, about['image_shape']))}"
+
+
 def measure(artifact: str, values: flags.FlagValues) -> dict:
     """One model's figures."""
     batching, off = servers = [Server(artifact, values.max_batch), Server(artifact, 1)]
@@ -236,33 +246,25 @@ def define(values: flags.FlagValues) -> None:
     )
     flags.DEFINE_integer("rounds", 20, "interleaved rounds", lower_bound=1, flag_values=values)
     flags.DEFINE_float("seconds", 3.0, "of each turn", lower_bound=0.1, flag_values=values)
-    flags.DEFINE_string(
-        "out", str(Path(__file__).parent / "results" / "serving.json"), "file to write", flag_values=values
-    )
+    peers.define_out(values, "serving")
 
 
 def main(values: flags.FlagValues) -> None:
     if not values.artifacts:
         raise InputError("--artifacts=FOLDER,... names no exported model: mlcn_jax export writes one")
-    from mlcn_jax import host  # loads jax, whose threads wait while the servers work
-
-    results = {
-        "rounds": values.rounds,
-        "seconds": values.seconds,
-        "clients": values.clients,
-        "max_batch": values.max_batch,
-        "workers": values.workers,
-        **host.environment(),
-        "server_versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "models": [],
-    }
-    for artifact in values.artifacts:
-        result = measure(artifact, values)
-        results["models"].append(result)
-        write_json(Path(values.out), results)
-        for name in ("throughput", "single_client_latency"):
-            ratio = result[f"{name}_over_without_batching"]
-            print(f"{result['lanes']}: {name} {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})")
+    titles = [title(artifact) for artifact in values.artifacts]
+    if len(set(titles)) < len(titles):
+        raise InputError(f"--artifacts: of the same lanes ({'; '.join(titles)}) the results hold only one model")
+    settings = {name: values[name].value for name in ("rounds", "seconds", "clients", "max_batch", "workers")}
+    settings["server_versions"] = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    results = peers.results_so_far(values, settings, "models")
+    for name, artifact in zip(titles, values.artifacts, strict=True):
+        with peers.kept(values, results, "models", name) as missing:
+            if missing:
+                results["models"][name] = result = measure(artifact, values)
+                for what in ("throughput", "single_client_latency"):
+                    ratio = result[f"{what}_over_without_batching"]
+                    print(f"{name}: {what} {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})")
 
 
 if __name__ == "__main__":

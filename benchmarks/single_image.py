@@ -6,9 +6,10 @@
 In interleaved rounds, from a uint8 image in host memory to lengths there: the export as `predict` and `serve` run it;
 the same function jitted with its weights compiled in, and with its weights as arguments, whose difference is what
 laying weights out at each call costs; and a program that computes nothing, which is dispatch, the image's way in and
-the lengths' way out. Parts are the time of XLA's operations of the second, by what they do, and what is left of its own
-time; FLOPs of its products over their time stand against the machine's rate for large ones. Writes
-`benchmarks/results/single_image.json`.
+the lengths' way out. Parts are the time of XLA's operations of the second while it is traced, by what they do, and what
+is left of the time that the same calls took; FLOPs of its products over their time stand against the machine's rate for
+large ones. Writes `benchmarks/results/single_image.json` after each network; what is there of this machine is kept, and
+not measured again.
 """
 
 import collections
@@ -25,16 +26,14 @@ from absl import flags
 
 from benchmarks import networks, peers, roofline
 from benchmarks.frameworks import in_artifact, in_mlcn_jax
-from mlcn_jax import host
 from mlcn_jax.data.batches import to_pixels
-from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import conv
 from mlcn_jax.nn.calibration import fold_statistics
 from mlcn_jax.nn.model import class_lengths, encode
 from mlcn_jax.placement import cost
 
-_CALLS = 50  # in a round
+_CALLS = 50  # in a round, and traced
 _PARTS = {  # by the operation that a result comes from, or else by the kind of XLA's operation; the first counts
     "products": "conv_general_dilated|dot_general|^dot|^convolution",
     "layout": "transpose|reshape|copy|pad|slice|concatenate|gather|broadcast",
@@ -49,14 +48,14 @@ def part_of(name: str, op_name: str) -> str:
     )
 
 
-def parts_of(hlo: str, microseconds: dict[str, float], calls: int) -> dict[str, float]:
-    """Milliseconds of a call in each part."""
+def parts_of(hlo: str, microseconds: dict[str, float], seconds: float, calls: int) -> dict[str, float]:
+    """Milliseconds of a call in each part, and in none, of so many calls that took so many seconds while traced."""
     pattern = r"^\s*(?:ROOT )?%?([\w.-]+) = (?:.*?op_name=\"(.*?)\")?"
     op_names = dict(re.findall(pattern, hlo, re.MULTILINE))
     found = collections.Counter()
     for name, duration in microseconds.items():
         found[part_of(name, op_names.get(name, ""))] += duration / calls / 1000
-    return dict(found)
+    return {**found, "not in operations": 1000 * seconds / calls - sum(found.values())}
 
 
 def measure(network: networks.Network, rounds: int, product_rate: Callable[[], float]) -> dict:
@@ -91,14 +90,13 @@ def measure(network: networks.Network, rounds: int, product_rate: Callable[[], f
                 call()
             taken[name].append(1000 * (time.perf_counter() - started) / _CALLS)
         rates.append(product_rate())
-    milliseconds = {name: statistics.median(values[1:]) for name, values in taken.items()}
-    microseconds = roofline.traced_microseconds(calls["weights compiled in"])
-    parts = parts_of(within.as_text(), microseconds, roofline.STEPS)
+    hlo = within.as_text()
+    parts = parts_of(hlo, *roofline.traced(calls["weights compiled in"], hlo, _CALLS), _CALLS)
     flops, rate = cost.matmul_flops(lengths, encoder, image), max(rates[1:])
     return {
         "title": network.title,
-        "milliseconds": milliseconds,
-        "parts_milliseconds": parts | {"not in operations": milliseconds["weights compiled in"] - sum(parts.values())},
+        "milliseconds": {name: statistics.median(values[1:]) for name, values in taken.items()},
+        "parts_milliseconds": parts,
         "flops": flops,
         "product_flops_per_second": rate,
         "share_of_product_rate": flops / rate / (parts["products"] / 1000) if parts.get("products") else None,
@@ -120,16 +118,18 @@ def product_rate() -> Callable[[], float]:
 def define(values: flags.FlagValues) -> None:
     peers.define_networks(values)
     flags.DEFINE_integer("rounds", 20, "interleaved rounds", lower_bound=1, flag_values=values)
-    flags.DEFINE_string("out", str(peers.RESULTS / "single_image.json"), "file to write", flag_values=values)
+    peers.define_out(values, "single_image")
 
 
 def main(values: flags.FlagValues) -> None:
-    results = {"rounds": values.rounds, **host.environment(), "networks": {}}
+    chosen = networks.chosen(values.networks)
+    results = peers.results_so_far(values, {"rounds": values.rounds}, "networks")
     rate = product_rate()
-    for network in networks.chosen(values.networks):
-        results["networks"][network.name] = entry = measure(network, values.rounds, rate)
-        write_json(Path(values.out), results)
-        print(network.title, entry["milliseconds"], entry["parts_milliseconds"], flush=True)
+    for network in chosen:
+        with peers.kept(values, results, "networks", network.name) as missing:
+            if missing:
+                results["networks"][network.name] = entry = measure(network, values.rounds, rate)
+                print(network.title, entry["milliseconds"], entry["parts_milliseconds"], flush=True)
 
 
 if __name__ == "__main__":

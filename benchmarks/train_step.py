@@ -16,6 +16,7 @@ from pathlib import Path
 from absl import flags
 
 from benchmarks import networks, peers
+from benchmarks.frameworks import in_mlcn_jax
 from mlcn_jax.launch import EXIT_FAILED, launch_script
 
 
@@ -45,7 +46,7 @@ def family(image_shape: tuple[int, int, int], rounds: int, dtype: str) -> dict[s
 def start(network: networks.Network, dtype: str) -> peers.Process:
     """Our process, once it has read its weights."""
     with tempfile.TemporaryDirectory() as folder:
-        peers.prepare(network, Path(folder), "train", dtype)
+        in_mlcn_jax.prepare(network, Path(folder), "train", dtype)
         process = peers.Process(peers.OURS, "vmap", network, "train", network.batch, dtype, "", Path(folder))
         process.ask("about")
         return process
@@ -56,13 +57,13 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> int:
-    results = peers.results_so_far(values, "train")
+    results = peers.comparison_so_far(values, "train")
     wanted = networks.chosen(values.networks)
     for network in wanted:
         with peers.kept(values, results, "networks", network.name) as missing, tempfile.TemporaryDirectory() as folder:
             if not missing:
                 continue
-            peers.prepare(network, Path(folder), "train", values.dtype)
+            in_mlcn_jax.prepare(network, Path(folder), "train", values.dtype)
             results["networks"][network.name] = peers.compare(
                 *(network, network.batch, values.peers, "train", values.rounds, values.dtype, values.peers_python),
                 Path(folder),

@@ -1,6 +1,8 @@
 """The networks in mlcn_jax: its own training step, compiled as the command `train` compiles it, and their exports."""
 
 import dataclasses
+import shutil
+import subprocess
 from pathlib import Path
 
 import jax
@@ -14,6 +16,7 @@ from benchmarks.networks import Network
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.distributed.mesh import place_batch
+from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.nn.calibration import calibrate, fold_statistics, whiten
 from mlcn_jax.nn.model import init_params
@@ -23,6 +26,7 @@ from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 from mlcn_jax.training.trained import Trained
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+_ROOT = Path(__file__).parents[2]
 _OF_DATA = ("image_shape", "num_classes")  # fields of a `ModelSpec` that its images give
 
 
@@ -54,8 +58,9 @@ def start_weights(network: Network, folded: bool = False) -> dict[str, np.ndarra
 
 
 def write_export(network: Network, folder: Path, dtype: str) -> None:
-    """Writes the network as `mlcn_jax export` writes a trained one, to `folder/export`."""
+    """Writes the network as `mlcn_jax export` writes a trained one, to `folder/export`, in place of an older one."""
     spec = make_spec(network, dtype)
+    shutil.rmtree(folder / "export", ignore_errors=True)  # the manifest lists all files that are there
     (folder / "export").mkdir()
     fields = {name: value for name, value in dataclasses.asdict(spec).items() if name not in _OF_DATA}
     config = RunConfig().replace({f"model.{name}": value for name, value in fields.items()})
@@ -63,6 +68,23 @@ def write_export(network: Network, folder: Path, dtype: str) -> None:
     names = tuple(map(str, range(networks.NUM_CLASSES)))
     trained = Trained(spec, names, jax.device_get(start_params(network, calibrated=True)), 0)
     export.write(trained, folder / "export", "python -m benchmarks.inference")
+
+
+def prepare(network: Network, folder: Path, do: str, dtype: str, onnx_python: str = "") -> None:
+    """Writes what frameworks start from: weights; for inference an export; with `onnx_python` its ONNX model.
+
+    Raises:
+      InputError: it cannot be converted.
+    """
+    np.savez(folder / "weights.npz", **start_weights(network, folded=do == "infer"))
+    if do == "infer":
+        write_export(network, folder, dtype)
+    if onnx_python:
+        command = [onnx_python, "-m", "benchmarks.convert", str(folder)]
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+        if done.returncode:
+            reason = done.stderr.strip().splitlines() or ["no reason given"]
+            raise InputError(f"{network.title} cannot be converted to ONNX: {reason[-1]}")
 
 
 class Program:

@@ -37,6 +37,12 @@ def _peer_versions(result: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {versions[name]}" for name in there)
 
 
+def _other_work(entries: Mapping[str, Any]) -> list[str]:
+    """What a caption says of the cores that other work kept busy beside the measurements, where it is known."""
+    known = [entry["busy_cores"] for entry in entries.values() if entry.get("busy_cores") is not None]
+    return [f"other work kept at most {max(known):.2f} cores busy before or after"] if known else []
+
+
 @place
 def train_step() -> str:
     result = benchmark("train_step")
@@ -58,7 +64,8 @@ def train_step() -> str:
             ]
         )
     header = _header("network | batch", names, "images/s", "ratio (min to max)") + " | memory, ours over PyTorch's"
-    return f"{table_of(header, rows)}\n\n{measured_on(result, _peer_versions(result))}"
+    about = measured_on(result, _peer_versions(result), *_other_work(result["networks"]))
+    return f"{table_of(header, rows)}\n\n{about}"
 
 
 @place
@@ -96,7 +103,8 @@ def inference() -> str:
         for network in result["networks"].values()
     ]
     header = _header("network | batch", names, "ms", *ratios.values())
-    return f"{table_of(header, rows)}\n\n{measured_on(result, _peer_versions(result))}"
+    about = measured_on(result, _peer_versions(result), *_other_work(result["networks"]))
+    return f"{table_of(header, rows)}\n\n{about}"
 
 
 @place
@@ -108,7 +116,8 @@ def families() -> str:
         for family in shape["networks"].values()
         if "capsnet_over_this" in family
     ]
-    return f"{table_of('CapsNet over | here | thesis, on a P100', rows)}\n\n{measured_on(result)}"
+    about = measured_on(result, *_other_work(result["families"]))
+    return f"{table_of('CapsNet over | here | thesis, on a P100', rows)}\n\n{about}"
 
 
 @place
@@ -132,7 +141,7 @@ def roofline() -> str:
         "network | batch | ms | GFLOP | direct | share of the product rate | GB | share of the bandwidth | "
         "largest part of the step"
     )
-    return f"{table_of(header, rows)}\n\n{measured_on(result)}"
+    return f"{table_of(header, rows)}\n\n{measured_on(result, *_other_work(result['networks']))}"
 
 
 @place
@@ -196,8 +205,11 @@ def onnx() -> str:
 def serving() -> str:
     result = benchmark("serving")
     clients = f"{result['clients']}_clients"
+    models = result["models"]
+    if isinstance(models, list):  # as they were written before they had names
+        models = dict(enumerate(models))
     rows = []
-    for model in result["models"]:
+    for model in models.values():
         openly = model.get("open_loop", {})
         rows.append(
             {
@@ -217,7 +229,7 @@ def serving() -> str:
         )
     titles = [title for title in rows[0] if {row[title] for row in rows} != {"-"}]
     table = table_of(" | ".join(titles), [[row[title] for title in titles] for row in rows])
-    return f"{table}\n\n{measured_on(result, 'clients and server on the same cores')}"
+    return f"{table}\n\n{measured_on(result, 'clients and server on the same cores', *_other_work(models))}"
 
 
 _LOADS = {"half": "half", "nine_tenths": "nine tenths"}
@@ -241,7 +253,7 @@ def winograd() -> str:
         for title, case in result["cases"].items()
     ]
     header = " | ".join(["convolution", *(f"{name}, ms" for name in names), "error, native", "error, Winograd"])
-    return f"{table_of(header, rows)}\n\n{measured_on(result, *images)}"
+    return f"{table_of(header, rows)}\n\n{measured_on(result, *images, *_other_work(result['cases']))}"
 
 
 @place
@@ -262,4 +274,4 @@ def conv_algorithms() -> str:
         for title, case in result["cases"].items()
     ]
     header = " | ".join(["convolution", *(f"`{name}`, ms" for name in names), "chosen"])
-    return f"{table_of(header, rows)}\n\n{measured_on(result, 'with gradients')}"
+    return f"{table_of(header, rows)}\n\n{measured_on(result, 'with gradients', *_other_work(result['cases']))}"

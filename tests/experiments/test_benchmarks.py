@@ -1,6 +1,7 @@
 """benchmarks: what is counted and compared; the figures themselves are not tested."""
 
 import functools
+import json
 import os
 import re
 import subprocess
@@ -17,10 +18,22 @@ from absl import flags
 from conftest import REPOSITORY
 from flax import traverse_util
 
-from benchmarks import distillation, networks, peers, roofline, single_image, worker
+from benchmarks import (
+    conv_algorithms,
+    convert,
+    distillation,
+    inference,
+    networks,
+    peers,
+    roofline,
+    single_image,
+    winograd,
+    worker,
+)
 from benchmarks.frameworks import in_artifact, in_mlcn_jax
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import capsules, losses
+from mlcn_jax.launch import EXIT_FAILED
+from mlcn_jax.nn import capsules, conv, losses, resnet
 from mlcn_jax.nn.distillation import Distillation
 from mlcn_jax.nn.model import apply_model, class_lengths, encode, init_params
 from mlcn_jax.serving import onnx
@@ -51,8 +64,94 @@ def test_the_time_of_one_image_is_split_by_what_operations_do():
       %copy.2 = f32[8]{0} copy(%b)
       ROOT %multiply.1 = f32[8]{0} multiply(%b, %c), metadata={op_name="jit(lengths)/encoder/mul"}
     """
-    parts = single_image.parts_of(hlo, {"ynn_fusion.3": 6000, "copy.2": 1000, "multiply.1": 3000}, 10)
-    assert parts == {"products": 0.6, "layout": 0.1, "element-wise and sums": 0.3}
+    microseconds = {"ynn_fusion.3": 6000, "copy.2": 1000, "multiply.1": 3000}
+    parts = single_image.parts_of(hlo, microseconds, seconds=0.012, calls=10)
+    expected = {"products": 0.6, "layout": 0.1, "element-wise and sums": 0.3, "not in operations": 0.2}
+    assert parts == pytest.approx(expected)
+
+
+def test_one_image_is_traced_often_enough(monkeypatch):
+    """What no operation takes is left of the time of the very calls that are traced, not of others."""
+    monkeypatch.setattr(single_image.in_mlcn_jax, "write_export", lambda *args: None)
+    export = SimpleNamespace(Program=lambda *args: SimpleNamespace(infer=lambda images: None))
+    monkeypatch.setattr(single_image, "in_artifact", export)
+    traced = []
+
+    def trace(call, hlo, calls):
+        traced.append(calls)
+        return {}, 3.0 * calls
+
+    monkeypatch.setattr(single_image.roofline, "traced", trace)
+    found = single_image.measure(TINY, 1, lambda: 1.0)
+    assert traced[0] >= 50
+    assert found["parts_milliseconds"] == {"not in operations": 3000.0}
+
+
+def test_the_time_of_a_loop_is_that_of_the_operations_in_it():
+    hlo = """
+      ROOT %tanh.1 = f32[8]{0} tanh(%a), metadata={op_name="jit(step)/while/body/a call(b)"}
+      %while.2 = (s32[], f32[8]{0}, /*index=2*/f32[2,3]{1,0:T(8,128)}) while(%tuple.1), condition=%c, body=%b
+      %cond.1.clone = f32[8]{0} conditional(%d, %e, %f), branch_computations={%g, %h}
+      %call.3 = f32[8]{0} call(%a), to_apply=%outlined
+      %call.4 = (s32[], f32[]) call(%a), to_apply=%small, frontend_attributes={xla_cpu_small_call="true"}
+    """
+    took = {
+        "tanh.1": 3.0,
+        "while.2": 7.0,
+        "cond.1.clone": 20.0,
+        "call.3": 4.0,
+        "call.4": 1.0,
+        "of another program": 2.0,
+    }
+    events = [{"dur": took[name], "args": {"hlo_op": name}} for name in (*took, "tanh.1")]
+    events += [{"dur": 100.0, "args": {"bytes": 3}}, {"dur": 100.0}, {"args": {"hlo_op": "tanh.1"}}]
+    assert roofline.by_operation(events, hlo) == {"tanh.1": 6.0, "call.4": 1.0, "of another program": 2.0}
+
+
+def test_warm_calls_are_traced_and_timed():
+    @jax.jit
+    def rows(x):
+        return jax.lax.scan(lambda total, row: (total + jnp.sum(row @ row), row @ row), 0.0, x)[1]
+
+    x = jnp.ones((16, 64, 64))
+    program = rows.lower(x).compile()
+    called = []
+
+    def call():
+        called.append(1)
+        program(x).block_until_ready()
+
+    microseconds, seconds = roofline.traced(call, program.as_text(), calls=3)
+    assert len(called) == 4, "the first warms up"
+    assert " while(" in program.as_text()
+    assert not [name for name in microseconds if name.startswith("while")]
+    assert 0 < sum(microseconds.values()) / 1e6 < os.cpu_count() * seconds
+
+
+@pytest.mark.parametrize(("size", "channels", "filters"), [(31, 24, 32), (15, 32, 96), (7, 192, 256)])
+def test_convolutions_before_pooling_are_timed_as_a_training_step_runs_them(size, channels, filters):
+    batch, padding = conv_algorithms.as_pooled(500, size, channels, filters, "float32")
+    x, kernel = jnp.zeros((500, size, size, channels)), jnp.zeros((3, 3, channels, filters))
+    step = jax.grad(lambda kernel: resnet._convolve_and_pool("native", x, kernel).sum())
+    lowered = jax.jit(step).lower(kernel).as_text()
+    pads = "], [".join(f"{before}, {after}" for before, after in padding)
+    runs = rf"pad = \[\[{re.escape(pads)}\]\].*tensor<{batch}x{size}x{size}x{channels}xf32>"
+    assert re.search(runs, lowered)
+    assert batch < 500
+    timed = [(case[1:3], case[4], case[6], at_once) for case, at_once, _ in conv_algorithms.listed("float32").values()]
+    assert ((size, channels), filters, padding, batch) in timed or channels == 24
+    cases = winograd.listed([2, 4], [500]).values()
+    assert (batch, size, channels, filters, size - 1) in cases
+
+
+@pytest.mark.parametrize("outputs", [15, 14])
+def test_winograd_is_the_convolution_with_and_without_the_odd_row(outputs, rng):
+    x, kernel = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 15, 15, 3), (3, 3, 3, 4)))
+    padding = "SAME" if outputs == 15 else resnet._even(x.shape)
+    expected = conv.conv2d(x, kernel, padding=padding, algorithm="native")
+    for function in (winograd.winograd, winograd.native):
+        np.testing.assert_allclose(function(x, kernel, outputs), expected, atol=1e-4)
+        assert winograd.error(x, kernel, outputs, functools.partial(function, outputs=outputs)) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["mlcn2", "resnet"])
@@ -105,7 +204,7 @@ def test_our_program_trains_the_network_that_it_is_named_after(rng):
 def test_what_infers_is_the_export_of_the_weights_that_the_peers_get(rng, tmp_path):
     network = networks.Network("resnet", (10, 10, 1), lanes=2, width=1, depth=2)
     images = rng.integers(0, 256, (5, *network.image_shape), dtype=np.uint8)
-    peers.prepare(network, tmp_path, "infer", "float32")
+    in_mlcn_jax.prepare(network, tmp_path, "infer", "float32")
     program = in_artifact.Program(network, 5, tmp_path, "xla", "float32")
     lengths = program.infer(images)
     assert program.runtime() == "xla"
@@ -114,6 +213,44 @@ def test_what_infers_is_the_export_of_the_weights_that_the_peers_get(rng, tmp_pa
     v = encode(in_mlcn_jax.make_spec(network), weights["encoder"], images / np.float32(255))
     np.testing.assert_allclose(lengths, class_lengths(in_mlcn_jax.make_spec(network), v), rtol=1e-4)
     assert onnx.read_export(tmp_path).spec == in_mlcn_jax.make_spec(network)  # as `benchmarks.convert` reads it
+
+
+def test_a_conversion_that_fails_costs_its_own_network_only(tmp_path, monkeypatch, capsys):
+    other = networks.Network("mlcn2", (18, 18, 1), lanes=3, width=1)
+    monkeypatch.setattr(networks, "NETWORKS", {network.name: network for network in (TINY, other)})
+    monkeypatch.setattr(peers.host, "busy_cores", lambda: None)
+    monkeypatch.setattr(peers, "compare", lambda network, batch, *rest: {"title": network.title})
+    monkeypatch.setattr(peers, "table", lambda results: "")
+    monkeypatch.setattr(in_mlcn_jax, "start_weights", lambda *args, **kwargs: {})
+    monkeypatch.setattr(in_mlcn_jax, "start_params", lambda *args, **kwargs: {})
+
+    def write(trained, folder, command):
+        assert not (folder / "manifest.json").exists(), "a manifest that lists an older one is of a damaged export"
+        (folder / "manifest.json").touch()
+
+    monkeypatch.setattr(in_mlcn_jax.export, "write", write)
+    python, calls = tmp_path / "python", tmp_path / "calls"
+    python.write_text(f"#!/bin/sh\necho >> {calls}\n[ $(wc -l < {calls}) -gt 2 ] || {{ echo no such >&2; exit 1; }}\n")
+    python.chmod(0o755)
+    values = flags.FlagValues()
+    inference.define(values)
+    given = [f"--networks={TINY.name},{other.name}", "--peers=onnxruntime", f"--onnx_python={python}", "--batches=1,8"]
+    values(["inference", *given, f"--out={tmp_path / 'out.json'}"])
+    assert inference.main(values) == EXIT_FAILED
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert list(results["networks"]) == [f"{other.name}_batch_{batch}" for batch in (1, 8)]
+    message = f"{TINY.title} cannot be converted to ONNX: no such"
+    assert results["failed"] == {f"{TINY.name}_batch_{batch}": message for batch in (1, 8)}
+
+
+def test_a_model_is_converted_where_a_conversion_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(convert.onnx, "versions", dict)
+    model = SimpleNamespace(artifact=SimpleNamespace(manifest={"sha256": "1"}))
+    monkeypatch.setattr(convert.onnx, "read_export", lambda folder: model)
+    monkeypatch.setattr(convert.onnx, "convert", lambda model: SimpleNamespace(SerializeToString=lambda: b"model"))
+    (tmp_path / "onnx").mkdir()
+    convert.main(tmp_path)
+    assert (tmp_path / "onnx" / "model.onnx").read_bytes() == b"model"
 
 
 class Process:
@@ -146,47 +283,6 @@ def test_the_fastest_variant_is_found_in_turns_and_the_others_are_closed(monkeyp
     assert (process.variant, warm["milliseconds"], most) == ("compiled_nchw", pytest.approx(1.0), 2)
     assert trials == pytest.approx(cases)
     assert [process.variant for process in made if process.is_open] == ["compiled_nchw"]
-
-
-def compared(tmp_path, *given):
-    values = flags.FlagValues()
-    peers.define_flags(values, "train_step")
-    values(["train_step", f"--out={tmp_path / 'out.json'}", "--peers=", *given])
-    return values
-
-
-def test_a_comparison_goes_on_and_a_failure_does_not_end_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(peers.host, "busy_cores", lambda: 0.25)
-    measured = []
-
-    def measure(values, names, fails=""):
-        results = peers.results_so_far(values, "train")
-        for name in names:
-            with peers.kept(values, results, "networks", name) as missing:
-                if missing and name == fails:
-                    raise InputError("it ended")
-                if missing:
-                    measured.append(name)
-                    results["networks"][name] = {"title": name}
-        return results
-
-    names = ("capsnet_28x28x1", "mlcn1_4x4_28x28x1", "resnet_1xw8d2_32x32x3")
-    closed = []
-    left = SimpleNamespace(close=lambda: closed.append("left"))
-    monkeypatch.setattr(peers.Process, "running", [left])
-    results = measure(compared(tmp_path), names, fails="mlcn1_4x4_28x28x1")
-    assert closed == ["left"], "a process that was left would keep its memory"
-    assert measured == [names[0], names[2]]
-    assert results["failed"] == {"mlcn1_4x4_28x28x1": "it ended"}
-    assert "it ended" in capsys.readouterr().err
-    results = measure(compared(tmp_path), names)
-    assert measured == [names[0], names[2], names[1]]
-    assert list(results["networks"]) == [names[1], names[0], names[2]], "in the order of NETWORKS"
-    assert results["networks"][names[0]]["busy_cores"] == 0.25
-    assert results["failed"] == {}
-    assert list(measure(compared(tmp_path, "--again"), names[:1])["networks"]) == [names[1], names[0], names[2]]
-    assert list(measure(compared(tmp_path, "--rounds=3"), ())["networks"]) == [], "of other rounds than these"
-    assert measured[3:] == [names[0]]
 
 
 def test_what_is_not_a_number_is_not_equal(monkeypatch, tmp_path):
