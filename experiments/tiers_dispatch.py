@@ -7,8 +7,10 @@ refine the answer. Tiers work side by side: each device has one task at a time, 
 import asyncio
 import dataclasses
 import math
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import httpx
 import numpy as np
@@ -40,6 +42,7 @@ class Outcome:
       dispatch_seconds: core seconds of the dispatcher.
       timeouts: attempts at a task that failed, after which it was handed out again.
       sums: of each task, what all its lanes add up to, [images, classes].
+      tiers: of each task, the tiers whose lanes these are; none if it was not done.
     """
 
     seconds: float
@@ -47,6 +50,33 @@ class Outcome:
     dispatch_seconds: float
     timeouts: int
     sums: list[np.ndarray]
+    tiers: list[tuple[str, ...]]
+
+    def largest_error(self, parts: Mapping[str, Sequence[np.ndarray]]) -> float:
+        """How far any sum is from what it should be; `parts` is what the lanes of each tier add to each task."""
+        return max(
+            (
+                float(np.max(np.abs(found - sum(parts[name][number] for name in names))))
+                for number, (found, names) in enumerate(zip(self.sums, self.tiers, strict=True))
+                if names
+            ),
+            default=0.0,
+        )
+
+
+def summary(runs: Sequence[Outcome], parts: Mapping[str, Sequence[np.ndarray]]) -> dict[str, Any]:
+    """Medians of runs, and how far sums are from `parts` (`Outcome.largest_error`); `seconds` is None if endless."""
+    seconds = [run.seconds for run in runs]
+    ended = [each for each in seconds if math.isfinite(each)]
+    return {
+        "seconds": statistics.median(ended) if len(ended) == len(seconds) else None,  # None: it never ends
+        "all_seconds": ended,
+        "first_seconds": statistics.median(run.first_seconds for run in runs),
+        "dispatch_seconds": statistics.median(run.dispatch_seconds for run in runs),
+        "timeouts": statistics.median(run.timeouts for run in runs),
+        "largest_error": max(run.largest_error(parts) for run in runs),
+        "runs": len(runs),
+    }
 
 
 @dataclasses.dataclass
@@ -129,7 +159,8 @@ class _Run:
             if isinstance(found, Exception):
                 raise found
         sums = [np.sum(list(parts.values()), axis=0) for parts in self.parts]
-        return Outcome(seconds, self.first, time.process_time() - before, self.timeouts, sums)
+        tiers = [tuple(parts) for parts in self.parts]
+        return Outcome(seconds, self.first, time.process_time() - before, self.timeouts, sums, tiers)
 
     async def _connect(self, client: httpx.AsyncClient, device: Device) -> None:
         """Opens a connection, which is no part of any task."""

@@ -1,22 +1,26 @@
-"""The trusted device of a test bed: computes what leaves it, as a process of its own with a quota of cores.
+"""The trusted device of a test bed: does its part of a task, as a process of its own with a quota of cores.
 
-    python -m experiments.tiers_home --artifact=runs/mlcn2/tiers-conv1/end --tier=edge --images=task.npy --body=task
+    python -m experiments.tiers_home --artifact=runs/mlcn2/tiers-conv1/end --tier=edge --images=task.npy \
+        --url=http://127.0.0.1:8001 --parts=parts.npz
 
-For each line on its standard input it computes what the tier takes of the images, packs it, writes the body of the
-request to a file, and answers with a line of JSON: the seconds of both, and the bytes.
+For each line on its standard input, a number of bits, it computes what its own lanes add; then what the tier takes of
+the images, which it packs in so many bits, sends, and waits for the answer. It writes both parts to a file, and answers
+with a line of JSON: the seconds of all this, and the bytes that were sent.
 """
 
 import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 from absl import flags
 
@@ -25,35 +29,44 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.launch import launch_script
 from mlcn_jax.tiers import wire
 from mlcn_jax.tiers.artifact import TierArtifact
+from mlcn_jax.tiers.node import PATH
 
 
 @contextlib.contextmanager
-def home(artifact: Path, tier: str, images: np.ndarray, cores: float) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Yields a function that does it once, with `body` in its result; the first time, without a quota, is over."""
+def home(
+    artifact: Path, tier: str, images: np.ndarray, url: str, cores: float
+) -> Iterator[Callable[[int], dict[str, Any]]]:
+    """Yields a function that does the task once with so many bits; the first time, without a quota, is over.
+
+    Its result has `own_seconds` (the device's own lanes), `home_seconds` (what leaves it, packed), `away_seconds` (from
+    sending it to the answer), `bytes`, and what the `own` lanes and the tier (`answered`) add, [images, classes].
+    """
     with tempfile.TemporaryDirectory() as folder:
-        given, body = Path(folder) / "images.npy", Path(folder) / "body"
+        given, parts = Path(folder) / "images.npy", Path(folder) / "parts.npz"
         np.save(given, images)
         command = [sys.executable, "-m", "experiments.tiers_home", f"--artifact={artifact}", f"--tier={tier}"]
         running = subprocess.Popen(
-            [*command, f"--images={given}", f"--body={body}"],
+            [*command, f"--images={given}", f"--url={url}", f"--parts={parts}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, **ENVIRONMENT},
         )
 
-        def once() -> dict[str, Any]:
+        def once(bits: int) -> dict[str, Any]:
             assert running.stdin is not None
             assert running.stdout is not None
-            running.stdin.write("\n")
-            running.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):
+                running.stdin.write(f"{bits}\n")
+                running.stdin.flush()
             line = running.stdout.readline()
             if not line:
-                raise InputError(f"{' '.join(command)} has ended")
-            return {**json.loads(line), "body": body.read_bytes()}
+                raise InputError(f"{' '.join(command)} has ended, as said above")
+            with np.load(parts) as arrays:
+                return {**json.loads(line), **arrays}
 
         try:
-            once()
+            once(32)
             with limited(running.pid, "home", cores):
                 yield once
         finally:
@@ -61,24 +74,60 @@ def home(artifact: Path, tier: str, images: np.ndarray, cores: float) -> Iterato
             running.wait()
 
 
+def one_cut(told: Sequence[dict[str, Any]], cloud: np.ndarray, lengths: np.ndarray) -> dict[str, Any]:
+    """What a task of table 4 takes, medians.
+
+    Args:
+      told: of each run, what `home` gives.
+      cloud: what the cloud's lanes add, [images, classes].
+      lengths: the whole model's; how far those of end, edge and cloud together are from it is in the result.
+    """
+    names = ("own_seconds", "home_seconds", "away_seconds")
+    errors = [np.max(np.abs(np.sqrt(each["own"] + each["answered"] + cloud) - lengths)) for each in told]
+    return {
+        **{name: statistics.median(each[name] for each in told) for name in names},
+        "task_seconds": statistics.median(sum(each[name] for name in names) for each in told),
+        "bytes_per_image": told[-1]["bytes"] / len(lengths),
+        "largest_error": float(max(errors)),
+        "runs": len(told),
+    }
+
+
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("artifact", "", "Of the first tier.", flag_values=values)
     flags.DEFINE_string("tier", "", "That takes what is computed.", flag_values=values)
     flags.DEFINE_string("images", "", "File of NumPy with the images.", flag_values=values)
-    flags.DEFINE_string("body", "", "File to write the request to.", flag_values=values)
+    flags.DEFINE_string("url", "", "Of the tier's node.", flag_values=values)
+    flags.DEFINE_string("parts", "", "File to write what the lanes add to.", flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:
     artifact, images = TierArtifact(values.artifact), np.load(values.images)
-    for _ in sys.stdin:
-        started = time.perf_counter()
-        rows = artifact.home(values.tier, images)
-        computed = time.perf_counter()
-        body = wire.pack_request(artifact.policy.digest, rows)
-        packed = time.perf_counter()
-        Path(values.body).write_bytes(body)
-        told = {"compute_seconds": computed - started, "pack_seconds": packed - computed, "bytes": len(body)}
-        print(json.dumps(told), flush=True)
+    with httpx.Client(timeout=None, trust_env=False) as client:
+        client.get(f"{values.url}/health").raise_for_status()  # which opens the connection
+        for line in sys.stdin:
+            told, parts = task(client, values.url + PATH, artifact, values.tier, images, int(line))
+            np.savez(values.parts, **parts)  # type: ignore[arg-type]
+            print(json.dumps(told), flush=True)
+
+
+def task(
+    client: httpx.Client, url: str, artifact: TierArtifact, tier: str, images: np.ndarray, bits: int
+) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Does a task once: seconds and bytes, and what its `own` lanes and the tier (`answered`) add."""
+    policy = artifact.policy
+    times = [time.perf_counter()]
+    own = artifact.part(images)
+    times.append(time.perf_counter())
+    body = wire.pack_request(policy.digest, artifact.home(tier, images), bits)
+    times.append(time.perf_counter())
+    response = client.post(url, content=body).raise_for_status()
+    shape, most = (len(images), len(artifact.class_names)), policy.tier(tier).weight
+    answered = wire.unpack_answer(response.content, policy.digest, tier, wire.digest_of(body), shape, most)
+    times.append(time.perf_counter())
+    names = ("own_seconds", "home_seconds", "away_seconds")
+    seconds = {name: end - start for name, start, end in zip(names, times, times[1:], strict=False)}
+    return seconds | {"bytes": len(body)}, {"own": own, "answered": answered}
 
 
 if __name__ == "__main__":

@@ -5,12 +5,15 @@
 
 What is sent is the cut of all lanes of the tier that receives it. The attacker has their weights, reads what is sent,
 and knows in how many bits and with how much noise.
-Attacks: `least squares` inverts the first convolution (cut `conv1` only), where its relu let values pass;
-`optimisation` looks for the image whose values at the cut come nearest, with a total-variation prior; `inverter` is a
-network trained on training images. `found` is the share of 200 images that their values at the cut point out among
-10,000.
-Reports PSNR and SSIM of restored test images. Writes `tiers_leak.json`, `.md` and `.png` to `experiments/results/`; run
-again, it goes on with what is missing.
+Attacks: `least squares` inverts the first convolution (cuts `conv1` and `stem`), where values are positive, so that its
+relu or gelu can be undone; `optimisation` looks for the image whose values at the cut come nearest, with a
+total-variation prior; `inverter` is a network trained on training images. `found` is the share of 200 images that their
+values at the cut point out among 10,000.
+Two references need nothing that was sent, but the class: its mean training image, and that of its training images which
+is nearest to the image itself, the best that a guess among them can do.
+Reports PSNR and SSIM of restored test images, and the accuracy that bits and noise leave to the tier's lanes. Writes
+`tiers_leak.json`, `.md` and `.png` to `experiments/results/` after each measurement; run again on the same machine, it
+goes on with what is missing.
 
 Source: the kinds of attack of L1ziang/GLASS; Wang et al. 2004 for SSIM.
 """
@@ -36,9 +39,11 @@ from scipy.sparse.linalg import lsmr
 from experiments import RESULTS
 from mlcn_jax import host
 from mlcn_jax.analysis.workdir import load_with_data, stored_config
+from mlcn_jax.data.batches import Split
 from mlcn_jax.files import make_folder, read_json, replacing, write_atomic, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.calibration import fold_statistics
+from mlcn_jax.nn.resnet import FROZEN
 from mlcn_jax.nn.spec import rows_of, spec_of
 from mlcn_jax.serving.export import flat_weights
 from mlcn_jax.tiers import wire
@@ -52,6 +57,9 @@ _TV = 1e-3
 _BATCH = 100
 _TRAINING_VALUES = 2**28  # at most, of the inverter's images: 1 GiB
 _FOUND = 200  # images, each of which is looked for among the candidates
+_ANSWERED = 2_000  # images at most, for accuracy
+REFERENCES = ("mean image of the class", "nearest training image of the class")
+_CONVOLUTIONS = ("conv1", "stem")  # cuts after the first convolution and its relu or gelu
 _CLEAR = 2.0  # standard deviations of the noise from which on a value is one that relu let pass
 
 
@@ -78,7 +86,9 @@ def main(values: flags.FlagValues) -> None:
     encoder = fold_statistics(trained.spec, trained.params)["encoder"]
     own = rows_of(trained.spec, lanes)
     weights = flat_weights({name: jax.tree.map(lambda a, r=rows: a[r], encoder[name]) for name, rows in own.items()})
+    machine = host.environment()
     about = {
+        **{name: machine[name] for name in ("device", "cpu_count")},
         "lanes": spec.lanes,
         "numbers": lanes,
         "step": trained.step,
@@ -87,45 +97,85 @@ def main(values: flags.FlagValues) -> None:
         "images": scale[0],
         "candidates": scale[1],
     }
-    results = read_json(path) if path.is_file() else {"about": about, "rows": {}}
+    results = read_json(path) if path.is_file() else {"about": about, "starts": {}, "rows": {}, "accuracy": {}}
     if results["about"] != about:
         raise SystemExit(f"error: {path} is of {results['about']}, not {about}: move it away")
-    results |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **host.environment()}
+    time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")  # which names this start
     kept = path.with_suffix(".npz")  # pictures, until all are there
     pictures: dict[str, np.ndarray] = {}
     if results["rows"] and kept.is_file():
         with np.load(kept) as arrays:
             pictures = dict(arrays)
-    candidates = dataset.test.images[: scale[1]]
-    images = candidates[: scale[0]]
-    for cut in cuts_of(spec)[1:]:
-        missing = [key for key in keys_of(cut) if ", ".join((cut, *key)) not in results["rows"]]
-        if not missing:
-            continue
-        part = Part(spec, (1.0,) * len(lanes), cut)
-        home = part.split_weights(weights)[0]
-        attacker = Attacker(part, home, dataset.train.images[: scale[3]], scale[2], scale[4])
-        seen, more = attacker.values(images), attacker.values(candidates[:_FOUND])
-        for setting, attack in missing:
-            bits, noise = SETTINGS[setting]
-            key = f"{cut}, {setting}, {attack}"
-            sent = as_sent(more if attack == "found" else seen, bits, noise)
-            if attack == "found":
-                results["rows"][key] = {"found": share_found(sent, attacker.parts(candidates)), "images": len(sent)}
-            else:
+    candidates = dataset.test[: scale[1]]
+    images = candidates.images[: scale[0]]
+
+    def write() -> None:
+        if results["rows"]:
+            report(results, path)
+        if pictures:
+            draw(pictures, images[:8], path.with_suffix(".png"))
+
+    def keep(key: str, row: dict[str, Any], restored: np.ndarray | None = None) -> None:
+        results["rows"][key] = row | {"start": time}
+        results["starts"][time] = {"versions": machine["versions"]}
+        if restored is not None:
+            pictures[key] = np.rint(255 * restored[: len(images[:8])].clip(0, 1)).astype(np.uint8)
+            with replacing(kept) as partial, open(partial, "wb") as file:
+                np.savez(file, **pictures)  # type: ignore[arg-type]
+        write_json(path, results)
+        write()
+        print(f"{key}: {row}", flush=True)
+
+    try:
+        if any(f"none, nothing, {name}" not in results["rows"] for name in REFERENCES):
+            for name, known in references(dataset.train, candidates[:_FOUND]).items():
+                parts = (candidates.images[i : i + _BATCH] / 255 for i in range(0, len(candidates.images), _BATCH))
+                told = {"found": share_found(known, parts), "images": len(known)}
+                keep(f"none, nothing, {name}", scores(known[: scale[0]], images) | told, known)
+        for cut in cuts_of(spec)[1:]:
+            missing = [key for key in keys_of(cut) if ", ".join((cut, *key)) not in results["rows"]]
+            if not missing:
+                continue
+            part = Part(spec, tuple(spec.weights.tolist()), cut)
+            home, tier = part.split_weights(weights)
+            attacker = Attacker(part, home, dataset.train.images[: scale[3]], scale[2], scale[4])
+            seen, more = attacker.values(images), attacker.values(candidates.images[:_FOUND])
+            for setting, attack in missing:
+                bits, noise = SETTINGS[setting]
+                key = f"{cut}, {setting}, {attack}"
+                if f"{cut}, {setting}" not in results["accuracy"]:
+                    right = accuracy(attacker, tier, candidates[:_ANSWERED], bits, noise)
+                    results["accuracy"][f"{cut}, {setting}"] = right
+                sent = as_sent(more if attack == "found" else seen, bits, noise)
+                if attack == "found":
+                    found = share_found(sent, attacker.parts(candidates.images))
+                    keep(key, {"found": found, "images": len(sent)})
+                    continue
                 restored = attacker.restore(attack, sent, noise, lambda v, b=bits, n=noise: as_sent(v, b, n, 1))
-                results["rows"][key] = scores(restored, images)
-                if attack == "inverter":
-                    results["rows"][key]["training_images"] = len(attacker.train)
-                pictures[key] = np.rint(255 * restored[:8].clip(0, 1)).astype(np.uint8)
-                with replacing(kept) as partial, open(partial, "wb") as file:
-                    np.savez(file, **pictures)  # type: ignore[arg-type]
-            print(f"{key}: {results['rows'][key]}", flush=True)
-            write_json(path, results)
-    report(results, path)
-    if pictures:
-        draw(pictures, images[:8], path.with_suffix(".png"))
-        kept.unlink(missing_ok=True)
+                trained_on = {"training_images": len(attacker.train)} if attack == "inverter" else {}
+                keep(key, scores(restored, images) | trained_on, restored)
+    finally:
+        write()
+    kept.unlink(missing_ok=True)
+
+
+def references(train: Split, split: Split) -> dict[str, Float[np.ndarray, "n h w c"]]:
+    """For each image of a split, its class's mean training image, and its class's nearest one to it, in [0, 1]."""
+    mean, nearest = np.empty(split.images.shape), np.empty(split.images.shape)
+    for label in np.unique(split.labels):
+        own, of_class = train.images[train.labels == label].astype(np.float32) / 255, split.labels == label
+        mean[of_class] = own.mean(axis=0)
+        for i in np.flatnonzero(of_class):
+            far = np.square(own - split.images[i].astype(np.float32) / 255)
+            nearest[i] = own[far.sum(axis=(1, 2, 3)).argmin()]
+    return dict(zip(REFERENCES, (mean, nearest), strict=True))
+
+
+def accuracy(attacker: "Attacker", tier: dict[str, np.ndarray], split: Split, bits: int, noise: float) -> float:
+    """Share of images that the tier's lanes, with these weights, classify right by what they get of them."""
+    after = jax.jit(lambda weights, rows: attacker.part.after(weights, rows))
+    sums = [after(tier, as_sent(some, bits, noise, i)) for i, some in enumerate(attacker.parts(split.images))]
+    return float(np.mean(np.argmax(np.concatenate(sums), axis=1) == split.labels))
 
 
 def keys_of(cut: str) -> list[tuple[str, str]]:
@@ -134,7 +184,7 @@ def keys_of(cut: str) -> list[tuple[str, str]]:
         (setting, attack)
         for setting in SETTINGS
         for attack in ("least squares", "optimisation", "inverter", "found")
-        if attack != "least squares" or cut == "conv1"
+        if attack != "least squares" or cut in _CONVOLUTIONS
     ]
 
 
@@ -179,14 +229,15 @@ class Attacker:
         return self._invert(sent, again)
 
     def _least_squares(self, sent: np.ndarray, spread: float) -> np.ndarray:
-        """Solves for the pixels from the values that relu let pass, where the convolution is linear.
+        """Solves for the pixels from the values that are positive, of which the convolution's can be told.
 
-        Under noise these are first the values that are clearly above it, then all that the image so found lets pass.
+        Under noise these are first the values that are clearly above it, then all where the image so found has any.
         """
         linear, constant = self._linear
+        convolved = gelu_undone(sent) if self.part.cut == "stem" else sent
 
         def solved(passed: np.ndarray) -> np.ndarray:
-            known = sent[passed] - constant[passed]
+            known = convolved[passed] - constant[passed]
             return lsmr(linear[passed], known, atol=1e-12, btol=1e-12, maxiter=2000)[0].clip(0, 1)
 
         found = solved(np.flatnonzero(sent > max(1e-6 * max(float(sent.max()), 1e-30), _CLEAR * spread)))
@@ -223,7 +274,8 @@ class Attacker:
             names = {name.split("/", 1)[1]: name for name in self.weights if name.split("/", 1)[0] == group.name}
             for i in range(group.count):
                 own = {short: np.asarray(self.weights[name][i], np.float64) for short, name in names.items()}
-                kernel, bias = own["conv1/kernel"], own["conv1/bias"]
+                first = "conv1" if self.part.cut == "conv1" else f"trunk/{FROZEN}"
+                kernel, bias = own[f"{first}/kernel"], own[f"{first}/bias"]
                 if "conv1/depthwise" in own:
                     pointwise = own["conv1/depthwise"][:, None] * own["conv1/pointwise"]
                     bias = bias + np.einsum("m,hwmo->o", own["conv1/pointwise_bias"], kernel)
@@ -290,12 +342,18 @@ class Attacker:
         return np.asarray(apply(params, jnp.asarray(sent))).reshape(-1, *self.shape)
 
 
+def gelu_undone(values: np.ndarray) -> np.ndarray:
+    """What gelu made these values from, where they are positive."""
+    before = np.linspace(-0.5, max(float(values.max()), 0.0) + 1, 200_000)  # from where on it grows
+    return np.interp(values, np.asarray(jax.nn.gelu(before)), before)
+
+
 def share_found(sent: np.ndarray, candidates: Iterable[np.ndarray]) -> float:
-    """Share of rows whose nearest candidate is the one of the same index; candidates come some at a time."""
+    """Share of rows (or images) whose nearest candidate has the same index; candidates come some at a time."""
     nearest, least, start = np.zeros(len(sent), int), np.full(len(sent), np.inf), 0
     for part in candidates:
         for i, row in enumerate(sent):
-            far = np.square(part - row).sum(axis=1)
+            far = np.square(part - row).reshape(len(part), -1).sum(axis=1)
             if far.min() < least[i]:
                 nearest[i], least[i] = start + int(far.argmin()), far.min()
         start += len(part)
@@ -337,15 +395,21 @@ def report(results: dict[str, Any], path: Path) -> None:
         "",
         f"The lanes of one tier, `{about['lanes']}`, {about['data']}; medians of {about['images']} test images, "
         f"`found` among {about['candidates']:,}. The attacker has the weights, and the inverter has been trained on so "
-        "many training images as the table says: as many values of a cut as fit the memory.",
+        "many training images as the table says: as many values of a cut as fit the memory. These are lower bounds on "
+        "the leak: another attack may restore or find more. Rows where nothing was sent are references, what the class "
+        "alone tells: its mean training image, and the one of its training images that is nearest to the test image.",
         "",
-        "| cut | sent as | attack | trained on | PSNR, dB | SSIM | found |",
-        "|" + " --- |" * 7,
+        f"Accuracy is that of the tier's lanes alone, by what was sent of {min(_ANSWERED, about['candidates']):,} test "
+        f"images. Measured on {', '.join(sorted({time[:10] for time in results['starts']}))}, {about['device']}.",
+        "",
+        "| cut | sent as | attack | trained on | PSNR, dB | SSIM | found | accuracy |",
+        "|" + " --- |" * 8,
     ]
+    forms = {"training_images": ",", "psnr_db": ".1f", "ssim": ".3f", "found": ".1%", "accuracy": ".2%"}
     for key, row in results["rows"].items():
-        trained = f"{row['training_images']:,}" if "training_images" in row else ""
-        own = (f"{row['psnr_db']:.1f}", f"{row['ssim']:.3f}", "") if "ssim" in row else ("", "", f"{row['found']:.1%}")
-        own = (trained, *own)
+        setting = key.rpartition(", ")[0]
+        told = row | ({"accuracy": results["accuracy"][setting]} if setting in results["accuracy"] else {})
+        own = (format(told[name], form) if name in told else "" for name, form in forms.items())
         lines.append("| " + " | ".join((*key.split(", "), *own)) + " |")
     write_atomic(path.with_suffix(".md"), "\n".join(lines) + "\n")
 
@@ -353,14 +417,12 @@ def report(results: dict[str, Any], path: Path) -> None:
 def draw(pictures: dict[str, np.ndarray], images: np.ndarray, path: Path) -> None:
     """The images, and what was restored of them, uint8, a row for each cut, precision and attack."""
     rows = {"images": images, **pictures}
-    count = len(next(iter(pictures.values())))
-    figure = Figure(figsize=(3.6 + count, len(rows)), layout="constrained")
-    axes = figure.subplots(len(rows), count, squeeze=False)
-    for line, (name, shown) in zip(axes, rows.items(), strict=True):
-        for axis, image in zip(line, shown, strict=False):
-            axis.imshow(image.squeeze(), cmap="gray", vmin=0, vmax=255)
-            axis.set(xticks=[], yticks=[])
-        line[0].set_ylabel(name, rotation=0, ha="right", va="center")
+    height, count = images.shape[1], len(images)
+    shown = np.concatenate([np.concatenate(list(row), axis=1) for row in rows.values()])
+    figure = Figure(figsize=(4.4 + count, len(rows)), layout="constrained")
+    axis = figure.subplots()
+    axis.imshow(shown.squeeze(), cmap="gray", vmin=0, vmax=255)
+    axis.set(xticks=[], yticks=[(i + 0.5) * height - 0.5 for i in range(len(rows))], yticklabels=list(rows))
     with replacing(path) as partial:
         figure.savefig(partial, format="png", dpi=80)
 

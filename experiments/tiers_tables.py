@@ -5,51 +5,59 @@
 
 Splits the trained model into end, edge and cloud, starts nodes with quotas of cores behind links that are shaped
 (`experiments.tiers_bed`), and writes `tiers_tables.json`, `.md` and `.png` to `experiments/results/` after each
-measurement. Run again, it goes on with those that are missing. Columns "printed" and "corrected" are predicted, from
-single tasks on single devices; all others are measured. What leaves the trusted device in table 4 is computed and
-packed by a process with the cores of an end.
+measurement. Run again on the same machine, it goes on with those that are missing. It measures only while nothing else
+keeps the machine busy (`--scale=smoke` only warns). Columns "printed" and "corrected" are predicted, from single tasks
+on single devices; all others are measured. The trusted device of table 4 is a process with the cores of an end, which
+computes, packs and sends.
 
 Source: Zhang 2018, End, edge and cloud: heterogeneous distributed deep neural networks.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import datetime
+import heapq
 import json
-import math
+import logging
+import os
 import shlex
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 from absl import flags
 
 from experiments import RESULTS
 from experiments.tiers_bed import CORES, NodePlan, RunningNode, bed, until_idle
-from experiments.tiers_dispatch import MODES, Device, Failures, Outcome, dispatch
-from experiments.tiers_home import home
+from experiments.tiers_dispatch import MODES, Device, Failures, dispatch, summary
+from experiments.tiers_home import home, one_cut
 from experiments.tiers_relay import checked
-from experiments.tiers_tables_report import write_report
+from experiments.tiers_tables_report import DELAY_MS, Setup, write_report
 from mlcn_jax import host
 from mlcn_jax.analysis.workdir import load_with_data, stored_config
+from mlcn_jax.errors import InputError
 from mlcn_jax.files import make_folder, read_json, write_json
 from mlcn_jax.launch import launch_script
-from mlcn_jax.tiers import schedules, split, wire
+from mlcn_jax.serving.trained import TrainedModel
+from mlcn_jax.tiers import schedules, split
 from mlcn_jax.tiers.artifact import TierArtifact
-from mlcn_jax.tiers.cuts import cuts_of
-from mlcn_jax.tiers.node import PATH
+from mlcn_jax.tiers.cuts import PIXELS, cuts_of
 from mlcn_jax.training.trained import load_trained
 
 _NAMES = ("end", "edge", "cloud")
 _FAILING_TIMEOUT, _TASKS_BEFORE = 0.5, 12  # of table 5
 _TASKS_OF_TIMEOUT = 2.0  # a time-out is at least as long as so many tasks: those of ends that live must not be given up
-_DELAY_MS = {"end": 0.0, "edge": 10.0, "cloud": 50.0}  # each way
+_REPORT_DELAY_MS = {"end": 0.0, "edge": 250.0, "cloud": 500.0}  # each way, of the report's table 2
+_BITS = (32, 8)  # of each value of a cut
+_MOST_BUSY = 0.2  # cores that other work may use while something is measured
+_LOOKS = 3  # of a second each, before a measurement is refused: nodes that have just worked are soon idle
+_log = logging.getLogger("mlcn_jax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +74,8 @@ class Scale:
     failing_tasks: int
     schedule_runs: int  # of each point of figure 3
     dead: tuple[int, ...]
+    others: tuple[Setup, ...]  # besides those of figure 3, with other edges and delays
+    needs_quiet: bool = True  # a busy machine is refused, or else there is a warning
 
     @property
     def cores(self) -> dict[str, float]:
@@ -74,9 +84,26 @@ class Scale:
         return {"end": unit, "edge": 2 * unit, "cloud": 8 * unit}
 
 
+_OTHERS = (  # where edges or the cloud are slower than the ends
+    Setup("End-Edge", 8, 1, 10.0, 50.0),
+    Setup("End-Edge", 8, 2, 10.0, 50.0),
+    Setup("End-Edge", 8, 4, 100.0, 50.0),
+    Setup("End-Edge", 8, 2, 100.0, 50.0),
+    Setup("End-Edge", 4, 1, 50.0, 50.0),
+    Setup("End-Edge", 8, 3, 200.0, 50.0),
+    Setup("End-Cloud", 8, 4, 10.0, 10.0),
+    Setup("End-Cloud", 4, 4, 10.0, 25.0),
+    Setup("End-Cloud", 8, 4, 10.0, 150.0),
+    Setup("Mapping", 8, 1, 10.0, 50.0),
+    Setup("Mapping", 8, 2, 100.0, 50.0),
+    Setup("Mapping", 8, 2, 10.0, 10.0),
+    Setup("Mapping", 6, 4, 200.0, 100.0),
+)
 SCALES = {
-    "smoke": Scale(2, 1, 6, 4, 1, (0.1,), (0.0, 20.0), 8, 1, (0, 1)),
-    "full": Scale(8, 4, 200, 50, 5, (0.5, 1.0, 1.5, 2.0), (0.0, 20.0), 200, 3, (0, 1, 2, 3, 4, 5, 6)),
+    "smoke": Scale(
+        2, 1, 6, 4, 1, (0.1,), (0.0, 20.0), 8, 1, (0, 1), (Setup("End-Edge", 2, 1, 50.0, 50.0),), needs_quiet=False
+    ),
+    "full": Scale(8, 4, 200, 50, 5, (0.5, 1.0, 1.5, 2.0), (0.0, 20.0), 200, 3, (0, 1, 2, 3, 4, 5, 6), _OTHERS),
 }
 
 
@@ -110,33 +137,64 @@ class Tables:
         self.workdir, self.data_dir, self.scale, self.path = workdir, data_dir, scale, path
         trained, dataset = load_with_data(workdir, stored_config(workdir, data_dir))
         self.images, self.trained, self.spec = dataset.test.images, trained, trained.spec
+        machine = host.environment()
         about = {"model": trained.spec.lanes, "step": trained.step, "data": dataset.name}
+        about |= {name: machine[name] for name in ("device", "cpu_count")}
         about |= json.loads(json.dumps(dataclasses.asdict(scale)))
-        self.results = read_json(self.path) if self.path.is_file() else {"about": about, "measured": {}}
+        new = {"about": about, "starts": {}, "made": {}, "measured": {}}
+        self.results = read_json(self.path) if self.path.is_file() else new
         if self.results["about"] != about:
             raise SystemExit(f"error: {self.path} is of {self.results['about']}, not {about}: move it away")
-        self.results |= {"command": shlex.join(["python", "-m", "experiments.tiers_tables", *sys.argv[1:]])}
-        self.results |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **host.environment()}
+        self.time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")  # which names this start
+        command = shlex.join(["python", "-m", "experiments.tiers_tables", *sys.argv[1:]])
+        self.start = {"command": command, "versions": machine["versions"]}
 
     def measure(self) -> None:
-        """Measures what is missing."""
-        self.results["measured"]["relay"] = checked()
-        self._schedules()
-        self._tiers_alone()
-        self._failures()
-        self._cuts()
-        write_report(self.results, self.path)
+        """Measures what is missing.
+
+        Raises:
+          InputError: the relay is wrong, or other work keeps the machine busy.
+        """
+        self.start["relay"] = checked()
+        try:
+            self._schedules()
+            self._tiers_alone()
+            self._failures()
+            self._cuts()
+        finally:
+            if self.results["measured"]:
+                write_report(self.results, self.path)
         print(f"wrote {self.path.with_suffix('.md')}")
 
     def _once(self, key: str, measure: Callable[[], Any]) -> Any:
         measured = self.results["measured"]
         if key not in measured:
-            self.results.setdefault("busy_cores", {})[key] = host.busy_cores()
-            started = time.perf_counter()
-            measured[key] = measure()
+            before, started = self._busy_cores(), time.perf_counter()
+            found = measure()
+            seconds = time.perf_counter() - started
+            self.results["made"][key] = {"start": self.time, "busy_cores": [before, self._busy_cores()]}
+            self.results["starts"][self.time] = self.start
+            measured[key] = found
             write_json(self.path, self.results)
-            print(f"{key}: {json.dumps(measured[key])[:150]}  ({time.perf_counter() - started:.0f} s)", flush=True)
+            write_report(self.results, self.path)
+            print(f"{key}: {json.dumps(found)[:150]}  ({seconds:.0f} s)", flush=True)
         return measured[key]
+
+    def _busy_cores(self) -> float | None:
+        """Cores that other work keeps busy; None where that is not known.
+
+        Raises:
+          InputError: they are too many, and not only for a moment.
+        """
+        for _ in range(_LOOKS if self.scale.needs_quiet else 1):
+            busy = host.busy_cores()
+            if busy is None or busy <= _MOST_BUSY:
+                return busy
+        told = f"other work keeps {busy:.2f} cores busy, more than {_MOST_BUSY:g} ({busiest()})"
+        if self.scale.needs_quiet:
+            raise InputError(f"{told}: end it, then run the same command again, which goes on where it stopped")
+        _log.warning("%s: times are longer than they should be", told)
+        return busy
 
     def _missing(self, keys: Sequence[str]) -> bool:
         return any(key not in self.results["measured"] for key in keys)
@@ -156,7 +214,7 @@ class Tables:
     def _plans(self, ends: int, edges: int, clouds: int) -> list[NodePlan]:
         folder, cores = self.workdir / "tiers-pixels", self.scale.cores
         names = ["end"] * ends + ["edge"] * edges + ["cloud"] * clouds
-        return [NodePlan(folder / name, cores[name], _DELAY_MS[name]) for name in names]
+        return [NodePlan(folder / name, cores[name], DELAY_MS[name]) for name in names]
 
     def _tasks(self, count: int) -> list[np.ndarray]:
         size = self.scale.images
@@ -164,38 +222,48 @@ class Tables:
         return [self.images[start : start + size] for start in starts]
 
     def _schedules(self) -> None:
-        """Figure 3: each schedule with 1 to N ends, after single tasks on single devices."""
+        """Figure 3: each schedule with 1 to N ends, after single tasks on single devices; then other setups."""
         scale = self.scale
-        keys = {(s, n): f"schedule {s}, {n} ends" for s in schedules.SCHEDULES for n in range(1, scale.ends + 1)}
-        if not self._missing(["devices", *keys.values()]):
+        counts = range(1, scale.ends + 1)
+        of_figure = [
+            Setup(schedule, ends, scale.edges, DELAY_MS["edge"], DELAY_MS["cloud"])
+            for schedule in schedules.SCHEDULES
+            for ends in counts
+        ]
+        setups = [*of_figure, *scale.others]
+        if not self._missing(["devices", *(setup.key for setup in setups)]):
             return
-        tiers = self._split()
+        tiers, tasks = self._split(), self._tasks(scale.tasks)
+        parts = _parts(tiers, tasks)
         with bed(self._plans(scale.ends, scale.edges, 1), scale.images) as nodes:
             ends, edges, clouds = _devices(nodes, tiers, (scale.ends, scale.edges, 1))
-            tasks = self._tasks(scale.tasks)
-            devices = self._once("devices", lambda: self._single_tasks(nodes, ends, edges, clouds))
-            for (schedule, count), key in keys.items():
-                system = self._system(devices, count)
-                share = schedules.cloud_share(system)
+            devices = self._once("devices", lambda: self._single_tasks(nodes, [*ends, *edges, *clouds]))
+            for setup in setups:
+                share = schedules.cloud_share(setup.system(devices, scale.tasks))
 
-                def run(schedule: str = schedule, count: int = count, share: float = share) -> dict[str, Any]:
+                def run(setup: Setup = setup, share: float = share) -> dict[str, Any]:
+                    delays = {"edge": setup.edge_ms, "cloud": setup.cloud_ms}
+                    for node in nodes[scale.ends :]:
+                        node.link(delay_ms=delays[node.plan.artifact.name])
+                    own = ends[: setup.ends], edges[: setup.edges], clouds
                     runs = [
-                        asyncio.run(dispatch(schedule, ends[:count], edges, clouds, tasks, share))
-                        for _ in range(scale.schedule_runs)
+                        asyncio.run(dispatch(setup.schedule, *own, tasks, share)) for _ in range(scale.schedule_runs)
                     ]
-                    return _summary(runs)
+                    return {"setup": dataclasses.asdict(setup)} | summary(runs, parts)
 
-                self._once(key, run)
+                self._once(setup.key, run)
 
     def _tiers_alone(self) -> None:
-        """Table 2: all tasks on each tier's devices, without its delay and with it."""
+        """Table 2: all tasks on each tier's devices, without a delay, with the bed's, and with the report's."""
         scale = self.scale
         counts = {"end": scale.ends, "edge": scale.edges, "cloud": 1}
         for name, count in counts.items():
-            keys = {delay: f"tier {name}, {2 * delay:g} ms" for delay in sorted({0.0, _DELAY_MS[name]})}
+            delays = sorted({0.0, DELAY_MS[name], _REPORT_DELAY_MS[name]})
+            keys = {delay: f"tier {name}, {2 * delay:g} ms" for delay in delays}
             if not self._missing(list(keys.values())):
                 continue
             tier, tasks = self._split()[name], self._tasks(scale.tasks)
+            parts = _parts({name: tier}, tasks)
             with bed(self._plans(*(count if own == name else 0 for own in _NAMES)), scale.images) as nodes:
                 devices = [Device(node.url, tier) for node in nodes]
                 asyncio.run(dispatch("End", devices, [], [], tasks[:count]))
@@ -203,35 +271,31 @@ class Tables:
                     for node in nodes:
                         node.link(delay_ms=delay)
 
-                    def run(nodes=nodes, devices=devices, tasks=tasks) -> dict[str, Any]:
+                    def run(nodes=nodes, devices=devices, tasks=tasks, parts=parts) -> dict[str, Any]:
                         before = sum(node.core_seconds() for node in nodes)
                         runs = [asyncio.run(dispatch("End", devices, [], [], tasks)) for _ in range(scale.runs)]
                         used = sum(node.core_seconds() for node in nodes) - before
-                        return _summary(runs) | {"devices": len(nodes), "core_seconds": used / len(runs)}
+                        return summary(runs, parts) | {"devices": len(nodes), "core_seconds": used / len(runs)}
 
                     self._once(key, run)
 
-    def _single_tasks(self, nodes, ends, edges, clouds) -> dict[str, Any]:
-        """Of each tier, alone: seconds of a task, its core seconds, and the seconds that the link takes of it."""
-        first = {"end": 0, "edge": len(ends), "cloud": len(ends) + len(edges)}
-        found: dict[str, Any] = {}
+    def _single_tasks(self, nodes: Sequence[RunningNode], devices: Sequence[Device]) -> dict[str, Any]:
+        """Each device alone: seconds that its link and it take for a task, and core seconds; means over each tier's."""
         tasks = self._tasks(8)
-        for name, device in (("end", ends[0]), ("edge", edges[0]), ("cloud", clouds[0])):
-            node = nodes[first[name]]
+        found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in _NAMES}
+        for node, device in zip(nodes, devices, strict=True):
             asyncio.run(dispatch("End", [device], [], [], tasks[:2]))
             before = node.core_seconds()
             outcome = asyncio.run(dispatch("End", [device], [], [], tasks))
-            seconds = outcome.seconds / len(tasks)
-            link = 2 * node.plan.delay_ms / 1e3
-            work = (node.core_seconds() - before) / len(tasks)
-            found[name] = {"communication": link, "processing": seconds - link, "work": work}
-            found.setdefault("dispatch", outcome.dispatch_seconds / len(tasks))
-        return found
-
-    def _system(self, devices: dict[str, Any], ends: int) -> schedules.System:
-        counts = {"end": ends, "edge": self.scale.edges, "cloud": 1}
-        kinds = {name: schedules.Device(counts[name], **devices[name]) for name in counts}
-        return schedules.System(**kinds, tasks=self.scale.tasks, dispatch=devices["dispatch"], cores=CORES)
+            work = node.core_seconds() - before
+            of_task = [each / len(tasks) for each in (outcome.seconds, work, outcome.dispatch_seconds)]
+            found[device.tier.name].append((of_task[0] - 2 * node.plan.delay_ms / 1e3, *of_task[1:]))
+        told: dict[str, Any] = {}
+        for name, rows in found.items():
+            processing, work, _ = zip(*rows, strict=True)
+            told[name] = {"communication": 2 * DELAY_MS[name] / 1e3, "processing": statistics.mean(processing)}
+            told[name] |= {"work": statistics.mean(work), "processing_of_each": processing}
+        return told | {"dispatch": statistics.mean(row[2] for rows in found.values() for row in rows)}
 
     def _failures(self) -> None:
         """Table 5: ends that stop answering after some tasks."""
@@ -241,6 +305,7 @@ class Tables:
         if not self._missing(list(keys.values())):
             return
         tiers, tasks = self._split(), self._tasks(scale.failing_tasks)
+        parts = _parts({"end": tiers["end"]}, tasks)
         of_end = self.results["measured"]["devices"]["end"]
         timeout = max(_FAILING_TIMEOUT, _TASKS_OF_TIMEOUT * (of_end["communication"] + of_end["processing"]))
         with bed(self._plans(scale.ends, 0, 0), scale.images) as nodes:
@@ -256,60 +321,68 @@ class Tables:
                         for node in nodes:
                             node.signal(signal.SIGCONT)
                         until_idle(nodes)
-                    return _summary(runs) | {"tasks_before": before, "timeout": timeout}
+                    return summary(runs, parts) | {"tasks_before": before, "timeout": timeout}
 
                 self._once(key, run)
 
     def _cuts(self) -> None:
         """Table 4: what a cut costs in time and bytes, for tasks of one end that go on to one edge."""
         scale = self.scale
-        links = [(delay, rate) for rate in scale.rates for delay in scale.delays]
         for cut in cuts_of(self.spec):
-            keys = {(delay, rate): _cut_key(cut, delay, rate) for delay, rate in links}
-            if not self._missing(list(keys.values())):
+            settings = [
+                {"cut": cut, "bits": bits, "delay": delay, "rate": rate}
+                for bits in (_BITS if cut != PIXELS else (0,))
+                for rate in scale.rates
+                for delay in scale.delays
+            ]
+            keys = [_cut_key(**setting) for setting in settings]
+            if not self._missing(keys):
                 continue
-            edge, images = self._split(cut)["edge"], self._tasks(1)[0]
+            tiers, images = self._split(cut), self._tasks(1)[0]
             folder = self.workdir / f"tiers-{cut}"
-            plan = NodePlan(folder / "edge", scale.cores["edge"])
+            cloud = tiers["cloud"].part(tiers["end"].home("cloud", images))
+            lengths = TrainedModel(self.workdir).lengths(images)
             with (
-                bed([plan], scale.images) as nodes,
-                home(folder / "end", "edge", images, scale.cores["end"]) as at_home,
+                bed([NodePlan(folder / "edge", scale.cores["edge"])], scale.images) as nodes,
+                home(folder / "end", "edge", images, nodes[0].url, scale.cores["end"]) as at_home,
             ):
-                for (delay, rate), key in keys.items():
-                    nodes[0].link(delay_ms=1e3 * delay / 2, rate_mbit=rate)
+                for setting, key in zip(settings, keys, strict=True):
+                    nodes[0].link(delay_ms=1e3 * setting["delay"] / 2, rate_mbit=setting["rate"])
 
-                    def run(url: str = nodes[0].url, edge=edge, at_home=at_home) -> dict[str, Any]:
-                        return self._one_cut(url, edge, at_home)
+                    def run(bits=setting["bits"], at_home=at_home, cloud=cloud, lengths=lengths) -> dict[str, Any]:
+                        return one_cut([at_home(bits) for _ in range(1 + scale.runs)][1:], cloud, lengths)
 
-                    self._once(key, run)
-
-    def _one_cut(self, url: str, edge: TierArtifact, at_home: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Medians of tasks one after the other; the connection is open before the first."""
-        found, runs = [], 1 + self.scale.runs
-        with httpx.Client(timeout=None, trust_env=False) as client:
-            client.get(f"{url}/health").raise_for_status()
-            for _ in range(runs):
-                told = at_home()
-                started = time.perf_counter()
-                response = client.post(url + PATH, content=told["body"]).raise_for_status()
-                away = time.perf_counter() - started
-                shape = self.scale.images, len(edge.class_names)
-                weight = edge.policy.tier("edge").weight
-                asked = wire.digest_of(told["body"])
-                wire.unpack_answer(response.content, edge.policy.digest, "edge", asked, shape, weight)
-                found.append((told["compute_seconds"] + told["pack_seconds"], away, told["bytes"]))
-        at, away, sizes = zip(*found[1:], strict=True)
-        return {
-            "home_seconds": statistics.median(at),
-            "away_seconds": statistics.median(away),
-            "task_seconds": statistics.median(a + b for a, b in zip(at, away, strict=True)),
-            "bytes_per_image": sizes[-1] / self.scale.images,
-            "runs": runs - 1,
-        }
+                    self._once(key, lambda run=run, setting=setting: setting | run())
 
 
-def _cut_key(cut: str, delay: float, rate: float) -> str:
-    return f"cut {cut}, {delay} s" + (f", {rate:g} Mbit/s" if rate else "")
+def _cut_key(cut: str, bits: int, delay: float, rate: float) -> str:
+    told = [f"cut {cut}", f"{bits} bits" if bits else "", f"{delay} s", f"{rate:g} Mbit/s" if rate else ""]
+    return ", ".join(filter(None, told))
+
+
+def busiest(seconds: float = 1.0, root: Path = Path("/proc")) -> str:
+    """The processes that use most of this machine's time, as text."""
+
+    def used() -> dict[str, float]:
+        found = {}
+        for path in root.glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # the process has ended
+                name, _, fields = path.read_text().partition("(")[2].rpartition(")")
+                ticks = sum(map(int, fields.split()[11:13]))
+                found[f"process {path.parent.name}, {name}"] = ticks / os.sysconf("SC_CLK_TCK")
+        return found
+
+    before, started = used(), time.monotonic()
+    time.sleep(seconds)
+    now, taken = used(), time.monotonic() - started
+    cores = {name: (spent - before.get(name, spent)) / taken for name, spent in now.items()}
+    most = [name for name in heapq.nlargest(3, cores, key=cores.__getitem__) if cores[name] > _MOST_BUSY / 4]
+    return "; ".join(f"{name}: {cores[name]:.2f}" for name in most) or "no process that is seen here"
+
+
+def _parts(tiers: Mapping[str, TierArtifact], tasks: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
+    """What the lanes of each tier add to each task, computed here."""
+    return {name: [tier.part(task) for task in tasks] for name, tier in tiers.items()}
 
 
 def _devices(nodes: Sequence[RunningNode], tiers: dict[str, TierArtifact], counts: Sequence[int]) -> Iterator[list]:
@@ -317,19 +390,6 @@ def _devices(nodes: Sequence[RunningNode], tiers: dict[str, TierArtifact], count
     for name, count in zip(_NAMES, counts, strict=True):
         yield [Device(node.url, tiers[name]) for node in nodes[start : start + count]]
         start += count
-
-
-def _summary(runs: Sequence[Outcome]) -> dict[str, Any]:
-    seconds = [run.seconds for run in runs]
-    ended = [each for each in seconds if math.isfinite(each)]
-    return {
-        "seconds": statistics.median(ended) if len(ended) == len(seconds) else None,  # None: it never ends
-        "all_seconds": ended,
-        "first_seconds": statistics.median(run.first_seconds for run in runs),
-        "dispatch_seconds": statistics.median(run.dispatch_seconds for run in runs),
-        "timeouts": max(run.timeouts for run in runs),
-        "runs": len(runs),
-    }
 
 
 if __name__ == "__main__":

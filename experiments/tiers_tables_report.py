@@ -1,63 +1,163 @@
-"""The tables and pictures of `experiments.tiers_tables` from its JSON: measured, and predicted apart from that."""
+"""The tables and pictures of `experiments.tiers_tables` from its JSON: measured, and predicted apart from that.
 
+Parts that have not been measured yet are left out.
+"""
+
+import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from experiments.tiers_bed import CORES
+from experiments.tiers_dispatch import MODES
 from experiments.tiers_relay import described, holds
 from mlcn_jax.files import replacing, write_atomic
 from mlcn_jax.tiers import schedules
 
+DELAY_MS = {"end": 0.0, "edge": 10.0, "cloud": 50.0}  # each way, unless a table says otherwise
 _MOST_ERROR, _LEAST_CONFIGURATIONS = 0.15, 24  # of the corrected model, over configurations not used to fit it
 _MOST_OVER = 1.15  # of `monitor`, over the remaining work on living ends
+_MOST_DIFFERENCE = 1e-5  # of answers
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A schedule, numbers of ends and edges, and the delays to edges and cloud in ms each way."""
+
+    schedule: str
+    ends: int
+    edges: int
+    edge_ms: float
+    cloud_ms: float
+
+    @property
+    def key(self) -> str:
+        """Its name in the results."""
+        delays = f"{2 * self.edge_ms:g} and {2 * self.cloud_ms:g} ms"
+        return f"schedule {self.schedule}, {self.ends} ends, {self.edges} edges, {delays}"
+
+    def is_of_figure(self, edges: int) -> bool:
+        """Whether it has all edges, and the usual delays."""
+        return (self.edges, self.edge_ms, self.cloud_ms) == (edges, DELAY_MS["edge"], DELAY_MS["cloud"])
+
+    def system(self, devices: Mapping[str, Any], tasks: int) -> schedules.System:
+        """What models predict from: single tasks on single devices, with these numbers and delays."""
+        counts = {"end": self.ends, "edge": self.edges, "cloud": 1}
+        links = {"end": devices["end"]["communication"], "edge": 2e-3 * self.edge_ms, "cloud": 2e-3 * self.cloud_ms}
+        kinds = {
+            name: schedules.Device(count, links[name], devices[name]["processing"], devices[name]["work"])
+            for name, count in counts.items()
+        }
+        return schedules.System(**kinds, tasks=tasks, dispatch=devices["dispatch"], cores=CORES)
 
 
 def write_report(results: dict[str, Any], path: Path) -> None:
-    """Writes the Markdown and the picture beside the JSON, at `path`."""
-    rows = schedule_rows(results)
-    others = [row for row in rows if (row["schedule"], row["ends"]) != ("End", 1)]
-    reached = mean_error(others, "corrected") <= _MOST_ERROR and len(others) >= _LEAST_CONFIGURATIONS
+    """Writes the Markdown, and the picture if there is something in it, beside the JSON, at `path`."""
+    about, rows = results["about"], schedule_rows(results)
     parts = [
         "# Lanes on ends, edges and a cloud",
-        f"Model `{results['about']['model']}`, {results['about']['data']}; {results['device']}, {results['cpu_count']} "
-        f"cores, of which all nodes together have {CORES}; jax {results['versions']['jax']}. "
-        f"{results['about']['tasks']} tasks of {results['about']['images']} images.",
-        "## The relay",
-        _table(
-            ("set", "measured", "within 1 ms, 5 %"),
-            [(*described(row), _yes(holds(row))) for row in results["measured"]["relay"]],
-        ),
-        "## Table 2: all tasks on one tier",
-        "Measured, medians; core seconds are those of all its nodes:",
-        _table(*tier_table(results)),
-        "Single tasks on single devices, from which predictions are made, measured:",
-        _table(*device_table(results)),
+        f"Model `{about['model']}`, {about['data']}; {about['device']}, {about['cpu_count']} cores, of which all nodes "
+        f"together have {CORES}. {about['tasks']} tasks of {about['images']} images. {_made(results)}",
+    ]
+    if results["starts"]:
+        head = ("begun", "set", "measured", "within 1 ms, 5 %")
+        checks = [(_day(time), row) for time, start in results["starts"].items() for row in start["relay"]]
+        parts += ["## The relay", _table(head, [(day, *described(row), _yes(holds(row))) for day, row in checks])]
+    if _of(results, "tier "):
+        parts += [
+            "## Table 2: all tasks on one tier",
+            "Measured, medians, and the mean of the core seconds of all its servers: whole processes, which also read, "
+            "unpack and answer requests. The report's seconds of inference are those of a network alone.",
+            _table(*tier_table(results)),
+        ]
+    if "devices" in results["measured"]:
+        parts += [
+            "Single tasks on single devices, from which predictions are made, measured on each device; means of each "
+            "tier's:",
+            _table(*device_table(results)),
+        ]
+    if rows:
+        parts += _schedule_parts(rows)
+        draw([row for row in rows if row["is_of_figure"]], path.with_suffix(".png"))
+    if _of(results, "cut "):
+        exact = max(row["largest_error"] for row in _of(results, "cut ").values() if row["bits"] != 8)
+        parts += [
+            "## Table 4: cuts",
+            "Measured, medians of tasks one after the other: an end's own lanes answer, then it computes the cut, "
+            "packs and sends it, and waits for the edge's answer, all with the cores of an end. The lengths of end, "
+            f"edge and cloud together are those of the whole model {_difference(exact)} where nothing is rounded.",
+            _table(*cut_table(results)),
+        ]
+    if _failures(results):
+        parts += _failure_parts(results)
+    write_atomic(path.with_suffix(".md"), "\n\n".join(parts) + "\n")
+
+
+def _made(results: dict[str, Any]) -> str:
+    """When, with which versions, beside how much other work, and whether answers were right."""
+    days = sorted({_day(time) for time in results["starts"]})
+    versions = sorted({start["versions"]["jax"] for start in results["starts"].values()})
+    busy = [cores for made in results["made"].values() for cores in made["busy_cores"] if cores is not None]
+    told = f"Measured on {', '.join(days)} with jax {', '.join(versions)}." if days else ""
+    if busy:
+        told += f" Before and after measurements, other work kept at most {max(busy):.2f} cores busy."
+    errors = [
+        row["largest_error"] for name in ("schedule ", "tier ", "failures ") for row in _of(results, name).values()
+    ]
+    if errors:
+        told += f" What nodes answered is what their lanes add up to, {_difference(max(errors))}."
+    return told
+
+
+def _difference(error: float) -> str:
+    return f"to {error:.1e} (at most {_MOST_DIFFERENCE:.0e}: {_yes(error <= _MOST_DIFFERENCE)})"
+
+
+def _schedule_parts(rows: Sequence[dict[str, Any]]) -> list[str]:
+    names = ("schedule", "ends", "edges", "edge", "cloud")
+    setups = [[row[name] for name in names] for row in rows]
+    head = (*names[:3], "edges' delay, ms", "cloud's delay, ms")
+    others = [row for row in rows if (row["schedule"], row["ends"]) != ("End", 1)]
+    slower = [row for row in others if row["bottleneck"] != "end"]
+    reached = bool(others) and mean_error(others, "corrected") <= _MOST_ERROR and len(others) >= _LEAST_CONFIGURATIONS
+
+    def errors(rows: Sequence[dict[str, Any]]) -> str:
+        if not rows:
+            return "none yet"
+        return f"printed {mean_error(rows, 'printed'):.0%}, corrected {mean_error(rows, 'corrected'):.0%}"
+
+    return [
         "## Figure 3: schedules",
-        "Measured, medians:",
+        "Measured, medians; delays are there and back:",
         _table(
-            ("schedule", "ends", "all tasks, s", "ends' answers, s", "runs"),
-            [(r["schedule"], r["ends"], r["measured"], r["first"], r["runs"]) for r in rows],
+            (*head, "all tasks, s", "ends' answers, s", "runs"),
+            [(*own, r["measured"], r["first"], r["runs"]) for own, r in zip(setups, rows, strict=True)],
         ),
-        "Predicted from single tasks on single devices (not from the runs above):",
+        "Predicted from single tasks on single devices (not from the runs above), and what is slowest by the corrected "
+        "model:",
         _table(
-            ("schedule", "ends", "printed, s", "error", "corrected, s", "error"),
+            (*head, "printed, s", "error", "corrected, s", "error", "slowest"),
             [
-                (r["schedule"], r["ends"], r["printed"], _error(r, "printed"), r["corrected"], _error(r, "corrected"))
-                for r in rows
+                (*own, r["printed"], _error(r, "printed"), r["corrected"], _error(r, "corrected"), r["bottleneck"])
+                for own, r in zip(setups, rows, strict=True)
             ],
         ),
-        f"Mean error over the {len(others)} configurations that no prediction is made from (one end alone is): printed "
-        f"{mean_error(others, 'printed'):.0%}, corrected {mean_error(others, 'corrected'):.0%}. It must be at most "
-        f"{_MOST_ERROR:.0%} over at least {_LEAST_CONFIGURATIONS}: {_yes(reached)}.",
-        "## Table 4: cuts",
-        _table(*cut_table(results)),
+        f"Mean error over the {len(others)} configurations that no prediction is made from (one end alone is): "
+        f"{errors(others)}. It must be at most {_MOST_ERROR:.0%} over at least {_LEAST_CONFIGURATIONS}: "
+        f"{_yes(reached)}. Where ends are the slowest, all schedules take their time; over the {len(slower)} where "
+        f"something else is: {errors(slower)}.",
+    ]
+
+
+def _failure_parts(results: dict[str, Any]) -> list[str]:
+    timeout = next(iter(_of(results, "failures ").values()))["timeout"]
+    return [
         "## Table 5: ends that die",
-        f"Measured, seconds, with a time-out of {_timeout(results):.2g} s:",
+        f"Measured, seconds, medians (least to most), with a time-out of {timeout:.2g} s:",
         _table(*failure_table(results)),
         "Predicted, seconds, from single tasks on single devices (what is left over the ends that live) and from the "
         "run without failures (equation 8):",
@@ -65,36 +165,30 @@ def write_report(results: dict[str, Any], path: Path) -> None:
         f"How far `monitor` is from what is left over the ends that live; at most {_MOST_OVER:g} is to be reached:",
         _table(*monitor_table(results)),
     ]
-    write_atomic(path.with_suffix(".md"), "\n\n".join(parts) + "\n")
-    draw(rows, path.with_suffix(".png"))
 
 
 def schedule_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each schedule took with each number of ends, and what models say."""
-    measured = results["measured"]
-    counts = [int(key.split(", ")[1].split()[0]) for key in measured if key.startswith("schedule ")]
-    edges, tasks = results["about"]["edges"], results["about"]["tasks"]
-    rows = []
-    for schedule in schedules.SCHEDULES:
-        for ends in range(1, max(counts, default=0) + 1):
-            devices = measured["devices"]
-            kinds = {
-                name: schedules.Device(count, **devices[name])
-                for name, count in (("end", ends), ("edge", edges), ("cloud", 1))
+    """What each schedule took in each setup, and what models say."""
+    about, rows = results["about"], []
+    for found in _of(results, "schedule ").values():
+        setup = Setup(**found["setup"])
+        system = setup.system(results["measured"]["devices"], about["tasks"])
+        rows.append(
+            {
+                "schedule": setup.schedule,
+                "ends": setup.ends,
+                "edges": setup.edges,
+                "edge": 2 * setup.edge_ms,
+                "cloud": 2 * setup.cloud_ms,
+                "is_of_figure": setup.is_of_figure(about["edges"]),
+                "measured": found["seconds"],
+                "first": found["first_seconds"],
+                "runs": found["runs"],
+                "printed": schedules.printed(setup.schedule, system),
+                "corrected": schedules.corrected(setup.schedule, system),
+                "bottleneck": schedules.bottleneck(setup.schedule, system),
             }
-            system = schedules.System(**kinds, tasks=tasks, dispatch=devices["dispatch"], cores=CORES)
-            found = measured[f"schedule {schedule}, {ends} ends"]
-            rows.append(
-                {
-                    "schedule": schedule,
-                    "ends": ends,
-                    "measured": found["seconds"],
-                    "first": found["first_seconds"],
-                    "runs": found["runs"],
-                    "printed": schedules.printed(schedule, system),
-                    "corrected": schedules.corrected(schedule, system),
-                }
-            )
+        )
     return rows
 
 
@@ -104,61 +198,66 @@ def mean_error(rows: Sequence[dict[str, Any]], model: str) -> float:
 
 
 def tier_table(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
-    """Head and rows: what all tasks take on the devices of one tier, without its delay and with it."""
+    """Head and rows: what all tasks take on the devices of one tier, without a delay and with some."""
     rows = []
-    for key, value in results["measured"].items():
-        if key.startswith("tier "):
-            tier, delay = key.removeprefix("tier ").split(", ")
-            rows.append((tier, value["devices"], delay, value["seconds"], value["core_seconds"], value["runs"]))
-    return ("tier", "devices", "delay there and back", "all tasks, s", "core seconds", "runs"), rows
+    for key, value in _of(results, "tier ").items():
+        tier, delay = key.removeprefix("tier ").split(", ")
+        rows.append((tier, value["devices"], delay, value["seconds"], value["core_seconds"], value["runs"]))
+    return ("tier", "devices", "delay there and back", "all tasks, s", "core seconds of its servers", "runs"), rows
 
 
 def device_table(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
     """Head and rows: seconds of a task on one device of each tier, and what the dispatcher uses of it."""
     devices = results["measured"]["devices"]
-    tiers = {name: own for name, own in devices.items() if name != "dispatch"}
-    rows = [(name, own["communication"], own["processing"], own["work"]) for name, own in tiers.items()]
-    rows.append(("dispatcher", "", "", devices["dispatch"]))
-    return ("device", "communication, s", "processing, s", "core seconds"), rows
+    rows: list[tuple] = []
+    for name, own in devices.items():
+        if name != "dispatch":
+            each = own["processing_of_each"]
+            spread = f"{min(each):.4g} to {max(each):.4g}"
+            rows.append((name, len(each), own["communication"], own["processing"], spread, own["work"]))
+    rows.append(("dispatcher", "", "", "", "", devices["dispatch"]))
+    return ("device", "measured", "communication, s", "processing, s", "least to most", "core seconds"), rows
 
 
 def cut_table(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
     """Head and rows: what each cut costs at each delay and rate, over sending pixels."""
-    found = {}
-    for key, value in results["measured"].items():
-        if key.startswith("cut "):
-            cut, delay, *rate = key.removeprefix("cut ").split(", ")
-            found[cut, delay.removesuffix(" s"), rate[0] if rate else "unlimited"] = value
+    found = _of(results, "cut ").values()
+    plain = {(row["delay"], row["rate"]): row["task_seconds"] for row in found if row["cut"] == "pixels"}
     rows = []
-    for (cut, delay, rate), value in found.items():
-        plain = found["pixels", delay, rate]["task_seconds"]
-        more = value["task_seconds"] - plain
-        costs = (value["bytes_per_image"], value["home_seconds"], value["task_seconds"], more, f"{more / plain:.1%}")
-        rows.append((cut, delay, rate, *costs))
-    head = ("cut", "delay, s", "rate", "bytes an image", "at home, s", "task, s", "more than pixels, s", "overhead")
-    return head, rows
+    for row in found:
+        link, bits = (row["delay"], row["rate"]), row["bits"] or 8
+        rate = f"{row['rate']:g} Mbit/s" if row["rate"] else "unlimited"
+        costs = (row["bytes_per_image"], row["own_seconds"], row["home_seconds"], row["task_seconds"])
+        more = row["task_seconds"] - plain[link]
+        error = f"{row['largest_error']:.1e}"
+        rows.append((row["cut"], bits, row["delay"], rate, *costs, more, f"{more / plain[link]:.1%}", error))
+    head = ("cut", "bits", "delay, s", "rate", "bytes an image", "own lanes, s", "cut, s", "task, s")
+    return (*head, "more than pixels, s", "overhead", "largest error"), rows
 
 
 def failure_table(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
     """Head and rows: seconds with some ends dead, measured."""
-    found = _failures(results)
-    rows = []
-    for dead, modes in found.items():
-        rows.append((dead, *("never" if modes[mode]["seconds"] is None else modes[mode]["seconds"] for mode in modes)))
-    return ("dead ends", *found[0]), rows
+
+    def text(found: dict[str, Any] | None) -> str:
+        if found is None:
+            return ""
+        each = found["all_seconds"]
+        return "never" if found["seconds"] is None else f"{found['seconds']:.4g} ({min(each):.4g} to {max(each):.4g})"
+
+    rows = [(dead, *(text(modes.get(mode)) for mode in MODES)) for dead, modes in _failures(results).items()]
+    return ("dead ends", *MODES), rows
 
 
 def failure_prediction(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
     """Head and rows: the least that dead ends can cost, and what equation 8 says."""
-    found = _failures(results)
+    found, about = _failures(results), results["about"]
     rows = []
     for dead, modes in found.items():
-        monitor = modes["monitor"]
-        about, whole = results["about"], found[0]["reassign"]["seconds"]
-        tasks, before, timeout = about["failing_tasks"], monitor["tasks_before"], monitor["timeout"]
-        serial = schedules.reassigned(whole, tasks, about["ends"], dead, before, timeout)
-        waited = whole + modes["reassign"]["timeouts"] * timeout
-        rows.append((dead, _least(results, dead, before), serial, waited))
+        if "reassign" in modes:
+            reassign, whole = modes["reassign"], found[0]["reassign"]["seconds"]
+            tasks, before, timeout = about["failing_tasks"], reassign["tasks_before"], reassign["timeout"]
+            serial = schedules.reassigned(whole, tasks, about["ends"], dead, before, timeout)
+            rows.append((dead, _least(results, dead, before), serial, whole + reassign["timeouts"] * timeout))
     head = (
         "dead ends",
         "remaining work over living ends",
@@ -172,8 +271,9 @@ def monitor_table(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
     """Head and rows: what "monitor" took, divided by the least that dead ends can cost."""
     rows = []
     for dead, modes in _failures(results).items():
-        ratio = modes["monitor"]["seconds"] / _least(results, dead, modes["monitor"]["tasks_before"])
-        rows.append((dead, f"{ratio:.2f}", _yes(ratio <= _MOST_OVER)))
+        if "monitor" in modes:
+            ratio = modes["monitor"]["seconds"] / _least(results, dead, modes["monitor"]["tasks_before"])
+            rows.append((dead, f"{ratio:.2f}", _yes(ratio <= _MOST_OVER)))
     return ("dead ends", "times as long", "reached"), rows
 
 
@@ -184,16 +284,16 @@ def _least(results: dict[str, Any], dead: int, before: int) -> float:
     return schedules.living(about["failing_tasks"], about["ends"], dead, before, seconds)
 
 
-def _timeout(results: dict[str, Any]) -> float:
-    return next(value["timeout"] for key, value in results["measured"].items() if key.startswith("failures "))
+def _of(results: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """What was measured under names that begin so."""
+    return {key: value for key, value in results["measured"].items() if key.startswith(prefix)}
 
 
 def _failures(results: dict[str, Any]) -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
-    for key, value in results["measured"].items():
-        if key.startswith("failures "):
-            mode, dead = key.removeprefix("failures ").removesuffix(" dead").split(", ")
-            found.setdefault(int(dead), {})[mode] = value
+    for key, value in _of(results, "failures ").items():
+        mode, dead = key.removeprefix("failures ").removesuffix(" dead").split(", ")
+        found.setdefault(int(dead), {})[mode] = value
     return dict(sorted(found.items()))
 
 
@@ -220,6 +320,10 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def _error(row: dict[str, Any], model: str) -> str:
     return f"{row[model] / row['measured'] - 1:+.0%}"
+
+
+def _day(time: str) -> str:
+    return time[:10]
 
 
 def _yes(value: bool) -> str:

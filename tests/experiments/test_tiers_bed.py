@@ -20,9 +20,11 @@ from absl import flags
 
 from experiments import quota, tiers_bed, tiers_dispatch, tiers_leak, tiers_relay
 from experiments.tiers_relay import Link, Relay
+from mlcn_jax.data.batches import Split
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
 from mlcn_jax.nn.model import init_params
+from mlcn_jax.nn.resnet import whiten, whitening
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving.export import flat_weights
 from mlcn_jax.tiers.cuts import Part
@@ -254,29 +256,114 @@ def test_whoever_has_the_weights_restores_the_image_from_the_first_feature_map()
     assert tiers_leak.share_found(values[[1, 0]], [values]) == 0
 
 
-@pytest.mark.long
-def test_attacks_run_from_end_to_end_and_go_on_where_they_stopped(per_lane, tmp_path):
+def test_gelu_after_the_first_convolution_of_a_residual_lane_hides_nothing_either(rng):
+    spec = ModelSpec("mlcn", (10, 10, 3), 10, lanes="resnet:w1d2*2", margin_loss="per_lane")
+    images = rng.integers(0, 256, (3, 10, 10, 3)).astype(np.uint8)
+    import jax
+
+    encoder = init_params(spec, jax.random.key(0))["encoder"]
+    (name,) = encoder
+    encoder = {name: whiten(encoder[name], *whitening(images.astype(np.float32) / 255))}
+    part = Part(spec, (1.0, 1.0), "stem")
+    attacker = tiers_leak.Attacker(part, part.split_weights(flat_weights(encoder))[0], images, 2, 1)
+    values = attacker.values(images)
+    assert values.min() < 0
+    restored = attacker.restore("least squares", values, 0.0, lambda v: v)
+    assert tiers_leak.scores(restored, images)["psnr_db"] > 60
+    noised = attacker.restore("least squares", tiers_leak.as_sent(values, 32, 0.1), 0.1, lambda v: v)
+    assert 15 < tiers_leak.scores(noised, images)["psnr_db"] < 60
+    np.testing.assert_allclose(
+        tiers_leak.gelu_undone(np.asarray(jax.nn.gelu(np.linspace(0, 9, 50)))), np.linspace(0, 9, 50), atol=1e-5
+    )
+
+
+def test_references_are_what_the_class_alone_tells():
+    def flat(*values):
+        return np.array(values, np.uint8)[:, None, None, None] * np.ones((1, 2, 2, 1), np.uint8)
+
+    train = Split(flat(0, 100, 200, 51), np.array([0, 0, 0, 1]))
+    known = tiers_leak.references(train, Split(flat(190, 90, 255), np.array([0, 0, 1])))
+    mean, nearest = (255 * known[name][:, 0, 0, 0] for name in tiers_leak.REFERENCES)
+    np.testing.assert_allclose(mean, [100, 100, 51], rtol=1e-6)
+    np.testing.assert_allclose(nearest, [200, 100, 51], rtol=1e-6, err_msg="of the own class")
+    assert tiers_leak.share_found(known[tiers_leak.REFERENCES[1]], [flat(190, 90) / 255, flat(255) / 255]) == 2 / 3
+
+
+def test_accuracy_is_that_of_what_was_sent(monkeypatch):
+    def after(weights, rows):
+        return rows @ weights["sums"]
+
+    attacker = types.SimpleNamespace(
+        part=types.SimpleNamespace(after=after), parts=lambda images: iter([images[:2], images[2:]])
+    )
+    rows = np.array([[0.1, 0.2, 0.0], [0.4, 0.3, 5.0], [0.0, 1.0, 0.0]], np.float32)
+    split, weights = Split(rows, np.array([1, 0, 1])), {"sums": np.eye(3)[:, :2].astype(np.float32)}
+    assert tiers_leak.accuracy(attacker, weights, split, 32, 0.0) == 1
+    assert tiers_leak.accuracy(attacker, weights, split, 2, 0.0) == 1
+    rows[1] = [2.6, 2.7, 5.0]
+    split.labels[1] = 1
+    assert tiers_leak.accuracy(attacker, weights, split, 32, 0.0) == 1
+    assert tiers_leak.accuracy(attacker, weights, split, 2, 0.0) == pytest.approx(2 / 3), "both are sent as one value"
+
+
+def leak_values(workdir, results):
     values = flags.FlagValues()
     tiers_leak.define(values)
-    values(["tiers_leak", f"--workdir={per_lane}", f"--results={tmp_path}", "--scale=smoke"])
-    tiers_leak.main(values)
+    values(["tiers_leak", f"--workdir={workdir}", f"--results={results}", "--scale=smoke"])
+    return values
+
+
+@pytest.mark.long
+def test_attacks_run_from_end_to_end_and_go_on_where_they_stopped(per_lane, tmp_path, monkeypatch):
+    values = leak_values(per_lane, tmp_path)
     path = tmp_path / "tiers_leak_smoke.json"
+    share_found, calls = tiers_leak.share_found, []
+
+    def stops(*given):
+        calls.append(given)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return share_found(*given)
+
+    monkeypatch.setattr(tiers_leak, "share_found", stops)
+    with pytest.raises(KeyboardInterrupt):
+        tiers_leak.main(values)
+    assert "| conv1 | 32 bits | inverter |" in path.with_suffix(".md").read_text(), "what was there when it stopped"
+    assert path.with_suffix(".png").stat().st_size > 1000
+    (before,) = read_json(path)["starts"]
+    monkeypatch.setattr(tiers_leak, "share_found", share_found)
+    time.sleep(1)
+    tiers_leak.main(values)
     found = read_json(path)
     assert (found["about"]["lanes"], found["about"]["numbers"]) == ("mlcn2:w1d1*1", [2])
-    assert len(found["rows"]) == sum(len(tiers_leak.keys_of(cut)) for cut in ("conv1", "capsules", "columns"))
-    assert found["rows"]["conv1, 32 bits, found"] == {"found": 1.0, "images": 200}
-    assert "The lanes of one tier, `mlcn2:w1d1*1`" in path.with_suffix(".md").read_text()
-    assert path.with_suffix(".png").stat().st_size > 1000
+    attacks = sum(len(tiers_leak.keys_of(cut)) for cut in ("conv1", "capsules", "columns"))
+    assert len(found["rows"]) == attacks + len(tiers_leak.REFERENCES)
+    row = found["rows"]["conv1, 32 bits, found"]
+    assert (row["found"], row["images"]) == (1.0, 200)
+    assert len(found["starts"]) == 2
+    assert found["rows"]["conv1, 32 bits, inverter"]["start"] == before, "a later start does not change it"
+    exact = found["accuracy"]["conv1, 32 bits"]
+    assert exact == found["accuracy"]["columns, 32 bits"], "no cut loses anything"
+    assert len(found["accuracy"]) == 3 * len(tiers_leak.SETTINGS)
+    text = path.with_suffix(".md").read_text()
+    assert "The lanes of one tier, `mlcn2:w1d1*1`" in text
+    assert "lower bounds on the leak" in text
+    assert f"| conv1 | 32 bits | found |  |  |  | 100.0% | {exact:.2%} |" in text
+    assert "| none | nothing | nearest training image of the class |" in text
     started = time.monotonic()
     tiers_leak.main(values)
     assert read_json(path)["rows"] == found["rows"]
     assert time.monotonic() - started < 5, "nothing is computed again"
+    monkeypatch.setattr(tiers_leak.host, "environment", lambda: {"device": "other", "cpu_count": 1, "versions": {}})
+    with pytest.raises(SystemExit, match="move it away"):
+        tiers_leak.main(values)
 
 
 def test_each_cut_and_setting_is_attacked_once():
     keys = tiers_leak.keys_of("conv1")
     assert len(keys) == len(set(keys)) == 4 * len(tiers_leak.SETTINGS)
     assert len(tiers_leak.keys_of("columns")) == 3 * len(tiers_leak.SETTINGS)
+    assert ("8 bits", "least squares") in tiers_leak.keys_of("stem")
 
 
 def test_scores_of_pictures():
