@@ -7,22 +7,28 @@ Lanes whose width and depth are drawn from 1..5, of cost width^2 * depth, on 4 e
 speeds (K80 1, M40 3.1, P100 4.2, V100 6). Many draws, simulated: a device takes the sum of its lanes' costs over its
 speed. With a profile of one core also measured: training steps of a few draws, as stacks of two processes of one core
 each, the second of which has half of its core; placements of a draw take turns. A measurement that was stopped goes on,
-and without a profile what was measured stays. Writes `experiments/results/balance.json` and `.png`.
+and without a profile what was measured stays. With another profile, or on another machine, or with other versions, a
+measurement needs another `--output`. Writes that JSON, and the picture beside it; its date is that of the simulation,
+and measured rows have their own.
 """
 
+import datetime
 import itertools
 import os
 import random
 import statistics
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from experiments import RESULTS, workers
-from experiments.kept_rows import is_row, kept_rows
+from experiments.kept_rows import is_row
 from experiments.simulator_check import digest
 from mlcn_jax import host
+from mlcn_jax.errors import InputError, differences
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.lanes import PUBLISHED_KINDS
@@ -105,7 +111,24 @@ def measure(num_lanes: int, profile: DeviceProfile, seed: int, rounds: int) -> d
     }
 
 
-def draw_picture(results: dict[str, Any]) -> None:
+def measured_rows(path: Path, about: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The measured rows in a file of results, none if there is no such file.
+
+    Raises:
+      InputError: they were measured with other settings, or elsewhere, than `about` says.
+    """
+    stored = read_json(path) if path.exists() else {}
+    rows = stored.get("measured", [])
+    if rows and (differing := differences(stored, about)):
+        raise InputError(
+            f"{path} holds {len(rows)} measured draws that cannot stand beside those asked for:\n"
+            + "\n".join(differing)
+            + "\nmove it away, or give another --output"
+        )
+    return rows
+
+
+def draw_picture(results: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
@@ -121,7 +144,7 @@ def draw_picture(results: dict[str, Any]) -> None:
         axes.set_ylabel("makespan over the shortest possible")
         axes.set_title(f"{title}, mean of draws (simulated)")
         axes.legend(fontsize=8)
-    figure.savefig(RESULTS / "balance.png", dpi=120)
+    figure.savefig(path, dpi=120)
 
 
 def table(results: dict[str, Any]) -> str:
@@ -149,6 +172,11 @@ def measured_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def today() -> str:
+    """The date (UTC)."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("draws", 100, "Lane sets drawn for each number of lanes.", lower_bound=1, flag_values=values)
     flags.DEFINE_string("profile", "", "Profile of one core; without it nothing is measured.", flag_values=values)
@@ -157,30 +185,32 @@ def define(values: flags.FlagValues) -> None:
         "rounds", 3, "Rounds in which the placements of a draw take turns.", lower_bound=1, flag_values=values
     )
     flags.DEFINE_integer("seed", 0, "Of the draws.", flag_values=values)
+    flags.DEFINE_string("output", str(RESULTS / "balance.json"), "JSON to write.", flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:
+    path = Path(values.output).expanduser()
+    if values.profile:  # refused before anything is done
+        profile = workers.one_core_profile(values.profile)
+        about = {"rounds": values.rounds, "slowness": _SLOWNESS, "batch": _BATCH, "profile": digest(profile)}
+        about |= host.environment()
+        measured = measured_rows(path, about)
     results: dict[str, Any] = {
         title: {str(n): simulate(speeds, n, values.draws, values.seed) for n in LANES}
         for title, speeds in SPEEDS.items()
     }
-    path = RESULTS / "balance.json"
-    path.parent.mkdir(exist_ok=True)
-    simulated = {"simulated": results, "seed": values.seed}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    simulated = {"simulated": results, "seed": values.seed, "date": today()}
     stored = read_json(path) if path.exists() else host.environment()
     write_json(path, {**stored, **simulated})
-    draw_picture(results)
+    draw_picture(results, path.with_suffix(".png"))
     print(table(results))
     if not values.profile:
         return
-    profile = workers.one_core_profile(values.profile)
-    about = {"rounds": values.rounds, "slowness": _SLOWNESS, "batch": _BATCH, "profile": digest(profile)}
-    about |= host.environment()
-    measured = kept_rows(path, about, "measured")
     for num_lanes, draw in itertools.product(LANES, range(values.measured_draws)):
         row = {"num_lanes": num_lanes, "seed": values.seed + draw}
         if not any(is_row(one, row) for one in measured):
-            measured.append({**row, **measure(num_lanes, profile, row["seed"], values.rounds)})
+            measured.append({**row, **measure(num_lanes, profile, row["seed"], values.rounds), "date": today()})
             write_json(path, {**simulated, "measured": measured, **about})
     print(measured_table(measured))
 

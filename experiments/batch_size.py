@@ -2,13 +2,19 @@
 
     python -m experiments.batch_size --workdir=runs/batch_size --scale=full --repeats=3
     python -m experiments.batch_size --workdir=runs/batch_size_cpu --scale=cpu --minutes=60
+    python -m experiments.batch_size --workdir=runs/batch_size --scale=full --speeds_only
 
 Trains CapsNet and MLCN as published but for the batch; the learning rate stays as it is. Speed is measured afterwards,
 a row at a time, in rounds in which its batch sizes take turns, so that what else the machine does meets all of them.
-Rows are those of `published_rows.ROWS`. Scales: `full` is 20 epochs of all images, for a GPU; `cpu` is 3 epochs of all
-images, an hour or two on two cores; `smoke` trains for a step of batches of 100 and 600 and measures one round. The
-figure's own numbers are not at hand, so none are shown. Resumption and what is written (`batch_size_SCALE`) are as in
-`table_4_1.py`.
+`--speeds_only` measures the speeds of the rows and batch sizes asked for, and trains nothing: they are in `speeds.json`
+in the workdir, where a later call with trainings finds them.
+
+Rows are those of `published_rows.ROWS`: three of Fashion-MNIST by default, and any other, of CIFAR-10 too, with
+`--rows`. At the seconds an epoch that the thesis has for a P100, a seed of `full` takes 9 h for the default rows and
+17 h for the five of CIFAR-10, which are not among them for that reason. Scales: `full` is 20 epochs of all images, for
+a GPU; `cpu` is 3 epochs of all images, an hour or two on two cores; `smoke` trains for a step of batches of 100 and 600
+and measures one round. The figure's own numbers are not at hand, so none are shown. Resumption and what is written
+(`batch_size_SCALE`), once a run has ended, are as in `table_4_1.py`.
 """
 
 import datetime
@@ -62,35 +68,45 @@ _TURN_SECONDS = 2.0
 def define(values: flags.FlagValues) -> None:
     define_flags(values, SCALES)
     rows = ["fashion_capsnet", "fashion_mlcn1_8x4", "fashion_mlcn2_8x4"]
-    flags.DEFINE_list("rows", rows, "Rows of table 4.1 to train.", flag_values=values)
+    flags.DEFINE_list("rows", rows, f"Rows of table 4.1 to train, of {', '.join(ROWS)}.", flag_values=values)
+    flags.DEFINE_bool("speeds_only", False, "Measure speeds, and train nothing.", flag_values=values)
     flags.DEFINE_list("batch_sizes", [], "Batch sizes; empty: all, and 100 and 600 at scale smoke.", flag_values=values)
 
 
 def main(values: flags.FlagValues) -> int:
     return run(
-        asked(values, "batch_size", SCALES, ("rows", "batch_sizes")),
+        asked(values, "batch_size", SCALES, ("rows", "batch_sizes", "speeds_only")),
         rows=values.rows,
         batch_sizes=values.batch_sizes or (BATCH_SIZES[::3] if values.scale == "smoke" else BATCH_SIZES),
+        speeds_only=values.speeds_only,
     )
 
 
-def run(request: Request, *, rows: Sequence[str], batch_sizes: Sequence[str]) -> int:
-    """Trains what has not been trained yet, reports after each run, and returns the exit code."""
+def run(request: Request, *, rows: Sequence[str], batch_sizes: Sequence[str], speeds_only: bool = False) -> int:
+    """Trains what has not been trained yet, reports after each run, and returns the exit code.
+
+    Then measures the speeds of all batch sizes that have been trained; with `speeds_only`, only those asked for, too.
+    """
     rows, batch_sizes = chosen("rows", rows, ROWS), chosen("batch_sizes", batch_sizes, BATCH_SIZES)
     runs = [
         {"row": row, "batch_size": int(size), "seed": seed}
         for seed in range(request.repeats)
         for row in rows
         for size in batch_sizes
+        if not speeds_only
     ]
     make_config = functools.partial(configure_run, request.directories)
     kept = kept_results("batch_size", request.scale.name)
     series = Series(request, "batch_size", VERSION, make_config, False, kept=kept)
 
     def add_speeds(row):
-        ended = [record for record in select(series.records(), row=row) if "failed" not in record]
-        sizes = [size for size in BATCH_SIZES if select(ended, batch_size=int(size))]
-        if set(sizes) - set(stored_speeds(request).get(row, {}).get("images_per_second", {})):
+        records = select(series.records(), row=row)
+        ended = {str(record["facts"]["batch_size"]) for record in records if "failed" not in record}
+        failed = {str(record["facts"]["batch_size"]) for record in records} - ended
+        stored = stored_speeds(request).get(row, {}).get("images_per_second", {})
+        wanted = {*ended, *stored, *(batch_sizes if speeds_only else ())} - failed
+        if wanted - set(stored):
+            sizes = [size for size in BATCH_SIZES if size in wanted]
             configs = {size: make_config(row=row, batch_size=int(size), seed=0) for size in sizes}
             speeds = measure(configs, 1 if request.scale.name == SMOKE else _ROUNDS)
             found = {"images_per_second": speeds, "command": request.command}
@@ -98,13 +114,16 @@ def run(request: Request, *, rows: Sequence[str], batch_sizes: Sequence[str]) ->
             path = request.workdir / "speeds.json"
             write_json(path, (read_json(path) if path.exists() else {}) | {row: found})
 
-    return carry_out(
+    code = carry_out(
         series,
         runs,
         lambda records: text(records, stored_speeds(request)),
         report,
         [functools.partial(add_speeds, row) for row in rows],
     )
+    if speeds_only and not series.records():
+        print(text([], stored_speeds(request)))
+    return code
 
 
 def configure_run(directories: Mapping[str, str], row: str, batch_size: int, seed: int) -> RunConfig:
@@ -169,7 +188,7 @@ def _prepared(config: RunConfig) -> Callable[[int], float]:
 
 
 def summarise(records: Records, speeds: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Each row and batch size: accuracy and images per second, and both relative to batch 100 where that is known.
+    """Each row and batch size of which anything is known: accuracy and images per second, also relative to batch 100.
 
     `speedup` is over the rounds in which both were measured side by side: the median, the least and the most.
     """
@@ -181,7 +200,7 @@ def summarise(records: Records, speeds: Mapping[str, Any]) -> list[dict[str, Any
             mine = select(records, row=row, batch_size=int(size))
             accuracy, rates = spread(mine, "test_accuracy"), measured.get(size, [])
             ratios = [a / b for a, b in zip(rates, measured.get(BATCH_SIZES[0], []), strict=False)]
-            if mine:
+            if mine or rates:
                 points.append(
                     {
                         **{"row": row, "batch_size": int(size), "test_accuracy": accuracy},
@@ -215,26 +234,32 @@ def draw(records: Records, speeds: Mapping[str, Any]) -> "Figure":
     for i, row in enumerate(dict.fromkeys(point["row"] for point in points)):
         color = f"C{i}"
         title = titled(ROWS[row].title, select(records, row=row))
-        mine = [point for point in points if point["row"] == row and point["test_accuracy"]]
-        if mine:
-            sizes, found = zip(*((point["batch_size"], point["test_accuracy"]) for point in mine), strict=True)
+        of_row = [point for point in points if point["row"] == row]
+        trained = [(point["batch_size"], point["test_accuracy"]) for point in of_row if point["test_accuracy"]]
+        if trained:
+            sizes, found = zip(*trained, strict=True)
             ranges = [[one["mean"] - one["min"] for one in found], [one["max"] - one["mean"] for one in found]]
             means = [one["mean"] for one in found]
             left.errorbar(sizes, means, yerr=ranges, marker="o", capsize=3, color=color, label=title)
-            known = [(point["batch_size"], point["speedup"]) for point in mine if point["speedup"]]
-            if known:
-                sizes, found = zip(*known, strict=True)
-                ranges = [[mid - low for mid, low, _ in found], [high - mid for mid, _, high in found]]
-                right.errorbar(sizes, [mid for mid, _, _ in found], yerr=ranges, marker="o", capsize=3, color=color)
+        known = [(point["batch_size"], point["speedup"]) for point in of_row if point["speedup"]]
+        if known:
+            sizes, found = zip(*known, strict=True)
+            ranges = [[mid - low for mid, low, _ in found], [high - mid for mid, _, high in found]]
+            middles = [mid for mid, _, _ in found]
+            right.errorbar(sizes, middles, yerr=ranges, marker="o", capsize=3, color=color, label=title)
     left.set(xlabel="batch size", ylabel="test accuracy, %")
     right.set(xlabel="batch size", ylabel="times as fast as at batch 100")
-    left.legend()
+    for axes in (left, right):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
     return figure
 
 
 def report(series: Series) -> None:
-    """Writes table and figure of every run that has ended."""
+    """Writes table and figure of every run that has ended; nothing before there is one."""
     records, speeds = series.records(), stored_speeds(series.request)
+    if not records:
+        return
     lines = [
         "Test accuracy in %: mean, standard deviation, least and most; trained as published but for the batch size. "
         "Speed, measured by itself: median, least and most of rounds in which the batch sizes of a row took turns.",

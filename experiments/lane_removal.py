@@ -3,10 +3,10 @@
     python -m experiments.lane_removal --workdir=runs/lane_removal --minutes=60
 
 Trains 16 lanes of mlcn1, width 4, on Fashion-MNIST as published, without lane dropout and with 0.1, for 20 epochs each,
-on 90 % of the training images. Then removes one lane after another, in the order that `mlcn_jax prune` finds on the
-other 10 %, and scores and times what is left (figure 4.6). With the same models: reconstructions (figure 4.2), what is
-added to one lane at a time and how that changes a reconstruction (figure 4.3), as by `mlcn_jax explain`, and whether a
-lane means the same in different classes, as a number.
+on 54,000 of the 60,000 training images; the epoch that is best on the other 6,000 counts. Then removes one lane after
+another, in the order that `mlcn_jax prune` finds on these 6,000, and scores and times what is left (figure 4.6). With
+the same models: reconstructions (figure 4.2), what is added to one lane at a time and how that changes a reconstruction
+(figure 4.3), as by `mlcn_jax explain`, and whether a lane means the same in different classes, as a number.
 
 That number is the agreement of a lane's change images, from all test images. Change image of a lane in a class: the
 reconstruction from the capsule of that class, which is the image's true one, with 0.25 added to its entry of the lane,
@@ -14,8 +14,10 @@ less that with 0.25 subtracted, over 0.5; the mean over the images of the class.
 change images in two classes, the mean over all pairs of classes. It is 1 if the lane changes every class in the same
 way, and negative if it does the opposite. Beside it stands that of different lanes: the mean cosine of the lane's
 change image in one class and another lane's in another class. A lane that gives the same output for every image
-(`evaluate.ALIVE`) means nothing, so means are over lanes that are alive. Pixels are compared: a change that follows
-outlines, such as thickness, agrees only as far as the outlines of two classes do.
+(`evaluate.ALIVE`) means nothing, so means are over lanes that are alive, and over pairs of these. A run that ended
+before the agreement of each pair was kept has none of different lanes unless all are alive; without its `run.json`, it
+is measured again, and not trained again. Pixels are compared: a change that follows outlines, such as thickness, agrees
+only as far as the outlines of two classes do.
 
 By the cost model, training takes 1.38 PFLOP a model, 2.6 h at 150 GFLOP/s, 5.1 h for both; decoders, compiling, scoring
 and timing come on top. `smoke` takes a step of each. One JSON a run; what has ended, in the workdir or in the results
@@ -105,7 +107,7 @@ def measure(rounds: int, folder: Path, summary: dict[str, Any]) -> dict[str, Any
         **removal,
         "ranking": explained["ranking"],
         "explained_image": images[-1],
-        "agreement": agreement(changes),
+        "agreements": agreements(changes).tolist(),
     }
 
 
@@ -129,38 +131,50 @@ def _summed_changes(spec, params, images, labels, mask):
     return jnp.einsum("lb...,bk->lk...", (more - less) / (2 * _OFFSET), of_class)
 
 
-def agreement(changes: Float[np.ndarray, "lanes classes *pixels"]) -> dict[str, list[float]]:
-    """For each lane: the mean cosine of its change images in two classes, and of its and another lane's.
+def agreements(changes: Float[np.ndarray, "lanes classes *pixels"]) -> Float[np.ndarray, "lanes lanes"]:
+    """For each two lanes, also of a lane and itself: the mean cosine of their change images in two different classes.
 
-    Args:
-      changes: change images (`change_images`) of at least two lanes and two classes.
-
-    Returns:
-      `same_lane` and `other_lanes`, in the order of the lanes. A change image of zeros agrees with none.
+    A change image (`change_images`) of zeros agrees with none. There must be two classes or more.
     """
     lanes, classes = changes.shape[:2]
     flat = changes.reshape(lanes, classes, -1)
     norms = np.linalg.norm(flat, axis=-1, keepdims=True)
     unit = np.divide(flat, norms, out=np.zeros_like(flat), where=norms > 0)
     cosines = np.einsum("lkp,mjp->lmkj", unit, unit)
-    between = (cosines.sum(axis=(2, 3)) - np.trace(cosines, axis1=2, axis2=3)) / (classes * (classes - 1))
-    same = np.diagonal(between)
-    return {"same_lane": same.tolist(), "other_lanes": ((between.sum(axis=1) - same) / (lanes - 1)).tolist()}
+    return (cosines.sum(axis=(2, 3)) - np.trace(cosines, axis1=2, axis2=3)) / (classes * (classes - 1))
+
+
+def mean_agreements(record: Mapping[str, Any]) -> dict[str, float | None]:
+    """Of the lanes of a run that are alive: `same_lane`, the mean agreement of each with itself, and `other_lanes`, of
+    each two; None where there are none.
+    """
+    alive = alive_lanes(record)
+    if "agreements" in record:
+        between = np.array(record["agreements"])[np.ix_(alive, alive)]
+        same, others = np.diagonal(between).tolist(), between[~np.eye(len(alive), dtype=bool)].tolist()
+    else:  # an older run: those of different lanes are means over all other lanes
+        same, others = ([record["agreement"][name][lane] for lane in alive] for name in ("same_lane", "other_lanes"))
+        others = others if len(alive) == len(record["lane_spreads"]) else []
+    return {name: statistics.fmean(of) if of else None for name, of in (("same_lane", same), ("other_lanes", others))}
+
+
+def alive_lanes(record: Mapping[str, Any]) -> list[int]:
+    """The lanes of a run that do not give the same output for every image."""
+    return [lane for lane, spread in enumerate(record["lane_spreads"]) if spread > ALIVE]
 
 
 def summarise(records: Records) -> list[dict[str, Any]]:
-    """Each run that has ended: how many lanes are alive, and the agreement of these; None where none is."""
-    rows = []
-    for record in records:
-        if "removed" not in record:
-            continue
-        alive = [lane for lane, spread in enumerate(record["lane_spreads"]) if spread > ALIVE]
-        means = {
-            name: statistics.fmean(values[lane] for lane in alive) if alive else None
-            for name, values in record["agreement"].items()
+    """Each run that has ended: how many lanes are alive, and the agreement of these (`mean_agreements`)."""
+    return [
+        {
+            **record["facts"],
+            "alive": len(alive_lanes(record)),
+            "lanes": len(record["lane_spreads"]),
+            **mean_agreements(record),
         }
-        rows.append({**record["facts"], "alive": len(alive), "lanes": len(record["lane_spreads"]), **means})
-    return rows
+        for record in records
+        if "removed" in record
+    ]
 
 
 def text(records: Records) -> str:
@@ -210,9 +224,10 @@ def report(series: Series) -> None:
     if not runs:
         return
     lines = [
-        "Lanes are ranked by the accuracy on validation images with each of them removed alone; the least useful is "
-        f"removed first. Alive: a lane whose entries differ between test images by more than {ALIVE:g}. Agreement: "
-        "mean cosine of the mean changes of the reconstruction in two classes, of lanes that are alive.",
+        "The epoch that is best on validation images counts. Lanes are ranked by the accuracy on these with each lane "
+        "removed alone; the least useful is removed first. Alive: a lane whose entries differ between test images by "
+        f"more than {ALIVE:g}. Agreement: mean cosine of the mean changes of the reconstruction in two classes, of "
+        "lanes that are alive and pairs of these.",
         *caption(series, records),
     ]
     figure = prune_report.draw(runs)

@@ -6,10 +6,12 @@ On a fixed part of Fashion-MNIST, for each seed: random search with `--num_model
 thesis's does but for what docs/differences.md says; then the other methods with as many training seconds; then every
 mix of equal lanes that fills the same devices. Sized for two CPU cores: few images and epochs, so it says which method
 finds good mixes for such short trainings. The setting, halving's `search.min_epochs` above all, was chosen on another
-seed (10). A search that is finished is not repeated. Writes `experiments/results/nas_compare.json` and `.png`.
+seed (10). A search that is finished is not repeated, nor is a mix of equal lanes that has been trained. Writes
+`experiments/results/nas_compare.json` and `.png`; the date is that of the newest training.
 """
 
 import dataclasses
+import datetime
 import json
 import statistics
 from pathlib import Path
@@ -76,7 +78,8 @@ def main(values: flags.FlagValues) -> None:
             )
             runs.append(search_with(method, seed, config, limited, workdir, programs))
         runs.append(equal_lanes(seed, config, settings, workdir, programs))
-        result = {"runs": runs, "methods": table(runs), **host.environment()}
+        date = max((run["date"] for run in runs if "date" in run), default=None)  # searches of older versions have none
+        result = {"runs": runs, "methods": table(runs), "date": date, **host.environment()}
         write_json(RESULTS / "nas_compare.json", result)
         draw(result, RESULTS / "nas_compare.png")
     print(told(result))
@@ -90,7 +93,7 @@ def search_with(
     workdir: Path,
     programs: dict[tuple, Any],
 ) -> dict[str, Any]:
-    """One search; its models in the order in which they ended."""
+    """One search; its models in the order in which they ended, the last on `date` (UTC)."""
     folder = workdir / f"{method}-{seed}"
     stored, models = folder / "run.json", settings.num_models
     if stored.exists():
@@ -108,6 +111,7 @@ def search_with(
     run = {
         "method": method,
         "seed": seed,
+        "date": datetime.datetime.fromtimestamp(rows[-1]["ended"], datetime.UTC).date().isoformat(),
         "models": summary["models"],
         "train_seconds": spent[-1],
         "session": summary["session"],
@@ -125,29 +129,38 @@ def search_with(
 def equal_lanes(
     seed: int, config: RunConfig, settings: settings_lib.SearchSettings, workdir: Path, programs: dict[tuple, Any]
 ) -> dict[str, Any]:
-    """Every mix of equal lanes, as many as fit on each device, that takes most of the FLOPs."""
-    stored = workdir / f"equal-{seed}.json"
+    """Every mix of equal lanes, as many as fit on each device, that takes most of the FLOPs.
+
+    Each is kept once it has been trained, in a file of its own until all have been.
+    """
+    stored, begun = workdir / f"equal-{seed}.json", workdir / f"equal-{seed}-begun.json"
     if stored.exists():
         return json.loads(stored.read_text())
     trainer = Trainer(config, settings.num_epochs, settings.num_repeats, settings.num_images, programs=programs)
     space = setup.make_space(config, settings)
-    points = []
+    points = json.loads(begun.read_text()) if begun.exists() else []
     for lane in range(len(space.menu)):
         counts = [int(bucket.limit * (1 + 1e-9) / bucket.loads[lane]) for bucket in space.buckets]
         mix = tuple((lane,) * count for count in counts)
         fill = statistics.fmean(bucket.fill(own) for bucket, own in zip(space.buckets, mix, strict=True))
-        if fill >= _FULL:
-            *_, score = trainer.evaluate(space.text(mix))
-            points.append({"lanes": space.text(mix), "accuracy": score.accuracy, "fill": fill})
-    run = {"method": "equal lanes", "seed": seed, "points": points, "accuracies": [p["accuracy"] for p in points]}
+        lanes = space.text(mix)
+        if fill >= _FULL and all(point["lanes"] != lanes for point in points):
+            *_, score = trainer.evaluate(lanes)
+            points.append({"lanes": lanes, "accuracy": score.accuracy, "fill": fill})
+            write_json(begun, points)
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    accuracies = [point["accuracy"] for point in points]
+    run = {"method": "equal lanes", "seed": seed, "date": date, "points": points, "accuracies": accuracies}
     write_json(stored, run)
+    begun.unlink(missing_ok=True)
     return run
 
 
 def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each method, means over seeds; how soon it was as good as random search at its end.
 
-    The latter for each seed, against the best of that seed's random search, and for the mean over seeds.
+    The latter for each seed, against the best of that seed's random search, and for the mean over seeds. `overhead` is
+    the mean over the searches whose last session trained a model; there is none if none did.
     """
     seeds = sorted({run["seed"] for run in runs})
     random_runs = [run for run in runs if run["method"] == "random"]
@@ -169,9 +182,6 @@ def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "begun": statistics.fmean(
                     sum(run["models"].values()) - run["models"].get("waiting", 0) for run in mine
                 ),
-                "overhead": statistics.fmean(
-                    run["session"]["wall_seconds"] / run["session"]["evaluate_seconds"] - 1 for run in mine
-                ),
                 "test": statistics.fmean(a for run in mine for a in run["best"]["test_accuracies"]),
                 "as_good_as_random_after": [reached_after(*pair) for pair in zip(mine, random_runs, strict=True)],
                 "mean_as_good_as_random_after": next(
@@ -179,6 +189,9 @@ def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 ),
                 "curve": curve,
             }
+            sessions = [run["session"] for run in mine if run["session"]["evaluate_seconds"]]
+            if sessions:
+                row["overhead"] = statistics.fmean(s["wall_seconds"] / s["evaluate_seconds"] - 1 for s in sessions)
         rows.append(row)
     return rows
 
@@ -219,7 +232,7 @@ def told(result: dict[str, Any]) -> str:
             ", ".join(shown),
             f"{statistics.fmean(each):.0%}" if each and None not in each else "",
             f"{after:.0%}" if after else ("never" if each else ""),
-            f"{row['overhead']:.1%}" if each else "",
+            f"{row['overhead']:.1%}" if "overhead" in row else ("-" if each else ""),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -30,10 +30,12 @@ So this is for GPUs. On a small machine take a smaller baseline, fewer images an
 --config.search.num_repeats=1 --config.search.num_models=16.
 
 Each point is a search in a folder of its own. The same command goes on where it was stopped, and repeats nothing that
-is finished. Writes `experiments/results/nas_SWEEP.json` and `.png`, with `_published` or `_shared` after SWEEP.
+is finished. Writes `experiments/results/nas_SWEEP.json` and `.png`, with `_published` or `_shared` after SWEEP; the
+date is that of the newest training.
 """
 
 import dataclasses
+import datetime
 import itertools
 import json
 import random
@@ -100,6 +102,8 @@ def main(values: flags.FlagValues) -> None:
             "search": dataclasses.asdict(settings) | {"storage": ""},
             "batch_size": config.train.batch_size,
             "data": config.data.name,
+            "validation_fraction": config.data.validation_fraction,
+            "date": max((point["date"] for point in points if "date" in point), default=None),
             **host.environment(),
         }
         write_json(RESULTS / f"{name}.json", result)
@@ -150,7 +154,7 @@ def planned_flops(config: RunConfig, settings: settings_lib.SearchSettings, step
 def search_at(
     config: RunConfig, settings: settings_lib.SearchSettings, folder: Path, programs: dict[tuple, Any]
 ) -> dict[str, Any]:
-    """A search at one point; without models if no lane fits."""
+    """A search at one point, whose last model ended on `date` (UTC); without models if no lane fits."""
     try:
         setup.make_space(config, settings)
     except NoLaneFits as error:
@@ -160,6 +164,7 @@ def search_at(
     done = [row for row in rows if row["state"] == "complete" and row["model"] != "baseline"]
     return {
         "devices": settings.devices,
+        "date": datetime.datetime.fromtimestamp(max(row["ended"] for row in done), datetime.UTC).date().isoformat(),
         "accuracies": [row["accuracy"] for row in done],
         "step_flops": statistics.fmean(row["step_flops"] for row in done),
         "fill": statistics.fmean(one["fill"] for row in done for one in row["devices"]),
@@ -214,7 +219,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
     left.set(xlabel=labels[result["sweep"]], ylabel="validation accuracy, %")
     right.set(xlabel="models trained", ylabel="best validation accuracy so far, %")
     right.xaxis.get_major_locator().set_params(integer=True)  # models are counted in whole numbers
-    figure.suptitle(f"{result['data']}, {search['num_models']} models a point, {search['costs']} costs")
+    images = f"{search['num_images']:,} images" if search["num_images"] else "all training images"
+    times = "once" if search["num_repeats"] == 1 else f"{search['num_repeats']} times"
+    figure.suptitle(
+        f"{result['data']}, {images}, {result['validation_fraction']:.0%} of them for validation; {search['costs']} "
+        f"costs; {search['num_models']} models a point, each trained {times} for {search['num_epochs']} epochs",
+        fontsize=10,
+    )
     figure.savefig(path, dpi=110)
 
 

@@ -81,18 +81,28 @@ def caption(series: Series, records: Records) -> list[str]:
     length = f"epochs: {scale.num_epochs or 'as configured'}"
     length += f", steps: {scale.num_steps}" if scale.num_steps else ""
     lines = [f"Scale `{scale.name}`, {length}. Runs that have ended: {len(records)}."]
-    for facts in {record["data"]["name"]: record["data"] for record in records}.values():
+    for name, facts in {record["data"]["name"]: record["data"] for record in records}.items():
         train, test = (
             f"{facts[f'{part}_images']:,} of {facts[f'all_{part}_images']:,} {part}" for part in ("train", "test")
         )
         copy = f" ({facts['copy']})" if facts["copy"] else ""
-        lines.append(f"{facts['name']}{copy}: {train} and {test} images.")
+        lines.append(f"{name}{copy}: {train} and {test} images{_held_out(series, records, name)}.")
     for where in dict.fromkeys(place(record) for record in records):
         dates = sorted(record["date"] for record in records if place(record) == where)
         when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
         lines.append(f"{len(dates)} of the runs on {where}, {when}.")
     lines += [f"`{command}`" for command in dict.fromkeys(record["command"] for record in records)]
     return lines
+
+
+def _held_out(series: Series, records: Records, name: str) -> str:
+    """What to add to a sentence on the images of a dataset: how many are held out, and in which runs if not in all."""
+    counts = [series.held_out(record) for record in records if record["data"]["name"] == name]
+    text = ""
+    for count in sorted(set(counts) - {0}):
+        some = "" if counts.count(count) == len(counts) else f"in {counts.count(count)} of {len(counts)} runs, "
+        text += f"; {some}{count:,} of the train images are held out for validation"
+    return text
 
 
 def place(record: Mapping[str, Any]) -> str:
@@ -183,10 +193,11 @@ def carry_out(
     report: Callable[[Series], None],
     afterwards: Sequence[Callable[[], None]] = (),
     again: Sequence[Facts] = (),
+    first: Callable[[Callable[[], None]], None] | None = None,
 ) -> int:
     """Trains what has not ended yet, with a report after each run, and prints all there is, whatever ends it.
 
-    `afterwards` is done when all have ended; `again` are runs whose models are needed.
+    `first` and `afterwards` are done before and after the runs, and the models of `again` are needed: `Series.train`.
 
     Returns:
       The exit code.
@@ -197,7 +208,7 @@ def carry_out(
     series.records()  # refused before anything is trained
     host.set_up_jax(least_seconds=0.1)
     try:
-        series.train(runs, lambda: report(series), afterwards, again)
+        series.train(runs, lambda: report(series), afterwards, again, first)
         report(series)
     finally:
         records = series.records()

@@ -1,14 +1,16 @@
 """A list of trainings or timings for a table or figure: each run once and resumed where it stopped, one JSON a run."""
 
+import contextlib
 import dataclasses
 import datetime
+import functools
 import logging
 import os
 import shutil
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,11 +164,13 @@ class Series:
         done: Callable[[], None],
         afterwards: Sequence[Callable[[], None]] = (),
         again: Sequence[Facts] = (),
+        first: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         """Trains every run that has not ended yet, in the order given, then does what is to be done `afterwards`.
 
         `done` is called after each run, and after each thing done afterwards. The models of `again` are needed: kept
-        results do not count for these.
+        results do not count for these. `first` is done before the first run, within the minutes of the request, and
+        is given a check to call between its parts: it raises Stopped when the minutes are over.
 
         A run that diverges or finds too little device memory ends with the reason in its record.
 
@@ -183,15 +187,15 @@ class Series:
             write_json(self.workdir / "runs.json", self.marker)
             ended = [r["facts"] for r in self.records() if r["facts"] not in again or self._is_here(r["facts"])]
             waiting = [facts for facts in runs if facts not in ended]
+            if first:
+                left = f"{len(runs) - len(waiting)} of {len(runs)} runs have ended"
+                with limit.telling(left):
+                    first(functools.partial(limit.check, left))
             for i, facts in enumerate(waiting):
                 left = f"{len(runs) - len(waiting) + i} of {len(runs)} runs have ended"
-                limit.check(left)
-                _log.info("%s; next is %s", left, self._folder(facts).relative_to(self.workdir))
-                try:
+                with limit.telling(left):
+                    _log.info("%s; next is %s", left, self._folder(facts).relative_to(self.workdir))
                     record = self._train(facts)
-                except Stopped as stopped:
-                    limit.check(left)
-                    raise Stopped(f"{stopped}; {left}") from None
                 self._folder(facts).mkdir(parents=True, exist_ok=True)
                 write_json(self._folder(facts) / "run.json", record)
                 if not self._keep_models:
@@ -204,7 +208,7 @@ class Series:
 
     def _train(self, facts: Facts) -> dict[str, Any]:
         config, folder = self._config(facts), self._folder(facts)
-        record = {"facts": dict(facts), "command": self.request.command, "config_hash": config.hash()}
+        record: dict[str, Any] = {"facts": dict(facts), "command": self.request.command, "config_hash": config.hash()}
         record["config"] = config.replace({"data.dir": "", "data.cache_dir": ""}).to_dict()
         if self._instead is None:
             directory, record["data"] = self._images(config)
@@ -243,6 +247,10 @@ class Series:
         epochs = self.scale.num_epochs or config.train.num_epochs
         return config.replace({"train.num_epochs": epochs, "train.num_steps": self.scale.num_steps})
 
+    def held_out(self, record: Mapping[str, Any]) -> int:
+        """How many of the training images of a run are held out for validation."""
+        return round(self._config(record["facts"]).data.validation_fraction * record["data"]["train_images"])
+
     def _is_here(self, facts: Facts) -> bool:
         return (self._folder(facts) / "run.json").exists()
 
@@ -268,10 +276,14 @@ class Series:
 
 
 def _measured(summary: dict[str, Any], folder: Path, validated: bool) -> dict[str, Any]:
-    """What the run of a summary gives; the test accuracy is left out where runs are compared on validation images."""
+    """What the run of a summary gives; the test accuracy is left out where runs are compared on validation images.
+
+    `validation_accuracy` is that after the last epoch, `best_validation_accuracy` that of the checkpoint that is kept,
+    whose test accuracy a script may add.
+    """
     split, rate = "validation" if validated else "test", summary["images_per_second"]
     curve = [round(100 * row["accuracy"], 4) for row in read_rows(folder / "metrics.jsonl") if row["split"] == split]
-    return {
+    found = {
         f"{split}_accuracy": curve[-1] if validated else round(100 * summary["test_accuracy"], 4),
         f"{split}_accuracy_per_epoch": curve,
         "lane_spreads": summary.get("lane_spreads", []),  # an older version wrote none
@@ -281,6 +293,9 @@ def _measured(summary: dict[str, Any], folder: Path, validated: bool) -> dict[st
         "images_per_second": rate,
         "compile_seconds": summary["compile_seconds"],
     }
+    if "validation_accuracy" in summary:
+        found["best_validation_accuracy"] = round(100 * summary["validation_accuracy"], 4)
+    return found
 
 
 class _Limit:
@@ -322,6 +337,16 @@ class _Limit:
             raise Stopped(f"the {self._minutes:g} minutes are over; {left}")
         if self._asked:
             raise Stopped(f"stopped by SIGTERM; {left}")
+
+    @contextlib.contextmanager
+    def telling(self, left: str) -> Iterator[None]:
+        """Checks before something is done; when that is stopped, the message says why, and what is left."""
+        self.check(left)
+        try:
+            yield
+        except Stopped as stopped:
+            self.check(left)
+            raise Stopped(f"{stopped}; {left}") from None
 
     def __exit__(self, *error):
         while self._timers:  # to which the last signal may add

@@ -2,36 +2,42 @@
 
     python -m experiments.unequal_lanes --workdir=runs/unequal_lanes
 
-CIFAR-10 with 10,000 validation images, 4 epochs, models whose training step takes the FLOPs of `resnet:w2d1*4`, less at
-most 5 % (equal lanes: 10 %). Parts: `resnet`, lanes of that kind, with the recipe of `configs/resnet_cifar.py`;
-`kinds`, resnet and mlcn2 lanes, without what mlcn2 lanes do not allow (growing images, and lanes that each see an image
-in a way of their own). Arms of a part:
+CIFAR-10, 4 epochs of 40,000 of the 50,000 training images; the others are validation images, and the epoch that is best
+on them counts. A training step of any model takes the FLOPs of `resnet:w2d1*4`, less at most 5 % (equal lanes:
+10 %). Parts: `resnet`, lanes of that kind, with the recipe of `configs/resnet_cifar.py`; `kinds`, resnet and mlcn2
+lanes, without what mlcn2 lanes do not allow (growing images, and lanes that each see an image in a way of their own).
+Arms of a part:
 
 * `given`: the equal lanes that are the unit of cost;
 * `equal`: of all mixes of two or more equal lanes, each trained once, the best on validation images;
 * `random`: another random mix of unequal lanes for each seed;
-* `halving`, `tpe`: what these searches find with as much training as 24 models take.
+* `halving`, `tpe`: what these searches find with as much training as 24 models take. In `resnet`, `halving` first ranks
+  models after an epoch at 20 pixels, since images grow later; they are scored at full size.
 
 The models found are trained afresh, with seeds that no search has used, before they are compared; those of `random` are
 not selected at all. Test images are compared, which chose nothing; validation images did, so their accuracies, told
 beside, are a little too good for selected arms. A pair is two models of one seed, which see the images in the same
-order. Intervals of 95 % are bootstrapped over pairs and over test images, both drawn with replacement. A difference of
-0.5 points should be visible: whether the interval is narrow enough for that, 0.5 to each side, is told.
+order. Compared are all arms with `equal`, `random` with `given` (unequal lanes as such) and the searches with `random`
+(what searching adds). Intervals of 95 %, each by itself, are for other pairs and other test images (`interval`). A
+difference of 0.5 points should be visible: whether the interval is narrow enough for that, 0.5 to each side, is told.
 
 By the cost model, a training takes 0.05 PFLOP in `resnet` and 0.07 in `kinds`, and there are 8 of each arm and some 70
 for the searches: 5 PFLOP and 7 PFLOP, 9.5 h and 13 h at 150 GFLOP/s. `--arms` chooses, so that two processes, each with
-a workdir of its own, can share the work. What was interrupted goes on; what has ended, in the workdir or in the results
-that are kept with the code, is not run again. `smoke` takes a step of each. Writes `unequal_lanes_SCALE` as JSON,
-Markdown and PNG to the workdir and, but for `smoke`, to `experiments/results/`.
+a workdir of its own, can share the work. `--minutes` is for searches and trainings together, but a mix of equal lanes
+that is in training is trained to its end, which takes some more. What was interrupted goes on; what has ended, in the
+workdir or in the results that are kept with the code, is not run again. `smoke` takes a step of each. Writes
+`unequal_lanes_SCALE` as JSON, Markdown and PNG to the workdir and, but for `smoke`, to `experiments/results/`.
 
-Source: for the bootstrap, Efron and Tibshirani 1993 (An introduction to the bootstrap).
+Source: for the intervals, Owen 2007 (The pigeonhole bootstrap, Annals of Applied Statistics 1): the variance of a mean
+over pairs and images, which a bootstrap of both overestimates.
 """
 
 import base64
 import functools
+import math
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +59,6 @@ from experiments.repeated_report import (
     write,
 )
 from experiments.repeated_runs import Request, Scale, Series, asked, chosen, define_flags
-from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import Diverged
 from mlcn_jax.files import read_json, write_json
@@ -75,12 +80,12 @@ SCALES = {"smoke": Scale("smoke", 1, 1, num_train=1000, num_test=100), "full": S
 PARTS = {"resnet": "resnet", "kinds": "resnet,mlcn2"}
 SEARCHES = ("halving", "tpe")
 ARMS = ("given", "equal", "random", *SEARCHES)
+OVER = {"equal": ("given", "random", *SEARCHES), "given": ("random",), "random": SEARCHES}  # arms compared with each
 GIVEN = "resnet:w2d1*4"
 VISIBLE = 0.5  # points
 _MODELS = {"halving": 48, "tpe": 24}  # halving stops two thirds of its models after 1 epoch, and trains half as much
 _FIRST_SEED = 100  # of the runs that are compared; the searches have 0
 _FULL = 0.9  # share of the FLOPs that a mix of equal lanes takes at least
-_DRAWS = 10_000  # of the bootstrap
 
 
 def define(values: flags.FlagValues) -> None:
@@ -98,16 +103,19 @@ def main(values: flags.FlagValues) -> int:
 def run(request: Request, *, parts: Sequence[str], arms: Sequence[str]) -> int:
     """Searches and trains what has not been yet, reports after each training, and returns the exit code."""
     parts, arms = chosen("parts", parts, PARTS), chosen("arms", arms, ARMS)
-    host.set_up_jax(least_seconds=0.1)
     path = request.workdir / "models.json"
     found = read_json(path) if path.exists() else {}
     add_kept_models(found, request.scale.name)
-    for part in parts:
-        for arm in arms:
-            if arm == "random" or arm not in found.setdefault(part, {}):
-                found[part][arm] = models_of(request, part, arm)
-                request.workdir.mkdir(parents=True, exist_ok=True)
-                write_json(path, found)
+
+    def find(check: Callable[[], None]) -> None:
+        for part in parts:
+            for arm in arms:
+                wanted = request.repeats if arm == "random" else 1
+                if len(found.setdefault(part, {}).get(arm, [])) < wanted:
+                    check()
+                    found[part][arm] = models_of(request, part, arm, check)
+                    write_json(path, found)
+
     seeds = range(request.repeats)
     runs = [{"part": part, "arm": arm, "seed": seed} for part in parts for seed in seeds for arm in arms]
     series = Series(
@@ -119,7 +127,8 @@ def run(request: Request, *, parts: Sequence[str], arms: Sequence[str]) -> int:
         measure,
         kept_results("unequal_lanes", request.scale.name),
     )
-    return carry_out(series, runs, lambda records: text(summarise(records)), functools.partial(report, found))
+    report_found = functools.partial(report, found)
+    return carry_out(series, runs, lambda records: text(summarise(records)), report_found, first=find)
 
 
 def add_kept_models(found: dict[str, dict[str, list[str]]], scale: str) -> None:
@@ -130,8 +139,11 @@ def add_kept_models(found: dict[str, dict[str, list[str]]], scale: str) -> None:
         found[part] = arms | found.get(part, {})
 
 
-def models_of(request: Request, part: str, arm: str) -> list[str]:
-    """The lanes of an arm: one model for all seeds, or one for each; searches what has to be found."""
+def models_of(request: Request, part: str, arm: str, check: Callable[[], None]) -> list[str]:
+    """The lanes of an arm: one model for all seeds, or one for each; searches what has to be found.
+
+    `check` is called between the trainings of equal lanes, and may raise Stopped; a search is stopped by SIGTERM.
+    """
     if arm == "given":
         return [GIVEN]
     config, settings = search_of(request.directories, part, arm, request.scale.name == SMOKE)
@@ -139,7 +151,7 @@ def models_of(request: Request, part: str, arm: str) -> list[str]:
         return random_mixes(setup.make_space(config, settings), request.repeats)
     folder = request.workdir / "searches" / f"{part}-{arm}"
     if arm == "equal":
-        return [best_of_equal(config, settings, folder)]
+        return [best_of_equal(config, settings, folder, check)]
     return [search_run.run(config, settings, folder)["best"]["lanes"]]
 
 
@@ -197,14 +209,18 @@ def random_mixes(space: Space, count: int) -> list[str]:
     return list(found)
 
 
-def best_of_equal(config: RunConfig, settings: SearchSettings, folder: Path) -> str:
-    """The mix of equal lanes that is best on the validation images; each is trained once, and kept when it has been."""
+def best_of_equal(config: RunConfig, settings: SearchSettings, folder: Path, check: Callable[[], None]) -> str:
+    """The mix of equal lanes that is best on the validation images; each is trained once, and kept when it has been.
+
+    `check` is called before each training, and may raise Stopped.
+    """
     trainer = Trainer(config, settings.num_epochs, settings.num_repeats, settings.num_images)
     accuracies: dict[str, float] = {}
     folder.mkdir(parents=True, exist_ok=True)
     for lanes in equal_mixes(setup.make_space(config, settings)):
         stored = folder / f"{lanes.replace(':', '_').replace('*', 'x')}.json"
         if not stored.exists():
+            check()
             try:
                 *_, score = trainer.evaluate(lanes)
                 about = {"validation_accuracy": score.accuracy}
@@ -248,25 +264,32 @@ def correct_of(records: Records) -> Bool[np.ndarray, "seeds images"]:
     return np.stack([np.unpackbits(row)[:images].astype(bool) for row in rows])
 
 
-def bootstrap(
-    one: Bool[np.ndarray, "seeds images"], other: Bool[np.ndarray, "seeds images"], draws: int = _DRAWS
-) -> dict[str, Any]:
-    """Accuracy of one less that of the other, in points, and its 95 % interval (percentiles)."""
-    difference = one.astype(np.float32) - other
-    rng, (seeds, images) = np.random.default_rng(0), difference.shape
-    means = np.empty(draws)
-    for draw in range(draws):
-        by_seed = np.bincount(rng.integers(seeds, size=seeds), minlength=seeds)
-        by_image = np.bincount(rng.integers(images, size=images), minlength=images)
-        means[draw] = (by_seed @ difference) @ by_image / (seeds * images)
-    low, high = np.quantile(means, (0.025, 0.975))
-    visible = bool(high - low <= 2 * VISIBLE / 100)
-    found = {"mean": difference.mean(), "low": low, "high": high}
+def interval(one: Bool[np.ndarray, "seeds images"], other: Bool[np.ndarray, "seeds images"]) -> dict[str, Any]:
+    """Accuracy of one less that of the other, in points, and its 95 % interval, for two seeds or more.
+
+    The difference of a pair on an image is an effect of the pair, one of the image, and the rest. The variance of the
+    means of pairs holds the rest, and so does that of the means of images: their sum, less the rest once, is the
+    variance of the mean; never less than either, as it may be by chance. The quantile is Student's for the pairs.
+    """
+    from scipy.stats import t
+
+    difference = one.astype(np.float64) - other
+    seeds, images = difference.shape
+    mean, by_seed, by_image = difference.mean(), difference.mean(axis=1), difference.mean(axis=0)
+    rest = difference - by_seed[:, None] - by_image[None, :] + mean
+    of_seeds, of_images = by_seed.var(ddof=1) / seeds, by_image.var(ddof=1) / images
+    of_rest = np.square(rest).sum() / ((seeds - 1) * (images - 1)) / (seeds * images)
+    half = float(t.ppf(0.975, seeds - 1)) * math.sqrt(max(of_seeds + of_images - of_rest, of_seeds, of_images))
+    found = {"mean": mean, "low": mean - half, "high": mean + half}
+    visible = 100 * half <= VISIBLE
     return {name: 100 * float(value) for name, value in found.items()} | {"pairs": seeds, "visible": visible}
 
 
 def summarise(records: Records) -> dict[str, list[dict[str, Any]]]:
-    """For each part: a row for each arm, with its difference from the best equal lanes over the seeds of both."""
+    """For each part: a row for each arm, with its differences, `over_ARM`, over the seeds of both; None if too few.
+
+    Validation accuracy is that of the best epoch, as test accuracy is.
+    """
     rows: dict[str, list[dict[str, Any]]] = {}
     for part in PARTS:
         by_arm = {
@@ -276,44 +299,66 @@ def summarise(records: Records) -> dict[str, list[dict[str, Any]]]:
         for arm, mine in by_arm.items():
             if not mine:
                 continue
-            both = sorted(mine.keys() & by_arm["equal"].keys()) if arm != "equal" else []
+            best = [one | {"validation_accuracy": best_validation(one)} for one in mine.values()]
             row = {
                 "arm": arm,
                 "lanes": sorted({one["lanes"] for one in mine.values()}),
-                **{name: spread(list(mine.values()), name) for name in ("test_accuracy", "validation_accuracy")},
-                "over_equal": None,
+                **{name: spread(best, name) for name in ("test_accuracy", "validation_accuracy")},
             }
-            if len(both) > 1:
-                runs = [[of[seed] for seed in both] for of in (mine, by_arm["equal"])]
-                row["over_equal"] = bootstrap(*map(correct_of, runs))
+            for other, arms in OVER.items():
+                row[f"over_{other}"] = compared(mine, by_arm[other]) if arm in arms else None
             rows.setdefault(part, []).append(row)
     return rows
 
 
+def best_validation(record: Mapping[str, Any]) -> float:
+    """Validation accuracy in % of the epoch that counts, also of a run that ended before this was noted."""
+    return record.get("best_validation_accuracy") or max(record["validation_accuracy_per_epoch"])
+
+
+def compared(mine: Mapping[int, dict[str, Any]], others: Mapping[int, dict[str, Any]]) -> dict[str, Any] | None:
+    """The `interval` of the runs of one arm less those of another, by seed; None for fewer than two common seeds."""
+    both = sorted(mine.keys() & others.keys())
+    return interval(*(correct_of([runs[seed] for seed in both]) for runs in (mine, others))) if len(both) > 1 else None
+
+
 def text(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """A table of the arms of each part (`summarise`) as Markdown."""
-    header = ("part", "arm", "lanes", "runs", "test", "validation", "test - equal lanes', 95 %", "0.5 points visible")
-    lines = []
-    for part, rows in found.items():
-        for row in rows:
-            between, lanes = row["over_equal"], row["lanes"]
-            told = f"{between['mean']:+.2f} ({between['low']:+.2f} to {between['high']:+.2f})" if between else "-"
-            lines.append(
-                (
-                    part,
-                    row["arm"],
-                    lanes[0] if len(lanes) == 1 else f"{len(lanes)} mixes",
-                    str(row["test_accuracy"]["runs"]),
-                    *(f"{row[name]['mean']:.2f}" for name in ("test_accuracy", "validation_accuracy")),
-                    told,
-                    ("yes" if between["visible"] else "no") if between else "-",
-                )
-            )
-    return markdown(header, lines)
+    """Tables of the arms of each part (`summarise`), and of the differences between arms, as Markdown."""
+    arms = [
+        (
+            part,
+            row["arm"],
+            row["lanes"][0] if len(row["lanes"]) == 1 else f"{len(row['lanes'])} mixes",
+            str(row["test_accuracy"]["runs"]),
+            *(f"{row[name]['mean']:.2f}" for name in ("test_accuracy", "validation_accuracy")),
+        )
+        for part, rows in found.items()
+        for row in rows
+    ]
+    between = [
+        (
+            part,
+            f"{arm} - {other}",
+            str(one["pairs"]),
+            f"{one['mean']:+.2f} ({one['low']:+.2f} to {one['high']:+.2f})",
+            "yes" if one["visible"] else "no",
+        )
+        for part, rows in found.items()
+        for arm, other, one in differences(rows)
+    ]
+    header = ("part", "arms", "pairs", "test accuracy, points, 95 %", f"{VISIBLE} points visible")
+    return "\n\n".join(
+        [markdown(("part", "arm", "lanes", "runs", "test", "validation"), arms), markdown(header, between)]
+    )
+
+
+def differences(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, dict[str, Any]]]:
+    """The arms of a part that are compared, in the order of `OVER`: one, the other, and their `interval`."""
+    return [(row["arm"], other, row[f"over_{other}"]) for other in OVER for row in rows if row[f"over_{other}"]]
 
 
 def draw(records: Records, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> "Figure":
-    """Test accuracy of every run, and the means, by arm; the differences from the best equal lanes beside."""
+    """Test accuracy of every run, and the means, by arm; the differences between arms beside."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4 * max(1, len(found)) + 1), layout="constrained")
@@ -325,14 +370,15 @@ def draw(records: Records, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
             values = [one["test_accuracy"] for one in mine if "failed" not in one]
             left.plot([x] * len(values), values, "o", ms=4, alpha=0.6)
             left.plot([x - 0.25, x + 0.25], [statistics.fmean(values)] * 2, "k-")
-            if between := row["over_equal"]:
-                bar = [[between["mean"] - between["low"]], [between["high"] - between["mean"]]]
-                right.errorbar([x], [between["mean"]], yerr=bar, fmt="o", capsize=4)
-        for axes in (left, right):
-            axes.set_xticks(range(len(rows)), [row["arm"] for row in rows])
+        compared_arms = differences(rows)
+        for x, (*_, between) in enumerate(compared_arms):
+            bar = [[between["mean"] - between["low"]], [between["high"] - between["mean"]]]
+            right.errorbar([x], [between["mean"]], yerr=bar, fmt="o", capsize=4)
+        left.set_xticks(range(len(rows)), [row["arm"] for row in rows])
+        right.set_xticks(range(len(compared_arms)), [f"{arm}\n- {other}" for arm, other, _ in compared_arms])
         left.set(ylabel="test accuracy, %", title=f"{part}: {PARTS[part]} lanes of equal cost")
         right.axhline(0, color="gray", lw=0.8)
-        right.set(ylabel="points over the best equal lanes, 95 %", title="paired, bootstrapped")
+        right.set(ylabel="points of test accuracy, 95 %", title="differences over pairs of equal seed")
     return figure
 
 
@@ -343,7 +389,8 @@ def report(models: dict[str, dict[str, list[str]]], series: Series) -> None:
     found = summarise(records)
     lines = [
         f"FLOPs of a training step as of {GIVEN}; test accuracy in %, of models trained afresh with seeds that no "
-        "search used; bootstrapped over pairs of equal seed and over test images.",
+        "search used, after the epoch that is best on validation images. Intervals of 95 %, each by itself, for other "
+        "pairs of equal seed and other test images.",
         *caption(series, records),
     ]
     figure = draw(records, found)

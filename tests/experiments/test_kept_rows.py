@@ -1,5 +1,6 @@
 """Measurements that go on: rows of a subset are added to those that are there."""
 
+import datetime
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ from absl import flags
 from made_records import ROW
 
 from experiments import balance, lane_collapse, links, memory_plan, scaling, workers
+from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
 
 
@@ -86,14 +88,19 @@ def stopping(calls, most):
     return measure
 
 
-def test_balance_goes_on_and_keeps_what_was_measured(tmp_path, monkeypatch):
-    measured, path = [], tmp_path / "balance.json"
+@pytest.fixture
+def balance_path(tmp_path, monkeypatch):
+    """Where `balance` writes; nothing is simulated, and a profile is what its name says."""
     monkeypatch.setattr(balance, "RESULTS", tmp_path)
     for name, found in (("simulate", {}), ("draw_picture", None), ("table", ""), ("measured_table", "")):
         monkeypatch.setattr(balance, name, lambda *given, found=found: found)
-    profile = SimpleNamespace(to_dict=lambda: {"of": "a core"})
-    monkeypatch.setattr(workers, "one_core_profile", lambda name: profile)
+    monkeypatch.setattr(workers, "one_core_profile", lambda name: SimpleNamespace(to_dict=lambda: {"of": name}))
     monkeypatch.setattr(balance, "LANES", (6, 12))
+    return tmp_path / "balance.json"
+
+
+def test_balance_goes_on_and_keeps_what_was_measured(balance_path, monkeypatch):
+    measured, path = [], balance_path
     monkeypatch.setattr(balance, "measure", stopping(measured, 3))
     given = "--profile=p", "--measured_draws=3"
     with pytest.raises(KeyboardInterrupt):
@@ -104,6 +111,36 @@ def test_balance_goes_on_and_keeps_what_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(balance, "measure", stopping(measured, 6))
     balance.main(parsed(balance, *given))
     assert [row["call"] for row in read_json(path)["measured"]] == [1, 2, 3, 4, 5, 6]
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    assert {read_json(path)["date"], *(row["date"] for row in read_json(path)["measured"])} == {today}
+
+
+@pytest.mark.parametrize(
+    ("changed", "stored", "told"),
+    [
+        ("--profile=other", {}, r"  profile: '\w+' there, '\w+' now"),
+        ("--rounds=7", {}, r"  rounds: 3 there, 7 now"),
+        ("--rounds=3", {"cpu_count": 77}, r"  cpu_count: 77 there, \d+ now"),
+    ],
+)
+def test_balance_does_not_replace_what_was_measured_with_something_else(
+    changed, stored, told, balance_path, monkeypatch
+):
+    monkeypatch.setattr(balance, "measure", stopping([], 100))
+    given = "--profile=p", "--measured_draws=1"
+    balance.main(parsed(balance, *given))
+    write_json(balance_path, read_json(balance_path) | stored)
+    before = balance_path.read_text()
+    monkeypatch.setattr(balance, "simulate", lambda *given: pytest.fail("it is refused before anything is done"))
+    message = rf"(?s)balance\.json holds 2 measured draws .*\n{told}\nmove it away, or give another --output"
+    with pytest.raises(InputError, match=message):
+        balance.main(parsed(balance, *given, changed))
+    assert balance_path.read_text() == before
+    monkeypatch.setattr(balance, "simulate", lambda *given: {})
+    other = balance_path.with_name("other.json")
+    balance.main(parsed(balance, *given, changed, f"--output={other}"))
+    assert len(read_json(other)["measured"]) == 2
+    assert balance_path.read_text() == before
 
 
 def test_scaling_goes_on_and_simulates_beside_it(tmp_path, monkeypatch):

@@ -27,17 +27,14 @@ def test_both_models_are_the_published_lanes_but_for_lane_dropout():
 def test_a_lane_that_does_the_same_in_every_class_agrees_and_one_that_does_the_opposite_does_not():
     up, across = np.array([1.0, 0, 0, 0]), np.array([0, 1.0, 0, 0])
     changes = np.array([[up, 5 * up, 2 * up], [across, across, -across], [0 * up, 0 * up, 0 * up]])
-    found = lane_removal.agreement(changes.reshape(3, 3, 2, 2, 1))
-    assert found["same_lane"] == pytest.approx([1.0, -1 / 3, 0.0])
-    assert found["other_lanes"] == pytest.approx([0.0, 0.0, 0.0])
+    found = lane_removal.agreements(changes.reshape(3, 3, 2, 2, 1))
+    np.testing.assert_allclose(found, np.diag([1.0, -1 / 3, 0.0]), atol=1e-12)
 
 
 def test_lanes_that_mean_the_same_as_each_other_are_seen_in_the_baseline(rng):
     everywhere = rng.normal(size=100)
-    found = lane_removal.agreement(np.broadcast_to(everywhere, (4, 5, 100)))
-    assert found == {"same_lane": pytest.approx([1.0] * 4), "other_lanes": pytest.approx([1.0] * 4)}
-    unlike = lane_removal.agreement(rng.normal(size=(4, 5, 10_000)))
-    np.testing.assert_allclose([*unlike["same_lane"], *unlike["other_lanes"]], 0, atol=0.03)
+    np.testing.assert_allclose(lane_removal.agreements(np.broadcast_to(everywhere, (4, 5, 100))), 1)
+    np.testing.assert_allclose(lane_removal.agreements(rng.normal(size=(4, 5, 10_000))), 0, atol=0.03)
 
 
 def test_change_images_are_means_over_the_images_of_each_class(rng):
@@ -64,7 +61,7 @@ def record(dropout):
         "facts": {"lane_dropout": dropout, "seed": 0},
         "lane_dropout": dropout,
         "lane_spreads": [0.9, 0.01, 0.5],
-        "agreement": {"same_lane": [0.8, -1.0, 0.6], "other_lanes": [0.1, 0.9, 0.0]},
+        "agreements": [[0.8, 0.9, 0.1], [0.9, -1.0, 0.9], [0.1, 0.9, 0.6]],
         "removed": [{"test_accuracy": accuracy} for accuracy in (0.9, 0.89, 0.5)],
     }
 
@@ -73,12 +70,23 @@ def test_means_are_over_lanes_that_are_alive():
     records = [record(0.0), record(0.1), {"facts": {}, "failed": "nan"}]
     row, _ = lane_removal.summarise(records)
     assert (row["alive"], row["lanes"]) == (2, 3)
-    assert (row["same_lane"], row["other_lanes"]) == (pytest.approx(0.7), pytest.approx(0.05))
+    assert (row["same_lane"], row["other_lanes"]) == (pytest.approx(0.7), pytest.approx(0.1))
     text = lane_removal.text(records)
-    assert "| lane dropout 0.1, seed 0 | 2 of 3 | 0.70 | 0.05 |" in text
+    assert "| lane dropout 0.1, seed 0 | 2 of 3 | 0.70 | 0.10 |" in text
     assert "| 1 | 50.00 | 50.00 |" in text
     dead = record(0.0) | {"lane_spreads": [0.0, 0.0, 0.0]}
     assert "| lane dropout 0, seed 0 | 0 of 3 | - | - |" in lane_removal.text([dead])
+    (alone,) = lane_removal.summarise([record(0.0) | {"lane_spreads": [0.0, 0.0, 0.5]}])
+    assert (alone["same_lane"], alone["other_lanes"]) == (0.6, None)
+
+
+def test_older_runs_whose_agreements_are_over_all_lanes_count_as_far_as_all_are_alive():
+    older = record(0.0) | {"agreement": {"same_lane": [0.8, -1.0, 0.6], "other_lanes": [0.2, 0.9, 0.1]}}
+    del older["agreements"]
+    (row,) = lane_removal.summarise([older])
+    assert (row["same_lane"], row["other_lanes"]) == (pytest.approx(0.7), None)
+    (row,) = lane_removal.summarise([older | {"lane_spreads": [0.9, 0.1, 0.5]}])
+    assert row["other_lanes"] == pytest.approx(0.4)
 
 
 def test_change_images_are_drawn_a_row_for_each_lane():

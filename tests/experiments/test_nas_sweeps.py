@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from absl import flags
+from matplotlib.figure import Figure
 
 from configs import nas_cifar, nas_quickstart
 from experiments import nas_sweeps
@@ -82,7 +83,10 @@ def test_a_point_that_holds_no_lane_stays_empty_and_each_other_has_its_folder(tm
         folders.append(folder.name)
         folder.mkdir(exist_ok=True)
         rows = [
-            {"state": "complete", "model": i, "accuracy": a, "step_flops": 1e9, "devices": [{"fill": 1.0}]}
+            {
+                **{"state": "complete", "model": i, "accuracy": a, "step_flops": 1e9, "devices": [{"fill": 1.0}]},
+                "ended": 1767225599.0 + i,  # a second before 2026, and after
+            }
             for i, a in enumerate((0.5, 0.4, 0.6))
         ]
         (folder / "trials.json").write_text(json.dumps(rows))
@@ -90,15 +94,25 @@ def test_a_point_that_holds_no_lane_stays_empty_and_each_other_has_its_folder(tm
         return {"baseline_validation_accuracy": 0.45, "best": best, "train_seconds": 1.0}
 
     monkeypatch.setattr(run_lib, "run", fake_run)
+    titles = set()
+    suptitle = Figure.suptitle
+    monkeypatch.setattr(Figure, "suptitle", lambda self, t, **more: titles.add(t) or suptitle(self, t, **more))
     monkeypatch.setattr(nas_sweeps, "RESULTS", tmp_path)
     monkeypatch.setattr(nas_sweeps.host, "set_up_jax", lambda **_: None)
     nas_sweeps.main(parsed(monkeypatch, "--sweep=memory", f"--workdir={tmp_path}", "--config.search.costs=published"))
     assert folders == ["memory-4", "memory-8", "memory-12"]
     result = json.loads((tmp_path / "nas_memory_published.json").read_text())
     assert [len(point["accuracies"]) for point in result["points"]] == [0, 3, 3, 3]
+    assert [point.get("date") for point in result["points"]] == [None, *3 * ["2026-01-01"]]
+    assert result["date"] == "2026-01-01"
+    assert result["cpu_count"] > 0
+    assert "jax" in result["versions"]
     assert "not even the smallest lane" in result["points"][0]["reason"]
     assert "| 2 | 0, no lane fits |" in capsys.readouterr().out
     assert (tmp_path / "nas_memory_published.png").stat().st_size > 0
+    (told,) = titles
+    assert told.startswith("cifar10, all training images, 10% of them for validation; published costs; ")
+    assert told.endswith("64 models a point, each trained 4 times for 10 epochs")
     with pytest.raises(InputError, match=r"search\.method is 'tpe', but the sweeps are of random searches"):
         nas_sweeps.main(parsed(monkeypatch, f"--workdir={tmp_path}", "--config.search.method=tpe"))
 

@@ -1,5 +1,7 @@
 """The tables and curves of repeated runs, from made-up records."""
 
+from types import SimpleNamespace
+
 import pytest
 from made_records import ROW, made_record
 from PIL import Image
@@ -51,6 +53,23 @@ def test_curves_are_drawn_a_panel_a_row_and_a_line_a_run():
     cifar, fashion = table_4_1.draw_curves(records).axes
     assert [line.get_ydata().tolist() for line in fashion.lines[:2]] == [[80, 0], [80, 1]]
     assert [line.get_label() for line in cifar.lines] == ["tuned", "thesis, after 20"]
+
+
+def test_the_caption_says_how_many_images_are_held_out_and_in_which_runs():
+    records = [made_record(90.0, row=ROW, seed=seed) for seed in range(3)]
+    records.append(made_record(70.0, data_name="cifar10", copy="JPEG copy", row=ROW, seed=0))
+
+    def told(counts):
+        held_out = dict(zip(map(id, records), counts, strict=True))
+        series = SimpleNamespace(scale=table_4_1.SCALES["full"], held_out=lambda record: held_out[id(record)])
+        return repeated_report.caption(series, records)[1:3]
+
+    fashion, cifar = "fashion_mnist: 6 of 60 train and 1 of 10 test images", "cifar10 (JPEG copy): 6 of 60 train and "
+    assert told([0, 0, 0, 0]) == [f"{fashion}.", f"{cifar}1 of 10 test images."]
+    everywhere, some = told([1, 1, 1, 0]), told([0, 2, 2, 0])
+    assert everywhere[0] == f"{fashion}; 1 of the train images are held out for validation."
+    assert some[0] == f"{fashion}; in 2 of 3 runs, 2 of the train images are held out for validation."
+    assert everywhere[1] == some[1] == f"{cifar}1 of 10 test images."
 
 
 def test_batch_sizes_are_told_relative_to_100():

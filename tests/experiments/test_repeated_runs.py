@@ -15,7 +15,15 @@ from made_files import idx_files, write_files
 from made_records import PLACE, ROW, made_request
 from matplotlib.figure import Figure
 
-from experiments import batch_size, lanes_and_width, published_rows, repeated_report, repeated_runs, table_4_1
+from experiments import (
+    REPOSITORY,
+    batch_size,
+    lanes_and_width,
+    published_rows,
+    repeated_report,
+    repeated_runs,
+    table_4_1,
+)
 from experiments import table_4_1_tuning as tuning
 from experiments.repeated_runs import Series
 from mlcn_jax.errors import Diverged, InputError, Stopped
@@ -223,14 +231,17 @@ def test_candidates_are_compared_on_validation_images(run, monkeypatch, tmp_path
         rows = [{"step": step, "split": "validation", "accuracy": a} for step, a in ((1, 0.5), (2, 0.4))]
         (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         measured = ("lane_spreads", "parameters", "steps", "steps_this_session", "images_per_second", "compile_seconds")
-        return {**dict.fromkeys(measured, 1), "test_accuracy": 0.9}
+        return {**dict.fromkeys(measured, 1), "test_accuracy": 0.9, "validation_accuracy": 0.5}
 
     monkeypatch.setattr("mlcn_jax.training.loop.train", train)
     run(tuning, rows=[ROW], candidates=["published", TUNED])
     assert f"| {TUNED} | 40.00, 1 run, used |" in capsys.readouterr().out
     records = json.loads((tmp_path / "runs" / "table_4_1_tuning_smoke.json").read_text())["runs"]
     assert [record["lane_spreads"] for record in records] == [1, 1]
-    assert "90" not in (tmp_path / "runs" / "table_4_1_tuning_smoke.md").read_text()
+    assert [record["best_validation_accuracy"] for record in records] == [50.0, 50.0], "of the checkpoint that is kept"
+    written = (tmp_path / "runs" / "table_4_1_tuning_smoke.md").read_text()
+    assert "90" not in written
+    assert "test images; 60 of the train images are held out for validation." in written
 
 
 @pytest.mark.long
@@ -289,6 +300,46 @@ def test_speeds_leave_out_what_failed_and_stop_between_rows(run, trained, tmp_pa
     speeds = json.loads((tmp_path / "runs" / "speeds.json").read_text())
     assert speeds[ROW]["images_per_second"] == {"100": [1.0]}
     assert len(speeds) == 1
+
+
+def test_speeds_alone_are_measured_without_training_and_kept_for_later(run, trained, tmp_path, monkeypatch, capsys):
+    measured = []
+
+    def measure(configs, rounds):
+        measured.append((next(iter(configs.values())).data.name, list(configs)))
+        return {size: [float(size)] for size in configs}
+
+    monkeypatch.setattr(batch_size, "measure", measure)
+    asked = {"rows": [ROW, "cifar_mlcn1_4x4"], "scale": "cpu"}
+    assert run(batch_size, **asked, batch_sizes=["100", "600"], speeds_only=True) == 0
+    assert (trained.configs, measured) == ([], [("fashion_mnist", ["100", "600"]), ("cifar10", ["100", "600"])])
+    assert "| CIFAR-10, mlcn1 4x4 | 600 | not run | - | 600 | 6.00 (6.00 to 6.00) |" in capsys.readouterr().out
+    assert not (tmp_path / "runs" / "batch_size_cpu.json").exists(), "nothing has been trained"
+    run(batch_size, **asked, batch_sizes=["100", "600"], speeds_only=True)
+    assert len(measured) == 2
+    run(batch_size, rows=[ROW], scale="cpu", batch_sizes=["150"])
+    assert measured[2:] == [("fashion_mnist", ["100", "150", "600"])]
+    assert [config.train.batch_size for config in trained.configs] == [150]
+    points = json.loads((tmp_path / "runs" / "batch_size_cpu.json").read_text())["points"]
+    assert [(p["batch_size"], p["speedup"][0]) for p in points if p["row"] == ROW] == [
+        (100, 1.0),
+        (150, 1.5),
+        (600, 6.0),
+    ]
+
+
+def test_the_table_of_the_docs_is_made_before_speeds_are_measured(run, trained, results, monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "docs")
+    from tables import accuracy
+
+    trained.raised[1] = Stopped("stopped by SIGTERM")
+    with pytest.raises(Stopped):
+        run(batch_size, rows=[ROW], scale="cpu", batch_sizes=["100"], repeats=2)
+    found = json.loads((results / "batch_size_cpu.json").read_text())
+    monkeypatch.setattr(accuracy, "largest", lambda name: found)
+    text = accuracy.batch_size()
+    assert "| Fashion-MNIST (not the official bytes), mlcn2 2x4 | 100 | 90.00 | +0.00 | - |" in text
+    assert "Speed: not measured yet." in text
 
 
 def test_steps_are_taken_and_timed(tiny):
