@@ -1,13 +1,11 @@
-"""Tables of training in rounds over slow links.
-
-Their results are not in the repository yet, so no page has a place for them: as in `small`.
-"""
+"""Tables of training in rounds over slow links."""
 
 from statistics import fmean
 
-from tables.parts import experiment, measured_on, table_of
+from tables.parts import experiment, measured_on, place, table_of
 
 
+@place
 def round_kills() -> str:
     result = experiment("round_kills")
     rows = [
