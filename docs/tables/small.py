@@ -1,14 +1,24 @@
 """Tables of small lanes: 8 bits, distillation, and forms chosen together with devices.
 
-Their results are not in the repository yet, so no page has a place for them. With the JSON file comes `@place` here,
-and in a page of docs/results the place itself, `<!-- made: NAME -->`.
+Most of their results are not in the repository yet, so no page has a place for them. With the JSON file comes `@place`
+here, and in a page of docs/results the place itself, `<!-- made: NAME -->`.
 """
 
 from collections.abc import Mapping
 from statistics import mean
 from typing import Any
 
-from tables.parts import accuracy_text, commands_of, experiment, measured_on, row_title, runs_line, table_of
+from tables.parts import (
+    accuracy_text,
+    benchmark,
+    commands_of,
+    experiment,
+    measured_on,
+    place,
+    row_title,
+    runs_line,
+    table_of,
+)
 
 _PRECISIONS = ("float32", "int8")
 _WAYS = ("float32 xla", "float32 onnxruntime", "int8 onnxruntime")
@@ -80,6 +90,23 @@ def distilled_lanes() -> str:
 
 def distilled_trials() -> str:
     return _distilled("distilled_lanes_trial_full")
+
+
+@place
+def distillation_steps() -> str:
+    result = benchmark("distillation")
+    seconds = result["seconds"]
+    ways = {"computed": "the teacher in the step", "kept": "kept predictions"}
+    rows = []
+    for name, value in seconds.items():
+        way, _, images = name.partition(", ")
+        if way in ways:
+            alone = seconds[f"labels alone, {images}"]
+            rows.append([ways[way], images, f"{1000 * value:.0f}", f"{value / alone:.2f}"])
+    what = f"teacher `{result['teacher']}`, student `{result['lanes']}`, batch {result['batch']}"
+    text = f"Keeping them is faster from {result['epochs_until_kept_is_faster']:.1f} epochs on."
+    table = table_of("a step with | images | ms | over a step on labels alone", rows)
+    return f"{table}\n\n{text}\n\n{measured_on(result, what)}"
 
 
 def forms_and_places() -> str:
