@@ -33,6 +33,7 @@ from typing import Any
 from absl import flags
 
 from experiments import REPOSITORY, RESULTS, packet_link, workers
+from experiments.quiet import busy_cores
 from experiments.residual_lanes import product_gflops_per_second
 from experiments.round_runs import POLL_SECONDS, SLOW, WORKERS, Run, judged, show
 from experiments.tiers_relay import Link, checked
@@ -49,7 +50,6 @@ SUM_STEPS = 20
 _MOST_SLOWER = 1.3  # time to the stated accuracy over the slow link, by that over loopback
 _MOST_BYTES = 0.01  # of those of a sum of gradients in every step
 _MOST_LOST = 0.5  # percentage points of accuracy, against a sum in every step
-_MOST_BUSY = 0.2  # cores that other work may keep busy
 _SUM_TIMEOUT_SECONDS = 600  # of a process: heartbeats share the slow link with the sum
 _SWITCH_SECONDS = 1e-4  # how long a relay waits for Python's lock
 
@@ -85,7 +85,7 @@ def timed(changes: dict[str, Any], folder: Path, link: str) -> dict[str, Any]:
 
     def make() -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut, whose times are lost
-        busy, rate = idle_cores(), product_gflops_per_second()
+        busy, rate = busy_cores(), product_gflops_per_second()
         started = time.monotonic()
         run, rows = Run(changes, folder, LINKS[link]), list[dict[str, Any]]()
         while run.is_running():
@@ -137,17 +137,6 @@ def summed(changes: dict[str, Any], path: Path, link: str) -> dict[str, Any]:
         return {"seconds_per_step": seconds, "bytes_per_step": moved}
 
     return kept(path, {"link": link, "steps": SUM_STEPS, **machine(), **changes}, make)
-
-
-def idle_cores() -> float | None:
-    """Cores that other work keeps busy; raises InputError if these are so many that nothing can be timed."""
-    busy = host.busy_cores()
-    if busy is not None and busy > _MOST_BUSY:
-        raise InputError(
-            f"other work keeps {busy:.2f} cores busy, more than {_MOST_BUSY:g}: end it, then run the same command "
-            "again, which goes on where it stopped"
-        )
-    return busy
 
 
 def machine() -> dict[str, Any]:

@@ -31,6 +31,7 @@ import numpy as np
 from absl import flags
 
 from experiments import RESULTS, tiers_relay, tiers_shared
+from experiments.quiet import busy_cores
 from experiments.quota import Quota
 from experiments.repeated_runs import chosen
 from experiments.tiers_bed import CORES, NodePlan, RunningNode, bed, limited, start_relay, start_server, url_of
@@ -55,7 +56,6 @@ from mlcn_jax import host
 from mlcn_jax.analysis.workdir import load_with_data, stored_config
 from mlcn_jax.data.batches import Split
 from mlcn_jax.data.datasets import split_validation
-from mlcn_jax.errors import InputError
 from mlcn_jax.files import make_folder, read_json, write_atomic, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.serving import export
@@ -72,7 +72,6 @@ SCALES = {"smoke": (60, 40, 20), "full": (10_000, 10_000, 2_000)}
 PARTS = ("faults", "own")
 FAR_FAULTS = ("none", "SIGSTOP, and SIGCONT", "link stalls, and goes on", "SIGKILL, and started again")
 _FEWER = 5  # times fewer requests under these
-_MOST_BUSY = 0.2  # cores that other work may keep busy
 _COMPARED = 2_000  # images whose lengths are compared for each cut
 _SWITCH_SECONDS = 1e-4  # how long the client waits for Python's lock, which false nodes hold at times
 
@@ -122,12 +121,7 @@ def main(values: flags.FlagValues) -> None:
     def once(key: str, measure: Callable[[], Any]) -> None:
         if key in measured:
             return
-        busy = host.busy_cores()
-        if values.scale == "full" and busy is not None and busy > _MOST_BUSY:
-            raise InputError(
-                f"other work keeps {busy:.2f} cores busy, more than {_MOST_BUSY:g}: end it, then run the same command "
-                "again, which goes on where it stopped"
-            )
+        busy = busy_cores(values.scale == "full")
         measured[key] = measure()
         results.setdefault("busy_cores", {})[key] = busy
         results.setdefault("session_of", {})[key] = len(results["sessions"]) - 1

@@ -14,13 +14,9 @@ Source: Zhang 2018, End, edge and cloud: heterogeneous distributed deep neural n
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import datetime
-import heapq
 import json
-import logging
-import os
 import shlex
 import signal
 import statistics
@@ -34,6 +30,7 @@ import numpy as np
 from absl import flags
 
 from experiments import RESULTS
+from experiments.quiet import busy_cores
 from experiments.tiers_bed import CORES, NodePlan, RunningNode, bed, until_idle
 from experiments.tiers_dispatch import MODES, Device, Failures, dispatch, summary
 from experiments.tiers_home import home, one_cut
@@ -41,7 +38,6 @@ from experiments.tiers_relay import checked
 from experiments.tiers_tables_report import DELAY_MS, Setup, write_report
 from mlcn_jax import host
 from mlcn_jax.analysis.workdir import load_with_data, stored_config
-from mlcn_jax.errors import InputError
 from mlcn_jax.files import make_folder, read_json, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.serving.trained import TrainedModel
@@ -55,9 +51,6 @@ _FAILING_TIMEOUT, _TASKS_BEFORE = 0.5, 12  # of table 5
 _TASKS_OF_TIMEOUT = 2.0  # a time-out is at least as long as so many tasks: those of ends that live must not be given up
 _REPORT_DELAY_MS = {"end": 0.0, "edge": 250.0, "cloud": 500.0}  # each way, of the report's table 2
 _BITS = (32, 8)  # of each value of a cut
-_MOST_BUSY = 0.2  # cores that other work may use while something is measured
-_LOOKS = 3  # of a second each, before a measurement is refused: nodes that have just worked are soon idle
-_log = logging.getLogger("mlcn_jax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,32 +162,16 @@ class Tables:
     def _once(self, key: str, measure: Callable[[], Any]) -> Any:
         measured = self.results["measured"]
         if key not in measured:
-            before, started = self._busy_cores(), time.perf_counter()
+            before, started = busy_cores(self.scale.needs_quiet), time.perf_counter()
             found = measure()
             seconds = time.perf_counter() - started
-            self.results["made"][key] = {"start": self.time, "busy_cores": [before, self._busy_cores()]}
+            self.results["made"][key] = {"start": self.time, "busy_cores": [before, busy_cores(self.scale.needs_quiet)]}
             self.results["starts"][self.time] = self.start
             measured[key] = found
             write_json(self.path, self.results)
             write_report(self.results, self.path)
             print(f"{key}: {json.dumps(found)[:150]}  ({seconds:.0f} s)", flush=True)
         return measured[key]
-
-    def _busy_cores(self) -> float | None:
-        """Cores that other work keeps busy; None where that is not known.
-
-        Raises:
-          InputError: they are too many, and not only for a moment.
-        """
-        for _ in range(_LOOKS if self.scale.needs_quiet else 1):
-            busy = host.busy_cores()
-            if busy is None or busy <= _MOST_BUSY:
-                return busy
-        told = f"other work keeps {busy:.2f} cores busy, more than {_MOST_BUSY:g} ({busiest()})"
-        if self.scale.needs_quiet:
-            raise InputError(f"{told}: end it, then run the same command again, which goes on where it stopped")
-        _log.warning("%s: times are longer than they should be", told)
-        return busy
 
     def _missing(self, keys: Sequence[str]) -> bool:
         return any(key not in self.results["measured"] for key in keys)
@@ -358,26 +335,6 @@ class Tables:
 def _cut_key(cut: str, bits: int, delay: float, rate: float) -> str:
     told = [f"cut {cut}", f"{bits} bits" if bits else "", f"{delay} s", f"{rate:g} Mbit/s" if rate else ""]
     return ", ".join(filter(None, told))
-
-
-def busiest(seconds: float = 1.0, root: Path = Path("/proc")) -> str:
-    """The processes that use most of this machine's time, as text."""
-
-    def used() -> dict[str, float]:
-        found = {}
-        for path in root.glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # the process has ended
-                name, _, fields = path.read_text().partition("(")[2].rpartition(")")
-                ticks = sum(map(int, fields.split()[11:13]))
-                found[f"process {path.parent.name}, {name}"] = ticks / os.sysconf("SC_CLK_TCK")
-        return found
-
-    before, started = used(), time.monotonic()
-    time.sleep(seconds)
-    now, taken = used(), time.monotonic() - started
-    cores = {name: (spent - before.get(name, spent)) / taken for name, spent in now.items()}
-    most = [name for name in heapq.nlargest(3, cores, key=cores.__getitem__) if cores[name] > _MOST_BUSY / 4]
-    return "; ".join(f"{name}: {cores[name]:.2f}" for name in most) or "no process that is seen here"
 
 
 def _parts(tiers: Mapping[str, TierArtifact], tasks: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:

@@ -103,14 +103,6 @@ def test_results_of_other_settings_are_not_replaced(tmp_path):
         local_rounds.measure(values, tmp_path / "out.json")
 
 
-def test_nothing_is_timed_while_cores_are_busy(monkeypatch):
-    monkeypatch.setattr(local_rounds.host, "busy_cores", lambda: 0.1)
-    assert local_rounds.idle_cores() == 0.1
-    monkeypatch.setattr(local_rounds.host, "busy_cores", lambda: 0.9)
-    with pytest.raises(InputError, match=r"keeps 0\.90 cores busy"):
-        local_rounds.idle_cores()
-
-
 def test_a_case_is_kept_for_what_was_asked(tmp_path):
     path, made = tmp_path / "case.json", []
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from made_tiers import policy
 
-from experiments import tiers_home, tiers_tables, tiers_tables_report
+from experiments import quiet, tiers_home, tiers_tables, tiers_tables_report
 from experiments.tiers_dispatch import Outcome, summary
 from experiments.tiers_tables_report import Setup, mean_error, schedule_rows, write_report
 from mlcn_jax.errors import InputError
@@ -160,8 +160,8 @@ def tables(tmp_path, monkeypatch):
     monkeypatch.setattr(tiers_tables, "stored_config", lambda *given: None)
     monkeypatch.setattr(tiers_tables, "load_with_data", lambda *given: (trained, data))
     monkeypatch.setattr(tiers_tables.host, "environment", lambda: dict(machine))
-    monkeypatch.setattr(tiers_tables.host, "busy_cores", lambda: 0.1)
-    monkeypatch.setattr(tiers_tables, "busiest", lambda: "process 7, python: 0.98")
+    monkeypatch.setattr(quiet.host, "busy_cores", lambda: 0.1)
+    monkeypatch.setattr(quiet, "busiest", lambda: "process 7, python: 0.98")
     monkeypatch.setattr(tiers_tables, "checked", lambda: RELAY)
 
     def start(scale="full", **changes):
@@ -213,12 +213,12 @@ def test_the_report_is_there_after_the_first_measurement_and_once_more_at_the_en
 
 def test_nothing_is_measured_beside_other_work(tables, tmp_path, monkeypatch):
     started = tables()
-    monkeypatch.setattr(tiers_tables.host, "busy_cores", lambda: 1.7)
+    monkeypatch.setattr(quiet.host, "busy_cores", lambda: 1.7)
     message = "1.70 cores busy, more than 0.2 .process 7, python: 0.98.: end it, then run the same command again"
     with pytest.raises(InputError, match=message):
         started._once("tier end, 0 ms", lambda: pytest.fail("was measured"))
     busy = iter([0.1, 1.7, 1.7, 1.7])
-    monkeypatch.setattr(tiers_tables.host, "busy_cores", lambda: next(busy))
+    monkeypatch.setattr(quiet.host, "busy_cores", lambda: next(busy))
     with pytest.raises(InputError, match=message):
         started._once("tier end, 0 ms", lambda: FOUND)
     assert not started.results["measured"], "what began while it was measured has changed it"
@@ -230,7 +230,7 @@ def test_nothing_is_measured_beside_other_work(tables, tmp_path, monkeypatch):
 
 def test_the_smoke_scale_only_warns_of_other_work(tables, monkeypatch, caplog):
     started = tables("smoke")
-    monkeypatch.setattr(tiers_tables.host, "busy_cores", lambda: 1.7)
+    monkeypatch.setattr(quiet.host, "busy_cores", lambda: 1.7)
     monkeypatch.setattr(logging.getLogger("mlcn_jax"), "propagate", True)
     assert started._once("tier end, 0 ms", lambda: FOUND) == FOUND
     assert "other work keeps 1.70 cores busy" in caplog.text
@@ -244,11 +244,11 @@ def test_whoever_keeps_the_machine_busy_is_named(tmp_path, monkeypatch):
 
     use({11: 100, 12: 100, 13: 100})
     monkeypatch.setattr(tiers_tables.time, "sleep", lambda seconds: use({11: 100, 12: 101, 13: 1_000_000}))
-    found = tiers_tables.busiest(0.0, tmp_path)
+    found = quiet.busiest(0.0, tmp_path)
     assert found.startswith("process 13, a (b) c: ")
     assert "process 11" not in found
     monkeypatch.setattr(tiers_tables.time, "sleep", lambda seconds: None)
-    assert tiers_tables.busiest(0.0, tmp_path) == "no process that is seen here"
+    assert quiet.busiest(0.0, tmp_path) == "no process that is seen here"
 
 
 def test_all_devices_predict_and_not_the_first_alone(tables, monkeypatch):
