@@ -38,9 +38,7 @@ from experiments.tiers_bed import CORES, NodePlan, RunningNode, bed, limited, st
 from experiments.tiers_faults import (
     EDGE_ALONE,
     EXPIRED,
-    EXTRA_MS,
     FAULTS,
-    LONG_EXTRA_MS,
     FalseNode,
     Fault,
     led_to,
@@ -48,9 +46,9 @@ from experiments.tiers_faults import (
     make_keys,
     png,
     taken_over,
-    under_fault,
 )
 from experiments.tiers_gateway_report import DELAY_MS, report
+from experiments.tiers_late import EXTRA_MS, LONG_EXTRA_MS, under_fault
 from experiments.tiers_shared import packed
 from mlcn_jax import host
 from mlcn_jax.analysis.workdir import load_with_data, stored_config

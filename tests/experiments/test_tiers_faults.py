@@ -16,7 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from made_tiers import policy
 
-from experiments import tiers_faults
+from experiments import tiers_faults, tiers_late
 from experiments.tiers_bed import NodePlan
 from mlcn_jax.errors import InputError
 from mlcn_jax.tiers import signatures, wire
@@ -101,8 +101,8 @@ QUOTA = types.SimpleNamespace(held_back=lambda: 0.0, waited_for_core=lambda: 0.0
 
 
 def test_faults_that_take_long_are_waited_for_and_those_that_ended_count(gateway, monkeypatch):
-    monkeypatch.setattr(tiers_faults, "_MOMENT_SECONDS", 0.001)
-    monkeypatch.setattr(tiers_faults, "_REQUESTS_OF_TIME", 20)
+    monkeypatch.setattr(tiers_late, "_MOMENT_SECONDS", 0.001)
+    monkeypatch.setattr(tiers_late, "_REQUESTS_OF_TIME", 20)
     url, seen = gateway
     changed = []
 
@@ -115,7 +115,7 @@ def test_faults_that_take_long_are_waited_for_and_those_that_ended_count(gateway
             threading.Event().wait(0.001)
         changed.append(("ends", len(seen)))
 
-    found = tiers_faults.under_fault(url, np.zeros((3, 4, 4, 1), np.uint8), 200, [], (begin, end), QUOTA)
+    found = tiers_late.under_fault(url, np.zeros((3, 4, 4, 1), np.uint8), 200, [], (begin, end), QUOTA)
     assert [name for name, _ in changed] == ["begins", "ends"] * (len(changed) // 2), "none is left failing"
     assert (found["times"], found["planned_times"]) == (sum(at < 199 for name, at in changed if name == "ends"), 10)
     assert found["times_met"] >= found["times"]
@@ -124,9 +124,9 @@ def test_faults_that_take_long_are_waited_for_and_those_that_ended_count(gateway
 
 
 def test_faults_come_while_requests_are_under_way_and_requests_are_counted_by_when(gateway, monkeypatch):
-    monkeypatch.setattr(tiers_faults, "_MOMENT_SECONDS", 0.001)
-    monkeypatch.setattr(tiers_faults, "_REQUESTS_OF_TIME", 20)
-    monkeypatch.setattr(tiers_faults, "_MOST_TIMES", 4)
+    monkeypatch.setattr(tiers_late, "_MOMENT_SECONDS", 0.001)
+    monkeypatch.setattr(tiers_late, "_REQUESTS_OF_TIME", 20)
+    monkeypatch.setattr(tiers_late, "_MOST_TIMES", 4)
     url, seen = gateway
     changed = []
 
@@ -142,7 +142,7 @@ def test_faults_come_while_requests_are_under_way_and_requests_are_counted_by_wh
         return until_two_more_requests_have_come
 
     images = np.zeros((3, 4, 4, 1), np.uint8)
-    found = tiers_faults.under_fault(url, images, 800, [], (change("begins"), change("ends")), QUOTA)
+    found = tiers_late.under_fault(url, images, 800, [], (change("begins"), change("ends")), QUOTA)
     assert changed == [("begins", True), ("ends", True)] * 4, "more often in more requests, but not without end"
     assert found["exposed"] >= 2 * 4
     assert seen[0] == "/predict?deadline_ms=1050.0"
@@ -167,21 +167,21 @@ def test_a_fault_waits_until_the_one_before_is_forgotten(monkeypatch):
         looks.append(url)
         return types.SimpleNamespace(json=lambda: [{"name": "end"}, *states[min(len(looks), 4) - 1]])
 
-    monkeypatch.setattr(tiers_faults, "_LOOK_SECONDS", 0.001)
-    asked = tiers_faults.Asked(types.SimpleNamespace(get=get), "http://x")
+    monkeypatch.setattr(tiers_late, "_LOOK_SECONDS", 0.001)
+    asked = tiers_late.Asked(types.SimpleNamespace(get=get), "http://x")
     assert asked.wait()
     assert len(looks) == 4
     assert asked.requests() == 4
     states[3][0]["trouble"] = "no answer"
-    monkeypatch.setattr(tiers_faults, "_WELL_SECONDS", 0.01)
+    monkeypatch.setattr(tiers_late, "_WELL_SECONDS", 0.01)
     assert not asked.wait()
 
 
 def test_requests_that_a_long_one_kept_back_count():
-    assert tiers_faults.omitted([], 50.0) == (0, 0)
-    assert tiers_faults.omitted([10.0] * 99 + [45.0], 50.0) == (0, 0)
+    assert tiers_late.omitted([], 50.0) == (0, 0)
+    assert tiers_late.omitted([10.0] * 99 + [45.0], 50.0) == (0, 0)
     # After a request of 105 ms, others would have taken 95, 85, ... and 5 ms, of which five are late.
-    assert tiers_faults.omitted([10.0] * 99 + [105.0], 50.0) == (9, 5)
+    assert tiers_late.omitted([10.0] * 99 + [105.0], 50.0) == (9, 5)
 
 
 def test_usual_waits_are_those_of_answers_that_took_nearly_as_long():
@@ -189,21 +189,19 @@ def test_usual_waits_are_those_of_answers_that_took_nearly_as_long():
         return {"held_back_ms": held, "gateway_waited_ms": 0.0, "waited_ms": 0.0}
 
     short, long = [(5.0, waits(0.0))] * 90, [(48.0, waits(7.0))] * 10
-    assert tiers_faults.usual_waits([*short, *long], 50.0)["held_back_ms"] == 7.0
-    assert tiers_faults.usual_waits(short, 50.0)["held_back_ms"] == 0.0
-    assert tiers_faults.usual_waits([], 50.0) == {}
+    assert tiers_late.usual_waits([*short, *long], 50.0)["held_back_ms"] == 7.0
+    assert tiers_late.usual_waits(short, 50.0)["held_back_ms"] == 0.0
+    assert tiers_late.usual_waits([], 50.0) == {}
 
 
 def test_what_goes_wrong_in_a_fault_ends_the_measurement(gateway, monkeypatch):
-    monkeypatch.setattr(tiers_faults, "_MOMENT_SECONDS", 0.001)
+    monkeypatch.setattr(tiers_late, "_MOMENT_SECONDS", 0.001)
 
     def begin(nodes):
         raise InputError("a node did not start")
 
     with pytest.raises(InputError, match="a node did not start"):
-        tiers_faults.under_fault(
-            gateway[0], np.zeros((1, 4, 4, 1), np.uint8), 8, [], (begin, lambda nodes: None), QUOTA
-        )
+        tiers_late.under_fault(gateway[0], np.zeros((1, 4, 4, 1), np.uint8), 8, [], (begin, lambda nodes: None), QUOTA)
 
 
 class Link:
@@ -270,26 +268,26 @@ def test_a_fault_of_the_edge_is_of_the_edge_alone():
 )
 def test_late_answers_are_explained_by_as_much_as_was_measured(one, why):
     nothing = {"held_back_ms": 0.0, "gateway_waited_ms": 0.0, "waited_ms": 0.0}
-    told = tiers_faults.why_late({"ms": 60.0, **nothing, **one}, 50.0, {})
+    told = tiers_late.why_late({"ms": 60.0, **nothing, **one}, 50.0, {})
     assert why in told if why else told == ""
 
 
 def test_waits_that_every_answer_has_explain_no_late_one():
     one = {"ms": 60.0, "by_gateway_ms": 59.0, "held_back_ms": 15.0, "gateway_waited_ms": 0.0, "waited_ms": 0.0}
-    assert tiers_faults.why_late(one, 50.0, {}) != ""
-    assert tiers_faults.why_late(one, 50.0, {"held_back_ms": 12.0}) == ""
-    assert "for 11.0 ms" in tiers_faults.why_late({**one, "held_back_ms": 23.0}, 50.0, {"held_back_ms": 12.0})
+    assert tiers_late.why_late(one, 50.0, {}) != ""
+    assert tiers_late.why_late(one, 50.0, {"held_back_ms": 12.0}) == ""
+    assert "for 11.0 ms" in tiers_late.why_late({**one, "held_back_ms": 23.0}, 50.0, {"held_back_ms": 12.0})
 
 
 def test_waiting_for_a_core_is_told_by_the_kernel_or_nothing(monkeypatch):
-    before = tiers_faults.waited_for_core()
-    assert 0 <= before <= tiers_faults.waited_for_core()
+    before = tiers_late.waited_for_core()
+    assert 0 <= before <= tiers_late.waited_for_core()
 
     def unknown(path):
         raise OSError
 
-    monkeypatch.setattr(tiers_faults.Path, "read_text", unknown)
-    assert tiers_faults.waited_for_core() == 0
+    monkeypatch.setattr(tiers_late.Path, "read_text", unknown)
+    assert tiers_late.waited_for_core() == 0
 
 
 def test_certificates_are_signed_by_one_whom_gateways_know_and_one_has_expired(tmp_path):

@@ -1,0 +1,226 @@
+"""Requests with short deadlines while nodes or links fail: how many are late, and why (`experiments.tiers_gateway`)."""
+
+import collections
+import concurrent.futures
+import random
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from experiments.quota import Quota
+from experiments.tiers_bed import RunningNode
+from experiments.tiers_faults import Fault, png
+
+EXTRA_MS, LONG_EXTRA_MS = 50.0, 250.0  # of a deadline, beyond the end's own lanes
+_WAITS = ("held_back_ms", "gateway_waited_ms", "waited_ms")
+_PHASES = ("before", "during", "after")  # of a fault
+_REQUESTS_OF_TIME, _MOST_TIMES = 200, 50  # a fault comes once in at least so many requests, and at most so often
+_WELL_SECONDS, _LOOK_SECONDS = 60.0, 0.2  # longest wait until a fault is forgotten, and between looks
+_NEAR_MS, _USUAL = 15.0, 0.9  # waits of answers that came this long before the deadline are usual up to this quantile
+_MOMENT_SECONDS = 0.05  # within which a fault comes, at random, once it is its turn
+
+
+def waited_for_core() -> float:
+    """Seconds for which this thread was ready to run but had no core so far; 0 where the kernel does not tell."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
+class Asked:
+    """What a gateway's tiers have been asked, and whether they are well, from its `/tiers`."""
+
+    def __init__(self, client: httpx.Client, url: str):
+        self._client, self._url = client, f"{url}/tiers"
+        self._well = {state["name"] for state in self._others() if not state["trouble"]}
+
+    def _others(self) -> list[dict[str, Any]]:
+        return [state for state in self._client.get(self._url).json() if "trouble" in state]
+
+    def requests(self) -> int:
+        """Requests that nodes have answered or failed to answer."""
+        return sum(state["answers"] + sum(state["failures"].values()) for state in self._others())
+
+    def wait(self) -> bool:
+        """Waits until tiers that were well at first are so again, or too long; returns whether they are."""
+        end = time.monotonic() + _WELL_SECONDS
+        while any(state["trouble"] and state["name"] in self._well for state in self._others()):
+            if time.monotonic() > end:
+                return False
+            time.sleep(_LOOK_SECONDS)
+        return True
+
+
+def under_fault(
+    url: str,
+    images: np.ndarray,
+    requests: int,
+    nodes: list[RunningNode],
+    fault: Fault,
+    quota: Quota,
+    extra_ms: float = EXTRA_MS,
+) -> dict[str, Any]:
+    """Requests with a short deadline while nodes or links fail: how many were late, or not answered, and why.
+
+    A fault begins after a quarter of some requests, once the gateway has forgotten the one before, and ends after half
+    of them more, each at a random moment and while requests go on, so that it meets those that are under way. What
+    takes longer, as a node that starts again does, is waited for: then half as many requests at least come before the
+    next change, and there are fewer faults. Those count that ended before the last request.
+
+    Requests come one after the other, so one that takes long keeps others from being sent. Those that would have been
+    sent meanwhile, at the usual pace, are added to the requests and, as far as they would have been late, to the late
+    ones, as HdrHistogram corrects for coordinated omission.
+
+    Args:
+      url: of the gateway.
+      images: that are sent, one a request.
+      requests: how many, one after the other.
+      nodes: that fail.
+      fault: how they begin to fail, and how that ends.
+      quota: of the gateway, which tells how long it was kept waiting.
+      extra_ms: of the deadline, beyond the 95 % time of the end's own lanes.
+    """
+    deadline = round(httpx.get(f"{url}/", trust_env=False).json()["own_p95_ms"] + extra_ms, 3)
+    met = exposed = at_begin = unwell = 0
+    bodies = [png(image) for image in images]
+    late: list[dict[str, Any]] = []
+    punctual: list[tuple[float, dict[str, float]]] = []  # with the time by the gateway's clock
+    unanswered: list[str] = []
+    taken = []
+    heard: dict[str, collections.Counter[str]] = {phase: collections.Counter() for phase in _PHASES}
+    times = min(max(requests // _REQUESTS_OF_TIME, 1), _MOST_TIMES)
+    each, rng, now = requests // times, random.Random(0), [_PHASES[0]]
+    under_way: concurrent.futures.Future | None = None
+    changes, turn = 0, each // 4  # those that are finished, and the request at which the next one starts
+
+    def change(ends: bool) -> None:
+        nonlocal met, exposed, at_begin, unwell
+        if not ends:
+            unwell += not asked.wait()
+            at_begin = asked.requests()
+        time.sleep(rng.uniform(0, _MOMENT_SECONDS))
+        if not ends:
+            now[0] = "during"
+        else:
+            meanwhile = asked.requests() - at_begin
+            exposed, met = exposed + meanwhile, met + (meanwhile > 0)
+        fault[ends](nodes)
+        if ends:
+            now[0] = "after"
+
+    with (
+        httpx.Client(timeout=30, trust_env=False) as client,
+        httpx.Client(timeout=30, trust_env=False) as another,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        asked = Asked(another, url)
+        for i in range(requests):
+            if under_way is not None and under_way.done():
+                under_way.result()  # which raises what went wrong
+                under_way, changes, turn = None, changes + 1, max(turn + each // 2, i + each // 4)
+            if under_way is None and changes < 2 * times and i >= turn:
+                under_way = pool.submit(change, changes % 2 == 1)
+            phase, waited = now[0], waited_for_core()
+            held, waited_there, started = quota.held_back(), quota.waited_for_core(), time.perf_counter()
+            try:
+                response = client.post(f"{url}/predict?deadline_ms={deadline}", content=bodies[i % len(bodies)])
+                answer = response.raise_for_status().json()["predictions"][0]
+            except (httpx.HTTPError, ValueError, LookupError) as error:  # none, or none that is one
+                unanswered.append(repr(error))
+                continue
+            milliseconds = 1e3 * (time.perf_counter() - started)
+            taken.append(milliseconds)
+            heard[phase][f"{len(answer['lanes'])} lanes"] += 1
+            waits = {
+                "held_back_ms": 1e3 * (quota.held_back() - held),
+                "gateway_waited_ms": 1e3 * (quota.waited_for_core() - waited_there),
+                "waited_ms": 1e3 * (waited_for_core() - waited),
+            }
+            if milliseconds > deadline:
+                one = {"request": i, "phase": phase, "ms": milliseconds, "by_gateway_ms": answer["ms"]}
+                late.append(one | waits | {"lanes": answer["lanes"]})
+            else:
+                punctual.append((answer["ms"], waits))
+    if under_way is not None:
+        under_way.result()
+    if now[0] == "during":
+        fault[1](nodes)  # so that the next finds all as it was
+    time.sleep(1)
+    usual = usual_waits(punctual, deadline)
+    for one in late:
+        one["why"] = why_late(one, deadline, usual)
+    unsent, late_unsent = omitted(taken, deadline)
+    return {
+        "requests": requests + unsent,
+        "omitted": unsent,
+        "times": changes // 2,
+        "times_met": met,
+        "exposed": exposed,
+        "begun_unwell": unwell,
+        "planned_times": times,
+        "deadline_ms": deadline,
+        "late": len(late) + late_unsent,
+        "late_by_gateway": sum(one["by_gateway_ms"] > deadline for one in late),
+        "unexplained": sum(not one["why"] for one in late),
+        "unanswered": len(unanswered),
+        "p50_ms": float(np.quantile(taken, 0.5)) if taken else None,
+        "p999_ms": float(np.quantile(taken, 0.999)) if taken else None,
+        "max_ms": max(taken, default=None),
+        "heard": {phase: dict(found) for phase, found in heard.items()},
+        "usual_waits": usual,
+        "late_ones": late[:100],
+        "unanswered_ones": unanswered[:20],
+    }
+
+
+def omitted(taken: Sequence[float], deadline: float) -> tuple[int, int]:
+    """Requests that were not sent because another took long, and those of them that would have been late.
+
+    A request that takes t instead of the median m keeps t / m - 1 others from being sent, of which the first would have
+    taken t - m, the next t - 2 m and so on.
+
+    Args:
+      taken: milliseconds of requests that were sent one after the other.
+      deadline: milliseconds after which an answer is late.
+    """
+    if not taken:
+        return 0, 0
+    usual = float(np.median(taken))
+    slow = [time for time in taken if time > deadline]
+    unsent = sum(int(time / usual) - 1 for time in slow)
+    return unsent, sum(int((time - deadline) / usual) for time in slow)
+
+
+def usual_waits(punctual: Sequence[tuple[float, Mapping[str, float]]], deadline: float) -> dict[str, float]:
+    """What punctual answers waited, at most usually: of those that took nearly as long as the deadline, if any did.
+
+    An answer that waits for another tier collects more waits than one of the end alone, whether or not it is late.
+    """
+    near = [waits for took, waits in punctual if took > deadline - _NEAR_MS] or [waits for _, waits in punctual]
+    return {name: float(np.quantile([waits[name] for waits in near], _USUAL)) for name in (_WAITS if near else ())}
+
+
+def why_late(one: Mapping[str, Any], deadline: float, usual: Mapping[str, float]) -> str:
+    """Why an answer was late, from what was measured beside it; empty if what was measured is less than the lateness.
+
+    Only what it waited longer than punctual answers usually do counts: the deadline has room for that. The gateway's
+    waiting for a core counts within the time that it took by its own clock, less what its quota kept it
+    waiting, which may be part of it; the client's counts outside that time.
+    """
+    more = {name: max(one[name] - usual.get(name, 0.0), 0.0) for name in _WAITS}
+    held = min(more["held_back_ms"], one["by_gateway_ms"])
+    there = max(min(more["gateway_waited_ms"], one["by_gateway_ms"]) - held, 0.0)
+    waited = min(more["waited_ms"], max(one["ms"] - one["by_gateway_ms"], 0.0))
+    if held + there + waited < one["ms"] - deadline:
+        return ""
+    reasons = {
+        "the gateway had used up its quota and was kept waiting": held,
+        "the gateway waited for a core": there,
+        "the client waited for a core": waited,
+    }
+    return ", and ".join(f"{reason} for {each:.1f} ms" for reason, each in reasons.items() if each)
