@@ -2,7 +2,8 @@
 
     mlcn_jax train --config=configs/resnet_cifar.py --workdir=runs/resnet_cifar
 
-11 epochs, 0.44 PFLOP forward and backward. Its accuracy has not been measured yet.
+11 epochs, 0.44 PFLOP forward and backward: 93.03 % of the test images, 93.11 % with flips at test time, means of three
+seeds (`experiments/results/residual_lanes_full.json`).
 
 Source: Jordan 2024, arXiv 2404.00498, for layers, start values and recipe; lanes: this project.
 """

@@ -2,7 +2,8 @@
 
     mlcn_jax train --config=configs/resnet_fashion.py --workdir=runs/resnet_fashion
 
-14 epochs, 0.45 PFLOP forward and backward. Its accuracy has not been measured yet.
+14 epochs, 0.45 PFLOP forward and backward: 94.70 % of the test images, 94.77 % with flips at test time, means of three
+seeds (`experiments/results/residual_lanes_full.json`).
 
 Source: Jordan 2024, arXiv 2404.00498, for layers, start values and recipe; lanes: this project.
 """

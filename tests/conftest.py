@@ -1,5 +1,6 @@
 """Settings of the whole suite, and a run small enough to train in seconds."""
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -9,8 +10,9 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 os.environ["MLCN_JAX_CACHE"] = str(REPOSITORY / ".pytest_cache" / "mlcn_jax")
 # Most of the time of a test is compiling, which takes a third of the time without LLVM's optimisations and with XLA's
-# older code for fused loops. `make test-long` leaves the compiler as users have it.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+# older code for fused loops, which jaxlib 0.11 no longer has. `make test-long` leaves the compiler as users have it.
+_OLDER_LOOPS = " --xla_cpu_use_fusion_emitters=false" if importlib.metadata.version("jaxlib") < "0.11" else ""
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0" + _OLDER_LOOPS)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

@@ -4,7 +4,7 @@
 
 The folder also gets a model card, `README.md`: what the model is, its data, its accuracy and how to use it. Before the
 export is put in place, it is loaded again and must reproduce the model's lengths on this machine, to 1e-5 (in
-float32).
+float32 on a CPU).
 """
 
 import shlex

@@ -11,10 +11,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from mlcn_jax.nn import capsules, conv, resnet
+from mlcn_jax.nn import capsules, conv, resnet, tracing
 from mlcn_jax.nn.cut_points import CutPoint, cut_point, name_of
 from mlcn_jax.nn.remat import held
 
@@ -359,6 +360,7 @@ def lanes_one_by_one(function: Callable[[dict, Array], Any], params: dict, image
     The images of a lane are made to depend on all results of the previous lane, which keeps the compiler from starting
     it earlier. (`lax.optimization_barrier` does not: XLA removes it before it schedules a program's operations. And
     parameters that depend on something are compiled into other loops, which round otherwise than those of one lane.)
+    Accelerators run the lanes in a loop: with one copy of the program for each lane, compiling takes minutes there.
 
     Args:
       function: from one lane's parameters and the images to a tree of arrays; its errors are passed on.
@@ -368,6 +370,9 @@ def lanes_one_by_one(function: Callable[[dict, Array], Any], params: dict, image
 
     Source: this project.
     """
+    if count > 1 and tracing.platform() not in ("cpu", "onnx"):
+        stacked = lax.map(lambda lane_params: function(lane_params, images), params)
+        return [jax.tree.map(lambda array, i=i: array[i], stacked) for i in range(count)]
     results: list[Any] = []
     for i in range(count):
         if results:

@@ -11,7 +11,7 @@ Source: Blelloch 1996 (Communications of the ACM 39(3)) for work and depth.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -116,9 +116,8 @@ class _Count:
         return [max(before, default=0) + depth] * len(equation.outvars)
 
     def _scan(self, equation: Any, body: Any, before: list[int], times: int) -> list[int]:
-        consts, carried = equation.params["num_consts"], equation.params["num_carry"]
-        length = equation.params["length"]
-        fixed, carry, rows = before[:consts], before[consts : consts + carried], before[consts + carried :]
+        fixed, carry, rows = scan_parts(equation.params, before)
+        length, carried = equation.params["length"], len(carry)
         last, ends = [0] * (len(body.outvars) - carried), carry
         steps: list[list[int]] = []
         for turn in range(length):
@@ -140,6 +139,15 @@ class _Count:
         self.product_flops += largest.product_flops
         self.product_bytes += largest.product_bytes
         return [max(depths) for depths in zip(*ends, strict=True)]
+
+
+def scan_parts(params: Mapping[str, Any], values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Values of a scan's arguments by what they are: constant, carried, or one row for each iteration."""
+    if "ft_in" in params:  # jax 0.11
+        fixed, carry, rows = params["ft_in"].update(values).unpack()
+        return list(fixed), list(carry), list(rows)
+    fixed, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    return list(values[:fixed]), list(values[fixed:last]), list(values[last:])
 
 
 def _cost(equation: Any) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from mlcn_jax.host import num_cores
@@ -45,8 +46,11 @@ def tolerance(precisions: Sequence[str], weights: np.ndarray) -> float:
     """How far the lengths of the same lanes, computed in these precisions, may differ between two computations.
 
     A length is the norm of what the lanes give, each times the root of its weight, so it differs at most by the norm of
-    their differences. Lanes that all compute in float32 differ by far less than one of them may.
+    their differences. Lanes that all compute in float32 differ by far less than one of them may. Accelerators round
+    float32 to TF32 or bfloat16 in products, so there it counts as bfloat16.
     """
+    if jax.default_backend() != "cpu":
+        precisions = ["bfloat16" if precision == "float32" else precision for precision in precisions]
     if set(precisions) == {"float32"}:
         return _TOLERANCES["float32"]
     of_lanes = np.array([_TOLERANCES[precision] for precision in precisions])

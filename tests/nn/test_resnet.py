@@ -11,7 +11,7 @@ from jax import lax
 
 from mlcn_jax.data.batches import Augmentation
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import calibration, capsules, losses, model, resnet
+from mlcn_jax.nn import calibration, capsules, losses, model, resnet, tracing
 from mlcn_jax.nn.lane_losses import outputs_and_loss
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.step import make_loss
@@ -233,6 +233,23 @@ def test_a_lane_that_classifies_alone_learns_nothing_from_the_others(changes, in
     own = [np.asarray(tree["resnet_w1d1"]["trunk"]["conv1_1"][0]) for tree in (before, after)]
     assert np.array_equal(*own) == independent
     np.testing.assert_array_equal(before["mlcn1_w1d1"]["conv1"]["kernel"].shape[0], 2)
+
+
+def test_accelerators_compute_equal_lanes_in_one_loop_with_the_same_result(images, params):
+    loss = make_loss(SPEC, 0.0, augmentation=Augmentation(per_lane=True, max_shift=1))
+    shifts = np.random.default_rng(1).integers(0, 3, (8, 2, 2))
+
+    def gradients_of(params):
+        labels = jnp.arange(8) % 4
+        return jax.grad(lambda p: loss(p, jnp.asarray(images), labels, None, {"shift": shifts}, ())[0])(params)
+
+    found, convolutions = {}, {}
+    for platform in ("cpu", "gpu"):
+        with tracing.using(tracing.Target(platform=platform)):
+            convolutions[platform] = str(jax.make_jaxpr(gradients_of)(params)).count("conv_general_dilated[")
+            found[platform] = jax.jit(gradients_of)(params)["encoder"]
+    assert convolutions["gpu"] < convolutions["cpu"], "one program for both lanes"
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 2e-6), found["gpu"], found["cpu"])
 
 
 @pytest.mark.long

@@ -122,6 +122,12 @@ def test_an_export_that_differs_from_its_lanes_is_one_message(in_xla, model, ima
     assert tolerance(four[:2], np.array([1.9, 0.1])) < tolerance(four, np.ones(4))
 
 
+def test_accelerators_round_float32_as_bfloat16(monkeypatch):
+    assert tolerance(["float32"] * 4, np.ones(4)) == pytest.approx(1e-5)
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    assert tolerance(["float32"] * 4, np.ones(4)) == pytest.approx(4e-2)
+
+
 def test_its_lanes_are_read_back_for_the_same_model_only(in_xla, model, workdir, images):
     folder, chosen = in_xla
     with np.load(workdir / "export" / "weights.npz") as arrays:
