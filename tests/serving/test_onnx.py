@@ -177,6 +177,18 @@ def test_a_model_that_computes_something_else_does_not_land(copied, monkeypatch)
     assert path.read_bytes() == before
 
 
+def test_on_accelerators_the_check_does_not_compare_with_rounded_products(monkeypatch):
+    model = model_of(SPECS["mixed"])
+    images = {"random": some_images(model.spec, max(script.BATCHES))}
+    exact = jax.jit(model.lengths)
+    model.artifact.lengths = lambda images: exact(images) + 1e-3
+    monkeypatch.setattr(script, "open_onnx", lambda *args: exact)
+    with pytest.raises(RuntimeError, match="ONNX Runtime differs from the model by 0.001"):
+        script.check(model, None, images)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert script.check(model, None, images)["random"] < 1e-5
+
+
 def test_images_of_another_shape_are_refused_before_the_conversion(copied, monkeypatch):
     wide = np.zeros((40, 24, 24, 3), np.uint8)
     data = SimpleNamespace(load=lambda: SimpleNamespace(test=SimpleNamespace(images=wide)))
