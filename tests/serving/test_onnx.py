@@ -183,7 +183,7 @@ def test_on_accelerators_the_check_does_not_compare_with_rounded_products(monkey
     exact = jax.jit(model.lengths)
     model.artifact.lengths = lambda images: exact(images) + 1e-3
     monkeypatch.setattr(script, "open_onnx", lambda *args: exact)
-    with pytest.raises(RuntimeError, match="ONNX Runtime differs from the model by 0.001"):
+    with pytest.raises(RuntimeError, match=r"ONNX Runtime differs from the model by 0\.001"):
         script.check(model, None, images)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert script.check(model, None, images)["random"] < 1e-5
