@@ -83,8 +83,9 @@ def check_fields(section: str, cls: type, values: Mapping[str, Any]) -> None:
             good = type(value) is expected
         else:
             kinds = (int, float) if expected == tuple[float, ...] else (int,)
-            good = all(type(item) in kinds for item in value)
-        expected_name = getattr(expected, "__name__", "numbers")
+            good = isinstance(value, Iterable) and all(type(item) in kinds for item in value)
+            check(good, f"{section}.{name}", value, "a list of numbers")
+        expected_name = getattr(expected, "__name__", "")
         check(good, f"{section}.{name}", value, f"of type {expected_name}")
 
 
@@ -124,7 +125,7 @@ class RunConfig:
                     defaults = model_defaults()
                     lists = [name for name, value in defaults.items() if isinstance(value, tuple)]
                     given = defaults | given
-                    given |= {name: tuple(given[name]) for name in lists}
+                    given |= {name: tuple(given[name]) for name in lists if isinstance(given[name], Iterable)}
                 if section == "train":
                     rounds = dict(given.get("rounds", {}))
                     check_fields("train.rounds", RoundSettings, rounds)

@@ -193,7 +193,8 @@ def lane_pool() -> str:
 {table}
 
 *Simulated: {simulated["lanes"]} lanes, {machines}, {simulated["draws"]} draws; without losses \
-{simulated["hours_without_any_loss"]:.1f} hours. {measured_on(real)[1:]}"""
+{simulated["hours_without_any_loss"]:.1f} hours; machines that come and go are there \
+{percent(simulated["present_share"], 0)} % of the time. {measured_on(real)[1:]}"""
 
 
 @place
@@ -244,7 +245,8 @@ def lanes_apart_tables(result: Mapping[str, Any]) -> str:
         for between in one["differences"]:
             if between["pairs"]:
                 told = f"{between['mean']:+.2f} ({between['low']:+.2f} to {between['high']:+.2f})"
-                means = [f"{mean:.2f}" for mean in between["means"]]
+                fitted, together = (f"{mean:.2f}" for mean in between["means"])
+                means = [fitted, f"{mean(pair['equal'] for pair in one['pairs']):.2f}", together]
                 inside = "yes" if between["inside"] else "no"
                 pairs.append([title, _TOGETHER[between["mode"]], between["pairs"], *means, told, inside])
         for kind, points in one["curves"].items():
@@ -258,7 +260,7 @@ def lanes_apart_tables(result: Mapping[str, Any]) -> str:
         if at:
             curves.append([f"{title}, one lane of that cost", *(at.get(count, "-") for count in counts)])
     compared = (
-        "test accuracy in % | lanes together | pairs | joined | together"
+        "test accuracy in % | lanes together | pairs | joined | joined, equal weights | together"
         " | joined - together, 95 % (Welch) | within 0.3 points"
     )
     grown = " | ".join(["test accuracy in % (MFLOP)", *(f"{count} lane{'s' * (count > 1)}" for count in counts)])

@@ -19,8 +19,8 @@ import numpy as np
 from jaxtyping import Float
 
 from mlcn_jax.analysis import lane_fit, prune
-from mlcn_jax.analysis.workdir import stored_config, train_command
-from mlcn_jax.config import RunConfig
+from mlcn_jax.analysis.workdir import train_command
+from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data import datasets
 from mlcn_jax.errors import InputError, differences
 from mlcn_jax.nn import resnet
@@ -99,7 +99,7 @@ def join(
     workdirs: Sequence[Path],
     output: Path,
     *,
-    data_dir: str = "",
+    data_dir: str | None = None,
     weights: str = "fitted",
     decoder_epochs: int = 5,
 ) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def join(
     Args:
       workdirs: finished runs; their lanes become columns in this order, with equal lanes next to each other.
       output: the workdir to create; it appears complete or not at all.
-      data_dir: overrides `data.dir` of all runs, if the images have moved.
+      data_dir: overrides `data.dir` of all runs, if the images have moved; empty for where they are downloaded.
       weights: one of `WEIGHTS`: fitted on validation images, or all 1.
       decoder_epochs: passes over the training images that train the decoder.
 
@@ -163,8 +163,8 @@ def join(
     return about
 
 
-def read_parts(workdirs: Sequence[Path], data_dir: str = "") -> list[Part]:
-    """Reads workdirs and their images.
+def read_parts(workdirs: Sequence[Path], data_dir: str | None = None) -> list[Part]:
+    """Reads workdirs and their images; `data_dir` as for `join`.
 
     Raises:
       InputError: one cannot be used or is not finished, or they do not fit together; every difference is named.
@@ -175,7 +175,8 @@ def read_parts(workdirs: Sequence[Path], data_dir: str = "") -> list[Part]:
     sessions: dict[tuple, Session] = {}
     parts = []
     for workdir in workdirs:
-        config = stored_config(workdir, data_dir)
+        config = read_stored(workdir)
+        config = config if data_dir is None else config.replace({"data.dir": data_dir})
         _check_finished(workdir, config)
         trained = load_trained(workdir)
         check_alone(workdir, trained.spec)

@@ -53,6 +53,7 @@ _LANE_KEYS: _Keys = {
     "seeds": ([int], "a list of integers, 0 or more, such as [0, 1]"),
     "set": _SET,
 }
+_OWN = {"model.lanes", "model.lane_seeds", "train.lanes_apart"}  # fields that kind and seeds decide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,13 +121,15 @@ def read_pool(folder: Path, config_of: Callable[[str], RunConfig], changes: Mapp
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     _check_keys(path, given, _KEYS, {"config", "lanes"})
-    config = config_of(given["config"]).replace(flat(given.get("set", {})))
+    with _named(path):
+        config = config_of(given["config"]).replace(_changes(given))
     lanes: dict[tuple[LaneSpec, int], PoolLane] = {}
     shape_of = functools.cache(DataSettings.shape)  # it reads all images of a folder
     for entry in given["lanes"]:
         _check_keys(path, entry, _LANE_KEYS, {"kind", "seeds"})
-        kind, own = entry["kind"], config.replace(flat(entry.get("set", {})))
-        (group, *more) = parse_lanes(kind)
+        kind = entry["kind"]
+        with _named(path):
+            own, (group, *more) = config.replace(_changes(entry)), parse_lanes(kind)
         check(not more and group.count == 1, f"{path}: kind", kind, _LANE_KEYS["kind"][1])
         for seed in entry["seeds"]:
             run = own.replace({"model.lanes": kind, "model.lane_seeds": [seed], "train.lanes_apart": True})
@@ -135,8 +138,10 @@ def read_pool(folder: Path, config_of: Callable[[str], RunConfig], changes: Mapp
             share = run.data.validation_fraction
             expected = "above 0, as the weights of joined lanes are fitted on these images"
             check(share > 0, f"{path}: data.validation_fraction", share, expected)
-            spec = run.model_spec(*shape_of(run.data))
-            check_lanes_apart(run, spec)
+            shape = shape_of(run.data)
+            with _named(path):
+                spec = run.model_spec(*shape)
+                check_lanes_apart(run, spec)
             if (group.spec, seed) in lanes:
                 raise InputError(f"{path} names {group.spec} with seed {seed} twice: give each lane a seed of its own")
             name = kind.partition("*")[0].strip().replace(":", "_") + f"-s{seed}"
@@ -146,6 +151,23 @@ def read_pool(folder: Path, config_of: Callable[[str], RunConfig], changes: Mapp
     good = all(1 <= count <= len(lanes) for count in join_at)
     check(good, f"{path}: join_at", join_at, f"a list of numbers of lanes from 1 to {len(lanes)}")
     return Pool(folder, tuple(lanes.values()), tuple(join_at))
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Names the file in errors of what it holds."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def _changes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields in a table `set`; raises InputError for those that the pool itself sets."""
+    changes = flat(given.get("set", {}))
+    if own := sorted(_OWN.intersection(changes)):
+        raise InputError(f"set has {', '.join(own)}, which kind and seeds give: leave it out")
+    return changes
 
 
 def _check_places(path: Path, run: RunConfig) -> None:

@@ -29,7 +29,7 @@ from mlcn_jax.analysis.workdir import stored_config
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data import batches, datasets
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import put_in_place, write_json
+from mlcn_jax.files import check_workdir, make_folder, put_in_place, write_json
 from mlcn_jax.nn.calibration import trained_shapes, without_statistics
 from mlcn_jax.nn.conv import compiler_options
 from mlcn_jax.nn.model import class_lengths, encode, param_shapes
@@ -279,9 +279,11 @@ def save_run(
 
 
 def check_unused(output: Path) -> None:
-    """Raises InputError unless `output` is new, or an empty folder."""
+    """Raises InputError unless `output` is new, or an empty folder, and can be a workdir where it is."""
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise InputError(f"--output={output} already exists and is not overwritten: give a new folder")
+    check_workdir(output)
+    make_folder(output.absolute().parent, "output")
 
 
 def inference_seconds(models: Sequence[tuple[ModelSpec, dict]], rounds: int) -> Float[np.ndarray, "rounds models"]:

@@ -44,7 +44,6 @@ def measure_and_prune(
     """Runs the command; its flags have been checked against each other."""
     if output:
         prune.check_unused(output)
-        make_folder(output.parent, "output")
     host.set_up_jax()
     _log.info("loading %s, and the images", ", ".join(map(str, workdirs)))
     runs = [prune.load_prunable(workdir, data_dir) for workdir in workdirs]

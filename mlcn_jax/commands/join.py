@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> None:
     about = join(
         [Path(name).expanduser() for name in names],
         output,
-        data_dir=values.data_dir,
+        data_dir=values.data_dir or None,
         weights=values.weights,
         decoder_epochs=values.decoder_epochs,
     )

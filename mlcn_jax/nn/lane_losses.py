@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from mlcn_jax.nn import losses
 from mlcn_jax.nn.distillation import Distillation
-from mlcn_jax.nn.lanes import LaneGroup, LaneSettings, apply_group, apply_lane, lanes_one_by_one
+from mlcn_jax.nn.lanes import LaneGroup, LaneSettings, apply_group, apply_lane, in_one_loop, lanes_one_by_one
 from mlcn_jax.nn.model import gather_lanes, lane_cross_entropy, num_shares
 from mlcn_jax.nn.model import lane_outputs as model_outputs
 from mlcn_jax.nn.remat import scan_lanes
@@ -81,7 +81,7 @@ def outputs_and_loss(
             continue
         if coupled:
             lane = partial(_lane, group, spec.lane_settings, rule, batch=batch)
-            if spec.remat == "none":
+            if spec.remat == "none" and not in_one_loop():
                 results = [lane(p, i) for p, i in _each(params, ids, group.count)]
                 column, own = (jnp.stack(parts, axis=-1) for parts in zip(*results, strict=True))
             else:

@@ -354,13 +354,22 @@ def apply_lane(
     return Lane(spec, settings).apply(variables, images)  # type: ignore[return-value]
 
 
+def in_one_loop() -> bool:
+    """Whether equal lanes are one loop, and not one copy of their program each.
+
+    Accelerators need minutes to compile the copies; on a CPU, lanes in a loop round otherwise than a lane alone.
+    """
+    return tracing.platform() not in ("cpu", "onnx")
+
+
 def lanes_one_by_one(function: Callable[[dict, Array], Any], params: dict, images: Array, count: int) -> list[Any]:
     """Applies `function` to one lane after another, so that the lanes' work space does not add up.
 
-    The images of a lane are made to depend on all results of the previous lane, which keeps the compiler from starting
-    it earlier. (`lax.optimization_barrier` does not: XLA removes it before it schedules a program's operations. And
-    parameters that depend on something are compiled into other loops, which round otherwise than those of one lane.)
-    Accelerators run the lanes in a loop: with one copy of the program for each lane, compiling takes minutes there.
+    On a CPU the images of a lane are made to depend on all results of the previous lane, which keeps the compiler from
+    starting it earlier. (`lax.optimization_barrier` does not: XLA removes it before it schedules a program's
+    operations. And parameters that depend on something are compiled into other loops, which round otherwise than those
+    of one lane.)
+    Accelerators run the lanes in a loop (`in_one_loop`), and none sees the others' NaN.
 
     Args:
       function: from one lane's parameters and the images to a tree of arrays; its errors are passed on.
@@ -370,7 +379,7 @@ def lanes_one_by_one(function: Callable[[dict, Array], Any], params: dict, image
 
     Source: this project.
     """
-    if count > 1 and tracing.platform() not in ("cpu", "onnx"):
+    if count > 1 and in_one_loop():
         stacked = lax.map(lambda lane_params: function(lane_params, images), params)
         return [jax.tree.map(lambda array, i=i: array[i], stacked) for i in range(count)]
     results: list[Any] = []

@@ -43,16 +43,18 @@ def held(features: Array) -> Array:
 def scan_lanes(function: Callable[..., Any], lanes: tuple, remat: str, at_once: int = 1) -> Any:
     """`function` of so many lanes at once in turn, its results stacked along a first axis.
 
-    In the backward pass lanes are recomputed right before their gradient. The scan keeps the compiler from moving
-    either computation to where it would hold the activations of more lanes.
+    In the backward pass lanes are recomputed right before their gradient, except with `none`. The scan keeps the
+    compiler from moving either computation to where it would hold the activations of more lanes.
 
     Args:
       function: of one lane's part of each of `lanes`.
       lanes: trees of arrays [lanes, ...].
-      remat: a key of `POLICIES`.
+      remat: a key of `POLICIES`, or `none`.
       at_once: lanes that are computed as one function, whose activations are held together.
 
     Source: Chen et al. 2016, arXiv 1604.06174; over lanes instead of layers: this project.
     """
-    again = jax.checkpoint(function, policy=POLICIES[remat], prevent_cse=False)
+    again = function
+    if remat != "none":
+        again = jax.checkpoint(function, policy=POLICIES[remat], prevent_cse=False)
     return lax.map(lambda one: again(*one), lanes, batch_size=at_once if at_once > 1 else None)

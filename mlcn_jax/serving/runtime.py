@@ -22,7 +22,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import program
 from mlcn_jax.serving.onnx_file import SESSION, open_onnx
-from mlcn_jax.serving.parts import ONNX, XLA
+from mlcn_jax.serving.parts import ONNX, XLA, tolerance
 
 OUTPUT = "lengths"  # output name of a converted model
 TOLERANCE = 1e-5  # largest difference of lengths at which a converted model may replace XLA
@@ -147,11 +147,11 @@ def choose(
         _log.warning("computing with XLA because ONNX Runtime cannot be used: %s", error)
         return xla
     if required:
-        image = _noise(1, image_shape)
-        if not (differs := difference(own(image), xla(image))) <= TOLERANCE:  # nor if it is NaN
+        image, allowed = _noise(1, image_shape), tolerance(["float32"], np.ones(1))
+        if not (differs := difference(own(image), xla(image))) <= allowed:  # nor if it is NaN
             raise InputError(
                 f"runtime {ONNX} cannot be used: on this machine its lengths differ from those of {XLA} by "
-                f"{differs:.2g}, {TOLERANCE:g} is allowed; use runtime {XLA}, or another version of onnxruntime"
+                f"{differs:.2g}, {allowed:g} is allowed; use runtime {XLA}, or another version of onnxruntime"
             )
         return own
     import onnxruntime  # asked for its version because its package has several names, such as onnxruntime-gpu

@@ -24,6 +24,11 @@ def check_lanes_apart(config: RunConfig, spec: ModelSpec) -> None:
             f"start values depend on a lane's place: give {len(spec.lane_specs)} seeds",
         ),
         (
+            config.train.rounds.steps > 0 and config.train.rounds.bits < 32,
+            "train.rounds.bits",
+            "changes of several lanes are sent with one scale: give 32",
+        ),
+        (
             config.data.validation_fraction > 0 and config.data.split_seed < 0,
             "data.split_seed",
             "train.seed moves the validation images: give a seed, the same for all lanes to be joined",

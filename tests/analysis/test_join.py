@@ -156,6 +156,25 @@ def test_every_difference_of_the_runs_is_named(lanes, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_images_are_where_this_machine_has_them_or_downloads_them(lanes, tmp_path):
+    moved = shutil.copytree(lanes[0], tmp_path / "moved")
+    stored = read_json(moved / "config.json")
+    write_json(moved / "config.json", stored | {"data": stored["data"] | {"dir": "/of/another/machine"}})
+    with pytest.raises(InputError, match=r"data\.dir=/of/another/machine is not an existing folder"):
+        join_lib.read_parts([moved])
+    for given in (str(tmp_path), ""):
+        assert join_lib.read_parts([moved], given)[0].config.data.dir == given
+
+
+def test_where_the_model_cannot_be_written_is_told_before_anything_is_computed(lanes, tmp_path, monkeypatch):
+    monkeypatch.setattr(join_lib, "read_parts", None)
+    with pytest.raises(InputError, match=r"cannot hold checkpoints because it has '\['"):
+        join_lib.join(lanes, tmp_path / "out[1]")
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="file cannot be written to"):
+        join_lib.join(lanes, tmp_path / "file" / "out")
+
+
 def test_lanes_that_need_one_another_and_workdirs_given_twice_are_refused(finished, lanes, tmp_path):
     with pytest.raises(InputError, match="joint length"):
         join_lib.join([finished, lanes[0]], tmp_path / "out")

@@ -235,8 +235,10 @@ def test_a_lane_that_classifies_alone_learns_nothing_from_the_others(changes, in
     np.testing.assert_array_equal(before["mlcn1_w1d1"]["conv1"]["kernel"].shape[0], 2)
 
 
-def test_accelerators_compute_equal_lanes_in_one_loop_with_the_same_result(images, params):
-    loss = make_loss(SPEC, 0.0, augmentation=Augmentation(per_lane=True, max_shift=1))
+@pytest.mark.parametrize("ensemble_weight", [0.0, 0.5])
+def test_accelerators_compute_equal_lanes_in_one_loop_with_the_same_result(images, params, ensemble_weight):
+    spec = dataclasses.replace(SPEC, ensemble_weight=ensemble_weight)
+    loss = make_loss(spec, 0.0, augmentation=Augmentation(per_lane=True, max_shift=1))
     shifts = np.random.default_rng(1).integers(0, 3, (8, 2, 2))
 
     def gradients_of(params):
