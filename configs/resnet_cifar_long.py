@@ -2,8 +2,7 @@
 
     mlcn_jax train --config=configs/resnet_cifar_long.py --workdir=runs/resnet_cifar_long
 
-53 epochs, 5 PFLOP forward and backward: hours on a GPU, or ten times that on a CPU. Its accuracy has not been measured
-yet.
+53 epochs, 5 PFLOP forward and backward: minutes on a large GPU, hours on a CPU. Its accuracy has not been measured yet.
 
 Source: Jordan 2024, arXiv 2404.00498, for layers, start values and recipe; lanes: this project.
 """

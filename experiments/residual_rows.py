@@ -30,6 +30,7 @@ class Row:
 
 
 _TOGETHER = {"data.augment_lanes": False, "train.image_sizes": ""}  # lanes that do not classify alone have neither
+_CAPS = _TOGETHER | {"model.lane_routing": "per_class"}  # routes over classes
 ROWS = {
     "cifar_4xw3d2": Row(0.45, "resnet_cifar", "resnet:w3d2*4", 11),
     "fashion_4xw3d2": Row(0.45, "resnet_fashion", "resnet:w3d2*4", 14),
@@ -41,13 +42,14 @@ ROWS = {
     "fashion_1xw6d2": Row(0.45, "resnet_fashion", "resnet:w6d2*1", 14),
     "cifar_2xw4d2": Row(0.45, "resnet_cifar", "resnet:w4d2*2", 13),
     "cifar_8xw2d2": Row(0.45, "resnet_cifar", "resnet:w2d2*8", 11),
-    "cifar_caps_4xw3d2": Row(0.45, "resnet_cifar", "resnet_caps:w3d2*4", 7, _TOGETHER),
+    "cifar_caps_4xw3d2": Row(0.45, "resnet_cifar", "resnet_caps:w3d2*4", 7, _CAPS),
+    "cifar_shared_4xw3d2": Row(0.45, "resnet_cifar", "resnet:w3d2*4", 7, _TOGETHER),
     "cifar_1xw4d2": Row(0.103, "resnet_cifar", "resnet:w4d2*1", 6),
     "cifar_2xw3d2": Row(0.103, "resnet_cifar", "resnet:w3d2*2", 5),
     "cifar_4xw2d2": Row(0.103, "resnet_cifar", "resnet:w2d2*4", 5),
     "cifar_8xw1d2": Row(0.103, "resnet_cifar", "resnet:w1d2*8", 8),
 }
-GPU_ROWS = {  # hours on a GPU, months on two cores
+GPU_ROWS = {  # hours on a GPU, days on two cores
     "cifar_8xw8d3": Row(42.5, "resnet_cifar_long", "resnet:w8d3*8", 60),
     "fashion_8xw8d3": Row(37.5, "resnet_fashion_long", "resnet:w8d3*8", 60),
 }

@@ -71,7 +71,8 @@ def check_split(spec: ModelSpec, batch_size: int, data: int, lane: int) -> None:
     if share % group and any(lanes.kind.normalises for lanes in spec.lane_groups):
         raise InputError(
             f"model.norm_group={group} images are normalised together, but parallel.data={data} gives each device "
-            f"{share} of a batch of {batch_size}: use a divisor of {share}, a larger batch or fewer devices"
+            f"{share} of a batch of {batch_size}: use model.norm_group={_nearest_divisor(share, group)} or another "
+            f"divisor of {share}, another batch or fewer devices"
         )
     counts = [lanes.count for lanes in spec.lane_groups]
     if lane > 1 and not counts:

@@ -16,6 +16,7 @@ from mlcn_jax.nn.calibration import trained_shapes, with_statistics, without_sta
 from mlcn_jax.nn.model import count_parameters, param_shapes
 from mlcn_jax.rounds.vector import Vector, from_vector
 from mlcn_jax.training.checkpoint import Checkpoints
+from mlcn_jax.training.evaluate import check_statistics
 from mlcn_jax.training.finish import final_results
 from mlcn_jax.training.mesh_runner import MeshRunner
 from mlcn_jax.training.metrics import MetricsWriter, read_rows
@@ -76,7 +77,9 @@ class Judge:
             return
         session = self._session
         params, accuracy = self._load(vector, step), None
-        calibrated = with_statistics(params, self._runner.calibrate(self._calibrating))
+        statistics = self._runner.calibrate(self._calibrating)
+        check_statistics(statistics, step)
+        calibrated = with_statistics(params, statistics)
         if len(session.validation.labels):
             scores = self._runner.scores(session.validation, session.config.train.batch_size)
             accuracy = scores.accuracy

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import padded_batches, to_pixels
 from mlcn_jax.distributed import mesh as mesh_lib
+from mlcn_jax.errors import Diverged
 from mlcn_jax.nn import conv, losses
 from mlcn_jax.nn.calibration import group_statistics, join_statistics
 from mlcn_jax.nn.model import (
@@ -131,6 +132,12 @@ def make_calibrator(spec: ModelSpec, mesh: Mesh | None = None) -> Callable[[dict
         return join([collect(encoder, mesh_lib.place_batch(mesh, batch)) for batch in batches])
 
     return calibrate
+
+
+def check_statistics(statistics: dict, step: int) -> None:
+    """Raises Diverged unless the statistics of a calibrator are finite."""
+    if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(statistics)):
+        raise Diverged(f"step {step}: statistics of normalisation are not finite; earlier checkpoints are kept")
 
 
 def views(pixels: Float[Array, "batch h w c"], flips: bool) -> list[Float[Array, "batch h w c"]]:

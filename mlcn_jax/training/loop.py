@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
@@ -138,8 +137,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
 
         def save(step: int, validate: bool) -> None:
             statistics = runner.calibrate(calibrating)
-            if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(statistics)):
-                raise Diverged(f"step {step}: statistics of normalisation are not finite; earlier checkpoints are kept")
+            evaluate.check_statistics(statistics, step)
             # A step's loss is from before its update, so a state is tried on the newest batch before saving.
             loss = runner.scores(Split(*batches.at(step - 1)[:2]), settings.batch_size).loss
             if not math.isfinite(loss):

@@ -312,7 +312,7 @@ def has_room(spec: ModelSpec, batch_size: int, lane: int, profile: DeviceProfile
 def needed_bytes(lanes: Sequence[cost.LaneCost], batch_size: int, profile: DeviceProfile, parts: int) -> float:
     """Memory of a step of several lanes on one device, as `has_room` counts it."""
     largest = max(lanes, key=lambda one: profile.lane_bytes(one, batch_size // parts))
-    others = sum(one.state_bytes for one in lanes) - largest.state_bytes
+    others = sum(one.state_bytes + one.gradient_bytes for one in lanes) - largest.state_bytes - largest.gradient_bytes
     sums = sum(one.gradient_bytes for one in lanes) if parts > 1 else 0
     return profile.lane_bytes(largest, batch_size // parts) + others + sums
 

@@ -305,6 +305,16 @@ def test_an_ordinary_training_refuses_rounds(tiny, tmp_path):
         loop.train(tiny.replace(LONG), tmp_path)
 
 
+def test_statistics_that_are_not_finite_are_not_saved(tiny, tmp_path, monkeypatch):
+    session = open_session(tiny.replace(LONG))
+    judge = Judge(session, tmp_path, 0)
+    monkeypatch.setattr(judge._runner, "calibrate", lambda images: {"mean": np.full(1, np.nan)})
+    with pytest.raises(Diverged, match="step 14: statistics of normalisation are not finite"):
+        judge.score(14, to_vector(start_state(session, None)[0].params))
+    judge.close()
+    assert not (tmp_path / "checkpoints" / "14").exists()
+
+
 def test_a_run_in_rounds_is_pruned_and_trained_on_in_the_ordinary_way(tiny, tmp_path):
     """Its checkpoints have no optimizer state: that of each worker is the worker's own."""
     session = open_session(tiny.replace(LONG | {"data.validation_fraction": 0.0}))

@@ -105,7 +105,7 @@ def test_stacks_refuse_coupled_lanes():
 
 
 def test_groups_never_cross_devices():
-    with pytest.raises(InputError, match="gives each device 2 of a batch of 8: use a divisor of 2"):
+    with pytest.raises(InputError, match=r"2 of a batch of 8: use model\.norm_group=2 or another divisor of 2"):
         mesh_lib.check_split(SPEC, 8, 4, 1)
     mesh_lib.check_split(SPEC, 8, 2, 1)
 

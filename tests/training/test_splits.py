@@ -40,6 +40,7 @@ def test_what_fits_in_parts_is_a_candidate(profile):
     assert len(splits.candidates(EQUAL, 100, [small], [], 1, messages=splits.Messages(parts=4))) == 1
     fast = simulate.Cluster(range(2), simulate.Link(0.0, math.inf), simulate.Link(0.0, math.inf))
     one = splits.needed_bytes(lanes[:1], 100, profile, 1)
+    assert needs[0] - one == 3 * (lanes[0].state_bytes + lanes[0].gradient_bytes), "all are held until the update"
     tight = dataclasses.replace(profile, memory_bytes=int(0.9 * one))
     assert [splits.predict_apart(EQUAL, 100, [tight] * 2, fast, parts) is None for parts in (1, 4)] == [True, False]
     assert [splits.predict_rounds(EQUAL, 200, [small] * 2, fast, parts) is None for parts in (1, 4)] == [True, False]
