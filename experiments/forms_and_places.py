@@ -12,6 +12,7 @@ makespan is that of the slower one. The ways of choosing take turns in the same 
 `experiments/results/forms_and_places.json`.
 """
 
+import datetime
 import functools
 import json
 import os
@@ -27,6 +28,7 @@ import numpy as np
 from absl import flags
 
 from experiments import REPOSITORY, RESULTS
+from experiments.quiet import busy_cores
 from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
@@ -74,7 +76,8 @@ def main(values: flags.FlagValues) -> None:
     result: dict[str, Any] = {**simulate(), "lanes": values.lanes, "rounds": values.rounds}
     if values.rounds:
         result["real"] = on_real_devices(values.onnx_python, ",".join(values.lanes), values.data, values.rounds)
-    write_json(Path(values.output).expanduser(), result | host.environment())
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    write_json(Path(values.output).expanduser(), result | host.environment() | {"date": date})
     print(table(result))
 
 
@@ -120,13 +123,14 @@ def random_problem(seed: int) -> FormProblem:
 
 
 def on_real_devices(python: str, lanes: str, data: str, rounds: int) -> dict[str, Any]:
-    """Predicted and measured makespans of both tasks on two processes."""
+    """Predicted and measured makespans of both tasks on two processes; InputError while other work keeps cores busy."""
     path = Path(python).expanduser().absolute()  # not resolved: it is a link in its environment
     if not path.exists():
         raise InputError(f"--onnx_python={python} does not exist: `make precision` makes .venv-onnx")
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise InputError("two processes need two cores: --rounds=0 simulates only")
+    busy = busy_cores()
     asked = {"lanes": lanes, "data": data, "rounds": rounds}
     flags_of = ("", _OLD)
     tables: list[Any] = []
@@ -136,7 +140,7 @@ def on_real_devices(python: str, lanes: str, data: str, rounds: int) -> dict[str
         tables += _answers([worker], "all")
         _end([worker])
     names = [name for entry in lanes.split(",") for name in _names(entry)]
-    found: dict[str, Any] = {"tables": tables}
+    found: dict[str, Any] = {"tables": tables, "busy_cores": busy}
     for task in TASKS:
         problem = problem_of(tables, names, task)
         placed = {way: place("exact", problem) for way, place in WAYS.items()}

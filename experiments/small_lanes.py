@@ -29,7 +29,9 @@ from absl import flags
 
 from experiments import REPOSITORY
 from experiments.export_times import WAYS
+from experiments.quiet import busy_cores
 from experiments.repeated_report import (
+    SMOKE,
     Records,
     caption,
     carry_out,
@@ -90,7 +92,7 @@ def run(request: Request, *, rows: Sequence[str], rounds: int, onnx_python: str)
         raise InputError(f"--onnx_python={onnx_python} does not exist: `make precision` makes .venv-onnx")
     runs = [{"row": row, "seed": seed} for seed in range(request.repeats) for row in rows]
     make_config = functools.partial(configure_run, request.directories)
-    measured = functools.partial(measure, python, rounds)
+    measured = functools.partial(measure, python, rounds, request.scale.name != SMOKE)
     kept = kept_results("small_lanes", request.scale.name)
     series = Series(request, "small_lanes", VERSION, make_config, True, measured, kept)
     return carry_out(series, runs, text, report)
@@ -102,9 +104,14 @@ def configure_run(directories: Mapping[str, str], row: str, seed: int) -> RunCon
     return config.replace({"train.seed": seed, "data.dir": directories[config.data.name]})
 
 
-def measure(python: str, rounds: int, folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
-    """What `mlcn_jax precision` finds out of a run, with all lanes in int8, and the times of whole models."""
+def measure(python: str, rounds: int, quiet: bool, folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
+    """What `mlcn_jax precision` finds out of a run, with all lanes in int8, and the times of whole models.
+
+    Raises:
+      InputError: with `quiet`, other work keeps cores busy; the run has been trained, and is not trained again.
+    """
     del summary
+    busy = busy_cores(quiet)
     export.export(folder)
     flag_values = ("--choose=smallest", f"--max_accuracy_drop={_ANY_DROP}", f"--rounds={rounds}")
     _run(python, "mlcn_jax", "precision", f"--workdir={folder}", *flag_values)
@@ -118,6 +125,7 @@ def measure(python: str, rounds: int, folder: Path, summary: dict[str, Any]) -> 
         "precision": {name: about[name] for name in kept},
         "times": json.loads(times.splitlines()[-1]),
         "vnni": host.has_vnni(),
+        "busy_cores": busy,
     }
 
 

@@ -177,12 +177,13 @@ def test_what_is_compared_is_in_int8(tmp_path, monkeypatch):
         lanes = [{"chosen": "int8 onnxruntime"}, {"chosen": chosen}]
         write_json(tmp_path / "precision" / "precision.json", about | {"lanes": lanes})
         if chosen.startswith("int8"):
-            found = small_lanes.measure("python", 1, tmp_path, {})
+            found = small_lanes.measure("python", 1, False, tmp_path, {})
             assert found["vnni"] == host.has_vnni()
+            assert "busy_cores" in found
             assert found["times"] == {"milliseconds": {}}
         else:
             with pytest.raises(InputError, match="lanes are smaller in bfloat16 xla than in int8"):
-                small_lanes.measure("python", 1, tmp_path, {})
+                small_lanes.measure("python", 1, False, tmp_path, {})
 
 
 def test_a_python_that_is_missing_is_one_error(tmp_path):
@@ -237,6 +238,7 @@ def test_both_ways_of_choosing_take_turns_in_the_same_processes(tmp_path, monkey
 
     python = tmp_path / "python"
     python.touch()
+    monkeypatch.setattr(forms_and_places, "busy_cores", lambda: 0.1)
     monkeypatch.setattr(forms_and_places.os, "sched_getaffinity", lambda process: {0, 1})
     monkeypatch.setattr(forms_and_places, "_names", lambda entry: [entry])
     monkeypatch.setattr(forms_and_places, "_start", lambda *given: given)
