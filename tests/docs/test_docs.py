@@ -58,13 +58,14 @@ def test_tables_of_joined_lanes_show_pairs_and_curves_beside_lanes_of_their_cost
     difference |= {"mean": -0.1, "low": -0.3, "high": 0.1, "inside": True}
     points = [{"lanes": count, "megaflops": 12.5 * count, "accuracy": 85 + count} for count in (1, 2, 3, 4)]
     part = {
+        "pairs": [{"equal": 90.2}, {"equal": 90.4}],
         "differences": [difference, {"mode": "together", "means": [], "pairs": 0}],
         "curves": {"equal": points},
         "single": [{"lane": "mlcn2:w3d3", "lanes": 4, "megaflops": 49.7, "accuracy": 88.0}],
     }
     none = {"differences": [], "curves": {}, "single": []}
     text = tables.lanes.lanes_apart_tables({"fashion": part, "cifar": none, "runs": [run]})
-    assert "| with the settings of lanes apart | 8 | 90.00 | 90.10 | -0.10 (-0.30 to +0.10) | yes |" in text
+    assert "| with the settings of lanes apart | 8 | 90.00 | 90.30 | 90.10 | -0.10 (-0.30 to +0.10) | yes |" in text
     assert "by default" not in text
     assert "| Fashion-MNIST, joined, equal | 86.00 (12) | 87.00 (25) | 89.00 (50) | - | - |" in text
     assert "| Fashion-MNIST, one lane of that cost | - | - | 88.00 (50), `mlcn2:w3d3` | - | - |" in text
