@@ -37,7 +37,7 @@ ROWS = {
     "cifar_unequal": Row(0.45, "resnet_cifar", "resnet:w3d2*2,resnet:w2d2*1,resnet:w1d2*1", 16),
     "fashion_unequal": Row(0.45, "resnet_fashion", "resnet:w3d2*2,resnet:w2d2*1,resnet:w1d2*1", 21),
     "cifar_wide": Row(0.45, "resnet_cifar", "resnet:w4d2*2,resnet:w2d2*2", 10),
-    "cifar_long": Row(5, "resnet_cifar_long", "resnet:w4d3*4", 53, {"model.compute_dtype": "bfloat16"}),
+    "cifar_long": Row(5, "resnet_cifar_long", "resnet:w4d3*4", 53),
     "cifar_1xw6d2": Row(0.45, "resnet_cifar", "resnet:w6d2*1", 12),
     "fashion_1xw6d2": Row(0.45, "resnet_fashion", "resnet:w6d2*1", 14),
     "cifar_2xw4d2": Row(0.45, "resnet_cifar", "resnet:w4d2*2", 13),

@@ -35,7 +35,7 @@ def export(workdir: Path) -> Path:
     """Writes the best checkpoint of a workdir as `workdir/export`, in place of an older one, and returns that folder.
 
     Before the export is put in place it is loaded again, and must give the same lengths as the model on this platform,
-    to 1e-5 (in float32 on a CPU; otherwise to what rounding to bfloat16 allows).
+    to 1e-5 (in float32 on a CPU; otherwise to what rounding to TF32 or bfloat16 allows).
 
     Raises:
       InputError: the workdir holds no trained model, or flatbuffers is not installed.
