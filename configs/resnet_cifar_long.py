@@ -2,7 +2,8 @@
 
     mlcn_jax train --config=configs/resnet_cifar_long.py --workdir=runs/resnet_cifar_long
 
-53 epochs, 5 PFLOP forward and backward: minutes on a large GPU, hours on a CPU. Its accuracy has not been measured yet.
+53 epochs, 4.93 PFLOP forward and backward, minutes on a large GPU and hours on a CPU: 94.91 % of the test images,
+95.14 % with flips at test time, one seed (`experiments/results/residual_lanes_full.json`).
 
 Source: Jordan 2024, arXiv 2404.00498, for layers, start values and recipe; lanes: this project.
 """

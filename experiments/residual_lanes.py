@@ -253,12 +253,16 @@ def text(records: Records) -> str:
 
 
 def draw(rows: Sequence[Mapping[str, Any]]) -> "Figure":
-    """A panel for each data set: accuracy with 1, 2, ... of the lanes of each row that is not a trial."""
+    """A panel for each data set: accuracy with 1, 2, ... of the lanes of each row that is not a trial.
+
+    Lanes that a capsule head joins are left out: none of them classifies alone.
+    """
     from matplotlib.figure import Figure
 
     shown = [row for row in rows if row["split"] == "test"] or list(rows)
+    shown = [row for row in shown if "resnet_caps" not in row["lanes"]]
     names = list(dict.fromkeys(row["data"] for row in shown))
-    figure = Figure(figsize=(6 * max(1, len(names)), 5), layout="constrained")
+    figure = Figure(figsize=(7.5 * max(1, len(names)), 6.5), layout="constrained")
     for axes, name in zip(figure.subplots(1, max(1, len(names)), squeeze=False)[0], names, strict=False):
         for row in shown:
             if row["data"] == name:
@@ -268,7 +272,7 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> "Figure":
         axes.set_xlabel("lanes kept, mean over all choices")
         axes.set_ylabel("accuracy with flips, %")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 

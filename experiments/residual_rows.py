@@ -54,6 +54,8 @@ GPU_ROWS = {  # hours on a GPU, days on two cores
     "fashion_8xw8d3": Row(37.5, "resnet_fashion_long", "resnet:w8d3*8", 60),
 }
 _W3 = (0.11, "resnet_cifar", "resnet:w3d2*1")  # one lane of cifar_4xw3d2, for as long as there
+_LONG = (5, "resnet_cifar_long")
+_WEAKER = {"data.cutout": 0, "data.max_shift": 2}  # augmentation, as in resnet_cifar
 _FOUR = (0.11, "resnet_cifar", "resnet:w2d2*4", 5)
 _FASHION_W3 = (0.11, "resnet_fashion", "resnet:w3d2*1")
 TRIALS = {
@@ -87,6 +89,11 @@ TRIALS = {
     "trial_cifar_8xw2d2": Row(0.45, "resnet_cifar", "resnet:w2d2*8", 11),
     "trial_cifar_4xw3d3": Row(0.45, "resnet_cifar", "resnet:w3d3*4", 8),
     "trial_cifar_wide_deep": Row(0.45, "resnet_cifar", "resnet:w4d3*2,resnet:w2d3*2", 7),
+    "trial_cifar_long": Row(*_LONG, "resnet:w4d3*4", 53),
+    "trial_cifar_long_w6": Row(*_LONG, "resnet:w6d2*4", 34),
+    "trial_cifar_long_w8": Row(*_LONG, "resnet:w8d2*4", 19),
+    "trial_cifar_long_w8_weaker": Row(*_LONG, "resnet:w8d2*4", 19, _WEAKER),
+    "trial_cifar_long_w8d3": Row(*_LONG, "resnet:w8d3*4", 14),
     "trial_fashion_w3": Row(*_FASHION_W3, 14),
     "trial_fashion_w3_cutout": Row(*_FASHION_W3, 14, {"data.cutout": 8}),
     "trial_fashion_w3_whole": Row(*_FASHION_W3, 10, {"train.image_sizes": ""}),
