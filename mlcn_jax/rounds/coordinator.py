@@ -182,7 +182,7 @@ def coordinate(
         judge = Judge(session, workdir, step)
         stack.callback(judge.close)
         if shared.round:
-            judge.score(step, shared.vector)  # unless this was done before the coordinator stopped
+            _score(judge, own, shared, step)  # unless this was done before the coordinator stopped
         meeting = Meeting(settings, name_of_run(session, workdir, own), shared.vector, shared.round, counted)
         trained = shared.round < num_rounds
         if not trained:
@@ -196,6 +196,7 @@ def coordinate(
             "join": join,
             "fetch": meeting.fetch,
             "push": meeting.push,
+            "diverge": meeting.diverge,
         }
         largest = num_bytes(shared.vector.size, settings.bits)
         server, port = link.serve(handlers, address, tls, settings.workers, largest)
@@ -210,26 +211,27 @@ def coordinate(
             watch()
 
         _log.info("round %d of %d; %d workers may connect to port %d", shared.round, num_rounds, settings.workers, port)
-        while shared.round < num_rounds:
-            started = time.monotonic()
-            changes, metrics = meeting.gather(check)
-            try:
+        # Workers that were started here are known to be there, and those that are not cannot hear.
+        patience = link.FOUND_SECONDS if on_start else settings.patience_seconds
+        try:
+            while shared.round < num_rounds:
+                started = time.monotonic()
+                changes, metrics = meeting.gather(check)
                 shared, update = outer_step(settings, shared, changes)
-            except Diverged:
-                meeting.finish("diverged")
-                with contextlib.suppress(Stopped):
-                    meeting.wait_until_heard(settings.patience_seconds, stop_only)
-                raise
-            step = min(shared.round * settings.steps, session.num_steps)
-            judge.record(step, metrics, time.monotonic() - started)
-            state = {"params": {"vector": shared.vector}, "optimizer": (shared.outer, shared.residual)}
-            own.save(shared.round, state, {"config_hash": config.hash(), "counted": meeting.counted})
-            own.wait()
-            if shared.round == num_rounds:
-                meeting.finish()
-            else:
-                meeting.advance(shared.vector, update)
-            judge.score(step, shared.vector)
+                step = min(shared.round * settings.steps, session.num_steps)
+                judge.record(step, metrics, time.monotonic() - started)
+                state = {"params": {"vector": shared.vector}, "optimizer": (shared.outer, shared.residual)}
+                own.save(shared.round, state, {"config_hash": config.hash(), "counted": meeting.counted})
+                own.wait()
+                if shared.round < num_rounds:
+                    meeting.advance(shared.vector, update)
+                _score(judge, own, shared, step)
+        except Diverged:
+            meeting.finish("diverged")
+            with contextlib.suppress(Stopped):
+                meeting.wait_until_heard(patience, stop_only)
+            raise
+        meeting.finish()
         about = {
             "rounds": num_rounds,
             "workers": settings.workers,
@@ -238,8 +240,17 @@ def coordinate(
         }
         summary = judge.finish(shared.vector, about)
         with contextlib.suppress(Stopped):  # a worker that is not told of the end would retry forever
-            meeting.wait_until_heard(settings.patience_seconds if trained else link.FOUND_SECONDS, stop_only)
+            meeting.wait_until_heard(patience if trained else link.FOUND_SECONDS, stop_only)
         return summary
+
+
+def _score(judge: Judge, own: Checkpoints, shared: Shared, step: int) -> None:
+    """Scores a round that has been saved; one that turns out to have diverged is not kept, to resume before it."""
+    try:
+        judge.score(step, shared.vector)
+    except Diverged:
+        own.delete_after(shared.round - 1)
+        raise
 
 
 def _no_watch() -> None:

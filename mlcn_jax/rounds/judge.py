@@ -1,6 +1,7 @@
 """Scores of a run in rounds: metrics of each round, checkpoints that other commands can read, and the summary."""
 
 import logging
+import math
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mlcn_jax import host
+from mlcn_jax.errors import Diverged
 from mlcn_jax.files import write_json
 from mlcn_jax.nn.calibration import trained_shapes, with_statistics, without_statistics
 from mlcn_jax.nn.model import count_parameters, param_shapes
@@ -83,6 +85,8 @@ class Judge:
         if len(session.validation.labels):
             scores = self._runner.scores(session.validation, session.config.train.batch_size)
             accuracy = scores.accuracy
+            if not math.isfinite(scores.loss):
+                raise Diverged(f"step {step}: the validation loss is {scores.loss}; earlier checkpoints are kept")
             if step not in self._validated:  # the coordinator may have been killed between this row and the checkpoint
                 self._writer.write(step, "validation", {"loss": scores.loss, "accuracy": accuracy})
             _log.info("step %d  validation loss %.4f  accuracy %.2f%%", step, scores.loss, 100 * accuracy)

@@ -25,6 +25,7 @@ CALLS: dict[str, tuple[type, type]] = {
     "join": (messages.Join, str),
     "fetch": (messages.Fetch, messages.Begin),
     "push": (messages.Change, messages.Receipt),
+    "diverge": (messages.Divergence, bool),
 }
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between tries
 _LONGEST_BACKOFF_SECONDS = 10.0  # of gRPC, in addition

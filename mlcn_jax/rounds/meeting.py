@@ -15,8 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from mlcn_jax.errors import InputError
-from mlcn_jax.rounds.messages import Begin, Change, Fetch, Receipt
+from mlcn_jax.errors import Diverged, InputError
+from mlcn_jax.rounds.messages import Begin, Change, Divergence, Fetch, Receipt
 from mlcn_jax.rounds.vector import Vector, decode, digest, encode
 from mlcn_jax.settings import RoundSettings
 
@@ -68,6 +68,7 @@ class Meeting:
         self._processes: dict[int, str] = {}  # which process is which worker
         self._changes: dict[int, Vector] = {}
         self._metrics: dict[int, dict[str, float]] = {}
+        self._diverged: dict[int, str] = {}  # in the open round, and why
         self._expected = set(range(settings.workers))
         self._first_answer, self._last_call = 0.0, clock()
         self._told = False
@@ -108,6 +109,7 @@ class Meeting:
             if not self._has_work(request):
                 return Begin(self._round, "wait")
             self._expected.add(request.worker)
+            self._diverged.pop(request.worker, None)  # it was started again
             counted = self._did_count(request.worker, request.sent)
             if request.have == self._began:
                 return Begin(self._round, "again", counted=counted)
@@ -154,6 +156,22 @@ class Meeting:
                 self._condition.notify_all()
             return Receipt(True)
 
+    def diverge(self, message: Divergence) -> bool:
+        """Notes that a worker's steps diverged; returns whether that was in the open round. It is not waited for.
+
+        Raises:
+          InputError: as for `push`.
+        """
+        self._check(message.run, message.worker)
+        with self._condition:
+            if message.began != self._began or self._closed or self._end:
+                return False
+            _log.warning("worker %d has diverged: %s", message.worker, message.reason)
+            self._diverged[message.worker] = message.reason
+            self._expected.discard(message.worker)
+            self._condition.notify_all()
+            return True
+
     def _check(self, run: str, worker: int) -> None:
         name, _, process = run.partition(_OF_PROCESS)
         if name != self._run:
@@ -178,9 +196,15 @@ class Meeting:
 
         Args:
           check: called now and then while it waits; may raise.
+
+        Raises:
+          Diverged: so many workers have diverged that the others are too few for a round.
         """
         with self._condition:
             while not self._can_end():
+                if self._settings.workers - len(self._diverged) < self._settings.enough:
+                    reasons = "; ".join(self._diverged.values())
+                    raise Diverged(f"round {self._round} has diverged in workers: {reasons}; earlier rounds are kept")
                 check()
                 self._condition.wait(_POLL_SECONDS)
             self._closed = True
@@ -211,7 +235,7 @@ class Meeting:
             self._vector, self._round = vector, self._round + 1
             self._began = digest(vector, self._round)
             self._closed = self._told = False
-            self._changes, self._metrics = {}, {}
+            self._changes, self._metrics, self._diverged = {}, {}, {}
             self._condition.notify_all()
 
     def finish(self, kind: str = "finished") -> None:

@@ -75,6 +75,21 @@ class Change(msgspec.Struct):
     metrics: dict[str, float]
 
 
+class Divergence(msgspec.Struct):
+    """A worker's steps of a round have diverged, and it ends.
+
+    Attributes:
+      run, worker: as in `Fetch`.
+      began: as in `Change`.
+      reason: what is not finite, and in which step.
+    """
+
+    run: str
+    worker: int
+    began: str
+    reason: str
+
+
 class Receipt(msgspec.Struct):
     """The answer to `Change`: whether it is in the open round or counted in an earlier one, and if not, why.
 

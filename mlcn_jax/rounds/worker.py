@@ -27,7 +27,7 @@ from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.rounds import link
 from mlcn_jax.rounds.coordinator import DRAWN, check_rounds, identity
 from mlcn_jax.rounds.meeting import METRICS, run_of
-from mlcn_jax.rounds.messages import Begin, Change, Fetch, Join
+from mlcn_jax.rounds.messages import Begin, Change, Divergence, Fetch, Join
 from mlcn_jax.rounds.vector import Vector, compress, decode, digest, from_vector, num_bytes, to_vector
 from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.optimizer import at_step
@@ -110,7 +110,11 @@ def follow(client: Any, trainer: "Trainer", run: str, worker: int, check: Callab
         elif begin.kind == "update":
             vector = vector + decode(begin.content, trainer.size, trainer.bits)
         have = digest(vector, begin.round)
-        content, metrics = trainer.change(begin.round, vector, begin.counted, check)
+        try:
+            content, metrics = trainer.change(begin.round, vector, begin.counted, check)
+        except Diverged as error:
+            client.call("diverge", Divergence(run, worker, have, str(error)))
+            raise
         receipt = client.call("push", Change(run, worker, begin.round, have, content, metrics))
         if not receipt.counts:
             _log.warning("worker %d was late: %s", worker, receipt.reason)

@@ -6,9 +6,9 @@ import threading
 import numpy as np
 import pytest
 
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.rounds.meeting import Meeting
-from mlcn_jax.rounds.messages import Change, Fetch
+from mlcn_jax.rounds.messages import Change, Divergence, Fetch
 from mlcn_jax.rounds.vector import decode, digest, encode
 from mlcn_jax.settings import RoundSettings
 
@@ -42,6 +42,9 @@ class Bed:
         content = encode(np.full(3, value, np.float32), 32)
         metrics = {"loss": 1.0, "accuracy": 0.5} | metrics
         return self.meeting.push(Change(run, worker, round_, digest(at(round_), round_), content, metrics))
+
+    def diverge(self, worker, round_=0):
+        return self.meeting.diverge(Divergence("run", worker, digest(at(round_), round_), f"worker {worker} is NaN"))
 
     def ended(self):
         """The workers that count, if the round can end."""
@@ -275,3 +278,23 @@ def test_changes_that_cannot_be_used_are_refused_by_name(given, message):
     with pytest.raises(InputError, match=message):
         bed.push(**{"worker": 0, **given})
     assert bed.ended() is None
+
+
+def test_a_round_has_diverged_when_too_few_workers_are_left_that_have_not():
+    bed = Bed(workers=3, quorum=2)
+    assert not bed.diverge(2, round_=1)
+    assert bed.diverge(2)
+    bed.push(0)
+    assert bed.ended() is None
+    bed.push(1)
+    assert bed.ended() == [0, 1]  # without waiting for worker 2
+
+    bed = Bed(workers=3, quorum=2)
+    bed.push(0)
+    bed.diverge(1)
+    bed.fetch(1)  # it was started again
+    bed.diverge(2)
+    assert bed.ended() is None
+    bed.diverge(1)
+    with pytest.raises(Diverged, match="round 0 has diverged in workers: worker 2 is NaN; worker 1 is NaN"):
+        bed.ended()

@@ -20,7 +20,7 @@ from mlcn_jax.rounds.messages import Join
 from mlcn_jax.rounds.vector import num_bytes, to_vector
 from mlcn_jax.settings import RoundSettings
 from mlcn_jax.training import loop
-from mlcn_jax.training.checkpoint import Checkpoints
+from mlcn_jax.training.checkpoint import ROUNDS, Checkpoints
 from mlcn_jax.training.mesh_runner import MeshRunner
 from mlcn_jax.training.metrics import read_rows
 from mlcn_jax.training.optimizer import at_step
@@ -256,6 +256,36 @@ def test_workers_end_as_failures_when_the_coordinator_diverges(tiny, tmp_path, m
     with pytest.raises(Diverged, match="the parameters are not finite"):
         in_rounds(monkeypatch, tiny.replace(PLAIN), tmp_path)
     assert told == ["the run diverged in round 0: see the coordinator's message"]
+
+
+def test_a_run_ends_when_its_workers_diverge_in_their_own_steps(tiny, tmp_path, monkeypatch):
+    change = worker.Trainer.change
+
+    def diverge(self, round_, *more):
+        if round_ == 1:
+            raise Diverged(f"worker {self._worker}, step 2: parameters or metrics are not finite")
+        return change(self, round_, *more)
+
+    monkeypatch.setattr(worker.Trainer, "change", diverge)
+    with pytest.raises(Diverged, match="round 1 has diverged in workers: worker 0, step 2"):
+        in_rounds(monkeypatch, tiny.replace(PLAIN), tmp_path)
+
+
+def test_a_round_that_diverges_when_it_is_scored_is_told_and_not_kept(tiny, tmp_path, monkeypatch):
+    score, told = Judge.score, []
+
+    def diverge(self, step, vector):
+        told.append(step)
+        if len(told) == 2:
+            raise Diverged(f"step {step}: the validation loss is nan")
+        return score(self, step, vector)
+
+    monkeypatch.setattr(Judge, "score", diverge)
+    with pytest.raises(Diverged, match="the validation loss is nan"):
+        in_rounds(monkeypatch, tiny.replace(PLAIN), tmp_path)
+    own = Checkpoints(tmp_path / ROUNDS)
+    assert own.newest_step() == 1
+    own.close()
 
 
 @pytest.mark.long
