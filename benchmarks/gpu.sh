@@ -5,7 +5,7 @@
 # DTYPES, NETWORKS and PARTS, where set, shorten it: DTYPES=bfloat16 NETWORKS=mlcn1_4x4_28x28x1,resnet PARTS="compare recipes"
 # The parts are: compare, with PyTorch; algorithms, of convolutions; recipes, which train.
 # CIFAR_DIR and FASHION_DIR are folders with the data sets, downloaded where not set. RUNS keeps the trainings, which go on
-# where they stopped. JSON goes to FOLDER, benchmarks/results/gpu where none is given.
+# where they stopped; their JSON goes to experiments/results, that of speeds to FOLDER, or to benchmarks/results/gpu.
 # A measurement that fails does not stop the others: they are named at the end, and the exit code is then 1.
 set -eu
 cd "$(dirname "$0")/.."
@@ -37,8 +37,11 @@ for dtype in ${DTYPES:-float32 bfloat16}; do
 done
 if [[ $parts == *" recipes "* ]]; then
   unset JAX_DEFAULT_MATMUL_PRECISION
-  residual=(--workdir="${RUNS:-runs/residual_lanes_gpu}" --cifar_dir="${CIFAR_DIR:-}" --fashion_dir="${FASHION_DIR:-}")
-  measure experiments.residual_lanes "${residual[@]}" --repeats=3
-  measure experiments.residual_lanes "${residual[@]}" --repeats=3 --rows=cifar_8xw8d3,fashion_8xw8d3
+  runs="${RUNS:-runs/residual_lanes_gpu}" images=(--cifar_dir="${CIFAR_DIR:-}" --fashion_dir="${FASHION_DIR:-}")
+  measure experiments.residual_lanes --workdir="$runs" "${images[@]}" --repeats=3
+  long=trial_cifar_long
+  measure experiments.residual_lanes --workdir="${runs}_trials" "${images[@]}" \
+    --rows="$long,${long}_w6,${long}_w8,${long}_w8_weaker,${long}_w8d3"
+  measure experiments.residual_lanes --workdir="$runs" "${images[@]}" --repeats=3 --rows=cifar_8xw8d3,fashion_8xw8d3
 fi
 [ ${#failed[@]} -eq 0 ] || { printf 'failed: %s\n' "${failed[@]}" >&2; exit 1; }

@@ -5,7 +5,6 @@ too, go on with the results that a file has.
 """
 
 import contextlib
-import datetime
 import functools
 import json
 import os
@@ -99,7 +98,7 @@ def define_flags(values: flags.FlagValues, name: str, peers: Sequence[str] = ("k
 
 def environment() -> dict:
     """The date (UTC), device and versions, which every benchmark writes beside its results."""
-    return {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **host.environment()}
+    return {"date": host.today(), **host.environment()}
 
 
 def results_so_far(values: flags.FlagValues, settings: dict, *parts: str) -> dict:

@@ -12,7 +12,6 @@ measurement needs another `--output`. Writes that JSON, and the picture beside i
 and measured rows have their own.
 """
 
-import datetime
 import itertools
 import os
 import random
@@ -172,11 +171,6 @@ def measured_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def today() -> str:
-    """The date (UTC)."""
-    return datetime.datetime.now(datetime.UTC).date().isoformat()
-
-
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("draws", 100, "Lane sets drawn for each number of lanes.", lower_bound=1, flag_values=values)
     flags.DEFINE_string("profile", "", "Profile of one core; without it nothing is measured.", flag_values=values)
@@ -200,7 +194,7 @@ def main(values: flags.FlagValues) -> None:
         for title, speeds in SPEEDS.items()
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    simulated = {"simulated": results, "seed": values.seed, "date": today()}
+    simulated = {"simulated": results, "seed": values.seed, "date": host.today()}
     stored = read_json(path) if path.exists() else host.environment()
     write_json(path, {**stored, **simulated})
     draw_picture(results, path.with_suffix(".png"))
@@ -210,7 +204,7 @@ def main(values: flags.FlagValues) -> None:
     for num_lanes, draw in itertools.product(LANES, range(values.measured_draws)):
         row = {"num_lanes": num_lanes, "seed": values.seed + draw}
         if not any(is_row(one, row) for one in measured):
-            measured.append({**row, **measure(num_lanes, profile, row["seed"], values.rounds), "date": today()})
+            measured.append({**row, **measure(num_lanes, profile, row["seed"], values.rounds), "date": host.today()})
             write_json(path, {**simulated, "measured": measured, **about})
     print(measured_table(measured))
 

@@ -9,15 +9,15 @@ a row at a time, in rounds in which its batch sizes take turns, so that what els
 `--speeds_only` measures the speeds of the rows and batch sizes asked for, and trains nothing: they are in `speeds.json`
 in the workdir, where a later call with trainings finds them.
 
-Rows are those of `published_rows.ROWS`: three of Fashion-MNIST by default, and any other, of CIFAR-10 too, with
-`--rows`. At the seconds an epoch that the thesis has for a P100, a seed of `full` takes 9 h for the default rows and
-17 h for the five of CIFAR-10, which are not among them for that reason. Scales: `full` is 20 epochs of all images, for
-a GPU; `cpu` is 3 epochs of all images, an hour or two on two cores; `smoke` trains for a step of batches of 100 and 600
-and measures one round. The figure's own numbers are not at hand, so none are shown. Resumption and what is written
-(`batch_size_SCALE`), once a run has ended, are as in `table_4_1.py`.
+Rows are those of `published_rows.ROWS`: three of Fashion-MNIST by default, and any other with `--rows`, such as
+`--rows=cifar_capsnet,cifar_mlcn1_4x4,cifar_mlcn2_4x4` for CIFAR-10. At the seconds an epoch that the thesis has for a
+P100, a seed of `full` takes 9 h for the default rows and 17 h for the five of CIFAR-10, which are not among them for
+that reason. Scales: `full` is 20 epochs of all images, for a GPU; `cpu` is 3 epochs of all images, an hour or two on
+two cores; `smoke` trains for a step of batches of 100 and 600 and measures one round. The figure's own numbers are not
+at hand, so none are shown. Resumption and what is written (`batch_size_SCALE`), once a run has ended, are as in
+`table_4_1.py`.
 """
 
-import datetime
 import functools
 import statistics
 import time
@@ -110,7 +110,7 @@ def run(request: Request, *, rows: Sequence[str], batch_sizes: Sequence[str], sp
             configs = {size: make_config(row=row, batch_size=int(size), seed=0) for size in sizes}
             speeds = measure(configs, 1 if request.scale.name == SMOKE else _ROUNDS)
             found = {"images_per_second": speeds, "command": request.command}
-            found |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **host.environment()}
+            found |= {"date": host.today(), **host.environment()}
             path = request.workdir / "speeds.json"
             write_json(path, (read_json(path) if path.exists() else {}) | {row: found})
 

@@ -163,6 +163,7 @@ def main(values: flags.FlagValues) -> None:
     results = {
         "rounds": values.rounds,
         "data": values.data,
+        "date": host.today(),
         **host.environment(),
         "lanes": summarize(singles),
         "groups": summarize(groups),

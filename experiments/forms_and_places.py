@@ -12,7 +12,6 @@ makespan is that of the slower one. The ways of choosing take turns in the same 
 `experiments/results/forms_and_places.json`.
 """
 
-import datetime
 import functools
 import json
 import os
@@ -76,7 +75,7 @@ def main(values: flags.FlagValues) -> None:
     result: dict[str, Any] = {**simulate(), "lanes": values.lanes, "rounds": values.rounds}
     if values.rounds:
         result["real"] = on_real_devices(values.onnx_python, ",".join(values.lanes), values.data, values.rounds)
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    date = host.today()
     write_json(Path(values.output).expanduser(), result | host.environment() | {"date": date})
     print(table(result))
 

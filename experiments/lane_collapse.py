@@ -11,7 +11,6 @@ tells images apart no more (`evaluate.lane_spreads`). Writes `lane_collapse_ROW`
 steps.
 """
 
-import datetime
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,7 +94,7 @@ def compare(
     }
     path = folder / f"lane_collapse_{row}.json"
     runs = kept_rows(path, about, "runs")
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    date = host.today()
     last_step = num_steps or len(dataset.train.labels) // published.train.batch_size
     for name in settings:
         if any(is_row(run, {"setting": name}) and run["steps"][-1] == last_step for run in runs):

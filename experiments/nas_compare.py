@@ -148,7 +148,7 @@ def equal_lanes(
             *_, score = trainer.evaluate(lanes)
             points.append({"lanes": lanes, "accuracy": score.accuracy, "fill": fill})
             write_json(begun, points)
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    date = host.today()
     accuracies = [point["accuracy"] for point in points]
     run = {"method": "equal lanes", "seed": seed, "date": date, "points": points, "accuracies": accuracies}
     write_json(stored, run)

@@ -20,6 +20,7 @@ from typing import Any
 from absl import flags
 
 from experiments import RESULTS
+from mlcn_jax import host
 from mlcn_jax.distributed import traffic
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
@@ -257,7 +258,9 @@ def main(values: flags.FlagValues) -> None:
     published = {"speedup_of_8_k80s_over_capsnet_on_one": PUBLISHED_SPEEDUP, "seconds_an_epoch_on_one_p100": SECONDS}
     RESULTS.mkdir(exist_ok=True)
     simulated = {"batch": BATCH, "few_devices": few, "large_batch": LARGE_BATCH, "many_devices": many}
-    write_json(RESULTS / "published_scaling.json", {"published": published, "assumed": assumed, "simulated": simulated})
+    about = {"date": host.today(), **host.environment()}
+    results = {"published": published, "assumed": assumed, "simulated": simulated, **about}
+    write_json(RESULTS / "published_scaling.json", results)
     draw(few, many)
     print(table(few, many))
 

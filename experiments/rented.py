@@ -279,7 +279,7 @@ def main(values: flags.FlagValues) -> None:
     def save() -> None:
         more = {"repeats": min(map(len, times)), "slowness": slowness, "startup_seconds": startup, "times": times}
         found = summarize(rows, times) if rows else {}
-        write_json(path, {**about, **host.environment(), **found, **more, "rows": rows})
+        write_json(path, {**about, "date": host.today(), **host.environment(), **found, **more, "rows": rows})
 
     bed = Bed(profile, values.data)
     for kind in KINDS:

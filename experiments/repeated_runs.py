@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import datetime
 import functools
 import logging
 import os
@@ -224,7 +223,7 @@ class Series:
             _log.error("%s failed: %s; remove its folder to try it again", folder, record["failed"])
         else:
             record |= found if self._instead else self._of_training(found, config, folder, record["data"])
-        return record | {"date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+        return record | {"date": host.today()}
 
     def _images(self, config: RunConfig) -> tuple[str, dict[str, Any]]:
         """The folder of a run's images, and facts about them."""

@@ -9,8 +9,8 @@ set alone. A budget is the FLOPs of the lanes in all training steps: products an
 the cost model counts them (`placement.cost.lane_cost`) for the image sizes that a recipe goes through. The decoder,
 whose share is shown beside it, and the optimizer are not counted. A run that has ended, also one that is in the
 committed results, is not repeated; one that was stopped goes on. Writes `residual_lanes_SCALE`, or for trials, which
-are given by themselves, `residual_trials_SCALE`, as JSON, Markdown and PNG to the workdir and, but for `smoke`, to
-`experiments/results/`.
+are given by themselves and have a workdir of their own, `residual_trials_SCALE`, as JSON, Markdown and PNG to the
+workdir and, but for `smoke`, to `experiments/results/`.
 """
 
 import functools
@@ -90,7 +90,7 @@ def run(request: Request, *, first_seed: int, rows: Sequence[str]) -> int:
     runs = [{"row": row, "seed": seed} for seed in range(first_seed, first_seed + request.repeats) for row in rows]
     make_config = functools.partial(configure_run, request.directories)
     kept = kept_results(name, request.scale.name)
-    series = Series(request, "residual_lanes", VERSION, make_config, True, measure, kept)
+    series = Series(request, name, VERSION, make_config, True, measure, kept)
     return carry_out(series, runs, text, functools.partial(report, name))
 
 

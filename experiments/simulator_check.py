@@ -244,7 +244,13 @@ def main(values: flags.FlagValues) -> None:
         measured, ratio = 1000 * found["measured_seconds"], found["predicted_seconds"] / found["measured_seconds"]
         print(f"{ratio:.2f}  {measured:4.0f} ms  {row}", flush=True)
         RESULTS.mkdir(exist_ok=True)
-        check = {**about, **host.environment(), **summarize(rows), "planned_over_fastest": planned_over_fastest(rows)}
+        check = {
+            **about,
+            "date": host.today(),
+            **host.environment(),
+            **summarize(rows),
+            "planned_over_fastest": planned_over_fastest(rows),
+        }
         save(path, [*checks, check | {"rows": rows}])
     yardstick.close()
     draw([row for check in checks for row in check["rows"]] + rows)

@@ -54,6 +54,7 @@ def main(values: flags.FlagValues) -> None:
         },
         "draws": values.draws,
         "seed": values.seed,
+        "date": host.today(),
         **host.environment(),
     }
     write_json(RESULTS / "tie_break.json", result)

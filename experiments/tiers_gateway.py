@@ -16,7 +16,6 @@ them). Nothing is measured where the relay's delays or rates are wrong, or other
 """
 
 import contextlib
-import datetime
 import itertools
 import json
 import statistics
@@ -96,7 +95,7 @@ def main(values: flags.FlagValues) -> None:
     path = folder / f"{values.name}{'' if values.scale == 'full' else f'_{values.scale}'}.json"
     config = stored_config(workdir, values.data_dir)
     trained, dataset = load_with_data(workdir, config)
-    session = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "relay": tiers_relay.checked()}
+    session = {"date": host.today(), "relay": tiers_relay.checked()}
     images, requests, timed = SCALES[values.scale]
     parts = chosen("parts", values.parts, PARTS) if values.parts else []
     sys.setswitchinterval(_SWITCH_SECONDS)

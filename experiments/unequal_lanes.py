@@ -11,8 +11,8 @@ Arms of a part:
 * `given`: the equal lanes that are the unit of cost;
 * `equal`: of all mixes of two or more equal lanes, each trained once, the best on validation images;
 * `random`: another random mix of unequal lanes for each seed;
-* `halving`, `tpe`: what these searches find with as much training as 24 models take. In `resnet`, `halving` first ranks
-  models after an epoch at 20 pixels, since images grow later; they are scored at full size.
+* `halving`, `tpe`: what these searches find with as many epochs of training as 24 models take. In `resnet`, `halving`
+  first ranks models after an epoch at 20 pixels, since images grow later; they are scored at full size.
 
 The models found are trained afresh, with seeds that no search has used, before they are compared; those of `random` are
 not selected at all. Test images are compared, which chose nothing; validation images did, so their accuracies, told

@@ -1,6 +1,7 @@
 """This machine's cores, memory, devices and versions, and where compiled programs are cached."""
 
 import ctypes
+import datetime
 import hashlib
 import importlib.metadata
 import os
@@ -130,6 +131,11 @@ def compute_in_turn() -> None:
     forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if jax.config.values["jax_num_cpu_devices"] <= 1 and not forced:
         jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+def today() -> str:
+    """The date (UTC), as in results."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def set_up_jax(least_seconds: float = 1.0) -> Path | None:

@@ -81,8 +81,18 @@ def public_code() -> str:
     if not has_run("public_code_full"):
         return "Not run yet."
     result = experiment("public_code_full")
-    rows = [[row["title"], accuracy_text(row["last"]), accuracy_text(row["best"])] for row in result["rows"]]
-    table = table_of("CIFAR-10, 20 epochs | test accuracy in % | in the best epoch by test images", rows)
+    rows = [
+        [
+            row["title"],
+            *(
+                f"{accuracy_text(row[way])}, {row[f'{way}_difference']:+.2f}" if row[way] else "not run"
+                for way in ("last", "best")
+            ),
+        ]
+        for row in result["rows"]
+    ]
+    header = "CIFAR-10, 20 epochs; with points over the thesis | test accuracy in % | in the best epoch by test images"
+    table = table_of(header, rows)
     return f"{table}\n\n{runs_line(result['runs'])}\n\n{commands_of(result['runs'])}"
 
 
@@ -278,7 +288,8 @@ def batch_size() -> str:
     speed = f"median, minimum and maximum of {rounds[0]} rounds" if rounds else "not measured yet"
     speeds = sorted({speed["command"] for speed in result["speeds"].values()})
     more = "\n".join(f"- speeds: `{command}`" for command in speeds)
+    picture = "![Accuracy and speed against batch size](../../experiments/results/batch_size_{}.png)"
     return (
-        f"{table_of(header, rows)}\n\n{runs_line(result['runs'])} "
-        f"Speed: {speed}.\n\n{commands_of(result['runs'])}\n{more}"
+        f"{table_of(header, rows)}\n\n{runs_line(result['runs'])} {result['scale']['num_epochs']} epochs. "
+        f"Speed: {speed}.\n\n{commands_of(result['runs'])}\n{more}\n\n{picture.format(result['scale']['name'])}"
     )

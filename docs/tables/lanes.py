@@ -32,11 +32,13 @@ def lanes_and_width() -> str:
         cells = [accuracy_text((points.get((figure, width, count)) or {}).get("accuracy")) for count in lanes]
         rows.append([f"{data_title(run['data'])}, {figure.split('_')[1]}", width, *cells])
     header = " | ".join(["test accuracy in %", "width", *(f"{count} lanes" for count in lanes)])
-    run = result["runs"][0]
-    return (
-        f"{table_of(header, rows)}\n\n{runs_line(result['runs'])} {run['data']['train_images']:,} training images, "
-        f"{result['scale']['num_epochs']} epochs, one seed.\n\n{commands_of(result['runs'])}"
-    )
+    images = {data_title(run["data"]): f"{run['data']['train_images']:,}" for run in result["runs"]}
+    told = ", ".join(f"{count} training images of {title}" for title, count in images.items())
+    about = f"{told}, {result['scale']['num_epochs']} epochs."
+    name = f"lanes_and_width_{result['scale']['name']}"
+    picture = f"![Accuracy and seconds per epoch against the number of lanes](../../experiments/results/{name}.png)"
+    under = f"{runs_line(result['runs'])} {about}\n\n{commands_of(result['runs'])}"
+    return f"{table_of(header, rows)}\n\n{under}\n\n{picture}"
 
 
 @place

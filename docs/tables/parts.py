@@ -67,6 +67,8 @@ def measured_on(record: Mapping[str, Any], *more: str) -> str:
     ]
     if rounds := record.get("rounds"):
         parts.append(f"medians of {rounds} rounds")
+    if date := record.get("date"):
+        more = (*more, date)
     return f"*{', '.join([*parts, *more])}.*"
 
 
@@ -104,7 +106,7 @@ def commands_of(runs: Iterable[Mapping[str, Any]]) -> str:
 def runs_line(runs: Sequence[Mapping[str, Any]], what: str = "run") -> str:
     dates = sorted({run["date"] for run in runs})
     return measured_on(
-        runs[0],
+        {**runs[0], "date": ""},
         f"{len(runs)} {what}s, {dates[0]} to {dates[-1]}" if len(dates) > 1 else f"{len(runs)} {what}s, {dates[0]}",
     )
 

@@ -136,4 +136,18 @@ def unequal_lanes_table(result: Mapping[str, Any]) -> str:
         "lanes of kind | arm | lanes | runs | test accuracy in % | validation accuracy | "
         "over the best equal lanes, 95 % | 0.5 points visible"
     )
-    return f"{table_of(header, rows)}\n\n{runs_line(result['runs'])}\n\n{commands_of(result['runs'])}"
+    tables = f"{table_of(header, rows)}\n\n{_compared_arms(result)}"
+    return f"{tables}\n\n{runs_line(result['runs'])}\n\n{commands_of(result['runs'])}"
+
+
+def _compared_arms(result: Mapping[str, Any]) -> str:
+    """Unequal lanes as such, and what searching adds to random mixes."""
+    from experiments.unequal_lanes import differences
+
+    rows = [
+        [part, arm, other, f"{between['mean']:+.2f} ({between['low']:+.2f} to {between['high']:+.2f})"]
+        for part, arms in result["parts"].items()
+        for arm, other, between in differences(arms)
+        if other != "equal"
+    ]
+    return table_of("lanes of kind | arm | over | points of test accuracy, 95 %", rows)

@@ -146,7 +146,7 @@ def _tiny_seconds(device: jax.Device) -> float:
     with jax.default_device(device):
         rows, kernel = jnp.ones((64, 512)), jnp.ones((512, 512))
         product = jax.jit(lambda rows, kernel: rows @ kernel).lower(rows, kernel).compile()
-    return _mean_seconds(lambda: product(rows, kernel), _TINY_SECONDS)
+    return mean_seconds(lambda: product(rows, kernel), _TINY_SECONDS)
 
 
 def _lanes_to_time(spec: ModelSpec, batch_size: int) -> list[lanes.LaneSpec]:
@@ -172,11 +172,14 @@ def _seconds(lane: lanes.LaneSpec, spec: ModelSpec, batch_size: int, device: jax
         options = conv.compiler_options(device.platform)
         compiled = jax.jit(step, compiler_options=options).lower(state, images, columns).compile()
         given = jax.device_put((state, images, columns), device)
-    return _mean_seconds(lambda: compiled(*given), _LANE_SECONDS)
+    return mean_seconds(lambda: compiled(*given), _LANE_SECONDS)
 
 
-def _mean_seconds(call: Any, at_least: float) -> float:
-    """The mean, not the minimum: a device shared with other jobs will be just as slow during the run."""
+def mean_seconds(call: Any, at_least: float) -> float:
+    """Seconds of a call: the mean of calls that take `at_least` so many seconds together, after one that is not timed.
+
+    The mean, not the minimum: a device shared with other jobs will be just as slow during the run.
+    """
     jax.block_until_ready(call())
     count, started = 0, time.perf_counter()
     while not count or time.perf_counter() - started < at_least:
