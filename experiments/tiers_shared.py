@@ -122,12 +122,14 @@ def margins(
 ) -> list[float | None]:
     """For each tier but the last, the margin from which on its answer is final, chosen on validation images."""
     right = np.argmax(answer(way, parts), axis=1) == labels
-    found = []
+    found, reach, passed = [], np.ones(len(labels), bool), len(parts) - 1
     for heard in range(1, len(parts)):
         sums = answer(way, parts[:heard])
-        lost = right.astype(int) - (np.argmax(sums, axis=1) == labels)
+        lost = (right.astype(int) - (np.argmax(sums, axis=1) == labels)) * reach
         margin = policies.margins(sums, weight(way, weights[:heard]))
-        found.append(policies.threshold(margin, lost, tolerance / (len(parts) - 1)).margin)
+        least = policies.threshold(margin, lost, tolerance / passed, passed).margin
+        found.append(least)
+        reach &= margin < (np.inf if least is None else least)
     return found
 
 

@@ -14,6 +14,7 @@ Takes no configuration: mlcn_jax train --help lists the fields of one.
 
 import argparse
 import asyncio
+import logging
 import os
 import ssl
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from mlcn_jax.tiers import wire
 _WITH_KEYS = ("cryptography",)
 _OF_GATEWAY = ("httpx",)
 _LOOK_SECONDS = 2.0
+_log = logging.getLogger("mlcn_jax")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,15 +67,15 @@ def _parser() -> argparse.ArgumentParser:
     gateway.add_argument("--noise", default=0.0, type=float, help="noise added to these values, relative to their std")
     gateway.add_argument("--may_stop", action="store_true", help="allows the page to stop tiers")
     gateway.add_argument("--node_keys", default=None, help="public keys (PEM), one of which must sign a node's answer")
-    gateway.add_argument("--ca", default="", help="CA certificates (PEM) that signed the nodes' certificates")
-    gateway.add_argument("--cert", default="", help="certificate (PEM) to present to the nodes, with --cert_key")
-    gateway.add_argument("--cert_key", default="", help="private key (PEM) of --cert")
+    gateway.add_argument("--ca", default=None, help="CA certificates (PEM) that signed the nodes' certificates")
+    gateway.add_argument("--cert", default=None, help="certificate (PEM) to present to the nodes, with --cert_key")
+    gateway.add_argument("--cert_key", default=None, help="private key (PEM) of --cert")
     for each in (node, gateway):
         each.add_argument("--trust", default=None, help="public keys (PEM), one of which must have signed the artifact")
         each.add_argument(
-            "--tls_cert", default="", help="certificate (PEM) of this server, which then accepts only https"
+            "--tls_cert", default=None, help="certificate (PEM) of this server, which then accepts only https"
         )
-        each.add_argument("--tls_key", default="", help="private key (PEM) of --tls_cert")
+        each.add_argument("--tls_key", default=None, help="private key (PEM) of --tls_cert")
         each.add_argument("--tls_clients", default=None, help="CA certificates (PEM) that sign client certificates")
         server.add_limits(each)
     parser.epilog = "\n\n".join([rest.strip(), *(each.format_help().strip() for each in (split, node, gateway))])
@@ -92,7 +94,7 @@ def _split(arguments: argparse.Namespace) -> None:
 
     workdir = pretrained.find_workdir(arguments.workdir)
     pretrained.check_writable(workdir, "tiers split")
-    (key,) = _paths("key", arguments.key) or (None,)
+    key = _path("key", arguments.key)
     precision = Path(arguments.precision).expanduser() if arguments.precision else None
     folder = split.split(
         workdir, Path(arguments.tiers), arguments.cut, key, arguments.data_dir, arguments.out, precision
@@ -101,16 +103,16 @@ def _split(arguments: argparse.Namespace) -> None:
 
 
 def _node(arguments: argparse.Namespace) -> None:
-    keys, trust = _paths("key", arguments.key), _paths("trust", arguments.trust)
-    limits, listener, tls = _listen(arguments, _WITH_KEYS if keys or trust else ())
+    key, trust = _path("key", arguments.key), _paths("trust", arguments.trust)
+    limits, listener, tls = _listen(arguments, _WITH_KEYS if key or trust else ())
     from mlcn_jax.tiers.artifact import TierArtifact
     from mlcn_jax.tiers.node import KEEP_ALIVE_SECONDS, NodeService
 
     sign = None
-    if keys:
+    if key:
         from mlcn_jax.tiers import signatures
 
-        sign = signatures.private_key(keys[0]).sign
+        sign = signatures.private_key(key).sign
     service = NodeService(TierArtifact(arguments.artifact, trust), limits, sign)
     service.warm_up()
     name, url = service.artifact.name, server.url_of(listener, bool(tls))
@@ -146,12 +148,20 @@ def _gateway(arguments: argparse.Namespace) -> None:
 
     context = _client_tls(arguments)
     urls = _urls(arguments.nodes, policy.names[1:])
+    plain = [url for each in urls.values() for url in each if not url.startswith("https:")]
+    if plain and (arguments.ca or arguments.cert):
+        raise InputError(
+            f"--nodes has {plain[0]}, to which pictures would go unencrypted, and --ca or --cert is given: give https "
+            "URLs, or leave both out"
+        )
     clients = {name: TierClient(name, policy, urls[name], context, is_signed) for name in urls}
     asyncio.run(check_nodes(policy, urls, context, _LOOK_SECONDS))
     service = GatewayService(
         artifact, clients, limits, arguments.deadline_ms, arguments.bits, arguments.noise, arguments.may_stop
     )
     service.warm_up()
+    if arguments.noise or arguments.bits != wire.BITS[-1]:
+        _log.warning("noise and fewer bits change answers: thresholds and `tolerance` were chosen without them")
     url = server.url_of(listener, bool(tls))
     server.serve(service, listener, f"gateway at {url}/refine, and a page at {url}/", **tls)
 
@@ -160,7 +170,8 @@ def _listen(arguments: argparse.Namespace, packages: Sequence[str]) -> tuple[Any
     """The limits, a bound socket, and uvicorn's settings of TLS."""
     server.check_packages(packages, "tiers,serve")
     limits, tls = server.limits_of(arguments), {}
-    _paths("tls_clients", arguments.tls_clients)
+    for option in ("tls_cert", "tls_key", "tls_clients"):
+        _path(option, getattr(arguments, option))
     if not arguments.tls_cert and (arguments.tls_key or arguments.tls_clients):
         raise InputError("--tls_key and --tls_clients need --tls_cert, the certificate of this server: give it as well")
     if arguments.tls_cert:
@@ -178,6 +189,8 @@ def _listen(arguments: argparse.Namespace, packages: Sequence[str]) -> tuple[Any
 
 
 def _client_tls(arguments: argparse.Namespace) -> ssl.SSLContext:
+    for option in ("ca", "cert", "cert_key"):
+        _path(option, getattr(arguments, option))
     if arguments.cert_key and not arguments.cert:
         raise InputError("--cert_key is the key of a certificate: give --cert as well")
     try:
@@ -220,3 +233,10 @@ def _paths(option: str, text: str | None) -> list[Path]:
     if not all(names):
         raise InputError(f"--{option}={text} has an empty file name: give files, or leave the option out")
     return [Path(name) for name in names]
+
+
+def _path(option: str, text: str | None) -> Path | None:
+    """The file of an option that takes one; an empty name is refused as in `_paths`."""
+    if text is not None and not text:
+        _paths(option, text)
+    return None if text is None else Path(text)

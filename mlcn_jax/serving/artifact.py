@@ -286,6 +286,8 @@ def verified_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text())
         version, files = manifest["format"], manifest["files"]
         whole = signed(manifest)["sha256"] == manifest["sha256"]
+        named = {MODEL, WEIGHTS, *(f["file"] for f in manifest["functions"]), *manifest.get("onnx", ())}
+        known = {str(name): (int(about["bytes"]), str(about["sha256"])) for name, about in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{damaged} ({MANIFEST} cannot be read: {error!r}): {remedy}") from error
     if isinstance(version, int) and version > MIXED_FORMAT:
@@ -295,14 +297,13 @@ def verified_manifest(folder: Path) -> dict[str, Any]:
         )
     if not whole or version not in (FORMAT, MIXED_FORMAT):
         raise InputError(f"{damaged} ({MANIFEST} was altered): {remedy}")
-    unknown = {MODEL, WEIGHTS, *(f["file"] for f in manifest["functions"]), *manifest.get("onnx", ())} - set(files)
-    if unknown:
+    if unknown := named - set(known):
         raise InputError(f"{damaged} ({MANIFEST} does not list {', '.join(sorted(unknown))}): {remedy}")
-    for name, known in files.items():
+    for name, (size, digest) in known.items():
         file = folder / name
         if Path(name).name != name or not file.is_file():
             raise InputError(f"{damaged} ({name} is missing): {remedy}")
-        if file.stat().st_size != known["bytes"] or host.sha256_of(file) != known["sha256"]:
+        if file.stat().st_size != size or host.sha256_of(file) != digest:
             raise InputError(f"{damaged} ({name} was altered or truncated): {remedy}")
     return manifest
 

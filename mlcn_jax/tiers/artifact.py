@@ -85,6 +85,15 @@ class TierArtifact:
                 "other lanes to that tier: split the model again"
             )
 
+        sends = self.policy.names[1:] if self.name == self.policy.names[0] and self.policy.cut != "pixels" else ()
+        if set(homes) != set(sends):
+            raise InputError(
+                f"{folder} has what is computed for {', '.join(homes) or 'no tier'} before anything is sent, but its "
+                f"policy needs it for {', '.join(sends) or 'none'}: split the model again"
+            )
+        if not manifest.get("onnx") and not any(function.file.rsplit("-", 2)[0] == PART for function in functions):
+            raise InputError(f"{folder} has no program of its lanes: split the model again")
+
         def load(stem: str, row: jax.ShapeDtypeStruct) -> Functions:
             own = {name.partition(":")[2]: a for name, a in weights.items() if name.partition(":")[0] == stem}
             chosen = [function for function in functions if function.file.rsplit("-", 2)[0] == stem]
@@ -109,8 +118,7 @@ class TierArtifact:
 
     def home(self, tier: str, images: np.ndarray) -> np.ndarray:
         """What another tier receives for images, uint8 [n, height, width, channels], n > 0: the values at the cut."""
-        functions = self._home.get(tier)
-        return images if functions is None else apply_in_batches(functions, images)
+        return images if self.policy.cut == "pixels" else apply_in_batches(self._home[tier], images)
 
     def warm_up(self, most: int) -> dict[str, dict[int, float]]:
         """Compiles what is computed at home for the other tiers, for up to `most` images.

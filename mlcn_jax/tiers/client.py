@@ -8,7 +8,7 @@ import logging
 import math
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -169,6 +169,7 @@ class TierClient:
     Attributes:
       stopped: whether it must not be asked; the gateway's page can set this.
       traffic: bytes, answers and failures so far.
+      most_waiting: images that may wait for it at a time, whose values at the cut are held.
     """
 
     def __init__(
@@ -183,6 +184,7 @@ class TierClient:
         self.nodes = [Node(url, tls) for url in urls]
         self._digest, self._classes = policy.digest, len(policy.class_names)
         self._weight, self._is_signed = policy.tier(name).weight, is_signed
+        self.most_waiting, self._waiting = math.inf, 0
         self._asked = 0.0
         self._home: dict[int, Times] = {}
         self._requests = 0  # that its nodes were sent
@@ -221,6 +223,21 @@ class TierClient:
         """Seconds after which an answer is late, so that another tier should be asked as well."""
         own = [node.times(count).late for node in self.nodes if not node.breaker.is_open]
         return self.home(count).most + min(own, default=0.0)
+
+    @contextlib.contextmanager
+    def room(self, count: int) -> Iterator[None]:
+        """Makes room for what `count` images send, until it has been answered.
+
+        Raises:
+          TierLost: too many images wait already.
+        """
+        if self._waiting and self._waiting + count > self.most_waiting:
+            raise self._lost("full", f"{self._waiting} images wait for it already")
+        self._waiting += count
+        try:
+            yield
+        finally:
+            self._waiting -= count
 
     async def ask(self, rows: np.ndarray, bits: int, deadline: float) -> np.ndarray:
         """What the tier's lanes add for each row, [n, classes]; if a node fails, another one is asked.
@@ -273,12 +290,10 @@ class TierClient:
 
     async def _ask(self, node: Node, rows: np.ndarray, bits: int, deadline: float, probe: object | None) -> np.ndarray:
         times, started = node.times(len(rows)), time.monotonic()
-        if not np.isfinite(rows).all():  # which no node accepts, and none is to blame for
-            raise self._lost("refused", "the values at the cut are not all finite")
         if rows.nbytes > _QUICK_BYTES:
-            body = await asyncio.to_thread(wire.pack_request, self._digest, rows, bits)
+            body, asked = await asyncio.to_thread(self._pack, rows, bits)
         else:
-            body = wire.pack_request(self._digest, rows, bits)
+            body, asked = self._pack(rows, bits)
         sent = time.monotonic()  # nearly: a node is not to blame for what packing took
         left = deadline - sent
         patience = times.timeout
@@ -292,7 +307,6 @@ class TierClient:
             self.traffic.received += len(content)
             if status != 200:
                 raise wire.Refused(f"status {status}: {content[:300].decode(errors='replace')}")
-            asked = wire.digest_of(body)
             sums = wire.unpack_answer(content, self._digest, self.name, asked, shape, self._weight, self._is_signed)
         except TimeoutError as error:
             if patience <= left:
@@ -319,6 +333,13 @@ class TierClient:
         node.breaker.worked()
         self.traffic.answers += 1
         return sums
+
+    def _pack(self, rows: np.ndarray, bits: int) -> tuple[bytes, str]:
+        """The body of a request, and its digest."""
+        if not np.isfinite(rows).all():  # which no node accepts, and none is to blame for
+            raise self._lost("refused", "the values at the cut are not all finite")
+        body = wire.pack_request(self._digest, rows, bits)
+        return body, wire.digest_of(body)
 
     async def _post(self, node: Node, body: bytes, count: int) -> tuple[int, bytes]:
         self.traffic.sent += len(body)

@@ -104,7 +104,8 @@ class Part:
         return self._squares(jnp.stack(outputs, axis=-1))  # type: ignore[arg-type]
 
     def _squares(self, outputs: Float[Array, "batch classes lanes"]) -> Float[Array, "batch classes"]:
-        squares = jnp.square(join_lanes(self.spec, outputs).astype(jnp.float32))
+        columns = jnp.clip(join_lanes(self.spec, outputs).astype(jnp.float32), -1, 1)  # beyond that is noise
+        squares = jnp.square(columns)
         return jnp.sum(squares * jnp.asarray(self.lane_weights, jnp.float32)[None, None], axis=-1)
 
     def _outputs_of_pixels(self, weights: Weights, pixels: Array) -> Array:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import re
+import threading
 import time
 import urllib.parse
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
@@ -69,6 +70,8 @@ class GatewayService(Service):
         self.artifact, self.policy = artifact, artifact.policy
         names = self.policy.names[1:]
         self.clients = {name: clients.get(name) or TierClient(name, self.policy, []) for name in names}
+        for client in self.clients.values():
+            client.most_waiting = limits.max_queue
         if self.policy.cut == "pixels" and (noise or bits != 32):
             raise InputError(
                 f"--noise={noise:g} and --bits={bits} change the values of a cut, but this split sends exact pixels: "
@@ -76,6 +79,7 @@ class GatewayService(Service):
             )
         self.deadline_ms, self.own_ms, self.least_ms = deadline_ms, 0.0, 0.0
         self._bits, self._noise, self._may_stop = bits, noise, may_stop
+        self._drawing = threading.Lock()
         self._rng = np.random.default_rng()  # secret: noise from a known seed could be subtracted again
         self._answers = self.metrics.counter("tier_answers", "Images by the tiers that answered", ["heard"])
 
@@ -120,6 +124,7 @@ class GatewayService(Service):
             asked = await self.read(scope, receive)
         except ClientDisconnect:
             return
+        self._check_deadline(1e3 * deadline, len(asked.good))
         found: list[dict[str, Any]] = [{"error": p} if isinstance(p, str) else {} for p in asked.pixels]
         if asked.good:
             answer = None
@@ -188,9 +193,15 @@ class GatewayService(Service):
     async def _home(self, tier: str, images: np.ndarray) -> np.ndarray:
         if self.policy.cut == "pixels":
             return images
-        rows = await asyncio.get_running_loop().run_in_executor(self._readers, self.artifact.home, tier, images)
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._leaving, tier, images)
+
+    def _leaving(self, tier: str, images: np.ndarray) -> np.ndarray:
+        """The values at the cut, with noise; called in threads."""
+        rows = self.artifact.home(tier, images)
         if self._noise:
-            rows = rows + self._noise * rows.std() * self._rng.standard_normal(rows.shape, np.float32)
+            with self._drawing:
+                noise = self._rng.standard_normal(rows.shape, np.float32)
+            rows = rows + self._noise * rows.std() * noise
         return rows
 
     def _heard(self, answer: Answer, image: int, started: float, final: bool | None = None) -> dict[str, Any]:
@@ -221,14 +232,24 @@ class GatewayService(Service):
                     400, f"deadline_ms is {text[:20]!r}: give milliseconds, or 0 to wait for a final answer"
                 )
             milliseconds = float(text)
-        if 0 < milliseconds < self.least_ms:
-            raise HTTPException(400, self._too_short(milliseconds))
+        if milliseconds:
+            self._check_deadline(milliseconds)
         return milliseconds / 1e3 or float("inf")
 
-    def _too_short(self, milliseconds: float) -> str:
+    def _check_deadline(self, milliseconds: float, count: int = 1) -> None:
+        """Refuses a deadline before which this device's own lanes cannot answer for so many images."""
+        if milliseconds < self._least_ms(count):
+            raise HTTPException(400, self._too_short(milliseconds, count))
+
+    def _least_ms(self, count: int) -> float:
+        of_all = 1e3 * (self.batcher.seconds_for(count) + _RESERVE_SECONDS) if count > 1 else 0.0
+        return max(self.least_ms, of_all)
+
+    def _too_short(self, milliseconds: float, count: int = 1) -> str:
+        of_images = f" for {count} images" if count > 1 else ""
         return (
-            f"a deadline of {milliseconds:g} ms is shorter than this device's own lanes take, {self.least_ms:.1f} ms "
-            "(95th percentile): give a longer deadline, or fewer lanes to this tier"
+            f"a deadline of {milliseconds:g} ms is shorter than this device's own lanes take{of_images}, "
+            f"{self._least_ms(count):.1f} ms: give a longer deadline, or fewer lanes to this tier"
         )
 
     def about(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ margin reaches the threshold for the tiers that have answered, or if all have. N
 import hashlib
 import itertools
 import json
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from mlcn_jax.files import read_json
 FORMAT = 1
 FILE = "policy.json"
 MAX_TIERS = 6  # each subset of them has a threshold
-_Z95 = 1.6449  # for a one-sided 95 % bound
 
 
 class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -193,7 +193,8 @@ def thresholds(
     """The threshold of each subset of tiers except the whole set, from validation images.
 
     Each threshold may lose `tolerance` divided by the number of tiers minus one, because a request passes at most that
-    many thresholds.
+    many thresholds, and all bounds of such a sequence hold together. What a threshold loses is counted for every image
+    that may reach it, and what it gains only for those that reach it whichever tiers answer first.
 
     Args:
       names: names of the tiers, in order.
@@ -203,30 +204,41 @@ def thresholds(
       tolerance: accuracy that may be lost, as a fraction.
     """
     whole = np.argmax(sum(parts[name] for name in names), axis=1) == labels
-    found = {}
-    for heard in subsets(names):
+    found, passed = {}, len(names) - 1
+    settled: dict[tuple[str, ...], np.ndarray] = {}
+    for heard in subsets(names):  # smaller ones first
         sums = np.sum([parts[name] for name in heard], axis=0)
-        right = np.argmax(sums, axis=1) == labels
         margin = margins(sums, sum(weights[name] for name in heard))
-        found[key(names, heard)] = threshold(margin, whole.astype(int) - right, tolerance / (len(names) - 1))
+        lost = whole.astype(int) - (np.argmax(sums, axis=1) == labels)
+        before = [mask for fewer, mask in settled.items() if set(fewer) < set(heard)]
+        first = settled.get((names[0],)) if before and names[0] in heard else None  # which has always answered
+        can_reach = np.ones(len(labels), bool) if first is None else ~first
+        must_reach = ~np.any([np.zeros(len(labels), bool), *before], axis=0)
+        lost = np.where(lost > 0, lost * can_reach, lost * must_reach)
+        own = found[key(names, heard)] = threshold(margin, lost, tolerance / passed, passed)
+        settled[heard] = np.zeros(len(labels), bool) if own.margin is None else margin >= own.margin
     return found
 
 
-def upper_bound(mean: Any, variance: Any, count: int) -> Any:
+def upper_bound(mean: Any, variance: Any, count: int, bounds: int = 1) -> Any:
     """Upper end of the one-sided 95 % confidence interval of the mean of `count` paired differences: 1, 0 or -1 each.
 
     It also holds for few differences: without any it is 2.7 / count, not 0 as in the normal approximation.
 
     Args:
       mean, variance: of the differences; numbers, or arrays of them.
+      bounds: that are to hold together in 95 of 100 cases.
 
-    Source: Wilson 1927.
+    Source: Wilson 1927; Bonferroni 1936 for several bounds.
     """
-    half = _Z95**2 / (2 * count)
-    return mean + half + np.sqrt(_Z95**2 * variance / count + half**2)
+    z = statistics.NormalDist().inv_cdf(1 - 0.05 / bounds)
+    half = z**2 / (2 * count)
+    return mean + half + np.sqrt(z**2 * variance / count + half**2)
 
 
-def threshold(margin: Float[np.ndarray, " n"], lost: Int[np.ndarray, " n"], tolerance: float) -> Threshold:
+def threshold(
+    margin: Float[np.ndarray, " n"], lost: Int[np.ndarray, " n"], tolerance: float, bounds: int = 1
+) -> Threshold:
     """The smallest margin at which the upper 95 % bound of the accuracy lost stays within `tolerance`.
 
     Margins are tried from the largest down to the first whose bound is above, so trying many of them does not widen the
@@ -236,6 +248,7 @@ def threshold(margin: Float[np.ndarray, " n"], lost: Int[np.ndarray, " n"], tole
       margin: margin of each answer.
       lost: 1 if only the whole model is right, -1 if only these tiers are, otherwise 0.
       tolerance: accuracy that may be lost, as a fraction.
+      bounds: as for `upper_bound`.
 
     Source: Maurer et al. 1995 for tests in an order that is fixed beforehand.
     """
@@ -243,7 +256,7 @@ def threshold(margin: Float[np.ndarray, " n"], lost: Int[np.ndarray, " n"], tole
     count = len(margin)
     mean = np.cumsum(lost[order]) / count
     variance = np.maximum(np.cumsum(np.square(lost[order])) / count - mean**2, 0)
-    bound = upper_bound(mean, variance, count)
+    bound = upper_bound(mean, variance, count, bounds)
     ends = np.flatnonzero(np.append(margin[order][1:], -1) < margin[order])  # the last of those with equal margins
     over = np.flatnonzero(bound[ends] > tolerance)
     ends = ends[: over[0]] if over.size else ends

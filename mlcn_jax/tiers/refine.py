@@ -149,7 +149,8 @@ def _read(task: asyncio.Task) -> None:
 
 
 async def _ask(client: TierClient, images: np.ndarray, home: Home, bits: int, deadline: float) -> np.ndarray:
-    started = time.monotonic()
-    rows = await home(client.name, images)
-    client.home(len(images)).took(time.monotonic() - started)
-    return await client.ask(rows, bits, deadline)
+    with client.room(len(images)):
+        started = time.monotonic()
+        rows = await home(client.name, images)
+        client.home(len(images)).took(time.monotonic() - started)
+        return await client.ask(rows, bits, deadline)

@@ -356,3 +356,14 @@ def test_a_compressed_answer_is_not_expanded():
             await ask(tier_of(handler), 5)
 
     asyncio.run(check())
+
+
+def test_only_so_many_images_wait_for_a_tier():
+    client = tier_of(None)
+    client.most_waiting = 4
+    alone_it_may_be_larger = client.room(6)
+    with alone_it_may_be_larger, pytest.raises(TierLost, match="6 images wait for it already"), client.room(1):
+        pass
+    with client.room(3), client.room(1):
+        pass
+    assert client.traffic.failures == {"full": 1}

@@ -47,6 +47,13 @@ def test_home_and_tier_together_give_the_whole_models_lengths(lanes):
         np.testing.assert_allclose(np.sqrt(part.after(tier, rows)), whole, atol=1e-5)
 
 
+def test_noise_does_not_lengthen_a_column_beyond_1():
+    spec, _ = made("mlcn1:w1,mlcn2:w1d2", np.zeros((1, 20, 20, 1), np.uint8))
+    part = Part(spec, spec.lane_weights, "columns")
+    squares = np.asarray(part.after({}, np.full((1, *part.row.shape), -1.3, np.float32)))
+    np.testing.assert_allclose(squares, sum(spec.lane_weights))
+
+
 def test_a_cut_that_a_lane_does_not_have_is_named():
     spec = ModelSpec("mlcn", (20, 20, 1), 10, lanes="mlcn1:w1,resnet:w1d1")
     with pytest.raises(InputError, match=r"--cut=conv1: lanes .* can be cut at pixels, columns"):

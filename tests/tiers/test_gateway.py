@@ -173,6 +173,22 @@ def test_a_default_deadline_is_any_number(tiers):
     assert gateway._deadline({"query_string": b"deadline_ms=0"}) == float("inf")
 
 
+def test_a_deadline_before_which_several_images_cannot_be_computed_is_refused(thorough, images):
+    async def check():
+        async with started(thorough) as (client, gateway, _):
+            gateway.least_ms = 5.0
+            gateway.batcher._seconds = {1: 0.05, 2: 0.1}
+            several = {"images": [base64.b64encode(png(pixels)).decode() for pixels in images[:4]]}
+            answer = await client.post("/predict?deadline_ms=150", json=several)
+            assert answer.status_code == 400
+            assert (
+                "150 ms is shorter than this device's own lanes take for 4 images, 205.0 ms" in answer.json()["error"]
+            )
+            assert (await client.post("/predict?deadline_ms=5000", json=several)).status_code == 200
+
+    asyncio.run(check())
+
+
 def test_a_tier_without_a_node_is_lost_and_does_not_hold_the_others_up(thorough, images):
     async def check():
         async with started(thorough) as (client, gateway, _):

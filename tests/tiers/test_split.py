@@ -109,6 +109,32 @@ def test_lanes_that_are_not_the_policys_and_other_exports_are_refused(tiers_fold
         TierArtifact(exported / "export")
 
 
+def resigned(folder, changes):
+    """Changes the manifest of an artifact as if it had been written so."""
+    manifest = read_json(folder / "manifest.json") | changes
+    model = {"bytes": (folder / "model.json").stat().st_size, "sha256": host.sha256_of(folder / "model.json")}
+    manifest["files"] = {**manifest["files"], "model.json": model} if "files" not in changes else changes["files"]
+    write_json(folder / "manifest.json", artifacts.signed(manifest))
+
+
+def test_what_a_manifest_lacks_is_damage_and_programs_that_are_not_there_are_named(tiers_folder, tmp_path):
+    files = read_json(tiers_folder / "edge" / "manifest.json")["files"]
+    for i, changes in enumerate(({"functions": None}, {"files": {name: {"bytes": 1} for name in files}})):
+        copy = shutil.copytree(tiers_folder / "edge", tmp_path / str(i))
+        resigned(copy, changes)
+        with pytest.raises(InputError, match=r"is damaged \(manifest.json cannot be read"):
+            TierArtifact(copy)
+    copy = shutil.copytree(tiers_folder / "edge", tmp_path / "no_part")
+    resigned(copy, {"functions": []})
+    with pytest.raises(InputError, match="has no program of its lanes"):
+        TierArtifact(copy)
+    copy = shutil.copytree(tiers_folder / "end", tmp_path / "home")
+    write_json(copy / "model.json", read_json(copy / "model.json") | {"home": ["cloud"]})
+    resigned(copy, {})
+    with pytest.raises(InputError, match="has what is computed for cloud before anything is sent, but its policy"):
+        TierArtifact(copy)
+
+
 def test_only_what_a_trusted_key_signed_is_taken(tiers_folder, tmp_path):
     (private, public), (_, other) = key_files(tmp_path, "mine"), key_files(tmp_path, "other")
     copy = shutil.copytree(tiers_folder / "edge", tmp_path / "edge")
