@@ -84,10 +84,24 @@ def make_optimizer(
         optimizer = optax.partition(parts, lambda params: jax.tree_util.tree_map_with_path(_part, params))
     if lookahead:
         optimizer = _lookahead(optimizer, lambda step: lookahead * (step / num_steps) ** 3)
-    return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer) if clip_norm else optimizer
+    return optax.chain(_clip_by_global_norm(clip_norm), optimizer) if clip_norm else optimizer
 
 
 _OTHER_RATE = 1e-3
+
+
+def _clip_by_global_norm(most: float) -> optax.GradientTransformationExtraArgs:
+    """As `optax.clip_by_global_norm`, but `update` may be given the `norm`.
+
+    Of gradients that are sharded over devices, optax's own norm would take a sum over them for each array.
+    """
+
+    def update(updates: optax.Updates, state: optax.OptState, params: Any = None, *, norm: Any = None, **more: Any):
+        del params, more
+        norm = optax.tree.norm(updates) if norm is None else norm
+        return jax.tree.map(lambda x: jnp.where(norm < most, x, x / norm.astype(x.dtype) * most), updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
 def at_step(state: optax.OptState, step: int) -> optax.OptState:

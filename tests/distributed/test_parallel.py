@@ -14,6 +14,7 @@ from mlcn_jax.distributed import traffic
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training import loop
+from mlcn_jax.training.optimizer import make_optimizer
 from mlcn_jax.training.step import TrainState, compile_step, make_loss, make_train_step
 from mlcn_jax.training.trained import load_trained
 
@@ -124,6 +125,12 @@ def test_what_crosses_is_what_the_formula_says_in_few_messages(rng, data, lane, 
     assert traffic.exchanged_messages(spec, data, lane) == traffic.collective_messages(text)
 
 
+def test_clipping_over_a_mesh_sends_nothing_more(rng):
+    """It takes the norm that has been summed for the metrics."""
+    text = compiled_step(rng, LANES, 2, 2, clip_norm=1.0)
+    assert traffic.collective_messages(text) == traffic.exchanged_messages(LANES, 2, 2)
+
+
 @pytest.mark.parametrize(("ensemble_weight", "scatters"), [(0.0, 0), (0.5, 1)])
 def test_columns_of_lanes_that_classify_alone_get_a_gradient_only_from_the_ensemble(rng, ensemble_weight, scatters):
     own = {"norm_group": 4, "ensemble_weight": ensemble_weight, "decoder": (15,)}  # no layer can be divided
@@ -151,9 +158,9 @@ def test_half_the_bytes_cross_in_bfloat16(rng):
     assert (found["all-reduce"], found["reduce-scatter"]) == (scalars, 0)
 
 
-def compiled_step(rng, spec, data, lane, dtype="float32"):
+def compiled_step(rng, spec, data, lane, dtype="float32", clip_norm=0.0):
     mesh = mesh_lib.make_mesh(data, lane)
-    optimizer = optax.adam(1e-3)
+    optimizer = make_optimizer("adam", learning_rate=1e-3, num_steps=10, steps_per_epoch=10, clip_norm=clip_norm)
     params = made_params(spec)
     whole = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
     state, batch = mesh_lib.place_state(mesh, whole), mesh_lib.place_batch(mesh, make_batch(rng, spec))
