@@ -3,7 +3,7 @@
 # Installs what it needs. Environments that are there can be given: PYTHON with this project's requirements (CUDA), and
 # PEERS_PYTHON with PyTorch (CUDA); they may be the same.
 # DTYPES, NETWORKS and PARTS, where set, shorten it: DTYPES=bfloat16 NETWORKS=mlcn1_4x4_28x28x1,resnet PARTS="compare recipes"
-# The parts are: compare, with PyTorch; algorithms, of convolutions; recipes, which train.
+# The parts are: compare, with PyTorch; algorithms, of convolutions; memory, of `model.remat`; recipes, which train.
 # CIFAR_DIR and FASHION_DIR are folders with the data sets, downloaded where not set. RUNS keeps the trainings, which go on
 # where they stopped; their JSON goes to experiments/results, that of speeds to FOLDER, or to benchmarks/results/gpu.
 # A measurement that fails does not stop the others: they are named at the end, and the exit code is then 1.
@@ -21,9 +21,9 @@ failed=()
 measure() { "$python" -m "$@" || failed+=("$*"); }
 networks="$("$python" -c 'import sys; from benchmarks import networks
 print(*(network.name for network in networks.chosen(sys.argv[1].split(","))))' "${NETWORKS:-all}")"
-parts=" ${PARTS:-compare algorithms recipes} "
+parts=" ${PARTS:-compare algorithms memory recipes} "
 for part in $parts; do
-  [[ " compare algorithms recipes " == *" $part "* ]] || { echo "error: PARTS has $part" >&2; exit 2; }
+  [[ " compare algorithms memory recipes " == *" $part "* ]] || { echo "error: PARTS has $part" >&2; exit 2; }
 done
 for dtype in ${DTYPES:-float32 bfloat16}; do
   for network in $networks; do
@@ -35,6 +35,7 @@ for dtype in ${DTYPES:-float32 bfloat16}; do
   [[ $parts != *" algorithms "* ]] ||
     measure benchmarks.conv_algorithms --dtype="$dtype" --out="$out/conv_algorithms_$dtype.json"
 done
+[[ $parts != *" memory "* ]] || measure benchmarks.remat --output="$out/remat.json"
 if [[ $parts == *" recipes "* ]]; then
   unset JAX_DEFAULT_MATMUL_PRECISION
   runs="${RUNS:-runs/residual_lanes_gpu}" images=(--cifar_dir="${CIFAR_DIR:-}" --fashion_dir="${FASHION_DIR:-}")

@@ -21,7 +21,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments import RESULTS, kept_rows, workers
+from experiments import RESULTS, kept_rows, quiet, workers
 from experiments.packet_link import ADDRESSES, PacketLink
 from experiments.simulator_check import digest
 from mlcn_jax import host
@@ -99,8 +99,11 @@ def measure(row: Mapping[str, str], profile: DeviceProfile, values: flags.FlagVa
 
         guess = candidates_over({"latency_seconds": 0.0, "bytes_per_second": 1e9}, spec, profile, values.exchange_dtype)
         groups = {name: start(candidate) for name, candidate in guess.items()}
+        for group in groups.values():
+            group.seconds(1)  # until none compiles
+        busy = quiet.busy_cores()
         steps = {name: max(2, round(values.turn_seconds / group.seconds(1))) for name, group in groups.items()}
-        link = next(iter(groups.values())).link()  # now that none compiles
+        link = next(iter(groups.values())).link()
         seconds: dict[str, list[float]] = {name: [] for name in groups}
         for _ in range(values.rounds):
             for name, group in groups.items():
@@ -120,6 +123,7 @@ def measure(row: Mapping[str, str], profile: DeviceProfile, values: flags.FlagVa
         "chosen_over_fastest": measured[chosen] / measured[fastest],
         "recommended_seconds": plan.faster_otherwise(spec, _BATCH, [profile] * 2, cluster, 0.0, predicted[chosen]),
         "turns": values.rounds,
+        "busy_cores": busy,
     }
 
 

@@ -44,7 +44,7 @@ from mlcn_jax.launch import launch_script
 from mlcn_jax.rounds.vector import num_bytes
 from mlcn_jax.training.metrics import read_rows
 
-VERSION = 4  # raised with every change after which results cannot stand beside older ones
+VERSION = 5  # raised with every change after which results cannot stand beside older ones
 LINKS = {"loopback": Link(), "slow": SLOW}
 SUM_STEPS = 20
 _MOST_SLOWER = 1.3  # time to the stated accuracy over the slow link, by that over loopback
@@ -117,12 +117,13 @@ def plain(changes: dict[str, Any], folder: Path) -> dict[str, Any]:
 def summed(changes: dict[str, Any], path: Path, link: str) -> dict[str, Any]:
     """A gradient sum in every step of two processes: seconds of a step and, over the slow link, bytes on it, both ways.
 
-    Headers are included.
+    Bytes are those that TCP delivers, as the relay counts those of rounds.
     """
     changes = changes | {"parallel.data": WORKERS, "parallel.timeout_seconds": _SUM_TIMEOUT_SECONDS}
     cores = sorted(os.sched_getaffinity(0))
 
     def make() -> dict[str, Any]:
+        busy = busy_cores()
         with contextlib.ExitStack() as stack:
             where: dict[str, Any] = {}
             if link == "slow":
@@ -134,7 +135,7 @@ def summed(changes: dict[str, Any], path: Path, link: str) -> dict[str, Any]:
             before = shaped.bytes_moved if where else 0
             seconds = group.seconds(SUM_STEPS)
             moved = (shaped.bytes_moved - before) / (SUM_STEPS + 1) if where else None  # one step is not timed
-        return {"seconds_per_step": seconds, "bytes_per_step": moved}
+        return {"seconds_per_step": seconds, "bytes_per_step": moved, "busy_cores": busy}
 
     return kept(path, {"link": link, "steps": SUM_STEPS, **machine(), **changes}, make)
 

@@ -38,12 +38,17 @@ class Run:
         if i:
             own = ["--coordinator", f"127.0.0.1:{self._relays[i - 1].port}", "--worker", str(i - 1)]
             own += ["--workdir", str(self._folder / f"worker{i - 1}")]
+        programs = self._folder.with_name(f"{self._folder.name}.programs")  # so that each run compiles its own
         log = (self._folder.parent / f"{self._folder.name}.log").open("a")
         with log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "mlcn_jax", "rounds", *self._flags, *own],
                 cwd=REPOSITORY,
-                env={**os.environ, "MLCN_JAX_PARENT": str(os.getpid())},  # they end with this script
+                env={
+                    **os.environ,
+                    "MLCN_JAX_PARENT": str(os.getpid()),  # they end with this script
+                    "JAX_COMPILATION_CACHE_DIR": str(programs),
+                },
                 stdout=log,
                 stderr=log,
             )

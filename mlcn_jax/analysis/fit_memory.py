@@ -32,8 +32,8 @@ def fit_memory(config: RunConfig, spec: ModelSpec, memory_bytes: int) -> dict[st
       memory_bytes: memory of a device that programs may use.
 
     Returns:
-      `device_bytes`; `tried`, a list of changed settings (none at first), predicted bytes and whether they fit; `fits`,
-      the settings to change so that it fits, or None if none was found.
+      `platform`, whose programs these are; `device_bytes`; `tried`, a list of changed settings (none at first),
+      predicted bytes and whether they fit; `fits`, the settings to change so that it fits, or None if none was found.
 
     Raises:
       InputError: there are several devices or a teacher, activations are offloaded to host memory, or the settings
@@ -58,7 +58,7 @@ def fit_memory(config: RunConfig, spec: ModelSpec, memory_bytes: int) -> dict[st
             "result is the same"
         )
     check_remat(spec)
-    check_parts(spec, config.train.batch_size, 1, config.train.accumulation_steps)
+    check_parts(spec, _batch_size(config), 1, config.train.accumulation_steps)
     for changes in _savings(config, spec):
         changed = config.replace(changes)
         need = predicted_bytes(changed, dataclasses.replace(spec, remat=changed.model["remat"]))
@@ -66,7 +66,8 @@ def fit_memory(config: RunConfig, spec: ModelSpec, memory_bytes: int) -> dict[st
         if need <= memory_bytes:
             break
     fits = tried[-1]["changes"] if tried[-1]["fits"] else None
-    return {"device_bytes": memory_bytes, "tried": tried, "fits": fits}
+    platform = jax.default_backend()
+    return {"platform": platform, "device_bytes": memory_bytes, "tried": tried, "fits": fits}
 
 
 def _savings(config: RunConfig, spec: ModelSpec) -> Iterator[dict[str, Any]]:
@@ -76,11 +77,17 @@ def _savings(config: RunConfig, spec: ModelSpec) -> Iterator[dict[str, Any]]:
     if spec.remat == "none" and _is_good(check_remat, dataclasses.replace(spec, remat="full")):
         changes = {"model.remat": "full"}
         yield changes
-    size, parts = config.train.batch_size, config.train.accumulation_steps
+    size, parts = _batch_size(config), config.train.accumulation_steps
     for more in range(2, size + 1):
         if more >= 2 * parts and _is_good(check_parts, spec, size, 1, more):
             parts = more
             yield changes | {"train.accumulation_steps": parts}
+
+
+def _batch_size(config: RunConfig) -> int:
+    """Images that one device computes in a step: in rounds, a worker has its part of a batch."""
+    rounds = config.train.rounds
+    return config.train.batch_size // (rounds.workers if rounds.steps else 1)
 
 
 def _is_good(check: Any, *args: Any) -> bool:
@@ -136,7 +143,7 @@ def compiled_bytes(config: RunConfig, spec: ModelSpec) -> int:
     optimizer = optimizer_of(config.train, _STEPS_PER_EPOCH)
     params = param_shapes(spec)
     state = jax.eval_shape(lambda params: TrainState.create(params, optimizer), params)
-    size = config.train.batch_size
+    size = _batch_size(config)
     images = jax.ShapeDtypeStruct((size, *spec.image_shape), jnp.uint8)
     step = jax.jit(
         make_train_step(spec, optimizer, **step_options(config)),

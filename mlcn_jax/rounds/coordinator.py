@@ -18,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from mlcn_jax import host
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.errors import Diverged, InputError, Stopped, differences
 from mlcn_jax.files import hold, read_json, write_json
 from mlcn_jax.nn import tracing
 from mlcn_jax.nn.model import param_shapes
+from mlcn_jax.placement.cost import check_fits_memory
 from mlcn_jax.rounds import link
 from mlcn_jax.rounds.judge import CHECKPOINTS, Judge
 from mlcn_jax.rounds.meeting import Meeting
@@ -100,6 +102,7 @@ def check_rounds(session: Session) -> int:
             "use a multiple"
         )
     share, spec = settings.batch_size // rounds.workers, session.spec
+    check_fits_memory(spec, host.total_memory_bytes())
     group = min(spec.norm_group, settings.batch_size)
     if share % group and any(lanes.kind.normalises for lanes in spec.lane_groups):
         raise InputError(

@@ -286,8 +286,6 @@ def verified_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text())
         version, files = manifest["format"], manifest["files"]
         whole = signed(manifest)["sha256"] == manifest["sha256"]
-        named = {MODEL, WEIGHTS, *(f["file"] for f in manifest["functions"]), *manifest.get("onnx", ())}
-        known = {str(name): (int(about["bytes"]), str(about["sha256"])) for name, about in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{damaged} ({MANIFEST} cannot be read: {error!r}): {remedy}") from error
     if isinstance(version, int) and version > MIXED_FORMAT:
@@ -297,6 +295,11 @@ def verified_manifest(folder: Path) -> dict[str, Any]:
         )
     if not whole or version not in (FORMAT, MIXED_FORMAT):
         raise InputError(f"{damaged} ({MANIFEST} was altered): {remedy}")
+    try:
+        named = {MODEL, WEIGHTS, *(f["file"] for f in manifest["functions"]), *manifest.get("onnx", ())}
+        known = {str(name): (int(about["bytes"]), str(about["sha256"])) for name, about in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{damaged} ({MANIFEST} cannot be read: {error!r}): {remedy}") from error
     if unknown := named - set(known):
         raise InputError(f"{damaged} ({MANIFEST} does not list {', '.join(sorted(unknown))}): {remedy}")
     for name, (size, digest) in known.items():

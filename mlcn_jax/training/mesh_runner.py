@@ -99,6 +99,10 @@ class MeshRunner:
             host.return_unused_memory()  # frees fragments left by the first step that would block later buffers
         return metrics
 
+    def wait(self) -> None:
+        """Blocks until the last step has been taken."""
+        jax.block_until_ready(self._state)
+
     def calibrate(self, batches: Sequence[np.ndarray]) -> dict:
         """Collects the statistics for evaluation of the current parameters, for `scores`, and returns them."""
         self._statistics = self._calibrate(self._state.params["encoder"], batches)

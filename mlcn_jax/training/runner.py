@@ -61,6 +61,10 @@ class Runner(Protocol):
         """
         ...
 
+    def wait(self) -> None:
+        """Blocks until the last step has been taken."""
+        ...
+
     def calibrate(self, batches: Sequence[np.ndarray]) -> dict:
         """Collects the statistics for evaluation of the current parameters, for `scores`, and returns them.
 

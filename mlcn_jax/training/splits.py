@@ -147,10 +147,11 @@ def predict_rounds(
     """
     try:
         mesh_lib.check_split(spec, batch_size, len(profiles), 1)
+        share = batch_size // len(profiles)
+        check_parts(spec, share, 1, parts)
     except InputError:
         return None
-    share = batch_size // len(profiles)
-    if share % parts or not all(has_room(spec, share, 1, profile, parts) for profile in profiles):
+    if not all(has_room(spec, share, 1, profile, parts) for profile in profiles):
         return None
     first, *others = cluster.hosts
     away = [host for host in others if host != first]

@@ -249,6 +249,10 @@ class StacksRunner:
             self._norm.arrived(self._exchange.copy(total, here))
         return {**metrics, "grad_norm": self._norm}
 
+    def wait(self) -> None:
+        """Blocks until the last step has been taken."""
+        jax.block_until_ready((self._states, self._head_state))
+
     def calibrate(self, batches: Sequence[np.ndarray]) -> dict:
         """Collects the statistics for evaluation of the current parameters, for `scores`, and returns them."""
         if not any(group.kind.normalises for group in self._spec.lane_groups):
