@@ -167,10 +167,16 @@ def predict_apart(
     """Seconds in which all lanes take a step if each is trained alone; None if they do not fit the memory."""
     slower = _slower(profiles, [1.0] * len(profiles), cluster, range(len(profiles)))
     problem = placement_problem(spec, batch_size, profiles, [str(d) for d in range(len(profiles))], slower, parts)
+    limits = [profile.memory_bytes for profile in profiles]
     heads = [factor * profile.head_seconds(1, batch_size) for profile, factor in zip(profiles, slower, strict=True)]
     table = [[lane + head for lane, head in zip(row, heads, strict=True)] for row in problem.seconds]
-    found = placements(dataclasses.replace(problem, seconds=table), ["greedy"])
-    return found[0].makespan_seconds if found else None
+    never = 1e3 * sum(map(sum, table))
+    table = [
+        [seconds if memory <= limit else never for seconds, limit in zip(row, limits, strict=True)]
+        for row, memory in zip(table, problem.memory_bytes, strict=True)
+    ]
+    found = placements(Problem(table), ["greedy"])  # without memory: a device trains one lane at a time
+    return found[0].makespan_seconds if found[0].makespan_seconds < never else None
 
 
 def predict_mesh(

@@ -43,6 +43,12 @@ def test_what_fits_in_parts_is_a_candidate(profile):
     assert needs[0] - one == 3 * (lanes[0].state_bytes + lanes[0].gradient_bytes), "all are held until the update"
     tight = dataclasses.replace(profile, memory_bytes=int(0.9 * one))
     assert [splits.predict_apart(EQUAL, 100, [tight] * 2, fast, parts) is None for parts in (1, 4)] == [True, False]
+    for_one = dataclasses.replace(profile, memory_bytes=int(1.1 * one))  # and not for two at a time
+    roomy = dataclasses.replace(profile, memory_bytes=int(100 * one))
+    times = [splits.predict_apart(EQUAL, 100, [room] * 2, fast) for room in (for_one, roomy)]
+    assert times[0] == times[1]
+    unequal = splits.predict_apart(EQUAL, 100, [tight, roomy], fast)
+    assert unequal == pytest.approx(2 * times[1]), "all lanes are trained where there is room for them"
     assert [splits.predict_rounds(EQUAL, 200, [small] * 2, fast, parts) is None for parts in (1, 4)] == [True, False]
 
 
