@@ -35,7 +35,7 @@ from absl import flags
 from experiments import REPOSITORY, RESULTS, packet_link, workers
 from experiments.quiet import busy_cores
 from experiments.residual_lanes import product_gflops_per_second
-from experiments.round_runs import POLL_SECONDS, SLOW, WORKERS, Run, judged, show
+from experiments.round_runs import POLL_SECONDS, SLOW, WORKERS, Run, judged, programs_of, show
 from experiments.tiers_relay import Link, checked
 from mlcn_jax import host
 from mlcn_jax.errors import InputError, differences
@@ -84,7 +84,8 @@ def timed(changes: dict[str, Any], folder: Path, link: str) -> dict[str, Any]:
     """A case of rounds: when each row of its metrics came, and the bytes that were moved by then."""
 
     def make() -> dict[str, Any]:
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut, whose times are lost
+        for left in (folder, programs_of(folder)):  # by a run that was cut, whose times are lost
+            shutil.rmtree(left, ignore_errors=True)
         busy, rate = busy_cores(), product_gflops_per_second()
         started = time.monotonic()
         run, rows = Run(changes, folder, LINKS[link]), list[dict[str, Any]]()

@@ -38,7 +38,6 @@ class Run:
         if i:
             own = ["--coordinator", f"127.0.0.1:{self._relays[i - 1].port}", "--worker", str(i - 1)]
             own += ["--workdir", str(self._folder / f"worker{i - 1}")]
-        programs = self._folder.with_name(f"{self._folder.name}.programs")  # so that each run compiles its own
         log = (self._folder.parent / f"{self._folder.name}.log").open("a")
         with log:
             process = subprocess.Popen(
@@ -47,7 +46,7 @@ class Run:
                 env={
                     **os.environ,
                     "MLCN_JAX_PARENT": str(os.getpid()),  # they end with this script
-                    "JAX_COMPILATION_CACHE_DIR": str(programs),
+                    "JAX_COMPILATION_CACHE_DIR": str(programs_of(self._folder)),
                 },
                 stdout=log,
                 stderr=log,
@@ -103,6 +102,11 @@ class Run:
             process.wait()
         for relay in self._relays:
             relay.close()
+
+
+def programs_of(folder: Path) -> Path:
+    """Where the run in a folder caches its compiled programs: it uses those of no other run."""
+    return folder.with_name(f"{folder.name}.programs")
 
 
 def log_of(folder: Path) -> str:

@@ -275,7 +275,7 @@ def main(values: flags.FlagValues) -> None:
             if profile:
                 simulated = [s for s in new if s.where == SIMULATED]
                 results[name] += simulate([s for s in simulated if s.divides()], profile, values.data)
-            write_json(path, {**about, "date": host.today(), **results})
+            write_json(path, {**about, "date": earlier.get("date", host.today()), **results})
     draw(results)
     print(table([row for rows in results.values() for row in rows]))
 

@@ -45,6 +45,7 @@ LANES = (
     "mlcn1:w2*2,resnet:w2d2*2",
 )
 SLOWNESS = 2.0
+VERSION = 2  # raised with every change after which rows cannot stand beside older ones
 _BATCH = 100
 _LEVEL = 0.9  # of the intervals
 _INSIDE = ("inside", "inside_scaled")  # see `judged`
@@ -191,6 +192,7 @@ def digest(profile: DeviceProfile) -> str:
 def stored_checks(path: Path, about: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The measurements that have ended, and the rows of one with the same profile and settings that was stopped."""
     checks = read_json(path)["checks"] if path.exists() else []
+    checks = [check for check in checks if check.get("version") == about["version"]]
     ended = [check for check in checks if len(check["rows"]) == len(configurations())]
     same = (check for check in checks if all(check.get(name) == value for name, value in about.items()))
     return ended, next((check["rows"] for check in same if check not in ended), [])
@@ -233,7 +235,8 @@ def define(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> None:
     profile = workers.one_core_profile(values.profile)
     path = RESULTS / "simulator_check.json"
-    about = {"batch": _BATCH, "data": values.data, "rounds": values.rounds, "profile": digest(profile)}
+    about = {"version": VERSION, "batch": _BATCH, "data": values.data, "rounds": values.rounds}
+    about["profile"] = digest(profile)
     checks, rows = stored_checks(path, about)
     small = {"data.name": values.data, "model.lanes": "mlcn1:w1", "train.batch_size": _BATCH}
     yardstick = workers.Group(workers.Run(small, _cores(), alone=True))

@@ -236,7 +236,8 @@ def balance_measured() -> str:
         for number, draws in by_number.items()
         for title, field in (("measured", "random_over_this"), ("predicted", "predicted_random_over_this"))
     ]
-    made_on = measured_on(result, "means over draws of lanes")
+    dates = sorted({entry["date"] for entry in result["measured"] if "date" in entry})
+    made_on = measured_on({**result, "date": ", ".join(dates)}, "means over draws of lanes")
     return f"{table_of(f'lanes | draws |  | {_PARTITIONER_TITLES}', rows)}\n\n{made_on}"
 
 

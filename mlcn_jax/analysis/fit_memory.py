@@ -57,6 +57,11 @@ def fit_memory(config: RunConfig, spec: ModelSpec, memory_bytes: int) -> dict[st
             f"the memory of model.remat={OFFLOAD} is not predicted: describe the run with model.remat=full, whose "
             "result is the same"
         )
+    size, workers = config.train.batch_size, config.train.rounds.workers
+    if config.train.rounds.steps and size % workers:
+        raise InputError(
+            f"train.batch_size={size} cannot be divided among train.rounds.workers={workers}: use a multiple"
+        )
     check_remat(spec)
     check_parts(spec, _batch_size(config), 1, config.train.accumulation_steps)
     for changes in _savings(config, spec):

@@ -148,11 +148,11 @@ def _gateway(arguments: argparse.Namespace) -> None:
 
     context = _client_tls(arguments)
     urls = _urls(arguments.nodes, policy.names[1:])
-    plain = [url for each in urls.values() for url in each if not url.startswith("https:")]
+    plain = [url for each in urls.values() for url in each if not url.lower().startswith("https:")]
     if plain and (arguments.ca or arguments.cert):
         raise InputError(
-            f"--nodes has {plain[0]}, to which pictures would go unencrypted, and --ca or --cert is given: give https "
-            "URLs, or leave both out"
+            f"--nodes has {plain[0]}, to which everything would go unencrypted, and --ca or --cert is given: give "
+            "https URLs, or leave both out"
         )
     clients = {name: TierClient(name, policy, urls[name], context, is_signed) for name in urls}
     asyncio.run(check_nodes(policy, urls, context, _LOOK_SECONDS))

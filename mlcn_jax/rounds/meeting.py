@@ -245,7 +245,7 @@ class Meeting:
             self._condition.notify_all()
 
     def wait_until_heard(self, seconds: float, check: Callable[[], None]) -> None:
-        """Waits until all workers that answered in the last round know that the run is over.
+        """Waits until all workers that answered in the last round, or were to answer, know that the run is over.
 
         Args:
           seconds: longest time to wait.
@@ -253,7 +253,10 @@ class Meeting:
         """
         end, told = time.monotonic() + seconds, False
         with self._condition:
-            while (missing := (set(self._changes) or self._expected) - self._heard) and time.monotonic() < end:
+            came = set(self._changes)
+            if self._end == "diverged":  # perhaps while others still compute
+                came |= self._expected
+            while (missing := (came or self._expected) - self._heard) and time.monotonic() < end:
                 check()
                 self._condition.wait(_POLL_SECONDS)
                 if not told and time.monotonic() > end - seconds + _SILENT_SECONDS:

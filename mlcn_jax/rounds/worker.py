@@ -113,7 +113,8 @@ def follow(client: Any, trainer: "Trainer", run: str, worker: int, check: Callab
         try:
             content, metrics = trainer.change(begin.round, vector, begin.counted, check)
         except Diverged as error:
-            client.call("diverge", Divergence(run, worker, have, str(error)))
+            with contextlib.suppress(InputError):  # refused, which matters no more
+                client.call("diverge", Divergence(run, worker, have, str(error)))
             raise
         receipt = client.call("push", Change(run, worker, begin.round, have, content, metrics))
         if not receipt.counts:

@@ -39,9 +39,11 @@ class Threshold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
       margin: smallest margin at which it is final; None if it never is.
-      settled: share of the images whose answer is final.
-      loss: accuracy lost, over all images, if these answers are taken instead of the whole model's.
-      loss_bound: upper end of the paired one-sided 95 % confidence interval of `loss` (`upper_bound`).
+      settled: share of all images whose answer would be final.
+      loss: accuracy lost, as a share of all images, by taking these answers instead of the whole model's for images
+        that come so far (`thresholds`).
+      loss_bound: upper end of the paired one-sided confidence interval of `loss` (`upper_bound`), which is wider than
+        95 % where a request can pass several thresholds: all of their bounds hold in 95 of 100 cases.
     """
 
     margin: float | None
@@ -223,7 +225,7 @@ def thresholds(
 def upper_bound(mean: Any, variance: Any, count: int, bounds: int = 1) -> Any:
     """Upper end of the one-sided 95 % confidence interval of the mean of `count` paired differences: 1, 0 or -1 each.
 
-    It also holds for few differences: without any it is 2.7 / count, not 0 as in the normal approximation.
+    It also holds for few differences: without any, one bound is 2.7 / count, not 0 as in the normal approximation.
 
     Args:
       mean, variance: of the differences; numbers, or arrays of them.

@@ -62,6 +62,7 @@ def test_a_device_that_holds_no_step_is_told_so_after_every_setting():
         ({"parallel.plan": "stacks"}, r"parallel.plan=stacks .* memory is predicted for one device only"),
         ({"parallel.lane": 2}, r"parallel.data=1 and parallel.lane=2 is given, but memory is predicted for one"),
         ({"parallel.data": 3}, r"parallel.data=3 and parallel.lane=1 is given, .* train compares the compiled step"),
+        ({"train.rounds.steps": 5, "train.rounds.workers": 5}, "12 cannot be divided among train.rounds.workers=5"),
         ({"train.teacher": "runs/a"}, "memory of a teacher is not predicted"),
         ({"model.remat": "offload"}, "memory of model.remat=offload is not predicted: .* with model.remat=full"),
     ],

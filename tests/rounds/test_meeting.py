@@ -280,6 +280,24 @@ def test_changes_that_cannot_be_used_are_refused_by_name(given, message):
     assert bed.ended() is None
 
 
+def test_a_worker_that_still_computes_is_waited_for_when_the_run_has_diverged():
+    bed = Bed(workers=3, quorum=3)
+    bed.push(0)
+    bed.diverge(1)
+    with pytest.raises(Diverged):
+        bed.ended()
+    bed.meeting.finish("diverged")
+    bed.fetch(0)
+
+    def give_up():
+        raise _Over
+
+    with pytest.raises(_Over):  # worker 2 has not heard of it
+        bed.meeting.wait_until_heard(5, give_up)
+    bed.fetch(2)
+    bed.meeting.wait_until_heard(5, give_up)
+
+
 def test_a_round_has_diverged_when_too_few_workers_are_left_that_have_not():
     bed = Bed(workers=3, quorum=2)
     assert not bed.diverge(2, round_=1)

@@ -50,6 +50,7 @@ def take_steps(runner, optimizer, batch, count):
     runner.start(make_state(optimizer))
     runner.compile(*batch)
     metrics = [jax.device_get(runner.step(*runner.place(*batch))) for _ in range(count)]
+    runner.wait()
     return metrics, runner.fetch()
 
 
