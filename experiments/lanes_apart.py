@@ -9,9 +9,9 @@ mean of their losses counts and the decoder's gradient trains them, and `alike`,
 apart, so that each lane has its own best checkpoint (added after `together` had been seen to be the worse one; a lane
 had the checkpoint of all then, and `alike` was as bad). Which two make a pair is arbitrary, so the 95 % interval of the
 difference is that of two samples, Welch's; it should be inside +-0.3 points. `--pairs` adds pairs: with CIFAR-10, 3
-did not suffice for an interval of that width, so 8 were trained, and 12 after these had been seen, which
-makes the interval narrower than one of 95 % is; 15 are to be. Lanes are joined as
-soon as all that a model needs have ended; a pair's decoder is trained, and timed. Lanes trained apart are also joined
+did not suffice for an interval of that width, so 8 were trained, then 12, then 15, each number fixed after those before
+had been seen, which makes the interval narrower than one of 95 % is. Lanes are joined as soon as all that a model needs
+have ended; a pair's decoder is trained, and timed. Lanes trained apart are also joined
 one by one, up to 16, equal ones and a mix of sizes. Beside them stand single lanes at the cost of 4 and of 16 equal
 ones: of all widths, and depths up to 8, those whose training costs most nearly as much, decoders included.
 
