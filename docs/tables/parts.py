@@ -104,11 +104,17 @@ def commands_of(runs: Iterable[Mapping[str, Any]]) -> str:
 
 
 def runs_line(runs: Sequence[Mapping[str, Any]], what: str = "run") -> str:
-    dates = sorted({run["date"] for run in runs})
-    return measured_on(
-        {**runs[0], "date": ""},
-        f"{len(runs)} {what}s, {dates[0]} to {dates[-1]}" if len(dates) > 1 else f"{len(runs)} {what}s, {dates[0]}",
-    )
+    """Under a table of runs: on which machines how many of them were made, and when."""
+    by_place: dict[tuple, list[Mapping[str, Any]]] = {}
+    for run in runs:
+        place = run["device"], run["cpu_count"], run["versions"]["python"], run["versions"]["jax"]
+        by_place.setdefault(place, []).append(run)
+    told = []
+    for own in by_place.values():
+        dates = sorted({run["date"] for run in own})
+        when = f"{dates[0]} to {dates[-1]}" if len(dates) > 1 else dates[0]
+        told.append(measured_on({**own[0], "date": ""}, f"{len(own)} {what}{'s' * (len(own) > 1)}, {when}").strip("*."))
+    return f"*{'; '.join(told)}.*"
 
 
 def curve_of(run: Mapping[str, Any], epochs: int = 3) -> str:
