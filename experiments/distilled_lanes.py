@@ -340,7 +340,7 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     axes.set_ylim(max(0, least - 2), None)
     axes.set_ylabel("accuracy, %")
     if rows:
-        axes.legend()
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 

@@ -88,6 +88,7 @@ def distilled_lanes() -> str:
     return _distilled("distilled_lanes_full")
 
 
+@place
 def distilled_trials() -> str:
     return _distilled("distilled_lanes_trial_full")
 
