@@ -113,7 +113,7 @@ class StacksRunner:
         among = exchange.AmongProcesses if jax.process_count() > 1 else exchange.AmongDevices
         self._exchange = among([stack.device for stack in stacks], head)
         self._states: dict[int, TrainState] = {}
-        self._head_state: TrainState | None = None  # in the process of the head
+        self._head_state: Any = None  # a `TrainState` in the process of the head
         self._squares: dict[int, Array] = {}
         self._places: dict[int, Array] = {}
         self._norm: GradientNorm | None = None
