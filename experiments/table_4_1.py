@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 VERSION = 1  # raised with every change after which results cannot stand beside older ones
 SCALES = scales(smoke_steps=2)
+_ACROSS = 5  # panels beside one another
 HEADER = (
     *("", "parameters", "in the thesis", "seconds, an epoch", "thesis, on a P100", "thesis, accuracy"),
     *COLUMNS,
@@ -145,9 +146,14 @@ def draw_curves(records: Records) -> "Figure":
     from matplotlib.figure import Figure
 
     rows = [name for name in ROWS if any("test_accuracy_per_epoch" in record for record in select(records, row=name))]
-    figure = Figure(figsize=(3.3 * max(1, len(rows)), 3.4), layout="constrained")
+    across = min(_ACROSS, max(1, len(rows)))
+    down = -(-max(1, len(rows)) // across)
+    figure = Figure(figsize=(3.3 * across, 3.4 * down), layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False).flat
+    for axes in panels[len(rows) :]:
+        axes.remove()
     colors = {column: f"C{i}" for i, column in enumerate(COLUMNS)}
-    for axes, name in zip(figure.subplots(1, max(1, len(rows)), squeeze=False)[0], rows, strict=False):
+    for axes, name in zip(panels, rows, strict=False):
         for record in select(records, row=name):
             curve, column = record.get("test_accuracy_per_epoch", []), record["facts"]["column"]
             label = column if record["facts"]["seed"] == 0 else None
