@@ -109,7 +109,7 @@ def test_the_table_of_simulated_devices_says_which_figures_were_measured():
     text = tables.devices.scaling_by_parts_table(result)
     assert "| lanes | ms on 1 device, measured | over itself on 1: 2, 4 devices, simulated |" in text
     assert "| CapsNet | 900 | 1.90, 3.60 |\n\nDeeper. Batch 150." in text
-    assert "1 measurements, 2026-01-01.*" in text
+    assert "1 measurement, 2026-01-01.*" in text
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/results/") or page == "README.md"])

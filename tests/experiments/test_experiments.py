@@ -49,10 +49,11 @@ def test_the_check_of_the_simulator_holds_what_is_promised():
 
 
 def test_a_check_of_the_simulator_goes_on_where_it_was(tmp_path):
-    path, about = tmp_path / "check.json", {"rounds": 3, "profile": "abc"}
+    path, about = tmp_path / "check.json", {"version": 2, "rounds": 3, "profile": "abc"}
     assert simulator_check.stored_checks(path, about) == ([], [])
     ended = {**about, "rows": 48 * [{"lanes": "a"}]}
-    path.write_text(json.dumps({"checks": [ended, {**about, "rows": [{"lanes": "a"}]}]}))
+    earlier = {**ended, "version": 1}
+    path.write_text(json.dumps({"checks": [earlier, ended, {**about, "rows": [{"lanes": "a"}]}]}))
     assert simulator_check.stored_checks(path, about) == ([ended], [{"lanes": "a"}])
     assert simulator_check.stored_checks(path, {**about, "rounds": 4}) == ([ended], [])
 
