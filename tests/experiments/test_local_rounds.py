@@ -141,6 +141,7 @@ def test_cases_of_all_kinds_are_refused_for_other_settings(what, tmp_path, monke
 def test_the_sum_is_that_of_two_processes(tmp_path, monkeypatch):
     """Over 10 Mbit/s it takes at least the time of its bytes: those of all parameters, to and fro."""
     monkeypatch.setattr(local_rounds, "SUM_STEPS", 3)
+    monkeypatch.setattr(local_rounds, "busy_cores", lambda: None)  # other tests run beside it
     changes = {"model.lanes": "mlcn1:w1*2", "model.decoder": "64", "train.batch_size": 20}
     found = {link: local_rounds.summed(changes, tmp_path / f"{link}.json", link) for link in local_rounds.LINKS}
     config = workers.config_of(changes)
