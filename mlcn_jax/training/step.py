@@ -200,7 +200,7 @@ def make_train_step(
     `accumulation_steps`: augmentation and lane dropout are drawn once for the entire batch, and the optimizer sees one
     gradient.
     """
-    take = optax.with_extra_args_support(optimizer)
+    optimizer = optax.with_extra_args_support(optimizer)
     parts = (accumulation_steps, exchange_dtype)
     loss_fn = make_loss(spec, reconstruction_weight, mesh, augmentation, distillation, *parts)
     prepare = make_input(spec, seed, augmentation)
@@ -212,7 +212,7 @@ def make_train_step(
         if spec.lane_seeds:  # rounding of the update must not depend on how many lanes there are
             grads = lax.optimization_barrier(grads)
         norm = mesh_lib.global_norm(mesh, grads)
-        updates, optimizer_state = take.update(grads, state.optimizer, state.params, norm=norm)
+        updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params, norm=norm)
         params = optax.apply_updates(state.params, updates)
         metrics |= {"loss": loss, "grad_norm": norm}
         return TrainState(state.step + 1, params, optimizer_state), metrics
