@@ -2,12 +2,14 @@
 
 import dataclasses
 import datetime
+import http
+import http.client
 import http.server
 import io
 import ipaddress
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +21,17 @@ from cryptography.x509.oid import NameOID
 from PIL import Image
 
 from experiments.tiers_bed import RunningNode
+from mlcn_jax.errors import InputError
 from mlcn_jax.tiers import wire
+from mlcn_jax.tiers.node import PATH
 from mlcn_jax.tiers.policy import Policy
 
 Fault = tuple[Callable[[list[RunningNode]], None], Callable[[list[RunningNode]], None]]
 EXPIRED = "expired certificate, and a valid one again"
+QUEUE = 8  # images that may wait at a node
+_CLIENTS = 12  # of a flooded node, with a request each: more than it computes and lets wait
+_PAUSE_SECONDS = 0.05  # of a client that was refused
+FULL = "queues full of other clients' images, and empty"
 EDGE_ALONE = "SIGSTOP of the edge alone, and SIGCONT"
 
 
@@ -107,7 +115,6 @@ class FalseNode:
                 200,
                 wire.pack_answer(digest, tier, asked, numbers, stranger.sign),
             ),
-            "answers 429, as a full queue does": lambda asked: (429, b"full"),
         }
         self.kind, false = "not finite", self
 
@@ -134,6 +141,53 @@ class FalseNode:
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.address = f"127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+class Flood:
+    """Other clients of the nodes, so many that their queues are full.
+
+    Args:
+      bodies: a request to each tier, by its name.
+
+    Attributes:
+      refused: requests of theirs that nodes have not taken since they began, since the queue was full.
+    """
+
+    def __init__(self, bodies: Mapping[str, bytes]):
+        self._bodies, self.refused = bodies, 0
+        self._ended, self._clients = threading.Event(), list[threading.Thread]()
+
+    def begin(self, nodes: Sequence[RunningNode]) -> None:
+        """Starts the clients of each node, past its link."""
+        self._ended.clear()
+        self.refused = 0
+        of_nodes = [(node.address, self._bodies[node.plan.artifact.name]) for node in nodes]
+        self._clients = [threading.Thread(target=self._ask, args=one) for one in of_nodes for _ in range(_CLIENTS)]
+        for client in self._clients:
+            client.start()
+
+    def end(self, nodes: Sequence[RunningNode]) -> None:
+        """Ends them once each has its last answer.
+
+        Raises:
+          InputError: no queue was full.
+        """
+        self._ended.set()
+        for client in self._clients:
+            client.join()
+        if not self.refused:
+            raise InputError(f"{_CLIENTS} clients did not fill a queue of {QUEUE} images, so no fault was measured")
+
+    def _ask(self, address: str, body: bytes) -> None:
+        connection = http.client.HTTPConnection(address, timeout=30)
+        while not self._ended.is_set():
+            connection.request("POST", PATH, body)
+            response = connection.getresponse()
+            response.read()
+            if response.status == http.HTTPStatus.TOO_MANY_REQUESTS:
+                self.refused += 1
+                self._ended.wait(_PAUSE_SECONDS)
+        connection.close()
 
 
 def led_to(addresses: Sequence[str]) -> Fault:
@@ -201,12 +255,12 @@ def _link(**changes: float | str) -> Callable[[list[RunningNode]], None]:
 
 def _slow(nodes: list[RunningNode]) -> None:
     for node in nodes:
-        node.link(delay_ms=10 * node.plan.delay_ms)
+        node.link(delay_ms=10 * node.plan.delay_ms, rate_mbit=node.plan.rate_mbit / 10)
 
 
 def _as_before(nodes: list[RunningNode]) -> None:
     for node in nodes:
-        node.link(delay_ms=node.plan.delay_ms, mode="pass")
+        node.link(delay_ms=node.plan.delay_ms, rate_mbit=node.plan.rate_mbit, mode="pass")
 
 
 def _of_edge(change: Callable[[list[RunningNode]], None]) -> Callable[[list[RunningNode]], None]:

@@ -4,15 +4,16 @@
     python -m experiments.tiers_gateway --workdir=runs/mlcn2
 
 Splits the model (first lane at the end, second at the edge, the rest in the cloud, unless --tiers names a file, which
-may leave out the edge), starts the nodes with quotas of cores behind links of 20 and 100 ms there and back, and a
-gateway, all as processes (`experiments.tiers_bed`). `answers` sends the test set to the gateway, and to the whole model
-in the cloud (`mlcn_jax serve`); accuracy lost is given with a paired 95 % bound. `fault: ...` sends requests with a
-deadline of the 95 % time of the end's own lanes plus 50 ms while something fails, and counts late and unanswered ones.
-With that deadline only the edge is in time, so some faults come again with 250 ms, which the cloud meets, too (with a
-split that has no edge, all have 250 ms). `largest error` compares the sum over the tiers with the whole model. With
---own_models, `own models` compares with a model of its own in each tier (`experiments.tiers_shared` tells how to train
-them). Nothing is measured where the relay's delays or rates are wrong, or other work keeps cores busy. Writes
-`tiers_gateway.json` and `.md` to `experiments/results/` after each measurement; run again, it does what is missing.
+may leave out the edge), starts the nodes with quotas of cores behind links of 20 and 100 ms there and back, 100 and 20
+Mbit/s, and a gateway, all as processes (`experiments.tiers_bed`). `answers` sends the test set to the gateway, and to
+the whole model in the cloud (`mlcn_jax serve`); accuracy lost is given with a paired 95 % bound. `fault: ...` sends
+requests with a deadline of the 95 % time of the end's own lanes plus 50 ms while something fails, and counts late and
+unanswered ones. With that deadline only the edge is in time, so some faults come again with 250 ms, which the cloud
+meets, too (with a split that has no edge, all have 250 ms). `largest error` compares the sum over the tiers with the
+whole model. With --own_models, `own models` compares with a model of its own in each tier (`experiments.tiers_shared`
+tells how to train them). Nothing is measured where the relay's delays or rates are wrong, or other work keeps cores
+busy. Writes `tiers_gateway.json` and `.md` to `experiments/results/` after each measurement; run again, it does what is
+missing.
 """
 
 import contextlib
@@ -38,15 +39,18 @@ from experiments.tiers_faults import (
     EDGE_ALONE,
     EXPIRED,
     FAULTS,
+    FULL,
+    QUEUE,
     FalseNode,
     Fault,
+    Flood,
     led_to,
     make_certificates,
     make_keys,
     png,
     taken_over,
 )
-from experiments.tiers_gateway_report import DELAY_MS, report
+from experiments.tiers_gateway_report import DELAY_MS, RATE_MBIT, report
 from experiments.tiers_late import EXTRA_MS, LONG_EXTRA_MS, under_fault
 from experiments.tiers_shared import packed
 from mlcn_jax import host
@@ -134,9 +138,13 @@ def main(values: flags.FlagValues) -> None:
         once(f"largest error, cut at {cut}", lambda given=given: error_of_cut(workdir, tiers, *given))
     once("cloud alone", lambda: cloud_alone(workdir, test.images, test.labels))
     key, public = make_keys(workdir)
-    false = [FalseNode(policy, name, signatures.private_key(key).sign) for name in policy.names[1:]]
+    others = policy.names[1:]
+    false = [FalseNode(policy, name, signatures.private_key(key).sign) for name in others]
     faults = {name: (fault, requests, EXTRA_MS) for name, fault in FAULTS.items()}
     faults = {kind: (taken_over(false, kind), requests, EXTRA_MS) for kind in false[0].kinds} | faults
+    end = TierArtifact(tiers / "end")
+    flood = Flood({name: wire.pack_request(policy.digest, end.home(name, test.images[:1])) for name in others})
+    faults[FULL] = (flood.begin, flood.end), requests, EXTRA_MS
     if "edge" in policy.names:
         faults |= {far(name): (FAULTS[name], requests // _FEWER, LONG_EXTRA_MS) for name in FAR_FAULTS}
     else:
@@ -144,22 +152,23 @@ def main(values: flags.FlagValues) -> None:
         faults = {name: (*given[:2], LONG_EXTRA_MS) for name, given in faults.items()}
     if "faults" not in parts:
         faults = {}
-    plans = [NodePlan(tiers / name, CORES_OF[name], DELAY_MS[name]) for name in policy.names[1:]]
+    plans = [NodePlan(tiers / name, CORES_OF[name], DELAY_MS[name], RATE_MBIT[name]) for name in others]
     rest, signed = sum(plan.cores for plan in plans), f"--key={key}"
+    of_nodes = signed, f"--max_queue={QUEUE}"
     extra = EXTRA_MS if "edge" in policy.names else LONG_EXTRA_MS
 
     if "answers" not in measured or any(f"fault: {name}" not in measured for name in faults):
-        with bed(plans, 1, rest, (signed,)) as nodes, gateway(tiers / "end", nodes, public) as (url, quota):
+        with bed(plans, 1, rest, of_nodes) as nodes, gateway(tiers / "end", nodes, public) as (url, quota):
             once("answers", lambda: answers(url, policy, test.images, test.labels, nodes))
             for name, given in faults.items():
                 once(f"fault: {name}", lambda given=given: under(url, test.images, nodes, quota, *given))
     if "faults" in parts and f"fault: {EXPIRED}" not in measured:
         shown = make_certificates(workdir)
         with (
-            bed(plans, 1, rest, (signed, *shown.valid)) as nodes,
+            bed(plans, 1, rest, (*of_nodes, *shown.valid)) as nodes,
             gateway(tiers / "end", nodes, public, f"--ca={shown.ca}") as (url, quota),
         ):
-            fault = led_to([node.start_beside((signed, *shown.expired)) for node in nodes])
+            fault = led_to([node.start_beside((*of_nodes, *shown.expired)) for node in nodes])
             once(f"fault: {EXPIRED}", lambda: under(url, test.images, nodes, quota, fault, requests, extra))
     validation = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)[1]
     if "own" in parts and models and "own models" not in measured:
@@ -314,7 +323,7 @@ def cloud_alone(workdir: Path, images: np.ndarray, labels: np.ndarray) -> dict[s
     """The whole model in the cloud, to which every image is sent."""
     export.export(workdir)  # also where there is one: the model may have been trained further
     with process("cloud", CORES_OF["cloud"], "serve", str(workdir / "export")) as (url, _):
-        relay, port = start_relay(url.removeprefix("http://"), DELAY_MS["cloud"])
+        relay, port = start_relay(url.removeprefix("http://"), DELAY_MS["cloud"], RATE_MBIT["cloud"])
         try:
             found = send(f"http://127.0.0.1:{port}/predict", images)
         finally:

@@ -8,6 +8,7 @@ from experiments.tiers_shared import unpacked
 from mlcn_jax.tiers import policy as policies
 
 DELAY_MS = {"edge": 10.0, "cloud": 50.0}  # each way
+RATE_MBIT = {"edge": 100.0, "cloud": 20.0}  # in each direction
 # What must be reached: at least or at most.
 _LEAST_SETTLED, _MOST_FLOPS, _MOST_LOST = 0.6, 0.25, 0.5  # shares, and points of accuracy
 _MOST_BYTES, _MOST_MEAN, _MOST_P95 = 0.45, 0.6, 1.2  # of the cloud alone
@@ -37,7 +38,7 @@ def report(results: dict[str, Any]) -> str:
     """The tables in Markdown, of what has been measured."""
     measured, policy, sessions = results["measured"], results["policy"], results["sessions"]
     names = [tier["name"] for tier in policy["tiers"]]
-    links = " and ".join(f"{2 * DELAY_MS[name]:g}" for name in names[1:])
+    links = " and ".join(f"{2 * DELAY_MS[name]:g} ms there and back, {RATE_MBIT[name]:g} Mbit/s" for name in names[1:])
     validation = policy["validation_images"]
     days = sorted({session["date"] for session in sessions})
     relay = "; ".join(f"{given}: {found}" for given, found in map(described, sessions[-1]["relay"]))
@@ -46,7 +47,7 @@ def report(results: dict[str, Any]) -> str:
         "",
         f"`{results['about']['model']}`, test images of {results['about']['data']}; {results['device']}, "
         f"jax {results['versions']['jax']}, {' to '.join(dict.fromkeys((days[0], days[-1])))}. Times {_MILLISECONDS}; "
-        f"links of {links} ms there and back. "
+        f"links of {links}. "
         "The points that are lost decide; the bound beside them is paired, one-sided and 95 %, as `policy.upper_bound` "
         f"gives it. Cores that other work kept busy: {_busy(results)}. Thresholds from "
         f"{validation:,} validation images (at least {_LEAST_VALIDATION:,}: {_yes(validation >= _LEAST_VALIDATION)}). "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -16,6 +17,7 @@ from mlcn_jax.tiers import wire
 from mlcn_jax.tiers.artifact import TierArtifact
 
 PATH = "/part"
+_SMALL_ROWS_BYTES = 2**17  # unpacking rows up to this size takes less time than handing them to a thread
 KEEP_ALIVE_SECONDS = 60  # of idle connections; gateways close them earlier, so no request meets a closed one
 _log = logging.getLogger("mlcn_jax")
 
@@ -35,6 +37,10 @@ class NodeService(BatchService):
         super().__init__(artifact.part, np.zeros(artifact.row_shape, artifact.row_dtype), limits)
         self.artifact, self._sign = artifact, sign
         self._digest = artifact.policy.digest
+        self._most_rows = min(limits.max_images, limits.max_queue)  # of a request
+        row_bytes = math.prod(artifact.row_shape) * artifact.row_dtype.itemsize
+        # A small body may hold many rows that it has packed, as a malicious one would.
+        self._small_bytes = SMALL_BYTES if self._most_rows * row_bytes <= _SMALL_ROWS_BYTES else 0
 
     def routes(self) -> list[Route]:
         return [Route("/", self._about), Route(PATH, self, methods=["POST"])]
@@ -43,7 +49,7 @@ class NodeService(BatchService):
         self.check_room()
         try:
             (asked, rows), _ = await self.receive(
-                dict(scope["headers"]), receive, self._read, lambda body: len(body) <= SMALL_BYTES
+                dict(scope["headers"]), receive, self._read, lambda body: len(body) <= self._small_bytes
             )
             sums = np.stack(await self.rows(list(rows), scope.get(IS_GONE, lambda: False)))
         except ClientDisconnect:
@@ -62,7 +68,7 @@ class NodeService(BatchService):
             self._digest,
             artifact.row_shape,
             artifact.row_dtype,
-            min(self.limits.max_images, self.limits.max_queue),
+            self._most_rows,
         )
 
     async def _about(self, request: Request) -> Response:

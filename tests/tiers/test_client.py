@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import gzip
 import itertools
+import threading
 import time
 import types
 
@@ -367,3 +368,26 @@ def test_only_so_many_images_wait_for_a_tier():
     with client.room(3), client.room(1):
         pass
     assert client.traffic.failures == {"full": 1}
+
+
+@pytest.mark.parametrize(("most", "inline"), [(4, True), (2**16, False)])
+def test_a_small_body_that_holds_many_rows_is_unpacked_beside_the_event_loop(most, inline, monkeypatch):
+    """One that the node's limit of images lets be large: a body of 1,000 bytes holds a megabyte of zeros."""
+    unpack, threads = wire.unpack_request, []
+
+    def unpacked(*arguments):
+        threads.append(threading.current_thread())
+        return unpack(*arguments)
+
+    monkeypatch.setattr(wire, "unpack_request", unpacked)
+
+    async def check():
+        limits = dataclasses.replace(LIMITS, max_images=most, max_queue=most)
+        service = service_of(lambda rows: np.full((len(rows), 3), 0.5, np.float32), limits)
+        transport = httpx.ASGITransport(application(service))
+        async with service.running(None), httpx.AsyncClient(transport=transport, base_url="http://node") as client:
+            body = wire.pack_request(made().digest, IMAGES)
+            assert (await client.post("/part", content=body)).status_code == 200
+
+    asyncio.run(check())
+    assert [thread is threading.main_thread() for thread in threads] == [inline]
