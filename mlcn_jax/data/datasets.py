@@ -200,13 +200,14 @@ SHAPES: dict[str, tuple[tuple[int, int, int], int]] = {
 }
 
 
-def split_validation(train: Split, fraction: float, seed: int) -> tuple[Split, Split]:
+def split_validation(train: Split, fraction: float, seed: int, class_names: Sequence[str] = ()) -> tuple[Split, Split]:
     """Splits off a validation set: `fraction` of each class, at least one image; `seed` selects them.
 
     Args:
       train: the training set.
       fraction: in [0, 1); 0 gives an empty validation set.
       seed: the same seed gives the same split.
+      class_names: what an error calls the classes; their numbers if empty.
 
     Returns:
       The rest of the training set, and the validation set.
@@ -217,7 +218,8 @@ def split_validation(train: Split, fraction: float, seed: int) -> tuple[Split, S
     _check_fraction("validation_fraction", fraction)
     if fraction == 0:
         return train, train[:0]
-    return _hold_out(train, fraction, seed, [str(label) for label in range(int(train.labels.max()) + 1)])
+    names = class_names or [str(label) for label in range(int(train.labels.max()) + 1)]
+    return _hold_out(train, fraction, seed, names)
 
 
 def _check_fraction(name: str, fraction: float) -> None:

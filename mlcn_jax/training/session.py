@@ -96,7 +96,8 @@ def open_session(config: RunConfig) -> Session:
     settings, dataset = config.train, config.data.load()
     spec = config.model_spec(dataset.train.images.shape[1:], len(dataset.class_names))
     check_settings(config, spec)
-    train, validation = datasets.split_validation(dataset.train, config.data.validation_fraction, config.split_seed)
+    fraction = config.data.validation_fraction
+    train, validation = datasets.split_validation(dataset.train, fraction, config.split_seed, dataset.class_names)
     steps_per_epoch = batches.steps_per_epoch(len(train.labels), settings.batch_size)
     return Session(
         config=config,

@@ -1,5 +1,6 @@
 """Runs of residual lanes: over devices, resumed, scored, exported and pruned."""
 
+import asyncio
 import dataclasses
 import json
 
@@ -7,15 +8,21 @@ import jax
 import numpy as np
 import optax
 import pytest
+from made_files import image_folder
+from made_service import ask
 
-from mlcn_jax.analysis import prune
+from mlcn_jax.analysis import explain, prune
+from mlcn_jax.config import RunConfig
 from mlcn_jax.data.batches import Augmentation, Split
+from mlcn_jax.data.images import read_pixels
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.nn import calibration, resnet
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving import artifact, export, trained
+from mlcn_jax.serving.http_service import Limits, application
+from mlcn_jax.serving.service import Service
 from mlcn_jax.training import loop
 from mlcn_jax.training.evaluate import head_sums, scores_of
 from mlcn_jax.training.mesh_runner import MeshRunner
@@ -24,6 +31,7 @@ from mlcn_jax.training.stack_programs import Stack, make_stacks
 from mlcn_jax.training.stacks_runner import StacksRunner
 from mlcn_jax.training.step import TrainState
 from mlcn_jax.training.trained import load_trained
+from tests.conftest import TINY
 
 SPEC = ModelSpec(*("mlcn", (12, 12, 1), 3, "resnet:w1*4"), norm_group=4, decoder=(8,), label_smoothing=0.1)
 MOVES = Augmentation(max_shift=1, reflect=True, cutout=3, per_lane=True, mirror_lanes=True)
@@ -157,9 +165,6 @@ RECIPE = {
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of 20 steps: its configuration, workdir and summary."""
-    from mlcn_jax.config import RunConfig
-    from tests.conftest import TINY
-
     config = RunConfig().replace(TINY | RECIPE)
     workdir = tmp_path_factory.mktemp("residual") / "whole"
     return config, workdir, loop.train(config, workdir)
@@ -236,3 +241,42 @@ def test_a_pruned_model_keeps_the_statistics_of_its_lanes(run, tmp_path):
     assert smaller.spec.certain_length == 1.0
     assert smaller.scores(loaded.test).accuracy > 0.3
     assert json.loads((workdir / "summary.json").read_text())["test_accuracy"] == summary["test_accuracy"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("classes", "size", "channels"), [(1000, 24, 1), (3, 96, 3)])
+def test_folders_of_images_are_trained_served_and_explained(classes, size, channels, tmp_path):
+    """At the least and the largest size, the most classes, gray and in colour."""
+    folder = image_folder(tmp_path / "images", {f"{k:03}": 2 if classes > 10 else 50 for k in range(classes)}, channels)
+    changes = {"data.name": "folder", "data.dir": str(folder), "data.image_size": size, "data.test_fraction": 0.5}
+    config = RunConfig().replace(TINY | RECIPE | changes | {"train.image_sizes": "", "train.num_steps": 2})
+    workdir = tmp_path / "run"
+    if classes > 10:
+        with pytest.raises(InputError, match="Class '000' has 1 image"):
+            loop.train(config, workdir)
+        config = config.replace({"data.validation_fraction": 0.0})
+    assert np.isfinite(loop.train(config, workdir)["test_nll"])
+
+    loaded, file = load_trained(workdir), next(folder.rglob("*.png")).read_bytes()
+    model = trained.TrainedModel(workdir)
+    pixels = read_pixels(file, (size, size, channels))
+    (probabilities,) = model.probabilities(pixels[None])
+    np.testing.assert_allclose(probabilities.sum(), 1, rtol=1e-5)
+    limits = Limits(max_batch=4, timeout_seconds=10, max_queue=4, max_body_bytes=10**6, max_images=2, max_connections=9)
+    service = Service(model, limits)
+
+    async def answer():
+        async with service.running(None):
+            return await ask(application(service), file, query=b"probabilities")
+
+    status, _, found = asyncio.run(answer())
+    assert status == 200
+    np.testing.assert_allclose(list(found["predictions"][0]["probabilities"].values()), probabilities, atol=1e-5)
+
+    v = np.asarray(explain.look(loaded.spec, loaded.params["encoder"], pixels[None])[0])
+    np.testing.assert_allclose((v**2).sum(axis=-1)[0] / 2, probabilities, atol=1e-5)  # the mean over two lanes
+    for row in explain.rank(loaded.spec, loaded.params, pixels[None]):
+        alone = np.abs(v[0, :, 1 - row["index"]])
+        expected = np.abs(alone - np.linalg.norm(v[0], axis=-1)).mean()
+        np.testing.assert_allclose(row["length_change_without"], expected, rtol=1e-3)
+        assert row["pixel_change_per_unit"] > 0
