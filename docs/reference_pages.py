@@ -16,7 +16,10 @@ import mlcn_jax
 from mlcn_jax.commands import front
 
 # From the ground up, as in docs/design.md: what comes later may import what comes before. The rest follows by name.
-ORDER = ("nn", "data", "placement", "distributed", "training", "search", "analysis", "serving", "tiers")
+ORDER = (
+    *("nn", "data", "placement", "distributed", "training", "rounds", "search", "analysis"),
+    *("serving", "serving.precision", "tiers"),
+)
 _ROOT = Path(mlcn_jax.__file__).parent
 
 

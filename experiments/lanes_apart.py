@@ -4,8 +4,8 @@
 
 Parts: `fashion`, Fashion-MNIST with mlcn2 lanes, 8 pairs; `cifar`, CIFAR-10 with resnet lanes, 3 pairs. A pair is a
 model of 4 lanes that were trained apart, each with its own seeds, then joined, and one whose 4 lanes were trained
-together, with other seeds. mlcn2 lanes are trained together in two ways: `together` as they are by default, where the
-mean of their losses counts and the decoder's gradient trains them, and `alike`, with the settings of lanes trained
+together, with other seeds. mlcn2 lanes are trained together in two ways: `together` with `margin_loss=per_lane`, where the
+mean of their losses counts and the decoder's gradient trains them (the default, `joint`, is not compared), and `alike`, with the settings of lanes trained
 apart, so that each lane has its own best checkpoint (added after `together` had been seen to be the worse one; a lane
 had the checkpoint of all then, and `alike` was as bad). Which two make a pair is arbitrary, so the 95 % interval of the
 difference is that of two samples, Welch's; it should be inside +-0.3 points. `--pairs` adds pairs: with CIFAR-10, 3

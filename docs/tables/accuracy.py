@@ -190,18 +190,20 @@ def _residual_rows(validation: bool) -> str:
         percents = [accuracy_text(row[name]) for name in ("accuracy", "accuracy_flips")]
         alone = ", ".join(f"{row[name][0]:.2f}" for name in ("by_lanes", "by_lanes_flips"))
         errors = [f"{row[name]['mean']:.4f}" for name in ("nll", "calibration_error")]
-        seconds, rate = row["train_seconds"]["mean"], row["product_gflops_per_second"]["mean"]
         shares = [f"{100 * share:.0f}" for share in (row["largest_lane"], decoder_share(row["row"]))]
         costs = [row["epochs"], f"{row['flops'] / 1e15:.3f}", *shares, f"{row['parameters']:,}"]
-        rows.append(
-            [row["row"], f"`{row['lanes']}`", *costs, *percents, alone, *errors, f"{seconds / 60:.0f}", f"{rate:.0f}"]
-        )
+        rows.append([row["row"], f"`{row['lanes']}`", *costs, *percents, alone, *errors])
     header = (
         "row | lanes | epochs | PFLOP | largest lane % | decoder % | parameters | accuracy | with flips"
-        " | one lane, without and with | NLL | ECE | minutes | GFLOP/s of matrix products"
+        " | one lane, without and with | NLL | ECE"
     )
     runs = [run for run in result["runs"] if (run.get("split") == "validation") == validation]
-    return f"{table_of(header, rows)}\n\n{runs_line(runs)}\n\n{commands_of(runs)}"
+    about = (
+        "With flips, an image and its mirror image are scored together; one lane is the mean of the lanes, each alone; NLL is the "
+        "negative log-likelihood, ECE the expected calibration error, both without flips. Commands are as they were "
+        "given: rows that have not ended are not in the table."
+    )
+    return f"{table_of(header, rows)}\n\n{about}\n\n{runs_line(runs)}\n\n{commands_of(runs)}"
 
 
 _GOALS = {  # with flips at test time or without; to be reached, and hoped for
@@ -229,7 +231,7 @@ def residual_goals() -> str:
         mean = rows[name]["accuracy_flips" if flips == "with flips" else "accuracy"]["mean"]
         verdicts = (f"{goal:g} is {'reached' if mean >= goal else 'missed'}" for goal in goals)
         told.append(f"for `{name}`, {flips} at test time, {' and '.join(verdicts)}")
-    return f"Of the goals: {'; '.join(told)}."
+    return f"Of the goals that were set beforehand: {'; '.join(told)}."
 
 
 @place

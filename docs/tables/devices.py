@@ -38,6 +38,36 @@ def cost_model() -> str:
 
 
 @place
+def links() -> str:
+    result = experiment("links")
+    rows = []
+    for row in result["rows"]:
+        found = row["measured_link"]
+        measured, predicted, chosen, fastest = (
+            row[name] for name in ("measured_seconds", "predicted_seconds", "chosen", "fastest")
+        )
+        rows.append(
+            [
+                row["link"],
+                f"{1e3 * found['latency_seconds']:.3g} ms, {8e-6 * found['bytes_per_second']:.3g} Mbit/s",
+                f"`{row['lanes']}`",
+                f"{chosen}: {1e3 * measured[chosen]:.0f} ({1e3 * predicted[chosen]:.0f} predicted)",
+                "the same" if fastest == chosen else f"{fastest}: {1e3 * measured[fastest]:.0f}",
+                f"{row['chosen_over_fastest']:.2f}",
+                "; ".join(f"{way}: {1e3 * taken:.0f}" for way, taken in row["recommended_seconds"].items()) or "-",
+            ]
+        )
+    header = "link | as measured | model | chosen, ms a step | fastest | over it | recommended, ms a step"
+    turns, summary = {row["turns"] for row in result["rows"]}, result["chosen_over_fastest"]
+    splits = sum(len(row["measured_seconds"]) for row in result["rows"])
+    what = (
+        f"medians of {max(turns)} turns; batch {result['batch']}, {splits} splits measured; {summary['within']} of "
+        f"{summary['of']} within 10 % of the fastest"
+    )
+    return f"{table_of(header, rows)}\n\n{measured_on(result, what)}"
+
+
+@place
 def simulator_check() -> str:
     result = experiment("simulator_check")
     checks = result["checks"]

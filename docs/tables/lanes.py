@@ -233,7 +233,11 @@ def lanes_apart() -> str:
     return f"{lanes_apart_tables(experiment('lanes_apart_full'))}\n\n{picture}"
 
 
-_TOGETHER = {"together": "the kind's own loss", "alike": "with the settings of lanes apart"}
+_TOGETHER = {
+    ("fashion", "together"): "with `margin_loss=per_lane`",
+    ("cifar", "together"): "as configured",
+    ("fashion", "alike"): "with the settings of lanes apart",
+}
 
 
 def lanes_apart_tables(result: Mapping[str, Any]) -> str:
@@ -250,7 +254,7 @@ def lanes_apart_tables(result: Mapping[str, Any]) -> str:
                 fitted, together = (f"{mean:.2f}" for mean in between["means"])
                 means = [fitted, f"{mean(pair['equal'] for pair in one['pairs']):.2f}", together]
                 inside = "yes" if between["inside"] else "no"
-                pairs.append([title, _TOGETHER[between["mode"]], between["pairs"], *means, told, inside])
+                pairs.append([title, _TOGETHER[part, between["mode"]], between["pairs"], *means, told, inside])
         for kind, points in one["curves"].items():
             at = {point["lanes"]: f"{point['accuracy']:.2f} ({point['megaflops']:,.0f})" for point in points}
             curves.append([f"{title}, joined, {kind}", *(at.get(count, "-") for count in counts)])

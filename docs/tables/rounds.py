@@ -1,17 +1,51 @@
 """Tables of training in rounds over slow links."""
 
+from collections.abc import Mapping
 from statistics import fmean
+from typing import Any
 
-from tables.parts import experiment, measured_on, place, table_of
+from tables.parts import NAMES, experiment, measured_on, percent, place, table_of
+
+
+def verdicts_table(verdicts: Mapping[str, Mapping[str, Any]]) -> str:
+    """Targets of `experiments.round_runs.judged`, a row each."""
+    rows = [
+        [what, "never" if one["measured"] is None else f"{one['measured']:.3g}", f"{one['at_most']:g}", one["verdict"]]
+        for what, one in verdicts.items()
+    ]
+    return table_of(" | measured | at most | ", rows)
+
+
+@place
+def local_rounds() -> str:
+    result = experiment("local_rounds")
+    seeds, training, sums = (result[name] for name in ("seeds", "training", "sum_in_every_step"))
+    rows = []
+    for name in ("slow", "loopback", "sum in every step"):
+        accuracies = [percent(one["test_accuracy"][name]) for one in seeds]
+        seconds = [f"{one['seconds_to_it'][name]:.0f}" if name in one["seconds_to_it"] else "-" for one in seeds]
+        rows.append([name if name.startswith("sum") else f"rounds, {name}", ", ".join(accuracies), ", ".join(seconds)])
+    reached = percent(result["stated_accuracy"], 0)
+    header = f" | test accuracy of seeds | seconds from the first round's end to {reached} % in validation"
+    step = {link: sums[link]["seconds_per_step"] for link in ("loopback", "slow")}
+    moved = fmean(one["bytes_per_step"] for one in seeds)
+    told = (
+        f"A step with a sum of gradients takes {step['loopback']:.2f} s over loopback and {step['slow']:.1f} s over "
+        f"the slow link, on which it moves {sums['slow']['bytes_per_step'] / 1e6:.1f} MB; in rounds a step moves "
+        f"{moved / 1e6:.3f} MB."
+    )
+    what = (
+        f"`{training['model.lanes']}` on {NAMES[training['data.name']]}, {training['train.num_epochs']} epochs, batch "
+        f"{training['train.batch_size']}, {training['train.rounds.steps']} steps a round, outer learning rate "
+        f"{training['train.rounds.learning_rate']:g} and momentum {training['train.rounds.momentum']:g}, "
+        f"{len(seeds)} seeds"
+    )
+    return "\n\n".join([verdicts_table(result["verdicts"]), table_of(header, rows), told, measured_on(result, what)])
 
 
 @place
 def round_kills() -> str:
     result = experiment("round_kills")
-    rows = [
-        [what, "never" if one["measured"] is None else f"{one['measured']:.3g}", f"{one['at_most']:g}", one["verdict"]]
-        for what, one in result["verdicts"].items()
-    ]
     runs = [run for name, run in result.items() if name.startswith("quorum")]
     kills = [one for run in runs for one in run["kills"]]
     twice, coordinator = sum(one["twice"] for one in kills), sum(one["process"] == "coordinator" for one in kills)
@@ -22,4 +56,4 @@ def round_kills() -> str:
         f"another while the process started; {again:.1f} rounds computed again in the mean; workers in a round, with a "
         f"quorum of 2 and of 1: {present}"
     )
-    return f"{table_of(' | measured | at most | ', rows)}\n\n{measured_on(result, what)}"
+    return f"{verdicts_table(result['verdicts'])}\n\n{measured_on(result, what)}"

@@ -47,12 +47,12 @@ def _other_work(entries: Mapping[str, Any]) -> list[str]:
 def train_step() -> str:
     result = benchmark("train_step")
     names = _frameworks(result)
+    of_torch = all("peak_over_torch" in network for network in result["networks"].values())
     rows = []
     for network in result["networks"].values():
         frameworks = network["frameworks"]
         fastest = min(names[1:], key=lambda name: frameworks[name]["ours_over_theirs"]["median"])
         ratio = frameworks[fastest]["ours_over_theirs"]
-        memory = network.get("peak_over_torch")
         rows.append(
             [
                 network["title"],
@@ -60,10 +60,11 @@ def train_step() -> str:
                 *(f"{frameworks[name]['images_per_second']:,.0f}" for name in names),
                 f"**{network['ours_over_fastest_peer']:.2f}** ({ratio['min']:.2f} to {ratio['max']:.2f})",
                 *(_mebibytes(frameworks[name]) for name in names),
-                f"{memory:.2f}" if memory else "-",
+                *([f"{network['peak_over_torch']:.2f}"] if of_torch else []),
             ]
         )
-    header = _header("network | batch", names, "images/s", "ratio (min to max)") + " | memory, ours over PyTorch's"
+    header = _header("network | batch", names, "images/s", "ratio (min to max)")
+    header += " | memory, ours over PyTorch's" if of_torch else ""
     about = measured_on(result, _peer_versions(result), *_other_work(result["networks"]))
     return f"{table_of(header, rows)}\n\n{about}"
 
@@ -260,18 +261,14 @@ def winograd() -> str:
 def conv_algorithms() -> str:
     result = benchmark("conv_algorithms_cpu")
     names = list(next(iter(result["cases"].values()))["with_gradients_milliseconds"])
+
+    def told(case: Mapping[str, Any], name: str) -> str:
+        both = (case[way].get(name) for way in ("with_gradients_milliseconds", "forward_milliseconds"))
+        return ", ".join("-" if taken is None else f"{taken:.2f}" for taken in both)
+
     rows = [
-        [
-            title,
-            *(
-                f"{case['with_gradients_milliseconds'][name]:.2f}"
-                if name in case["with_gradients_milliseconds"]
-                else "-"
-                for name in names
-            ),
-            f"`{case['chosen']}`",
-        ]
-        for title, case in result["cases"].items()
+        [title, *(told(case, name) for name in names), f"`{case['chosen']}`"] for title, case in result["cases"].items()
     ]
     header = " | ".join(["convolution", *(f"`{name}`, ms" for name in names), "chosen"])
-    return f"{table_of(header, rows)}\n\n{measured_on(result, 'with gradients', *_other_work(result['cases']))}"
+    about = measured_on(result, "with gradients, forward alone", *_other_work(result["cases"]))
+    return f"{table_of(header, rows)}\n\n{about}"
