@@ -57,12 +57,13 @@ def main(values: flags.FlagValues) -> None:
     about: dict[str, Any] = {**host.environment(), "lanes": LANES}
     model = ["--config=mlcn1_fashion", f"--config.model.lanes={LANES}"]
     machines = MACHINES.format(today=datetime.date.today())
+    images = Path(values.data_dir).expanduser().resolve()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         profile.save(Path("profile.json"))
         Path("machines.csv").write_text(machines)
         data = []
         if values.data_dir:
-            os.symlink(Path(values.data_dir).resolve(), "data")
+            os.symlink(images, "data")
             data = ["--config.data.dir=data"]
         commands = {
             "describe": (describe.main, [*model, *DESCRIBE.split()]),

@@ -11,7 +11,8 @@ over three seeds, where the gap is large enough and FLOPs and epochs are as said
 `plain` have a teacher trained without label smoothing, which takes from a teacher what it knows of other classes.
 
 With `--trial`, which chooses settings, teachers and students hold 10,000 training images out, are scored on those, and
-leave the test set alone; give it a workdir of its own, and no teacher, which may have learned those images. A run that
+leave the test set alone; give it a workdir of its own, and no teacher, which may have learned those images. All are
+scored after their last step, but a teacher teaches with the parameters that classified these images best. A run that
 has ended is not repeated, one that was stopped goes on. Writes `distilled_lanes_SCALE`, for trials
 `distilled_lanes_trial_SCALE`, as JSON, Markdown and PNG to the workdir and, but for `smoke`, to `experiments/results/`,
 from where it goes on elsewhere as long as `--workdir`, by which students name their teacher, is the same.

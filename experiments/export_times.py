@@ -3,9 +3,9 @@
     .venv-onnx/bin/python -m experiments.export_times --workdir=runs/mlcn2
 
 The workdir holds an `export` (`mlcn_jax export`) and, in `precision/export`, one of all lanes in int8. Timed are whole
-models: float32 as XLA computes the export, float32 with every lane in ONNX Runtime, and int8. The operators are those
-of ONNX Runtime's profiler, over all lanes, each with as many threads as in the whole model. Prints one line of JSON,
-which `experiments.small_lanes` keeps.
+models: float32 as XLA computes the export, float32 with every lane in ONNX Runtime, float32 in the one file that
+`mlcn_jax onnx` makes, and int8. The operators are those of ONNX Runtime's profiler, over all lanes, each with as many
+threads as in the whole model. Prints one line of JSON, which `experiments.small_lanes` keeps.
 """
 
 import functools
@@ -23,13 +23,13 @@ from absl import flags
 from mlcn_jax.errors import InputError
 from mlcn_jax.host import num_cores
 from mlcn_jax.launch import launch_script
-from mlcn_jax.serving import artifact, onnx, parts
-from mlcn_jax.serving.onnx_file import INPUT
+from mlcn_jax.serving import artifact, onnx, parts, runtime
+from mlcn_jax.serving.onnx_file import INPUT, open_onnx
 from mlcn_jax.serving.precision.lanes import write_lanes
 from mlcn_jax.serving.precision.make import lanes_of, make
 from mlcn_jax.serving.precision.speeds import call_seconds
 
-WAYS = ("float32 xla", "float32 onnxruntime", "int8 onnxruntime")
+WAYS = ("float32 xla", "float32 onnxruntime", "float32 onnxruntime, one file", "int8 onnxruntime")
 LEAST_SHARE = 0.01  # operators with less are counted together
 _PROFILED_RUNS = 20
 
@@ -59,7 +59,10 @@ def measure(workdir: Path, batch: int, rounds: int) -> dict[str, Any]:
         made = {lane.index: make(lane, float32, none) for lane in lanes_of(model.spec, model.encoder)}
         _, files = write_lanes(folder, model.spec, made, jax.ShapeDtypeStruct(shape, jnp.uint8))
         functions = parts.square_roots(parts.added_up([], parts.open_lanes(folder, files)))
-        calls = (model.artifact.lengths, functools.partial(artifact.apply_in_batches, functions), quantised.lengths)
+        (folder / "whole.onnx").write_bytes(onnx.convert(model).SerializeToString())
+        whole = open_onnx(folder / "whole.onnx", runtime.OUTPUT)
+        apart = functools.partial(artifact.apply_in_batches, functions)
+        calls = (model.artifact.lengths, apart, whole, quantised.lengths)
         seconds = call_seconds(calls, shape, batch, rounds)
         found = {
             "float32": kernels([folder / name for name in files], shape, batch),

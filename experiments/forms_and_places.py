@@ -6,10 +6,10 @@
 One after the other is tried in both orders, forms first and devices first. Simulated: two devices and random lanes,
 where the second device is a few times faster in some forms and cannot run others. Real: two processes on a core each,
 of which the second has no ONNX Runtime, and compiles for SSE4.2 only, as for an old processor; what forms cost in
-accuracy does not count there. Each process times its lanes in every form, alone and with its caches cleared; forms and
-devices are chosen from the two tables; both processes then compute what they were given at the same time, and the
-makespan is that of the slower one. The ways of choosing take turns in the same processes. Writes
-`experiments/results/forms_and_places.json`.
+accuracy does not count there. Each process times its lanes in every form, alone, training steps with its caches
+cleared; forms and devices are chosen from the two tables; both processes then compute what they were given at the same
+time, and the makespan is that of the slower one. The ways of choosing take turns in the same processes, so each is also
+compared with `together` in the same turn. Writes `experiments/results/forms_and_places.json`.
 """
 
 import functools
@@ -139,7 +139,7 @@ def on_real_devices(python: str, lanes: str, data: str, rounds: int) -> dict[str
         tables += _answers([worker], "all")
         _end([worker])
     names = [name for entry in lanes.split(",") for name in _names(entry)]
-    found: dict[str, Any] = {"tables": tables, "busy_cores": busy}
+    found: dict[str, Any] = {"tables": tables}
     for task in TASKS:
         problem = problem_of(tables, names, task)
         placed = {way: place("exact", problem) for way, place in WAYS.items()}
@@ -155,9 +155,14 @@ def on_real_devices(python: str, lanes: str, data: str, rounds: int) -> dict[str
                 turns[way].append(_answers(workers, way))
         _end(workers)
         found[task] = {
-            way: {"given": given[way], "predicted_seconds": placed[way].makespan_seconds, **measured(turns[way])}
+            way: {
+                "given": given[way],
+                "predicted_seconds": placed[way].makespan_seconds,
+                **measured(turns[way], turns["together"]),
+            }
             for way in WAYS
         }
+    found["busy_cores"] = [busy, busy_cores(must_be_quiet=False)]
     return found
 
 
@@ -177,11 +182,17 @@ def given_to(placed: FormPlacement, names: Sequence[str], forms: Sequence[str]) 
     return [[[name, forms[f]] for name, f, d in chosen if d == device] for device in range(len(placed.seconds))]
 
 
-def measured(turns: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """The makespan of a way, from the seconds of each device in each turn: the median of those of the slower one."""
+def measured(turns: Sequence[Sequence[float]], together: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """The makespan of a way, from the seconds of each device in each turn: the median of those of the slower one.
+
+    Also its makespan over that of choosing together in the same turn.
+    """
+    ratios = [max(own) / max(other) for own, other in zip(turns, together, strict=True)]
     return {
         "measured_seconds": statistics.median(max(own) for own in turns),
         "of_each": [statistics.median(own) for own in zip(*turns, strict=True)],
+        "over_together": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+        "turns": turns,
     }
 
 
@@ -291,7 +302,8 @@ def table(result: Mapping[str, Any]) -> str:
         for way, found in result["real"][task].items():
             lines.append(
                 f"real, {task}, {way}: {1000 * found['predicted_seconds']:.1f} ms predicted, "
-                f"{1000 * found['measured_seconds']:.1f} ms measured"
+                f"{1000 * found['measured_seconds']:.1f} ms measured, {found['over_together']['median']:.2f} times "
+                "together"
             )
     return "\n".join(lines)
 

@@ -4,16 +4,16 @@
 
 Parts: `fashion`, Fashion-MNIST with mlcn2 lanes, 8 pairs; `cifar`, CIFAR-10 with resnet lanes, 3 pairs. A pair is a
 model of 4 lanes that were trained apart, each with its own seeds, then joined, and one whose 4 lanes were trained
-together, with other seeds. mlcn2 lanes are trained together in two ways: `together` with `margin_loss=per_lane`, where the
-mean of their losses counts and the decoder's gradient trains them (the default, `joint`, is not compared), and `alike`, with the settings of lanes trained
-apart, so that each lane has its own best checkpoint (added after `together` had been seen to be the worse one; a lane
-had the checkpoint of all then, and `alike` was as bad). Which two make a pair is arbitrary, so the 95 % interval of the
-difference is that of two samples, Welch's; it should be inside +-0.3 points. `--pairs` adds pairs: with CIFAR-10, 3
-did not suffice for an interval of that width, so 8 were trained, then 12, then 15, each number fixed after those before
-had been seen, which makes the interval narrower than one of 95 % is. Lanes are joined as soon as all that a model needs
-have ended; a pair's decoder is trained, and timed. Lanes trained apart are also joined
-one by one, up to 16, equal ones and a mix of sizes. Beside them stand single lanes at the cost of 4 and of 16 equal
-ones: of all widths, and depths up to 8, those whose training costs most nearly as much, decoders included.
+together, with other seeds. mlcn2 lanes are trained together in two ways: `together` with `margin_loss=per_lane`, where
+the mean of their losses counts and the decoder's gradient trains them (the default, `joint`, is not compared), and
+`alike`, with the settings of lanes trained apart, so that each lane has its own best checkpoint (added after `together`
+had been seen to be the worse one; a lane had the checkpoint of all then, and `alike` was as bad). Which two make a pair
+is arbitrary, so the 95 % interval of the difference is that of two samples, Welch's; it should be inside +-0.3 points.
+`--pairs` adds pairs: with CIFAR-10, 3 did not suffice for an interval of that width, so 8 were trained, then 12, then
+15, each number fixed after those before had been seen, which makes the interval narrower than one of 95 % is. Lanes are
+joined as soon as all that a model needs have ended; a pair's decoder is trained, and timed. Lanes trained apart are
+also joined one by one, up to 16, equal ones and a mix of sizes. Beside them stand single lanes at the cost of 4 and of
+16 equal ones: of all widths, and depths up to 8, those whose training costs most nearly as much, decoders included.
 
 10 epochs. Training takes 0.9 PFLOP for each part, 1.7 h at 150 GFLOP/s; compiling, scoring, decoders, and 60 and 29
 starts come on top. `smoke` takes a step of each.

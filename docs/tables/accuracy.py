@@ -192,16 +192,17 @@ def _residual_rows(validation: bool) -> str:
         errors = [f"{row[name]['mean']:.4f}" for name in ("nll", "calibration_error")]
         shares = [f"{100 * share:.0f}" for share in (row["largest_lane"], decoder_share(row["row"]))]
         costs = [row["epochs"], f"{row['flops'] / 1e15:.3f}", *shares, f"{row['parameters']:,}"]
-        rows.append([row["row"], f"`{row['lanes']}`", *costs, *percents, alone, *errors])
+        times = f"{row['train_seconds']['mean']:.0f}", f"{row['product_gflops_per_second']['mean'] / 1e3:.1f}"
+        rows.append([row["row"], f"`{row['lanes']}`", *costs, *percents, alone, *errors, *times])
     header = (
         "row | lanes | epochs | PFLOP | largest lane % | decoder % | parameters | accuracy | with flips"
-        " | one lane, without and with | NLL | ECE"
+        " | one lane, without and with | NLL | ECE | seconds | TFLOP/s of matrix products"
     )
     runs = [run for run in result["runs"] if (run.get("split") == "validation") == validation]
     about = (
-        "With flips, an image and its mirror image are scored together; one lane is the mean of the lanes, each alone; NLL is the "
-        "negative log-likelihood, ECE the expected calibration error, both without flips. Commands are as they were "
-        "given: rows that have not ended are not in the table."
+        "With flips, an image and its mirror image are scored together; one lane is the mean of the lanes, each "
+        "alone; NLL is the negative log-likelihood, ECE the expected calibration error, both without flips. Commands "
+        "are as they were given: rows that have not ended are not in the table."
     )
     return f"{table_of(header, rows)}\n\n{about}\n\n{runs_line(runs)}\n\n{commands_of(runs)}"
 

@@ -37,7 +37,6 @@ def cost_model() -> str:
     return f"{single}\n\n{grouped}\n\n{measured_on(result)}"
 
 
-@place
 def links() -> str:
     result = experiment("links")
     rows = []

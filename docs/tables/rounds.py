@@ -16,7 +16,6 @@ def verdicts_table(verdicts: Mapping[str, Mapping[str, Any]]) -> str:
     return table_of(" | measured | at most | ", rows)
 
 
-@place
 def local_rounds() -> str:
     result = experiment("local_rounds")
     seeds, training, sums = (result[name] for name in ("seeds", "training", "sum_in_every_step"))

@@ -21,7 +21,7 @@ from tables.parts import (
 )
 
 _PRECISIONS = ("float32", "int8")
-_WAYS = ("float32 xla", "float32 onnxruntime", "int8 onnxruntime")
+_WAYS = ("float32 xla", "float32 onnxruntime", "float32 onnxruntime, one file", "int8 onnxruntime")
 
 
 def small_lanes() -> str:
@@ -38,7 +38,7 @@ def small_lanes() -> str:
                 f"{row['smaller']:.2f}, {told['smaller']}",
                 f"{row['smaller_than_export']:.2f}",
                 *(f"{value:.2f}" for value in accuracies),
-                f"{row['points']:+.2f}, {told['points']}",
+                f"{row['points']:+.2f} ({row['least_points']:+.2f} to {row['most_points']:+.2f}), {told['points']}",
                 *(f"{row['milliseconds'][way]:.2f}" for way in _WAYS),
                 f"{row['faster']:.2f}, {told['faster']}",
             ]
@@ -49,7 +49,7 @@ def small_lanes() -> str:
             kernels.append([title, row["machine"], name, f"{own['milliseconds']:.2f}", shares])
     header = (
         "model | on | runs | times smaller | than the float32 export | float32, % | int8, % | points | "
-        "float32 in XLA, ms | float32 in ONNX Runtime, ms | int8, ms | times as fast"
+        "float32 in XLA, ms | float32 in ONNX Runtime, ms | the same in one file | int8, ms | times as fast"
     )
     batch = result["rows"][0]["batch"]
     return (
@@ -105,7 +105,8 @@ def distillation_steps() -> str:
             alone = seconds[f"labels alone, {images}"]
             rows.append([ways[way], images, f"{1000 * value:.0f}", f"{value / alone:.2f}"])
     what = f"teacher `{result['teacher']}`, student `{result['lanes']}`, batch {result['batch']}"
-    text = f"Keeping them is faster from {result['epochs_until_kept_is_faster']:.1f} epochs on."
+    epochs = result["epochs_until_kept_is_faster"]
+    text = "Keeping them is not faster." if epochs is None else f"Keeping them is faster from {epochs:.1f} epochs on."
     table = table_of("a step with | images | ms | over a step on labels alone", rows)
     return f"{table}\n\n{text}\n\n{measured_on(result, what)}"
 
@@ -122,15 +123,21 @@ def forms_and_places() -> str:
         for way, found in ways.items()
     ]
     rows = [
-        [task, way, *(f"{1000 * found[name]:.1f}" for name in ("predicted_seconds", "measured_seconds"))]
-        for task, ways in result.get("real", {}).items()
-        if task != "tables"
-        for way, found in ways.items()
+        [
+            task,
+            way,
+            *(f"{1000 * found[name]:.1f}" for name in ("predicted_seconds", "measured_seconds")),
+            ratio(found["over_together"]),
+        ]
+        for task in ("train", "infer")
+        if "real" in result
+        for way, found in result["real"][task].items()
     ]
     header = "partitioner | one after the other | simulated problems | times as long as together (range)"
     lanes = ", ".join(f"`{lane}`" for lane in result["lanes"])
+    of_real = "task | forms and devices chosen | predicted, ms | measured, ms | over together, in a turn"
     return (
         f"{table_of(header, simulated)}\n\n"
-        f"{table_of('task | forms and devices chosen | predicted, ms | measured, ms', rows)}\n\n"
+        f"{table_of(of_real, rows)}\n\n"
         f"{measured_on(result)} Lanes: {lanes}, on two processes of a core each."
     )

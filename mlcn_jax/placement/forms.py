@@ -314,16 +314,34 @@ def _devices_of(name: str, problem: FormProblem, form_of: Sequence[int]) -> Sequ
 
 
 def _at_price(name: str, problem: FormProblem, price: float) -> FormPlacement:
-    """Each lane in its best form on each device, where a unit of loss costs `price` seconds."""
+    """Each lane in its best form on each device, where a unit of loss costs `price` seconds.
+
+    Memory has a price as well where lanes do not fit without: the least of some at which they do.
+    """
+    byte_seconds = np.mean([s for rows in problem.seconds for row in rows for s in row if math.isfinite(s)])
+    byte_seconds /= max(np.mean(problem.memory_bytes), 1.0)
+    for byte_price in (0.0, *(byte_seconds * 10.0**power for power in range(-2, 4))):
+        try:
+            return _at_prices(name, problem, price, byte_price)
+        except NoRoom as error:
+            no_room = error
+    raise no_room
+
+
+def _at_prices(name: str, problem: FormProblem, price: float, byte_price: float) -> FormPlacement:
+    """The same where a byte costs `byte_price` seconds in the choice of forms."""
     forms, devices = range(len(problem.forms)), range(problem.num_devices)
-    best = [
-        [min((problem.seconds[i][f][d] + price * problem.losses[i][f], f) for f in forms)[1] for d in devices]
-        for i in range(len(problem.seconds))
-    ]
-    priced = [
-        [_finite(problem.seconds[i][f][d] + price * problem.losses[i][f]) for d, f in enumerate(row)]
-        for i, row in enumerate(best)
-    ]
+
+    def seconds(i: int, f: int, d: int) -> float:
+        fits = problem.memory_bytes[i][f] <= problem.limit_bytes[d]
+        return problem.seconds[i][f][d] + price * problem.losses[i][f] if fits else math.inf
+
+    def choice(i: int, f: int, d: int) -> tuple[float, float, int]:
+        held = problem.memory_bytes[i][f]
+        return seconds(i, f, d) + byte_price * held, held, f
+
+    best = [[min(choice(i, f, d) for f in forms)[2] for d in devices] for i in range(len(problem.seconds))]
+    priced = [[_finite(seconds(i, f, d)) for d, f in enumerate(row)] for i, row in enumerate(best)]
     memory = [max(problem.memory_bytes[i][f] for f in row) for i, row in enumerate(best)]
     placed = partition(name, Problem(priced, memory, problem.limit_bytes, problem.base_seconds))
     form_of = [best[i][d] for i, d in enumerate(placed.device_of)]

@@ -41,6 +41,8 @@ def open_onnx(path: Path, output: str, threads: int | None = None) -> Callable[[
         options.add_session_config_entry(name, value)
     try:
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except MemoryError:
+        raise
     except Exception as error:  # the exceptions of ONNX Runtime have no common base class
         reason = (str(error).splitlines() or [repr(error)])[0][:200]
         raise InputError(

@@ -63,7 +63,14 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         stack.enter_context(hold(workdir))
         _log.info("loading %s", config.data.name)
         session = open_session(config)
-        teacher = open_teacher(session)
+        try:
+            teacher = open_teacher(session)
+        except InputError:  # a finished student needs its teacher no more
+            finished = _finished_summary(workdir, session.num_steps)
+            if finished is None or finished.get("config_hash") != config.hash():
+                raise
+            _log.info("%s is finished: %d steps; its teacher can no longer be used", workdir, session.num_steps)
+            return finished
         dataset, validation, spec = session.dataset, session.validation, session.spec
         steps_per_epoch = session.steps_per_epoch
         check_fits_memory(spec, host.total_memory_bytes())

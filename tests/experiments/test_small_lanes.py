@@ -102,7 +102,7 @@ def test_the_gap_is_that_to_the_teacher_that_was_learned_from():
     assert gaps == {"w0.9t4": pytest.approx(3.0), "w0.9t4plain": pytest.approx(2.0)}
 
 
-def small_record(seed, milliseconds=(4.0, 2.0, 1.0), after=0.899, device="machine", vnni=True):
+def small_record(seed, milliseconds=(4.0, 2.0, 3.0, 1.0), after=0.899, device="machine", vnni=True):
     operators = {"milliseconds": 2.0, "share": {"Conv": 0.75, "rest": 0.25}}
     return PLACE | {
         "device": device,
@@ -146,12 +146,20 @@ def test_nothing_is_judged_from_fewer_than_three_seeds_or_without_vnni():
 
 
 def test_times_of_two_machines_are_not_averaged():
-    records = [small_record(0), small_record(1), small_record(2, (40.0, 20.0, 20.0), 0.893, "slow one")]
+    records = [small_record(0), small_record(1), small_record(2, (40.0, 30.0, 20.0, 20.0), 0.893, "slow one")]
     fast, slow = small_lanes.summarise(records)
     assert (fast["faster"], slow["faster"]) == (2.0, 1.0)
     assert "slow one" in slow["machine"]
     assert fast["points"] == slow["points"] == pytest.approx(-0.3), "of all machines, which have no part in it"
+    assert (fast["least_points"], fast["most_points"]) == (pytest.approx(-0.7), pytest.approx(-0.1))
     assert fast["verdicts"] == {"smaller": "reached", "points": "below", "faster": "2 of 3 seeds"}
+
+
+def test_lanes_that_are_quantised_in_another_way_are_no_more_seeds():
+    """As on a CPU without VNNI instructions, whose sums of bytes would saturate."""
+    fast, slow = small_lanes.summarise([small_record(0), small_record(1), small_record(2, device="old", vnni=False)])
+    assert fast["verdicts"]["points"] == "2 of 3 seeds"
+    assert slow["verdicts"]["points"] == "1 of 3 seeds"
 
 
 def test_kernels_are_counted_without_the_run_that_warms_up():
@@ -218,7 +226,9 @@ def test_lanes_are_given_to_real_devices_as_they_were_placed():
 
 def test_a_measured_makespan_is_that_of_the_slower_device_in_each_turn(monkeypatch):
     turns = [[1.0, 4.0], [5.0, 2.0], [3.0, 3.0]]
-    assert forms_and_places.measured(turns) == {"measured_seconds": 4.0, "of_each": [3.0, 3.0]}
+    found = forms_and_places.measured(turns, [[2.0, 1.0], [2.0, 5.0], [6.0, 1.0]])
+    assert (found["measured_seconds"], found["of_each"]) == (4.0, [3.0, 3.0])
+    assert found["over_together"] == {"median": 1.0, "min": 0.5, "max": 2.0}
     monkeypatch.setattr(forms_and_places, "_TURN_SECONDS", 0.0)
     ran = []
     assert forms_and_places.turn_seconds([lambda: ran.append(1), lambda: ran.append(2)]) > 0
@@ -238,7 +248,7 @@ def test_both_ways_of_choosing_take_turns_in_the_same_processes(tmp_path, monkey
 
     python = tmp_path / "python"
     python.touch()
-    monkeypatch.setattr(forms_and_places, "busy_cores", lambda: 0.1)
+    monkeypatch.setattr(forms_and_places, "busy_cores", lambda must_be_quiet=True: 0.1)
     monkeypatch.setattr(forms_and_places.os, "sched_getaffinity", lambda process: {0, 1})
     monkeypatch.setattr(forms_and_places, "_names", lambda entry: [entry])
     monkeypatch.setattr(forms_and_places, "_start", lambda *given: given)
@@ -313,26 +323,28 @@ def test_there_are_tables_for_the_docs_once_there_are_results(monkeypatch):
     small = [more | record for record in (small_record(0), small_record(1), small_record(2, device="other"))]
     taught = [record | more for record in distilled_records()]
     one = {"predicted_seconds": 0.01, "measured_seconds": 0.02}
+    one["over_together"] = {"median": 1.0, "min": 0.9, "max": 1.1}
+    real = {task: dict.fromkeys(forms_and_places.WAYS, one) for task in ("train", "infer")}
     results = {
         "small_lanes_full": {"rows": small_lanes.summarise(small), "runs": small},
         "distilled_lanes_full": {"rows": distilled_lanes.summarise(taught, {}), "runs": taught},
         "forms_and_places": PLACE
         | {
             **forms_and_places.simulate(),
-            "real": {"tables": [], **{task: dict.fromkeys(forms_and_places.WAYS, one) for task in ("train", "infer")}},
+            "real": {"tables": [], "busy_cores": [0.0, 0.1], **real},
             "lanes": ["mlcn2:w4*2"],
             "rounds": 5,
         },
     }
     monkeypatch.setattr(tables.small, "experiment", results.__getitem__)
     assert "| CIFAR-10, resnet | machine, 2 cores (jax 1, python 3) | 2 | 4.00, reached |" in tables.small.small_lanes()
-    assert tables.small.small_lanes().count("| 5.00 | 90.00 | 89.90 | -0.10, reached |") == 2
+    assert tables.small.small_lanes().count("| 5.00 | 90.00 | 89.90 | -0.10 (-0.10 to -0.10), reached |") == 2
     assert (
         "| CIFAR-10, resnet | machine, 2 cores (jax 1, python 3) | int8 | 2.00 | Conv 75 %, rest 25 % |"
         in tables.small.small_lanes()
     )
     assert "| 91.00 (90.00 to 92.00) | 92.50 (91.50 to 93.50) | 3.00 | 50 | reached |" in tables.small.distilled_lanes()
-    assert "| infer | together | 10.0 | 20.0 |" in tables.small.forms_and_places()
+    assert "| infer | together | 10.0 | 20.0 | 1.00 (0.90 to 1.10) |" in tables.small.forms_and_places()
 
 
 def test_one_case_goes_on_beside_the_results_of_another(tmp_path, monkeypatch):

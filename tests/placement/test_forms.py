@@ -105,6 +105,23 @@ def test_together_is_faster_than_one_after_the_other_where_devices_prefer_other_
     }
 
 
+@pytest.mark.parametrize(
+    ("lanes", "room", "seconds"),
+    [
+        (1, 100.0, 2.0),  # the faster form fits no device
+        (2, 140.0, 4.0),  # it fits, but not twice
+    ],
+)
+def test_without_or_tools_lanes_take_smaller_forms_where_faster_ones_do_not_fit(lanes, room, seconds):
+    memory = [[130.0 if lanes == 2 else 150.0, 60.0]] * lanes
+    problem = FormProblem([[[1.0], [2.0]]] * lanes, ["fast", "small"], memory, [room])
+    placed = place_together("greedy", problem)
+    assert placed.form_of == (1,) * lanes
+    assert placed.makespan_seconds == seconds
+    with pytest.raises(NoRoom):
+        place_together("greedy", FormProblem([[[1.0], [2.0]]], ["fast", "small"], [[150.0, 101.0]], [100.0]))
+
+
 def test_devices_first_uses_forms_that_one_device_lacks():
     """The first device is fast in int8, which the second cannot do, but was given half of the lanes before."""
     lane = [[4.0, 4.0], [math.inf, math.inf], [1.0, math.inf]]

@@ -160,6 +160,16 @@ def test_a_resumed_student_equals_an_uninterrupted_one(student, changes, tmp_pat
 
 
 @pytest.mark.long
+def test_a_finished_student_needs_its_teacher_no_more(tiny, finished, tmp_path):
+    teacher = shutil.copytree(finished, tmp_path / "teacher")
+    config = tiny.replace({"train.teacher": str(teacher), "train.num_steps": 2})
+    summary = loop.train(config, tmp_path / "student")
+    shutil.rmtree(teacher)
+    assert loop.train(config, tmp_path / "student") == summary
+    with pytest.raises(InputError, match=r"train\.teacher="):
+        loop.train(config.replace({"train.num_steps": 3}), tmp_path / "student")
+
+
 def test_a_trained_teacher_teaches_on_a_mesh(student, tmp_path):
     config = student.replace({"data.max_shift": 1, "train.num_steps": 3})
     loop.train(config, tmp_path / "one")

@@ -56,8 +56,7 @@ def place_lanes(
     """
     partitioner = "exact" if importlib.util.find_spec("ortools") else "greedy"
     forms = forms_of(profiles, TASK)
-    first_of = {form.precision: i for i, form in reversed(list(enumerate(FORMS)))}
-    part_of = [first_of[form.split()[1]] for form in forms]
+    part_of = [FORMS.index(exported_form(form)) for form in forms]
     held = [[own[part] for part in part_of] for own in num_bytes]
     room = [profile.memory_bytes for profile in profiles]
     problem = form_problem(profiles, spec.lane_specs, TASK, batch, memory_bytes=held, limit_bytes=room)
