@@ -96,6 +96,7 @@ CASES = {
         "mlcn2:w2*4",
         {
             **_ONE_VIEW,
+            "model.label_smoothing": 0.0,
             "model.margin_loss": "per_lane",
             "model.signed_pixels": True,
             "train.image_sizes": "",

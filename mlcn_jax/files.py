@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -106,6 +107,8 @@ def check_workdir(workdir: Path) -> None:
         wrong = f"/{path.parts[1]} stands for a storage service"
     elif any("\ud800" <= c <= "\udfff" for c in str(path)):
         wrong = "it is not UTF-8"
+    elif re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(workdir)):
+        wrong = "it is an address, and runs are kept in folders of this machine"
     if wrong:
         raise InputError(
             f"the workdir {str(path)!r} cannot hold checkpoints because {wrong}: give a --workdir without it, or move "

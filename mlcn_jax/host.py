@@ -154,10 +154,10 @@ def set_up_jax(least_seconds: float = 1.0) -> Path | None:
     features = _cpu_features()
     if jax.default_backend() == "cpu" and not features:
         return None
-    folder = cache_folder() / f"compiled-{cpu_digest()}"
     try:
+        folder = cache_folder() / f"compiled-{cpu_digest()}"
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # the latter where this user has no home directory
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     return folder

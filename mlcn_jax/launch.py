@@ -70,9 +70,18 @@ def launch(command: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:
         code, message = 128 + signal.SIGINT, "interrupted"
     except RuntimeError as error:
-        if "home directory" in str(error):  # pathlib, of a path such as ~nobody/runs
+        if "home directory" in str(error):  # pathlib, of a path such as ~nobody/runs, or of a user without one
             code = EXIT_INPUT
-            message = "error: a path begins with ~ and an unknown user name: write the path in full"
+            message = (
+                "error: a home directory is unknown: write paths that begin with ~ in full, and, if this user has "
+                "none, set MLCN_JAX_CACHE to a folder for downloads and compiled programs"
+            )
+        elif "Unable to initialize backend" in str(error):
+            code = EXIT_INPUT
+            message = (
+                f"error: {_first_line(error)}: JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS', '')!r}; unset it, or "
+                "name platforms that are there, such as cpu"
+            )
         elif "Gloo" in str(error):
             code, message = EXIT_STOPPED, f"another process of the run was lost ({_first_line(error)[:100]}...)"
         elif told := lack_of_memory(error):

@@ -105,7 +105,9 @@ def test_a_workdir_is_held_once_and_its_lock_is_not_emptied(tmp_path):
     assert (tmp_path / ".lock").read_text() == "what somebody kept there"
 
 
-@pytest.mark.parametrize("path", ["runs/x b\\n", "runs/a[0]", "a*", "a?b", "gs:/a", "/gs/a", "/hf/a", "a\udcff"])
+@pytest.mark.parametrize(
+    "path", ["runs/x b\\n", "runs/a[0]", "a*", "a?b", "gs:/a", "s3://a/b", "/gs/a", "/hf/a", "a\udcff"]
+)
 def test_a_workdir_that_cannot_hold_checkpoints_is_refused_at_once(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     expected = r"cannot hold checkpoints.*give a --workdir without it"

@@ -11,10 +11,13 @@ from mlcn_jax.analysis.ways import Task, Terms, Way
 from mlcn_jax.config import did_you_mean
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.placement import cost
 from mlcn_jax.placement.catalog import Offer
 from mlcn_jax.placement.cost import LaneCost
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.training.apart import couplings_of_losses
+from mlcn_jax.training.session import calibration_images
 from mlcn_jax.training.splits import Messages, needed_bytes
 
 
@@ -98,6 +101,7 @@ def task_of(config: Any, session: Any) -> Task:
             f"train.rounds.steps is {train.rounds.steps}, but training in rounds is not compared: ask with 0"
         )
     validation = len(session.validation.labels)
+    residual = any(group.kind.normalises for group in spec.lane_groups)
     views = 2 if config.data.mirrors else 1
     scored = views * (validation + train.score_test * len(session.dataset.test.labels))
     images = (session.train.images, session.validation.images, session.dataset.test.images)
@@ -112,7 +116,23 @@ def task_of(config: Any, session: Any) -> Task:
         validation_images=validation,
         split_seed=config.split_seed,
         messages=Messages(config.parallel.exchange_dtype, train.clip_norm > 0, train.accumulation_steps),
+        step_share=_step_share(spec, train.batch_size, train.sizes()),
+        calibration_images=sum(map(len, calibration_images(session.train, train.batch_size))) if residual else 0,
     )
+
+
+def _step_share(spec: ModelSpec, batch_size: int, sizes: Sequence[tuple[float, int]]) -> float:
+    """The mean FLOPs of a training step by those of one at full size, for `TrainSettings.sizes`."""
+
+    def flops(size: int) -> float:
+        shape = (size, size, spec.image_shape[2]) if size else spec.image_shape
+        lanes = [(g.count, cost.lane_cost(g.spec, spec.lane_settings, shape)) for g in spec.lane_groups]
+        of_lanes = sum(count * lane.step_flops(batch_size) for count, lane in lanes)
+        return of_lanes + batch_size * cost.decoder_step_flops(spec)
+
+    begun = [0.0, *(until for until, _ in sizes)]
+    shares = (until - before for before, (until, _) in zip(begun, sizes, strict=False))
+    return sum(share * flops(size) for share, (_, size) in zip(shares, sizes, strict=True)) / flops(0)
 
 
 def with_profiles(

@@ -138,7 +138,7 @@ class Market:
         """Seconds that no split over these machines can beat: all their devices busy with lanes all the time."""
         rate = sum(self.choices[n].offer.devices / self._speed(n) for n in chosen)
         started = max(self.choices[n].machine.startup_seconds for n in chosen)
-        return started + self.task.steps / rate
+        return started + self.task.steps * self.task.step_share / rate
 
     def _whole_seconds(self, number: int) -> float:
         """A step of all lanes on one device of a machine."""
@@ -229,7 +229,7 @@ class Market:
             machines=chosen,
             seconds=seconds,
             cost=sum(choice.machine.cost(seconds) for choice in choices),
-            step_seconds=split.seconds,
+            step_seconds=split.seconds * self.task.step_share,
             interval=_of_run(split.interval, split.seconds, started, run.seconds),
             save_every=run.save_every,
             interruptions=per_second * seconds,
@@ -241,8 +241,10 @@ class Market:
 
     def _run(self, step_seconds: float, forward_share: float, interruptions: Interruptions) -> "_Run":
         task = self.task
-        work = task.steps * step_seconds + task.scored_images / task.batch_size * forward_share * step_seconds
-        validating = task.validation_images / task.batch_size * forward_share * step_seconds
+        forward_seconds = forward_share * step_seconds / task.batch_size  # of an image at full size
+        step_seconds *= task.step_share
+        work = task.steps * step_seconds + task.scored_images * forward_seconds
+        validating = (task.validation_images + task.calibration_images) * forward_seconds
         saving = interruptions.checkpoint_seconds + validating
         interruptions = dataclasses.replace(interruptions, checkpoint_seconds=saving)
         every = min(task.save_every, task.steps)
@@ -319,7 +321,7 @@ class Market:
             machines=chosen,
             seconds=answer.seconds,
             cost=answer.cost,
-            step_seconds=step,
+            step_seconds=step * self.task.step_share,
             interval=_of_run(interval, 1.0, started, answer.seconds - started),
             save_every=runs[number][kind].save_every,
             interruptions=sum(self.choices[n].interruptions.per_second * rented_seconds(n, held) for n, held in rented),

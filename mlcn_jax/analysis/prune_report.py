@@ -67,14 +67,20 @@ def measure_and_prune(
         print(told(facts, output, fine_tuning(small, output)))
 
 
+def _called(split: str, ranking_from: str) -> str:
+    """What is told of `ranking` or `test`."""
+    return ranking_from if split == "ranking" else split
+
+
 def analyse(run: Run, order_name: str, rounds: int) -> dict[str, Any]:
-    """Lanes removed alone and one after another: accuracies in [0, 1], parameters, FLOPs, milliseconds."""
+    """Lanes removed alone and one after another: accuracies in [0, 1], parameters, FLOPs, milliseconds.
+
+    A run that leaves the test set alone (`train.score_test`) has no accuracies of it.
+    """
     batch_size, lanes = run.config.train.batch_size, run.lanes
-    splits = {"ranking": run.ranking, "test": run.test}
-    _log.info(
-        "scoring %d lanes on %s %s and %s test images",
-        *(len(lanes), f"{len(run.ranking.labels):,}", run.ranking_from, f"{len(run.test.labels):,}"),
-    )
+    splits = {"ranking": run.ranking} | ({"test": run.test} if run.config.train.score_test else {})
+    images = (f"{len(split.labels):,} {_called(name, run.ranking_from)} images" for name, split in splits.items())
+    _log.info("scoring %d lanes on %s", len(lanes), " and ".join(images))
     v = {name: prune.weighted_capsules(run, split, batch_size) for name, split in splits.items()}
     order = prune.ORDERS[order_name](v["ranking"], run.ranking.labels)
     alone = {name: prune.accuracy_without(v[name], split.labels) for name, split in splits.items()}
@@ -86,7 +92,7 @@ def analyse(run: Run, order_name: str, rounds: int) -> dict[str, Any]:
         "data": run.dataset,
         "ranking_from": run.ranking_from,
         "ranking_images": len(run.ranking.labels),
-        "test_images": len(run.test.labels),
+        "test_images": len(run.test.labels) if "test" in splits else 0,
         "removed_alone": [
             {"lane": i, "spec": lanes[i], **{f"{name}_accuracy": float(alone[name][i]) for name in splits}}
             for i in range(len(lanes))
@@ -152,8 +158,9 @@ def shrink(run: Run, entry: dict[str, Any], count: int) -> tuple[Run, dict[str, 
         "lanes": {"before": run.spec.lanes, "after": small.spec.lanes},
         "parameters": {"before": before["parameters"], "after": after["parameters"]},
         "ranking_accuracy": {"before": before["ranking_accuracy"], "after": small.scores(run.ranking).accuracy},
-        "test_accuracy": {"before": before["test_accuracy"], "after": small.scores(run.test).accuracy},
     }
+    if run.config.train.score_test:
+        facts["test_accuracy"] = {"before": before["test_accuracy"], "after": small.scores(run.test).accuracy}
     return small, facts
 
 
@@ -182,6 +189,7 @@ def told(facts: dict[str, Any], output: Path, command: str) -> str:
                 (f"{facts['ranking_from']} images", "ranking_accuracy"),
                 ("test images", "test_accuracy"),
             )
+            if name in facts
         ),
         f"  parameters: {facts['parameters']['before']:,} before, {facts['parameters']['after']:,} after",
         f"evaluate it:       {program()} evaluate --workdir={shlex.quote(str(output))}",
@@ -192,17 +200,25 @@ def told(facts: dict[str, Any], output: Path, command: str) -> str:
 
 def table(entry: dict[str, Any]) -> str:
     """Both tables in Markdown: each lane removed alone, and lanes removed one after another."""
-    names = [f"{entry['ranking_from']} accuracy", "test accuracy"]
-    lines = [["lane", "", *(f"{name} without it" for name in names)], ["---"] * 4]
+    splits = _splits(entry)
+    names = [f"{_called(split, entry['ranking_from'])} accuracy" for split in splits]
+    lines = [["lane", "", *(f"{name} without it" for name in names)], ["---"] * (2 + len(names))]
     for row in entry["removed_alone"]:
-        lines.append([str(row["lane"]), row["spec"], f"{row['ranking_accuracy']:.2%}", f"{row['test_accuracy']:.2%}"])
-    tables = [lines, [["removed", "lanes", *names, "parameters", "GFLOP", "ms", "speed-up"], ["---"] * 8]]
+        accuracies = [f"{row[f'{split}_accuracy']:.2%}" for split in splits]
+        lines.append([str(row["lane"]), row["spec"], *accuracies])
+    head = ["removed", "lanes", *names, "parameters", "GFLOP", "ms", "speed-up"]
+    tables = [lines, [head, ["---"] * len(head)]]
     for removed, row in enumerate(entry["removed"]):
         timed = [f"{row[name]['median']:.2f}" if name in row else "" for name in ("milliseconds", "speedup")]
-        accuracies = [f"{row[name]:.2%}" for name in ("ranking_accuracy", "test_accuracy")]
+        accuracies = [f"{row[f'{split}_accuracy']:.2%}" for split in splits]
         flops = f"{entry['timed_batch'] * row['encoder_flops_per_image'] / 1e9:.2f}"
         tables[1].append([str(removed), row["lanes"], *accuracies, f"{row['parameters']:,}", flops, *timed])
     return "\n\n".join("\n".join("| " + " | ".join(line) + " |" for line in lines) for lines in tables)
+
+
+def _splits(entry: dict[str, Any]) -> list[str]:
+    """The images of which an entry has accuracies."""
+    return [split for split in ("ranking", "test") if f"{split}_accuracy" in entry["removed"][0]]
 
 
 def draw(entries: Sequence[dict[str, Any]]) -> "Figure":
@@ -220,9 +236,11 @@ def draw(entries: Sequence[dict[str, Any]]) -> "Figure":
         whole = entry["removed"][0]["ranking_accuracy"]
         effects = [100 * (whole - row["ranking_accuracy"]) for row in entry["removed_alone"]]
         alone.bar(removed + (i - (len(entries) - 1) / 2) * width, effects, width, color=color)
-        test, ranking = ([100 * row[f"{name}_accuracy"] for row in entry["removed"]] for name in ("test", "ranking"))
-        accuracy.plot(removed, test, "o-", color=color, label=label)
-        accuracy.plot(removed, ranking, ":", color=color)
+        splits = _splits(entry)
+        for split in splits:
+            values = [100 * row[f"{split}_accuracy"] for row in entry["removed"]]
+            style = ":" if split == "ranking" else "o-"
+            accuracy.plot(removed, values, style, color=color, label=label if split == splits[-1] else None)
         timed = [m for m in removed if "speedup" in entry["removed"][m]]
         if timed:
             median, low, high = (

@@ -26,6 +26,8 @@ class Task:
       validation_images: images classified at every checkpoint; joined lanes get their weights from them.
       split_seed: seed that selects these images.
       messages: how columns and gradients are sent if machines train one run together.
+      step_share: the mean FLOPs of a step by those of one at full image size (`train.image_sizes`).
+      calibration_images: training images from which every checkpoint collects statistics of normalisation.
     """
 
     spec: ModelSpec
@@ -38,6 +40,8 @@ class Task:
     validation_images: int = 0
     split_seed: int = 0
     messages: splits.Messages = dataclasses.field(default_factory=splits.Messages)
+    step_share: float = 1.0
+    calibration_images: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +106,7 @@ class Way:
       kind: mesh, stacks or apart.
       machines: numbers of the choices.
       seconds, cost: expected time and cost from requesting the machines to the end, interruptions included.
-      step_seconds: seconds of one training step; of the longest lane if trained apart.
+      step_seconds: seconds of a training step, the mean over image sizes; of the longest lane if trained apart.
       interval: interval of the run's seconds; None if a profile keeps no residuals.
       save_every: steps between checkpoints.
       interruptions: expected number in the whole run.

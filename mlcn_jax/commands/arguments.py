@@ -56,9 +56,13 @@ def parse(command: str, doc: str | None, define: Define, argv: Sequence[str], co
     try:
         if config:
             argv = _define_config(values, argv, command)
-        values([command, *argv])
-    except flags.Error as error:
+        unread = values([command, *argv])[1:]
+    except InputError:
+        raise
+    except (flags.Error, ValueError, LookupError, TypeError) as error:  # absl and ml_collections raise all of these
         raise InputError(_plain(str(error))) from error
+    if unread:  # such as the value of a switch, which absl takes to be true then
+        raise InputError(f"{unread[0]!r} belongs to no flag: switches are written --name=true, --name=false or --name")
     return values
 
 
@@ -189,7 +193,7 @@ def _check_fields(config: "ConfigDict", fields: Sequence[str], command: str) -> 
     from mlcn_jax.config import flat
 
     known, of_search = flat(config.to_dict()), [name for name in _known_fields() if name.startswith("search.")]
-    for name in (field.partition("[")[0] for field in fields):
+    for name in fields:
         if name in known:
             continue
         if name in of_search:

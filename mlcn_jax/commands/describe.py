@@ -48,6 +48,8 @@ def main(argv: Sequence[str]) -> None:
     values = arguments.parse("describe", __doc__, define, argv, config="run")
     if (values.latency_seconds is None) != (values.bytes_per_second is None):
         raise InputError("--latency_seconds and --bytes_per_second describe one link: give both or neither")
+    if values.workdir and values["config"].present:
+        raise InputError(f"--config and --workdir={values.workdir} are given: give the one that is to be described")
     config = config_of(values, arguments.given_workdir(values) if values.workdir else None)
 
     from mlcn_jax.analysis.describe import describe

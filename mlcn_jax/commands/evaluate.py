@@ -20,6 +20,9 @@ from absl import flags
 
 from mlcn_jax.commands import arguments
 from mlcn_jax.commands.run_config import config_of
+from mlcn_jax.errors import InputError
+
+_SCORING = ("train.batch_size", "train.reconstruction_weight")  # fields that are used, besides those of `data`
 
 
 def define(values: flags.FlagValues) -> None:
@@ -33,6 +36,12 @@ def define(values: flags.FlagValues) -> None:
 def main(argv: Sequence[str]) -> None:
     values = arguments.parse("evaluate", __doc__, define, argv, config="run")
     workdir = arguments.given_workdir(values)
+    given = getattr(values["config"], "override_values", {})
+    if other := [name for name in given if not name.startswith("data.") and name not in _SCORING]:
+        raise InputError(
+            f"--config.{other[0]} does not change how a trained model is scored: only --config.data.* and "
+            f"{', '.join(f'--config.{name}' for name in _SCORING)} do"
+        )
     config = config_of(values, workdir)
 
     from mlcn_jax import host, pretrained

@@ -12,7 +12,6 @@ from absl import flags
 
 from mlcn_jax.commands import arguments
 from mlcn_jax.commands.run_config import config_of, needed_workdir
-from mlcn_jax.errors import InputError
 from mlcn_jax.launch import EXIT_FAILED
 
 
@@ -26,9 +25,6 @@ def main(argv: Sequence[str]) -> int:
     values = arguments.parse("sweep", __doc__, define, argv, config="run")
     workdir = needed_workdir(values)
     config = config_of(values)
-    if config.parallel.processes != 1:
-        raise InputError("a sweep runs in one process: leave parallel.processes at 1")
-
     from mlcn_jax import host
     from mlcn_jax.training import sweep
 

@@ -82,8 +82,13 @@ def load(
         raise InputError(f"Unknown dataset {name!r}; the known ones are {', '.join(DATASETS)}.{hint}")
     if directory and not Path(directory).expanduser().is_dir():
         raise InputError(f"--config.data.dir={directory} is not an existing folder.")
-    if label_kind not in LABEL_KINDS:
-        raise InputError(f"label_kind is {label_kind!r}; expected 'fine' or 'coarse'.")
+    if directory and name == "digits":
+        raise InputError(
+            f"--config.data.dir={directory} is given with the dataset 'digits', which comes with scikit-learn and has "
+            "no files: for images of your own add --config.data.name=folder."
+        )
+    if label_kind not in LABEL_KINDS or (label_kind != LABEL_KINDS[0] and name != "cifar100"):
+        raise InputError(f"label_kind is {label_kind!r}; expected 'fine', or, for the dataset 'cifar100', 'coarse'.")
     if image_size < 0 or (image_size and name != "folder"):
         raise InputError(f"image_size is {image_size}; expected 0, or, for the dataset 'folder', a number of pixels.")
     _check_fraction("test_fraction", test_fraction)

@@ -44,9 +44,17 @@ def read_folder(
             f"{train_root} has too few class folders ({', '.join(class_names) or 'none'}); "
             "expected at least 2 with images in them, such as FOLDER/cat/1.png and FOLDER/dog/1.png."
         )
+    if wrong := [name for name in class_names if any("\ud800" <= c <= "\udfff" for c in name)]:
+        raise InputError(f"{train_root} has the class folder {wrong[0]!r}, whose name is not UTF-8: rename it.")
     train = _list_images(train_root, class_names)
     test = _list_images(test_root, class_names) if train_root != root and _folders(test_root) else []
-    images = _read_images([path for path, _ in train + test], size)
+    try:
+        images = _read_images([path for path, _ in train + test], size)
+    except MemoryError as error:
+        raise InputError(
+            f"the {len(train + test):,} images of {root} at {size} pixels do not fit this machine's memory: give a "
+            "smaller --config.data.image_size, or fewer images."
+        ) from error
     labels = np.array([label for _, label in train + test], np.int32)
     return images, labels, len(train) if test else None, class_names
 

@@ -7,6 +7,7 @@ only regular members of an archive with expected names are read.
 
 import contextlib
 import dataclasses
+import errno
 import gzip
 import hashlib
 import http.client
@@ -29,6 +30,7 @@ from mlcn_jax.files import replacing
 
 _BLOCK_BYTES = 1 << 20
 _TIMEOUT_SECONDS = 30.0
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)  # of no connection
 # Decompressed sizes of the official files, for messages about damaged archives.
 _OFFICIAL_BYTES = {
     "train-images-idx3-ubyte": 47_040_016,
@@ -257,9 +259,12 @@ def _download(name: str, source: Source, path: Path) -> dict[str, bytes]:
     download is never mistaken for a complete one, and several processes may download at once.
     """
     problems = []
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(_cannot_write(path, error)) from error
     for base_url in source.base_urls:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as partial:
                 _stream(base_url + path.name, partial)
                 contents = _read(partial, source.remote[path.name])
@@ -267,10 +272,19 @@ def _download(name: str, source: Source, path: Path) -> dict[str, bytes]:
                     raise InputError(difference)
             return contents
         except (OSError, http.client.HTTPException, InputError) as error:
+            if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+                raise InputError(_cannot_write(path, error)) from error
             problems.append(f"{base_url}{path.name}: {error}")
     raise InputError(
         f"{name}: {path.name} is not in {path.parent} and could not be downloaded ({'; '.join(problems)}). "
         f"{_what_to_provide(source)}"
+    )
+
+
+def _cannot_write(path: Path, error: OSError) -> str:
+    return (
+        f"{path.parent} cannot be written to ({error.strerror}), so {path.name} was not downloaded: make room there or "
+        "make it writable, or give another --config.data.cache_dir"
     )
 
 

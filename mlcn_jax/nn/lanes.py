@@ -259,7 +259,8 @@ class Lane(nn.Module):
         kind = LANE_KINDS[self.spec.kind]
 
         def compute() -> Array:
-            return held(kind.compute(first_input(images, s.signed_pixels, s.dtype), self.spec, s))
+            dtype = jnp.float32 if kind.normalises else s.dtype  # whitened pixels must not be rounded
+            return held(kind.compute(first_input(images, s.signed_pixels, dtype), self.spec, s))
 
         if kind.classifies:
             return compute()

@@ -112,8 +112,10 @@ class Trunk(nn.Module):
     @nn.compact
     def __call__(self, images: Float[Array, "batch h w c"]) -> Float[Array, "batch h2 w2 features"]:
         def stem() -> Array:
-            kernel, bias = (value.astype(self.dtype) for value in Whitening(images.shape[-1], name=FROZEN)())
-            return nn.gelu(conv.conv2d(images, kernel, algorithm=self._algorithm) + bias[None, None, None])
+            # In float32: the kernel magnifies what images hardly vary in, and with it what rounding changes.
+            kernel, bias = Whitening(images.shape[-1], name=FROZEN)()
+            white = conv.conv2d(images, kernel, algorithm=self._algorithm) + bias[None, None, None]
+            return nn.gelu(white.astype(self.dtype))
 
         x = cut_point("stem", stem)
         for stage, filters in enumerate(STAGES, start=1):

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -318,8 +319,8 @@ def _at_price(name: str, problem: FormProblem, price: float) -> FormPlacement:
 
     Memory has a price as well where lanes do not fit without: the least of some at which they do.
     """
-    byte_seconds = np.mean([s for rows in problem.seconds for row in rows for s in row if math.isfinite(s)])
-    byte_seconds /= max(np.mean(problem.memory_bytes), 1.0)
+    typical = statistics.fmean(s for rows in problem.seconds for row in rows for s in row if math.isfinite(s))
+    byte_seconds = typical / max(statistics.fmean(held for row in problem.memory_bytes for held in row), 1.0)
     for byte_price in (0.0, *(byte_seconds * 10.0**power for power in range(-2, 4))):
         try:
             return _at_prices(name, problem, price, byte_price)

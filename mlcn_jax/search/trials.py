@@ -21,6 +21,7 @@ from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.nn import conv, lanes
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.training.evaluate import check_statistics
 from mlcn_jax.training.session import calibration_images, optimizer_of, step_options, whiten_from
 from mlcn_jax.training.stack_programs import Stack
 from mlcn_jax.training.stacks_runner import StacksRunner
@@ -177,7 +178,7 @@ class Trainer:
 
     def _accuracy(self, runner: StacksRunner, state: TrainState, split: datasets.Split) -> float:
         runner.start(state)
-        runner.calibrate(self._calibration_images)
+        check_statistics(runner.calibrate(self._calibration_images), int(state.step))
         return runner.scores(split, self._config.train.batch_size).accuracy
 
     def _start_state(self, spec: ModelSpec, repeat: int) -> TrainState:

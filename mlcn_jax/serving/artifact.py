@@ -106,7 +106,8 @@ class Classifier:
     def probabilities(self, images: np.ndarray) -> np.ndarray:
         """Probability of each class: the length of its capsule, at most 1. They need not add up to 1.
 
-        Where lanes return probabilities themselves, it is the squared length, and they do add up to 1.
+        Where lanes return probabilities themselves, it is the squared length, and where all lanes do, probabilities
+        add up to 1.
 
         Lengths are at most 1 in a CapsNet, but a class capsule of L lanes, each squashed by itself, can be as long as
         sqrt(L). Where each lane learned to classify alone (`margin_loss` of `per_lane`), a length of sqrt(L) stands

@@ -9,10 +9,13 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
-import tensorboardX
 from jaxtyping import Array
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
 from tqdm import tqdm
 
 from mlcn_jax.errors import Diverged
@@ -33,14 +36,22 @@ class MetricsWriter:
         rows = [row for row in read_rows(self._path) if row["step"] <= step]
         write_atomic(self._path, "".join(json.dumps(row) + "\n" for row in rows))
         self._file = self._path.open("a")
-        self._tensorboard = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
+        folder = workdir.absolute() / "tensorboard"  # a relative one may look like the address of a storage service
+        folder.mkdir(exist_ok=True)
+        # Not a SummaryWriter, which writes in a thread: when that fails, training would wait for it forever.
+        self._tensorboard = EventsWriter(str(folder / "events"), f".{step}")  # two may be opened in one second
+        self._event(step + 1, session_log=SessionLog(status=SessionLog.START))  # hides what came after `step` before
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
         """Records `values` of `split` (train, validation or test) after `step` training steps."""
         self._file.write(json.dumps({"step": step, "split": split, **values}) + "\n")
         self._file.flush()
         for name, value in values.items():
-            self._tensorboard.add_scalar(f"{split}/{name}", value, step)
+            self._event(step, summary=scalar(f"{split}/{name}", value))
+        self._tensorboard.flush()
+
+    def _event(self, step: int, **content: Any) -> None:
+        self._tensorboard.write_event(Event(wall_time=time.time(), step=step, **content))
 
     def to_disk(self) -> None:
         """Flushes the rows to disk; due before a checkpoint, from which a resumed run goes on."""

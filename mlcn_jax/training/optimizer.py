@@ -84,6 +84,7 @@ def make_optimizer(
         optimizer = optax.partition(parts, lambda params: jax.tree_util.tree_map_with_path(_part, params))
     if lookahead:
         optimizer = _lookahead(optimizer, lambda step: lookahead * (step / num_steps) ** 3)
+    optimizer = _without_frozen(optimizer)
     return optax.chain(_clip_by_global_norm(clip_norm), optimizer) if clip_norm else optimizer
 
 
@@ -126,6 +127,19 @@ def _part(path: tuple, leaf: Any) -> str:
             return "whitening" if last == "bias" else "frozen"
         return "bias" if last == "bias" else "kernel"
     return "head" if "head" in names else "other"
+
+
+def _without_frozen(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Leaves frozen parameters exactly as they are: neither decay nor the rounding of a mean changes them."""
+
+    def still(path: tuple, update: Array) -> Array:
+        return jnp.zeros_like(update) if _part(path, update) == "frozen" else update
+
+    def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
+        updates, state = inner.update(updates, state, params)
+        return jax.tree_util.tree_map_with_path(still, updates), state
+
+    return optax.GradientTransformation(inner.init, update)
 
 
 def _triangle(warmup_steps: int, num_steps: int) -> Callable[[Array], Array]:

@@ -112,6 +112,21 @@ def open_session(config: RunConfig) -> Session:
 
 def check_settings(config: RunConfig, spec: ModelSpec) -> None:
     """Raises InputError if a configuration has settings that its model cannot be trained with."""
+    residual = any(group.kind.normalises for group in spec.lane_groups)
+    if config.train.optimizer in ("sgd", "muon") and not residual:
+        raise InputError(
+            f"train.optimizer is {config.train.optimizer} with model.lanes={spec.lanes!r}, but its rate, momentum and "
+            "decay are for residual lanes (resnet), and would do nothing: use adam or adamw"
+        )
+    for field, value in (
+        ("model.label_smoothing", spec.label_smoothing),
+        ("model.ensemble_weight", spec.ensemble_weight),
+    ):
+        if value and not (spec.lane_groups and spec.classifies_alone.any()):
+            raise InputError(
+                f"{field} is {value} with model.lanes={spec.lanes!r}, but it is of the loss of lanes that classify "
+                "alone (resnet), and would do nothing: leave it at 0"
+            )
     alone = bool(spec.lane_groups) and spec.classifies_alone.all()
     for field, given in (
         ("data.augment_lanes", config.data.augment_lanes),

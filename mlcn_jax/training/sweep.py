@@ -64,6 +64,8 @@ def sweep(config: RunConfig, workdir: Path, text: str) -> list[dict[str, Any]]:
     grid = parse_grid(text)
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     configs = [config.replace(point) for point in points]  # all are read before the first is run
+    if any(each.parallel.processes != 1 for each in configs):
+        raise InputError("a sweep runs in one process: leave parallel.processes at 1")
     make_folder(workdir, "workdir")
     rows: list[dict[str, Any]] = []
     before = _rows_before(workdir / "sweep.json")
@@ -135,6 +137,11 @@ def report(rows: list[dict[str, Any]]) -> str:
     if score in best:
         point = " ".join(f"{field}={best[field]}" for field in _fields(best))
         parts.append(f"best: {point}, {score.replace('_', ' ')} {best[score]:.2%}, in {best['workdir']}")
+        if score.startswith("test") and set(_fields(best)) != {_SEED}:
+            parts.append(
+                "the test images chose it, since none were held out: with data.validation_fraction above 0, validation "
+                "images would, and its test accuracy would be a fair result"
+            )
     groups = sorted(over_seeds(rows), key=lambda group: (group["mean"] is None, -(group["mean"] or 0.0)))
     if groups:
         fields = [field for field in _fields(rows[0]) if field != _SEED]

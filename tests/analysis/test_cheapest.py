@@ -238,6 +238,21 @@ def test_validating_at_a_checkpoint_is_a_part_of_what_it_costs(profiles):
     assert cheapest_report.advice(market.Market(TASK, terms, offers(profiles, SLOW)).ways()[0]) == ""
 
 
+def test_steps_on_small_images_take_less_and_statistics_of_normalisation_more(profiles):
+    def way(**changes):
+        return market.Market(dataclasses.replace(TASK, **changes), TERMS, offers(profiles, SLOW)).ways()[0]
+
+    whole, small = way(), way(step_share=0.25)
+    assert small.step_seconds == pytest.approx(0.25 * whole.step_seconds)
+    saved_seconds = 0.75 * TASK.steps * whole.step_seconds
+    assert whole.seconds - small.seconds == pytest.approx(saved_seconds, rel=1e-3)
+    assert way(calibration_images=4000).seconds > whole.seconds
+    residual = dataclasses.replace(SPEC, lanes="resnet:w1*2")
+    shares = [cheapest._step_share(residual, 100, sizes) for sizes in (((1.0, 0),), ((0.5, 14), (1.0, 0)))]
+    assert shares[0] == 1
+    assert 0.5 < shares[1] < 0.5 + 0.5 * 0.4, "a quarter of the pixels, with borders and the decoder"
+
+
 def test_a_model_that_does_not_divide_trains_on_fewer_of_a_machines_devices(profiles):
     spec = dataclasses.replace(SPEC, lanes="mlcn1:w2,mlcn1:w1d2,mlcn1:w1")
     task, many = dataclasses.replace(TASK, spec=spec, batch_size=99), Offer("fast-7", 5.0, devices=7)

@@ -16,6 +16,7 @@ from mlcn_jax.analysis import lane_fit, prune
 from mlcn_jax.analysis.workdir import train_command
 from mlcn_jax.commands import join as command
 from mlcn_jax.config import RunConfig, read_stored
+from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Split
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
@@ -156,13 +157,15 @@ def test_every_difference_of_the_runs_is_named(lanes, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_images_are_where_this_machine_has_them_or_downloads_them(lanes, tmp_path):
+def test_images_are_where_this_machine_has_them_or_downloads_them(lanes, tmp_path, monkeypatch):
     moved = shutil.copytree(lanes[0], tmp_path / "moved")
     stored = read_json(moved / "config.json")
     write_json(moved / "config.json", stored | {"data": stored["data"] | {"dir": "/of/another/machine"}})
     with pytest.raises(InputError, match=r"data\.dir=/of/another/machine is not an existing folder"):
         join_lib.read_parts([moved])
-    for given in (str(tmp_path), ""):
+    load = datasets.load
+    monkeypatch.setattr(datasets, "load", lambda name, **options: load(name, **options | {"directory": ""}))
+    for given in (str(tmp_path), ""):  # the digits of scikit-learn are in no folder
         assert join_lib.read_parts([moved], given)[0].config.data.dir == given
 
 

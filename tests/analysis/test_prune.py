@@ -190,6 +190,19 @@ def test_the_command_measures_and_writes(workdir, run, pruned):
         assert len(picture.convert("RGB").getcolors(1 << 24)) > 20
 
 
+def test_a_run_that_leaves_the_test_set_alone_is_pruned_without_it(run, monkeypatch):
+    silent = dataclasses.replace(run, config=run.config.replace({"train.score_test": False}))
+    scored, capsules = [], prune.weighted_capsules
+    monkeypatch.setattr(prune, "weighted_capsules", lambda own, *rest: scored.append(rest[0]) or capsules(own, *rest))
+    entry = {"workdir": "run", **script.analyse(silent, "alone", 0)}
+    _, facts = script.shrink(silent, entry, 1)
+    assert [len(split.labels) for split in scored] == [len(run.ranking.labels)]
+    shown = script.table(entry) + script.told(facts, script.Path("small"), "train")
+    assert "validation accuracy" in shown
+    assert "test" not in shown + str(sorted(entry["removed"][0])) + str(sorted(facts)).replace("test_images", "")
+    assert script.draw([entry]).get_axes()[1].get_legend_handles_labels()[1]
+
+
 def test_the_smaller_model_evaluates_as_reported(pruned):
     about = json.loads((pruned / "small" / "pruned.json").read_text())
     small = load_trained(pruned / "small")

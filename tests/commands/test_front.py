@@ -77,7 +77,7 @@ def test_an_unknown_command_names_the_nearest():
         ("search --workdir=w --config=quickstart", "has no search fields"),
         ("search --workdir=w --config=nas_quickstart --config.search.num_model=1", "--config.search.num_models"),
         ("sweep --workdir=w --config=quickstart", "a sweep needs --sweep="),
-        ("sweep --workdir=w --config=quickstart --config.parallel.processes=2", "in one process"),
+        ("sweep --workdir=w --config=quickstart --sweep=train.seed=0 --config.parallel.processes=2", "in one process"),
         ("profile --data=mnst", "--data=mnst is not one of .*mnist"),
         ("profile --output=.", "--output=. is a folder: give the name of a file"),
         ("profile --forms=mlcn2:w4,resnt:w1", "resnt"),
@@ -85,6 +85,16 @@ def test_an_unknown_command_names_the_nearest():
         ("explain --workdir=digits --num_ranked=0", "num_ranked"),
         ("describe", "--config is missing"),
         ("describe --config=", "--config is empty"),
+        ("describe --config=quickstart --workdir=digits", "give the one that is to be described"),
+        ("train --workdir=w --config=quickstart --config.train.score_test false", "'false' belongs to no flag"),
+        ("train --workdir=w --config=quickstart --config.model.decoder[0]=32", r"no field --config.model.decoder\[0\]"),
+        ("train --workdir=w --config=quickstart --noconfig.data.flip=true", "data.flip"),
+        ("evaluate --workdir=digits --noall_images=true", "all_images"),
+        (
+            "evaluate --workdir=digits --config.model.lanes=x",
+            "model.lanes does not change how a trained model",
+        ),
+        ("sweep --workdir=w --config=quickstart --sweep=parallel.processes=1,2", "in one process"),
     ],
 )
 def test_what_a_command_cannot_use(argv, message, tmp_path, monkeypatch):

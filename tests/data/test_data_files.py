@@ -188,7 +188,7 @@ def test_cifar100_fine_and_coarse(tmp_path):
     np.testing.assert_array_equal(fine.train.images, images)
     assert (len(fine.class_names), len(coarse.class_names)) == (100, 20)
     assert "Not checked" in fine.provenance["note"]
-    with pytest.raises(InputError, match=r"'medium'; expected 'fine' or 'coarse'"):
+    with pytest.raises(InputError, match=r"'medium'; expected 'fine', or, for the dataset 'cifar100', 'coarse'"):
         datasets.load("cifar100", directory=str(tmp_path), label_kind="medium")
 
 
@@ -347,6 +347,31 @@ def test_failed_download_says_why_and_leaves_nothing(tmp_path, server, monkeypat
         datasets.load("mnist", cache_dir=str(tmp_path / "cache"))
     assert "--config.data.dir=" in str(error.value)
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+def test_a_cache_that_cannot_be_written_is_not_called_a_failed_download(tmp_path, server, monkeypatch):
+    files = idx_files()
+    make_official(monkeypatch, "mnist", files, base_urls=(f"{server.url}one/", f"{server.url}two/"))
+    for mirror in ("one", "two"):
+        write_files(server.folder / mirror, files, zipped=True)
+    with monkeypatch.context() as patch:
+
+        def read_only(path, **options):
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        patch.setattr(Path, "mkdir", read_only)
+        message = r"cannot be written to \(Read-only file system\).*another --config\.data\.cache_dir"
+        with pytest.raises(InputError, match=message):
+            datasets.load("mnist", cache_dir=str(tmp_path))
+
+    def full(url, path):
+        server.requests.append(url)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sources, "_stream", full)
+    with pytest.raises(InputError, match=r"cannot be written to \(No space left on device\)"):
+        datasets.load("mnist", cache_dir=str(tmp_path / "cache"))
+    assert len(server.requests) == 1, "the other mirror would not help"
 
 
 def test_without_network_the_files_to_provide_are_named(tmp_path, monkeypatch):

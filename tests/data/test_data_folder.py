@@ -56,6 +56,23 @@ def test_folder_ignores_hidden_and_other_files(tmp_path):
     assert len(dataset.train.labels) + len(dataset.test.labels) == 4
 
 
+def test_folder_with_a_name_that_is_not_utf8_is_refused_before_it_is_trained_on(tmp_path):
+    image_folder(tmp_path, {"a": 2, "caf\udce9": 2})
+    with pytest.raises(InputError, match="whose name is not UTF-8: rename it"):
+        datasets.load("folder", directory=str(tmp_path))
+
+
+def test_folder_that_does_not_fit_the_memory_says_what_would(tmp_path, monkeypatch):
+    def too_large(*arguments):
+        raise MemoryError
+
+    monkeypatch.setattr(folder, "_read_images", too_large)
+    with pytest.raises(
+        InputError, match=r"the 4 images .* at 64 pixels do not fit .* smaller --config\.data\.image_size"
+    ):
+        datasets.load("folder", directory=str(image_folder(tmp_path, {"a": 2, "b": 2})), image_size=64)
+
+
 def test_folder_is_gray_only_if_every_image_is(tmp_path):
     image_folder(tmp_path, {"a": 2, "b": 2}, channels=1)
     gray = datasets.load("folder", directory=str(tmp_path), image_size=6)

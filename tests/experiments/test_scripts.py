@@ -77,6 +77,25 @@ def test_a_mistake_ends_a_script_with_its_exit_code():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("Unable to initialize backend 'cuda': no such device", "JAX_PLATFORMS is 'cuda'; unset it"),
+        ("Could not determine home directory.", "set MLCN_JAX_CACHE to a folder"),
+    ],
+)
+def test_what_is_wrong_with_the_machine_is_one_message(message, told, monkeypatch, capsys):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+
+    def command():
+        raise RuntimeError(message)
+
+    with pytest.raises(SystemExit) as ended:
+        launch.launch(command)
+    assert ended.value.code == launch.EXIT_INPUT
+    assert told in capsys.readouterr().err
+
+
 def test_help_tells_what_there_is_to_give():
     done = run_script("tie_break", "--help")
     assert done.returncode == 0

@@ -50,7 +50,7 @@ def trained(changes: dict, steps: int = 20) -> tuple[Session, dict]:
     ("kind", "others", "changes"),
     [
         ("mlcn1", "mlcn1:w1,mlcn2:w1", {"train.optimizer": "adam", "data.max_shift": 1}),
-        ("mlcn2", "mlcn2:w1*2", {"train.optimizer": "sgd", "data.max_shift": 1}),
+        ("mlcn2", "mlcn2:w1*2", {"train.optimizer": "adamw", "data.max_shift": 1}),
         ("mlcn2", "mlcn2:w1*2", {"train.optimizer": "adam"}),
         # With the quick compiler options of conftest.py the rounding of these depends on the number of lanes.
         pytest.param("resnet", "resnet:w1*2", {"train.optimizer": "adam"} | RESIDUAL, marks=pytest.mark.long),
@@ -74,7 +74,12 @@ def test_a_lane_learns_the_same_alone_and_beside_others(kind, others, changes):
 
 def test_a_lane_has_its_own_best_checkpoint_as_if_it_were_alone(tmp_path):
     """So early, accuracy goes up and down, and lanes and model are best at different steps."""
-    often = {"train.optimizer": "sgd", "train.num_steps": 24, "train.checkpoint_every": 2}
+    often = {
+        "train.optimizer": "adamw",
+        "train.learning_rate": 5e-4,
+        "train.num_steps": 24,
+        "train.checkpoint_every": 2,
+    }
 
     def run(name: str, seeds: Sequence[int]):
         lanes = {"model.lanes": f"mlcn2:w1*{len(seeds)}", "model.lane_seeds": list(seeds)}

@@ -23,7 +23,18 @@ def test_rows_after_the_resumed_step_and_a_half_written_one_are_dropped(tmp_path
     rows = read_rows(path)
     assert [(row["step"], row["loss"]) for row in rows] == [(10, 0.1), (20, 0.05), (15, 9.0), (30, 7.0)]
     assert path.read_text().count("\n") == 4
-    assert list((tmp_path / "tensorboard").iterdir())
+    assert [file.read_bytes().count(b"train/loss") for file in sorted((tmp_path / "tensorboard").iterdir())] == [3, 1]
+
+
+def test_a_failed_write_of_tensorboards_events_is_told_at_once(tmp_path, monkeypatch):
+    writer = MetricsWriter(tmp_path, 0)
+
+    def full(event):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer._tensorboard, "write_event", full)
+    with pytest.raises(OSError, match="No space"):
+        writer.write(10, "train", {"loss": 1.0})
 
 
 def test_rows_of_a_resumed_run_are_those_of_one_that_was_never_stopped(tmp_path):

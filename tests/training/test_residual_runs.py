@@ -18,7 +18,7 @@ from mlcn_jax.data.images import read_pixels
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.nn import calibration, resnet
-from mlcn_jax.nn.model import init_params
+from mlcn_jax.nn.model import class_probabilities, init_params
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving import artifact, export, trained
 from mlcn_jax.serving.http_service import Limits, application
@@ -26,7 +26,7 @@ from mlcn_jax.serving.service import Service
 from mlcn_jax.training import loop
 from mlcn_jax.training.evaluate import head_sums, scores_of
 from mlcn_jax.training.mesh_runner import MeshRunner
-from mlcn_jax.training.session import calibration_images
+from mlcn_jax.training.session import calibration_images, open_session
 from mlcn_jax.training.stack_programs import Stack, make_stacks
 from mlcn_jax.training.stacks_runner import StacksRunner
 from mlcn_jax.training.step import TrainState
@@ -200,13 +200,21 @@ def test_statistics_that_are_not_finite_are_not_saved(run, tmp_path, monkeypatch
 
 
 @pytest.mark.long
-def test_a_run_can_leave_the_test_set_alone(run, tmp_path):
+def test_a_run_can_leave_the_test_set_alone(run, tmp_path, monkeypatch):
     config, _, _ = run
+    scores, scored = MeshRunner.scores, []
+
+    def scores_of_split(self, split, *rest, **more):
+        scored.append(len(split.labels))
+        return scores(self, split, *rest, **more)
+
+    monkeypatch.setattr(MeshRunner, "scores", scores_of_split)
     summary = loop.train(config.replace({"train.score_test": False, "train.num_steps": 3}), tmp_path)
     assert not [name for name in summary if name.startswith("test_")]
     assert 0 < summary["validation_accuracy"] <= 1
     assert "validation_accuracy_flips" in summary
     assert not (tmp_path / "confusion.png").exists()
+    assert set(scored) == {len(open_session(config).validation.labels)}
 
 
 def test_calibration_batches_hold_all_classes_of_images_that_are_sorted_by_class():
@@ -240,6 +248,8 @@ def test_a_pruned_model_keeps_the_statistics_of_its_lanes(run, tmp_path):
         np.testing.assert_array_equal(values["mean"], whole[1:])
     assert smaller.spec.certain_length == 1.0
     assert smaller.scores(loaded.test).accuracy > 0.3
+    lengths = np.linalg.norm(prune.weighted_capsules(smaller, loaded.test[:20], 10), axis=-1)
+    np.testing.assert_allclose(class_probabilities(smaller.spec, lengths).sum(axis=1), 1, rtol=1e-5)
     assert json.loads((workdir / "summary.json").read_text())["test_accuracy"] == summary["test_accuracy"]
 
 
