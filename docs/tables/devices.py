@@ -42,9 +42,8 @@ def links() -> str:
     rows = []
     for row in result["rows"]:
         found = row["measured_link"]
-        measured, predicted, chosen, fastest = (
-            row[name] for name in ("measured_seconds", "predicted_seconds", "chosen", "fastest")
-        )
+        names = ("measured_seconds", "predicted_seconds", "chosen", "fastest", "recommended_seconds")
+        measured, predicted, chosen, fastest, other = (row[name] for name in names)
         rows.append(
             [
                 row["link"],
@@ -53,15 +52,15 @@ def links() -> str:
                 f"{chosen}: {1e3 * measured[chosen]:.0f} ({1e3 * predicted[chosen]:.0f} predicted)",
                 "the same" if fastest == chosen else f"{fastest}: {1e3 * measured[fastest]:.0f}",
                 f"{row['chosen_over_fastest']:.2f}",
-                "; ".join(f"{way}: {1e3 * taken:.0f}" for way, taken in row["recommended_seconds"].items()) or "-",
+                "; ".join(f"{way.partition(' (')[0]}: {1e3 * s:.0f}" for way, s in other.items()) or "-",
             ]
         )
     header = "link | as measured | model | chosen, ms a step | fastest | over it | recommended, ms a step"
-    turns, summary = {row["turns"] for row in result["rows"]}, result["chosen_over_fastest"]
+    turns, summary = sorted({row["turns"] for row in result["rows"]}), result["chosen_over_fastest"]
     splits = sum(len(row["measured_seconds"]) for row in result["rows"])
     what = (
-        f"medians of {max(turns)} turns; batch {result['batch']}, {splits} splits measured; {summary['within']} of "
-        f"{summary['of']} within 10 % of the fastest"
+        f"medians of {' or '.join(map(str, turns))} turns; batch {result['batch']}, {splits} splits measured; "
+        f"{summary['within']} of {summary['of']} within 10 % of the fastest"
     )
     return f"{table_of(header, rows)}\n\n{measured_on(result, what)}"
 
