@@ -110,6 +110,7 @@ def main(values: flags.FlagValues) -> None:
     machine = host.environment()
     about = {"model": trained.spec.lanes, "data": dataset.name, "scale": values.scale, "policy": policy.digest}
     about |= {name: machine[name] for name in ("device", "cpu_count")}
+    about |= {"delay_ms": DELAY_MS, "rate_mbit": RATE_MBIT, "queue": QUEUE}
     results = read_json(path) if path.is_file() else {"about": about, "policy": policy.to_dict(), "measured": {}}
     if results["about"] != about:
         raise SystemExit(f"error: {path} is of {results['about']}, not {about}: move it away")

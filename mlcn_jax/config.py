@@ -267,6 +267,14 @@ def read_stored(workdir: Path) -> RunConfig:
         raise InputError(f"{workdir} holds no run (no config.json): give the --workdir of an existing run")
     stored = read_json(path)
     try:
-        return RunConfig.from_dict(stored)
+        config = RunConfig.from_dict(stored)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
+    return config.replace(unused_fields(config))  # older runs could have them
+
+
+def unused_fields(config: RunConfig) -> dict[str, Any]:
+    """Fields of `data` that do nothing with its dataset, and are refused, with the values that they must have."""
+    name = config.data.name
+    unused = {"data.dir": ""} if name == "digits" else {}
+    return unused | ({} if name == "cifar100" else {"data.label_kind": DataSettings.label_kind})

@@ -78,10 +78,9 @@ def launch(command: Callable[[], int | None]) -> None:
             )
         elif "Unable to initialize backend" in str(error):
             code = EXIT_INPUT
-            message = (
-                f"error: {_first_line(error)}: JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS', '')!r}; unset it, or "
-                "name platforms that are there, such as cpu"
-            )
+            given = os.environ.get("JAX_PLATFORMS")
+            cure = f"JAX_PLATFORMS is {given!r}: unset it, or name platforms that are there" if given else "repair it"
+            message = f"error: {_first_line(error)}; {cure}, or compute on the CPU with JAX_PLATFORMS=cpu"
         elif "Gloo" in str(error):
             code, message = EXIT_STOPPED, f"another process of the run was lost ({_first_line(error)[:100]}...)"
         elif told := lack_of_memory(error):

@@ -125,7 +125,11 @@ class ResNetLane(nn.Module):
         return x if self.folded else functional.batch_norm(x, None, None, None, bias, training=True)
 
     def forward(self, x):
-        x = functional.gelu(functional.conv2d(x, self.stem, self.stem_bias), approximate="tanh")
+        with torch.autocast(x.device.type, enabled=False):  # as ours, which whitens in float32
+            x = functional.conv2d(x, self.stem, self.stem_bias)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = functional.gelu(x, approximate="tanh")
         for stage in range(3):
             first = stage * self.depth
             x = shortcut = functional.gelu(self.layer(x, first, True), approximate="tanh")

@@ -1,8 +1,9 @@
 """Which machines train a model by a deadline at the lowest cost: the question, and the answer or what prevents it."""
 
+import collections
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +117,13 @@ def task_of(config: Any, session: Any) -> Task:
         validation_images=validation,
         split_seed=config.split_seed,
         messages=Messages(config.parallel.exchange_dtype, train.clip_norm > 0, train.accumulation_steps),
-        step_share=_step_share(spec, train.batch_size, train.sizes()),
+        step_share=_step_share(spec, train.batch_size, map(session.image_size, range(1, session.num_steps + 1))),
         calibration_images=sum(map(len, calibration_images(session.train, train.batch_size))) if residual else 0,
     )
 
 
-def _step_share(spec: ModelSpec, batch_size: int, sizes: Sequence[tuple[float, int]]) -> float:
-    """The mean FLOPs of a training step by those of one at full size, for `TrainSettings.sizes`."""
+def _step_share(spec: ModelSpec, batch_size: int, sizes: Iterable[int]) -> float:
+    """The mean FLOPs of a training step by those of one at full size, for the image size of each step, 0 if full."""
 
     def flops(size: int) -> float:
         shape = (size, size, spec.image_shape[2]) if size else spec.image_shape
@@ -130,9 +131,8 @@ def _step_share(spec: ModelSpec, batch_size: int, sizes: Sequence[tuple[float, i
         of_lanes = sum(count * lane.step_flops(batch_size) for count, lane in lanes)
         return of_lanes + batch_size * cost.decoder_step_flops(spec)
 
-    begun = [0.0, *(until for until, _ in sizes)]
-    shares = (until - before for before, (until, _) in zip(begun, sizes, strict=False))
-    return sum(share * flops(size) for share, (_, size) in zip(shares, sizes, strict=True)) / flops(0)
+    steps = collections.Counter(sizes)
+    return sum(count * flops(size) for size, count in steps.items()) / (steps.total() * flops(0))
 
 
 def with_profiles(

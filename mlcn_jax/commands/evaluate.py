@@ -44,9 +44,13 @@ def main(argv: Sequence[str]) -> None:
         )
     config = config_of(values, workdir)
 
+    from mlcn_jax.config import read_stored, unused_fields
+
+    if "data.name" in given:  # what the run's own dataset needs may do nothing with this one
+        config = config.replace({name: value for name, value in unused_fields(config).items() if name not in given})
+
     from mlcn_jax import host, pretrained
     from mlcn_jax.analysis.evaluate_workdir import evaluate_workdir
-    from mlcn_jax.config import read_stored
     from mlcn_jax.files import make_folder
 
     output = Path(values.output).expanduser() if values.output else workdir

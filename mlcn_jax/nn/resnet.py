@@ -113,7 +113,7 @@ class Trunk(nn.Module):
     def __call__(self, images: Float[Array, "batch h w c"]) -> Float[Array, "batch h2 w2 features"]:
         def stem() -> Array:
             # In float32: the kernel magnifies what images hardly vary in, and with it what rounding changes.
-            kernel, bias = Whitening(images.shape[-1], name=FROZEN)()
+            kernel, bias = (value.astype(jnp.float32) for value in Whitening(images.shape[-1], name=FROZEN)())
             white = conv.conv2d(images, kernel, algorithm=self._algorithm) + bias[None, None, None]
             return nn.gelu(white.astype(self.dtype))
 

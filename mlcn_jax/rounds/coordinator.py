@@ -33,7 +33,7 @@ from mlcn_jax.rounds.vector import Vector, compress, decode, digest, num_bytes, 
 from mlcn_jax.settings import RoundSettings
 from mlcn_jax.training.checkpoint import ROUNDS, Checkpoints
 from mlcn_jax.training.plan import Plan, algorithms_of
-from mlcn_jax.training.session import Session, open_session
+from mlcn_jax.training.session import Session, open_session, warn_of_unused
 from mlcn_jax.training.start import check_resumable, start_state
 from mlcn_jax.training.stop_signals import StopSignals
 
@@ -171,6 +171,7 @@ def coordinate(
         stop = stack.enter_context(StopSignals())
         stack.enter_context(hold(workdir))
         session = open_session(config)
+        warn_of_unused(config, session.spec)
         settings, num_rounds = config.train.rounds, check_rounds(session)
         facts = session.model_facts()
         own = _open(session, workdir, facts)

@@ -74,7 +74,7 @@ class Classifier:
     def runtime(self) -> str | dict[int, str]:
         """What computes: `xla`, `onnxruntime` or `per lane`; where the faster one does, that of each batch size so far.
 
-        Batch sizes are powers of two, to which other numbers of images are rounded up.
+        Batch sizes are powers of two; which is used between two of them follows from the times of both.
         """
         choices = getattr(self._compute, "choices", None)  # of `runtime.Fastest`, which needs onnxruntime to import
         return choices() if choices else self._runtime

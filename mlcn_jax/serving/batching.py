@@ -109,8 +109,8 @@ class Batcher:
         `deadline_seconds` after they have `arrived` (None is now): batches are only so large. Items are computed even
         if they are ready later.
 
-        An item whose turn comes more than `deadline_seconds` after its arrival is not computed, nor is one whose client
-        `is_gone`: their futures raise `Late` and `Gone`.
+        An item whose turn comes too late for a result `deadline_seconds` after its arrival is not computed, nor is one
+        whose client `is_gone`: their futures raise `Late` and `Gone`. Nor are items whose future is cancelled.
 
         Raises:
           Full: more than `max_waiting` items would wait; none of these is accepted.
@@ -165,7 +165,10 @@ class Batcher:
 
     def _is_wanted(self, one: _Waiting) -> bool:
         """Whether an item is still to be computed; if not, its future raises the reason."""
-        reason = Gone() if one.is_gone() else Late() if time.monotonic() > one.dropped else None
+        if one.future.done():  # another item of its request failed
+            return False
+        ready = time.monotonic() + self.seconds_for(1)
+        reason = Gone() if one.is_gone() else Late() if ready > one.dropped else None
         if reason is not None:
             self._loop.call_soon_threadsafe(_deliver, [one.future], [reason])
         return reason is None

@@ -113,7 +113,7 @@ class Metrics:
                 if message["type"] == "http.response.start":
                     path = scope["path"] if scope["path"] in paths else ""
                     self.count(message["status"], path)
-                    if path == computing:
+                    if computing and path == computing:
                         self._seconds.observe(time.perf_counter() - started)
                 await send(message)
 
@@ -242,8 +242,10 @@ class BatchService:
           ClientDisconnect: the client `is_gone`, and not all items were computed.
           HTTPException: the queue is full, the deadline cannot be met, or the model failed.
         """
+        rows: list[asyncio.Future] = []
         try:
-            return [await row for row in self.batcher.submit(items, is_gone, due, arrived)]
+            rows = self.batcher.submit(items, is_gone, due, arrived)
+            return [await row for row in rows]
         except Full as error:
             raise self._full() from error
         except Late as error:
@@ -253,6 +255,9 @@ class BatchService:
         except Exception as error:
             _log.error("the model failed: %s", (str(error).splitlines() or [repr(error)])[0])
             raise HTTPException(500, "the model failed") from error
+        finally:
+            for row in rows:  # the others of a request that has failed
+                row.cancel()
 
     def _count_batch(self, size: int) -> None:
         self.metrics.batch(size)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mlcn_jax import host
+from mlcn_jax import host, pretrained
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import program
@@ -177,7 +177,10 @@ def difference(found: np.ndarray, wanted: np.ndarray) -> float:
 
 def _problem(path: Path, manifest: Mapping[str, Any]) -> str:
     """Why the converted model at `path` cannot be used in place of an export; empty if it can."""
-    again = f"{program()} onnx --workdir={path.parent.parent} converts it"
+    workdir = path.parent.parent
+    again = f"{program()} onnx --workdir={workdir} converts it"
+    if pretrained.is_pretrained(workdir):  # nothing is written into the package
+        again = f"copy {workdir} to a folder of your own, and give that; {program()} onnx --workdir=COPY converts it"
     if not path.is_file():
         return f"{path} is missing: {again}"
     try:

@@ -32,6 +32,7 @@ import importlib.util
 import ipaddress
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -113,6 +114,8 @@ def _complete(service: "BatchService", config: Any) -> None:
     from mlcn_jax.serving.http_service import application
 
     config.app, config.http = application(service), _protocol(service)
+    queued = service.batcher.seconds_for(service.limits.max_queue)  # accepted requests are answered, however slow
+    config.timeout_graceful_shutdown += math.ceil(2 * queued)
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # the client gets its errors in the answer
     sys.setswitchinterval(_SWITCH_SECONDS)
 
@@ -194,6 +197,8 @@ def _protocol(service: "BatchService"):
         def on_message_complete(self):
             super().on_message_complete()
             self._coming_since = None
+            if not self.pipeline:  # uvicorn would see only when it has answered that the client has gone
+                self.flow.resume_reading()
 
         def shutdown(self):
             """Announces the end of the connection in the next answer; closes it if no other request arrives."""

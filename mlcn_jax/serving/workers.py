@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -18,8 +19,10 @@ from typing import Any
 import prometheus_client.multiprocess
 import uvicorn
 from uvicorn.supervisors import Multiprocess
+from uvicorn.supervisors.multiprocess import Process
 
 _READY_SECONDS = 300  # time for a process to load its model and compile its programs
+_LAST_SECONDS = 60  # time for a process to compute what is queued at the end, besides its own patience
 _ANSWER_SECONDS = 10  # time for a process to say that it lives; one that does not is replaced
 
 
@@ -40,6 +43,16 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _problem(process: Process) -> str:
+    """Why a process is not ready, if it has not told so itself."""
+    code = process.process.exitcode
+    if code is None:
+        return f"a process was not ready to serve within {_READY_SECONDS} seconds: give fewer --workers"
+    if code < 0:
+        return f"a process was ended by signal {-code} while it started (9 may mean that memory ran out)"
+    return ""
 
 
 class _Workers(Multiprocess):
@@ -69,6 +82,8 @@ class _Workers(Multiprocess):
             print(self.message, flush=True)
         else:
             self.has_failed = not self.should_exit.is_set()
+            for problem in filter(None, map(_problem, self.processes if self.has_failed and not self.is_ready else ())):
+                print(f"error: {problem}", file=sys.stderr)
             self.should_exit.set()
 
     def _are_ready(self) -> bool:
@@ -87,7 +102,7 @@ class _Workers(Multiprocess):
         self._counted = now
 
     def join_all(self) -> None:
-        last = time.monotonic() + (self.config.timeout_graceful_shutdown or 0) + _ANSWER_SECONDS
+        last = time.monotonic() + (self.config.timeout_graceful_shutdown or 0) + _LAST_SECONDS
         for process in self.processes:
             process.process.join(max(0.0, last - time.monotonic()))
             process.kill()  # if it is stuck

@@ -22,13 +22,14 @@ from mlcn_jax.nn import tracing
 from mlcn_jax.nn.calibration import trained_shapes, with_statistics, without_statistics
 from mlcn_jax.nn.model import count_parameters
 from mlcn_jax.placement.cost import check_fits_memory
+from mlcn_jax.settings import TrainSettings
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.checkpoint import ROUNDS, Checkpoints
 from mlcn_jax.training.finish import final_results
 from mlcn_jax.training.metrics import MetricsWriter, Progress, StepLog, read_rows
 from mlcn_jax.training.plan import algorithms_of, make_runner
 from mlcn_jax.training.room import check_step_fits
-from mlcn_jax.training.session import calibration_images, open_session
+from mlcn_jax.training.session import calibration_images, open_session, warn_of_unused
 from mlcn_jax.training.start import announce, check_resumable, start_state
 from mlcn_jax.training.stop_signals import StopSignals
 from mlcn_jax.training.teacher import open_teacher
@@ -63,11 +64,12 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         stack.enter_context(hold(workdir))
         _log.info("loading %s", config.data.name)
         session = open_session(config)
+        warn_of_unused(config, session.spec)
         try:
             teacher = open_teacher(session)
         except InputError:  # a finished student needs its teacher no more
-            finished = _finished_summary(workdir, session.num_steps)
-            if finished is None or finished.get("config_hash") != config.hash():
+            finished = _finished_summary(workdir, session.num_steps) if jax.process_count() == 1 else None
+            if finished is None or finished.get("config_hash") != config.hash() or not _has_scores(finished, settings):
                 raise
             _log.info("%s is finished: %d steps; its teacher can no longer be used", workdir, session.num_steps)
             return finished
@@ -95,7 +97,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         start = int(state.step)
         num_steps = max(session.num_steps, start)
         finished = processes.from_first(_finished_summary(workdir, start))
-        if start == num_steps and finished and (not settings.score_test or "test_accuracy" in finished):
+        if start == num_steps and finished and _has_scores(finished, settings):
             _log.info("%s is finished: %d steps", workdir, start)
             write_json(workdir / "config.json", config.to_dict())
             if finished.get("config_hash") != config.hash():  # it was shortened, or its teacher has moved
@@ -246,6 +248,10 @@ def _throughput(workdir: Path, batch_size: int, log_every: int) -> float | None:
             count = min(row["step"] - before, log_every) * batch_size
             images, seconds, before = images + count, seconds + count / row["images_per_second"], row["step"]
     return images / seconds if seconds else None
+
+
+def _has_scores(summary: dict, settings: TrainSettings) -> bool:
+    return not settings.score_test or "test_accuracy" in summary
 
 
 def _finished_summary(workdir: Path, step: int) -> dict | None:

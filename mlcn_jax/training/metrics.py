@@ -48,7 +48,6 @@ class MetricsWriter:
         self._file.flush()
         for name, value in values.items():
             self._event(step, summary=scalar(f"{split}/{name}", value))
-        self._tensorboard.flush()
 
     def _event(self, step: int, **content: Any) -> None:
         self._tensorboard.write_event(Event(wall_time=time.time(), step=step, **content))
@@ -56,6 +55,7 @@ class MetricsWriter:
     def to_disk(self) -> None:
         """Flushes the rows to disk; due before a checkpoint, from which a resumed run goes on."""
         os.fsync(self._file.fileno())
+        self._tensorboard.flush()
 
     def close(self) -> None:
         self._file.close()

@@ -4,6 +4,7 @@ The layers below take these values as plain arguments.
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from mlcn_jax.training.optimizer import make_optimizer
 from mlcn_jax.training.plan import Plan, make_plan
 from mlcn_jax.training.trained import describe_model
 
+_log = logging.getLogger(__name__)
 _CALIBRATION_IMAGES = 4_000
 _WHITENED_IMAGES = 5_000
 
@@ -112,21 +114,6 @@ def open_session(config: RunConfig) -> Session:
 
 def check_settings(config: RunConfig, spec: ModelSpec) -> None:
     """Raises InputError if a configuration has settings that its model cannot be trained with."""
-    residual = any(group.kind.normalises for group in spec.lane_groups)
-    if config.train.optimizer in ("sgd", "muon") and not residual:
-        raise InputError(
-            f"train.optimizer is {config.train.optimizer} with model.lanes={spec.lanes!r}, but its rate, momentum and "
-            "decay are for residual lanes (resnet), and would do nothing: use adam or adamw"
-        )
-    for field, value in (
-        ("model.label_smoothing", spec.label_smoothing),
-        ("model.ensemble_weight", spec.ensemble_weight),
-    ):
-        if value and not (spec.lane_groups and spec.classifies_alone.any()):
-            raise InputError(
-                f"{field} is {value} with model.lanes={spec.lanes!r}, but it is of the loss of lanes that classify "
-                "alone (resnet), and would do nothing: leave it at 0"
-            )
     alone = bool(spec.lane_groups) and spec.classifies_alone.all()
     for field, given in (
         ("data.augment_lanes", config.data.augment_lanes),
@@ -146,6 +133,25 @@ def check_settings(config: RunConfig, spec: ModelSpec) -> None:
     check_remat(spec)
     if config.train.lanes_apart:
         check_lanes_apart(config, spec)
+
+
+def warn_of_unused(config: RunConfig, spec: ModelSpec) -> None:
+    """Logs a warning for each setting of residual lanes, and of their loss, that does nothing without them."""
+    classifying = bool(spec.lane_groups) and spec.classifies_alone.any()
+    if config.train.optimizer in ("sgd", "muon") and not any(group.kind.normalises for group in spec.lane_groups):
+        _log.warning(
+            "train.optimizer is %s, which is for residual lanes (resnet): without any, AdamW with a peak rate of 0.001 "
+            "trains all parameters, and train.learning_rate, momentum and weight_decay do nothing",
+            config.train.optimizer,
+        )
+    for field, value in (
+        ("model.label_smoothing", spec.label_smoothing),
+        ("model.ensemble_weight", spec.ensemble_weight),
+    ):
+        if value and not classifying:
+            _log.warning(
+                "%s is %g, which is for lanes that classify alone (resnet): without any, it does nothing", field, value
+            )
 
 
 def check_learned(workdir: Path, dataset: datasets.Dataset, train: datasets.Split) -> None:

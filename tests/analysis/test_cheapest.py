@@ -248,7 +248,7 @@ def test_steps_on_small_images_take_less_and_statistics_of_normalisation_more(pr
     assert whole.seconds - small.seconds == pytest.approx(saved_seconds, rel=1e-3)
     assert way(calibration_images=4000).seconds > whole.seconds
     residual = dataclasses.replace(SPEC, lanes="resnet:w1*2")
-    shares = [cheapest._step_share(residual, 100, sizes) for sizes in (((1.0, 0),), ((0.5, 14), (1.0, 0)))]
+    shares = [cheapest._step_share(residual, 100, sizes) for sizes in ([0, 0], [14, 0])]
     assert shares[0] == 1
     assert 0.5 < shares[1] < 0.5 + 0.5 * 0.4, "a quarter of the pixels, with borders and the decoder"
 

@@ -80,7 +80,7 @@ def test_a_mistake_ends_a_script_with_its_exit_code():
 @pytest.mark.parametrize(
     ("message", "told"),
     [
-        ("Unable to initialize backend 'cuda': no such device", "JAX_PLATFORMS is 'cuda'; unset it"),
+        ("Unable to initialize backend 'cuda': no such device", "JAX_PLATFORMS is 'cuda': unset it"),
         ("Could not determine home directory.", "set MLCN_JAX_CACHE to a folder"),
     ],
 )

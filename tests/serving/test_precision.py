@@ -17,6 +17,7 @@ from PIL import Image
 from mlcn_jax.commands import front
 from mlcn_jax.data.datasets import split_validation
 from mlcn_jax.errors import InputError
+from mlcn_jax.nn import calibration
 from mlcn_jax.nn.capsules import lengths
 from mlcn_jax.nn.model import encode, init_params
 from mlcn_jax.nn.spec import ModelSpec
@@ -86,6 +87,21 @@ def test_a_lane_in_bfloat16_is_computed_from_the_weights_that_are_stored():
     found = make(lane, BFLOAT16, images).call(images)
     stored = part(jax.tree.map(lambda a: a.astype(jnp.bfloat16), lane.params))
     assert np.linalg.norm(found - stored) < 0.7 * np.linalg.norm(found - part(lane.params))
+
+
+@pytest.mark.parametrize("conv", ["native", "im2col"])
+def test_a_residual_lane_in_bfloat16_whitens_in_float32(conv):
+    """Neighbouring pixels of these images hardly differ, so whitening magnifies what rounding would change."""
+    spec = ModelSpec("mlcn", (12, 12, 1), 3, "resnet:w1", norm_group=8, conv=conv)
+    rng = np.random.default_rng(0)
+    images = (100 + rng.normal(0, 1, (8, 12, 12, 1)).cumsum(axis=1).cumsum(axis=2)).clip(0, 255).astype(np.uint8)
+    pixels = images / np.float32(255)
+    params = calibration.whiten(spec, init_params(spec, jax.random.key(0)), pixels)
+    params = calibration.fold_statistics(spec, calibration.calibrate(spec, params, [pixels]))
+    (lane,) = lanes_of(spec, params["encoder"])
+    found = make(lane, BFLOAT16, images)
+    assert {n.split("/")[-1] for n, a in found.arrays.items() if a.dtype == np.float32} == {"kernel", "bias"}
+    np.testing.assert_allclose(found.call(images), make(lane, FLOAT32, images).call(images), atol=0.03)
 
 
 def test_an_export_of_several_precisions_is_read_like_any_other(in_xla, model, images, capsys):

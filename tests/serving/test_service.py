@@ -250,6 +250,37 @@ def test_items_that_are_due_earlier_are_computed_even_if_they_are_late():
     asyncio.run(check())
 
 
+def test_items_whose_request_has_failed_are_not_computed():
+    async def check():
+        computed = []
+        batcher = Batcher(lambda items: computed.append(items.item()) or items, 1, 100)
+        loop = batcher._loop = asyncio.get_running_loop()
+        futures = batcher.submit([np.full(1, number) for number in range(3)])
+        futures[1].cancel()
+        batcher.start(loop)
+        assert (await futures[0], await futures[2]) == (0, 2)
+        batcher.stop()
+        assert computed == [0, 2]
+
+    asyncio.run(check())
+
+
+def test_an_item_that_can_no_longer_be_ready_in_time_is_not_computed():
+    async def check():
+        computed = []
+        batcher = Batcher(lambda items: computed.append(len(items)) or items, 1, 100, deadline_seconds=0.5)
+        loop = batcher._loop = asyncio.get_running_loop()
+        (future,) = batcher.submit([np.zeros(1)])
+        batcher._seconds = {1: 1.0}  # it takes longer than what is left
+        batcher.start(loop)
+        with pytest.raises(Late):
+            await future
+        batcher.stop()
+        assert not computed
+
+    asyncio.run(check())
+
+
 def test_what_cannot_be_answered_by_the_deadline_is_refused_at_once_and_late_items_are_not_computed():
     async def check(app, slow, service):
         service.batcher._seconds = {1: 0.2, 2: 0.2, 4: 0.2, 8: 0.2}

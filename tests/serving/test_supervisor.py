@@ -1,7 +1,9 @@
 """The supervisor of several serving processes: what it does with one that is stuck, replaced or ended."""
 
+import re
 import signal
 import socket
+from types import SimpleNamespace
 
 import prometheus_client.multiprocess
 import pytest
@@ -92,7 +94,7 @@ def test_the_end_is_asked_for_at_once_and_waits_for_no_stuck_process(supervisor)
     supervisor.join_all()
     for process in made:
         (_, patience), *rest = process.calls[-3:]
-        assert 0 < patience <= 17
+        assert 0 < patience <= 67
         assert rest == [("kill",), ("join", None)]
     assert not supervisor.has_failed
 
@@ -126,3 +128,8 @@ def test_a_process_leaves_sighup_to_its_supervisor(monkeypatch):
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(("code", "told"), [(-9, "ended by signal 9"), (None, "within 300 seconds"), (2, "^$")])
+def test_a_process_that_did_not_start_is_told_of_unless_it_has_told_why(code, told):
+    assert re.search(told, workers._problem(SimpleNamespace(process=SimpleNamespace(exitcode=code))))

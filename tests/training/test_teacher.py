@@ -159,7 +159,6 @@ def test_a_resumed_student_equals_an_uninterrupted_one(student, changes, tmp_pat
     jax.tree.map(np.testing.assert_array_equal, parts, whole)
 
 
-@pytest.mark.long
 def test_a_finished_student_needs_its_teacher_no_more(tiny, finished, tmp_path):
     teacher = shutil.copytree(finished, tmp_path / "teacher")
     config = tiny.replace({"train.teacher": str(teacher), "train.num_steps": 2})
@@ -170,6 +169,7 @@ def test_a_finished_student_needs_its_teacher_no_more(tiny, finished, tmp_path):
         loop.train(config.replace({"train.num_steps": 3}), tmp_path / "student")
 
 
+@pytest.mark.long
 def test_a_trained_teacher_teaches_on_a_mesh(student, tmp_path):
     config = student.replace({"data.max_shift": 1, "train.num_steps": 3})
     loop.train(config, tmp_path / "one")

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, UInt8
 
 from mlcn_jax import host
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import conv, tracing
+from mlcn_jax.nn import conv, resnet, tracing
 from mlcn_jax.nn.lanes import apply_lane
 from mlcn_jax.nn.model import join_lanes, params_of_lanes
 from mlcn_jax.nn.spec import ModelSpec, spec_of
@@ -134,12 +134,16 @@ def lanes_function(spec: ModelSpec, precisions: Mapping[int, str]) -> Callable[[
 
 
 def stored(params: dict, lane: int, precision: str) -> dict[str, np.ndarray]:
-    """The arrays of a lane as an export stores them, by name; those in bfloat16 as their bits."""
+    """The arrays of a lane as an export stores them, by name; those in bfloat16 as their bits.
+
+    Whitening stays in float32, in which it is computed (`resnet.Trunk`).
+    """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     arrays = {f"{lane}/{jax.tree_util.keystr(p, simple=True, separator='/')}": np.asarray(a) for p, a in leaves}
     if precision == "float32":
         return arrays
-    return {n: a if a.dtype == bool else a.astype(jnp.dtype(precision)).view(BITS) for n, a in arrays.items()}
+    as_it_is = {name for name, a in arrays.items() if a.dtype == bool or f"/{resnet.FROZEN}/" in name}
+    return {n: a if n in as_it_is else a.astype(jnp.dtype(precision)).view(BITS) for n, a in arrays.items()}
 
 
 def _optimized(lane: Lane, folder: Path) -> Path:
