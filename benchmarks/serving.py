@@ -154,9 +154,20 @@ def title(artifact: str) -> str:
 
 def measure(artifact: str, values: flags.FlagValues) -> dict:
     """One model's figures."""
-    batching, off = servers = [Server(artifact, values.max_batch), Server(artifact, 1)]
-    if values.workers > 1:
-        servers.append(Server(artifact, values.max_batch, values.workers))
+    servers: list[Server] = []
+    try:
+        return _measured(artifact, values, servers)
+    finally:
+        for server in servers:
+            server.close()
+
+
+def _measured(artifact: str, values: flags.FlagValues, servers: list[Server]) -> dict:
+    """The same; the servers that it starts are added to `servers`."""
+    processes = [(values.max_batch, 1), (1, 1), *([(values.max_batch, values.workers)] if values.workers > 1 else [])]
+    for given in processes:
+        servers.append(Server(artifact, *given))
+    batching, off = servers[:2]
     requests = pictures(json.loads(batching.get("/"))["image_shape"])
     ask(batching.port, requests, values.clients, values.seconds)
     models = {size: InProcess(artifact, requests, size) for size in powers_around(batching.mean_batch())}
@@ -184,8 +195,7 @@ def measure(artifact: str, values: flags.FlagValues) -> dict:
         what: max(models, key=lambda size: statistics.median(getattr(models[size], what)))
         for what in ("computed", "decoded")
     }
-    for server in servers:
-        server.close()
+    runtime = json.loads(batching.get("/"))["runtime"]
     more = {}
     if values.workers > 1:
         several = servers[-1]
@@ -202,6 +212,8 @@ def measure(artifact: str, values: flags.FlagValues) -> dict:
         "lanes": about["lanes"],
         "image_shape": about["image_shape"],
         "parameters": about["parameters"],
+        "model_sha256": json.loads((Path(artifact) / "manifest.json").read_text())["sha256"],
+        "runtime": runtime,
         "throughput_over_without_batching": _spread(throughput),
         "throughput_over_computing_in_process": _over(answered, models[sizes["computed"]].computed),
         "throughput_over_decoding_and_computing_in_process": _over(answered, models[sizes["decoded"]].decoded),
