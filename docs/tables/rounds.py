@@ -16,6 +16,7 @@ def verdicts_table(verdicts: Mapping[str, Mapping[str, Any]]) -> str:
     return table_of(" | measured | at most | ", rows)
 
 
+@place
 def local_rounds() -> str:
     result = experiment("local_rounds")
     seeds, training, sums = (result[name] for name in ("seeds", "training", "sum_in_every_step"))
@@ -37,7 +38,7 @@ def local_rounds() -> str:
         f"`{training['model.lanes']}` on {NAMES[training['data.name']]}, {training['train.num_epochs']} epochs, batch "
         f"{training['train.batch_size']}, {training['train.rounds.steps']} steps a round, outer learning rate "
         f"{training['train.rounds.learning_rate']:g} and momentum {training['train.rounds.momentum']:g}, "
-        f"{len(seeds)} seeds"
+        f"{len(seeds)} seed{'s' * (len(seeds) > 1)}"
     )
     return "\n\n".join([verdicts_table(result["verdicts"]), table_of(header, rows), told, measured_on(result, what)])
 
