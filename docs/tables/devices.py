@@ -37,6 +37,7 @@ def cost_model() -> str:
     return f"{single}\n\n{grouped}\n\n{measured_on(result)}"
 
 
+@place
 def links() -> str:
     result = experiment("links")
     rows = []
