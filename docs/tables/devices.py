@@ -48,7 +48,7 @@ def links() -> str:
         rows.append(
             [
                 row["link"],
-                f"{1e3 * found['latency_seconds']:.3g} ms, {8e-6 * found['bytes_per_second']:.3g} Mbit/s",
+                f"{1e3 * found['latency_seconds']:.3g} ms, {8e-6 * found['bytes_per_second']:,.0f} Mbit/s",
                 f"`{row['lanes']}`",
                 f"{chosen}: {1e3 * measured[chosen]:.0f} ({1e3 * predicted[chosen]:.0f} predicted)",
                 "the same" if fastest == chosen else f"{fastest}: {1e3 * measured[fastest]:.0f}",
