@@ -160,9 +160,11 @@ def test_every_difference_of_the_runs_is_named(lanes, tmp_path):
 def test_images_are_where_this_machine_has_them_or_downloads_them(lanes, tmp_path, monkeypatch):
     moved = shutil.copytree(lanes[0], tmp_path / "moved")
     stored = read_json(moved / "config.json")
-    write_json(moved / "config.json", stored | {"data": stored["data"] | {"dir": "/of/another/machine"}})
+    elsewhere = {"name": "mnist", "dir": "/of/another/machine"}
+    write_json(moved / "config.json", stored | {"data": stored["data"] | elsewhere})
     with pytest.raises(InputError, match=r"data\.dir=/of/another/machine is not an existing folder"):
         join_lib.read_parts([moved])
+    write_json(moved / "config.json", stored)
     load = datasets.load
     monkeypatch.setattr(datasets, "load", lambda name, **options: load(name, **options | {"directory": ""}))
     for given in (str(tmp_path), ""):  # the digits of scikit-learn are in no folder
