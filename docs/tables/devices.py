@@ -53,7 +53,7 @@ def links() -> str:
                 f"{chosen}: {1e3 * measured[chosen]:.0f} ({1e3 * predicted[chosen]:.0f} predicted)",
                 "the same" if fastest == chosen else f"{fastest}: {1e3 * measured[fastest]:.0f}",
                 f"{row['chosen_over_fastest']:.2f}",
-                "; ".join(f"{way.partition(' (')[0]}: {1e3 * s:.0f}" for way, s in other.items()) or "-",
+                "; ".join(f"{way}: {1e3 * s:.0f}" for way, s in other.items()) or "-",
             ]
         )
     header = "link | as measured | model | chosen, ms a step | fastest | over it | recommended, ms a step"
