@@ -85,7 +85,7 @@ def main(values: flags.FlagValues) -> None:
         print(f"{name}: memory {found[name]['memory_ratio']:.3f}, time {statistics.median(ratios):.3f} of none")
     full = {"memory": found["full"]["memory_ratio"], "time": found["full"]["time_ratio"]["median"]}
     verdicts = {
-        name: {"measured": full[name], "at_most": most, "verdict": "reached" if full[name] <= most else "below"}
+        name: {"measured": full[name], "at_most": most, "verdict": "reached" if full[name] <= most else "missed"}
         for name, most in MOST.items()
     }
     print(verdicts)

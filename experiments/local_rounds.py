@@ -3,9 +3,10 @@
     python -m experiments.local_rounds --workdir=FOLDER --data_dir=FOLDER                # hours on two cores, as root
 
 Two workers and the coordinator are processes of this machine. The slow link of each worker is a relay of 10 Mbit/s and
-50 ms in each direction (`experiments.tiers_relay`). Three seeds train in rounds over the slow link and over loopback,
-and in the ordinary way, which computes what a sum of gradients in every step would. That sum is timed over 20 steps of
-two processes with `parallel.data=2`, over loopback and over a link of packets that is as slow
+50 ms in each direction (`experiments.tiers_relay`). Three seeds train in rounds and in the ordinary way, which computes
+what a sum of gradients in every step would. The first two train in rounds twice, over the slow link and over loopback,
+for the times; the third over loopback only, since a link does not change what is computed. A sum in every step is timed
+over 20 steps of two processes with `parallel.data=2`, over loopback and over a link of packets that is as slow
 (`experiments.packet_link`). Time counts to a validation accuracy that was stated beforehand (`--accuracy`), from the
 start and from the first round's end, when all have compiled; both are judged. Bytes are all that go over links, once
 each: those of a step of rounds over those of a step with a sum. Accuracy is that of test images, with the best
@@ -47,6 +48,7 @@ from mlcn_jax.training.metrics import read_rows
 VERSION = 5  # raised with every change after which results cannot stand beside older ones
 LINKS = {"loopback": Link(), "slow": SLOW}
 SUM_STEPS = 20
+TIMED_SEEDS = 2  # train over both links, each of which is the first once
 _MOST_SLOWER = 1.3  # time to the stated accuracy over the slow link, by that over loopback
 _MOST_BYTES = 0.01  # of those of a sum of gradients in every step
 _MOST_LOST = 0.5  # percentage points of accuracy, against a sum in every step
@@ -204,31 +206,19 @@ def measure(values: Any, path: Path) -> dict[str, Any]:
     judged_by = "validation_accuracy" if values.trial else "test_accuracy"
     for seed in [seed for seed in wanted if seed not in [one["seed"] for one in seeds]]:
         common = settings(values, seed)
-        in_turn = list(LINKS)[:: -1 if seed % 2 else 1]  # so that neither is always the first
+        both = seed - values.first_seed < TIMED_SEEDS
+        in_turn = list(LINKS)[:: -1 if seed % 2 else 1] if both else ["loopback"]  # so that neither is always the first
         found = {link: timed(common | rounds, workdir / f"rounds_{link}_{seed}", link) for link in in_turn}
-        summary = plain(common, workdir / f"plain_{seed}")
-        times, from_start = (
-            {link: seconds_to(found[link], values.accuracy, whole) for link in LINKS} for whole in (False, True)
-        )
-        accuracies = {link: found[link] for link in LINKS} | {"sum in every step": summary}
+        accuracies = found | {"sum in every step": plain(common, workdir / f"plain_{seed}")}
         seeds.append(
             {
                 "seed": seed,
-                "seconds_to_it": times,
-                "seconds_from_start": from_start,
-                "slow_over_loopback": over_loopback(times),
-                "slow_over_loopback_from_start": over_loopback(from_start),
                 **{
                     name: {way: about_it[name] for way, about_it in accuracies.items()}
                     for name in dict.fromkeys((judged_by, "validation_accuracy"))
                 },
-                "same_parameters": found["slow"]["digest"] == found["loopback"]["digest"],
-                "bytes_per_step": found["slow"]["bytes"] / found["slow"]["steps"],
-                **{
-                    name: {link: found[link][name] for link in LINKS}
-                    for name in ("busy_cores", "product_gflops_per_second")
-                },
-                "parameters": found["slow"]["parameters"],
+                "parameters": found["loopback"]["parameters"],
+                **(compared(found, values.accuracy) if both else {}),
             }
         )
         write_json(path, {**about, "seeds": seeds, **host.environment()})
@@ -236,9 +226,24 @@ def measure(values: Any, path: Path) -> dict[str, Any]:
     return {
         **about,
         "seeds": seeds,
+        "slow_link": {"delay_ms": SLOW.delay_ms, "rate_mbit": SLOW.rate_mbit},
         "sum_in_every_step": sums,
         "bytes_expected": {"round": 2 * WORKERS * num_bytes(parameters, 8), "sum": 2 * num_bytes(parameters, 32)},
         "verdicts": verdicts(seeds, sums["slow"]["bytes_per_step"], judged_by),
+    }
+
+
+def compared(found: Mapping[str, dict[str, Any]], accuracy: float) -> dict[str, Any]:
+    """What a seed shows of the slow link beside loopback: seconds to an accuracy, their ratios and bytes."""
+    times, from_start = ({link: seconds_to(found[link], accuracy, whole) for link in LINKS} for whole in (False, True))
+    return {
+        "seconds_to_it": times,
+        "seconds_from_start": from_start,
+        "slow_over_loopback": over_loopback(times),
+        "slow_over_loopback_from_start": over_loopback(from_start),
+        "same_parameters": found["slow"]["digest"] == found["loopback"]["digest"],
+        "bytes_per_step": found["slow"]["bytes"] / found["slow"]["steps"],
+        **{name: {link: found[link][name] for link in LINKS} for name in ("busy_cores", "product_gflops_per_second")},
     }
 
 
@@ -253,22 +258,25 @@ def verdicts(
 ) -> dict[str, dict[str, Any]]:
     """The targets of rounds over the slow link, from the results of all seeds and the bytes of a gradient sum.
 
+    Accuracy is that of rounds over loopback, over which all seeds train; times and bytes are of seeds over both links.
     `judged_by` is the accuracy of a seed that is compared.
     """
-    every, slow = (
-        statistics.fmean(100 * one[judged_by][name] for one in seeds) for name in ("sum in every step", "slow")
+    every, rounds = (
+        statistics.fmean(100 * one[judged_by][name] for one in seeds) for name in ("sum in every step", "loopback")
     )
-    share = statistics.fmean(one["bytes_per_step"] for one in seeds) / sum_bytes
+    over_both = [one for one in seeds if "slow_over_loopback" in one]
+    share = statistics.fmean(one["bytes_per_step"] for one in over_both) / sum_bytes
 
     def slower(name: str) -> dict[str, Any]:
-        found = [one[name] for one in seeds]
+        found = [one[name] for one in over_both]
         return judged(None if None in found else statistics.fmean(found), _MOST_SLOWER)
 
     return {
         "time to the stated accuracy from the first round on, by that over loopback": slower("slow_over_loopback"),
         "time to the stated accuracy from the start, by that over loopback": slower("slow_over_loopback_from_start"),
         "bytes, by those of a sum in every step": judged(share, _MOST_BYTES),
-        "accuracy lost against a sum in every step, points": judged(every - slow, _MOST_LOST),
+        "accuracy lost against a sum in every step, points": judged(every - rounds, _MOST_LOST),
+        "seeds with other parameters over the slow link": judged(sum(not one["same_parameters"] for one in over_both), 0),
     }
 
 

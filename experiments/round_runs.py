@@ -115,9 +115,9 @@ def log_of(folder: Path) -> str:
 
 
 def judged(measured: float | None, most: float) -> dict[str, Any]:
-    """A target, and whether it was reached; what was never measured is below it."""
+    """A target, and whether it was reached; what was never measured has missed it."""
     good = measured is not None and measured <= most
-    return {"measured": measured, "at_most": most, "verdict": "reached" if good else "below"}
+    return {"measured": measured, "at_most": most, "verdict": "reached" if good else "missed"}
 
 
 def show(verdicts: Mapping[str, Mapping[str, Any]]) -> None:

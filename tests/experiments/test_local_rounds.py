@@ -53,21 +53,24 @@ def test_the_rest_is_ended_after_the_coordinator(monkeypatch, tmp_path):
 
 
 def test_each_target_has_a_verdict():
-    def seed(slower, slow):
-        accuracies = {"loopback": 0.9, "slow": slow, "sum in every step": 0.91}
+    def alone(loopback):
+        accuracies = {"loopback": loopback, "sum in every step": 0.91}
+        return {"test_accuracy": accuracies, "validation_accuracy": accuracies}
+
+    def seed(slower, loopback, same=True):
         times = {"slow_over_loopback": slower, "slow_over_loopback_from_start": 1.2}
-        return {**times, "test_accuracy": accuracies, "validation_accuracy": accuracies, "bytes_per_step": 1000.0}
+        return {**alone(loopback), **times, "bytes_per_step": 1000.0, "same_parameters": same}
 
     def told(found):
         return [target["verdict"] for target in found.values()]
 
-    found = local_rounds.verdicts([seed(1.1, 0.905), seed(1.4, 0.909)], 200_000.0)
-    assert told(found) == ["reached"] * 4
-    assert [target["measured"] for target in found.values()] == pytest.approx([1.25, 1.2, 0.005, 0.3])
-    worse = local_rounds.verdicts([seed(1.1, 0.9), seed(1.6, 0.909)], 99_000.0)
-    assert told(worse) == ["below", "reached", "below", "below"]
+    found = local_rounds.verdicts([seed(1.1, 0.905), seed(1.4, 0.909), alone(0.904)], 200_000.0)
+    assert told(found) == ["reached"] * 5
+    assert [target["measured"] for target in found.values()] == pytest.approx([1.25, 1.2, 0.005, 0.4, 0])
+    worse = local_rounds.verdicts([seed(1.1, 0.905, same=False), seed(1.6, 0.909), alone(0.9)], 99_000.0)
+    assert told(worse) == ["missed", "reached", "missed", "missed", "missed"]
     never = local_rounds.verdicts([seed(1.1, 0.91), seed(None, 0.91)], 1e6, "validation_accuracy")
-    assert told(never) == ["below", "reached", "reached", "reached"]
+    assert told(never) == ["missed", "reached", "reached", "reached", "reached"]
     assert local_rounds.over_loopback({"slow": 3.0, "loopback": 2.0}) == 1.5
     assert local_rounds.over_loopback({"slow": 3.0, "loopback": None}) is None
 

@@ -111,7 +111,7 @@ def test_the_worst_kill_is_judged():
         fewer = {"kills": killed[1:], "every_round_once": True, "same_parameters": None}
         found = {"quorum 2": all_workers, "quorum 1": fewer}
         judged = round_kills.kill_verdicts(kills, found)
-        return [name for name, target in judged.items() if target["verdict"] == "below"]
+        return [name for name, target in judged.items() if target["verdict"] == "missed"]
 
     assert not below(3, kill(), kill(again=1), kill(before=5, after=4))
     assert not below(1, kill(again=2, twice=True))
