@@ -14,6 +14,7 @@ import http.client
 import io
 import math
 import os
+import ssl
 import struct
 import tarfile
 import urllib.request
@@ -272,7 +273,8 @@ def _download(name: str, source: Source, path: Path) -> dict[str, bytes]:
                     raise InputError(difference)
             return contents
         except (OSError, http.client.HTTPException, InputError) as error:
-            if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+            # An ssl.SSLError has OpenSSL's numbers.
+            if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) and error.errno in _DISK_ERRORS:
                 raise InputError(_cannot_write(path, error)) from error
             problems.append(f"{base_url}{path.name}: {error}")
     raise InputError(

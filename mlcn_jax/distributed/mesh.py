@@ -162,25 +162,73 @@ def _gather(mesh: Mesh) -> Callable:
     return jax.jit(lambda leaves: leaves, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
-def mean_over(mesh: Mesh | None, function: Callable, exchange_dtype: str = "float32") -> Callable:
-    """Turns `function(params, images, labels, key)`, whose results are means over the batch, into one over a mesh.
+def value_and_grad_over(mesh: Mesh | None, function: Callable, exchange_dtype: str = "float32") -> Callable:
+    """Differentiates `function(params, images, labels, *rest) -> (loss, metrics)`, means over the batch, over a mesh.
 
-    On each device it sees that device's shard of the lanes and of the batch, and gathers what it needs over
-    `lane_axis`. All devices of one lane axis get the same results, and each result is weighted by one over their
-    number, so that the gradient of a gather is the sum of the gradients on the devices that used it. Gradients are
-    summed, and lanes gathered, in `exchange_dtype`; results are averaged in their own.
+    On each device `function` sees that device's shard of the lanes and of the batch, and gathers what it needs over
+    `lane_axis`. All devices of one lane axis get the same results, and each loss is weighted by one over the number of
+    devices, so that the gradient of a gather is the sum of the gradients on the devices that used it.
+
+    One sum over all devices brings the results, the gradients of what every device holds, and the part of the norm of
+    what is sharded; before it, another over the data axis brings the gradients of what is sharded, if there are both.
+    Gradients are summed, and lanes gathered, in `exchange_dtype`; if it is not float32, the rest is a sum of its own.
+
+    Returns:
+      The function `(params, images, labels, *rest) -> ((loss, metrics), gradients, norm)`; `norm` is that of all
+      gradients, or None without a mesh.
     """
-    return _over(mesh, function, lax.pmean, exchange_dtype)
+    with_gradient = jax.value_and_grad(function, has_aux=True)
+    if mesh is None:
+        return lambda params, *batch: (*with_gradient(params, *batch), None)
+
+    sent_in = "" if exchange_dtype == "float32" else exchange_dtype  # empty: each array is sent in its own dtype
+    data, axes = mesh.shape[DATA_AXIS], _axes(mesh)
+
+    def total(tree: Any, over: tuple[str, ...], dtype: str = "") -> Any:
+        """The sum of all arrays over devices, in one message."""
+        flat, apart = ravel_pytree(tree)
+        return apart(words.psum(flat, over, dtype) if dtype and flat.size else lax.psum(flat, over))
+
+    def on_a_device(specs, params, *batch):
+        with tracing.using(dataclasses.replace(tracing.current(), exchange_dtype=sent_in)):
+            own = jax.tree.map(lambda x: x / mesh.size, with_gradient(params, *batch))
+        results, gradients = own
+        split = jax.tree.map(lambda x, spec: x if any(spec) else None, gradients, specs)
+        same = jax.tree.map(lambda x, spec: None if any(spec) else x, gradients, specs)
+        if data > 1 and jax.tree.leaves(split):
+            split = total(split, (DATA_AXIS,), sent_in)
+        squares = [jnp.sum(jnp.square(x)) / data for x in jax.tree.leaves(split)]
+        scalars = (results, [sum(squares)] if squares else [])
+        if sent_in:
+            same, (results, squares) = total(same, axes, sent_in), total(scalars, axes)
+        else:
+            same, (results, squares) = total((same, scalars), axes)
+        norm = jnp.sqrt(sum(squares, optax.tree.norm(same, squared=True)))
+        gradients = jax.tree.map(lambda a, b: b if a is None else a, split, same, is_leaf=lambda x: x is None)
+        return results, gradients, norm
+
+    def over_mesh(params, images, *rest):
+        specs, everywhere = state_specs(params, mesh.shape[LANE_AXIS]), PartitionSpec()
+        step = _over(mesh, functools.partial(on_a_device, specs), (everywhere, specs, everywhere))
+        return step(params, images, *rest)
+
+    return over_mesh
 
 
 def sum_over(mesh: Mesh | None, function: Callable) -> Callable:
-    """As `mean_over`, for a function whose results are sums over the batch."""
+    """Turns `function(params, images, *rest)`, whose results are sums over the batch, into one over a mesh.
 
-    def add(results, axes):
-        times = 1 if mesh is None else mesh.shape[LANE_AXIS]  # how many devices compute each sum
-        return jax.tree.map(lambda x: x / times, lax.psum(results, axes))
+    On each device it sees what a function does in `value_and_grad_over`.
+    """
+    if mesh is None:
+        return function
+    axes = _axes(mesh)
 
-    return _over(mesh, function, add)
+    def add(*args):
+        flat, apart = ravel_pytree(function(*args))
+        return jax.tree.map(lambda x: x / mesh.shape[LANE_AXIS], apart(lax.psum(flat, axes)))  # each has the same sums
+
+    return _over(mesh, add, PartitionSpec())
 
 
 def num_lane_shares(mesh: Mesh | None) -> int:
@@ -196,76 +244,28 @@ def lanes_over(mesh: Mesh | None, function: Callable) -> Callable:
     return jax.shard_map(function, mesh=mesh, in_specs=(lanes, batch), out_specs=PartitionSpec(LANE_AXIS, DATA_AXIS))
 
 
-def global_norm(mesh: Mesh | None, tree: Any) -> Array:
-    """The norm of all arrays of a tree placed as by `place_state`, with one sum over the devices for all arrays."""
-    if not lane_axis(mesh):
-        return optax.tree.norm(tree)
-    specs = state_specs(tree, num_lane_shares(mesh))
-
-    def squares(shares):
-        layout = jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
-        parts = [(any(spec), jnp.sum(jnp.square(x))) for spec, x in zip(layout, jax.tree.leaves(shares), strict=True)]
-        split, whole = (sum((x for is_split, x in parts if is_split == kind), jnp.zeros(())) for kind in (True, False))
-        return lax.psum(split, LANE_AXIS) + whole
-
-    return jnp.sqrt(jax.shard_map(squares, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec())(tree))
+def _axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes along which there are several devices."""
+    return tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
 
 
-def _over(mesh: Mesh | None, function: Callable, reduce: Callable, exchange_dtype: str = "float32") -> Callable:
-    if mesh is None:
-        return function
-    axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
-    sent_in = "" if exchange_dtype == "float32" else exchange_dtype  # empty: each array is sent in its own dtype
-
-    def missing_in(spec) -> tuple[str, ...]:
-        """The axes over whose devices a value is the same."""
-        return tuple(axis for axis in axes if axis not in spec)
+def _over(mesh: Mesh, function: Callable, out_specs: Any) -> Callable:
+    """`function(params, images, *rest)` on each device of a mesh, with its shards of parameters and of the batch."""
+    axes = _axes(mesh)
 
     def vary(x, spec):
-        """Marks a value as varying over devices, so that its gradients are summed over all devices that used it."""
-        missing = missing_in(spec)
+        """Marks what is the same on several devices as varying, so that its gradient is not summed over them."""
+        missing = tuple(axis for axis in axes if axis not in spec)
         return lax.pcast(x, missing, to="varying") if missing else x
-
-    def vary_rounding(x, missing):
-        """`vary`, with the sum in `exchange_dtype`."""
-
-        @jax.custom_vjp
-        def varying(x):
-            return lax.pcast(x, missing, to="varying")
-
-        def backward(_, gradient):
-            return (words.psum(gradient, missing, sent_in),)
-
-        varying.defvjp(lambda x: (varying(x), None), backward)
-        return varying(x) if sent_in else lax.pcast(x, missing, to="varying")
-
-    def vary_together(params, specs):
-        """`vary` of all parameters, as one array for each set of axes, so that one sum brings all their gradients."""
-        leaves, tree = jax.tree.flatten(params)
-        layout = jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
-        kinds = [(missing_in(spec), leaf.dtype) for spec, leaf in zip(layout, leaves, strict=True)]
-        for kind in dict.fromkeys(kind for kind in kinds if kind[0]):
-            places = [i for i, own in enumerate(kinds) if own == kind]
-            flat, apart = ravel_pytree([leaves[i] for i in places])
-            for i, leaf in zip(places, apart(vary_rounding(flat, kind[0])), strict=True):
-                leaves[i] = leaf
-        return jax.tree.unflatten(tree, leaves)
-
-    def together(results):
-        flat, apart = ravel_pytree(results)
-        return apart(reduce(flat, axes))
 
     def over_mesh(params, images, *rest):
         batch = PartitionSpec(DATA_AXIS) if DATA_AXIS in axes else PartitionSpec()
         others = jax.tree.map(lambda leaf: batch if leaf.shape[:1] == images.shape[:1] else PartitionSpec(), rest)
         in_specs = (state_specs(params, mesh.shape[LANE_AXIS]), batch, *others)
 
-        def on_a_device(params, *batch):
-            batch = jax.tree.map(vary, batch, in_specs[1:])
-            with tracing.using(dataclasses.replace(tracing.current(), exchange_dtype=sent_in)):
-                return together(function(vary_together(params, in_specs[0]), *batch))
+        def on_a_device(*shares):
+            return function(*jax.tree.map(vary, shares, in_specs))
 
-        mapped = jax.shard_map(on_a_device, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec())
-        return mapped(params, images, *rest)
+        return jax.shard_map(on_a_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(params, images, *rest)
 
     return over_mesh

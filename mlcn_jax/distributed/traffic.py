@@ -48,18 +48,21 @@ def exchanged_bytes(
 
 
 @functools.lru_cache
-def exchanged_messages(spec: ModelSpec, data: int, lane: int, parts: int = 1) -> dict[str, int]:
-    """Collectives of a training step on a mesh, by kind; equal to what `collective_messages` finds, without zeros.
+def exchanged_messages(
+    spec: ModelSpec, data: int, lane: int, parts: int = 1, exchange_dtype: str = "float32"
+) -> dict[str, int]:
+    """Collectives of a training step on a mesh, by kind, without zeros.
 
     Gathers and scatters: of columns and of each layer of the decoder that divides, in each of the `parts` of gradient
-    accumulation. Sums: of the metrics, of a part of the gradient's norm, and of the gradients of all arrays that are
-    sharded over lanes, and of all others.
+    accumulation. Sums: one of the gradients of all arrays that are sharded over lanes, if batches are too, and one of
+    all other gradients, metrics and a part of the norm (`mesh.value_and_grad_over`); these are apart unless gradients
+    are sent in float32. In float32 and with one part, equal to what `collective_messages` finds.
     """
     layout, _ = _layout(spec, lane)
-    sums = len({any(axes) for axes in layout if data > 1 or not any(axes)})
     layers = len(_gathered_layers(spec, lane)) if lane > 1 else 0
     gathers, scatters = layers + (lane > 1), layers + (lane > 1 and _columns_get_gradients(spec))
-    reduced = (1 + sums + any(map(any, layout))) if data * lane > 1 else 0
+    split, same = any(map(any, layout)), not all(map(any, layout))
+    reduced = (1 + (data > 1 and split) + (same and exchange_dtype != "float32")) if data * lane > 1 else 0
     found = {"all-gather": parts * gathers, "reduce-scatter": parts * scatters, "all-reduce": reduced}
     return {name: count for name, count in found.items() if count}
 

@@ -20,7 +20,7 @@ import numpy as np
 from flax import traverse_util
 from jaxtyping import Array, Float, UInt8
 
-from mlcn_jax.config import RunConfig
+from mlcn_jax.config import RunConfig, unused_fields
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
 from mlcn_jax.launch import program
@@ -79,6 +79,7 @@ def read_export(workdir: Path, data_dir: str = "") -> ExportedModel:
         )
     artifact = Artifact(folder, "xla")
     config = RunConfig.from_dict(read_json(folder / "config.json"))
+    config = config.replace(unused_fields(config))  # older exports could have them
     if data_dir:
         config = config.replace({"data.dir": data_dir})
     with np.load(folder / WEIGHTS, allow_pickle=False) as arrays:

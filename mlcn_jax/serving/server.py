@@ -156,6 +156,7 @@ def _protocol(service: "BatchService"):
             self._head_bytes = 0  # received for a request, minus twice those of its body
             self._was_stuck = False
             self._is_ending = False
+            self._refused: tuple[int, str] | None = None  # status and message, due after those before; no more is read
             self._running = None
             self._timer = self.loop.call_later(limits.timeout_seconds, self._look)
             if len(self.connections) > limits.max_connections:
@@ -176,6 +177,8 @@ def _protocol(service: "BatchService"):
             super()._start_asgi_task(cycle, app)
 
         def data_received(self, data):
+            if self._refused is not None:
+                return
             if self._coming_since is None:
                 self._coming_since = self.loop.time()
             self._head_bytes += len(data)
@@ -200,6 +203,12 @@ def _protocol(service: "BatchService"):
             if not self.pipeline:  # uvicorn would see only when it has answered that the client has gone
                 self.flow.resume_reading()
 
+        def on_response_complete(self):
+            super().on_response_complete()
+            is_last = self._running is not None and self._running.response_complete
+            if self._refused is not None and is_last:
+                self._refuse(*self._refused)
+
         def shutdown(self):
             """Announces the end of the connection in the next answer; closes it if no other request arrives."""
             self._is_ending = True
@@ -212,6 +221,13 @@ def _protocol(service: "BatchService"):
 
         def _refuse(self, status, message):
             if self.transport.is_closing():
+                return
+            running = self._running
+            if running is not None and not running.response_complete and not running.more_body:
+                if self._refused is None:  # a request after others; an answer now would be taken for one to them
+                    self._refused = status, message
+                while self.pipeline and (self.pipeline[0][0].more_body or len(self.pipeline) > _MAX_PIPELINED):
+                    self.pipeline.popleft()
                 return
             if self.cycle is None or not (self.cycle.response_started and self.cycle.more_body):
                 metrics.count(status)

@@ -22,7 +22,7 @@ from uvicorn.supervisors import Multiprocess
 from uvicorn.supervisors.multiprocess import Process
 
 _READY_SECONDS = 300  # time for a process to load its model and compile its programs
-_LAST_SECONDS = 60  # time for a process to compute what is queued at the end, besides its own patience
+_LAST_SECONDS = 60  # time for a process to end, besides its own patience
 _ANSWER_SECONDS = 10  # time for a process to say that it lives; one that does not is replaced
 
 
@@ -31,10 +31,15 @@ class _Config(uvicorn.Config):
 
     complete: Callable[["_Config"], None]
 
+    def __init__(self, *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
+        self.patience = multiprocessing.get_context("spawn").Value("d", 0.0)  # at the end, in seconds, of any process
+
     def load(self) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is for the supervisor, which replaces this process
         threading.Thread(target=_end_with_parent, daemon=True).start()
         self.complete(self)
+        self.patience.value = float(self.timeout_graceful_shutdown or 0)
         super().load()
 
 
@@ -58,11 +63,13 @@ def _problem(process: Process) -> str:
 class _Workers(Multiprocess):
     """uvicorn's supervisor; starts one process before the others, and drops the metrics of those that ended."""
 
+    config: _Config
     message: str
     has_failed = False  # whether a process could not start, or not listen
     is_ready = does_listen = False
+    _late: Process | None = None  # the first that was not ready
 
-    def __init__(self, config: uvicorn.Config, sockets: list[socket.socket]):
+    def __init__(self, config: _Config, sockets: list[socket.socket]):
         super().__init__(config, sockets)
         config.timeout_worker_healthcheck = _ANSWER_SECONDS
         self._counted: set[int | None] = set()  # processes that may have metrics
@@ -82,12 +89,14 @@ class _Workers(Multiprocess):
             print(self.message, flush=True)
         else:
             self.has_failed = not self.should_exit.is_set()
-            for problem in filter(None, map(_problem, self.processes if self.has_failed and not self.is_ready else ())):
+            if self.has_failed and self._late is not None and (problem := _problem(self._late)):
                 print(f"error: {problem}", file=sys.stderr)
             self.should_exit.set()
 
     def _are_ready(self) -> bool:
-        return all(process.wait_until_ready(_READY_SECONDS, self.should_exit) for process in self.processes)
+        late = (one for one in self.processes if not one.wait_until_ready(_READY_SECONDS, self.should_exit))
+        self._late = next(late, None)
+        return self._late is None
 
     def restart_all(self) -> None:
         self.config.timeout_worker_healthcheck = _READY_SECONDS  # uvicorn waits as long for new processes
@@ -102,7 +111,11 @@ class _Workers(Multiprocess):
         self._counted = now
 
     def join_all(self) -> None:
-        last = time.monotonic() + (self.config.timeout_graceful_shutdown or 0) + _LAST_SECONDS
+        if self.does_listen:
+            for listener in self.sockets:  # or connections would wait here for processes that accept no more
+                listener.close()
+        patience = max(float(self.config.timeout_graceful_shutdown or 0), self.config.patience.value)
+        last = time.monotonic() + patience + _LAST_SECONDS
         for process in self.processes:
             process.process.join(max(0.0, last - time.monotonic()))
             process.kill()  # if it is stuck

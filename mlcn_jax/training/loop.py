@@ -72,6 +72,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             if finished is None or finished.get("config_hash") != config.hash() or not _has_scores(finished, settings):
                 raise
             _log.info("%s is finished: %d steps; its teacher can no longer be used", workdir, session.num_steps)
+            stop.check(f"after the end of {workdir}")
             return finished
         dataset, validation, spec = session.dataset, session.validation, session.spec
         steps_per_epoch = session.steps_per_epoch

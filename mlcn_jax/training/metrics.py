@@ -21,6 +21,7 @@ from tqdm import tqdm
 from mlcn_jax.errors import Diverged
 from mlcn_jax.files import write_atomic
 
+_FLUSH_SECONDS = 60  # how far TensorBoard may lag behind
 _log = logging.getLogger(__name__)
 
 
@@ -40,6 +41,7 @@ class MetricsWriter:
         folder.mkdir(exist_ok=True)
         # Not a SummaryWriter, which writes in a thread: when that fails, training would wait for it forever.
         self._tensorboard = EventsWriter(str(folder / "events"), f".{step}")  # two may be opened in one second
+        self._flush_at = time.monotonic() + _FLUSH_SECONDS
         self._event(step + 1, session_log=SessionLog(status=SessionLog.START))  # hides what came after `step` before
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
@@ -48,14 +50,20 @@ class MetricsWriter:
         self._file.flush()
         for name, value in values.items():
             self._event(step, summary=scalar(f"{split}/{name}", value))
+        if time.monotonic() > self._flush_at:
+            self._flush_tensorboard()
 
     def _event(self, step: int, **content: Any) -> None:
         self._tensorboard.write_event(Event(wall_time=time.time(), step=step, **content))
 
+    def _flush_tensorboard(self) -> None:
+        self._tensorboard.flush()
+        self._flush_at = time.monotonic() + _FLUSH_SECONDS
+
     def to_disk(self) -> None:
         """Flushes the rows to disk; due before a checkpoint, from which a resumed run goes on."""
         os.fsync(self._file.fileno())
-        self._tensorboard.flush()
+        self._flush_tensorboard()
 
     def close(self) -> None:
         self._file.close()

@@ -210,7 +210,7 @@ def predict_mesh(
         head_seconds=[s * p.head_seconds(num_lanes, share) / lane for p, s in zip(profiles, slower, strict=True)],
         forward_share=profiles[0].forward_share,
         exchanged=traffic.exchanged_bytes(spec, batch_size, data, lane, messages.dtype),
-        num_collectives=traffic.exchanged_messages(spec, data, lane, messages.parts),
+        num_collectives=traffic.exchanged_messages(spec, data, lane, messages.parts, messages.dtype),
     )
 
 

@@ -47,14 +47,13 @@ def make_loss(
     augmentation: batches.Augmentation = _PLAIN,
     distillation: Distillation | None = None,
     accumulation_steps: int = 1,
-    exchange_dtype: str = "float32",
 ) -> Callable[..., tuple[Array, dict[str, Array]]]:
     """Returns the function `(params, images, labels, key, draws, soft=()) -> (loss, metrics)`, means over the batch.
 
     `images` are pixels in [0, 1]; `key` is the random key of lane dropout; `draws` are those of an augmentation per
     lane, else empty; `soft` are the teacher's probabilities if they were computed before. With several
-    `accumulation_steps`, each device computes its images in that many parts (`accumulate.in_parts`). Over a mesh,
-    gradients are summed and lanes gathered in `exchange_dtype`.
+    `accumulation_steps`, they are computed in that many parts (`accumulate.in_parts`). With a mesh, the function is
+    that of a device, for `mesh.value_and_grad_over`.
     """
 
     lane_axis = mesh_lib.lane_axis(mesh)
@@ -77,7 +76,7 @@ def make_loss(
         )
         return loss + rest, metrics
 
-    return mesh_lib.mean_over(mesh, in_parts(loss_fn, accumulation_steps), exchange_dtype)
+    return in_parts(loss_fn, accumulation_steps)
 
 
 def head_loss(
@@ -201,17 +200,16 @@ def make_train_step(
     gradient.
     """
     optimizer = optax.with_extra_args_support(optimizer)
-    parts = (accumulation_steps, exchange_dtype)
-    loss_fn = make_loss(spec, reconstruction_weight, mesh, augmentation, distillation, *parts)
+    loss_fn = make_loss(spec, reconstruction_weight, mesh, augmentation, distillation, accumulation_steps)
+    with_gradient = mesh_lib.value_and_grad_over(mesh, loss_fn, exchange_dtype)
     prepare = make_input(spec, seed, augmentation)
 
     def train_step(state, images, labels, soft=()):
         pixels, lane_key, draws = prepare(state.step, images)
-        with_gradient = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, metrics), grads = with_gradient(state.params, pixels, labels, lane_key, draws, soft)
+        (loss, metrics), grads, norm = with_gradient(state.params, pixels, labels, lane_key, draws, soft)
         if spec.lane_seeds:  # rounding of the update must not depend on how many lanes there are
             grads = lax.optimization_barrier(grads)
-        norm = mesh_lib.global_norm(mesh, grads)
+        norm = optax.tree.norm(grads) if norm is None else norm
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params, norm=norm)
         params = optax.apply_updates(state.params, updates)
         metrics |= {"loss": loss, "grad_norm": norm}

@@ -9,6 +9,7 @@ import hashlib
 import http.server
 import io
 import os
+import ssl
 import struct
 import tarfile
 import threading
@@ -322,6 +323,21 @@ def test_wrong_bytes_of_one_mirror_are_fetched_from_the_next(tmp_path, server, m
     assert dataset.provenance["bytes"] == "official"
     assert len(dataset.train.labels) == 20
     assert "/good/train-images-idx3-ubyte.gz" in server.requests
+
+
+def test_a_broken_tls_connection_is_not_taken_for_a_disk_that_cannot_be_written(tmp_path, server, monkeypatch):
+    files = idx_files()
+    make_official(monkeypatch, "mnist", files, base_urls=(f"{server.url}bad/", f"{server.url}good/"))
+    write_files(server.folder / "good", files, zipped=True)
+
+    def stream(url, path):
+        if "/bad/" in url:
+            raise ssl.SSLError(errno.EPERM, "[SSL: DECRYPTION_FAILED_OR_BAD_RECORD_MAC]")  # 1 is OpenSSL's, too
+        unbroken(url, path)
+
+    unbroken = sources._stream
+    monkeypatch.setattr(sources, "_stream", stream)
+    assert len(datasets.load("mnist", cache_dir=str(tmp_path / "cache")).train.labels) == 20
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,14 @@ def test_data_may_have_moved(exported, tmp_path):
     assert onnx.read_export(exported, str(tmp_path)).data.dir == str(tmp_path)
 
 
+def test_fields_that_older_exports_could_have_are_dropped(exported, monkeypatch):
+    stored = json.loads((exported / "export" / "config.json").read_text())
+    stored["data"] |= {"name": "digits", "label_kind": "coarse"}
+    read = onnx.read_json
+    monkeypatch.setattr(onnx, "read_json", lambda path: stored if path.name == "config.json" else read(path))
+    assert onnx.read_export(exported).data.label_kind == "fine"
+
+
 def test_what_was_altered_or_is_not_there_is_refused(copied, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(onnx, "versions", dict)
     with pytest.raises(InputError, match="mlcn_jax export"):

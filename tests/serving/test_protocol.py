@@ -1,7 +1,10 @@
 """The HTTP protocol by itself, with connections in this process."""
 
 import asyncio
+import contextlib
+import dataclasses
 
+import pytest
 import uvicorn
 from made_service import in_process, pixel, until
 from uvicorn.server import ServerState
@@ -9,23 +12,95 @@ from uvicorn.server import ServerState
 from mlcn_jax.serving import server as server_lib
 
 
+def requests(count):
+    body = pixel(200)
+    return count * (b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+
+@contextlib.asynccontextmanager
+async def connected(app, service):
+    """A connection to a server in this process, and the server's side of all its connections."""
+    config, state = uvicorn.Config(app, **server_lib._settings(service.limits)), ServerState()
+    config.load()
+    protocol = server_lib._protocol(service)
+    listener = await asyncio.get_running_loop().create_server(lambda: protocol(config, state, {}), "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
+    yield reader, writer, state.connections
+    writer.close()
+    listener.close()
+
+
 def test_pipelined_requests_that_arrived_before_the_end_are_all_answered():
     async def check(app, slow, service):
-        config, state = uvicorn.Config(app, **server_lib._settings(service.limits)), ServerState()
-        config.load()
-        protocol = server_lib._protocol(service)
-        listener = await asyncio.get_running_loop().create_server(lambda: protocol(config, state, {}), "127.0.0.1", 0)
-        reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
-        body = pixel(200)
-        writer.write(3 * (b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body))
-        await until(slow.entered.is_set)
-        for connection in state.connections:
-            connection.shutdown()
-        slow.go.set()
-        received = await reader.read()
-        assert received.count(b"HTTP/1.1 200 ") == 3
-        assert received.count(b"connection: close") == 1
-        writer.close()
-        listener.close()
+        async with connected(app, service) as (reader, writer, connections):
+            writer.write(requests(3))
+            await until(slow.entered.is_set)
+            for connection in connections:
+                connection.shutdown()
+            slow.go.set()
+            received = await reader.read()
+            assert received.count(b"HTTP/1.1 200 ") == 3
+            assert received.count(b"connection: close") == 1
 
     in_process(check)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("status", "last"),
+    [
+        (400, b"nonsense\r\n\r\n"),
+        (400, b"POST /predict HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n"),
+        (431, b"GET / HTTP/1.1\r\nX: " + 800_000 * b"x"),
+    ],
+    ids=["not HTTP", "a body that is none", "a long head"],
+)
+def test_a_request_is_refused_after_the_answers_to_those_before_it(count, status, last):
+    """Then the connection ends; what follows the request at fault is not read."""
+
+    async def check(app, slow, service):
+        async with connected(app, service) as (reader, writer, _):
+            writer.write(requests(count))
+            await until(slow.entered.is_set)
+            writer.write(last + b"\r\n\r\n" + requests(1))
+            await asyncio.sleep(0.05)
+            slow.go.set()
+            assert answers(await reader.read()) == [*count * [200], status]
+
+    in_process(check)
+
+
+def test_a_request_that_arrives_too_slowly_is_refused_after_the_answers_to_those_before_it():
+    async def check(app, slow, service):
+        service.limits = dataclasses.replace(service.limits, timeout_seconds=0.2)
+        async with connected(app, service) as (reader, writer, _):
+            writer.write(requests(2) + requests(1)[:-1])
+            await until(slow.entered.is_set)
+            await asyncio.sleep(0.5)
+            writer.write(requests(1)[-1:] + requests(1))
+            slow.go.set()
+            assert answers(await reader.read()) == [200, 200, 408]
+
+    in_process(check)
+
+
+def test_no_more_requests_wait_on_a_connection_than_it_may_have(monkeypatch):
+    monkeypatch.setattr(server_lib, "_MAX_PIPELINED", 3)
+
+    async def check(app, slow, service):
+        async with connected(app, service) as (reader, writer, _):
+            writer.write(requests(1))
+            await until(slow.entered.is_set)
+            writer.write(requests(9))
+            await asyncio.sleep(0.05)
+            slow.go.set()
+            assert answers(await reader.read()) == [200, 200, 200, 200, 429]
+
+    in_process(check)
+
+
+def answers(received):
+    """The status of each answer, of which the last must end the connection."""
+    assert received.count(b"connection: close") == 1
+    assert b"connection: close" in received.rpartition(b"HTTP/1.1 ")[2]
+    return [int(part[:3]) for part in received.split(b"HTTP/1.1 ")[1:]]

@@ -99,6 +99,38 @@ def test_the_end_is_asked_for_at_once_and_waits_for_no_stuck_process(supervisor)
     assert not supervisor.has_failed
 
 
+def test_no_connection_waits_for_processes_that_accept_no_more(supervisor):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        supervisor.sockets = [listener]
+        supervisor.init_processes()
+        supervisor.join_all()
+        assert listener.fileno() == -1
+
+
+def test_the_end_waits_as_long_as_a_process_with_a_slow_model_does(supervisor, monkeypatch):
+    monkeypatch.setattr(workers, "_end_with_parent", lambda: None)
+    config = workers._Config("", workers=2, timeout_graceful_shutdown=7)
+    config.patience = supervisor.config.patience  # which the process inherits
+    slow = {"app": lambda scope, receive, send: None, "timeout_graceful_shutdown": 300}
+    config.complete = lambda config: vars(config).update(slow)
+    config.load()
+    supervisor.join_all()
+    assert 300 < next(call[1] for call in made[0].calls if call[0] == "join") <= 360
+
+
+def test_only_the_process_that_did_not_start_is_told_of(supervisor, capsys, monkeypatch):
+    capsys.readouterr()
+    made.clear()
+    supervisor.processes.clear()
+    supervisor.does_listen = False
+    monkeypatch.setattr(Process, "wait_until_ready", lambda self, *_: self.pid == 1)
+    supervisor.init_processes()
+    assert len(made) == 2
+    assert capsys.readouterr().err.count("error: a process was not ready") == 1
+
+
 def test_a_signal_while_processes_start_is_no_failure_to_start(supervisor):
     supervisor.processes.clear()
     signal.raise_signal(signal.SIGINT)

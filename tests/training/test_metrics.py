@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 
+from mlcn_jax.training import metrics
 from mlcn_jax.training.metrics import MetricsWriter, Progress, StepLog, read_rows
 
 
@@ -24,6 +25,15 @@ def test_rows_after_the_resumed_step_and_a_half_written_one_are_dropped(tmp_path
     assert [(row["step"], row["loss"]) for row in rows] == [(10, 0.1), (20, 0.05), (15, 9.0), (30, 7.0)]
     assert path.read_text().count("\n") == 4
     assert [file.read_bytes().count(b"train/loss") for file in sorted((tmp_path / "tensorboard").iterdir())] == [3, 1]
+
+
+def test_tensorboard_can_follow_a_run_between_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 0)
+    writer = MetricsWriter(tmp_path, 0)
+    writer.write(10, "train", {"loss": 1.0})
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    assert b"train/loss" in file.read_bytes()
+    writer.close()
 
 
 def test_a_failed_write_of_tensorboards_events_is_told_at_once(tmp_path, monkeypatch):
