@@ -276,7 +276,9 @@ def verdicts(
         "time to the stated accuracy from the start, by that over loopback": slower("slow_over_loopback_from_start"),
         "bytes, by those of a sum in every step": judged(share, _MOST_BYTES),
         "accuracy lost against a sum in every step, points": judged(every - rounds, _MOST_LOST),
-        "seeds with other parameters over the slow link": judged(sum(not one["same_parameters"] for one in over_both), 0),
+        "seeds with other parameters over the slow link": judged(
+            sum(not one["same_parameters"] for one in over_both), 0
+        ),
     }
 
 

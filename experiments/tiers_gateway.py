@@ -50,8 +50,8 @@ from experiments.tiers_faults import (
     png,
     taken_over,
 )
-from experiments.tiers_gateway_report import DELAY_MS, RATE_MBIT, report
-from experiments.tiers_late import EXTRA_MS, LONG_EXTRA_MS, under_fault
+from experiments.tiers_gateway_report import DELAY_MS, EXTRA_MS, LONG_EXTRA_MS, RATE_MBIT, report
+from experiments.tiers_late import under_fault
 from experiments.tiers_shared import packed
 from mlcn_jax import host
 from mlcn_jax.analysis.workdir import load_with_data, stored_config
@@ -123,9 +123,9 @@ def main(values: flags.FlagValues) -> None:
     def once(key: str, measure: Callable[[], Any]) -> None:
         if key in measured:
             return
-        busy = busy_cores(values.scale == "full")
+        before = busy_cores(values.scale == "full")
         measured[key] = measure()
-        results.setdefault("busy_cores", {})[key] = busy
+        results.setdefault("busy_cores", {})[key] = [before, busy_cores(must_be_quiet=False)]
         results.setdefault("session_of", {})[key] = len(results["sessions"]) - 1
         write_json(path, results)
         write_atomic(path.with_suffix(".md"), report(results))
@@ -162,7 +162,12 @@ def main(values: flags.FlagValues) -> None:
         with bed(plans, 1, rest, of_nodes) as nodes, gateway(tiers / "end", nodes, public) as (url, quota):
             once("answers", lambda: answers(url, policy, test.images, test.labels, nodes))
             for name, given in faults.items():
-                once(f"fault: {name}", lambda given=given: under(url, test.images, nodes, quota, *given))
+
+                def meet(name: str = name, given: tuple = given) -> dict[str, Any]:
+                    found = under(url, test.images, nodes, quota, *given)
+                    return found | ({"times_filled": flood.times_filled} if name == FULL else {})
+
+                once(f"fault: {name}", meet)
     if "faults" in parts and f"fault: {EXPIRED}" not in measured:
         shown = make_certificates(workdir)
         with (

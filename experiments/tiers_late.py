@@ -2,9 +2,10 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import numpy as np
 from experiments.quota import Quota
 from experiments.tiers_bed import RunningNode
 from experiments.tiers_faults import Fault, png
+from experiments.tiers_gateway_report import EXTRA_MS
 
-EXTRA_MS, LONG_EXTRA_MS = 50.0, 250.0  # of a deadline, beyond the end's own lanes
 _WAITS = ("held_back_ms", "gateway_waited_ms", "waited_ms")
 _PHASES = ("before", "during", "after")  # of a fault
 _REQUESTS_OF_TIME, _MOST_TIMES = 200, 50  # a fault comes once in at least so many requests, and at most so often
@@ -33,11 +34,10 @@ def waited_for_core() -> float:
 
 
 class Asked:
-    """What a gateway's tiers have been asked, and whether they are well, from its `/tiers`."""
+    """What a gateway's tiers have been asked, and whether those of these names are well, from its `/tiers`."""
 
-    def __init__(self, client: httpx.Client, url: str):
-        self._client, self._url = client, f"{url}/tiers"
-        self._well = {state["name"] for state in self._others() if not state["trouble"]}
+    def __init__(self, client: httpx.Client, url: str, names: set[str]):
+        self._client, self._url, self._names = client, f"{url}/tiers", names
 
     def _others(self) -> list[dict[str, Any]]:
         return [state for state in self._client.get(self._url).json() if "trouble" in state]
@@ -46,13 +46,13 @@ class Asked:
         """Requests that nodes have answered or failed to answer."""
         return sum(state["answers"] + sum(state["failures"].values()) for state in self._others())
 
-    def wait(self) -> bool:
-        """Waits until tiers that were well at first are so again, or too long; returns whether they are."""
+    def wait(self, meanwhile: Callable[[], Any] = lambda: time.sleep(_LOOK_SECONDS)) -> bool:
+        """Waits until the tiers are well, or too long; returns whether they are. Does something `meanwhile`."""
         end = time.monotonic() + _WELL_SECONDS
-        while any(state["trouble"] and state["name"] in self._well for state in self._others()):
+        while any(state["trouble"] and state["name"] in self._names for state in self._others()):
             if time.monotonic() > end:
                 return False
-            time.sleep(_LOOK_SECONDS)
+            meanwhile()
         return True
 
 
@@ -70,7 +70,8 @@ def under_fault(
     A fault begins after a quarter of some requests, once the gateway has forgotten the one before, and ends after half
     of them more, each at a random moment and while requests go on, so that it meets those that are under way. What
     takes longer, as a node that starts again does, is waited for: then half as many requests at least come before the
-    next change, and there are fewer faults. Those count that ended before the last request.
+    next change, and there are fewer faults. Those count that ended before the last request. Only nodes whose answers
+    can come in time are waited for; before all, requests that do not count are sent until these are well.
 
     Requests come one after the other, so one that takes long keeps others from being sent. Those that would have been
     sent meanwhile, at the usual pace, are added to the requests and, as far as they would have been late, to the late
@@ -118,7 +119,18 @@ def under_fault(
         httpx.Client(timeout=30, trust_env=False) as another,
         concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
-        asked = Asked(another, url)
+        in_time = {node.plan.artifact.name for node in nodes if 2 * node.plan.delay_ms < extra_ms}
+        asked = Asked(another, url, in_time)
+
+        def ask(i: int) -> dict[str, Any]:
+            response = client.post(f"{url}/predict?deadline_ms={deadline}", content=bodies[i % len(bodies)])
+            return response.raise_for_status().json()["predictions"][0]
+
+        def ask_one_more() -> None:
+            with contextlib.suppress(httpx.HTTPError, ValueError, LookupError):
+                ask(0)
+
+        unwell += not asked.wait(ask_one_more)
         for i in range(requests):
             if under_way is not None and under_way.done():
                 under_way.result()  # which raises what went wrong
@@ -128,8 +140,7 @@ def under_fault(
             phase, waited = now[0], waited_for_core()
             held, waited_there, started = quota.held_back(), quota.waited_for_core(), time.perf_counter()
             try:
-                response = client.post(f"{url}/predict?deadline_ms={deadline}", content=bodies[i % len(bodies)])
-                answer = response.raise_for_status().json()["predictions"][0]
+                answer = ask(i)
             except (httpx.HTTPError, ValueError, LookupError) as error:  # none, or none that is one
                 unanswered.append(repr(error))
                 continue
@@ -164,6 +175,7 @@ def under_fault(
         "begun_unwell": unwell,
         "planned_times": times,
         "deadline_ms": deadline,
+        "extra_ms": extra_ms,
         "late": len(late) + late_unsent,
         "late_by_gateway": sum(one["by_gateway_ms"] > deadline for one in late),
         "unexplained": sum(not one["why"] for one in late),

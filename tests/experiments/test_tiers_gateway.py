@@ -121,10 +121,13 @@ def test_a_model_of_its_own_has_the_flops_of_its_tier_and_learned_from_the_same_
 def fault():
     made = {
         "requests": 40,
+        "planned_times": 4,
         "times": 3,
+        "begun_unwell": 1,
         "times_met": 2,
         "exposed": 7,
         "deadline_ms": 51.5,
+        "extra_ms": 50.0,
         "late": 1,
         "late_by_gateway": 0,
         "unexplained": 0,
@@ -147,7 +150,7 @@ def results():
         "device": "a CPU",
         "versions": {"jax": "0"},
         "policy": policy().to_dict(),
-        "busy_cores": {"answers": 0.01, "own models": None},
+        "busy_cores": {"answers": [0.01, 0.02], "own models": [None, None]},
         "sessions": [
             {
                 "date": "2026-01-02",
@@ -175,7 +178,7 @@ def test_tables_tell_what_was_reached_and_what_was_not():
     assert "| end | 1 | " not in text, "without it there is no gateway"
     assert "| largest error | 3e-07, yes |" in text
     assert "| largest error, cut at columns | 3e-05, no |" in text
-    late = "| SIGSTOP, and SIGCONT | 40 | 3 | 2 | 7 | 51.5 | 1 | 0 | 0 | 0 | 5 | 50 | 60 | 25.0%, 0.0%, none | no |"
+    late = "SIGCONT | 40 | 4 | 3 | 1 | 2 | 7 | 51.5 | 1 | 0 | 0 | 0 | 5 | 50 | 60 | 25.0%, 0.0%, none | no |"
     assert late in text, "1 of 40 is too many"
     assert late.replace("51.5 | 1 | 0 |", "51.5 | 0 | 0 |").replace("| no |", "| yes |") in tiers_gateway.report(
         {**made, "measured": made["measured"] | {"fault: SIGSTOP, and SIGCONT": {**fault(), "late": 0}}}
@@ -184,10 +187,15 @@ def test_tables_tell_what_was_reached_and_what_was_not():
     assert "| 0.0%, 0.0%, none | not judged |" in tiers_gateway.report(
         {**made, "measured": made["measured"] | {"fault: SIGSTOP, and SIGCONT": alone}}
     ), "no other tier answers in time anyway"
-    unmet = {**fault(), "late": 0, "times_met": 0}
-    assert "| 25.0%, 0.0%, none | not judged |" in tiers_gateway.report(
-        {**made, "measured": made["measured"] | {"fault: SIGSTOP, and SIGCONT": unmet}}
-    ), "a fault that no request met shows nothing"
+    for few, shown in (
+        ({"times_met": 1}, "not judged"),
+        ({"times_filled": 1}, "not judged"),
+        ({"times_filled": 2}, "yes"),
+        ({"extra_ms": 250.0}, "yes, with 250 ms"),
+    ):
+        assert f"| 25.0%, 0.0%, none | {shown} |" in tiers_gateway.report(
+            {**made, "measured": made["measured"] | {"fault: SIGSTOP, and SIGCONT": {**fault(), "late": 0, **few}}}
+        ), "a fault that came too seldom shows nothing, and the target has one deadline"
     lacking = {**made["measured"]["answers"], "without_a_tier": 1, "sent_bytes": 1}
     assert "| bytes of bodies | 1000 | 1 | 0.001 | at most 0.45 | no: answers lack tiers |" in tiers_gateway.report(
         {**made, "measured": made["measured"] | {"answers": lacking}}
@@ -198,7 +206,7 @@ def test_tables_tell_what_was_reached_and_what_was_not():
     assert "| p95, ms | 120 | 120 | 1.000 | at most 1.2 | yes |" in text
     assert "one-sided" in text
     assert "jax 0, 2026-01-02. Times" in text
-    assert "Cores that other work kept busy: 0.01 at most before a measurement." in text
+    assert "Cores that other work kept busy: 0.02 at most before or after a measurement." in text
     assert "+0.00 points more often, -33.82 to +33.82" in text
     assert "| shared lanes | edge | 0.6000 | 30.0% |" in text
     assert "| a model of its own | the final answer | 0.6900 | |" in text

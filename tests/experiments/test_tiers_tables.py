@@ -157,7 +157,7 @@ def tables(tmp_path, monkeypatch):
     trained, data = types.SimpleNamespace(spec=spec, step=5), types.SimpleNamespace(name="digits", test=None)
     data.test = types.SimpleNamespace(images=np.zeros((8, 2, 2, 1), np.uint8))
     machine = {"device": "a CPU", "cpu_count": 2, "versions": {"jax": "0"}}
-    monkeypatch.setattr(tiers_tables, "stored_config", lambda *given: None)
+    monkeypatch.setattr(tiers_tables, "stored_config", lambda *given: types.SimpleNamespace(hash=lambda: "c0"))
     monkeypatch.setattr(tiers_tables, "load_with_data", lambda *given: (trained, data))
     monkeypatch.setattr(tiers_tables.host, "environment", lambda: dict(machine))
     monkeypatch.setattr(quiet.host, "busy_cores", lambda: 0.1)
@@ -180,9 +180,10 @@ def test_each_measurement_keeps_its_start_and_another_machine_does_not_go_on(tab
     for time, key in (("2026-01-02", "tier end, 0 ms"), ("2026-01-03", "tier edge, 0 ms")):
         started = tables()
         started.time = time
-        monkeypatch.setattr(started, "_schedules", lambda: None)
+        for done in ("_devices", "_cuts", "_failures"):
+            monkeypatch.setattr(started, done, lambda: None)
         monkeypatch.setattr(started, "_tiers_alone", lambda s=started, k=key: s._once(k, lambda: FOUND))
-        monkeypatch.setattr(started, "_failures", lambda: 1 / 0)
+        monkeypatch.setattr(started, "_schedules", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             started.measure()
         assert key.split(",")[0].split()[1] in (tmp_path / "full.md").read_text(), "there after each measurement"
@@ -205,22 +206,33 @@ def test_the_report_is_there_after_the_first_measurement_and_once_more_at_the_en
     started._once("tier end, 0 ms", lambda: FOUND)
     assert "| end | 2 | 0 ms |" in written.read_text()
     written.unlink()
-    monkeypatch.setattr(started, "_schedules", lambda: 1 / 0)
+    monkeypatch.setattr(started, "_devices", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         started.measure()
     assert "| end | 2 | 0 ms |" in written.read_text()
 
 
+def test_a_measurement_waits_for_other_work_to_end(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("mlcn_jax"), "propagate", True)
+    busy = iter(7 * [1.7] + [0.1])
+    monkeypatch.setattr(quiet.host, "busy_cores", lambda: next(busy))
+    monkeypatch.setattr(quiet, "busiest", lambda: "process 7, python: 0.98")
+    assert quiet.busy_cores() == 0.1
+    assert caplog.text.count("process 7, python: 0.98): waiting for it to end") == 1
+
+
 def test_nothing_is_measured_beside_other_work(tables, tmp_path, monkeypatch):
     started = tables()
+    monkeypatch.setattr(quiet, "_PATIENCE_SECONDS", 0)
     monkeypatch.setattr(quiet.host, "busy_cores", lambda: 1.7)
     message = "1.70 cores busy, more than 0.2 .process 7, python: 0.98.: end it, then run the same command again"
     with pytest.raises(InputError, match=message):
         started._once("tier end, 0 ms", lambda: pytest.fail("was measured"))
-    busy = iter([0.1, 1.7, 1.7, 1.7])
+    busy, made = iter(3 * [0.1, 1.7, 1.7, 1.7]), []
     monkeypatch.setattr(quiet.host, "busy_cores", lambda: next(busy))
     with pytest.raises(InputError, match=message):
-        started._once("tier end, 0 ms", lambda: FOUND)
+        started._once("tier end, 0 ms", lambda: made.append(1))
+    assert len(made) == 3, "it is measured again"
     assert not started.results["measured"], "what began while it was measured has changed it"
     assert not (tmp_path / "full.json").exists()
     busy = iter([0.5, 0.02, None])
