@@ -8,6 +8,8 @@ import http.client
 import http.server
 import io
 import ipaddress
+import multiprocessing
+import multiprocessing.connection
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -144,50 +146,66 @@ class FalseNode:
 
 
 class Flood:
-    """Other clients of the nodes, so many that their queues are full.
+    """Other clients of the nodes, so many that their queues are full; in a process of their own.
 
     Args:
       bodies: a request to each tier, by its name.
 
     Attributes:
-      refused: requests of theirs that each tier has not taken since they began, since its queue was full.
       times_filled: how many times all queues of the nodes were full.
     """
 
     def __init__(self, bodies: Mapping[str, bytes]):
-        self._bodies, self.refused, self.times_filled = bodies, collections.Counter[str](), 0
-        self._ended, self._clients = threading.Event(), list[threading.Thread]()
+        self.times_filled = 0
+        context = multiprocessing.get_context("spawn")
+        self._clients, its_end = context.Pipe()
+        context.Process(target=_clients, args=(its_end, dict(bodies)), daemon=True).start()
+        self._clients.recv()  # once it has started
 
     def begin(self, nodes: Sequence[RunningNode]) -> None:
         """Starts the clients of each node, past its link."""
-        self._ended.clear()
-        self.refused.clear()
-        of_nodes = [(node.address, node.plan.artifact.name) for node in nodes]
-        self._clients = [threading.Thread(target=self._ask, args=one) for one in of_nodes for _ in range(_CLIENTS)]
-        for client in self._clients:
-            client.start()
+        self._clients.send([(node.address, node.plan.artifact.name) for node in nodes])
 
     def end(self, nodes: Sequence[RunningNode]) -> None:
         """Ends them once each has its last answer."""
-        self._ended.set()
-        for client in self._clients:
-            client.join()
-        self.times_filled += all(self.refused[node.plan.artifact.name] for node in nodes)
+        self._clients.send(None)
+        refused = self._clients.recv()
+        self.times_filled += all(refused[node.plan.artifact.name] for node in nodes)
 
-    def _ask(self, address: str, tier: str) -> None:
+
+def _clients(commands: multiprocessing.connection.Connection, bodies: Mapping[str, bytes]) -> None:
+    """Asks the nodes that it is told of until it is told to end, and tells how many requests each tier refused."""
+
+    def ask(address: str, tier: str) -> None:
         connection = http.client.HTTPConnection(address, timeout=30)
-        while not self._ended.is_set():
+        while not ended.is_set():
             try:
-                connection.request("POST", PATH, self._bodies[tier])
+                connection.request("POST", PATH, bodies[tier])
                 response = connection.getresponse()
                 response.read()
             except (OSError, http.client.HTTPException):
                 connection.close()  # the next request connects again
                 continue
             if response.status == http.HTTPStatus.TOO_MANY_REQUESTS:
-                self.refused[tier] += 1
-                self._ended.wait(_PAUSE_SECONDS)
+                refused[tier] += 1
+                ended.wait(_PAUSE_SECONDS)
         connection.close()
+
+    commands.send("ready")
+    while True:
+        try:
+            nodes = commands.recv()
+        except EOFError:  # the measurement is over
+            return
+        ended, refused = threading.Event(), collections.Counter[str]()
+        clients = [threading.Thread(target=ask, args=node) for node in nodes for _ in range(_CLIENTS)]
+        for client in clients:
+            client.start()
+        commands.recv()
+        ended.set()
+        for client in clients:
+            client.join()
+        commands.send(refused)
 
 
 def led_to(addresses: Sequence[str]) -> Fault:

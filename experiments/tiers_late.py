@@ -22,6 +22,7 @@ _PHASES = ("before", "during", "after")  # of a fault
 _REQUESTS_OF_TIME, _MOST_TIMES = 200, 50  # a fault comes once in at least so many requests, and at most so often
 _WELL_SECONDS, _LOOK_SECONDS = 60.0, 0.2  # longest wait until a fault is forgotten, and between looks
 _NEAR_MS, _USUAL = 15.0, 0.9  # waits of answers that came this long before the deadline are usual up to this quantile
+_FIRST_REQUESTS = 20  # that do not count, before all others: servers and connections have just started
 _MOMENT_SECONDS = 0.05  # within which a fault comes, at random, once it is its turn
 
 
@@ -71,7 +72,7 @@ def under_fault(
     of them more, each at a random moment and while requests go on, so that it meets those that are under way. What
     takes longer, as a node that starts again does, is waited for: then half as many requests at least come before the
     next change, and there are fewer faults. Those count that ended before the last request. Only nodes whose answers
-    can come in time are waited for; before all, requests that do not count are sent until these are well.
+    can come in time are waited for; before all, some requests that do not count are sent, until these are well.
 
     Requests come one after the other, so one that takes long keeps others from being sent. Those that would have been
     sent meanwhile, at the usual pace, are added to the requests and, as far as they would have been late, to the late
@@ -130,6 +131,8 @@ def under_fault(
             with contextlib.suppress(httpx.HTTPError, ValueError, LookupError):
                 ask(0)
 
+        for _ in range(_FIRST_REQUESTS):
+            ask_one_more()
         unwell += not asked.wait(ask_one_more)
         for i in range(requests):
             if under_way is not None and under_way.done():

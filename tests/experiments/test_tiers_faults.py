@@ -58,9 +58,10 @@ def test_what_a_false_node_says_is_wrong_in_one_thing_only(kind, said, tier):
 
 
 @pytest.fixture
-def gateway():
+def gateway(monkeypatch):
     """A server that is a gateway as far as requests go, and fails at one."""
     seen = []
+    monkeypatch.setattr(tiers_late, "_FIRST_REQUESTS", 0)
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -124,6 +125,7 @@ def test_faults_come_while_requests_are_under_way_and_requests_are_counted_by_wh
     monkeypatch.setattr(tiers_late, "_MOMENT_SECONDS", 0.001)
     monkeypatch.setattr(tiers_late, "_REQUESTS_OF_TIME", 20)
     monkeypatch.setattr(tiers_late, "_MOST_TIMES", 4)
+    monkeypatch.setattr(tiers_late, "_FIRST_REQUESTS", 3)
     url, seen = gateway
     changed = []
 
@@ -144,6 +146,7 @@ def test_faults_come_while_requests_are_under_way_and_requests_are_counted_by_wh
     assert found["exposed"] >= 2 * 4
     assert seen[0] == "/predict?deadline_ms=1050.0"
     assert (found["requests"], found["times"], found["late"], found["unanswered"]) == (800, 4, 0, 1)
+    assert len(seen) == 3 + 800, "the first do not count"
     heard = {phase: sum(counts.values()) for phase, counts in found["heard"].items()}
     assert sum(heard.values()) == 799
     assert heard["before"] >= 9
@@ -255,8 +258,7 @@ def node():
     server.server_close()
 
 
-def test_a_flood_fills_the_queue_until_it_ends_and_tells_if_it_does_not(node, monkeypatch):
-    monkeypatch.setattr(tiers_faults, "_PAUSE_SECONDS", 0.001)
+def test_a_flood_fills_the_queue_until_it_ends_and_tells_if_it_does_not(node):
     flood = tiers_faults.Flood({"edge": b"of the edge", "cloud": b"of the cloud"})
     for room in (1, 100):
         node.room = room
