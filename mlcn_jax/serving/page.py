@@ -24,7 +24,8 @@ file.addEventListener("change", async () => {
   if (!chosen) return;
   picture.src = URL.createObjectURL(chosen);
   try {
-    const response = await fetch("predict?top=all", {method: "POST", body: chosen});
+    const headers = {"Content-Type": "application/octet-stream"};
+    const response = await fetch("predict?top=all", {method: "POST", body: chosen, headers});
     const answer = await response.json();
     if (number !== last) return;
     const found = (answer.predictions || [{}])[0];

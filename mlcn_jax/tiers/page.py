@@ -60,7 +60,8 @@ async function classify() {
   picture.hidden = again.hidden = false;
   try {
     const given = deadline.value ? "?deadline_ms=" + encodeURIComponent(deadline.value) : "";
-    const response = await fetch("refine" + given, {method: "POST", body: chosen});
+    const headers = {"Content-Type": "application/octet-stream"};
+    const response = await fetch("refine" + given, {method: "POST", body: chosen, headers});
     if (!response.ok) throw new Error((await response.json()).error);
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let rest = "";
