@@ -284,8 +284,11 @@ def test_few_bytes_and_messages_are_predicted_to_be_faster(profile):
     assert plain == pytest.approx(2 * (0.01 + 4 * columns / 2 / 1e6))
     assert half == pytest.approx(2 * (0.01 + 2 * columns / 2 / 1e6))
     assert clipped == pytest.approx(plain + 2 * (0.01 + 2 / 1e6))
-    mesh = splits.predict_mesh(EQUAL, 100, 2, 1, [profile] * 2, [1.0] * 2, cluster_of(simulate.Link(0.01, math.inf)))
-    assert mesh.reduce_seconds == pytest.approx(2 * 2 * 0.01), "the gradients and the metrics"
+    far = cluster_of(simulate.Link(0.01, math.inf))
+    for dtype, sums in (("float32", 1), ("bfloat16", 2)):  # of the gradients and the metrics
+        messages = splits.Messages(dtype)
+        mesh = splits.predict_mesh(EQUAL, 100, 2, 1, [profile] * 2, [1.0] * 2, far, messages)
+        assert mesh.reduce_seconds == pytest.approx(sums * 2 * 0.01)
 
 
 def test_rounds_and_lanes_apart_are_recommended_where_they_are_faster(profile):
