@@ -21,7 +21,7 @@ def busy_cores(must_be_quiet: bool = True, patience_seconds: float | None = None
 
     Args:
       must_be_quiet: whether these may be only few.
-      patience_seconds: how long to wait for that; None is minutes.
+      patience_seconds: how long to wait for that; by default ten minutes.
 
     Raises:
       InputError: these are so many that nothing can be timed.
@@ -37,7 +37,7 @@ def busy_cores(must_be_quiet: bool = True, patience_seconds: float | None = None
         if not must_be_quiet:
             _log.warning("%s: times are longer than they should be", told)
             return busy
-        if time.monotonic() > end:
+        if time.monotonic() >= end:
             raise InputError(f"{told}: end it, then run the same command again, which goes on where it stopped")
         if not waits:
             _log.warning("%s: waiting for it to end", told)

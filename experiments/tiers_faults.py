@@ -152,7 +152,7 @@ class Flood:
       bodies: a request to each tier, by its name.
 
     Attributes:
-      times_filled: how many times all queues of the nodes were full.
+      times_filled: how many times each node has refused a request since its queue was full.
     """
 
     def __init__(self, bodies: Mapping[str, bytes]):
@@ -160,6 +160,7 @@ class Flood:
         context = multiprocessing.get_context("spawn")
         self._clients, its_end = context.Pipe()
         context.Process(target=_clients, args=(its_end, dict(bodies)), daemon=True).start()
+        its_end.close()  # or nobody would notice if the process ends
         self._clients.recv()  # once it has started
 
     def begin(self, nodes: Sequence[RunningNode]) -> None:
@@ -185,6 +186,7 @@ def _clients(commands: multiprocessing.connection.Connection, bodies: Mapping[st
                 response.read()
             except (OSError, http.client.HTTPException):
                 connection.close()  # the next request connects again
+                ended.wait(_PAUSE_SECONDS)
                 continue
             if response.status == http.HTTPStatus.TOO_MANY_REQUESTS:
                 refused[tier] += 1
@@ -198,7 +200,7 @@ def _clients(commands: multiprocessing.connection.Connection, bodies: Mapping[st
         except EOFError:  # the measurement is over
             return
         ended, refused = threading.Event(), collections.Counter[str]()
-        clients = [threading.Thread(target=ask, args=node) for node in nodes for _ in range(_CLIENTS)]
+        clients = [threading.Thread(target=ask, args=node, daemon=True) for node in nodes for _ in range(_CLIENTS)]
         for client in clients:
             client.start()
         commands.recv()

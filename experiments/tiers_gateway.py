@@ -72,6 +72,7 @@ CORES_OF = {"end": CORES / 5, "edge": CORES / 5, "cloud": 3 * CORES / 5}
 SCALES = {"smoke": (60, 40, 20), "full": (10_000, 10_000, 2_000)}
 PARTS = ("faults", "own")
 FAR_FAULTS = ("none", "SIGSTOP, and SIGCONT", "link stalls, and goes on", "SIGKILL, and started again")
+VERSION = 2  # raised with every change after which measurements cannot stand beside older ones
 _FEWER = 5  # times fewer requests under these
 _COMPARED = 2_000  # images whose lengths are compared for each cut
 _SWITCH_SECONDS = 1e-4  # how long the client waits for Python's lock, which false nodes hold at times
@@ -108,7 +109,13 @@ def main(values: flags.FlagValues) -> None:
     models = tiers_shared.read_models(values.own_models, policy, workdir, trained.spec)
     own = {name: about_model(folder) for name, folder in tiers_shared.folders_of(values.own_models).items()}
     machine = host.environment()
-    about = {"model": trained.spec.lanes, "data": dataset.name, "scale": values.scale, "policy": policy.digest}
+    about = {
+        "version": VERSION,
+        "model": trained.spec.lanes,
+        "data": dataset.name,
+        "scale": values.scale,
+        "policy": policy.digest,
+    }
     about |= {name: machine[name] for name in ("device", "cpu_count")}
     about |= {"delay_ms": DELAY_MS, "rate_mbit": RATE_MBIT, "queue": QUEUE}
     results = read_json(path) if path.is_file() else {"about": about, "policy": policy.to_dict(), "measured": {}}

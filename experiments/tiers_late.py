@@ -23,6 +23,7 @@ _REQUESTS_OF_TIME, _MOST_TIMES = 200, 50  # a fault comes once in at least so ma
 _WELL_SECONDS, _LOOK_SECONDS = 60.0, 0.2  # longest wait until a fault is forgotten, and between looks
 _NEAR_MS, _USUAL = 15.0, 0.9  # waits of answers that came this long before the deadline are usual up to this quantile
 _FIRST_REQUESTS = 20  # that do not count, before all others: servers and connections have just started
+_FIRST_PAUSE_SECONDS = 0.01  # between these
 _MOMENT_SECONDS = 0.05  # within which a fault comes, at random, once it is its turn
 
 
@@ -130,10 +131,11 @@ def under_fault(
         def ask_one_more() -> None:
             with contextlib.suppress(httpx.HTTPError, ValueError, LookupError):
                 ask(0)
+            time.sleep(_FIRST_PAUSE_SECONDS)
 
         for _ in range(_FIRST_REQUESTS):
             ask_one_more()
-        unwell += not asked.wait(ask_one_more)
+        asked.wait(ask_one_more)
         for i in range(requests):
             if under_way is not None and under_way.done():
                 under_way.result()  # which raises what went wrong

@@ -24,7 +24,7 @@ def local_rounds() -> str:
     for name in ("slow", "loopback", "sum in every step"):
         accuracies = [percent(one["test_accuracy"][name]) if name in one["test_accuracy"] else "-" for one in seeds]
         timed = [one.get("seconds_to_it", {}) for one in seeds]
-        seconds = [f"{one[name]:.0f}" if name in one else "-" for one in timed]
+        seconds = [f"{one[name]:.0f}" if one.get(name) is not None else "-" for one in timed]
         rows.append([name if name.startswith("sum") else f"rounds, {name}", ", ".join(accuracies), ", ".join(seconds)])
     reached = percent(result["stated_accuracy"], 0)
     header = f" | test accuracy of seeds | seconds from the first round's end to {reached} % in validation"
@@ -35,7 +35,7 @@ def local_rounds() -> str:
     told = (
         f"A step with a sum of gradients takes {step['loopback']:.2f} s over loopback and {step['slow']:.1f} s over "
         f"the slow link, on which it moves {sums['slow']['bytes_per_step'] / 1e6:.1f} MB; in rounds a step moves "
-        f"{moved / 1e6:.3f} MB. Its accuracy is that of an ordinary training of one process, which computes the same. "
+        f"{moved / 1e6:.3f} MB. Its accuracy is measured by an ordinary training of one process, which computes the same. "
         f"The transfers of a round take at least {transfers:.0f} s over the slow link. Here the coordinator shares the "
         "workers' cores and scores each round while they transfer; with a machine of its own it would delay workers "
         "over loopback less, and the slow link would cost more than shown."

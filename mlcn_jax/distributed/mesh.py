@@ -218,7 +218,7 @@ def value_and_grad_over(mesh: Mesh | None, function: Callable, exchange_dtype: s
 def sum_over(mesh: Mesh | None, function: Callable) -> Callable:
     """Turns `function(params, images, *rest)`, whose results are sums over the batch, into one over a mesh.
 
-    On each device it sees what a function does in `value_and_grad_over`.
+    Each device sees the same shards as in `value_and_grad_over`.
     """
     if mesh is None:
         return function

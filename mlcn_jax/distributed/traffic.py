@@ -54,9 +54,9 @@ def exchanged_messages(
     """Collectives of a training step on a mesh, by kind, without zeros.
 
     Gathers and scatters: of columns and of each layer of the decoder that divides, in each of the `parts` of gradient
-    accumulation. Sums: one of the gradients of all arrays that are sharded over lanes, if batches are too, and one of
-    all other gradients, metrics and a part of the norm (`mesh.value_and_grad_over`); these are apart unless gradients
-    are sent in float32. In float32 and with one part, equal to what `collective_messages` finds.
+    accumulation. Sums: one of the gradients of all arrays that are sharded over lanes, if the batch is sharded as well,
+    and one of all other gradients, metrics and a part of the norm (`mesh.value_and_grad_over`); these are apart unless
+    gradients are sent in float32. In float32 and with one part, equal to what `collective_messages` finds.
     """
     layout, _ = _layout(spec, lane)
     layers = len(_gathered_layers(spec, lane)) if lane > 1 else 0

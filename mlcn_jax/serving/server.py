@@ -156,7 +156,7 @@ def _protocol(service: "BatchService"):
             self._head_bytes = 0  # received for a request, minus twice those of its body
             self._was_stuck = False
             self._is_ending = False
-            self._refused: tuple[int, str] | None = None  # status and message, due after those before; no more is read
+            self._refused: tuple[int, str] | None = None  # status and message, sent after the earlier answers
             self._running = None
             self._timer = self.loop.call_later(limits.timeout_seconds, self._look)
             if len(self.connections) > limits.max_connections:

@@ -33,7 +33,7 @@ class _Config(uvicorn.Config):
 
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
-        self.patience = multiprocessing.get_context("spawn").Value("d", 0.0)  # at the end, in seconds, of any process
+        self.patience = multiprocessing.get_context("spawn").Value("d", 0.0)  # seconds, of the latest process
 
     def load(self) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is for the supervisor, which replaces this process

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from mlcn_jax.errors import Diverged
 from mlcn_jax.files import write_atomic
 
-_FLUSH_SECONDS = 60  # how far TensorBoard may lag behind
+_FLUSH_SECONDS = 60  # how far TensorBoard may lag behind the rows that are written
 _log = logging.getLogger(__name__)
 
 

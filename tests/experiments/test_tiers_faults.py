@@ -230,7 +230,7 @@ def test_links_are_led_to_processes_that_run_already_and_back():
 @pytest.fixture
 def node():
     """A node that computes one request at a time, and has room for others; it is a server of HTTP only."""
-    found = types.SimpleNamespace(plan=NodePlan(Path("edge"), 1.0), room=1, bodies=[])
+    found = types.SimpleNamespace(plan=NodePlan(Path("edge"), 1.0), room=1, bodies=[], refused=0)
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -239,6 +239,7 @@ def node():
             body = self.rfile.read(int(self.headers["Content-Length"]))
             found.room -= 1
             full = found.room < 0
+            found.refused += full
             if not full:
                 found.bodies.append(body)
                 threading.Event().wait(0.02)
@@ -262,8 +263,10 @@ def test_a_flood_fills_the_queue_until_it_ends_and_tells_if_it_does_not(node):
     flood = tiers_faults.Flood({"edge": b"of the edge", "cloud": b"of the cloud"})
     for room in (1, 100):
         node.room = room
+        before = len(node.bodies)
         flood.begin([node])
-        threading.Event().wait(0.1)
+        while len(node.bodies) == before or (room == 1 and not node.refused):
+            threading.Event().wait(0.01)
         flood.end([node])
         assert flood.times_filled == 1, "only the first time"
         computed = len(node.bodies)
