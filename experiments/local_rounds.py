@@ -179,7 +179,7 @@ def settings(values: Any, seed: int) -> dict[str, Any]:
 def measure(values: Any, path: Path) -> dict[str, Any]:
     """Gradient sums in every step over both links, rounds over both, and ordinary training, all with each seed.
 
-    What is there so far is written to `path` after each seed.
+    Seeds that are in `path`, and cases in the workdir, are not measured again.
     """
     workdir = Path(values.workdir).resolve()  # processes have another working directory
     workdir.mkdir(parents=True, exist_ok=True)
@@ -221,7 +221,6 @@ def measure(values: Any, path: Path) -> dict[str, Any]:
                 **(compared(found, values.accuracy) if both else {}),
             }
         )
-        write_json(path, {**about, "seeds": seeds, **host.environment()})
     parameters = seeds[0]["parameters"]
     return {
         **about,
