@@ -36,9 +36,9 @@ def local_rounds() -> str:
         f"A step with a sum of gradients takes {step['loopback']:.2f} s over loopback and {step['slow']:.1f} s over "
         f"the slow link, on which it moves {sums['slow']['bytes_per_step'] / 1e6:.1f} MB; in rounds a step moves "
         f"{moved / 1e6:.3f} MB. The accuracy of such sums is that of an ordinary training of one process, which "
-        f"computes the same. The transfers of a round take at least {transfers:.0f} s over the slow link. Here the coordinator "
-        "shares the workers' cores and scores each round while they transfer; with a machine of its own it would delay "
-        "workers over loopback less, and the slow link would cost more than shown."
+        f"computes the same. The transfers of a round take at least {transfers:.0f} s over the slow link. Here the "
+        "coordinator shares the workers' cores and scores each round while they transfer; with a machine of its own it "
+        "would delay workers over loopback less, and the slow link would cost more than shown."
     )
     what = (
         f"`{training['model.lanes']}` on {NAMES[training['data.name']]}, {training['train.num_epochs']} epochs, batch "
