@@ -191,8 +191,7 @@ def value_and_grad_over(mesh: Mesh | None, function: Callable, exchange_dtype: s
 
     def on_a_device(specs, params, *batch):
         with tracing.using(dataclasses.replace(tracing.current(), exchange_dtype=sent_in)):
-            own = jax.tree.map(lambda x: x / mesh.size, with_gradient(params, *batch))
-        results, gradients = own
+            results, gradients = jax.tree.map(lambda x: x / mesh.size, with_gradient(params, *batch))
         split = jax.tree.map(lambda x, spec: x if any(spec) else None, gradients, specs)
         same = jax.tree.map(lambda x, spec: None if any(spec) else x, gradients, specs)
         if data > 1 and jax.tree.leaves(split):
