@@ -126,14 +126,14 @@ def ask(port: int, requests: list[bytes], clients: int, seconds: float) -> list[
     return latencies
 
 
-def ask_at(port: int, requests: list[bytes], rate: float, seconds: float) -> tuple[list[float], int]:
+def ask_at(port: int, requests: list[bytes], rate: float, seconds: float, seed: int = 0) -> tuple[list[float], int]:
     """Requests due at random moments, `rate` a second: seconds from when each was due to its answer; how many had none.
 
     They do not wait for answers to others (an open loop), so a server that falls behind is seen to do so. Those that it
     turned away have no latency.
     """
     connections, turns, latencies, turned_away = Connections(port), itertools.cycle(requests), [], 0
-    gaps = np.random.default_rng(0).exponential(1 / rate, round(rate * seconds))
+    gaps = np.random.default_rng(seed).exponential(1 / rate, round(rate * seconds))
     free, waiting, started = [connections.open() for _ in range(_CONNECTIONS)], {}, time.perf_counter()
     ahead, heard = collections.deque(started + np.cumsum(gaps)), started
     while ahead or waiting:

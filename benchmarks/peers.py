@@ -30,19 +30,20 @@ from mlcn_jax.files import read_json, write_json
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-VERSION = 1  # raised with every change after which results cannot stand beside older ones
+VERSION = 2  # raised with every change after which results cannot stand beside older ones
 OURS, CHOSEN, ONNX = "mlcn_jax", "chosen", "onnxruntime"
 _ENVIRONMENT = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2"}  # where the user has set neither
 _CACHES = ("MLCN_JAX_CACHE", "TORCHINDUCTOR_CACHE_DIR")  # those of the user would spare a process what is measured
 _PLAIN_TORCH = ("eager", "compiled", "eager_grouped", "compiled_grouped")
+_KERAS = ("graph", "graph_xla")
 _FROZEN_TORCH = ("compiled_frozen", "compiled_grouped_frozen")
 VARIANTS = {  # tried for each network; the fastest takes part. "frozen" compiles the weights in
-    "train": {OURS: ("vmap",), "keras": ("graph",), "torch": (*_PLAIN_TORCH, *(f"{v}_nchw" for v in _PLAIN_TORCH))},
+    "train": {OURS: ("vmap",), "keras": _KERAS, "torch": (*_PLAIN_TORCH, *(f"{v}_nchw" for v in _PLAIN_TORCH))},
     "infer": {
         OURS: ("xla",),  # the export as `predict` and `serve` run it with XLA alone
         CHOSEN: ("auto",),  # and with the runtime that they choose
         ONNX: ("default",),
-        "keras": ("graph",),
+        "keras": _KERAS,
         "torch": tuple(v + layout for v in (*_PLAIN_TORCH, *_FROZEN_TORCH) for layout in ("", "_nchw")),
     },
 }
@@ -97,8 +98,8 @@ def define_flags(values: flags.FlagValues, name: str, peers: Sequence[str] = ("k
 
 
 def environment() -> dict:
-    """The date (UTC), device and versions, which every benchmark writes beside its results."""
-    return {"date": host.today(), **host.environment()}
+    """The date (UTC), device, kind of CPU and versions, which every benchmark writes beside its results."""
+    return {"date": host.today(), "cpu": host.cpu_digest(), **host.environment()}
 
 
 def results_so_far(values: flags.FlagValues, settings: dict, *parts: str) -> dict:
@@ -277,7 +278,7 @@ def compare(
       folder: what `in_mlcn_jax.prepare` wrote.
 
     Raises:
-      InputError: a peer's outputs or losses are not ours, or it cannot run.
+      InputError: no variant of a peer can run with our outputs or losses; variants that cannot are told in the results.
     """
     result: dict = {"title": network.title, "batch": batch, "frameworks": {}}
     chosen: list[Process] = []
@@ -289,19 +290,24 @@ def compare(
             for variant in VARIANTS[do][framework]
             if network.lanes > 1 or "grouped" not in variant
         ]
-        process, warm, trials = fastest_variant(do, starts)
+
+        def check(warm: dict, framework: str = framework, ours: np.ndarray | None = ours) -> None:
+            error, later = _differences(warm["values"], warm["values"] if ours is None else ours, do)
+            if not (error <= _slack(dtype) * _TOLERANCE and later <= _slack(dtype) * _LATER_TOLERANCE):  # NaN, too
+                raise InputError(
+                    f"{framework} does not compute what mlcn_jax does on {network.title}: relative differences "
+                    f"{error:.2g} at first and {later:.2g} after steps of training"
+                )
+
+        process, warm, trials, failed = fastest_variant(do, starts, check)
         chosen.append(process)
         steps.append(max(2, round(1000 * _ROUND_SECONDS / warm["milliseconds"])))
         ours = warm["values"] if ours is None else ours
         error, later = _differences(warm["values"], ours, do)
-        if not (error <= _slack(dtype) * _TOLERANCE and later <= _slack(dtype) * _LATER_TOLERANCE):  # NaN, too
-            raise InputError(
-                f"{framework} does not compute what mlcn_jax does on {network.title}: relative differences {error:.2g} "
-                f"at first and {later:.2g} after steps of training"
-            )
         result["frameworks"][framework] = {
             "variant": process.variant,
             "trials_milliseconds": trials,
+            "failed_variants": failed,
             "first_step_seconds": warm["first_seconds"],
             "relative_difference_from_ours": {"at_first": error, "after_three_steps": later},
             "versions": process.ask("about"),
@@ -349,16 +355,35 @@ def ratios(frameworks: dict[str, dict]) -> dict[str, float]:
     return {name: min(values) for name, values in found.items() if values}
 
 
-def fastest_variant(do: str, starts: list[Callable[[], Process]]) -> tuple[Process, dict, dict[str, float]]:
-    """The fastest of several processes, what `warm_up` said of it, and each one's milliseconds; the others are closed.
+def fastest_variant(
+    do: str, starts: list[Callable[[], Process]], check: Callable[[dict], None]
+) -> tuple[Process, dict, dict[str, float], dict[str, str]]:
+    """The fastest of several processes, what `warm_up` said of it, each one's milliseconds, and why others failed.
 
     Each takes turns with the fastest so far, so that no more than two hold memory, unless it is much slower at once.
+    All but the fastest are closed.
+
+    Args:
+      do: `train` or `infer`.
+      starts: each starts a process.
+      check: is given what `warm_up` says, and raises InputError if it is wrong.
+
+    Raises:
+      InputError: none of them can run, or all are wrong.
     """
     best: tuple[Process, dict] | None = None
     trials: dict[str, float] = {}
+    failed: dict[str, str] = {}
     for start in starts:
         process = start()
-        warmed = warm_up(process, do)
+        try:
+            warmed = warm_up(process, do)
+            check(warmed)
+        except InputError as error:
+            process.close()
+            failed[process.variant] = str(error)
+            print(f"{process.variant} takes no part: {error}", file=sys.stderr, flush=True)
+            continue
         if best and warmed["milliseconds"] > _HOPELESS * best[1]["milliseconds"]:
             trials[process.variant] = warmed["milliseconds"]
             process.close()
@@ -374,8 +399,9 @@ def fastest_variant(do: str, starts: list[Callable[[], Process]]) -> tuple[Proce
         for one, _ in pair:
             if one is not best[0]:
                 one.close()
-    assert best is not None
-    return *best, trials
+    if best is None:
+        raise InputError("; ".join(failed.values()))
+    return *best, trials, failed
 
 
 def _slack(dtype: str) -> float:

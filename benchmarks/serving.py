@@ -181,11 +181,11 @@ def _measured(artifact: str, values: flags.FlagValues, servers: list[Server]) ->
     answered = [len(turn) / values.seconds for turn in batching.latencies[values.clients]]
     openly = {name: [] for name in _LOADS}
     turned_away = collections.Counter()
-    for _ in range(values.rounds):
+    for seed in range(values.rounds):
         for name, share in _LOADS.items():
             time.sleep(_PAUSE_SECONDS)
             rate = share * statistics.median(answered)
-            latencies, refused = ask_at(batching.port, requests, rate, values.seconds)
+            latencies, refused = ask_at(batching.port, requests, rate, values.seconds, seed)
             openly[name].append(latencies)
             turned_away[name] += refused
     for first in range(values.rounds):

@@ -5,7 +5,7 @@
 One lane's convolutions of a training step's shapes, with 100 and 500 images, those before pooling also as they run:
 without the odd row and column, and on a CPU a part of the images at a time. In interleaved rounds: XLA's convolution,
 Winograd as one program, and as three (the transform of the images, 36 products, the transform back), which shows where
-its time goes; and the first two with the gradients of images and kernels, which JAX derives from them.
+its time goes; and the first two with the gradients of images and kernels, which JAX derives from Winograd.
 The float32 error is relative to the largest value of a convolution in float64. It is not among `conv.ALGORITHMS`: see
 docs/results/speed.md. Writes `benchmarks/results/winograd_<backend>.json` after each case; what is there of this
 machine is kept, and not measured again.
@@ -92,9 +92,9 @@ def winograd(x: jax.Array, kernel: jax.Array, outputs: int) -> jax.Array:
 
 
 def native(x: jax.Array, kernel: jax.Array, outputs: int) -> jax.Array:
-    """The same by XLA."""
-    padding = [(1, 1 + outputs - x.shape[1])] * 2
-    return lax.conv_general_dilated(x, kernel, (1, 1), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    """The same by XLA, with the gradients that lanes use."""
+    after = 1 + outputs - x.shape[1]
+    return conv.conv2d(x, kernel, padding=((1, after), (1, after)), algorithm="native")
 
 
 def shapes(width: int) -> list[tuple[int, int, int]]:

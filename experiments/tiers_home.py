@@ -74,16 +74,16 @@ def home(
             running.wait()
 
 
-def one_cut(told: Sequence[dict[str, Any]], cloud: np.ndarray, lengths: np.ndarray) -> dict[str, Any]:
+def one_cut(told: Sequence[dict[str, Any]], rest: np.ndarray, lengths: np.ndarray) -> dict[str, Any]:
     """What a task of table 4 takes, medians.
 
     Args:
       told: of each run, what `home` gives.
-      cloud: what the cloud's lanes add, [images, classes].
-      lengths: the whole model's; how far those of end, edge and cloud together are from it is in the result.
+      rest: what the lanes of other tiers add, [images, classes].
+      lengths: the whole model's; how far those of all tiers together are from it is in the result.
     """
     names = ("own_seconds", "home_seconds", "away_seconds")
-    errors = [np.max(np.abs(np.sqrt(each["own"] + each["answered"] + cloud) - lengths)) for each in told]
+    errors = [np.max(np.abs(np.sqrt(each["own"] + each["answered"] + rest) - lengths)) for each in told]
     return {
         **{name: statistics.median(each[name] for each in told) for name in names},
         "task_seconds": statistics.median(sum(each[name] for name in names) for each in told),

@@ -175,7 +175,7 @@ def _close(connection: socket.socket) -> None:
 
 
 def check(
-    delays_ms: Sequence[float] = (5.0, 50.0), rates_mbit: Sequence[float] = (2.0, 20.0)
+    delays_ms: Sequence[float] = (5.0, 10.0, 50.0), rates_mbit: Sequence[float] = (2.0, 20.0, 100.0)
 ) -> list[dict[str, float]]:
     """Measures what the relay makes of delays and rates: medians of 20 echoes, and of 3 transfers of half a second."""
     before = sys.getswitchinterval()

@@ -8,7 +8,7 @@ Splits the trained model into end, edge and cloud, starts nodes with quotas of c
 measurement. Run again on the same machine, it goes on with those that are missing. It measures only while nothing else
 keeps the machine busy (`--scale=smoke` only warns). Columns "printed" and "corrected" are predicted, from single tasks
 on single devices; all others are measured. The trusted device of table 4 is a process with the cores of an end, which
-computes, packs and sends.
+computes, packs and sends to an edge, or with those of an edge, which sends to the cloud.
 
 Source: Zhang 2018, End, edge and cloud: heterogeneous distributed deep neural networks.
 """
@@ -50,6 +50,7 @@ from mlcn_jax.tiers.cuts import PIXELS, cuts_of
 from mlcn_jax.training.trained import load_trained
 
 _NAMES = ("end", "edge", "cloud")
+_TRUSTED = _NAMES[:-1]  # devices of table 4, each of which sends to the next tier
 _FAILING_TIMEOUT, _TASKS_BEFORE = 0.5, 12  # of table 5
 _TASKS_OF_TIMEOUT = 2.0  # a time-out is at least as long as so many tasks: those of ends that live must not be given up
 _REPORT_DELAY_MS = {"end": 0.0, "edge": 250.0, "cloud": 500.0}  # each way, of the report's table 2
@@ -191,20 +192,27 @@ class Tables:
     def _missing(self, keys: Sequence[str]) -> bool:
         return any(key not in self.results["measured"] for key in keys)
 
-    def _split(self, cut: str = "pixels") -> dict[str, TierArtifact]:
+    def _split(self, cut: str = "pixels", first: str = "end") -> dict[str, TierArtifact]:
+        """The tiers from the first on, which has the lanes of all before it, too."""
         lanes = list(range(len(self.spec.lane_specs)))
         wishes = self.path.with_name("tiers_of_tables.json")
-        tiers = [{"name": n, "lanes": own} for n, own in zip(_NAMES, (lanes[:1], lanes[1:2], lanes[2:]), strict=True)]
+        own = {"end": lanes[:1], "edge": lanes[1:2], "cloud": lanes[2:]}
+        if first == "edge":
+            own = {"edge": lanes[:2], "cloud": lanes[2:]}
+        tiers = [{"name": name, "lanes": which} for name, which in own.items()]
         write_json(wishes, {"tiers": tiers, "tolerance": 0.005})
-        folder = self.workdir / f"tiers-{cut}"
+        folder = self._folder(cut, first)
         if not split.is_of(folder, self.trained):
             split.split(self.workdir, wishes, cut, None, self.data_dir, folder.name)
             self.trained = load_trained(self.workdir)  # with the weights that were fitted to its lanes, if it had none
         wishes.unlink()
-        return {name: TierArtifact(folder / name) for name in _NAMES}
+        return {name: TierArtifact(folder / name) for name in own}
+
+    def _folder(self, cut: str, first: str = "end") -> Path:
+        return self.workdir / f"tiers-{cut}{'' if first == 'end' else f'-from-{first}'}"
 
     def _plans(self, ends: int, edges: int, clouds: int) -> list[NodePlan]:
-        folder, cores = self.workdir / "tiers-pixels", self.scale.cores
+        folder, cores = self._folder("pixels"), self.scale.cores
         names = ["end"] * ends + ["edge"] * edges + ["cloud"] * clouds
         return [NodePlan(folder / name, cores[name], DELAY_MS[name]) for name in names]
 
@@ -327,11 +335,12 @@ class Tables:
                 self._once(key, run)
 
     def _cuts(self) -> None:
-        """Table 4: what a cut costs in time and bytes, for tasks of one end that go on to one edge."""
+        """Table 4: what a cut costs in time and bytes, for tasks of one trusted device that go on to the next tier."""
         scale = self.scale
-        for cut in cuts_of(self.spec):
+        for home_name, cut in itertools.product(_TRUSTED, cuts_of(self.spec)):
+            away_name = _NAMES[_NAMES.index(home_name) + 1]
             settings = [
-                {"cut": cut, "bits": bits, "delay": delay, "rate": rate}
+                {"home": home_name, "cut": cut, "bits": bits, "delay": delay, "rate": rate}
                 for bits in (_BITS if cut != PIXELS else (0,))
                 for rate in scale.rates
                 for delay in scale.delays
@@ -339,25 +348,27 @@ class Tables:
             keys = [_cut_key(**setting) for setting in settings]
             if not self._missing(keys):
                 continue
-            tiers, images = self._split(cut), self._tasks(1)[0]
-            folder = self.workdir / f"tiers-{cut}"
-            cloud = tiers["cloud"].part(tiers["end"].home("cloud", images))
+            tiers, images = self._split(cut, home_name), self._tasks(1)[0]
+            folder, both = self._folder(cut, home_name), (home_name, away_name)
+            others = [tiers[name].part(tiers[home_name].home(name, images)) for name in tiers if name not in both]
+            rest = np.sum([np.zeros((len(images), len(tiers[home_name].class_names)), np.float32), *others], axis=0)
             lengths = TrainedModel(self.workdir).lengths(images)
             with (
-                bed([NodePlan(folder / "edge", scale.cores["edge"])], scale.images) as nodes,
-                home(folder / "end", "edge", images, nodes[0].url, scale.cores["end"]) as at_home,
+                bed([NodePlan(folder / away_name, scale.cores[away_name])], scale.images) as nodes,
+                home(folder / home_name, away_name, images, nodes[0].url, scale.cores[home_name]) as at_home,
             ):
                 for setting, key in zip(settings, keys, strict=True):
                     nodes[0].link(delay_ms=1e3 * setting["delay"] / 2, rate_mbit=setting["rate"])
 
-                    def run(bits=setting["bits"], at_home=at_home, cloud=cloud, lengths=lengths) -> dict[str, Any]:
-                        return one_cut([at_home(bits) for _ in range(1 + scale.runs)][1:], cloud, lengths)
+                    def run(bits=setting["bits"], at_home=at_home, rest=rest, lengths=lengths) -> dict[str, Any]:
+                        return one_cut([at_home(bits) for _ in range(1 + scale.runs)][1:], rest, lengths)
 
                     self._once(key, lambda run=run, setting=setting: setting | run())
 
 
-def _cut_key(cut: str, bits: int, delay: float, rate: float) -> str:
-    told = [f"cut {cut}", f"{bits} bits" if bits else "", f"{delay} s", f"{rate:g} Mbit/s" if rate else ""]
+def _cut_key(home: str, cut: str, bits: int, delay: float, rate: float) -> str:
+    told = [f"cut {cut} at the {home}", f"{bits} bits" if bits else "", f"{delay} s"]
+    told.append(f"{rate:g} Mbit/s" if rate else "")
     return ", ".join(filter(None, told))
 
 

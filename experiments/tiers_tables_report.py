@@ -22,6 +22,44 @@ DELAY_MS = {"end": 0.0, "edge": 10.0, "cloud": 50.0}  # each way, unless a table
 _MOST_ERROR, _LEAST_CONFIGURATIONS = 0.15, 24  # of the corrected model, over configurations not used to fit it
 _MOST_OVER = 1.15  # of `monitor`, over the remaining work on living ends
 _MOST_DIFFERENCE = 1e-5  # of answers
+# What the report measured, on other machines with other networks: each table's head and rows.
+_REPORT = {
+    2: (
+        ("tier", "devices", "delay there and back", "all tasks, s"),
+        [
+            ("end", 8, "0 ms", 10.4),
+            ("edge", 4, "0 ms", 8.4),
+            ("edge", 4, "500 ms", 18.3),
+            ("cloud", 1, "0 ms", 10.8),
+            ("cloud", 1, "1000 ms", 31.0),
+        ],
+    ),
+    4: (
+        ("trusted", "delay, s", "overhead"),
+        [
+            ("end", 0.5, "57.1%"),
+            ("end", 1.0, "33.2%"),
+            ("end", 1.5, "24.7%"),
+            ("end", 2.0, "17.9%"),
+            ("edge", 0.5, "44.0%"),
+            ("edge", 1.0, "27.2%"),
+            ("edge", 1.5, "20.6%"),
+            ("edge", 2.0, "15.9%"),
+        ],
+    ),
+    5: (
+        ("dead ends", *MODES),
+        [
+            (0, 24.9, 25.7, 26.4),
+            (1, "never", 33.7, 27.2),
+            (2, "never", 43.2, 27.3),
+            (3, "never", 65.2, 27.7),
+            (4, "never", 92.8, 28.0),
+            (5, "never", 138.0, 30.7),
+            (6, "never", 226.0, 38.3),
+        ],
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +111,7 @@ def write_report(results: dict[str, Any], path: Path) -> None:
             "Measured, medians, and the mean of the core seconds of all its servers: whole processes, which also read, "
             "unpack and answer requests. The report's seconds of inference are those of a network alone.",
             _table(*tier_table(results)),
+            *_of_the_report(2),
         ]
     if "devices" in results["measured"]:
         parts += [
@@ -82,15 +121,22 @@ def write_report(results: dict[str, Any], path: Path) -> None:
         ]
     if rows:
         parts += _schedule_parts(rows)
+        parts += [
+            "The mapping behind `Mapping`: ends of each edge (equation 4) and the share of ends that the cloud gets "
+            "(equation 5), as printed and as run:",
+            _table(*mapping_table(results)),
+        ]
         draw([row for row in rows if row["is_of_figure"]], path.with_suffix(".png"))
     if _of(results, "cut "):
         exact = max(row["largest_error"] for row in _of(results, "cut ").values() if row["bits"] != 8)
         parts += [
             "## Table 4: cuts",
-            "Measured, medians of tasks one after the other: an end's own lanes answer, then it computes the cut, "
-            "packs and sends it, and waits for the edge's answer, all with the cores of an end. The lengths of end, "
-            f"edge and cloud together are those of the whole model {_difference(exact)} where nothing is rounded.",
+            "Measured, medians of tasks one after the other: a trusted device's own lanes answer, then it computes "
+            "the cut, packs and sends it, and waits for the next tier's answer, all with the cores of an end, or of "
+            "an edge. The lengths of all tiers together are those of the whole model "
+            f"{_difference(exact)} where nothing is rounded.",
             _table(*cut_table(results)),
+            *_of_the_report(4),
         ]
     if _failures(results):
         parts += _failure_parts(results)
@@ -164,7 +210,12 @@ def _failure_parts(results: dict[str, Any]) -> list[str]:
         _table(*failure_prediction(results)),
         f"How far `monitor` is from what is left over the ends that live; at most {_MOST_OVER:g} is to be reached:",
         _table(*monitor_table(results)),
+        *_of_the_report(5),
     ]
+
+
+def _of_the_report(table: int) -> list[str]:
+    return ["The report's own, with other networks on other machines:", _table(*_REPORT[table])]
 
 
 def schedule_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
@@ -197,6 +248,19 @@ def mean_error(rows: Sequence[dict[str, Any]], model: str) -> float:
     return statistics.mean(abs(row[model] / row["measured"] - 1) for row in rows)
 
 
+def mapping_table(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
+    """Head and rows: which ends edges and cloud get under `Mapping`, by the printed equations and as run."""
+    about, rows = results["about"], []
+    for found in _of(results, "schedule Mapping").values():
+        setup = Setup(**found["setup"])
+        system = setup.system(results["measured"]["devices"], about["tasks"])
+        given = (setup.ends, setup.edges, 2 * setup.edge_ms, 2 * setup.cloud_ms)
+        printed = schedules.printed_ends_per_edge(system), schedules.printed_cloud_share(system)
+        rows.append((*given, *printed, schedules.cloud_share(system)))
+    head = ("ends", "edges", "edges' delay, ms", "cloud's delay, ms")
+    return (*head, "ends of an edge, printed", "cloud's share, printed", "cloud's share, as run"), rows
+
+
 def tier_table(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
     """Head and rows: what all tasks take on the devices of one tier, without a delay and with some."""
     rows = []
@@ -222,16 +286,19 @@ def device_table(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
 def cut_table(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
     """Head and rows: what each cut costs at each delay and rate, over sending pixels."""
     found = _of(results, "cut ").values()
-    plain = {(row["delay"], row["rate"]): row["task_seconds"] for row in found if row["cut"] == "pixels"}
+    plain = {
+        (row["home"], row["delay"], row["rate"]): row["task_seconds"] for row in found if row["cut"] == "pixels"
+    }
     rows = []
     for row in found:
-        link, bits = (row["delay"], row["rate"]), row["bits"] or 8
+        link, bits = (row["home"], row["delay"], row["rate"]), row["bits"] or 8
         rate = f"{row['rate']:g} Mbit/s" if row["rate"] else "unlimited"
         costs = (row["bytes_per_image"], row["own_seconds"], row["home_seconds"], row["task_seconds"])
         more = row["task_seconds"] - plain[link]
         error = f"{row['largest_error']:.1e}"
-        rows.append((row["cut"], bits, row["delay"], rate, *costs, more, f"{more / plain[link]:.1%}", error))
-    head = ("cut", "bits", "delay, s", "rate", "bytes an image", "own lanes, s", "cut, s", "task, s")
+        given = (row["home"], row["cut"], bits, row["delay"], rate)
+        rows.append((*given, *costs, more, f"{more / plain[link]:.1%}", error))
+    head = ("trusted", "cut", "bits", "delay, s", "rate", "bytes an image", "own lanes, s", "cut, s", "task, s")
     return (*head, "more than pixels, s", "overhead", "largest error"), rows
 
 

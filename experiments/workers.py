@@ -5,6 +5,7 @@ Each belongs to a `Group`, which is one run: as many processes as it has, bound 
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -31,6 +32,7 @@ from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.training.session import optimizer_of, plan_of, step_options
 
 _YARDSTICK_STEPS = 2
+_PORTS = itertools.cycle(range(20_000, 30_000))  # in a network namespace, whose connections use those above
 _PERIOD_MICROSECONDS = 20_000  # of a quota; with shorter ones the share was off by a tenth
 
 
@@ -83,7 +85,7 @@ class Group:
 
     def __init__(self, run: Run):
         self._run = run
-        coordinator = f"{run.address}:{processes.free_port()}"
+        coordinator = f"{run.address}:{next(_PORTS) if run.prefixes else processes.free_port()}"
         address = {"parallel.processes": len(run.cores), "parallel.coordinator": coordinator}
         env = {**os.environ, "JAX_NUM_CPU_DEVICES": str(run.devices)}
         self._processes = []

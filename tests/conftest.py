@@ -90,6 +90,12 @@ def tiers_folder(per_lane):
 
 
 @pytest.fixture(scope="session")
+def cut_folder(per_lane):
+    """Its tiers, cut at the primary capsules."""
+    return split.split(per_lane, per_lane / "tiers.json", "capsules", out="tiers-capsules")
+
+
+@pytest.fixture(scope="session")
 def tiers(tiers_folder):
     """The artifacts of these tiers, by name."""
     return {name: TierArtifact(tiers_folder / name) for name in ("end", "edge", "cloud")}

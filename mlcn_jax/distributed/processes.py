@@ -255,7 +255,10 @@ def _report(host: str, port: int, number: int, deadline: float) -> str:
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1.0) as connection:
             connection.sendall(str(number).encode())
             connection.settimeout(max(0.01, deadline + 1 - time.monotonic()))
-            return connection.recv(1024).decode()
+            problem = connection.recv(1024).decode(errors="replace")
+            if problem and not problem.startswith("process "):
+                return f"something other than process 0 answers at {host}:{port}: give parallel.coordinator a free port"
+            return problem
         time.sleep(_POLL_SECONDS)
     return f"process 0 was not found at {host}:{port}"
 

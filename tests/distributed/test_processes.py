@@ -1,11 +1,14 @@
 """Runs of two processes: equal to one, stopped together, ended when one is lost, and refused where they do not fit."""
 
+import dataclasses
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -139,6 +142,32 @@ def test_a_process_that_does_not_come_or_differs_is_named(tmp_path, monkeypatch)
     assert "error: process 1: nowhere.json cannot be read" in err
     assert "error: process 1: nowhere.json cannot be read" in first.communicate(timeout=60)[1]
     assert first.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"\xfe\x00", "something other than process 0 answers"),
+        (b"HTTP/1.1 400 Bad Request", "something other than process 0 answers"),
+        (b"process 2 of 3 did not join", "process 2 of 3 did not join"),
+    ],
+)
+def test_what_is_not_process_0_is_told_apart(answer, said):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+
+        def serve():
+            connection = other.accept()[0]
+            with connection:
+                connection.recv(16)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        settings = RunConfig().replace({"parallel.coordinator": f"127.0.0.1:{port}", "parallel.processes": 3}).parallel
+        with pytest.raises(InputError, match=said):
+            processes._roll_call(dataclasses.replace(settings, process=1))
+        thread.join()
 
 
 def test_a_signal_before_all_processes_have_started_reaches_them_all(monkeypatch):

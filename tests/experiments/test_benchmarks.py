@@ -279,18 +279,45 @@ def test_the_fastest_variant_is_found_in_turns_and_the_others_are_closed(monkeyp
         return made[-1]
 
     cases = {"eager": 4.0, "compiled": 2.0, "eager_nchw": 5.0, "compiled_nchw": 1.0}
-    process, warm, trials = peers.fastest_variant("infer", [functools.partial(start, *case) for case in cases.items()])
+    starts = [functools.partial(start, *case) for case in cases.items()]
+    process, warm, trials, failed = peers.fastest_variant("infer", starts, lambda warm: None)
     assert (process.variant, warm["milliseconds"], most) == ("compiled_nchw", pytest.approx(1.0), 2)
     assert trials == pytest.approx(cases)
+    assert not failed
     assert [process.variant for process in made if process.is_open] == ["compiled_nchw"]
+
+
+def test_a_variant_that_fails_leaves_its_framework_the_others(monkeypatch, capsys):
+    monkeypatch.setattr(peers, "_PAUSE_SECONDS", 0)
+    made = []
+
+    def start(variant, milliseconds):
+        made.append(Process(variant, milliseconds))
+        return made[-1]
+
+    def check(warm):
+        if warm["milliseconds"] < 2:
+            raise InputError("it computes something else")
+
+    starts = [functools.partial(start, *case) for case in {"wrong": 1.0, "eager": 4.0, "compiled": 3.0}.items()]
+    process, _, trials, failed = peers.fastest_variant("infer", starts, check)
+    assert process.variant == "compiled"
+    assert list(trials) == ["eager", "compiled"]
+    assert failed == {"wrong": "it computes something else"}
+    assert "wrong takes no part: it computes something else" in capsys.readouterr().err
+    assert [one.variant for one in made if one.is_open] == ["compiled"]
+    with pytest.raises(InputError, match="something else"):
+        peers.fastest_variant("infer", starts[:1], check)
 
 
 def test_what_is_not_a_number_is_not_equal(monkeypatch, tmp_path):
     values = iter([np.ones(4), np.array([1.0, np.nan, np.nan, np.nan])])
 
-    def fastest(do, starts):
+    def fastest(do, starts, check):
         process = SimpleNamespace(variant="x", ask=lambda do: {})
-        return process, {"milliseconds": 1.0, "first_seconds": 1.0, "values": next(values)}, {}
+        warm = {"milliseconds": 1.0, "first_seconds": 1.0, "values": next(values)}
+        check(warm)
+        return process, warm, {}, {}
 
     monkeypatch.setattr(peers, "fastest_variant", fastest)
     with pytest.raises(InputError, match="torch does not compute what mlcn_jax does"):

@@ -23,6 +23,7 @@ RELAY = [{"delay_ms": 5.0, "measured_ms": 5.2}, {"rate_mbit": 2.0, "measured_mbi
 
 def cut(name, bits, rate, seconds, error=0.0):
     return {
+        "home": "edge",
         "cut": name,
         "bits": bits,
         "delay": 0.5,
@@ -83,8 +84,8 @@ def test_tables_tell_what_was_measured_and_how_far_models_are_off(tmp_path):
     assert "| 1 | 7.2 | 10 | 3.5 |" in text
     assert "| 0 | 0.50 | yes |" in text, "what was measured over what was predicted, in a table of its own"
     assert "It must be at most 15% over at least 24: no." in text
-    assert "| conv1 | 32 | 0.5 | unlimited | 9000 | 0.2 | 0.1 | 1.5 | 0.5 | 50.0% | 0.0e+00 |" in text
-    assert "| conv1 | 8 | 0.5 | 20 Mbit/s | 9000 | 0.2 | 0.1 | 4 | 3 | 300.0% | 2.0e-02 |" in text
+    assert "| edge | conv1 | 32 | 0.5 | unlimited | 9000 | 0.2 | 0.1 | 1.5 | 0.5 | 50.0% | 0.0e+00 |" in text
+    assert "| edge | conv1 | 8 | 0.5 | 20 Mbit/s | 9000 | 0.2 | 0.1 | 4 | 3 | 300.0% | 2.0e-02 |" in text
     assert "to 3.0e-06 (at most 1e-05: yes) where nothing is rounded" in text
     assert "what their lanes add up to, to 2.0e-07 (at most 1e-05: yes)" in text
     assert "| end | 2 | 0 ms | 1.25 | 0.75 | 1 |" in text
@@ -92,6 +93,7 @@ def test_tables_tell_what_was_measured_and_how_far_models_are_off(tmp_path):
     assert "| 2026-01-02 | 5 ms each way | 5.20 ms | yes |" in text
     assert "other work kept at most 0.19 cores busy" in text
     assert "the 8 configurations that no prediction is made from" in text
+    assert "| 2 | 1 | 20 | 100 | 1 | 0.5 | 0.5 |" in text.replace("20.0", "20").replace("100.0", "100")
     rows = schedule_rows(results)
     assert len(rows) == 9
     end = rows[0]
@@ -358,12 +360,16 @@ def test_every_cut_but_pixels_is_also_sent_in_8_bits(tables, monkeypatch):
     monkeypatch.setattr(started, "_missing", lambda keys: asked.extend(keys) or False)
     started._cuts()
     assert asked == [
-        "cut pixels, 0.1 s",
-        "cut pixels, 0.1 s, 20 Mbit/s",
-        "cut conv1, 32 bits, 0.1 s",
-        "cut conv1, 32 bits, 0.1 s, 20 Mbit/s",
-        "cut conv1, 8 bits, 0.1 s",
-        "cut conv1, 8 bits, 0.1 s, 20 Mbit/s",
+        key
+        for home in ("end", "edge")
+        for key in (
+            f"cut pixels at the {home}, 0.1 s",
+            f"cut pixels at the {home}, 0.1 s, 20 Mbit/s",
+            f"cut conv1 at the {home}, 32 bits, 0.1 s",
+            f"cut conv1 at the {home}, 32 bits, 0.1 s, 20 Mbit/s",
+            f"cut conv1 at the {home}, 8 bits, 0.1 s",
+            f"cut conv1 at the {home}, 8 bits, 0.1 s, 20 Mbit/s",
+        )
     ]
 
 
@@ -388,11 +394,18 @@ def test_a_model_that_was_trained_further_is_split_again(tmp_path, monkeypatch):
     tables.workdir, tables.data_dir, tables.path = tmp_path, "", tmp_path / "tables.json"
     tables.trained, tables.spec = None, types.SimpleNamespace(lane_specs=range(3))
     (tmp_path / "tiers-pixels").mkdir()  # of the model as it was
-    made = []
+    made, wishes = [], []
     monkeypatch.setattr(tiers_tables, "TierArtifact", Path)
     monkeypatch.setattr(tiers_tables, "load_trained", lambda workdir: made.append("with its weights"))
     monkeypatch.setattr(tiers_tables.split, "is_of", lambda folder, trained: folder.name in made)
-    monkeypatch.setattr(tiers_tables.split, "split", lambda *given: made.append(given[-1]))
+    monkeypatch.setattr(
+        tiers_tables.split, "split", lambda *given: made.append(given[-1]) or wishes.append(read_json(given[1]))
+    )
     for _ in range(2):
         assert tables._split()["edge"] == tmp_path / "tiers-pixels" / "edge"
     assert made == ["tiers-pixels", "with its weights"]
+    assert list(tables._split("conv1", "edge").values()) == [
+        tmp_path / "tiers-conv1-from-edge" / name for name in ("edge", "cloud")
+    ]
+    own = [{tier["name"]: tier["lanes"] for tier in wish["tiers"]} for wish in wishes]
+    assert own == [{"end": [0], "edge": [1], "cloud": [2]}, {"edge": [0, 1], "cloud": [2]}]

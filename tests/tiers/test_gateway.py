@@ -56,6 +56,25 @@ def test_final_answers_are_those_of_the_whole_model(per_lane, thorough, images):
     asyncio.run(check())
 
 
+def test_a_gateway_sends_a_cut_as_exactly_as_it_is_told(per_lane, cut_folder, images):
+    tiers = {name: TierArtifact(cut_folder / name) for name in ("end", "edge", "cloud")}
+    thorough = with_policy(tiers, strict(tiers["end"].policy))
+    whole = TrainedModel(per_lane).probabilities(images)
+
+    async def check(bits):
+        async with started(thorough, bits=bits) as (client, gateway, _):
+            lines = [(await lines_of(client, pixels, "?probabilities"))[-1] for pixels in images]
+            assert all(line["lanes"] == [0, 1, 2] for line in lines)
+            sent = [state["sent_bytes"] for state in (await client.get("/tiers")).json() if "sent_bytes" in state]
+            return np.array([list(line["probabilities"].values()) for line in lines]), sum(sent)
+
+    exact, all_bytes = asyncio.run(check(32))
+    np.testing.assert_allclose(exact, whole, atol=1e-5)
+    coarse, fewer_bytes = asyncio.run(check(8))
+    assert 1e-5 < np.max(np.abs(coarse - whole)) < 0.05
+    assert fewer_bytes < all_bytes / 2
+
+
 def test_what_is_final_at_the_end_is_not_sent_anywhere(tiers, images):
     eager = with_policy(tiers, strict(tiers["end"].policy, 0.0))
 

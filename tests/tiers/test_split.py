@@ -30,9 +30,8 @@ def images(tiers):
 
 
 @pytest.mark.parametrize("cut", ["pixels", "capsules"])
-def test_the_sum_over_the_tiers_is_the_whole_model(per_lane, tiers_folder, images, cut):
-    if cut != "pixels":
-        tiers_folder = split.split(per_lane, per_lane / "tiers.json", cut, out=f"tiers-{cut}")
+def test_the_sum_over_the_tiers_is_the_whole_model(per_lane, images, cut, request):
+    tiers_folder = request.getfixturevalue("tiers_folder" if cut == "pixels" else "cut_folder")
     tiers = {name: TierArtifact(tiers_folder / name) for name in ("end", "edge", "cloud")}
     whole = TrainedModel(per_lane)
     rows = {name: tiers["end"].home(name, images) for name in ("edge", "cloud")} | {"end": images}
