@@ -286,9 +286,7 @@ def device_table(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
 def cut_table(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
     """Head and rows: what each cut costs at each delay and rate, over sending pixels."""
     found = _of(results, "cut ").values()
-    plain = {
-        (row["home"], row["delay"], row["rate"]): row["task_seconds"] for row in found if row["cut"] == "pixels"
-    }
+    plain = {(row["home"], row["delay"], row["rate"]): row["task_seconds"] for row in found if row["cut"] == "pixels"}
     rows = []
     for row in found:
         link, bits = (row["home"], row["delay"], row["rate"]), row["bits"] or 8

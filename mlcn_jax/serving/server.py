@@ -28,6 +28,7 @@ import asyncio
 import dataclasses
 import errno
 import functools
+import gc
 import importlib.util
 import ipaddress
 import json
@@ -118,6 +119,8 @@ def _complete(service: "BatchService", config: Any) -> None:
     config.timeout_graceful_shutdown += math.ceil(2 * queued)
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # the client gets its errors in the answer
     sys.setswitchinterval(_SWITCH_SECONDS)
+    gc.collect()
+    gc.freeze()  # a full collection looks through all that the libraries have loaded, and takes as long as many answers
 
 
 def _complete_worker(arguments: argparse.Namespace, limits: "Limits", config: Any) -> None:

@@ -26,7 +26,7 @@ from mlcn_jax.tiers.artifact import TierArtifact
 from mlcn_jax.tiers.client import TierClient
 from mlcn_jax.tiers.refine import Answer, refine
 
-_RESERVE_SECONDS = 0.005  # kept for writing an answer before its deadline
+_RESERVE_SECONDS = 0.01  # of a deadline, kept for a request's way to this process and its answer's way back
 _TIMED_RUNS = 50
 _JSON_LINES = "application/x-ndjson"
 

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import gc
 import http.client
 import json
 import random
@@ -51,6 +52,7 @@ def gateway(tiers):
     running.should_exit = True
     thread.join(20)
     sys.setswitchinterval(interval)
+    gc.unfreeze()
     assert not thread.is_alive()
 
 
@@ -87,6 +89,10 @@ def ask(port, method, path, body=None):
     found = response.status, response.read()
     connection.close()
     return found
+
+
+def test_what_was_loaded_before_the_first_request_is_not_looked_through_again(gateway):
+    assert gc.get_freeze_count() > len(gc.get_objects())
 
 
 def test_a_flood_from_many_clients_at_once_changes_nothing_and_holds_no_memory(gateway):
