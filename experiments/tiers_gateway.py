@@ -17,6 +17,7 @@ missing.
 """
 
 import contextlib
+import gc
 import itertools
 import json
 import statistics
@@ -104,6 +105,8 @@ def main(values: flags.FlagValues) -> None:
     images, requests, timed = SCALES[values.scale]
     parts = chosen("parts", values.parts, PARTS) if values.parts else []
     sys.setswitchinterval(_SWITCH_SECONDS)
+    gc.collect()
+    gc.freeze()  # or a full collection would keep the client from seeing an answer
     tiers = split_model(workdir, values.tiers, trained, values.data_dir)
     policy = Policy.read(tiers / "end" / "policy.json")
     models = tiers_shared.read_models(values.own_models, policy, workdir, trained.spec)

@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import contextlib
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ _WELL_SECONDS, _LOOK_SECONDS = 60.0, 0.2  # longest wait until a fault is forgot
 _NEAR_MS, _USUAL = 15.0, 0.9  # waits of answers that came this long before the deadline are usual up to this quantile
 _FIRST_REQUESTS = 20  # that do not count, before all others: servers and connections have just started
 _FIRST_PAUSE_SECONDS = 0.01  # between these
+_SAMPLE_SECONDS, _SAMPLES = 1e-3, 2_000  # between looks at a quota, and so many are kept
 _MOMENT_SECONDS = 0.05  # within which a fault comes, at random, once it is its turn
 
 
@@ -33,6 +35,34 @@ def waited_for_core() -> float:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except OSError:
         return 0.0
+
+
+class HeldBack:
+    """When a quota kept its processes waiting: a thread looks again and again while the context is open."""
+
+    def __init__(self, quota: Quota):
+        self._quota, self._ended = quota, threading.Event()
+        self._seen = collections.deque([(time.perf_counter(), quota.held_back())], _SAMPLES)
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> "HeldBack":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._ended.wait(_SAMPLE_SECONDS):
+            self._seen.append((time.perf_counter(), self._quota.held_back()))
+
+    def between(self, start: float, end: float) -> float:
+        """Seconds of waits that ended between two times of `time.perf_counter`, up to two looks more."""
+        time.sleep(max(0.0, end + 2 * _SAMPLE_SECONDS - time.perf_counter()))
+        seen = list(self._seen)
+        before = max((held for at, held in seen if at <= start), default=seen[0][1])
+        return min((held for at, held in seen if at >= end), default=seen[-1][1]) - before
 
 
 class Asked:
@@ -120,6 +150,7 @@ def under_fault(
         httpx.Client(timeout=30, trust_env=False) as client,
         httpx.Client(timeout=30, trust_env=False) as another,
         concurrent.futures.ThreadPoolExecutor(1) as pool,
+        HeldBack(quota) as when,
     ):
         in_time = {node.plan.artifact.name for node in nodes if 2 * node.plan.delay_ms < extra_ms}
         asked = Asked(another, url, in_time)
@@ -149,7 +180,8 @@ def under_fault(
             except (httpx.HTTPError, ValueError, LookupError) as error:  # none, or none that is one
                 unanswered.append(repr(error))
                 continue
-            milliseconds = 1e3 * (time.perf_counter() - started)
+            ended = time.perf_counter()
+            milliseconds = 1e3 * (ended - started)
             taken.append(milliseconds)
             heard[phase][f"{len(answer['lanes'])} lanes"] += 1
             waits = {
@@ -158,6 +190,9 @@ def under_fault(
                 "waited_ms": 1e3 * (waited_for_core() - waited),
             }
             if milliseconds > deadline:
+                outside = (milliseconds - answer["ms"]) / 1e3
+                around = when.between(started, started + outside) + when.between(ended - outside, ended)
+                waits["held_back_outside_ms"] = 1e3 * around
                 one = {"request": i, "phase": phase, "ms": milliseconds, "by_gateway_ms": answer["ms"]}
                 late.append(one | waits | {"lanes": answer["lanes"]})
             else:
@@ -227,11 +262,15 @@ def why_late(one: Mapping[str, Any], deadline: float, usual: Mapping[str, float]
 
     Only what it waited longer than punctual answers usually do counts: the deadline has room for that. The gateway's
     waiting for a core counts within the time that it took by its own clock, less what its quota kept it
-    waiting, which may be part of it; the client's counts outside that time.
+    waiting, which may be part of it; the client's counts outside that time. Where an answer was ready in time by the
+    gateway's clock, what its quota kept it waiting before and after that time counts instead.
     """
     more = {name: max(one[name] - usual.get(name, 0.0), 0.0) for name in _WAITS}
-    held = min(more["held_back_ms"], one["by_gateway_ms"])
-    there = max(min(more["gateway_waited_ms"], one["by_gateway_ms"]) - held, 0.0)
+    if one["by_gateway_ms"] <= deadline:
+        held, there = min(one["held_back_outside_ms"], one["ms"] - one["by_gateway_ms"]), 0.0
+    else:
+        held = min(more["held_back_ms"], one["by_gateway_ms"])
+        there = max(min(more["gateway_waited_ms"], one["by_gateway_ms"]) - held, 0.0)
     waited = min(more["waited_ms"], max(one["ms"] - one["by_gateway_ms"], 0.0))
     if held + there + waited < one["ms"] - deadline:
         return ""

@@ -7,6 +7,7 @@ import itertools
 import json
 import signal
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -324,10 +325,12 @@ def test_a_fault_of_the_edge_is_of_the_edge_alone():
         ({"by_gateway_ms": 7.0, "gateway_waited_ms": 12.0}, None),
         ({"by_gateway_ms": 59.0, "held_back_ms": 8.0, "gateway_waited_ms": 9.0}, None),
         ({"by_gateway_ms": 59.0, "held_back_ms": 8.0, "gateway_waited_ms": 18.0}, "for 8.0 ms, and the gateway waited"),
+        ({"by_gateway_ms": 45.0, "held_back_ms": 30.0, "held_back_outside_ms": 12.0}, "waiting for 12.0 ms"),
+        ({"by_gateway_ms": 45.0, "held_back_ms": 30.0, "held_back_outside_ms": 9.0}, None),
     ],
 )
 def test_late_answers_are_explained_by_as_much_as_was_measured(one, why):
-    nothing = {"held_back_ms": 0.0, "gateway_waited_ms": 0.0, "waited_ms": 0.0}
+    nothing = {"held_back_ms": 0.0, "held_back_outside_ms": 0.0, "gateway_waited_ms": 0.0, "waited_ms": 0.0}
     told = tiers_late.why_late({"ms": 60.0, **nothing, **one}, 50.0, {})
     assert why in told if why else told == ""
 
@@ -337,6 +340,22 @@ def test_waits_that_every_answer_has_explain_no_late_one():
     assert tiers_late.why_late(one, 50.0, {}) != ""
     assert tiers_late.why_late(one, 50.0, {"held_back_ms": 12.0}) == ""
     assert "for 11.0 ms" in tiers_late.why_late({**one, "held_back_ms": 23.0}, 50.0, {"held_back_ms": 12.0})
+
+
+def test_it_is_known_when_a_quota_kept_its_processes_waiting():
+    quota = types.SimpleNamespace(held=0.0, held_back=lambda: quota.held)
+    with tiers_late.HeldBack(quota) as when:
+        time.sleep(0.02)
+        start = time.perf_counter()
+        quota.held = 0.005
+        middle = start + 0.02
+        time.sleep(0.04)
+        quota.held = 0.012
+        end = time.perf_counter()
+        assert when.between(start, middle) == pytest.approx(0.005)
+        assert when.between(middle, end) == pytest.approx(0.007)
+        assert when.between(start, end) == pytest.approx(0.012)
+        assert when.between(end + 0.01, end + 0.02) == 0.0
 
 
 def test_waiting_for_a_core_is_told_by_the_kernel_or_nothing(monkeypatch):
