@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import contextlib
+import itertools
 import random
 import threading
 import time
@@ -17,6 +18,7 @@ from experiments.quota import Quota
 from experiments.tiers_bed import RunningNode
 from experiments.tiers_faults import Fault, png
 from experiments.tiers_gateway_report import EXTRA_MS
+from mlcn_jax.tiers.gateway import RESERVE_SECONDS
 
 _WAITS = ("held_back_ms", "gateway_waited_ms", "waited_ms")
 _PHASES = ("before", "during", "after")  # of a fault
@@ -26,6 +28,7 @@ _NEAR_MS, _USUAL = 15.0, 0.9  # waits of answers that came this long before the 
 _FIRST_REQUESTS = 20  # that do not count, before all others: servers and connections have just started
 _FIRST_PAUSE_SECONDS = 0.01  # between these
 _SAMPLE_SECONDS, _SAMPLES = 1e-3, 2_000  # between looks at a quota, and so many are kept
+_MOST_HELD_SECONDS = 0.02  # from when a quota is used up until it is known that processes go on
 _MOMENT_SECONDS = 0.05  # within which a fault comes, at random, once it is its turn
 
 
@@ -58,11 +61,17 @@ class HeldBack:
             self._seen.append((time.perf_counter(), self._quota.held_back()))
 
     def between(self, start: float, end: float) -> float:
-        """Seconds of waits that ended between two times of `time.perf_counter`, up to two looks more."""
-        time.sleep(max(0.0, end + 2 * _SAMPLE_SECONDS - time.perf_counter()))
-        seen = list(self._seen)
-        before = max((held for at, held in seen if at <= start), default=seen[0][1])
-        return min((held for at, held in seen if at >= end), default=seen[-1][1]) - before
+        """Seconds between two times of `time.perf_counter` in which its processes waited.
+
+        The kernel tells of a wait once it has ended. Waits of two cores at the same time count once.
+        """
+        time.sleep(max(0.0, end + _MOST_HELD_SECONDS - time.perf_counter()))
+        total, counted = 0.0, start
+        for (_, before), (at, held) in itertools.pairwise(self._seen.copy()):
+            if held > before:
+                total += max(0.0, min(at, end) - max(at - (held - before), counted))
+                counted = max(counted, min(at, end))
+        return total
 
 
 class Asked:
@@ -190,9 +199,9 @@ def under_fault(
                 "waited_ms": 1e3 * (waited_for_core() - waited),
             }
             if milliseconds > deadline:
-                outside = (milliseconds - answer["ms"]) / 1e3
-                around = when.between(started, started + outside) + when.between(ended - outside, ended)
-                waits["held_back_outside_ms"] = 1e3 * around
+                came = started + max(milliseconds - answer["ms"], 0.0) / 1e3  # to the gateway, at the latest
+                due = max(came, started + deadline / 1e3 - RESERVE_SECONDS)  # when the gateway turns to its answer
+                waits["held_back_late_ms"] = 1e3 * (when.between(started, came) + when.between(due, ended))
                 one = {"request": i, "phase": phase, "ms": milliseconds, "by_gateway_ms": answer["ms"]}
                 late.append(one | waits | {"lanes": answer["lanes"]})
             else:
@@ -260,17 +269,16 @@ def usual_waits(punctual: Sequence[tuple[float, Mapping[str, float]]], deadline:
 def why_late(one: Mapping[str, Any], deadline: float, usual: Mapping[str, float]) -> str:
     """Why an answer was late, from what was measured beside it; empty if what was measured is less than the lateness.
 
-    Only what it waited longer than punctual answers usually do counts: the deadline has room for that. The gateway's
-    waiting for a core counts within the time that it took by its own clock, less what its quota kept it
-    waiting, which may be part of it; the client's counts outside that time. Where an answer was ready in time by the
-    gateway's clock, what its quota kept it waiting before and after that time counts instead.
+    A gateway turns to its answer `RESERVE_SECONDS` before the deadline, by its own clock, which starts when a request
+    has come. What its quota kept it waiting counts before that start and after that moment: a wait between the two
+    delays nothing. Its waiting for a core counts after that moment, and the client's outside the time that the gateway
+    took, both as far as they are more than punctual answers usually wait, and the gateway's less what its quota kept it
+    waiting, which may be part of it.
     """
     more = {name: max(one[name] - usual.get(name, 0.0), 0.0) for name in _WAITS}
-    if one["by_gateway_ms"] <= deadline:
-        held, there = min(one["held_back_outside_ms"], one["ms"] - one["by_gateway_ms"]), 0.0
-    else:
-        held = min(more["held_back_ms"], one["by_gateway_ms"])
-        there = max(min(more["gateway_waited_ms"], one["by_gateway_ms"]) - held, 0.0)
+    overrun = max(one["by_gateway_ms"] - deadline + 1e3 * RESERVE_SECONDS, 0.0)
+    held = one["held_back_late_ms"]
+    there = max(min(more["gateway_waited_ms"] - more["held_back_ms"], overrun - held), 0.0)
     waited = min(more["waited_ms"], max(one["ms"] - one["by_gateway_ms"], 0.0))
     if held + there + waited < one["ms"] - deadline:
         return ""

@@ -26,7 +26,7 @@ from mlcn_jax.tiers.artifact import TierArtifact
 from mlcn_jax.tiers.client import TierClient
 from mlcn_jax.tiers.refine import Answer, refine
 
-_RESERVE_SECONDS = 0.01  # of a deadline, kept for a request's way to this process and its answer's way back
+RESERVE_SECONDS = 0.01  # of a deadline, kept for a request's way to this process and its answer's way back
 _TIMED_RUNS = 50
 _JSON_LINES = "application/x-ndjson"
 
@@ -104,7 +104,7 @@ class GatewayService(Service):
             self.artifact.part(row)
             seconds.append(time.perf_counter() - started)
         self.own_ms = 1e3 * float(np.quantile(seconds, 0.95))
-        self.least_ms = self.own_ms + 1e3 * _RESERVE_SECONDS
+        self.least_ms = self.own_ms + 1e3 * RESERVE_SECONDS
         if 0 < self.deadline_ms < self.least_ms:
             raise InputError(self._too_short(self.deadline_ms))
 
@@ -185,7 +185,7 @@ class GatewayService(Service):
         due = started + deadline
         own = np.stack(await self.rows(images, scope.get(IS_GONE, lambda: False), due))
         async with contextlib.aclosing(
-            refine(self.policy, np.stack(images), own, self.clients, self._home, self._bits, due - _RESERVE_SECONDS)
+            refine(self.policy, np.stack(images), own, self.clients, self._home, self._bits, due - RESERVE_SECONDS)
         ) as answers:
             async for answer in answers:
                 yield answer
@@ -242,7 +242,7 @@ class GatewayService(Service):
             raise HTTPException(400, self._too_short(milliseconds, count))
 
     def _least_ms(self, count: int) -> float:
-        of_all = 1e3 * (self.batcher.seconds_for(count) + _RESERVE_SECONDS) if count > 1 else 0.0
+        of_all = 1e3 * (self.batcher.seconds_for(count) + RESERVE_SECONDS) if count > 1 else 0.0
         return max(self.least_ms, of_all)
 
     def _too_short(self, milliseconds: float, count: int = 1) -> str:
