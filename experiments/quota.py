@@ -75,16 +75,15 @@ class Quota:
                 return int(value) * (1e-9 if name == "throttled_time" else 1e-6)
         return 0.0
 
-    def waited_for_core(self) -> float:
-        """Seconds for which threads of its processes were ready to run but did not so far, all threads together.
+    def waited(self) -> float:
+        """Seconds for which the first threads of its processes were ready to run but did not so far, all together.
 
-        The quota may be why, or other processes. Threads that end take theirs along.
+        The quota may be why, or other processes.
         """
         found = 0
         for pid in (self.folder / "cgroup.procs").read_text().split():
-            for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-                with contextlib.suppress(OSError):  # the thread has ended
-                    found += int(path.read_text().split()[1])
+            with contextlib.suppress(OSError):  # the process has ended
+                found += int(Path(f"/proc/{pid}/schedstat").read_text().split()[1])
         return found / 1e9
 
     def remove(self) -> None:

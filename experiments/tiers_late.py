@@ -20,11 +20,9 @@ from experiments.tiers_faults import Fault, png
 from experiments.tiers_gateway_report import EXTRA_MS
 from mlcn_jax.tiers.gateway import RESERVE_SECONDS
 
-_WAITS = ("held_back_ms", "gateway_waited_ms", "waited_ms")
 _PHASES = ("before", "during", "after")  # of a fault
 _REQUESTS_OF_TIME, _MOST_TIMES = 200, 50  # a fault comes once in at least so many requests, and at most so often
 _WELL_SECONDS, _LOOK_SECONDS = 60.0, 0.2  # longest wait until a fault is forgotten, and between looks
-_NEAR_MS, _USUAL = 15.0, 0.9  # waits of answers that came this long before the deadline are usual up to this quantile
 _FIRST_REQUESTS = 20  # that do not count, before all others: servers and connections have just started
 _FIRST_PAUSE_SECONDS = 0.01  # between these
 _SAMPLE_SECONDS, _SAMPLES = 1e-3, 2_000  # between looks at a quota, and so many are kept
@@ -40,15 +38,15 @@ def waited_for_core() -> float:
         return 0.0
 
 
-class HeldBack:
-    """When a quota kept its processes waiting: a thread looks again and again while the context is open."""
+class Waits:
+    """When processes with a quota were kept waiting: a thread looks again and again while the context is open."""
 
     def __init__(self, quota: Quota):
         self._quota, self._ended = quota, threading.Event()
-        self._seen = collections.deque([(time.perf_counter(), quota.held_back())], _SAMPLES)
+        self._seen = collections.deque([self._now()], _SAMPLES)
         self._thread = threading.Thread(target=self._look, daemon=True)
 
-    def __enter__(self) -> "HeldBack":
+    def __enter__(self) -> "Waits":
         self._thread.start()
         return self
 
@@ -56,22 +54,31 @@ class HeldBack:
         self._ended.set()
         self._thread.join()
 
+    def _now(self) -> tuple[float, float, float]:
+        return time.perf_counter(), self._quota.held_back(), self._quota.waited()
+
     def _look(self) -> None:
         while not self._ended.wait(_SAMPLE_SECONDS):
-            self._seen.append((time.perf_counter(), self._quota.held_back()))
+            self._seen.append(self._now())
 
-    def between(self, start: float, end: float) -> float:
-        """Seconds between two times of `time.perf_counter` in which its processes waited.
+    def between(self, start: float, end: float) -> tuple[float, float]:
+        """Seconds between two times of `time.perf_counter` that the quota kept them, and anything their first threads.
 
         The kernel tells of a wait once it has ended. Waits of two cores at the same time count once.
         """
         time.sleep(max(0.0, end + _MOST_HELD_SECONDS - time.perf_counter()))
-        total, counted = 0.0, start
-        for (_, before), (at, held) in itertools.pairwise(self._seen.copy()):
-            if held > before:
-                total += max(0.0, min(at, end) - max(at - (held - before), counted))
-                counted = max(counted, min(at, end))
-        return total
+        times, *totals = zip(*self._seen.copy(), strict=True)
+        return _within(times, totals[0], start, end), _within(times, totals[1], start, end)
+
+
+def _within(times: Sequence[float], totals: Sequence[float], start: float, end: float) -> float:
+    """Seconds between start and end in which a total grew that each time shows what waits took that ended before."""
+    found, counted = 0.0, start
+    for at, (before, after) in zip(times[1:], itertools.pairwise(totals), strict=True):
+        if after > before:
+            found += max(0.0, min(at, end) - max(at - (after - before), counted))
+            counted = max(counted, min(at, end))
+    return found
 
 
 class Asked:
@@ -84,8 +91,8 @@ class Asked:
         return [state for state in self._client.get(self._url).json() if "trouble" in state]
 
     def requests(self) -> int:
-        """Requests that nodes have answered or failed to answer."""
-        return sum(state["answers"] + sum(state["failures"].values()) for state in self._others())
+        """Requests that nodes have been sent."""
+        return sum(state["requests"] for state in self._others())
 
     def wait(self, meanwhile: Callable[[], Any] = lambda: time.sleep(_LOOK_SECONDS)) -> bool:
         """Waits until the tiers are well, or too long; returns whether they are. Does something `meanwhile`."""
@@ -131,7 +138,6 @@ def under_fault(
     met = exposed = at_begin = unwell = 0
     bodies = [png(image) for image in images]
     late: list[dict[str, Any]] = []
-    punctual: list[tuple[float, dict[str, float]]] = []  # with the time by the gateway's clock
     unanswered: list[str] = []
     taken = []
     heard: dict[str, collections.Counter[str]] = {phase: collections.Counter() for phase in _PHASES}
@@ -159,7 +165,7 @@ def under_fault(
         httpx.Client(timeout=30, trust_env=False) as client,
         httpx.Client(timeout=30, trust_env=False) as another,
         concurrent.futures.ThreadPoolExecutor(1) as pool,
-        HeldBack(quota) as when,
+        Waits(quota) as waits,
     ):
         in_time = {node.plan.artifact.name for node in nodes if 2 * node.plan.delay_ms < extra_ms}
         asked = Asked(another, url, in_time)
@@ -182,8 +188,7 @@ def under_fault(
                 under_way, changes, turn = None, changes + 1, max(turn + each // 2, i + each // 4)
             if under_way is None and changes < 2 * times and i >= turn:
                 under_way = pool.submit(change, changes % 2 == 1)
-            phase, waited = now[0], waited_for_core()
-            held, waited_there, started = quota.held_back(), quota.waited_for_core(), time.perf_counter()
+            phase, waited, started = now[0], waited_for_core(), time.perf_counter()
             try:
                 answer = ask(i)
             except (httpx.HTTPError, ValueError, LookupError) as error:  # none, or none that is one
@@ -193,27 +198,19 @@ def under_fault(
             milliseconds = 1e3 * (ended - started)
             taken.append(milliseconds)
             heard[phase][f"{len(answer['lanes'])} lanes"] += 1
-            waits = {
-                "held_back_ms": 1e3 * (quota.held_back() - held),
-                "gateway_waited_ms": 1e3 * (quota.waited_for_core() - waited_there),
-                "waited_ms": 1e3 * (waited_for_core() - waited),
-            }
             if milliseconds > deadline:
+                one = {"request": i, "phase": phase, "ms": milliseconds, "by_gateway_ms": answer["ms"]}
+                one["waited_ms"] = 1e3 * (waited_for_core() - waited)
                 came = started + max(milliseconds - answer["ms"], 0.0) / 1e3  # to the gateway, at the latest
                 due = max(came, started + deadline / 1e3 - RESERVE_SECONDS)  # when the gateway turns to its answer
-                waits["held_back_late_ms"] = 1e3 * (when.between(started, came) + when.between(due, ended))
-                one = {"request": i, "phase": phase, "ms": milliseconds, "by_gateway_ms": answer["ms"]}
-                late.append(one | waits | {"lanes": answer["lanes"]})
-            else:
-                punctual.append((answer["ms"], waits))
+                both = zip(waits.between(started, came), waits.between(due, ended), strict=True)
+                one["held_back_ms"], one["gateway_waited_ms"] = (1e3 * sum(each) for each in both)
+                late.append(one | {"lanes": answer["lanes"], "why": why_late(one, deadline)})
     if under_way is not None:
         under_way.result()
     if now[0] == "during":
         fault[1](nodes)  # so that the next finds all as it was
     time.sleep(1)
-    usual = usual_waits(punctual, deadline)
-    for one in late:
-        one["why"] = why_late(one, deadline, usual)
     unsent, late_unsent = omitted(taken, deadline)
     return {
         "requests": requests + unsent,
@@ -233,7 +230,6 @@ def under_fault(
         "p999_ms": float(np.quantile(taken, 0.999)) if taken else None,
         "max_ms": max(taken, default=None),
         "heard": {phase: dict(found) for phase, found in heard.items()},
-        "usual_waits": usual,
         "late_ones": late[:100],
         "unanswered_ones": unanswered[:20],
     }
@@ -257,29 +253,22 @@ def omitted(taken: Sequence[float], deadline: float) -> tuple[int, int]:
     return unsent, sum(int((time - deadline) / usual) for time in slow)
 
 
-def usual_waits(punctual: Sequence[tuple[float, Mapping[str, float]]], deadline: float) -> dict[str, float]:
-    """What punctual answers waited, at most usually: of those that took nearly as long as the deadline, if any did.
-
-    An answer that waits for another tier collects more waits than one of the end alone, whether or not it is late.
-    """
-    near = [waits for took, waits in punctual if took > deadline - _NEAR_MS] or [waits for _, waits in punctual]
-    return {name: float(np.quantile([waits[name] for waits in near], _USUAL)) for name in (_WAITS if near else ())}
-
-
-def why_late(one: Mapping[str, Any], deadline: float, usual: Mapping[str, float]) -> str:
-    """Why an answer was late, from what was measured beside it; empty if what was measured is less than the lateness.
+def why_late(one: Mapping[str, Any], deadline: float) -> str:
+    """Why an answer was late, from what was measured beside it; empty if it would have been late without it.
 
     A gateway turns to its answer `RESERVE_SECONDS` before the deadline, by its own clock, which starts when a request
-    has come. What its quota kept it waiting counts before that start and after that moment: a wait between the two
-    delays nothing. Its waiting for a core counts after that moment, and the client's outside the time that the gateway
-    took, both as far as they are more than punctual answers usually wait, and the gateway's less what its quota kept it
-    waiting, which may be part of it.
+    has come. What kept it waiting counts before that start and after that moment: a wait between the two delays
+    nothing. That of the client counts outside the time that the gateway took.
+
+    Args:
+      one: milliseconds that it took by the client's clock (`ms`) and the gateway's (`by_gateway_ms`); that the quota
+        kept the gateway waiting (`held_back_ms`), and anything the thread that answers (`gateway_waited_ms`), both
+        where it counts; and that the client waited for a core (`waited_ms`).
+      deadline: milliseconds.
     """
-    more = {name: max(one[name] - usual.get(name, 0.0), 0.0) for name in _WAITS}
-    overrun = max(one["by_gateway_ms"] - deadline + 1e3 * RESERVE_SECONDS, 0.0)
-    held = one["held_back_late_ms"]
-    there = max(min(more["gateway_waited_ms"] - more["held_back_ms"], overrun - held), 0.0)
-    waited = min(more["waited_ms"], max(one["ms"] - one["by_gateway_ms"], 0.0))
+    held = one["held_back_ms"]
+    there = max(one["gateway_waited_ms"] - held, 0.0)
+    waited = min(one["waited_ms"], max(one["ms"] - one["by_gateway_ms"], 0.0))
     if held + there + waited < one["ms"] - deadline:
         return ""
     reasons = {

@@ -44,8 +44,12 @@ class Unanswered(httpx.TransportError):
 
 @dataclasses.dataclass
 class Traffic:
-    """Bytes of bodies sent to a tier and received from it, numbers of answers, and of failed requests by reason."""
+    """Requests sent to a tier's nodes, bytes of bodies sent and received, answers, and failed requests by reason.
 
+    A request that is no longer awaited because an answer had to be given counts as neither answered nor failed.
+    """
+
+    requests: int = 0
     sent: int = 0
     received: int = 0
     answers: int = 0
@@ -187,7 +191,6 @@ class TierClient:
         self.most_waiting, self._waiting = math.inf, 0
         self._asked = 0.0
         self._home: dict[int, Times] = {}
-        self._requests = 0  # that its nodes were sent
 
     @property
     def is_available(self) -> bool:
@@ -259,8 +262,8 @@ class TierClient:
                 break
             node = self._next(able, len(rows))
             tried.append(node)
-            self._requests += 1
-            node.asked = self._requests
+            self.traffic.requests += 1
+            node.asked = self.traffic.requests
             node.outstanding += 1
             probe = node.breaker.asked()
             try:
@@ -278,7 +281,7 @@ class TierClient:
         A node without an answer so far is taken to be as fast as the fastest, and is asked before it: its own time is
         known only then. A time that is known may have become wrong.
         """
-        if (1 + self._requests) % _REQUESTS_BETWEEN_CHECKS == 0:
+        if (1 + self.traffic.requests) % _REQUESTS_BETWEEN_CHECKS == 0:
             return min(able, key=lambda node: node.asked)
         known = [times.mean for node in able if (times := node.times(count)).mean is not None]
 

@@ -295,6 +295,7 @@ class GatewayService(Service):
                     "available": client.is_available,
                     "trouble": client.trouble,
                     "stopped": client.stopped,
+                    "requests": client.traffic.requests,
                     "sent_bytes": client.traffic.sent,
                     "received_bytes": client.traffic.received,
                     "answers": client.traffic.answers,

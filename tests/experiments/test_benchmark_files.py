@@ -30,6 +30,8 @@ HALVES = {  # flags of two calls that measure different things
     "roofline": tuple(f"--networks={name}" for name in NAMES[:2]),
     "single_image": tuple(f"--networks={name}" for name in NAMES[:2]),
     "winograd": ("--widths=2", "--widths=3"),
+    "normalisation": ("--widths=2", "--widths=3"),
+    "lanes_together": ("--cases=mlcn1", "--cases=mlcn2"),
     "conv_algorithms": ("--cases=first", "--cases=depth"),
     "serving": ("--artifacts={folder}/a", "--artifacts={folder}/b"),
 }

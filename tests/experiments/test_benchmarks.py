@@ -23,7 +23,9 @@ from benchmarks import (
     convert,
     distillation,
     inference,
+    lanes_together,
     networks,
+    normalisation,
     peers,
     roofline,
     single_image,
@@ -152,6 +154,32 @@ def test_winograd_is_the_convolution_with_and_without_the_odd_row(outputs, rng):
     for function in (winograd.winograd, winograd.native):
         np.testing.assert_allclose(function(x, kernel, outputs), expected, atol=1e-4)
         assert winograd.error(x, kernel, outputs, functools.partial(function, outputs=outputs)) < 1e-5
+
+
+@pytest.mark.parametrize("form", ["jax", "fused"])
+def test_normalisation_and_activation_in_every_form_are_those_of_lanes(form, rng):
+    values, bias, weight = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 9, 3), (1, 1, 3), (2, 9, 3))
+    )
+    forms = (normalisation.FORMS[name] for name in (form, "lanes"))
+    (found, gradients), (expected, of_lanes) = (
+        normalisation.program(f, values, bias, weight)(values, bias, weight) for f in forms
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), gradients, of_lanes)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_lanes_together_are_the_lanes_in_turn(count, rng):
+    x, kernels = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 5, 5, 3), (5, 3, 3, 3, 4)))
+
+    def lanes(x, kernels):
+        return jax.vmap(functools.partial(conv.conv2d, algorithm="native"), (None, 0))(x, kernels)
+
+    expected = jax.jit(lanes)(x, kernels)
+    program = lanes_together.compiled(count, lambda: jax.jit(lanes).lower(x, kernels))
+    assert program.as_text().count("stablehlo.convolution") == -(-5 // count)
+    np.testing.assert_allclose(program.compile()(x, kernels), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["mlcn2", "resnet"])
