@@ -73,7 +73,7 @@ CORES_OF = {"end": CORES / 5, "edge": CORES / 5, "cloud": 3 * CORES / 5}
 SCALES = {"smoke": (60, 40, 20), "full": (10_000, 10_000, 2_000)}
 PARTS = ("faults", "own")
 FAR_FAULTS = ("none", "SIGSTOP, and SIGCONT", "link stalls, and goes on", "SIGKILL, and started again")
-VERSION = 2  # raised with every change after which measurements cannot stand beside older ones
+VERSION = 3  # raised with every change after which measurements cannot stand beside older ones
 _COMPARED = 2_000  # images whose lengths are compared for each cut
 _SWITCH_SECONDS = 1e-4  # how long the client waits for Python's lock, which false nodes hold at times
 
@@ -238,7 +238,9 @@ def own_models(
 def about_model(folder: Path) -> dict[str, Any]:
     """What tells a trained model apart."""
     about = read_json(folder / "summary.json")
-    return {name: about[name] for name in ("config_hash", "steps")}
+    return {"lanes": read_json(folder / "model.json")["spec"]["lanes"]} | {
+        name: about[name] for name in ("config_hash", "steps")
+    }
 
 
 def largest_error(tiers: Path, policy: Policy, workdir: Path, images: np.ndarray) -> float:
@@ -311,14 +313,14 @@ def split_model(workdir: Path, tiers: str, trained: Trained, data_dir: str) -> P
 
 
 @contextlib.contextmanager
-def process(name: str, cores: float, *arguments: str) -> Iterator[tuple[str, Quota]]:
-    """A server of this package as a process with so many cores; yields its URL and quota.
+def process(name: str, cores: float, *arguments: str, on_one_core: bool = False) -> Iterator[tuple[str, Quota]]:
+    """A server of this package as a process with so many cores (`limited`); yields its URL and quota.
 
     It has no more from its start on: a gateway times its own lanes before it listens.
     """
     running = start_server(*arguments, "--max_batch=1", "--max_images=1")
     try:
-        with limited(running.pid, name, cores) as quota:
+        with limited(running.pid, name, cores, on_one_core) as quota:
             yield url_of(running), quota
     finally:
         running.kill()
@@ -330,7 +332,7 @@ def gateway(artifact: Path, nodes: list[RunningNode], key: Path, *options: str) 
     """A gateway with nodes of other tiers, whose answers must be signed by a key; yields its URL and quota."""
     urls = ",".join(f"{node.plan.artifact.name}={node.url}" for node in nodes)
     options = (f"--nodes={urls}", f"--node_keys={key}", *options)
-    with process("end", CORES_OF["end"], "tiers", "gateway", str(artifact), *options) as found:
+    with process("end", CORES_OF["end"], "tiers", "gateway", str(artifact), *options, on_one_core=True) as found:
         yield found
 
 

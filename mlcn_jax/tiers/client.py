@@ -23,6 +23,7 @@ from mlcn_jax.tiers.policy import Policy
 
 _SECONDS_BETWEEN_LOOKS = 0.5  # health checks
 _SECONDS_BETWEEN_TRIES = 1.0  # of a tier that has been too slow for the deadline
+_GRACE_SECONDS = 0.02  # beyond a deadline, at which whoever waits answers first, and then cancels the request
 _LOOK_SECONDS = 2.0  # time-out of a health check
 _REQUESTS_BETWEEN_CHECKS = 50  # of the node of a tier that was not asked for the longest time
 _IDLE_SECONDS = 30.0  # how long an idle connection is kept; nodes keep it longer
@@ -300,9 +301,10 @@ class TierClient:
         sent = time.monotonic()  # nearly: a node is not to blame for what packing took
         left = deadline - sent
         patience = times.timeout
+        until = left + _GRACE_SECONDS
         shape, status = (len(rows), self._classes), 0
         try:
-            async with asyncio.timeout(min(left, patience)):
+            async with asyncio.timeout(min(until, patience)):
                 try:
                     status, content = await self._post(node, body, len(rows))
                 except Unanswered:  # e.g. on a stale connection; the same request, so that both have the same answer
@@ -312,12 +314,12 @@ class TierClient:
                 raise wire.Refused(f"status {status}: {content[:300].decode(errors='replace')}")
             sums = wire.unpack_answer(content, self._digest, self.name, asked, shape, self._weight, self._is_signed)
         except TimeoutError as error:
-            if patience <= left:
+            if patience <= until:
                 times.timed_out()
                 node.breaker.failed("no answer in time", probe)
             else:
                 node.gave_up(times, time.monotonic() - sent, probe)
-            raise self._lost("time-out", f"no answer within {1e3 * min(left, patience):.0f} ms") from error
+            raise self._lost("time-out", f"no answer within {1e3 * min(until, patience):.0f} ms") from error
         except asyncio.CancelledError:
             node.gave_up(times, time.monotonic() - sent, probe)
             raise
