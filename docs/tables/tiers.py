@@ -26,7 +26,7 @@ def tiers_gateway() -> str:
     for key, row in measured.items():
         if key.startswith("fault: "):
             late = f"{row['late']} ({percent(row['late'] / row['requests'])} %)"
-            met = f"{row['times_met']} of {row['planned_times']}"
+            met = f"{row['times_met']} of {max(row['times'], row['times_met'])}"
             given = f"{row['requests']:,}", met, f"{row['deadline_ms']:.0f}", late, row["unexplained"]
             faults.append([key.removeprefix("fault: "), *given, row["unanswered"]])
     lanes = ", ".join(f"{tier['name']} {len(tier['lanes'])}" for tier in policy["tiers"])

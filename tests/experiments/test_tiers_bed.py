@@ -390,7 +390,13 @@ def test_a_process_beside_a_bed_has_a_quota_of_its_own_and_is_ended(tmp_path, mo
     ended = []
     monkeypatch.setattr(tiers_bed.os, "kill", lambda pid, number: ended.append((pid, number)))
     monkeypatch.setattr(tiers_bed.os, "waitpid", lambda pid, options: ended.append(pid))
-    with tiers_bed.limited(12345, "end", 0.3) as given:
+    kept = []
+    monkeypatch.setattr(tiers_bed.os, "sched_setaffinity", lambda pid, cores: kept.append((pid, len(cores))))
+    with tiers_bed.limited(1234, "cloud", 0.9):
+        assert not kept
+    ended.clear()
+    with tiers_bed.limited(12345, "end", 0.3, on_one_core=True) as given:
+        assert kept == [(12345, 1)]
         assert given.folder == tmp_path / f"mlcn_tiers_{os.getpid()}_end", "the next bed finds it if this script dies"
         assert (given.folder / "cpu.max").read_text() == "3000 10000"
         assert (given.folder / "cgroup.procs").read_text() == "12345"

@@ -40,16 +40,17 @@ def test_a_server_has_its_quota_before_it_times_its_lanes(monkeypatch):
     running = types.SimpleNamespace(pid=7, kill=lambda: done.append("killed"), wait=lambda: done.append("waited"))
 
     @contextlib.contextmanager
-    def limited(pid, name, cores):
-        done.append(("limited", pid, name, cores))
+    def limited(pid, name, cores, on_one_core):
+        done.append(("limited", pid, name, cores, on_one_core))
         yield "quota"
 
     monkeypatch.setattr(tiers_gateway, "start_server", lambda *_: running)
     monkeypatch.setattr(tiers_gateway, "limited", limited)
     monkeypatch.setattr(tiers_gateway, "url_of", lambda server: done.append("listens") or "http://x")
-    with tiers_gateway.process("end", 0.3, "tiers") as found:
+    with tiers_gateway.gateway("artifact", [], "key") as found:
         assert found == ("http://x", "quota")
-    assert done == [("limited", 7, "end", 0.3), "listens", "killed", "waited"]
+    cores = tiers_gateway.CORES_OF["end"]
+    assert done == [("limited", 7, "end", cores, True), "listens", "killed", "waited"]
 
 
 @pytest.fixture
@@ -121,10 +122,10 @@ def test_a_model_of_its_own_has_the_flops_of_its_tier_and_learned_from_the_same_
 def fault():
     made = {
         "requests": 40,
-        "planned_times": 4,
-        "times": 3,
+        "planned_times": 40,
+        "times": 30,
         "begun_unwell": 1,
-        "times_met": 2,
+        "times_met": 20,
         "exposed": 7,
         "deadline_ms": 51.5,
         "extra_ms": 50.0,
@@ -178,7 +179,7 @@ def test_tables_tell_what_was_reached_and_what_was_not():
     assert "| end | 1 | " not in text, "without it there is no gateway"
     assert "| largest error | 3e-07, yes |" in text
     assert "| largest error, cut at columns | 3e-05, no |" in text
-    late = "SIGCONT | 40 | 4 | 3 | 1 | 2 | 7 | 51.5 | 1 | 0 | 0 | 0 | 5 | 50 | 60 | 25.0%, 0.0%, none | no |"
+    late = "SIGCONT | 40 | 40 | 30 | 1 | 20 | 7 | 51.5 | 1 | 0 | 0 | 0 | 5 | 50 | 60 | 25.0%, 0.0%, none | no |"
     assert late in text, "1 of 40 is too many"
     assert late.replace("51.5 | 1 | 0 |", "51.5 | 0 | 0 |").replace("| no |", "| yes |") in tiers_gateway.report(
         {**made, "measured": made["measured"] | {"fault: SIGSTOP, and SIGCONT": {**fault(), "late": 0}}}
@@ -188,9 +189,10 @@ def test_tables_tell_what_was_reached_and_what_was_not():
         {**made, "measured": made["measured"] | {"fault: SIGSTOP, and SIGCONT": alone}}
     ), "no other tier answers in time anyway"
     for few, shown in (
-        ({"times_met": 1}, "not judged"),
-        ({"times_filled": 1}, "not judged"),
-        ({"times_filled": 2}, "yes"),
+        ({"times_met": 14}, "not judged"),
+        ({"times_filled": 14}, "not judged"),
+        ({"times_filled": 15}, "yes"),
+        ({"times": 9, "times_met": 9}, "not judged"),
         ({"extra_ms": 250.0}, "yes, with 250 ms"),
     ):
         assert f"| 25.0%, 0.0%, none | {shown} |" in tiers_gateway.report(

@@ -18,6 +18,7 @@ from mlcn_jax.tiers import client as clients
 from mlcn_jax.tiers import wire
 from mlcn_jax.tiers.client import Node, TierClient, TierLost
 from mlcn_jax.tiers.node import NodeService
+from mlcn_jax.tiers.refine import refine
 
 LIMITS = Limits(max_batch=2, max_queue=16, max_body_bytes=2**20, max_images=4, max_connections=50, timeout_seconds=5.0)
 IMAGES = np.zeros((1, 4, 4, 1), np.uint8)
@@ -84,6 +85,31 @@ def test_a_tier_that_is_too_far_for_a_deadline_is_not_sent_every_image():
         assert (await ask(client, 5)).tolist() == [[0.5] * 3]
         client._asked = time.monotonic()
         assert not client.is_worth_asking(1, 0.05)
+
+    asyncio.run(check())
+
+
+def test_at_a_deadline_the_answer_goes_before_the_requests_that_are_awaited_are_ended():
+    async def check():
+        ended = []
+
+        async def handler(request):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append(request)
+
+        async def at_home(tier, images):
+            return images
+
+        own, tiers = np.full((1, 3), 0.1, np.float32), {"edge": tier_of(handler)}
+        async for answer in refine(made(), IMAGES, own, tiers, at_home, deadline=time.monotonic() + 0.05):  # noqa: B007
+            pass
+        assert ended == []
+        assert answer.lost[0]["edge"] == "no answer before the deadline"
+        await asyncio.sleep(0.01)
+        assert len(ended) == 1
+        assert tiers["edge"].traffic.failures == {}, "it was not awaited any more"
 
     asyncio.run(check())
 
