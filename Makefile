@@ -57,7 +57,7 @@ test-onnx: setup .venv-onnx/installed
 # The job files of docs/howto/clusters.md, under a Slurm of one node and Open MPI: installs both (Debian, as root).
 launchers: setup
 	apt-get install --yes --no-install-recommends slurm-wlm openmpi-bin
-	MLCN_JAX_LAUNCHERS=1 $(RUN) -m pytest -m long -rs --timeout=1000 tests/distributed/test_launchers.py
+	MLCN_JAX_LAUNCHERS=1 XLA_FLAGS= $(RUN) -m pytest -m long -rs --timeout=1000 tests/distributed/test_launchers.py
 
 # The docs as a website in docs/_build. Warnings are errors.
 docs: .venv/installed-requirements-docs.txt .venv/installed-package
