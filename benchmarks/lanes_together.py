@@ -3,11 +3,10 @@
     python -m benchmarks.lanes_together
 
 `conv_spectral.lanes_in_turn` computes the convolutions of lanes one by one, so that a lane's arrays fit the cache. Here
-so many lanes at once are computed as one batched program: whole training steps of the thinnest published lanes, and the
-3x3 convolutions of eight residual lanes of width 2 with their gradients, where XLA computes several lanes as a grouped
-convolution (`native`), or as one batched product of copied windows (`im2col`). In interleaved rounds on the backend at
-hand. Writes `benchmarks/results/lanes_together.json` after each case; what is there of this machine is kept, and not
-measured again.
+several lanes, or all, are computed as one batched program: in training steps of the thinnest published lanes, and in
+the 3x3 convolutions of eight residual lanes of width 2 with their gradients, which are then a grouped convolution
+(`native`) or a batched product of copied windows (`im2col`). In interleaved rounds on the backend at hand. Writes
+`benchmarks/results/lanes_together.json` after each case; what is there of this machine is kept, and not measured again.
 """
 
 import functools

@@ -24,8 +24,9 @@ from jax import Array, lax
 from benchmarks import networks, peers
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import conv, resnet
+from mlcn_jax.nn.lanes import LaneSettings
 
-_GROUP = 100  # images
+_GROUP = LaneSettings.norm_group  # images
 _SIZES = (15, 7, 3)  # of the maps of each stage, on 32x32 images
 
 

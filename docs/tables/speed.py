@@ -240,6 +240,35 @@ def _median(model: Mapping[str, Any], ratio: str) -> str:
     return f"{model[ratio]['median']:.2f}" if ratio in model else "-"
 
 
+def _images(result: Mapping[str, Any]) -> str:
+    return f"{result['batch']} images"
+
+
+@place
+def normalisation() -> str:
+    result = benchmark("normalisation")
+    forms = {"jax": "gradients of JAX", "lanes": "as lanes do it", "fused": "one gradient for both"}
+    rows = [
+        [title, *(f"{case[form]:.1f}" for form in forms), f"{case['fused'] / case['lanes']:.2f}"]
+        for title, case in result["cases"].items()
+    ]
+    header = " | ".join(["map", *(f"{told}, ms" for told in forms.values()), "one gradient over lanes"])
+    return f"{table_of(header, rows)}\n\n{measured_on(result, _images(result))}"
+
+
+@place
+def lanes_together() -> str:
+    result = benchmark("lanes_together")
+    rows = []
+    for title, case in result["cases"].items():
+        taken = {name: ms for name, ms in case.items() if name.endswith("at once")}
+        (_, in_turn), *others = taken.items()
+        told = "; ".join(f"{name}: {ms:.0f} ({ms / in_turn:.2f})" for name, ms in others)
+        rows.append([title, f"{in_turn:.0f}", told])
+    table = table_of("lanes | in turn, ms | several together, ms (over in turn)", rows)
+    return f"{table}\n\n{measured_on(result, _images(result))}"
+
+
 @place
 def winograd() -> str:
     result = benchmark("winograd_cpu")

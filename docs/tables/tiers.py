@@ -1,5 +1,7 @@
 """Tables of lanes over end, edge and cloud."""
 
+from typing import Any
+
 from tables.parts import NAMES, experiment, measured_on, percent, place, table_of
 
 _LATE = 0.001  # of the requests, at most
@@ -7,7 +9,16 @@ _LATE = 0.001  # of the requests, at most
 
 @place
 def tiers_gateway() -> str:
-    result = experiment("tiers_gateway")
+    return _gateway(experiment("tiers_gateway"))
+
+
+@place
+def tiers_gateway_cifar() -> str:
+    return _gateway(experiment("tiers_gateway_cifar"))
+
+
+def _gateway(result: dict[str, Any]) -> str:
+    """Answers of a gateway against the cloud alone, and requests under faults, where any were made."""
     about, measured, policy = result["about"], result["measured"], result["policy"]
     cloud, own = measured["cloud alone"], measured["answers"]
     rows = [
