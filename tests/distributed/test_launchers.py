@@ -20,12 +20,14 @@ from conftest import REPOSITORY
 from mlcn_jax.training.trained import load_trained
 
 FILES = REPOSITORY / "docs" / "launchers"
+_STEPS = 200  # with fewer, a job may end before what interrupts it reaches it
 FIELDS = [
     "--config.model.lanes=mlcn1:w1*2",
     "--config.model.decoder=8",
     "--config.train.batch_size=50",
     "--config.train.checkpoint_every=10",
     "--config.train.score_test=false",
+    f"--config.train.num_steps={_STEPS}",
 ]
 _WAIT_SECONDS = 400.0
 # Processes without a launcher have a core each; what more cores add up differs in the last bits.
@@ -131,11 +133,10 @@ def _until(true, message):
         time.sleep(0.5)
 
 
-def submit(folder, slurm, steps):
+def submit(folder, slurm):
     """Submits the job of the docs; returns its number."""
-    fields = [*FIELDS, f"--config.train.num_steps={steps}"]
     out = _said(
-        ["sbatch", "--parsable", f"--output={folder}.out", str(FILES / "job.sbatch"), *fields],
+        ["sbatch", "--parsable", f"--output={folder}.out", str(FILES / "job.sbatch"), *FIELDS],
         slurm | {"WORKDIR": str(folder)},
     )
     assert out.strip().isdigit(), out
@@ -156,19 +157,19 @@ def parameters(folder):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory, environment):
-    """The parameters after 40 steps of two processes without a launcher."""
+    """The parameters after all steps of two processes without a launcher."""
     folder = tmp_path_factory.mktemp("expected") / "run"
     command = ["mlcn_jax", "train", "--config=quickstart", f"--workdir={folder}", *FIELDS]
-    command += ["--config.train.num_steps=40", "--config.parallel.processes=2", "--config.parallel.lane=2"]
+    command += ["--config.parallel.processes=2", "--config.parallel.lane=2"]
     subprocess.run(command, env=environment, check=True, timeout=_WAIT_SECONDS)
     return parameters(folder)
 
 
 @pytest.fixture(scope="module")
 def alone(slurm, tmp_path_factory):
-    """The parameters after 40 steps of a job of Slurm that is left alone."""
+    """The parameters after all steps of a job of Slurm that is left alone."""
     folder = tmp_path_factory.mktemp("alone") / "run"
-    wait_for(submit(folder, slurm, 40), slurm, folder)
+    wait_for(submit(folder, slurm), slurm, folder)
     return parameters(folder)
 
 
@@ -185,7 +186,7 @@ def test_two_processes_under_slurm(alone, expected):
 
 def interrupt(slurm, folder, *command):
     """Submits a job, and calls a command with its number once it has saved; returns the number."""
-    job = submit(folder, slurm, 40)
+    job = submit(folder, slurm)
     _until(lambda: any((folder / "checkpoints").glob("[0-9]*")), lambda: Path(f"{folder}.out").read_text())
     subprocess.run([*command, job], env=slurm, check=True)
     return job
@@ -220,7 +221,7 @@ def test_a_job_that_is_cancelled_saves_and_stays_cancelled(slurm, tmp_path):
         lambda: Path(f"{folder}.out").read_text(),
     )
     told = Path(f"{folder}.out").read_text()
-    (step,) = set(re.findall(r"stopped by SIGTERM after step (\d+) of 40", told))
+    (step,) = set(re.findall(rf"stopped by SIGTERM after step (\d+) of {_STEPS}", told))
     assert (folder / "checkpoints" / step).exists()
 
 
@@ -229,7 +230,7 @@ def test_a_job_that_is_cancelled_saves_and_stays_cancelled(slurm, tmp_path):
 def test_two_processes_under_open_mpi(environment, expected, tmp_path):
     own = environment | {"WORKDIR": str(tmp_path / "run")}
     own |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    command = [*ONE_CORE, str(FILES / "mpi.sh"), *FIELDS, "--config.train.num_steps=40"]
+    command = [*ONE_CORE, str(FILES / "mpi.sh"), *FIELDS]
     subprocess.run(command, env=own, check=True, timeout=_WAIT_SECONDS)
     assert_equal(parameters(tmp_path / "run"), expected)
 
