@@ -363,6 +363,9 @@ def in_one_loop() -> bool:
     return tracing.platform() not in ("cpu", "onnx")
 
 
+_NO_RESULT = 0x7FA5A5A5  # bits of a signalling NaN, which no operation gives
+
+
 def lanes_one_by_one(function: Callable[[dict, Array], Any], params: dict, images: Array, count: int) -> list[Any]:
     """Applies `function` to one lane after another, so that the lanes' work space does not add up.
 
@@ -370,7 +373,7 @@ def lanes_one_by_one(function: Callable[[dict, Array], Any], params: dict, image
     starting it earlier. (`lax.optimization_barrier` does not: XLA removes it before it schedules a program's
     operations. And parameters that depend on something are compiled into other loops, which round otherwise than those
     of one lane.)
-    Accelerators run the lanes in a loop (`in_one_loop`), and none sees the others' NaN.
+    Accelerators run the lanes in a loop (`in_one_loop`).
 
     Args:
       function: from one lane's parameters and the images to a tree of arrays; its errors are passed on.
@@ -387,7 +390,7 @@ def lanes_one_by_one(function: Callable[[dict, Array], Any], params: dict, image
     for i in range(count):
         if results:
             probe = sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in jax.tree.leaves(results[-1]))
-            done = ~jnp.isnan(probe)  # false only for NaN, which the lanes that follow then have, too
+            done = lax.bitcast_convert_type(probe, jnp.uint32) != _NO_RESULT  # always, which the compiler cannot know
             images = jnp.where(done, images, jnp.full_like(images, jnp.nan))
         results.append(function(jax.tree.map(lambda array, i=i: array[i], params), images))
     return results

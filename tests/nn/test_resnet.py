@@ -11,7 +11,7 @@ from jax import lax
 
 from mlcn_jax.data.batches import Augmentation
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import calibration, capsules, losses, model, resnet, tracing
+from mlcn_jax.nn import calibration, capsules, lanes, losses, model, resnet, tracing
 from mlcn_jax.nn.lane_losses import outputs_and_loss
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.step import make_loss
@@ -261,6 +261,22 @@ def test_accelerators_compute_equal_lanes_in_one_loop_with_the_same_result(image
             found[platform] = jax.jit(gradients_of)(params)["encoder"]
     assert convolutions["gpu"] < convolutions["cpu"], "one program for both lanes"
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 2e-6), found["gpu"], found["cpu"])
+
+
+@pytest.mark.parametrize("broken", [jnp.nan, jnp.inf, -0.0])
+def test_a_lane_that_diverges_leaves_the_others_as_they_are(broken):
+    """Though each is computed after the one before."""
+
+    @jax.jit
+    def results(kernels, images):
+        return lanes.lanes_one_by_one(lambda kernel, images: (kernel * images).sum(), kernels, images, 3)
+
+    rng = np.random.default_rng(0)
+    kernels, images = jnp.asarray(rng.normal(size=(3, 4)), jnp.float32), jnp.asarray(rng.normal(size=4), jnp.float32)
+    found, changed = results(kernels, images), results(kernels.at[0].set(broken), images)
+    assert found[0] != changed[0]
+    assert found[1:] == changed[1:]
+    assert np.isfinite(found).all()
 
 
 @pytest.mark.long
