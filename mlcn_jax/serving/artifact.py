@@ -21,14 +21,13 @@ from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import program
 from mlcn_jax.serving import parts
-from mlcn_jax.serving.parts import ONNX, PER_LANE, XLA, Functions
+from mlcn_jax.serving.parts import MAX_BATCH, ONNX, PER_LANE, XLA, Functions, call_sizes
 
 FORMAT = 1
 MIXED_FORMAT = 2  # lanes in several precisions, some of them for ONNX Runtime
 MANIFEST, MODEL, WEIGHTS = "manifest.json", "model.json", "weights.npz"
 CONVERTED = "onnx/model.onnx"  # in the folder that holds the export
 RUNTIMES = ("auto", XLA, ONNX)
-MAX_BATCH = 128  # images in one call of a function; more are split into several calls
 # Weights of up to this many bytes are compiled into the programs, already transformed: 1.8 times as fast for 8 images
 # on a CPU (benchmarks/results/exported.json), but each program takes ten times the memory of the weights.
 _COMPILED_IN_BYTES = 2**25
@@ -84,7 +83,7 @@ class Classifier:
 
         Args:
           images: uint8 [n, height, width, channels]. There is a program for each power of two up to `MAX_BATCH`,
-            compiled when it is first needed; other numbers of images are padded.
+            compiled when it is first needed; other numbers of images are split and padded (`parts.call_sizes`).
 
         Returns:
           float32 [n, classes].
@@ -193,18 +192,16 @@ class Artifact(Classifier):
 
 
 def apply_in_batches(functions: Functions, rows: np.ndarray) -> np.ndarray:
-    """The output of `functions` for rows [n, ...], n > 0, in calls of up to `MAX_BATCH`, padded to powers of two."""
-    parts = [_padded(functions, rows[start : start + MAX_BATCH]) for start in range(0, len(rows), MAX_BATCH)]
-    return np.concatenate(parts)
-
-
-def _padded(functions: Functions, rows: np.ndarray) -> np.ndarray:
-    count = len(rows)
-    size = 1 << (count - 1).bit_length()
-    if size > count:
-        rows = np.concatenate([rows, np.zeros((size - count, *rows.shape[1:]), rows.dtype)])
-    call = next(call for least, call in functions if size >= least)
-    return jax.device_get(call(rows))[:count]
+    """The output of `functions` for rows [n, ...], n > 0, in calls of `parts.call_sizes`."""
+    found, start = [], 0
+    for size in call_sizes(len(rows)):
+        some = rows[start : start + size]
+        start += size
+        if len(some) < size:
+            some = np.concatenate([some, np.zeros((size - len(some), *rows.shape[1:]), rows.dtype)])
+        call = next(call for least, call in functions if size >= least)
+        found.append(np.asarray(call(some)))
+    return np.concatenate(found)[: len(rows)]
 
 
 def load_functions(

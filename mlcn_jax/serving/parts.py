@@ -18,6 +18,7 @@ from mlcn_jax.host import num_cores
 from mlcn_jax.serving.onnx_file import open_onnx
 
 Functions = Sequence[tuple[int, Callable[[np.ndarray], Any]]]  # (least rows it is used for, function), descending
+MAX_BATCH = 128  # images in one call of a function; more are split into several calls
 XLA, ONNX = "xla", "onnxruntime"
 PER_LANE = "per lane"  # where lanes of both are together
 OUTPUT = "part"  # output name in a lane's ONNX file
@@ -99,6 +100,23 @@ def square_roots(functions: Functions) -> Functions:
         return lambda rows: np.sqrt(call(rows))
 
     return [(least, root(call)) for least, call in functions]
+
+
+def call_sizes(count: int) -> list[int]:
+    """Numbers of rows, powers of two up to `MAX_BATCH`, of the calls that compute `count` rows.
+
+    Only the last call may have padding, and beyond 8 rows only if that is at most an eighth of it: more takes longer
+    than another call does.
+    """
+    sizes = [MAX_BATCH] * (count // MAX_BATCH)
+    left = count % MAX_BATCH
+    while left:
+        size = 1 << (left - 1).bit_length()
+        if size > 8 and size - left > size // 8:
+            size //= 2
+        sizes.append(size)
+        left = max(left - size, 0)
+    return sizes
 
 
 def model_digest(lanes: str, lane_weights: Sequence[float], arrays: Mapping[str, np.ndarray]) -> str:

@@ -22,7 +22,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import program
 from mlcn_jax.serving.onnx_file import SESSION, open_onnx
-from mlcn_jax.serving.parts import ONNX, XLA, tolerance
+from mlcn_jax.serving.parts import ONNX, XLA, call_sizes, tolerance
 
 OUTPUT = "lengths"  # output name of a converted model
 TOLERANCE = 1e-5  # largest difference of lengths at which a converted model may replace XLA
@@ -64,12 +64,13 @@ class Fastest:
     def choice(self, count: int) -> str:
         """The runtime for a batch of `count` images; measures it if it is not known yet.
 
-        XLA's programs pad to the next power of two, the others compute no more images than they are given: their time
-        is taken as linear between the two powers of two around `count`.
+        XLA's programs take powers of two (`parts.call_sizes`), whose times add up. The others compute as many images
+        as they are given: their time is taken as linear between the two powers of two around `count`.
         """
         size = 1 << (count - 1).bit_length()
         own = dict(self._known(size))
         if count < size and len(own) > 1:
+            own[XLA] = sum(self._known(each)[XLA] for each in call_sizes(count))
             half, share = self._known(size // 2), 2 * count / size - 1
             for name in (own.keys() & half.keys()) - {XLA}:
                 own[name] = half[name] + share * (own[name] - half[name])

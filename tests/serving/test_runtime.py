@@ -13,7 +13,7 @@ import pytest
 from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.serving import runtime
-from mlcn_jax.serving.artifact import Artifact
+from mlcn_jax.serving.artifact import Artifact, apply_in_batches
 from mlcn_jax.serving.onnx_file import open_onnx
 from mlcn_jax.serving.predict import open_model
 
@@ -73,6 +73,30 @@ def test_batches_between_powers_of_two_count_as_they_are_for_a_runtime_that_does
     }
     fastest = runtime.Fastest(computes, SHAPE, None, {})
     assert [fastest.choice(count) for count in (4, 5, 7, 8)] == ["onnxruntime", "onnxruntime", "xla", "xla"]
+
+
+def test_calls_of_xla_between_powers_of_two_add_up():
+    computes = {
+        "xla": lengths_of([], "xla", lambda count: 0.001 * count),
+        "onnxruntime": lengths_of([], "onnxruntime", lambda count: 0.014),
+    }
+    fastest = runtime.Fastest(computes, SHAPE, None, {})
+    assert [fastest.choice(count) for count in (12, 15, 16)] == ["xla", "onnxruntime", "onnxruntime"], "15 are padded"
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 9, 33, 100, 128, 300])
+def test_little_is_wasted_on_padding(count):
+    calls = []
+
+    def call(rows):
+        calls.append(len(rows))
+        return rows.sum(axis=1, keepdims=True)
+
+    rows = np.random.default_rng(0).normal(size=(count, 5))
+    np.testing.assert_array_equal(apply_in_batches([(1, call)], rows), call(rows))
+    *sizes, _ = calls
+    assert set(sizes) <= {2**power for power in range(8)}
+    assert sum(sizes) - count <= max(1, count // 8)
 
 
 def test_a_runtime_with_other_lengths_is_not_used_however_fast(tmp_path, caplog):
