@@ -4,8 +4,9 @@
     python -m experiments.distilled_lanes --workdir=runs/distilled --repeats=3 --cases=cifar --cifar_teacher=runs/mine
     python -m experiments.distilled_lanes --workdir=runs/trial --trial --cases=cifar --settings=w0.5t1,w0.9t4plain
 
-For each case the teacher is trained first, once, or taken from the workdir of one trained before. Its students have a
-tenth of its FLOPs, are trained for as many epochs on all training images, and read the test set once, when a run ends.
+For each case the teacher is trained first, once, or taken from the workdir of one trained before. Students are thinner
+lanes or, in the cases `of_15`, one lane like each of the teacher's fifteen. They have a tenth of its FLOPs, are trained
+for as many epochs on all training images, and read the test set once, when a run ends.
 The share of the gap that is recovered is (distilled - labels) / (teacher - labels), of mean accuracies; it is judged
 over three seeds, where the gap is large enough and FLOPs and epochs are as said. Students of a setting that ends in
 `plain` have a teacher trained without label smoothing, which takes from a teacher what it knows of other classes.
@@ -71,12 +72,11 @@ _IMAGES = {"cifar10": 50_000, "fashion_mnist": 60_000}  # for training
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """A teacher and its students: a module of `configs`, the lanes of both, and what students change in it."""
+class Teacher:
+    """A module of `configs`, the lanes of the teacher, and what it and its students change in the configuration."""
 
     config: str
-    teacher: str
-    students: str
+    lanes: str
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -85,14 +85,35 @@ class Case:
         return "fashion_mnist" if "fashion" in self.config else "cifar10"
 
 
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Students of a teacher: its name, their lanes, and what only they change in its configuration."""
+
+    teacher: str
+    students: str
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def data(self) -> str:
+        """The name of the data set."""
+        return TEACHERS[self.teacher].data
+
+
+TEACHERS = {
+    "cifar10": Teacher("resnet_cifar", "resnet:w3d2*4"),
+    "fashion_mnist": Teacher("resnet_fashion", "resnet:w3d2*4"),
+    "cifar10_of_15": Teacher("resnet_cifar", "resnet:w1d2*15"),
+    "fashion_mnist_of_15": Teacher("resnet_fashion", "resnet:w1d1*15"),
+}
 # All lanes see the same view of an image, so that the teacher is asked once a step and not once for each lane.
 _ONE_VIEW = {"data.augment_lanes": False}
 CASES = {
-    "cifar": Case("resnet_cifar", "resnet:w3d2*4", "resnet:w1d2*2", _ONE_VIEW),
-    "fashion": Case("resnet_fashion", "resnet:w3d2*4", "resnet:w1d2*2", _ONE_VIEW),
+    "cifar": Case("cifar10", "resnet:w1d2*2", _ONE_VIEW),
+    "fashion": Case("fashion_mnist", "resnet:w1d2*2", _ONE_VIEW),
+    "cifar_of_15": Case("cifar10_of_15", "resnet:w1d2*1", _ONE_VIEW),
+    "fashion_of_15": Case("fashion_mnist_of_15", "resnet:w1d1*1", _ONE_VIEW),
     "fashion_capsules": Case(
-        "resnet_fashion",
-        "resnet:w3d2*4",
+        "fashion_mnist",
         "mlcn2:w2*4",
         {
             **_ONE_VIEW,
@@ -157,18 +178,16 @@ def run(
         )
     host.set_up_jax(least_seconds=0.1)  # before anything is loaded
     scored = {data: _test_accuracy(folder) for data, folder in given.items()}  # refused before anything is trained
-    needed = dict.fromkeys(CASES[case].data for case in cases)
+    needed = [name for name in dict.fromkeys(CASES[case].teacher for case in cases) if TEACHERS[name].data not in given]
     for setting in settings:
         _weight_and_temperature(setting)
     kinds = dict.fromkeys(map(_teacher_of, settings))
-    runs: list[dict[str, Any]] = [
-        {"case": data, "way": kind, "seed": 0} for data in needed if data not in given for kind in kinds
-    ]
+    runs: list[dict[str, Any]] = [{"case": name, "way": kind, "seed": 0} for name in needed for kind in kinds]
     ways = (LABELS, *settings)
     runs += [{"case": case, "way": way, "seed": s} for s in range(request.repeats) for case in cases for way in ways]
     teachers_at = {
-        (data, kind): given.get(data, request.workdir / "runs" / data / kind / "seed0")
-        for data in _IMAGES
+        (name, kind): given.get(teacher.data, request.workdir / "runs" / name / kind / "seed0")
+        for name, teacher in TEACHERS.items()
         for kind in (TEACHER, PLAIN)
     }
     make_config = functools.partial(configure_run, request.directories, teachers_at, trial)
@@ -184,7 +203,7 @@ def teachers_needed(series: Series, runs: Sequence[Facts]) -> list[Facts]:
     """The teachers of students that have not been trained yet: their models are needed, also where results are kept."""
     ended = [record["facts"] for record in series.records()]
     needed = {
-        (CASES[one["case"]].data, _teacher_of(one["way"]))
+        (CASES[one["case"]].teacher, _teacher_of(one["way"]))
         for one in runs
         if one["way"] not in (TEACHER, PLAIN, LABELS) and one not in ended
     }
@@ -199,22 +218,23 @@ def configure_run(
     way: str,
     seed: int,
 ) -> RunConfig:
-    """The run of a case, or, for a teacher, of a data set; `way` is `labels`, a setting, or a kind of teacher."""
+    """The run of a case, or of the teacher of that name; `way` is `labels`, a setting, or a kind of teacher."""
     is_teacher = way in (TEACHER, PLAIN)
-    given = next(c for c in CASES.values() if c.data == case) if is_teacher else CASES[case]
-    config = RunConfig.from_dict(importlib.import_module(f"configs.{given.config}").get_config().to_dict())
-    changes: dict[str, Any] = {"train.seed": seed, "data.dir": directories[given.data]}
+    name = case if is_teacher else CASES[case].teacher
+    teacher = TEACHERS[name]
+    config = RunConfig.from_dict(importlib.import_module(f"configs.{teacher.config}").get_config().to_dict())
+    changes: dict[str, Any] = {"train.seed": seed, "data.dir": directories[teacher.data], **teacher.changes}
     if trial:
-        held_out = _HELD_OUT / _IMAGES[given.data]
+        held_out = _HELD_OUT / _IMAGES[teacher.data]
         changes |= {"data.validation_fraction": held_out, "data.split_seed": 0, "train.score_test": False}
     if is_teacher:
         plain = {"model.label_smoothing": 0.0} if way == PLAIN else {}
-        return config.replace(changes | {"model.lanes": given.teacher} | plain)
-    changes |= {"model.lanes": given.students, **given.changes}
+        return config.replace(changes | {"model.lanes": teacher.lanes} | plain)
+    changes |= {"model.lanes": CASES[case].students, **CASES[case].changes}
     if way != LABELS:
         weight, temperature = _weight_and_temperature(way)
         changes |= {"train.teacher_weight": weight, "train.teacher_temperature": temperature}
-        changes["train.teacher"] = str(teachers_at[given.data, _teacher_of(way)])
+        changes["train.teacher"] = str(teachers_at[name, _teacher_of(way)])
     return config.replace(changes)
 
 
@@ -257,7 +277,7 @@ def summarise(records: Records, scored: Mapping[str, dict[str, Any]]) -> list[di
     settings = dict.fromkeys(record["facts"]["way"] for record in records)
     for name, setting in itertools.product(CASES, [way for way in settings if way not in (LABELS, TEACHER, PLAIN)]):
         case = CASES[name]
-        teachers = [r for r in select(records, case=case.data, way=_teacher_of(setting)) if "flops" in r]
+        teachers = [r for r in select(records, case=case.teacher, way=_teacher_of(setting)) if "flops" in r]
         teacher = scored.get(case.data) or (teachers[0] if teachers else None)
         ways = [[r for r in select(records, case=name, way=way) if "flops" in r] for way in (LABELS, setting)]
         if teacher is None or not all(ways):

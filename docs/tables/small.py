@@ -107,7 +107,7 @@ def distillation_steps() -> str:
     what = f"teacher `{result['teacher']}`, student `{result['lanes']}`, batch {result['batch']}"
     epochs = result["epochs_until_kept_is_faster"]
     text = "Keeping them is not faster." if epochs is None else f"Keeping them is faster from {epochs:.1f} epochs on."
-    table = table_of("a step with | images | ms | over a step on labels alone", rows)
+    table = table_of("a step with | images | ms | times a step on labels alone", rows)
     return f"{table}\n\n{text}\n\n{measured_on(result, what)}"
 
 

@@ -25,7 +25,7 @@ import tables
 
 DIRECTORIES = {"cifar10": "", "fashion_mnist": ""}
 KINDS = (distilled_lanes.TEACHER, distilled_lanes.PLAIN)
-TEACHERS = {(data, kind): Path(data) / kind for data in DIRECTORIES for kind in KINDS}
+TEACHERS = {(name, kind): Path(name) / kind for name in distilled_lanes.TEACHERS for kind in KINDS}
 
 
 def configured(case, way, trial=False):
@@ -39,9 +39,9 @@ def test_students_have_a_tenth_of_the_flops_and_differ_in_the_teacher_only(case)
     labels, distilled, teacher = (
         configured(case, "labels"),
         configured(case, "w0.9t4"),
-        configured(given.data, "teacher"),
+        configured(given.teacher, "teacher"),
     )
-    assert distilled.train.teacher == str(TEACHERS[given.data, "teacher"])
+    assert distilled.train.teacher == str(TEACHERS[given.teacher, "teacher"])
     assert labels == distilled.replace({"train.teacher": ""})
     assert labels.train.num_epochs == teacher.train.num_epochs
     small, large = (forward_flops(config.model_spec(shape, 10)) for config in (labels, teacher))

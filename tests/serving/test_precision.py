@@ -89,19 +89,39 @@ def test_a_lane_in_bfloat16_is_computed_from_the_weights_that_are_stored():
     assert np.linalg.norm(found - stored) < 0.7 * np.linalg.norm(found - part(lane.params))
 
 
-@pytest.mark.parametrize("conv", ["native", "im2col"])
-def test_a_residual_lane_in_bfloat16_whitens_in_float32(conv):
-    """Neighbouring pixels of these images hardly differ, so whitening magnifies what rounding would change."""
+def residual_lane(conv):
+    """A residual lane, and images whose neighbouring pixels hardly differ: whitening magnifies what rounding does."""
     spec = ModelSpec("mlcn", (12, 12, 1), 3, "resnet:w1", norm_group=8, conv=conv)
     rng = np.random.default_rng(0)
     images = (100 + rng.normal(0, 1, (8, 12, 12, 1)).cumsum(axis=1).cumsum(axis=2)).clip(0, 255).astype(np.uint8)
     pixels = images / np.float32(255)
     params = calibration.whiten(spec, init_params(spec, jax.random.key(0)), pixels)
     params = calibration.fold_statistics(spec, calibration.calibrate(spec, params, [pixels]))
-    (lane,) = lanes_of(spec, params["encoder"])
+    return lanes_of(spec, params["encoder"])[0], images
+
+
+@pytest.mark.parametrize("conv", ["native", "im2col"])
+def test_a_residual_lane_in_bfloat16_whitens_in_float32(conv):
+    lane, images = residual_lane(conv)
     found = make(lane, BFLOAT16, images)
     assert {n.split("/")[-1] for n, a in found.arrays.items() if a.dtype == np.float32} == {"kernel", "bias"}
     np.testing.assert_allclose(found.call(images), make(lane, FLOAT32, images).call(images), atol=0.03)
+
+
+@installed
+def test_a_residual_lane_in_int8_whitens_in_float32():
+    """All other convolutions are computed in 8 bits."""
+    import onnx as onnx_package
+
+    lane, images = residual_lane("native")
+    found = make(lane, INT8, images)
+    graph = onnx_package.load_from_string(found.onnx).graph
+    makers = {name: node.op_type for node in graph.node for name in node.output}
+    first, *others = [makers.get(node.input[1], "") for node in graph.node if node.op_type == "Conv"]
+    assert first != "DequantizeLinear"
+    assert others
+    assert set(others) == {"DequantizeLinear"}
+    np.testing.assert_allclose(found.call(images), make(lane, FLOAT32, images).call(images), atol=0.1)
 
 
 def test_an_export_of_several_precisions_is_read_like_any_other(in_xla, model, images, capsys):
@@ -273,8 +293,10 @@ def test_the_fastest_mix_is_found_by_the_times_of_whole_models():
     assert (1, 1, 0) not in precision_mix.mixes_timed((1, 1, 2), kinds, 3, lambda mix: mix != (1, 1, 0), seconds)
 
 
-def test_lanes_are_placed_in_forms_that_together_lose_no_more_than_allowed(tmp_path):
+@pytest.mark.parametrize("most_mixes", [0, 1000])
+def test_lanes_are_placed_in_forms_that_together_lose_no_more_than_allowed(most_mixes, tmp_path, monkeypatch):
     """Lanes agree, so that one alone in int8 changes little, and all of them in int8 change much."""
+    monkeypatch.setattr(precision_place, "_MOST_MIXES", most_mixes)
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 3, 400)
     parts = [[np.eye(3)[labels] + rng.uniform(0, 1, (400, 3)) for _ in FORMS] for _ in range(3)]
@@ -320,12 +342,43 @@ def test_lanes_that_lose_nothing_alone_and_much_together_are_not_all_left_in_flo
     seconds = {"infer float32 native": {lane: 2e-3}, "infer int8 onnxruntime": {lane: 1e-3}}
     profiles = [dataclasses.replace(make_profile(), form_seconds=seconds)] * 2
     spec = ModelSpec("mlcn", (28, 28, 1), 2, f"{lane}*3")
+    monkeypatch.setattr(precision_place, "_MOST_MIXES", 0)
     monkeypatch.setattr(precision_place, "_TRIES", tries)
     labels = np.zeros(50, np.int32)
     placed = precision_place.place_lanes(spec, profiles, parts, [[1] * 4] * 3, labels, 1.0, 1, mix)
     assert placed["accuracy_drop"] == 0
     assert placed["makespan_milliseconds"] == pytest.approx(3.0)
     assert [found["form"].split()[0] for found in placed["lanes"]].count("int8") == 1
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("ortools"), reason="needs OR-Tools")
+@pytest.mark.parametrize("seed", range(4))
+def test_few_lanes_are_placed_as_brute_force_places_them(seed):
+    """Errors of lanes may cancel, so that two lose less together than one of them alone."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, 3, 100)
+    parts = [[np.eye(3)[labels] + rng.uniform(0, 2, (100, 3))] * len(FORMS) for _ in range(3)]
+    parts = [[own + rng.uniform(0, 2, own.shape) * (form > 0) for form, own in enumerate(lane)] for lane in parts]
+    lanes = [f"mlcn2:w{width}d1" for width in (1, 2, 3)]
+    names = ("infer bfloat16 native", "infer float32 native", "infer int8 onnxruntime")
+    forms = {name: FORMS.index(precision_place.exported_form(name)) for name in names}
+    made = [{form: {lane: rng.uniform(1, 9) for lane in lanes} for form in forms} for _ in range(2)]
+    profiles = [dataclasses.replace(make_profile(), form_seconds=seconds) for seconds in made]
+    spec = ModelSpec("mlcn", (28, 28, 1), 3, ",".join(lanes))
+    base = precision_mix.mix_accuracy(parts, [0] * 3, labels)
+    for allowed in (0.0, 2.0, 5.0):
+        best = np.inf
+        for own in itertools.product(forms, repeat=3):
+            if precision_mix.mix_accuracy(parts, [forms[form] for form in own], labels) < base - allowed / 100 - 1e-9:
+                continue
+            for devices in itertools.product((0, 1), repeat=3):
+                taken = [0.0, 0.0]
+                for lane, form, device in zip(lanes, own, devices, strict=True):
+                    taken[device] += made[device][form][lane]
+                best = min(best, max(taken))
+        placed = precision_place.place_lanes(spec, profiles, parts, [[1] * 4] * 3, labels, allowed, 1, [0] * 3)
+        assert placed["makespan_milliseconds"] == pytest.approx(1000 * best, rel=1e-5)
+        assert placed["accuracy_drop"] <= allowed + 1e-6
 
 
 @pytest.mark.long

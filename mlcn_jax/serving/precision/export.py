@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -64,7 +65,7 @@ def precision(
     """Writes the chosen mix to `results/export` and all that was measured to `results/precision.json`; returns that.
 
     With device profiles, the forms that were chosen with devices are written to `results/placed`, and the devices to
-    `results/tiers.json`.
+    `results/tiers.json`; those of an earlier call are removed.
 
     Args:
       workdir: folder of a run that was exported.
@@ -148,6 +149,12 @@ def precision(
             before_seconds, chosen_seconds = seconds_of([mix])
         else:
             (chosen_seconds,) = taken
+        if fastest and chosen_seconds > before_seconds:
+            _log.warning(
+                "the export in %s is faster than every mix that was timed: it takes %.2f ms for %d images, the chosen "
+                "mix %.2f",
+                *(workdir / "export", 1000 * before_seconds, terms.batch, 1000 * chosen_seconds),
+            )
         path, export = exports[mix]
         about = {
             "terms": dataclasses.asdict(terms),
@@ -177,6 +184,9 @@ def precision(
         }
         put_in_place(path, folder)
         write_json(results / FILE, about)
+    if (results / PLACED / artifact.MANIFEST).is_file():  # of an earlier call, from other forms
+        shutil.rmtree(results / PLACED)
+        (results / TIERS).unlink(missing_ok=True)
     if devices:
         held = [[each.num_bytes for each in own] for own in made]
         about_lanes = (parts, held, ranking.labels)

@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import importlib.util
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from mlcn_jax.serving.parts import FORMS, XLA, Form
 from mlcn_jax.serving.precision.mix import is_accurate, mix_accuracy
 
 TASK = "infer"
+_MOST_MIXES = 1_000  # of precisions, all of which are looked at
 _TRIES = 12
 _TINY = 1e-12
 
@@ -33,10 +35,13 @@ def place_lanes(
 ) -> dict[str, Any]:
     """Chooses the form and the device of each lane so that the slowest device finishes as early as possible.
 
-    A lane's loss in a form is the accuracy that the model loses if only that lane has it, plus a term for how much the
-    form changes the lane's part, which adds up to less than one image: lanes that lose nothing alone may lose much
-    together. The sum of these losses is limited, and the largest limit that leads to an accurate enough choice is found
-    by bisection, with the exact accuracy of each choice. For a limit, the choice is optimal with OR-Tools, else greedy.
+    With few lanes, every mix of precisions that is accurate enough is placed, unless its lanes would take too long on
+    devices that share them evenly: with OR-Tools the choice is optimal, otherwise each placement is greedy.
+
+    With more, a lane's loss in a form is the accuracy that the model loses if only that lane has it, plus a term for
+    how much the form changes the lane's part, which adds up to less than one image: lanes that lose nothing alone may
+    lose much together. The sum of these losses is limited, and the largest limit that leads to an accurate enough
+    choice is found by bisection, with the exact accuracy of each choice.
 
     Args:
       spec: the model.
@@ -76,27 +81,36 @@ def place_lanes(
         others = [[float(FORMS[part].precision != FORMS[wanted].precision) for part in part_of] for wanted in mix]
         return _place(problem, others, 0.0, partitioner)
 
-    half_image = 50 / len(labels)  # percentage points
-    changed = np.array([[np.mean(np.abs(own[part] - own[0])) for part in part_of] for own in parts], np.float64)
-    changed *= half_image / max(changed.max(axis=1).sum(), _TINY)
-    alone_lost = [[alone(lane, part) for part in part_of] for lane in range(len(parts))]
-    losses = np.add(alone_lost, changed).tolist()
-    found: list[FormPlacement] = []
-    low, limit, high = 0.0, max_accuracy_drop + half_image, max_accuracy_drop + half_image
-    for _ in range(_TRIES):
-        try:
-            placed = _place(problem, losses, limit, partitioner)
-        except NoRoom:
-            low = limit
-        else:
-            if is_enough(placed):
-                found.append(placed)
+    def by_losses() -> list[FormPlacement]:
+        """Accurate placements within limits of the sum of losses."""
+        half_image = 50 / len(labels)  # percentage points
+        changed = np.array([[np.mean(np.abs(own[part] - own[0])) for part in part_of] for own in parts], np.float64)
+        changed *= half_image / max(changed.max(axis=1).sum(), _TINY)
+        alone_lost = [[alone(lane, part) for part in part_of] for lane in range(len(parts))]
+        losses = np.add(alone_lost, changed).tolist()
+        found: list[FormPlacement] = []
+        low, limit, high = 0.0, max_accuracy_drop + half_image, max_accuracy_drop + half_image
+        for _ in range(_TRIES):
+            try:
+                placed = _place(problem, losses, limit, partitioner)
+            except NoRoom:
                 low = limit
             else:
-                high = min(limit, placed.lost)
-        if high - low <= _TINY:
-            break
-        limit = (low + high) / 2
+                if is_enough(placed):
+                    found.append(placed)
+                    low = limit
+                else:
+                    high = min(limit, placed.lost)
+            if high - low <= _TINY:
+                break
+            limit = (low + high) / 2
+        return found
+
+    precisions = list(dict.fromkeys(FORMS[part].precision for part in part_of))
+    if len(precisions) ** len(parts) <= _MOST_MIXES:
+        found = _of_all_mixes(problem, part_of, precisions, len(parts), only, is_enough)
+    else:
+        found = by_losses()
     with contextlib.suppress(NoRoom):
         if is_enough(given := only(mix)):
             found.append(given)
@@ -116,6 +130,45 @@ def place_lanes(
         "accuracy_drop": drop([part_of[form] for form in placed.form_of]),
         "partitioner": partitioner,
     }
+
+
+def _of_all_mixes(
+    problem: FormProblem,
+    part_of: Sequence[int],
+    precisions: Sequence[str],
+    lanes: int,
+    only: Callable[[Sequence[int]], FormPlacement],
+    is_enough: Callable[[FormPlacement], bool],
+) -> list[FormPlacement]:
+    """The best accurate placement over all mixes of precisions, if there is one; the fastest mixes come first."""
+    wanted = [next(part for part, form in enumerate(FORMS) if form.precision == name) for name in precisions]
+    fastest = [
+        {
+            part: min(
+                seconds
+                for form, row in zip(part_of, rows, strict=True)
+                for seconds in row
+                if FORMS[form].precision == FORMS[part].precision
+            )
+            for part in wanted
+        }
+        for rows in problem.seconds
+    ]
+
+    def least(mix: Sequence[int]) -> float:
+        """Seconds that a mix takes at least."""
+        own = [of_lane[part] for of_lane, part in zip(fastest, mix, strict=True)]
+        return max(*own, sum(own) / problem.num_devices)
+
+    best: list[FormPlacement] = []
+    for mix in sorted(itertools.product(wanted, repeat=lanes), key=least):
+        if best and least(mix) >= best[0].makespan_seconds:
+            break
+        with contextlib.suppress(NoRoom):
+            placed = only(mix)
+            if is_enough(placed) and (not best or placed.makespan_seconds < best[0].makespan_seconds):
+                best = [placed]
+    return best
 
 
 def exported_form(name: str) -> Form:
