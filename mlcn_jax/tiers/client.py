@@ -25,7 +25,7 @@ _SECONDS_BETWEEN_LOOKS = 0.5  # health checks
 _SECONDS_BETWEEN_TRIES = 1.0  # of a tier that has been too slow for the deadline
 _GRACE_SECONDS = 0.02  # beyond a deadline, at which whoever waits answers first, and then cancels the request
 _LOOK_SECONDS = 2.0  # time-out of a health check
-_REQUESTS_BETWEEN_CHECKS = 50  # of the node of a tier that was not asked for the longest time
+_REQUESTS_BETWEEN_CHECKS = 50  # of the node of a tier that has gone unasked the longest
 _IDLE_SECONDS = 30.0  # how long an idle connection is kept; nodes keep it longer
 _WARM_SECONDS = 20.0  # after its last use, a connection is used for a health check, which keeps it open
 _MOST_TEXT_BYTES = 2**14  # of an answer that is not to a request for numbers
@@ -277,18 +277,20 @@ class TierClient:
         raise TierLost("; ".join(reasons) or f"no node of {self.name} is available")
 
     def _next(self, able: Sequence[Node], count: int) -> Node:
-        """The node that is expected to answer first; now and then the one that was not asked for the longest time.
+        """The node that is expected to answer first; now and then the one that has gone unasked the longest.
 
-        A node without an answer so far is taken to be as fast as the fastest, and is asked before it: its own time is
-        known only then. A time that is known may have become wrong.
+        One that has failed since its last answer comes after the others. A node without an answer so far is taken to be
+        as fast as the fastest, and is asked before it: its own time is known only then. A time that is known may have
+        become wrong.
         """
         if (1 + self.traffic.requests) % _REQUESTS_BETWEEN_CHECKS == 0:
             return min(able, key=lambda node: node.asked)
         known = [times.mean for node in able if (times := node.times(count)).mean is not None]
 
-        def worth(node: Node) -> tuple[float, bool]:
+        def worth(node: Node) -> tuple[bool, float, bool]:
             times = node.times(count)
-            return (1 + node.outstanding) * times.expected_from(min(known, default=1.0)), times.mean is not None
+            seconds = (1 + node.outstanding) * times.expected_from(min(known, default=1.0))
+            return bool(node.breaker.reason), seconds, times.mean is not None
 
         return min(able, key=worth)
 

@@ -111,12 +111,14 @@ class GatewayService(Service):
     @contextlib.asynccontextmanager
     async def running(self, app: Any):
         watching = [asyncio.create_task(client.watch()) for client in self.clients.values()]
-        async with super().running(app):
-            yield
-        for task in watching:
-            task.cancel()
-        for client in self.clients.values():
-            await client.close()
+        try:
+            async with super().running(app):
+                yield
+        finally:
+            for task in watching:
+                task.cancel()
+            for client in self.clients.values():
+                await client.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         deadline, started = self._deadline(scope), time.monotonic()
@@ -248,8 +250,9 @@ class GatewayService(Service):
     def _too_short(self, milliseconds: float, count: int = 1) -> str:
         of_images = f" for {count} images" if count > 1 else ""
         return (
-            f"a deadline of {milliseconds:g} ms is shorter than this device's own lanes take{of_images}, "
-            f"{self._least_ms(count):.1f} ms: give a longer deadline, or fewer lanes to this tier"
+            f"a deadline of {milliseconds:g} ms is too short: this device's own lanes{of_images}, with "
+            f"{1e3 * RESERVE_SECONDS:g} ms for a request's way here and back, take {self._least_ms(count):.1f} ms: "
+            "give a longer deadline, or fewer lanes to this tier"
         )
 
     def about(self) -> dict[str, Any]:

@@ -17,24 +17,38 @@ progress { width: 12rem; }
 _SCRIPT = """
 const [file, picture, rows, tiers, message, again, deadline] =
   ["file", "picture", "rows", "tiers", "message", "again", "deadline"].map(id => document.getElementById(id));
-let last = 0, mayStop = false;
-const cell = (row, text, kind) => { const c = row.insertCell(); c.textContent = text; c.className = kind || ""; };
+const shown = new Map();
+let last = 0, mayStop = false, unreachable = false;
+const cell = (row, text, kind) => {
+  const c = row.insertCell();
+  c.textContent = text;
+  c.className = kind || "";
+  return c;
+};
+function rowOf(s) {
+  const row = tiers.insertRow(), button = document.createElement("button");
+  cell(row, s.name);
+  cell(row, s.lanes.join(", "));
+  const cells = ["", "number", "number"].map(kind => cell(row, "", kind));
+  button.addEventListener("click", () => fetch("tiers/" + s.name, {method: "POST", body: button.dataset.stops,
+    headers: {"Content-Type": "application/json"}}).then(r => r.json()).then(showTiers));
+  if ("available" in s && mayStop) row.insertCell().append(button);
+  return [...cells, button];
+}
 function showTiers(states) {
-  tiers.replaceChildren();
   for (const s of states) {
-    const row = tiers.insertRow(), remote = "available" in s;
-    cell(row, s.name);
-    cell(row, s.lanes.join(", "));
-    const state = !remote ? "this device" : s.stopped ? "stopped" : s.available ? "in use" : "lost: " + s.trouble;
-    cell(row, state, remote && (s.stopped || !s.available) ? "off" : "");
-    cell(row, remote ? s.answers : "", "number");
-    cell(row, remote ? (s.sent_bytes / 1024).toFixed(1) : "", "number");
-    const button = document.createElement("button");
+    if (!shown.has(s.name)) shown.set(s.name, rowOf(s));
+    const [state, answers, sent, button] = shown.get(s.name), remote = "available" in s;
+    state.textContent =
+      !remote ? "this device" : s.stopped ? "stopped" : s.available ? "in use" : "lost: " + s.trouble;
+    state.className = remote && (s.stopped || !s.available) ? "off" : "";
+    answers.textContent = remote ? s.answers : "";
+    sent.textContent = remote ? (s.sent_bytes / 1024).toFixed(1) : "";
     button.textContent = s.stopped ? "Resume" : "Stop";
-    button.addEventListener("click", () => fetch("tiers/" + s.name, {method: "POST", body: JSON.stringify(!s.stopped),
-      headers: {"Content-Type": "application/json"}}).then(r => r.json()).then(showTiers));
-    if (remote && mayStop) row.insertCell().append(button);
+    button.dataset.stops = !s.stopped;
   }
+  if (unreachable) message.textContent = "";
+  unreachable = false;
 }
 function showAnswer(found) {
   const row = rows.insertRow();
@@ -77,7 +91,10 @@ async function classify() {
 }
 file.addEventListener("change", classify);
 again.addEventListener("click", classify);
-const look = () => fetch("tiers").then(r => r.json()).then(showTiers).catch(e => { message.textContent = e.message; });
+const look = () => fetch("tiers").then(r => r.json()).then(showTiers).catch(e => {
+  unreachable = true;
+  message.textContent = e.message;
+});
 fetch("./", {headers: {Accept: "application/json"}}).then(r => r.json()).then(about => {
   mayStop = about.may_stop; showTiers(about.tiers); setInterval(look, 1000);
 });

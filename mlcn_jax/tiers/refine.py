@@ -120,6 +120,9 @@ async def refine(
                 if time.monotonic() >= deadline:
                     for name, which in asked.values():
                         answer.lose(name, which, "no answer before the deadline")
+                    for name in waiting:
+                        why = clients[name].trouble or "no time was left to ask it"
+                        answer.lose(name, np.flatnonzero(~answer.final).tolist(), why)
                     return
                 late = float("inf")
                 ask()

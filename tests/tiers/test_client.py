@@ -89,6 +89,31 @@ def test_a_tier_that_is_too_far_for_a_deadline_is_not_sent_every_image():
     asyncio.run(check())
 
 
+def test_a_node_that_has_failed_comes_after_the_others():
+    """Though it would be faster: a request with a short deadline has no time for a second node."""
+    asked = []
+
+    def handler(request):
+        asked.append(request.url.host)
+        if asked == ["fast"]:
+            return httpx.Response(500)
+        return httpx.Response(200, content=answer_to(request))
+
+    async def check():
+        client = tier_of(handler)
+        client.nodes = [Node(f"http://{name}", True, httpx.MockTransport(handler)) for name in ("fast", "slow")]
+        for node, seconds in zip(client.nodes, (0.001, 0.5), strict=True):
+            node.times(1).took(seconds)
+        for _ in range(2):
+            assert (await ask(client, 5)).tolist() == [[0.5] * 3]
+        assert asked == ["fast", "slow", "slow"]
+        client.nodes[0].breaker.worked()
+        await ask(client, 5)
+        assert asked[-1] == "fast"
+
+    asyncio.run(check())
+
+
 def test_at_a_deadline_the_answer_goes_before_the_requests_that_are_awaited_are_ended():
     async def check():
         ended = []

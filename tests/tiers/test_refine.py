@@ -103,6 +103,16 @@ def test_tiers_that_are_awaited_at_the_deadline_are_lost():
     asyncio.run(check())
 
 
+def test_tiers_that_nobody_had_time_to_ask_are_lost():
+    async def check():
+        clients = {name: Says(name, 60.0) for name in ("edge", "cloud")}
+        clients["cloud"].stopped = True  # so that the edge has all the time that there is
+        answers = [a async for a in refine(POLICY, IMAGES, OWN, clients, at_home, deadline=time.monotonic() + 0.05)]
+        assert answers[-1].lost == [{"edge": "no answer before the deadline", "cloud": "stopped"}]
+
+    asyncio.run(check())
+
+
 def test_nobody_is_asked_once_the_deadline_has_passed():
     async def check():
         clients = {name: Says(name) for name in ("edge", "cloud")}

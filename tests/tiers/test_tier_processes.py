@@ -41,10 +41,13 @@ class Started:
         self.scheme, _, address = self.url.partition("://")
         self.port = int(address.rpartition(":")[2])
 
-    def ask(self, path, body=None, method="POST"):
+    def begin(self, path, body=None, method="POST"):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         connection.request(method, path, body, {"Content-Type": "application/octet-stream"})
-        response = connection.getresponse()
+        return connection, connection.getresponse()
+
+    def ask(self, path, body=None, method="POST"):
+        connection, response = self.begin(path, body, method)
         content = response.read().decode()
         connection.close()
         return response.status, [json.loads(line) for line in content.splitlines()]
@@ -118,6 +121,12 @@ def test_answers_go_on_while_nodes_are_killed_stopped_and_come_back(thorough, st
     nodes = f"--nodes=edge={edge.url},cloud={cloud.url}"
     gateway = start("gateway", thorough / "end", "--port=0", nodes)
     assert lanes(gateway, picture) == [0, 1, 2]
+    cloud.process.send_signal(signal.SIGSTOP)
+    connection, response = gateway.begin("/refine", picture)
+    assert json.loads(response.readline())["lanes"] == [1], "each answer arrives at once"
+    cloud.process.send_signal(signal.SIGCONT)
+    assert json.loads(response.read().splitlines()[-1])["lanes"] == [0, 1, 2]
+    connection.close()
     edge.process.kill()
     assert lanes(gateway, picture) == [1, 2]
     cloud.process.send_signal(signal.SIGSTOP)
@@ -195,7 +204,7 @@ def test_nodes_and_gateways_show_each_other_certificates(thorough, start, pictur
         (["gateway", "{}/end", "--nodes=edge=http://edge:80O1"], "80O1'; give NAME=URL,... with a name of edge, cloud"),
         (["gateway", "{}/end", "--nodes=edge=http://edge:80010"], "80010'; give NAME=URL"),
         (["gateway", "{}/end", "--nodes=edge=http://"], "'edge=http://'; give NAME=URL"),
-        (["gateway", "{}/end", "--deadline_ms=0.01"], "a deadline of 0.01 ms is shorter than this device's own lanes"),
+        (["gateway", "{}/end", "--deadline_ms=0.01"], "a deadline of 0.01 ms is too short"),
         (["gateway", "{}/end", "--noise=-1"], "must both be 0 or more"),
         (["gateway", "{}/end", "--noise=nan"], "--noise=nan and --deadline_ms=0 must both be 0 or more and finite"),
         (["gateway", "{}/end", "--deadline_ms=nan"], "--deadline_ms=nan must both be 0 or more and finite"),
