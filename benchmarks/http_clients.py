@@ -54,8 +54,9 @@ class Connections:
     def answered(self, seconds: float, idle: list[int] | None = None) -> list[tuple[int, bool | None]]:
         """The connections whose answers are complete, after at most so many seconds, and whether the server accepted.
 
-        None stands for a connection that the server closed after an earlier answer, while the request was on its way.
-        Of those that are `idle`, without a request, any that the server has closed is taken out.
+        None stands for a connection that the server closed after an earlier answer, while the request was on its way; a
+        new one that it closes without an answer was turned away. Of those that are `idle`, without a request, any that
+        the server has closed is taken out.
 
         Raises:
           InputError: an answer is none, or an error other than that the server has too much to do.
@@ -71,12 +72,12 @@ class Connections:
                 idle.remove(number)
                 continue
             answer = self._received.pop(number, b"") + more
-            if not answer and number in self._have_answered:
-                complete.append((number, None))
+            if not answer:
+                complete.append((number, None if number in self._have_answered else False))
                 continue
             head, _, body = answer.partition(b"\r\n\r\n")
             length = re.search(rb"content-length: (\d+)", head)
-            if answer and (length is None or len(body) < int(length[1])):
+            if length is None or len(body) < int(length[1]):
                 self._received[number] = answer
                 continue
             is_accepted = answer.startswith(b"HTTP/1.1 200 ")

@@ -327,22 +327,33 @@ def compare(
             if own in times and process.framework not in (own, *([CHOSEN] if own == OURS else [])):
                 entry[name] = _spread([a / b for a, b in zip(milliseconds, times[own], strict=True)])
         process.close()
-    for framework in set(peers) - {ONNX}:
-        variant = result["frameworks"][framework]["variant"]
-        anew = {**_DEFAULT_ALLOCATOR, "TORCHINDUCTOR_CACHE_DIR": str(folder / "anew")}
-        process = Process(framework, variant, network, do, batch, dtype, python, folder, **anew)
-        warm_up(process, do)
-        result["frameworks"][framework]["peak_bytes_by_default"] = process.ask("memory")["peak_bytes"]
+    result |= ratios(result["frameworks"])
+    if do == "train" and "torch" in result["frameworks"]:
+        torch = result["frameworks"]["torch"]
+        try:
+            torch["peak_bytes_by_default"] = _peak_by_default(torch["variant"], network, batch, dtype, python, folder)
+        except InputError as error:  # all else has been measured
+            torch["peak_bytes_by_default_failed"] = str(error)
+        result["peak_over_torch"] = peak_over_torch(result["frameworks"])
+    return result
+
+
+def _peak_by_default(variant: str, network: Network, batch: int, dtype: str, python: str, folder: Path) -> int:
+    """PyTorch's peak memory in training, with the allocator's own settings and nothing compiled before."""
+    anew = {**_DEFAULT_ALLOCATOR, "TORCHINDUCTOR_CACHE_DIR": str(folder / "anew")}
+    process = Process("torch", variant, network, "train", batch, dtype, python, folder, **anew)
+    try:
+        warm_up(process, "train")
+        return process.ask("memory")["peak_bytes"]
+    finally:
         process.close()
-    return result | ratios(result["frameworks"]) | {"peak_over_torch": peak_over_torch(result["frameworks"])}
 
 
-def peak_over_torch(frameworks: dict[str, dict]) -> float | None:
+def peak_over_torch(frameworks: dict[str, dict]) -> float:
     """Our peak memory over PyTorch's, which is the smaller of those with our allocator's settings and with its own."""
-    if "torch" not in frameworks:
-        return None
     theirs = frameworks["torch"]
-    return frameworks[OURS]["peak_bytes"] / min(theirs["peak_bytes"], theirs["peak_bytes_by_default"])
+    least = min(theirs[name] for name in ("peak_bytes", "peak_bytes_by_default") if name in theirs)
+    return frameworks[OURS]["peak_bytes"] / least
 
 
 def ratios(frameworks: dict[str, dict]) -> dict[str, float]:

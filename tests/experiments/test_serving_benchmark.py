@@ -44,7 +44,10 @@ def test_any_other_answer_ends_it():
 
 @contextlib.contextmanager
 def closing_server(answers):
-    """The port of a server that closes every connection after so many answers; with 0, it never answers."""
+    """The port of a server that closes every connection after so many answers; with 0, it never answers.
+
+    With -1, it closes connections without an answer to the first request.
+    """
 
     class Handler(socketserver.BaseRequestHandler):
         def handle(self):
@@ -52,9 +55,9 @@ def closing_server(answers):
                 if not self.request.recv(2**16):
                     return
                 self.request.sendall(b"HTTP/1.1 200 X\r\ncontent-length: 2\r\n\r\n{}")
-            if not answers:
+            if answers <= 0:
                 self.request.recv(2**16)
-                ended.wait(5)
+                ended.wait(5 * (answers + 1))
 
     ended = threading.Event()
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as found:
@@ -69,6 +72,12 @@ def test_idle_connections_that_a_server_closes_are_replaced():
     with closing_server(1) as port:
         latencies, turned_away = http_clients.ask_at(port, [b"request"], 50, 0.6)
     assert (len(latencies), turned_away) == (30, 0)
+
+
+def test_requests_whose_new_connections_a_server_closes_were_turned_away():
+    with closing_server(-1) as port:
+        latencies, turned_away = http_clients.ask_at(port, [b"request"], 50, 0.3)
+    assert (len(latencies), turned_away) == (0, 15)
 
 
 def test_a_request_that_is_never_answered_ends_the_measurement(monkeypatch):
