@@ -59,7 +59,10 @@ def _round_robin(problem: Problem, rng: random.Random) -> list[int]:
 
 
 def _greedy_published(problem: Problem, rng: random.Random) -> list[int]:
-    """Largest lane first, to the device with the least load so far (do Rosario 2021, thesis, chapter 5)."""
+    """Largest lane first, to the device with the least load so far; of several, to the one listed first.
+
+    Source: do Rosario 2021 (thesis), chapter 5, which leaves open what decides between equal loads.
+    """
     del rng
     filling = _Filling(problem)
     for lane in _largest_first(problem):
