@@ -139,14 +139,15 @@ def limited(pid: int, name: str, cores: float, on_one_core: bool = False) -> Ite
     """Gives a process that is not a node of a bed a number of cores, and ends it at the end; yields its quota.
 
     `on_one_core` makes them a part of one core: the kernel hands a quota out to cores in slices, which may be all of a
-    small one, so that threads on another core wait though some of it is left. To be called before there are threads.
+    small one, so that threads on another core wait though some of it is left.
     """
     _end_when_asked()
     quota = Quota.of(name, cores)
     try:
         quota.add(pid)
         if on_one_core:
-            os.sched_setaffinity(pid, {min(os.sched_getaffinity(0))})
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                os.sched_setaffinity(int(thread.name), {min(os.sched_getaffinity(0))})
         yield quota
     finally:
         os.kill(pid, signal.SIGKILL)

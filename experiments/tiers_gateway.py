@@ -17,11 +17,13 @@ missing.
 """
 
 import contextlib
+import dataclasses
 import gc
 import itertools
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,7 +58,6 @@ from experiments.tiers_late import under_fault
 from experiments.tiers_shared import packed
 from mlcn_jax import host
 from mlcn_jax.analysis.workdir import load_with_data, stored_config
-from mlcn_jax.data.batches import Split
 from mlcn_jax.data.datasets import split_validation
 from mlcn_jax.files import make_folder, read_json, write_atomic, write_json
 from mlcn_jax.launch import launch_script
@@ -108,8 +109,8 @@ def main(values: flags.FlagValues) -> None:
     gc.freeze()  # or a full collection would keep the client from seeing an answer
     tiers = split_model(workdir, values.tiers, trained, values.data_dir)
     policy = Policy.read(tiers / "end" / "policy.json")
-    models = tiers_shared.read_models(values.own_models, policy, workdir, trained.spec)
-    own = {name: about_model(folder) for name, folder in tiers_shared.folders_of(values.own_models).items()}
+    folders = tiers_shared.own_folders(values.own_models, policy, workdir, trained.spec)
+    own = {name: about_model(folder) for name, folder in folders.items()}
     machine = host.environment()
     about = {
         "version": VERSION,
@@ -123,7 +124,7 @@ def main(values: flags.FlagValues) -> None:
     results = read_json(path) if path.is_file() else {"about": about, "policy": policy.to_dict(), "measured": {}}
     if results["about"] != about:
         raise SystemExit(f"error: {path} is of {results['about']}, not {about}: move it away")
-    if models and results.get("own", own) != own:
+    if own and results.get("own", own) != own:
         raise SystemExit(f"error: {path} is of other models of their own than --own_models gives: move it away")
     results |= machine
     results.setdefault("sessions", []).append(session)
@@ -186,10 +187,15 @@ def main(values: flags.FlagValues) -> None:
             fault = led_to([node.start_beside((*of_nodes, *shown.expired)) for node in nodes])
             once(f"fault: {EXPIRED}", lambda: under(url, test.images, nodes, quota, fault, requests, extra))
     validation = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)[1]
-    if "own" in parts and models and "own models" not in measured:
+    if "own" in parts and own and "own models" not in measured:
         results["own"] = own
-        with bed([NodePlan(tiers / "end", CORES_OF["end"]), *plans], 1) as nodes:
-            once("own models", lambda: own_models(tiers, policy, models, validation, test, nodes, timed))
+        with tempfile.TemporaryDirectory() as temporary:
+            alone = tiers_shared.split_own(folders, Path(temporary) / "own", values.data_dir)
+            ways = {tiers_shared.SHARED: tiers, tiers_shared.OWN: alone}
+            of_end = [NodePlan(each / "end", CORES_OF["end"]) for each in ways.values()]
+            of_others = [dataclasses.replace(plan, artifact=alone / plan.artifact.name) for plan in plans]
+            with bed([of_end[0], *plans, of_end[1], *of_others], 1) as nodes:
+                once("own models", lambda: tiers_shared.measured(ways, policy, validation, test, nodes, timed))
     write_atomic(path.with_suffix(".md"), report(results))
 
 
@@ -203,36 +209,6 @@ def under(
 ) -> dict[str, Any]:
     """`under_fault`, with its arguments in the order of `main`."""
     return under_fault(url, images, requests, nodes, fault, quota, extra_ms)
-
-
-def own_models(
-    tiers: Path,
-    policy: Policy,
-    models: dict[str, TrainedModel],
-    validation: Split,
-    test: Split,
-    nodes: list[RunningNode],
-    timed: int,
-) -> dict[str, dict[str, Any]]:
-    """Lanes that tiers share, and a model of its own in each: accuracy, where images are settled, times."""
-    loaded = [TierArtifact(tiers / name) for name in policy.names]
-    ways = {
-        tiers_shared.SHARED: ([tier.weight for tier in policy.tiers], [tier.part for tier in loaded]),
-        tiers_shared.OWN: ([1.0] * len(loaded), [tiers_shared.squares_of(models[name]) for name in policy.names]),
-    }
-    found, least, parts = {}, {}, {}
-    for way, (weights, say) in ways.items():
-        seen = [each(validation.images) for each in say]
-        least[way] = tiers_shared.margins(way, seen, weights, validation.labels, policy.tolerance), weights
-        parts[way] = [each(test.images) for each in say]
-        found[way] = {"margins": least[way][0]}
-        found[way] |= tiers_shared.settled(way, parts[way], weights, least[way][0], test.labels)
-    with httpx.Client(timeout=60, trust_env=False) as client:
-        ask = [tiers_shared.asking(client, node, tier) for node, tier in zip(nodes, loaded, strict=True)]
-        for each in ask:
-            each(test.images[0])  # which opens the connection
-        times = tiers_shared.timed(least, ask, parts, test.images[:timed])
-    return {way: found[way] | {"times": times[way], "right": packed(found[way]["right"])} for way in ways}
 
 
 def about_model(folder: Path) -> dict[str, Any]:

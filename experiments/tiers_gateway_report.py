@@ -24,7 +24,7 @@ _OF_FAULT = {
     "planned_times": "planned faults",
     "times": "faults",
     "begun_unwell": "while another was not forgotten",
-    "times_met": "met a request",
+    "times_met": "with a request to a node",
     "exposed": "requests to a node meanwhile",
     "deadline_ms": "deadline, ms",
     "late": "late",
@@ -134,7 +134,7 @@ def answer_rows(measured: dict[str, Any]) -> list[tuple]:
         ("FLOPs of the end", "", share, "of all", f"at most {_MOST_FLOPS:g}", _yes(share <= _MOST_FLOPS)),
         ("answers without a tier that was asked", "", own["without_a_tier"], "no fault was made", "", ""),
         ("requests that failed", cloud["failed"], own["failed"], "", "", ""),
-        ratio("bytes of bodies", "sent_bytes", _MOST_BYTES),
+        ratio("bytes of bodies (the cloud's computed)", "sent_bytes", _MOST_BYTES),
         ratio("mean, ms", "mean_ms", _MOST_MEAN),
         ratio("p95, ms", "p95_ms", _MOST_P95),
     ]

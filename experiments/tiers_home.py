@@ -67,7 +67,7 @@ def home(
 
         try:
             once(32)
-            with limited(running.pid, "home", cores):
+            with limited(running.pid, "home", cores, on_one_core=True):
                 yield once
         finally:
             running.kill()
@@ -83,10 +83,12 @@ def one_cut(told: Sequence[dict[str, Any]], rest: np.ndarray, lengths: np.ndarra
       lengths: the whole model's; how far those of all tiers together are from it is in the result.
     """
     names = ("own_seconds", "home_seconds", "away_seconds")
+    tasks = [sum(each[name] for name in names) for each in told]
     errors = [np.max(np.abs(np.sqrt(each["own"] + each["answered"] + rest) - lengths)) for each in told]
     return {
         **{name: statistics.median(each[name] for each in told) for name in names},
-        "task_seconds": statistics.median(sum(each[name] for name in names) for each in told),
+        "task_seconds": statistics.median(tasks),
+        "tasks": tasks,
         "bytes_per_image": told[-1]["bytes"] / len(lengths),
         "largest_error": float(max(errors)),
         "runs": len(told),

@@ -118,7 +118,7 @@ def under_fault(
     A fault begins after a quarter of some requests, once the gateway has forgotten the one before, and ends after half
     of them more, each at a random moment and while requests go on, so that it meets those that are under way. What
     takes longer, as a node that starts again does, is waited for: then half as many requests at least come before the
-    next change, and there are fewer faults. Those count that ended before the last request. Only nodes whose answers
+    next change, and there are fewer faults. Those count that began before the last request. Only nodes whose answers
     can come in time are waited for; before all, some requests that do not count are sent, until these are well.
 
     Requests come one after the other, so one that takes long keeps others from being sent. Those that would have been
@@ -208,6 +208,7 @@ def under_fault(
                 late.append(one | {"lanes": answer["lanes"], "why": why_late(one, deadline)})
     if under_way is not None:
         under_way.result()
+        changes += 1
     if now[0] == "during":
         fault[1](nodes)  # so that the next finds all as it was
     time.sleep(1)

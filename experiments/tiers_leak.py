@@ -416,7 +416,7 @@ def report(results: dict[str, Any], path: Path) -> None:
 
 def draw(pictures: dict[str, np.ndarray], images: np.ndarray, path: Path) -> None:
     """The images, and what was restored of them, uint8, a row for each cut, precision and attack."""
-    rows = {"images": images, **pictures}
+    rows = {"images": images, **{key.removeprefix("none, nothing, "): own for key, own in pictures.items()}}
     height, count = images.shape[1], len(images)
     shown = np.concatenate([np.concatenate(list(row), axis=1) for row in rows.values()])
     figure = Figure(figsize=(4.4 + count, len(rows)), layout="constrained")

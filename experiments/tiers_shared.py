@@ -2,16 +2,16 @@
 
 The answer of a model of its own replaces the one before; lanes that are shared add up. Each way has margins from which
 on an answer is final, chosen on the same validation images for the same tolerance, against its own last answer.
-Accuracy is that of all test images. Times are measured by one client that asks the tiers one after the other, in the
-same way for both: a model of its own computes as much as the tier's lanes, so a request to these takes its time, and
-its answer is computed here.
+Accuracy is that of all test images. Times are measured by one client that asks nodes one after the other, in the same
+way for both: the models of their own are joined and split again, so that each is the only lane of a node like that of
+the tier's lanes, with as many cores and behind such a link.
 
 Each tier's own model is one network, as in the report: one lane that takes as many FLOPs as the tier's lanes do, with
 the settings of the run that was split otherwise, so that its validation images are the same. For mlcn2:w2*4 split into
 one, one and two lanes:
 
     common="--config=mlcn2_fashion --config.data.validation_fraction=0.1"
-    own="$common --config.data.split_seed=0"  # train.seed of the run that was split
+    own="$common --config.model.margin_loss=per_lane --config.data.split_seed=0"  # train.seed of the run that was split
     mlcn_jax train $common --config.model.lanes=mlcn2:w2*4 --config.model.margin_loss=per_lane --workdir=runs/tiers
     mlcn_jax train $own --config.train.seed=1 --config.model.lanes=mlcn2:w2*1 --workdir=runs/own_end
     mlcn_jax train $own --config.train.seed=2 --config.model.lanes=mlcn2:w2*1 --workdir=runs/own_edge
@@ -20,6 +20,7 @@ one, one and two lanes:
         --own_models=end=runs/own_end,edge=runs/own_edge,cloud=runs/own_cloud
 """
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,13 +31,13 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from experiments.tiers_bed import RunningNode
+from mlcn_jax.analysis.join import join
+from mlcn_jax.data.batches import Split
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import read_json
+from mlcn_jax.files import read_json, write_json
 from mlcn_jax.nn.spec import ModelSpec, spec_of
-from mlcn_jax.serving.artifact import Classifier
-from mlcn_jax.serving.trained import TrainedModel
 from mlcn_jax.tiers import policy as policies
-from mlcn_jax.tiers import wire
+from mlcn_jax.tiers import split, wire
 from mlcn_jax.tiers.artifact import TierArtifact
 from mlcn_jax.tiers.node import PATH
 from mlcn_jax.tiers.placing import lane_flops
@@ -58,8 +59,8 @@ def unpacked(text: str, count: int) -> np.ndarray:
     return np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8), count=count).astype(float)
 
 
-def read_models(text: str, policy: policies.Policy, workdir: Path, spec: ModelSpec) -> dict[str, TrainedModel]:
-    """The models that `--own_models` names, by tier; none if it is empty.
+def own_folders(text: str, policy: policies.Policy, workdir: Path, spec: ModelSpec) -> dict[str, Path]:
+    """The workdirs that `--own_models` names, by tier, from the nearest on; none if it is empty.
 
     Args:
       text: TIER=WORKDIR,...
@@ -70,15 +71,17 @@ def read_models(text: str, policy: policies.Policy, workdir: Path, spec: ModelSp
     Raises:
       InputError: a tier has none or has other FLOPs than its model, or one did not learn from the same images.
     """
-    given = folders_of(text)
-    if not given:
+    given = {name: Path(folder).expanduser() for name, _, folder in (item.partition("=") for item in text.split(","))}
+    if not text:
         return {}
     if set(given) != set(policy.names):
         raise InputError(f"--own_models={text} must have a workdir for each of the tiers {', '.join(policy.names)}")
     flops, learned = lane_flops(spec), _learned(workdir)
     for name, folder in given.items():
-        lanes = policy.tier(name).lanes
-        ratio = sum(lane_flops(load_trained(folder).spec)) / sum(flops[lane] for lane in lanes)
+        lanes, own = policy.tier(name).lanes, load_trained(folder).spec
+        if len(own.lane_specs) != 1:
+            raise InputError(f"the model in {folder} has the lanes {own.lanes}: train one lane, as the report's tiers")
+        ratio = sum(lane_flops(own)) / sum(flops[lane] for lane in lanes)
         if abs(ratio - 1) > _TOLERANCE:
             raise InputError(
                 f"the model in {folder} has {ratio:.2f} times the FLOPs of the lanes of tier {name}, "
@@ -89,22 +92,21 @@ def read_models(text: str, policy: policies.Policy, workdir: Path, spec: ModelSp
                 f"the model in {folder} learned from other images than that in {workdir}: train it with the same "
                 "settings of data, and data.split_seed or train.seed"
             )
-    return {name: TrainedModel(folder) for name, folder in given.items()}
+    return {name: given[name] for name in policy.names}
 
 
-def folders_of(text: str) -> dict[str, Path]:
-    """The workdirs that `--own_models` names, by tier."""
-    given = (item.partition("=")[::2] for item in filter(None, text.split(",")))
-    return {name: Path(folder).expanduser() for name, folder in given}
+def split_own(folders: Mapping[str, Path], output: Path, data_dir: str) -> Path:
+    """Joins models of their own, one lane for each tier, and splits them into these tiers; returns their folder."""
+    columns = join(list(folders.values()), output, data_dir=data_dir or None, weights="equal", decoder_epochs=0)[
+        "columns"
+    ]
+    wishes = output / "tiers.json"
+    write_json(wishes, {"tiers": [{"name": name, "lanes": [columns.index(i)]} for i, name in enumerate(folders)]})
+    return split.split(output, wishes, data_dir=data_dir)
 
 
 def _learned(workdir: Path) -> str:
     return read_json(workdir / "model.json")["training_images_sha256"]
-
-
-def squares_of(model: Classifier) -> Callable[[np.ndarray], np.ndarray]:
-    """A function from images to the squared lengths of a model's class capsules."""
-    return lambda images: np.square(model.lengths(images))
 
 
 def answer(way: str, parts: Parts) -> Float[np.ndarray, "n classes"]:
@@ -176,26 +178,23 @@ def asking(client: httpx.Client, node: RunningNode, tier: TierArtifact) -> Calla
 
 def timed(
     ways: Mapping[str, tuple[Sequence[float | None], Sequence[float]]],
-    ask: Sequence[Callable[[np.ndarray], np.ndarray]],
-    parts: Mapping[str, Parts],
+    ask: Mapping[str, Sequence[Callable[[np.ndarray], np.ndarray]]],
     images: np.ndarray,
 ) -> dict[str, dict[str, Any]]:
     """Milliseconds to the final answer of each image, and where it was settled; the ways take turns.
 
     Args:
       ways: with the margins and the tiers' weights of each.
-      ask: of each tier, a function that asks it for an image.
-      parts: what each tier says of the images in each way.
+      ask: of each way and tier, a function that asks a node what it says of an image.
       images: asked one after the other.
     """
     taken: dict[str, list[float]] = {way: [] for way in ways}
     heard: dict[str, list[int]] = {way: [] for way in ways}
-    for i, image in enumerate(images):
+    for image in images:
         for way, (least, weights) in ways.items():
             started, known = time.perf_counter(), list[np.ndarray]()
-            for tier, said in zip(ask, parts[way], strict=True):
-                tier(image)
-                known.append(said[i : i + 1])
+            for tier in ask[way]:
+                known.append(tier(image))
                 if is_final(way, known, weights, least)[0]:
                     break
             taken[way].append(1e3 * (time.perf_counter() - started))
@@ -205,10 +204,45 @@ def timed(
             "images": len(images),
             "mean_ms": float(np.mean(taken[way])),
             "p95_ms": float(np.quantile(taken[way], 0.95)),
-            "settled": [float(np.mean(np.array(heard[way]) == tiers)) for tiers in range(1, len(ask) + 1)],
+            "settled": [float(np.mean(np.array(heard[way]) == tiers)) for tiers in range(1, len(weights) + 1)],
         }
-        for way in ways
+        for way, (_, weights) in ways.items()
     }
+
+
+def measured(
+    ways: Mapping[str, Path],
+    policy: policies.Policy,
+    validation: Split,
+    test: Split,
+    nodes: list[RunningNode],
+    images_timed: int,
+) -> dict[str, dict[str, Any]]:
+    """Lanes that tiers share, and a model of its own in each: accuracy, where images are settled, times.
+
+    Args:
+      ways: folders of both splits.
+      policy: whose tolerance both have.
+      validation: images on which margins are chosen.
+      test: images that are settled.
+      nodes: of all tiers of the first way, then of the second.
+      images_timed: test images that are timed.
+    """
+    found, least, ask, left = {}, {}, {}, iter(nodes)
+    with httpx.Client(timeout=60, trust_env=False) as client:
+        for way, folder in ways.items():
+            loaded = [TierArtifact(folder / name) for name in policy.names]
+            weights = [tier.policy.tier(tier.name).weight for tier in loaded]
+            seen = [tier.part(validation.images) for tier in loaded]
+            least[way] = margins(way, seen, weights, validation.labels, policy.tolerance), weights
+            parts = [tier.part(test.images) for tier in loaded]
+            found[way] = {"margins": least[way][0]}
+            found[way] |= settled(way, parts, weights, least[way][0], test.labels)
+            ask[way] = [asking(client, next(left), tier) for tier in loaded]
+        for each in itertools.chain(*ask.values()):
+            each(test.images[0])  # which opens the connection
+        times = timed(least, ask, test.images[:images_timed])
+    return {way: found[way] | {"times": times[way], "right": packed(found[way]["right"])} for way in ways}
 
 
 def report(names: Sequence[str], found: dict[str, dict[str, Any]], count: int) -> list[str]:
@@ -227,15 +261,8 @@ def report(names: Sequence[str], found: dict[str, dict[str, Any]], count: int) -
         f"Final answers of shared lanes are right {100 * more.mean():+.2f} points more often, {least:+.2f} to "
         f"{most:+.2f} (paired, each bound 95 %; one training of each).",
     ]
-    for way, title in (
-        (SHARED, "Measured, time to the final answer of shared lanes:"),
-        (
-            OWN,
-            "Estimated, time to the final answer of models of their own, which did not run on the nodes: with the "
-            "times of the nodes that hold the shared lanes, which compute as much.",
-        ),
-    ):
+    lines += ["", "Time to the final answer:", "", "| | mean, ms | 95 %, ms | images |", "|" + " --- |" * 4]
+    for way in WAYS:
         times = found[way]["times"]
-        lines += ["", title, "", "| mean, ms | 95 %, ms | images |", "|" + " --- |" * 3]
-        lines.append(f"| {times['mean_ms']:.1f} | {times['p95_ms']:.1f} | {times['images']:,} |")
+        lines.append(f"| {way} | {times['mean_ms']:.1f} | {times['p95_ms']:.1f} | {times['images']:,} |")
     return lines

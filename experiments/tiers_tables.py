@@ -4,11 +4,11 @@
     python -m experiments.tiers_tables --workdir=runs/mlcn2
 
 Splits the trained model into end, edge and cloud, starts nodes with quotas of cores behind links that are shaped
-(`experiments.tiers_bed`), and writes `tiers_tables.json`, `.md` and `.png` to `experiments/results/` after each
-measurement. Run again on the same machine, it goes on with those that are missing. It measures only while nothing else
-keeps the machine busy (`--scale=smoke` only warns). Columns "printed" and "corrected" are predicted, from single tasks
-on single devices; all others are measured. The trusted device of table 4 is a process with the cores of an end, which
-computes, packs and sends to an edge, or with those of an edge, which sends to the cloud.
+(`experiments.tiers_bed`), and writes `tiers_tables.json`, `.md`, `.png` (figure 3) and `_failures.png` (table 5) to
+`experiments/results/` after each measurement. Run again on the same machine, it goes on with those that are missing. It
+measures only while nothing else keeps the machine busy (`--scale=smoke` only warns). Columns "printed" and "corrected"
+are predicted, from single tasks on single devices; all others are measured. The trusted device of table 4 is a process
+with the cores of an end, which computes, packs and sends to an edge, or with an edge's, which sends to the cloud.
 
 Source: Zhang 2018, End, edge and cloud: heterogeneous distributed deep neural networks.
 """

@@ -1,21 +1,19 @@
-"""The tables and pictures of `experiments.tiers_tables` from its JSON: measured, and predicted apart from that.
+"""The tables of `experiments.tiers_tables` from its JSON: measured, and predicted apart from that.
 
 Parts that have not been measured yet are left out.
 """
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from experiments.tiers_bed import CORES
 from experiments.tiers_dispatch import MODES
 from experiments.tiers_relay import described, holds
-from mlcn_jax.files import replacing, write_atomic
+from experiments.tiers_tables_pictures import draw_failures, draw_schedules
+from mlcn_jax.files import write_atomic
 from mlcn_jax.tiers import schedules
 
 DELAY_MS = {"end": 0.0, "edge": 10.0, "cloud": 50.0}  # each way, unless a table says otherwise
@@ -126,7 +124,7 @@ def write_report(results: dict[str, Any], path: Path) -> None:
             "(equation 5), as printed and as run:",
             _table(*mapping_table(results)),
         ]
-        draw([row for row in rows if row["is_of_figure"]], path.with_suffix(".png"))
+        draw_schedules([row for row in rows if row["is_of_figure"]], path.with_suffix(".png"))
     if _of(results, "cut "):
         exact = max(row["largest_error"] for row in _of(results, "cut ").values() if row["bits"] != 8)
         parts += [
@@ -138,8 +136,11 @@ def write_report(results: dict[str, Any], path: Path) -> None:
             _table(*cut_table(results)),
             *_of_the_report(4),
         ]
-    if _failures(results):
+    if failures := _failures(results):
         parts += _failure_parts(results)
+        measured = {dead: {mode: found["seconds"] for mode, found in of.items()} for dead, of in failures.items()}
+        picture = path.with_name(f"{path.stem}_failures.png")
+        draw_failures(measured, failure_prediction(results)[1], picture)
     write_atomic(path.with_suffix(".md"), "\n\n".join(parts) + "\n")
 
 
@@ -291,13 +292,14 @@ def cut_table(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
     for row in found:
         link, bits = (row["home"], row["delay"], row["rate"]), row["bits"] or 8
         rate = f"{row['rate']:g} Mbit/s" if row["rate"] else "unlimited"
-        costs = (row["bytes_per_image"], row["own_seconds"], row["home_seconds"], row["task_seconds"])
+        spread = f"{min(row['tasks']):.4g} to {max(row['tasks']):.4g}"
+        costs = (row["bytes_per_image"], row["own_seconds"], row["home_seconds"], row["task_seconds"], spread)
         more = row["task_seconds"] - plain[link]
         error = f"{row['largest_error']:.1e}"
         given = (row["home"], row["cut"], bits, row["delay"], rate)
         rows.append((*given, *costs, more, f"{more / plain[link]:.1%}", error))
     head = ("trusted", "cut", "bits", "delay, s", "rate", "bytes an image", "own lanes, s", "cut, s", "task, s")
-    return (*head, "more than pixels, s", "overhead", "largest error"), rows
+    return (*head, "least to most", "more than pixels, s", "overhead", "largest error"), rows
 
 
 def failure_table(results: dict[str, Any]) -> tuple[Sequence[str], list[tuple]]:
@@ -360,27 +362,6 @@ def _failures(results: dict[str, Any]) -> dict[int, dict[str, Any]]:
         mode, dead = key.removeprefix("failures ").removesuffix(" dead").split(", ")
         found.setdefault(int(dead), {})[mode] = value
     return dict(sorted(found.items()))
-
-
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Figure 3: seconds against ends, measured; and by both models, in panels of their own."""
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    axes = figure.subplots(1, 3, sharey=True)
-    for axis, name, title in zip(
-        axes,
-        ("measured", "corrected", "printed"),
-        ("measured", "predicted: corrected", "predicted: as printed"),
-        strict=True,
-    ):
-        for schedule in schedules.SCHEDULES:
-            own = [row for row in rows if row["schedule"] == schedule]
-            shown = [row[name] if row[name] > 0 else math.nan for row in own]  # equation 6 can be negative
-            axis.plot([row["ends"] for row in own], shown, marker="o", label=schedule)
-        axis.set(title=title, xlabel="ends", yscale="log")
-    axes[0].set(ylabel="seconds for all tasks")
-    axes[0].legend()
-    with replacing(path) as partial:
-        figure.savefig(partial, format="png", dpi=120)
 
 
 def _error(row: dict[str, Any], model: str) -> str:

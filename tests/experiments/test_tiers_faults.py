@@ -117,8 +117,9 @@ def test_faults_that_take_long_are_waited_for_and_those_that_ended_count(gateway
 
     found = tiers_late.under_fault(url, np.zeros((3, 4, 4, 1), np.uint8), 200, [], (begin, end), QUOTA)
     assert [name for name, _ in changed] == ["begins", "ends"] * (len(changed) // 2), "none is left failing"
-    assert (found["times"], found["planned_times"]) == (sum(at < 199 for name, at in changed if name == "ends"), 10)
-    assert found["times_met"] >= found["times"]
+    assert found["planned_times"] == 10
+    assert 0 <= len(changed) // 2 - found["times"] <= 1, "the last may only be ended so that the next finds all well"
+    assert found["times_met"] == found["times"]
     assert 0 < found["times"] < 3
     assert all(after[1] - before[1] >= 5 for before, after in itertools.pairwise(changed) if after[1] < 200)
 

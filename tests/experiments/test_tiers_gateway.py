@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import types
 
 import httpx
@@ -11,9 +12,12 @@ from absl import flags
 from made_tiers import policy
 
 from experiments import tiers_gateway, tiers_shared, tiers_tables
+from experiments.quota import Quota
+from mlcn_jax.analysis.workdir import stored_config
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import write_json
+from mlcn_jax.files import read_json, write_json
 from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.training import loop
 
 
 def test_nothing_is_measured_over_a_relay_that_is_wrong(tmp_path, monkeypatch):
@@ -79,41 +83,54 @@ def test_lanes_that_add_up_are_better_at_each_further_tier_than_a_model_of_its_o
     assert shared["accuracy"][-1] == pytest.approx(whole)
     assert shared["final_accuracy"] >= whole - 0.02
     asked = []
-    ask = [lambda image, number=number: asked.append(number) for number in range(3)]
+
+    def answered(way, number):
+        def ask(image):
+            asked.append((way, number))
+            return made[number][image[0, 0, 0]][None]
+
+        return ask
+
     ways = {way: (least[way], weights) for way in tiers_shared.WAYS}
-    times = tiers_shared.timed(ways, ask, dict.fromkeys(ways, made), np.zeros((100, 4, 4, 1), np.uint8))
+    ask = {way: [answered(way, number) for number in range(3)] for way in ways}
+    images = np.arange(100, dtype=np.uint8)[:, None, None, None]
+    times = tiers_shared.timed(ways, ask, images)
     for way in tiers_shared.WAYS:
         first = tiers_shared.settled(way, [part[:100] for part in made], weights, least[way], labels[:100])
         assert times[way]["settled"] == pytest.approx(first["settled"])
-    assert asked.count(0) == 200
-    assert asked.count(2) < 200
+        assert asked.count((way, 0)) == 100
+        assert 0 < asked.count((way, 2)) < 100
 
 
 @pytest.fixture
 def models(tmp_path, monkeypatch):
     """Workdirs with a model of its own for each tier of `policy`, and one of the model that was split."""
-    lanes = {"whole": "mlcn1:w1*4", "end": "mlcn1:w1*1", "edge": "mlcn1:w1*1", "cloud": "mlcn1:w1*2"}
+    lanes = {"whole": "mlcn1:w1*4", "end": "mlcn1:w1*1", "edge": "mlcn1:w1*1", "cloud": "mlcn1:w2*1"}
+    lanes["two"] = "mlcn1:w1*2"
     for name in lanes:
         (tmp_path / name).mkdir()
         write_json(tmp_path / name / "model.json", {"training_images_sha256": "0"})
     specs = {name: ModelSpec("mlcn", (28, 28, 1), 3, lanes=text) for name, text in lanes.items()}
     monkeypatch.setattr(tiers_shared, "load_trained", lambda folder: types.SimpleNamespace(spec=specs[folder.name]))
-    monkeypatch.setattr(tiers_shared, "TrainedModel", lambda folder: folder.name)
+    monkeypatch.setattr(tiers_shared, "lane_flops", lambda spec: [lane.width for lane in spec.lane_specs])
 
     def read(**given):
         text = ",".join(f"{tier}={tmp_path / name}" for tier, name in given.items())
-        return tiers_shared.read_models(text, policy(), tmp_path / "whole", specs["whole"])
+        return tiers_shared.own_folders(text, policy(), tmp_path / "whole", specs["whole"])
 
     return read
 
 
 def test_a_model_of_its_own_has_the_flops_of_its_tier_and_learned_from_the_same_images(models, tmp_path):
     assert models() == {}
-    assert models(end="end", edge="edge", cloud="cloud") == {name: name for name in ("end", "edge", "cloud")}
+    names = ["end", "edge", "cloud"]
+    assert list(models(cloud="cloud", end="end", edge="edge").items()) == [(name, tmp_path / name) for name in names]
     with pytest.raises(InputError, match="must have a workdir for each of the tiers end, edge, cloud"):
         models(end="end")
     with pytest.raises(InputError, match=r"0\.50 times the FLOPs of the lanes of tier cloud, mlcn1:w1d1\*2: train a"):
         models(end="end", edge="edge", cloud="edge")
+    with pytest.raises(InputError, match=r"two has the lanes mlcn1:w1.*\*2: train one lane"):
+        models(end="end", edge="edge", cloud="two")
     write_json(tmp_path / "edge" / "model.json", {"training_images_sha256": "1"})
     with pytest.raises(InputError, match="edge learned from other images than that in"):
         models(end="end", edge="edge", cloud="cloud")
@@ -199,12 +216,13 @@ def test_tables_tell_what_was_reached_and_what_was_not():
             {**made, "measured": made["measured"] | {"fault: SIGSTOP, and SIGCONT": {**fault(), "late": 0, **few}}}
         ), "a fault that came too seldom shows nothing, and the target has one deadline"
     lacking = {**made["measured"]["answers"], "without_a_tier": 1, "sent_bytes": 1}
-    assert "| bytes of bodies | 1000 | 1 | 0.001 | at most 0.45 | no: answers lack tiers |" in tiers_gateway.report(
-        {**made, "measured": made["measured"] | {"answers": lacking}}
+    assert (
+        "| bytes of bodies (the cloud's computed) | 1000 | 1 | 0.001 | at most 0.45 | no: answers lack tiers |"
+        in tiers_gateway.report({**made, "measured": made["measured"] | {"answers": lacking}})
     )
     assert "| accuracy | 1 | 1 | lost 0.00, at most 33.82 points | lost at most 0.5 points | yes |" in text
     assert "| settled at the end |  | 0.7 |  | at least 0.6 | yes |" in text
-    assert "| bytes of bodies | 1000 | 1000 | 1.000 | at most 0.45 | no |" in text
+    assert "| bytes of bodies (the cloud's computed) | 1000 | 1000 | 1.000 | at most 0.45 | no |" in text
     assert "| p95, ms | 120 | 120 | 1.000 | at most 1.2 | yes |" in text
     assert "one-sided" in text
     assert "jax 0, 2026-01-02. Times" in text
@@ -212,8 +230,8 @@ def test_tables_tell_what_was_reached_and_what_was_not():
     assert "+0.00 points more often, -33.82 to +33.82" in text
     assert "| shared lanes | edge | 0.6000 | 30.0% |" in text
     assert "| a model of its own | the final answer | 0.6900 | |" in text
-    assert text.count("| 30.0 | 130.0 | 20 |") == 2
-    assert text.index("Measured, time") < text.index("Estimated, time") < text.index("did not run on the nodes")
+    for way in tiers_shared.WAYS:
+        assert f"| {way} | 30.0 | 130.0 | 20 |" in text
     assert "5 ms each way: 5.20 ms; 2 Mbit/s: 1.97 Mbit/s." in text
     del made["measured"]["own models"]
     assert "a model of its own" not in tiers_gateway.report(made), "it was not asked for"
@@ -319,3 +337,34 @@ def test_the_cloud_has_the_model_as_it_is_now(tmp_path, monkeypatch):
     assert exported == [tmp_path]
     assert found["accuracy"] == 0.5
     assert ended == ["killed", "waited"]
+
+
+@pytest.mark.long
+def test_a_small_bed_compares_lanes_with_models_of_their_own(per_lane, tmp_path, monkeypatch):
+    """Real nodes, links and quotas: each way's nodes answer what was computed here, and so settle the same images."""
+    try:
+        Quota.of("test", 0.5).remove()
+    except InputError:
+        pytest.skip("needs root, and cgroups to write to")
+    workdir = shutil.copytree(per_lane, tmp_path / "run")
+    config = stored_config(workdir, "")
+    own = []
+    for seed, (name, lane) in enumerate({"end": "mlcn1:w1", "edge": "mlcn1:w1", "cloud": "mlcn2:w1"}.items()):
+        changes = {"model.lanes": lane, "train.seed": seed + 1, "data.split_seed": config.split_seed}
+        loop.train(config.replace(changes), tmp_path / name)
+        own.append(f"{name}={tmp_path / name}")
+    monkeypatch.setattr(tiers_gateway.tiers_relay, "checked", list)  # its delays are not judged here
+    values = flags.FlagValues()
+    tiers_gateway.define(values)
+    given = ("--scale=smoke", "--parts=own", f"--own_models={','.join(own)}", f"--results={tmp_path}")
+    values(["tiers_gateway", f"--workdir={workdir}", *given])
+    tiers_gateway.main(values)
+    measured = read_json(tmp_path / "tiers_gateway_smoke.json")["measured"]
+    assert measured["largest error"] < 1e-5
+    count = tiers_gateway.SCALES["smoke"][-1]
+    for way in tiers_shared.WAYS:
+        found = measured["own models"][way]
+        assert found["times"]["images"] == count
+        assert sum(found["times"]["settled"]) == pytest.approx(1)
+        assert len(found["margins"]) == 2
+    assert "| a model of its own | cloud |" in (tmp_path / "tiers_gateway_smoke.md").read_text()
