@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 CALIBRATION_BATCH = 64
 _QUANTIZED = ["Conv", "MatMul", "Gemm"]  # the rest, above all squash and softmax, stays float32
-_OUTPUT_AXES = {"MatMul": -1}  # of weights; ONNX Runtime knows the others'
 BITS = np.dtype(np.uint16)  # holds the bits of bfloat16, a type that NumPy's files do not have
 
 
@@ -198,7 +197,6 @@ def _quantized(lane: Lane, path: Path, images: UInt8[np.ndarray, "n h w c"]) -> 
                 weight_type=quantization.QuantType.QInt8,
                 activation_type=quantization.QuantType.QUInt8,
                 reduce_range=not full_range,
-                extra_options={"QDQOpTypePerChannelSupportToAxis": _OUTPUT_AXES},
             )
     except AssertionError as error:  # raised for ranges that are not finite
         raise _not_finite(str(lane), str(error)) from error
