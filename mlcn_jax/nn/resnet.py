@@ -171,28 +171,49 @@ def _convolve_and_pool(
 
 
 def _convolve_and_pool_fwd(algorithm, x, kernel):
-    def part(_, x):
-        return None, _largest(conv.conv2d(x, kernel, padding=_even(x.shape), algorithm=algorithm))
+    def largest(x):
+        return _largest(conv.conv2d(x, kernel, padding=_even(x.shape), algorithm=algorithm))
 
-    parts = _parts(x.shape, kernel)
-    pooled, which = lax.scan(part, None, x.reshape(parts, -1, *x.shape[1:]))[1]
+    def part(i, found):
+        return jax.tree.map(lambda whole, own: _filled(whole, own, i), found, largest(split[i]))
+
+    split = x.reshape(_parts(x.shape, kernel), -1, *x.shape[1:])
+    room = tuple(_room(len(split), like, x) for like in jax.eval_shape(largest, split[0]))
+    pooled, which = lax.fori_loop(0, len(split), part, room)
     return pooled.reshape(-1, *pooled.shape[2:]), (x, kernel, which)
 
 
 def _convolve_and_pool_bwd(algorithm, saved, g):
     x, kernel, which = saved
-    parts = len(which)
 
-    def part(total, of_part):
-        x, which, g = of_part
+    def gradients(x, which, g):
         convolve = functools.partial(conv.conv2d, padding=_even(x.shape), algorithm=algorithm)
         dx, dkernel = jax.vjp(convolve, x, kernel)[1](_spread(g, which))
-        return total + dkernel.astype(jnp.float32), dx
+        return dkernel.astype(jnp.float32), dx
 
-    of_parts = x.reshape(parts, -1, *x.shape[1:]), which, g.reshape(parts, -1, *g.shape[1:])
-    like = jax.eval_shape(lambda one: part(jnp.float32(0), one)[0], jax.tree.map(lambda a: a[0], of_parts))
-    dkernel, dx = lax.scan(part, tracing.zeros(like), of_parts)
+    def part(i, found):
+        total, whole = found
+        dkernel, dx = gradients(*(array[i] for array in split))
+        return total + dkernel, _filled(whole, dx, i)
+
+    parts = len(which)
+    split = x.reshape(parts, -1, *x.shape[1:]), which, g.reshape(parts, -1, *g.shape[1:])
+    total, like = jax.eval_shape(gradients, *(array[0] for array in split))
+    dkernel, dx = lax.fori_loop(0, parts, part, (tracing.zeros(total), _room(parts, like, x)))
     return dx.reshape(x.shape), dkernel.astype(kernel.dtype)
+
+
+def _room(parts: int, like: jax.ShapeDtypeStruct, x: Array) -> Array:
+    """An array [parts, ...] for a loop to fill.
+
+    It is made of a value of x, since XLA would allocate constant arrays for all lanes before the first lane starts.
+    """
+    value = x.reshape(-1)[0].astype(like.dtype) + tracing.zeros(like.update(shape=()))
+    return jnp.broadcast_to(value, (parts, *like.shape))
+
+
+def _filled(whole: Array, part: Array, i: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(whole, part, i, 0)
 
 
 _convolve_and_pool.defvjp(_convolve_and_pool_fwd, _convolve_and_pool_bwd)

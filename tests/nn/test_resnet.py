@@ -263,6 +263,20 @@ def test_accelerators_compute_equal_lanes_in_one_loop_with_the_same_result(image
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 2e-6), found["gpu"], found["cpu"])
 
 
+def test_the_activations_of_one_lane_are_held_at_a_time(monkeypatch):
+    """Those of loops over some images at a time, too."""
+    monkeypatch.setattr(resnet, "_PART_BYTES", 2**18)
+
+    def temporary_bytes(lanes):
+        spec = ModelSpec("mlcn", (20, 20, 2), 3, lanes, norm_group=16)
+        encoder = jax.eval_shape(lambda: model.init_params(spec, jax.random.key(0)))["encoder"]
+        batch = jax.ShapeDtypeStruct((64, *spec.image_shape), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
+        gradient = jax.jit(jax.grad(lambda encoder, *batch: outputs_and_loss(spec, encoder, *batch)[1]))
+        return gradient.lower(encoder, *batch).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes("resnet:w1*3") < 1.03 * temporary_bytes("resnet:w1*2")
+
+
 @pytest.mark.parametrize("broken", [jnp.nan, jnp.inf, -0.0])
 def test_a_lane_that_diverges_leaves_the_others_as_they_are(broken):
     """Though each is computed after the one before."""
