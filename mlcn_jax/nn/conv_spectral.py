@@ -10,6 +10,7 @@ row of A x. On 20x20 pixels, a 9x9 kernel with stride 2 takes 4.9 times fewer mu
 Maps are [points, batch, phases * channels], so no array is transposed between one product and the next.
 """
 
+import math
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from jax.custom_batching import custom_vmap
 from mlcn_jax.nn import tracing
 
 _MAX_POINTS = 1024  # over both axes: B and C are dense in them
+_TRANSPOSED_FEATURES = 512  # widest first map, all phases together, for which transposing its windows saves time
 
 
 class Span(NamedTuple):
@@ -207,24 +209,58 @@ def _correlate_bwd(spans, spectra, g):
     dx = matmul(g_spectrum, kernel_spectrum.transpose(0, 2, 1))
     dx = matmul(a2.transpose(0, 2, 1), dx.reshape(blocks, outputs, -1))
     dx = matmul(a1.T, dx.reshape(a1.shape[0], -1)).reshape(-1, *x_spectrum.shape[1:])
-    dkernel = _apply(b.T, _transposed_matmul(g_spectrum, x_spectrum))
+    # The spectrum of g once more, images last: on a CPU, XLA's products over the second axis of both are slower.
+    dkernel = _apply(b.T, matmul(_apply(c.T, g.transpose(0, 2, 1)), x_spectrum))
     return dx, dkernel.transpose(0, 2, 1)
+
+
+def _signs(h):
+    """Which of h [n, ...] are positive, in the bits of bytes [n / gcd(n, 8), ...].
+
+    They are packed by `lax.reduce`, which XLA computes right away, so that h need not be kept.
+    """
+    bits = math.gcd(len(h), 8)
+    parts = h.reshape(bits, len(h) // bits, *h.shape[1:])
+    positive = (parts > 0).astype(jnp.uint8) << _shifts(bits, parts.ndim)
+    return lax.reduce(positive, np.uint8(0), lax.bitwise_or, (0,))
+
+
+def _where_positive(signs, values):
+    """The values [n, ...] where `_signs` says positive, and zeros."""
+    parts = values.reshape(len(values) // len(signs), *signs.shape)
+    positive = (signs[None] >> _shifts(len(parts), parts.ndim)) & 1
+    return jnp.where(positive != 0, parts, 0).reshape(values.shape)
+
+
+def _shifts(bits, ndim):
+    return jnp.arange(bits, dtype=jnp.uint8).reshape(bits, *[1] * (ndim - 1))
 
 
 def _relu_then_correlate_fwd(spans, rows, kernel1, bias1, kernel2):
     # relu(z + bias) without a constant operand, which would keep XLA from computing it with the product
     h = jnp.maximum(matmul(rows, kernel1), -bias1[None]) + bias1[None]
     points = spans[0].points * spans[1].points
-    y, spectra = _correlate_fwd(spans, h.reshape(points, -1, h.shape[-1]), kernel2)
-    return y, (rows, kernel1, h, spectra)
+    h = h.reshape(points, -1, h.shape[-1])
+    y, spectra = _correlate_fwd(spans, h, kernel2)
+    return y, (rows, kernel1, _signs(h), spectra)
 
 
 def _relu_then_correlate_bwd(spans, saved, g):
-    rows, kernel1, h, spectra = saved
+    rows, kernel1, signs, spectra = saved
     dh, dkernel2 = _correlate_bwd(spans, spectra, g)
-    dh = jnp.where(h > 0, dh.reshape(h.shape), 0)
-    dbias1 = matmul(jnp.ones((1, len(dh)), dh.dtype), dh)[0]  # XLA's sum over rows is slow on a CPU
-    return matmul(dh, kernel1.T), _transposed_matmul(rows, dh), dbias1, dkernel2
+    dh = _where_positive(signs, dh).reshape(len(rows), -1)
+    return matmul(dh, kernel1.T), *_products_of_rows(rows, dh), dkernel2
+
+
+def _products_of_rows(rows, dh):
+    """rows^T @ dh, and the sum of dh over its rows."""
+    if dh.shape[1] > _TRANSPOSED_FEATURES:
+        ones = jnp.ones((1, len(dh)), dh.dtype)  # XLA's sum over rows is slow on a CPU
+        return _transposed_matmul(rows, dh), matmul(ones, dh)[0]
+    # All lanes that see the same images share the columns. The row of ones keeps XLA from undoing the transposition.
+    columns = jnp.concatenate([rows.T, jnp.ones((1, len(rows)), rows.dtype)])
+    products = matmul(columns, dh)
+    return products[:-1], products[-1]
 
 
 # --- gradients ------------------------------------------------------------------------------------

@@ -160,9 +160,12 @@ def lane_reference(x, kernel1, bias1, kernel2, bias2):
     return conv.conv2d(h, kernel2, stride=2, algorithm="native") + bias2[None, None, None]
 
 
-@pytest.mark.parametrize(("size", "channels", "batch"), [(28, 1, 8), (32, 3, 9), (23, 2, 8), (28, 1, 2)])
-def test_lane_convs_is_two_convolutions(size, channels, batch):
-    lanes, width = 2, 8
+@pytest.mark.parametrize(
+    ("size", "channels", "batch", "width"),
+    [(28, 1, 8, 8), (32, 3, 9, 8), (23, 2, 8, 8), (25, 1, 9, 8), (21, 1, 8, 136), (28, 1, 2, 8)],
+)
+def test_lane_convs_is_two_convolutions(size, channels, batch, width):
+    lanes = 2
     x = draw(0, batch, size, size, channels)
     params = (
         draw(1, lanes, 9, 9, channels, width) / 9,
