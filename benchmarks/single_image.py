@@ -7,7 +7,8 @@ In interleaved rounds, from a uint8 image in host memory to lengths there: the e
 the same function jitted with its weights compiled in, and with its weights as arguments, whose difference is what
 laying weights out at each call costs; and a program that computes nothing, which is dispatch, the image's way in and
 the lengths' way out. Parts are the time of XLA's operations of the second while it is traced, by what they do, and what
-is left of the time that the same calls took; FLOPs of its products over their time stand against the machine's rate for
+is left of the time that the same calls took: convolutions that XLA computes beside other operations, most of them, are
+in there, since a trace has only their start. FLOPs of products over the whole time stand against the machine's rate for
 large ones. Writes `benchmarks/results/single_image.json` after each network; what is there of this machine is kept, and
 not measured again.
 """
@@ -26,6 +27,7 @@ from absl import flags
 
 from benchmarks import networks, peers, roofline
 from benchmarks.frameworks import in_artifact, in_mlcn_jax
+from mlcn_jax import host
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import conv
@@ -93,13 +95,14 @@ def measure(network: networks.Network, rounds: int, product_rate: Callable[[], f
     hlo = within.as_text()
     parts = parts_of(hlo, *roofline.traced(calls["weights compiled in"], hlo, _CALLS), _CALLS)
     flops, rate = cost.matmul_flops(lengths, encoder, image), max(rates[1:])
+    milliseconds = {name: statistics.median(values[1:]) for name, values in taken.items()}
     return {
         "title": network.title,
-        "milliseconds": {name: statistics.median(values[1:]) for name, values in taken.items()},
+        "milliseconds": milliseconds,
         "parts_milliseconds": parts,
         "flops": flops,
         "product_flops_per_second": rate,
-        "share_of_product_rate": flops / rate / (parts["products"] / 1000) if parts.get("products") else None,
+        "share_of_product_rate": flops / rate / (milliseconds["weights compiled in"] / 1000),
     }
 
 
@@ -122,6 +125,7 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
+    host.compute_in_turn()  # as `predict` does
     chosen = networks.chosen(values.networks)
     results = peers.results_so_far(values, {"rounds": values.rounds}, "networks")
     rate = product_rate()

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from benchmarks.networks import Network
-from mlcn_jax import Artifact
+from mlcn_jax.serving.predict import open_model
 
 PACKAGES = ("jax", "jaxlib", "numpy")
 
@@ -16,7 +16,7 @@ class Program:
 
     def __init__(self, network: Network, batch: int, folder: Path, variant: str, dtype: str):
         del network, batch, dtype  # the export has them
-        self.model = Artifact(folder / "export", variant)
+        self.model = open_model(str(folder / "export"), variant)
 
     def infer(self, images: np.ndarray) -> np.ndarray:
         """Lengths of the class capsules [batch, classes]."""

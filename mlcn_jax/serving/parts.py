@@ -77,16 +77,16 @@ def added_up(functions: Functions, sessions: Sequence[Callable[[np.ndarray], np.
     """Functions that add the parts of the ONNX Runtime lanes to those of the XLA lanes.
 
     `functions` compute the XLA lanes (none if there are no such lanes). `sessions`, one for each ONNX Runtime lane, are
-    computed in parallel, each on a thread.
+    computed with them, each on a thread.
     """
-    pool = ThreadPoolExecutor(min(len(sessions), num_cores())) if len(sessions) > 1 else None
-    side_by_side = pool.map if pool else map
+    parallel = sessions and len(sessions) + bool(functions) > 1
+    pool = ThreadPoolExecutor(min(len(sessions), num_cores())) if parallel else None
 
     def add(call: Callable | None) -> Callable[[np.ndarray], np.ndarray]:
         def total(rows: np.ndarray) -> np.ndarray:
-            pending = call(rows) if call is not None else np.float32(0)  # XLA computes while ONNX Runtime does
-            others = side_by_side(lambda session: session(rows), sessions)
-            return sum(others, np.float32(0)) + np.asarray(pending)
+            others = (pool.map if pool else map)(lambda session: session(rows), sessions)
+            own = np.float32(0) if call is None else np.asarray(call(rows))  # while ONNX Runtime computes the others
+            return sum(others, own)
 
         return total
 

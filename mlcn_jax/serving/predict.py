@@ -65,13 +65,16 @@ def predict(model: "Classifier", files: Sequence[Path], batch_size: int = 64) ->
 def open_model(given: str, runtime: str = "auto") -> "Classifier":
     """The model that a command line names: an export, a training workdir, or a model that comes with the package.
 
-    `runtime` is as for `Artifact`; a training run that is not exported has XLA only.
+    `runtime` is as for `Artifact`; a training run that is not exported has XLA only. Call it before JAX looks for its
+    devices: XLA then computes in the thread that asks (`host.compute_in_turn`), which is faster for a single image.
 
     Raises:
       InputError: it is none of them, or cannot be used.
     """
+    from mlcn_jax import host
     from mlcn_jax.serving.artifact import MANIFEST, Artifact
 
+    host.compute_in_turn()
     folder = find_export(given).expanduser()
     if not folder.exists():
         raise InputError(

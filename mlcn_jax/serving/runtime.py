@@ -165,6 +165,7 @@ def choose(
         "features": host.cpu_digest(),
         "cores": host.num_cores(),
         "session": SESSION,
+        "async_dispatch": bool(jax.config.values["jax_cpu_enable_async_dispatch"]),
         "versions": {**versions, "onnxruntime": onnxruntime.__version__},
     }
     record = host.cache_folder() / f"runtimes-{manifest['sha256'][:16]}.json"
