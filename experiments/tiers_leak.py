@@ -421,7 +421,7 @@ def draw(pictures: dict[str, np.ndarray], images: np.ndarray, path: Path) -> Non
     shown = np.concatenate([np.concatenate(list(row), axis=1) for row in rows.values()])
     figure = Figure(figsize=(4.4 + count, len(rows)), layout="constrained")
     axis = figure.subplots()
-    axis.imshow(shown.squeeze(), cmap="gray", vmin=0, vmax=255)
+    axis.imshow(shown.squeeze(), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
     axis.set(xticks=[], yticks=[(i + 0.5) * height - 0.5 for i in range(len(rows))], yticklabels=list(rows))
     with replacing(path) as partial:
         figure.savefig(partial, format="png", dpi=80)

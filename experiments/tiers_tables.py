@@ -2,6 +2,7 @@
 
     python -m experiments.tiers_tables --workdir=runs/mlcn2 --scale=smoke
     python -m experiments.tiers_tables --workdir=runs/mlcn2
+    python -m experiments.tiers_tables --workdir=runs/mlcn2 --part=cuts --name=tiers_cuts
 
 Splits the trained model into end, edge and cloud, starts nodes with quotas of cores behind links that are shaped
 (`experiments.tiers_bed`), and writes `tiers_tables.json`, `.md`, `.png` (figure 3) and `_failures.png` (table 5) to
@@ -50,6 +51,7 @@ from mlcn_jax.tiers.cuts import PIXELS, cuts_of
 from mlcn_jax.training.trained import load_trained
 
 _NAMES = ("end", "edge", "cloud")
+_PARTS = ("cuts", "failures", "tiers", "schedules")
 _TRUSTED = _NAMES[:-1]  # devices of table 4, each of which sends to the next tier
 _FAILING_TIMEOUT, _TASKS_BEFORE = 0.5, 12  # of table 5
 _TASKS_OF_TIMEOUT = 2.0  # a time-out is at least as long as so many tasks: those of ends that live must not be given up
@@ -112,6 +114,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("scale", "full", list(SCALES), "How much is measured.", flag_values=values)
     for name, meaning in (("tasks", "All tasks"), ("images", "Images of a task"), ("runs", "Runs of each")):
         flags.DEFINE_integer(name, 0, f"{meaning}; 0 is as many as the scale has.", lower_bound=0, flag_values=values)
+    flags.DEFINE_multi_enum("part", list(_PARTS), list(_PARTS), "What is measured.", flag_values=values)
     flags.DEFINE_string("results", str(RESULTS), "Folder to write to.", flag_values=values)
     flags.DEFINE_string("name", "tiers_tables", "Of the files.", flag_values=values)
 
@@ -126,7 +129,7 @@ def main(values: flags.FlagValues) -> None:
         given["schedule_runs"] = given["runs"]
     scale = dataclasses.replace(SCALES[values.scale], **given)
     path = folder / f"{values.name}{'' if values.scale == 'full' else f'_{values.scale}'}.json"
-    Tables(Path(values.workdir).expanduser(), values.data_dir, scale, path).measure()
+    Tables(Path(values.workdir).expanduser(), values.data_dir, scale, path).measure(values.part)
 
 
 class Tables:
@@ -149,19 +152,20 @@ class Tables:
         command = shlex.join(["python", "-m", "experiments.tiers_tables", *sys.argv[1:]])
         self.start = {"command": command, "versions": machine["versions"]}
 
-    def measure(self) -> None:
-        """Measures what is missing, what takes longest last.
+    def measure(self, parts: Sequence[str] = _PARTS) -> None:
+        """Measures what is missing of these parts, what takes longest last.
 
         Raises:
           InputError: the relay is wrong, or other work keeps the machine busy.
         """
         self.start["relay"] = checked()
         try:
-            self._devices()
-            self._cuts()
-            self._failures()
-            self._tiers_alone()
-            self._schedules()
+            if set(parts) & {"failures", "schedules"}:
+                self._devices()
+            measures = (self._cuts, self._failures, self._tiers_alone, self._schedules)
+            for name, measure in zip(_PARTS, measures, strict=True):
+                if name in parts:
+                    measure()
         finally:
             if self.results["measured"]:
                 write_report(self.results, self.path)
@@ -239,10 +243,10 @@ class Tables:
             for schedule in schedules.SCHEDULES
             for ends in counts
         ]
-        setups = [*of_figure, *scale.others]
+        devices = self.results["measured"]["devices"]
+        setups = list(_with_printed_mapping([*of_figure, *scale.others], devices, scale.tasks))
         if not self._missing([setup.key for setup in setups]):
             return
-        devices = self.results["measured"]["devices"]
         tiers, tasks = self._split(), self._tasks(scale.tasks)
         parts = _parts(tiers, tasks)
         with bed(self._plans(scale.ends, scale.edges, 1), scale.images) as nodes:
@@ -364,6 +368,17 @@ class Tables:
                         return one_cut([at_home(bits) for _ in range(1 + scale.runs)][1:], rest, lengths)
 
                     self._once(key, lambda run=run, setting=setting: setting | run())
+
+
+def _with_printed_mapping(setups: Sequence[Setup], devices: Mapping[str, Any], tasks: int) -> Iterator[Setup]:
+    """The setups, and `Mapping` by the report's equations as well, where these give another mapping that can be run."""
+    for setup in setups:
+        yield setup
+        if setup.schedule == "Mapping":
+            system = setup.system(devices, tasks)
+            share = schedules.printed_cloud_share(system)
+            if share >= 0 and share != schedules.cloud_share(system):
+                yield dataclasses.replace(setup, as_printed=True)
 
 
 def _cut_key(home: str, cut: str, bits: int, delay: float, rate: float) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from mlcn_jax.files import replacing
-from mlcn_jax.tiers import schedules
 
 
 def draw_schedules(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -21,7 +20,7 @@ def draw_schedules(rows: Sequence[dict[str, Any]], path: Path) -> None:
         ("measured", "predicted: corrected", "predicted: as printed"),
         strict=True,
     ):
-        for schedule in schedules.SCHEDULES:
+        for schedule in dict.fromkeys(row["schedule"] for row in rows):
             own = [row for row in rows if row["schedule"] == schedule]
             shown = [row[name] if row[name] > 0 else math.nan for row in own]  # equation 6 can be negative
             axis.plot([row["ends"] for row in own], shown, marker="o", label=schedule)

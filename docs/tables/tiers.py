@@ -98,25 +98,35 @@ def _tables_measured_on(result: dict[str, Any]) -> str:
 
 @place
 def tiers_schedules() -> str:
-    from experiments.tiers_tables_report import mean_error, schedule_rows
+    from experiments.tiers_tables_report import mean_error, predicted_by, schedule_rows
 
     result = experiment("tiers_tables")
     every = [row for row in schedule_rows(result) if (row["schedule"], row["ends"]) != ("End", 1)]
     slower = [row for row in every if row["bottleneck"] != "end"]
     rows = [
-        [name, *(f"{percent(mean_error(some, name), 0)}" for some in (every, slower)), target]
+        [
+            name,
+            *(f"{percent(mean_error(some, name), 0)} ({len(predicted_by(name, some))})" for some in (every, slower)),
+            target,
+        ]
         for name, target in (("printed", "-"), ("corrected", "at most 15 over at least 24"))
     ]
-    header = (
-        f"model | mean error over all {len(every)} configurations, % | over the {len(slower)} where ends are not the "
-        "slowest, % | target"
-    )
+    header = "model | mean error, % (configurations) | where ends are not the slowest, % (configurations) | target"
     return f"{table_of(header, rows)}\n\n{_tables_measured_on(result)}"
 
 
 @place
 def tiers_cuts() -> str:
-    result = experiment("tiers_tables")
+    return _cuts(experiment("tiers_tables"))
+
+
+@place
+def tiers_cuts_fashion() -> str:
+    return _cuts(experiment("tiers_cuts_fashion"))
+
+
+def _cuts(result: dict[str, Any]) -> str:
+    """What each cut costs at each delay, and at a slow rate."""
     found = [value for key, value in result["measured"].items() if key.startswith("cut ")]
     by_link = {(row["home"], row["cut"], row["bits"], row["delay"], row["rate"]): row for row in found}
     slow = max(result["about"]["rates"])
@@ -151,10 +161,12 @@ def tiers_failures() -> str:
     return f"{seconds}\n\n{least}\n\n{_tables_measured_on(result)}"
 
 
+@place
 def tiers_leak() -> str:
     return _leak("tiers_leak")
 
 
+@place
 def tiers_leak_cifar() -> str:
     return _leak("tiers_leak_cifar")
 

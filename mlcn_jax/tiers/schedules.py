@@ -43,6 +43,7 @@ class System:
       tasks: number of tasks, N_t.
       dispatch: seconds that the single dispatcher spends on each task that it hands to a device.
       cores: number of cores that all devices share; 0 for no limit.
+      share: of the ends, those that `Mapping` maps to the cloud; None for the share of `cloud_share`.
     """
 
     end: Device
@@ -51,6 +52,7 @@ class System:
     tasks: int
     dispatch: float = 0.0
     cores: float = 0.0
+    share: float | None = None
 
 
 def printed(schedule: str, system: System) -> float:
@@ -76,7 +78,10 @@ def printed_cloud_share(system: System) -> float:
 
 
 def cloud_share(system: System) -> float:
-    """Share of the ends that are mapped to the cloud so that edges and cloud finish together, in whole ends."""
+    """Share of the ends that are mapped to the cloud: `system.share`, or else, in whole ends, so that edges and cloud
+    finish together."""
+    if system.share is not None:
+        return system.share
     to_cloud = system.cloud.count / system.cloud.seconds
     to_edges = system.edge.count / system.edge.seconds
     ends = system.end.count
