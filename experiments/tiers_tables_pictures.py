@@ -26,7 +26,7 @@ def draw_schedules(rows: Sequence[dict[str, Any]], path: Path) -> None:
             axis.plot([row["ends"] for row in own], shown, marker="o", label=schedule)
         axis.set(title=title, xlabel="ends", yscale="log")
     axes[0].set(ylabel="seconds for all tasks")
-    axes[0].legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
     with replacing(path) as partial:
         figure.savefig(partial, format="png", dpi=120)
 

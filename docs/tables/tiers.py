@@ -1,5 +1,6 @@
 """Tables of lanes over end, edge and cloud."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from tables.parts import NAMES, experiment, measured_on, percent, place, table_of
@@ -122,12 +123,13 @@ def tiers_cuts() -> str:
 
 @place
 def tiers_cuts_fashion() -> str:
-    return _cuts(experiment("tiers_cuts_fashion"))
+    return _cuts(experiment("tiers_cuts_fashion"), ["edge"])
 
 
-def _cuts(result: dict[str, Any]) -> str:
-    """What each cut costs at each delay, and at a slow rate."""
-    found = [value for key, value in result["measured"].items() if key.startswith("cut ")]
+def _cuts(result: dict[str, Any], homes: Sequence[str] = ("end", "edge")) -> str:
+    """What each cut costs these trusted devices at each delay, and at a slow rate."""
+    rows = [value for key, value in result["measured"].items() if key.startswith("cut ")]
+    found = [row for row in rows if row["home"] in homes]
     by_link = {(row["home"], row["cut"], row["bits"], row["delay"], row["rate"]): row for row in found}
     slow = max(result["about"]["rates"])
     links = [(delay, 0.0) for delay in result["about"]["delays"]] + [(result["about"]["delays"][0], slow)]
