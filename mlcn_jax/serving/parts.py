@@ -84,8 +84,9 @@ def added_up(functions: Functions, sessions: Sequence[Callable[[np.ndarray], np.
 
     def add(call: Callable | None) -> Callable[[np.ndarray], np.ndarray]:
         def total(rows: np.ndarray) -> np.ndarray:
+            # ONNX Runtime's lanes are computed while XLA's are.
             others = (pool.map if pool else map)(lambda session: session(rows), sessions)
-            own = np.float32(0) if call is None else np.asarray(call(rows))  # while ONNX Runtime computes the others
+            own = np.zeros((), np.float32) if call is None else np.asarray(call(rows))
             return sum(others, own)
 
         return total
