@@ -208,7 +208,7 @@ def _room(parts: int, like: jax.ShapeDtypeStruct, x: Array) -> Array:
 
     It is made of a value of x, since XLA would allocate constant arrays for all lanes before the first lane starts.
     """
-    value = x.reshape(-1)[0].astype(like.dtype) + tracing.zeros(like.update(shape=()))
+    value = x.reshape(-1)[0].astype(like.dtype) + tracing.zeros(like.update(shape=(), sharding=None))
     return jnp.broadcast_to(value, (parts, *like.shape))
 
 
