@@ -57,6 +57,7 @@ _TV = 1e-3
 _BATCH = 100
 _TRAINING_VALUES = 2**28  # at most, of the inverter's images: 1 GiB
 _FOUND = 200  # images, each of which is looked for among the candidates
+_SHOWN = 4  # images in the picture
 _ANSWERED = 2_000  # images at most, for accuracy
 REFERENCES = ("mean image of the class", "nearest training image of the class")
 _CONVOLUTIONS = ("conv1", "stem")  # cuts after the first convolution and its relu or gelu
@@ -113,13 +114,13 @@ def main(values: flags.FlagValues) -> None:
         if results["rows"]:
             report(results, path)
         if pictures:
-            draw(pictures, images[:8], path.with_suffix(".png"))
+            draw(pictures, images[:_SHOWN], path.with_suffix(".png"))
 
     def keep(key: str, row: dict[str, Any], restored: np.ndarray | None = None) -> None:
         results["rows"][key] = row | {"start": time}
         results["starts"][time] = {"versions": machine["versions"]}
         if restored is not None:
-            pictures[key] = np.rint(255 * restored[: len(images[:8])].clip(0, 1)).astype(np.uint8)
+            pictures[key] = np.rint(255 * restored[: len(images[:_SHOWN])].clip(0, 1)).astype(np.uint8)
             with replacing(kept) as partial, open(partial, "wb") as file:
                 np.savez(file, **pictures)  # type: ignore[arg-type]
         write_json(path, results)
