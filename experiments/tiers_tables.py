@@ -38,7 +38,8 @@ from experiments.tiers_bed import CORES, NodePlan, RunningNode, bed, until_idle
 from experiments.tiers_dispatch import MODES, Device, Failures, dispatch, summary
 from experiments.tiers_home import home, one_cut
 from experiments.tiers_relay import checked
-from experiments.tiers_tables_report import DELAY_MS, Setup, write_report
+from experiments.tiers_setups import DELAY_MS, Setup, with_printed_mapping
+from experiments.tiers_tables_report import write_report
 from mlcn_jax import host
 from mlcn_jax.analysis.workdir import load_with_data, stored_config
 from mlcn_jax.errors import InputError
@@ -244,7 +245,7 @@ class Tables:
             for ends in counts
         ]
         devices = self.results["measured"]["devices"]
-        setups = list(_with_printed_mapping([*of_figure, *scale.others], devices, scale.tasks))
+        setups = list(with_printed_mapping([*of_figure, *scale.others], devices, scale.tasks))
         if not self._missing([setup.key for setup in setups]):
             return
         tiers, tasks = self._split(), self._tasks(scale.tasks)
@@ -368,17 +369,6 @@ class Tables:
                         return one_cut([at_home(bits) for _ in range(1 + scale.runs)][1:], rest, lengths)
 
                     self._once(key, lambda run=run, setting=setting: setting | run())
-
-
-def _with_printed_mapping(setups: Sequence[Setup], devices: Mapping[str, Any], tasks: int) -> Iterator[Setup]:
-    """The setups, and `Mapping` by the report's equations as well, where these give another mapping that can be run."""
-    for setup in setups:
-        yield setup
-        if setup.schedule == "Mapping":
-            system = setup.system(devices, tasks)
-            share = schedules.printed_cloud_share(system)
-            if share >= 0 and share != schedules.cloud_share(system):
-                yield dataclasses.replace(setup, as_printed=True)
 
 
 def _cut_key(home: str, cut: str, bits: int, delay: float, rate: float) -> str:

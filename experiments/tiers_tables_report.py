@@ -3,20 +3,19 @@
 Parts that have not been measured yet are left out.
 """
 
-import dataclasses
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.tiers_bed import CORES
 from experiments.tiers_dispatch import MODES
 from experiments.tiers_relay import described, holds
+from experiments.tiers_setups import Setup
 from experiments.tiers_tables_pictures import draw_failures, draw_schedules
 from mlcn_jax.files import write_atomic
 from mlcn_jax.tiers import schedules
 
-DELAY_MS = {"end": 0.0, "edge": 10.0, "cloud": 50.0}  # each way, unless a table says otherwise
 _MOST_ERROR, _LEAST_CONFIGURATIONS = 0.15, 24  # of the corrected model, over configurations not used to fit it
 _MOST_OVER = 1.15  # of `monitor`, over the remaining work on living ends
 _MOST_DIFFERENCE = 1e-5  # of answers
@@ -58,49 +57,6 @@ _REPORT = {
         ],
     ),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """A schedule, numbers of ends and edges, and the delays to edges and cloud in ms each way.
-
-    With `as_printed`, `Mapping` maps the ends to edges and cloud by the report's equations 4 and 5.
-    """
-
-    schedule: str
-    ends: int
-    edges: int
-    edge_ms: float
-    cloud_ms: float
-    as_printed: bool = False
-
-    @property
-    def name(self) -> str:
-        """Of the schedule."""
-        return self.schedule + (" as printed" if self.as_printed else "")
-
-    @property
-    def key(self) -> str:
-        """Its name in the results."""
-        delays = f"{2 * self.edge_ms:g} and {2 * self.cloud_ms:g} ms"
-        return f"schedule {self.name}, {self.ends} ends, {self.edges} edges, {delays}"
-
-    def is_of_figure(self, edges: int) -> bool:
-        """Whether it has all edges, and the usual delays."""
-        return (self.edges, self.edge_ms, self.cloud_ms) == (edges, DELAY_MS["edge"], DELAY_MS["cloud"])
-
-    def system(self, devices: Mapping[str, Any], tasks: int) -> schedules.System:
-        """What models predict from: single tasks on single devices, with these numbers and delays."""
-        counts = {"end": self.ends, "edge": self.edges, "cloud": 1}
-        links = {"end": devices["end"]["communication"], "edge": 2e-3 * self.edge_ms, "cloud": 2e-3 * self.cloud_ms}
-        kinds = {
-            name: schedules.Device(count, links[name], devices[name]["processing"], devices[name]["work"])
-            for name, count in counts.items()
-        }
-        system = schedules.System(**kinds, tasks=tasks, dispatch=devices["dispatch"], cores=CORES)
-        if self.as_printed:
-            return dataclasses.replace(system, share=schedules.printed_cloud_share(system))
-        return system
 
 
 def write_report(results: dict[str, Any], path: Path) -> None:

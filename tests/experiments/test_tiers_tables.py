@@ -13,7 +13,8 @@ from made_tiers import policy
 
 from experiments import quiet, tiers_home, tiers_tables, tiers_tables_report
 from experiments.tiers_dispatch import Outcome, summary
-from experiments.tiers_tables_report import Setup, mean_error, schedule_rows, write_report
+from experiments.tiers_setups import Setup, with_printed_mapping
+from experiments.tiers_tables_report import mean_error, schedule_rows, write_report
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
 from mlcn_jax.tiers import schedules, wire
@@ -134,7 +135,7 @@ def test_mapping_is_also_run_as_printed_where_that_is_another_and_can_be():
     devices = devices | {"edge": devices["edge"] | {"processing": 0.04}}
     setups = [Setup("Mapping", ends, edges, 10.0, 50.0) for ends, edges in ((8, 2), (1, 2))]
     as_printed = dataclasses.replace(setups[0], as_printed=True)
-    found = list(tiers_tables._with_printed_mapping([*setups, Setup("End", 8, 2, 10.0, 50.0)], devices, 10))
+    found = list(with_printed_mapping([*setups, Setup("End", 8, 2, 10.0, 50.0)], devices, 10))
     assert found[:-1] == [setups[0], as_printed, setups[1]], "two edges for one end: a share of -1"
     system, own = as_printed.system(devices, 40), setups[0].system(devices, 40)
     assert schedules.cloud_share(system) == schedules.printed_cloud_share(system) == 0.75
