@@ -105,7 +105,6 @@ def _split(arguments: argparse.Namespace) -> None:
 def _node(arguments: argparse.Namespace) -> None:
     key, trust = _path("key", arguments.key), _paths("trust", arguments.trust)
     limits, listener, tls = _listen(arguments, _WITH_KEYS if key or trust else ())
-    from mlcn_jax import host
     from mlcn_jax.tiers.artifact import TierArtifact
     from mlcn_jax.tiers.node import KEEP_ALIVE_SECONDS, NodeService
 
@@ -114,7 +113,6 @@ def _node(arguments: argparse.Namespace) -> None:
         from mlcn_jax.tiers import signatures
 
         sign = signatures.private_key(key).sign
-    host.compute_in_turn()
     service = NodeService(TierArtifact(arguments.artifact, trust), limits, sign)
     service.warm_up()
     name, url = service.artifact.name, server.url_of(listener, bool(tls))
@@ -128,12 +126,10 @@ def _gateway(arguments: argparse.Namespace) -> None:
         raise InputError(
             f"--noise={arguments.noise:g} and --deadline_ms={arguments.deadline_ms:g} must both be 0 or more and finite"
         )
-    from mlcn_jax import host
     from mlcn_jax.tiers.artifact import TierArtifact
     from mlcn_jax.tiers.client import TierClient, check_nodes
     from mlcn_jax.tiers.gateway import GatewayService
 
-    host.compute_in_turn()
     artifact = TierArtifact(arguments.artifact, trust)
     policy = artifact.policy
     if artifact.name != policy.names[0]:
