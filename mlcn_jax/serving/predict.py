@@ -84,11 +84,7 @@ def open_model(given: str, runtime: str = "auto") -> "Classifier":
     checkpoints = folder / "checkpoints"
     if (folder / MANIFEST).is_file() or not checkpoints.is_dir():
         return Artifact(folder, runtime)
-    described = (folder / "model.json",)  # weights of lanes may have been fitted since
-    saved = [path for path in (*checkpoints.iterdir(), *described) if path.name.isdecimal() or path in described]
-    manifest = folder / "export" / MANIFEST
-    newest = max((path.stat().st_mtime for path in saved if path.exists()), default=0)
-    if manifest.is_file() and manifest.stat().st_mtime >= newest:
+    if export_is_current(folder):
         return Artifact(folder / "export", runtime)
     if runtime not in ("auto", "xla"):
         raise InputError(
@@ -103,6 +99,16 @@ def open_model(given: str, runtime: str = "auto") -> "Classifier":
             f"or give a folder that `{program()} export` wrote"
         ) from error
     return TrainedModel(folder)
+
+
+def export_is_current(workdir: Path) -> bool:
+    """Whether a training run has an export that is not older than its checkpoints and its `model.json`."""
+    from mlcn_jax.serving.artifact import MANIFEST
+
+    manifest, described = workdir / "export" / MANIFEST, workdir / "model.json"  # lanes' weights may have been fitted
+    checkpoints = [path for path in (workdir / "checkpoints").glob("*") if path.name.isdecimal()]
+    newest = max((path.stat().st_mtime for path in (*checkpoints, described) if path.exists()), default=0)
+    return manifest.is_file() and manifest.stat().st_mtime >= newest
 
 
 def _files_of(paths: Sequence[str]) -> list[Path]:

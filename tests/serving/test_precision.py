@@ -351,6 +351,26 @@ def test_lanes_that_lose_nothing_alone_and_much_together_are_not_all_left_in_flo
     assert [found["form"].split()[0] for found in placed["lanes"]].count("int8") == 1
 
 
+@pytest.mark.parametrize("most_mixes", [0, 1000])
+def test_lanes_are_in_xla_where_another_runtime_loses_images_in_float32(monkeypatch, most_mixes):
+    right, wrong = np.full((50, 2), [1.0, 0.0]), np.full((50, 2), [0.0, 2.0])
+    parts = [[right, wrong, wrong, wrong]] * 2
+    lane = "mlcn2:w1d1"
+    seconds = {"infer float32 native": {lane: 2e-3}, "infer float32 onnxruntime": {lane: 1e-3}}
+    profiles = [dataclasses.replace(make_profile(), form_seconds=seconds)] * 2
+    spec = ModelSpec("mlcn", (28, 28, 1), 2, f"{lane}*2")
+    monkeypatch.setattr(precision_place, "_MOST_MIXES", most_mixes)
+    labels = np.zeros(50, np.int32)
+    placed = precision_place.place_lanes(spec, profiles, parts, [[1] * 4] * 2, labels, 0.0, 1, [0, 0])
+    assert [found["exported"] for found in placed["lanes"]] == ["float32 xla"] * 2
+    assert placed["accuracy_drop"] == 0
+
+
+def test_a_form_of_a_profile_that_no_export_has_is_refused():
+    with pytest.raises(InputError, match="'infer int8 native', a form that no export has: measure it again"):
+        precision_place.exported_form("infer int8 native")
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("ortools"), reason="needs OR-Tools")
 @pytest.mark.parametrize("seed", range(4))
 def test_few_lanes_are_placed_as_brute_force_places_them(seed):
@@ -422,6 +442,8 @@ def test_what_cannot_be_used_is_refused_before_anything_is_computed(workdir, tmp
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="give another --output=FOLDER"):
         front.run(["precision", f"--workdir={workdir}", f"--output={tmp_path / 'file'}"])
+    with pytest.raises(InputError, match="is the run's own folder, whose export would be replaced"):
+        front.run(["precision", f"--workdir={workdir}", f"--output={workdir}"])
     other = shutil.copytree(workdir, tmp_path / "other")
     about = json.loads((other / "model.json").read_text())
     (other / "model.json").write_text(json.dumps(about | {"training_images_sha256": "0"}))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.serving import artifact, export, predict
+from mlcn_jax.serving import artifact, export, onnx, predict
 
 
 def test_names_are_shown_and_not_obeyed(tmp_path, monkeypatch, capsys):
@@ -37,7 +37,7 @@ def test_usual_names_are_shown_as_they_are():
     assert predict.printable("\udcff") == "\\udcff"
 
 
-def test_a_workdir_is_used_by_its_export_only_while_that_is_newer_than_the_model(finished, tmp_path, rng):
+def test_a_workdir_is_used_by_its_export_only_while_that_is_newer_than_the_model(finished, tmp_path, rng, caplog):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     trained = predict.open_model(str(tmp_path))
     assert not isinstance(trained, artifact.Artifact)
@@ -51,9 +51,13 @@ def test_a_workdir_is_used_by_its_export_only_while_that_is_newer_than_the_model
     assert not isinstance(predict.open_model(str(tmp_path)), artifact.Artifact)
     os.utime(tmp_path / "model.json", (1, 1))
     assert isinstance(predict.open_model(str(tmp_path)), artifact.Artifact)
+    onnx.read_export(tmp_path)
+    assert "is older than" not in caplog.text
     os.utime(manifest, (0, 0))
     assert not isinstance(predict.open_model(str(tmp_path)), artifact.Artifact)
     assert isinstance(predict.open_model(str(manifest.parent)), artifact.Artifact)
+    onnx.read_export(tmp_path)
+    assert "is older than the run's newest checkpoint" in caplog.text
 
 
 def test_a_model_that_does_not_exist_is_not_called_an_export_without_a_manifest(tmp_path):

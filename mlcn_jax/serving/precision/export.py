@@ -77,7 +77,7 @@ def precision(
 
     Raises:
       InputError: there is no export or it is damaged, it has no lanes, its images are not those that it was trained on,
-        the folder cannot be written to, or a package is not installed.
+        the folder cannot be written to or is the workdir, or a package is not installed.
       NoRoom: the lanes do not fit the devices; everything else was written.
     """
     packages = onnx.versions()
@@ -85,6 +85,11 @@ def precision(
     if not model.spec.lane_specs:
         raise InputError(f"{workdir} holds a CapsNet, which has no lanes: give a run of a model with lanes")
     folder = results / "export"
+    if folder.resolve() == (workdir / "export").resolve():
+        raise InputError(
+            f"--output={results} is the run's own folder, whose export would be replaced by the mix: give another "
+            "--output=FOLDER, or none for WORKDIR/precision"
+        )
     for replaced in (folder, results / PLACED) if profiles else (folder,):
         if replaced.exists() and not (replaced / artifact.MANIFEST).is_file():
             raise InputError(f"{replaced} exists but is not an export: move it away, because it would be replaced")

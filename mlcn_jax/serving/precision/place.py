@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from mlcn_jax.errors import InputError
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.forms import FormPlacement, FormProblem, form_problem, forms_of, place_together
 from mlcn_jax.placement.problem import NoRoom
@@ -57,6 +58,7 @@ def place_lanes(
       The choice and what it costs, ready for JSON.
 
     Raises:
+      InputError: a profile has times of a form that no export can hold.
       NoRoom: every choice loses more, or the weights do not fit the devices.
     """
     partitioner = "exact" if importlib.util.find_spec("ortools") else "greedy"
@@ -114,7 +116,9 @@ def place_lanes(
     with contextlib.suppress(NoRoom):
         if is_enough(given := only(mix)):
             found.append(given)
-    placed = min(found or [only([0] * len(parts))], key=lambda each: each.makespan_seconds)
+    if not found:  # another runtime may lose images in float32, too
+        found = [_place(problem, [[float(part != 0) for part in part_of]] * len(parts), 0.0, partitioner)]
+    placed = min(found, key=lambda each: each.makespan_seconds)
     return {
         "devices": [profile.device for profile in profiles],
         "lanes": [
@@ -172,10 +176,18 @@ def _of_all_mixes(
 
 
 def exported_form(name: str) -> Form:
-    """The form in which an export holds a lane, by its name in a profile: the algorithms of XLA are not told apart."""
+    """The form in which an export holds a lane, by its name in a profile: the algorithms of XLA are not told apart.
+
+    Raises:
+      InputError: no export can hold lanes in that form.
+    """
     _, precision, how = name.split()
-    form = Form(precision, how)
-    return form if form in FORMS else Form(precision, XLA)
+    known = [form for form in (Form(precision, how), Form(precision, XLA)) if form in FORMS]
+    if not known:
+        raise InputError(
+            f"a profile has times of {name!r}, a form that no export has: measure it again with profile --forms=LANES"
+        )
+    return known[0]
 
 
 def _place(
