@@ -66,8 +66,8 @@ async def ask(
 def in_process(check, **limits):
     """Runs `check(app, slow, service)`, a coroutine, with a server without HTTP before a slow model."""
     slow = Slow()
-    values = {"max_batch": 8, "max_queue": 8, "max_body_bytes": 1000, "max_images": 4, "max_connections": 9} | limits
-    service = Service(slow, Limits(timeout_seconds=5, **values))
+    values = {"max_batch": 8, "max_queue": 8, "max_body_bytes": 1000, "max_images": 4, "max_connections": 9}
+    service = Service(slow, Limits(**{**values, "timeout_seconds": 5, **limits}))
 
     async def run():
         async with service.running(None):

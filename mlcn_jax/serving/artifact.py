@@ -123,6 +123,8 @@ class Classifier:
         while size <= min(most, MAX_BATCH):
             self.lengths(np.zeros((size, *self.image_shape), np.uint8))
             size *= 2
+        if warm_up := getattr(self._compute, "warm_up", None):  # of `runtime.Fastest`
+            warm_up(min(most, MAX_BATCH))
 
 
 class Artifact(Classifier):

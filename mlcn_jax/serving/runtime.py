@@ -4,6 +4,7 @@ The faster one is measured when a batch size is first used. The result is kept i
 same model, CPU, number of cores and versions. Needs onnxruntime, and what an `Artifact` needs.
 """
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -38,7 +39,7 @@ class Fastest:
 
     Args:
       computes: for each runtime, XLA first, a function from uint8 images to lengths. Another runtime than XLA is used
-        only if its lengths differ by no more than `TOLERANCE`.
+        only if its lengths of random images differ by no more than `TOLERANCE`.
       image_shape: height, width and channels.
       record: file of earlier measurements, or None to keep none.
       conditions: what the measurements depend on; a `record` with other conditions is replaced.
@@ -76,6 +77,15 @@ class Fastest:
                 own[name] = half[name] + share * (own[name] - half[name])
         return min(own, key=own.__getitem__)
 
+    def warm_up(self, most: int) -> None:
+        """Compiles XLA's programs for all batches up to `most` images that XLA computes.
+
+        Batches between two powers of two may need programs of sizes that another runtime computes.
+        """
+        of_xla = (call_sizes(count) for count in range(1, most + 1) if self.choice(count) == XLA)
+        for size in sorted({size for sizes in of_xla for size in sizes}):
+            self._computes[XLA](_noise(size, self._shape))
+
     def choices(self) -> dict[int, str]:
         """The faster runtime for each number of images (powers of two) that has been measured."""
         return {size: min(own, key=own.__getitem__) for size, own in sorted(self.milliseconds.items())}
@@ -97,8 +107,6 @@ class Fastest:
                 able[name] = compute
             else:
                 _log.warning("%s is not used: its lengths differ from those of %s by %.2g", name, XLA, differs)
-        if len(able) == 1:
-            return dict.fromkeys(able, 0.0)
         seconds: dict[str, list[float]] = {name: [] for name in able}
         for _ in range(_ROUNDS):
             for name, compute in able.items():
@@ -137,6 +145,7 @@ def choose(
     problem = _problem(converted, manifest)
     if problem and required:
         raise InputError(f"runtime {ONNX} cannot be used: {problem}")
+    problem = problem or ("" if required else _inexact(converted))
     if problem:
         _log.warning("computing with XLA because ONNX Runtime cannot be used: %s", problem)
         return xla
@@ -168,7 +177,8 @@ def choose(
         "async_dispatch": bool(jax.config.values["jax_cpu_enable_async_dispatch"]),
         "versions": {**versions, "onnxruntime": onnxruntime.__version__},
     }
-    record = host.cache_folder() / f"runtimes-{manifest['sha256'][:16]}.json"
+    digest = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()
+    record = host.cache_folder() / f"runtimes-{digest[:16]}.json"  # machines that share the folder keep their own
     return Fastest({XLA: xla, ONNX: own}, image_shape, record, conditions)
 
 
@@ -198,6 +208,12 @@ def _problem(path: Path, manifest: Mapping[str, Any]) -> str:
     if importlib.util.find_spec("onnxruntime") is None:
         return "onnxruntime is not installed: pip install 'mlcn_jax[onnxruntime]'"
     return ""
+
+
+def _inexact(path: Path) -> str:
+    """Whether lengths of test images differed by more than `TOLERANCE` when the model was converted; empty if not."""
+    largest = _description(path).get("checked", {}).get("largest_difference", {}).get("test", 0.0)
+    return f"its lengths differ from those of {XLA} by {largest:.2g} on test images" if largest > TOLERANCE else ""
 
 
 def _description(path: Path) -> dict[str, Any]:

@@ -136,7 +136,9 @@ def _warm_service(arguments: argparse.Namespace, limits: "Limits") -> "BatchServ
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # silences XLA's messages about slow constant folding
     from mlcn_jax.serving.service import Service  # slow to import, so only after the arguments were checked
 
-    service = Service(open_model(arguments.model, arguments.runtime), limits)
+    model = open_model(arguments.model, arguments.runtime)
+    model.warm_up(limits.max_batch)
+    service = Service(model, limits)
     service.warm_up()
     return service
 

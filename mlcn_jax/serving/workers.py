@@ -5,6 +5,7 @@ request. Built on uvicorn's supervisor.
 """
 
 import errno
+import functools
 import multiprocessing
 import os
 import signal
@@ -100,6 +101,8 @@ class _Workers(Multiprocess):
 
     def restart_all(self) -> None:
         self.config.timeout_worker_healthcheck = _READY_SECONDS  # uvicorn waits as long for new processes
+        for process in self.processes:
+            process.join = functools.partial(self._end, process)  # type: ignore[method-assign]  # its own has no limit
         super().restart_all()
         self.config.timeout_worker_healthcheck = _ANSWER_SECONDS
 
@@ -114,12 +117,21 @@ class _Workers(Multiprocess):
         if self.does_listen:
             for listener in self.sockets:  # or connections would wait here for processes that accept no more
                 listener.close()
-        patience = max(float(self.config.timeout_graceful_shutdown or 0), self.config.patience.value)
-        last = time.monotonic() + patience + _LAST_SECONDS
+        last = self._last_moment()
         for process in self.processes:
-            process.process.join(max(0.0, last - time.monotonic()))
-            process.kill()  # if it is stuck
-            process.join()
+            self._end(process, last)
+
+    def _last_moment(self) -> float:
+        """When a process that is told to end now must have ended."""
+        patience = max(float(self.config.timeout_graceful_shutdown or 0), self.config.patience.value)
+        return time.monotonic() + patience + _LAST_SECONDS
+
+    def _end(self, process: Process, last: float | None = None) -> None:
+        """Waits for a process that was told to end, and kills it if it is stuck."""
+        last = self._last_moment() if last is None else last
+        process.process.join(max(0.0, last - time.monotonic()))
+        process.kill()
+        process.process.join()
 
 
 def run(

@@ -84,6 +84,21 @@ def test_a_request_that_arrives_too_slowly_is_refused_after_the_answers_to_those
     in_process(check)
 
 
+def test_a_client_that_does_not_read_its_answers_is_disconnected():
+    async def check(app, slow, service):
+        async with connected(app, service) as (_, writer, connections):
+            writer.transport.pause_reading()
+            await until(lambda: connections)
+            (connection,) = connections
+            while not connection.flow.write_paused:
+                writer.write(16 * b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
+                await asyncio.sleep(0.01)
+                await until(lambda: connection.flow.write_paused or not connection.pipeline)
+            await until(lambda: not connections)
+
+    in_process(check, timeout_seconds=0.2)
+
+
 def test_no_more_requests_wait_on_a_connection_than_it_may_have(monkeypatch):
     monkeypatch.setattr(server_lib, "_MAX_PIPELINED", 3)
 

@@ -84,6 +84,41 @@ def test_calls_of_xla_between_powers_of_two_add_up():
     assert [fastest.choice(count) for count in (12, 15, 16)] == ["xla", "onnxruntime", "onnxruntime"], "15 are padded"
 
 
+def test_a_recorded_choice_leaves_no_program_to_compile_during_requests(tmp_path):
+    """9 to 12 images are 8 and 1 to 4 for XLA: it needs programs for those, which another runtime computes faster."""
+    calls: list = []
+    computes = {
+        "xla": lengths_of(calls, "xla", lambda count: 0.004),
+        "onnxruntime": lengths_of(calls, "onnxruntime", lambda count: 0.001 if count < 8 else 0.02),
+    }
+    record = tmp_path / "runtimes.json"
+    runtime.Fastest(computes, SHAPE, record, {}).warm_up(16)
+    calls.clear()
+    again = runtime.Fastest(computes, SHAPE, record, {})
+    again.warm_up(16)
+    assert calls == [("xla", size) for size in (1, 2, 4, 8, 16)]
+    assert {again.choice(count) for count in (8, 9, 16)} == {"xla"}
+
+
+def test_calls_in_sizes_at_which_only_xla_may_compute_are_timed_too():
+    computes = {
+        "xla": lengths_of([], "xla", lambda count: 0.01),
+        "onnxruntime": lambda images: lengths_of([], "", lambda count: 0.015, error=float(len(images) == 8))(images),
+    }
+    fastest = runtime.Fastest(computes, SHAPE, None, {})
+    assert fastest.choice(8) == "xla"
+    assert fastest.choice(12) == "onnxruntime", "XLA would take two calls"
+
+
+def test_a_model_that_differed_on_test_images_is_not_used(tmp_path):
+    path = tmp_path / "model.onnx"
+    for largest, told in ((5e-5, "differ from those of xla by 5e-05 on test images"), (1e-6, "")):
+        path.with_suffix(".json").write_text(json.dumps({"checked": {"largest_difference": {"test": largest}}}))
+        found = runtime._inexact(path)
+        assert told in found
+        assert bool(found) == bool(told)
+
+
 @pytest.mark.parametrize("count", [1, 3, 8, 9, 33, 100, 128, 300])
 def test_little_is_wasted_on_padding(count):
     calls = []
@@ -170,6 +205,28 @@ def test_a_package_of_onnx_runtime_of_another_name_is_used(tmp_path, monkeypatch
     monkeypatch.setattr(importlib.metadata, "version", version)
     found = runtime.choose(lengths_of([], "xla"), converted, {"sha256": "a"}, SHAPE, required=False)
     assert isinstance(found, runtime.Fastest)
+
+
+def test_measurements_of_another_cpu_are_kept_apart(tmp_path, monkeypatch):
+    converted = tmp_path / "model.onnx"
+    converted.with_suffix(".json").write_text('{"sha256": "b"}')
+    monkeypatch.setenv("MLCN_JAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(runtime, "_problem", lambda path, manifest: "")
+    monkeypatch.setattr(runtime, "open_onnx", lambda path, output: lengths_of([], "onnxruntime", lambda count: 0.002))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1")
+    monkeypatch.setitem(sys.modules, "onnxruntime", types.SimpleNamespace(__version__="1"))
+
+    def chosen():
+        return runtime.choose(lengths_of([], "xla"), converted, {"sha256": "a"}, SHAPE, required=False)
+
+    assert chosen().choice(1) == "xla"
+    assert chosen().milliseconds
+    for name, value in (("cpu_digest", "other"), ("num_cores", 99), ("name_of", "other")):
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(runtime.host, name, lambda *args, value=value: value)
+            assert not chosen().milliseconds, name
+            chosen().choice(1)
+    assert chosen().milliseconds
 
 
 def test_threads_of_onnx_runtime_do_not_spin_between_calls(tmp_path, monkeypatch):

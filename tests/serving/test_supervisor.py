@@ -18,7 +18,7 @@ class Process:
     def __init__(self, config, sockets):
         made.append(self)
         self.pid, self.exitcode, self.calls, self.has_ended = len(made), None, [], False
-        self.process = self
+        self.process = SimpleNamespace(join=self.note_join, exitcode=None)
 
     def note(self, *call):
         self.calls.append(call)
@@ -40,8 +40,11 @@ class Process:
     def kill(self):
         self.note("kill")
 
-    def join(self, timeout=None):
+    def note_join(self, timeout=None):
         self.note("join", timeout)
+
+    def join(self):
+        assert self.calls[-1] == ("kill",), "waits without limit"
 
 
 made: list[Process] = []
@@ -97,6 +100,18 @@ def test_the_end_is_asked_for_at_once_and_waits_for_no_stuck_process(supervisor)
         assert 0 < patience <= 67
         assert rest == [("kill",), ("join", None)]
     assert not supervisor.has_failed
+
+
+def test_a_restart_waits_for_no_stuck_process(supervisor):
+    old = list(made)
+    supervisor.signal_queue.append(signal.SIGHUP)
+    look(supervisor)
+    for process in old:
+        (told,), (_, patience), *rest = process.calls[-4:]
+        assert told == "terminate"
+        assert 60 < patience <= 67
+        assert rest == [("kill",), ("join", None)]
+    assert [process.pid for process in supervisor.processes] == [3, 4]
 
 
 def test_no_connection_waits_for_processes_that_accept_no_more(supervisor):
