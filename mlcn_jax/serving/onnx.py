@@ -30,6 +30,7 @@ from mlcn_jax.nn.model import class_lengths, encode, join_lanes, params_of_lanes
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving.artifact import MODEL, WEIGHTS, Artifact
 from mlcn_jax.serving.onnx_file import INPUT
+from mlcn_jax.serving.predict import export_is_current
 from mlcn_jax.serving.runtime import OUTPUT
 from mlcn_jax.settings import DataSettings
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-4  # largest difference of lengths
 _OPSET = 18  # the oldest that has every operator used, so that older runtimes can read the model too
 _PACKAGES = ("onnx", "onnxruntime", "jax2onnx")
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +71,8 @@ class ExportedModel:
 def read_export(workdir: Path, data_dir: str = "") -> ExportedModel:
     """Reads `workdir/export`; `data_dir` replaces `data.dir` if the run's images have moved.
 
+    There is a warning if the run has checkpoints that are newer than its export.
+
     Raises:
       InputError: there is no export, or it is damaged.
     """
@@ -78,6 +82,12 @@ def read_export(workdir: Path, data_dir: str = "") -> ExportedModel:
             f"{workdir} does not hold an exported model: run {program()} export --workdir={workdir} after training"
         )
     artifact = Artifact(folder, "xla")
+    if (workdir / "checkpoints").is_dir() and not export_is_current(workdir):
+        _log.warning(
+            "%s is older than the run's newest checkpoint or its model.json, and is read as it is: run %s export "
+            "--workdir=%s for an export of the newer model",
+            *(folder, program(), workdir),
+        )
     config = RunConfig.from_dict(read_json(folder / "config.json"))
     config = config.replace(unused_fields(config))  # older exports could have them
     if data_dir:
@@ -153,10 +163,20 @@ def convert(model: ExportedModel) -> "onnx.ModelProto":
     import onnx
 
     converted = to_onnx(lane_by_lane(model.spec, model.encoder), model.spec.image_shape, OUTPUT, model.lanes)
-    facts = {"class_names": model.artifact.class_names, "image_shape": model.spec.image_shape, "lanes": model.lanes}
+    facts = {
+        "class_names": model.artifact.class_names,
+        "image_shape": model.spec.image_shape,
+        "lanes": model.lanes,
+        **probability(model.spec),
+    }
     onnx.helper.set_model_props(converted, {name: json.dumps(value) for name, value in facts.items()})
     onnx.checker.check_model(converted, full_check=True)
     return converted
+
+
+def probability(spec: ModelSpec) -> dict[str, float]:
+    """What makes lengths probabilities: min(length / certain_length, 1) ** probability_power, as in every export."""
+    return {"certain_length": spec.certain_length, "probability_power": spec.probability_power}
 
 
 def versions() -> dict[str, str]:

@@ -59,7 +59,9 @@ def export(workdir: Path, data_dir: str = "", folder: Path | None = None) -> Pat
                 "name": runtime.OUTPUT,
                 "type": "float32",
                 "shape": ["batch", len(model.artifact.class_names)],
-                "meaning": "length of each class capsule; the longest is the predicted class",
+                "meaning": "length of each class capsule; the longest is the predicted class, and its probability is "
+                "min(length / certain_length, 1) ** probability_power",
+                **onnx.probability(model.spec),
             },
             "export": model.artifact.manifest["sha256"],
             "step": model.artifact.manifest["step"],

@@ -165,6 +165,11 @@ def test_the_command_writes_a_checked_model_that_says_what_it_takes(exported):
     facts = session.get_modelmeta().custom_metadata_map
     description = json.loads(path.with_suffix(".json").read_text())
     assert json.loads(facts["class_names"]) == description["class_names"] == list(model.artifact.class_names)
+    length, power = (json.loads(facts[name]) for name in ("certain_length", "probability_power"))
+    assert (length, power) == (description["output"]["certain_length"], description["output"]["probability_power"])
+    np.testing.assert_allclose(
+        np.minimum(model.artifact.lengths(images) / length, 1) ** power, model.artifact.probabilities(images), rtol=1e-6
+    )
     assert 0 < max(description["checked"]["largest_difference"].values()) < 1e-4
     assert sorted(file.name for file in path.parent.iterdir()) == ["model.json", "model.onnx"]
 
