@@ -131,6 +131,8 @@ def check_settings(config: RunConfig, spec: ModelSpec) -> None:
             f"can do, to the {largest} of the images, or empty"
         )
     check_remat(spec)
+    if any(group.kind.normalises for group in spec.lane_groups):
+        resnet.num_groups(config.train.batch_size, spec.norm_group)
     if config.train.lanes_apart:
         check_lanes_apart(config, spec)
 
