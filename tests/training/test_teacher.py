@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from mlcn_jax.training.session import open_session
 from mlcn_jax.training.stack_programs import make_stacks
 from mlcn_jax.training.stacks_runner import StacksRunner
 from mlcn_jax.training.step import TrainState, lane_options, lane_view, make_input, make_loss
-from mlcn_jax.training.teacher import open_teacher
+from mlcn_jax.training.teacher import Teacher, open_teacher
 from mlcn_jax.training.trained import Trained, load_trained
 from tests.conftest import TINY
 
@@ -130,6 +131,17 @@ def test_kept_outputs_teach_what_computed_ones_do():
     computed = on_one_device(MARGIN)
     kept = on_one_device(MARGIN, np.asarray(probabilities(jnp.asarray(IMAGES / np.float32(255)))))
     assert_same(kept, computed)
+
+
+@pytest.mark.parametrize(("flips", "epochs", "kept"), [(False, 1, True), (True, 1, False), (True, 2, True)])
+def test_outputs_are_kept_where_a_run_uses_each_of_them(flips, epochs, kept):
+    config = RunConfig().replace(TINY | {"data.alternate_flips": flips, "train.num_epochs": epochs})
+    session = types.SimpleNamespace(config=config, train=types.SimpleNamespace(images=IMAGES))
+    found = Teacher(Distillation(probabilities, 0.5, 1.0)).kept(session)
+    assert (found is not None) == kept
+    if kept:
+        np.testing.assert_allclose(found[:, 0], probabilities(jnp.asarray(IMAGES / np.float32(255))), rtol=1e-5)
+        assert found.shape == (8, 1 + flips, 3)
 
 
 @pytest.fixture
