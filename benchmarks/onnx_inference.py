@@ -5,9 +5,9 @@
 
 From uint8 images in host memory to lengths of the class capsules there, which are checked to be equal first, in one
 process with as many threads as it has cores. mlcn_jax takes part as the artifact that `mlcn_jax.predict` and
-`mlcn_jax.serve` use, which computes 100 images as 128. Interleaved rounds, each of about a second for each of the
-two; ratios are medians over rounds. Needs the exports that `make onnx`
-converted; writes `benchmarks/results/onnx.json`.
+`mlcn_jax.serve` use, which computes 100 images as 64, 32 and 4. Interleaved rounds, each of about a second for each
+of the two; ratios are medians over rounds. Needs the exports that `make onnx` converted; writes
+`benchmarks/results/onnx.json`.
 """
 
 import statistics
@@ -70,6 +70,7 @@ def compare_all(workdirs: list[Path], batches: list[int], rounds: int, out: Path
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{out} cannot be written ({error.strerror}): give another --out=FILE") from error
+    host.compute_in_turn()  # as those commands do
     results = {"rounds": rounds, "threads": host.num_cores(), **peers.environment(), "models": []}
     results["versions"] |= packages
     for workdir in workdirs:

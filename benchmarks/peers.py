@@ -44,19 +44,21 @@ VARIANTS = {  # tried for each network; the fastest takes part. "frozen" compile
         CHOSEN: ("auto",),  # and with the runtime that they choose
         ONNX: ("default",),
         "keras": _KERAS,
-        "torch": tuple(v + layout for v in (*_PLAIN_TORCH, *_FROZEN_TORCH) for layout in ("", "_nchw")),
+        "torch": tuple(v + layout for v in (*_FROZEN_TORCH, *_PLAIN_TORCH) for layout in ("", "_nchw")),
     },
 }
 _RATIOS = ("ours_over_fastest_peer", "chosen_over_fastest")
 _MODULES = {"train": {}, "infer": {OURS: "artifact", CHOSEN: "artifact"}}  # of `frameworks`, where named otherwise
 _OF_A_FOLDER = ("artifact", ONNX)  # they read an exported or converted model
 _MOST_BUSY = 0.2  # cores that other work may use before there is a warning
-_ROUND_SECONDS = 1.0
+_ROUND_SECONDS = {"train": 1.0, "infer": 0.25}  # of a process in a round
+_WARMING = {"train": 1, "infer": 50}  # steps that begin a turn and are not timed
 _TRIAL_SECONDS = 0.3  # in which two of a framework's variants are compared
 _TRIALS = 5  # times, in turn
 _HOPELESS = 1.5  # times as long as the fastest variant, from which on another takes no turns with it
-_PAUSE_SECONDS = 0.3  # so that another framework's threads have gone to sleep
-_SPINNING_SECONDS = 2.0  # likewise after ONNX Runtime with its default options, whose threads spin for a while
+_SURE = 1.1  # times as long in every turn, from which on two turns are enough
+_REST_SECONDS = 3.0  # that a process may take to use no CPU any more
+_LOOK_SECONDS, _IDLE_SECONDS = 0.05, 0.001  # how often that is looked at, and what a thread may use in between
 _DEFAULT_ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}  # where it is set, `keep_memory` changes nothing
 _TOLERANCE = 1e-4  # of probabilities, over the largest, and of the loss before the first step
 _LATER_TOLERANCE = 2e-2  # of the losses after one, two and three steps: Adam makes large steps of small differences
@@ -134,6 +136,8 @@ def comparison_so_far(values: flags.FlagValues, do: str) -> dict:
     if set(values.peers) - {ONNX}:
         check_peers_python(values.peers_python)
     settings = {"peers": values.peers, "rounds": values.rounds, "dtype": values.dtype}
+    if do == "infer":
+        settings["round_seconds"] = _ROUND_SECONDS[do]
     return results_so_far(values, settings, "networks", "families") | {"failed": {}}
 
 
@@ -226,6 +230,23 @@ class Process:
             reason = self._errors.read_text().strip().splitlines() or ["no reason given"]
             raise InputError(f"the {self.framework} process ({self.variant}) ended: {reason[-1]}") from None
 
+    def rest(self) -> None:
+        """Waits until the process uses no CPU any more: threads of some frameworks spin for a while after a step."""
+        last, used = time.monotonic() + _REST_SECONDS, self._cpu_seconds()
+        while time.monotonic() < last:
+            time.sleep(_LOOK_SECONDS)
+            before, used = used, self._cpu_seconds()
+            if used and before.keys() == used.keys() and all(used[t] - before[t] < _IDLE_SECONDS for t in used):
+                return
+
+    def _cpu_seconds(self) -> dict[str, float]:
+        """CPU time of each of the process's threads; of none where the system does not tell."""
+        found = {}
+        for file in Path(f"/proc/{self._process.pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # it has ended
+                found[file.parent.name] = int(file.read_text().split()[0]) / 1e9
+        return found
+
     def close(self) -> None:
         self.running.discard(self)
         with contextlib.suppress(BrokenPipeError):  # it has ended, and left something unread
@@ -240,19 +261,19 @@ def check_peers_python(python: str) -> None:
         raise InputError(f"--peers_python={python} is not there: `make bench` installs the peers into .venv-peers")
 
 
-def take_turns(processes: list[Process], do: str, steps: list[int], rounds: int) -> list[list[float]]:
+def take_turns(processes: Sequence[Process], do: str, steps: list[int], rounds: int) -> list[list[float]]:
     """Milliseconds per step of each process in each round; each round begins with another process.
 
-    A turn is so many steps, after one that is not timed.
+    A turn is so many steps, after some that are not timed. The next one begins when the process uses no CPU any more.
     """
     times: list[list[float]] = [[] for _ in processes]
-    before = ""
+    for process in processes:
+        process.rest()
     for first in range(rounds):
         for i in (*range(len(processes)), *range(len(processes)))[first % len(processes) :][: len(processes)]:
-            time.sleep(_SPINNING_SECONDS if before == ONNX else _PAUSE_SECONDS)
-            before = processes[i].framework
-            processes[i].ask(do, steps=1)  # brings caches and memory back
+            processes[i].ask(do, steps=min(_WARMING[do], steps[i]))  # brings caches and memory back
             times[i].append(1000 * processes[i].ask(do, steps=steps[i])["seconds"] / steps[i])
+            processes[i].rest()
     return times
 
 
@@ -301,7 +322,7 @@ def compare(
 
         process, warm, trials, failed = fastest_variant(do, starts, check)
         chosen.append(process)
-        steps.append(max(2, round(1000 * _ROUND_SECONDS / warm["milliseconds"])))
+        steps.append(max(2, round(1000 * _ROUND_SECONDS[do] / warm["milliseconds"])))
         ours = warm["values"] if ours is None else ours
         error, later = _differences(warm["values"], ours, do)
         result["frameworks"][framework] = {
@@ -402,7 +423,7 @@ def fastest_variant(
         pair = [*([best] if best else []), (process, warmed)]
         steps = [max(2, round(1000 * _TRIAL_SECONDS / warm["milliseconds"])) for _, warm in pair]
         if len(starts) > 1 and best:
-            times = take_turns([one for one, _ in pair], do, steps, _TRIALS)
+            times = _trials([one for one, _ in pair], do, steps)
             for (_, warm), milliseconds in zip(pair, times, strict=True):
                 warm["milliseconds"] = statistics.median(milliseconds)
         trials |= {one.variant: warm["milliseconds"] for one, warm in pair}
@@ -413,6 +434,16 @@ def fastest_variant(
     if best is None:
         raise InputError("; ".join(failed.values()))
     return *best, trials, failed
+
+
+def _trials(pair: Sequence[Process], do: str, steps: list[int]) -> list[list[float]]:
+    """Milliseconds of two processes in two rounds, and in more unless one is slower in every turn."""
+    times = take_turns(pair, do, steps, 2)
+    least, most = zip(*((min(own), max(own)) for own in times), strict=True)
+    if max(least) > _SURE * min(most):
+        return times
+    more = take_turns(pair, do, steps, _TRIALS - 2)
+    return [[*own, *rest] for own, rest in zip(times, more, strict=True)]
 
 
 def _slack(dtype: str) -> float:

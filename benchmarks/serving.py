@@ -31,9 +31,11 @@ from PIL import Image
 
 from benchmarks import peers
 from benchmarks.http_clients import ask, ask_at
+from mlcn_jax import host
 from mlcn_jax.data.images import read_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import launch_script
+from mlcn_jax.serving.predict import open_model
 
 _ROOT = Path(__file__).parents[1]
 _PICTURES = 64
@@ -100,9 +102,7 @@ class InProcess:
     """The model itself, without a server: decodes the same pictures and computes them in batches of one size."""
 
     def __init__(self, artifact: str, requests: list[bytes], batch: int):
-        from mlcn_jax import Artifact
-
-        self._model = Artifact(artifact)
+        self._model = open_model(artifact)  # as the server does
         files = itertools.cycle(request.partition(b"\r\n\r\n")[2] for request in requests)
         self._files = list(itertools.islice(files, batch))
         self._images = self._decoded()
@@ -268,6 +268,7 @@ def main(values: flags.FlagValues) -> None:
     if len(set(titles)) < len(titles):
         raise InputError(f"--artifacts: of the same lanes ({'; '.join(titles)}) the results hold only one model")
     settings = {name: values[name].value for name in ("rounds", "seconds", "clients", "max_batch", "workers")}
+    host.compute_in_turn()  # as the server does
     settings["server_versions"] = {name: importlib.metadata.version(name) for name in _PACKAGES}
     results = peers.results_so_far(values, settings, "models")
     for name, artifact in zip(titles, values.artifacts, strict=True):

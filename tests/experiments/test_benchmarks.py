@@ -4,8 +4,10 @@ import functools
 import json
 import os
 import re
+import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -292,12 +294,14 @@ class Process:
     def ask(self, do, steps):
         return {"seconds": steps * self.milliseconds / 1000, "probabilities": [0.0]}
 
+    def rest(self):
+        pass
+
     def close(self):
         self.is_open = False
 
 
-def test_the_fastest_variant_is_found_in_turns_and_the_others_are_closed(monkeypatch):
-    monkeypatch.setattr(peers, "_PAUSE_SECONDS", 0)
+def test_the_fastest_variant_is_found_in_turns_and_the_others_are_closed():
     made, most = [], 0
 
     def start(variant, milliseconds):
@@ -315,8 +319,7 @@ def test_the_fastest_variant_is_found_in_turns_and_the_others_are_closed(monkeyp
     assert [process.variant for process in made if process.is_open] == ["compiled_nchw"]
 
 
-def test_a_variant_that_fails_leaves_its_framework_the_others(monkeypatch, capsys):
-    monkeypatch.setattr(peers, "_PAUSE_SECONDS", 0)
+def test_a_variant_that_fails_leaves_its_framework_the_others(capsys):
     made = []
 
     def start(variant, milliseconds):
@@ -336,6 +339,34 @@ def test_a_variant_that_fails_leaves_its_framework_the_others(monkeypatch, capsy
     assert [one.variant for one in made if one.is_open] == ["compiled"]
     with pytest.raises(InputError, match="something else"):
         peers.fastest_variant("infer", starts[:1], check)
+
+
+def test_a_slower_variant_takes_two_turns_and_one_as_fast_all_of_them(monkeypatch):
+    rounds = []
+    take_turns = peers.take_turns
+    monkeypatch.setattr(peers, "take_turns", lambda *args: rounds.append(args[-1]) or take_turns(*args))
+    for milliseconds, taken in ((1.2, [2]), (1.05, [2, 3])):
+        rounds.clear()
+        found = peers._trials([Process("a", 1.0), Process("b", milliseconds)], "infer", [2, 2])
+        assert rounds == taken
+        assert [len(own) for own in found] == [sum(taken)] * 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="reads CPU time from /proc")
+def test_the_next_turn_begins_when_a_process_uses_no_cpu_any_more(monkeypatch):
+    monkeypatch.setattr(peers, "_REST_SECONDS", 30.0)
+    monkeypatch.setattr(peers, "_LOOK_SECONDS", 0.2)  # in which it is given a core even on a busy machine
+    spin = "import time\nwhile time.process_time() < 0.4: pass\nprint('done', flush=True)\ntime.sleep(60)"
+    process = peers.Process.__new__(peers.Process)
+    process._process = subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE)
+    try:
+        time.sleep(0.2)
+        process.rest()
+        ready, _, _ = select.select([process._process.stdout], [], [], 0)
+        assert ready, "it still computes"
+    finally:
+        process._process.kill()
+        process._process.wait()
 
 
 def test_what_is_not_a_number_is_not_equal(monkeypatch, tmp_path):
