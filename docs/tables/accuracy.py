@@ -264,11 +264,16 @@ def signed_pixels() -> str:
     }
     row = next(row for row in full["rows"] if row["row"] == "cifar_mlcn2_4x4")
     found = [row["accuracy"][column] for column in ("signed_pixels", "published")]
-    test = f"; mlcn2 gains {found[0]['mean'] - found[1]['mean']:.1f} on test images after 20" if all(found) else ""
+
+    def images(result: Mapping[str, Any]) -> str:
+        return data_title(next(run["data"] for run in result["runs"] if run["facts"]["row"].startswith("cifar")))
+
+    test = ""
+    if all(found):
+        test = f"; mlcn2 gains {found[0]['mean'] - found[1]['mean']:.1f} on test images of {images(full)} after 20"
     return (
-        f"With pixels in [-1, 1] instead of the published [0, 1], and nothing else changed, on "
-        f"{data_title(next(r['data'] for r in tuning['runs'] if r['facts']['row'].startswith('cifar')))}: "
-        f"mlcn1 gains {gains['mlcn1']:.1f} points and mlcn2 {gains['mlcn2']:.1f} on validation images after 3 "
+        "With pixels in [-1, 1] instead of the published [0, 1], and nothing else changed: mlcn1 gains "
+        f"{gains['mlcn1']:.1f} points and mlcn2 {gains['mlcn2']:.1f} on validation images of {images(tuning)} after 3 "
         f"epochs{test}. One seed each."
     )
 

@@ -206,7 +206,10 @@ class StepLog:
 
     @property
     def input_share(self) -> float:
-        """Time spent preparing batches over the time of the steps; below 1 it is hidden behind the previous step."""
+        """Time spent preparing batches over the time of the steps.
+
+        Below 1 it is hidden behind the previous step, except where steps are computed in turn (`host.compute_in_turn`).
+        """
         return self._input_seconds / self._seconds if self._seconds else 0.0
 
     @property
