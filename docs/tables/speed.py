@@ -69,6 +69,58 @@ def train_step() -> str:
     return f"{table_of(header, rows)}\n\n{about}"
 
 
+_LEAST, _HOPED, _MOST_MEMORY = 1.1, 1.6, 1.15
+_LEAST_OF_LANES = {1: 1.0, 4: 1.15, 8: 1.15}  # of residual lanes, by their number
+
+
+@place
+def train_goals() -> str:
+    networks = benchmark("train_step")["networks"]
+    slow, large = [], []
+    for name, network in networks.items():
+        kind, lanes = name.split("_")[:2]
+        goal = _LEAST_OF_LANES[int(lanes.split("x")[0])] if kind == "resnet" else _LEAST
+        if network["ours_over_fastest_peer"] < goal:
+            slow.append(f"{network['title']} ({network['ours_over_fastest_peer']:.3f} of {goal:g})")
+        if network["peak_over_torch"] > _MOST_MEMORY:
+            large.append(f"{network['title']} ({network['peak_over_torch']:.2f})")
+
+    def told(missed: list[str]) -> str:
+        return f"missed by {len(missed)}: {'; '.join(missed)}" if missed else "missed by none"
+
+    hoped = {name: network for name, network in networks.items() if name.startswith("mlcn1")}
+    reached = sum(network["ours_over_fastest_peer"] >= _HOPED for network in hoped.values())
+    residual = any(name.startswith("resnet") for name in networks)
+    more = ", and residual lanes 1.15 times, one alone just as fast" if residual else ""
+    return (
+        f"Goals that were set beforehand, for {len(networks)} networks: {_LEAST:g} times as fast as the faster "
+        f"peer{more}, {told(slow)}; {_HOPED:g} times, as was hoped for `mlcn1`, is reached by {reached} of its "
+        f"{len(hoped)} networks. At most {_MOST_MEMORY:g} times PyTorch's memory, {told(large)}."
+    )
+
+
+@place
+def single_image() -> str:
+    result = benchmark("single_image")
+    ways = {
+        "export": "export",
+        "weights compiled in": "jitted, weights compiled in",
+        "weights as arguments": "weights as arguments",
+        "nothing": "a program that computes nothing",
+    }
+    rows = [
+        [
+            network["title"],
+            *(f"{network['milliseconds'][way]:.{3 if way == 'nothing' else 2}f}" for way in ways),
+            f"{network['flops'] / 1e6:.0f}",
+            f"{percent(network['share_of_product_rate'], 0)} %",
+        ]
+        for network in result["networks"].values()
+    ]
+    header = " | ".join(["network", *(f"{told}, ms" for told in ways.values()), "MFLOP", "share of the product rate"])
+    return f"{table_of(header, rows)}\n\n{measured_on(result, *_other_work(result['networks']))}"
+
+
 @place
 def allocator() -> str:
     result = benchmark("allocator")

@@ -1,7 +1,9 @@
 """Lanes in several precisions: made, chosen, exported and split. What makes int8 needs requirements-onnx.txt."""
 
+import asyncio
 import dataclasses
 import importlib.util
+import io
 import itertools
 import json
 import shutil
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from made_profile import make_profile
+from made_service import ask
 from PIL import Image
 
 from mlcn_jax.commands import front
@@ -25,6 +28,7 @@ from mlcn_jax.placement.forms import read_profiles
 from mlcn_jax.placement.problem import NoRoom
 from mlcn_jax.serving import export, onnx, predict
 from mlcn_jax.serving.artifact import Artifact
+from mlcn_jax.serving.http_service import Limits, application
 from mlcn_jax.serving.onnx_file import open_onnx
 from mlcn_jax.serving.parts import FLOAT32, FORMS, OUTPUT, Form, added_up, model_digest, square_roots, tolerance
 from mlcn_jax.serving.precision import export as precision_export
@@ -32,6 +36,7 @@ from mlcn_jax.serving.precision import lanes as precision_lanes
 from mlcn_jax.serving.precision import mix as precision_mix
 from mlcn_jax.serving.precision import place as precision_place
 from mlcn_jax.serving.precision.make import lane_part, lanes_of, make
+from mlcn_jax.serving.service import Service
 from mlcn_jax.tiers import split
 from mlcn_jax.tiers.artifact import TierArtifact
 
@@ -144,6 +149,24 @@ def test_a_picture_is_classified_by_an_export_of_several_precisions(in_xla, imag
     (found,) = predict.predict(model, [tmp_path / "a.png"])
     assert found["class"] == model.class_names[lengths.argmax()]
     assert found["probability"] == pytest.approx(lengths.max() / np.sqrt(3), abs=2e-2)
+
+
+def test_a_server_answers_with_an_export_of_several_precisions(in_xla, images):
+    model = predict.open_model(str(in_xla[0]))
+    service = Service(model, Limits(2, 8, 10_000, 4, 9, timeout_seconds=5))
+    picture = io.BytesIO()
+    Image.fromarray(images[0, ..., 0]).save(picture, "PNG")
+
+    async def asked():
+        async with service.running(None):
+            return await ask(application(service), picture.getvalue())
+
+    status, _, answer = asyncio.run(asked())
+    (found,), expected = answer["predictions"], model.probabilities(images[:1])[0]
+    assert status == 200
+    assert found["class"] == model.class_names[expected.argmax()]
+    assert found["probability"] == pytest.approx(expected.max(), abs=1e-5)
+    assert service.about()["runtime"] == "per lane"
 
 
 def test_an_export_that_differs_from_its_lanes_is_one_message(in_xla, model, images):
