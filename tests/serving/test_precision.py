@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from made_profile import make_profile
-from made_service import ask
 from PIL import Image
 
 from mlcn_jax.commands import front
@@ -28,7 +27,6 @@ from mlcn_jax.placement.forms import read_profiles
 from mlcn_jax.placement.problem import NoRoom
 from mlcn_jax.serving import export, onnx, predict
 from mlcn_jax.serving.artifact import Artifact
-from mlcn_jax.serving.http_service import Limits, application
 from mlcn_jax.serving.onnx_file import open_onnx
 from mlcn_jax.serving.parts import FLOAT32, FORMS, OUTPUT, Form, added_up, model_digest, square_roots, tolerance
 from mlcn_jax.serving.precision import export as precision_export
@@ -36,7 +34,6 @@ from mlcn_jax.serving.precision import lanes as precision_lanes
 from mlcn_jax.serving.precision import mix as precision_mix
 from mlcn_jax.serving.precision import place as precision_place
 from mlcn_jax.serving.precision.make import lane_part, lanes_of, make
-from mlcn_jax.serving.service import Service
 from mlcn_jax.tiers import split
 from mlcn_jax.tiers.artifact import TierArtifact
 
@@ -152,6 +149,12 @@ def test_a_picture_is_classified_by_an_export_of_several_precisions(in_xla, imag
 
 
 def test_a_server_answers_with_an_export_of_several_precisions(in_xla, images):
+    pytest.importorskip("prometheus_client")  # the environment of `make test-onnx` has no server
+    from made_service import ask
+
+    from mlcn_jax.serving.http_service import Limits, application
+    from mlcn_jax.serving.service import Service
+
     model = predict.open_model(str(in_xla[0]))
     service = Service(model, Limits(2, 8, 10_000, 4, 9, timeout_seconds=5))
     picture = io.BytesIO()
