@@ -25,9 +25,13 @@ async def connected(app, service):
     protocol = server_lib._protocol(service)
     listener = await asyncio.get_running_loop().create_server(lambda: protocol(config, state, {}), "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
-    yield reader, writer, state.connections
-    writer.close()
-    listener.close()
+    try:
+        yield reader, writer, state.connections
+    finally:
+        for connection in list(state.connections):
+            connection.transport.abort()  # or a request that waits for its client would never end
+        writer.close()
+        listener.close()
 
 
 def test_pipelined_requests_that_arrived_before_the_end_are_all_answered():
