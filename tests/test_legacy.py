@@ -2,17 +2,13 @@
 
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mlcn_jax import host
 from mlcn_jax.analysis.workdir import load_with_data
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data.batches import to_pixels
@@ -52,27 +48,12 @@ def test_a_workdir_loads_and_resumes_to_what_it_would_have_become(workdir):
     after = EXPECTED["resumed"]
     assert summary["steps"] == summary["best_step"] == after["num_steps"]
     trained = load_trained(workdir)
-    np.testing.assert_allclose(lengths_of(trained, dataset.test.images[:5]), after["lengths"], atol=2e-3)
+    np.testing.assert_allclose(lengths_of(trained, dataset.test.images[:5]), after["lengths"], atol=1e-4)
     assert summary["test_accuracy"] == pytest.approx(after["evaluate"]["test_accuracy"], abs=1 / 359)
     keeper = checkpoint.Checkpoints(workdir / "checkpoints", read_only=True)
     _, facts = keeper.restore({"params": trained.params}, best=True)
     keeper.close()
     assert facts["conv"] == after["conv"]
-
-
-@pytest.mark.long
-@pytest.mark.skipif(host.cpu_digest() != EXPECTED["cpu_features_sha256"], reason="another CPU rounds otherwise")
-def test_a_workdir_resumes_bit_for_bit_on_a_cpu_like_that_of_then(workdir):
-    """In a process of one core and one device, as then: both decide in which order sums are added up."""
-    command = [sys.executable, "main.py", "train", f"--workdir={workdir}", f"--config={LEGACY / 'resume.py'}"]
-    core = min(os.sched_getaffinity(0))
-    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
-    repository = LEGACY.parents[1]
-    subprocess.run(command, cwd=repository, env=env, check=True, preexec_fn=lambda: os.sched_setaffinity(0, [core]))
-    keeper = checkpoint.Checkpoints(workdir / "checkpoints", read_only=True)
-    _, facts = keeper.restore({"params": load_trained(workdir).params}, best=True)
-    keeper.close()
-    assert facts["sha256"] == EXPECTED["resumed"]["sha256_by_cores"]["1"]
 
 
 def test_an_export_loads_and_gives_the_same_lengths(tmp_path):
