@@ -12,6 +12,10 @@ class InputError(ValueError):
     """
 
 
+class Damaged(InputError):
+    """A file was read, and its content is not what was written there."""
+
+
 class Diverged(ArithmeticError):
     """The loss or its gradient is no longer finite."""
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import Damaged, InputError
 
 if TYPE_CHECKING:
     import filelock
@@ -80,7 +80,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Reads JSON; raises InputError if the file is missing, cannot be read or is not JSON."""
+    """Reads JSON; raises InputError if the file is missing or cannot be read, and Damaged if it is not JSON."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError as error:
@@ -88,7 +88,7 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}): make it readable, then try again") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is damaged ({error}): restore it from a copy, or use another workdir") from error
+        raise Damaged(f"{path} is damaged ({error}): restore it from a copy, or use another workdir") from error
 
 
 # Path parts that the checkpoint libraries interpret themselves: tensorstore reads a backslash as a slash, orbax expands
@@ -120,15 +120,24 @@ def try_lock(path: Path) -> "filelock.BaseFileLock | None":
     """Locks a file, creating it if needed, until it is released or this process ends; None if another process holds it.
 
     Raises:
+      InputError: the file system has no locks.
       OSError: the file cannot be opened for writing, is a folder, or is a link (links are not followed).
     """
     import filelock  # an exported model needs this module without it
 
-    lock = filelock.FileLock(path, timeout=0, thread_local=False)
+    # A file that merely exists, which filelock would take instead, outlives a process that is killed.
+    lock = filelock.FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire()
     except filelock.Timeout:
         return None
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
+            raise
+        raise InputError(
+            f"{path} cannot be locked, because its file system has no locks: give a folder on another one, or have it "
+            "mounted with them (Lustre: -o flock)"
+        ) from error
     return lock
 
 
@@ -137,7 +146,8 @@ def hold(workdir: Path) -> Iterator[None]:
     """Creates `workdir` and locks it for this process.
 
     Raises:
-      InputError: it cannot hold checkpoints, it is not writable, or another process is training in it.
+      InputError: it cannot hold checkpoints, it is not writable or cannot be locked, or another process is training in
+        it.
     """
     check_workdir(workdir)
     path = workdir / ".lock"

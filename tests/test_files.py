@@ -52,6 +52,21 @@ def test_a_folder_is_on_disk_before_it_replaces_another(tmp_path, monkeypatch):
     assert not (folder / "old").exists()
 
 
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_named(number, tmp_path, monkeypatch):
+    import fcntl
+
+    def flock(*args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with (
+        pytest.raises(InputError, match=r"/\.lock cannot be locked, because its file system has no locks"),
+        files.hold(tmp_path),
+    ):
+        pass
+
+
 def test_a_file_is_as_accessible_as_any_other(tmp_path):
     (tmp_path / "usual").write_text("")
     files.write_atomic(tmp_path / "a", "")

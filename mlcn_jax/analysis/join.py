@@ -20,7 +20,7 @@ from jaxtyping import Float
 
 from mlcn_jax.analysis import lane_fit, prune
 from mlcn_jax.analysis.workdir import train_command
-from mlcn_jax.config import RunConfig, read_stored
+from mlcn_jax.config import RunConfig, flat, read_stored
 from mlcn_jax.data import datasets
 from mlcn_jax.errors import InputError, differences
 from mlcn_jax.nn import resnet
@@ -199,6 +199,13 @@ def read_parts(workdirs: Sequence[Path], data_dir: str | None = None) -> list[Pa
             "validation images agree if data.split_seed (or train.seed) and data.validation_fraction do"
         )
     return parts
+
+
+def settings_in_common(config: RunConfig) -> dict[str, Any]:
+    """The settings that runs must share for their lanes to be joined, by their names; images may be elsewhere."""
+    values, places = flat(config.to_dict()), ("dir", "cache_dir")
+    names = [f"data.{name}" for name in _OF_IMAGES if name not in places] + [f"model.{name}" for name in _OF_LANES]
+    return {name: values[name] for name in names if name in values} | {"data.split_seed": config.split_seed}
 
 
 def _check_finished(workdir: Path, config: RunConfig) -> None:

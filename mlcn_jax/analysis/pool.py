@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from mlcn_jax import pretrained
-from mlcn_jax.analysis.join import join
+from mlcn_jax.analysis.join import join, settings_in_common
 from mlcn_jax.config import RunConfig, flat
-from mlcn_jax.errors import Diverged, InputError
+from mlcn_jax.errors import Diverged, InputError, differences
 from mlcn_jax.files import make_folder, read_json, try_lock, write_json
 from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.nn.lanes import LaneSpec
@@ -68,19 +68,27 @@ class PoolLane:
     @property
     def is_finished(self) -> bool:
         """Whether its run has ended, with this configuration."""
-        path = self.workdir / "summary.json"
-        return path.exists() and read_json(path).get("config_hash") == self.config.hash()
+        return _read(self.workdir / "summary.json").get("config_hash") == self.config.hash()
 
     @property
     def failure(self) -> str:
         """Why its training failed; empty if it did not."""
-        path = self.workdir / "failed.json"
-        return read_json(path)["reason"] if path.exists() else ""
+        return _read(self.workdir / "failed.json").get("reason", "")
 
     @property
     def is_begun(self) -> bool:
         """Whether a worker has saved a checkpoint of it."""
         return any((self.workdir / "checkpoints").glob("[0-9]*"))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON file; {} if there is none, since other workers and users may remove it at any moment."""
+    try:
+        return read_json(path)
+    except InputError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return {}
+        raise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +105,10 @@ class Pool:
     def joined(self, count: int) -> Path:
         """The workdir of the model of `count` lanes."""
         return self.folder / "joined" / str(count)
+
+    def made_of(self, count: int) -> Path:
+        """The file with the lanes of the model of `count` lanes, and the hashes of their configurations."""
+        return self.folder / "joined" / f"{count}.json"
 
 
 def read_pool(folder: Path, config_of: Callable[[str], RunConfig], changes: Mapping[str, Any] | None = None) -> Pool:
@@ -124,6 +136,7 @@ def read_pool(folder: Path, config_of: Callable[[str], RunConfig], changes: Mapp
     with _named(path):
         config = config_of(given["config"]).replace(_changes(given))
     lanes: dict[tuple[LaneSpec, int], PoolLane] = {}
+    first: dict[str, Any] = {}  # settings that all lanes must have
     shape_of = functools.cache(DataSettings.shape)  # it reads all images of a folder
     for entry in given["lanes"]:
         _check_keys(path, entry, _LANE_KEYS, {"kind", "seeds"})
@@ -135,6 +148,18 @@ def read_pool(folder: Path, config_of: Callable[[str], RunConfig], changes: Mapp
             run = own.replace({"model.lanes": kind, "model.lane_seeds": [seed], "train.lanes_apart": True})
             run = run.replace(dict(changes or {}))
             _check_places(path, run)
+            check(
+                run.parallel.processes == 1,
+                f"{path}: parallel.processes",
+                run.parallel.processes,
+                "1: workers share no lane",
+            )
+            check(
+                run.train.rounds.steps == 0,
+                f"{path}: train.rounds.steps",
+                run.train.rounds.steps,
+                "0: workers share no lane",
+            )
             share = run.data.validation_fraction
             expected = "above 0, as the weights of joined lanes are fitted on these images"
             check(share > 0, f"{path}: data.validation_fraction", share, expected)
@@ -142,6 +167,13 @@ def read_pool(folder: Path, config_of: Callable[[str], RunConfig], changes: Mapp
             with _named(path):
                 spec = run.model_spec(*shape)
                 check_lanes_apart(run, spec)
+            settings = settings_in_common(run)
+            first = first or settings
+            if rows := differences(first, settings, there="for the first lane", here=f"for {kind} with seed {seed}"):
+                raise InputError(
+                    f"{path}: lanes with different settings cannot be joined:\n" + "\n".join(rows) + "\nset these for "
+                    "all lanes, in the table [set]"
+                )
             if (group.spec, seed) in lanes:
                 raise InputError(f"{path} names {group.spec} with seed {seed} twice: give each lane a seed of its own")
             name = kind.partition("*")[0].strip().replace(":", "_") + f"-s{seed}"
@@ -216,9 +248,10 @@ def work(
       poll_seconds: how long to wait before looking again.
 
     Raises:
-      InputError: this machine cannot train lanes that are left.
+      InputError: this machine cannot train lanes that are left, or a joined model is of other lanes than the pool's.
       Stopped: a signal arrived; a checkpoint was saved.
     """
+    _check_joined(pool)
     make_folder(pool.folder / "claims", "pool")
     cannot: dict[str, str] = {}
     while True:
@@ -234,6 +267,19 @@ def work(
             )
         if not did:
             time.sleep(poll_seconds)
+
+
+def _check_joined(pool: Pool) -> None:
+    """Raises InputError if lanes of a joined model are not, or no longer, lanes of the pool."""
+    hashes = {lane.name: lane.config.hash() for lane in pool.lanes}
+    for count in range(1, len(pool.lanes) + 1):
+        made_of = _read(pool.made_of(count)) if pool.joined(count).exists() else {}
+        if others := [name for name, hashed in made_of.items() if hashes.get(name) != hashed]:
+            raise InputError(
+                f"{pool.joined(count)} was joined of lanes that {FILE} no longer has, or has with another "
+                f"configuration: {', '.join(others)}. Remove that folder, and it is joined again of those of now; or "
+                "restore the lanes"
+            )
 
 
 def _train_next(pool: Pool, train: Callable[[RunConfig, Path], Any], cannot: dict[str, str]) -> bool:
@@ -303,6 +349,8 @@ def _join_next(pool: Pool, join_lanes: Callable[..., Any], cannot: dict[str, str
             if not pool.joined(count).exists():
                 lanes = [lane for lane in pool.lanes if lane.is_finished][:count]
                 _log.info("joining %d lanes to %s", count, pool.joined(count))
+                pool.made_of(count).parent.mkdir(exist_ok=True)
+                write_json(pool.made_of(count), {lane.name: lane.config.hash() for lane in lanes})
                 with _left_to_others("join", name, cannot):
                     here = lanes[0].config.data.dir  # other machines may have the images elsewhere
                     join_lanes([lane.workdir for lane in lanes], pool.joined(count), data_dir=here)

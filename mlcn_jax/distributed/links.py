@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mlcn_jax.distributed import processes
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import Damaged, InputError
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.placement.simulate import Cluster, Link
 
@@ -136,6 +136,6 @@ def _stored(path: Path | None, machines: list[str]) -> list[dict[str, float]] | 
         stored: Any = read_json(path)
         if stored["machines"] == machines and len(stored["links"]) == len(machines) - 1:
             return [dataclasses.asdict(Link(**one)) for one in stored["links"]]
-    except (InputError, KeyError, TypeError):
+    except (Damaged, KeyError, TypeError):
         _log.warning("%s cannot be used: measuring again", path)
     return None

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def watch(settings: ParallelSettings) -> int:
             )
         if signals_seen:  # before all were there
             send()
-        return _wait(children, settings)
+        return _wait(children, settings, signals_seen)
     finally:
         for child in children.values():
             child.kill()
@@ -93,10 +93,11 @@ def watch(settings: ParallelSettings) -> int:
             signal.signal(number, handler)
 
 
-def _wait(children: dict[int, subprocess.Popen], settings: ParallelSettings) -> int:
+def _wait(children: dict[int, subprocess.Popen], settings: ParallelSettings, signals_seen: Sequence[int]) -> int:
     """The run's exit code: once a process fails, the others get a moment to end on their own and say why.
 
-    If one was asked to stop, so were all, and process 0 still has a checkpoint to write: they get more time.
+    If one was asked to stop, so were all, and process 0 still has a checkpoint to write: they get more time. A second
+    signal ends all at once, and the exit code is that signal's.
     """
     failed_at = None
     while None in (codes := {number: child.poll() for number, child in children.items()}).values():
@@ -107,6 +108,8 @@ def _wait(children: dict[int, subprocess.Popen], settings: ParallelSettings) -> 
             if time.monotonic() - failed_at > (settings.timeout_seconds if stopping else _GRACE_SECONDS):
                 break
         time.sleep(_POLL_SECONDS)
+    if len(signals_seen) > 1:
+        return 128 + signals_seen[1]
     failed = {number: code for number, code in codes.items() if code}
     lost = {number: code for number, code in failed.items() if code not in (EXIT_INPUT, EXIT_FAILED, EXIT_STOPPED)}
     if not lost:
@@ -251,15 +254,19 @@ def _hear_all(host: str, port: int, settings: ParallelSettings, deadline: float)
 
 
 def _report(host: str, port: int, number: int, deadline: float) -> str:
+    connected = False
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1.0) as connection:
             connection.sendall(str(number).encode())
+            connected = True
             connection.settimeout(max(0.01, deadline + 1 - time.monotonic()))
             problem = connection.recv(1024).decode(errors="replace")
             if problem and not problem.startswith("process "):
                 return f"something other than process 0 answers at {host}:{port}: give parallel.coordinator a free port"
             return problem
         time.sleep(_POLL_SECONDS)
+    if connected:
+        return f"process 0 answered at {host}:{port}, but not all others joined"
     return f"process 0 was not found at {host}:{port}"
 
 

@@ -6,6 +6,7 @@ cannot be resumed (`SqlCoreState._cleanup_expired_task_tokens`), and deploying i
 
 import concurrent.futures
 import dataclasses
+import ipaddress
 import logging
 import ssl
 import time
@@ -43,6 +44,7 @@ _OF_WORKER = [
     ("grpc.initial_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", int(1000 * _LONGEST_BACKOFF_SECONDS)),
 ]
+_NOT_DECODED = "Exception deserializing"  # gRPC's details of a message that the decoder does not know
 _FINAL = (  # what no further try changes
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -143,7 +145,11 @@ def serve(
       InputError: the address cannot be used.
     """
 
-    host_and_port("--serve", address)
+    host, _ = host_and_port("--serve", address)
+    if tls.ca is None and not is_this_machine(host):
+        _log.warning(
+            "anyone who can reach %s can take part in this run and change it: --ca admits only your own", address
+        )
 
     def handler(name: str) -> grpc.RpcMethodHandler:
         taken, _ = CALLS[name]
@@ -184,8 +190,10 @@ class Client:
     """
 
     def __init__(self, address: str, tls: Tls, check: Callable[[], None]):
-        host_and_port("--coordinator", address)
-        options, credentials = [*_OF_WORKER, *_PINGS], tls.of_worker()
+        host, _ = host_and_port("--coordinator", address)
+        # A proxy of the environment leads to other machines; gRPC would send calls to this one through it, too.
+        options = [*_OF_WORKER, *_PINGS, ("grpc.enable_http_proxy", int(not is_this_machine(host)))]
+        credentials = tls.of_worker()
         self._address, self._check = address, check
         self._channel = (
             grpc.secure_channel(address, credentials, options)
@@ -213,6 +221,11 @@ class Client:
                 answer = self._calls[name](request, timeout=_CALL_SECONDS)
             except grpc.RpcError as error:
                 details = error.details() or str(error.code())
+                if details.startswith(_NOT_DECODED):
+                    raise InputError(
+                        f"the coordinator at {self._address} does not understand this worker: run the same version of "
+                        "mlcn_jax on all machines"
+                    ) from error
                 if error.code() in _FINAL:
                     raise InputError(f"the coordinator at {self._address} refuses: {details}") from error
                 if any(word in details.lower() for word in _TLS_WORDS):
@@ -237,6 +250,14 @@ class Client:
     def close(self) -> None:
         """Ends the connection."""
         self._channel.close()
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether an address is of the loopback interface, which no other machine reaches."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _read(path: Path | None) -> bytes | None:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from mlcn_jax.distributed import links, processes
 from mlcn_jax.distributed import mesh as mesh_lib
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import Damaged, InputError
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.launch import program
 from mlcn_jax.nn import tracing
@@ -184,7 +184,7 @@ def _chosen_before(path: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
         stored = read_json(path) if path.exists() else {}
         before = {**stored.get("asked", {}), "links": asked["links"]}
         return stored["choice"] if before == asked else None
-    except (InputError, KeyError, AttributeError, TypeError):
+    except (Damaged, KeyError, AttributeError, TypeError):
         _log.warning("%s cannot be used: choosing again", path)
         return None
 

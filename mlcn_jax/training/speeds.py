@@ -21,7 +21,7 @@ import optax
 
 from mlcn_jax import host
 from mlcn_jax.distributed import processes
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import Damaged
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.nn import conv, lanes
 from mlcn_jax.nn.spec import ModelSpec
@@ -196,6 +196,6 @@ def _stored(path: Path | None, asked: dict[str, Any]) -> list[dict[str, float]] 
         stored = read_json(path)
         if all(stored[name] == value for name, value in asked.items()):
             return [{lane: float(row[lane]) for lane in asked["lanes"]} for row in stored["seconds"]]
-    except (InputError, KeyError, TypeError, ValueError):
+    except (Damaged, KeyError, TypeError, ValueError):
         _log.warning("%s cannot be used: measuring again", path)
     return None

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
-from mlcn_jax.errors import Diverged, InputError
+from mlcn_jax.errors import Damaged, Diverged, InputError
 from mlcn_jax.files import check_workdir, make_folder, read_json, write_json
 from mlcn_jax.launch import lack_of_memory
 from mlcn_jax.training.loop import train
@@ -92,7 +92,7 @@ def _rows_before(path: Path) -> dict[str, dict[str, Any]]:
     """The rows of an earlier sweep by their workdir; none if there are none, or if they cannot be read."""
     try:
         return {row["workdir"]: row for row in read_json(path)["rows"]} if path.exists() else {}
-    except (InputError, KeyError, TypeError):  # all rows are made again from the workdirs
+    except (Damaged, KeyError, TypeError):  # all rows are made again from the workdirs
         return {}
 
 

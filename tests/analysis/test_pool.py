@@ -154,6 +154,20 @@ def test_lanes_are_joined_on_the_images_of_this_machine(tmp_path):
     assert recorder.data_dirs == ["here", "here"]
 
 
+def test_a_model_of_lanes_that_have_changed_is_not_kept_for_that_of_now(tmp_path):
+    text = LANES.replace("join_at = [2, 3]", "")
+    Recorder().work(read(tmp_path, text))
+    changed = read(tmp_path, text.replace("seeds = [0, 1]", "seeds = [0, 2]"))
+    with pytest.raises(
+        InputError, match=f"joined/3 was joined of lanes that .* no longer has, .*: {NAMES[1]}\\. Remove"
+    ):
+        Recorder().work(changed)
+    shutil.rmtree(tmp_path / "joined" / "3")
+    again = Recorder()
+    again.work(changed)
+    assert again.joined == [("3", [NAMES[0], "mlcn1_w1-s2", NAMES[2]])]
+
+
 def test_without_numbers_all_that_finish_are_joined_in_the_end(tmp_path):
     pool, recorder = read(tmp_path, LANES.replace("join_at = [2, 3]", "")), Recorder({NAMES[1]: Diverged("nan")})
     assert recorder.work(pool) == {NAMES[1]: "nan"}
@@ -192,7 +206,13 @@ def test_a_worker_that_is_stopped_leaves_its_lane(tmp_path):
         ("train.num_steps", "train.num_stepz", "lanes.toml: there is no field train.num_stepz"),
         ("model.decoder = [8]", "model.decoder = 8", "lanes.toml: model.decoder is 8; it must be a list of numbers"),
         ("[set]", '[set]\nmodel.lanes = "mlcn1:w1*2"', "lanes.toml: set has model.lanes, which kind and seeds give"),
-        ("[set]", "[set]\ntrain.rounds.steps = 2", "train.rounds.bits is 8; changes of several lanes"),
+        ("[set]", "[set]\ntrain.rounds.steps = 2", "train.rounds.steps is 2; it must be 0"),
+        ("[set]", "[set]\nparallel.processes = 2", "parallel.processes is 2; it must be 1"),
+        (
+            "train.batch_size = 50",
+            "data.split_seed = 1\nmodel.prior_bias = false",
+            "model.prior_bias: True for the first lane, False for mlcn1:w2 with seed 0\n  data.split_seed: 0 for",
+        ),
     ],
 )
 def test_a_pool_that_cannot_be_used_is_refused(tmp_path, old, new, message):

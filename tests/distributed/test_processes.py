@@ -170,6 +170,22 @@ def test_what_is_not_process_0_is_told_apart(answer, said):
         thread.join()
 
 
+def test_process_0_that_still_waits_for_another_has_been_found():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        problem = processes._report("127.0.0.1", port, 1, time.monotonic() + 0.2)
+        assert problem == f"process 0 answered at 127.0.0.1:{port}, but not all others joined"
+
+
+def test_a_second_signal_ends_a_run_with_its_own_code(capsys):
+    children = {0: type("Killed", (), {"poll": lambda self: -signal.SIGKILL})()}
+    settings = RunConfig().parallel
+    assert processes._wait(children, settings, [signal.SIGINT, signal.SIGINT]) == 130
+    assert capsys.readouterr().err == ""
+    assert processes._wait(children, settings, [signal.SIGINT]) == 75
+    assert "process 0 of 1 was lost (killed by SIGKILL)" in capsys.readouterr().err
+
+
 def test_a_signal_before_all_processes_have_started_reaches_them_all(monkeypatch):
     started = []
 

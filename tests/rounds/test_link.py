@@ -97,6 +97,34 @@ def test_a_refusal_is_final(code):
         mine.call("fetch", REQUEST)
 
 
+def test_another_version_is_told():
+    server, port = started()
+    mine = client(port)
+    mine._calls["fetch"] = mine._channel.unary_unary(f"/{link.SERVICE}/fetch")  # sends bytes
+    with pytest.raises(InputError, match="does not understand this worker: run the same version of mlcn_jax"):
+        mine.call("fetch", b"other")
+    server.stop(None)
+
+
+def test_a_proxy_of_the_environment_has_no_part_in_calls_to_this_machine(monkeypatch):
+    for name in ("grpc_proxy", "http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    server, port = started()
+    tries = iter(range(2))
+    assert Client(f"127.0.0.1:{port}", PLAIN, lambda: next(tries)).call("fetch", REQUEST).round == 3
+    server.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("address", "warned"), [("127.0.0.1:0", 0), ("[::1]:0", 0), ("localhost:0", 0), ("0.0.0.0:0", 1)]
+)
+def test_an_open_port_without_certificates_is_warned_of(address, warned, caplog):
+    server, _ = started(address)
+    assert sum("anyone who can reach" in message for message in caplog.messages) == warned
+    server.stop(None)
+
+
 def test_whoever_waits_can_be_stopped():
     tries = iter(range(2))
 
