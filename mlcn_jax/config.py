@@ -84,7 +84,7 @@ def check_fields(section: str, cls: type, values: Mapping[str, Any]) -> None:
         else:
             kinds = (int, float) if expected == tuple[float, ...] else (int,)
             good = isinstance(value, Iterable) and all(type(item) in kinds for item in value)
-            check(good, f"{section}.{name}", value, "a list of numbers")
+            check(good, f"{section}.{name}", value, "a list of numbers" if float in kinds else "a list of integers")
         expected_name = getattr(expected, "__name__", "")
         check(good, f"{section}.{name}", value, f"of type {expected_name}")
 

@@ -33,7 +33,7 @@ class DataSettings:
       alternate_flips: augmentation: every image is mirrored in every second epoch.
       cutout: augmentation: height and width in pixels of a square set to the image's mean; 0 for none.
       augment_lanes: augmentation: each lane augments every image differently (lanes that classify alone); with flip
-        or alternate_flips, every second lane sees it mirrored.
+        or alternate_flips, every second lane, or with model.lane_seeds those of odd seeds, sees it mirrored.
     """
 
     name: str = "digits"
@@ -66,7 +66,7 @@ class DataSettings:
     def augmentation(self) -> Augmentation:
         """The changes of images that a training step makes."""
         mirror_lanes = self.augment_lanes and self.mirrors
-        moves = (self.max_shift, self.reflect, self.flip, self.cutout)
+        moves = (self.max_shift, self.reflect and self.max_shift > 0, self.flip, self.cutout)
         return Augmentation(*moves, per_lane=self.augment_lanes, mirror_lanes=mirror_lanes)
 
     def shape(self) -> tuple[tuple[int, int, int], int]:
@@ -135,7 +135,7 @@ class TrainSettings:
       accumulation_steps: parts of the batch whose gradients are computed one after the other and averaged before the
         update, to save memory; the result is that of the whole batch, up to rounding.
       num_epochs: passes over the training images.
-      num_steps: ends the run after this many steps, whatever num_epochs is; 0 means no limit.
+      num_steps: ends the run after this many steps, if num_epochs has not done so before; 0 means no limit.
       optimizer: adam (rate times lr_decay after each epoch), adamw (warm-up, then cosine decay to zero), or, for
         residual lanes, sgd or muon (warm-up, then linear decay to zero).
       learning_rate: initial rate of adam, peak rate of adamw; for sgd and muon that of the convolutions.
@@ -144,7 +144,7 @@ class TrainSettings:
         more, so that the rate falls, too.
       weight_decay: weight decay of adamw; for sgd and muon, the fraction of a weight that a step at the peak rate adds
         to the momentum.
-      momentum: momentum of sgd and muon.
+      momentum: momentum of the convolutions under sgd and muon; all else has 0.85.
       bias_learning_rate: peak rate of the normalisation's biases under sgd and muon.
       head_learning_rate: peak rate of the linear head under sgd and muon.
       whitening_epochs: epochs over which the rate of the whitening's bias falls to zero under sgd and muon.
@@ -293,7 +293,10 @@ class ParallelSettings:
         if self.platforms:
             good = self.plan == "stacks" and self.processes == 1
             check(good, "parallel.platforms", self.platforms, "empty unless parallel.plan=stacks in one process")
-        if self.process >= 0:
+        if self.processes == 0:
+            expected = "-1 with parallel.processes=0, which takes it from the cluster's environment"
+            check(self.process < 0, "parallel.process", self.process, expected)
+        elif self.process >= 0:
             check(self.process < self.processes, "parallel.process", self.process, f"below {self.processes}")
 
 

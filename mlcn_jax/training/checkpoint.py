@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ _KEEP_NEWEST = 2  # so that one is left if the newest fails its checksum
 _ACCURACY, _LANES = "validation_accuracy", "lane_accuracies"
 _UNRANKED = -1.0  # below every accuracy
 _PARTS = ("params", "optimizer")
+_REMOVAL_SECONDS, _REMOVAL_TRIES = 2.0, 20  # to wait for a checkpoint whose removal has begun
 _DESCRIPTIONS = "descriptions.json"  # a file of each checkpoint
 
 
@@ -176,6 +178,8 @@ class Checkpoints:
             try:
                 return self._restore(step, like)
             except Exception as error:  # a damaged file can surface as almost any exception
+                if self._is_removed(step):
+                    return self.restore(like, best=best, lane=lane)
                 self._check_is_damage(step, error)
                 _log.warning("checkpoint of step %d is damaged and is skipped: %s", step, _reason(error))
                 self._set_aside(step)
@@ -185,6 +189,19 @@ class Checkpoints:
             f"no checkpoint in {self._directory} is intact: restore one from a copy, or start again in another "
             "--workdir"
         )
+
+    def _is_removed(self, step: int) -> bool:
+        """Whether a training that goes on beside this reader has removed a checkpoint; then all are listed anew."""
+        folder = self._directory / str(step)
+        for _ in range(_REMOVAL_TRIES if self._read_only else 0):
+            if not folder.exists():
+                self._manager.reload()
+                self._ranks = {step: self._stored_ranks(step) for step in self._manager.all_steps()}
+                return True
+            if _is_whole(folder):
+                return False
+            time.sleep(_REMOVAL_SECONDS / _REMOVAL_TRIES)
+        return False
 
     def _restore(self, step: int, like: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         facts = self._facts(step)
@@ -232,8 +249,8 @@ class Checkpoints:
         folder = self._directory / str(step)
         try:
             _read_all(folder)
-            whole = all((folder / part).is_dir() for part in (*_PARTS, "facts"))  # not if its removal was cut
-            reason = _reason(error) if whole and not (_tells_damage(error) or _is_changed(folder)) else ""
+            # Not whole if its removal was cut.
+            reason = _reason(error) if _is_whole(folder) and not (_tells_damage(error) or _is_changed(folder)) else ""
         except OSError as unreadable:
             reason = str(unreadable)
         if reason:
@@ -256,6 +273,10 @@ class Checkpoints:
         """Waits for a save in progress and stops the background threads."""
         with _WriteErrors(self._directory):
             self._manager.close()
+
+
+def _is_whole(folder: Path) -> bool:
+    return all((folder / part).is_dir() for part in (*_PARTS, "facts"))
 
 
 class _Damaged(Exception):

@@ -241,6 +241,7 @@ def lane_spreads(spec: ModelSpec, params: dict, split: datasets.Split, batch_siz
         return []
     evenly = np.unique(np.linspace(0, len(split.labels) - 1, _SPREAD_IMAGES).astype(int))
     v = class_capsules(spec, params, split[evenly], min(batch_size, len(evenly)))
-    share = dataclasses.replace(spec, lane_weights=()).certain_length / math.sqrt(v.shape[2])
-    perfect = share * math.sqrt((1 - 1 / spec.num_classes) / spec.num_classes)
-    return [float(spread) / perfect for spread in v.std(axis=0).mean(axis=0)]
+    joint = ~spec.classifies_alone if spec.margin_loss == "joint" else np.zeros(v.shape[2], bool)
+    certain = np.where(joint, 1 / math.sqrt(max(1, joint.sum())), 1.0)  # the length of each lane's entry for its class
+    perfect = certain * math.sqrt((1 - 1 / spec.num_classes) / spec.num_classes)
+    return (v.std(axis=0).mean(axis=0) / perfect).tolist()

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from mlcn_jax import host
-from mlcn_jax.config import RunConfig
+from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data.batches import Batches, Split
 from mlcn_jax.distributed import processes
 from mlcn_jax.errors import Diverged, InputError, differences
@@ -64,6 +64,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         stack.enter_context(hold(workdir))
         _log.info("loading %s", config.data.name)
         session = open_session(config)
+        _check_alone(stop)
         warn_of_unused(config, session.spec)
         try:
             teacher = open_teacher(session)
@@ -100,6 +101,12 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         finished = processes.from_first(_finished_summary(workdir, start))
         if start == num_steps and finished and _has_scores(finished, settings):
             _log.info("%s is finished: %d steps", workdir, start)
+            apart = processes.from_first(read_stored(workdir).train.lanes_apart if processes.is_first() else None)
+            if len(validation.labels) and apart != settings.lanes_apart:
+                raise InputError(
+                    f"{workdir} is finished, with train.lanes_apart={apart}, by which its best checkpoints were "
+                    "chosen: leave it as it was, or train in another --workdir"
+                )
             write_json(workdir / "config.json", config.to_dict())
             if finished.get("config_hash") != config.hash():  # it was shortened, or its teacher has moved
                 finished["config_hash"] = config.hash()
@@ -120,6 +127,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             alternate_flips=config.data.alternate_flips,
             soft=teacher.kept(session),
         )
+        _check_alone(stop)
         _log.info("compiling the training step")
         sizes = [session.image_size(step) for step in range(start + 1, num_steps + 1)] or [0]
         compile_seconds = runner.compile(*batches.at(start), sizes=sizes)
@@ -230,6 +238,12 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         return summary
 
 
+def _check_alone(stop: StopSignals) -> None:
+    """Raises Stopped if a signal has arrived; processes of a run stop together, after a step."""
+    if jax.process_count() == 1:
+        stop.check("before the first step")
+
+
 def _check_same(facts: Sequence[dict[str, Any]]) -> None:
     """Raises InputError if the facts of a process differ from those of process 0."""
     for number, own in enumerate(facts):
@@ -246,7 +260,10 @@ def _throughput(workdir: Path, batch_size: int, log_every: int) -> float | None:
     images, seconds, before = 0, 0.0, 0
     for row in read_rows(workdir / "metrics.jsonl"):
         if "images_per_second" in row:
-            count = min(row["step"] - before, log_every) * batch_size
+            steps = row["step"] - before
+            count = (
+                steps if before else min(steps, log_every)
+            ) * batch_size  # a pruned model's first steps are not its
             images, seconds, before = images + count, seconds + count / row["images_per_second"], row["step"]
     return images / seconds if seconds else None
 

@@ -107,6 +107,11 @@ def make_plan(
         raise InputError(f"CapsNet has no lanes for parallel.plan={kind}: use mesh, with parallel.data")
     if kind == "stacks":
         devices = mesh_lib.take_devices(1, lane, _present(platforms))
+        if unused := [name for name in dict.fromkeys(platforms) if not set(jax.devices(name)) & set(devices)]:
+            raise InputError(
+                f"parallel.platforms={','.join(platforms)} with parallel.lane={lane} takes {len(devices)} devices, and "
+                f"none is a {' or a '.join(unused)}: name that first, or raise parallel.lane"
+            )
         profiles = _profiles(profile_files, devices)
         names = [f"{device.device_kind} {device.id}" for device in devices]
         speeds = speeds_of(spec, batch_size, devices, kept and kept / _SPEEDS) if None in profiles else None
@@ -133,6 +138,7 @@ def make_plan(
         "batch_size": batch_size,
         "profiles": [_digest(profile) for profile in known],
         "links": links.about(cluster) if cluster else {},
+        "processes": [device.process_index for device in devices],
         "messages": dataclasses.asdict(messages),
         "rounds": rounds,
     }

@@ -138,8 +138,13 @@ def check_settings(config: RunConfig, spec: ModelSpec) -> None:
 
 
 def warn_of_unused(config: RunConfig, spec: ModelSpec) -> None:
-    """Logs a warning for each setting of residual lanes, and of their loss, that does nothing without them."""
+    """Logs a warning for each setting that does nothing with the lanes of a model, or none."""
     classifying = bool(spec.lane_groups) and spec.classifies_alone.any()
+    routing = bool(spec.lane_groups) and not spec.classifies_alone.all()
+    for field in ("lane_routing", "margin_loss"):
+        value = getattr(spec, field)
+        if value != getattr(ModelSpec, field) and not routing:
+            _log.warning("model.%s is %s, which is for lanes of capsules: without any, it does nothing", field, value)
     if config.train.optimizer in ("sgd", "muon") and not any(group.kind.normalises for group in spec.lane_groups):
         _log.warning(
             "train.optimizer is %s, which is for residual lanes (resnet): without any, AdamW with a peak rate of 0.001 "

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from mlcn_jax import pretrained
 from mlcn_jax.config import RunConfig, flat, model_defaults, read_stored
+from mlcn_jax.distributed import processes
 from mlcn_jax.errors import InputError, differences
 from mlcn_jax.files import read_json
 from mlcn_jax.nn.calibration import without_statistics
@@ -69,7 +70,7 @@ def start_state(session: Session, checkpoints: Checkpoints | None) -> tuple[Trai
     spec, donor = session.spec, session.config.init_from
     params = init_params(spec, jax.random.key(session.config.train.seed))
     params = whiten_from(spec, params, session.train)
-    if donor:
+    if donor and processes.is_first():  # whose state all others take; it is not here, either, where a run is resumed
         params = _adapt(params, spec, load_trained(pretrained.find_workdir(donor)))
     return jax.jit(TrainState.create, static_argnums=1)(params, session.optimizer), {}
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlcn_jax.analysis import prune
-from mlcn_jax.config import RunConfig
+from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Batches
 from mlcn_jax.errors import InputError
@@ -100,6 +100,8 @@ def test_a_lane_has_its_own_best_checkpoint_as_if_it_were_alone(tmp_path):
     copied = Checkpoints(tmp_path / "copy" / "checkpoints", read_only=True)
     assert copied.num_ranked_lanes == 3, "further training keeps lanes that it makes worse"
     copied.close()
+    with pytest.raises(InputError, match=r"alone4 is finished, with train\.lanes_apart=True, by which its best"):
+        train(read_stored(tmp_path / "alone4").replace({"train.lanes_apart": False}), tmp_path / "alone4")
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,20 @@ def test_the_best_of_each_lane_is_kept_and_a_damaged_one_makes_room_for_the_next
         checkpoints.close()
 
 
+def test_a_reader_goes_on_with_what_a_training_beside_it_has_left(tmp_path, caplog):
+    """The best of its list is removed, when a later one has become the best."""
+    writer = save_all(tmp_path, {1: 0.5, 2: 0.9, 3: 0.7})
+    reader = Checkpoints(tmp_path, read_only=True)
+    for step, accuracy in {4: 0.95, 5: 0.1, 6: 0.2}.items():
+        writer.save(step, state_of(step), {}, accuracy)
+    writer.close()
+    assert not (tmp_path / "2").exists()
+    assert reader.restore(LIKE, best=True)[1]["step"] == 4
+    assert reader.best_step() == 4
+    assert not caplog.messages
+    reader.close()
+
+
 def test_lanes_are_ranked_as_long_as_what_is_scored_ranks_them(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     for step, model, lanes, expected in ((1, 0.5, (0.9, 0.1), 2), (2, None, (), 2), (3, 0.4, (), 0), (4, None, (), 0)):

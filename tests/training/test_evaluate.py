@@ -74,6 +74,16 @@ def test_a_perfect_lane_has_spread_one_whatever_the_model(monkeypatch, num_class
     np.testing.assert_allclose(others, 1, rtol=0.05)
 
 
+def test_perfect_lanes_that_classify_alone_and_ones_that_do_not_have_spread_one_beside_each_other(monkeypatch):
+    spec = ModelSpec("mlcn", (18, 18, 1), 4, "resnet:w1*2,mlcn1:w1*4")
+    labels = np.arange(1500) % 4
+    v = np.zeros((len(labels), 4, 6))
+    v[np.arange(len(labels)), labels] = np.where(spec.classifies_alone, 1.0, 1 / np.sqrt(4))
+    monkeypatch.setattr(evaluate, "class_capsules", lambda spec, params, split, size: v[split.labels])
+    split = Split(np.zeros(len(labels)), np.arange(len(labels)))
+    np.testing.assert_allclose(evaluate.lane_spreads(spec, {}, split, 100), 1, rtol=0.05)
+
+
 @pytest.mark.parametrize("num_classes", [3, 30])
 def test_pictures_are_drawn(tmp_path, split, num_classes, real_pictures):
     names = [f"class {k}" for k in range(num_classes)]

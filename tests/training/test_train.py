@@ -17,15 +17,16 @@ import pytest
 
 from mlcn_jax import files, pretrained
 from mlcn_jax.analysis import evaluate_workdir
-from mlcn_jax.config import read_stored
+from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data import datasets
 from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.files import read_json
 from mlcn_jax.nn import conv, model
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training import loop, mesh_runner
 from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.metrics import read_rows
-from mlcn_jax.training.session import Session
+from mlcn_jax.training.session import Session, open_session, warn_of_unused
 from mlcn_jax.training.start import start_state
 from mlcn_jax.training.step import compile_step, make_train_step
 from mlcn_jax.training.trained import load_trained
@@ -142,6 +143,9 @@ def test_throughput_is_that_of_all_sessions_by_the_steps_of_each_row(tmp_path):
     )
     (tmp_path / "metrics.jsonl").write_text(text)
     assert loop._throughput(tmp_path, 10, 20) == pytest.approx(500 / 6)
+    assert loop._throughput(tmp_path, 10, 5) == pytest.approx(
+        350 / 4.5
+    )  # resumed with more rows: the first may lack steps
     (tmp_path / "metrics.jsonl").write_text(json.dumps(lines[2]))  # of a run that goes on from a pruned one
     assert loop._throughput(tmp_path, 10, 20) == pytest.approx(50.0)
     assert loop._throughput(tmp_path / "none", 10, 20) is None
@@ -234,6 +238,26 @@ def test_another_model_in_the_same_workdir_is_refused(tiny, finished, copied, mo
         loop.train(tiny.replace({"model.lanes": "mlcn2:w1"}), copied)
     assert_same_bits(params_of(finished), params_of(copied))
     assert read_stored(copied).model["lanes"] == "mlcn1:w1*2"
+
+
+def test_a_signal_while_images_are_loaded_ends_the_run_before_it_compiles(tiny, tmp_path, monkeypatch):
+    def load(config):
+        os.kill(os.getpid(), signal.SIGINT)
+        return open_session(config)
+
+    monkeypatch.setattr(loop, "open_session", load)
+    with pytest.raises(Stopped, match="stopped by SIGINT before the first step"):
+        loop.train(tiny, tmp_path / "run")
+
+
+def test_what_does_nothing_with_a_models_lanes_is_told(caplog):
+    config = RunConfig().replace({"model.lane_routing": "per_class", "model.margin_loss": "per_lane"})
+    for lanes, warnings in (("resnet:w1*2", 2), ("resnet:w1,mlcn1:w1", 0)):
+        caplog.clear()
+        warn_of_unused(
+            config, ModelSpec("mlcn", (18, 18, 1), 4, lanes, lane_routing="per_class", margin_loss="per_lane")
+        )
+        assert sum("is for lanes of capsules" in message for message in caplog.messages) == warnings
 
 
 def test_a_signal_on_the_way_past_a_finished_run_is_heard(finished, tiny, monkeypatch):
