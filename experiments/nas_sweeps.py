@@ -129,9 +129,13 @@ def _twelfths(value: int, flops: str, config: RunConfig, settings: settings_lib.
     space = setup.make_space(config, dataclasses.replace(settings, devices=f"memory=1TiB {flops}*{_DEVICES}"))
     rng = random.Random(settings.seed)
     taken = statistics.fmean(row["memory_bytes"] for _ in range(100) for row in space.report(space.draw(rng)))
-    lane_mib, head_mib = taken * value / _GIB / 2**20, (2**40 - space.buckets[0].memory_bytes) / 2**20
-    first = f"memory={lane_mib + head_mib:.1f}MiB {flops}"  # it also holds the decoder
-    return f"{first}, memory={lane_mib:.1f}MiB {flops}*{_DEVICES - 1}"
+    lane_mib, head_bytes = taken * value / _GIB / 2**20, 2**40 - space.buckets[0].memory_bytes
+    for _ in range(2):  # the first device also holds the decoder, whose size depends on how many lanes there can be
+        first = f"memory={lane_mib + head_bytes / 2**20:.2f}MiB {flops}"
+        devices = f"{first}, memory={lane_mib:.2f}MiB {flops}*{_DEVICES - 1}"
+        space = setup.make_space(config, dataclasses.replace(settings, devices=devices))
+        head_bytes = lane_mib * 2**20 + head_bytes - space.buckets[0].memory_bytes
+    return devices
 
 
 def planned_flops(config: RunConfig, settings: settings_lib.SearchSettings, steps_per_epoch: int) -> float:

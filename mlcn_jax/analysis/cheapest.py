@@ -17,6 +17,7 @@ from mlcn_jax.placement import cost
 from mlcn_jax.placement.catalog import Offer
 from mlcn_jax.placement.cost import LaneCost
 from mlcn_jax.placement.profile import DeviceProfile
+from mlcn_jax.training.accumulate import check_parts
 from mlcn_jax.training.apart import couplings_of_losses
 from mlcn_jax.training.session import calibration_images
 from mlcn_jax.training.splits import Messages, needed_bytes
@@ -82,8 +83,8 @@ def task_of(config: Any, session: Any) -> Task:
       session: its `Session`.
 
     Raises:
-      InputError: the model has no lanes whose costs a profile could predict, it recomputes activations, or it has a
-        teacher or trains in rounds.
+      InputError: the model has no lanes whose costs a profile could predict, it recomputes activations, it has a
+        teacher or trains in rounds, or its batch cannot be computed in as many parts as it asks for.
     """
     spec, train = session.spec, config.train
     if not spec.lane_groups:
@@ -101,6 +102,7 @@ def task_of(config: Any, session: Any) -> Task:
         raise InputError(
             f"train.rounds.steps is {train.rounds.steps}, but training in rounds is not compared: ask with 0"
         )
+    check_parts(spec, train.batch_size, 1, train.accumulation_steps)
     validation = len(session.validation.labels)
     residual = any(group.kind.normalises for group in spec.lane_groups)
     views = 2 if config.data.mirrors else 1

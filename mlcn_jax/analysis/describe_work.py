@@ -127,9 +127,10 @@ def scaling(
     }
     if profile is not None:
         found["seconds"] = _seconds(spec, config.train.batch_size, whole, profile, counts)
-    if link is not None and spec.lane_groups:
+    if link is not None:
         alone = None
-        if profile is not None:
+        if "predicted_on_one_device" in found.get("seconds", {}):
+            assert profile is not None
             head = profile.head_seconds(len(spec.lane_specs), config.train.batch_size)
             alone = (found["seconds"]["predicted_on_one_device"], head)
         found["communication"] = _communication(config, spec, link, alone, counts)

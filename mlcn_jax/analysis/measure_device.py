@@ -347,10 +347,18 @@ def lab_spec(data: str, lane_routing: str, compute_dtype: str) -> ModelSpec:
 
 
 def bind(num_cores: int) -> list[int]:
-    """Binds this process to a number of cores (0: all), before jax starts its threads; returns the cores it had."""
+    """Binds this process to a number of cores (0: all), before jax starts its threads; returns the cores it had.
+
+    Raises:
+      InputError: there are fewer.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return []
     cores = sorted(os.sched_getaffinity(0))
+    if num_cores > len(cores):
+        raise InputError(
+            f"--cores={num_cores}, but this process may use {len(cores)}: give that or fewer, or 0 for all"
+        )
     if num_cores:
         os.sched_setaffinity(0, cores[:num_cores])
     return cores

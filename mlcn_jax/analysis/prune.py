@@ -4,8 +4,8 @@ Lanes meet only in [batch, classes, lanes]: the class capsules of an entire spli
 is to drop columns. In the smaller model the removed lanes are not computed at all, and the decoder's first layer loses
 the rows that read them. The other lanes are unchanged, so class capsules are shorter than the margin loss requires: the
 longest one still gives the class, but lengths are no longer probabilities until the model has been trained further,
-which its checkpoint allows like any other. If each lane learned to classify alone (`margin_loss` is `per_lane`),
-lengths remain probabilities.
+which its checkpoint allows like any other. If each lane learned to classify alone (`margin_loss` is `per_lane`
+or `per_lane_sum`, and residual lanes), lengths remain probabilities.
 
 Source: do Rosario 2021 (thesis), chapter 4.
 """

@@ -12,7 +12,7 @@ is reported but decides nothing. Writes `prune.json` and `prune.png` to the fold
 `--output` is a workdir like any other, with the kept lanes' parameters and optimizer state at the same step:
 `evaluate` scores it, and the printed command trains it further. Do so: without the removed lanes, class capsules are
 shorter than the margin loss requires, so lengths are no longer probabilities until the model has been trained further
-(unless `model.margin_loss` is `per_lane`).
+(unless each lane learned to classify alone: `model.margin_loss` `per_lane` or `per_lane_sum`, and residual lanes).
 """
 
 import math

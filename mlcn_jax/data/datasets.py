@@ -92,6 +92,8 @@ def load(
     if image_size < 0 or (image_size and name != "folder"):
         raise InputError(f"image_size is {image_size}; expected 0, or, for the dataset 'folder', a number of pixels.")
     _check_fraction("test_fraction", test_fraction)
+    if test_fraction != TEST_FRACTION and name != "folder":
+        raise InputError(f"test_fraction is {test_fraction}; {name} has test images: leave it at {TEST_FRACTION}.")
     dataset = DATASETS[name](_Request(name, directory, cache_dir, label_kind, image_size, test_fraction))
     _check(dataset)
     return dataset

@@ -49,7 +49,9 @@ def solve_exactly(problem: Problem, time_limit_seconds: float) -> tuple[list[int
         )
     if status == "unknown" and not start:
         raise NoRoom(f"no placement was found in {time_limit_seconds} s: allow more time, or use fewer lanes")
-    return device_of or start, (bound - slack) * unit, status == "optimal"
+    if status != "optimal":  # the program need not have kept to the start that it was given
+        device_of = min(filter(None, (device_of, start)), key=lambda placed: max(_loads(problem, placed)))
+    return device_of, (bound - slack) * unit, status == "optimal"
 
 
 def _ends(problem: Problem, factors: Sequence[float], start: Sequence[int]) -> list[float] | None:

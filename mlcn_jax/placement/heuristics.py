@@ -119,8 +119,9 @@ def _karmarkar_karp(problem: Problem, rng: random.Random) -> list[int]:
         device = min(free, key=finish)
         free.remove(device)
         for lane in bin_lanes:
-            fitting = filling.fitting(lane)
-            filling.place(lane, device if device in fitting else min(fitting, key=filling.seconds.__getitem__))
+            fitting, taken = filling.fitting(lane), problem.seconds[lane]
+            ends = {other: filling.seconds[other] + taken[other] for other in fitting}
+            filling.place(lane, device if device in fitting else min(ends, key=ends.__getitem__))
     return filling.device_of
 
 

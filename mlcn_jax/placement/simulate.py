@@ -252,7 +252,7 @@ def simulate_mesh(
       lane_seconds: each device's time for its shard of the lanes and of the batch, forward, backward and update.
       head_seconds: each device's time for its shard of loss and decoder, forward, backward and update.
       forward_share: the fraction of `lane_seconds` that is forward.
-      exchanged: bytes by collective, as `cost.exchanged_bytes` counts them.
+      exchanged: bytes by collective, as `traffic.exchanged_bytes` counts them.
       num_collectives: number of collectives of each kind over which its bytes are divided; by default 1.
       algorithm: one of `ALGORITHMS`.
 

@@ -15,6 +15,7 @@ from mlcn_jax.search.settings import IMAGES, PROFILES, SearchSettings, facts_of
 from mlcn_jax.search.study import Study
 from mlcn_jax.search.trials import Trainer
 from mlcn_jax.training.session import check_settings
+from mlcn_jax.training.stacks_runner import check_independent
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ def make_space(config: RunConfig, settings: SearchSettings) -> space_lib.Space:
     every_kind = ",".join([settings.baseline, *(f"{kind}:w1" for kind in settings.lane_kinds)])
     try:
         check_settings(config, dataclasses.replace(spec, lanes=every_kind))
+        check_independent(dataclasses.replace(spec, lanes=every_kind))
     except InputError as error:
         raise InputError(f"search.baseline={settings.baseline}, search.kinds={settings.kinds}: {error}") from error
     return space_lib.make_space(

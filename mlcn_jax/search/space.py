@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mlcn_jax.errors import InputError
@@ -191,18 +191,17 @@ class Space:
             counts[lane] += 1
         return ",".join(f"{lane}*{count}" for lane, count in zip(self.menu, counts, strict=True) if count)
 
-    def taste(self, mlcn2: float, width: float, depth: float, spread: float) -> list[float]:
+    def taste(self, kinds: Mapping[str, float], width: float, depth: float, spread: float) -> list[float]:
         """Weights of the menu for `draw`, which fall with the distance from a width and a depth.
 
         Args:
-          mlcn2: weight of the kind mlcn2, in [0, 1]; any other kind has 1 minus this.
+          kinds: weights of kinds, 0 or more; a kind that is not there has 1.
           width, depth: the width and the depth with the highest weight.
           spread: standard deviation of the weights in width and depth, above 0.
         """
-        kinds = {lane.kind for lane in self.menu}
         return [
             1e-12
-            + (1.0 if len(kinds) == 1 else mlcn2 if lane.kind == "mlcn2" else 1 - mlcn2)
+            + kinds.get(lane.kind, 1.0)
             * math.exp(-((lane.width - width) ** 2 + (lane.depth - depth) ** 2) / (2 * spread**2))
             for lane in self.menu
         ]

@@ -1,6 +1,7 @@
 """Opens the database in which a search keeps its trials; its errors become messages that say what to do."""
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -79,7 +80,7 @@ def storage_errors(url: str) -> Iterator[None]:
                 f"the search's storage {shown(url)} is damaged or belongs to another program ({detail}): restore it "
                 "from a backup, or start a new search with another search.storage or --workdir"
             ) from error
-        if "lock" in detail:
+        if re.search(r"\b(dead)?lock", detail):  # not a "block" that cannot be read
             hint = "another program has locked it: wait for it or end it, and keep SQLite files off network folders"
         elif "full" in detail:
             hint = "free disk space"

@@ -37,6 +37,22 @@ _START_SECONDS = 30  # how long a worker waits for the search to be started
 _POPULATION, _TOURNAMENT = 8, 5  # of evolution
 
 
+class _WithoutLost:
+    """A study without the trials whose worker was lost or stopped: their models have another trial, and count once."""
+
+    def __init__(self, study: Any):
+        self._study = study
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._study, name)
+
+    def get_trials(self, **options: Any) -> "list[FrozenTrial]":
+        from optuna.trial import TrialState
+
+        trials = self._study.get_trials(**options)
+        return [trial for trial in trials if trial.state != TrialState.FAIL or "reason" in trial.user_attrs]
+
+
 class Study:
     """A search in its storage.
 
@@ -101,7 +117,8 @@ class Study:
             )
 
     def _sampler(self, trials: int) -> "optuna.samplers.BaseSampler":
-        """A sampler for the trial that follows `trials` others; all differ, so no worker or session repeats another."""
+        """A sampler for the trial that follows `trials` others; they differ, so no session repeats another, nor
+        a worker another but where both begin at once."""
         import optuna
 
         seed = random.Random(f"{self._settings.seed} {trials}").getrandbits(32)
@@ -117,7 +134,12 @@ class Study:
         if self._settings.method != "halving":
             return optuna.pruners.NopPruner()
         least, factor = self._settings.min_epochs, self._settings.reduction_factor
-        return optuna.pruners.SuccessiveHalvingPruner(min_resource=least, reduction_factor=factor)
+
+        class Pruner(optuna.pruners.SuccessiveHalvingPruner):
+            def prune(self, study: Any, trial: "FrozenTrial") -> bool:
+                return super().prune(_WithoutLost(study), trial)  # type: ignore[arg-type]
+
+        return Pruner(min_resource=least, reduction_factor=factor)
 
     def enqueue(self) -> bool:
         """Queues every model that has no trial, and those whose worker ended without a reason.
@@ -364,9 +386,10 @@ class Study:
             rivals = rng.sample(youngest, min(_TOURNAMENT, len(youngest)))
             parent = max(rivals, key=lambda model: model.accuracies[-1]).mix
             return (space.mutate(rng, parent) for _ in itertools.count())
+        kinds = sorted({lane.kind for lane in space.menu})
         widths, depths = ([getattr(lane, name) for lane in space.menu] for name in ("width", "depth"))
         weights = space.taste(
-            mlcn2=trial.suggest_float("mlcn2", 0, 1),
+            kinds={kind: trial.suggest_float(kind, 0, 1) for kind in kinds} if len(kinds) > 1 else {},
             width=trial.suggest_float("width", min(widths), max(widths)) if max(widths) > 1 else 1,
             depth=trial.suggest_float("depth", min(depths), max(depths)) if max(depths) > 1 else 1,
             spread=trial.suggest_float("spread", 0.3, 3, log=True),

@@ -141,6 +141,10 @@ def warn_of_unused(config: RunConfig, spec: ModelSpec) -> None:
     """Logs a warning for each setting that does nothing with the lanes of a model, or none."""
     classifying = bool(spec.lane_groups) and spec.classifies_alone.any()
     routing = bool(spec.lane_groups) and not spec.classifies_alone.all()
+    if config.parallel.profile and config.parallel.plan == "mesh":
+        _log.warning(
+            "parallel.profile does nothing with parallel.plan=mesh: give plan=stacks or auto to place lanes by it"
+        )
     for field in ("lane_routing", "margin_loss"):
         value = getattr(spec, field)
         if value != getattr(ModelSpec, field) and not routing:

@@ -69,8 +69,9 @@ def candidates(
       messages: how columns and gradients are sent.
 
     Raises:
-      InputError: there is none.
+      InputError: there is none, or the batch cannot be computed in the parts of `messages`.
     """
+    check_parts(spec, batch_size, 1, messages.parts)
     found, stacked = [], can_stack(spec, messages)
     if num_processes > 1 and all(has_room(spec, batch_size, 1, profile, messages.parts) for profile in profiles):
         found.append(Candidate(1, 1, None, predict_alone(spec, batch_size, profiles, cluster)))

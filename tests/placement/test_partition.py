@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from experiments import tie_break
 from mlcn_jax.errors import InputError
+from mlcn_jax.placement import exact
 from mlcn_jax.placement.partition import PARTITIONERS, partition
 from mlcn_jax.placement.problem import Problem, lower_bound_seconds, uniform_seconds
 
@@ -100,6 +101,21 @@ def test_a_device_that_is_a_million_times_as_slow_takes_no_memory():
     partition("karmarkar_karp", Problem([[1.0, 1e6]] * 3))
     assert tracemalloc.get_traced_memory()[1] < 10**6
     tracemalloc.stop()
+
+
+def test_lanes_that_do_not_fit_where_karmarkar_karp_wants_them_go_where_they_end_first():
+    """The first device has room for one lane; the rest of its share must not go to the slow, empty one."""
+    problem = Problem([[1.0, 50.0, 1.0]] * 8, memory_bytes=[1] * 8, limit_bytes=[1, 8, 8])
+    assert partition("karmarkar_karp", problem).makespan_seconds < 60
+
+
+def test_exact_out_of_time_is_no_worse_than_greedy(monkeypatch):
+    problem = Problem([[3.1, 3.1], [5.0, 5.0], [2.2, 2.2]])
+    greedy = partition("greedy", problem).makespan_seconds
+    monkeypatch.setattr(exact, "integer_costs", lambda problem: None)
+    monkeypatch.setattr(exact._Program, "solve", lambda self, deadline: ([0, 0, 0], "feasible", 0))
+    found = partition("exact", problem)
+    assert (found.makespan_seconds, found.optimal) == (greedy, False)
 
 
 def test_a_table_of_seconds_sends_each_lane_where_it_is_fast():

@@ -96,6 +96,8 @@ def test_settings_that_some_lanes_cannot_be_trained_with_are_refused_at_once():
         setup.make_space(config.replace({"data.augment_lanes": True}), settings)
     with pytest.raises(InputError, match=r"search\.kinds=resnet,mlcn1: batches of 60 images .*norm_group=25"):
         setup.make_space(config.replace({"train.batch_size": 60, "model.norm_group": 25}), settings)
+    with pytest.raises(InputError, match=r"search\.kinds=resnet,mlcn1: .* leave model\.ensemble_weight at 0"):
+        setup.make_space(config.replace({"model.ensemble_weight": 0.2}), settings)
 
 
 def test_workers_wait_for_the_memory_that_models_take_here_whatever_the_published_formula_says():

@@ -168,7 +168,7 @@ def test_text_has_every_lane_once():
 def test_taste_prefers_what_it_names():
     space = Space(MENU, [make_bucket(100.0)] * 2)
     rng = random.Random(0)
-    weights = space.taste(mlcn2=1.0, width=2.0, depth=3.0, spread=0.3)
+    weights = space.taste({"mlcn1": 0.0}, width=2.0, depth=3.0, spread=0.3)
     drawn = collections.Counter(
         MENU[lane] for _ in range(20) for lanes in space.draw(rng, weights=weights) for lane in lanes
     )

@@ -30,6 +30,18 @@ def test_a_locked_storage(tmp_path, monkeypatch):
     assert {model.state for model in run(make_study(tmp_path))} == {"complete"}
 
 
+def test_a_block_that_cannot_be_read_is_no_lock():
+    from sqlalchemy.exc import OperationalError
+
+    error = OperationalError("SELECT", {}, Exception('could not read block 12 in file "base/1": Input/output error'))
+    with (
+        pytest.raises(InputError, match="could not read block 12") as raised,
+        storage.storage_errors("postgresql://host/search"),
+    ):
+        raise error
+    assert "locked" not in str(raised.value)
+
+
 def test_a_storage_that_fails_while_a_model_is_trained(tmp_path):
     holder = sqlite3.connect(tmp_path / "search.db", isolation_level=None)
 

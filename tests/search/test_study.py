@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from made_study import SETTINGS, make_space, make_study, planted, run
+from made_study import SETTINGS, make_score, make_space, make_study, planted, run
 from optuna.trial import TrialState
 
 from mlcn_jax.errors import Diverged, InputError
@@ -184,6 +184,26 @@ def test_halving_stops_the_worse_half_early(tmp_path):
     assert all(len(model.accuracies) == 4 for model in complete)
     assert max(m.accuracies[-1] for m in complete) == max(m.accuracies[-1] for m in models)
     assert sum(model.train_seconds for model in models) < 0.7 * 4 * 24
+
+
+def test_halving_counts_a_model_once_that_was_interrupted_after_a_rung(tmp_path):
+    """Of six models two go on: were the interrupted one, which is the best, counted twice, it would be both."""
+    given, of_new = {}, iter([0.0, 0.5, 0.1, 0.2, 0.3, 0.05, 0.49])
+
+    def evaluate(lanes):
+        is_new = lanes not in given
+        accuracy = given[lanes] if not is_new else given.setdefault(lanes, next(of_new))
+        for epoch in (1, 2):
+            yield dataclasses.replace(make_score(accuracy), epoch=epoch)
+            if is_new and accuracy == 0.5:
+                raise KeyboardInterrupt
+
+    options = {"method": "halving", "num_epochs": 2, "reduction_factor": 3}
+    with pytest.raises(KeyboardInterrupt):
+        run(make_study(tmp_path, num_models=5, **options), evaluate)
+    run(make_study(tmp_path, num_models=5, **options), evaluate)
+    (*_, last) = run(make_study(tmp_path, num_models=6, **options), evaluate)
+    assert (last.accuracies[0], last.state) == (0.49, "complete")
 
 
 @pytest.mark.long
