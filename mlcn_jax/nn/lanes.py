@@ -74,7 +74,7 @@ class LaneSettings:
       dtype: dtype of the convolutions and matrix products.
       conv_algorithm: a key of `conv.ALGORITHMS`, or `auto`.
       norm_group: images that are normalised together in training, in the kinds that normalise.
-      folded: whether statistics are folded into the parameters (`fold_group`).
+      folded: whether statistics are folded into the parameters (`resnet.fold`).
     """
 
     num_classes: int
@@ -299,7 +299,8 @@ def init_group(
     Raises:
       InputError: as for `Lane`.
 
-    Source: Glorot and Bengio 2010 for the kernels of published kinds; see `nn.resnet` for those of residual ones.
+    Source: Glorot and Bengio 2010 for the kernels of published kinds (the depthwise one of mlcn2 is 1); see
+    `nn.resnet` for those of residual ones.
     """
     lane = Lane(group.spec, settings)
     if seeds:
@@ -315,8 +316,8 @@ def apply_group(
     """Outputs of a group's lanes: one function, vmapped over the leading axis of `params`.
 
     Args:
-      params: parameters of the group, each array [lanes, ...], as returned by `init_group`, `calibrate_group` (then
-        images are normalised with the calibrated statistics) or `fold_group`.
+      params: parameters of the group, each array [lanes, ...], as returned by `init_group`, with statistics
+        (`calibration.with_statistics`; then images are normalised with them), or folded (`resnet.fold`).
       group, settings: the lanes and the model's settings.
       images: pixels in [0, 1].
 

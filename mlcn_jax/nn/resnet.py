@@ -272,6 +272,11 @@ class LogProbabilities(nn.Module):
         return jax.nn.log_softmax(_LOGIT_SCALE * logits.astype(jnp.float32))
 
 
+def last_map(height: int, width: int) -> int:
+    """The pixels that the last stage leaves of an image."""
+    return ((height - 1) // 8) * ((width - 1) // 8)
+
+
 def num_groups(batch_size: int, group_size: int) -> int:
     """Groups of `group_size` images in a batch; a smaller batch is one group.
 

@@ -189,7 +189,8 @@ class Artifact(Classifier):
         if required or (runtime == "auto" and converted.is_file() and jax.default_backend() == "cpu"):
             from mlcn_jax.serving.runtime import choose  # needs onnxruntime, which the rest does not
 
-            self._compute = choose(self._compute, converted, self.manifest, self.image_shape, required)
+            dtype = json.loads((folder / "config.json").read_text())["model"]["compute_dtype"]
+            self._compute = choose(self._compute, converted, self.manifest, self.image_shape, required, dtype)
             self._runtime = ONNX if required else XLA
 
 

@@ -78,7 +78,7 @@ def write(trained: Trained, folder: Path, command: str) -> None:
         "class_names": trained.class_names,
         "image_shape": spec.image_shape,
         "lanes": spec.lanes or spec.name,
-        "parameters": sum(array.size for array in weights.values() if array.dtype != bool),  # flags of `fold_group`
+        "parameters": sum(array.size for array in weights.values() if array.dtype != bool),  # flags of `fold`
         "preprocessing": "turned upright by EXIF, gray or RGB, resized (bilinear) to image_shape, uint8; pixels / "
         + ("127.5 - 1" if spec.signed_pixels else "255")
         + " is part of the functions",

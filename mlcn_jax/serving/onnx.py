@@ -28,7 +28,7 @@ from mlcn_jax.nn import tracing
 from mlcn_jax.nn.lanes import apply_lane
 from mlcn_jax.nn.model import class_lengths, encode, join_lanes, params_of_lanes
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.serving.artifact import MODEL, WEIGHTS, Artifact
+from mlcn_jax.serving.artifact import MIXED_FORMAT, MODEL, WEIGHTS, Artifact, verified_manifest
 from mlcn_jax.serving.onnx_file import INPUT
 from mlcn_jax.serving.predict import export_is_current
 from mlcn_jax.serving.runtime import OUTPUT
@@ -80,6 +80,11 @@ def read_export(workdir: Path, data_dir: str = "") -> ExportedModel:
     if not folder.is_dir():
         raise InputError(
             f"{workdir} does not hold an exported model: run {program()} export --workdir={workdir} after training"
+        )
+    if verified_manifest(folder)["format"] == MIXED_FORMAT:
+        raise InputError(
+            f"{folder} holds lanes in several precisions, as {program()} precision writes them, which cannot be "
+            "converted: give the workdir of the run itself"
         )
     artifact = Artifact(folder, "xla")
     if (workdir / "checkpoints").is_dir() and not export_is_current(workdir):

@@ -127,7 +127,12 @@ class Fastest:
 
 
 def choose(
-    xla: Compute, converted: Path, manifest: Mapping[str, Any], image_shape: tuple[int, int, int], required: bool
+    xla: Compute,
+    converted: Path,
+    manifest: Mapping[str, Any],
+    image_shape: tuple[int, int, int],
+    required: bool,
+    dtype: str = "float32",
 ) -> Compute:
     """The function that computes the lengths of an exported model.
 
@@ -137,12 +142,15 @@ def choose(
       manifest: the manifest of the export.
       image_shape: height, width and channels.
       required: whether to use ONNX Runtime always, or only where it is faster and can be used.
+      dtype: what the export computes in; the converted model computes in float32.
 
     Raises:
       InputError: ONNX Runtime is required and cannot be used, or computes other lengths than XLA. Where it is not
         required, a warning says why it is not used.
     """
     problem = _problem(converted, manifest)
+    if dtype != "float32":
+        problem = f"the export computes in {dtype} and a converted model in float32, which gives other lengths"
     if problem and required:
         raise InputError(f"runtime {ONNX} cannot be used: {problem}")
     problem = problem or ("" if required else _inexact(converted))

@@ -47,7 +47,7 @@ class Scores:
     """Scores of a split.
 
     Attributes:
-      loss: the loss of training, mean over images.
+      loss: the loss of training on labels, without a teacher, mean over images.
       confusion: entry [t, p] counts images of class t that were classified as p.
       nll: negative log-likelihood of the labels in nats, mean over images, from probabilities that are divided by their
         sum over classes.

@@ -133,6 +133,13 @@ def check_settings(config: RunConfig, spec: ModelSpec) -> None:
     check_remat(spec)
     if any(group.kind.normalises for group in spec.lane_groups):
         resnet.num_groups(config.train.batch_size, spec.norm_group)
+        together = min(config.train.batch_size, spec.norm_group)
+        for height, width in [(size, size) for _, size in config.train.sizes() if size] + [spec.image_shape[:2]]:
+            if together * resnet.last_map(height, width) < 2:
+                raise InputError(
+                    f"of images of {height}x{width} pixels the last stage of resnet lanes leaves one pixel, and "
+                    "normalising a single one leaves nothing: give train.batch_size and model.norm_group of 2 or more"
+                )
     if config.train.lanes_apart:
         check_lanes_apart(config, spec)
 

@@ -126,6 +126,11 @@ def test_a_residual_lane_in_int8_whitens_in_float32():
     np.testing.assert_allclose(found.call(images), make(lane, FLOAT32, images).call(images), atol=0.1)
 
 
+def test_an_export_of_several_precisions_is_not_converted(in_xla):
+    with pytest.raises(InputError, match=r"holds lanes in several precisions, .* give the workdir of the run itself"):
+        onnx.read_export(in_xla[0].parent)
+
+
 def test_an_export_of_several_precisions_is_read_like_any_other(in_xla, model, images, capsys):
     folder, chosen = in_xla
     found = Artifact(folder)

@@ -196,6 +196,10 @@ def test_a_package_of_onnx_runtime_of_another_name_is_used(tmp_path, monkeypatch
     monkeypatch.setattr(importlib.metadata, "version", version)
     found = runtime.choose(lengths_of([], "xla"), converted, {"sha256": "a"}, SHAPE, required=False)
     assert isinstance(found, runtime.Fastest)
+    xla = lengths_of([], "xla")
+    assert runtime.choose(xla, converted, {"sha256": "a"}, SHAPE, required=False, dtype="bfloat16") is xla
+    with pytest.raises(InputError, match="the export computes in bfloat16 and a converted model in float32"):
+        runtime.choose(xla, converted, {"sha256": "a"}, SHAPE, required=True, dtype="bfloat16")
 
 
 @pytest.fixture

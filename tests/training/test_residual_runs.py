@@ -26,7 +26,7 @@ from mlcn_jax.serving.service import Service
 from mlcn_jax.training import loop
 from mlcn_jax.training.evaluate import head_sums, scores_of
 from mlcn_jax.training.mesh_runner import MeshRunner
-from mlcn_jax.training.session import calibration_images, open_session
+from mlcn_jax.training.session import calibration_images, check_settings, open_session
 from mlcn_jax.training.stack_programs import Stack, make_stacks
 from mlcn_jax.training.stacks_runner import StacksRunner
 from mlcn_jax.training.step import TrainState
@@ -108,8 +108,17 @@ def test_equal_stacks_share_their_programs_but_not_what_their_lanes_see():
 def test_stacks_refuse_coupled_lanes():
     stacks = make_stacks(jax.devices()[:1], [0] * 4)
     coupled = dataclasses.replace(SPEC, ensemble_weight=0.5)
-    with pytest.raises(InputError, match="trains lanes that classify alone"):
+    with pytest.raises(InputError, match="lanes that classify alone without waiting"):
         StacksRunner(coupled, OPTIMIZER, stacks, jax.devices()[0], **settings())
+
+
+def test_normalising_a_single_value_is_refused():
+    config = RunConfig().replace({"train.batch_size": 4, "model.norm_group": 1})
+    spec = dataclasses.replace(SPEC, norm_group=1)
+    with pytest.raises(InputError, match="of images of 12x12 pixels the last stage of resnet lanes leaves one pixel"):
+        check_settings(config, spec)
+    check_settings(config, dataclasses.replace(spec, image_shape=(17, 12, 1)))
+    check_settings(config, dataclasses.replace(spec, norm_group=2))
 
 
 def test_groups_never_cross_devices():
