@@ -357,14 +357,16 @@ def join_statistics(parts: Sequence[dict]) -> dict:
 def fold(params: dict) -> dict:
     """Calibrated parameters of lanes, [lanes, ...], with the statistics folded into kernels and biases.
 
-    Pooling takes maxima, so it may follow the scaling, which is positive.
+    Pooling takes maxima, so it may follow the scaling, which is positive. The parameters must not be traced: NumPy,
+    whose square roots are correctly rounded, gives the same bits on all machines, and models are told apart by them.
     """
     trunk, statistics = dict(params["trunk"]), params[STATISTICS]["trunk"]
     for name in [name for name in trunk if name.startswith("norm")]:
         kernel = "conv" + name[4:]
-        scale = lax.rsqrt(statistics[name]["variance"] + _EPSILON)
-        trunk[kernel] = trunk[kernel] * scale[:, None, None, None]
-        trunk[name] = {"bias": trunk[name]["bias"] - statistics[name]["mean"] * scale}
+        mean, variance = (np.asarray(statistics[name][of]) for of in ("mean", "variance"))
+        scale = 1 / np.sqrt(variance + np.float32(_EPSILON))
+        trunk[kernel] = jnp.asarray(np.asarray(trunk[kernel]) * scale[:, None, None, None])
+        trunk[name] = {"bias": jnp.asarray(np.asarray(trunk[name]["bias"]) - mean * scale)}
     rest = {name: value for name, value in params.items() if name != STATISTICS}
     return {**rest, "trunk": trunk, FOLDED: jnp.ones(len(rest["trunk"][FROZEN]["bias"]), bool)}
 
