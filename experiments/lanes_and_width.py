@@ -171,7 +171,7 @@ def report(series: Series) -> None:
     records = series.records()
     lines = [
         f"Trained as published. Test accuracy in %: mean, standard deviation, least and most; the thesis's after "
-        f"{NUM_EPOCHS} epochs. Seconds: of all training images, at the throughput of the steps.",
+        f"{NUM_EPOCHS} epochs. Seconds: of all training images, at the throughput of the steps, beside other work.",
         *caption(series, records),
     ]
     figure = draw(records)

@@ -91,6 +91,8 @@ def caption(series: Series, records: Records) -> list[str]:
         dates = sorted(record["date"] for record in records if place(record) == where)
         when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
         lines.append(f"{len(dates)} of the runs on {where}, {when}.")
+    if commits := dict.fromkeys(record["commit"] for record in records if record.get("commit")):
+        lines.append(f"Commits, as far as they were recorded: {', '.join(commits)}.")
     lines += [f"`{command}`" for command in dict.fromkeys(record["command"] for record in records)]
     return lines
 

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -73,6 +74,19 @@ class Request:
     minutes: float
     directories: Mapping[str, str]
     command: str
+
+
+@functools.cache
+def commit() -> str:
+    """The commit of the code in this process, with `+` if files differ from it; empty where there is no Git."""
+    here = Path(__file__).parent
+    try:
+        ask = functools.partial(subprocess.run, cwd=here, check=True, capture_output=True, text=True)
+        found = ask(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
+        changed = ask(["git", "status", "--porcelain", "--untracked-files=no", "--", "*.py"]).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return found + "+" * bool(changed)
 
 
 class Series:
@@ -212,7 +226,7 @@ class Series:
         if self._instead is None:
             directory, record["data"] = self._images(config)
             config = config.replace({"data.dir": directory})
-        record |= host.environment()
+        record |= host.environment() | {"commit": commit()}
         try:
             found = self._instead(config, facts) if self._instead else loop.train(config, folder)
         except (Diverged, RuntimeError) as error:

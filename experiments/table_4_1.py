@@ -174,7 +174,7 @@ def report(series: Series) -> None:
     lines = [
         f"Test accuracy in %: mean, standard deviation, least and most; the thesis's after {NUM_EPOCHS} epochs. Its "
         "parameters count the constant zeros that routing starts from. Seconds: of the published method on all "
-        "training images, at the throughput of its steps.",
+        "training images, at the throughput of its steps, beside other work: not comparable.",
         *caption(series, records),
         *(
             f"`{column}` on {data}: {', '.join(f'{field}={value}' for field, value in fields[column].items())}."

@@ -108,8 +108,8 @@ def nas_sweeps() -> str:
         ]
         header = "sweep over | value | devices | models | epochs | mean validation accuracy in % | best"
         data = NAMES[results[0]["data"]]
-        line = measured_on(results[0], f"{data}, FLOPs of {whose}", "one seed")
-        tables.append(f"{table_of(header, rows)}\n\n{line}")
+        lines = dict.fromkeys(measured_on(result, f"{data}, FLOPs of {whose}", "one seed") for result in results)
+        tables.append("\n\n".join([table_of(header, rows), *lines]))
     return "\n\n".join(tables)
 
 

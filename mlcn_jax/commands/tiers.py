@@ -31,6 +31,14 @@ _LOOK_SECONDS = 2.0
 _log = logging.getLogger("mlcn_jax")
 
 
+class _Several(argparse.Action):
+    """An option with values separated by commas, which may also be given several times."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
+
+
 def _parser() -> argparse.ArgumentParser:
     summary, _, rest = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
@@ -61,17 +69,18 @@ def _parser() -> argparse.ArgumentParser:
 
     gateway = command("gateway", "answers clients with its own lanes, and refines answers with the other tiers")
     gateway.add_argument("artifact", help="folder of the first tier, as `tiers split` wrote it")
-    gateway.add_argument("--nodes", default="", help="NAME=URL,... of the other tiers; a tier may have several nodes")
+    several: dict[str, Any] = {"default": None, "action": _Several}
+    gateway.add_argument("--nodes", **several, help="NAME=URL,... of the other tiers; a tier may have several nodes")
     gateway.add_argument("--deadline_ms", default=0.0, type=float, help="ms per answer; 0 waits until it is final")
     gateway.add_argument("--bits", default=32, type=int, choices=wire.BITS, help="bits per value sent to other tiers")
     gateway.add_argument("--noise", default=0.0, type=float, help="noise added to these values, relative to their std")
     gateway.add_argument("--may_stop", action="store_true", help="allows the page to stop tiers")
-    gateway.add_argument("--node_keys", default=None, help="public keys (PEM), one of which must sign a node's answer")
+    gateway.add_argument("--node_keys", **several, help="public keys (PEM), one of which must sign a node's answer")
     gateway.add_argument("--ca", default=None, help="CA certificates (PEM) that signed the nodes' certificates")
     gateway.add_argument("--cert", default=None, help="certificate (PEM) to present to the nodes, with --cert_key")
     gateway.add_argument("--cert_key", default=None, help="private key (PEM) of --cert")
     for each in (node, gateway):
-        each.add_argument("--trust", default=None, help="public keys (PEM), one of which must have signed the artifact")
+        each.add_argument("--trust", **several, help="public keys (PEM), one of which must have signed the artifact")
         each.add_argument(
             "--tls_cert", default=None, help="certificate (PEM) of this server, which then accepts only https"
         )
@@ -147,7 +156,7 @@ def _gateway(arguments: argparse.Namespace) -> None:
             return signatures.is_signed(content, signature, trusted)
 
     context = _client_tls(arguments)
-    urls = _urls(arguments.nodes, policy.names[1:])
+    urls = _urls(arguments.nodes or "", policy.names[1:])
     plain = [url for each in urls.values() for url in each if not url.lower().startswith("https:")]
     if plain and (arguments.ca or arguments.cert):
         raise InputError(
@@ -209,8 +218,8 @@ def _urls(text: str, names: Sequence[str]) -> dict[str, list[str]]:
         name, _, url = item.partition("=")
         if name not in names or not _is_url(url):
             raise InputError(
-                f"--nodes has {item!r}; give NAME=URL,... with a name of {', '.join(names)}, and a URL such as "
-                "http://edge:8001"
+                f"--nodes has {item!r}; give NAME=URL,... with a name of {', '.join(names)}, and a URL without user "
+                "and password, which all clients would see, such as http://edge:8001"
             )
         found.setdefault(name, []).append(url)
     return found
@@ -224,7 +233,7 @@ def _is_url(text: str) -> bool:
         url = httpx.URL(text)
     except httpx.InvalidURL:
         return False
-    return url.scheme in ("http", "https") and bool(url.raw_host) and 0 < (url.port or 80) < 2**16
+    return url.scheme in ("http", "https") and not url.userinfo and bool(url.raw_host) and 0 < (url.port or 80) < 2**16
 
 
 def _paths(option: str, text: str | None) -> list[Path]:

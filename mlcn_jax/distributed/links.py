@@ -1,5 +1,6 @@
 """Latency and bandwidth between devices, measured; between the processes of a run at its start, and kept."""
 
+import contextlib
 import dataclasses
 import logging
 import socket
@@ -132,10 +133,13 @@ def _machine() -> str:
 def _stored(path: Path | None, machines: list[str]) -> list[dict[str, float]] | None:
     if path is None or not path.exists():
         return None
-    try:
+    with contextlib.suppress(Damaged):
         stored: Any = read_json(path)
-        if stored["machines"] == machines and len(stored["links"]) == len(machines) - 1:
+        try:
+            if stored["machines"] != machines or len(stored["links"]) != len(machines) - 1:
+                return None
             return [dataclasses.asdict(Link(**one)) for one in stored["links"]]
-    except (Damaged, KeyError, TypeError):
-        _log.warning("%s cannot be used: measuring again", path)
+        except (InputError, KeyError, TypeError):
+            pass
+    _log.warning("%s cannot be used: measuring again", path)
     return None

@@ -57,8 +57,11 @@ class TierArtifact:
 
     def __init__(self, folder: str | Path, trusted: Sequence[Path] = ()):
         folder = Path(folder)
-        manifest = verified_manifest(folder)
-        _check_signature(folder, manifest, trusted)
+        try:
+            manifest = verified_manifest(folder)
+            _check_signature(folder, manifest, trusted)
+        except OSError as error:
+            raise InputError(f"{folder} cannot be read ({error.strerror or error}): make it readable") from error
         if not (folder / FILE).is_file() or FILE not in manifest["files"]:
             raise InputError(
                 f"{folder} is not a tier of a split model: it has no {FILE}; {program()} tiers split WORKDIR writes it"

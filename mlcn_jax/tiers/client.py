@@ -130,18 +130,21 @@ class Node:
     async def look(self) -> None:
         """Checks whether it answers; the connection stays open for the next request.
 
-        A failed check counts as a failed request: short deadlines may end all requests before they are late.
+        A failed check counts as a failed request: short deadlines may end all requests before they are late. After a
+        pause it is the one that tries the node, unless a request already does.
         """
+        probe = None if self.breaker.is_open else self.breaker.asked()
         try:
             async with asyncio.timeout(_LOOK_SECONDS):
                 status = (await self._exchange("GET", "/health", _MOST_TEXT_BYTES))[0]
+            if status == 200:
+                self.breaker.seen()
+            elif status not in _OF_THE_MOMENT:
+                self.breaker.failed(f"status {status} in a health check", probe)
         except (httpx.HTTPError, wire.Refused, TimeoutError) as error:
-            self.breaker.failed(f"no answer to a health check ({str(error) or repr(error)})")
-            return
-        if status == 200:
-            self.breaker.seen()
-        elif status not in _OF_THE_MOMENT:
-            self.breaker.failed(f"status {status} in a health check")
+            self.breaker.failed(f"no answer to a health check ({str(error) or repr(error)})", probe)
+        finally:
+            self.breaker.ended(probe)
 
     async def about(self, seconds: float) -> Any:
         """What it says of itself, within so many seconds.

@@ -139,7 +139,9 @@ class GatewayService(Service):
             assert answer is not None
             self._count_answers(answer)
             for image, one in enumerate(one for one in found if not one):
-                one |= self.prediction(answer.probabilities(image), asked) | self._heard(answer, image, started)
+                one |= self.prediction(answer.probabilities(image), asked) | self._heard(
+                    answer, image, started, final=True
+                )
         await self.answer(found)(scope, receive, send)
 
     async def _refine(self, request: Request) -> Response:
@@ -184,10 +186,10 @@ class GatewayService(Service):
     async def _answers_to(
         self, images: list[np.ndarray], started: float, deadline: float, scope: Scope
     ) -> AsyncGenerator[Answer, None]:
-        due = started + deadline
+        due = started + deadline - RESERVE_SECONDS
         own = np.stack(await self.rows(images, scope.get(IS_GONE, lambda: False), due))
         async with contextlib.aclosing(
-            refine(self.policy, np.stack(images), own, self.clients, self._home, self._bits, due - RESERVE_SECONDS)
+            refine(self.policy, np.stack(images), own, self.clients, self._home, self._bits, due)
         ) as answers:
             async for answer in answers:
                 yield answer

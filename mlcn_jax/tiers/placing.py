@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import read_json
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.cost import lane_cost
 from mlcn_jax.placement.profile import DeviceProfile
@@ -51,8 +50,12 @@ class Wishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_wishes(path: Path, class_names: Sequence[str]) -> Wishes:
     """Reads `tiers.json`; raises InputError if it cannot be used for a model with these classes."""
     try:
-        wishes = msgspec.convert(read_json(path), Wishes)
-    except msgspec.ValidationError as error:
+        wishes = msgspec.json.decode(path.read_bytes(), type=Wishes)
+    except OSError as error:
+        raise InputError(
+            f"--tiers={path} cannot be read ({error.strerror}): give a file that names the tiers"
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(
             f"{path}: {error}: the file must hold a list of tiers, each with a name and, except for the last, with "
             'lanes, flops_share, or profile and max_ms; groups and tolerance are optional (see "Tiers" in the docs)'
@@ -120,6 +123,11 @@ def place(
             nearer = [lane for lane in nearer if 0 <= lane < len(flops)]
             most = len(free) - sum(later.lanes is None for later in wishes.tiers[i + 1 :])
             own = _chosen(_limit(path, tier, spec, flops), most, free, nearer, flops, squares, labels)
+            if most > 0 and not own:
+                limit = " and ".join(limits)
+                raise InputError(
+                    f"{path}: not even the smallest lane fits {limit} of tier {tier.name}: raise it, or name its lanes"
+                )
             placed.append(own)
             free = [lane for lane in free if lane not in own]
     check_lanes(path, placed, [tier.name for tier in wishes.tiers], len(spec.lane_specs))

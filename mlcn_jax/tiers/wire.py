@@ -76,7 +76,13 @@ def unpack_request(
       Unfit: it has too many rows, or values that are not finite.
       Refused: it is malformed, or for another policy.
     """
-    head, payload = _split(body, _Request, MOST_HEAD_BYTES + _MOST_RANGE_BYTES * most)
+    longest = MOST_HEAD_BYTES + _MOST_RANGE_BYTES * most
+    if len(body) > longest and body.find(b"\n", 0, longest + 1) < 0:
+        raise Unfit(
+            f"the request is malformed or has more than {most} images (its first line does not end within {longest} "
+            "bytes)"
+        )
+    head, payload = _split(body, _Request, longest)
     if head.policy != policy:
         raise Refused(
             f"the gateway has policy {head.policy[:32]!r}, but this node has {policy!r}: give both tiers of one split"

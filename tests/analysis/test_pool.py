@@ -204,7 +204,7 @@ def test_a_worker_that_is_stopped_leaves_its_lane(tmp_path):
         ("[set]", '[set]\ntrain.teacher = "digits,runs/b"', "train.teacher is 'runs/b'; it must be an absolute path"),
         ("[set]", '[set]\ninit_from = "runs/b"', "init_from is 'runs/b'; it must be an absolute path"),
         ("train.num_steps", "train.num_stepz", "lanes.toml: there is no field train.num_stepz"),
-        ("model.decoder = [8]", "model.decoder = 8", "lanes.toml: model.decoder is 8; it must be a list of numbers"),
+        ("model.decoder = [8]", "model.decoder = 8", "lanes.toml: model.decoder is 8; it must be a list of integers"),
         ("[set]", '[set]\nmodel.lanes = "mlcn1:w1*2"', "lanes.toml: set has model.lanes, which kind and seeds give"),
         ("[set]", "[set]\ntrain.rounds.steps = 2", "train.rounds.steps is 2; it must be 0"),
         ("[set]", "[set]\nparallel.processes = 2", "parallel.processes is 2; it must be 1"),

@@ -47,6 +47,7 @@ def test_final_answers_are_those_of_the_whole_model(per_lane, thorough, images):
                 np.testing.assert_allclose(list(found[-1]["probabilities"].values()), wanted, atol=1e-5)
             several = {"images": [base64.b64encode(png(pixels)).decode() for pixels in images[:4]]}
             answer = (await client.post("/predict?probabilities", json=several)).json()["predictions"]
+            assert all(found["final"] for found in answer)
             for found, wanted in zip(answer, whole, strict=False):
                 np.testing.assert_allclose(list(found["probabilities"].values()), wanted, atol=1e-5)
             assert wires["edge"].asked == wires["cloud"].asked == 6

@@ -181,7 +181,10 @@ def test_images_that_the_model_did_not_learn_from_are_refused(per_lane, tmp_path
         ({"tiers": [{"name": "a", "lanes": [0]}, {"name": "b", "lanes": [0, 1]}]}, "given twice are 0"),
         ({"tiers": [{"name": "a", "lane": [0]}, {"name": "b"}]}, "unknown field `lane`"),
         ({"tiers": [{"name": "a"}, {"name": "b"}]}, "give tier a either lanes, or flops_share"),
-        ({"tiers": [{"name": "a", "flops_share": 0.01}, {"name": "b"}]}, "tiers without lanes are a"),
+        (
+            {"tiers": [{"name": "a", "flops_share": 0.01}, {"name": "b"}]},
+            "not even the smallest lane fits flops_share of tier a: raise it, or name its lanes",
+        ),
         (
             {"tiers": [{"name": "a", "lanes": [0], "flops_share": 0.5}, {"name": "b"}]},
             "tier a is given its lanes: leave out its flops_share",
@@ -200,6 +203,14 @@ def test_images_that_the_model_did_not_learn_from_are_refused(per_lane, tmp_path
 def test_tiers_that_make_no_sense_are_named(per_lane, tmp_path, given, said):
     (tmp_path / "tiers.json").write_text(json.dumps(given))
     with pytest.raises(InputError, match=said):
+        split.split(per_lane, tmp_path / "tiers.json")
+
+
+def test_a_file_of_tiers_with_a_slip_is_not_called_damaged(per_lane, tmp_path):
+    with pytest.raises(InputError, match=r"--tiers=.*tiers\.json cannot be read \(No such file"):
+        split.split(per_lane, tmp_path / "tiers.json")
+    (tmp_path / "tiers.json").write_text('{"tiers": [{"name": "a", "lanes": [0]}, {"name": "b"},]}')
+    with pytest.raises(InputError, match=r"tiers\.json: JSON is malformed: .* must hold a list of tiers"):
         split.split(per_lane, tmp_path / "tiers.json")
 
 
@@ -283,7 +294,7 @@ def test_lanes_go_where_they_take_no_longer_than_the_device_may(tmp_path):
         assert 2 in end, "the best lane that fits"
         assert sum(times[lane] for lane in end) <= most
         assert all(sum(times[lane] for lane in [*end, further]) > most for further in edge), "no other fits as well"
-    with pytest.raises(InputError, match="tiers without lanes are end"):
+    with pytest.raises(InputError, match="not even the smallest lane fits profile and max_ms of tier end"):
         place(0.5 * min(times))
     with pytest.raises(InputError, match="give tier end either lanes, or flops_share, or profile and max_ms"):
         place(None)

@@ -21,7 +21,7 @@ from made_tiers import png
 
 from experiments.tiers_bed import url_of
 from mlcn_jax import host
-from mlcn_jax.commands.tiers import main
+from mlcn_jax.commands.tiers import _parser, main
 from mlcn_jax.errors import InputError
 
 SMALL = ("--max_batch=1", "--max_images=1")
@@ -142,6 +142,13 @@ def test_answers_go_on_while_nodes_are_killed_stopped_and_come_back(thorough, st
         time.sleep(0.2)
 
 
+def test_an_option_of_several_values_may_be_given_several_times():
+    given = ["gateway", "end", "--nodes=edge=http://a,edge=http://b", "--nodes=cloud=http://c", "--trust="]
+    arguments = _parser().parse_args(given)
+    assert arguments.nodes == "edge=http://a,edge=http://b,cloud=http://c"
+    assert (arguments.trust, arguments.node_keys) == ("", None)
+
+
 @pytest.mark.long
 def test_ten_thousand_malformed_requests_change_nothing(thorough, start, picture):
     node = start("node", thorough / "edge", "--port=0")
@@ -201,6 +208,7 @@ def test_nodes_and_gateways_show_each_other_certificates(thorough, start, pictur
         (["gateway", "{}/edge"], "is the tier edge, but a gateway needs the first tier, end"),
         (["gateway", "{}/end", "--nodes=other=http://x"], "--nodes has 'other=http://x'; give NAME=URL"),
         (["gateway", "{}/end", "--nodes=edge=ftp://x"], "--nodes has 'edge=ftp://x'"),
+        (["gateway", "{}/end", "--nodes=edge=http://me:secret@x"], "a URL without user and password"),
         (["gateway", "{}/end", "--nodes=edge=http://edge:80O1"], "80O1'; give NAME=URL,... with a name of edge, cloud"),
         (["gateway", "{}/end", "--nodes=edge=http://edge:80010"], "80010'; give NAME=URL"),
         (["gateway", "{}/end", "--nodes=edge=http://"], "'edge=http://'; give NAME=URL"),

@@ -1,6 +1,7 @@
 """What the gateway computes for a tier counts as its time, and a tier that is dead does not hold requests up."""
 
 import asyncio
+import math
 import time
 
 import httpx
@@ -100,6 +101,13 @@ def test_a_node_whose_requests_all_end_before_they_are_late_is_found_dead_by_its
             await client.nodes[0].look()
         assert not client.is_available
         assert "health check" in client.trouble
+        node = client.nodes[0]
+        for pause in (1.0, 2.0):  # one that is still dead after a pause waits twice as long, also if only checks say so
+            node.breaker._opened = -math.inf
+            assert client.is_available
+            await node.look()
+            assert not client.is_available
+            assert node.breaker._pause == pause
 
     asyncio.run(check())
 

@@ -77,6 +77,8 @@ def test_a_long_head_is_not_read_but_that_of_a_large_request_is(monkeypatch):
     ):
         with pytest.raises(wire.Refused, match=r"its first line does not end within \d+ bytes"):
             read()
+    with pytest.raises(wire.Unfit, match="has more than 4 images"):  # others of the same gateway may be answered
+        wire.unpack_request(endless, "p", (5,), FLOAT, 4)
 
 
 def test_a_small_body_cannot_become_a_large_one():

@@ -262,6 +262,7 @@ def test_what_does_nothing_with_a_models_lanes_is_told(caplog):
 
 def test_a_signal_on_the_way_past_a_finished_run_is_heard(finished, tiny, monkeypatch):
     monkeypatch.setattr(loop.StopSignals, "requested", "SIGTERM")
+    monkeypatch.setattr(loop, "_check_alone", lambda stop: None)  # as if it came after the images were loaded
     with pytest.raises(Stopped, match="after the end of"):
         loop.train(tiny, finished)
 
@@ -269,6 +270,7 @@ def test_a_signal_on_the_way_past_a_finished_run_is_heard(finished, tiny, monkey
 def test_a_run_that_goes_on_is_not_finished_any_more(finished, tiny, tmp_path, monkeypatch):
     workdir = shutil.copytree(finished, tmp_path / "run")
     monkeypatch.setattr(loop.StopSignals, "requested", "SIGTERM")
+    monkeypatch.setattr(loop, "_check_alone", lambda stop: None)  # as if it came while the step was compiled
     with pytest.raises(Stopped, match="before step 21"):
         loop.train(tiny.replace({"train.num_steps": 21}), workdir)
     assert not (workdir / "summary.json").exists()
