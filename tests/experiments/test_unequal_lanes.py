@@ -81,13 +81,15 @@ def test_the_interval_is_as_wide_as_means_of_repeated_experiments_differ(rng):
 
 
 def test_arms_are_compared_over_the_seeds_that_both_have():
+    place = {"device": "CPU", "cpu_count": 1, "platform": "cpu", "versions": {"jax": "0.10.2", "python": "3.11"}}
+
     def run(arm, seed, correct):
         packed = base64.b64encode(np.packbits(np.array(correct, bool))).decode()
         accuracy = 100 * float(np.mean(correct))
         record = {"facts": {"part": "resnet", "arm": arm, "seed": seed}, "lanes": f"{arm}{seed}", "correct": packed}
         curve = {"validation_accuracy": 80.0, "validation_accuracy_per_epoch": [70.0, 90.0, 80.0]}
         best = {"best_validation_accuracy": 90.0} if seed else {}  # which older runs did not note
-        return record | {"test_accuracy": accuracy, "data": {"test_images": 3}} | curve | best
+        return record | place | {"test_accuracy": accuracy, "data": {"test_images": 3}} | curve | best
 
     records = [run("equal", 0, [1, 0, 0]), run("equal", 1, [1, 0, 0]), run("equal", 2, [1, 1, 1])]
     records += [run("tpe", 1, [1, 1, 0]), run("tpe", 0, [1, 1, 1]), run("given", 0, [0, 0, 0])]
@@ -97,6 +99,8 @@ def test_arms_are_compared_over_the_seeds_that_both_have():
     assert tpe["over_equal"]["pairs"] == 2
     assert tpe["over_equal"]["mean"] == pytest.approx(50.0)
     assert tpe["lanes"] == ["tpe0", "tpe1"]
+    elsewhere = [one | {"device": "GPU"} if one["facts"]["arm"] == "tpe" else one for one in records]
+    assert unequal_lanes.summarise(elsewhere)["resnet"][2]["over_equal"] is None, "devices are not compared"
     text = unequal_lanes.text(found)
     assert "| resnet | tpe | 2 mixes | 2 | 83.33 | 90.00 |" in text
     assert "| resnet | tpe - equal | 2 | +50.00 (" in text
