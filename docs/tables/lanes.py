@@ -115,23 +115,17 @@ def lane_removal_tables(result: Mapping[str, Any]) -> str:
 
 @place
 def prune_cifar() -> str:
-    texts = []
-    for name in ("prune_cifar_signed", "prune_cifar"):
-        result = experiment(name)
-        rows = [
-            [
-                f"`{Path(run['workdir']).name}`",
-                data_title(run["data"]),
-                *(percent(r["test_accuracy"]) for r in run["removed"]),
-            ]
-            for run in result["runs"]
+    result = experiment("prune_cifar")
+    rows = [
+        [
+            f"`{Path(run['workdir']).name}`",
+            data_title(run["data"]),
+            *(percent(r["test_accuracy"]) for r in run["removed"]),
         ]
-        table = table_of("model | data | 4 lanes | 3 | 2 | 1", rows)
-        texts.append(
-            f"`{name}.json`:\n\n{table}\n\n{measured_on(result, 'test accuracy in %, one seed each')}\n\n"
-            f"{_prune_command(result)}"
-        )
-    return "\n\n".join(texts)
+        for run in result["runs"]
+    ]
+    table = table_of("model | data | 4 lanes | 3 | 2 | 1", rows)
+    return f"{table}\n\n{measured_on(result, 'test accuracy in %, one seed each')}\n\n{_prune_command(result)}"
 
 
 @place
