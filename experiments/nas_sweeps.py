@@ -22,7 +22,7 @@ one takes 28 hours at a sustained 10 TFLOP/s:
 
 | sweep | exact costs | published costs | shared, exact costs |
 | flops | 0.18, 0.36, 0.72, 1.44 | 0.36, 0.49, 0.50, 0.50 | 0.02, 0.05, 0.09, 0.18 |
-| memory | 0.27, 0.53, 1.07, 1.40 | 0.00, 0.19, 0.35, 0.50 | 0.02, 0.07, 0.13, 0.17 |
+| memory | 0.19, 0.45, 1.03, 1.39 | 0.00, 0.19, 0.35, 0.50 | 0.02, 0.07, 0.13, 0.17 |
 | devices | 0.72, 1.44, 2.88, 5.76 | 0.24, 0.50, 0.98, 1.96 | 0.18, 0.18, 0.18, 0.18 |
 
 So this is for GPUs. On a small machine take a smaller baseline, fewer images and fewer models, such as
