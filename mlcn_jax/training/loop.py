@@ -261,9 +261,8 @@ def _throughput(workdir: Path, batch_size: int, log_every: int) -> float | None:
     for row in read_rows(workdir / "metrics.jsonl"):
         if "images_per_second" in row:
             steps = row["step"] - before
-            count = (
-                steps if before else min(steps, log_every)
-            ) * batch_size  # a pruned model's first steps are not its
+            # Of a model that was pruned, the first row counts only its own steps.
+            count = batch_size * (steps if before else min(steps, log_every))
             images, seconds, before = images + count, seconds + count / row["images_per_second"], row["step"]
     return images / seconds if seconds else None
 

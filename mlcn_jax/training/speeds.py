@@ -6,6 +6,7 @@ Source: the tiny network is the idea of do Rosario 2021 (thesis), chapter 5; her
 and lanes of the model itself are timed then.
 """
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -192,10 +193,13 @@ def _stored(path: Path | None, asked: dict[str, Any]) -> list[dict[str, float]] 
     """Stored measurements of this request: seconds for each device, [] if all are alike; None if nothing is stored."""
     if path is None or not path.exists():
         return None
-    try:
+    with contextlib.suppress(Damaged):
         stored = read_json(path)
-        if all(stored[name] == value for name, value in asked.items()):
+        try:
+            if any(stored[name] != value for name, value in asked.items()):
+                return None
             return [{lane: float(row[lane]) for lane in asked["lanes"]} for row in stored["seconds"]]
-    except (Damaged, KeyError, TypeError, ValueError):
-        _log.warning("%s cannot be used: measuring again", path)
+        except (KeyError, TypeError, ValueError):
+            pass
+    _log.warning("%s cannot be used: measuring again", path)
     return None

@@ -381,3 +381,18 @@ def test_a_plan_is_kept_however_fast_the_links_are_now(tmp_path):
     for other in ("{}", "[]", "{", '{"asked": [7]}'):
         path.write_text(other)
         assert plan._chosen_before(path, asked) is None
+
+
+def test_what_was_kept_and_cannot_be_read_is_not_taken_for_damage(tmp_path):
+    """Else a fault of the disk would replace a plan, links and speeds that a resumed run must have again."""
+    for name, read in (
+        ("plan.json", lambda path: plan._chosen_before(path, {"links": {}})),
+        ("links.json", lambda path: links._stored(path, ["a"])),
+        ("speeds.json", lambda path: speeds._stored(path, {"lanes": []})),
+    ):
+        (tmp_path / name).mkdir()
+        with pytest.raises(InputError, match=r"cannot be read \(Is a directory\)"):
+            read(tmp_path / name)
+        (tmp_path / name).rmdir()
+        (tmp_path / name).write_text("{")
+        assert read(tmp_path / name) is None
