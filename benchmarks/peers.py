@@ -472,7 +472,7 @@ def table(results: list[dict]) -> str:
             cells.append(f"{entry['images_per_second']:,.0f}")
         cells += [f"{result[name]:.2f}" if name in result else "-" for name in _RATIOS]
         cells += [f"{entry['peak_bytes'] / 2**20:,.0f}" for entry in result["frameworks"].values()]
-        cells.append(f"{result['peak_over_torch']:.2f}" if result["peak_over_torch"] else "-")
+        cells.append(f"{result['peak_over_torch']:.2f}" if result.get("peak_over_torch") else "-")
         lines.append("| " + " | ".join(cells) + " |")
     names = list(results[0]["frameworks"])
     head = ["network", "batch", *(f"{n} images/s" for n in names)]

@@ -407,6 +407,12 @@ def test_ours_is_compared_with_the_peers_and_the_runtime_chosen_with_everything(
     assert peers.ratios({"mlcn_jax": {}}) == {}
 
 
+def test_a_table_of_inference_has_dashes_for_what_only_training_has():
+    ours = {"images_per_second": 1000.0, "peak_bytes": 2**21}
+    result = {"title": "tiny", "batch": 8, "frameworks": {"mlcn_jax": ours}, "ours_over_fastest_peer": 0.9}
+    assert peers.table([result]).splitlines()[-1] == "| tiny | 8 | 1,000 | 0.90 | - | 2 | - |"
+
+
 def test_kept_outputs_are_compared_with_computed_ones_on_the_same_images_and_pay_for_their_pass():
     images, labels, soft = (np.zeros(1) for _ in range(3))
     taught = Distillation(lambda images: images, 0.9, 4.0)
