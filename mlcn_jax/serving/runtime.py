@@ -27,8 +27,9 @@ from mlcn_jax.serving.parts import ONNX, XLA, call_sizes, tolerance
 
 OUTPUT = "lengths"  # output name of a converted model
 TOLERANCE = 1e-5  # largest difference of lengths at which a converted model may replace XLA
-_ROUNDS, _ROUND_SECONDS = 5, 0.05
+_ROUNDS, _ROUND_SECONDS = 3, 0.05
 _PAUSE_SECONDS = 0.1  # lets the other runtime's threads go to sleep
+_SPREAD_SECONDS = 0.1  # until the system has spread threads that wake up over the cores: till then both share one
 _log = logging.getLogger("mlcn_jax")
 
 Compute = Callable[[np.ndarray], np.ndarray]
@@ -111,8 +112,8 @@ class Fastest:
         for _ in range(_ROUNDS):
             for name, compute in able.items():
                 time.sleep(_PAUSE_SECONDS)
-                once = _seconds(compute, images, 1)
-                seconds[name].append(_seconds(compute, images, max(1, round(_ROUND_SECONDS / once))))
+                _seconds_of_call(compute, images, _SPREAD_SECONDS)
+                seconds[name].append(_seconds_of_call(compute, images, _ROUND_SECONDS))
         return {name: 1000 * statistics.median(values) for name, values in seconds.items()}
 
     def _keep(self) -> None:
@@ -182,6 +183,7 @@ def choose(
         "features": host.cpu_digest(),
         "cores": host.num_cores(),
         "session": SESSION,
+        "rounds": [_ROUNDS, _PAUSE_SECONDS, _SPREAD_SECONDS, _ROUND_SECONDS],
         "async_dispatch": bool(jax.config.values["jax_cpu_enable_async_dispatch"]),
         "versions": {**versions, "onnxruntime": onnxruntime.__version__},
     }
@@ -248,8 +250,11 @@ def _noise(count: int, shape: tuple[int, int, int]) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (count, *shape), np.uint8)
 
 
-def _seconds(compute: Compute, images: np.ndarray, count: int) -> float:
-    started = time.perf_counter()
-    for _ in range(count):
+def _seconds_of_call(compute: Compute, images: np.ndarray, least: float) -> float:
+    """Mean time of a call, of as many as take at least so many seconds together."""
+    started, calls = time.perf_counter(), 0
+    while True:
         compute(images)
-    return (time.perf_counter() - started) / count
+        calls += 1
+        if (passed := time.perf_counter() - started) >= least:
+            return passed / calls

@@ -23,6 +23,7 @@ SHAPE = (4, 4, 1)
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(runtime, "_PAUSE_SECONDS", 0)
+    monkeypatch.setattr(runtime, "_SPREAD_SECONDS", 0)
     monkeypatch.setattr(runtime, "_ROUND_SECONDS", 0)
 
 
@@ -64,6 +65,26 @@ def test_each_batch_size_is_measured_once_and_the_faster_runtime_computes(tmp_pa
     assert other.choice(1) == "onnxruntime"
     assert calls
     assert set(json.loads(record.read_text())["milliseconds"]) == {"1"}
+
+
+def test_a_runtime_is_timed_when_its_threads_have_spread_over_the_cores(monkeypatch):
+    """After a pause, threads that wake up share a core for a while; a runtime in use is not paused."""
+    monkeypatch.setattr(runtime, "_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(runtime, "_SPREAD_SECONDS", 0.1)
+    monkeypatch.setattr(runtime, "_ROUND_SECONDS", 0.05)
+    begun = last = 0.0
+
+    def compute(images):
+        nonlocal begun, last
+        if time.perf_counter() - last > 0.04:
+            begun = time.perf_counter()
+        seconds = 0.004 if time.perf_counter() - begun < 0.06 else 0.001
+        lengths = lengths_of([], "onnxruntime", lambda count: seconds)(images)
+        last = time.perf_counter()
+        return lengths
+
+    computes = {"xla": lengths_of([], "xla", lambda count: 0.002), "onnxruntime": compute}
+    assert runtime.Fastest(computes, SHAPE, None, {}).choice(1) == "onnxruntime"
 
 
 def test_batches_between_powers_of_two_count_as_they_are_for_a_runtime_that_does_not_pad():
