@@ -30,6 +30,7 @@ class Row:
 
 
 _TOGETHER = {"data.augment_lanes": False, "train.image_sizes": ""}  # lanes that do not classify alone have neither
+_STRONGER = {"data.cutout": 12, "data.max_shift": 4}  # augmentation, for longer training
 _CAPS = _TOGETHER | {"model.lane_routing": "per_class"}  # routes over classes
 ROWS = {
     "cifar_4xw3d2": Row(0.45, "resnet_cifar", "resnet:w3d2*4", 11),
@@ -37,7 +38,9 @@ ROWS = {
     "cifar_unequal": Row(0.45, "resnet_cifar", "resnet:w3d2*2,resnet:w2d2*1,resnet:w1d2*1", 16),
     "fashion_unequal": Row(0.45, "resnet_fashion", "resnet:w3d2*2,resnet:w2d2*1,resnet:w1d2*1", 21),
     "cifar_wide": Row(0.45, "resnet_cifar", "resnet:w4d2*2,resnet:w2d2*2", 10),
-    "cifar_long": Row(5, "resnet_cifar_long", "resnet:w4d3*4", 53),
+    "cifar_long": Row(5, "resnet_cifar_long", "resnet:w6d2*4", 34),
+    "cifar_long_4xw4d3": Row(5, "resnet_cifar_long", "resnet:w4d3*4", 53, _STRONGER),
+    "cifar_long_1xw12d2": Row(5, "resnet_cifar_long", "resnet:w12d2*1", 34),
     "cifar_1xw6d2": Row(0.45, "resnet_cifar", "resnet:w6d2*1", 12),
     "fashion_1xw6d2": Row(0.45, "resnet_fashion", "resnet:w6d2*1", 14),
     "cifar_2xw4d2": Row(0.45, "resnet_cifar", "resnet:w4d2*2", 13),
@@ -50,12 +53,11 @@ ROWS = {
     "cifar_8xw1d2": Row(0.103, "resnet_cifar", "resnet:w1d2*8", 8),
 }
 GPU_ROWS = {  # hours on a GPU, days on two cores
-    "cifar_8xw8d3": Row(42.5, "resnet_cifar_long", "resnet:w8d3*8", 60),
+    "cifar_8xw8d3": Row(42.5, "resnet_cifar_long", "resnet:w8d3*8", 60, _STRONGER),
     "fashion_8xw8d3": Row(37.5, "resnet_fashion_long", "resnet:w8d3*8", 60),
 }
 _W3 = (0.11, "resnet_cifar", "resnet:w3d2*1")  # one lane of cifar_4xw3d2, for as long as there
-_LONG = (5, "resnet_cifar_long")
-_WEAKER = {"data.cutout": 0, "data.max_shift": 2}  # augmentation, as in resnet_cifar
+_ONE_LONG = (1.25, "resnet_cifar_long")  # one lane of four, which learns what each of them would
 _FOUR = (0.11, "resnet_cifar", "resnet:w2d2*4", 5)
 _FASHION_W3 = (0.11, "resnet_fashion", "resnet:w3d2*1")
 TRIALS = {
@@ -89,11 +91,15 @@ TRIALS = {
     "trial_cifar_8xw2d2": Row(0.45, "resnet_cifar", "resnet:w2d2*8", 11),
     "trial_cifar_4xw3d3": Row(0.45, "resnet_cifar", "resnet:w3d3*4", 8),
     "trial_cifar_wide_deep": Row(0.45, "resnet_cifar", "resnet:w4d3*2,resnet:w2d3*2", 7),
-    "trial_cifar_long": Row(*_LONG, "resnet:w4d3*4", 53),
-    "trial_cifar_long_w6": Row(*_LONG, "resnet:w6d2*4", 34),
-    "trial_cifar_long_w8": Row(*_LONG, "resnet:w8d2*4", 19),
-    "trial_cifar_long_w8_weaker": Row(*_LONG, "resnet:w8d2*4", 19, _WEAKER),
-    "trial_cifar_long_w8d3": Row(*_LONG, "resnet:w8d3*4", 14),
+    "trial_cifar_long_w4d3": Row(*_ONE_LONG, "resnet:w4d3*1", 53, _STRONGER),
+    "trial_cifar_long_w6": Row(*_ONE_LONG, "resnet:w6d2*1", 34, _STRONGER),
+    "trial_cifar_long_w6_weaker": Row(*_ONE_LONG, "resnet:w6d2*1", 34),
+    "trial_cifar_long_w6_shift": Row(*_ONE_LONG, "resnet:w6d2*1", 34, {"data.max_shift": 4}),
+    "trial_cifar_long_w6_between": Row(*_ONE_LONG, "resnet:w6d2*1", 34, {"data.cutout": 6, "data.max_shift": 3}),
+    "trial_cifar_long_w6d3_between": Row(*_ONE_LONG, "resnet:w6d3*1", 24, {"data.cutout": 6, "data.max_shift": 3}),
+    "trial_cifar_long_w8": Row(*_ONE_LONG, "resnet:w8d2*1", 19, _STRONGER),
+    "trial_cifar_long_w8_weaker": Row(*_ONE_LONG, "resnet:w8d2*1", 19),
+    "trial_cifar_long_w8d3": Row(*_ONE_LONG, "resnet:w8d3*1", 14, _STRONGER),
     "trial_fashion_w3": Row(*_FASHION_W3, 14),
     "trial_fashion_w3_cutout": Row(*_FASHION_W3, 14, {"data.cutout": 8}),
     "trial_fashion_w3_whole": Row(*_FASHION_W3, 10, {"train.image_sizes": ""}),

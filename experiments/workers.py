@@ -30,6 +30,7 @@ from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.placement import cost
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.training.session import optimizer_of, plan_of, step_options
+from mlcn_jax.training.step import share_heaps
 
 _YARDSTICK_STEPS = 2
 _PORTS = itertools.cycle(range(20_000, 30_000))  # in a network namespace, whose connections use those above
@@ -192,6 +193,7 @@ def _work(values: dict[str, Any]) -> None:
     os.sched_setaffinity(0, values["cores"])
     config = config_of(values["changes"])
     host.compute_in_turn()
+    share_heaps(config.model["lanes"])
     if config.parallel.processes > 1:
         processes.join(config.parallel, flat(config.to_dict()))
     host.set_up_jax(least_seconds=0.1)

@@ -22,7 +22,7 @@ EXIT_INPUT, EXIT_FAILED, EXIT_STOPPED = 2, 3, 75
 _NO_ACCESS = {
     getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "EISDIR", "ENOTDIR", "ENAMETOOLONG", "ELOOP")
 }
-_ALLOCATOR = ((-8, 1), (-4, 0), (-1, -1))  # M_ARENA_MAX, M_MMAP_MAX and M_TRIM_THRESHOLD of malloc.h, and values
+_MMAP_MAX, _TRIM_THRESHOLD, _ARENA_MAX = -4, -1, -8  # of malloc.h
 
 
 def program() -> str:
@@ -166,17 +166,29 @@ def _exit(code: int, message: str) -> None:
 
 
 def keep_memory() -> None:
-    """Lets glibc keep the memory that this process has freed, in one heap, for the buffers of the next step.
+    """Lets glibc keep the memory that this process has freed for the buffers of the next step.
 
     XLA allocates the buffers of a step on a CPU anew and frees them after it. By default glibc gives large ones back to
     the system each time, and page faults then take up to half of a step (`benchmarks/allocator.py`). Call it before JAX
     computes. It does nothing with another C library, or if `GLIBC_TUNABLES` or a `MALLOC_` variable is set.
     """
+    _mallopt(_MMAP_MAX, 0)
+    _mallopt(_TRIM_THRESHOLD, -1)
+
+
+def keep_one_heap() -> None:
+    """Has the threads that start from now on take memory from one heap of glibc, which they share.
+
+    Without it there are up to eight for each core. It does nothing where `keep_memory` does nothing.
+    """
+    _mallopt(_ARENA_MAX, 1)
+
+
+def _mallopt(parameter: int, value: int) -> None:
     if sys.platform == "linux" and not any(name.startswith(("GLIBC_TUNABLES", "MALLOC_")) for name in os.environ):
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:
-            for parameter, value in _ALLOCATOR:
-                mallopt(parameter, value)
+            mallopt(parameter, value)
 
 
 def _unraisable(failure: "sys.UnraisableHookArgs") -> None:

@@ -22,7 +22,7 @@ from mlcn_jax.nn.calibration import calibrate, fold_statistics, whiten
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving import export
-from mlcn_jax.training.step import TrainState, compile_step, make_train_step
+from mlcn_jax.training.step import TrainState, compile_step, make_train_step, share_heaps
 from mlcn_jax.training.trained import Trained
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
@@ -92,8 +92,9 @@ class Program:
 
     def __init__(self, network: Network, batch: int, weights: dict[str, np.ndarray], variant: str, dtype: str):
         del batch, variant
-        host.compute_in_turn()
+        host.compute_in_turn()  # as `mlcn_jax train` does
         self.spec = make_spec(network, dtype)
+        share_heaps(self.spec.lanes)
         self.params = jax.device_put(traverse_util.unflatten_dict(weights, sep="/"))
         self.compiled = self.state = None
 

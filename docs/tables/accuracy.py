@@ -215,6 +215,7 @@ _GOALS = {  # with flips at test time or without; to be reached, and hoped for
 _EQUAL_COST = {  # rows with 1, 2, 4 and 8 lanes at one cost
     "CIFAR-10, 0.1 PFLOP": ("cifar_1xw4d2", "cifar_2xw3d2", "cifar_4xw2d2", "cifar_8xw1d2"),
     "CIFAR-10, 0.45 PFLOP": ("cifar_1xw6d2", "cifar_2xw4d2", "cifar_4xw3d2", "cifar_8xw2d2"),
+    "CIFAR-10, 5 PFLOP": ("cifar_long_1xw12d2", "", "cifar_long", ""),
     "Fashion-MNIST, 0.45 PFLOP": ("fashion_1xw6d2", "", "fashion_4xw3d2", ""),
 }
 
@@ -247,6 +248,18 @@ def residual_equal_cost() -> str:
 
     lines = [[title, *map(told, names)] for title, names in _EQUAL_COST.items()]
     return table_of("accuracy without and with flips | one lane | 2 lanes | 4 lanes | 8 lanes", lines)
+
+
+@place
+def residual_heads() -> str:
+    rows = {row["row"]: row for row in experiment("residual_lanes_full")["rows"]}
+    heads = {"capsules, routed over classes": "cifar_caps_4xw3d2", "linear": "cifar_shared_4xw3d2"}
+    keys = {"accuracy": 2, "accuracy_flips": 2, "nll": 4, "calibration_error": 4}
+    lines = [
+        [head, rows[name]["epochs"], *(f"{rows[name][key]['mean']:.{digits}f}" for key, digits in keys.items())]
+        for head, name in heads.items()
+    ]
+    return table_of("head | epochs | accuracy | with flips | NLL | ECE", lines)
 
 
 @place

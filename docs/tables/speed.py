@@ -124,19 +124,18 @@ def single_image() -> str:
 @place
 def allocator() -> str:
     result = benchmark("allocator")
+    names = list(result["models"][0]["over_kept"])
     rows = [
         [
-            row["lanes"],
-            *(
-                f"{1000 * row['median_seconds'][name]:.0f} ({1000 * row['slowest_seconds'][name]:.0f})"
-                for name in row["over_kept"]
-            ),
-            *(f"**{ratio:.2f}**" for name, ratio in row["over_kept"].items() if name != "kept"),
+            row["lanes"].replace("capsnet", "CapsNet"),
+            row["batch"],
+            "{:.0f} ({:.0f})".format(*(1000 * row[each]["kept"] for each in ("median_seconds", "slowest_seconds"))),
+            *(f"**{row['over_kept'][name]:.2f}**" for name in names if name != "kept"),
         ]
         for row in result["models"]
     ]
-    header = "lanes | kept, ms (slowest turn) | defaults | huge pages | defaults over kept | huge pages over kept"
-    return f"{table_of(header, rows)}\n\n{measured_on(result, 'batch 100')}"
+    header = ["lanes", "batch", "as trained, ms (slowest turn)", *names[1:]]
+    return f"{table_of(' | '.join(header), rows)}\n\n{measured_on(result)}"
 
 
 @place

@@ -63,8 +63,10 @@ def main(argv: Sequence[str]) -> int:
     from mlcn_jax.rounds.coordinator import coordinate
     from mlcn_jax.rounds.link import Tls
     from mlcn_jax.rounds.worker import work
+    from mlcn_jax.training.step import share_heaps
 
     tls = Tls(*(Path(name).expanduser() if name else None for name in (values.tls_cert, values.tls_key, values.ca)))
+    share_heaps(config.model["lanes"])
     host.set_up_jax()
     if values.coordinator:
         work(config, workdir, values.coordinator, values.worker, tls)

@@ -33,9 +33,10 @@ def main(argv: Sequence[str]) -> int:
     from mlcn_jax import host
     from mlcn_jax.config import flat
     from mlcn_jax.distributed import processes
-    from mlcn_jax.training import loop
+    from mlcn_jax.training import loop, step
 
     host.compute_in_turn()  # before processes join, which looks for devices
+    step.share_heaps(config.model["lanes"])
     if config.parallel.processes != 1:
         if config.parallel.processes and not processes.is_watched():
             return processes.watch(config.parallel)
