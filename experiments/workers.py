@@ -25,12 +25,11 @@ from mlcn_jax.analysis.measure_device import WHOLE_STEPS
 from mlcn_jax.config import RunConfig, flat
 from mlcn_jax.distributed import links, processes
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import keep_memory, program
+from mlcn_jax.launch import keep_memory, program, share_heaps
 from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.placement import cost
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.training.session import optimizer_of, plan_of, step_options
-from mlcn_jax.training.step import share_heaps
 
 _YARDSTICK_STEPS = 2
 _PORTS = itertools.cycle(range(20_000, 30_000))  # in a network namespace, whose connections use those above

@@ -176,12 +176,16 @@ def keep_memory() -> None:
     _mallopt(_TRIM_THRESHOLD, -1)
 
 
-def keep_one_heap() -> None:
-    """Has the threads that start from now on take memory from one heap of glibc, which they share.
+def share_heaps(lanes: str) -> None:
+    """Has the threads of a step on a CPU take memory from one heap of glibc if there are no lanes, as in `model.lanes`.
 
-    Without it there are up to eight for each core. It does nothing where `keep_memory` does nothing.
+    Threads that share a heap wait for each other where they allocate often, as XLA's 3x3 convolutions do for each of
+    their blocks, so that a step of residual lanes can take longer with one heap. But only the first heap keeps blocks
+    of over 64 MiB, such as CapsNet's, whose step takes longer with several (`benchmarks/allocator.py`). Call it before
+    JAX looks for its devices, which starts its threads. It does nothing where `keep_memory` does nothing.
     """
-    _mallopt(_ARENA_MAX, 1)
+    if not lanes:
+        _mallopt(_ARENA_MAX, 1)
 
 
 def _mallopt(parameter: int, value: int) -> None:

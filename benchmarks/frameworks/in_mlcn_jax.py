@@ -18,11 +18,12 @@ from mlcn_jax.config import RunConfig
 from mlcn_jax.distributed.mesh import place_batch
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
+from mlcn_jax.launch import share_heaps
 from mlcn_jax.nn.calibration import calibrate, fold_statistics, whiten
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving import export
-from mlcn_jax.training.step import TrainState, compile_step, make_train_step, share_heaps
+from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 from mlcn_jax.training.trained import Trained
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")

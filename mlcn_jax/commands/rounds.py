@@ -26,7 +26,7 @@ from mlcn_jax.commands.run_config import config_of, needed_workdir
 from mlcn_jax.commands.train import print_summary
 from mlcn_jax.distributed import processes
 from mlcn_jax.errors import Diverged, InputError
-from mlcn_jax.launch import EXIT_FAILED
+from mlcn_jax.launch import EXIT_FAILED, share_heaps
 from mlcn_jax.settings import RoundSettings
 
 _STOP_SECONDS = 20.0
@@ -63,7 +63,6 @@ def main(argv: Sequence[str]) -> int:
     from mlcn_jax.rounds.coordinator import coordinate
     from mlcn_jax.rounds.link import Tls
     from mlcn_jax.rounds.worker import work
-    from mlcn_jax.training.step import share_heaps
 
     tls = Tls(*(Path(name).expanduser() if name else None for name in (values.tls_cert, values.tls_key, values.ca)))
     share_heaps(config.model["lanes"])

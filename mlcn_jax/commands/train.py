@@ -15,7 +15,7 @@ from absl import flags
 
 from mlcn_jax.commands import arguments
 from mlcn_jax.commands.run_config import config_of, needed_workdir
-from mlcn_jax.launch import program
+from mlcn_jax.launch import program, share_heaps
 
 
 def define(values: flags.FlagValues) -> None:
@@ -33,10 +33,10 @@ def main(argv: Sequence[str]) -> int:
     from mlcn_jax import host
     from mlcn_jax.config import flat
     from mlcn_jax.distributed import processes
-    from mlcn_jax.training import loop, step
+    from mlcn_jax.training import loop
 
     host.compute_in_turn()  # before processes join, which looks for devices
-    step.share_heaps(config.model["lanes"])
+    share_heaps(config.model["lanes"])
     if config.parallel.processes != 1:
         if config.parallel.processes and not processes.is_watched():
             return processes.watch(config.parallel)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from mlcn_jax import host, launch
+from mlcn_jax import host
 from mlcn_jax.data import batches
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.nn import conv, losses
@@ -216,18 +216,6 @@ def make_train_step(
         return TrainState(state.step + 1, params, optimizer_state), metrics
 
     return train_step
-
-
-def share_heaps(lanes: str) -> None:
-    """Has the threads of a step on a CPU take memory from one heap of glibc if there are no lanes, as in `model.lanes`.
-
-    Threads that share a heap wait for each other where they allocate often, as XLA's 3x3 convolutions do for each of
-    their blocks, so that a step of residual lanes can take longer with one heap. But only the first heap keeps blocks
-    of over 64 MiB, such as CapsNet's, whose step takes longer with several (`benchmarks/allocator.py`). Call it before
-    JAX looks for its devices, which starts its threads.
-    """
-    if not lanes:
-        launch.keep_one_heap()
 
 
 def compile_step(step_fn: Callable, state: TrainState, batch: tuple) -> tuple[jax.stages.Compiled, float]:

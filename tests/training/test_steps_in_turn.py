@@ -8,7 +8,6 @@ import jax
 import pytest
 
 from mlcn_jax import host, launch
-from mlcn_jax.training.step import share_heaps
 
 _STEPS = """
 import sys
@@ -64,10 +63,10 @@ def test_several_devices_of_a_cpu_keep_their_queues(monkeypatch, devices, queue)
 
 @pytest.mark.parametrize(("lanes", "calls"), [("mlcn2:w4*2,resnet:w1*1", 0), ("", 1)])
 def test_only_capsnet_has_one_heap(monkeypatch, lanes, calls):
-    one_heap = mock.Mock()
-    monkeypatch.setattr(launch, "keep_one_heap", one_heap)
-    share_heaps(lanes)
-    assert one_heap.call_count == calls
+    mallopt = mock.Mock()
+    monkeypatch.setattr(launch, "_mallopt", mallopt)
+    launch.share_heaps(lanes)
+    assert mallopt.call_count == calls
 
 
 @pytest.mark.long
