@@ -40,7 +40,7 @@ ROWS = {
     "cifar_wide": Row(0.45, "resnet_cifar", "resnet:w4d2*2,resnet:w2d2*2", 10),
     "cifar_long": Row(5, "resnet_cifar_long", "resnet:w6d2*4", 34),
     "cifar_long_4xw4d3": Row(5, "resnet_cifar_long", "resnet:w4d3*4", 53, _STRONGER),
-    "cifar_long_1xw12d2": Row(5, "resnet_cifar_long", "resnet:w12d2*1", 34),
+    "cifar_long_1xw12d2": Row(4.7, "resnet_cifar_long", "resnet:w12d2*1", 34),
     "cifar_1xw6d2": Row(0.45, "resnet_cifar", "resnet:w6d2*1", 12),
     "fashion_1xw6d2": Row(0.45, "resnet_fashion", "resnet:w6d2*1", 14),
     "cifar_2xw4d2": Row(0.45, "resnet_cifar", "resnet:w4d2*2", 13),
