@@ -21,7 +21,7 @@ from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 
 RESULTS = Path(__file__).parent / "results"
-_KEPT = {"mmap_max": 0, "trim_threshold": 2**40}
+_KEPT = {"mmap_max": 0, "top_pad": 2**26, "trim_threshold": 2**40}
 SETTINGS = {  # of glibc.malloc; without any, those of mlcn_jax
     "kept": {},
     "one heap": _KEPT | {"arena_max": 1},

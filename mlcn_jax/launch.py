@@ -22,7 +22,8 @@ EXIT_INPUT, EXIT_FAILED, EXIT_STOPPED = 2, 3, 75
 _NO_ACCESS = {
     getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "EISDIR", "ENOTDIR", "ENAMETOOLONG", "ELOOP")
 }
-_MMAP_MAX, _TRIM_THRESHOLD, _ARENA_MAX = -4, -1, -8  # of malloc.h
+_MMAP_MAX, _TOP_PAD, _TRIM_THRESHOLD, _ARENA_MAX = -4, -2, -1, -8  # of malloc.h
+_HEAP_BYTES = 2**26  # how far glibc's heaps of threads grow; one that is wholly free is kept if the pad is as large
 
 
 def program() -> str:
@@ -174,6 +175,7 @@ def keep_memory() -> None:
     """
     _mallopt(_MMAP_MAX, 0)
     _mallopt(_TRIM_THRESHOLD, -1)
+    _mallopt(_TOP_PAD, _HEAP_BYTES)
 
 
 def share_heaps(lanes: str) -> None:

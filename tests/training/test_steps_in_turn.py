@@ -1,7 +1,11 @@
-"""Steps on a CPU whose metrics nobody waits for hold the temporary buffers of one step."""
+"""Steps on a CPU: the memory that they hold, and whether the process keeps it for the next."""
 
+import ctypes
+import os
+import platform
 import subprocess
 import sys
+import threading
 from unittest import mock
 
 import jax
@@ -68,6 +72,33 @@ def test_only_capsnet_has_one_heap(monkeypatch, lanes, calls):
     monkeypatch.setattr(launch, "_mallopt", mallopt)
     launch.share_heaps(lanes)
     assert mallopt.call_count == calls
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="has glibc keep memory")
+@pytest.mark.skipif(any(name.startswith(("GLIBC_TUNABLES", "MALLOC_")) for name in os.environ), reason="set elsewhere")
+def test_a_thread_takes_the_memory_that_it_has_freed():
+    import resource
+
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+    size, faults = 40 * 2**20, []  # two do not fit into one heap of a thread
+
+    def work():
+        first = libc.malloc(size)
+        for _ in range(5):
+            before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+            second = libc.malloc(size)
+            libc.memset(second, 1, size)
+            libc.free(second)
+            faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+        libc.free(first)
+
+    launch.keep_memory()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert max(faults[1:]) < 100  # a page each time would be 10,240
 
 
 @pytest.mark.long
