@@ -4,7 +4,7 @@
     make bench-infer BENCH="--networks=mlcn1_4x4_28x28x1 --batches=1"
 
 From uint8 images in host memory to lengths of class capsules there; no decoder. Two contestants are ours, both the
-exported model as `predict` and `serve` run it, which computes 100 images as 64, 32 and 4: `mlcn_jax`, with XLA alone,
+exported model as `mlcn_jax.Artifact` runs it, which computes 100 images as 64, 32 and 4: `mlcn_jax`, with XLA alone,
 and `chosen`, with the runtime that is measured to be the fastest when a batch size is first used.
 `ours_over_fastest_peer` compares the first with PyTorch and Keras, `chosen_over_fastest` the second with everything:
 XLA alone and ONNX Runtime, too. Interleaved rounds, each of a quarter of a second for each of the contestants.

@@ -1,4 +1,4 @@
-"""Inference of the networks in mlcn_jax as `predict` and `serve` run it: the exported model, padding and all."""
+"""Inference of the networks in mlcn_jax as `Artifact` runs it: the exported model, padding and all."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ class Program:
 
     def __init__(self, network: Network, batch: int, folder: Path, variant: str, dtype: str):
         del network, batch, dtype  # the export has them
-        self.model = open_model(str(folder / "export"), variant)
+        self.model = open_model(str(folder / "export"), variant, spin=True)
 
     def infer(self, images: np.ndarray) -> np.ndarray:
         """Lengths of the class capsules [batch, classes]."""

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from mlcn_jax.nn import tracing
+
 
 def squash(s: Float[Array, "*shape dim"]) -> Float[Array, "*shape dim"]:
     """Shrinks each vector to a length in [0, 1), keeping its direction.
@@ -47,6 +49,8 @@ def lengths(v: Float[Array, "*shape dim"], weights: Float[np.ndarray, " dim"] | 
 
 def _sqrt(x: Array) -> Array:
     """Square root whose gradient at 0 is 0; the inner `where` keeps inf out of the backward pass."""
+    if tracing.platform() == "onnx":  # nothing is trained there, and an image's time is that of many small operations
+        return jnp.sqrt(x)
     positive = x > 0
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1.0)), 0.0)
 

@@ -135,6 +135,8 @@ class Artifact(Classifier):
       runtime: one of `RUNTIMES`. `xla` runs the exported programs; `onnxruntime` runs the model that `mlcn_jax onnx`
         converted and put next to the export; `auto` measures both for each batch size and uses the faster one
         (`runtime.Fastest`).
+      spin: whether ONNX Runtime's threads look for work for a while after a call (`open_onnx`), where it computes the
+        whole model. `predict` and `serve` say False, as they have other work for the cores.
 
     Attributes:
       description: the content of `model.json`: classes, image shape, lanes and how to prepare images.
@@ -145,7 +147,7 @@ class Artifact(Classifier):
         platform; or the runtime is unknown or cannot be used.
     """
 
-    def __init__(self, folder: str | Path, runtime: str = "auto"):
+    def __init__(self, folder: str | Path, runtime: str = "auto", spin: bool = True):
         folder = Path(folder)
         try:
             self.manifest = verified_manifest(folder)
@@ -190,7 +192,7 @@ class Artifact(Classifier):
             from mlcn_jax.serving.runtime import choose  # needs onnxruntime, which the rest does not
 
             dtype = json.loads((folder / "config.json").read_text())["model"]["compute_dtype"]
-            self._compute = choose(self._compute, converted, self.manifest, self.image_shape, required, dtype)
+            self._compute = choose(self._compute, converted, self.manifest, self.image_shape, required, dtype, spin)
             self._runtime = ONNX if required else XLA
 
 

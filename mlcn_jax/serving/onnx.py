@@ -124,7 +124,7 @@ def lane_by_lane(spec: ModelSpec, encoder: dict) -> Callable[[Array], Array]:
                 v = join_lanes(spec, jnp.stack(columns, axis=-1))
             else:
                 v = encode(spec, encoder, x)
-        return class_lengths(spec, v)
+            return class_lengths(spec, v)
 
     return lengths
 

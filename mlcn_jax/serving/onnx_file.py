@@ -11,19 +11,20 @@ from mlcn_jax.host import adds_bytes_exactly, num_cores
 
 INPUT = "images"  # uint8 [n, height, width, channels]
 FULL_RANGE = "int8_full_range"  # metadata property of a file whose 8-bit weights use all 8 bits
-# Threads that wait for work spin within a call, as by default, but stop at its end: by default they go on for a while,
-# on cores that XLA, decoding and the server need (onnxruntime_session_options_config_keys.h).
-SESSION = {"session.force_spinning_stop": "1"}
 _log = logging.getLogger(__name__)
 
 
-def open_onnx(path: Path, output: str, threads: int | None = None) -> Callable[[np.ndarray], np.ndarray]:
+def open_onnx(
+    path: Path, output: str, threads: int | None = None, spin: bool = False
+) -> Callable[[np.ndarray], np.ndarray]:
     """The function that an ONNX file holds, from the input `INPUT` to one output.
 
     Args:
       path: the file.
       output: name of the output in the file.
       threads: number of threads that compute; by default one for each core.
+      spin: whether they look for work for a while after a call, as is ONNX Runtime's default. The next call then
+        starts sooner, but XLA, decoding of images, a server or another open file has to do without their cores.
 
     Raises:
       InputError: ONNX Runtime cannot be imported, or cannot read the file.
@@ -37,8 +38,8 @@ def open_onnx(path: Path, output: str, threads: int | None = None) -> Callable[[
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads or num_cores()
     options.log_severity_level = 3
-    for name, value in SESSION.items():
-        options.add_session_config_entry(name, value)
+    if not spin:
+        options.add_session_config_entry("session.force_spinning_stop", "1")
     try:
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except MemoryError:

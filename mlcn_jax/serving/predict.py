@@ -62,11 +62,12 @@ def predict(model: "Classifier", files: Sequence[Path], batch_size: int = 64) ->
                 yield {"file": str(path), "class": model.class_names[best], "probability": float(own[best])}
 
 
-def open_model(given: str, runtime: str = "auto") -> "Classifier":
+def open_model(given: str, runtime: str = "auto", spin: bool = False) -> "Classifier":
     """The model that a command line names: an export, a training workdir, or a model that comes with the package.
 
-    `runtime` is as for `Artifact`; a training run that is not exported has XLA only. Call it before JAX looks for its
-    devices: XLA then computes in the thread that asks (`host.compute_in_turn`), which is faster for a single image.
+    `runtime` and `spin` are as for `Artifact`; a training run that is not exported has XLA only. Call it before JAX
+    looks for its devices: XLA then computes in the thread that asks (`host.compute_in_turn`), which is faster for a
+    single image.
 
     Raises:
       InputError: it is none of them, or cannot be used.
@@ -83,9 +84,9 @@ def open_model(given: str, runtime: str = "auto") -> "Classifier":
         )
     checkpoints = folder / "checkpoints"
     if (folder / MANIFEST).is_file() or not checkpoints.is_dir():
-        return Artifact(folder, runtime)
+        return Artifact(folder, runtime, spin)
     if export_is_current(folder):
-        return Artifact(folder / "export", runtime)
+        return Artifact(folder / "export", runtime, spin)
     if runtime not in ("auto", "xla"):
         raise InputError(
             f"runtime {runtime!r} needs an exported model, which {folder} does not have: run {program()} export "

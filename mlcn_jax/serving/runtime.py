@@ -22,7 +22,7 @@ from mlcn_jax import host, pretrained
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import program
-from mlcn_jax.serving.onnx_file import SESSION, open_onnx
+from mlcn_jax.serving.onnx_file import open_onnx
 from mlcn_jax.serving.parts import ONNX, XLA, call_sizes, tolerance
 
 OUTPUT = "lengths"  # output name of a converted model
@@ -134,6 +134,7 @@ def choose(
     image_shape: tuple[int, int, int],
     required: bool,
     dtype: str = "float32",
+    spin: bool = False,
 ) -> Compute:
     """The function that computes the lengths of an exported model.
 
@@ -144,6 +145,7 @@ def choose(
       image_shape: height, width and channels.
       required: whether to use ONNX Runtime always, or only where it is faster and can be used.
       dtype: what the export computes in; the converted model computes in float32.
+      spin: as for `open_onnx`.
 
     Raises:
       InputError: ONNX Runtime is required and cannot be used, or computes other lengths than XLA. Where it is not
@@ -159,7 +161,7 @@ def choose(
         _log.warning("computing with XLA because ONNX Runtime cannot be used: %s", problem)
         return xla
     try:
-        own = open_onnx(converted, OUTPUT)
+        own = open_onnx(converted, OUTPUT, spin=spin)
     except InputError as error:
         if required:
             raise
@@ -182,7 +184,7 @@ def choose(
         "cpu": host.name_of(jax.local_devices()[0]),
         "features": host.cpu_digest(),
         "cores": host.num_cores(),
-        "session": SESSION,
+        "spin": spin,
         "rounds": [_ROUNDS, _PAUSE_SECONDS, _SPREAD_SECONDS, _ROUND_SECONDS],
         "async_dispatch": bool(jax.config.values["jax_cpu_enable_async_dispatch"]),
         "versions": {**versions, "onnxruntime": onnxruntime.__version__},

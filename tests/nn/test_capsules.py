@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mlcn_jax.nn import capsules
+from mlcn_jax.nn import capsules, tracing
 
 
 def slow_squash(s):
@@ -55,6 +55,17 @@ def test_lengths_have_gradient_zero_at_zero():
     np.testing.assert_allclose(capsules.lengths(v)[0, 0], 5.0)
     np.testing.assert_allclose(gradient[0, 0], [0.6, 0.0, 0.8, 0.0], rtol=1e-6)
     assert not np.any(gradient[1])
+
+
+def test_onnx_gets_the_same_values_without_what_gradients_need(rng):
+    s = rng.normal(size=(5, 3, 8)).astype(np.float32)
+    s[0] = 0
+    wanted = capsules.squash(s), capsules.lengths(s)
+    with tracing.using(tracing.Target(platform="onnx")):
+        traced = jax.make_jaxpr(lambda s: (capsules.squash(s), capsules.lengths(s)))(s)
+        found = capsules.squash(s), capsules.lengths(s)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert not {"gt", "select_n"} & {str(equation.primitive) for equation in traced.eqns}
 
 
 @pytest.mark.parametrize("out_dim", [1, 4, 16], ids=lambda d: f"out_dim{d}")

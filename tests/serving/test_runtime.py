@@ -213,7 +213,7 @@ def test_a_package_of_onnx_runtime_of_another_name_is_used(tmp_path, monkeypatch
     own, converted = lengths_of([], "onnxruntime"), tmp_path / "model.onnx"
     converted.with_suffix(".json").write_text('{"sha256": "b"}')
     monkeypatch.setattr(runtime, "_problem", lambda path, manifest: "")
-    monkeypatch.setattr(runtime, "open_onnx", lambda path, output: own)
+    monkeypatch.setattr(runtime, "open_onnx", lambda path, output, spin: own)
     monkeypatch.setattr(importlib.metadata, "version", version)
     found = runtime.choose(lengths_of([], "xla"), converted, {"sha256": "a"}, SHAPE, required=False)
     assert isinstance(found, runtime.Fastest)
@@ -229,7 +229,9 @@ def chosen(tmp_path, monkeypatch):
     converted = tmp_path / "model.onnx"
     monkeypatch.setenv("MLCN_JAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(runtime, "_problem", lambda path, manifest: "")
-    monkeypatch.setattr(runtime, "open_onnx", lambda path, output: lengths_of([], "onnxruntime", lambda count: 0.002))
+    monkeypatch.setattr(
+        runtime, "open_onnx", lambda path, output, spin: lengths_of([], "onnxruntime", lambda count: 0.002)
+    )
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1")
     monkeypatch.setitem(sys.modules, "onnxruntime", types.SimpleNamespace(__version__="1"))
 
@@ -258,26 +260,30 @@ def test_measurements_of_another_cpu_are_kept_apart(chosen, monkeypatch):
     assert chosen().milliseconds
 
 
-def test_threads_of_onnx_runtime_do_not_spin_between_calls(tmp_path, monkeypatch):
+def test_threads_of_onnx_runtime_spin_between_calls_only_if_told(tmp_path, monkeypatch):
     opened: list = []
 
     class Session:
         def __init__(self, path, options, providers):
-            opened.append(options.get_session_config_entry("session.force_spinning_stop"))
+            try:
+                opened.append(options.get_session_config_entry("session.force_spinning_stop"))
+            except RuntimeError:  # it was not set
+                opened.append("")
 
         def get_modelmeta(self):
             return types.SimpleNamespace(custom_metadata_map={})
 
     monkeypatch.setattr(pytest.importorskip("onnxruntime"), "InferenceSession", Session)
     open_onnx(tmp_path / "model.onnx", runtime.OUTPUT)
-    assert opened == ["1"]
+    open_onnx(tmp_path / "model.onnx", runtime.OUTPUT, spin=True)
+    assert opened == ["1", ""]
 
 
 @pytest.mark.parametrize(("error", "used"), [(1e-6, True), (1e-3, False), (float("nan"), False)])
 def test_a_required_runtime_must_compute_the_lengths_of_xla(monkeypatch, error, used):
     own, xla = lengths_of([], "onnxruntime", error=error), lengths_of([], "xla")
     monkeypatch.setattr(runtime, "_problem", lambda path, manifest: "")
-    monkeypatch.setattr(runtime, "open_onnx", lambda path, output: own)
+    monkeypatch.setattr(runtime, "open_onnx", lambda path, output, spin: own)
     if used:
         assert runtime.choose(xla, Path("model.onnx"), {}, SHAPE, required=True) is own
     else:
