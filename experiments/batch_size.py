@@ -49,7 +49,7 @@ from experiments.repeated_runs import Request, Series, asked, chosen, define_fla
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.files import read_json, write_json
-from mlcn_jax.launch import launch_script
+from mlcn_jax.launch import launch_script, share_heaps
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.training import mesh_runner, step
 from mlcn_jax.training.session import optimizer_of
@@ -95,6 +95,8 @@ def run(request: Request, *, rows: Sequence[str], batch_sizes: Sequence[str], sp
         for size in batch_sizes
         if not speeds_only
     ]
+    for row in rows:
+        share_heaps(ROWS[row].lanes)
     make_config = functools.partial(configure_run, request.directories)
     kept = kept_results("batch_size", request.scale.name)
     series = Series(request, "batch_size", VERSION, make_config, False, kept=kept)

@@ -13,7 +13,8 @@ reconstruction from the capsule of that class, which is the image's true one, wi
 less that with 0.25 subtracted, over 0.5; the mean over the images of the class. Agreement of a lane: the cosine of its
 change images in two classes, the mean over all pairs of classes. It is 1 if the lane changes every class in the same
 way, and negative if it does the opposite. Beside it stands that of different lanes: the mean cosine of the lane's
-change image in one class and another lane's in another class. A lane that gives the same output for every image
+change image in one class and another lane's in another class, without its sign, which means nothing there: only squares
+of what lanes compute are used. A lane that gives the same output for every image
 (`evaluate.ALIVE`) means nothing, so means are over lanes that are alive, and over pairs of these. A run that ended
 before the agreement of each pair was kept has none of different lanes unless all are alive; without its `run.json`, it
 is measured again, and not trained again. Pixels are compared: a change that follows outlines, such as thickness, agrees
@@ -146,12 +147,12 @@ def agreements(changes: Float[np.ndarray, "lanes classes *pixels"]) -> Float[np.
 
 def mean_agreements(record: Mapping[str, Any]) -> dict[str, float | None]:
     """Of the lanes of a run that are alive: `same_lane`, the mean agreement of each with itself, and `other_lanes`, of
-    each two; None where there are none.
+    each two, whatever its sign, since only squares of what lanes compute are used; None where there are none.
     """
     alive = alive_lanes(record)
     if "agreements" in record:
         between = np.array(record["agreements"])[np.ix_(alive, alive)]
-        same, others = np.diagonal(between).tolist(), between[~np.eye(len(alive), dtype=bool)].tolist()
+        same, others = np.diagonal(between).tolist(), np.abs(between[~np.eye(len(alive), dtype=bool)]).tolist()
     else:  # an older run: those of different lanes are means over all other lanes
         same, others = ([record["agreement"][name][lane] for lane in alive] for name in ("same_lane", "other_lanes"))
         others = others if len(alive) == len(record["lane_spreads"]) else []
@@ -227,7 +228,7 @@ def report(series: Series) -> None:
         "The epoch that is best on validation images counts. Lanes are ranked by the accuracy on these with each lane "
         "removed alone; the least useful is removed first. Alive: a lane whose entries differ between test images by "
         f"more than {ALIVE:g}. Agreement: mean cosine of the mean changes of the reconstruction in two classes, of "
-        "lanes that are alive and pairs of these.",
+        "lanes that are alive and, without its sign, of pairs of these.",
         *caption(series, records),
     ]
     figure = prune_report.draw(runs)

@@ -127,7 +127,8 @@ def text(records: Records) -> str:
         title = titled(FIGURES[point["figure"]][1], select(records, figure=point["figure"]))
         line = [title, str(point["width"]), str(point["lanes"]), number(point["parameters"])]
         line += [number(seconds and seconds["mean"]), told(select(records, **facts), "test_accuracy")]
-        lines.append([*line, number(point["published_accuracy"])])
+        published = point["published_accuracy"]
+        lines.append([*line, "-" if published is None else f"{published:.2f}"])
     return markdown(HEADER, lines)
 
 

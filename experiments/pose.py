@@ -45,7 +45,7 @@ from experiments.repeated_runs import Request, Scale, Series, asked, chosen, def
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data.batches import Split
 from mlcn_jax.files import put_in_place
-from mlcn_jax.launch import launch_script
+from mlcn_jax.launch import launch_script, share_heaps
 from mlcn_jax.nn.model import class_lengths, class_probabilities, encode, param_shapes
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.cost import matmul_flops
@@ -91,6 +91,8 @@ def main(values: flags.FlagValues) -> int:
 def run(request: Request, *, models: Sequence[str]) -> int:
     """Trains what has not been trained yet, reports after each run, and returns the exit code."""
     models = chosen("models", models, MODELS)
+    if len(models) == 1:
+        share_heaps(MODELS[models[0]][1])
     runs = [{"model": model, "seed": seed} for seed in range(request.repeats) for model in models]
     folder = request.workdir / "canvas"
     if not folder.exists():
@@ -162,7 +164,7 @@ def score(trained: Trained, split: Split, batch_size: int) -> dict[str, float]:
     """Accuracy in %, and the mean probability of the most probable class."""
     lengths = class_lengths(trained.spec, class_capsules(trained.spec, trained.params, split, batch_size))
     probabilities = np.asarray(class_probabilities(trained.spec, lengths))
-    correct = probabilities.argmax(axis=-1) == split.labels
+    correct = np.asarray(lengths).argmax(axis=-1) == split.labels  # probabilities are at most 1, and can be equal
     return {"accuracy": 100 * float(correct.mean()), "confidence": float(probabilities.max(axis=-1).mean())}
 
 

@@ -174,6 +174,22 @@ def summarise(records: Records, scale: str) -> list[dict[str, Any]]:
     return rows
 
 
+def explained(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """For each part whose runs have ended, a sentence: how much of the distance to the thesis is due to what."""
+    sentences = []
+    for part in PARTS:
+        text, layers = (next(row for row in rows if (row["part"], row["variant"]) == (part, v)) for v in TITLES)
+        if text["last"] and layers["last"] and layers["best"]:
+            runs = f"{text['last']['runs']} and {layers['last']['runs']} runs"
+            sentences.append(
+                f"{part} 4x4 is {text['last_difference']:+.2f} points from the thesis as its text says; the layers of "
+                f"the public code change {layers['last']['mean'] - text['last']['mean']:+.2f} ({runs}), the epoch that "
+                f"is best on test images {layers['best']['mean'] - layers['last']['mean']:+.2f}, and "
+                f"{layers['best_difference']:+.2f} remain."
+            )
+    return sentences
+
+
 def with_best(records: Records) -> list[dict[str, Any]]:
     """Records with the highest accuracy of an epoch on the test images."""
     curves = [record.get("test_accuracy_per_epoch") for record in records]
@@ -214,7 +230,9 @@ def draw(records: Records, scale: str) -> "Figure":
 def report(series: Series) -> None:
     """Writes table and figure of every run that has ended."""
     records, scale = series.records(), series.scale.name
+    rows = summarise(records, scale)
     lines = [
+        *explained(rows),
         "Test accuracy in %: mean, standard deviation, least and most; differences in points from the thesis's. "
         "The best epoch is chosen on the test images, as in the public code, so it is no result. What the thesis's "
         f"text says is from `table_4_1_{scale}.json`.",
@@ -222,7 +240,7 @@ def report(series: Series) -> None:
     ]
     figure = draw(records, scale)
     draw_caption(figure, lines)
-    write(series, "public_code", {"rows": summarise(records, scale)}, text(records, scale), lines, figure)
+    write(series, "public_code", {"rows": rows}, text(records, scale), lines, figure)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import filelock
+
 from experiments import RESULTS
 from experiments.repeated_runs import Facts, Series
 from mlcn_jax import host
@@ -209,9 +211,14 @@ def carry_out(
     """
     series.records()  # refused before anything is trained
     host.set_up_jax(least_seconds=0.1)
+
+    def report_alone() -> None:
+        with filelock.FileLock(host.cache_folder() / "experiments.lock"):  # processes add to the same results
+            report(series)
+
     try:
-        series.train(runs, lambda: report(series), afterwards, again, first)
-        report(series)
+        series.train(runs, report_alone, afterwards, again, first)
+        report_alone()
     finally:
         records = series.records()
         if records:

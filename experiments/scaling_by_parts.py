@@ -16,7 +16,8 @@ The thesis's settings are those of figures 4.4 and 4.5, 2 to 32 lanes and widths
 `--depths` take others, and `--most_gflop` leaves out what is too large for a machine; the report says which.
 
 All parts are measured in each of `--rounds` rounds; speed-ups are taken within a round, since the speed of a machine
-changes by the minute, and medians over rounds are told. A measurement takes 5 steps and then as many as take
+changes by the hour, and medians over rounds are told. What has no time of its own, because a step was not slower than
+its head alone, is left out. A measurement takes 5 steps and then as many as take
 `--turn_seconds`, at least one. By the cost model, `full` takes 0.06 PFLOP in its 3 rounds of 80 parts, 0.4 h at 50
 GFLOP/s, about what a core gives; starting, compiling and reporting come on top. `smoke` takes few steps of small
 parts, half a minute of a core.
@@ -39,6 +40,7 @@ from absl import flags
 from experiments import batch_size
 from experiments.published_rows import configure
 from experiments.published_scaling import ASSUMED, DEVICES, FORWARD_SHARE, cluster_of
+from experiments.quiet import busy_cores
 from experiments.repeated_report import Records, draw_caption, markdown, place, write
 from experiments.repeated_runs import Facts, Request, Scale, Series, chosen, command
 from experiments.scaling import spread
@@ -57,7 +59,7 @@ from mlcn_jax.analysis.measure_device import Lab
 from mlcn_jax.config import RunConfig
 from mlcn_jax.distributed import traffic
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch_script
+from mlcn_jax.launch import launch_script, share_heaps
 from mlcn_jax.placement.simulate import simulate_mesh
 from mlcn_jax.training.speeds import mean_seconds
 
@@ -179,8 +181,11 @@ def step_seconds(
     mode: str,
     devices: int,
     assumed: Mapping[str, float],
-) -> float:
-    """Seconds of a step of a model on some devices: measured with one, simulated from measured parts with several."""
+) -> float | None:
+    """Seconds of a step of a model on some devices: measured with one, simulated from measured parts with several.
+
+    None where a step was not slower than its head alone, so that the time of its lanes is not known.
+    """
     parts = parts_of(lane, count, batch, mode, devices)
     own, *heads = (seconds[part] for part in parts)
     if devices == 1:
@@ -188,7 +193,9 @@ def step_seconds(
     head = 0.0  # a split of the batch has its head in the step of each device
     if heads:
         of_part, of_all = heads
-        own, head = max(own - of_part, 1e-9), of_all / devices
+        own, head = own - of_part, of_all / devices
+        if own <= 0:
+            return None
     config = configure_part("step", lane, count, batch, 0)
     spec = config.model_spec(*config.data.shape())
     shape = (1, devices) if mode == "mlcn-lane" else (devices, 1)
@@ -216,11 +223,12 @@ def summarise(records: Records, sweeps: Sweeps, assumed: Mapping[str, float]) ->
 
     def by_round(lane: str, count: int, mode: str, devices: int) -> dict[int, float]:
         parts = parts_of(lane, count, sweeps.batch, mode, devices)
-        return {
+        found = {
             turn: step_seconds(seconds, lane, count, sweeps.batch, mode, devices, assumed)
             for turn, seconds in measured.items()
             if parts and all(part in seconds for part in parts)
         }
+        return {turn: taken for turn, taken in found.items() if taken is not None}
 
     def over(base: Mapping[int, float], taken: Mapping[int, float]) -> dict[str, float] | None:
         ratios = [base[turn] / taken[turn] for turn in taken if turn in base]
@@ -298,10 +306,12 @@ def run(
     """Measures what has not been measured yet, reports all there is, whatever ends it, and returns the exit code."""
 
     def measured(config: RunConfig, facts: Facts) -> dict[str, Any]:
-        return {"seconds": measure(config, facts["what"], turn_seconds)}
+        busy = busy_cores(must_be_quiet=False) if turn_seconds else None
+        return {"seconds": measure(config, facts["what"], turn_seconds), "busy_cores": busy}
 
     series = Series(request, "scaling_by_parts", VERSION, configure_part, False, instead=measured)
     cluster_of(max(sweeps.devices), assumed)  # refused before anything is measured
+    share_heaps("")  # CapsNet, the baseline, is among the parts
     host.set_up_jax(least_seconds=0.1)
     check_place(series.records(), request.workdir)
     parts = all_parts(sweeps)
@@ -341,6 +351,7 @@ def report(series: Series, sweeps: Sweeps, assumed: Mapping[str, float], limit: 
         return
     ahead = deeper_over_wider(rows, max(sweeps.devices))
     failed = [part_of(record) for record in records if "failed" in record]
+    busy = max((record.get("busy_cores") or 0.0 for record in records), default=0.0)
     dates = sorted({record["date"] for record in records})
     notes = [
         sentence(ahead),
@@ -353,7 +364,8 @@ def report(series: Series, sweeps: Sweeps, assumed: Mapping[str, float], limit: 
     ]
     lines = [
         *notes,
-        f"{len(records)} measurements on {place(records[0])}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
+        f"{len(records)} measurements on {place(records[0])}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}; "
+        f"other work kept at most {busy:.2f} cores busy before one.",
         *(f"`{one}`" for one in dict.fromkeys(record["command"] for record in records)),
     ]
     figure = draw(rows, sweeps.devices)

@@ -40,7 +40,7 @@ from experiments.repeated_report import (
 from experiments.repeated_runs import Request, Scale, Series, asked, chosen, define_flags, scales
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import launch_script
+from mlcn_jax.launch import launch_script, share_heaps
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,6 +82,8 @@ def run(request: Request, *, rows: Sequence[str], columns: Sequence[str]) -> int
     ]
     if not runs:
         raise InputError(f"CapsNet, the baseline, has the column {COLUMNS[0]} only: there is nothing to train")
+    for row in rows:
+        share_heaps(ROWS[row].lanes)
     make_config = functools.partial(configure_run, request.directories)
     kept = kept_results("table_4_1", request.scale.name)
     series = Series(request, "table_4_1", VERSION, make_config, keep_models=True, kept=kept)

@@ -9,20 +9,21 @@ lanes, without what mlcn2 lanes do not allow (growing images, and lanes that eac
 Arms of a part:
 
 * `given`: the equal lanes that are the unit of cost;
-* `equal`: of all mixes of two or more equal lanes, each trained once, the best on validation images;
+* `drawn`: mixes of two or more equal lanes, another one for each seed as far as there are so many;
+* `equal`: of all such mixes, each trained once, the best on validation images;
 * `random`: another random mix of unequal lanes for each seed;
 * `halving`, `tpe`: what these searches find with as many epochs of training as 24 models take. In `resnet`, `halving`
   first ranks models after an epoch at 20 pixels, since images grow later; they are scored at full size.
 
-The models found are trained afresh, with seeds that no search has used, before they are compared; those of `random` are
-not selected at all. Test images are compared, which chose nothing; validation images did, so their accuracies, told
-beside, are a little too good for selected arms. A pair is two models of one seed, which see the images in the same
-order. Compared are all arms with `equal`, `random` with `given` (unequal lanes as such) and the searches with `random`
-(what searching adds). Intervals of 95 %, each by itself, are for other pairs and other test images (`interval`). A
+The models found are trained afresh, with seeds that no search has used, before they are compared; those of `random` and
+`drawn` are not selected at all. Test images are compared, which chose nothing; validation images did, so their
+accuracies, told beside, are a little too good for selected arms. A pair is two models of one seed, which see the images
+in the same order. Compared are all arms with `equal`, `random` with `drawn` (unequal lanes as such) and the searches
+with `random` (what searching adds). Intervals of 95 %, each by itself, are for other pairs and other test images (`interval`). A
 difference of 0.5 points should be visible: whether the interval is narrow enough for that, 0.5 to each side, is told.
 
 By the cost model, a training takes 0.05 PFLOP in `resnet` and 0.07 in `kinds`, and there are 8 of each arm and some 70
-for the searches: 5 PFLOP and 7 PFLOP, 9.5 h and 13 h at 150 GFLOP/s. `--arms` chooses, so that two processes, each with
+for the searches: 6 PFLOP and 8 PFLOP, 11 h and 15 h at 150 GFLOP/s. `--arms` chooses, so that two processes, each with
 a workdir of its own, can share the work. `--minutes` is for searches and trainings together, but a mix of equal lanes
 that is in training is trained to its end, which takes some more. What was interrupted goes on; what has ended, in the
 workdir or in the results that are kept with the code, is not run again. `smoke` takes a step of each. Writes
@@ -80,8 +81,8 @@ VERSION = 1  # raised with every change after which results cannot stand beside 
 SCALES = {"smoke": Scale("smoke", 1, 1, num_train=1000, num_test=100), "full": Scale("full", 4)}
 PARTS = {"resnet": "resnet", "kinds": "resnet,mlcn2"}
 SEARCHES = ("halving", "tpe")
-ARMS = ("given", "equal", "random", *SEARCHES)
-OVER = {"equal": ("given", "random", *SEARCHES), "given": ("random",), "random": SEARCHES}  # arms compared with each
+ARMS = ("given", "drawn", "equal", "random", *SEARCHES)
+OVER = {"equal": ("given", "random", *SEARCHES), "drawn": ("random",), "random": SEARCHES}  # arms compared with each
 GIVEN = "resnet:w2d1*4"
 VISIBLE = 0.5  # points
 _MODELS = {"halving": 54, "tpe": 24}  # of 54, 18 go on after 1 epoch and 6 after 3: as many epochs as 24 to the end
@@ -93,7 +94,7 @@ def define(values: flags.FlagValues) -> None:
     define_flags(values, SCALES)
     values.set_default("scale", "full")
     values.set_default("repeats", 8)
-    flags.DEFINE_list("parts", ["resnet"], f"Which of {', '.join(PARTS)}.", flag_values=values)
+    flags.DEFINE_list("parts", list(PARTS), f"Which of {', '.join(PARTS)}.", flag_values=values)
     flags.DEFINE_list("arms", list(ARMS), f"Which of {', '.join(ARMS)}.", flag_values=values)
 
 
@@ -111,7 +112,7 @@ def run(request: Request, *, parts: Sequence[str], arms: Sequence[str]) -> int:
     def find(check: Callable[[], None]) -> None:
         for part in parts:
             for arm in arms:
-                wanted = request.repeats if arm == "random" else 1
+                wanted = request.repeats if arm == "random" else 1  # equal mixes are few, and taken in turn
                 if len(found.setdefault(part, {}).get(arm, [])) < wanted:
                     check()
                     found[part][arm] = models_of(request, part, arm, check)
@@ -150,6 +151,9 @@ def models_of(request: Request, part: str, arm: str, check: Callable[[], None]) 
     config, settings = search_of(request.directories, part, arm, request.scale.name == SMOKE)
     if arm == "random":
         return random_mixes(setup.make_space(config, settings), request.repeats)
+    if arm == "drawn":
+        mixes = equal_mixes(setup.make_space(config, settings))
+        return random.Random(0).sample(mixes, len(mixes))
     folder = request.workdir / "searches" / f"{part}-{arm}"
     if arm == "equal":
         return [best_of_equal(config, settings, folder, check)]
@@ -321,9 +325,14 @@ def compared(mine: Mapping[int, dict[str, Any]], others: Mapping[int, dict[str, 
     """The `interval` of the runs of one arm less those of another, by seed; None for fewer than two common seeds.
 
     A seed counts if both runs are of one kind of device and the same versions, so that arms are compared, not devices.
+    Numbers of cores may differ: `--arms` has processes share them.
     """
-    both = sorted(seed for seed in mine.keys() & others.keys() if place(mine[seed]) == place(others[seed]))
+    both = sorted(seed for seed in mine.keys() & others.keys() if _device(mine[seed]) == _device(others[seed]))
     return interval(*(correct_of([runs[seed] for seed in both]) for runs in (mine, others))) if len(both) > 1 else None
+
+
+def _device(record: dict[str, Any]) -> str:
+    return place(record | {"cpu_count": 1})
 
 
 def text(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
@@ -394,7 +403,7 @@ def report(models: dict[str, dict[str, list[str]]], series: Series) -> None:
     lines = [
         f"FLOPs of a training step as of {GIVEN}; test accuracy in %, of models trained afresh with seeds that no "
         "search used, after the epoch that is best on validation images. Intervals of 95 %, each by itself, for other "
-        "pairs of equal seed and other test images.",
+        "pairs of equal seed and other test images, from the variances that a bootstrap of both estimates (Owen 2007).",
         *caption(series, records),
     ]
     figure = draw(records, found)

@@ -92,8 +92,10 @@ def public_code() -> str:
         for row in result["rows"]
     ]
     header = "CIFAR-10, 20 epochs; with points over the thesis | test accuracy in % | in the best epoch by test images"
-    table = table_of(header, rows)
-    return f"{table}\n\n{runs_line(result['runs'])}\n\n{commands_of(result['runs'])}"
+    from experiments.public_code import explained
+
+    parts = [table_of(header, rows), *explained(result["rows"]), runs_line(result["runs"]), commands_of(result["runs"])]
+    return "\n\n".join(parts)
 
 
 @place

@@ -84,6 +84,11 @@ def test_last_and_best_epochs_are_told_apart_beside_what_the_text_gives(tmp_path
     assert text["best_difference"] == pytest.approx(62.0 - 63.88)
     assert (layers["last"]["mean"], layers["best"]["mean"]) == (64.0, 66.0)
     assert (none["last"], none["best_difference"]) == (None, None)
+    (told,) = public_code.explained(public_code.summarise(records, "full"))
+    assert told == (
+        "mlcn1 4x4 is -2.88 points from the thesis as its text says; the layers of the public code change +3.00 (2 and "
+        "1 runs), the epoch that is best on test images +2.00, and +2.12 remain."
+    )
     assert "| mlcn1 4x4, as in the thesis's text | 5 | 61.00 ± 1.41" in public_code.text(records, "full")
     left, _ = public_code.draw(records, "full").axes
     assert len(left.lines) == 4

@@ -9,6 +9,7 @@ import signal
 import time
 import types
 
+import filelock
 import numpy as np
 import pytest
 from made_files import idx_files, write_files
@@ -26,6 +27,7 @@ from experiments import (
 )
 from experiments import table_4_1_tuning as tuning
 from experiments.repeated_runs import Series
+from mlcn_jax import host
 from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.files import write_json
 from mlcn_jax.training.stop_signals import StopSignals
@@ -106,6 +108,26 @@ def test_runs_in_the_kept_results_have_ended_unless_they_are_of_another_kind(tmp
         assert [one["facts"] for one in second.records()] == facts[1:]
     write_json(kept, {**first.marker, "version": 2, "runs": [record]})
     assert [one["facts"] for one in second.records()] == facts[1:]
+
+
+def test_processes_report_one_after_the_other(tmp_path, directories, trained):
+    """Each reads the results that are kept, adds its own, and writes them."""
+    free = []
+
+    def report(series):
+        lock = filelock.FileLock(host.cache_folder() / "experiments.lock", timeout=0)
+        try:
+            with lock:
+                free.append(True)
+        except filelock.Timeout:
+            free.append(False)
+
+    configure = functools.partial(table_4_1.configure_run, directories)
+    request = made_request(tmp_path / "runs", directories, table_4_1.SCALES["smoke"])
+    series = Series(request, "table_4_1", 1, configure, True)
+    facts = {"row": ROW, "column": "published", "seed": 0}
+    repeated_report.carry_out(series, [facts], lambda records: "", report)
+    assert free == [False, False]
 
 
 def test_a_run_that_has_ended_is_not_repeated_and_all_are_shown(run, trained, results, tmp_path, capsys):

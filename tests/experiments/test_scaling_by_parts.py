@@ -50,6 +50,8 @@ def test_lanes_take_their_part_of_the_model_and_of_the_decoder():
     columns_and_layers = 4 * 150 * (8 * 10 + 512 + 1024 + 784)
     slower = step_seconds(measured, "w4d1", 8, 150, "mlcn-lane", 8, FREE | {"link_gbytes": 1e-3})
     assert slower == pytest.approx(0.85 + 2 * 7 / 8 * columns_and_layers / 1e6, rel=1e-4), "gathered, and scattered"
+    noisy = measured | {Part("head", "w1d1", 1, 150): 1.0}
+    assert step_seconds(noisy, "w4d1", 8, 150, "mlcn-lane", 8, FREE) is None
 
 
 def record(part, turn, seconds):

@@ -107,14 +107,15 @@ def test_arms_are_compared_over_the_seeds_that_both_have():
     left, right = unequal_lanes.draw(records, found).axes
     assert [label.get_text() for label in left.get_xticklabels()] == ["given", "equal", "tpe"]
     assert [label.get_text() for label in right.get_xticklabels()] == ["tpe\n- equal"]
-    records += [run("random", seed, [seed, 1, 0]) for seed in (0, 1)] + [run("given", 1, [1, 0, 0])]
+    records += [run("random", seed, [seed, 1, 0]) for seed in (0, 1)]
+    records += [run("drawn", seed, [seed, 0, 0]) | {"cpu_count": 2} for seed in (0, 1)] + [run("given", 1, [1, 0, 0])]
     rows = {row["arm"]: row for row in unequal_lanes.summarise(records)["resnet"]}
     told = {(arm, other): one["mean"] for arm, other, one in unequal_lanes.differences(list(rows.values()))}
     assert list(told) == [
         *(("given", "equal"), ("random", "equal"), ("tpe", "equal")),
-        *(("random", "given"), ("tpe", "random")),
+        *(("random", "drawn"), ("tpe", "random")),
     ]
-    assert told["random", "given"] == pytest.approx(100 / 3)
+    assert told["random", "drawn"] == pytest.approx(100 / 3)
     assert told["tpe", "random"] == pytest.approx(100 / 3)
     assert rows["given"]["over_random"] is rows["equal"]["over_equal"] is None
 
