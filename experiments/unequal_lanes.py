@@ -19,8 +19,9 @@ The models found are trained afresh, with seeds that no search has used, before 
 `drawn` are not selected at all. Test images are compared, which chose nothing; validation images did, so their
 accuracies, told beside, are a little too good for selected arms. A pair is two models of one seed, which see the images
 in the same order. Compared are all arms with `equal`, `random` with `drawn` (unequal lanes as such) and the searches
-with `random` (what searching adds). Intervals of 95 %, each by itself, are for other pairs and other test images (`interval`). A
-difference of 0.5 points should be visible: whether the interval is narrow enough for that, 0.5 to each side, is told.
+with `random` (what searching adds). Intervals of 95 %, each by itself, are for other pairs and other test images
+(`interval`). A difference of 0.5 points should be visible: whether the interval is narrow enough for that, 0.5 to each
+side, is told.
 
 By the cost model, a training takes 0.05 PFLOP in `resnet` and 0.07 in `kinds`, and there are 8 of each arm and some 70
 for the searches: 6 PFLOP and 8 PFLOP, 11 h and 15 h at 150 GFLOP/s. `--arms` chooses, so that two processes, each with

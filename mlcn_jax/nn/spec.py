@@ -1,6 +1,8 @@
 """`ModelSpec`: everything that determines what a model computes."""
 
 import dataclasses
+import hashlib
+import json
 import math
 from collections.abc import Sequence
 
@@ -183,6 +185,12 @@ class ModelSpec:
         1, as published, or 2 where lanes return probabilities, because a squared length is then their sum.
         """
         return 2 if self.classifies_alone.any() else 1
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that tell models apart, but for `remat`, which may change on resume."""
+        fields = dataclasses.asdict(dataclasses.replace(self, remat="none"))
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def dtype(self) -> jnp.dtype:

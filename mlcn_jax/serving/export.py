@@ -24,6 +24,7 @@ from mlcn_jax.nn.calibration import fold_statistics
 from mlcn_jax.nn.model import class_lengths, encode
 from mlcn_jax.serving import artifact, model_card
 from mlcn_jax.serving.parts import tolerance
+from mlcn_jax.serving.predict import source_of
 from mlcn_jax.training.trained import Trained, load_trained
 
 # (platform of jax.export, jax's name for its devices, smallest batch, batch size that algorithms are chosen for)
@@ -40,18 +41,20 @@ def export(workdir: Path) -> Path:
     Raises:
       InputError: the workdir holds no trained model, or flatbuffers is not installed.
     """
-    trained, config = load_trained(workdir), read_stored(workdir)
-    weights = trained.spec.lane_weights  # may have been fitted after training
-    summary = _summary(workdir, trained.step) if weights == tuple(config.model["lane_weights"]) else {}
-    config = config.replace({"model.lane_weights": list(weights)})
     folder = workdir / "export"
     if folder.exists() and not (folder / artifact.MANIFEST).is_file():
         raise InputError(f"{folder} exists but is not an export: move it away, because exporting would replace it")
+    if not (workdir / "model.json").is_file():
+        load_trained(workdir)  # raises, before a folder is created
     with hold(workdir), tempfile.TemporaryDirectory(dir=workdir, prefix=".export-") as temporary:
+        trained, config = load_trained(workdir), read_stored(workdir)
+        weights = trained.spec.lane_weights  # may have been fitted after training
+        summary = _summary(workdir, trained.step) if weights == tuple(config.model["lane_weights"]) else {}
+        config = config.replace({"model.lane_weights": list(weights)})
         made = Path(temporary) / "export"
         made.mkdir()
         write_json(made / "config.json", config.to_dict())
-        write(trained, made, f"mlcn_jax export --workdir={shlex.quote(str(workdir))}")
+        write(trained, made, f"mlcn_jax export --workdir={shlex.quote(str(workdir))}", source_of(workdir))
         checked = artifact.Artifact(made, "xla")
         _check(trained, checked)
         card = model_card.text(checked, summary, config.data.dir)
@@ -60,13 +63,14 @@ def export(workdir: Path) -> Path:
     return folder
 
 
-def write(trained: Trained, folder: Path, command: str) -> None:
+def write(trained: Trained, folder: Path, command: str, source: Mapping[str, Any] | None = None) -> None:
     """Writes a model as an artifact to an empty folder.
 
     Args:
       trained: the model; its normalisation is folded into its weights.
       folder: the folder, which may hold other files of the artifact.
       command: the command that exports the model again.
+      source: of a training run, `predict.source_of`.
 
     Raises:
       InputError: flatbuffers is not installed.
@@ -95,7 +99,8 @@ def write(trained: Trained, folder: Path, command: str) -> None:
         return class_lengths(spec, encode(spec, encoder, to_pixels(images)))
 
     row = jax.ShapeDtypeStruct(spec.image_shape, jnp.uint8)
-    write_manifest(folder, trained.step, write_functions(folder, "inference", lengths, weights, row), command)
+    functions = write_functions(folder, "inference", lengths, weights, row)
+    write_manifest(folder, trained.step, functions, command, source=source)
 
 
 def write_functions(
@@ -144,7 +149,12 @@ def write_functions(
 
 
 def write_manifest(
-    folder: Path, step: int, functions: list[dict[str, Any]], command: str, onnx: Sequence[str] | None = None
+    folder: Path,
+    step: int,
+    functions: list[dict[str, Any]],
+    command: str,
+    onnx: Sequence[str] | None = None,
+    source: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes the manifest of all files in a folder.
 
@@ -154,6 +164,7 @@ def write_manifest(
       functions: as returned by `write_functions`.
       command: the command that exports the model again.
       onnx: files of the lanes that ONNX Runtime computes; None unless lanes have precisions of their own.
+      source: as for `write`.
     """
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": host.sha256_of(path)} for path in sorted(folder.iterdir())
@@ -163,6 +174,7 @@ def write_manifest(
         "step": step,
         "functions": functions,
         **({} if onnx is None else {"onnx": list(onnx)}),
+        **({} if source is None else {"source": source}),
         "files": files,
         "command": command,
         "date": datetime.date.today().isoformat(),

@@ -46,6 +46,8 @@ def open_onnx(
         raise
     except Exception as error:  # the exceptions of ONNX Runtime have no common base class
         reason = (str(error).splitlines() or [repr(error)])[0][:200]
+        if "bad_alloc" in str(error) or "allocate memory" in str(error):
+            raise MemoryError(f"ONNX Runtime, {path}: {reason}") from error
         raise InputError(
             f"ONNX Runtime {onnxruntime.__version__} cannot read {path} ({reason}): install the version in the "
             "manifest, or write the file again"

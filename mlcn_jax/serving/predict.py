@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mlcn_jax.data.images import SUFFIXES, ignore_pillows_warning, read_pixels
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import Damaged, InputError
+from mlcn_jax.files import read_json
 from mlcn_jax.launch import EXIT_FAILED, program
 from mlcn_jax.pretrained import find_export, names
 
@@ -103,13 +104,23 @@ def open_model(given: str, runtime: str = "auto", spin: bool = False) -> "Classi
 
 
 def export_is_current(workdir: Path) -> bool:
-    """Whether a training run has an export that is not older than its checkpoints and its `model.json`."""
+    """Whether a training run has an export of what it is now (`source_of`); true also of a damaged one."""
     from mlcn_jax.serving.artifact import MANIFEST
 
-    manifest, described = workdir / "export" / MANIFEST, workdir / "model.json"  # lanes' weights may have been fitted
-    checkpoints = [path for path in (workdir / "checkpoints").glob("*") if path.name.isdecimal()]
-    newest = max((path.stat().st_mtime for path in (*checkpoints, described) if path.exists()), default=0)
-    return manifest.is_file() and manifest.stat().st_mtime >= newest
+    manifest = workdir / "export" / MANIFEST
+    try:
+        return manifest.is_file() and read_json(manifest).get("source") == source_of(workdir)
+    except (Damaged, AttributeError):
+        return True  # whoever reads it says what is wrong
+
+
+def source_of(workdir: Path) -> dict[str, Any]:
+    """What an export of a training run depends on: its newest checkpoint, and its `model.json`."""
+    from mlcn_jax.host import sha256_of
+
+    steps = [int(path.name) for path in (workdir / "checkpoints").glob("*") if path.name.isdecimal()]
+    described = workdir / "model.json"  # lanes' weights may be fitted after training
+    return {"checkpoint": max(steps, default=0), "model": sha256_of(described) if described.is_file() else ""}
 
 
 def _files_of(paths: Sequence[str]) -> list[Path]:

@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -186,17 +187,21 @@ def choose(
         "cores": host.num_cores(),
         "spin": spin,
         "rounds": [_ROUNDS, _PAUSE_SECONDS, _SPREAD_SECONDS, _ROUND_SECONDS],
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "async_dispatch": bool(jax.config.values["jax_cpu_enable_async_dispatch"]),
         "versions": {**versions, "onnxruntime": onnxruntime.__version__},
     }
     digest = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()
-    record = host.cache_folder() / f"runtimes-{digest[:16]}.json"  # machines that share the folder keep their own
+    try:
+        record = host.cache_folder() / f"runtimes-{digest[:16]}.json"  # machines that share the folder keep their own
+    except RuntimeError:  # this user has no home directory
+        record = None
     return Fastest({XLA: xla, ONNX: own}, image_shape, record, conditions)
 
 
 def difference(found: np.ndarray, wanted: np.ndarray) -> float:
     """The largest difference of lengths, both [n, classes], relative to the longest if that is shorter than 1."""
-    return float(np.max(np.abs(found - wanted)) / min(1.0, np.max(wanted)))
+    return float(np.max(np.abs(found - wanted)) / (min(1.0, np.max(wanted)) or 1.0))
 
 
 def _problem(path: Path, manifest: Mapping[str, Any]) -> str:
@@ -211,6 +216,7 @@ def _problem(path: Path, manifest: Mapping[str, Any]) -> str:
         known, digest = _description(path), host.sha256_of(path)
         if not isinstance(known, dict):
             raise ValueError("its .json holds no object")
+        _difference_on_test_images(known)
     except (OSError, ValueError) as error:
         return f"{path} cannot be read ({error}): {again} again"
     if known.get("export") != manifest["sha256"]:
@@ -224,8 +230,16 @@ def _problem(path: Path, manifest: Mapping[str, Any]) -> str:
 
 def _inexact(path: Path) -> str:
     """Whether lengths of test images differed by more than `TOLERANCE` when the model was converted; empty if not."""
-    largest = _description(path).get("checked", {}).get("largest_difference", {}).get("test", 0.0)
+    largest = _difference_on_test_images(_description(path))
     return f"its lengths differ from those of {XLA} by {largest:.2g} on test images" if largest > TOLERANCE else ""
+
+
+def _difference_on_test_images(description: Mapping[str, Any]) -> float:
+    """What the conversion found; 0 if it did not check. Raises ValueError if it is no number."""
+    try:
+        return float(description.get("checked", {}).get("largest_difference", {}).get("test", 0.0))
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"its .json does not say how much lengths differ: {error}") from error
 
 
 def _description(path: Path) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import EXIT_INPUT, keep_memory
+from mlcn_jax.launch import EXIT_INPUT, launch
 from mlcn_jax.serving.predict import MODEL_HELP, RUNTIME_HELP, open_model
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 _PACKAGES = ("httptools", "prometheus_client", "python_multipart", "starlette", "uvicorn")
 _MAX_HEAD_BYTES = 2**16  # of a request's head, plus the framing of its body
 _MAX_PIPELINED = 16  # requests that a client may send before the first is answered
+_MOST = 2**31  # of any limit
 _DRAIN_SECONDS = 0.3  # for requests that were on their way when the signal arrived
 _SWITCH_SECONDS = 2e-4  # how long the computing thread waits for the GIL; Python's default is as long as a batch takes
 _log = logging.getLogger("mlcn_jax")
@@ -90,10 +91,11 @@ def serve(service: "BatchService", listener: socket.socket, message: str, **sett
     except OSError as error:
         raise _cannot_listen(listener.getsockname(), error) from error
     _complete(service, config)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)  # uvicorn has its own, and raises the signal again at the end
+    server = Server(config)
+    for number in (signal.SIGTERM, signal.SIGINT):  # until uvicorn sets its own; at the end it raises the signal again
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))  # or it would end without answering
-    Server(config).run(sockets=[listener])
+    server.run(sockets=[listener])
 
 
 def _settings(limits: "Limits") -> dict[str, Any]:
@@ -124,12 +126,7 @@ def _complete(service: "BatchService", config: Any) -> None:
 
 
 def _complete_worker(arguments: argparse.Namespace, limits: "Limits", config: Any) -> None:
-    keep_memory()  # which a process that is started anew does not inherit
-    try:
-        _complete(_warm_service(arguments, limits), config)
-    except (InputError, OSError, MemoryError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_INPUT)
+    launch(lambda: _complete(_warm_service(arguments, limits), config))  # which a new process does not inherit
 
 
 def _warm_service(arguments: argparse.Namespace, limits: "Limits") -> "BatchService":
@@ -323,8 +320,8 @@ def limits_of(arguments: argparse.Namespace) -> "Limits":
     if not 0 <= arguments.port < 2**16:
         raise InputError(f"--port={arguments.port} must be from 0 to {2**16 - 1}")
     for name in ("max_queue", "max_body_mib", "max_images", "max_connections", "timeout_seconds"):
-        if not 0 < getattr(arguments, name) < float("inf"):
-            raise InputError(f"--{name}={getattr(arguments, name)} must be above 0")
+        if not 0 < getattr(arguments, name) <= _MOST:
+            raise InputError(f"--{name}={getattr(arguments, name)} must be above 0 and at most {_MOST:,}")
     if arguments.max_images > arguments.max_queue:
         raise InputError(
             f"--max_images={arguments.max_images} is more than --max_queue={arguments.max_queue}, so a "

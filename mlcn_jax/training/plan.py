@@ -135,6 +135,7 @@ def make_plan(
     messages = Messages(exchange_dtype, clip_norm > 0, accumulation_steps)
     asked = {
         "lanes": spec.lanes,
+        "model": spec.digest,
         "batch_size": batch_size,
         "profiles": [_digest(profile) for profile in known],
         "links": links.about(cluster) if cluster else {},

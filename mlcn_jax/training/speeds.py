@@ -86,6 +86,7 @@ def speeds_of(
         return None
     lanes_of = _lanes_to_time(spec, batch_size)
     asked: dict[str, Any] = {"devices": kinds, "batch_size": batch_size, "lanes": [str(lane) for lane in lanes_of]}
+    asked["model"] = spec.digest
     # Looked up before anything is timed: near the threshold, another measurement could decide otherwise.
     stored = processes.from_first(_stored(kept, asked) if processes.is_first() else None)
     if stored is None:

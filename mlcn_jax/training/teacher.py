@@ -50,16 +50,14 @@ class Teacher:
     def kept(self, session: Session) -> Float32[np.ndarray, "n ways classes"] | None:
         """Its probabilities for all training images, as `batches.Batches` takes them; None where steps compute them.
 
-        They are kept where a run sees an image in one way, or mirrored as a second one, and has an epoch or more for
-        each way: then it is faster that a step only reads them (`benchmarks/distillation.py`). Other augmentation shows
-        the teacher new images in every step. It does not depend on `train.num_steps`, which a resumed run may change.
+        They are kept where a run sees an image in one way, or mirrored as a second one: then it is faster that a step
+        only reads them (`benchmarks/distillation.py`). Other augmentation shows the teacher new images in every step.
+        It does not depend on `train.num_epochs` and `train.num_steps`, which a resumed run may change.
         """
         data, images = session.config.data, session.train.images
         if self.distillation is None or data.augmentation() != Augmentation():
             return None
         ways = [images, images[:, :, ::-1]] if data.alternate_flips else [images]
-        if session.config.train.num_epochs < len(ways):
-            return None
         _log.info("computing the teacher's predictions for %s images", f"{len(images):,}")
         return np.stack([self._of(way, session.config.train.batch_size) for way in ways], axis=1)
 

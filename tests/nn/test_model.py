@@ -33,6 +33,13 @@ def test_parameter_counts_are_the_published_ones(spec, total):
         assert sum(counts["per_lane"]) + counts["decoder"] == total
 
 
+def test_a_digest_tells_models_apart_but_not_how_they_are_trained():
+    same = [SMALL, dataclasses.replace(SMALL), dataclasses.replace(SMALL, remat="full")]
+    others = [dataclasses.replace(SMALL, **change) for change in ({"compute_dtype": "bfloat16"}, {"norm_group": 5})]
+    assert len({spec.digest for spec in same}) == 1
+    assert len({spec.digest for spec in (SMALL, *others)}) == 3
+
+
 @pytest.mark.parametrize("lane_routing", ["published", "per_class"])
 def test_class_capsules_have_one_column_per_lane(lane_routing, rng):
     spec = ModelSpec("mlcn", (18, 18, 1), 3, SMALL.lanes, lane_routing=lane_routing, decoder=(6,))

@@ -1,5 +1,6 @@
 """Exported models: equal to the model, used without training code, and refused where they were altered."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -128,7 +129,7 @@ def test_lane_weights_are_used_by_all_that_read_lengths(exported, tmp_path, rng)
     v = np.asarray(encode(trained.spec, trained.params["encoder"], to_pixels(images)))
     export.export(tmp_path)
     model = onnx.read_export(tmp_path)
-    by_lane = onnx.lane_by_lane(model.spec, model.encoder)
+    by_lane = onnx.without_vmap(model.spec, model.encoder)
     for lengths in (artifact.Artifact(tmp_path / "export").lengths, TrainedModel(tmp_path).lengths, by_lane):
         np.testing.assert_allclose(lengths(images), 2 * np.abs(v[..., 0]), atol=1e-5)
     labels = np.abs(v[..., 0]).argmax(axis=-1).astype(np.int32)
@@ -360,6 +361,22 @@ def test_exporting_again_replaces_and_leaves_nothing_else(exported, tmp_path):
     assert (workdir / "export" / "weights.npz").stat().st_ino != stamp
     assert not list(workdir.glob(".export-*"))
     artifact.Artifact(workdir / "export")
+
+
+def test_what_is_exported_is_read_once_no_training_can_change_it(exported, tmp_path, monkeypatch):
+    workdir, hold, read = shutil.copytree(exported, tmp_path / "run"), export.hold, []
+
+    @contextlib.contextmanager
+    def holding(workdir):
+        assert not read
+        with hold(workdir):
+            yield
+
+    monkeypatch.setattr(export, "hold", holding)
+    load = export.load_trained
+    monkeypatch.setattr(export, "load_trained", lambda workdir: read.append(workdir) or load(workdir))
+    export.export(workdir)
+    assert len(read) == 1
 
 
 def test_a_workdir_without_a_model_is_refused(tmp_path):

@@ -72,9 +72,9 @@ def test_an_export_is_read_back_as_the_model(exported, rng):
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_lane_by_lane_is_the_model_in_float32(name):
+def test_without_vmap_is_the_model_in_float32(name):
     model = model_of(SPECS[name])
-    function = onnx.lane_by_lane(model.spec, model.encoder)
+    function = onnx.without_vmap(model.spec, model.encoder)
     images = some_images(model.spec, 3)
     wanted = np.asarray(jax.jit(model.lengths)(images))
     assert wanted.max() > 0.1

@@ -319,9 +319,11 @@ def test_the_fastest_mix_is_found_by_the_times_of_whole_models():
     def seconds(mixes):
         return [sum(own[kind][form] for kind, form in zip(kinds, m, strict=True)) + (2 in m) for m in mixes]
 
-    found = precision_mix.mixes_timed((1, 1, 2), kinds, 3, lambda mix: True, seconds)
-    assert min(found, key=lambda mix: seconds([mix])) == (1, 1, 0)
-    assert (1, 1, 0) not in precision_mix.mixes_timed((1, 1, 2), kinds, 3, lambda mix: mix != (1, 1, 0), seconds)
+    best, tried = precision_mix.mixes_timed((1, 1, 2), kinds, 3, lambda mix: True, seconds)
+    assert best == min(tried, key=tried.__getitem__) == (1, 1, 0)
+    assert list(tried.values()) == seconds(tried)
+    _, tried = precision_mix.mixes_timed((1, 1, 2), kinds, 3, lambda mix: mix != (1, 1, 0), seconds)
+    assert (1, 1, 0) not in tried
 
 
 @pytest.mark.parametrize("most_mixes", [0, 1000])

@@ -192,6 +192,12 @@ def test_a_converted_model_that_cannot_be_used_is_named(exported, tmp_path, monk
     converted.write_bytes(b"other")
     refused("was altered or truncated")
     converted.write_bytes(b"model")
+    for checked in ([], {"largest_difference": {"test": None}}):
+        about = description | {"export": manifest["sha256"], "checked": checked}
+        converted.with_suffix(".json").write_text(json.dumps(about))
+        refused("does not say how much lengths differ")
+    del about["checked"]
+    converted.with_suffix(".json").write_text(json.dumps(about))
     refused("ONNX Runtime .* cannot read")  # what is no model at all
     (tmp_path / "onnxruntime.py").write_text("raise ImportError('libstdc++.so.6 is too old')")
     with monkeypatch.context() as broken:
@@ -257,7 +263,36 @@ def test_measurements_of_another_cpu_are_kept_apart(chosen, monkeypatch):
             elsewhere.setattr(runtime.host, name, lambda *args, value=value: value)
             assert not chosen().milliseconds, name
             chosen().choice(1)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+        assert not chosen().milliseconds
     assert chosen().milliseconds
+
+
+def test_without_a_home_directory_measurements_are_not_kept(chosen, monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(runtime.host, "cache_folder", no_home)
+    assert chosen().choice(1) == "xla"
+
+
+def test_lengths_of_nothing_but_zeros_are_equal():
+    def zeros(images):
+        return np.zeros((len(images), 3), np.float32)
+
+    fastest = runtime.Fastest({"xla": zeros, "onnxruntime": zeros}, SHAPE, None, {})
+    assert fastest.choice(1) in ("xla", "onnxruntime")
+    assert runtime.difference(zeros(images_of(1)), zeros(images_of(1))) == 0
+
+
+def test_a_lack_of_memory_is_not_taken_for_a_damaged_file(tmp_path, monkeypatch):
+    def no_memory(path, options, providers):
+        raise RuntimeError("[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : std::bad_alloc")
+
+    monkeypatch.setattr(pytest.importorskip("onnxruntime"), "InferenceSession", no_memory)
+    with pytest.raises(MemoryError, match="bad_alloc"):
+        open_onnx(tmp_path / "model.onnx", runtime.OUTPUT)
 
 
 def test_threads_of_onnx_runtime_spin_between_calls_only_if_told(tmp_path, monkeypatch):

@@ -171,9 +171,13 @@ def until(condition):
     raise AssertionError("it did not happen")
 
 
-def test_a_model_that_cannot_be_read_is_told_once(tmp_path):
-    command = [sys.executable, "-m", "mlcn_jax.serve", str(tmp_path), "--port=0", "--workers=3"]
+@pytest.mark.parametrize(
+    ("path", "said"), [("", "is not an exported model"), ("~nobody.of.this.name", "home director")]
+)
+def test_a_model_that_cannot_be_read_is_told_once(tmp_path, path, said):
+    command = [sys.executable, "-m", "mlcn_jax.serve", path or str(tmp_path), "--port=0", "--workers=3"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2
     assert done.stderr.count("error: ") == 1
-    assert "is not an exported model" in done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

@@ -50,6 +50,7 @@ def test_an_address_that_was_taken_after_it_was_bound_is_an_error_too():
         ("--port=70000", "0 to 65535"),
         ("--max_body_mib=0", "above 0"),
         ("--timeout_seconds=nan", "above 0"),
+        ("--timeout_seconds=1e308", "at most 2,147,483,648"),
         ("--deadline_seconds=-1", "0 or more"),
         ("--workers=0", "1 or more"),
         ("--max_images=300", "max_queue=256"),

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import hashlib
 import json
-import os
 import re
 import time
 import warnings
@@ -34,17 +33,12 @@ def model(folder):
     return artifact.Artifact(folder)
 
 
-def test_a_training_run_is_served_without_exporting_it(folder, monkeypatch):
-    workdir, served = folder.parent, []
-    manifest = (folder / artifact.MANIFEST).stat()
-    os.utime(folder / artifact.MANIFEST, (0, 0))  # older than the checkpoint
+def test_a_training_run_is_served_without_exporting_it(finished, monkeypatch):
+    served: list = []
     monkeypatch.setattr(server_lib, "serve", lambda service, listener, message: served.append((service, message)))
-    try:
-        main([str(workdir), "--port=0", "--max_batch=1"])
-    finally:
-        os.utime(folder / artifact.MANIFEST, (manifest.st_atime, manifest.st_mtime))
+    main([str(finished), "--port=0", "--max_batch=1"])
     (service, message) = served[0]
-    assert message.startswith(f"serving {workdir} at http://127.0.0.1:")
+    assert message.startswith(f"serving {finished} at http://127.0.0.1:")
     assert not isinstance(service.model, artifact.Artifact)
 
     async def check():

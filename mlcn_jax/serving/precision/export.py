@@ -126,41 +126,40 @@ def precision(
     cheapest, proven = cheapest_mix(parts, costs, ranking.labels, least)
 
     with tempfile.TemporaryDirectory(dir=results, prefix=".export-") as temporary:
-        exports: dict[Mix, tuple[Path, artifact.Artifact]] = {}
+        written: dict[Mix, Path] = {}
+
+        def opened(mix: Mix) -> artifact.Artifact:
+            """A mix as a whole export."""
+            if mix in written:
+                return artifact.Artifact(written[mix])
+            path = written[mix] = Path(temporary) / str(len(written))
+            chosen = [own[form] for own, form in zip(made, mix, strict=True)]
+            return _written(path, model, workdir, chosen, command, ranking.images)
 
         def seconds_of(mixes: Sequence[Mix]) -> list[float]:
-            """Seconds of a call of the export as it was, and of each mix as a whole export."""
-            for each in mixes:
-                if each not in exports:
-                    path = Path(temporary) / str(len(exports))
-                    chosen = [own[form] for own, form in zip(made, each, strict=True)]
-                    exports[each] = path, _written(path, model, workdir, chosen, command, ranking.images)
-            calls = [model.artifact.lengths, *(exports[each][1].lengths for each in mixes)]
+            """Seconds of a call of the export as it was, and of each mix; they are open only meanwhile."""
+            calls = [model.artifact.lengths, *(opened(each).lengths for each in mixes)]
             return call_seconds(calls, model.spec.image_shape, terms.batch, terms.rounds).tolist()
 
-        mixes = [cheapest]
+        mix, tried = cheapest, dict[Mix, float]()
         if fastest:
             kinds = [str(lane) for lane in model.spec.lane_specs]
-            mixes = mixes_timed(
+            mix, tried = mixes_timed(
                 cheapest,
                 kinds,
                 len(FORMS),
                 lambda each: is_accurate(parts, each, ranking.labels, least),
                 lambda some: seconds_of(some)[1:],
             )
-        before_seconds, *taken = seconds_of(mixes)
-        mix = mixes[int(np.argmin(taken))]
-        if len(mixes) > 1:  # the least of several measurements is less than it takes: measured once more
-            before_seconds, chosen_seconds = seconds_of([mix])
-        else:
-            (chosen_seconds,) = taken
+        # Also after others were tried: the least of several measurements is less than it takes.
+        before_seconds, chosen_seconds = seconds_of([mix])
         if fastest and chosen_seconds > before_seconds:
             _log.warning(
                 "the export in %s is faster than every mix that was timed: it takes %.2f ms for %d images, the chosen "
                 "mix %.2f",
                 *(workdir / "export", 1000 * before_seconds, terms.batch, 1000 * chosen_seconds),
             )
-        path, export = exports[mix]
+        path, export = written[mix], opened(mix)
         about = {
             "terms": dataclasses.asdict(terms),
             "lanes": _rows(lanes, made, mix, seconds, parts, ranking),
@@ -180,7 +179,7 @@ def precision(
             "milliseconds": {"before": 1000 * before_seconds, "chosen": 1000 * chosen_seconds},
             "tried": [
                 {"forms": [str(FORMS[form]) for form in each], "milliseconds": 1000 * s}
-                for each, s in zip(mixes, taken, strict=True)
+                for each, s in (tried or {mix: chosen_seconds}).items()
             ],
             "placement": {},
             "export": str(folder),

@@ -101,8 +101,8 @@ def mixes_timed(
     num_forms: int,
     accurate: Callable[[Mix], bool],
     seconds: Callable[[Sequence[Mix]], Sequence[float]],
-) -> list[Mix]:
-    """All mixes that a descent on measured times tries, since times of lanes do not add up to the time of a model.
+) -> tuple[Mix, dict[Mix, float]]:
+    """A descent on measured times, since times of lanes do not add up to the time of a model.
 
     It begins with `start` and with the mixes in which all lanes have the same form. From the fastest, the lanes of one
     kind change their form together, as long as that is faster.
@@ -113,16 +113,19 @@ def mixes_timed(
       num_forms: forms that a lane can have.
       accurate: whether a mix is accurate enough; others are not timed.
       seconds: times of some mixes, measured side by side.
+
+    Returns:
+      The fastest mix, and the seconds of every mix that was tried.
     """
-    tried: dict[Mix, None] = {}
+    tried: dict[Mix, float] = {}
     best, near = start, [start, *((form,) * len(kinds) for form in range(num_forms))]
     while new := [each for each in dict.fromkeys(near) if each not in tried and accurate(each)]:
-        tried.update(dict.fromkeys(new))
         turn = list(dict.fromkeys([best, *new]))
-        best = turn[int(np.argmin(seconds(turn)))]
+        tried |= dict(zip(turn, seconds(turn), strict=True))
+        best = min(turn, key=tried.__getitem__)
         near = [
             tuple(form if own == kind else before for own, before in zip(kinds, best, strict=True))
             for kind in dict.fromkeys(kinds)
             for form in range(num_forms)
         ]
-    return list(tried)
+    return best, tried
