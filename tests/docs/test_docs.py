@@ -267,7 +267,7 @@ def test_the_table_of_unequal_lanes_shows_what_each_arm_has_over_equal_ones():
     run["command"] = "python -m experiments.unequal_lanes"
     told = {"test_accuracy": {"mean": 90.0, "runs": 8}, "validation_accuracy": {"mean": 90.5, "runs": 8}}
     between = {"mean": 0.25, "low": -0.1, "high": 0.6, "visible": True}
-    over = ("over_equal", "over_given", "over_random")
+    over = ("over_equal", "over_drawn", "over_random")
     arms = [
         {"arm": "equal", "lanes": ["resnet:w2d1*4"], **dict.fromkeys(over), **told},
         {"arm": "random", "lanes": ["resnet:w1d1*11", "resnet:w3d1*2"], **dict.fromkeys(over, between), **told},
@@ -275,4 +275,4 @@ def test_the_table_of_unequal_lanes_shows_what_each_arm_has_over_equal_ones():
     text = tables.searches.unequal_lanes_table({"parts": {"resnet": arms}, "runs": [run]})
     assert "| resnet | equal | `resnet:w2d1*4` | 8 | 90.00 | 90.50 | - | - |" in text
     assert "| resnet | random | 2 mixes | 8 | 90.00 | 90.50 | +0.25 (-0.10 to +0.60) | yes |" in text
-    assert "| resnet | random | given | +0.25 (-0.10 to +0.60) |" in text
+    assert "| resnet | random | drawn | +0.25 (-0.10 to +0.60) |" in text
