@@ -34,7 +34,7 @@ def program() -> str:
 def less_memory() -> str:
     """What needs less memory in training, for messages."""
     return (
-        "use a smaller batch or model or, in training, model.remat=full or train.accumulation_steps; "
+        "use model.remat=full, train.accumulation_steps, or a smaller batch or model; "
         f"{program()} describe --memory_gib=N says which of the settings with the same result fit"
     )
 
