@@ -113,8 +113,8 @@ def without_vmap(spec: ModelSpec, encoder: dict) -> Callable[[Array], Array]:
     """`ExportedModel.lengths` with plain convolutions and without vmap.
 
     jax2onnx writes wrong shapes for batched matrix products, which vmapped lanes use. Equal published lanes are one
-    network of grouped convolutions: lane after lane, a single image takes up to 1.3 times as long in ONNX Runtime,
-    most of it for small operations.
+    network of grouped convolutions: lane after lane, much of a single image's time in ONNX Runtime is that of small
+    operations.
     """
     spec = dataclasses.replace(spec, conv="native", compute_dtype="float32")
 

@@ -104,14 +104,16 @@ def open_model(given: str, runtime: str = "auto", spin: bool = False) -> "Classi
 
 
 def export_is_current(workdir: Path) -> bool:
-    """Whether a training run has an export of what it is now (`source_of`); true also of a damaged one."""
+    """Whether a training run has an export of its newest checkpoint and `model.json`; true also of a damaged one."""
     from mlcn_jax.serving.artifact import MANIFEST
 
     manifest = workdir / "export" / MANIFEST
     try:
-        return manifest.is_file() and read_json(manifest).get("source") == source_of(workdir)
+        exported = read_json(manifest).get("source") if manifest.is_file() else None
     except (Damaged, AttributeError):
         return True  # whoever reads it says what is wrong
+    now = source_of(workdir)  # whose checkpoints may have been removed since
+    return exported is not None and exported["model"] == now["model"] and exported["checkpoint"] >= now["checkpoint"]
 
 
 def source_of(workdir: Path) -> dict[str, Any]:

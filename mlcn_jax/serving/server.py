@@ -126,7 +126,7 @@ def _complete(service: "BatchService", config: Any) -> None:
 
 
 def _complete_worker(arguments: argparse.Namespace, limits: "Limits", config: Any) -> None:
-    launch(lambda: _complete(_warm_service(arguments, limits), config))  # which a new process does not inherit
+    launch(lambda: _complete(_warm_service(arguments, limits), config))  # a new process inherits no settings of memory
 
 
 def _warm_service(arguments: argparse.Namespace, limits: "Limits") -> "BatchService":

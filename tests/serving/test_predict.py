@@ -54,6 +54,11 @@ def test_a_workdir_is_used_by_its_export_only_while_that_is_newer_than_the_model
     assert isinstance(predict.open_model(str(tmp_path)), artifact.Artifact)
     onnx.read_export(tmp_path)
     assert "is older than" not in caplog.text
+    (tmp_path / "checkpoints").rename(tmp_path / "moved")
+    (tmp_path / "checkpoints").mkdir()
+    assert isinstance(predict.open_model(str(tmp_path)), artifact.Artifact)  # to which checkpoints are nothing
+    (tmp_path / "checkpoints").rmdir()
+    (tmp_path / "moved").rename(tmp_path / "checkpoints")
     (tmp_path / "checkpoints" / "999999").mkdir()
     os.utime(manifest, (2**32, 2**32))
     assert not predict.export_is_current(tmp_path)

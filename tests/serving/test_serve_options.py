@@ -1,12 +1,14 @@
 """The server before it serves: addresses in use, options that make no sense, and packages that are missing."""
 
 import re
+import signal
 import socket
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+import uvicorn
 from conftest import REPOSITORY
 
 from mlcn_jax.errors import InputError
@@ -62,6 +64,25 @@ def test_options_that_make_no_sense_are_named(monkeypatch, option, said):
     monkeypatch.setattr(sys, "argv", ["serve", "folder", option])
     with pytest.raises(InputError, match=said):
         main()
+
+
+def test_a_signal_just_before_the_server_runs_ends_it(monkeypatch):
+    ended = []
+
+    def run(server, sockets):
+        signal.raise_signal(signal.SIGTERM)
+        ended.append(server.should_exit)
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    monkeypatch.setattr(server_lib, "_complete", lambda service, config: None)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            server_lib.serve(SimpleNamespace(limits=Limits(1, 1, 1, 1, 1, 1.0)), listener, "")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert ended == [True]
 
 
 def test_what_is_missing_is_named(monkeypatch):
