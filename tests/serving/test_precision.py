@@ -322,6 +322,15 @@ def test_the_fastest_mix_is_found_by_the_times_of_whole_models():
     best, tried = precision_mix.mixes_timed((1, 1, 2), kinds, 3, lambda mix: True, seconds)
     assert best == min(tried, key=tried.__getitem__) == (1, 1, 0)
     assert list(tried.values()) == seconds(tried)
+    slower = iter(range(1, 9))  # the machine, with each call
+
+    def busy(mixes):
+        factor = next(slower)
+        return [factor * s for s in seconds(mixes)]
+
+    best, tried = precision_mix.mixes_timed((1, 1, 2), kinds, 3, lambda mix: True, busy)
+    assert best == min(tried, key=tried.__getitem__) == (1, 1, 0)
+    np.testing.assert_allclose(list(tried.values()), seconds(tried))
     _, tried = precision_mix.mixes_timed((1, 1, 2), kinds, 3, lambda mix: mix != (1, 1, 0), seconds)
     assert (1, 1, 0) not in tried
 

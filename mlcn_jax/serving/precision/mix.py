@@ -115,13 +115,16 @@ def mixes_timed(
       seconds: times of some mixes, measured side by side.
 
     Returns:
-      The fastest mix, and the seconds of every mix that was tried.
+      The fastest mix, and the seconds of every mix that was tried. Mixes that were not measured side by side are
+      compared by their ratios to one that was measured with both.
     """
     tried: dict[Mix, float] = {}
     best, near = start, [start, *((form,) * len(kinds) for form in range(num_forms))]
     while new := [each for each in dict.fromkeys(near) if each not in tried and accurate(each)]:
         turn = list(dict.fromkeys([best, *new]))
-        tried |= dict(zip(turn, seconds(turn), strict=True))
+        measured = dict(zip(turn, seconds(turn), strict=True))
+        scale = tried.get(best, measured[best]) / measured[best]
+        tried |= {each: scale * s for each, s in measured.items()}
         best = min(turn, key=tried.__getitem__)
         near = [
             tuple(form if own == kind else before for own, before in zip(kinds, best, strict=True))
