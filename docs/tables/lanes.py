@@ -142,8 +142,8 @@ def lane_collapse() -> str:
     steps = result["runs"][0]["steps"][-1]
     return (
         f"{table_of(f'setting | what it changes | lanes alive at step {steps}', rows)}\n\n"
-        f"{measured_on(result, data_title(result['data']), 'mlcn1 4x4, one seed')} A lane counts as alive while its "
-        f"entries differ between test images by more than {result['alive_above']}.\n\n- `{result['command']}`"
+        f"{measured_on(result, data_title(result['data']), 'mlcn1 4x4, one seed')} A lane is alive while its "
+        f"`lane_spreads` over test images is above {result['alive_above']}.\n\n- `{result['command']}`"
     )
 
 

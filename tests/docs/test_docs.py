@@ -120,6 +120,13 @@ def test_no_measured_figure_is_written_by_hand(page):
     assert not re.findall(r"\d+\.\d+|\d+ ?%(?! or more)", prose)
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/howto/")])
+def test_measured_tables_are_among_the_results(page):
+    """A how-to shows the output of its commands at most."""
+    found = {name for name, _ in make_tables.places(PAGES[page]) if name in tables.MADE}
+    assert all(name.startswith("cheapest_") for name in found), found
+
+
 # ---- examples
 
 
