@@ -255,6 +255,7 @@ def test_the_command_needs_a_pool(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_workers_killed_at_random_moments_lose_no_lane_and_train_none_twice_at_once(tmp_path):
     """Two workers, of which one is killed (SIGKILL) and replaced again and again."""
     read(tmp_path)

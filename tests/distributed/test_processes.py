@@ -67,6 +67,7 @@ def assert_same(one, other):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_two_processes_are_stopped_lost_and_resumed_and_end_as_one_does(tmp_path):
     code, _, err = run(tmp_path / "one", {})
     assert code == 0, err
@@ -83,9 +84,9 @@ def test_two_processes_are_stopped_lost_and_resumed_and_end_as_one_does(tmp_path
     wait_for_checkpoint(two, stopped // 5 * 5 + 5)
     os.kill(child_of(process, 1), signal.SIGKILL)
     killed = time.monotonic()
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 75
-    assert time.monotonic() - killed < 20
+    assert time.monotonic() - killed < 60
     assert "error: process 1 of 2 was lost (killed by SIGKILL)\nrun the same command again" in err
 
     for plan in ("stacks", "mesh"):
@@ -123,9 +124,10 @@ def test_what_libraries_print_is_dropped_and_what_python_prints_is_not(tmp_path,
 
 @pytest.mark.long
 def test_a_process_that_does_not_come_or_differs_is_named(tmp_path, monkeypatch):
-    address = {"parallel.coordinator": "127.0.0.1:18713", "parallel.processes": 2, "parallel.lane": 2}
+    coordinator = f"127.0.0.1:{processes.free_port()}"
+    address = {"parallel.coordinator": coordinator, "parallel.processes": 2, "parallel.lane": 2}
     alone = RunConfig().replace({**address, "parallel.process": 0, "parallel.timeout_seconds": 1}).parallel
-    with pytest.raises(InputError, match=r"process 1 of 2 did not join at 127\.0\.0\.1:18713, within .*_seconds=1$"):
+    with pytest.raises(InputError, match=rf"process 1 of 2 did not join at {coordinator}, within .*_seconds=1$"):
         processes.join(alone, {})
     first = start(tmp_path / "0", {**address, "parallel.process": 0})
     code, _, err = run(tmp_path / "1", {**address, "parallel.process": 1, "train.seed": 7})

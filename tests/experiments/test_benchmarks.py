@@ -7,7 +7,6 @@ import re
 import select
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -356,11 +355,14 @@ def test_a_slower_variant_takes_two_turns_and_one_as_fast_all_of_them(monkeypatc
 def test_the_next_turn_begins_when_a_process_uses_no_cpu_any_more(monkeypatch):
     monkeypatch.setattr(peers, "_REST_SECONDS", 30.0)
     monkeypatch.setattr(peers, "_LOOK_SECONDS", 0.2)  # in which it is given a core even on a busy machine
-    spin = "import time\nwhile time.process_time() < 0.4: pass\nprint('done', flush=True)\ntime.sleep(60)"
+    spin = (
+        "import time\nprint('started', flush=True)\nwhile time.process_time() < 0.4: pass\n"
+        "print('done', flush=True)\ntime.sleep(60)"
+    )
     process = peers.Process.__new__(peers.Process)
-    process._process = subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE)
+    process._process = subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE, bufsize=0)
     try:
-        time.sleep(0.2)
+        assert process._process.stdout.readline() == b"started\n"
         process.rest()
         ready, _, _ = select.select([process._process.stdout], [], [], 0)
         assert ready, "it still computes"

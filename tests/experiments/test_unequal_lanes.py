@@ -1,14 +1,13 @@
 """The comparison of unequal with equal lanes: what is trained, at what cost, and what is computed from it."""
 
 import base64
-import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from made_records import made_request
 
-from experiments import unequal_lanes
+from experiments import repeated_runs, unequal_lanes
 from mlcn_jax.errors import Stopped
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.nn.lane_list import parse_lanes
@@ -129,12 +128,13 @@ def test_halving_first_ranks_models_after_an_epoch_at_20_pixels():
 
 
 def test_the_minutes_end_searches_and_what_was_found_stays(tmp_path, monkeypatch, directories):
-    calls = []
+    calls, timers = [], []
+    monkeypatch.setattr(repeated_runs._Limit, "_later", lambda self, seconds, do: timers.append(do))
 
     def models_of(request, part, arm, check):
         calls.append(arm)
         if arm == "equal":
-            time.sleep(0.3)
+            timers[-1]()
             check()
             pytest.fail("the minutes were over")
         return ["resnet:w1d1*11"] * request.repeats

