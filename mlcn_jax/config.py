@@ -187,6 +187,11 @@ class RunConfig:
         """The seed that selects the validation images."""
         return self.train.seed if self.data.split_seed < 0 else self.data.split_seed
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether steps depend on where the run ends: by the learning rate, Lookahead's weight, or sizes of images."""
+        return self.train.optimizer != "adam" or bool(self.train.lookahead or self.train.image_sizes)
+
     def model_spec(self, image_shape: tuple[int, int, int], num_classes: int) -> ModelSpec:
         """The model for images of this shape and this many classes."""
         return ModelSpec(image_shape=image_shape, num_classes=num_classes, **self.model)
@@ -195,8 +200,7 @@ class RunConfig:
         """Raises InputError naming every field in which this run and the one stored in `workdir` differ."""
         mine, theirs = flat(self.to_dict()), flat(stored.to_dict())
         free = _FREE_ON_RESUME
-        # The learning rate, the weight of Lookahead and the sizes of the images depend on where the run ends.
-        if self.train.optimizer != "adam" or self.train.lookahead or self.train.image_sizes:
+        if self.depends_on_length:
             free = free - {"train.num_epochs"}
         if rows := differences(theirs, mine, [field for field in mine if field not in free]):
             raise InputError(

@@ -141,6 +141,8 @@ def today() -> str:
 def set_up_jax(least_seconds: float = 1.0) -> Path | None:
     """Sets how JAX computes on a CPU (`compute_in_turn`), and caches compiled programs; returns the cache folder.
 
+    Commands compute in float32, whatever `JAX_ENABLE_X64` says.
+
     Call it before JAX looks for its devices, which it does itself.
     Programs that took at least `least_seconds` to compile are cached, where that is safe.
     A program compiled for one CPU can crash on another, so the folder's name holds a digest of this CPU's
@@ -148,6 +150,7 @@ def set_up_jax(least_seconds: float = 1.0) -> Path | None:
     `JAX_COMPILATION_CACHE_DIR` takes precedence if set.
     """
     compute_in_turn()
+    jax.config.update("jax_enable_x64", False)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
@@ -166,7 +169,7 @@ def set_up_jax(least_seconds: float = 1.0) -> Path | None:
 def cache_folder() -> Path:
     """The folder for files that can be recreated: the variable `MLCN_JAX_CACHE`, else `~/.cache/mlcn_jax`."""
     given = os.environ.get("MLCN_JAX_CACHE")
-    return Path(given) if given else Path.home() / ".cache" / "mlcn_jax"
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "mlcn_jax"
 
 
 def sha256_of(path: Path) -> str:

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import importlib.util
+import io
 import logging
 import os
 import shlex
@@ -54,6 +55,8 @@ def launch(command: Callable[[], int | None]) -> None:
     keep_memory()
     sys.unraisablehook = _unraisable
     _silence_absl()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names may hold what its encoding has not
+        sys.stdout.reconfigure(errors="backslashreplace")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     ours = logging.getLogger("mlcn_jax")

@@ -70,8 +70,11 @@ class DataSettings:
         return Augmentation(*moves, per_lane=self.augment_lanes, mirror_lanes=mirror_lanes)
 
     def shape(self) -> tuple[tuple[int, int, int], int]:
-        """Height, width and channels of the images, and the number of classes."""
+        """Height, width and channels of the images, and the number of classes; InputError as from `load`."""
         if self.name in datasets.SHAPES:
+            datasets.check_settings(
+                self.name, label_kind=self.label_kind, image_size=self.image_size, test_fraction=self.test_fraction
+            )
             image_shape, num_classes = datasets.SHAPES[self.name]
             return image_shape, 20 if self.name == "cifar100" and self.label_kind == "coarse" else num_classes
         dataset = self.load()

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from PIL import Image
 
-from mlcn_jax.config import RunConfig
+from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data.batches import Images, Split
 from mlcn_jax.data.datasets import Dataset, digest, split_validation
 from mlcn_jax.errors import InputError
@@ -48,8 +48,8 @@ def evaluate_workdir(
     trained = load_trained(workdir)
     data = dataclasses.replace(config.data, image_size=_image_size(config.data, trained))
     dataset = fitted(data.load(), trained, workdir)
+    _check_unseen(dataset, config, workdir, all_images)
     if all_images:
-        _check_unseen(dataset, config, workdir)
         dataset = _all_as_test_set(dataset)
     folder = pictures or workdir
     reason = "" if os.access(folder, os.W_OK) else f"{folder} cannot be written to"
@@ -83,10 +83,11 @@ def fitted(dataset: Dataset, trained: Trained, workdir: Path) -> Dataset:
     """
     expected, shape = trained.spec.image_shape, dataset.test.images.shape[1:]
     if shape[:2] != expected[:2]:
+        others = "give a folder of images (--config.data.name=folder), which are resized, or another dataset"
         raise InputError(
             f"the model in {workdir} takes images of {expected[0]}x{expected[1]} pixels, but those of {dataset.name} "
-            f"have {shape[0]}x{shape[1]}: give a folder of images (--config.data.name=folder), which are resized, or "
-            "another dataset"
+            f"have {shape[0]}x{shape[1]}: "
+            + ("leave out --config.data.image_size" if dataset.name == "folder" else others)
         )
     differences = [
         f"{who}: {_listed(names)}"
@@ -147,14 +148,23 @@ def _all_as_test_set(dataset: Dataset) -> Dataset:
     return dataclasses.replace(dataset, test=everything, provenance=provenance)
 
 
-def _check_unseen(dataset: Dataset, config: RunConfig, workdir: Path) -> None:
-    """Warns if the training images are those that the model was trained on."""
+def _check_unseen(dataset: Dataset, config: RunConfig, workdir: Path, all_images: bool) -> None:
+    """Warns if the model was trained on images that are scored, or may have been: on some of a folder that changed."""
+    stored = read_stored(workdir)
     try:
-        learned = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)[0]
+        train = split_validation(dataset.train, stored.data.validation_fraction, stored.split_seed)[0]
+        same = digest(train) == read_json(workdir / "model.json").get("training_images_sha256")
     except InputError:  # too few images to have been trained on
-        return
-    if digest(learned) == read_json(workdir / "model.json").get("training_images_sha256"):
+        same = False
+    if same and all_images:
         _log.warning("the model was trained on these images: its accuracy on them says little")
+    folders = [Path(each.data.dir).expanduser().resolve() for each in (config, stored) if each.data.name == "folder"]
+    if not same and len(folders) == 2 and folders[0] == folders[1]:
+        _log.warning(
+            "%s, or what is held out of it, has changed since the model was trained: it may have learned some of the "
+            "images that are scored",
+            folders[0],
+        )
 
 
 def _listed(names: Sequence[str]) -> str:

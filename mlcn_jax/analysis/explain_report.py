@@ -94,9 +94,10 @@ def draw_reconstructions(
     for i, (row, original, reconstruction) in enumerate(zip(looked_at, originals, reconstructions, strict=True)):
         above, below = axes[2 * (i // columns) : 2 * (i // columns) + 2, i % columns]
         above.imshow(original.squeeze(), cmap="gray", vmin=0, vmax=255)
-        above.set_title(f"{row['index']}: {row['class']}", fontsize=7)
+        above.set_title(f"{row['index']}: {row['class']}", fontsize=7, parse_math=False)
         below.imshow(reconstruction.squeeze(), cmap="gray", vmin=0, vmax=1)
-        below.set_title(row["predicted"], fontsize=7, color="black" if row["class"] == row["predicted"] else "red")
+        color = "black" if row["class"] == row["predicted"] else "red"
+        below.set_title(row["predicted"], fontsize=7, color=color, parse_math=False)
     figure.savefig(path, dpi=110)
 
 
@@ -131,6 +132,7 @@ def draw_offsets(
         f"test image {row['index']}, class {row['class']}, predicted {row['predicted']}: in each row, a number is "
         f"added to one {what} of the predicted class's capsule",
         fontsize=10,
+        parse_math=False,
     )
     parts: Any = figure.subfigures(2, 1, height_ratios=(1.6, 0.6 + rows))
     above, below = parts

@@ -102,13 +102,17 @@ def picture_html(pixels: np.ndarray, caption: str) -> str:
     return f'<figure><img alt="" src="data:image/png;base64,{source}"><figcaption>{caption}</figcaption></figure>'
 
 
-def lengths_html(class_names: Sequence[str], lengths: np.ndarray, before: np.ndarray) -> str:
-    """One bar per class, with a mark at its previous length; if there are many classes, only the longest."""
+def lengths_html(class_names: Sequence[str], lengths: np.ndarray, before: np.ndarray, longest: float) -> str:
+    """One bar per class, with a mark at its previous length; if there are many classes, only the longest.
+
+    A bar is full at the length `longest`.
+    """
+    shares, marks = (np.minimum(100, 100 * each / longest) for each in (lengths, before))
     shown = range(len(lengths)) if len(lengths) <= _SHOWN_CLASSES else np.argsort(-lengths)[:_SHOWN_CLASSES]
     rows = [
         f'<div class="row {"longest" if k == np.argmax(lengths) else ""}"><span>{html.escape(class_names[k])}</span>'
-        f'<span class="track"><span class="bar" style="width:{min(100, 100 * lengths[k]):.1f}%"></span>'
-        f'<span class="before" style="left:{min(100, 100 * before[k]):.1f}%"></span></span>'
+        f'<span class="track"><span class="bar" style="width:{shares[k]:.1f}%"></span>'
+        f'<span class="before" style="left:{marks[k]:.1f}%"></span></span>'
         f"<span>{lengths[k]:.3f}</span></div>"
         for k in shown
     ]
@@ -128,13 +132,13 @@ def build(explorer: Explorer) -> "gradio.Blocks":
     """Builds the page: an image to choose or drop, a slider per lane, and the effect."""
     import gradio as gr
 
-    names, columns = explorer.class_names, explorer.columns
+    names, columns, longest = explorer.class_names, explorer.columns, explorer.spec.certain_length
     kind = columns[0].split()[0]
 
     def show(look: Look, class_index: int, switched_on: list[int], *added: float) -> tuple[str, str]:
         lengths, reconstruction = explorer.respond(look, class_index, switched_on, added)
         caption = f"reconstruction from {names[class_index]}"
-        return picture_html(reconstruction, caption), lengths_html(names, lengths, look.lengths)
+        return picture_html(reconstruction, caption), lengths_html(names, lengths, look.lengths, longest)
 
     def start(look: Look, caption: str, *rest) -> tuple:
         original = picture_html(look.pixels, f"{caption}, predicted {names[look.predicted]}")

@@ -37,7 +37,7 @@ from mlcn_jax.nn.spec import ModelSpec, rows_of, spec_of
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.optimizer import at_step
-from mlcn_jax.training.session import check_learned, open_session, optimizer_of
+from mlcn_jax.training.session import check_learned, check_remat, open_session, optimizer_of
 from mlcn_jax.training.teacher import Teacher, stored_digests
 from mlcn_jax.training.trained import describe_model, load_trained, restore_best
 
@@ -205,6 +205,10 @@ def prune_run(run: Run, kept: Sequence[int]) -> Run:
     Adam's moments of the remaining parameters are kept.
     """
     spec = spec_of(run.spec, kept)
+    try:
+        check_remat(spec)
+    except InputError:  # the lanes that are left hold no activations that it could save
+        spec = dataclasses.replace(spec, remat="none")
     shapes = _state_shapes(run.config, spec, run.steps_per_epoch)
     return dataclasses.replace(
         run,
@@ -213,6 +217,7 @@ def prune_run(run: Run, kept: Sequence[int]) -> Run:
                 "model.lanes": spec.lanes,
                 "model.lane_weights": list(spec.lane_weights),
                 "model.lane_seeds": list(spec.lane_seeds),
+                "model.remat": spec.remat,
             }
         ),
         spec=spec,

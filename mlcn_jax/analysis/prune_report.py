@@ -167,13 +167,14 @@ def shrink(run: Run, entry: dict[str, Any], count: int) -> tuple[Run, dict[str, 
 def fine_tuning(run: Run, workdir: Path) -> str:
     """The command that trains a run in `workdir` for a few more epochs.
 
-    Unless the optimizer is Adam, its rate is zero at the end of a run, so a new run starts from the weights.
+    A run that depends on its length, such as one whose rate is zero at its end, is not longer: a new one starts from
+    its weights.
     """
     changes: dict[str, Any] = {
         "train.num_steps": 0,
         "train.num_epochs": math.ceil(run.step / run.steps_per_epoch) + _FINE_TUNING_EPOCHS,
     }
-    if run.config.train.optimizer != "adam":
+    if run.config.depends_on_length:
         changes |= {"init_from": str(workdir), "train.num_epochs": _FINE_TUNING_EPOCHS}
         workdir = workdir.with_name(f"{workdir.name}_tuned")
     return train_command(run.config.replace(changes), workdir, placed=False)  # the sharding may not fit these lanes
@@ -231,7 +232,8 @@ def draw(entries: Sequence[dict[str, Any]]) -> "Figure":
     width, tops = 0.8 / len(entries), []
     for i, entry in enumerate(entries):
         color = f"C{i}"
-        label = f"{Path(entry['workdir']).name}, {entry['lanes']}, lane dropout {entry['lane_dropout']:g}"
+        name = Path(entry["workdir"]).name.replace("$", "\\$")  # or it would begin a formula
+        label = f"{name}, {entry['lanes']}, lane dropout {entry['lane_dropout']:g}"
         removed = np.arange(len(entry["removed"]))
         whole = entry["removed"][0]["ranking_accuracy"]
         effects = [100 * (whole - row["ranking_accuracy"]) for row in entry["removed_alone"]]

@@ -45,9 +45,14 @@ def main(argv: Sequence[str]) -> None:
     config = config_of(values, workdir)
 
     from mlcn_jax.config import read_stored, unused_fields
+    from mlcn_jax.settings import DataSettings
 
     if "data.name" in given:  # what the run's own dataset needs may do nothing with this one
-        config = config.replace({name: value for name, value in unused_fields(config).items() if name not in given})
+        changes = unused_fields(config)
+        if config.data.name != read_stored(workdir).data.name:
+            own = DataSettings()
+            changes |= {f"data.{name}": getattr(own, name) for name in ("dir", "image_size", "test_fraction")}
+        config = config.replace({name: value for name, value in changes.items() if name not in given})
 
     from mlcn_jax import host, pretrained
     from mlcn_jax.analysis.evaluate_workdir import evaluate_workdir

@@ -7,6 +7,7 @@ The same command resumes an unfinished run. A config file is Python that is exec
 to the workdir: checkpoints, `metrics.jsonl`, `summary.json`, `reconstructions.png` and `confusion.png`.
 """
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def print_summary(workdir: Path, summary: dict[str, Any]) -> None:
     if silent := sum(spread < evaluate.ALIVE for spread in spreads):
         print(
             f"{silent} of {len(spreads)} lanes give the same output for every image (lane_spreads in summary.json); "
-            f"measure what they are worth: {program()} prune --workdir={workdir}"
+            f"measure what they are worth: {program()} prune --workdir={shlex.quote(str(workdir))}"
         )
     for what, name in (
         ("model", "checkpoints"),

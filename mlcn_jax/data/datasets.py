@@ -81,12 +81,23 @@ def load(
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
         raise InputError(f"Unknown dataset {name!r}; the known ones are {', '.join(DATASETS)}.{hint}")
     if directory and not Path(directory).expanduser().is_dir():
-        raise InputError(f"--config.data.dir={directory} is not an existing folder.")
+        raise InputError(
+            f"data.dir={directory} is not an existing folder: give --config.data.dir=FOLDER or, if a command takes no "
+            "configuration, --data_dir=FOLDER."
+        )
     if directory and name == "digits":
         raise InputError(
-            f"--config.data.dir={directory} is given with the dataset 'digits', which comes with scikit-learn and has "
-            "no files: for images of your own add --config.data.name=folder."
+            f"data.dir={directory} is given with the dataset 'digits', which comes with scikit-learn and has no files: "
+            "leave it out, or train on images of your own with --config.data.name=folder."
         )
+    check_settings(name, label_kind=label_kind, image_size=image_size, test_fraction=test_fraction)
+    dataset = DATASETS[name](_Request(name, directory, cache_dir, label_kind, image_size, test_fraction))
+    _check(dataset)
+    return dataset
+
+
+def check_settings(name: str, *, label_kind: str, image_size: int, test_fraction: float) -> None:
+    """Raises InputError if a dataset cannot have these settings, which are those of `load`."""
     if label_kind not in LABEL_KINDS or (label_kind != LABEL_KINDS[0] and name != "cifar100"):
         raise InputError(f"label_kind is {label_kind!r}; expected 'fine', or, for the dataset 'cifar100', 'coarse'.")
     if image_size < 0 or (image_size and name != "folder"):
@@ -94,9 +105,6 @@ def load(
     _check_fraction("test_fraction", test_fraction)
     if test_fraction != TEST_FRACTION and name != "folder":
         raise InputError(f"test_fraction is {test_fraction}; {name} has test images: leave it at {TEST_FRACTION}.")
-    dataset = DATASETS[name](_Request(name, directory, cache_dir, label_kind, image_size, test_fraction))
-    _check(dataset)
-    return dataset
 
 
 def _check(dataset: Dataset) -> None:

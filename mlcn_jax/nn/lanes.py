@@ -96,8 +96,8 @@ class ConvParams(nn.Module):
 
     @nn.compact
     def __call__(self) -> tuple[Float[Array, "kh kw cin cout"], Float[Array, " cout"]]:
-        kernel = self.param("kernel", _glorot, self.shape)
-        bias = self.param("bias", nn.initializers.zeros, self.shape[-1:])
+        kernel = self.param("kernel", _glorot, self.shape, jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros, self.shape[-1:], jnp.float32)
         return kernel.astype(self.dtype), bias.astype(self.dtype)
 
 
@@ -115,11 +115,11 @@ class JointConvParams(nn.Module):
 
     @nn.compact
     def __call__(self) -> tuple[Float[Array, "9 9 cin cout"], Float[Array, " cout"]]:
-        depthwise = self.param("depthwise", nn.initializers.ones, (self.channels,))
-        pointwise = self.param("pointwise", _glorot, (self.channels, self.middle))
-        pointwise_bias = self.param("pointwise_bias", nn.initializers.zeros, (self.middle,))
-        kernel = self.param("kernel", _glorot, (9, 9, self.middle, self.features))
-        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        depthwise = self.param("depthwise", nn.initializers.ones, (self.channels,), jnp.float32)
+        pointwise = self.param("pointwise", _glorot, (self.channels, self.middle), jnp.float32)
+        pointwise_bias = self.param("pointwise_bias", nn.initializers.zeros, (self.middle,), jnp.float32)
+        kernel = self.param("kernel", _glorot, (9, 9, self.middle, self.features), jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
         joint_kernel = jnp.einsum("cm,hwmo->hwco", depthwise[:, None] * pointwise, kernel)
         joint_bias = bias + jnp.einsum("m,hwmo->o", pointwise_bias, kernel)
         return joint_kernel.astype(self.dtype), joint_bias.astype(self.dtype)
@@ -265,11 +265,11 @@ class Lane(nn.Module):
         if kind.classifies:
             return compute()
         u = cut_point("capsules", lambda: primary_capsules(compute(), kind.capsule_dim))()
-        weights = self.param("capsule_weights", _glorot, (*u.shape[1:], s.num_classes)).astype(s.dtype)
+        weights = self.param("capsule_weights", _glorot, (*u.shape[1:], s.num_classes), jnp.float32).astype(s.dtype)
         num_output = s.num_classes if s.lane_routing == "per_class" else 1
         prior_bias = None
         if s.prior_bias:
-            prior_bias = self.param("prior_bias", nn.initializers.zeros, (u.shape[1], num_output))
+            prior_bias = self.param("prior_bias", nn.initializers.zeros, (u.shape[1], num_output), jnp.float32)
 
         if s.lane_routing == "published":
             return capsules.single_capsule(u, weights)

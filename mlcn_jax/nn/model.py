@@ -53,10 +53,10 @@ class CapsNetEncoder(nn.Module):
         x = conv.lane_convs(images, *conv1, *primary, algorithm=spec.conv)
         u = primary_capsules(x)
         shape = (u.shape[1], spec.num_classes, u.shape[2], _CAPSNET_CLASS_DIM)
-        weights = self.param("capsule_weights", nn.initializers.glorot_uniform(), shape).astype(spec.dtype)
+        weights = self.param("capsule_weights", nn.initializers.glorot_uniform(), shape, jnp.float32).astype(spec.dtype)
         prior_bias = None
         if spec.prior_bias:
-            prior_bias = self.param("prior_bias", nn.initializers.zeros, shape[:2])
+            prior_bias = self.param("prior_bias", nn.initializers.zeros, shape[:2], jnp.float32)
         return capsules.dynamic_routing(u, weights, spec.num_routing_iters, prior_bias)
 
 

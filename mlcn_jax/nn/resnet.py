@@ -50,7 +50,7 @@ class GhostBatchNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "batch h w c"]) -> Float[Array, "batch h w c"]:
-        bias = self.param("bias", nn.initializers.zeros, x.shape[-1:])[None, None, None]
+        bias = self.param("bias", nn.initializers.zeros, x.shape[-1:], jnp.float32)[None, None, None]
         if self.folded:
             return x + bias.astype(x.dtype)
         values = x.astype(jnp.float32)
@@ -252,10 +252,11 @@ class Whitening(nn.Module):
 
         def pixels(key: Array, shape: tuple[int, ...]) -> Array:
             del key
-            return jnp.concatenate([jnp.eye(patch), -jnp.eye(patch)], axis=1).reshape(shape)
+            half = jnp.eye(patch, dtype=jnp.float32)
+            return jnp.concatenate([half, -half], axis=1).reshape(shape)
 
         kernel = self.param("kernel", pixels, (_PATCH, _PATCH, self.channels, 2 * patch))
-        return lax.stop_gradient(kernel), self.param("bias", nn.initializers.zeros, (2 * patch,))
+        return lax.stop_gradient(kernel), self.param("bias", nn.initializers.zeros, (2 * patch,), jnp.float32)
 
 
 class LogProbabilities(nn.Module):
@@ -267,7 +268,7 @@ class LogProbabilities(nn.Module):
     @nn.compact
     def __call__(self, features: Float[Array, "batch h w features"]) -> Float[Array, "batch classes"]:
         x = jnp.max(features, axis=(1, 2))
-        kernel = self.param("kernel", _uniform, (x.shape[-1], self.num_classes))
+        kernel = self.param("kernel", _uniform, (x.shape[-1], self.num_classes), jnp.float32)
         logits = jnp.matmul(x, kernel.astype(self.dtype), preferred_element_type=jnp.float32)
         return jax.nn.log_softmax(_LOGIT_SCALE * logits.astype(jnp.float32))
 
@@ -393,7 +394,7 @@ def _identity_start(key: Array, shape: tuple[int, int, int, int]) -> Array:
     """The first filters repeat their input channel, the others are random; each of norm 1."""
     same = min(shape[2:])
     channel = jnp.arange(same)
-    identity = jnp.zeros(shape).at[1, 1, channel, channel].set(1.0)
+    identity = jnp.zeros(shape, jnp.float32).at[1, 1, channel, channel].set(1.0)
     repeats = (jnp.arange(shape[3]) < same)[None, None, None]
-    kernel = jnp.where(repeats, identity, _uniform(key, shape))
+    kernel = jnp.where(repeats, identity, _uniform(key, shape, jnp.float32))
     return kernel / jnp.sqrt(jnp.sum(jnp.square(kernel), axis=(0, 1, 2), keepdims=True))

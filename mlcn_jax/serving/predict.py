@@ -134,7 +134,8 @@ def _files_of(paths: Sequence[str]) -> list[Path]:
             files.append(path)
             continue
         try:
-            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
+            visible = (file for file in path.iterdir() if not file.name.startswith("."))
+            inside = sorted(file for file in visible if file.suffix.lower() in SUFFIXES)
         except OSError as error:
             raise InputError(
                 f"{path} cannot be listed ({error.strerror}): give its files, or another folder"
@@ -164,7 +165,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     files = _files_of(arguments.images)
 
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names may hold any bytes
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # silences XLA's messages about slow constant folding
     failed = False
     for found in predict(open_model(arguments.model, arguments.runtime), files):

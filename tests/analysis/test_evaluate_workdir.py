@@ -14,7 +14,7 @@ from PIL import Image
 from mlcn_jax import pretrained
 from mlcn_jax.analysis import evaluate_workdir
 from mlcn_jax.commands import front
-from mlcn_jax.config import read_stored
+from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data import datasets
 from mlcn_jax.errors import InputError
 from mlcn_jax.settings import DataSettings
@@ -83,7 +83,7 @@ def test_another_folder_is_scored_in_the_size_and_color_of_the_model(folder, mon
     assert "test_top5_accuracy" not in everything
     assert evaluated(capsys, *flags)["images"] == 10
     assert (tmp_path / "evaluate-digits" / "confusion.png").is_file()
-    with pytest.raises(InputError, match=r"28x28 pixels, but those of folder have 40x40: give"):
+    with pytest.raises(InputError, match=r"28x28 pixels, but those of folder have 40x40: leave out"):
         evaluated(capsys, *flags, "--config.data.image_size=40")
     (folder / "9").rename(folder / "nine")
     with pytest.raises(InputError, match=r"only the model has: 9; only folder has: nine\): name the folders"):
@@ -99,6 +99,39 @@ def test_all_images_are_told_apart_from_the_test_set_of_the_run(trained, capsys,
     assert (workdir / "confusion.png").stat().st_mtime_ns == before
     assert (workdir / "evaluate" / "confusion.png").is_file()
     assert "the model was trained on these images" in caplog.text
+
+
+def test_a_folder_that_has_changed_since_the_training_is_told(folder, digits, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("mlcn_jax"), "propagate", True)
+    config = RunConfig().replace({"data.name": "folder", "data.dir": str(folder), "data.test_fraction": 0.5})
+    learned = {"training_images_sha256": datasets.digest(config.data.load().train)}
+    (tmp_path / "model.json").write_text(json.dumps(learned))
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+
+    def told(**changes):
+        caplog.clear()
+        now = config.replace({f"data.{name}": value for name, value in changes.items()})
+        evaluate_workdir._check_unseen(now.data.load(), now, tmp_path, False)
+        return caplog.text
+
+    other = shutil.copytree(folder, tmp_path / "other")
+    assert not told()
+    assert not told(validation_fraction=0.5)
+    shutil.copy(folder / "3" / "0.png", folder / "3" / "2.png")
+    assert "pictures, or what is held out of it, has changed since the model was trained" in told()
+    assert not told(dir=str(other)), "the same images elsewhere"
+    shutil.copy(folder / "3" / "0.png", other / "3" / "2.png")
+    assert not told(dir=str(other)), "other images"
+
+
+def test_settings_of_the_runs_folder_are_not_those_of_another_dataset(folder, tmp_path, monkeypatch):
+    config = RunConfig().replace({"data.name": "folder", "data.dir": str(folder), "data.test_fraction": 0.5})
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    asked = []
+    monkeypatch.setattr(evaluate_workdir, "evaluate_workdir", lambda config, *args, **how: asked.append(config.data))
+    front.run(["evaluate", f"--workdir={tmp_path}", "--config.data.name=digits"])
+    front.run(["evaluate", f"--workdir={tmp_path}", "--config.data.name=folder", "--config.data.test_fraction=0.1"])
+    assert asked == [DataSettings(), dataclasses.replace(config.data, test_fraction=0.1)]
 
 
 def test_labels_follow_the_classes_of_the_model_and_gray_becomes_rgb(digits, model):

@@ -182,6 +182,11 @@ def test_the_picture_of_an_image_says_what_is_added_to_what(tmp_path, monkeypatc
     script.draw_offsets(tmp_path / "a.png", row, names, (-0.1, 0.0, 0.1), np.zeros((4, 4, 1), np.uint8), changed)
     title = drawn[0].get_suptitle()
     assert title.startswith("test image 7, class cat, predicted dog: in each row, a number is added to one lane of")
+    row |= {"class": "$#1", "predicted": "$5 {"}
+    script.draw_offsets(tmp_path / "a.png", row, names, (-0.1, 0.0, 0.1), np.zeros((4, 4, 1), np.uint8), changed)
+    script.draw_reconstructions(tmp_path / "b.png", [row], np.zeros((1, 4, 4, 1), np.uint8), changed[:1, 0])
+    for figure in drawn:
+        figure.canvas.draw()  # names of classes are no formulas
 
 
 def test_numbers_of_images():

@@ -1,6 +1,7 @@
 """The lane explorer: what it answers, and the page in a real browser."""
 
 import json
+import re
 import shutil
 import signal
 import socket
@@ -70,20 +71,25 @@ def test_a_move_runs_no_encoder_and_is_answered_within_100_ms(explorer, monkeypa
         start = time.perf_counter()
         lengths, pixels = explorer.respond(look, 1, [0, 2], [0.01 * place, 0.0, 0.0])
         explorer_page.picture_html(pixels, "")
-        explorer_page.lengths_html(explorer.class_names, lengths, before)
+        explorer_page.lengths_html(explorer.class_names, lengths, before, 1.0)
         seconds.append(time.perf_counter() - start)
     assert np.median(seconds) < 0.1
 
 
 def test_class_names_are_shown_as_text(explorer):
     lengths = np.array([0.1, 0.5, 0.2])
-    shown = explorer_page.lengths_html(explorer.class_names, lengths, lengths)
+    shown = explorer_page.lengths_html(explorer.class_names, lengths, lengths, 1.0)
     assert "&lt;b&gt;" in shown
     assert "<b>" not in shown
     assert "<b>" not in explorer_page.picture_html(np.zeros((2, 2, 1), np.uint8), "<b>")
-    many = explorer_page.lengths_html([f"class {k}" for k in range(100)], np.arange(100) / 100, np.zeros(100))
+    many = explorer_page.lengths_html([f"class {k}" for k in range(100)], np.arange(100) / 100, np.zeros(100), 1.0)
     assert many.count('class="row') == 20
     assert many.index("class 99") < many.index("class 98")
+
+
+def test_a_bar_is_full_at_the_length_of_a_certain_class():
+    shown = explorer_page.lengths_html(["a", "b"], np.array([1.0, 2.5]), np.array([0.5, 0.0]), 2.0)
+    assert [float(width) for width in re.findall(r"(?:width|left):([\d.]+)%", shown)] == [50, 25, 100, 0]
 
 
 def test_classes_may_have_one_test_image_or_none(explorer):

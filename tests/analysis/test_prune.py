@@ -200,7 +200,9 @@ def test_a_run_that_leaves_the_test_set_alone_is_pruned_without_it(run, monkeypa
     shown = script.table(entry) + script.told(facts, script.Path("small"), "train")
     assert "validation accuracy" in shown
     assert "test" not in shown + str(sorted(entry["removed"][0])) + str(sorted(facts)).replace("test_images", "")
-    assert script.draw([entry]).get_axes()[1].get_legend_handles_labels()[1]
+    figure = script.draw([entry | {"workdir": "runs/r$#$"}])
+    figure.canvas.draw()  # it is no formula
+    assert figure.legends[0].get_texts()[0].get_text().startswith("r\\$#\\$, ")
 
 
 def test_the_smaller_model_evaluates_as_reported(pruned):
@@ -215,6 +217,13 @@ def test_the_smaller_model_evaluates_as_reported(pruned):
     scores = evaluate_workdir.evaluate_workdir(read_stored(pruned / "small"), pruned / "small")
     assert scores["test_accuracy"] == about["test_accuracy"]["after"]
     assert scores["step"] == about["step"]
+
+
+@pytest.mark.parametrize("changes", [{"train.lookahead": 0.5}, {"train.optimizer": "sgd"}])
+def test_a_run_that_depends_on_its_length_is_trained_on_as_a_new_one(run, tmp_path, changes):
+    command = script.fine_tuning(dataclasses.replace(run, config=run.config.replace(changes)), tmp_path / "small")
+    assert f"--workdir={tmp_path / 'small_tuned'}" in command
+    assert f"--config.init_from={tmp_path / 'small'}" in command
 
 
 def test_the_printed_command_trains_the_smaller_model_on(run, pruned, tmp_path, monkeypatch):

@@ -132,6 +132,12 @@ def test_a_configuration_of_the_package_is_found_anywhere(name, tmp_path, monkey
     assert json.loads(capsys.readouterr().out)["lanes"] == ["mlcn1:w1d1"]
 
 
+def test_settings_that_the_data_cannot_have_are_refused_without_reading_it():
+    for setting, told in (("image_size=64", "image_size is 64; expected 0"), ("test_fraction=1.7", "test_fraction is")):
+        with pytest.raises(InputError, match=told):
+            front.run(["describe", "--config=mlcn1_cifar", f"--config.data.{setting}"])
+
+
 def test_a_file_goes_before_a_configuration_of_the_package(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "quickstart.py").write_text("raise RuntimeError('mine')\n")

@@ -32,9 +32,9 @@ from mlcn_jax.training.step import make_input
         ("digits", {"image_size": 32}, r"image_size is 32; expected 0"),
         ("folder", {"image_size": -1}, r"image_size is -1"),
         ("folder", {}, r"'folder' needs --config\.data\.dir"),
-        ("digits", {"directory": "."}, r"has no files: for images of your own add --config\.data\.name=folder"),
+        ("digits", {"directory": "."}, r"has no files: leave it out, or .*--config\.data\.name=folder"),
         ("cifar10", {"label_kind": "coarse"}, r"expected 'fine', or, for the dataset 'cifar100', 'coarse'"),
-        ("mnist", {"directory": "no/such/folder"}, r"--config\.data\.dir=no/such/folder is not an existing"),
+        ("mnist", {"directory": "no/such/folder"}, r"data\.dir=no/such/folder is not an existing"),
     ],
 )
 def test_bad_arguments(name, options, message):

@@ -1,6 +1,7 @@
 """The scripts of experiments and benchmarks: flags belong to a call."""
 
 import importlib
+import io
 import json
 import re
 import subprocess
@@ -94,6 +95,13 @@ def test_what_is_wrong_with_the_machine_is_one_message(message, told, monkeypatc
         launch.launch(command)
     assert ended.value.code == launch.EXIT_INPUT
     assert told in capsys.readouterr().err
+
+
+def test_names_that_the_terminal_cannot_show_are_escaped(monkeypatch):
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii", write_through=True))
+    launch.launch(lambda: print("runs/größe"))
+    assert out.getvalue() == b"runs/gr\\xf6\\xdfe\n"
 
 
 def test_help_tells_what_there_is_to_give():

@@ -87,6 +87,15 @@ def test_dropped_lanes_keep_the_mean():
     assert np.all(columns == columns[:, :1])  # a lane is dropped for all images and classes or for none
 
 
+@pytest.mark.parametrize("name", ["mlcn", "capsnet"])
+def test_parameters_are_the_same_where_jax_uses_64_bits(name):
+    lanes = "mlcn1:w1,mlcn2:w1d2,resnet:w1,resnet_caps:w1" if name == "mlcn" else ""
+    spec = ModelSpec(name, (20, 20, 1), 2, lanes=lanes)
+    wanted = model.init_params(spec, jax.random.key(0))
+    with jax.enable_x64(True):
+        assert jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype, model._init(spec, jax.random.key(0)), wanted))
+
+
 def test_shapes_are_those_of_the_initial_values_and_the_callers_own():
     params = model.init_params(SMALL, jax.random.key(0))
     for _ in range(2):

@@ -3,7 +3,7 @@
 import os
 import shutil
 import sys
-import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,11 +21,6 @@ def test_names_are_shown_and_not_obeyed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(predict, "open_model", lambda given, runtime: None)
     monkeypatch.setattr(predict, "predict", lambda *args: found)
     monkeypatch.setattr(sys, "argv", ["predict", "export", str(good), str(bad)])
-    monkeypatch.setattr(
-        sys,
-        "stdout",
-        types.SimpleNamespace(reconfigure=lambda **how: None, write=sys.stdout.write, flush=sys.stdout.flush),
-    )
     assert predict.main() == 3
     out, err = capsys.readouterr()
     assert out == f"{tmp_path}/a\\x1b[2J\\nb.png: cat\\x1b[1m, 50.0%\n"
@@ -35,6 +30,12 @@ def test_names_are_shown_and_not_obeyed(tmp_path, monkeypatch, capsys):
 def test_usual_names_are_shown_as_they_are():
     assert predict.printable("größe 日本 (1).png: cat, 50.0%") == "größe 日本 (1).png: cat, 50.0%"
     assert predict.printable("\udcff") == "\\udcff"
+
+
+def test_files_of_a_folder_are_its_pictures(tmp_path):
+    for name in ("b.png", "a.JPG", "._a.jpg", "notes.txt"):
+        (tmp_path / name).touch()
+    assert predict._files_of([str(tmp_path), "c"]) == [tmp_path / "a.JPG", tmp_path / "b.png", Path("c")]
 
 
 def test_a_workdir_is_used_by_its_export_only_while_that_is_newer_than_the_model(finished, tmp_path, rng, caplog):

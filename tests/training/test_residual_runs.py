@@ -257,6 +257,10 @@ def test_a_pruned_model_keeps_the_statistics_of_its_lanes(run, tmp_path):
     for name, values in group["statistics"]["trunk"].items():
         whole = loaded.params["encoder"]["resnet_w1d1"]["statistics"]["trunk"][name]["mean"]
         np.testing.assert_array_equal(values["mean"], whole[1:])
+    config = loaded.config.replace({"model.remat": "full"})  # as of a mix, whose other lanes are removed
+    spec = dataclasses.replace(loaded.spec, remat="full")
+    again = prune.prune_run(dataclasses.replace(loaded, config=config, spec=spec), [1])
+    assert again.config.model["remat"] == again.spec.remat == "none"
     assert smaller.spec.certain_length == 1.0
     assert smaller.scores(loaded.test).accuracy > 0.3
     lengths = np.linalg.norm(prune.weighted_capsules(smaller, loaded.test[:20], 10), axis=-1)
