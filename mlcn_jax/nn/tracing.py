@@ -65,7 +65,7 @@ def platform() -> str:
     if current().platform:
         return current().platform
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return device.platform if isinstance(device, jax.Device) else jax.default_backend()
+    return device if isinstance(device, str) else device.platform if device else jax.default_backend()
 
 
 def resolve(function: Callable, *args: Any, known: Mapping[str, str] | None = None) -> dict[str, str]:

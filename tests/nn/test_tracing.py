@@ -72,3 +72,11 @@ def test_the_algorithms_change_no_result():
             results.append(np.asarray(convolve(X, KERNEL)))
     np.testing.assert_allclose(results[0], results[1], rtol=1e-5)
     np.testing.assert_allclose(results[0], results[2], rtol=1e-4)
+
+
+def test_the_platform_is_that_of_the_default_device():
+    for device in (None, jax.devices()[0], "cpu"):
+        with jax.default_device(device):
+            assert tracing.platform() == "cpu"
+    with jax.default_device("gpu"):  # named only, as there is none
+        assert tracing.platform() == "gpu"
