@@ -43,7 +43,8 @@ def less_memory() -> str:
 def lack_of_memory(error: Exception) -> str:
     """What to tell of an error which says that memory ran out; empty for any other."""
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)):
-        return f"not enough memory ({_first_line(error)}): {less_memory()}"
+        what = f"not enough memory ({_first_line(error)}): {less_memory()}"
+        return f"{what}; the command serve needs less with a smaller --max_batch"
     return ""
 
 
