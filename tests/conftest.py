@@ -1,9 +1,13 @@
 """Settings of the whole suite, and a run small enough to train in seconds."""
 
+import asyncio
 import importlib.metadata
 import json
 import os
+import selectors
 import shutil
+import socket
+import time
 from pathlib import Path
 
 # Before the package is used: compiled programs are shared by the tests and the commands that they start.
@@ -36,6 +40,38 @@ keep_memory()
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)
+
+
+@pytest.fixture
+def held_port():
+    """A port that no other process is given, on which servers can listen, and listen again."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+class _Clock(selectors.DefaultSelector):
+    """Of an event loop: stands still while anything is done, and then jumps to the next timer."""
+
+    now, turns = 1000.0, 0
+
+    def select(self, timeout=None):
+        self.turns += 1
+        assert self.turns != 100_000, "it goes on without end"
+        events = super().select(timeout and 0)
+        self.now += 0 if events else timeout or 0
+        return events
+
+
+def in_no_time(main):
+    """Runs a coroutine that waits for nothing but timers, on a clock on which nothing else takes time."""
+    clock = _Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("monotonic", "perf_counter"):
+            patch.setattr(time, name, lambda: clock.now)
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(clock)) as runner:
+            return runner.run(main)
 
 
 _PICTURES = {name: getattr(pictures, name) for name in ("save_confusion", "save_reconstructions")}

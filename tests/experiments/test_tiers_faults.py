@@ -324,25 +324,27 @@ def test_late_answers_are_explained_by_as_much_as_was_measured(one, why):
 
 
 def test_it_is_known_when_processes_were_kept_waiting():
-    quota = types.SimpleNamespace(held=0.0, ready=0.0)
-    quota.held_back, quota.waited = lambda: quota.held, lambda: quota.ready
-    near = functools.partial(pytest.approx, abs=0.003)
+    quota = types.SimpleNamespace(held=0.0, held_back=lambda: quota.held, waited=lambda: 0.0)
+    waits, start, near = tiers_late.Waits(quota), time.perf_counter() - 1, functools.partial(pytest.approx, abs=1e-6)
+    seen = [(0, 0, 0), (29, 0, 0), (30, 10, 0), (31, 10, 0), (69, 10, 0), (70, 40, 20)]
+    seen += [(75, 70, 20), (100, 70, 20)]  # of another core, of which most was at the same time
+    waits._seen = [(start + at / 1e3, held / 1e3, waited / 1e3) for at, held, waited in seen]
+
+    def between(first, last):
+        return waits.between(start + first / 1e3, start + last / 1e3)
+
+    assert between(10, 31) == near((0.010, 0.0))
+    assert between(26, 31) == near((0.004, 0.0)), "the rest was before"
+    assert between(10, 26) == near((0.006, 0.0))
+    assert between(32, 76) == near((0.035, 0.020))
+    assert between(85, 95) == (0.0, 0.0)
     with tiers_late.Waits(quota) as waits:
-        time.sleep(0.03)
-        first = time.perf_counter()
         quota.held = 0.010
-        time.sleep(0.04)
-        second = time.perf_counter()
-        quota.held += 0.03
-        quota.ready = 0.02
-        time.sleep(0.005)
-        third = time.perf_counter()
-        quota.held += 0.03  # of another core, of which most was at the same time
-        assert waits.between(first - 0.02, first + 0.001) == (near(0.010), 0.0)
-        assert waits.between(first - 0.004, first + 0.001)[0] == near(0.004)  # the rest was before
-        assert waits.between(first - 0.02, first - 0.004)[0] == near(0.006)
-        assert waits.between(first + 0.002, third + 0.001) == (near(0.03 + third - second), near(0.02))
-        assert waits.between(third + 0.01, third + 0.02) == (0.0, 0.0)
+        until = time.monotonic() + 30
+        while waits._seen[-1][1] < quota.held:
+            assert time.monotonic() < until, "a thread looks"
+            time.sleep(0.001)
+        assert waits.between(start, time.perf_counter()) == near((0.010, 0.0))
 
 
 def test_waiting_for_a_core_is_told_by_the_kernel_or_nothing(monkeypatch):

@@ -57,14 +57,14 @@ def test_messages_up_to_a_size_and_refusals(caplog):
     server.stop(None)
 
 
-def test_a_coordinator_that_comes_back_is_found_again():
-    port, found = free_port(), []
-    mine = client(port)
+def test_a_coordinator_that_comes_back_is_found_again(held_port):
+    found = []
+    mine = client(held_port)
     asking = threading.Thread(target=lambda: found.append(mine.call("fetch", REQUEST)), daemon=True)
     asking.start()
     time.sleep(1.0)
     assert asking.is_alive(), "it keeps trying"
-    server, _ = started(f"127.0.0.1:{port}")
+    server, _ = started(f"127.0.0.1:{held_port}")
     asking.join(20)
     assert found
     server.stop(None)

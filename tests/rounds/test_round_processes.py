@@ -12,7 +12,6 @@ from conftest import REPOSITORY
 from experiments import round_kills
 from mlcn_jax import host
 from mlcn_jax.commands import rounds as command
-from mlcn_jax.distributed.processes import free_port
 from mlcn_jax.files import read_json
 from mlcn_jax.rounds import coordinator
 from mlcn_jax.training.metrics import read_rows
@@ -49,6 +48,7 @@ def test_one_command_trains_here(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_killed_at_random_moments_every_round_counts_once(tmp_path):
     """Over a slow link, with rounds that need all workers and with rounds that do not."""
     found = round_kills.measure(3, 1, tmp_path / "kills.json")
@@ -60,27 +60,28 @@ def test_killed_at_random_moments_every_round_counts_once(tmp_path):
 
 
 @pytest.mark.long
-def test_a_worker_that_is_stopped_is_left_out_until_it_goes_on(tmp_path):
+@pytest.mark.timeout(900)
+def test_a_worker_that_is_stopped_is_left_out_until_it_goes_on(tmp_path, held_port):
     fields = {
         "model.lanes": "mlcn1:w1",
         "model.decoder": 8,
         "train.batch_size": 60,
         "train.num_epochs": 10_000,
         "train.checkpoint_every": 1_000_000,
-        "train.rounds.steps": 50,
+        "train.rounds.steps": 300,
         "train.rounds.workers": 3,
         "train.rounds.quorum": 2,
         "train.rounds.patience_seconds": 3,
     }
-    port = free_port()
     common = [sys.executable, "-m", "mlcn_jax", "rounds", "--config=configs/default.py"]
     common += [f"--config.{name}={value}" for name, value in fields.items()]
-    places = [[f"--serve=127.0.0.1:{port}"], *([f"--coordinator=127.0.0.1:{port}", f"--worker={i}"] for i in range(3))]
+    address = f"127.0.0.1:{held_port}"
+    places = [[f"--serve={address}"], *([f"--coordinator={address}", f"--worker={i}"] for i in range(3))]
     names = ["coordinator", *(f"worker{i}" for i in range(3))]
     log = tmp_path / "worker2.log"
 
     def until(condition):
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 300
         while not condition():
             assert time.monotonic() < deadline
             assert all(process.poll() is None for process in running)

@@ -49,7 +49,7 @@ def follow(port, trainer):
 
 def test_three_workers_then_two_then_three(caplog):
     vector = np.zeros(SIZE, np.float32)
-    settings = RoundSettings(5, 3, bits=32, quorum=2, patience_seconds=2.0)
+    settings = RoundSettings(5, 3, bits=32, quorum=2, patience_seconds=6.0)
     meeting = Meeting(settings, "run", vector, 0, {})
     calls = {"join": meeting.join, "fetch": meeting.fetch, "push": meeting.push}
     server, port = link.serve(calls, "127.0.0.1:0", link.Tls(), 3, 4 * SIZE)

@@ -4,6 +4,7 @@ import asyncio
 import collections
 
 import httpx
+from conftest import in_no_time
 from test_client import answer_to, ask, tier_of
 
 from mlcn_jax.tiers.client import Node
@@ -40,7 +41,7 @@ def test_a_node_without_an_answer_so_far_does_its_share():
         await two.ask(4)
         assert min(two.asked.values()) == 2
 
-    asyncio.run(check())
+    in_no_time(check())
 
 
 def test_a_node_that_was_slow_once_is_measured_again():
@@ -52,4 +53,4 @@ def test_a_node_that_was_slow_once_is_measured_again():
         assert 3 <= two.asked[1] < 10, "now and then, as long as it may still be slow"
         assert two.client.nodes[1].times(1).mean < 4
 
-    asyncio.run(check())
+    in_no_time(check())

@@ -11,6 +11,7 @@ import types
 import httpx
 import numpy as np
 import pytest
+from conftest import in_no_time
 from test_policy import made
 
 from mlcn_jax.serving.http_service import IS_GONE, Limits, application
@@ -136,7 +137,7 @@ def test_at_a_deadline_the_answer_goes_before_the_requests_that_are_awaited_are_
         assert len(ended) == 1
         assert tiers["edge"].traffic.failures == {}, "it was not awaited any more"
 
-    asyncio.run(check())
+    in_no_time(check())
 
 
 def test_connections_are_opened_before_they_are_needed(monkeypatch):

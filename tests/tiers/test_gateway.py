@@ -4,6 +4,7 @@ import asyncio
 import base64
 import functools
 import json
+import math
 import re
 import time
 
@@ -15,11 +16,20 @@ from made_tiers import LIMITS, Wire, key_files, lines_of, png, started, strict, 
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.serving.trained import TrainedModel
-from mlcn_jax.tiers import signatures
+from mlcn_jax.tiers import client as clients
+from mlcn_jax.tiers import health, signatures
 from mlcn_jax.tiers.artifact import TierArtifact
 from mlcn_jax.tiers.client import Node
 from mlcn_jax.tiers.gateway import GatewayService
 from mlcn_jax.tiers.refine import Answer
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """However long this machine stalls, no tier is late, abandoned, or asked again after it has failed."""
+    for name in ("_FIRST_SECONDS", "_LEAST_SECONDS", "_LEAST_TIMEOUT", "_MOST_TIMEOUT", "_FIRST_PAUSE"):
+        monkeypatch.setattr(health, name, 60.0)
+    monkeypatch.setattr(clients, "_SECONDS_BETWEEN_LOOKS", 60.0)
 
 
 @pytest.fixture
@@ -87,19 +97,18 @@ def test_what_is_final_at_the_end_is_not_sent_anywhere(tiers, images):
     asyncio.run(check())
 
 
-def test_a_deadline_gives_the_best_that_has_come(thorough, images):
-    async def slowly(response):
-        await asyncio.sleep(5)
-        return response
+async def hang(response):
+    await asyncio.sleep(60)
 
+
+def test_a_deadline_gives_the_best_that_has_come(thorough, images):
     async def check():
         async with started(thorough) as (client, gateway, wires):
             await lines_of(client, images[0])  # so that times are known
-            wires["cloud"].change = slowly
-            before = time.monotonic()
-            found = await lines_of(client, images[0], "?deadline_ms=600")
-            assert time.monotonic() - before < 2
-            assert found[-1] | {"final": True, "lanes": [0, 1], "tier": "edge"} == found[-1]
+            wires["cloud"].change = hang
+            found = await lines_of(client, images[0], "?deadline_ms=2000")
+            lost = {"cloud": "no answer before the deadline"}
+            assert found[-1] | {"final": True, "lanes": [0, 1], "tier": "edge", "lost": lost} == found[-1]
             gateway.least_ms = 50.0
             for query, status in (("?deadline_ms=20", 400), ("?deadline_ms=x", 400), ("?deadline_ms=-1", 400)):
                 refused = await client.post(f"/predict{query}", content=png(images[0]))
@@ -112,24 +121,26 @@ def test_a_deadline_gives_the_best_that_has_come(thorough, images):
     asyncio.run(check())
 
 
-def test_short_deadlines_do_not_keep_tiers_from_being_tried_and_one_that_hangs_is_left_alone(thorough, images):
-    async def hang(response):
-        await asyncio.sleep(60)
-
+def test_short_deadlines_do_not_keep_tiers_from_being_tried_and_one_that_hangs_is_left_alone(
+    thorough, images, monkeypatch
+):
     async def check():
         async with started(thorough) as (client, gateway, wires):
-            deadline = "?deadline_ms=900"
+            deadline = "?deadline_ms=20000"  # less than is assumed before the first answer
             assert (await lines_of(client, images[0], deadline))[-1]["lanes"] == [0, 1, 2], "nothing is known yet"
             node = gateway.clients["edge"].nodes[0]
-            node.times(1).mean = 5.0
-            gateway.clients["edge"]._asked = time.monotonic()
+            node.times(1).mean = 50.0
+            gateway.clients["edge"]._asked = math.inf
             found = await lines_of(client, images[0], deadline)
             assert found[-1]["lost"] == {"edge": "too slow for the deadline"}
             gateway.clients["edge"]._asked = 0.0
             assert (await lines_of(client, images[0], deadline))[-1]["lanes"] == [0, 1, 2], "tried again after a while"
             node.times(1).mean, node.times(1)._spread = 0.01, 0.0
             wires["edge"].change = hang
-            for _ in range(3):
+            monkeypatch.setattr(health, "_LEAST_SECONDS", 0.02)
+            for _ in range(20):  # three, unless this machine stalls and leaves no time to ask it
+                if node.breaker.is_open:
+                    break
                 assert (await lines_of(client, images[0], "?deadline_ms=200"))[-1]["lanes"] in ([1, 2], [1])
             assert node.breaker.is_open
             assert node.breaker.reason == "no answer before the deadline"
@@ -223,18 +234,26 @@ def test_a_tier_without_a_node_is_lost_and_does_not_hold_the_others_up(thorough,
     asyncio.run(check())
 
 
-def test_a_tier_that_is_late_does_not_hold_the_others_up(thorough, images):
-    async def slowly(response):
-        await asyncio.sleep(0.2)
-        return response
+def test_a_tier_that_is_late_does_not_hold_the_others_up(thorough, images, monkeypatch):
+    monkeypatch.setattr(health, "_LEAST_SECONDS", 0.02)
 
     async def check():
+        cloud_has_answered = asyncio.Event()
+
+        async def after_the_cloud(response):
+            await cloud_has_answered.wait()
+            await asyncio.sleep(0.05)
+            return response
+
+        def at_once(response):
+            cloud_has_answered.set()
+            return response
+
         async with started(thorough) as (client, gateway, wires):
-            for _ in range(3):
-                await lines_of(client, images[0])
+            await lines_of(client, images[0])
             times = gateway.clients["edge"].nodes[0].times(1)
             times.mean, times._spread = 0.01, 0.0
-            wires["edge"].change = slowly
+            wires["edge"].change, wires["cloud"].change = after_the_cloud, at_once
             found = await lines_of(client, images[0])
             assert [line["tier"] for line in found[1:]] == ["end", "cloud", "edge"], "asked before edge answered"
 
@@ -266,8 +285,7 @@ def test_a_tier_whose_answers_cannot_be_used_is_done_without(thorough, images, f
             wires["edge"].change = lambda response: response
             node = gateway.clients["edge"].nodes[0]
             await node.look()
-            while node.breaker.is_open:  # until it is tried again, if the answers rather than its health were wrong
-                await asyncio.sleep(0.05)
+            node.breaker._opened = -math.inf  # it is tried again, also if the answers rather than its health were wrong
             assert (await lines_of(client, images[0]))[-1]["lanes"] == [0, 1, 2], "it came back"
             assert (await client.get("/tiers")).json()[1]["available"]
 

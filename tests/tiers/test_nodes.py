@@ -32,7 +32,7 @@ def test_nodes_take_what_gateways_send_only(tiers):
 def check(tiers, monkeypatch):
     """Checks one node, which answers what a function of the request returns."""
 
-    def run(respond, seconds=1.0):
+    def run(respond, seconds=30.0):
         monkeypatch.setattr(clients, "Node", lambda url, tls: Node(url, tls, httpx.MockTransport(respond)))
         asyncio.run(check_nodes(tiers["end"].policy, {"edge": ["http://edge"]}, True, seconds))
 
