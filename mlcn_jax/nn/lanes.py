@@ -374,7 +374,8 @@ def lanes_one_by_one(function: Callable[[dict, Array], Any], params: dict, image
     starting it earlier. (`lax.optimization_barrier` does not: XLA removes it before it schedules a program's
     operations. And parameters that depend on something are compiled into other loops, which round otherwise than those
     of one lane.)
-    Accelerators run the lanes in a loop (`in_one_loop`).
+    Accelerators run the lanes in a loop (`in_one_loop`). With `tracing.Target.lanes_at_once`, lanes do not wait for
+    each other.
 
     Args:
       function: from one lane's parameters and the images to a tree of arrays; its errors are passed on.
@@ -389,7 +390,7 @@ def lanes_one_by_one(function: Callable[[dict, Array], Any], params: dict, image
         return [jax.tree.map(lambda array, i=i: array[i], stacked) for i in range(count)]
     results: list[Any] = []
     for i in range(count):
-        if results:
+        if results and not tracing.current().lanes_at_once:
             probe = sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in jax.tree.leaves(results[-1]))
             done = lax.bitcast_convert_type(probe, jnp.uint32) != _NO_RESULT  # always, which the compiler cannot know
             images = jnp.where(done, images, jnp.full_like(images, jnp.nan))

@@ -131,7 +131,8 @@ def write_functions(
         name = f"{stem}-{platform}-{min_batch}.jaxexport"
         (batch,) = jax.export.symbolic_shape("batch", constraints=[f"batch >= {min_batch}"])
         rows = jax.ShapeDtypeStruct((batch, *row.shape), row.dtype)
-        with tracing.using(tracing.Target(platform=device, batch=usual_batch)), _without_paths():
+        target = tracing.Target(platform=device, batch=usual_batch, lanes_at_once=True)  # few images, no gradients
+        with tracing.using(target), _without_paths():
             exported = jax.export.export(jax.jit(function), platforms=[platform])(shapes, rows)
         try:
             (folder / name).write_bytes(exported.serialize())

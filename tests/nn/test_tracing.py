@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from mlcn_jax.nn import conv, tracing
+from mlcn_jax.nn import conv, lanes, tracing
 
 X, KERNEL = jnp.ones((2, 12, 12, 8)), jnp.ones((5, 5, 8, 4))
 
@@ -72,6 +72,20 @@ def test_the_algorithms_change_no_result():
             results.append(np.asarray(convolve(X, KERNEL)))
     np.testing.assert_allclose(results[0], results[1], rtol=1e-5)
     np.testing.assert_allclose(results[0], results[2], rtol=1e-4)
+
+
+def test_lanes_wait_for_each_other_unless_they_may_be_computed_at_once():
+    def lengths(images):
+        return lanes.lanes_one_by_one(lambda kernel, images: (kernel * images).sum(), jnp.ones((2, 3)), images, 2)
+
+    def at_once(images):
+        with tracing.using(tracing.Target(lanes_at_once=True)):
+            return lengths(images)
+
+    waits = "bitcast_convert_type"  # of the first lane's result, on which the second lane's images depend
+    assert waits in primitives(lengths, jnp.ones(3))
+    assert waits not in primitives(at_once, jnp.ones(3))
+    assert lengths(jnp.ones(3)) == at_once(jnp.ones(3))
 
 
 def test_the_platform_is_that_of_the_default_device():
