@@ -151,6 +151,10 @@ def _all_as_test_set(dataset: Dataset) -> Dataset:
 def _check_unseen(dataset: Dataset, config: RunConfig, workdir: Path, all_images: bool) -> None:
     """Warns if the model was trained on images that are scored, or may have been: on some of a folder that changed."""
     stored = read_stored(workdir)
+    folders = [Path(each.data.dir).expanduser().resolve() for each in (config, stored) if each.data.name == "folder"]
+    of_the_run = len(folders) == 2 and folders[0] == folders[1]
+    if not (all_images or of_the_run):
+        return
     try:
         train = split_validation(dataset.train, stored.data.validation_fraction, stored.split_seed)[0]
         same = digest(train) == read_json(workdir / "model.json").get("training_images_sha256")
@@ -158,8 +162,7 @@ def _check_unseen(dataset: Dataset, config: RunConfig, workdir: Path, all_images
         same = False
     if same and all_images:
         _log.warning("the model was trained on these images: its accuracy on them says little")
-    folders = [Path(each.data.dir).expanduser().resolve() for each in (config, stored) if each.data.name == "folder"]
-    if not same and len(folders) == 2 and folders[0] == folders[1]:
+    if not same and of_the_run:
         _log.warning(
             "%s, or what is held out of it, has changed since the model was trained: it may have learned some of the "
             "images that are scored",
