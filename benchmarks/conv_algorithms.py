@@ -6,7 +6,8 @@ Four lanes vmapped over their kernels, and one residual lane by itself, as each 
 gradients (of the first convolution: the kernel's alone, since images need none; that of residual lanes is not trained,
 so only its forward time counts), in interleaved rounds on the backend at hand. The first convolution of a residual
 lane's stage is also timed as training runs it before pooling ("pooled"): without the odd row and column, and on a CPU a
-part of the batch at a time, with the algorithm that is chosen for the whole. Writes
+part of the batch at a time, with the algorithm that is chosen for the whole. Of 3x3 convolutions of 8 images also the
+largest error, relative to the largest value of the convolution in float64. Writes
 `benchmarks/results/conv_algorithms_<backend>.json` after each case; what is there of this machine is kept, and not
 measured again.
 """
@@ -17,6 +18,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import flags
 
 from benchmarks import networks, peers
@@ -37,6 +39,8 @@ CASES = {  # lanes, image size, channels in, kernel size, filters, stride, paddi
     "resnet w2, 7x7x96": (1, 7, 96, 3, 128, 1, "SAME"),
     "resnet w4, 15x15x64": (1, 15, 64, 3, 192, 1, "SAME"),
     "resnet w4, 7x7x192": (1, 7, 192, 3, 256, 1, "SAME"),
+    "resnet w8, 15x15x128": (1, 15, 128, 3, 384, 1, "SAME"),
+    "resnet w8, 7x7x384": (1, 7, 384, 3, 512, 1, "SAME"),
 }
 _BATCHES = (1, 8, 100)
 _TURN_SECONDS = 0.05  # of each algorithm in a round, at least one call
@@ -47,8 +51,10 @@ def as_pooled(batch: int, size: int, channels: int, filters: int, dtype: str) ->
     """Images at a time, and padding, of a residual lane's 3x3 convolution that pooling follows, in training."""
     shape = (batch, size, size, channels)
     kernel = jax.ShapeDtypeStruct((3, 3, channels, filters), dtype)
-    parts = resnet._parts(shape, kernel) if jax.default_backend() == "cpu" else 1
-    return batch // parts, resnet._even(shape)
+    even = resnet._even(shape)
+    algorithm = conv.choose("cpu", shape, kernel.shape, 1, even)
+    parts = resnet._parts(algorithm, shape, kernel) if jax.default_backend() == "cpu" else 1
+    return batch // parts, even
 
 
 def listed(dtype: str) -> dict[str, tuple[tuple, int, int]]:
@@ -85,6 +91,27 @@ def compile_case(case, batch: int, algorithm: str, gradients: bool, dtype: str):
     function = jax.grad(loss, argnums=1 if first else (0, 1)) if gradients else forward
     options = conv.compiler_options(jax.default_backend())
     return jax.jit(function, compiler_options=options).lower(x, kernels).compile(), (x, kernels)
+
+
+def error(x: np.ndarray, kernel: np.ndarray, y: jax.Array) -> float:
+    """The largest error of y, a 3x3 convolution of x padded by one, relative to the largest value in float64."""
+    padded, taps = np.pad(x.astype(np.float64), ((0, 0), (1, 1), (1, 1), (0, 0))), kernel.astype(np.float64)
+    height, width = x.shape[1:3]
+    exact = sum(padded[:, i : i + height, j : j + width] @ taps[i, j] for i in range(3) for j in range(3))
+    return float(np.max(np.abs(np.asarray(y) - exact)) / np.max(np.abs(exact)))
+
+
+def errors(case) -> dict[str, float]:
+    """`error` of the algorithms that can be chosen for the case's convolution."""
+    _, size, channels, _, filters, _, padding = case
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(8, size, size, channels)).astype(np.float32)
+    kernel = (rng.normal(size=(3, 3, channels, filters)) / np.sqrt(9 * channels)).astype(np.float32)
+    found = {}
+    for name in ("native", "winograd"):
+        convolve = functools.partial(conv.conv2d, padding=padding, algorithm=name)
+        found[name] = error(x, kernel, jax.jit(convolve)(x, kernel))
+    return found
 
 
 def measure(case, batch: int, gradients: bool, values: flags.FlagValues) -> dict[str, float]:
@@ -132,6 +159,8 @@ def main(values: flags.FlagValues) -> None:
                     "forward_milliseconds": measure(case, batch, False, values),
                     "with_gradients_milliseconds": measure(case, batch, True, values),
                 }
+                if taps == 3 and padding == "SAME" and batch == 8:
+                    results["cases"][title]["errors"] = errors(case)
                 print(f"{title}: {results['cases'][title]}", flush=True)
 
 

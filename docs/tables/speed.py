@@ -321,26 +321,9 @@ def lanes_together() -> str:
 
 
 @place
-def winograd() -> str:
-    result = benchmark("winograd_cpu")
-    images = [f"{result['batch']} images"] if "batch" in result else []  # else of each case
-    names = list(next(iter(result["cases"].values()))["milliseconds"])
-    rows = [
-        [
-            title,
-            *(f"{case['milliseconds'][name]:.1f}" for name in names),
-            *(f"{case['error'][name]:.0e}" for name in ("native", "winograd")),
-        ]
-        for title, case in result["cases"].items()
-    ]
-    header = " | ".join(["convolution", *(f"{name}, ms" for name in names), "error, native", "error, Winograd"])
-    return f"{table_of(header, rows)}\n\n{measured_on(result, *images, *_other_work(result['cases']))}"
-
-
-@place
 def conv_algorithms() -> str:
     result = benchmark("conv_algorithms_cpu")
-    names = list(next(iter(result["cases"].values()))["with_gradients_milliseconds"])
+    names = list(dict.fromkeys(name for case in result["cases"].values() for name in case["forward_milliseconds"]))
 
     def told(case: Mapping[str, Any], name: str) -> str:
         both = (case[way].get(name) for way in ("with_gradients_milliseconds", "forward_milliseconds"))
@@ -350,5 +333,11 @@ def conv_algorithms() -> str:
         [title, *(told(case, name) for name in names), f"`{case['chosen']}`"] for title, case in result["cases"].items()
     ]
     header = " | ".join(["convolution", *(f"`{name}`, ms" for name in names), "chosen"])
+    errors = [case["errors"] for case in result["cases"].values() if "errors" in case]
+    largest = {name: max(error[name] for error in errors) for name in errors[0]}
+    told_errors = ", ".join(f"`{name}` {value:.0e}" for name, value in largest.items())
     about = measured_on(result, "with gradients, forward alone", *_other_work(result["cases"]))
-    return f"{table_of(header, rows)}\n\n{about}"
+    return (
+        f"{table_of(header, rows)}\n\nLargest error of a 3x3 convolution in float32, relative to its largest value: "
+        f"{told_errors}.\n\n{about}"
+    )

@@ -1,17 +1,20 @@
 """Convolutions in forms that stay fast with many lanes on one device.
 
 XLA turns a convolution that is vmapped over its kernels into a grouped convolution, which is slow on every
-backend, and on a CPU its strided input gradient is slow even for one lane. There are three forms:
+backend, and on a CPU its strided input gradient is slow even for one lane. There are four forms:
 
 * `native` is XLA's own convolution; on a CPU it runs lane by lane, with a faster input gradient. Best on a CPU for
   small kernels between many channels, and for few images.
 * `im2col` copies what each output pixel sees into a row and multiplies once. Best where those rows are short, as in
   the first convolution of a lane, which reads the image.
 * `fourier` multiplies spectra (`conv_spectral`). Best for large kernels between many channels.
+* `winograd` multiplies transformed tiles (`conv_winograd`); for 3x3 kernels with stride 1. Best between many channels,
+  for so many images that the transform of the kernel costs little.
 
 Every function is written for one lane; the caller vmaps.
 
-Source: Chellapilla, Puri, Simard 2006 for im2col; Mathieu, Henaff, LeCun 2013 for products of spectra.
+Source: Chellapilla, Puri, Simard 2006 for im2col; Mathieu, Henaff, LeCun 2013 for products of spectra; Lavin and Gray
+2016 for Winograd's products.
 """
 
 import math
@@ -24,12 +27,16 @@ import numpy as np
 from jax import Array, lax
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import conv_spectral, tracing
+from mlcn_jax.nn import conv_spectral, conv_winograd, tracing
 
 # Limits of `choose` on a CPU, from benchmarks/conv_algorithms.py on 2 cores with AVX-512.
 _FOURIER_MIN_BATCH = 8  # below, transforming the kernel costs more than the rest
 _FOURIER_MIN_TAPS = 25
 _FEW_CHANNELS = 8  # below, XLA's convolutions are slow
+_WINOGRAD_MIN_ROWS = 48 * 1024  # tiles of the batch times channels: with fewer, the kernel's transform costs too much
+_WINOGRAD_MIN_CHANNELS = 64  # and filters
+_WINOGRAD_MIN_CHANNELS_FORWARD = 128  # without gradients
+_WINOGRAD_MIN_CHANNELS_SPARSE = 192  # where less than three quarters of the tiles are in the result
 _IM2COL_MAX_ENTRIES = 2**28  # the copied windows take 1 GiB in float32
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
 
@@ -58,8 +65,7 @@ def conv2d(x: Array, kernel: Array, *, stride: int = 1, padding: Padding = "VALI
     outputs = _num_outputs(x.shape, kernel.shape, stride, padding)
     if algorithm == "auto":
         algorithm = chosen(x.shape, kernel.shape, stride, padding)
-    able = [n for n in ALGORITHMS if n != "fourier" or conv_spectral.can_do(outputs, kernel.shape, stride)]
-    if algorithm not in able:
+    if algorithm not in (able := _able(outputs, kernel.shape, stride)):
         raise InputError(
             f"algorithm {algorithm!r} cannot convolve x {x.shape} with kernel {kernel.shape}, "
             f"stride {stride}, padding {padding}: use {', '.join(able)} or auto"
@@ -67,7 +73,40 @@ def conv2d(x: Array, kernel: Array, *, stride: int = 1, padding: Padding = "VALI
     return ALGORITHMS[algorithm](x, kernel, stride, _pads(x.shape, kernel.shape, stride, padding))
 
 
-def choose(backend: str, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], stride: int, padding: Padding) -> str:
+def convolution(kernel: Array, pads: conv_winograd.Pads, algorithm: str, batch: Array) -> Callable[[Array], Array]:
+    """`conv2d` with stride 1 as a function of parts of a batch: what the kernel alone gives is computed once."""
+    if algorithm == "winograd":
+        return conv_winograd.convolution(kernel, pads, batch)
+    return partial(conv2d, kernel=kernel, padding=pads, algorithm=algorithm)
+
+
+def gradients(
+    kernel: Array, pads: conv_winograd.Pads, algorithm: str, batch: Array
+) -> tuple[Callable[[Array, Array], tuple[Array, Array]], Callable[[Array], Array]]:
+    """The gradients of `convolution`; the batch is that of the result's gradients.
+
+    Returns:
+      A function of x and the gradient of the result that returns the gradient of x and a float32 array to be added up
+      over the parts, and a function that makes that sum the gradient of the kernel.
+    """
+    if algorithm == "winograd":
+        return conv_winograd.gradients(kernel, pads, batch)
+
+    def one(x: Array, g: Array) -> tuple[Array, Array]:
+        dx, dkernel = jax.vjp(partial(conv2d, padding=pads, algorithm=algorithm), x, kernel)[1](g)
+        return dx, dkernel.astype(jnp.float32)
+
+    return one, lambda total: total.astype(kernel.dtype)
+
+
+def choose(
+    backend: str,
+    x_shape: tuple[int, ...],
+    kernel_shape: tuple[int, ...],
+    stride: int,
+    padding: Padding,
+    gradients: bool = True,
+) -> str:
     """The algorithm for a shape: a fixed rule based on measurements, so that runs are reproducible.
 
     Only the rule for CPUs was measured (`benchmarks/conv_algorithms.py`); elsewhere matrix products are preferred to
@@ -76,6 +115,7 @@ def choose(backend: str, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...]
     Args:
       backend: platform that the program will run on, such as `cpu`.
       x_shape, kernel_shape, stride, padding: as for `conv2d`.
+      gradients: whether both gradients are wanted, too.
 
     Returns:
       A key of `ALGORITHMS`.
@@ -86,10 +126,21 @@ def choose(backend: str, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...]
     outputs = _num_outputs(x_shape, kernel_shape, stride, padding)
     batch, taps, channels = x_shape[0], math.prod(kernel_shape[:2]), kernel_shape[2]
     if backend == "cpu" and channels >= _FEW_CHANNELS:
+        if conv_winograd.can_do(kernel_shape, stride):
+            return "winograd" if _worth_tiles(batch, outputs, min(kernel_shape[2:]), gradients) else "native"
         large = batch >= _FOURIER_MIN_BATCH and taps >= _FOURIER_MIN_TAPS
         return "fourier" if large and conv_spectral.can_do(outputs, kernel_shape, stride) else "native"
     entries = batch * math.prod(outputs) * taps * channels
     return "im2col" if entries <= _IM2COL_MAX_ENTRIES else "native"
+
+
+def _worth_tiles(batch: int, outputs: tuple[int, ...], channels: int, gradients: bool) -> bool:
+    """Whether `winograd` is faster than `native` on a CPU, for the smaller number of channels and filters."""
+    tiles = conv_winograd.num_tiles(outputs)
+    least = _WINOGRAD_MIN_CHANNELS if gradients else _WINOGRAD_MIN_CHANNELS_FORWARD
+    if math.prod(outputs) < 0.75 * conv_winograd.TILE**2 * tiles:
+        least = _WINOGRAD_MIN_CHANNELS_SPARSE
+    return channels >= least and batch * tiles * channels >= _WINOGRAD_MIN_ROWS
 
 
 def key_of(x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], stride: int, padding: Padding) -> str:
@@ -104,7 +155,7 @@ def chosen(x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], stride: int,
     if target.batch:
         x_shape = (target.batch, *x_shape[1:])
     shape = (x_shape, kernel_shape, stride, padding)
-    return target.algorithm(key_of(*shape), lambda: choose(tracing.platform(), *shape))
+    return target.algorithm(key_of(*shape), lambda: choose(tracing.platform(), *shape, gradients=not target.inference))
 
 
 def lane_convs(
@@ -203,8 +254,8 @@ def _num_outputs(x_shape, kernel_shape, stride, padding):
 
 def _pads(x_shape, kernel_shape, stride, padding):
     if isinstance(padding, str):
-        return lax.padtype_to_pads(x_shape[1:3], kernel_shape[:2], (stride, stride), padding)
-    return padding
+        padding = lax.padtype_to_pads(x_shape[1:3], kernel_shape[:2], (stride, stride), padding)
+    return tuple((low, high) for low, high in padding)
 
 
 def _native(x, kernel, stride, pads):
@@ -272,7 +323,17 @@ ALGORITHMS: dict[str, Callable[..., Array]] = {
     "native": _native,
     "im2col": _im2col,
     "fourier": conv_spectral.conv2d,
+    "winograd": conv_winograd.conv2d,
 }
+
+
+def _able(outputs: tuple[int, ...], kernel_shape: tuple[int, ...], stride: int) -> list[str]:
+    """The algorithms for a kernel and the rows and columns of its result."""
+    limited = {
+        "fourier": conv_spectral.can_do(outputs, kernel_shape, stride),
+        "winograd": conv_winograd.can_do(kernel_shape, stride),
+    }
+    return [name for name in ALGORITHMS if limited.get(name, True)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from mlcn_jax.nn import capsules, conv, resnet, tracing
 from mlcn_jax.nn.cut_points import CutPoint, cut_point, name_of
 from mlcn_jax.nn.remat import held
+from mlcn_jax.nn.schedule import after
 
 PRIMARY_DIM = 8
 LANE_ROUTINGS = ("published", "per_class")
@@ -364,17 +365,13 @@ def in_one_loop() -> bool:
     return tracing.platform() not in ("cpu", "onnx")
 
 
-_NO_RESULT = 0x7FA5A5A5  # bits of a signalling NaN, which no operation gives
-
-
 def lanes_one_by_one(function: Callable[[dict, Array], Any], params: dict, images: Array, count: int) -> list[Any]:
     """Applies `function` to one lane after another, so that the lanes' work space does not add up.
 
     On a CPU the images of a lane are made to depend on all results of the previous lane, which keeps the compiler from
-    starting it earlier. (`lax.optimization_barrier` does not: XLA removes it before it schedules a program's
-    operations. And parameters that depend on something are compiled into other loops, which round otherwise than those
-    of one lane.)
-    Accelerators run the lanes in a loop (`in_one_loop`). With `tracing.Target.lanes_at_once`, lanes do not wait for
+    starting it earlier. (Parameters that depend on something are compiled into other loops, which round otherwise than
+    those of one lane.)
+    Accelerators run the lanes in a loop (`in_one_loop`). With `tracing.Target.inference`, lanes do not wait for
     each other.
 
     Args:
@@ -390,10 +387,8 @@ def lanes_one_by_one(function: Callable[[dict, Array], Any], params: dict, image
         return [jax.tree.map(lambda array, i=i: array[i], stacked) for i in range(count)]
     results: list[Any] = []
     for i in range(count):
-        if results and not tracing.current().lanes_at_once:
-            probe = sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in jax.tree.leaves(results[-1]))
-            done = lax.bitcast_convert_type(probe, jnp.uint32) != _NO_RESULT  # always, which the compiler cannot know
-            images = jnp.where(done, images, jnp.full_like(images, jnp.nan))
+        if results and not tracing.current().inference:
+            images = after(results[-1], images)
         results.append(function(jax.tree.map(lambda array, i=i: array[i], params), images))
     return results
 

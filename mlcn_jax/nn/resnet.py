@@ -21,8 +21,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import conv, tracing
+from mlcn_jax.nn import conv, conv_winograd, tracing
 from mlcn_jax.nn.cut_points import cut_point
+from mlcn_jax.nn.schedule import in_parts
 
 STAGES = (16, 48, 64)  # filters of each stage for width 1
 MIN_SIZE = 9  # three poolings leave one pixel
@@ -114,7 +115,8 @@ class Trunk(nn.Module):
         def stem() -> Array:
             # In float32: the kernel magnifies what images hardly vary in, and with it what rounding changes.
             kernel, bias = (value.astype(jnp.float32) for value in Whitening(images.shape[-1], name=FROZEN)())
-            white = conv.conv2d(images, kernel, algorithm=self._algorithm) + bias[None, None, None]
+            algorithm = "auto" if self._algorithm == "winograd" else self._algorithm
+            white = conv.conv2d(images, kernel, algorithm=algorithm) + bias[None, None, None]
             return nn.gelu(white.astype(self.dtype))
 
         x = cut_point("stem", stem)
@@ -152,7 +154,7 @@ class Trunk(nn.Module):
         return self.algorithm
 
 
-def _even(shape: tuple[int, ...]) -> conv.Padding:
+def _even(shape: tuple[int, ...]) -> conv_winograd.Pads:
     """The padding with which a 3x3 convolution of x leaves out the odd last row and column that pooling leaves out."""
     return (1, 1 - shape[1] % 2), (1, 1 - shape[2] % 2)
 
@@ -167,60 +169,33 @@ def _convolve_and_pool(
     fit a cache. The backward pass needs only which of each four values was the largest; of equal ones the first gets
     the gradient.
     """
-    return _pool(conv.conv2d(x, kernel, padding=_even(x.shape), algorithm=algorithm))
+    return _largest(conv.conv2d(x, kernel, padding=_even(x.shape), algorithm=algorithm))[0]
 
 
 def _convolve_and_pool_fwd(algorithm, x, kernel):
-    def largest(x):
-        return _largest(conv.conv2d(x, kernel, padding=_even(x.shape), algorithm=algorithm))
-
-    def part(i, found):
-        return jax.tree.map(lambda whole, own: _filled(whole, own, i), found, largest(split[i]))
-
-    split = x.reshape(_parts(x.shape, kernel), -1, *x.shape[1:])
-    room = tuple(_room(len(split), like, x) for like in jax.eval_shape(largest, split[0]))
-    pooled, which = lax.fori_loop(0, len(split), part, room)
-    return pooled.reshape(-1, *pooled.shape[2:]), (x, kernel, which)
+    convolve = conv.convolution(kernel, _even(x.shape), algorithm, x)
+    pooled, which = in_parts(lambda x: (_largest(convolve(x)), ()), _parts(algorithm, x.shape, kernel), x)[0]
+    return pooled, (x, kernel, which)
 
 
 def _convolve_and_pool_bwd(algorithm, saved, g):
     x, kernel, which = saved
+    gradients, finish = conv.gradients(kernel, _even(x.shape), algorithm, g)
 
-    def gradients(x, which, g):
-        convolve = functools.partial(conv.conv2d, padding=_even(x.shape), algorithm=algorithm)
-        dx, dkernel = jax.vjp(convolve, x, kernel)[1](_spread(g, which))
-        return dkernel.astype(jnp.float32), dx
+    def part(x, which, g):
+        return gradients(x, _spread(g, which))
 
-    def part(i, found):
-        total, whole = found
-        dkernel, dx = gradients(*(array[i] for array in split))
-        return total + dkernel, _filled(whole, dx, i)
-
-    parts = len(which)
-    split = x.reshape(parts, -1, *x.shape[1:]), which, g.reshape(parts, -1, *g.shape[1:])
-    total, like = jax.eval_shape(gradients, *(array[0] for array in split))
-    dkernel, dx = lax.fori_loop(0, parts, part, (tracing.zeros(total), _room(parts, like, x)))
-    return dx.reshape(x.shape), dkernel.astype(kernel.dtype)
-
-
-def _room(parts: int, like: jax.ShapeDtypeStruct, x: Array) -> Array:
-    """An array [parts, ...] for a loop to fill.
-
-    It is made of a value of x, since XLA would allocate constant arrays for all lanes before the first lane starts.
-    """
-    value = x.reshape(-1)[0].astype(like.dtype) + tracing.zeros(like.update(shape=(), sharding=None))
-    return jnp.broadcast_to(value, (parts, *like.shape))
-
-
-def _filled(whole: Array, part: Array, i: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(whole, part, i, 0)
+    dx, total = in_parts(part, _parts(algorithm, x.shape, kernel), x, which, g)
+    return dx, finish(total)
 
 
 _convolve_and_pool.defvjp(_convolve_and_pool_fwd, _convolve_and_pool_bwd)
 
 
-def _parts(shape: tuple[int, ...], kernel: Array) -> int:
+def _parts(algorithm: str, shape: tuple[int, ...], kernel: Array) -> int:
     """In how many equal parts a batch is convolved: not of too few images, of which XLA's gradients are slow."""
+    if algorithm == "winograd":
+        return conv_winograd.parts_of(shape, kernel.shape[-1], _even(shape))
     batch, height, width, _ = shape
     most = _PART_BYTES // (height * width * kernel.shape[-1] * kernel.dtype.itemsize)
     sizes = [size for size in range(min(_PART_IMAGES, batch), batch + 1) if batch % size == 0]
@@ -229,7 +204,7 @@ def _parts(shape: tuple[int, ...], kernel: Array) -> int:
 
 @jax.named_scope("pooling")
 def _largest(x: Float[Array, "batch h w c"]) -> tuple[Array, Array]:
-    """`_pool`, and which of each 2x2 values, from 0 to 3 row by row, is the first of the largest."""
+    """The largest of each 2x2 values, and which of them, from 0 to 3 row by row, is the first of the largest."""
     squares = _squares(x)
     top, low = ((squares[:, :, i, :, 0], squares[:, :, i, :, 1]) for i in (0, 1))
     largest = jnp.maximum(*top), jnp.maximum(*low)

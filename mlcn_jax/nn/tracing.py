@@ -23,14 +23,15 @@ class Target:
       platform: such as `cpu`, `gpu` or `onnx`; if empty, that of JAX's default device.
       batch: batch size for which algorithms are chosen if the traced one is symbolic; 0 takes the traced one.
       algorithms: pairs of a convolution (`conv.key_of`) and its algorithm; for others, `conv.choose` decides.
-      lanes_at_once: whether a CPU may compute several residual lanes at a time, which takes the memory of all.
+      inference: whether batches are small and nothing is differentiated: a CPU then computes several residual lanes at
+        a time, which takes the memory of all.
       exchange_dtype: dtype in which arrays are gathered and gradients scattered over devices; if empty, their own.
     """
 
     platform: str = ""
     batch: int = 0
     algorithms: tuple[tuple[str, str], ...] = ()
-    lanes_at_once: bool = False
+    inference: bool = False
     exchange_dtype: str = ""
     _record: "_Record | None" = dataclasses.field(default=None, repr=False)
 

@@ -28,7 +28,7 @@ from mlcn_jax.serving.predict import source_of
 from mlcn_jax.training.trained import Trained, load_trained
 
 # (platform of jax.export, jax's name for its devices, smallest batch, batch size that algorithms are chosen for)
-_FUNCTIONS = (("cpu", "cpu", 1, 1), ("cpu", "cpu", 8, 64), ("cuda", "gpu", 1, 64))
+_FUNCTIONS = (("cpu", "cpu", 1, 1), ("cpu", "cpu", 8, 8), ("cpu", "cpu", 32, 32), ("cuda", "gpu", 1, 64))
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax")
 
 
@@ -131,7 +131,7 @@ def write_functions(
         name = f"{stem}-{platform}-{min_batch}.jaxexport"
         (batch,) = jax.export.symbolic_shape("batch", constraints=[f"batch >= {min_batch}"])
         rows = jax.ShapeDtypeStruct((batch, *row.shape), row.dtype)
-        target = tracing.Target(platform=device, batch=usual_batch, lanes_at_once=True)  # few images, no gradients
+        target = tracing.Target(platform=device, batch=usual_batch, inference=True)
         with tracing.using(target), _without_paths():
             exported = jax.export.export(jax.jit(function), platforms=[platform])(shapes, rows)
         try:

@@ -30,7 +30,6 @@ from benchmarks import (
     peers,
     roofline,
     single_image,
-    winograd,
     worker,
 )
 from benchmarks.frameworks import in_artifact, in_mlcn_jax
@@ -135,26 +134,23 @@ def test_warm_calls_are_traced_and_timed():
 def test_convolutions_before_pooling_are_timed_as_a_training_step_runs_them(size, channels, filters):
     batch, padding = conv_algorithms.as_pooled(500, size, channels, filters, "float32")
     x, kernel = jnp.zeros((500, size, size, channels)), jnp.zeros((3, 3, channels, filters))
-    step = jax.grad(lambda kernel: resnet._convolve_and_pool("native", x, kernel).sum())
+    algorithm = conv.choose("cpu", x.shape, kernel.shape, 1, padding)
+    step = jax.grad(lambda kernel: resnet._convolve_and_pool(algorithm, x, kernel).sum())
     lowered = jax.jit(step).lower(kernel).as_text()
     pads = "], [".join(f"{before}, {after}" for before, after in padding)
     runs = rf"pad = \[\[{re.escape(pads)}\]\].*tensor<{batch}x{size}x{size}x{channels}xf32>"
-    assert re.search(runs, lowered)
+    assert re.search(runs if algorithm == "native" else rf"tensor<{batch}x{size}x{size}x{channels}xf32>", lowered)
     assert batch < 500
     timed = [(case[1:3], case[4], case[6], at_once) for case, at_once, _ in conv_algorithms.listed("float32").values()]
     assert ((size, channels), filters, padding, batch) in timed or channels == 24
-    cases = winograd.listed([2, 4], [500]).values()
-    assert (batch, size, channels, filters, size - 1) in cases
 
 
-@pytest.mark.parametrize("outputs", [15, 14])
-def test_winograd_is_the_convolution_with_and_without_the_odd_row(outputs, rng):
-    x, kernel = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 15, 15, 3), (3, 3, 3, 4)))
-    padding = "SAME" if outputs == 15 else resnet._even(x.shape)
-    expected = conv.conv2d(x, kernel, padding=padding, algorithm="native")
-    for function in (winograd.winograd, winograd.native):
-        np.testing.assert_allclose(function(x, kernel, outputs), expected, atol=1e-4)
-        assert winograd.error(x, kernel, outputs, functools.partial(function, outputs=outputs)) < 1e-5
+def test_the_error_of_an_algorithm_is_relative_to_the_largest_value(rng):
+    x, kernel = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 7, 7, 3), (3, 3, 3, 4)))
+    exact = conv.conv2d(jnp.asarray(x), jnp.asarray(kernel), padding="SAME", algorithm="native")
+    assert conv_algorithms.error(x, kernel, exact) < 1e-6
+    wrong = exact.at[0, 0, 0, 0].add(jnp.max(jnp.abs(exact)))
+    assert conv_algorithms.error(x, kernel, wrong) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize("form", ["jax", "fused"])

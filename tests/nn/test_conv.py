@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import conv, tracing
+from mlcn_jax.nn import conv, conv_winograd, tracing
 
 # x, kernel, stride, padding
 SHAPES = [
@@ -19,6 +19,8 @@ SHAPES = [
     ((1, 19, 17, 3), (9, 9, 3, 2), 2, "VALID"),
     ((2, 7, 10, 2), (3, 3, 2, 5), 1, "SAME"),
     ((2, 7, 10, 2), (3, 3, 2, 5), 1, ((1, 0), (1, 1))),
+    ((4, 9, 4, 3), (3, 3, 3, 2), 1, "VALID"),
+    ((2, 1, 13, 2), (3, 3, 2, 3), 1, ((2, 3), (0, 0))),
     ((2, 7, 10, 2), (3, 3, 2, 5), 2, "SAME"),
     ((3, 8, 5, 2), (2, 4, 2, 3), 2, "SAME"),
     ((2, 9, 9, 1), (9, 9, 1, 3), 2, "VALID"),
@@ -65,8 +67,15 @@ def assert_close(actual, expected, tolerance=1e-5):
     assert error < tolerance
 
 
-@pytest.mark.parametrize("algorithm", conv.ALGORITHMS)
-@pytest.mark.parametrize(("x_shape", "kernel_shape", "stride", "padding"), SHAPES)
+@pytest.mark.parametrize(
+    ("algorithm", "x_shape", "kernel_shape", "stride", "padding"),
+    [
+        (algorithm, *shape)
+        for algorithm in conv.ALGORITHMS
+        for shape in SHAPES
+        if algorithm != "winograd" or conv_winograd.can_do(shape[1], shape[2])
+    ],
+)
 def test_values_and_gradients_are_those_of_the_definition(algorithm, x_shape, kernel_shape, stride, padding):
     x, kernel = draw(0, *x_shape), draw(1, *kernel_shape)
 
@@ -81,6 +90,49 @@ def test_values_and_gradients_are_those_of_the_definition(algorithm, x_shape, ke
     assert_close(y, expected)
     for actual, expected in zip(gradients, direct(x, kernel, stride, padding, g), strict=True):
         assert_close(actual, expected)
+
+
+def test_tiles_in_parts_give_what_the_whole_batch_gives(monkeypatch):
+    x, kernel, pads = draw(0, 6, 7, 10, 3), draw(1, 3, 3, 3, 5), ((1, 0), (1, 1))
+    whole = conv_winograd.parts_of(x.shape, 5, pads)
+    monkeypatch.setattr(conv_winograd, "_PART_BYTES", 4 * 36 * 6 * (3 + 5) * 3)  # of three images
+    assert (whole, conv_winograd.parts_of(x.shape, 5, pads)) == (1, 2)
+    y, pullback = jax.vjp(lambda x, kernel: conv.conv2d(x, kernel, padding=pads, algorithm="winograd"), x, kernel)
+    assert_close(y, direct(x, kernel, 1, pads))
+    g = draw(2, *y.shape)
+    for actual, expected in zip(pullback(g), direct(x, kernel, 1, pads, g), strict=True):
+        assert_close(actual, expected)
+
+
+def test_parts_of_a_batch_of_tiles_are_not_tiny(monkeypatch):
+    monkeypatch.setattr(conv_winograd, "_PART_BYTES", 4 * 36 * 4 * (3 + 5) * 9)  # of nine images
+    parts = [conv_winograd.parts_of((n, 8, 8, 3), 5, ((1, 1), (1, 1))) for n in (9, 14, 18, 13, 22)]
+    assert parts == [1, 2, 2, 1, 2], "of at least a quarter of nine images"
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_tiles_vmapped_over_lanes_equal_a_loop(platform):
+    x, kernels, g = draw(0, 2, 7, 7, 3), draw(1, 3, 3, 3, 3, 4), draw(2, 3, 2, 7, 7, 4)
+
+    def loss(x, kernel, g):
+        return jnp.sum(conv.conv2d(x, kernel, padding="SAME", algorithm="winograd") * g)
+
+    gradients = jax.grad(loss, argnums=(0, 1))
+    with tracing.using(tracing.Target(platform=platform)):
+        found = jax.jit(jax.vmap(gradients, in_axes=(None, 0, 0)))(x, kernels, g)
+    for i in range(3):
+        for actual, expected in zip(found, gradients(x, kernels[i], g[i]), strict=True):
+            assert_close(actual[i], expected)
+
+
+def test_tiles_are_computed_in_float32():
+    x, kernel = draw(0, 2, 8, 8, 4, dtype=jnp.bfloat16), draw(1, 3, 3, 4, 8, dtype=jnp.bfloat16)
+    y, pullback = jax.vjp(lambda *args: conv.conv2d(*args, algorithm="winograd"), x, kernel)
+    g = draw(2, *y.shape, dtype=jnp.bfloat16)
+    expected = (direct(x, kernel, 1, "VALID"), *direct(x, kernel, 1, "VALID", g))
+    for actual, reference in zip((y, *pullback(g)), expected, strict=True):
+        assert actual.dtype == jnp.bfloat16
+        assert_close(actual, reference, tolerance=0.004)
 
 
 @pytest.mark.parametrize("algorithm", FORMS)
@@ -144,7 +196,7 @@ def test_native_gradients_have_the_layout_that_is_fast_in_loops(stride):
     assert set(layouts) == {"[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]"}
 
 
-@pytest.mark.parametrize("algorithm", conv.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ["native", *FORMS])
 def test_bfloat16_stays_within_its_rounding(algorithm):
     x, kernel = draw(0, 2, 16, 16, 4, dtype=jnp.bfloat16), draw(1, 9, 9, 4, 8, dtype=jnp.bfloat16)
     y, pullback = jax.vjp(lambda *args: conv.conv2d(*args, stride=2, algorithm=algorithm), x, kernel)
@@ -195,7 +247,8 @@ def test_an_algorithm_that_cannot_do_the_shape_names_those_that_can():
 @pytest.mark.parametrize(
     ("size", "kwargs", "message"),
     [
-        (3, {"algorithm": "winograd"}, "use native, im2col, fourier"),
+        (3, {"algorithm": "fft"}, "use native, im2col, fourier, winograd or auto"),
+        (2, {"algorithm": "winograd"}, "use native, im2col, fourier or auto"),
         (3, {"padding": "FULL"}, "VALID or SAME"),
         (5, {}, "larger than the image"),
     ],
@@ -218,7 +271,11 @@ def test_auto_runs_the_chosen_algorithm():
         ("cpu", (100, 28, 28, 1), (9, 9, 1, 64), 1, "im2col"),
         ("cpu", (100, 20, 20, 64), (9, 9, 64, 64), 2, "fourier"),
         ("cpu", (1, 20, 20, 64), (9, 9, 64, 64), 2, "native"),
-        ("cpu", (100, 20, 20, 64), (3, 3, 64, 64), 1, "native"),
+        ("cpu", (100, 20, 20, 64), (3, 3, 64, 64), 1, "winograd"),
+        ("cpu", (100, 20, 20, 64), (3, 3, 64, 48), 1, "native"),
+        ("cpu", (8, 20, 20, 64), (3, 3, 64, 64), 1, "native"),
+        ("cpu", (500, 8, 8, 96), (3, 3, 96, 128), 1, "native"),
+        ("cpu", (500, 8, 8, 192), (3, 3, 192, 256), 1, "winograd"),
         ("cpu", (100, 128, 128, 64), (9, 9, 64, 64), 2, "native"),
         ("gpu", (100, 20, 20, 64), (9, 9, 64, 64), 2, "im2col"),
         ("gpu", (100, 224, 224, 64), (9, 9, 64, 64), 1, "native"),
@@ -226,6 +283,13 @@ def test_auto_runs_the_chosen_algorithm():
 )
 def test_choose_follows_what_was_measured(backend, x_shape, kernel_shape, stride, expected):
     assert conv.choose(backend, x_shape, kernel_shape, stride, "VALID") == expected
+
+
+def test_tiles_of_few_channels_are_worth_their_transforms_with_gradients_only():
+    shape = (100, 15, 15, 64), (3, 3, 64, 64), 1, "SAME"
+    assert [conv.choose("cpu", *shape, gradients=gradients) for gradients in (True, False)] == ["winograd", "native"]
+    with tracing.using(tracing.Target(platform="cpu", inference=True)):
+        assert conv.chosen(*shape) == "native"
 
 
 @pytest.mark.parametrize("algorithm", FORMS)

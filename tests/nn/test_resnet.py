@@ -11,7 +11,7 @@ from jax import lax
 
 from mlcn_jax.data.batches import Augmentation
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import calibration, capsules, lanes, losses, model, resnet, tracing
+from mlcn_jax.nn import calibration, capsules, conv_winograd, lanes, losses, model, resnet, tracing
 from mlcn_jax.nn.lane_losses import outputs_and_loss
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.step import make_loss
@@ -83,13 +83,24 @@ def test_normalised_values_and_their_gradient_are_those_of_the_definition():
 
 
 @pytest.mark.parametrize(
-    ("batch", "size", "most", "parts"), [(12, 7, 3, 4), (12, 8, 5, 3), (7, 6, 1, 1), (11, 6, 4, 1)]
+    ("algorithm", "batch", "size", "most", "parts"),
+    [
+        ("native", 12, 7, 3, 4),
+        ("native", 12, 8, 5, 3),
+        ("native", 7, 6, 1, 1),
+        ("native", 11, 6, 4, 1),
+        ("winograd", 12, 7, 3, 4),
+        ("winograd", 7, 8, 1, 7),
+    ],
 )
-def test_convolutions_pooled_in_parts_have_the_gradients_of_the_whole(batch, size, most, parts, rng, monkeypatch):
+def test_convolutions_pooled_in_parts_have_the_gradients_of_the_whole(
+    algorithm, batch, size, most, parts, rng, monkeypatch
+):
+    monkeypatch.setattr(conv_winograd, "_PART_BYTES", most * 4 * 36 * 4 * (3 + 5))
     monkeypatch.setattr(resnet, "_PART_BYTES", most * size * size * 5 * 4)
     monkeypatch.setattr(resnet, "_PART_IMAGES", 2)
     x, kernel = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((batch, size, size, 3), (3, 3, 3, 5)))
-    assert resnet._parts(x.shape, kernel) == parts
+    assert resnet._parts(algorithm, x.shape, kernel) == parts
     weights = jnp.asarray(rng.normal(size=(batch, size // 2, size // 2, 5)), jnp.float32)
 
     def whole(x, kernel):
@@ -98,14 +109,23 @@ def test_convolutions_pooled_in_parts_have_the_gradients_of_the_whole(batch, siz
         return resnet._pool(y[:, :even, :even])
 
     def in_parts(x, kernel):
-        return resnet._convolve_and_pool("native", x, kernel)
+        return resnet._convolve_and_pool(algorithm, x, kernel)
 
-    np.testing.assert_allclose(in_parts(x, kernel), whole(x, kernel), atol=1e-5)
+    np.testing.assert_allclose(in_parts(x, kernel), whole(x, kernel), atol=1e-4)
     found, expected = (
         jax.value_and_grad(lambda x, kernel, of=of: jnp.sum(weights * of(x, kernel)), (0, 1))(x, kernel)
         for of in (in_parts, whole)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
+
+
+def test_lanes_with_tiles_are_those_without(params, images):
+    def values_and_gradients(conv):
+        spec = dataclasses.replace(SPEC, conv=conv)
+        return jax.value_and_grad(lambda encoder: jnp.sum(lane_outputs(spec, encoder, images)))(params["encoder"])
+
+    found, expected = (values_and_gradients(conv) for conv in ("winograd", "native"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, expected)
 
 
 def test_the_first_of_equal_values_gets_the_gradient_of_pooling():

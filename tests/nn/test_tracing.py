@@ -79,7 +79,7 @@ def test_lanes_wait_for_each_other_unless_they_may_be_computed_at_once():
         return lanes.lanes_one_by_one(lambda kernel, images: (kernel * images).sum(), jnp.ones((2, 3)), images, 2)
 
     def at_once(images):
-        with tracing.using(tracing.Target(lanes_at_once=True)):
+        with tracing.using(tracing.Target(inference=True)):
             return lengths(images)
 
     waits = "bitcast_convert_type"  # of the first lane's result, on which the second lane's images depend
