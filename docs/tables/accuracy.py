@@ -42,7 +42,7 @@ def _table_4_1(columns: Sequence[str], differences: bool) -> str:
 def readme_accuracy() -> str:
     runs = experiment("table_4_1_full")["runs"]
     table = _table_4_1(["published", "tuned", "tuned_per_lane"], differences=False)
-    return f"{table}\n\n*One seed each; a range is the minimum and maximum of three seeds. {runs_line(runs)[1:]}"
+    return f"{table}\n\n*One seed each; a range is the minimum and maximum of two or three seeds. {runs_line(runs)[1:]}"
 
 
 _HEADLINES = ("cifar_4xw3d2", "fashion_4xw3d2")  # rows of the README: the settings of the configs
