@@ -6,7 +6,8 @@ Four lanes vmapped over their kernels, and one residual lane by itself, as each 
 gradients (of the first convolution: the kernel's alone, since images need none; that of residual lanes is not trained,
 so only its forward time counts), in interleaved rounds on the backend at hand. The first convolution of a residual
 lane's stage is also timed as training runs it before pooling ("pooled"): without the odd row and column, and on a CPU a
-part of the batch at a time, with the algorithm that is chosen for the whole. Of 3x3 convolutions of 8 images also the
+part of the batch at a time, with the algorithm that is chosen for the whole; here `winograd` transforms the kernel for
+each part, in training once. Of 3x3 convolutions of 8 images also the
 largest error, relative to the largest value of the convolution in float64. Writes
 `benchmarks/results/conv_algorithms_<backend>.json` after each case; what is there of this machine is kept, and not
 measured again.

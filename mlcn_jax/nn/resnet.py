@@ -348,7 +348,7 @@ def fold(params: dict) -> dict:
 
 
 def _pool(x: Float[Array, "batch h w c"]) -> Float[Array, "batch h2 w2 c"]:
-    """The largest of each 2x2 values. Faster on a CPU than `reduce_window`."""
+    """The largest of each 2x2 values, away from a CPU, where `_largest` is faster."""
     return jnp.max(_squares(x), axis=(2, 4))
 
 

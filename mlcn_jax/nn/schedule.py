@@ -15,7 +15,7 @@ _NO_RESULT = 0x7FA5A5A5  # bits of a signalling NaN, which no operation gives
 
 
 def after(results: Any, array: Array) -> Array:
-    """The array, which whatever is computed from it makes wait for the results, a tree of arrays.
+    """The array, from which a program can compute nothing before it has the results, a tree of arrays.
 
     (`lax.optimization_barrier` does not: XLA removes it before it schedules a program's operations.)
     """

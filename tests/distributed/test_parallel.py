@@ -12,6 +12,7 @@ from made_params import made_params
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.distributed import traffic
 from mlcn_jax.errors import InputError
+from mlcn_jax.nn import conv_winograd
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training import loop
 from mlcn_jax.training.optimizer import make_optimizer
@@ -71,6 +72,16 @@ def test_eight_devices_with_a_lane_each_have_the_loss_and_gradients_of_one():
     batch = make_batch(np.random.default_rng(0), EIGHT)
     expected = jax.device_get(value_and_grad(EIGHT, None, params, batch))
     assert_close(value_and_grad(EIGHT, mesh_lib.make_mesh(1, 8), params, batch), expected)
+
+
+@pytest.mark.parametrize("conv", ["native", "winograd"])
+def test_residual_lanes_convolved_in_parts_have_the_gradients_of_one_device(conv, monkeypatch):
+    monkeypatch.setattr(conv_winograd, "_PART_BYTES", 2**18)  # so that the first convolutions take several parts
+    spec = ModelSpec("mlcn", (18, 18, 2), 3, "resnet:w1d2*2", norm_group=4, decoder=(8,), conv=conv)
+    params = jax.device_get(made_params(spec))
+    batch = make_batch(np.random.default_rng(0), spec, 16)
+    expected = jax.device_get(value_and_grad(spec, None, params, batch))
+    assert_close(value_and_grad(spec, mesh_lib.make_mesh(2, 2), params, batch), expected, 1e-4)
 
 
 def test_lanes_their_optimizer_state_and_the_decoder_lie_in_shares(rng):
