@@ -24,7 +24,6 @@ from benchmarks import peers
 from mlcn_jax.data.batches import Augmentation, to_pixels
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
-from mlcn_jax.nn import conv
 from mlcn_jax.nn.calibration import calibrate, fold_statistics, whiten
 from mlcn_jax.nn.distillation import Distillation, model_probabilities
 from mlcn_jax.nn.model import init_params
@@ -62,8 +61,8 @@ def main(values: flags.FlagValues) -> None:
     for name, (options, batch) in cases.items():
         states[name] = TrainState.create(jax.device_put(params), optimizer)
         step = make_train_step(spec, optimizer, reconstruction_weight=0.392, seed=0, **options)
-        steps[name], _ = compile_step(step, states[name], batch)
-    compiler = conv.compiler_options(jax.default_backend())
+        steps[name], _ = compile_step(spec, step, states[name], batch)
+    compiler = spec.compiler_options(jax.default_backend())
     ask = jax.jit(lambda images: distillation.probabilities(to_pixels(images)), compiler_options=compiler)
 
     def once(name: str) -> None:

@@ -25,7 +25,7 @@ from mlcn_jax.data import batches
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
-from mlcn_jax.nn import conv, model
+from mlcn_jax.nn import model
 from mlcn_jax.serving import artifact
 from mlcn_jax.training.trained import load_trained
 
@@ -58,7 +58,7 @@ def measure(workdir: Path, num_rounds: int) -> dict:
     def lengths(encoder, images):
         return model.class_lengths(trained.spec, model.encode(trained.spec, encoder, batches.to_pixels(images)))
 
-    jitted = jax.jit(lengths, compiler_options=conv.compiler_options(jax.default_backend()))
+    jitted = jax.jit(lengths, compiler_options=trained.spec.compiler_options(jax.default_backend()))
     rows = []
     for batch in _BATCHES:
         some = images[:batch]

@@ -46,7 +46,7 @@ def main(values: flags.FlagValues) -> None:
     for name, spec in specs.items():
         states[name] = TrainState.create(jax.device_put(params), optimizer)
         step = make_train_step(spec, optimizer, reconstruction_weight=0.392, seed=0)
-        steps[name], _ = compile_step(step, states[name], batch)
+        steps[name], _ = compile_step(spec, step, states[name], batch)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(values.rounds + 1):
         for name, step in steps.items():

@@ -77,7 +77,7 @@ def steps(lanes: str, counts: Sequence[int]) -> dict[str, Callable[[], Any]]:
     def one(count: int) -> Callable[[], Any]:
         state = TrainState.create(jax.device_put(params), optimizer)
         step = make_train_step(spec, optimizer, reconstruction_weight=0.392, seed=0)
-        program, _ = compiled(count, lambda: compile_step(step, state, batch))
+        program, _ = compiled(count, lambda: compile_step(spec, step, state, batch))
 
         def run() -> Any:
             nonlocal state
@@ -98,7 +98,7 @@ def convolutions(size: int, channels: int, filters: int) -> dict[str, Callable[[
     def one(algorithm: str, count: int) -> Callable[[], Any]:
         convolve = jax.vmap(functools.partial(conv.conv2d, padding="SAME", algorithm=algorithm))
         function = jax.grad(lambda x, kernels: jnp.sum(jnp.square(convolve(x, kernels))), argnums=(0, 1))
-        options = conv.compiler_options(jax.default_backend())
+        options = conv.compiler_options(jax.default_backend(), chains=False)
         lower = jax.jit(function, compiler_options=options).lower
         return functools.partial(compiled(count, lambda: lower(x, kernels).compile()), x, kernels)
 

@@ -71,7 +71,7 @@ def program(form: Callable, values: Array, bias: Array, weight: Array) -> Callab
     def total(values: Array, bias: Array, weight: Array) -> Array:
         return jnp.sum(form(values, bias) * weight)
 
-    jit = partial(jax.jit, compiler_options=conv.compiler_options(jax.default_backend()))  # as in training
+    jit = partial(jax.jit, compiler_options=conv.compiler_options(jax.default_backend(), chains=False))
     return jit(jax.value_and_grad(total, argnums=(0, 1))).lower(values, bias, weight).compile()
 
 

@@ -60,10 +60,10 @@ def main(values: flags.FlagValues) -> None:
         own = dataclasses.replace(spec, remat="none" if policy is None else "full")
         step = make_train_step(own, optimizer, reconstruction_weight=0.392, seed=0)
         with mock.patch.dict(remat.POLICIES, full=policy):  # of this step only
-            steps[name], compile_seconds[name] = compile_step(step, states[name], batch)
+            steps[name], compile_seconds[name] = compile_step(spec, step, states[name], batch)
     states["accumulated"] = TrainState.create(jax.device_put(params), optimizer)
     step = make_train_step(spec, optimizer, reconstruction_weight=0.392, seed=0, accumulation_steps=_PARTS)
-    steps["accumulated"], compile_seconds["accumulated"] = compile_step(step, states["accumulated"], batch)
+    steps["accumulated"], compile_seconds["accumulated"] = compile_step(spec, step, states["accumulated"], batch)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(values.rounds + 1):
         for name, step in steps.items():

@@ -52,7 +52,7 @@ _RUN_OTHERS = ("while", "conditional", "call")  # operations that take the time 
 
 def compile_probes() -> dict[str, tuple[Callable, int]]:
     """What measures the machine, compiled as the training step is: a call, and its FLOPs or bytes."""
-    options = conv.compiler_options(jax.default_backend())
+    options = conv.compiler_options(jax.default_backend(), chains=True)
 
     def compiled(function, *args):
         return functools.partial(jax.jit(function, compiler_options=options).lower(*args).compile(), *args)

@@ -65,7 +65,7 @@ def compile_form(form, u, weights):
     def total(u, weights):
         return jnp.sum(jnp.square(form(u, weights, 3)))
 
-    options = conv.compiler_options(jax.default_backend())
+    options = conv.compiler_options(jax.default_backend(), chains=True)
     step = jax.jit(jax.value_and_grad(total, argnums=(0, 1)), compiler_options=options)
     return step.lower(u, weights).compile()
 

@@ -74,7 +74,7 @@ class Point:
         self.batch = jax.device_put((images, labels))
         self.convolutions = tracing.resolve(step, self.state, *self.batch)
         self.flops = cost.matmul_flops(step, self.state, *self.batch)
-        self.compiled, self.compile_seconds = compile_step(step, self.state, self.batch)
+        self.compiled, self.compile_seconds = compile_step(spec, step, self.state, self.batch)
         self.memory = self.compiled.memory_analysis()
 
     def _step(self) -> dict:

@@ -30,7 +30,6 @@ from benchmarks.frameworks import in_artifact, in_mlcn_jax
 from mlcn_jax import host
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.launch import launch_script
-from mlcn_jax.nn import conv
 from mlcn_jax.nn.calibration import fold_statistics
 from mlcn_jax.nn.model import class_lengths, encode
 from mlcn_jax.placement import cost
@@ -65,7 +64,7 @@ def measure(network: networks.Network, rounds: int, product_rate: Callable[[], f
     spec = in_mlcn_jax.make_spec(network)
     encoder = fold_statistics(spec, in_mlcn_jax.start_params(network, calibrated=True))["encoder"]
     image = np.random.default_rng(0).integers(0, 256, (1, *network.image_shape), np.uint8)
-    options = conv.compiler_options(jax.default_backend())
+    options = spec.compiler_options(jax.default_backend(), 1)
 
     def lengths(encoder, images):
         return class_lengths(spec, encode(spec, encoder, to_pixels(images)))

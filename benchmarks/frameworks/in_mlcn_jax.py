@@ -107,7 +107,7 @@ class Program:
             step = make_train_step(self.spec, optimizer, reconstruction_weight=networks.RECONSTRUCTION_WEIGHT, seed=0)
             params, self.params = self.params, None  # the step takes them over
             self.state = TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
-            self.compiled, _ = compile_step(step, self.state, batch)
+            self.compiled, _ = compile_step(self.spec, step, self.state, batch)
             self.state, metrics = self.compiled(self.state, *batch)
             jax.block_until_ready(metrics)
             host.return_unused_memory()  # as training does

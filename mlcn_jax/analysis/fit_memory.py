@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import conv
 from mlcn_jax.nn.lanes import LaneGroup
 from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.nn.remat import OFFLOAD
@@ -153,6 +152,6 @@ def compiled_bytes(config: RunConfig, spec: ModelSpec) -> int:
     step = jax.jit(
         make_train_step(spec, optimizer, **step_options(config)),
         donate_argnums=0,
-        compiler_options=conv.compiler_options(jax.default_backend()),
+        compiler_options=spec.compiler_options(jax.default_backend()),
     )
     return compiled_memory_bytes(step.lower(state, images, jax.ShapeDtypeStruct((size,), jnp.int32)).compile())

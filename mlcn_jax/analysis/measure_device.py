@@ -54,8 +54,7 @@ _CLEARED_BYTES = 2**26  # more than the caches of a core hold
 class Program:
     """A compiled `(state, *inputs) -> (state, output)` with its current state. `bytes` is its peak memory."""
 
-    def __init__(self, step: Callable, state: Any, *inputs: Any):
-        options = conv.compiler_options(jax.default_backend())
+    def __init__(self, options: dict[str, str], step: Callable, state: Any, *inputs: Any):
         self._compiled = jax.jit(step, donate_argnums=0, compiler_options=options).lower(state, *inputs).compile()
         self.bytes = cost.compiled_memory_bytes(self._compiled)
         self._state, self._inputs = jax.device_put((state, inputs))
@@ -116,7 +115,9 @@ class Lab:
         """A training step of a group of lanes."""
         step = cost.make_lane_step(group, self.spec.lane_settings, self._optimizer)
         columns = jax.ShapeDtypeStruct((batch_size, self.spec.num_classes, group.count), self.spec.dtype)
-        return Program(step, self._lane_state(group), self._images(batch_size), self._made(columns))
+        return Program(
+            self._options(str(group)), step, self._lane_state(group), self._images(batch_size), self._made(columns)
+        )
 
     def lane_forward(self, group: lanes.LaneGroup, batch_size: int) -> Program:
         """The forward pass of a group of lanes alone."""
@@ -124,7 +125,7 @@ class Lab:
         def forward(state, images):
             return state, lanes.apply_group(state[0], group, self.spec.lane_settings, images)
 
-        return Program(forward, self._lane_state(group), self._images(batch_size))
+        return Program(self._options(str(group)), forward, self._lane_state(group), self._images(batch_size))
 
     def head_step(self, num_lanes: int, batch_size: int) -> Program:
         """Loss, decoder, their gradients and the decoder's update."""
@@ -144,7 +145,9 @@ class Lab:
         decoder = param_shapes(spec)["decoder"]
         v = jax.ShapeDtypeStruct((batch_size, spec.num_classes, num_lanes), spec.dtype)
         labels = self._rng.integers(0, spec.num_classes, batch_size, np.int32)
-        return Program(step, self._state(decoder), self._made(v), self._images(batch_size), labels)
+        return Program(
+            self._options(spec.lanes), step, self._state(decoder), self._made(v), self._images(batch_size), labels
+        )
 
     def whole_step(self, lanes: str, batch_size: int) -> Program:
         """A training step of a model of some lanes."""
@@ -154,7 +157,12 @@ class Lab:
         params, moments = self._state(param_shapes(spec))
         images = self._rng.integers(0, 256, (batch_size, *spec.image_shape), np.uint8)
         labels = self._rng.integers(0, spec.num_classes, batch_size, np.int32)
-        return Program(step, TrainState(jnp.zeros((), jnp.int32), params, moments), images, labels)
+        return Program(
+            self._options(lanes), step, TrainState(jnp.zeros((), jnp.int32), params, moments), images, labels
+        )
+
+    def _options(self, lanes: str) -> dict[str, str]:
+        return dataclasses.replace(self.spec, lanes=lanes).compiler_options(jax.default_backend())
 
     def _lane_state(self, group: lanes.LaneGroup) -> tuple:
         def init(key, images):
@@ -182,7 +190,7 @@ def tiny_network() -> Program:
 
     rng = np.random.default_rng(0)
     kernel, rows = (rng.standard_normal((size, 512)).astype(np.float32) / 512 for size in (512, 64))
-    return Program(step, kernel, rows)
+    return Program(conv.compiler_options(jax.default_backend(), chains=True), step, kernel, rows)
 
 
 _FITTED_KINDS = (*lanes.PUBLISHED_KINDS, "resnet")

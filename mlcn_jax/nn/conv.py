@@ -30,7 +30,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv_spectral, conv_winograd, tracing
 
 # Limits of `choose` on a CPU, from benchmarks/conv_algorithms.py on 2 cores with AVX-512.
-_FOURIER_MIN_BATCH = 8  # below, transforming the kernel costs more than the rest
+FOURIER_MIN_BATCH = 8  # below, transforming the kernel costs more than the rest
 _FOURIER_MIN_TAPS = 25
 _FEW_CHANNELS = 8  # below, XLA's convolutions are slow
 _WINOGRAD_MIN_ROWS = 48 * 1024  # tiles of the batch times channels: with fewer, the kernel's transform costs too much
@@ -128,7 +128,7 @@ def choose(
     if backend == "cpu" and channels >= _FEW_CHANNELS:
         if conv_winograd.can_do(kernel_shape, stride):
             return "winograd" if _worth_tiles(batch, outputs, min(kernel_shape[2:]), gradients) else "native"
-        large = batch >= _FOURIER_MIN_BATCH and taps >= _FOURIER_MIN_TAPS
+        large = batch >= FOURIER_MIN_BATCH and taps >= _FOURIER_MIN_TAPS
         return "fourier" if large and conv_spectral.can_do(outputs, kernel_shape, stride) else "native"
     entries = batch * math.prod(outputs) * taps * channels
     return "im2col" if entries <= _IM2COL_MAX_ENTRIES else "native"
@@ -219,18 +219,19 @@ def _compiled_once(function, static_argnums, platform):
 
 
 @lru_cache
-def compiler_options(backend: str) -> dict[str, str]:
+def compiler_options(backend: str, chains: bool) -> dict[str, str]:
     """Options for `jax.jit(compiler_options=...)` that speed up these products; {} if there are none.
 
-    On CPUs, XLA's YNN library then computes a chain of products, biases and relus at once, instead of one by
-    one with intermediate results in memory.
+    On CPUs, XLA's YNN library can compute a chain of products, biases and relus at once, instead of one by one with
+    intermediate results in memory. Products that are not in such chains are faster without it.
 
     Args:
       backend: platform that the program will run on, such as `cpu`.
+      chains: whether most products are in chains, as in `lane_convs` with spectra (`ModelSpec.compiler_options`).
     """
     if backend != "cpu":
         return {}
-    options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
+    options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT" if chains else ""}
     try:
         with jax.default_device(jax.devices(backend)[0]):
             jax.jit(lambda: jnp.zeros(()), compiler_options=options).lower().compile()

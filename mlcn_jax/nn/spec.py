@@ -12,7 +12,7 @@ import numpy as np
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv
 from mlcn_jax.nn.lane_list import parse_lanes
-from mlcn_jax.nn.lanes import LANE_KINDS, LANE_ROUTINGS, LaneGroup, LaneSettings, LaneSpec
+from mlcn_jax.nn.lanes import LANE_KINDS, LANE_ROUTINGS, PUBLISHED_KINDS, LaneGroup, LaneSettings, LaneSpec
 from mlcn_jax.nn.remat import REMATS
 
 MODELS = ("mlcn", "capsnet")
@@ -153,6 +153,17 @@ class ModelSpec:
     def lane_specs(self) -> tuple[LaneSpec, ...]:
         """The lanes one by one, in the order of the columns of the class capsules; empty for CapsNet."""
         return tuple(group.spec for group in self.lane_groups for _ in range(group.count))
+
+    def compiler_options(self, platform: str, batch: int | None = None) -> dict[str, str]:
+        """Options for `jax.jit` with which the model's programs are fastest (`conv.compiler_options`).
+
+        Args:
+          platform: that the program will run on, such as `cpu`.
+          batch: the least number of images that it will compute, if that may be less than a batch in training.
+        """
+        spectra = any(group.spec.kind in PUBLISHED_KINDS for group in self.lane_groups)
+        few = batch is not None and batch < conv.FOURIER_MIN_BATCH
+        return conv.compiler_options(platform, (spectra or self.compute_dtype == "bfloat16") and not few)
 
     @property
     def classifies_alone(self) -> np.ndarray:

@@ -19,9 +19,10 @@ from mlcn_jax.config import read_stored
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import hold, put_in_place, read_json, write_atomic, write_json
-from mlcn_jax.nn import conv, tracing
+from mlcn_jax.nn import tracing
 from mlcn_jax.nn.calibration import fold_statistics
 from mlcn_jax.nn.model import class_lengths, encode
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving import artifact, model_card
 from mlcn_jax.serving.parts import tolerance
 from mlcn_jax.serving.predict import source_of
@@ -99,13 +100,14 @@ def write(trained: Trained, folder: Path, command: str, source: Mapping[str, Any
         return class_lengths(spec, encode(spec, encoder, to_pixels(images)))
 
     row = jax.ShapeDtypeStruct(spec.image_shape, jnp.uint8)
-    functions = write_functions(folder, "inference", lengths, weights, row)
+    functions = write_functions(folder, "inference", spec, lengths, weights, row)
     write_manifest(folder, trained.step, functions, command, source=source)
 
 
 def write_functions(
     folder: Path,
     stem: str,
+    spec: ModelSpec,
     function: Callable[[dict[str, jax.Array], jax.Array], jax.Array],
     weights: Mapping[str, np.ndarray],
     row: jax.ShapeDtypeStruct,
@@ -115,6 +117,7 @@ def write_functions(
     Args:
       folder: folder to write to.
       stem: first part of the file names.
+      spec: the model that the function belongs to.
       function: function to export.
       weights: its first argument, by name.
       row: shape and dtype of one row of its second argument.
@@ -143,7 +146,7 @@ def write_functions(
                 "file": name,
                 "platforms": [platform],
                 "min_batch": min_batch,
-                "compiler_options": conv.compiler_options("cpu") if platform == "cpu" else {},
+                "compiler_options": spec.compiler_options(device, min_batch),
             }
         )
     return functions

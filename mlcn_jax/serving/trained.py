@@ -7,7 +7,6 @@ import jax
 
 from mlcn_jax import host
 from mlcn_jax.data.batches import to_pixels
-from mlcn_jax.nn import conv
 from mlcn_jax.nn.calibration import fold_statistics
 from mlcn_jax.nn.model import class_lengths, encode
 from mlcn_jax.serving.artifact import Classifier, apply_in_batches
@@ -30,6 +29,6 @@ class TrainedModel(Classifier):
         encoder = fold_statistics(spec, trained.params)["encoder"]
         lengths = jax.jit(
             lambda images: class_lengths(spec, encode(spec, encoder, to_pixels(images))),
-            compiler_options=conv.compiler_options(jax.default_backend()),
+            compiler_options=spec.compiler_options(jax.default_backend()),
         )
         self._compute = functools.partial(apply_in_batches, [(1, lengths)])

@@ -244,13 +244,13 @@ def _write(
         weights = {PART: {name: array for lane in lanes.values() for name, array in lane.arrays.items()}}
     else:
         weights = {PART: part.split_weights(_weights_of(trained, list(own.lanes)))[1]}
-        functions = write_functions(folder, PART, part.after, weights[PART], part.row)
+        functions = write_functions(folder, PART, trained.spec, part.after, weights[PART], part.row)
     home = {tier: other for tier, other in others.items() if other.cut != PIXELS}
     image = jax.ShapeDtypeStruct(trained.spec.image_shape, jnp.uint8)
     for tier, other in home.items():
         needed = other.split_weights(_weights_of(trained, list(policy.tier(tier).lanes)))[0]
         weights[HOME + tier] = needed
-        functions += write_functions(folder, HOME + tier, other.before, needed, image)
+        functions += write_functions(folder, HOME + tier, trained.spec, other.before, needed, image)
     arrays = {f"{stem}:{name}": array for stem, own in weights.items() for name, array in own.items()}
     np.savez(folder / artifact.WEIGHTS, **arrays)  # type: ignore[arg-type]
     about = {

@@ -18,7 +18,7 @@ from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import padded_batches, to_pixels
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.errors import Diverged
-from mlcn_jax.nn import conv, losses
+from mlcn_jax.nn import losses
 from mlcn_jax.nn.calibration import group_statistics, join_statistics
 from mlcn_jax.nn.model import (
     class_lengths,
@@ -100,7 +100,7 @@ def make_evaluator(spec: ModelSpec, reconstruction_weight: float, mesh: Mesh | N
         outputs = [lane_outputs(spec, params["encoder"], x, lane_axis) for x in views(pixels, flips)]
         return head_sums(spec, reconstruction_weight, params["decoder"], outputs, pixels, labels, mask, lane_axis)
 
-    options = conv.compiler_options(jax.default_backend())
+    options = spec.compiler_options(jax.default_backend())
     sums = {
         flips: jax.jit(mesh_lib.sum_over(mesh, functools.partial(sums_of_batch, flips)), compiler_options=options)
         for flips in (False, True)
@@ -120,7 +120,7 @@ def make_calibrator(spec: ModelSpec, mesh: Mesh | None = None) -> Callable[[dict
     """
     if not any(group.kind.normalises for group in spec.lane_groups):
         return lambda encoder, batches: {}
-    options = conv.compiler_options(jax.default_backend())
+    options = spec.compiler_options(jax.default_backend())
 
     def of_batch(encoder, images):
         return group_statistics(spec, encoder, to_pixels(images), mesh_lib.num_lane_shares(mesh))
@@ -225,7 +225,7 @@ def class_capsules(
 
 @functools.lru_cache(maxsize=1)
 def _compiled_encoder(spec: ModelSpec) -> Callable[[dict, np.ndarray], Array]:
-    options = conv.compiler_options(jax.default_backend())
+    options = spec.compiler_options(jax.default_backend())
     return jax.jit(lambda encoder, images: encode(spec, encoder, to_pixels(images)), compiler_options=options)
 
 

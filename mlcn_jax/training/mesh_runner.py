@@ -50,7 +50,7 @@ class MeshRunner:
         accumulation_steps: int = 1,
         exchange_dtype: str = "float32",
     ):
-        self._mesh = mesh
+        self._spec, self._mesh = spec, mesh
 
         def make_step(size: int) -> Callable:
             return make_train_step(
@@ -77,7 +77,9 @@ class MeshRunner:
     def compile(self, images: np.ndarray, labels: np.ndarray, soft: Any = (), *, sizes: Sequence[int] = (0,)) -> float:
         """Compiles the step for batches of this shape and each of `sizes`; returns the seconds taken."""
         batch = self.place(images, labels, soft)
-        compiled = {size: compile_step(self._make_step(size), self._state, batch) for size in dict.fromkeys(sizes)}
+        compiled = {
+            size: compile_step(self._spec, self._make_step(size), self._state, batch) for size in dict.fromkeys(sizes)
+        }
         self._compiled = {size: program for size, (program, _) in compiled.items()}
         self._untried = set(self._compiled)
         return sum(seconds for _, seconds in compiled.values())

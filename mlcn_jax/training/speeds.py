@@ -24,7 +24,7 @@ from mlcn_jax import host
 from mlcn_jax.distributed import processes
 from mlcn_jax.errors import Damaged
 from mlcn_jax.files import read_json, write_json
-from mlcn_jax.nn import conv, lanes
+from mlcn_jax.nn import lanes
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost
 from mlcn_jax.placement.problem import Problem
@@ -171,7 +171,7 @@ def _seconds(lane: lanes.LaneSpec, spec: ModelSpec, batch_size: int, device: jax
         )
         state = (params, optimizer.init(params))
         step = cost.make_lane_step(group, spec.lane_settings, optimizer)
-        options = conv.compiler_options(device.platform)
+        options = spec.compiler_options(device.platform)
         compiled = jax.jit(step, compiler_options=options).lower(state, images, columns).compile()
         given = jax.device_put((state, images, columns), device)
     return mean_seconds(lambda: compiled(*given), _LANE_SECONDS)

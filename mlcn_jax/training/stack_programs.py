@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from mlcn_jax.nn import conv
+from mlcn_jax.nn.spec import ModelSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +46,9 @@ def save(primitive: Any, *args: Any, **params: Any) -> bool:
     return primitive.name not in ("broadcast_in_dim", "gather", "custom_vjp_call")
 
 
-def lower(device: jax.Device, function: Callable, donated: tuple[int, ...], *args):
+def lower(spec: ModelSpec, device: jax.Device, function: Callable, donated: tuple[int, ...], *args):
     with jax.default_device(device):
-        options = conv.compiler_options(device.platform)
+        options = spec.compiler_options(device.platform)
         return jax.jit(function, donate_argnums=donated, compiler_options=options).lower(*args)
 
 

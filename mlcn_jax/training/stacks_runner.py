@@ -174,29 +174,28 @@ class StacksRunner:
         total = (square,) if self._clip_norm else ()
         lowered: dict[tuple, Any] = {}
         for s in self._mine:
-            device, state, key = self._stacks[s].device, self._states[s], self._keys[s]
+            spec, device, state, key = self._step.specs[s], self._stacks[s].device, self._states[s], self._keys[s]
             if all(("forward", *key, size) in self._programs for size in sizes):
                 continue
             for size in dict.fromkeys(sizes):
                 given = (state.params, state.step, square, self._places[s], images, labels, soft)
-                forward = lower(device, self._step.forward(s, size), (), *given)
-                backward = lower(
-                    device, self._step.backward(self._columns[s]), (), state, forward.out_info[1], self._to_stacks[s]
-                )
+                forward = lower(spec, device, self._step.forward(s, size), (), *given)
+                go_back = self._step.backward(self._columns[s])
+                backward = lower(spec, device, go_back, (), state, forward.out_info[1], self._to_stacks[s])
                 lowered |= {("forward", *key, size): forward, ("backward", *key, size): backward}
-            lowered["update", *key] = lower(device, self._step.update, (0,), state, backward.out_info[0], *total)
+            lowered["update", *key] = lower(spec, device, self._step.update, (0,), state, backward.out_info[0], *total)
         if self._is_head and ("read", *self._model_key) not in self._programs:
             numbers = jax.ShapeDtypeStruct((FROM_HEAD,), jnp.float32)
             read, cut = (partial(function, self._columns) for function in (self._step.read, self._step.cut))
-            lowered["read", *self._model_key] = lower(self._head, read, (), self._exchange.joined(to_head))
+            lowered["read", *self._model_key] = lower(self._spec, self._head, read, (), self._exchange.joined(to_head))
             lowered["cut", *self._model_key] = lower(
-                self._head, lambda *given: self._exchange.together(cut(*given)), (), v, numbers
+                self._spec, self._head, lambda *given: self._exchange.together(cut(*given)), (), v, numbers
             )
         if self._is_head and ("head", *self._head_key) not in self._programs:
             numbers = jax.ShapeDtypeStruct((FROM_STACK,), jnp.float32)
             arguments = (self._head_state, v, numbers, square, images, labels, soft)
-            head = lower(self._head, self._step.head_step, (), *arguments)
-            update = lower(self._head, self._step.update, (0,), self._head_state, head.out_info[0], *total)
+            head = lower(self._spec, self._head, self._step.head_step, (), *arguments)
+            update = lower(self._spec, self._head, self._step.update, (0,), self._head_state, head.out_info[0], *total)
             lowered |= {("head", *self._head_key): head, ("update", *self._head_key): update}
         with ThreadPoolExecutor() as pool:
             compiled = pool.map(lambda program: program.compile(), lowered.values())
@@ -333,7 +332,7 @@ class StacksRunner:
         """Runs a function on a device, compiling it once for each set of argument shapes."""
         key = (name, *key, *(x.shape for x in jax.tree.leaves(args)))
         if key not in self._programs:
-            self._programs[key] = lower(device, function, (), *args).compile()
+            self._programs[key] = lower(self._spec, device, function, (), *args).compile()
         return self._programs[key](*args)
 
     def fetch(self) -> TrainState:

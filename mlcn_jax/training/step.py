@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from mlcn_jax import host
 from mlcn_jax.data import batches
 from mlcn_jax.distributed import mesh as mesh_lib
-from mlcn_jax.nn import conv, losses
+from mlcn_jax.nn import losses
 from mlcn_jax.nn.distillation import Distillation
 from mlcn_jax.nn.lane_losses import View, outputs_and_loss
 from mlcn_jax.nn.model import class_lengths, drop_lanes, join_lanes, joint_margin_loss, lane_cross_entropy, reconstruct
@@ -218,12 +218,14 @@ def make_train_step(
     return train_step
 
 
-def compile_step(step_fn: Callable, state: TrainState, batch: tuple) -> tuple[jax.stages.Compiled, float]:
-    """The step compiled ahead of time, with its state donated, and the seconds taken.
+def compile_step(
+    spec: ModelSpec, step_fn: Callable, state: TrainState, batch: tuple
+) -> tuple[jax.stages.Compiled, float]:
+    """The step of a model compiled ahead of time, with its state donated, and the seconds taken.
 
     The new state has the sharding of `state`.
     """
-    options = conv.compiler_options(jax.default_backend())
+    options = spec.compiler_options(jax.default_backend())
     started = time.monotonic()
     where = jax.tree.map(lambda leaf: leaf.sharding, state)
     jitted = jax.jit(step_fn, donate_argnums=0, compiler_options=options, out_shardings=(where, None))

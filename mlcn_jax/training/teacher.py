@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Augmentation, Split, padded_batches, to_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
-from mlcn_jax.nn import conv
 from mlcn_jax.nn.calibration import fold_statistics
 from mlcn_jax.nn.distillation import Distillation, mean_probabilities, model_probabilities
 from mlcn_jax.training.session import Session
@@ -33,10 +33,12 @@ class Teacher:
     Attributes:
       distillation: how lanes learn from it; None without a teacher.
       digests: SHA-256 of each of its models: parameters, and how their outputs are joined.
+      compiler_options: those of its first model.
     """
 
     distillation: Distillation | None = None
     digests: tuple[str, ...] = ()
+    compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def facts(self) -> dict[str, Any]:
         """Its entry in `model.json`, so that the run is not resumed with another one."""
@@ -64,8 +66,7 @@ class Teacher:
     def _of(self, images: np.ndarray, batch_size: int) -> Float32[np.ndarray, "n classes"]:
         assert self.distillation is not None
         probabilities = self.distillation.probabilities
-        options = conv.compiler_options(jax.default_backend())
-        ask = jax.jit(lambda images: probabilities(to_pixels(images)), compiler_options=options)
+        ask = jax.jit(lambda images: probabilities(to_pixels(images)), compiler_options=dict(self.compiler_options))
         split = Split(images, np.zeros(len(images), np.int32))
         parts = [np.asarray(ask(batch)) for batch, _, _ in padded_batches(split, batch_size)]
         return np.concatenate(parts)[: len(images)]
@@ -94,7 +95,7 @@ def open_teacher(session: Session) -> Teacher:
     members = [model_probabilities(m.spec, _encoder(m)) for m in models]
     _log.info("learning from %s: %s", " and ".join(names), ", ".join(m.spec.lanes or m.spec.name for m in models))
     distillation = Distillation(mean_probabilities(members), settings.teacher_weight, settings.teacher_temperature)
-    return Teacher(distillation, tuple(map(_digest, models)))
+    return Teacher(distillation, tuple(map(_digest, models)), models[0].spec.compiler_options(jax.default_backend()))
 
 
 def _digest(model: Trained) -> str:

@@ -92,7 +92,7 @@ def test_lanes_their_optimizer_state_and_the_decoder_lie_in_shares(rng):
     state = mesh_lib.place_state(mesh, whole)
     step = make_train_step(LANES, optimizer, reconstruction_weight=0.4, seed=0, mesh=mesh)
     batch = mesh_lib.place_batch(mesh, make_batch(rng, LANES))
-    compiled, _ = compile_step(step, state, batch)
+    compiled, _ = compile_step(LANES, step, state, batch)
     state, _ = compiled(state, *batch)
     for tree in (state.params, state.optimizer[0].mu, state.optimizer[0].nu):
         for group, count in (("mlcn2_w1d1", 1), ("mlcn1_w1d2", 1)):
@@ -181,7 +181,7 @@ def compiled_step(rng, spec, data, lane, dtype="float32", clip_norm=0.0):
     whole = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
     state, batch = mesh_lib.place_state(mesh, whole), mesh_lib.place_batch(mesh, make_batch(rng, spec))
     step = make_train_step(spec, optimizer, reconstruction_weight=0.4, seed=0, mesh=mesh, exchange_dtype=dtype)
-    compiled, _ = compile_step(step, state, batch)
+    compiled, _ = compile_step(spec, step, state, batch)
     return compiled.as_text()
 
 

@@ -305,6 +305,7 @@ def test_bfloat16_products_add_up_in_float32(algorithm):
 
 
 def test_compiler_options_compile_and_are_empty_where_unknown():
-    options = conv.compiler_options(jax.default_backend())
-    assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
-    assert conv.compiler_options("no such backend") == {}
+    for chains in (False, True):
+        options = conv.compiler_options(jax.default_backend(), chains)
+        assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
+        assert conv.compiler_options("no such backend", chains) == {}

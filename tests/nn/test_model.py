@@ -7,7 +7,7 @@ import pytest
 from made_params import made_params
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import capsules, model
+from mlcn_jax.nn import capsules, conv, model
 from mlcn_jax.nn.model import CapsuleNetwork, count_parameters
 from mlcn_jax.nn.spec import COMPUTE_DTYPES, ModelSpec, spec_of
 
@@ -212,3 +212,20 @@ def test_a_part_of_a_model_keeps_the_weights_of_its_lanes():
 def test_unusable_weights_are_refused(weights, message):
     with pytest.raises(InputError, match=message):
         dataclasses.replace(SMALL, lane_weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "batch", "dtype", "fused"),
+    [
+        ("mlcn1:w2*4", None, "float32", True),
+        ("mlcn2:w2,resnet:w1d1", 8, "float32", True),
+        ("mlcn1:w2*4", 1, "float32", False),
+        ("resnet:w1d1*2", None, "float32", False),
+        ("resnet:w1d1*2", None, "bfloat16", True),
+        ("", None, "float32", False),
+    ],
+)
+def test_products_are_fused_where_lanes_have_chains_of_them(lanes, batch, dtype, fused, monkeypatch):
+    monkeypatch.setattr(conv, "compiler_options", lambda platform, chains: chains)
+    spec = ModelSpec("mlcn" if lanes else "capsnet", (32, 32, 3), 10, lanes=lanes, compute_dtype=dtype)
+    assert spec.compiler_options("cpu", batch) == fused

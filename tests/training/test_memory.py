@@ -39,7 +39,7 @@ def step_of(spec, mesh=None, options=None, **more):
     state = mesh_lib.place_state(mesh, TrainState.create(made_params(spec), optimizer))
     step = make_train_step(spec, optimizer, mesh=mesh, **{**(options or STEP), **more})
     batch = mesh_lib.place_batch(mesh, make_batch(spec))
-    compiled, _ = compile_step(step, state, batch)
+    compiled, _ = compile_step(spec, step, state, batch)
     state, metrics = compiled(state, *batch)
     return jax.device_get((metrics, state.optimizer)), compiled.memory_analysis().temp_size_in_bytes
 

@@ -25,7 +25,7 @@ def write_lanes(
     if in_xla:
         weights = {name: array for own in in_xla.values() for name, array in own.arrays.items()}
         precisions = {lane: own.form.precision for lane, own in in_xla.items()}
-        functions = write_functions(folder, STEM, lanes_function(spec, precisions), weights, row)
+        functions = write_functions(folder, STEM, spec, lanes_function(spec, precisions), weights, row)
     files = []
     for lane, own in chosen.items():
         if own.form.runtime == ONNX:

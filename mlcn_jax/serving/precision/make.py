@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, UInt8
 
 from mlcn_jax import host
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import conv, resnet, tracing
+from mlcn_jax.nn import resnet, tracing
 from mlcn_jax.nn.lanes import apply_lane
 from mlcn_jax.nn.model import join_lanes, params_of_lanes
 from mlcn_jax.nn.spec import ModelSpec, spec_of
@@ -96,7 +96,7 @@ def from_arrays(spec: ModelSpec, lane: int, form: Form, arrays: Mapping[str, np.
     function = lanes_function(spec, {lane: form.precision})
     on_device = {name: jnp.asarray(array) for name, array in arrays.items()}
     call = jax.jit(
-        lambda images: function(on_device, images), compiler_options=conv.compiler_options(jax.default_backend())
+        lambda images: function(on_device, images), compiler_options=spec.compiler_options(jax.default_backend())
     )
     return Made(form, sum(a.nbytes for a in arrays.values()), call, arrays)
 
