@@ -66,7 +66,7 @@ def peak(compute_dtype: str) -> dict[str, float]:
 
 def _least(function: Callable, x: jax.Array) -> float:
     """The fastest of some calls, in seconds."""
-    options = conv.compiler_options(jax.default_backend())
+    options = conv.compiler_options(jax.default_backend(), chains=x.dtype == jnp.bfloat16)
     compiled = jax.jit(function, compiler_options=options).lower(x).compile()
     jax.block_until_ready(compiled(x))
     least, ends = math.inf, time.perf_counter() + _PEAK_SECONDS

@@ -31,7 +31,6 @@ from mlcn_jax.data import batches, datasets
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import check_workdir, make_folder, put_in_place, write_json
 from mlcn_jax.nn.calibration import trained_shapes, without_statistics
-from mlcn_jax.nn.conv import compiler_options
 from mlcn_jax.nn.model import class_lengths, encode, param_shapes
 from mlcn_jax.nn.spec import ModelSpec, rows_of, spec_of
 from mlcn_jax.training import evaluate
@@ -303,7 +302,6 @@ def inference_seconds(models: Sequence[tuple[ModelSpec, dict]], rounds: int) -> 
     """
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (TIMED_BATCH, *models[0][0].image_shape), np.uint8)
-    options = compiler_options(jax.default_backend())
 
     def lengths(spec, encoder, images):
         return class_lengths(spec, encode(spec, encoder, batches.to_pixels(images)))
@@ -316,6 +314,7 @@ def inference_seconds(models: Sequence[tuple[ModelSpec, dict]], rounds: int) -> 
 
     programs = []
     for spec, params in models:
+        options = spec.compiler_options(jax.default_backend())
         program = jax.jit(functools.partial(lengths, spec), compiler_options=options)
         seconds(program, params["encoder"], 2)
         calls = max(1, round(_TURN_SECONDS / seconds(program, params["encoder"], 2)))
