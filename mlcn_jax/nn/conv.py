@@ -34,9 +34,9 @@ FOURIER_MIN_BATCH = 8  # below, transforming the kernel costs more than the rest
 _FOURIER_MIN_TAPS = 25
 _FEW_CHANNELS = 8  # below, XLA's convolutions are slow
 _WINOGRAD_MIN_ROWS = 48 * 1024  # tiles of the batch times channels: with fewer, the kernel's transform costs too much
+_WINOGRAD_MIN_ROWS_CONSTANT = 4 * 1024  # where the kernel is a constant, transformed when the program is compiled
 _WINOGRAD_MIN_CHANNELS = 64  # and filters
-_WINOGRAD_MIN_CHANNELS_FORWARD = 128  # without gradients
-_WINOGRAD_MIN_CHANNELS_SPARSE = 192  # where less than three quarters of the tiles are in the result
+_WINOGRAD_MIN_CHANNELS_SPARSE = 192  # where the kernel varies, and a quarter of the tiles or more is cut off
 _IM2COL_MAX_ENTRIES = 2**28  # the copied windows take 1 GiB in float32
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
 
@@ -105,7 +105,7 @@ def choose(
     kernel_shape: tuple[int, ...],
     stride: int,
     padding: Padding,
-    gradients: bool = True,
+    constant_kernel: bool = False,
 ) -> str:
     """The algorithm for a shape: a fixed rule based on measurements, so that runs are reproducible.
 
@@ -115,7 +115,7 @@ def choose(
     Args:
       backend: platform that the program will run on, such as `cpu`.
       x_shape, kernel_shape, stride, padding: as for `conv2d`.
-      gradients: whether both gradients are wanted, too.
+      constant_kernel: whether the kernel is compiled into the program, and nothing is differentiated.
 
     Returns:
       A key of `ALGORITHMS`.
@@ -127,20 +127,22 @@ def choose(
     batch, taps, channels = x_shape[0], math.prod(kernel_shape[:2]), kernel_shape[2]
     if backend == "cpu" and channels >= _FEW_CHANNELS:
         if conv_winograd.can_do(kernel_shape, stride):
-            return "winograd" if _worth_tiles(batch, outputs, min(kernel_shape[2:]), gradients) else "native"
+            return "winograd" if _worth_tiles(batch, outputs, min(kernel_shape[2:]), constant_kernel) else "native"
         large = batch >= FOURIER_MIN_BATCH and taps >= _FOURIER_MIN_TAPS
         return "fourier" if large and conv_spectral.can_do(outputs, kernel_shape, stride) else "native"
     entries = batch * math.prod(outputs) * taps * channels
     return "im2col" if entries <= _IM2COL_MAX_ENTRIES else "native"
 
 
-def _worth_tiles(batch: int, outputs: tuple[int, ...], channels: int, gradients: bool) -> bool:
+def _worth_tiles(batch: int, outputs: tuple[int, ...], channels: int, constant_kernel: bool) -> bool:
     """Whether `winograd` is faster than `native` on a CPU, for the smaller number of channels and filters."""
     tiles = conv_winograd.num_tiles(outputs)
-    least = _WINOGRAD_MIN_CHANNELS if gradients else _WINOGRAD_MIN_CHANNELS_FORWARD
-    if math.prod(outputs) < 0.75 * conv_winograd.TILE**2 * tiles:
-        least = _WINOGRAD_MIN_CHANNELS_SPARSE
-    return channels >= least and batch * tiles * channels >= _WINOGRAD_MIN_ROWS
+    rows = batch * tiles * channels
+    if constant_kernel:
+        return channels >= _WINOGRAD_MIN_CHANNELS and rows >= _WINOGRAD_MIN_ROWS_CONSTANT
+    sparse = math.prod(outputs) < 0.75 * conv_winograd.TILE**2 * tiles
+    least = _WINOGRAD_MIN_CHANNELS_SPARSE if sparse else _WINOGRAD_MIN_CHANNELS
+    return channels >= least and rows >= _WINOGRAD_MIN_ROWS
 
 
 def key_of(x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], stride: int, padding: Padding) -> str:
@@ -155,7 +157,7 @@ def chosen(x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], stride: int,
     if target.batch:
         x_shape = (target.batch, *x_shape[1:])
     shape = (x_shape, kernel_shape, stride, padding)
-    return target.algorithm(key_of(*shape), lambda: choose(tracing.platform(), *shape, gradients=not target.inference))
+    return target.algorithm(key_of(*shape), lambda: choose(tracing.platform(), *shape, target.constant_weights))
 
 
 def lane_convs(

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from mlcn_jax.nn import tracing
 from mlcn_jax.nn.conv_spectral import lanes_in_turn, matmul
 from mlcn_jax.nn.schedule import after, in_parts
 
@@ -99,8 +100,9 @@ def convolution(kernel: Array, pads: Pads, batch: Array) -> Callable[[Array], Ar
     """The convolution with a kernel [3, 3, channels, filters] as a function of images.
 
     The kernel is transformed once, when the batch is there: XLA would transform those of all lanes before the first.
+    One that is compiled into the program is transformed then.
     """
-    transformed = _of_kernel(after(batch, kernel))
+    transformed = _of_kernel(kernel if tracing.current().constant_weights else after(batch, kernel))
 
     def convolve(x):
         images = _of_images(x, [low for low, _ in pads], outputs := _outputs(x.shape, pads))

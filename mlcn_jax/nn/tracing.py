@@ -25,6 +25,7 @@ class Target:
       algorithms: pairs of a convolution (`conv.key_of`) and its algorithm; for others, `conv.choose` decides.
       inference: whether batches are small and nothing is differentiated: a CPU then computes several residual lanes at
         a time, which takes the memory of all.
+      constant_weights: whether weights are compiled into the program, and what they alone give is computed then.
       exchange_dtype: dtype in which arrays are gathered and gradients scattered over devices; if empty, their own.
     """
 
@@ -32,6 +33,7 @@ class Target:
     batch: int = 0
     algorithms: tuple[tuple[str, str], ...] = ()
     inference: bool = False
+    constant_weights: bool = False
     exchange_dtype: str = ""
     _record: "_Record | None" = dataclasses.field(default=None, repr=False)
 

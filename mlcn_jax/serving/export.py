@@ -129,12 +129,12 @@ def write_functions(
       InputError: flatbuffers is not installed.
     """
     shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in weights.items()}
-    functions = []
+    functions, constant = [], sum(a.nbytes for a in weights.values()) <= artifact.COMPILED_IN_BYTES
     for platform, device, min_batch, usual_batch in _FUNCTIONS:
         name = f"{stem}-{platform}-{min_batch}.jaxexport"
         (batch,) = jax.export.symbolic_shape("batch", constraints=[f"batch >= {min_batch}"])
         rows = jax.ShapeDtypeStruct((batch, *row.shape), row.dtype)
-        target = tracing.Target(platform=device, batch=usual_batch, inference=True)
+        target = tracing.Target(platform=device, batch=usual_batch, inference=True, constant_weights=constant)
         with tracing.using(target), _without_paths():
             exported = jax.export.export(jax.jit(function), platforms=[platform])(shapes, rows)
         try:

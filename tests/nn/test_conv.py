@@ -285,11 +285,27 @@ def test_choose_follows_what_was_measured(backend, x_shape, kernel_shape, stride
     assert conv.choose(backend, x_shape, kernel_shape, stride, "VALID") == expected
 
 
-def test_tiles_of_few_channels_are_worth_their_transforms_with_gradients_only():
-    shape = (100, 15, 15, 64), (3, 3, 64, 64), 1, "SAME"
-    assert [conv.choose("cpu", *shape, gradients=gradients) for gradients in (True, False)] == ["winograd", "native"]
-    with tracing.using(tracing.Target(platform="cpu", inference=True)):
-        assert conv.chosen(*shape) == "native"
+def test_tiles_of_few_images_are_worth_their_transforms_where_kernels_are_already_transformed():
+    shape = (8, 15, 15, 64), (3, 3, 64, 64), 1, "SAME"
+    assert [conv.choose("cpu", *shape, constant) for constant in (False, True)] == ["native", "winograd"]
+    assert conv.choose("cpu", (1, 15, 15, 64), *shape[1:], True) == "native"
+    with tracing.using(tracing.Target(platform="cpu", constant_weights=True)):
+        assert conv.chosen(*shape) == "winograd"
+
+
+def test_a_constant_kernel_is_transformed_when_the_program_is_compiled():
+    kernel = np.asarray(draw(1, 3, 3, 64, 64))
+
+    def convolve(x):
+        return conv.conv2d(x, kernel, padding="SAME", algorithm="winograd")
+
+    def products_of_kernel(constant):
+        with tracing.using(tracing.Target(platform="cpu", constant_weights=constant)):
+            text = jax.jit(lambda x: convolve(x)).lower(draw(0, 8, 7, 7, 64)).compile().as_text()
+        return text.count("f32[36,4096]")
+
+    assert products_of_kernel(False)
+    assert not products_of_kernel(True)
 
 
 @pytest.mark.parametrize("algorithm", FORMS)
