@@ -7,7 +7,8 @@ gradients (of the first convolution: the kernel's alone, since images need none;
 so only its forward time counts), in interleaved rounds on the backend at hand. The first convolution of a residual
 lane's stage is also timed as training runs it before pooling ("pooled"): without the odd row and column, and on a CPU a
 part of the batch at a time, with the algorithm that is chosen for the whole; here `winograd` transforms the kernel for
-each part, in training once. Of 3x3 convolutions of 8 images also the
+each part, in training once. In exports ("export") kernels are constants, transformed when the program is compiled, and
+nothing is differentiated. Of 3x3 convolutions of 8 images also the
 largest error, relative to the largest value of the convolution in float64. Writes
 `benchmarks/results/conv_algorithms_<backend>.json` after each case; what is there of this machine is kept, and not
 measured again.
@@ -25,7 +26,7 @@ from absl import flags
 from benchmarks import networks, peers
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import launch_script
-from mlcn_jax.nn import conv, resnet
+from mlcn_jax.nn import conv, resnet, tracing
 
 CASES = {  # lanes, image size, channels in, kernel size, filters, stride, padding
     "resnet stem, 32x32x3": (1, 32, 3, 2, 24, 1, "VALID"),
@@ -42,10 +43,14 @@ CASES = {  # lanes, image size, channels in, kernel size, filters, stride, paddi
     "resnet w4, 7x7x192": (1, 7, 192, 3, 256, 1, "SAME"),
     "resnet w8, 15x15x128": (1, 15, 128, 3, 384, 1, "SAME"),
     "resnet w8, 7x7x384": (1, 7, 384, 3, 512, 1, "SAME"),
+    "resnet w2, 3x3x128": (1, 3, 128, 3, 128, 1, "SAME"),
+    "resnet w4, 3x3x256": (1, 3, 256, 3, 256, 1, "SAME"),
+    "resnet w8, 3x3x512": (1, 3, 512, 3, 512, 1, "SAME"),
 }
 _BATCHES = (1, 8, 100)
 _TURN_SECONDS = 0.05  # of each algorithm in a round, at least one call
 _RESNET_BATCHES = (*_BATCHES, networks.RESNET_BATCH)
+_EXPORT_BATCHES = (1, 8, 32)  # for which exports have programs
 
 
 def as_pooled(batch: int, size: int, channels: int, filters: int, dtype: str) -> tuple[int, conv.Padding]:
@@ -58,23 +63,25 @@ def as_pooled(batch: int, size: int, channels: int, filters: int, dtype: str) ->
     return batch // parts, even
 
 
-def listed(dtype: str) -> dict[str, tuple[tuple, int, int]]:
-    """By title: a case of `CASES`, how many images are convolved at a time, and of how many."""
+def listed(dtype: str) -> dict[str, tuple[tuple, int, int, bool]]:
+    """By title: a case of `CASES`, how many images are convolved at a time, of how many, and whether in an export."""
     found = {}
     for name, case in CASES.items():
         lanes, size, channels, taps, filters, stride, padding = case
         residual = name.startswith("resnet")
         for batch in _RESNET_BATCHES if residual else _BATCHES:
-            found[f"{name}, batch {batch}"] = case, batch, batch
-        if residual and padding == "SAME":
+            found[f"{name}, batch {batch}"] = case, batch, batch, False
+        for batch in _EXPORT_BATCHES if residual and padding == "SAME" else ():
+            found[f"{name}, export, batch {batch}"] = case, batch, batch, True
+        if residual and padding == "SAME" and size > 3:  # pixels that nothing pools
             whole = networks.RESNET_BATCH
             part, even = as_pooled(whole, size, channels, filters, dtype)
             case = lanes, size, channels, taps, filters, stride, even
-            found[f"{name}, pooled, batch {part} of {whole}"] = case, part, whole
+            found[f"{name}, pooled, batch {part} of {whole}"] = case, part, whole, False
     return found
 
 
-def compile_case(case, batch: int, algorithm: str, gradients: bool, dtype: str):
+def compile_case(case, batch: int, algorithm: str, gradients: bool, constant: bool, dtype: str):
     """The compiled function and its arguments; raises InputError where the algorithm cannot do the shape."""
     lanes, size, channels, taps, filters, stride, padding = case
     first = channels < 8
@@ -89,8 +96,12 @@ def compile_case(case, batch: int, algorithm: str, gradients: bool, dtype: str):
     def loss(x, kernels):
         return jnp.sum(jnp.square(forward(x, kernels).astype(jnp.float32)))
 
-    function = jax.grad(loss, argnums=1 if first else (0, 1)) if gradients else forward
     options = conv.compiler_options(jax.default_backend(), chains=taps != 3)  # as in training
+    if constant:
+        kernels = jax.device_get(kernels)
+        with tracing.using(tracing.Target(constant_weights=True)):
+            return jax.jit(lambda x: forward(x, kernels), compiler_options=options).lower(x).compile(), (x,)
+    function = jax.grad(loss, argnums=1 if first else (0, 1)) if gradients else forward
     return jax.jit(function, compiler_options=options).lower(x, kernels).compile(), (x, kernels)
 
 
@@ -109,18 +120,18 @@ def errors(case) -> dict[str, float]:
     x = rng.normal(size=(8, size, size, channels)).astype(np.float32)
     kernel = (rng.normal(size=(3, 3, channels, filters)) / np.sqrt(9 * channels)).astype(np.float32)
     found = {}
-    for name in ("native", "winograd"):
+    for name in ("native", "winograd", "kn2row"):
         convolve = functools.partial(conv.conv2d, padding=padding, algorithm=name)
         found[name] = error(x, kernel, jax.jit(convolve)(x, kernel))
     return found
 
 
-def measure(case, batch: int, gradients: bool, values: flags.FlagValues) -> dict[str, float]:
+def measure(case, batch: int, gradients: bool, constant: bool, values: flags.FlagValues) -> dict[str, float]:
     """Median milliseconds by algorithm, of calls in a row after one that is not timed."""
     programs = {}
     for name in conv.ALGORITHMS:
         try:
-            programs[name] = compile_case(case, batch, name, gradients, values.dtype)
+            programs[name] = compile_case(case, batch, name, gradients, constant, values.dtype)
         except InputError:
             continue
     milliseconds: dict[str, list[float]] = {name: [] for name in programs}
@@ -145,7 +156,7 @@ def define(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> None:
     backend = jax.default_backend()
     results = peers.results_so_far(values, {"rounds": values.rounds, "dtype": values.dtype}, "cases")
-    for title, (case, batch, whole) in listed(values.dtype).items():
+    for title, (case, batch, whole, constant) in listed(values.dtype).items():
         if values.cases and not title.startswith(tuple(values.cases)):
             continue
         lanes, size, channels, taps, filters, stride, padding = case
@@ -153,14 +164,14 @@ def main(values: flags.FlagValues) -> None:
         with peers.kept(values, results, "cases", title) as missing:
             if missing:
                 residual = title.startswith("resnet") and backend != "cpu"  # as in `resnet.Trunk`
-                chosen = "native" if residual else conv.choose(backend, *shapes, stride, padding)
+                chosen = "native" if residual else conv.choose(backend, *shapes, stride, padding, constant)
                 results["cases"][title] = {
                     "lanes": lanes,
                     "chosen": chosen,
-                    "forward_milliseconds": measure(case, batch, False, values),
-                    "with_gradients_milliseconds": measure(case, batch, True, values),
+                    "forward_milliseconds": measure(case, batch, False, constant, values),
+                    "with_gradients_milliseconds": {} if constant else measure(case, batch, True, constant, values),
                 }
-                if taps == 3 and padding == "SAME" and batch == 8:
+                if taps == 3 and padding == "SAME" and batch == 8 and not constant:
                     results["cases"][title]["errors"] = errors(case)
                 print(f"{title}: {results['cases'][title]}", flush=True)
 

@@ -1,7 +1,7 @@
 """Convolutions in forms that stay fast with many lanes on one device.
 
 XLA turns a convolution that is vmapped over its kernels into a grouped convolution, which is slow on every
-backend, and on a CPU its strided input gradient is slow even for one lane. There are four forms:
+backend, and on a CPU its strided input gradient is slow even for one lane. There are five forms:
 
 * `native` is XLA's own convolution; on a CPU it runs lane by lane, with a faster input gradient. Best on a CPU for
   small kernels between many channels, and for few images.
@@ -10,11 +10,13 @@ backend, and on a CPU its strided input gradient is slow even for one lane. Ther
 * `fourier` multiplies spectra (`conv_spectral`). Best for large kernels between many channels.
 * `winograd` multiplies transformed tiles (`conv_winograd`); for 3x3 kernels with stride 1. Best between many channels,
   for so many images that the transform of the kernel costs little.
+* `kn2row` multiplies what each tap of the kernel sees and adds the products up; with stride 1. Best for few pixels in
+  all: it copies neither images nor kernels, and leaves out what taps see of the padding.
 
 Every function is written for one lane; the caller vmaps.
 
 Source: Chellapilla, Puri, Simard 2006 for im2col; Mathieu, Henaff, LeCun 2013 for products of spectra; Lavin and Gray
-2016 for Winograd's products.
+2016 for Winograd's products; Vasudevan, Anderson, Gregg 2017, arXiv 1704.04428, for kn2row.
 """
 
 import math
@@ -36,6 +38,8 @@ _FEW_CHANNELS = 8  # below, XLA's convolutions are slow
 _WINOGRAD_MIN_ROWS = 48 * 1024  # tiles of the batch times channels: with fewer, the kernel's transform costs too much
 _WINOGRAD_MIN_ROWS_CONSTANT = 4 * 1024  # where the kernel is a constant, transformed when the program is compiled
 _WINOGRAD_MIN_CHANNELS = 64  # and filters
+_KN2ROW_MAX_PIXELS = 49  # of a batch's results, for a kernel that is a constant
+_KN2ROW_MIN_CHANNELS = 128  # and filters
 _WINOGRAD_MIN_CHANNELS_SPARSE = 192  # where the kernel varies, and a quarter of the tiles or more is cut off
 _IM2COL_MAX_ENTRIES = 2**28  # the copied windows take 1 GiB in float32
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
@@ -127,7 +131,10 @@ def choose(
     batch, taps, channels = x_shape[0], math.prod(kernel_shape[:2]), kernel_shape[2]
     if backend == "cpu" and channels >= _FEW_CHANNELS:
         if conv_winograd.can_do(kernel_shape, stride):
-            return "winograd" if _worth_tiles(batch, outputs, min(kernel_shape[2:]), constant_kernel) else "native"
+            least = min(kernel_shape[2:])
+            if constant_kernel and batch * math.prod(outputs) <= _KN2ROW_MAX_PIXELS and least >= _KN2ROW_MIN_CHANNELS:
+                return "kn2row"
+            return "winograd" if _worth_tiles(batch, outputs, least, constant_kernel) else "native"
         large = batch >= FOURIER_MIN_BATCH and taps >= _FOURIER_MIN_TAPS
         return "fourier" if large and conv_spectral.can_do(outputs, kernel_shape, stride) else "native"
     entries = batch * math.prod(outputs) * taps * channels
@@ -322,11 +329,29 @@ def _im2col(x, kernel, stride, pads):
     return conv_spectral.matmul(windows, kernel.reshape(-1, kernel.shape[-1]))
 
 
+def _kn2row(x, kernel, stride, pads):
+    del stride
+    outputs = _num_outputs(x.shape, kernel.shape, 1, pads)
+    total = jnp.zeros((x.shape[0], *outputs, kernel.shape[-1]), jnp.float32)
+    for at in np.ndindex(kernel.shape[:2]):
+        # where result i sees pixel i + shift of the image, and not padding
+        shifts = [i - low for i, (low, _) in zip(at, pads, strict=True)]
+        spans = [(max(0, -d), min(n, size - d)) for n, size, d in zip(outputs, x.shape[1:3], shifts, strict=True)]
+        if any(first >= end for first, end in spans):
+            continue
+        rows, columns = (slice(first + d, end + d) for (first, end), d in zip(spans, shifts, strict=True))
+        product = jnp.matmul(x[:, rows, columns], kernel[at], preferred_element_type=jnp.float32)
+        around = [(first, n - end) for (first, end), n in zip(spans, outputs, strict=True)]
+        total += jnp.pad(product, ((0, 0), *around, (0, 0)))
+    return total.astype(x.dtype)
+
+
 ALGORITHMS: dict[str, Callable[..., Array]] = {
     "native": _native,
     "im2col": _im2col,
     "fourier": conv_spectral.conv2d,
     "winograd": conv_winograd.conv2d,
+    "kn2row": _kn2row,
 }
 
 
@@ -335,6 +360,7 @@ def _able(outputs: tuple[int, ...], kernel_shape: tuple[int, ...], stride: int) 
     limited = {
         "fourier": conv_spectral.can_do(outputs, kernel_shape, stride),
         "winograd": conv_winograd.can_do(kernel_shape, stride),
+        "kn2row": stride == 1,
     }
     return [name for name in ALGORITHMS if limited.get(name, True)]
 

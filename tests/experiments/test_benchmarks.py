@@ -141,7 +141,7 @@ def test_convolutions_before_pooling_are_timed_as_a_training_step_runs_them(size
     runs = rf"pad = \[\[{re.escape(pads)}\]\].*tensor<{batch}x{size}x{size}x{channels}xf32>"
     assert re.search(runs if algorithm == "native" else rf"tensor<{batch}x{size}x{size}x{channels}xf32>", lowered)
     assert batch < 500
-    timed = [(case[1:3], case[4], case[6], at_once) for case, at_once, _ in conv_algorithms.listed("float32").values()]
+    timed = [(case[1:3], case[4], case[6], at_once) for case, at_once, *_ in conv_algorithms.listed("float32").values()]
     assert ((size, channels), filters, padding, batch) in timed or channels == 24
 
 

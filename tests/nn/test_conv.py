@@ -73,7 +73,7 @@ def assert_close(actual, expected, tolerance=1e-5):
         (algorithm, *shape)
         for algorithm in conv.ALGORITHMS
         for shape in SHAPES
-        if algorithm != "winograd" or conv_winograd.can_do(shape[1], shape[2])
+        if {"winograd": conv_winograd.can_do(shape[1], shape[2]), "kn2row": shape[2] == 1}.get(algorithm, True)
     ],
 )
 def test_values_and_gradients_are_those_of_the_definition(algorithm, x_shape, kernel_shape, stride, padding):
@@ -247,8 +247,8 @@ def test_an_algorithm_that_cannot_do_the_shape_names_those_that_can():
 @pytest.mark.parametrize(
     ("size", "kwargs", "message"),
     [
-        (3, {"algorithm": "fft"}, "use native, im2col, fourier, winograd or auto"),
-        (2, {"algorithm": "winograd"}, "use native, im2col, fourier or auto"),
+        (3, {"algorithm": "fft"}, "use native, im2col, fourier, winograd, kn2row or auto"),
+        (2, {"algorithm": "winograd"}, "use native, im2col, fourier, kn2row or auto"),
         (3, {"padding": "FULL"}, "VALID or SAME"),
         (5, {}, "larger than the image"),
     ],
@@ -291,6 +291,14 @@ def test_tiles_of_few_images_are_worth_their_transforms_where_kernels_are_alread
     assert conv.choose("cpu", (1, 15, 15, 64), *shape[1:], True) == "native"
     with tracing.using(tracing.Target(platform="cpu", constant_weights=True)):
         assert conv.chosen(*shape) == "winograd"
+
+
+def test_few_pixels_of_many_channels_are_multiplied_tap_by_tap_in_exports():
+    shapes = [(1, 7, 7, 192), (2, 3, 3, 512), (1, 8, 8, 192), (1, 7, 7, 96), (20, 3, 3, 512)]
+    kernels = [(3, 3, x[-1], 256) for x in shapes]
+    found = [conv.choose("cpu", x, kernel, 1, "SAME", True) for x, kernel in zip(shapes, kernels, strict=True)]
+    assert found == ["kn2row", "kn2row", "native", "native", "winograd"]
+    assert conv.choose("cpu", (1, 3, 3, 512), (3, 3, 512, 512), 1, "SAME") == "native"
 
 
 def test_a_constant_kernel_is_transformed_when_the_program_is_compiled():
