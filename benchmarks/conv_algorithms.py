@@ -1,13 +1,14 @@
 """Every convolution algorithm on the shapes of lanes: what `conv.choose` was made from.
 
     python -m benchmarks.conv_algorithms
+    python -m benchmarks.conv_algorithms --cases=export --out=benchmarks/results/conv_exports_cpu.json
 
 Four lanes vmapped over their kernels, and one residual lane by itself, as each is computed; forward alone and with both
 gradients (of the first convolution: the kernel's alone, since images need none; that of residual lanes is not trained,
 so only its forward time counts), in interleaved rounds on the backend at hand. The first convolution of a residual
 lane's stage is also timed as training runs it before pooling ("pooled"): without the odd row and column, and on a CPU a
 part of the batch at a time, with the algorithm that is chosen for the whole; here `winograd` transforms the kernel for
-each part, in training once. In exports ("export") kernels are constants, transformed when the program is compiled, and
+each part, in training once. In exports kernels are constants, transformed when the program is compiled, and
 nothing is differentiated. Of 3x3 convolutions of 8 images also the
 largest error, relative to the largest value of the convolution in float64. Writes
 `benchmarks/results/conv_algorithms_<backend>.json` after each case; what is there of this machine is kept, and not
@@ -72,7 +73,7 @@ def listed(dtype: str) -> dict[str, tuple[tuple, int, int, bool]]:
         for batch in _RESNET_BATCHES if residual else _BATCHES:
             found[f"{name}, batch {batch}"] = case, batch, batch, False
         for batch in _EXPORT_BATCHES if residual and padding == "SAME" else ():
-            found[f"{name}, export, batch {batch}"] = case, batch, batch, True
+            found[f"export, {name}, batch {batch}"] = case, batch, batch, True
         if residual and padding == "SAME" and size > 3:  # pixels that nothing pools
             whole = networks.RESNET_BATCH
             part, even = as_pooled(whole, size, channels, filters, dtype)
@@ -149,7 +150,7 @@ def measure(case, batch: int, gradients: bool, constant: bool, values: flags.Fla
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("rounds", 20, "interleaved rounds", lower_bound=1, flag_values=values)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "type of the arrays", flag_values=values)
-    flags.DEFINE_list("cases", [], "beginnings of cases; empty for all: " + "; ".join(CASES), flag_values=values)
+    flags.DEFINE_list("cases", [], "beginnings of cases; empty for all: " + "; ".join(["export", *CASES]), flag_values=values)
     peers.define_out(values, "conv_algorithms_BACKEND")
 
 
