@@ -99,7 +99,6 @@ def compile_case(case, batch: int, algorithm: str, gradients: bool, constant: bo
 
     options = conv.compiler_options(jax.default_backend(), chains=taps != 3)  # as in training
     if constant:
-        kernels = jax.device_get(kernels)
         with tracing.using(tracing.Target(constant_weights=True)):
             return jax.jit(lambda x: forward(x, kernels), compiler_options=options).lower(x).compile(), (x,)
     function = jax.grad(loss, argnums=1 if first else (0, 1)) if gradients else forward
@@ -150,7 +149,8 @@ def measure(case, batch: int, gradients: bool, constant: bool, values: flags.Fla
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("rounds", 20, "interleaved rounds", lower_bound=1, flag_values=values)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "type of the arrays", flag_values=values)
-    flags.DEFINE_list("cases", [], "beginnings of cases; empty for all: " + "; ".join(["export", *CASES]), flag_values=values)
+    known = "; ".join(["export", *CASES])
+    flags.DEFINE_list("cases", [], f"beginnings of cases; empty for all: {known}", flag_values=values)
     peers.define_out(values, "conv_algorithms_BACKEND")
 
 

@@ -180,9 +180,9 @@ def inference_goals() -> str:
         return f"missed by {len(missed)}: {'; '.join(named)}" if missed else "missed by none"
 
     return (
-        f"Goals that were set beforehand, for {len(cells)} cases: XLA alone as fast as the faster of PyTorch and Keras, "
-        f"and {_LEAST_OF_BATCH[1]:g} times for single images, {told(alone, 'ours_over_fastest_peer')}. The runtime chosen "
-        f"{_LEAST_CHOSEN:g} times as fast as the fastest of all, {told(chosen, 'chosen_over_fastest')}."
+        f"Goals that were set beforehand, for {len(cells)} cases: XLA as fast as the faster of PyTorch and Keras, "
+        f"single images {_LEAST_OF_BATCH[1]:g} times as fast, {told(alone, 'ours_over_fastest_peer')}. The runtime "
+        f"chosen {_LEAST_CHOSEN:g} times as fast as the fastest of all, {told(chosen, 'chosen_over_fastest')}."
     )
 
 

@@ -11,7 +11,7 @@ backend, and on a CPU its strided input gradient is slow even for one lane. Ther
 * `winograd` multiplies transformed tiles (`conv_winograd`); for 3x3 kernels with stride 1. Best between many channels,
   for so many images that the transform of the kernel costs little.
 * `kn2row` multiplies what each tap of the kernel sees and adds the products up; with stride 1. Best for few pixels in
-  all: it copies neither images nor kernels, and leaves out what taps see of the padding.
+  all or in each image: it copies neither images nor kernels, and leaves out what taps see of the padding.
 
 Every function is written for one lane; the caller vmaps.
 
@@ -38,8 +38,8 @@ _FEW_CHANNELS = 8  # below, XLA's convolutions are slow
 _WINOGRAD_MIN_ROWS = 48 * 1024  # tiles of the batch times channels: with fewer, the kernel's transform costs too much
 _WINOGRAD_MIN_ROWS_CONSTANT = 4 * 1024  # where the kernel is a constant, transformed when the program is compiled
 _WINOGRAD_MIN_CHANNELS = 64  # and filters
-_KN2ROW_MAX_PIXELS = 49  # of a batch's results, for a kernel that is a constant
-_KN2ROW_MIN_CHANNELS = 128  # and filters
+_KN2ROW_MIN_CHANNELS = 128  # and filters, for a kernel that is a constant
+_KN2ROW_MAX_PIXELS, _KN2ROW_MAX_PIXELS_OF_IMAGE = 49, 9  # of all results, or of each
 _WINOGRAD_MIN_CHANNELS_SPARSE = 192  # where the kernel varies, and a quarter of the tiles or more is cut off
 _IM2COL_MAX_ENTRIES = 2**28  # the copied windows take 1 GiB in float32
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
@@ -131,8 +131,9 @@ def choose(
     batch, taps, channels = x_shape[0], math.prod(kernel_shape[:2]), kernel_shape[2]
     if backend == "cpu" and channels >= _FEW_CHANNELS:
         if conv_winograd.can_do(kernel_shape, stride):
-            least = min(kernel_shape[2:])
-            if constant_kernel and batch * math.prod(outputs) <= _KN2ROW_MAX_PIXELS and least >= _KN2ROW_MIN_CHANNELS:
+            least, pixels = min(kernel_shape[2:]), math.prod(outputs)
+            few = batch * pixels <= _KN2ROW_MAX_PIXELS or pixels <= _KN2ROW_MAX_PIXELS_OF_IMAGE
+            if constant_kernel and few and least >= _KN2ROW_MIN_CHANNELS:
                 return "kn2row"
             return "winograd" if _worth_tiles(batch, outputs, least, constant_kernel) else "native"
         large = batch >= FOURIER_MIN_BATCH and taps >= _FOURIER_MIN_TAPS
