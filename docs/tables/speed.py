@@ -43,9 +43,8 @@ def _other_work(entries: Mapping[str, Any]) -> list[str]:
     return [f"other work kept at most {max(known):.2f} cores busy before or after"] if known else []
 
 
-@place
-def train_step() -> str:
-    result = benchmark("train_step")
+def _training(file: str) -> str:
+    result = benchmark(file)
     names = _frameworks(result)
     of_torch = all("peak_over_torch" in network for network in result["networks"].values())
     rows = []
@@ -69,6 +68,16 @@ def train_step() -> str:
     return f"{table_of(header, rows)}\n\n{about}"
 
 
+@place
+def train_step() -> str:
+    return _training("train_step")
+
+
+@place
+def train_step_residual() -> str:
+    return _training("train_step_residual")
+
+
 _LEAST, _HOPED, _MOST_MEMORY = 1.1, 1.6, 1.15
 _LEAST_OF_LANES = {1: 1.0, 4: 1.15, 8: 1.15}  # of residual lanes, by their number
 _LEAST_OF_BATCH, _LEAST_CHOSEN = {1: 0.8}, 0.97  # in inference; 1 for other batches
@@ -76,7 +85,7 @@ _LEAST_OF_BATCH, _LEAST_CHOSEN = {1: 0.8}, 0.97  # in inference; 1 for other bat
 
 @place
 def train_goals() -> str:
-    networks = benchmark("train_step")["networks"]
+    networks = benchmark("train_step")["networks"] | benchmark("train_step_residual")["networks"]
     slow, large = [], []
     for name, network in networks.items():
         kind, lanes = name.split("_")[:2]
