@@ -38,9 +38,9 @@ _FEW_CHANNELS = 8  # below, XLA's convolutions are slow
 _WINOGRAD_MIN_ROWS = 48 * 1024  # tiles of the batch times channels: with fewer, the kernel's transform costs too much
 _WINOGRAD_MIN_ROWS_CONSTANT = 4 * 1024  # where the kernel is a constant, transformed when the program is compiled
 _WINOGRAD_MIN_CHANNELS = 64  # and filters
+_WINOGRAD_MIN_CHANNELS_SPARSE = 192  # where the kernel varies, and a quarter of the tiles or more is cut off
 _KN2ROW_MIN_CHANNELS = 128  # and filters, for a kernel that is a constant
 _KN2ROW_MAX_PIXELS, _KN2ROW_MAX_PIXELS_OF_IMAGE = 49, 9  # of all results, or of each
-_WINOGRAD_MIN_CHANNELS_SPARSE = 192  # where the kernel varies, and a quarter of the tiles or more is cut off
 _IM2COL_MAX_ENTRIES = 2**28  # the copied windows take 1 GiB in float32
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
 
