@@ -30,7 +30,7 @@ CONVERTED = "onnx/model.onnx"  # in the folder that holds the export
 RUNTIMES = ("auto", XLA, ONNX)
 # Weights of up to this many bytes are compiled into the programs, already transformed: 1.8 times as fast for 8 images
 # on a CPU (benchmarks/results/exported.json), but each program takes ten times the memory of the weights.
-COMPILED_IN_BYTES = 2**25
+_COMPILED_IN_BYTES = 2**25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,9 +261,14 @@ def _load(path: Path, function: Function, weights: dict[str, jax.Array], row: ja
         jax.jit(lambda: jnp.zeros(()), compiler_options=options).lower().compile()
     except Exception:  # for an unknown option, jaxlib versions raise different types
         options = {}
-    if sum(array.nbytes for array in weights.values()) <= COMPILED_IN_BYTES:
+    if compiled_in(weights):
         return jax.jit(functools.partial(call, weights), compiler_options=options)
     return functools.partial(jax.jit(call, compiler_options=options), weights)
+
+
+def compiled_in(weights: Mapping[str, Any]) -> bool:
+    """Whether these arrays, by name, are small enough to be compiled into the programs of a model."""
+    return sum(array.nbytes for array in weights.values()) <= _COMPILED_IN_BYTES
 
 
 def _again(manifest: Mapping[str, Any]) -> str:

@@ -129,7 +129,7 @@ def write_functions(
       InputError: flatbuffers is not installed.
     """
     shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in weights.items()}
-    functions, constant = [], sum(a.nbytes for a in weights.values()) <= artifact.COMPILED_IN_BYTES
+    functions, constant = [], artifact.compiled_in(weights)
     for platform, device, min_batch, usual_batch in _FUNCTIONS:
         name = f"{stem}-{platform}-{min_batch}.jaxexport"
         (batch,) = jax.export.symbolic_shape("batch", constraints=[f"batch >= {min_batch}"])

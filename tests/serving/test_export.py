@@ -196,7 +196,7 @@ def test_each_number_of_images_gets_its_fastest_function_and_each_platform_has_o
 
 
 def test_weights_too_large_to_be_compiled_in_give_the_same(exported, loaded, rng, monkeypatch):
-    monkeypatch.setattr(artifact, "COMPILED_IN_BYTES", 0)
+    monkeypatch.setattr(artifact, "_COMPILED_IN_BYTES", 0)
     images = rng.integers(0, 256, (9, *loaded.image_shape)).astype(np.uint8)
     arguments = artifact.Artifact(exported / "export")
     np.testing.assert_allclose(arguments.lengths(images), loaded.lengths(images), atol=1e-5)
