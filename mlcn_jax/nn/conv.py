@@ -10,7 +10,7 @@ backend, and on a CPU its strided input gradient is slow even for one lane. Ther
 * `fourier` multiplies spectra (`conv_spectral`). Best for large kernels between many channels.
 * `winograd` multiplies transformed tiles (`conv_winograd`); for 3x3 kernels with stride 1. Best between many channels,
   for so many images that the transform of the kernel costs little.
-* `kn2row` multiplies what each tap of the kernel sees and adds the products up; with stride 1. Best for few pixels in
+* `kn2row` adds up one product for each tap of the kernel (`conv_kn2row`); with stride 1. Best for few pixels in
   all or in each image: it copies neither images nor kernels, and leaves out what taps see of the padding.
 
 Every function is written for one lane; the caller vmaps.
@@ -29,7 +29,7 @@ import numpy as np
 from jax import Array, lax
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import conv_spectral, conv_winograd, tracing
+from mlcn_jax.nn import conv_kn2row, conv_spectral, conv_winograd, tracing
 
 # Limits of `choose` on a CPU, from benchmarks/conv_algorithms.py on 2 cores with AVX-512.
 FOURIER_MIN_BATCH = 8  # below, transforming the kernel costs more than the rest
@@ -330,29 +330,12 @@ def _im2col(x, kernel, stride, pads):
     return conv_spectral.matmul(windows, kernel.reshape(-1, kernel.shape[-1]))
 
 
-def _kn2row(x, kernel, stride, pads):
-    del stride
-    outputs = _num_outputs(x.shape, kernel.shape, 1, pads)
-    total = jnp.zeros((x.shape[0], *outputs, kernel.shape[-1]), jnp.float32)
-    for at in np.ndindex(kernel.shape[:2]):
-        # where result i sees pixel i + shift of the image, and not padding
-        shifts = [i - low for i, (low, _) in zip(at, pads, strict=True)]
-        spans = [(max(0, -d), min(n, size - d)) for n, size, d in zip(outputs, x.shape[1:3], shifts, strict=True)]
-        if any(first >= end for first, end in spans):
-            continue
-        rows, columns = (slice(first + d, end + d) for (first, end), d in zip(spans, shifts, strict=True))
-        product = jnp.matmul(x[:, rows, columns], kernel[at], preferred_element_type=jnp.float32)
-        around = [(first, n - end) for (first, end), n in zip(spans, outputs, strict=True)]
-        total += jnp.pad(product, ((0, 0), *around, (0, 0)))
-    return total.astype(x.dtype)
-
-
 ALGORITHMS: dict[str, Callable[..., Array]] = {
     "native": _native,
     "im2col": _im2col,
     "fourier": conv_spectral.conv2d,
     "winograd": conv_winograd.conv2d,
-    "kn2row": _kn2row,
+    "kn2row": conv_kn2row.conv2d,
 }
 
 
