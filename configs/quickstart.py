@@ -1,4 +1,4 @@
-"""A small MLCN on scikit-learn's handwritten digits (28x28): no download, about a minute.
+"""A small MLCN on scikit-learn's handwritten digits (28x28): no download, one to two minutes.
 
     make train        # the same as
     mlcn_jax train --config=configs/quickstart.py --workdir=runs/quickstart

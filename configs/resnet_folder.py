@@ -2,9 +2,9 @@
 
     mlcn_jax train --config=configs/resnet_folder.py --workdir=runs/mine --config.data.dir=FOLDER
 
-Images of 40 to 96 pixels (`data.image_size`), or of 24 to 96 with `--config.train.image_sizes=` (training at full size
-only), and up to 1,000 classes. Set `data.alternate_flips` to False for images whose mirror image is not of the same
-class, such as text. Its accuracy depends on the images and has not been measured.
+Images are resized to 48 pixels (`data.image_size`). From 40 on other sizes need nothing else; smaller ones, of at least
+9, need `--config.train.image_sizes=`, which trains at full size only. Set `data.alternate_flips` to False for images
+whose mirror image is not of the same class, such as text. Its accuracy depends on the images and has not been measured.
 
 Source: Jordan 2024, arXiv 2404.00498, for layers, start values and recipe; lanes: this project.
 """

@@ -21,7 +21,7 @@ class Diverged(ArithmeticError):
 
 
 class Stopped(Exception):
-    """A command was asked to stop (SIGTERM or Ctrl-C) and saved its state first."""
+    """A command was asked to stop (SIGTERM or Ctrl-C) and saved first what it had computed."""
 
 
 def differences(

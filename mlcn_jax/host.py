@@ -141,7 +141,7 @@ def today() -> str:
 def set_up_jax(least_seconds: float = 1.0) -> Path | None:
     """Sets how JAX computes on a CPU (`compute_in_turn`), and caches compiled programs; returns the cache folder.
 
-    Commands compute in float32, whatever `JAX_ENABLE_X64` says.
+    JAX then computes in float32, whatever `JAX_ENABLE_X64` says.
 
     Call it before JAX looks for its devices, which it does itself.
     Programs that took at least `least_seconds` to compile are cached, where that is safe.

@@ -32,8 +32,8 @@ class DataSettings:
       reflect: augmentation: shifts fill with the reflected image instead of zeros.
       alternate_flips: augmentation: every image is mirrored in every second epoch.
       cutout: augmentation: height and width in pixels of a square set to the image's mean; 0 for none.
-      augment_lanes: augmentation: each lane augments every image differently (lanes that classify alone); with flip
-        or alternate_flips, every second lane, or with model.lane_seeds those of odd seeds, sees it mirrored.
+      augment_lanes: augmentation: each lane augments every image differently (all lanes must be resnet); with flip or
+        alternate_flips, every second lane, or with model.lane_seeds those of odd seeds, sees it mirrored.
     """
 
     name: str = "digits"
@@ -143,8 +143,8 @@ class TrainSettings:
         residual lanes, sgd or muon (warm-up, then linear decay to zero).
       learning_rate: initial rate of adam, peak rate of adamw; for sgd and muon that of the convolutions.
       lr_decay: factor applied to adam's learning rate after each epoch.
-      warmup_epochs: epochs over which the learning rate rises to its peak (not adam); half of num_epochs if that is not
-        more, so that the rate falls, too.
+      warmup_epochs: epochs over which the learning rate rises to its peak (not adam); the first half of the run if
+        it is not longer than that, so that the rate falls, too.
       weight_decay: weight decay of adamw; for sgd and muon, the fraction of a weight that a step at the peak rate adds
         to the momentum.
       momentum: momentum of the convolutions under sgd and muon; all else has 0.85.
@@ -164,13 +164,13 @@ class TrainSettings:
       teacher: workdirs of trained models, separated by commas, whose mean probabilities are learned in addition to
         the labels; empty for none.
       teacher_weight: weight of the teacher in the loss; the labels get the rest.
-      teacher_temperature: softmax temperature for the teacher and for lanes that classify alone; no effect on the
-        margin loss.
-      image_sizes: sizes at which lanes that classify alone see training images, such as 20:0.35,28:0.7 for 20 pixels
-        in the first 35 % of the steps, 28 until 70 %, then the full size; empty for the full size throughout.
+      teacher_temperature: softmax temperature for the teacher and for resnet lanes; no effect on the margin loss.
+      image_sizes: sizes at which resnet lanes (all lanes must be resnet) see training images, such as 20:0.35,28:0.7
+        for 20 pixels in the first 35 % of the steps, 28 until 70 %, then the full size; empty for the full size
+        throughout.
       log_every: steps between reports of the metrics; every checkpoint reports those since the last report, too.
       test_every_epoch: also scores the test set after each epoch, for the record only.
-      score_test: whether the test set is scored at the end; if false, the run never reads it.
+      score_test: whether the test set is scored at the end; if false, the run never classifies it.
     """
 
     batch_size: int = 100
@@ -258,7 +258,7 @@ class ParallelSettings:
       data: devices over which each batch is split.
       lane: devices over which the lanes are split; data * lane devices are used in all.
       exchange_dtype: float32, or bfloat16 for half the bytes between devices: columns, activations of the decoder and
-        gradients are rounded before they are sent. Columns of lanes that classify alone are always sent in float32.
+        gradients are rounded before they are sent. With any resnet lane, all columns are sent in float32.
       partitioner: places lanes under stacks: greedy, karmarkar_karp, exact, random, round_robin or greedy_published;
         auto tries all but random.
       profile: files written by the command `profile`, separated by commas; if empty, devices that differ are timed for
@@ -299,8 +299,14 @@ class ParallelSettings:
         if self.processes == 0:
             expected = "-1 with parallel.processes=0, which takes it from the cluster's environment"
             check(self.process < 0, "parallel.process", self.process, expected)
+            expected = "empty with parallel.processes=0, which takes it from the cluster's environment"
+            check(not self.coordinator, "parallel.coordinator", self.coordinator, expected)
         elif self.process >= 0:
             check(self.process < self.processes, "parallel.process", self.process, f"below {self.processes}")
+        if self.processes == 1:
+            several = "unless parallel.processes is that of all processes"
+            check(self.process < 0, "parallel.process", self.process, f"-1 {several}")
+            check(not self.coordinator, "parallel.coordinator", self.coordinator, f"empty {several}")
 
 
 def check(good: bool, field: str, value: Any, expected: str) -> None:

@@ -59,6 +59,8 @@ def test_changes_are_read_as_the_type_of_their_field(tiny):
         ("train.image_sizes", "20", "train.image_sizes is '20'; it must be a list such as 20:0.35"),
         ("train.image_sizes", "28:0.7,20:0.3", "in the order of the steps"),
         ("parallel.exchange_dtype", "int8", "'int8'; it must be float32 or bfloat16"),
+        ("parallel.process", 0, "parallel.process is 0; it must be -1 unless parallel.processes"),
+        ("parallel.coordinator", "h:1", "parallel.coordinator is 'h:1'; it must be empty unless parallel.processes"),
     ],
 )
 def test_bad_changes_are_refused(tiny, field, value, message):

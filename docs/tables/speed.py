@@ -179,8 +179,14 @@ def inference_residual() -> str:
 
 
 @place
+def inference_other() -> str:
+    return _inference("inference_other")
+
+
+@place
 def inference_goals() -> str:
-    cells = [cell for file in ("inference", "inference_residual") for cell in benchmark(file)["networks"].values()]
+    files = "inference", "inference_residual", "inference_other"
+    cells = [cell for file in files for cell in benchmark(file)["networks"].values()]
     alone = [cell for cell in cells if cell["ours_over_fastest_peer"] < _LEAST_OF_BATCH.get(cell["batch"], 1)]
     chosen = [cell for cell in cells if cell["chosen_over_fastest"] < _LEAST_CHOSEN]
 

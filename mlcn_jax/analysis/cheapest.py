@@ -56,7 +56,7 @@ def _fits_nowhere(market: Market) -> str:
     lanes = [one for one, count in zip(costs, market.counts, strict=True) for _ in range(count)]
 
     def needed(some: Sequence[LaneCost], batch: int) -> float:
-        return needed_bytes(some, batch, roomiest, parts)
+        return needed_bytes(task.spec, some, batch, roomiest, parts)
 
     largest = max(costs, key=lambda one: needed([one], task.batch_size))
     of_all, batch = needed(lanes, task.batch_size), task.batch_size
@@ -106,7 +106,8 @@ def task_of(config: Any, session: Any) -> Task:
     validation = len(session.validation.labels)
     residual = any(group.kind.normalises for group in spec.lane_groups)
     views = 2 if config.data.mirrors else 1
-    scored = views * (validation + train.score_test * len(session.dataset.test.labels))
+    test, epochs = len(session.dataset.test.labels), session.num_steps // session.steps_per_epoch
+    scored = views * (validation + train.score_test * test) + train.test_every_epoch * epochs * test
     images = (session.train.images, session.validation.images, session.dataset.test.images)
     return Task(
         spec=spec,

@@ -15,6 +15,7 @@ from mlcn_jax.files import write_json
 from mlcn_jax.launch import program
 
 _PORT = 29500
+_KEPT = ("--config.parallel.exchange_dtype=", "--config.parallel.timeout_seconds=")
 
 
 def machines_of(market: Market, way: Way) -> str:
@@ -100,15 +101,17 @@ def commands(market: Market, way: Way, base: Sequence[str]) -> list[str]:
 
     Args:
       market, way: the answer.
-      base: `--config` and the fields that were given.
+      base: `--config` and the fields that were given; those that say where to train are replaced.
     """
+    base = [flag for flag in base if not flag.startswith("--config.parallel.") or flag.startswith(_KEPT)]
     choices = [market.choices[n] for n in way.machines]
     lines = [_rent(choice, i) for i, choice in enumerate(choices) if choice.offer.cloud]
     if way.kind == "apart":
         return [*lines, *_apart(market, way, choices, base)]
     fields = [f"--config.train.checkpoint_every={way.save_every}"]
     if way.placement is None:
-        fields += [f"--config.parallel.data={way.data}", f"--config.parallel.lane={way.lane}"]
+        fields += ["--config.parallel.plan=mesh", f"--config.parallel.data={way.data}"]
+        fields += [f"--config.parallel.lane={way.lane}"]
     else:
         fields += ["--config.parallel.plan=stacks", f"--config.parallel.lane={way.lane}"]
         fields += [f"--config.parallel.partitioner={way.placement.partitioner}"]

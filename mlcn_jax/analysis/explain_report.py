@@ -62,7 +62,6 @@ def explain_run(
     ranked = np.unique(np.linspace(0, len(test.labels) - 1, min(num_ranked, len(test.labels))).round().astype(int))
     _log.info("measuring what each %s changes, on %d test images", names[0].split()[0], len(ranked))
     ranking = explain.rank(spec, params, test.images[ranked])
-    draw_ranking(output / "ranking.png", ranking, len(ranked))
     results = {
         "model": spec.lanes or spec.name,
         "step": trained.step,
@@ -75,6 +74,7 @@ def explain_run(
         **host.environment(),
     }
     write_json(output / "ranking.json", results)
+    draw_ranking(output / "ranking.png", ranking, len(ranked))
     return results
 
 

@@ -283,7 +283,7 @@ class Market:
 
     def _lane_run(self, choice: Choice, one: cost.LaneCost) -> "_Run":
         profile = choice.devices[0]
-        needed = splits.needed_bytes([one], self.task.batch_size, profile, self.task.messages.parts)
+        needed = splits.needed_bytes(self.task.spec, [one], self.task.batch_size, profile, self.task.messages.parts)
         if needed > profile.memory_bytes:
             return _Run(1, math.inf, 0.0)
         step = self._lane_step(profile, one)

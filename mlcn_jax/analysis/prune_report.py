@@ -56,15 +56,15 @@ def measure_and_prune(
         entries.append({"workdir": str(workdir), **analyse(run, order, rounds)})
         print(f"{workdir}\n\n{table(entries[-1])}\n", flush=True)
     write_json(results / "prune.json", {"runs": entries, **about})
-    _log.info("drawing prune.png")
-    draw(entries).savefig(results / "prune.png", dpi=120)
-    print(f"written to {results / 'prune.json'} and {results / 'prune.png'}")
     if output:
         count = keep or fewest_lanes(entries[0], max_drop or 0.0)
         small, facts = shrink(runs[0], entries[0], count)
         accuracy = facts["ranking_accuracy"]["after"] if small.ranking_from == "validation" else None
         prune.save_run(small, output, accuracy, {**facts, **about})
         print(told(facts, output, fine_tuning(small, output)))
+    _log.info("drawing prune.png")
+    draw(entries).savefig(results / "prune.png", dpi=120)
+    print(f"written to {results / 'prune.json'} and {results / 'prune.png'}")
 
 
 def _called(split: str, ranking_from: str) -> str:

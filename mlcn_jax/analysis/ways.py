@@ -20,7 +20,7 @@ class Task:
       spec, batch_size: the model, and images per training step.
       steps: training steps of the whole run.
       save_every: steps between checkpoints, unless machines may be interrupted.
-      scored_images: images classified at the end of the run.
+      scored_images: images classified at the end of the run and, if the test set is scored after each epoch, there.
       data_bytes: bytes of images that each machine needs first.
       apart: whether the lanes can be trained without each other.
       validation_images: images classified at every checkpoint; joined lanes get their weights from them.

@@ -9,9 +9,9 @@
 Lanes, parameters, FLOPs and the cost of each lane; work, depth and bytes of a training step by part, and Brent's bound.
 With a device profile, a lower bound on the seconds of any split. With the speed of a link, the cost of communication
 for each split, and with both, the number of devices from which it dominates. `--tables` prints these as tables instead.
-With `--memory_gib`, the predicted memory of a training step, and of settings with the same result that need less, until
-one fits.
-With `--profiles` of several devices that hold forms of the lanes (`profile --forms`), the precision, convolution
+With `--memory_gib`, also the predicted memory of a training step, and of settings with the same result that need less,
+until one fits.
+With `--profiles` of several devices that hold forms of the lanes (`profile --forms`), also the precision, convolution
 algorithm and device of each lane in training, chosen together. A run can be trained in one precision only
 (`model.compute_dtype`), so the time in each is printed beside it.
 """
@@ -79,4 +79,8 @@ def main(argv: Sequence[str]) -> None:
 
         files = [Path(name.strip()).expanduser() for name in values.profiles.split(",") if name.strip()]
         found["forms"] = place_training(config.model_spec(*config.data.shape()), config.train.batch_size, files)
-    print(tables(found["scaling"]) if values.tables else json.dumps(found, indent=2))
+    if values.tables:
+        print(tables(found["scaling"]))
+        found = {name: found[name] for name in ("memory", "forms") if name in found}
+    if found:
+        print(json.dumps(found, indent=2))

@@ -24,9 +24,10 @@ def main(argv: Sequence[str]) -> None:
     values = arguments.parse("export", __doc__, define, argv)
     workdir = arguments.given_workdir(values)
 
-    from mlcn_jax import pretrained
+    from mlcn_jax import host, pretrained
     from mlcn_jax.serving import export
 
+    host.set_up_jax()
     pretrained.check_writable(workdir, "export")
     folder = export.export(workdir)
     print(f"exported {folder}; use it with: {program()} predict {shlex.quote(str(folder))} IMAGE ...")

@@ -31,8 +31,9 @@ def main(argv: Sequence[str]) -> None:
     values = arguments.parse("onnx", __doc__, define, argv)
     workdir = arguments.given_workdir(values)
 
-    from mlcn_jax import pretrained
+    from mlcn_jax import host, pretrained
     from mlcn_jax.serving.onnx_export import export
 
+    host.set_up_jax()
     path = export(workdir, values.data_dir, pretrained.output_folder(values.output, workdir, "onnx"))
     print(f"{path} computes the model's lengths; {path.with_suffix('.json')} describes its inputs and outputs")

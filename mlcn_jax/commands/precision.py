@@ -53,9 +53,10 @@ def main(argv: Sequence[str]) -> None:
     if not (math.isfinite(drop) and drop >= 0):
         raise InputError(f"--max_accuracy_drop={drop} is not a number of percentage points; it must be 0 or more")
 
-    from mlcn_jax import pretrained
+    from mlcn_jax import host, pretrained
     from mlcn_jax.serving.precision.export import PLACED, TIERS, Terms, precision, table
 
+    host.set_up_jax()
     terms = Terms(values.choose, drop, values.calibration_images, values.batch, values.rounds)
     command = shlex.join(["mlcn_jax", "precision", *argv])
     results = pretrained.output_folder(values.output, workdir, "precision")

@@ -14,7 +14,7 @@ memory of a step, and in inference; int8 needs jax2onnx, onnx and onnxruntime. `
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,15 +49,16 @@ def define_measuring(values: flags.FlagValues) -> None:
     flags.DEFINE_string("forms", "", text, flag_values=values)
 
 
-def forms_of(spec: "ModelSpec", text: str, rounds: int) -> dict[str, Any]:
-    """What a profile says of lanes, written as for model.lanes, in each form of training and of inference."""
+def forms_of(spec: "ModelSpec", text: str, rounds: int) -> Iterator[dict[str, Any]]:
+    """What a profile says of lanes, written as for model.lanes, in each form of training, then also of inference."""
     from mlcn_jax.analysis.measure_forms import measure_training
     from mlcn_jax.nn.lane_list import parse_lanes
     from mlcn_jax.serving.precision.speeds import inference_seconds
 
     lanes = [group.spec for group in parse_lanes(text)]
     seconds, num_bytes = measure_training(spec, lanes, rounds)
-    return {"form_seconds": seconds | inference_seconds(spec, lanes, rounds), "form_bytes": num_bytes}
+    yield {"form_seconds": seconds, "form_bytes": num_bytes}
+    yield {"form_seconds": seconds | inference_seconds(spec, lanes, rounds)}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -88,8 +89,8 @@ def main(argv: Sequence[str]) -> None:
         machine = finish()
     profile = measure_device.make_profile(lab, programs, seconds, **machine)
     profile.save(output)  # at once, since forms may fail
-    if values.forms:
-        profile = dataclasses.replace(profile, **forms_of(spec, values.forms, values.rounds))
+    for found in forms_of(spec, values.forms, values.rounds) if values.forms else ():
+        profile = dataclasses.replace(profile, **found)
         profile.save(output)
     print(measure_device.table(profile))
     print(f"{output} ({time.monotonic() - started:.0f} s)")

@@ -1,6 +1,6 @@
 """Trains one model with several workers that rarely communicate: each takes some steps before changes are exchanged.
 
-    mlcn_jax rounds --config=quickstart --workdir=runs/rounds --config.train.rounds.steps=50 \
+    mlcn_jax rounds --config=quickstart --workdir=runs/rounds --config.train.rounds.steps=50 \\
         --config.train.rounds.workers=2                                    # everything on this machine
     mlcn_jax rounds --config=... --workdir=runs/rounds --serve=0.0.0.0:29600                  # the coordinator
     mlcn_jax rounds --config=... --workdir=runs/worker1 --coordinator=HOST:29600 --worker=1   # a worker, elsewhere

@@ -277,9 +277,9 @@ def _download(name: str, source: Source, path: Path) -> dict[str, bytes]:
             if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) and error.errno in _DISK_ERRORS:
                 raise InputError(_cannot_write(path, error)) from error
             problems.append(f"{base_url}{path.name}: {error}")
+    state = f"in {path.parent} is not the official file" if path.exists() else f"is not in {path.parent}"
     raise InputError(
-        f"{name}: {path.name} is not in {path.parent} and could not be downloaded ({'; '.join(problems)}). "
-        f"{_what_to_provide(source)}"
+        f"{name}: {path.name} {state} and could not be downloaded ({'; '.join(problems)}). {_what_to_provide(source)}"
     )
 
 

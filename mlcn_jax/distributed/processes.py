@@ -27,6 +27,7 @@ _WATCHED = "MLCN_JAX_WATCHED"  # set for processes started by `watch`
 _MAY_DIFFER = ("parallel.process", "parallel.profile", "data.dir", "data.cache_dir")  # between the processes of a run
 _GRACE_SECONDS = 2.0  # for processes that fail for the same reason as the first
 _POLL_SECONDS = 0.1
+_JOINED = "joined"  # the answer of process 0 once all processes have joined
 
 
 def is_watched() -> bool:
@@ -249,7 +250,7 @@ def _hear_all(host: str, port: int, settings: ParallelSettings, deadline: float)
     problem = f"process {names} of {settings.processes} did not join at {settings.coordinator}" if missing else ""
     for connection in here:
         with contextlib.suppress(OSError), connection:
-            connection.sendall(problem.encode())
+            connection.sendall((problem or _JOINED).encode())
     return problem
 
 
@@ -261,9 +262,12 @@ def _report(host: str, port: int, number: int, deadline: float) -> str:
             connected = True
             connection.settimeout(max(0.01, deadline + 1 - time.monotonic()))
             problem = connection.recv(1024).decode(errors="replace")
+            if problem == _JOINED:
+                return ""
             if problem and not problem.startswith("process "):
                 return f"something other than process 0 answers at {host}:{port}: give parallel.coordinator a free port"
-            return problem
+            if problem:
+                return problem
         time.sleep(_POLL_SECONDS)
     if connected:
         return f"process 0 answered at {host}:{port}, but not all others joined"

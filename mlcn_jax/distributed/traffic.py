@@ -25,11 +25,14 @@ def exchanged_bytes(
     that, their gradients reduced and scattered backward, except for columns that get no gradient; gradients of what is
     not sharded are summed. Over `data`: all gradients are summed. In addition, scalars: the loss, its parts, accuracy,
     and a part of the gradient's norm.
-    All but these scalars, and columns of lanes that classify alone, are sent in `exchange_dtype`; in bfloat16, a
+    All but these scalars, and columns of lanes that classify alone, are sent in `exchange_dtype`, or in the model's
+    dtype if that has fewer bytes, but for gradients of parameters (a CPU sends what is in bfloat16 in float32, unless
+    `exchange_dtype` says so). In bfloat16, a
     scatter is an all-to-all, and a sum an all-to-all and a gather (`nn.words`), of as many bytes each. Up to padding in
     bfloat16, equal to what `collective_bytes` finds in the compiled program.
     """
     size_of = jnp.dtype(exchange_dtype).itemsize
+    of_value = min(size_of, spec.dtype.itemsize)
     layout, whole = _layout(spec, lane)
     sizes = [size // (lane if any(axes) else 1) for size, axes in zip(whole, layout, strict=True)]
     gradients = 0
@@ -40,8 +43,8 @@ def exchanged_bytes(
     columns = layers = 0
     if lane > 1:
         columns = batch_size // data * len(spec.lane_specs) * spec.num_classes
-        columns *= 4 if spec.classifies_alone.any() else size_of
-        layers = size_of * batch_size // data * sum(_gathered_layers(spec, lane))
+        columns *= 4 if spec.classifies_alone.any() else of_value
+        layers = of_value * batch_size // data * sum(_gathered_layers(spec, lane))
     reduced = 4 * (4 + bool(spec.classifies_alone.any()) + any(map(any, layout))) + size_of * gradients
     scattered = layers + columns * _columns_get_gradients(spec)
     return {"all-gather": columns + layers, "reduce-scatter": scattered, "all-reduce": reduced}

@@ -33,6 +33,8 @@ from mlcn_jax.nn import conv_kn2row, conv_spectral, conv_winograd, tracing
 
 # Limits of `choose` on a CPU, from benchmarks/conv_algorithms.py on 2 cores with AVX-512.
 FOURIER_MIN_BATCH = 8  # below, transforming the kernel costs more than the rest
+_FOURIER_MIN_BATCH_FORWARD = 32  # in a forward pass alone, where the kernel varies: one transform serves one product
+_MOST_FOLDED = 45_000_000  # values of a constant; XLA computes larger ones anew in each call
 _FOURIER_MIN_TAPS = 25
 _FEW_CHANNELS = 8  # below, XLA's convolutions are slow
 _WINOGRAD_MIN_ROWS = 48 * 1024  # tiles of the batch times channels: with fewer, the kernel's transform costs too much
@@ -110,6 +112,7 @@ def choose(
     stride: int,
     padding: Padding,
     constant_kernel: bool = False,
+    forward_only: bool = False,
 ) -> str:
     """The algorithm for a shape: a fixed rule based on measurements, so that runs are reproducible.
 
@@ -120,6 +123,7 @@ def choose(
       backend: platform that the program will run on, such as `cpu`.
       x_shape, kernel_shape, stride, padding: as for `conv2d`.
       constant_kernel: whether the kernel is compiled into the program, and nothing is differentiated.
+      forward_only: whether nothing is differentiated.
 
     Returns:
       A key of `ALGORITHMS`.
@@ -136,7 +140,10 @@ def choose(
             if constant_kernel and few and least >= _KN2ROW_MIN_CHANNELS:
                 return "kn2row"
             return "winograd" if _worth_tiles(batch, outputs, least, constant_kernel) else "native"
-        large = batch >= FOURIER_MIN_BATCH and taps >= _FOURIER_MIN_TAPS
+        size = conv_spectral.spectrum_size(outputs, kernel_shape, stride)
+        varies = forward_only and not (constant_kernel and size <= _MOST_FOLDED)
+        least = _FOURIER_MIN_BATCH_FORWARD if varies else FOURIER_MIN_BATCH
+        large = batch >= least and taps >= _FOURIER_MIN_TAPS
         return "fourier" if large and conv_spectral.can_do(outputs, kernel_shape, stride) else "native"
     entries = batch * math.prod(outputs) * taps * channels
     return "im2col" if entries <= _IM2COL_MAX_ENTRIES else "native"
@@ -165,7 +172,8 @@ def chosen(x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], stride: int,
     if target.batch:
         x_shape = (target.batch, *x_shape[1:])
     shape = (x_shape, kernel_shape, stride, padding)
-    return target.algorithm(key_of(*shape), lambda: choose(tracing.platform(), *shape, target.constant_weights))
+    uses = target.constant_weights, target.inference
+    return target.algorithm(key_of(*shape), lambda: choose(tracing.platform(), *shape, *uses))
 
 
 def lane_convs(

@@ -46,6 +46,12 @@ def can_do(outputs, kernel_shape, stride):
     return first.points * second.points <= _MAX_POINTS
 
 
+def spectrum_size(outputs, kernel_shape, stride):
+    """Number of values of the transformed kernel: three for every two points, for the products of complex numbers."""
+    first, second = spans_of(outputs, kernel_shape, stride)
+    return 3 * first.points * second.points // 2 * stride**2 * math.prod(kernel_shape[2:])
+
+
 def conv2d(x, kernel, stride, pads):
     """As `conv.conv2d`, for pads ((top, bottom), (left, right))."""
     sizes = [n + sum(pad) for n, pad in zip(x.shape[1:3], pads, strict=True)]

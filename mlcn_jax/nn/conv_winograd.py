@@ -181,7 +181,8 @@ def _sums(matrix: Sequence[Sequence[float]], parts: Sequence[Array], axis: int =
 
     The barrier keeps XLA from computing both passes of a transform at once, the first one many times over.
     """
-    sums = [sum((w * part for w, part in zip(row, parts, strict=True) if w), jnp.zeros(())) for row in matrix]
+    zero = jnp.zeros((), jnp.float32)
+    sums = [sum((w * part for w, part in zip(row, parts, strict=True) if w), zero) for row in matrix]
     return lax.optimization_barrier(jnp.stack(sums, axis))
 
 

@@ -29,9 +29,10 @@ class ModelSpec:
       name: `mlcn` or `capsnet`.
       image_shape: height, width, channels.
       num_classes: number of classes K.
-      lanes: for `mlcn`, the lanes as text (`lane_list.parse_lanes`); empty for `capsnet`.
+      lanes: for `mlcn`, KIND:wWIDTHdDEPTH*COUNT separated by commas, such as mlcn1:w2d1*2,mlcn2:w4d3; empty for
+        `capsnet`.
       num_routing_iters: iterations of dynamic routing.
-      lane_routing: `published` or `per_class` (`lanes.LaneSettings`).
+      lane_routing: in a lane, `published` (to one capsule of K dimensions) or `per_class` (to K of one dimension).
       prior_bias: whether routing logits have a trainable initial value.
       decoder: sizes of the decoder's hidden layers.
       lane_dropout: probability that a lane is left out of the classification loss in a training step.
@@ -39,14 +40,13 @@ class ModelSpec:
         `per_lane_sum` (likewise, the sum, so that a lane's gradient does not depend on the number of lanes).
       signed_pixels: whether the encoder takes pixels in [-1, 1] instead of [0, 1]; images and reconstructions are in
         [0, 1] in either case.
-      label_smoothing: share of the target that is spread evenly over all classes, for lanes that classify alone.
-      ensemble_weight: share of the ensemble's cross-entropy in the loss of lanes that classify alone; above 0, their
-        gradients depend on one another.
-      decoder_gradient: lanes that the reconstruction trains: `auto` (those that do not classify alone), `all` or
-        `none`.
+      label_smoothing: share of the target that is spread evenly over all classes, for `resnet` lanes.
+      ensemble_weight: share of the ensemble's cross-entropy in the loss of `resnet` lanes; above 0, their gradients
+        depend on one another.
+      decoder_gradient: lanes that the reconstruction trains: `auto` (all but `resnet` lanes), `all` or `none`.
       norm_group: images that are normalised together in training, in lanes with batch normalisation.
       compute_dtype: dtype of convolutions and matrix products; norms, softmax and losses stay float32.
-      conv: convolution algorithm: a key of `conv.ALGORITHMS`, or `auto`.
+      conv: convolution algorithm: `auto`, `native`, `im2col`, `fourier`, `winograd` or `kn2row`.
       remat: activations of lanes that share a loss in training: `none` keeps those of all lanes until the backward
         pass; `full` recomputes lanes there, but for what their convolutions give, and holds those of a quarter of a
         group's lanes (of one lane that normalises); `offload` does the same, but keeps results of convolutions and

@@ -182,9 +182,23 @@ def estimated_parameters(spec: ModelSpec) -> int:
     return total
 
 
-def decoder_widths(spec: ModelSpec) -> list[int]:
-    """Number of values at the input of an MLCN's decoder and at the output of each of its layers."""
-    return [spec.num_classes * len(spec.lane_specs), *spec.decoder, math.prod(spec.image_shape)]
+def decoder_widths(spec: ModelSpec, num_lanes: int | None = None) -> list[int]:
+    """Number of values at the input of an MLCN's decoder and at the output of each of its layers.
+
+    `num_lanes` replaces the number of the model's lanes.
+    """
+    lanes = len(spec.lane_specs) if num_lanes is None else num_lanes
+    return [spec.num_classes * lanes, *spec.decoder, math.prod(spec.image_shape)]
+
+
+def head_bytes(spec: ModelSpec, batch_size: int, num_lanes: int | None = None) -> float:
+    """Memory of the decoder's training step, without work space: parameters, gradients, moments and activations.
+
+    `num_lanes` replaces the number of the model's lanes.
+    """
+    sizes = decoder_widths(spec, num_lanes)
+    parameters = sum(before * after + after for before, after in itertools.pairwise(sizes))
+    return 4.0 * _FLOAT_BYTES * parameters + _FLOAT_BYTES * batch_size * sum(sizes)
 
 
 def decoder_step_flops(spec: ModelSpec) -> int:

@@ -42,7 +42,7 @@ class Begin(msgspec.Struct):
     """The answer to `Fetch`.
 
     Attributes:
-      round: the round to compute; the number of rounds if the run is finished.
+      round: the round to compute; without meaning if the run is finished or has diverged.
       kind: `full` for parameters, `update` for their change since the previous round, `again` if the worker has these
         parameters and is to send its change, which it may have computed before, `wait` if there is nothing to do yet,
         `finished`, or `diverged`.

@@ -191,7 +191,7 @@ class Trainer:
         vector = jax.ShapeDtypeStruct((self.size,), jnp.float32)
         content = jax.ShapeDtypeStruct((num_bytes(self.size, self.bits),), jnp.uint8)
         like = {"params": {"before": vector, "after": vector, "content": content}, "optimizer": optimizer}
-        restored, facts = self._checkpoints.restore(like)
+        _, facts = self._checkpoints.restore({})
         same = facts["run"].partition(DRAWN)[0] == self._run
         if not same or facts["worker"] != self._worker:
             raise InputError(
@@ -199,6 +199,7 @@ class Trainer:
                 + ("this run" if same else "another run")
                 + f", but this is worker {self._worker}: give another --workdir"
             )
+        restored, facts = self._checkpoints.restore(like)
         self._num_saves, self._run = facts["step"], facts["run"]
         before, after, sent = (np.asarray(restored["params"][name]) for name in ("before", "after", "content"))
         about = (facts["round"], facts["began"], restored["optimizer"])

@@ -10,7 +10,6 @@ import re
 from collections.abc import Sequence
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn.spec import ModelSpec
 
 _ROUNDING = 1 + 1e-9  # the same sum in another order differs by less
 _STATE_BYTES = 16  # per parameter: value, gradient and Adam's two moments, float32
@@ -137,13 +136,6 @@ def read_number(text: str, name: str, baseline: float) -> float:
             f"search.devices: {name}={text!r} must be a number above 0, alone or with one of the units {units}"
         )
     return number * factors[unit]
-
-
-def head_bytes(spec: ModelSpec, num_lanes: int, batch_size: int) -> float:
-    """Memory of the decoder's training step, without workspace: parameters, optimizer state, gradients, activations."""
-    sizes = (spec.num_classes * num_lanes, *spec.decoder, math.prod(spec.image_shape))
-    parameters = sum(n * m + m for n, m in itertools.pairwise(sizes))
-    return _STATE_BYTES * parameters + 4.0 * batch_size * sum(sizes)
 
 
 def amount(value: float, unit: str) -> str:

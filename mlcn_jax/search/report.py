@@ -139,8 +139,8 @@ def write(found: "Search", workdir: Path, test_accuracies: list[float], session:
         **host.environment(),
     }
     write_config(found, winner, workdir / "best_config.py")
-    draw(found, table, summary, workdir / "search.png")
     write_json(workdir / "summary.json", summary)
+    draw(found, table, summary, workdir / "search.png")
     return summary
 
 

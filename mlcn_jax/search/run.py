@@ -33,6 +33,7 @@ from mlcn_jax.training.stop_signals import SignalWatch
 _log = logging.getLogger(__name__)
 
 _PROCESS_BYTES = 600 * 2**20  # memory of a worker process, without its model
+_PEAK = 5  # times `LaneCost.held_bytes` that a step takes, at most (experiments/results/cost_model.json)
 
 
 def run(
@@ -137,7 +138,7 @@ def worker_slot(found: Search) -> Iterator[None]:
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # the one that a worker uses
     names = ["".join(c for c in first if c.isalnum() or c in "-_")]
     if jax.default_backend() == "cpu":
-        room = int(host.usable_memory_bytes() / (2 * largest + _PROCESS_BYTES))
+        room = int(host.usable_memory_bytes() / (largest + _PROCESS_BYTES))
         names = [f"core{core}" for core in host.cores()[: max(1, room)]]
     folder = _own_folder()
     if folder is None:
@@ -169,11 +170,9 @@ def worker_slot(found: Search) -> Iterator[None]:
 
 
 def _model_bytes(found: Search, mix: Mix) -> float:
-    """Memory of a model's lanes on this machine; the published formula is of other machines."""
-    if found.settings.costs == "exact":
-        return found.space.memory_bytes(mix)
+    """Memory of a training step of a model's lanes on this machine: what it takes, or more."""
     spec, batch_size = found.trainer.spec(found.space.text(mix)), found.config.train.batch_size
-    return sum(
+    return _PEAK * sum(
         group.count * cost.lane_cost(group.spec, spec.lane_settings, spec.image_shape).held_bytes(batch_size)
         for group in spec.lane_groups
     )

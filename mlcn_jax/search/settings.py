@@ -14,7 +14,9 @@ from mlcn_jax.nn.lanes import LANE_KINDS, PUBLISHED_KINDS
 METHODS = ("random", "evolution", "halving", "tpe", "nsgaii")
 COSTS = ("exact", "published")
 _FREE_ON_RESUME = {"num_models", "max_training_seconds", "storage", "heartbeat_seconds"}
-IMAGES, PROFILES = "training_images_sha256", "device_profiles_sha256"
+IMAGES, VALIDATION, PROFILES = "training_images_sha256", "validation_images_sha256", "device_profiles_sha256"
+ROUNDING = "parallel.exchange_dtype"
+NOT_NOTED = (IMAGES, VALIDATION, PROFILES, ROUNDING)  # by searches that are older than these facts
 BEFORE = {"search.costs": "exact"}  # what searches did that are older than these settings
 
 
@@ -23,7 +25,8 @@ class SearchSettings:
     """What to search for and how.
 
     Attributes:
-      devices: what a training step may use on each device (`space.make_space`).
+      devices: what a training step may use on each device, such as `memory=12GiB flops=0.5x*8` (`space.make_space`);
+        without a profile, memory counts no work space, with which a step takes two to five times as much.
       costs: what lanes take of it: `exact`, counted from the lanes or measured by profiles, or `published`, by the
         thesis's formulas.
       kinds: lane kinds to choose from, separated by commas.
@@ -81,6 +84,11 @@ class SearchSettings:
             raise InputError(f"search.method is {self.method!r}; it must be one of {', '.join(METHODS)}")
         if self.costs not in COSTS:
             raise InputError(f"search.costs is {self.costs!r}; it must be one of {', '.join(COSTS)}")
+        if self.method == "halving" and self.min_epochs >= self.num_epochs:
+            raise InputError(
+                f"search.method is 'halving' with min_epochs={self.min_epochs} and num_epochs={self.num_epochs}, where "
+                "no model is ever compared before its last epoch: give fewer min_epochs, or method 'random'"
+            )
         unknown = [kind for kind in self.lane_kinds if kind not in LANE_KINDS]
         if unknown or not self.lane_kinds:
             raise InputError(f"search.kinds is {self.kinds!r}; it must be one or more of {', '.join(LANE_KINDS)}")

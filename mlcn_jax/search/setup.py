@@ -11,7 +11,7 @@ from mlcn_jax.config import RunConfig, check_fields
 from mlcn_jax.data import datasets
 from mlcn_jax.errors import InputError
 from mlcn_jax.search import space as space_lib
-from mlcn_jax.search.settings import IMAGES, PROFILES, SearchSettings, facts_of
+from mlcn_jax.search.settings import IMAGES, PROFILES, ROUNDING, VALIDATION, SearchSettings, facts_of
 from mlcn_jax.search.study import Study
 from mlcn_jax.search.trials import Trainer
 from mlcn_jax.training.session import check_settings
@@ -120,9 +120,12 @@ def open_search(
     _log.info("computing what lanes cost on the devices: %s", settings.devices)
     space = make_space(config, settings)
     _log.info("%d kinds of lanes for %d devices", len(space.menu), len(space.buckets))
-    facts = {name: value for name, value in config.flat_as_before().items() if name.split(".")[0] != "parallel"}
-    facts = {name: value for name, value in facts.items() if name not in _FREE} | facts_of(settings)
-    facts[IMAGES] = datasets.digest(trainer.train)
+    facts = {
+        name: value
+        for name, value in config.flat_as_before().items()
+        if name not in _FREE and (name == ROUNDING or not name.startswith("parallel."))
+    } | facts_of(settings)
+    facts[IMAGES], facts[VALIDATION] = datasets.digest(trainer.train), datasets.digest(trainer.validation)
     facts[PROFILES] = [host.sha256_of(path) for path in space_lib.profiles_of(settings.devices)]
     url = settings.storage or f"sqlite:///{workdir.resolve() / 'search.db'}"
     return Search(config, settings, trainer, space, Study(settings, facts, url, create=create))

@@ -17,7 +17,7 @@ from mlcn_jax.nn.lanes import LaneSpec
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost
 from mlcn_jax.placement.profile import DeviceProfile
-from mlcn_jax.search.budget import FORM, Bucket, amount, head_bytes, parse_device, read_number
+from mlcn_jax.search.budget import FORM, Bucket, amount, parse_device, read_number
 
 Mix = tuple[tuple[int, ...], ...]
 
@@ -298,7 +298,7 @@ def make_space(
         )
     if published:
         return Space(menu, buckets, tolerance)
-    free = max(0.0, buckets[0].memory_bytes - head_bytes(spec, max(1, sum(map(int, rooms))), batch_size))
+    free = max(0.0, buckets[0].memory_bytes - cost.head_bytes(spec, batch_size, max(1, sum(map(int, rooms)))))
     buckets[0] = dataclasses.replace(buckets[0], memory_bytes=free)
     return Space(menu, buckets, tolerance)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mlcn_jax.errors import InputError, differences
 from mlcn_jax.search import propose
 from mlcn_jax.search.models import BASELINE, Model, model_from, model_of
-from mlcn_jax.search.settings import BEFORE, IMAGES, PROFILES, SearchSettings
+from mlcn_jax.search.settings import BEFORE, NOT_NOTED, SearchSettings
 from mlcn_jax.search.space import Mix, Space
 from mlcn_jax.search.storage import open_storage, shown, storage_errors
 from mlcn_jax.search.trials import FAILURES, Score, reason_of
@@ -107,7 +107,7 @@ class Study:
                         f"{address}: the search {settings.name!r} has not been started: start it with the "
                         "same command without --worker"
                     )
-        before = BEFORE | {name: mine.get(name) for name in (IMAGES, PROFILES)}  # an older search did not note them
+        before = BEFORE | {name: mine.get(name) for name in NOT_NOTED}
         theirs = {name: value for name, value in before.items() if name in mine} | theirs
         if rows := differences(theirs, mine, sorted(set(mine) | set(theirs))):
             raise InputError(

@@ -171,8 +171,7 @@ class Artifact(Classifier):
                 f"{program()} tiers node, or give the export of the whole model"
             )
         row = jax.ShapeDtypeStruct(self.image_shape, jnp.uint8)
-        if runtime not in RUNTIMES:
-            raise InputError(f"runtime {runtime!r} is unknown: use {', '.join(RUNTIMES)}")
+        check_runtime(runtime)
         mixed = self.manifest["format"] == MIXED_FORMAT
         in_xla = functions or not mixed  # the lanes may all be for ONNX Runtime
         programs = load_functions(folder, functions, jax.device_put(weights), row, self.manifest) if in_xla else []
@@ -194,6 +193,12 @@ class Artifact(Classifier):
             dtype = json.loads((folder / "config.json").read_text())["model"]["compute_dtype"]
             self._compute = choose(self._compute, converted, self.manifest, self.image_shape, required, dtype, spin)
             self._runtime = ONNX if required else XLA
+
+
+def check_runtime(runtime: str) -> None:
+    """Raises InputError if there is no such runtime."""
+    if runtime not in RUNTIMES:
+        raise InputError(f"runtime {runtime!r} is unknown: use {', '.join(RUNTIMES)}")
 
 
 def apply_in_batches(functions: Functions, rows: np.ndarray) -> np.ndarray:
@@ -281,15 +286,25 @@ def signed(manifest: dict[str, Any]) -> dict[str, Any]:
     return {**content, "sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
 
-def verified_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of an artifact, once all its files are found to match it; raises InputError if one does not."""
+def verified_manifest(
+    folder: Path, what: str = "an exported model", command: str = "export --workdir=WORKDIR"
+) -> dict[str, Any]:
+    """The manifest of an artifact, once all its files are found to match it.
+
+    Args:
+      folder: the artifact.
+      what, command: for messages: what it should be, and the command that writes it.
+
+    Raises:
+      InputError: a file does not match the manifest, or there is none.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         inside = folder / "export" / MANIFEST
-        hint = f"give {inside.parent}" if inside.is_file() else f"{program()} export writes one"
-        raise InputError(f"{folder} is not an exported model: it has no {MANIFEST}; {hint}")
+        hint = f"give {inside.parent}" if inside.is_file() else f"{program()} {command.split(' -')[0]} writes one"
+        raise InputError(f"{folder} is not {what}: it has no {MANIFEST}; {hint}")
     damaged = f"{folder} is damaged"
-    remedy = f"copy the folder again, or export the model again: {program()} export --workdir=WORKDIR"
+    remedy = f"copy the folder again, or make it again: {program()} {command}"
     try:
         manifest = json.loads(path.read_text())
         version, files = manifest["format"], manifest["files"]

@@ -187,7 +187,7 @@ class BatchService:
 
         Raises:
           ClientDisconnect: the client disconnected, or `is_gone` before its body is used.
-          HTTPException: the body is too large, or too many large ones are arriving.
+          HTTPException: the body is too large, too many large ones are arriving, or memory is short.
         """
         if b"upgrade" in headers:  # no body can be read after an upgrade
             raise HTTPException(
@@ -212,6 +212,7 @@ class BatchService:
                 if self._held_bytes > _BODIES_HELD * most and received > SMALL_BYTES:
                     raise HTTPException(429, "too many large requests are arriving: try again", _RETRY)
             arrived, body = time.monotonic(), b"".join(parts)
+            parts.clear()  # so that the body is not held twice
 
             def use_it() -> T:
                 if is_gone():
@@ -221,6 +222,8 @@ class BatchService:
             if small(body):
                 return use_it(), arrived
             return await asyncio.get_running_loop().run_in_executor(self._readers, use_it), arrived
+        except MemoryError as error:
+            raise HTTPException(503, "there is no memory to read the request: try again", _RETRY) from error
         finally:
             self._held_bytes -= received
 

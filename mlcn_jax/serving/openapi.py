@@ -13,7 +13,7 @@ _CODES = {
     "415": "the content type is not supported",
     "429": "too many requests are waiting: try again",
     "500": "the model failed",
-    "503": "it cannot be answered within the deadline: try again",
+    "503": "it cannot be answered within the deadline, or memory is short: try again",
 }
 
 
@@ -76,7 +76,7 @@ def _predict(limits: "Limits", top: dict[str, Any]) -> dict[str, Any]:
         ],
         "requestBody": {
             "required": True,
-            "description": f"At most {limits.max_body_bytes} bytes and {limits.max_images} pictures, which must have "
+            "description": f"At most {limits.max_body_bytes} bytes and {limits.max_images} pictures, which must "
             f"arrive within {limits.timeout_seconds:g} seconds. PNG, JPEG, WebP, BMP or GIF.",
             "content": {
                 "image/*": picture,

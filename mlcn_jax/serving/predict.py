@@ -74,7 +74,7 @@ def open_model(given: str, runtime: str = "auto", spin: bool = False) -> "Classi
       InputError: it is none of them, or cannot be used.
     """
     from mlcn_jax import host
-    from mlcn_jax.serving.artifact import MANIFEST, Artifact
+    from mlcn_jax.serving.artifact import MANIFEST, Artifact, check_runtime
 
     host.compute_in_turn()
     folder = find_export(given).expanduser()
@@ -88,10 +88,11 @@ def open_model(given: str, runtime: str = "auto", spin: bool = False) -> "Classi
         return Artifact(folder, runtime, spin)
     if export_is_current(folder):
         return Artifact(folder / "export", runtime, spin)
+    check_runtime(runtime)
     if runtime not in ("auto", "xla"):
         raise InputError(
-            f"runtime {runtime!r} needs an exported model, which {folder} does not have: run {program()} export "
-            f"--workdir={folder}, then {program()} onnx --workdir={folder}"
+            f"runtime {runtime!r} needs an export of the newest checkpoint, which {folder} does not have: "
+            f"run {program()} export --workdir={folder}, then {program()} onnx --workdir={folder}"
         )
     try:
         from mlcn_jax.serving.trained import TrainedModel
@@ -108,12 +109,12 @@ def export_is_current(workdir: Path) -> bool:
     from mlcn_jax.serving.artifact import MANIFEST
 
     manifest = workdir / "export" / MANIFEST
-    try:
-        exported = read_json(manifest).get("source") if manifest.is_file() else None
-    except (Damaged, AttributeError):
-        return True  # whoever reads it says what is wrong
     now = source_of(workdir)  # whose checkpoints may have been removed since
-    return exported is not None and exported["model"] == now["model"] and exported["checkpoint"] >= now["checkpoint"]
+    try:
+        of = read_json(manifest).get("source") if manifest.is_file() else None
+        return of is not None and of["model"] == now["model"] and of["checkpoint"] >= now["checkpoint"]
+    except (Damaged, AttributeError, KeyError, TypeError):
+        return True  # whoever reads it says what is wrong
 
 
 def source_of(workdir: Path) -> dict[str, Any]:

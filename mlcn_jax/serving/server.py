@@ -1,4 +1,5 @@
-"""Answers HTTP requests with a trained model; an exported one needs only jax, numpy, Pillow and the extra `serve`.
+"""Answers HTTP requests with a trained model; an exported one needs only jax, flatbuffers,
+numpy, Pillow and the extra `serve`.
 
     mlcn_jax serve runs/mlcn2/export --port=8000
     mlcn_jax serve runs/mlcn2    # a training run, exported or not
@@ -17,7 +18,7 @@ answers, and `GET /metrics` is for Prometheus.
 Status codes: 200 some picture was classified; 400 none was, or the request is malformed; 404, 405 there is no such path
 or method; 408 the request arrived too slowly; 413 it has too many bytes or pictures; 415 its content type is not
 supported; 429 too many requests are waiting, try again; 431 the head of the request is too long; 500, and 503 of
-`/health`, the model itself failed; 503 of `/predict`, it could not be answered within the deadline.
+`/health`, the model itself failed; 503 of `/predict`, it could not be answered within the deadline, or memory is short.
 
 The server listens once the model is ready. On SIGTERM or Ctrl-C it answers the requests that have arrived, then exits.
 Exit codes: 0 it ended in this way, 2 the input cannot be used.
@@ -156,7 +157,7 @@ def _protocol(service: "BatchService"):
             super().connection_made(transport)
             self._coming_since: float | None = self.loop.time()  # None while no request is incomplete
             self._head_bytes = 0  # received for a request, minus twice those of its body
-            self._was_stuck = False
+            self._unread = math.inf  # bytes that the client had not read when this was last looked at
             self._is_ending = False
             self._refused: tuple[int, str] | None = None  # status and message, sent after the earlier answers
             self._running = None
@@ -201,6 +202,8 @@ def _protocol(service: "BatchService"):
 
         def on_message_complete(self):
             super().on_message_complete()
+            if self.cycle is not None:  # uvicorn leaves it at that where the answer came before the body
+                self.cycle.more_body = False
             self._coming_since = None
             if not self.pipeline:  # uvicorn would see only when it has answered that the client has gone
                 self.flow.resume_reading()
@@ -240,11 +243,13 @@ def _protocol(service: "BatchService"):
 
         def _look(self):
             """Checks now and then whether this connection still makes progress."""
-            stuck = self.flow.write_paused or self.transport.is_closing()  # the client does not read
-            if stuck and self._was_stuck:
-                self.transport.abort()
-                return
-            self._was_stuck = stuck
+            unread = math.inf
+            if self.flow.write_paused or self.transport.is_closing():
+                unread = self.transport.get_write_buffer_size()
+                if unread >= self._unread:  # the client does not read
+                    self.transport.abort()
+                    return
+            self._unread = unread
             left = limits.timeout_seconds
             if self._coming_since is not None:
                 left -= self.loop.time() - self._coming_since

@@ -58,7 +58,8 @@ class TierArtifact:
     def __init__(self, folder: str | Path, trusted: Sequence[Path] = ()):
         folder = Path(folder)
         try:
-            manifest = verified_manifest(folder)
+            _check_is_one_tier(folder)
+            manifest = verified_manifest(folder, "a tier of a split model", "tiers split WORKDIR")
             _check_signature(folder, manifest, trusted)
         except OSError as error:
             raise InputError(f"{folder} cannot be read ({error.strerror or error}): make it readable") from error
@@ -138,6 +139,15 @@ class TierArtifact:
         started = time.perf_counter()
         self.home(tier, images)
         return time.perf_counter() - started
+
+
+def _check_is_one_tier(folder: Path) -> None:
+    """Raises InputError, which names them, for the folder that holds those of all tiers."""
+    tiers = [] if (folder / FILE).is_file() else sorted(path.parent for path in folder.glob(f"*/{FILE}"))
+    if tiers:
+        raise InputError(
+            f"{folder} holds the folders of several tiers: give that of one, {' or '.join(map(str, tiers))}"
+        )
 
 
 def _check_signature(folder: Path, manifest: dict[str, Any], trusted: Sequence[Path]) -> None:

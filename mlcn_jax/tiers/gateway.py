@@ -322,7 +322,10 @@ class GatewayService(Service):
         name = request.path_params["name"]
         if name not in self.clients:
             raise HTTPException(404, f"there is no tier {name[:40]!r}; there are {', '.join(self.clients)}")
-        body, _ = await self.receive(dict(request.headers.raw), request.receive, bytes, lambda body: True)
+        try:
+            body, _ = await self.receive(dict(request.headers.raw), request.receive, bytes, lambda body: True)
+        except ClientDisconnect:
+            return Response()
         if request.headers.get("content-type") != "application/json" or body not in (b"true", b"false"):
             raise HTTPException(400, "send true to stop the tier or false to resume it, as application/json")
         self.clients[name].stopped = body == b"true"

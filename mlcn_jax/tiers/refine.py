@@ -78,7 +78,7 @@ async def refine(
       clients: clients of all other tiers, by name.
       home: computes what a tier receives.
       bits: bits of each value that is sent.
-      deadline: time of `time.monotonic` after which nothing is yielded.
+      deadline: time of `time.monotonic` until which tiers are waited for; the first answer is given in any case.
     """
     answer = Answer(policy, len(images))
     answer.add(policy.names[0], range(len(images)), own)

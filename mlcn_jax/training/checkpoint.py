@@ -161,7 +161,7 @@ class Checkpoints:
         is tried. If it cannot be read for another reason, nothing is renamed.
 
         Args:
-          like: the parts wanted, `params`, `optimizer` or both, each a tree of arrays or of
+          like: the parts wanted, `params`, `optimizer`, both or none, each a tree of arrays or of
             `jax.ShapeDtypeStruct` with the shapes, dtypes and shardings wanted.
           best: tries checkpoints by validation accuracy, highest first (the newest in a tie), unranked ones last.
           lane: with `best`, takes the accuracies of this lane.
@@ -209,7 +209,7 @@ class Checkpoints:
         other = any(theirs.get(name, _structure(tree)) != _structure(tree) for name, tree in like.items())
         items = {name: ocp.args.StandardRestore(tree) for name, tree in like.items()}
         try:
-            restored = {} if other else self._manager.restore(step, args=ocp.args.Composite(**items))
+            restored = {} if other or not like else self._manager.restore(step, args=ocp.args.Composite(**items))
         except ValueError as error:
             if theirs or "Structure mismatch" not in str(error):
                 raise

@@ -38,6 +38,9 @@ def final_results(session: Session, runner: Runner, workdir: Path, step: int) ->
         results |= with_flips(session.config.data, mirrored, name)
     if settings.score_test and processes.is_first():
         _log.info("drawing confusion.png and reconstructions.png")
-        pictures.write_pictures(workdir, session.spec, params, dataset, scores)
+        try:
+            pictures.write_pictures(workdir, session.spec, params, dataset, scores)
+        except OSError as error:  # the scores are kept
+            _log.warning("pictures are not drawn: %s", error)
         results["lane_spreads"] = evaluate.lane_spreads(session.spec, params, dataset.test, batch_size)
     return results

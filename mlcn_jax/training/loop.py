@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 import tempfile
@@ -48,7 +49,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
 
     Raises:
       InputError: some input cannot be used; a run already in the workdir is left unchanged.
-      Stopped: a signal asked the run to stop; a checkpoint was saved.
+      Stopped: a signal asked the run to stop; a checkpoint was saved if it had taken a step.
       Diverged: the loss is not finite; earlier checkpoints are kept.
     """
     settings = config.train
@@ -93,8 +94,8 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         plan = session.plan(workdir)  # which keeps files there, and not in the workdir of another run
         state, algorithms = start_state(session, checkpoints)
         state, algorithms = processes.arrays_from_first(state), processes.from_first(algorithms)
-        for parts in {1, settings.accumulation_steps}:
-            algorithms = algorithms_of(plan, spec, settings.batch_size // parts, algorithms)
+        for parts, (_, size) in itertools.product({1, settings.accumulation_steps}, settings.sizes()):
+            algorithms = algorithms_of(plan, spec, settings.batch_size // parts, algorithms, size)
         stack.enter_context(tracing.using(tracing.Target(algorithms=tracing.as_pairs(algorithms))))
         start = int(state.step)
         num_steps = max(session.num_steps, start)

@@ -239,16 +239,20 @@ def make_runner(
     return StacksRunner(spec, optimizer, plan.stacks, plan.head, clip_norm=clip_norm, **step_options)
 
 
-def algorithms_of(plan: Plan, spec: ModelSpec, batch_size: int, known: Mapping[str, str]) -> dict[str, str]:
+def algorithms_of(
+    plan: Plan, spec: ModelSpec, batch_size: int, known: Mapping[str, str], size: int = 0
+) -> dict[str, str]:
     """The convolution algorithms of a run, fixed before anything is traced to run (`tracing.resolve`).
 
     Args:
       plan, spec, batch_size: those of the run.
       known: algorithms stored in a checkpoint, which are kept.
+      size: height and width of the images, where steps see them resized (`train.image_sizes`); 0 for their own.
     """
     found = dict(known)
+    height, width, channels = spec.image_shape
     shares = plan.mesh.shape[mesh_lib.DATA_AXIS] if plan.mesh is not None else 1
-    pixels = jax.ShapeDtypeStruct((batch_size // shares, *spec.image_shape), jnp.float32)
+    pixels = jax.ShapeDtypeStruct((batch_size // shares, size or height, size or width, channels), jnp.float32)
     encoder = param_shapes(spec)["encoder"]
     devices = [stack.device for stack in plan.stacks] or jax.local_devices()[:1]
     for device in {device.platform: device for device in devices}.values():

@@ -23,7 +23,7 @@ from mlcn_jax.nn.calibration import trained_shapes, whiten
 from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.nn.remat import OFFLOAD, has_host_memory
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.settings import DataSettings, TrainSettings
+from mlcn_jax.settings import DataSettings, ParallelSettings, TrainSettings
 from mlcn_jax.training.accumulate import check_parts
 from mlcn_jax.training.apart import check_lanes_apart
 from mlcn_jax.training.evaluate import Scores
@@ -151,6 +151,20 @@ def warn_of_unused(config: RunConfig, spec: ModelSpec) -> None:
     if config.parallel.profile and config.parallel.plan == "mesh":
         _log.warning(
             "parallel.profile does nothing with parallel.plan=mesh: give plan=stacks or auto to place lanes by it"
+        )
+    if config.parallel.partitioner != ParallelSettings.partitioner and config.parallel.plan != "stacks":
+        _log.warning(
+            "parallel.partitioner is %s, which does nothing with parallel.plan=%s: give plan=stacks to use it",
+            *(config.parallel.partitioner, config.parallel.plan),
+        )
+    if config.data.reflect and not config.data.max_shift:
+        _log.warning("data.reflect fills what shifts uncover: without data.max_shift, it does nothing")
+    if config.data.augment_lanes and not (config.data.max_shift or config.data.mirrors or config.data.cutout):
+        _log.warning("data.augment_lanes draws for each lane, but no augmentation is given, so it does nothing")
+    if spec.num_routing_iters != ModelSpec.num_routing_iters and spec.lane_groups and spec.lane_routing == "published":
+        _log.warning(
+            "model.num_routing_iters is %d: with one output capsule in a lane, as published, iterations change nothing",
+            spec.num_routing_iters,
         )
     for field in ("lane_routing", "margin_loss"):
         value = getattr(spec, field)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.distributed import traffic
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn.lanes import LaneSpec
+from mlcn_jax.nn.lanes import LANE_KINDS, LaneSpec
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost, partition, simulate
 from mlcn_jax.placement.interval import Interval, around
@@ -76,9 +76,10 @@ def candidates(
     if num_processes > 1 and all(has_room(spec, batch_size, 1, profile, messages.parts) for profile in profiles):
         found.append(Candidate(1, 1, None, predict_alone(spec, batch_size, profiles, cluster)))
     for count in range(1, len(profiles) + 1) if num_processes == 1 else [len(profiles)]:
-        # CPU devices of one process share its cores.
-        shared = float(count) if num_processes == 1 and profiles[0].platform == "cpu" else 1.0
-        used, slowness = profiles[:count], [shared] * count
+        # CPU devices of one process share its cores and its memory.
+        shared = count if num_processes == 1 and profiles[0].platform == "cpu" else 1
+        used = [dataclasses.replace(one, memory_bytes=one.memory_bytes // shared) for one in profiles[:count]]
+        slowness = [float(shared)] * count
         for data in (n for n in range(1, count + 1) if count % n == 0):
             lane = count // data
             with contextlib.suppress(InputError):
@@ -105,8 +106,12 @@ def candidates(
 
 def can_stack(spec: ModelSpec, messages: Messages) -> bool:
     """Whether `StacksRunner` takes such a run."""
-    coupled = spec.ensemble_weight or (spec.decoder_gradient == "all" and spec.classifies_alone.any())
-    return messages.parts == 1 and not coupled
+    return messages.parts == 1 and not (_is_coupled(spec) and spec.classifies_alone.any())
+
+
+def _is_coupled(spec: ModelSpec) -> bool:
+    """Whether lanes that have losses of their own learn from one of the joined columns, too."""
+    return spec.ensemble_weight > 0 or spec.decoder_gradient == "all"
 
 
 def placements(problem: Problem, partitioners: Sequence[str]) -> list[Placement]:
@@ -167,14 +172,15 @@ def predict_apart(
 ) -> float | None:
     """Seconds in which all lanes take a step if each is trained alone; None if they do not fit the memory."""
     slower = _slower(profiles, [1.0] * len(profiles), cluster, range(len(profiles)))
-    problem = placement_problem(spec, batch_size, profiles, [str(d) for d in range(len(profiles))], slower, parts)
-    limits = [profile.memory_bytes for profile in profiles]
+    problem = placement_problem(spec, batch_size, profiles, [str(d) for d in range(len(profiles))], slower)
+    costs = [_lane_cost(spec, kind) for kind in spec.lane_specs]
+    fits = [[needed_bytes(spec, [lane], batch_size, p, parts) <= p.memory_bytes for p in profiles] for lane in costs]
     heads = [factor * profile.head_seconds(1, batch_size) for profile, factor in zip(profiles, slower, strict=True)]
     table = [[lane + head for lane, head in zip(row, heads, strict=True)] for row in problem.seconds]
     never = 1e3 * sum(map(sum, table))
     table = [
-        [seconds if memory <= limit else never for seconds, limit in zip(row, limits, strict=True)]
-        for row, memory in zip(table, problem.memory_bytes, strict=True)
+        [seconds if fit else never for seconds, fit in zip(row, own, strict=True)]
+        for row, own in zip(table, fits, strict=True)
     ]
     found = placements(Problem(table), ["greedy"])  # without memory: a device trains one lane at a time
     return found[0].makespan_seconds if found[0].makespan_seconds < never else None
@@ -284,11 +290,10 @@ def placement_problem(
     profiles: Sequence[DeviceProfile | None],
     device_names: Sequence[str],
     slowness: Sequence[float] = (),
-    parts: int = 1,
 ) -> Problem:
     """The cost of each lane on each device by the devices' profiles; without profiles, FLOPs, equal on all devices.
 
-    The head's work is not included: while one device does it, the others wait.
+    The head's work is not included: while the first device does it, the others wait. Its memory is set aside there.
     """
     kinds = spec.lane_specs
     costs = [_lane_cost(spec, kind) for kind in kinds]
@@ -301,28 +306,35 @@ def placement_problem(
     factors = slowness or [1.0] * len(known)
     return Problem(
         [[f * p.model_seconds([lane], batch_size) for p, f in zip(known, factors, strict=True)] for lane in costs],
-        [max(needed_bytes([lane], batch_size, profile, parts) for profile in known) for lane in costs],
-        [profile.memory_bytes for profile in known],
+        [max(profile.lane_bytes(lane, batch_size) for profile in known) for lane in costs],
+        [max(0.0, known[0].memory_bytes - cost.head_bytes(spec, batch_size)), *(p.memory_bytes for p in known[1:])],
         lane_names=names,
         device_names=device_names,
     )
 
 
 def has_room(spec: ModelSpec, batch_size: int, lane: int, profile: DeviceProfile, parts: int = 1) -> bool:
-    """Whether a device can hold its part of the lanes; they run in turn, so they share the largest's work space.
+    """Whether a device of a mesh can hold its part of the lanes, and the decoder (`needed_bytes`)."""
+    needed = needed_bytes(spec, _lane_costs(spec, lane), batch_size, profile, parts)
+    return needed <= profile.memory_bytes
 
-    With several parts of its `batch_size` images it holds the activations of one, and the sum of their gradients.
+
+def needed_bytes(
+    spec: ModelSpec, lanes: Sequence[cost.LaneCost], batch_size: int, profile: DeviceProfile, parts: int
+) -> float:
+    """Memory of a step of some lanes of a model, and of its decoder, on one device: what it takes, or more.
+
+    Lanes with losses of their own run in turn, so only one of them holds activations; all others hold theirs until the
+    joint loss goes back. With several parts of its `batch_size` images a device holds the activations of one, and the
+    sum of their gradients. The decoder is that of `spec`, or smaller: lanes may be trained apart.
     """
-    lanes = _lane_costs(spec, lane)
-    return needed_bytes(lanes, batch_size, profile, parts) <= profile.memory_bytes
-
-
-def needed_bytes(lanes: Sequence[cost.LaneCost], batch_size: int, profile: DeviceProfile, parts: int) -> float:
-    """Memory of a step of several lanes on one device, as `has_room` counts it."""
-    largest = max(lanes, key=lambda one: profile.lane_bytes(one, batch_size // parts))
-    others = sum(one.state_bytes + one.gradient_bytes for one in lanes) - largest.state_bytes - largest.gradient_bytes
+    size = batch_size // parts
+    in_turn = [one for one in lanes if LANE_KINDS[one.spec.kind].classifies and not _is_coupled(spec)]
+    held = sum(profile.lane_bytes(one, size) for one in lanes if one not in in_turn)
+    held += sum(one.state_bytes + one.gradient_bytes for one in in_turn)
+    held += max((profile.lane_bytes(one, size) - one.state_bytes - one.gradient_bytes for one in in_turn), default=0.0)
     sums = sum(one.gradient_bytes for one in lanes) if parts > 1 else 0
-    return profile.lane_bytes(largest, batch_size // parts) + others + sums
+    return held + sums + cost.head_bytes(spec, size)
 
 
 def _lane_costs(spec: ModelSpec, lane: int) -> list[cost.LaneCost]:

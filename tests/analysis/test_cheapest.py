@@ -129,6 +129,20 @@ def test_a_machine_trains_on_fewer_devices_where_its_own_link_is_slow(profiles):
     assert line.startswith(f"taskset --cpu-list 0-{profiles['fast'].cpu_count - 1} ")
 
 
+def test_the_command_trains_where_the_way_says_whatever_was_given(profiles):
+    whole = market.Market(TASK, TERMS, offers(profiles, FAST))
+    way = next(way for way in whole.on((0,)) if way.data * way.lane == 1)
+    given = ["--config=x", "--config.parallel.plan=auto", "--config.parallel.lane=4", "--config.parallel.processes=2"]
+    (line,) = cheapest_report.commands(whole, way, [*given, "--config.parallel.exchange_dtype=bfloat16"])
+    told = dict(flag.split("=") for flag in line.split() if flag.startswith("--config.parallel."))
+    assert told == {
+        "--config.parallel.exchange_dtype": "bfloat16",
+        "--config.parallel.plan": "mesh",
+        "--config.parallel.data": "1",
+        "--config.parallel.lane": "1",
+    }
+
+
 def test_accelerators_of_one_process_send_columns_straight_to_the_head(profiles):
     gpu = {"fast": dataclasses.replace(profiles["fast"], platform="gpu")}
     alone = market.Market(TASK, TERMS, offers(gpu, Offer("fast-4", 5.0, devices=4)))
@@ -199,10 +213,17 @@ def test_lanes_apart_are_a_way_where_lanes_learn_alone(profiles):
     assert fastest.kind == "apart"
     assert len(fastest.machines) == 2
     assert [sum(held[kind] for held in fastest.lanes) for kind in (0, 1)] == [4, 2]
-    launched = cheapest_report.commands(apart, fastest, ["--config=x", "--config.model.lanes=mlcn1:w2*4"])
+    given = [
+        "--config=x",
+        "--config.model.lanes=mlcn1:w2*4",
+        "--config.parallel.plan=stacks",
+        "--config.parallel.lane=4",
+    ]
+    launched = cheapest_report.commands(apart, fastest, given)
     *trained, joined = launched
     assert len(trained) == 6
     assert all(line.count("model.lanes") == 1 and "train.lanes_apart=true" in line for line in trained)
+    assert not any("config.parallel" in line for line in trained)
     seeds = [line.split("model.lane_seeds=")[1].split()[0] for line in trained]
     assert sorted(seeds) == [str(lane) for lane in range(6)], "the lane's place in the model"
     folders = [line.split("--workdir=")[1].split()[0] for line in trained]

@@ -78,3 +78,7 @@ def test_describe_prints_it(capsys):
     memory = json.loads(capsys.readouterr().out)["memory"]
     assert memory["device_bytes"] == 2**30
     assert memory["fits"] == {}
+    describe.main(["--config=configs/quickstart.py", "--memory_gib=1", "--tables", *fields])
+    tables, _, rest = capsys.readouterr().out.partition("{")
+    assert tables.startswith("| part |")
+    assert json.loads("{" + rest) == {"memory": memory}

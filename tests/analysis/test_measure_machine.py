@@ -1,6 +1,7 @@
 """How much the devices of one machine slow each other down, from the seconds of their steps."""
 
 import math
+import types
 
 import pytest
 
@@ -32,3 +33,32 @@ def test_sharing_is_over_the_typical_turn_alone_and_spreads_by_turns_and_program
 
 def test_devices_never_speed_each_other_up():
     assert measure_machine.compare([[2.0]], [[1.0]]) == {"slowdown": 1.0, "spread": 0.0}
+
+
+def test_a_process_that_ends_after_the_lanes_were_measured_costs_no_profile(monkeypatch, caplog):
+    class Ends:
+        def __init__(self, *_):
+            self.turns = 0
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def measure(self, rounds):
+            self.turns += 1
+            if self.turns > 1:
+                raise InputError("one of the processes ended")
+
+        def found(self):
+            return {"slowdown": float(self.turns)}
+
+    monkeypatch.setattr(measure_machine, "Sharing", Ends)
+    monkeypatch.setattr(measure_machine, "bind", lambda cores: [0])
+    monkeypatch.setattr(measure_machine, "measure_link", lambda cores: None)
+    monkeypatch.setattr(measure_machine, "peak", lambda dtype: {})
+    values = types.SimpleNamespace(cores=1, data="", lane_routing="", compute_dtype="", rounds=2)
+    with measure_machine.measuring(values) as finish:
+        assert finish()["sharing"] == {"slowdown": 2.0}
+    assert "one of the processes ended; used is what was measured before the lanes" in caplog.text

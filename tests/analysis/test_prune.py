@@ -280,6 +280,15 @@ def test_two_runs_are_drawn_together(workdir, tmp_path, caplog):
     assert sum(message.startswith("scoring 3 lanes on ") for message in caplog.messages) == 2
 
 
+def test_a_picture_that_cannot_be_drawn_costs_neither_results_nor_the_smaller_model(workdir, tmp_path):
+    (tmp_path / "prune.png").mkdir()
+    small = tmp_path / "small"
+    with pytest.raises(OSError, match=r"prune\.png"):
+        script.measure_and_prune([workdir], order="alone", rounds=0, results=tmp_path, output=small, keep=2)
+    assert len(json.loads((tmp_path / "prune.json").read_text())["runs"]) == 1
+    assert len(prune.load_prunable(small).lanes) == 2
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

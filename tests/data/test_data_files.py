@@ -304,6 +304,16 @@ def test_download_once_then_use_the_cache(tmp_path, server, monkeypatch):
     assert len(datasets.load("mnist", directory=str(cache)).train.labels) == 20  # The cache is a data directory.
 
 
+def test_a_file_of_the_cache_that_is_damaged_is_not_called_missing(tmp_path, server, monkeypatch):
+    files = idx_files()
+    make_official(monkeypatch, "mnist", files, base_urls=(server.url,))
+    write_files(tmp_path / "mnist", files, zipped=True)
+    (first, *_) = sorted((tmp_path / "mnist").iterdir())
+    first.write_bytes(b"damaged")
+    with pytest.raises(InputError, match=rf"{first.name} in .*mnist is not the official file and could not be down"):
+        datasets.load("mnist", cache_dir=str(tmp_path))
+
+
 def test_download_of_an_archive_into_the_folder_named_by_the_environment(tmp_path, server, monkeypatch):
     content = tar_bytes("cifar-10-batches-bin", cifar10_files())
     make_official(monkeypatch, "cifar10", cifar10_files(), base_urls=(server.url,))

@@ -152,6 +152,7 @@ def test_a_process_that_does_not_come_or_differs_is_named(tmp_path, monkeypatch)
         (b"\xfe\x00", "something other than process 0 answers"),
         (b"HTTP/1.1 400 Bad Request", "something other than process 0 answers"),
         (b"process 2 of 3 did not join", "process 2 of 3 did not join"),
+        (b"", "process 0 answered at .*, but not all others joined"),
     ],
 )
 def test_what_is_not_process_0_is_told_apart(answer, said):
@@ -166,7 +167,8 @@ def test_what_is_not_process_0_is_told_apart(answer, said):
 
         thread = threading.Thread(target=serve)
         thread.start()
-        settings = RunConfig().replace({"parallel.coordinator": f"127.0.0.1:{port}", "parallel.processes": 3}).parallel
+        changes = {"parallel.coordinator": f"127.0.0.1:{port}", "parallel.processes": 3, "parallel.timeout_seconds": 1}
+        settings = RunConfig().replace(changes).parallel
         with pytest.raises(InputError, match=said):
             processes._roll_call(dataclasses.replace(settings, process=1))
         thread.join()

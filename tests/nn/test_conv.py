@@ -293,6 +293,24 @@ def test_tiles_of_few_images_are_worth_their_transforms_where_kernels_are_alread
         assert conv.chosen(*shape) == "winograd"
 
 
+@pytest.mark.parametrize(
+    ("size", "constant", "forward_only", "expected"),
+    [
+        (20, False, False, ["fourier", "fourier"]),
+        (20, False, True, ["native", "fourier"]),
+        (20, True, True, ["fourier", "fourier"]),
+        (24, True, True, ["native", "fourier"]),  # its spectrum is too large for XLA to keep
+    ],
+)
+def test_a_kernel_that_is_transformed_in_each_call_needs_more_images(size, constant, forward_only, expected):
+    """Unless its gradients need the spectrum, too."""
+    found = [
+        conv.choose("cpu", (batch, size, size, 256), (9, 9, 256, 256), 2, "VALID", constant, forward_only)
+        for batch in (8, 32)
+    ]
+    assert found == expected
+
+
 def test_few_pixels_of_many_channels_are_multiplied_tap_by_tap_in_exports():
     shapes = [(1, 7, 7, 192), (32, 3, 3, 512), (1, 8, 8, 192), (1, 7, 7, 96), (8, 7, 7, 192)]
     kernels = [(3, 3, x[-1], 256) for x in shapes]

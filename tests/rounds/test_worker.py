@@ -163,3 +163,6 @@ def test_the_state_of_another_worker_is_refused(tiny, trainer, tmp_path, rng):
     one.close()
     with pytest.raises(InputError, match="holds the state of worker 1 of this run, but this is worker 0"):
         worker.Trainer(open_session(tiny.replace(ROUNDS)), 0, tmp_path / "worker1")
+    wider = tiny.replace({**ROUNDS, "model.lanes": "mlcn1:w2*2"})
+    with pytest.raises(InputError, match="holds the state of worker 1 of another run, but this is worker 1"):
+        worker.Trainer(open_session(wider), 1, tmp_path / "worker1")

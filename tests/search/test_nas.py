@@ -107,7 +107,7 @@ def test_workers_wait_for_the_memory_that_models_take_here_whatever_the_publishe
     )
     trainer, mix = Trainer(config, 1, 1, 200), space.draw(random.Random(0))
     found = SimpleNamespace(config=config, settings=settings, space=space, trainer=trainer)
-    assert _model_bytes(found, mix) == pytest.approx(exact.memory_bytes(mix))
+    assert _model_bytes(found, mix) == pytest.approx(5 * exact.memory_bytes(mix)), "with work space"
     assert space.memory_bytes(mix) > 100 * exact.memory_bytes(mix)
 
 

@@ -20,7 +20,8 @@ def found(monkeypatch, tmp_path):
     monkeypatch.setenv("MLCN_JAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(host, "cores", lambda: [0])
     (tmp_path / "tmp").mkdir()
-    space = types.SimpleNamespace(draw=lambda rng: None, memory_bytes=lambda mix: 1)
+    monkeypatch.setattr(run, "_model_bytes", lambda found, mix: 1)
+    space = types.SimpleNamespace(draw=lambda rng: None)
     return types.SimpleNamespace(space=space, settings=SearchSettings())
 
 

@@ -1,5 +1,6 @@
 """What `mlcn_jax.predict` prints."""
 
+import json
 import os
 import shutil
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mlcn_jax import pretrained
 from mlcn_jax.errors import InputError
 from mlcn_jax.serving import artifact, export, onnx, predict
 
@@ -63,9 +65,24 @@ def test_a_workdir_is_used_by_its_export_only_while_that_is_newer_than_the_model
     (tmp_path / "checkpoints" / "999999").mkdir()
     os.utime(manifest, (2**32, 2**32))
     assert not predict.export_is_current(tmp_path)
+    with pytest.raises(InputError, match="needs an export of the newest checkpoint"):
+        predict.open_model(str(tmp_path), "onnxruntime")
+    with pytest.raises(InputError, match="runtime 'tensorrt' is unknown"):
+        predict.open_model(str(tmp_path), "tensorrt")
     assert isinstance(predict.open_model(str(manifest.parent)), artifact.Artifact)
     onnx.read_export(tmp_path)
     assert "is older than the run's newest checkpoint" in caplog.text
+
+
+@pytest.mark.parametrize("source", [{}, "abc", {"model": "", "checkpoint": "1500"}, 3])
+def test_an_altered_manifest_is_left_to_whoever_reads_the_export(tmp_path, source):
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "manifest.json").write_text(json.dumps({"source": source}))
+    assert predict.export_is_current(tmp_path)
+
+
+def test_the_export_of_the_model_that_comes_with_the_package_is_of_its_checkpoint():
+    assert predict.export_is_current(pretrained.find_workdir("digits"))
 
 
 def test_a_model_that_does_not_exist_is_not_called_an_export_without_a_manifest(tmp_path):

@@ -103,6 +103,45 @@ def test_a_client_that_does_not_read_its_answers_is_disconnected():
     in_process(check, timeout_seconds=0.2)
 
 
+def test_a_client_that_reads_slowly_stays_connected_while_it_does():
+    class Transport:
+        def __init__(self, *unread):
+            self.unread, self.aborted = list(unread), False
+
+        def get_write_buffer_size(self):
+            return self.unread.pop(0)
+
+        def abort(self):
+            self.aborted = True
+
+    async def check(app, slow, service):
+        async with connected(app, service) as (_, _, connections):
+            await until(lambda: connections)
+            (connection,) = connections
+            connection.transport, connection.flow.write_paused = Transport(900, 500, 100, 100), True
+            seen = []
+            for _ in range(4):
+                connection._timer.cancel()
+                connection._look()
+                seen.append(connection.transport.aborted)
+            assert seen == [False, False, False, True]
+
+    in_process(check)
+
+
+def test_a_request_at_fault_is_told_so_after_one_that_was_answered_before_its_body_came():
+    async def check(app, slow, service):
+        async with connected(app, service) as (reader, writer, _):
+            writer.write(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n")
+            assert b" 404 " in await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"x")
+            await asyncio.sleep(0.05)
+            writer.write(b"nonsense\r\n\r\n")
+            assert b" 400 " in await reader.read()
+
+    in_process(check)
+
+
 def test_no_more_requests_wait_on_a_connection_than_it_may_have(monkeypatch):
     monkeypatch.setattr(server_lib, "_MAX_PIPELINED", 3)
 

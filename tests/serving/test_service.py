@@ -92,6 +92,18 @@ def test_a_model_that_fails_is_told_apart_from_a_bad_request():
     in_process(check)
 
 
+def test_a_picture_for_which_there_is_no_memory_is_refused_for_now(monkeypatch):
+    def short(*_):
+        raise MemoryError
+
+    async def check(app, slow, service):
+        monkeypatch.setattr(service, "_pixels", short)
+        status, headers, answer = await ask(app, pixel(0))
+        assert (status, headers[b"retry-after"], list(answer)) == (503, b"1", ["error"])
+
+    in_process(check)
+
+
 def test_too_many_bytes_at_once_are_refused():
     async def check(app, slow, service):
         slow.go.set()

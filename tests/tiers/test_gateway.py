@@ -7,12 +7,14 @@ import json
 import math
 import re
 import time
+from unittest.mock import AsyncMock
 
 import httpx
 import msgspec
 import numpy as np
 import pytest
 from made_tiers import LIMITS, Wire, key_files, lines_of, png, started, strict, with_policy
+from starlette.requests import Request
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.serving.trained import TrainedModel
@@ -362,6 +364,9 @@ def test_tiers_can_be_stopped_from_the_page_where_that_is_allowed(thorough, imag
             page = await client.get("/", headers={"Accept": "text/html"})
             assert "<script>" in page.text
             assert "default-src 'none'" in page.headers["content-security-policy"]
+            cut_off = AsyncMock(return_value={"type": "http.disconnect"})
+            request = Request({"type": "http", "headers": [], "path_params": {"name": "edge"}}, cut_off)
+            await gateway._stop(request)  # answers nobody
             gateway._may_stop = False
             assert (await send("/tiers/edge", content=b"true")).status_code == 403
 

@@ -226,7 +226,7 @@ def test_nodes_and_gateways_show_each_other_certificates(thorough, start, pictur
         (["gateway", "{}/end", "--ca={}/end/model.json", "--nodes=edge=http://x"], "--ca, --cert or --cert_key cannot"),
         (["gateway", "{}/end", "--node_keys=a,,b"], "--node_keys=a,,b has an empty file name"),
         (["split", "/none", "--tiers=/none.json", "--key="], "--key= has an empty file name"),
-        (["node", "{}"], "is not an exported model"),
+        (["node", "{}"], "holds the folders of several tiers: give that of one, "),
         (["node", "{}/edge", "--tls_cert=/none.pem"], "--tls_cert, --tls_key or --tls_clients cannot be used"),
         (["node", "{}/edge", "--tls_clients=/none.pem"], "--tls_key and --tls_clients need --tls_cert"),
         (["gateway", "{}/end", "--cert_key=/none.pem"], "give --cert as well"),

@@ -24,8 +24,10 @@ from mlcn_jax.serving import artifact, export, trained
 from mlcn_jax.serving.http_service import Limits, application
 from mlcn_jax.serving.service import Service
 from mlcn_jax.training import loop
+from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.evaluate import head_sums, scores_of
 from mlcn_jax.training.mesh_runner import MeshRunner
+from mlcn_jax.training.plan import Plan, algorithms_of
 from mlcn_jax.training.session import calibration_images, check_settings, open_session
 from mlcn_jax.training.stack_programs import Stack, make_stacks
 from mlcn_jax.training.stacks_runner import StacksRunner
@@ -186,6 +188,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run, tmp_path):
     resumed = loop.train(config, tmp_path)
     found, expected = (load_trained(folder).params for folder in (tmp_path, workdir))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+    kept = Checkpoints(workdir / "checkpoints", read_only=True).restore({})[1]["conv"]
+    spec = load_trained(workdir).spec
+    of_sizes = [algorithms_of(Plan(), spec, config.train.batch_size, {}, size).keys() for size in (0, 14)]
+    assert of_sizes[1] - of_sizes[0]
+    assert of_sizes[0] | of_sizes[1] <= kept.keys(), "a later version would choose anew"
     assert resumed["test_nll"] == summary["test_nll"]
     assert summary["test_accuracy"] > 0.4
     assert summary["test_accuracy_flips"] > 0.3

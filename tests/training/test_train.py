@@ -1,6 +1,7 @@
 """Whole runs: what they write, resumed, finished, stopped, fine-tuned, and refused where they do not fit."""
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.files import read_json
 from mlcn_jax.nn import conv, model
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.training import loop, mesh_runner
+from mlcn_jax.training import loop, mesh_runner, pictures
 from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.metrics import MetricsWriter, read_rows
 from mlcn_jax.training.session import Session, open_session, warn_of_unused
@@ -130,6 +131,17 @@ def test_a_run_that_ended_before_its_summary_keeps_its_throughput(tiny, copied):
     before = read_json(copied / "summary.json")["images_per_second"]
     (copied / "summary.json").unlink()
     assert loop.train(tiny, copied)["images_per_second"] == before
+
+
+def test_pictures_that_cannot_be_written_cost_no_scores(tiny, copied, caplog, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = read_json(copied / "summary.json")
+    (copied / "summary.json").unlink()
+    monkeypatch.setattr(pictures, "save_confusion", full)
+    assert loop.train(tiny, copied)["test_accuracy"] == before["test_accuracy"]
+    assert "pictures are not drawn" in caplog.text
 
 
 def test_throughput_is_that_of_all_sessions_by_the_steps_of_each_row(tmp_path):
@@ -257,6 +269,26 @@ def test_what_does_nothing_with_a_models_lanes_is_told(caplog):
             config, ModelSpec("mlcn", (18, 18, 1), 4, lanes, lane_routing="per_class", margin_loss="per_lane")
         )
         assert sum("is for lanes of capsules" in message for message in caplog.messages) == warnings
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"parallel.partitioner": "exact"},
+            "is exact, which does nothing with parallel.plan=mesh",
+        ),
+        ({"data.reflect": True}, "without data.max_shift, it does nothing"),
+        ({"data.augment_lanes": True}, "no augmentation is given, so it does nothing"),
+        ({"model.num_routing_iters": 5}, "iterations change nothing"),
+    ],
+)
+def test_a_setting_that_does_nothing_is_told(changes, said, caplog):
+    for given in ({}, changes):
+        config = RunConfig().replace(given)
+        caplog.clear()
+        warn_of_unused(config, config.model_spec((18, 18, 1), 4))
+        assert [said in message for message in caplog.messages] == [True] * len(given)
 
 
 def test_a_signal_on_the_way_past_a_finished_run_is_heard(finished, tiny, monkeypatch):

@@ -199,11 +199,11 @@ def precision(
         except NoRoom as error:
             raise NoRoom(f"{error}; the measurements, and the export without devices, are in {results}") from error
         about["placement"] = placed
+        write_json(results / FILE, about)
         forms = [{str(each.form): each for each in own} for own in made]
         chosen = [own[lane["exported"]] for own, lane in zip(forms, placed["lanes"], strict=True)]
         _export_placed(results, model, workdir, chosen, command, ranking.images)
         write_json(results / TIERS, tiers_of([lane["device"] for lane in placed["lanes"]]))
-        write_json(results / FILE, about)
     return about
 
 
