@@ -31,10 +31,18 @@ from mlcn_jax.tiers import split  # noqa: E402
 from mlcn_jax.tiers.artifact import TierArtifact  # noqa: E402
 from mlcn_jax.training import loop, pictures  # noqa: E402
 
+_LONG_UNTIL = float(os.environ.get("MLCN_JAX_LONG_TESTS_UNTIL", "inf"))  # seconds since the epoch
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 host.set_up_jax(least_seconds=0.0)
 keep_memory()
+
+
+@pytest.hookimpl(tryfirst=True)  # before its fixtures are made
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("long") and time.time() > _LONG_UNTIL:
+        pytest.skip("MLCN_JAX_LONG_TESTS_UNTIL has passed")
 
 
 @pytest.fixture
