@@ -102,7 +102,7 @@ def follow(client: Any, trainer: "Trainer", run: str, worker: int, check: Callab
         if begin.kind == "finished":
             return
         if begin.kind == "diverged":
-            raise Diverged(f"the run diverged in round {begin.round}: see the coordinator's message")
+            raise Diverged("the run has diverged: see the coordinator's message")
         if begin.kind == "wait":
             continue
         if begin.kind == "full":

@@ -100,6 +100,8 @@ class Classifier:
             )
         if not len(images):
             return np.zeros((0, len(self.class_names)), np.float32)
+        if len(images) <= MAX_BATCH:
+            return self._compute(images)
         return np.concatenate([self._compute(images[i : i + MAX_BATCH]) for i in range(0, len(images), MAX_BATCH)])
 
     def probabilities(self, images: np.ndarray) -> np.ndarray:
@@ -211,7 +213,7 @@ def apply_in_batches(functions: Functions, rows: np.ndarray) -> np.ndarray:
             some = np.concatenate([some, np.zeros((size - len(some), *rows.shape[1:]), rows.dtype)])
         call = next(call for least, call in functions if size >= least)
         found.append(np.asarray(call(some)))
-    return np.concatenate(found)[: len(rows)]
+    return np.array(found[0][: len(rows)]) if len(found) == 1 else np.concatenate(found)[: len(rows)]
 
 
 def load_functions(

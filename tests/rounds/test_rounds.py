@@ -255,7 +255,7 @@ def test_workers_end_as_failures_when_the_coordinator_diverges(tiny, tmp_path, m
     monkeypatch.setattr(worker, "follow", note)
     with pytest.raises(Diverged, match="the parameters are not finite"):
         in_rounds(monkeypatch, tiny.replace(PLAIN), tmp_path)
-    assert told == ["the run diverged in round 0: see the coordinator's message"]
+    assert told == ["the run has diverged: see the coordinator's message"]
 
 
 def test_a_run_ends_when_its_workers_diverge_in_their_own_steps(tiny, tmp_path, monkeypatch):
