@@ -1,4 +1,4 @@
-"""A search for lanes on scikit-learn's digits: 8 models, no download, a few minutes. Contains every search field.
+"""A search for lanes on scikit-learn's digits: 8 models, no download, a few minutes.
 
     mlcn_jax search --config=configs/nas_quickstart.py --workdir=runs/nas_quickstart
 

@@ -96,7 +96,8 @@ class RunConfig:
     Attributes:
       data, train, parallel: the settings of each part.
       model: the fields of `spec.ModelSpec` that are not set by the data.
-      init_from: workdir whose best checkpoint gives the initial weights; if empty, they are random.
+      init_from: workdir, or packaged model such as digits, whose best checkpoint gives the initial weights; if empty,
+        they are random.
       profile: whether to write a profiler trace of a few steps.
     """
 

@@ -146,7 +146,7 @@ class TrainSettings:
       warmup_epochs: epochs over which the learning rate rises to its peak (not adam); the first half of the run if
         it is not longer than that, so that the rate falls, too.
       weight_decay: weight decay of adamw; for sgd and muon, the fraction of a weight that a step at the peak rate adds
-        to the momentum.
+        to the momentum, of the head, of the normalisation's biases and, for sgd only, of the convolutions.
       momentum: momentum of the convolutions under sgd and muon; all else has 0.85.
       bias_learning_rate: peak rate of the normalisation's biases under sgd and muon.
       head_learning_rate: peak rate of the linear head under sgd and muon.

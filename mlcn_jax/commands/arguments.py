@@ -208,10 +208,11 @@ def _check_fields(config: "ConfigDict", fields: Sequence[str], command: str) -> 
 def _help(command: str, doc: str | None, values: flags.FlagValues, config: str) -> str:
     lines = [(doc or "").strip(), "", "Flags, with their defaults:", ""]
     if config:
-        meaning = "Python file with get_config(), or the name of a packaged configuration, such as quickstart."
+        name = "nas_quickstart" if config == "search" else "quickstart"
+        meaning = f"Python file with get_config(), or the name of a packaged configuration, such as {name}."
         lines.append(entry("--config", None, meaning))
     flag_of = {name: values[name] for name in values if values[name].help not in ("", "(no help available)")}
-    lines += [entry(f"--{name}", flag.default, flag.help) for name, flag in flag_of.items()]
+    lines += [entry(f"--{name}", flag.default, flag.help.partition(";\n")[0]) for name, flag in flag_of.items()]
     if config:
         lines += ["", "Fields of the configuration, with their defaults:", listing(config == "search")]
     if config == "run":

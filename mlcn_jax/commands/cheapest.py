@@ -26,7 +26,7 @@ _NUMBERS = (
     ("minimum_seconds", 60.0, "Minimum billed time."),
     ("checkpoint_seconds", 1.0, "Training time lost to saving a checkpoint."),
     ("download_bytes_per_second", 1e7, "Rate at which a machine gets its images."),
-    ("interruptions_per_hour", None, "Of a spot machine; without it, spot machines are left out."),
+    ("interruptions_per_hour", None, "Of spot machines without it in the catalog; without either, they are left out."),
     ("latency_seconds", None, "Latency between machines; without a link, none train one run together."),
     ("bytes_per_second", None, "Bandwidth between machines."),
 )
@@ -41,7 +41,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("output", "cheapest", "Folder for cheapest.json and cheapest.png.", flag_values=values)
     text = "Day of the prices, such as 2026-01-31; empty for the day on which the file was last changed."
     flags.DEFINE_string("priced_on", "", text, flag_values=values)
-    text = "Machines to rent at once."
+    text = "Most machines to rent at once."
     flags.DEFINE_integer("most_machines", 2, text, lower_bound=1, upper_bound=8, flag_values=values)
     for name, default, text in _NUMBERS:
         flags.DEFINE_float(name, default, text, lower_bound=0.0, flag_values=values)

@@ -1,15 +1,17 @@
 """Scores a trained model on its test set or on other images of the same classes, prints JSON, and draws pictures.
 
-mlcn_jax evaluate --workdir=runs/mlcn2
-mlcn_jax evaluate --workdir=digits --output=pictures
-mlcn_jax evaluate --workdir=runs/mlcn2 --config.data.dir=FOLDER    # the images have moved
-mlcn_jax evaluate --workdir=runs/mlcn2 --config.data.name=folder --config.data.dir=FOLDER --all_images
-mlcn_jax evaluate --workdir=digits --config.data.name=mnist
+    mlcn_jax evaluate --workdir=runs/mlcn2
+    mlcn_jax evaluate --workdir=digits --output=pictures
+    mlcn_jax evaluate --workdir=runs/mlcn2 --config.data.dir=FOLDER    # the images have moved
+    mlcn_jax evaluate --workdir=runs/mlcn2 --config.data.name=folder --config.data.dir=FOLDER --all_images
+    mlcn_jax evaluate --workdir=digits --config.data.name=mnist
 
 A folder needs one subfolder of images for each class of the model. They are resized to the model's size. Without
 `--all_images`, those in its `test` folder are scored, or a fixed fifth of each class. For images other than the run's,
 the pictures go to WORKDIR/evaluate. With more than 10 classes, `test_top5_accuracy` is the fraction of images whose
 class is among the five most probable.
+
+Of the fields below, only `data.*`, `train.batch_size` and `train.reconstruction_weight` may be given.
 """
 
 import json

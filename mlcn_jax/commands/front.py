@@ -24,7 +24,7 @@ COMMANDS = {
     "explore": ("commands.explore", "serves a page on which lanes can be changed and switched off"),
     "prune": ("commands.prune", "measures what each lane is worth, and removes the least useful ones"),
     "join": ("commands.join", "joins lanes that were trained apart into one model"),
-    "work": ("commands.work", "trains the next unclaimed lane of a pool"),
+    "work": ("commands.work", "trains the lanes of a pool, beside any number of other workers"),
     "rounds": ("commands.rounds", "trains with workers that rarely communicate, in local rounds"),
     "export": ("commands.export", "exports a trained model for predict and serve"),
     "onnx": ("commands.onnx", "converts an exported model to ONNX, and checks it"),

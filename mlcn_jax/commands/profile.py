@@ -1,4 +1,4 @@
-"""Measures how fast this device trains lanes, in minutes, and writes a profile (`DeviceProfile`).
+"""Measures how fast this device trains lanes and writes a profile (`DeviceProfile`); takes minutes.
 
     mlcn_jax profile --output=profile.json
 

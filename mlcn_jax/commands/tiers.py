@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         each.add_argument("--tls_key", default=None, help="private key (PEM) of --tls_cert")
         each.add_argument("--tls_clients", default=None, help="CA certificates (PEM) that sign client certificates")
         server.add_limits(each)
-    parser.epilog = "\n\n".join([rest.strip(), *(each.format_help().strip() for each in (split, node, gateway))])
+    parser.epilog = "\n\n".join([rest.rstrip(), *(each.format_help().strip() for each in (split, node, gateway))])
     return parser
 
 

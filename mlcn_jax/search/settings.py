@@ -25,8 +25,9 @@ class SearchSettings:
     """What to search for and how.
 
     Attributes:
-      devices: what a training step may use on each device, such as `memory=12GiB flops=0.5x*8` (`space.make_space`);
-        without a profile, memory counts no work space, with which a step takes two to five times as much.
+      devices: what a training step may use on each device, such as `memory=12GiB flops=0.5x*8`: limits, and the
+        number of such devices; x is times the FLOPs of `baseline`; or `profile=gpu.json seconds=0.05`. Without a
+        profile, memory counts no work space, with which a step takes two to five times as much.
       costs: what lanes take of it: `exact`, counted from the lanes or measured by profiles, or `published`, by the
         thesis's formulas.
       kinds: lane kinds to choose from, separated by commas.

@@ -4,8 +4,8 @@
     mlcn_jax predict runs/mlcn2 image.png    # a training run, exported or not
     mlcn_jax predict digits image.png        # the model that comes with the package
 
-A folder of pictures stands for the pictures in it. For a training run, its export is used if that is newer than the
-newest checkpoint, otherwise the best checkpoint. Prints the class of each picture and its probability
+A folder of pictures stands for the pictures in it. For a training run, its export is used if that is of the
+newest checkpoint and `model.json`, otherwise the best checkpoint. Prints the class of each picture and its probability
 (`artifact.Classifier.probabilities`). Exit codes: 0 all were classified, 2 the input cannot be used, 3 some pictures
 could not be read; the others are classified.
 """

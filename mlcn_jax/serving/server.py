@@ -1,5 +1,4 @@
-"""Answers HTTP requests with a trained model; an exported one needs only jax, flatbuffers,
-numpy, Pillow and the extra `serve`.
+"""Answers HTTP requests with a trained or exported model; needs the extra `serve` (pip install 'mlcn_jax[serve]').
 
     mlcn_jax serve runs/mlcn2/export --port=8000
     mlcn_jax serve runs/mlcn2    # a training run, exported or not
