@@ -10,7 +10,6 @@ slowest turn, and how many times as long as with the first the others take. glib
 
 import os
 import statistics
-from pathlib import Path
 from unittest import mock
 
 from absl import flags
@@ -20,7 +19,6 @@ from experiments import workers
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 
-RESULTS = Path(__file__).parent / "results"
 _KEPT = {"mmap_max": 0, "top_pad": 2**26, "trim_threshold": 2**40}
 SETTINGS = {  # of glibc.malloc; without any, those of mlcn_jax
     "kept": {},
@@ -78,7 +76,7 @@ def main(values: flags.FlagValues) -> None:
         rows.append(measure(lanes, values))
         print(rows[-1], flush=True)
     about = {"rounds": values.rounds, "steps": values.steps, **peers.environment()}
-    write_json(RESULTS / "allocator.json", {**about, "models": rows})
+    write_json(peers.RESULTS / "allocator.json", {**about, "models": rows})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ once for each lane if each sees its own. Writes `benchmarks/results/distillation
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.optimizer import make_optimizer
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 
-RESULTS = Path(__file__).parent / "results"
 ALONE, COMPUTED, KEPT = "labels alone", "computed", "kept"
 PLAIN = "images as they are"
 PASS = "one pass of the teacher"  # over a batch, for the outputs that are kept
@@ -43,7 +41,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("lanes", "resnet:w1d2*2", "lanes of the model that learns", flag_values=values)
     flags.DEFINE_integer("batch", 500, "images per step", flag_values=values)
     flags.DEFINE_integer("rounds", 7, "rounds that count, after one that warms up", flag_values=values)
-    flags.DEFINE_string("output", str(RESULTS / "distillation.json"), "where to write", flag_values=values)
+    flags.DEFINE_string("output", str(peers.RESULTS / "distillation.json"), "where to write", flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:
@@ -56,29 +54,15 @@ def main(values: flags.FlagValues) -> None:
     optimizer = make_optimizer("muon", learning_rate=0.1, num_steps=100, steps_per_epoch=100)
     cases = make_cases(distillation, images, labels, soft)
     params = jax.device_get(whiten(spec, init_params(spec, jax.random.key(0)), images[:100] / np.float32(255)))
-    steps: dict[str, Callable] = {}
-    states: dict[str, TrainState] = {}
+    calls: dict[str, Callable] = {}
     for name, (options, batch) in cases.items():
-        states[name] = TrainState.create(jax.device_put(params), optimizer)
+        state = TrainState.create(jax.device_put(params), optimizer)
         step = make_train_step(spec, optimizer, reconstruction_weight=0.392, seed=0, **options)
-        steps[name], _ = compile_step(spec, step, states[name], batch)
+        calls[name] = peers.stepping(compile_step(spec, step, state, batch)[0], state, batch)
     compiler = spec.compiler_options(jax.default_backend())
     ask = jax.jit(lambda images: distillation.probabilities(to_pixels(images)), compiler_options=compiler)
-
-    def once(name: str) -> None:
-        if name == PASS:
-            jax.block_until_ready(ask(images))
-            return
-        states[name], metrics = steps[name](states[name], *cases[name][1])
-        jax.block_until_ready(metrics)
-
-    seconds: dict[str, list[float]] = {name: [] for name in (*cases, PASS)}
-    for _ in range(values.rounds + 1):
-        for name, taken in seconds.items():
-            started = time.perf_counter()
-            once(name)
-            taken.append(time.perf_counter() - started)
-    found = {name: statistics.median(times[1:]) for name, times in seconds.items()}
+    calls[PASS] = lambda: ask(images)
+    found = {name: statistics.median(seconds) for name, seconds in peers.in_turns(calls, values.rounds).items()}
     epochs = epochs_until_kept_is_faster(found)
     result = {
         **{name: values[name].value for name in ("teacher", "lanes", "batch", "rounds")},

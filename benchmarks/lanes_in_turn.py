@@ -9,8 +9,6 @@ two steps take turns. Writes `benchmarks/results/lanes_in_turn.json`.
 
 import dataclasses
 import statistics
-import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -24,8 +22,6 @@ from mlcn_jax.nn.model import init_params
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.optimizer import make_optimizer
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def define(values: flags.FlagValues) -> None:
@@ -42,22 +38,17 @@ def main(values: flags.FlagValues) -> None:
     batch = (images, np.arange(values.batch, dtype=np.int32) % 10)
     optimizer = make_optimizer("muon", learning_rate=0.1, num_steps=100, steps_per_epoch=100)
     params = jax.device_get(whiten(apart, init_params(apart, jax.random.key(0)), images[:100] / np.float32(255)))
-    steps, states = {}, {}
+    steps, calls = {}, {}
     for name, spec in specs.items():
-        states[name] = TrainState.create(jax.device_put(params), optimizer)
+        state = TrainState.create(jax.device_put(params), optimizer)
         step = make_train_step(spec, optimizer, reconstruction_weight=0.392, seed=0)
-        steps[name], _ = compile_step(spec, step, states[name], batch)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(values.rounds + 1):
-        for name, step in steps.items():
-            started = time.perf_counter()
-            states[name], metrics = step(states[name], *batch)
-            jax.block_until_ready(metrics)
-            seconds[name].append(time.perf_counter() - started)
-    ratios = [a / b for a, b in zip(*(times[1:] for times in seconds.values()), strict=True)]
+        steps[name], _ = compile_step(spec, step, state, batch)
+        calls[name] = peers.stepping(steps[name], state, batch)
+    seconds = peers.in_turns(calls, values.rounds)
+    ratios = [a / b for a, b in zip(*seconds.values(), strict=True)]
     found = {
         name: {
-            "seconds": statistics.median(seconds[name][1:]),
+            "seconds": statistics.median(seconds[name]),
             "temporary_bytes": step.memory_analysis().temp_size_in_bytes,
         }
         for name, step in steps.items()
@@ -68,10 +59,10 @@ def main(values: flags.FlagValues) -> None:
         "rounds": values.rounds,
         "steps": found,
         "memory_ratio": found["in turn"]["temporary_bytes"] / found["all held"]["temporary_bytes"],
-        "time_ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+        "time_ratio": peers.spread(ratios),
         **peers.environment(),
     }
-    write_json(RESULTS / "lanes_in_turn.json", result)
+    write_json(peers.RESULTS / "lanes_in_turn.json", result)
     print(f"memory {result['memory_ratio']:.3f}, time {statistics.median(ratios):.3f} of all lanes held")
 
 

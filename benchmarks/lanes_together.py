@@ -11,7 +11,6 @@ the 3x3 convolutions of eight residual lanes of width 2 with their gradients, wh
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -78,13 +77,7 @@ def steps(lanes: str, counts: Sequence[int]) -> dict[str, Callable[[], Any]]:
         state = TrainState.create(jax.device_put(params), optimizer)
         step = make_train_step(spec, optimizer, reconstruction_weight=0.392, seed=0)
         program, _ = compiled(count, lambda: compile_step(spec, step, state, batch))
-
-        def run() -> Any:
-            nonlocal state
-            state, metrics = program(state, *batch)
-            return metrics
-
-        return run
+        return peers.stepping(program, state, batch)
 
     return {f"{count} at once": one(count) for count in counts}
 
@@ -107,14 +100,7 @@ def convolutions(size: int, channels: int, filters: int) -> dict[str, Callable[[
 
 def measure(make: Callable[[], dict[str, Callable[[], Any]]], rounds: int) -> dict[str, float]:
     """Median milliseconds of each program that `make` compiles."""
-    programs = make()
-    taken: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(rounds + 1):
-        for name, program in programs.items():
-            started = time.perf_counter()
-            jax.block_until_ready(program())
-            taken[name].append(1000 * (time.perf_counter() - started))
-    return {name: statistics.median(values[1:]) for name, values in taken.items()}
+    return {name: 1000 * statistics.median(seconds) for name, seconds in peers.in_turns(make(), rounds).items()}
 
 
 def define(values: flags.FlagValues) -> None:

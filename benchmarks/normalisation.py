@@ -12,7 +12,6 @@ Source: Ioffe and Szegedy 2015, arXiv 1502.03167, section 3, for the gradient.
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -81,14 +80,9 @@ def measure(size: int, channels: int, rounds: int) -> dict[str, float]:
     keys = jax.random.split(jax.random.key(0), 3)
     values, weight = (jax.random.normal(key, (groups, _GROUP * size**2, channels)) for key in keys[:2])
     bias = jax.random.normal(keys[2], (1, 1, channels))
-    programs = {name: program(form, values, bias, weight) for name, form in FORMS.items()}
-    taken: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(rounds + 1):
-        for name, each in programs.items():
-            started = time.perf_counter()
-            jax.block_until_ready(each(values, bias, weight))
-            taken[name].append(1000 * (time.perf_counter() - started))
-    return {name: statistics.median(some[1:]) for name, some in taken.items()}
+    given = values, bias, weight
+    programs = {name: partial(program(form, *given), *given) for name, form in FORMS.items()}
+    return {name: 1000 * statistics.median(some) for name, some in peers.in_turns(programs, rounds).items()}
 
 
 def define(values: flags.FlagValues) -> None:

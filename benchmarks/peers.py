@@ -13,9 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -102,6 +102,28 @@ def define_flags(values: flags.FlagValues, name: str, peers: Sequence[str] = ("k
 def environment() -> dict:
     """The date (UTC), device, kind of CPU and versions, which every benchmark writes beside its results."""
     return {"date": host.today(), "cpu": host.cpu_digest(), **host.environment()}
+
+
+def stepping(step: Callable, state: Any, batch: Sequence) -> Callable[[], dict]:
+    """A call for `in_turns` that takes the next training step and returns its metrics."""
+
+    def call() -> dict:
+        nonlocal state
+        state, metrics = step(state, *batch)
+        return metrics
+
+    return call
+
+
+def in_turns(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each call, until its result is there, in rounds that all of them share, after one that warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            jax.block_until_ready(call())
+            seconds[name].append(time.perf_counter() - started)
+    return {name: taken[1:] for name, taken in seconds.items()}
 
 
 def results_so_far(values: flags.FlagValues, settings: dict, *parts: str) -> dict:
@@ -338,7 +360,7 @@ def compare(
         milliseconds = times[process.framework]
         entry = result["frameworks"][process.framework]
         entry |= {
-            "milliseconds": _spread(milliseconds),
+            "milliseconds": spread(milliseconds),
             "images_per_second": 1000 * batch / statistics.median(milliseconds),
             **process.ask("memory"),
         }
@@ -346,7 +368,7 @@ def compare(
             entry["runtime"] = process.ask("runtime")
         for own, name in ((OURS, "ours_over_theirs"), (CHOSEN, "chosen_over_theirs")):
             if own in times and process.framework not in (own, *([CHOSEN] if own == OURS else [])):
-                entry[name] = _spread([a / b for a, b in zip(milliseconds, times[own], strict=True)])
+                entry[name] = spread([a / b for a, b in zip(milliseconds, times[own], strict=True)])
         process.close()
     result |= ratios(result["frameworks"])
     if do == "train" and "torch" in result["frameworks"]:
@@ -451,7 +473,8 @@ def _slack(dtype: str) -> float:
     return _SLACK["tensorfloat32" if dtype == "float32" and jax.default_backend() == "gpu" else dtype]
 
 
-def _spread(values: list[float]) -> dict[str, float]:
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """What results tell of values from several rounds."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 

@@ -11,7 +11,6 @@ and 1.35 times the time. Writes `benchmarks/results/remat.json`.
 
 import dataclasses
 import statistics
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -29,7 +28,6 @@ from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.optimizer import make_optimizer
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 
-RESULTS = Path(__file__).parent / "results"
 MOST = {"memory": 0.5, "time": 1.35}  # of `full`, over `none`
 _PARTS = 4  # of a batch
 POLICIES = {"none": None, "full": remat.POLICIES["full"], "nothing": jax.checkpoint_policies.nothing_saveable}
@@ -40,7 +38,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("batch", 100, "images per step", flag_values=values)
     flags.DEFINE_list("image", ["28", "28", "1"], "height, width and channels of the images", flag_values=values)
     flags.DEFINE_integer("rounds", 30, "rounds that count, after one that warms up", flag_values=values)
-    flags.DEFINE_string("output", str(RESULTS / "remat.json"), "file to write", flag_values=values)
+    flags.DEFINE_string("output", str(peers.RESULTS / "remat.json"), "file to write", flag_values=values)
 
 
 def main(values: flags.FlagValues) -> None:
@@ -51,36 +49,32 @@ def main(values: flags.FlagValues) -> None:
     batch = (images, np.arange(values.batch, dtype=np.int32) % 10)
     optimizer = make_optimizer("adam", learning_rate=1e-3, num_steps=100, steps_per_epoch=100)
     params = jax.device_get(init_params(spec, jax.random.key(0)))
-    steps, states, compile_seconds = {}, {}, {}
+    steps, calls, compile_seconds = {}, {}, {}
     policies = dict(POLICIES)
     if remat.has_host_memory(jax.devices()[0]):
         policies[remat.OFFLOAD] = remat.POLICIES[remat.OFFLOAD]
     for name, policy in policies.items():
-        states[name] = TrainState.create(jax.device_put(params), optimizer)
+        state = TrainState.create(jax.device_put(params), optimizer)
         own = dataclasses.replace(spec, remat="none" if policy is None else "full")
         step = make_train_step(own, optimizer, reconstruction_weight=0.392, seed=0)
         with mock.patch.dict(remat.POLICIES, full=policy):  # of this step only
-            steps[name], compile_seconds[name] = compile_step(spec, step, states[name], batch)
-    states["accumulated"] = TrainState.create(jax.device_put(params), optimizer)
+            steps[name], compile_seconds[name] = compile_step(spec, step, state, batch)
+        calls[name] = peers.stepping(steps[name], state, batch)
+    state = TrainState.create(jax.device_put(params), optimizer)
     step = make_train_step(spec, optimizer, reconstruction_weight=0.392, seed=0, accumulation_steps=_PARTS)
-    steps["accumulated"], compile_seconds["accumulated"] = compile_step(spec, step, states["accumulated"], batch)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(values.rounds + 1):
-        for name, step in steps.items():
-            started = time.perf_counter()
-            states[name], metrics = step(states[name], *batch)
-            jax.block_until_ready(metrics)
-            seconds[name].append(time.perf_counter() - started)
+    steps["accumulated"], compile_seconds["accumulated"] = compile_step(spec, step, state, batch)
+    calls["accumulated"] = peers.stepping(steps["accumulated"], state, batch)
+    seconds = peers.in_turns(calls, values.rounds)
     kept = {name: step.memory_analysis().temp_size_in_bytes for name, step in steps.items()}
     found = {}
     for name, times in seconds.items():
-        ratios = [a / b for a, b in zip(times[1:], seconds["none"][1:], strict=True)]
+        ratios = [a / b for a, b in zip(times, seconds["none"], strict=True)]
         found[name] = {
-            "seconds": statistics.median(times[1:]),
+            "seconds": statistics.median(times),
             "compile_seconds": compile_seconds[name],
             "temporary_bytes": kept[name],
             "memory_ratio": kept[name] / kept["none"],
-            "time_ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+            "time_ratio": peers.spread(ratios),
         }
         print(f"{name}: memory {found[name]['memory_ratio']:.3f}, time {statistics.median(ratios):.3f} of none")
     full = {"memory": found["full"]["memory_ratio"], "time": found["full"]["time_ratio"]["median"]}

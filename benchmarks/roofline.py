@@ -181,15 +181,10 @@ def measure(network: networks.Network, probes: dict[str, tuple[Callable, int]], 
     def take_steps():
         return jax.block_until_ready([program.train(images, labels) for _ in range(STEPS)])
 
-    calls = {"step": (take_steps, STEPS), **probes}
-    rates = {name: [] for name in calls}
-    for _ in range(rounds + 1):
-        for name, (call, work) in calls.items():
-            started = time.perf_counter()
-            jax.block_until_ready(call())
-            rates[name].append(work / (time.perf_counter() - started))
-    measured = 1 / statistics.median(rates.pop("step")[1:])  # the first round compiles
-    machine = {name: max(rate[1:]) for name, rate in rates.items()}
+    calls = {"step": take_steps, **{name: call for name, (call, _) in probes.items()}}
+    seconds = peers.in_turns(calls, rounds)  # the first round compiles
+    measured = 1 / statistics.median(STEPS / taken for taken in seconds["step"])
+    machine = {name: work / min(seconds[name]) for name, (_, work) in probes.items()}
     flops = step_flops(program.spec, program.state, images, labels)
     plain = step_flops(dataclasses.replace(program.spec, conv="native"), program.state, images, labels)
     num_bytes = (program.compiled.cost_analysis() or {}).get("bytes accessed")

@@ -7,10 +7,9 @@ Compares `capsules.dynamic_routing` with the procedure as printed (`plain`) and 
 `benchmarks/results/routing.json`.
 """
 
+import functools
 import json
 import statistics
-import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import capsules, conv
 
-RESULTS = Path(__file__).parent / "results"
 ROUNDS = 15
 
 # (batch, primary capsules, classes, primary dimensions, class dimensions)
@@ -78,22 +76,16 @@ def measure(case):
     steps = {name: compile_form(form, u, weights) for name, form in FORMS.items()}
     for form in FORMS.values():
         assert jnp.allclose(form(u, weights, 3), plain(u, weights, 3), atol=1e-5)
-    seconds = {name: [] for name in steps}
-    for _ in range(ROUNDS + 1):
-        for name, step in steps.items():
-            started = time.perf_counter()
-            jax.block_until_ready(step(u, weights))
-            seconds[name].append(time.perf_counter() - started)
+    seconds = peers.in_turns({name: functools.partial(step, u, weights) for name, step in steps.items()}, ROUNDS)
     result = {}
     for name, step in steps.items():
-        counted = seconds[name][1:]  # the first round warms up
         result[name] = {
-            "median_milliseconds": 1000 * statistics.median(counted),
-            "min_milliseconds": 1000 * min(counted),
+            "median_milliseconds": 1000 * statistics.median(seconds[name]),
+            "min_milliseconds": 1000 * min(seconds[name]),
             "temporary_mebibytes": step.memory_analysis().temp_size_in_bytes / 2**20,
         }
     for name in ("plain", "without_u_hat"):
-        pairs = zip(seconds[name][1:], seconds["ours"][1:], strict=True)
+        pairs = zip(seconds[name], seconds["ours"], strict=True)
         result[f"{name}_over_ours_median"] = statistics.median(theirs / ours for theirs, ours in pairs)
     return result
 
@@ -105,8 +97,7 @@ def define(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> None:
     results = {"rounds": ROUNDS, "what": "value and gradients of 3 iterations", **peers.environment()}
     results["cases"] = {name: measure(case) for name, case in CASES.items()}
-    RESULTS.mkdir(exist_ok=True)
-    write_json(RESULTS / "routing.json", results)
+    write_json(peers.RESULTS / "routing.json", results)
     print(json.dumps(results["cases"], indent=2))
 
 

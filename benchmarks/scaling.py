@@ -20,7 +20,6 @@ import json
 import math
 import statistics
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +38,6 @@ from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 
-RESULTS = Path(__file__).parent / "results"
 TURN_SECONDS = 0.3  # of steps of one point in a round, but at least one step
 
 SWEEPS = {
@@ -174,7 +172,7 @@ def draw(results: dict) -> None:
         below.legend(fontsize=8)
         for axes in (above, below):
             axes.set_xticks(values, [str(value) for value in values])
-    figure.savefig(RESULTS / "scaling.png", dpi=120)
+    figure.savefig(peers.RESULTS / "scaling.png", dpi=120)
 
 
 def define(values: flags.FlagValues) -> None:
@@ -187,9 +185,8 @@ def define(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> None:
     host.compute_in_turn()  # before anything is computed, as in training
-    path = RESULTS / "scaling.json"
+    path = peers.RESULTS / "scaling.json"
     results = json.loads(path.read_text()) if path.exists() else {}
-    RESULTS.mkdir(exist_ok=True)
     for sweep in [] if values.from_json else values.sweeps:
         results[sweep] = measure(sweep, values.rounds)
         write_json(path, results)

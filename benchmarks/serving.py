@@ -214,7 +214,7 @@ def _measured(artifact: str, values: flags.FlagValues, servers: list[Server]) ->
         "parameters": about["parameters"],
         "model_sha256": json.loads((Path(artifact) / "manifest.json").read_text())["sha256"],
         "runtime": runtime,
-        "throughput_over_without_batching": _spread(throughput),
+        "throughput_over_without_batching": peers.spread(throughput),
         "throughput_over_computing_in_process": _over(answered, models[sizes["computed"]].computed),
         "throughput_over_decoding_and_computing_in_process": _over(answered, models[sizes["decoded"]].decoded),
         "in_process": {
@@ -234,7 +234,7 @@ def _measured(artifact: str, values: flags.FlagValues, servers: list[Server]) ->
             }
             for name, turns in openly.items()
         },
-        "single_client_latency_over_without_batching": _spread(latency),
+        "single_client_latency_over_without_batching": peers.spread(latency),
         "images_in_a_batch": mean_batch,
         "with_batching": batching.results(values.seconds),
         "without_batching": off.results(values.seconds),
@@ -242,11 +242,7 @@ def _measured(artifact: str, values: flags.FlagValues, servers: list[Server]) ->
 
 
 def _over(some: list[float], others: list[float]) -> dict[str, float]:
-    return _spread([a / b for a, b in zip(some, others, strict=True)])
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return peers.spread([a / b for a, b in zip(some, others, strict=True)])
 
 
 def define(values: flags.FlagValues) -> None:

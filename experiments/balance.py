@@ -28,7 +28,7 @@ from experiments.kept_rows import is_row
 from experiments.simulator_check import digest
 from mlcn_jax import host
 from mlcn_jax.errors import InputError, differences
-from mlcn_jax.files import read_json, write_json
+from mlcn_jax.files import markdown, read_json, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.lanes import PUBLISHED_KINDS
 from mlcn_jax.placement.partition import PARTITIONERS, partition
@@ -150,25 +150,25 @@ def table(results: dict[str, Any]) -> str:
     """How many times longer random placement takes than each partitioner, in Markdown."""
     names = [name for name in PARTITIONERS if name != "random"]
     head = ["devices", "lanes", *(name.replace("_", " ") for name in names), "proved", "exact, max s"]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for title, entries in results.items():
         for n, entry in entries.items():
             ratios = [f"{entry['mean_random_over_this'][name]:.2f}" for name in names]
             proved = f"{entry['proved_optimal']} of {entry['draws']}"
             lines.append([title, n, *ratios, proved, f"{entry['exact_seconds']['max']:.2f}"])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(head, lines)
 
 
 def measured_table(rows: list[dict[str, Any]]) -> str:
     """The same of measured steps, means over draws, and what was predicted for it."""
     names = [name for name in PARTITIONERS if name != "random"]
     head = ["lanes", "", *(name.replace("_", " ") for name in names)]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for n in dict.fromkeys(row["num_lanes"] for row in rows):
         for what, key in (("measured", "random_over_this"), ("predicted", "predicted_random_over_this")):
             draws = [row[key] for row in rows if row["num_lanes"] == n]
             lines.append([str(n), what, *(f"{statistics.mean(draw[name] for draw in draws):.2f}" for name in names)])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(head, lines)
 
 
 def define(values: flags.FlagValues) -> None:

@@ -23,7 +23,7 @@ from experiments import RESULTS
 from mlcn_jax import host
 from mlcn_jax.analysis import measure_device, measure_machine
 from mlcn_jax.commands.profile import define_measuring
-from mlcn_jax.files import write_json
+from mlcn_jax.files import markdown, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import lanes
 from mlcn_jax.nn.lane_list import parse_lanes
@@ -56,14 +56,14 @@ def judge(
     """Seconds and bytes of each held-out lane and group, measured, predicted and as published."""
     rows = []
     for (_, group, batch_size), program in programs.items():
-        one = lab.lane_cost(group.spec)
+        one = cost.cost_of(lab.spec, group.spec)
         rows.append(
             {
                 "lanes": str(group),
                 "batch_size": batch_size,
                 "seconds": seconds["held out", group, batch_size],
                 "predicted_seconds": profile.stack_seconds([one] * group.count, batch_size),
-                "published_cost": cost.published_seconds(group.spec, slowness=1.0) * group.count * batch_size,
+                "published_cost": cost.published_seconds(group.spec) * group.count * batch_size,
                 "bytes": program.bytes,
                 "predicted_bytes": profile.lane_bytes(one, batch_size) * group.count,
                 "published_bytes": cost.published_memory_bytes(group.spec) * group.count,
@@ -130,12 +130,12 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def table(summary: dict[str, dict[str, float]]) -> str:
     """The accuracies in Markdown."""
     head = ["predicted", "Pearson r", "mean error", "within 10 %", "least and largest ratio"]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for name, found in summary.items():
         share, mean = f"{found['within_10_percent']:.0%}", f"{found['mean_error']:.1%}"
         ratios = f"{found['least_ratio']:.3f} to {found['largest_ratio']:.3f}"
         lines.append([name, f"{found['pearson_r']:.4f}", mean, share, ratios])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(head, lines)
 
 
 def define(values: flags.FlagValues) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mlcn_jax.data import datasets, sources
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import InputError, differences
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.settings import DataSettings
 
@@ -42,14 +42,9 @@ def prepare(settings: DataSettings, folder: Path, num_train: int, num_test: int)
     facts |= {"train_images": len(train.labels), "test_images": len(test.labels)}
     path = folder / f"{dataset.name}.json"
     if path.exists() and (before := read_json(path)) != facts:
-        rows = [
-            f"  {name}: {before.get(name)} there, {facts[name]} now"
-            for name in facts
-            if before.get(name) != facts[name]
-        ]
         raise InputError(
             f"the runs in {folder.parent} were made with other images of {dataset.name}:\n"
-            + "\n".join(rows)
+            + "\n".join(differences(before, facts))
             + "\ngive the folder with the same files, or another --workdir"
         )
     folder.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,6 @@ Source: Mueller et al. 2019, arXiv 1906.02629, for teachers without label smooth
 
 import dataclasses
 import functools
-import importlib
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -32,13 +31,13 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
+from experiments.published_rows import config_named
 from experiments.repeated_report import (
     Records,
     caption,
     carry_out,
     draw_caption,
     kept_results,
-    markdown,
     select,
     spread,
     told,
@@ -48,7 +47,7 @@ from experiments.repeated_runs import Facts, Request, Scale, Series, asked, chos
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import read_json
+from mlcn_jax.files import markdown, read_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.placement.cost import forward_flops
 from mlcn_jax.training.metrics import read_rows
@@ -222,7 +221,7 @@ def configure_run(
     is_teacher = way in (TEACHER, PLAIN)
     name = case if is_teacher else CASES[case].teacher
     teacher = TEACHERS[name]
-    config = RunConfig.from_dict(importlib.import_module(f"configs.{teacher.config}").get_config().to_dict())
+    config = config_named(teacher.config)
     changes: dict[str, Any] = {"train.seed": seed, "data.dir": directories[teacher.data], **teacher.changes}
     if trial:
         held_out = _HELD_OUT / _IMAGES[teacher.data]

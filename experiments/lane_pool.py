@@ -41,7 +41,7 @@ from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.lanes import LaneSpec
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import partition, simulate
-from mlcn_jax.placement.cost import lane_cost
+from mlcn_jax.placement.cost import cost_of
 from mlcn_jax.placement.problem import Problem, uniform_seconds
 from mlcn_jax.training.trained import load_trained
 
@@ -153,7 +153,7 @@ def lane_steps() -> list[tuple[str, float]]:
     for text, count in SIZES.items():
         kind, _, rest = text.partition(":w")
         width, _, depth = rest.partition("d")
-        cost = lane_cost(LaneSpec(kind, int(width), int(depth)), SPEC.lane_settings, SPEC.image_shape)
+        cost = cost_of(SPEC, LaneSpec(kind, int(width), int(depth)))
         found += [(text, float(cost.step_flops(BATCH)))] * count
     return found
 

@@ -43,13 +43,14 @@ from jaxtyping import Float
 
 from experiments import RESULTS
 from experiments.published_rows import NUM_EPOCHS, configure
-from experiments.repeated_report import SMOKE, Records, caption, carry_out, draw_caption, kept_results, markdown, write
+from experiments.repeated_report import SMOKE, Records, caption, carry_out, draw_caption, kept_results, write
 from experiments.repeated_runs import Request, Scale, Series, asked, define_flags
 from mlcn_jax.analysis import explain, prune_report
 from mlcn_jax.analysis.explain_report import explain_run
 from mlcn_jax.analysis.prune import load_prunable
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data.batches import Split, padded_batches
+from mlcn_jax.files import markdown
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.evaluate import ALIVE

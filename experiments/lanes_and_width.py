@@ -22,7 +22,6 @@ from experiments.repeated_report import (
     carry_out,
     draw_caption,
     kept_results,
-    markdown,
     number,
     select,
     spread,
@@ -32,6 +31,7 @@ from experiments.repeated_report import (
 )
 from experiments.repeated_runs import Request, Series, asked, chosen, define_flags, scales
 from mlcn_jax.config import RunConfig
+from mlcn_jax.files import markdown
 from mlcn_jax.launch import launch_script
 
 if TYPE_CHECKING:

@@ -41,7 +41,6 @@ from experiments.repeated_report import (
     carry_out,
     draw_caption,
     kept_results,
-    markdown,
     number,
     select,
     write,
@@ -49,7 +48,7 @@ from experiments.repeated_report import (
 from experiments.repeated_runs import Facts, Request, Scale, Series, asked, chosen, define_flags
 from mlcn_jax.analysis.join import join
 from mlcn_jax.config import RunConfig
-from mlcn_jax.files import read_json, write_json
+from mlcn_jax.files import markdown, read_json, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.placement.cost import decoder_step_flops, lane_cost
 

@@ -91,7 +91,9 @@ def timed(changes: dict[str, Any], folder: Path, link: str) -> dict[str, Any]:
         busy, rate = busy_cores(), product_gflops_per_second()
         started = time.monotonic()
         run, rows = Run(changes, folder, LINKS[link]), list[dict[str, Any]]()
-        while run.is_running():
+        running = True
+        while running:
+            running = run.is_running()  # if not, what was written last is read
             for row in read_rows(folder / "metrics.jsonl")[len(rows) :]:
                 rows.append({**row, "at_seconds": time.monotonic() - started, "bytes": run.bytes_moved})
             time.sleep(POLL_SECONDS)

@@ -213,7 +213,7 @@ def mean_best(runs: list[dict[str, Any]], random_runs: list[dict[str, Any]], sha
 
 
 def told(result: dict[str, Any]) -> str:
-    """The rows as Markdown."""
+    """The rows as Markdown, without the mean of a method that stops the worse models: it would be of those it kept."""
     lines = [
         "| method | models begun | trained to the end | mean | best | its test accuracy | as good as random after, "
         "each seed | their mean | the seeds' mean curve after | overhead |",
@@ -226,7 +226,7 @@ def told(result: dict[str, Any]) -> str:
             row["method"],
             f"{row['begun']:.0f}" if "begun" in row else "",
             f"{row['trained_to_the_end']:.0f}",
-            f"{row['mean']:.2%}",
+            f"{row['mean']:.2%}" if row.get("begun", 0) <= row["trained_to_the_end"] else "-",
             f"{row['best']:.2%}",
             f"{row['test']:.2%}" if "test" in row else "",
             ", ".join(shown),

@@ -150,7 +150,7 @@ def planned_flops(config: RunConfig, settings: settings_lib.SearchSettings, step
         spec = config.replace({"model.name": "mlcn", "model.lanes": lanes}).model_spec(*config.data.shape())
         total += batch_size * cost.decoder_step_flops(spec)
         for group in spec.lane_groups:
-            lane = cost.lane_cost(group.spec, spec.lane_settings, spec.image_shape)
+            lane = cost.cost_of(spec, group.spec)
             total += group.count * lane.step_flops(batch_size)
     return float(total) * steps_per_epoch * settings.num_epochs * settings.num_repeats
 

@@ -40,11 +40,11 @@ from absl import flags
 from experiments.changed_images import CANVAS, CHANGES, MARGIN, change, on_canvas
 from experiments.data_parts import write_files
 from experiments.published_rows import configure
-from experiments.repeated_report import Records, caption, carry_out, draw_caption, kept_results, markdown, select, write
+from experiments.repeated_report import Records, caption, carry_out, draw_caption, kept_results, select, write
 from experiments.repeated_runs import Request, Scale, Series, asked, chosen, define_flags
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data.batches import Split
-from mlcn_jax.files import put_in_place
+from mlcn_jax.files import markdown, put_in_place
 from mlcn_jax.launch import launch_script, share_heaps
 from mlcn_jax.nn.model import class_lengths, class_probabilities, encode, param_shapes
 from mlcn_jax.nn.spec import ModelSpec

@@ -33,7 +33,6 @@ from experiments.repeated_report import (
     carry_out,
     draw_caption,
     kept_results,
-    markdown,
     select,
     spread,
     told,
@@ -41,7 +40,7 @@ from experiments.repeated_report import (
 )
 from experiments.repeated_runs import Request, Series, asked, chosen, define_flags, scales
 from mlcn_jax.config import RunConfig
-from mlcn_jax.files import read_json
+from mlcn_jax.files import markdown, read_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import conv
 from mlcn_jax.nn.lanes import LANE_KINDS, ConvParams, LaneKind, LaneSettings, LaneSpec

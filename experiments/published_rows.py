@@ -110,11 +110,15 @@ def changes(data_name: str, column: str) -> dict[str, Any]:
     return (AUGMENTED[data_name] if settings.pop("augmented") else {}) | settings
 
 
+def config_named(name: str) -> RunConfig:
+    """The run of a file in `configs/`."""
+    return RunConfig.from_dict(importlib.import_module(f"configs.{name}").get_config().to_dict())
+
+
 def configure(config: str, lanes: str, directories: Mapping[str, str]) -> RunConfig:
     """The run of a file in `configs/` with other lanes, as published, on the images in `directories[data name]`."""
-    values = importlib.import_module(f"configs.{config}").get_config().to_dict()
-    directory = directories[values["data"]["name"]]
-    return RunConfig.from_dict(values).replace({**PUBLISHED, "model.lanes": lanes, "data.dir": directory})
+    base = config_named(config)
+    return base.replace({**PUBLISHED, "model.lanes": lanes, "data.dir": directories[base.data.name]})
 
 
 def configure_row(row: str, column: str, directories: Mapping[str, str]) -> RunConfig:

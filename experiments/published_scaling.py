@@ -22,7 +22,7 @@ from absl import flags
 from experiments import RESULTS
 from mlcn_jax import host
 from mlcn_jax.distributed import traffic
-from mlcn_jax.files import write_json
+from mlcn_jax.files import markdown, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.partition import partition
@@ -188,22 +188,22 @@ def table(few: list[dict[str, Any]], many: list[dict[str, Any]]) -> str:
     """Speed-ups in Markdown: of every model on few devices, then of one on many."""
     head = ["data", "lanes", "mode (all simulated)"]
     head += [f"over {base} on one, n={n}" for base in ("itself", "CapsNet") for n in DEVICES]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for (data, lanes, mode), group in itertools.groupby(few, key=lambda r: (r["data"], r["lanes"], r["mode"])):
         rows = list(group)
         cells = [data, lanes or "CapsNet", mode]
         for name in ("over_itself_on_one", "over_capsnet_on_one"):
             cells += [f"{row[name]:.2f}" for row in rows] + [""] * (len(DEVICES) - len(rows))
         lines.append(cells)
+    few_devices, lines = markdown(head, lines), []
     head = ["simulated", "algorithm", "devices", "data x lane", "lanes"]
     head += ["ms", "of that sent", "of that head", "over itself on one"]
-    lines += [[], head, ["---"] * len(head)]
     for row in many:
         times = [f"{1000 * row[name]:.1f}" for name in ("total_seconds", "communication_seconds", "head_seconds")]
         split = f"{row['data']} x {row['lane']}"
         cells = [row["scaling"], row["algorithm"], str(row["devices"]), split, str(row["lanes"]), *times]
         lines.append([*cells, f"{row['over_itself_on_one']:.1f}"])
-    return "\n".join("| " + " | ".join(line) + " |" if line else "" for line in lines)
+    return f"{few_devices}\n\n{markdown(head, lines)}"
 
 
 def draw(few: list[dict[str, Any]], many: list[dict[str, Any]]) -> None:

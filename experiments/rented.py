@@ -190,7 +190,8 @@ def summarize(rows: Sequence[Mapping[str, Any]], times: Sequence[Sequence[Mappin
     """Errors of time and cost; and what the choice by prediction costs, for every deadline up to the longest time.
 
     Between two neighbours of all predicted and measured times, the choice is the same for every deadline. Deadlines
-    that none met, but that were predicted to be met, count for what is late, not for what is well chosen.
+    that none met, but that were predicted to be met, count for what is late, not for what is well chosen; nor does what
+    is cheap because it is late.
 
     Args:
       rows: predicted and measured times and costs of each set of machines.
@@ -220,7 +221,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], times: Sequence[Sequence[Mappin
             }
         )
     met = [c for c in choices if c["met"]]
-    good = [c for c in met if c["picked"] and c["over_cheapest"] <= _WELL_CHOSEN]
+    good = [c for c in met if c["picked"] and not c["late"] and c["over_cheapest"] <= _WELL_CHOSEN]
     seconds = [sum(c["deadline_seconds"][1] - c["deadline_seconds"][0] for c in some) for some in (good, met)]
     intervals = [row["interval"][0] <= row["measured_seconds"] <= row["interval"][1] for row in rows if row["interval"]]
     return {

@@ -2,7 +2,7 @@
 
 import statistics
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,10 +54,10 @@ def told(records: Records, name: str) -> str:
     return text + (f", {failed} failed" if failed else "")
 
 
-def difference(mean: float, published: float, final: bool, tolerance: float = 0.5) -> str:
+def difference(mean: float, published: float, final: bool) -> str:
     """Points between a mean accuracy and a published one; for runs as long as the published, with a verdict."""
     points = mean - published
-    name = "reached" if points >= 0 else f"within {tolerance:g}" if points >= -tolerance else "below"
+    name = "reached" if points >= 0 else "within 0.5" if points >= -0.5 else "below"
     return f"{points:+.2f}" + (f" {name}" if final else "")
 
 
@@ -70,11 +70,6 @@ def titled(title: str, records: Records) -> str:
     """The title `DATA, MODEL` of some runs, with a note where the dataset's bytes are not the official ones."""
     copy = next((f" ({record['data']['copy']})" for record in records if record["data"]["copy"]), "")
     return title.replace(",", copy + ",", 1)
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows])
 
 
 def caption(series: Series, records: Records) -> list[str]:

@@ -20,7 +20,7 @@ from experiments import data_parts
 from experiments.published_rows import NUM_EPOCHS
 from mlcn_jax import files, host
 from mlcn_jax.config import RunConfig, flat
-from mlcn_jax.errors import Diverged, InputError, Stopped
+from mlcn_jax.errors import Diverged, InputError, Stopped, differences
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.training import loop
 from mlcn_jax.training.metrics import read_rows
@@ -132,14 +132,9 @@ class Series:
         path = self.workdir / "runs.json"
         if path.exists() and (stored := read_json(path)) != self.marker:
             mine, theirs = flat(self.marker), flat(stored)
-            rows = [
-                f"  {name}: {theirs.get(name)!r} there, {mine.get(name)!r} now"
-                for name in mine | theirs
-                if mine.get(name) != theirs.get(name)
-            ]
             raise InputError(
                 f"{self.workdir} holds runs of another script, another version of it or another scale:\n"
-                + "\n".join(rows)
+                + "\n".join(differences(theirs, mine, mine | theirs))
                 + "\ntheir results cannot stand beside these: give another --workdir"
             )
 
@@ -276,14 +271,10 @@ class Series:
         if record["config_hash"] == config.hash():
             return
         mine, theirs = flat(config.to_dict()), flat(stored.to_dict())
-        rows = [
-            f"  {field}: {theirs[field]!r} there, {mine[field]!r} now"
-            for field in mine
-            if stored.replace({field: mine[field]}).hash() != stored.hash()
-        ]
+        fields = [field for field in mine if stored.replace({field: mine[field]}).hash() != stored.hash()]
         raise InputError(
             f"{path} is of a run with other settings:\n"
-            + "\n".join(rows)
+            + "\n".join(differences(theirs, mine, fields))
             + f"\nremove {path.parent} to train it again, or give another --workdir"
         )
 

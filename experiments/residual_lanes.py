@@ -14,7 +14,6 @@ workdir and, but for `smoke`, to `experiments/results/`.
 """
 
 import functools
-import importlib
 import itertools
 import statistics
 import time
@@ -27,13 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
+from experiments.published_rows import config_named
 from experiments.repeated_report import (
     Records,
     caption,
     carry_out,
     draw_caption,
     kept_results,
-    markdown,
     select,
     spread,
     write,
@@ -44,6 +43,7 @@ from mlcn_jax.analysis.lane_fit import fit_weights
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data.batches import Split
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import markdown
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.cost import decoder_step_flops, lane_cost
@@ -97,7 +97,7 @@ def run(request: Request, *, first_seed: int, rows: Sequence[str]) -> int:
 def configure_run(directories: Mapping[str, str], row: str, seed: int) -> RunConfig:
     """The run of a row and a seed; a trial is scored on validation images alone."""
     given = KNOWN[row]
-    config = RunConfig.from_dict(importlib.import_module(f"configs.{given.config}").get_config().to_dict())
+    config = config_named(given.config)
     changes = {"model.lanes": given.lanes, "train.num_epochs": given.epochs, **given.changes}
     changes |= {"train.seed": seed, "data.dir": directories[given.data]}
     if row in TRIALS:

@@ -41,7 +41,7 @@ from experiments import batch_size
 from experiments.published_rows import configure
 from experiments.published_scaling import ASSUMED, DEVICES, FORWARD_SHARE, cluster_of
 from experiments.quiet import busy_cores
-from experiments.repeated_report import Records, draw_caption, markdown, place, write
+from experiments.repeated_report import Records, draw_caption, place, write
 from experiments.repeated_runs import Facts, Request, Scale, Series, chosen, command
 from experiments.scaling import spread
 from experiments.scaling_by_parts_report import (
@@ -59,6 +59,7 @@ from mlcn_jax.analysis.measure_device import Lab
 from mlcn_jax.config import RunConfig
 from mlcn_jax.distributed import traffic
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import markdown
 from mlcn_jax.launch import launch_script, share_heaps
 from mlcn_jax.placement.simulate import simulate_mesh
 from mlcn_jax.training.speeds import mean_seconds

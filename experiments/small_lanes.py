@@ -14,7 +14,6 @@ Markdown and PNG to the workdir and, but for `smoke`, to `experiments/results/`,
 """
 
 import functools
-import importlib
 import itertools
 import json
 import os
@@ -29,6 +28,7 @@ from absl import flags
 
 from experiments import REPOSITORY
 from experiments.export_times import WAYS
+from experiments.published_rows import config_named
 from experiments.quiet import busy_cores
 from experiments.repeated_report import (
     SMOKE,
@@ -37,7 +37,6 @@ from experiments.repeated_report import (
     carry_out,
     draw_caption,
     kept_results,
-    markdown,
     place,
     select,
     write,
@@ -46,7 +45,7 @@ from experiments.repeated_runs import Request, Scale, Series, asked, chosen, def
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import read_json
+from mlcn_jax.files import markdown, read_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.serving import export
 from mlcn_jax.serving.parts import ONNX
@@ -100,7 +99,7 @@ def run(request: Request, *, rows: Sequence[str], rounds: int, onnx_python: str)
 
 def configure_run(directories: Mapping[str, str], row: str, seed: int) -> RunConfig:
     """The run of a row and a seed."""
-    config = RunConfig.from_dict(importlib.import_module(f"configs.{ROWS[row]}").get_config().to_dict())
+    config = config_named(ROWS[row])
     return config.replace({"train.seed": seed, "data.dir": directories[config.data.name]})
 
 

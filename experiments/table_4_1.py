@@ -29,7 +29,6 @@ from experiments.repeated_report import (
     difference,
     draw_table,
     kept_results,
-    markdown,
     number,
     select,
     spread,
@@ -40,6 +39,7 @@ from experiments.repeated_report import (
 from experiments.repeated_runs import Request, Scale, Series, asked, chosen, define_flags, scales
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import markdown
 from mlcn_jax.launch import launch_script, share_heaps
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from experiments.repeated_report import (
     carry_out,
     draw_table,
     kept_results,
-    markdown,
     select,
     spread,
     titled,
@@ -29,6 +28,7 @@ from experiments.repeated_report import (
 )
 from experiments.repeated_runs import Request, Series, asked, chosen, define_flags, scales
 from mlcn_jax.config import RunConfig
+from mlcn_jax.files import markdown
 from mlcn_jax.launch import launch_script
 
 VERSION = 1  # raised with every change after which results cannot stand beside older ones

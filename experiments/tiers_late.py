@@ -250,7 +250,7 @@ def omitted(taken: Sequence[float], deadline: float) -> tuple[int, int]:
         return 0, 0
     usual = float(np.median(taken))
     slow = [time for time in taken if time > deadline]
-    unsent = sum(int(time / usual) - 1 for time in slow)
+    unsent = sum(max(0, int(time / usual) - 1) for time in slow)
     return unsent, sum(int((time - deadline) / usual) for time in slow)
 
 

@@ -13,7 +13,7 @@ from experiments.tiers_dispatch import MODES
 from experiments.tiers_relay import described, holds
 from experiments.tiers_setups import Setup
 from experiments.tiers_tables_pictures import draw_failures, draw_schedules
-from mlcn_jax.files import write_atomic
+from mlcn_jax.files import markdown, write_atomic
 from mlcn_jax.tiers import schedules
 
 _MOST_ERROR, _LEAST_CONFIGURATIONS = 0.15, 24  # of the corrected model, over configurations not used to fit it
@@ -358,5 +358,4 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     def text(value: Any) -> str:
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(map(text, row)) + " |" for row in rows])
+    return markdown(head, (map(text, row) for row in rows))

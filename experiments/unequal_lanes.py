@@ -55,7 +55,6 @@ from experiments.repeated_report import (
     carry_out,
     draw_caption,
     kept_results,
-    markdown,
     place,
     select,
     spread,
@@ -64,7 +63,7 @@ from experiments.repeated_report import (
 from experiments.repeated_runs import Request, Scale, Series, asked, chosen, define_flags
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import Diverged
-from mlcn_jax.files import read_json, write_json
+from mlcn_jax.files import markdown, read_json, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.capsules import lengths
 from mlcn_jax.search import run as search_run

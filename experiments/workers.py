@@ -124,7 +124,7 @@ class Group:
         expected = []
         for given, batch in WHOLE_STEPS:
             groups = parse_lanes(given)
-            costs = [cost.lane_cost(group.spec, spec.lane_settings, spec.image_shape) for group in groups]
+            costs = [cost.cost_of(spec, group.spec) for group in groups]
             costs = [one for one, group in zip(costs, groups, strict=True) for _ in range(group.count)]
             expected.append(profile.model_seconds(costs, batch) + profile.head_seconds(len(costs), batch))
         sets = [[process] for process in self._processes] if in_turn else [self._processes]

@@ -271,15 +271,19 @@ def read_stored(workdir: Path) -> RunConfig:
     if not path.exists():
         raise InputError(f"{workdir} holds no run (no config.json): give the --workdir of an existing run")
     stored = read_json(path)
+    parallel = stored.get("parallel") if isinstance(stored, dict) else None
+    if isinstance(parallel, dict) and parallel.get("processes") in (0, 1):  # older runs could have what does nothing
+        stored["parallel"] = {k: v for k, v in parallel.items() if k not in ("process", "coordinator")}
     try:
         config = RunConfig.from_dict(stored)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-    return config.replace(unused_fields(config))  # older runs could have them
+    return config.replace(unused_fields(config))  # likewise
 
 
 def unused_fields(config: RunConfig) -> dict[str, Any]:
     """Fields of `data` that do nothing with its dataset, and are refused, with the values that they must have."""
     name = config.data.name
     unused = {"data.dir": ""} if name == "digits" else {}
-    return unused | ({} if name == "cifar100" else {"data.label_kind": DataSettings.label_kind})
+    unused |= {} if name == "cifar100" else {"data.label_kind": DataSettings.label_kind}
+    return unused | ({} if name == "folder" else {"data.test_fraction": DataSettings.test_fraction})

@@ -1,4 +1,4 @@
-"""Atomic file writes, locks, and checks that a workdir can be used."""
+"""Atomic file writes, locks, checks that a workdir can be used, and Markdown tables."""
 
 import contextlib
 import errno
@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -177,3 +177,8 @@ def make_folder(path: Path, flag: str) -> None:
             pass
     except OSError as error:
         raise InputError(f"{path} cannot be written to ({error.strerror}): give another --{flag}=FOLDER") from error
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table, from titles and rows of cells."""
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [head, ["---"] * len(head), *rows])

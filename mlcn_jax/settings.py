@@ -168,7 +168,8 @@ class TrainSettings:
       image_sizes: sizes at which resnet lanes (all lanes must be resnet) see training images, such as 20:0.35,28:0.7
         for 20 pixels in the first 35 % of the steps, 28 until 70 %, then the full size; empty for the full size
         throughout.
-      log_every: steps between reports of the metrics; every checkpoint reports those since the last report, too.
+      log_every: steps between reports of the metrics; every checkpoint reports those since the last report, too. In
+        rounds, each round is reported instead.
       test_every_epoch: also scores the test set after each epoch, for the record only.
       score_test: whether the test set is scored at the end; if false, the run never classifies it.
     """
@@ -232,6 +233,11 @@ class TrainSettings:
                 "and would undo the outer step, which replaces them: leave it at 0"
             )
         return ""
+
+    @property
+    def part_size(self) -> int:
+        """The images that are computed at a time: those of a part of the batch."""
+        return max(1, self.batch_size // self.accumulation_steps)
 
     def sizes(self) -> tuple[tuple[float, int], ...]:
         """`image_sizes` as pairs: the fraction of the steps up to which a size is used, and the size, 0 if full."""

@@ -21,7 +21,7 @@ class Slow:
     def __init__(self):
         self.entered, self.go, self.sizes = threading.Event(), threading.Event(), []
 
-    def probabilities(self, images):
+    def scores(self, images):
         self.entered.set()
         self.go.wait(30)
         self.sizes.append(len(images))

@@ -168,6 +168,32 @@ def test_a_number_that_is_not_finite_is_told_so(value):
         RunConfig().replace({"train.learning_rate": value})
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel": {"processes": 1, "process": 0, "coordinator": "localhost:7000"}},
+        {"parallel": {"processes": 0, "process": -1, "coordinator": "localhost:7000"}},
+        {"data": {"test_fraction": 0.3}},
+        {"data": {"label_kind": "coarse"}},
+    ],
+)
+def test_a_run_that_an_older_version_stored_with_settings_that_do_nothing_may_resume(tiny, tmp_path, changes):
+    values = tiny.to_dict()
+    for section, fields in changes.items():
+        values[section] |= fields
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    stored = config.read_stored(tmp_path)
+    tiny.check_resumable(stored, tmp_path)
+    assert stored.hash() == tiny.hash()
+    assert stored.parallel.processes == values["parallel"]["processes"]
+
+
+def test_the_fraction_of_a_folders_test_images_is_kept(tiny, tmp_path):
+    values = tiny.replace({"data.name": "folder", "data.test_fraction": 0.3}).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert config.read_stored(tmp_path).data.test_fraction == 0.3
+
+
 def test_a_message_names_a_damaged_config_once(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InputError) as caught:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlcn_jax.files import markdown
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -50,9 +52,7 @@ def benchmark(name: str) -> dict[str, Any]:
 
 def table_of(header: str, rows: Iterable[Sequence[Any]]) -> str:
     """A table under a header of titles with ` | ` between them."""
-    titles = header.split(" | ")
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return markdown(header.split(" | "), rows)
 
 
 def measured_on(record: Mapping[str, Any], *more: str) -> str:
@@ -117,8 +117,8 @@ def runs_line(runs: Sequence[Mapping[str, Any]], what: str = "run") -> str:
     return f"*{'; '.join(told)}.*"
 
 
-def curve_of(run: Mapping[str, Any], epochs: int = 3) -> str:
-    return ", ".join(f"{value:.2f}" for value in run["test_accuracy_per_epoch"][:epochs])
+def curve_of(run: Mapping[str, Any]) -> str:
+    return ", ".join(f"{value:.2f}" for value in run["test_accuracy_per_epoch"][:3])
 
 
 def verdict(difference: float | None) -> str:

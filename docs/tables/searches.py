@@ -19,6 +19,9 @@ def nas_compare() -> str:
             return "-"
         return ", ".join("never" if share is None else f"{percent(share, 0)} %" for share in shares)
 
+    def stopped(method: Mapping[str, Any]) -> bool:
+        return method.get("begun", 0) > method["trained_to_the_end"]
+
     def share(value: float | None) -> str:
         return "never" if value is None else f"{percent(value, 0)} %"
 
@@ -27,7 +30,7 @@ def nas_compare() -> str:
             method["method"],
             f"{method['begun']:.0f}" if "begun" in method else "-",
             f"{method['trained_to_the_end']:.0f}",
-            percent(method["mean"]),
+            "-" if stopped(method) else percent(method["mean"]),
             percent(method["best"]),
             percent(method["test"]) if "test" in method else "-",
             after(method),

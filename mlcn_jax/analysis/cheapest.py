@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlcn_jax.analysis.market import Market, lane_cost
+from mlcn_jax.analysis.market import Market
 from mlcn_jax.analysis.ways import Task, Terms, Way
 from mlcn_jax.config import did_you_mean
 from mlcn_jax.errors import InputError
@@ -52,7 +52,7 @@ def _more_machines(market: Market) -> str:
 def _fits_nowhere(market: Market) -> str:
     task, devices = market.task, [choice.devices[0] for choice in market.choices]
     roomiest, parts = max(devices, key=lambda profile: profile.memory_bytes), task.messages.parts
-    costs = [lane_cost(task.spec, group.spec) for group in task.spec.lane_groups]
+    costs = [cost.cost_of(task.spec, group.spec) for group in task.spec.lane_groups]
     lanes = [one for one, count in zip(costs, market.counts, strict=True) for _ in range(count)]
 
     def needed(some: Sequence[LaneCost], batch: int) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 from mlcn_jax.analysis.cheapest import duration
 from mlcn_jax.analysis.market import Market
 from mlcn_jax.analysis.ways import Choice, Way
-from mlcn_jax.files import write_json
+from mlcn_jax.files import markdown, write_json
 from mlcn_jax.launch import program
 
 _PORT = 29500
@@ -33,8 +33,8 @@ def split_of(way: Way) -> str:
 
 def table(market: Market, ways: Sequence[Way], best: Way) -> str:
     """The Pareto front in Markdown; the best is marked."""
-    lines = [["", "machines", "split", "time", "90 % within", "cost", "save every", "lost if interrupted"]]
-    lines.append(["---"] * len(lines[0]))
+    head = ["", "machines", "split", "time", "90 % within", "cost", "save every", "lost if interrupted"]
+    lines = []
     for way in ways:
         ends = (way.interval.low_seconds, way.interval.high_seconds) if way.interval else ()
         lines.append(
@@ -49,7 +49,7 @@ def table(market: Market, ways: Sequence[Way], best: Way) -> str:
                 duration(way.lost_seconds) if way.lost_seconds else "",
             ]
         )
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(head, lines)
 
 
 def rows(market: Market, ways: Sequence[Way], best: Way) -> list[dict[str, Any]]:

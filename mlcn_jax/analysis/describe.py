@@ -30,13 +30,13 @@ def describe(
     batch_size = config.train.batch_size
 
     def costs_of(lane: lanes.LaneSpec) -> dict[str, float]:
-        one = cost.lane_cost(lane, spec.lane_settings, image_shape)
+        one = cost.cost_of(spec, lane)
         return {
             "parameters": one.parameters,
             "step_flops": one.step_flops(batch_size),
             "step_bytes": one.step_bytes(batch_size),
             "held_bytes": one.held_bytes(batch_size),
-            "published_relative_seconds": cost.published_seconds(lane, 1.0),
+            "published_relative_seconds": cost.published_seconds(lane),
             "published_memory_bytes": cost.published_memory_bytes(lane),
         }
 

@@ -1,19 +1,20 @@
 """Work, depth and bytes of a training step, how far it can scale, and what each split costs in communication."""
 
 import dataclasses
-import itertools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from mlcn_jax.analysis.fit_memory import first_of_each, is_good
 from mlcn_jax.config import RunConfig
 from mlcn_jax.distributed import mesh, traffic
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import markdown
 from mlcn_jax.nn import lanes
 from mlcn_jax.nn.model import param_shapes
-from mlcn_jax.nn.spec import ModelSpec, spec_of
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import bounds, cost, work
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.placement.simulate import Link
@@ -49,16 +50,11 @@ def work_by_part(config: RunConfig, spec: ModelSpec) -> dict[str, tuple[int, wor
         state = (params, jax.eval_shape(optimizer.init, params))
         columns = jax.ShapeDtypeStruct((batch_size, spec.num_classes, 1), _column_dtype(group, spec))
         parts[str(group.spec)] = (group.count, work.work_of(step, state, images, columns))
-    head, few = _head(config, spec), _one_of_each(spec)
+    head, few = _head(config, spec), first_of_each(spec, [1] * len(spec.lane_groups))
     parts["head"] = (1, head)
     depth = _whole(config, few).depth + head.depth - _head(config, few).depth
     parts["all"] = (1, work.combined(list(parts.values()), depth, _held(config, spec)))
     return parts
-
-
-def _one_of_each(spec: ModelSpec) -> ModelSpec:
-    """The model with one lane of each group: equal lanes count as parallel, even where they run in turn."""
-    return spec_of(spec, [0, *itertools.accumulate(group.count for group in spec.lane_groups[:-1])])
 
 
 def _held(config: RunConfig, spec: ModelSpec) -> int:
@@ -145,11 +141,7 @@ def _seconds(
             "the device profile has no peak rates, because an earlier version measured it: measure it again"
         )
     rates = (profile.peak["flops_per_second"], profile.peak["bytes_per_second"])
-    costs = [
-        cost.lane_cost(group.spec, spec.lane_settings, spec.image_shape)
-        for group in spec.lane_groups
-        for _ in range(group.count)
-    ]
+    costs = [cost.cost_of(spec, lane) for lane in spec.lane_specs]
     least = {n: bounds.least_seconds(whole.product_flops, whole.least_bytes, *rates, devices=n) for n in counts}
     if not costs:
         return {"least_by_devices": least}
@@ -201,7 +193,7 @@ def _hybrid(config: RunConfig, spec: ModelSpec, link: Link, devices: int) -> dic
     rows = []
     for data in (n for n in range(2, devices // 2 + 1) if devices % n == 0):
         lane = devices // data
-        if _can_split(spec, batch_size, data, lane):
+        if is_good(mesh.check_split, spec, batch_size, data, lane):
             moved = traffic.exchanged_bytes(spec, batch_size, data, lane, dtype)
             sums, gathers = moved["all-reduce"], moved["all-gather"]
             both = bounds.communication(data, sums, link), bounds.communication(lane, gathers, link)
@@ -213,34 +205,26 @@ def _hybrid(config: RunConfig, spec: ModelSpec, link: Link, devices: int) -> dic
 def _divides(spec: ModelSpec, batch_size: int, split: str, devices: int) -> bool:
     if split == "stacks":
         return devices <= len(spec.lane_specs)
-    return _can_split(spec, batch_size, *((devices, 1) if split == "data" else (1, devices)))
-
-
-def _can_split(spec: ModelSpec, batch_size: int, data: int, lane: int) -> bool:
-    try:
-        mesh.check_split(spec, batch_size, data, lane)
-    except InputError:
-        return False
-    return True
+    return is_good(mesh.check_split, spec, batch_size, *((devices, 1) if split == "data" else (1, devices)))
 
 
 def tables(found: dict[str, Any]) -> str:
     """The findings as Markdown tables."""
-    lines = ["| part | count | W | D | W/D | bytes moved | W / bytes |", "| --- | --- | --- | --- | --- | --- | --- |"]
-    for name, part in found["work"].items():
-        numbers = [f"{part[key]:.3g}" for key in ("work", "depth", "parallelism", "moved_bytes", "intensity")]
-        lines.append("| " + " | ".join([name, str(part["count"]), *numbers]) + " |")
-    lines += ["", "| devices | sequential operations: lower bound | upper bound | seconds: lower bound |"]
-    lines += ["| --- | --- | --- | --- |"]
+    keys = ("work", "depth", "parallelism", "moved_bytes", "intensity")
+    rows = [[name, part["count"], *(f"{part[key]:.3g}" for key in keys)] for name, part in found["work"].items()]
+    lines = [markdown(["part", "count", "W", "D", "W/D", "bytes moved", "W / bytes"], rows)]
     least = found.get("seconds", {}).get("least_by_devices", {})
-    for n, (low, high) in found["brent_unit_operations"].items():
-        lines.append(f"| {n} | {low:.3g} | {high:.3g} | {_number(least.get(n))} |")
+    ends = found["brent_unit_operations"].items()
+    rows = [[n, f"{low:.3g}", f"{high:.3g}", _number(least.get(n))] for n, (low, high) in ends]
+    head = ["devices", "sequential operations: lower bound", "upper bound", "seconds: lower bound"]
+    lines += ["", markdown(head, rows)]
     for split, row in found.get("communication", {}).items():
         names = ["bytes", *bounds.ALGORITHMS, "least_latency", "least_bytes"]
-        lines += ["", f"| {split}: devices | " + " | ".join(names) + " |", "| --- " * (len(names) + 1) + "|"]
+        rows = []
         for n, values in row["by_devices"].items():
-            devices = f"{values['data']} x {values['lane']}" if split == "hybrid" else str(n)
-            lines.append(f"| {devices} | " + " | ".join(_number(values[name]) for name in names) + " |")
+            devices = f"{values['data']} x {values['lane']}" if split == "hybrid" else n
+            rows.append([devices, *(_number(values[name]) for name in names)])
+        lines += ["", markdown([f"{split}: devices", *names], rows)]
         if "best_speedup" in row:
             at, best = row["outweighed_at"], row["at_devices"]
             lines.append(

@@ -55,7 +55,7 @@ def evaluate_workdir(
     reason = "" if os.access(folder, os.W_OK) else f"{folder} cannot be written to"
     evaluator = make_evaluator(trained.spec, config.train.reconstruction_weight)
     _log.info("scoring %s images", f"{len(dataset.test.labels):,}")
-    scores = evaluator(trained.params, dataset.test, config.train.batch_size)
+    scores = evaluator(trained.params, dataset.test, config.train.part_size)
     if not reason:
         _log.info("drawing confusion.png and reconstructions.png")
         try:
@@ -66,9 +66,9 @@ def evaluate_workdir(
         _log.warning("pictures are not drawn: %s", reason)
     return {
         **scores.to_dict(dataset.class_names),
-        **with_flips(config.data, lambda: evaluator(trained.params, dataset.test, config.train.batch_size, flips=True)),
-        **_top_accuracy(trained, dataset.test, config.train.batch_size),
-        "lane_spreads": lane_spreads(trained.spec, trained.params, dataset.test, config.train.batch_size),
+        **with_flips(config.data, lambda: evaluator(trained.params, dataset.test, config.train.part_size, flips=True)),
+        **_top_accuracy(trained, dataset.test, config.train.part_size),
+        "lane_spreads": lane_spreads(trained.spec, trained.params, dataset.test, config.train.part_size),
         "step": trained.step,
         "images": len(dataset.test.labels),
         "data": {"name": dataset.name, **dataset.provenance},

@@ -12,14 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
 from mlcn_jax.analysis.workdir import load_with_data, stored_config
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import padded_batches, to_pixels
-from mlcn_jax.errors import InputError
 from mlcn_jax.nn.model import class_lengths, encode, param_shapes, reconstruct
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.trained import Trained
@@ -36,32 +34,10 @@ def load_explained(workdir: Path, data_dir: str = "") -> tuple[Trained, datasets
       data_dir: overrides `data.dir` of the run's configuration, if not empty.
 
     Raises:
-      InputError: the workdir holds no trained model, its checkpoints contain no decoder or do not match
-        `model.json`, or the images do not match the model.
+      InputError: the workdir holds no trained model, its checkpoints do not match `model.json`, or the images do not
+        match the model.
     """
-    try:
-        return load_with_data(workdir, stored_config(workdir, data_dir))
-    except InputError as error:
-        parts = _stored_parts(workdir / "checkpoints")
-        if parts and "decoder" not in parts:
-            raise InputError(
-                f"the checkpoints in {workdir} hold no decoder (only {', '.join(sorted(parts))}), which is "
-                "needed for reconstructions: give the workdir of a training run, whose checkpoints hold one"
-            ) from error
-        raise
-
-
-def _stored_parts(checkpoints: Path) -> list[str]:
-    """Names of the parameter trees in the newest checkpoint; empty if none can be read."""
-    steps = sorted((int(folder.name) for folder in checkpoints.glob("[0-9]*") if folder.name.isdigit()), reverse=True)
-    for step in steps:
-        try:
-            return list(
-                ocp.StandardCheckpointer().metadata(checkpoints.absolute() / str(step) / "params").item_metadata
-            )
-        except Exception:  # damaged, as `load_trained` has reported
-            continue
-    return []
+    return load_with_data(workdir, stored_config(workdir, data_dir))
 
 
 def column_names(spec: ModelSpec) -> list[str]:

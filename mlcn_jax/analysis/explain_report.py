@@ -10,7 +10,7 @@ import numpy as np
 from mlcn_jax import host
 from mlcn_jax.analysis import explain
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import make_folder, write_json
+from mlcn_jax.files import make_folder, markdown, write_json
 
 _log = logging.getLogger(__name__)
 
@@ -188,6 +188,4 @@ def draw_ranking(path: Path, ranking: Sequence[dict[str, Any]], num_images: int)
 def table(ranking: Sequence[dict[str, Any]]) -> str:
     """The ranking in Markdown."""
     head = ["", *(title.replace("\n", " ") for title in _TITLES.values())]
-    lines = [head, ["---"] * len(head)]
-    lines += [[row["name"], *(f"{row[measure]:.4f}" for measure in _TITLES)] for row in ranking]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(head, ([row["name"], *(f"{row[measure]:.4f}" for measure in _TITLES)] for row in ranking))

@@ -1,7 +1,7 @@
 """Predicts whether a training step fits the memory of a device, before it is compiled, and what makes it fit."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -78,12 +78,12 @@ def _savings(config: RunConfig, spec: ModelSpec) -> Iterator[dict[str, Any]]:
     """Settings that give the same result, from the given ones to those that need the least memory."""
     changes: dict[str, Any] = {}
     yield changes
-    if spec.remat == "none" and _is_good(check_remat, dataclasses.replace(spec, remat="full")):
+    if spec.remat == "none" and is_good(check_remat, dataclasses.replace(spec, remat="full")):
         changes = {"model.remat": "full"}
         yield changes
     size, parts = _batch_size(config), config.train.accumulation_steps
     for more in range(2, size + 1):
-        if more >= 2 * parts and _is_good(check_parts, spec, size, 1, more):
+        if more >= 2 * parts and is_good(check_parts, spec, size, 1, more):
             parts = more
             yield changes | {"train.accumulation_steps": parts}
 
@@ -94,7 +94,8 @@ def _batch_size(config: RunConfig) -> int:
     return config.train.batch_size // (rounds.workers if rounds.steps else 1)
 
 
-def _is_good(check: Any, *args: Any) -> bool:
+def is_good(check: Callable[..., None], *args: Any) -> bool:
+    """Whether a check passes, and raises no InputError."""
     try:
         check(*args)
     except InputError:
@@ -113,12 +114,12 @@ def predicted_bytes(config: RunConfig, spec: ModelSpec) -> int:
         return compiled_bytes(config, spec)
     counts = [group.count for group in spec.lane_groups]
     few = [_FEW if _has_many(group) else group.count for group in spec.lane_groups]
-    base = compiled_bytes(config, _first_of_each(spec, few))
+    base = compiled_bytes(config, first_of_each(spec, few))
     total = float(base)
     for place, (count, start) in enumerate(zip(counts, few, strict=True)):
         if count > start:
             two_more = [n + 2 * (i == place) for i, n in enumerate(few)]
-            total += (count - start) * (compiled_bytes(config, _first_of_each(spec, two_more)) - base) / 2
+            total += (count - start) * (compiled_bytes(config, first_of_each(spec, two_more)) - base) / 2
     return round(_MARGIN * total)
 
 
@@ -132,7 +133,7 @@ def _has_many(group: LaneGroup) -> bool:
     return group.kind.normalises and group.count > _FEW + 2
 
 
-def _first_of_each(spec: ModelSpec, counts: list[int]) -> ModelSpec:
+def first_of_each(spec: ModelSpec, counts: list[int]) -> ModelSpec:
     """The model with only the first lanes of each group."""
     lanes: list[int] = []
     first = 0

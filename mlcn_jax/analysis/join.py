@@ -34,7 +34,6 @@ from mlcn_jax.training.trained import Trained, load_trained
 
 _log = logging.getLogger(__name__)
 
-WEIGHTS = ("fitted", "equal")
 FILE = "joined.json"
 # What a lane computes depends on these; the rest of a spec is that of the first workdir.
 _OF_LANES = (
@@ -112,7 +111,7 @@ def join(
       workdirs: finished runs; their lanes become columns in this order, with equal lanes next to each other.
       output: the workdir to create; it appears complete or not at all.
       data_dir: overrides `data.dir` of all runs, if the images have moved; empty for where they are downloaded.
-      weights: one of `WEIGHTS`: fitted on validation images, or all 1.
+      weights: `fitted` on validation images, or `equal`: all 1.
       decoder_epochs: passes over the training images that train the decoder.
 
     Raises:
@@ -299,7 +298,7 @@ def columns_of(
         one = dataclasses.replace(spec, lanes=str(lanes[i].spec), lane_seeds=(), lane_weights=())
         (group,) = one.lane_groups
         params = {"encoder": {group.name: jax.tree.map(jnp.asarray, lanes[i].params)}}
-        columns[..., i : i + 1] = class_capsules(one, params, split, config.train.batch_size)
+        columns[..., i : i + 1] = class_capsules(one, params, split, config.train.part_size)
     return columns
 
 

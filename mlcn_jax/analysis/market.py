@@ -6,12 +6,10 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 from mlcn_jax.analysis.ways import Choice, Task, Terms, Way
 from mlcn_jax.distributed.mesh import check_split
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost, rental, simulate
 from mlcn_jax.placement.catalog import Offer
 from mlcn_jax.placement.heuristics import HEURISTICS
@@ -49,7 +47,7 @@ class Market:
 
     def __init__(self, task: Task, terms: Terms, offers: Sequence[tuple[Offer, DeviceProfile, str]]):
         self.task, self.terms = task, terms
-        self._costs = [lane_cost(task.spec, group.spec) for group in task.spec.lane_groups]
+        self._costs = [cost.cost_of(task.spec, group.spec) for group in task.spec.lane_groups]
         self.counts = [group.count for group in task.spec.lane_groups]
         profiles = {id(profile): profile for _, profile, _ in offers}
         obstacles = {key: told for key, profile in profiles.items() if (told := self._obstacle(profile))}
@@ -66,6 +64,7 @@ class Market:
         kept = rental.undominated([c.machine for c in choices], alike, terms.most_machines)
         self.choices = [choices[n] for n in kept]
         self._speed = lru_cache(maxsize=None)(self._whole_seconds)
+        self._parts = lru_cache(maxsize=None)(self._parts_of_kinds)
         self._splits_of: dict[tuple, list[_Split]] = {}
 
     def ways(self, deadline_seconds: float = math.inf) -> list[Way]:
@@ -135,16 +134,29 @@ class Market:
         return found
 
     def _least_seconds(self, chosen: tuple[int, ...]) -> float:
-        """Seconds that no split over these machines can beat: all their devices busy with lanes all the time."""
+        """Seconds that no split over these machines can beat, even one that divides lanes.
+
+        Some machines take a smaller part of their time for a kind of lane than others: its least part counts, as in
+        `problem.lower_bound_seconds`. All parts add up to 1 where machines differ by one factor.
+        """
         rate = sum(self.choices[n].offer.devices / self._speed(n) for n in chosen)
+        work = sum(map(min, zip(*(self._parts(n) for n in chosen), strict=True)))
         started = max(self.choices[n].machine.startup_seconds for n in chosen)
-        return started + self.task.steps * self.task.step_share / rate
+        return started + self.task.steps * self.task.step_share * work / rate
 
     def _whole_seconds(self, number: int) -> float:
         """A step of all lanes on one device of a machine."""
-        task = self.task
-        lanes = [one for one, count in zip(self._costs, self.counts, strict=True) for _ in range(count)]
-        return self.choices[number].profile.model_seconds(lanes, task.batch_size)
+        return sum(self._kind_seconds(number))
+
+    def _parts_of_kinds(self, number: int) -> list[float]:
+        """The part of it that all lanes of each kind take."""
+        return [seconds / self._speed(number) for seconds in self._kind_seconds(number)]
+
+    def _kind_seconds(self, number: int) -> list[float]:
+        profile, batch = self.choices[number].profile, self.task.batch_size
+        images = batch * sum(self.counts)
+        kinds = zip(self._costs, self.counts, strict=True)
+        return [count * profile.model_seconds([one], batch, images) for one, count in kinds]
 
     def on(self, chosen: tuple[int, ...]) -> list[Way]:
         """Every split that trains one run together on a set of machines, given by the numbers of their choices.
@@ -357,8 +369,3 @@ def _of_run(interval: Interval | None, step: float, started: float, seconds: flo
         return None
     low, high = (started + seconds * end / step for end in (interval.low_seconds, interval.high_seconds))
     return Interval(low, high, interval.level)
-
-
-def lane_cost(spec: ModelSpec, lane: Any) -> cost.LaneCost:
-    """The cost of one lane of a model."""
-    return cost.lane_cost(lane, spec.lane_settings, spec.image_shape)

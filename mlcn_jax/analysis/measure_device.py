@@ -108,9 +108,6 @@ class Lab:
         self._optimizer = optimizer_of(self._config.train, steps_per_epoch=600)
         self._rng = np.random.default_rng(0)
 
-    def lane_cost(self, lane: lanes.LaneSpec) -> cost.LaneCost:
-        return cost.lane_cost(lane, self.spec.lane_settings, self.spec.image_shape)
-
     def lane_step(self, group: lanes.LaneGroup, batch_size: int) -> Program:
         """A training step of a group of lanes."""
         step = cost.make_lane_step(group, self.spec.lane_settings, self._optimizer)
@@ -237,9 +234,9 @@ def make_profile(
     for what, *key in programs:
         keys.setdefault(what, []).append(tuple(key))
     singles = [(group, batch_size) for group, batch_size in keys["step"] if group.count == 1]
-    memory_features = [lab.lane_cost(group.spec).memory_features(batch_size) for group, batch_size in singles]
+    memory_features = [cost.cost_of(lab.spec, group.spec).memory_features(batch_size) for group, batch_size in singles]
     measured = (
-        [[lab.lane_cost(group.spec)] * group.count for group, _ in keys["step"]],
+        [[cost.cost_of(lab.spec, group.spec)] * group.count for group, _ in keys["step"]],
         [batch_size for _, batch_size in keys["step"]],
         [seconds["step", *key] for key in keys["step"]],
     )
@@ -282,7 +279,7 @@ def make_profile(
     ratios = []
     for given, batch_size in keys["whole"]:
         groups = parse_lanes(given)
-        costs = [lab.lane_cost(group.spec) for group in groups for _ in range(group.count)]
+        costs = [cost.cost_of(lab.spec, group.spec) for group in groups for _ in range(group.count)]
         rest = seconds["whole", given, batch_size] - profile.head_seconds(len(costs), batch_size)
         ratios.append(rest / profile.stack_seconds(costs, batch_size))
     whole = statistics.geometric_mean(ratios)

@@ -87,7 +87,7 @@ class Run:
     def scores(self, split: datasets.Split) -> evaluate.Scores:
         """Scores, computed as by the command `evaluate`."""
         evaluator = evaluate.make_evaluator(self.spec, self.config.train.reconstruction_weight)
-        return evaluator(self.params, split, self.config.train.batch_size)
+        return evaluator(self.params, split, self.config.train.part_size)
 
 
 def load_prunable(workdir: Path, data_dir: str = "") -> Run:
@@ -167,20 +167,27 @@ def accuracy_curve(
 
 
 def _alone(v: np.ndarray, labels: np.ndarray) -> list[int]:
-    return np.argsort(-accuracy_without(v, labels), kind="stable").tolist()
+    without = accuracy_without(v, labels)
+    return sorted(range(len(without)), key=lambda lane: (v[..., lane].any(), -without[lane], _own(v, labels, lane)))
 
 
 def _greedy(v: np.ndarray, labels: np.ndarray) -> list[int]:
-    squares, left, order = _squares(v), list(range(v.shape[-1])), []
+    squares, order = _squares(v), []
+    left = sorted(range(v.shape[-1]), key=lambda lane: _own(v, labels, lane))
     while left:
         total = squares[left].sum(axis=0)
-        order.append(max(left, key=lambda lane: _accuracy(total - squares[lane], labels)))
+        order.append(max(left, key=lambda lane: (not v[..., lane].any(), _accuracy(total - squares[lane], labels))))
         left.remove(order[-1])
     return order
 
 
+def _own(v: np.ndarray, labels: np.ndarray, lane: int) -> float:
+    return _accuracy(_squares(v[..., [lane]])[0], labels)
+
+
 # From class capsules and labels to all lanes, least useful first: "alone" by the accuracy with each of them removed
-# alone, as in the thesis; "greedy" ranks again after each removal. Ties keep the order of the lanes.
+# alone, as in the thesis; "greedy" ranks again after each removal. Among equals, the lane goes first that is less
+# accurate by itself, then the one with the lower number. Lanes of weight 0, whose columns are 0, go before all others.
 ORDERS: dict[str, Callable[[np.ndarray, np.ndarray], list[int]]] = {"alone": _alone, "greedy": _greedy}
 
 
@@ -203,7 +210,7 @@ def prune_run(run: Run, kept: Sequence[int]) -> Run:
 
     Adam's moments of the remaining parameters are kept.
     """
-    spec = spec_of(run.spec, kept)
+    spec = dataclasses.replace(spec_of(run.spec, kept), remat=run.config.model["remat"])  # `model.json` has none
     try:
         check_remat(spec)
     except InputError:  # the lanes that are left hold no activations that it could save

@@ -14,7 +14,7 @@ from mlcn_jax.analysis import prune
 from mlcn_jax.analysis.prune import Run
 from mlcn_jax.analysis.workdir import train_command
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import make_folder, write_json
+from mlcn_jax.files import make_folder, markdown, write_json
 from mlcn_jax.launch import program
 from mlcn_jax.nn.model import count_parameters
 from mlcn_jax.nn.spec import spec_of
@@ -77,11 +77,11 @@ def analyse(run: Run, order_name: str, rounds: int) -> dict[str, Any]:
 
     A run that leaves the test set alone (`train.score_test`) has no accuracies of it.
     """
-    batch_size, lanes = run.config.train.batch_size, run.lanes
+    lanes = run.lanes
     splits = {"ranking": run.ranking} | ({"test": run.test} if run.config.train.score_test else {})
     images = (f"{len(split.labels):,} {_called(name, run.ranking_from)} images" for name, split in splits.items())
     _log.info("scoring %d lanes on %s", len(lanes), " and ".join(images))
-    v = {name: prune.weighted_capsules(run, split, batch_size) for name, split in splits.items()}
+    v = {name: prune.weighted_capsules(run, split, run.config.train.part_size) for name, split in splits.items()}
     order = prune.ORDERS[order_name](v["ranking"], run.ranking.labels)
     alone = {name: prune.accuracy_without(v[name], split.labels) for name, split in splits.items()}
     curves = {name: prune.accuracy_curve(v[name], split.labels, order) for name, split in splits.items()}
@@ -116,7 +116,7 @@ def measure(run: Run, order: Sequence[int], rounds: int) -> list[dict[str, Any]]
     specs = [spec_of(run.spec, sorted(order[removed:])) for removed in range(len(order))]
     rows: list[dict[str, Any]] = []
     for spec in specs:
-        lanes = [(g.count, cost.lane_cost(g.spec, spec.lane_settings, spec.image_shape)) for g in spec.lane_groups]
+        lanes = [(g.count, cost.cost_of(spec, g.spec)) for g in spec.lane_groups]
         rows.append(
             {
                 "lanes": spec.lanes,
@@ -203,18 +203,17 @@ def table(entry: dict[str, Any]) -> str:
     """Both tables in Markdown: each lane removed alone, and lanes removed one after another."""
     splits = _splits(entry)
     names = [f"{_called(split, entry['ranking_from'])} accuracy" for split in splits]
-    lines = [["lane", "", *(f"{name} without it" for name in names)], ["---"] * (2 + len(names))]
+    alone, further = [], []
     for row in entry["removed_alone"]:
         accuracies = [f"{row[f'{split}_accuracy']:.2%}" for split in splits]
-        lines.append([str(row["lane"]), row["spec"], *accuracies])
-    head = ["removed", "lanes", *names, "parameters", "GFLOP", "ms", "speed-up"]
-    tables = [lines, [head, ["---"] * len(head)]]
+        alone.append([row["lane"], row["spec"], *accuracies])
     for removed, row in enumerate(entry["removed"]):
         timed = [f"{row[name]['median']:.2f}" if name in row else "" for name in ("milliseconds", "speedup")]
         accuracies = [f"{row[f'{split}_accuracy']:.2%}" for split in splits]
         flops = f"{entry['timed_batch'] * row['encoder_flops_per_image'] / 1e9:.2f}"
-        tables[1].append([str(removed), row["lanes"], *accuracies, f"{row['parameters']:,}", flops, *timed])
-    return "\n\n".join("\n".join("| " + " | ".join(line) + " |" for line in lines) for lines in tables)
+        further.append([removed, row["lanes"], *accuracies, f"{row['parameters']:,}", flops, *timed])
+    head = ["removed", "lanes", *names, "parameters", "GFLOP", "ms", "speed-up"]
+    return "\n\n".join([markdown(["lane", "", *(f"{n} without it" for n in names)], alone), markdown(head, further)])
 
 
 def _splits(entry: dict[str, Any]) -> list[str]:

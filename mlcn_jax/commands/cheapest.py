@@ -81,8 +81,6 @@ def main(argv: Sequence[str]) -> None:
         link=link,
         most_machines=values.most_machines,
     )
-    output = Path(values.output).expanduser()
-    make_folder(output, "output")
     judged, without = cheapest.with_profiles(offers, profiles, terms)
     passed += without
     if not judged:
@@ -92,6 +90,8 @@ def main(argv: Sequence[str]) -> None:
     ways = market.ways(deadline)
     best = cheapest.best_way(market, ways, deadline)
     launch = cheapest_report.commands(market, best, _config_flags(argv, values["config"]))
+    output = Path(values.output).expanduser()
+    make_folder(output, "output")
     cheapest_report.write(market, ways, best, deadline, passed, launch, output)
     print(cheapest_report.table(market, ways, best))
     for line in (cheapest_report.advice(best), *(f"passed over: {reason}" for reason in passed[:10])):

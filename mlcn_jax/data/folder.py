@@ -50,7 +50,7 @@ def read_folder(
     test = _list_images(test_root, class_names) if train_root != root and _folders(test_root) else []
     try:
         images = _read_images([path for path, _ in train + test], size)
-    except MemoryError as error:
+    except (MemoryError, OverflowError) as error:  # the latter above 2**31 pixels
         raise InputError(
             f"the {len(train + test):,} images of {root} at {size} pixels do not fit this machine's memory: give a "
             "smaller --config.data.image_size, or fewer images."

@@ -13,7 +13,6 @@ import hashlib
 import http.client
 import io
 import math
-import os
 import ssl
 import struct
 import tarfile
@@ -28,6 +27,7 @@ from tqdm import tqdm
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import replacing
+from mlcn_jax.host import cache_folder, sha256_of
 
 _BLOCK_BYTES = 1 << 20
 _TIMEOUT_SECONDS = 30.0
@@ -140,8 +140,7 @@ def read_files(name: str, directory: str, cache_dir: str) -> tuple[dict[str, byt
     if directory:
         contents, difference = _from_directory(name, source, Path(directory).expanduser())
     else:
-        root = cache_dir or os.environ.get("MLCN_JAX_CACHE") or "~/.cache/mlcn_jax"
-        folder = Path(root).expanduser() / name
+        folder = (Path(cache_dir).expanduser() if cache_dir else cache_folder()) / name
         contents, difference = {}, ""
         for remote in source.remote:
             contents |= _cached(source, folder / remote) or _download(name, source, folder / remote)
@@ -187,8 +186,7 @@ def _difference(source: Source, contents: Mapping[str, bytes], archive: Path | N
     if source.archive_sha256:
         if archive is None:
             return f"Not checked: only {source.archive} has a known SHA-256, and these files are unpacked."
-        with archive.open("rb") as stream:
-            same = hashlib.file_digest(stream, "sha256").hexdigest() == source.archive_sha256
+        same = sha256_of(archive) == source.archive_sha256
         return "" if same else f"The SHA-256 of {source.archive} is not the official one."
     sha256 = {file: hashlib.sha256(data).hexdigest() for file, data in contents.items()}
     different = [file for file in sha256 if sha256[file] != source.files[file]]

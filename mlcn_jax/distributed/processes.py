@@ -148,12 +148,18 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def host_and_port(name: str, address: str) -> tuple[str, int]:
-    """The parts of HOST:PORT, which a setting or flag gave; raises InputError, naming it, for anything else."""
-    found = re.fullmatch(r"(.+):(\d{1,5})", address)
-    if not found or int(found[2]) > 65535:
-        raise InputError(f"{name} is {address!r}; it must be HOST:PORT, such as 192.0.2.1:29600")
-    return found[1], int(found[2])
+def host_and_port(name: str, address: str, least: int = 1) -> tuple[str, int]:
+    """The parts of HOST:PORT, which a setting or flag gave; raises InputError, naming it, for anything else.
+
+    The host is without the brackets that an IPv6 address must have; the port is at least `least`.
+    """
+    found = re.fullmatch(r"(\[[^][/]+\]|[^][:/]+):(\d{1,5})", address)
+    if not found or not least <= int(found[2]) <= 65535:
+        raise InputError(
+            f"{name} is {address!r}; it must be HOST:PORT, such as 192.0.2.1:29600 or [2001:db8::1]:29600, with a port "
+            f"from {least} to 65535"
+        )
+    return found[1].strip("[]"), int(found[2])
 
 
 def join(settings: ParallelSettings, values: Mapping[str, Any]) -> None:
@@ -212,66 +218,82 @@ def drop_native_output() -> None:
 def _roll_call(settings: ParallelSettings) -> None:
     """Waits until all processes have joined; jax itself would abort without saying which one is missing.
 
-    Process 0 listens on the coordinator's address, before jax does, and answers the others once all have joined or
-    time is up.
+    Process 0 listens on the coordinator's port, before jax does and on all interfaces as jax does, and answers the
+    others once all have joined or time is up.
 
     Raises:
       InputError: some did not join; the message names them.
     """
     host, port = host_and_port("parallel.coordinator", settings.coordinator)
     deadline = time.monotonic() + settings.timeout_seconds
-    if settings.process == 0:
-        problem = _hear_all(host, port, settings, deadline)
-    else:
-        problem = _report(host, port, settings.process, deadline)
+    problem = _hear_all(port, settings, deadline) if settings.process == 0 else _report(host, port, settings, deadline)
     if problem:
         raise InputError(f"{problem}, within parallel.timeout_seconds={settings.timeout_seconds}")
 
 
-def _hear_all(host: str, port: int, settings: ParallelSettings, deadline: float) -> str:
-    missing = set(range(1, settings.processes))
-    here: list[socket.socket] = []
+def _hear_all(port: int, settings: ParallelSettings, deadline: float) -> str:
+    here: list[tuple[int, socket.socket]] = []
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     try:
-        server = socket.create_server((host, port))
+        server = socket.create_server(("", port), family=family, dualstack_ipv6=family == socket.AF_INET6)
     except OSError as error:
         raise InputError(
-            f"process 0 cannot listen on parallel.coordinator={settings.coordinator} ({error.strerror or error}): give "
-            "a free port of this machine, on which process 0 runs"
+            f"process 0 cannot listen on port {port} of parallel.coordinator={settings.coordinator} "
+            f"({error.strerror or error}): give a free port of this machine, on which process 0 runs"
         ) from error
-    with server:
-        while missing and time.monotonic() < deadline:
+    with contextlib.ExitStack() as open_until_answered, server:
+        while missing := set(range(1, settings.processes)) - {number for number, _ in here}:
+            if time.monotonic() >= deadline:
+                break
             server.settimeout(max(0.01, deadline - time.monotonic()))
             with contextlib.suppress(TimeoutError, ValueError, ConnectionError):
-                connection, _ = server.accept()
+                connection = open_until_answered.enter_context(server.accept()[0])
                 connection.settimeout(1.0)
-                missing.discard(int(connection.recv(16)))
-                here.append(connection)
-    names = ", ".join(map(str, sorted(missing)))
-    problem = f"process {names} of {settings.processes} did not join at {settings.coordinator}" if missing else ""
-    for connection in here:
-        with contextlib.suppress(OSError), connection:
-            connection.sendall((problem or _JOINED).encode())
+                here.append((int(connection.recv(16)), connection))
+            here = [(number, connection) for number, connection in here if not _has_left(connection)]
+        server.close()  # before jax listens there
+        names = ", ".join(map(str, sorted(missing)))
+        problem = f"process {names} of {settings.processes} did not join at {settings.coordinator}" if missing else ""
+        for _, connection in here:
+            with contextlib.suppress(OSError):
+                connection.sendall((problem or _JOINED).encode())
     return problem
 
 
-def _report(host: str, port: int, number: int, deadline: float) -> str:
-    connected = False
+def _has_left(connection: socket.socket) -> bool:
+    """Whether the other side has closed a connection, as a process does that gives up before all have joined."""
+    connection.setblocking(False)
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _report(host: str, port: int, settings: ParallelSettings, deadline: float) -> str:
+    address = settings.coordinator
+    problem = f"process 0 was not found at {address}"
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1.0) as connection:
-            connection.sendall(str(number).encode())
-            connected = True
+            problem = (
+                f"process 0 did not answer at {address}, where something closes connections (another program that has "
+                "this port, or process 0 as it ended)"
+            )
+            connection.sendall(str(settings.process).encode())
             connection.settimeout(max(0.01, deadline + 1 - time.monotonic()))
-            problem = connection.recv(1024).decode(errors="replace")
-            if problem == _JOINED:
+            try:
+                answer = connection.recv(1024).decode(errors="replace")
+            except TimeoutError:
+                return f"process 0 answered at {address}, but not all others joined"
+            if answer == _JOINED:
                 return ""
-            if problem and not problem.startswith("process "):
-                return f"something other than process 0 answers at {host}:{port}: give parallel.coordinator a free port"
-            if problem:
-                return problem
+            if answer and not answer.startswith("process "):
+                return f"something other than process 0 answers at {address}: give parallel.coordinator a free port"
+            if answer:
+                return answer
         time.sleep(_POLL_SECONDS)
-    if connected:
-        return f"process 0 answered at {host}:{port}, but not all others joined"
-    return f"process 0 was not found at {host}:{port}"
+    return problem
 
 
 def _make_collectives_yield(threads: set[int]) -> None:

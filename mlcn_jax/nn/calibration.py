@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt8
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import resnet
@@ -99,10 +99,20 @@ def fold_statistics(spec: ModelSpec, params: dict) -> dict:
     return {**params, "encoder": encoder}
 
 
-def whiten(spec: ModelSpec, params: dict, images: Float[np.ndarray, "n h w channels"]) -> dict:
-    """Parameters with the first convolution of residual lanes set from training images (`resnet.whitening`)."""
+def whiten(
+    spec: ModelSpec, params: dict, images: UInt8[np.ndarray, "n h w channels"] | Float[np.ndarray, "n h w channels"]
+) -> dict:
+    """Parameters with the first convolution of residual lanes set from training images (`resnet.whitening`).
+
+    The images are uint8, or pixels in [0, 1].
+    """
+
+    def seen(some: np.ndarray) -> Any:
+        pixels: Any = some / np.float32(255) if some.dtype == np.uint8 else np.asarray(some, np.float32)
+        return first_input(pixels, spec.signed_pixels, np.float32)
+
     encoder, groups = dict(params["encoder"]), [group for group in spec.lane_groups if group.kind.normalises]
     if groups:
-        first = resnet.whitening(np.asarray(first_input(jnp.asarray(images), spec.signed_pixels, jnp.float32)))
+        first = resnet.whitening(images, seen=seen)
         encoder |= {group.name: resnet.whiten(encoder[group.name], *first) for group in groups}
     return {**params, "encoder": encoder}

@@ -229,10 +229,9 @@ def apply_model(
     params: dict,
     images: Float[Array, "batch h w channels"],
     classes: Int[Array, " batch"] | None = None,
-    lane_axis: str = "",
 ) -> tuple[Float[Array, "batch classes dim"], Float[Array, "batch h w channels"]]:
     """`CapsuleNetwork.__call__` as a pure function of its parameters: class capsules and reconstructions."""
-    return CapsuleNetwork(spec, lane_axis).apply({"params": params}, images, classes)  # type: ignore[return-value]
+    return CapsuleNetwork(spec).apply({"params": params}, images, classes)  # type: ignore[return-value]
 
 
 def lane_outputs(

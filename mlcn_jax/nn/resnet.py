@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt8
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import conv, conv_winograd, tracing
@@ -267,22 +267,27 @@ def num_groups(batch_size: int, group_size: int) -> int:
     return max(1, batch_size // group_size)
 
 
-def whitening(images: Float[np.ndarray, "n h w c"], epsilon: float = 3e-5) -> tuple[np.ndarray, np.ndarray]:
+def whitening(
+    images: UInt8[np.ndarray, "n h w c"] | Float[np.ndarray, "n h w c"],
+    epsilon: float = 3e-5,
+    seen: Callable[[np.ndarray], np.ndarray] = np.asarray,
+) -> tuple[np.ndarray, np.ndarray]:
     """Kernel [2, 2, c, 8c] and bias [8c] that whiten the images' 2x2 patches, followed by their negatives.
 
     The principal components of the patches, each scaled to variance 1, computed in float64 with fixed signs: the same
     images always give the same bits on one machine.
 
     Args:
-      images: training images, as the lane sees them.
+      images: training images.
       epsilon: added to the variances, in squared pixel values.
+      seen: turns some of them into what the lane sees.
 
     Source: Jordan 2024, arXiv 2404.00498, section 3.2.
     """
     count, height, width, channels = images.shape
     count *= (height - 1) * (width - 1)
-    mean = sum(patches.sum(axis=0) for patches in _patches(images)) / count
-    covariance = sum((patches - mean).T @ (patches - mean) for patches in _patches(images)) / count
+    mean = sum(patches.sum(axis=0) for patches in _patches(images, seen)) / count
+    covariance = sum((patches - mean).T @ (patches - mean) for patches in _patches(images, seen)) / count
     variances, components = np.linalg.eigh(covariance)
     variances, components = variances[::-1], components[:, ::-1]
     largest = components[np.argmax(np.abs(components), axis=0), np.arange(len(variances))]
@@ -294,17 +299,12 @@ def whitening(images: Float[np.ndarray, "n h w c"], epsilon: float = 3e-5) -> tu
     )
 
 
-def _patches(images: Float[np.ndarray, "n h w c"]) -> Iterator[Float[np.ndarray, "n patch"]]:
-    """All 2x2 patches in float64, those of some images at a time: all would take gigabytes."""
-    height, width, channels = images.shape[1:]
+def _patches(images: np.ndarray, seen: Callable[[np.ndarray], np.ndarray]) -> Iterator[Float[np.ndarray, "n patch"]]:
+    """All 2x2 patches of the images as `seen`, in float64, some images at a time: all would take gigabytes."""
     for start in range(0, len(images), _WHITENED_AT_ONCE):
-        some = np.asarray(images[start : start + _WHITENED_AT_ONCE], np.float64)
-        shifted = [
-            some[:, i : height - 1 + i, j : width - 1 + j].reshape(-1, channels)
-            for i in range(_PATCH)
-            for j in range(_PATCH)
-        ]
-        yield np.concatenate(shifted, axis=1)
+        some = np.asarray(seen(images[start : start + _WHITENED_AT_ONCE]), np.float64)
+        windows = np.lib.stride_tricks.sliding_window_view(some, (_PATCH, _PATCH), axis=(1, 2))
+        yield np.moveaxis(windows, 3, 5).reshape(-1, _PATCH * _PATCH * some.shape[3])
 
 
 def whiten(params: dict, kernel: np.ndarray, bias: np.ndarray) -> dict:

@@ -165,6 +165,11 @@ def lane_cost(spec: lanes.LaneSpec, settings: lanes.LaneSettings, image_shape: t
     )
 
 
+def cost_of(spec: ModelSpec, lane: lanes.LaneSpec) -> LaneCost:
+    """The cost of a lane with a model's settings and images (`lane_cost`)."""
+    return lane_cost(lane, spec.lane_settings, spec.image_shape)
+
+
 def estimated_parameters(spec: ModelSpec) -> int:
     """Parameters of a model, in constant time for deep lanes: every further layer has as many as the second."""
     if not spec.lane_groups:
@@ -220,14 +225,12 @@ def check_fits_memory(spec: ModelSpec, memory_bytes: int) -> None:
         )
 
 
-def published_seconds(spec: lanes.LaneSpec, slowness: float) -> float:
-    """Cost of a lane on a device by the published formula, `width^2 * depth * slowness`, in arbitrary units.
-
-    `slowness` is the device's time for the tiny network divided by the fastest device's (`DeviceProfile.slowness`).
+def published_seconds(spec: lanes.LaneSpec) -> float:
+    """Cost of a lane on the fastest device by the published formula, `width^2 * depth`, in arbitrary units.
 
     Source: do Rosario 2021 (thesis), chapter 5.
     """
-    return spec.width**2 * spec.depth * slowness
+    return float(spec.width**2 * spec.depth)
 
 
 def published_memory_bytes(spec: lanes.LaneSpec) -> float:

@@ -6,9 +6,8 @@ import random
 import time
 from collections.abc import Sequence
 
-from mlcn_jax.errors import InputError
 from mlcn_jax.placement.heuristics import greedy
-from mlcn_jax.placement.problem import UNLIMITED, NoRoom, Problem, integer_costs, lower_bound_seconds, mib
+from mlcn_jax.placement.problem import UNLIMITED, NoRoom, Problem, integer_costs, lower_bound_seconds, mib, or_tools
 
 _TOLERANCE = 1 + 1e-9
 _MOST_ENDS = 200  # of a device, tried one by one
@@ -19,7 +18,8 @@ def solve_exactly(problem: Problem, time_limit_seconds: float) -> tuple[list[int
 
     If seconds are integer costs times a factor for each device, as in the thesis's formula, makespans can only take
     certain values: unless these are many, they are tried from the lower bound up, and the first feasible one is the
-    shortest. Other seconds are rounded to a millionth of the slowest placement, and "optimal" holds up to that.
+    shortest. Other seconds are rounded to a millionth of the makespan of `greedy`, or of another placement, and
+    "optimal" holds up to that.
     """
     deadline = time.monotonic() + time_limit_seconds
     try:
@@ -29,17 +29,12 @@ def solve_exactly(problem: Problem, time_limit_seconds: float) -> tuple[list[int
     integers = integer_costs(problem)
     if integers and start and (ends := _ends(problem, integers[1], start)) is not None:
         return _exact_in_whole_units(problem, *integers, ends, start, deadline)
-    unit = (sum(map(max, problem.seconds)) + max(problem.base_seconds)) / 10**6
-    slack = (len(problem.seconds) + 1) / 2  # at least the rounding error
-    program = _Program(problem, start)
-    least = math.floor(lower_bound_seconds(problem) / unit - slack)
-    longest = program.model.new_int_var(least, 2 * 10**6, "")
-    for d in range(problem.num_devices):
-        load = program.load(d, [round(row[d] / unit) for row in problem.seconds])
-        program.model.add(load + round(problem.base_seconds[d] / unit) <= longest)
-    program.model.minimize(longest)
-    device_of, status, bound = program.solve(deadline)
-    if status == "infeasible":
+    most = _makespan(problem, start) if start else sum(map(max, problem.seconds)) + max(problem.base_seconds)
+    device_of, bound, status = _exact_in_millionths(problem, most, start, deadline)
+    while status == "optimal" and (found := _makespan(problem, device_of)) < most / 100:
+        most = found  # a lane that is slow, or cannot run, on one device must not hide what others differ by
+        device_of, bound, status = _exact_in_millionths(problem, most, device_of, deadline)
+    if status == "infeasible" and not device_of:
         largest = max(range(len(problem.seconds)), key=problem.memory_bytes.__getitem__)
         raise NoRoom(
             f"the lanes do not fit: {mib(sum(problem.memory_bytes))} in pieces of up to "
@@ -47,16 +42,35 @@ def solve_exactly(problem: Problem, time_limit_seconds: float) -> tuple[list[int
             + ", ".join(f"{n} ({mib(b)})" for n, b in zip(problem.device_names, problem.limit_bytes, strict=True))
             + ": use fewer or smaller lanes, a smaller batch or more devices"
         )
-    if status == "unknown" and not start:
+    if not device_of:
         raise NoRoom(f"no placement was found in {time_limit_seconds} s: allow more time, or use fewer lanes")
-    if status != "optimal":  # the program need not have kept to the start that it was given
-        device_of = min(filter(None, (device_of, start)), key=lambda placed: max(_loads(problem, placed)))
-    return device_of, (bound - slack) * unit, status == "optimal"
+    return device_of, bound, status == "optimal"
+
+
+def _exact_in_millionths(
+    problem: Problem, most: float, start: list[int], deadline: float
+) -> tuple[list[int], float, str]:
+    """The better of the start and what the program finds, a bound and the status: seconds in millionths of `most`.
+
+    No device may take longer than that, up to rounding.
+    """
+    unit, ceiling = most / 10**6, 10**6 + len(problem.seconds) + 1
+    slack = (len(problem.seconds) + 1) / 2  # at least the rounding error
+    program = _Program(problem, start)
+    longest = program.model.new_int_var(math.floor(lower_bound_seconds(problem) / unit - slack), ceiling, "")
+    for d in range(problem.num_devices):
+        load = program.load(d, [round(min(row[d] / unit, 2 * ceiling)) for row in problem.seconds])
+        program.model.add(load + round(problem.base_seconds[d] / unit) <= longest)
+    program.model.minimize(longest)
+    device_of, status, bound = program.solve(deadline)
+    placed = [one for one in (device_of, start) if one]
+    best = min(placed, key=lambda one: _makespan(problem, one), default=[])
+    return best, (bound - slack) * unit, status
 
 
 def _ends(problem: Problem, factors: Sequence[float], start: Sequence[int]) -> list[float] | None:
     """The makespans below that of `start` at which a device can end, ascending; None if they are too many to try."""
-    least, most, ends = lower_bound_seconds(problem), max(_loads(problem, start)), set()
+    least, most, ends = lower_bound_seconds(problem), _makespan(problem, start), set()
     for base, factor in zip(problem.base_seconds, factors, strict=True):
         first, last = (max(0, math.ceil((end / _TOLERANCE - base) / factor)) for end in (least, most))
         if last - first > _MOST_ENDS:
@@ -65,11 +79,11 @@ def _ends(problem: Problem, factors: Sequence[float], start: Sequence[int]) -> l
     return sorted(ends)
 
 
-def _loads(problem: Problem, start: Sequence[int]) -> list[float]:
+def _makespan(problem: Problem, device_of: Sequence[int]) -> float:
     loads = list(problem.base_seconds)
-    for lane, device in enumerate(start):
+    for lane, device in enumerate(device_of):
         loads[device] += problem.seconds[lane][device]
-    return loads
+    return max(loads)
 
 
 def _exact_in_whole_units(
@@ -89,19 +103,14 @@ def _exact_in_whole_units(
             return device_of, end, True
         if status == "unknown":
             return start, end, False
-    return start, max(_loads(problem, start)), True
+    return start, _makespan(problem, start), True
 
 
 class _Program:
     """The number of lanes of each kind on each device, as an integer program without an objective."""
 
     def __init__(self, problem: Problem, start: list[int]):
-        try:
-            from ortools.sat.python import cp_model
-        except ImportError as error:
-            raise InputError(
-                "the partitioner exact needs OR-Tools (pip install 'mlcn_jax[exact]'); greedy works without it"
-            ) from error
+        cp_model = or_tools()
         self._cp, self._problem, self.model = cp_model, problem, cp_model.CpModel()
         kinds: dict[tuple, list[int]] = {}  # equal lanes are interchangeable
         for lane, row in enumerate(problem.seconds):

@@ -21,9 +21,9 @@ from mlcn_jax.errors import InputError, differences
 from mlcn_jax.launch import program
 from mlcn_jax.nn.lanes import LaneSpec
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.placement.cost import lane_cost
+from mlcn_jax.placement.cost import cost_of
 from mlcn_jax.placement.partition import PARTITIONERS, partition
-from mlcn_jax.placement.problem import UNLIMITED, NoRoom, Problem, mib
+from mlcn_jax.placement.problem import UNLIMITED, NoRoom, Problem, mib, or_tools
 from mlcn_jax.placement.profile import FORM_BATCH, DeviceProfile
 
 _BISECTIONS = 60
@@ -161,7 +161,7 @@ def training_bytes(profiles: Sequence[DeviceProfile], spec: ModelSpec, batch_siz
     more = max(1.0, batch_size / FORM_BATCH)
 
     def needed(lane: LaneSpec, form: str) -> float:
-        held = lane_cost(lane, spec.lane_settings, spec.image_shape).state_bytes
+        held = cost_of(spec, lane).state_bytes
         measured = max(profile.form_bytes.get(form, {}).get(str(lane), 0.0) for profile in profiles)
         return held + more * max(0.0, measured - held)
 
@@ -369,12 +369,7 @@ def _too_lossy(problem: FormProblem, lost: float) -> str:
 
 def _exactly(problem: FormProblem, time_limit_seconds: float) -> FormPlacement:
     """By integer programming (OR-Tools CP-SAT); seconds are rounded to a millionth of an achievable makespan."""
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError as error:
-        raise InputError(
-            "the partitioner exact needs OR-Tools (pip install 'mlcn_jax[exact]'); greedy works without it"
-        ) from error
+    cp_model = or_tools()
     model, devices = cp_model.CpModel(), range(problem.num_devices)
     enough = _possible_makespan(problem)
     unit = enough / 10**6
@@ -404,7 +399,13 @@ def _exactly(problem: FormProblem, time_limit_seconds: float) -> FormPlacement:
     solver.parameters.max_time_in_seconds = time_limit_seconds
     status = solver.solve(model)
     if status == cp_model.UNKNOWN:  # out of time
-        return place_together("greedy", problem)
+        try:
+            return place_together("greedy", problem)
+        except NoRoom as error:
+            raise NoRoom(
+                f"no placement was found in {time_limit_seconds:g} s, and greedy finds none: use fewer lanes or larger "
+                "devices, or allow more loss"
+            ) from error
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         room = ", ".join(mib(b) for b in problem.limit_bytes)
         raise NoRoom(

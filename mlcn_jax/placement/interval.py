@@ -28,7 +28,6 @@ def around(
     profiles: Sequence[DeviceProfile],
     lanes_of: Sequence[Sequence[tuple[Any, float]]],
     sharing: int = 1,
-    level: float = LEVEL,
 ) -> Interval | None:
     """The interval around predicted seconds of a step; None if a profile was measured before residuals were kept.
 
@@ -42,14 +41,15 @@ def around(
       profiles: of each device.
       lanes_of: for each device, what each of its lanes is, and its seconds, in any unit.
       sharing: the largest number of devices on one machine.
-      level: probability that a measurement lies inside.
     """
     found = [_spread(profile, lanes, sharing) for profile, lanes in zip(profiles, lanes_of, strict=True) if lanes]
     if not found or any(one is None for one in found):
         return None
+    from scipy import stats  # takes long
+
     spread, count = max(one for one in found if one is not None)
-    reach = _student(level, count) * spread
-    return Interval(seconds * math.exp(-reach), seconds * math.exp(reach), level)
+    reach = float(stats.t.ppf((1 + LEVEL) / 2, count)) * spread
+    return Interval(seconds * math.exp(-reach), seconds * math.exp(reach))
 
 
 def _spread(profile: DeviceProfile, lanes: Sequence[tuple[Any, float]], sharing: int) -> tuple[float, int] | None:
@@ -71,9 +71,3 @@ def _spread(profile: DeviceProfile, lanes: Sequence[tuple[Any, float]], sharing:
 
 def _mean_square(residuals: Sequence[float]) -> float | None:
     return sum(r * r for r in residuals) / len(residuals) if residuals else None
-
-
-def _student(level: float, count: int) -> float:
-    from scipy import stats
-
-    return float(stats.t.ppf((1 + level) / 2, count))

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from mlcn_jax.errors import InputError
 
@@ -158,3 +159,14 @@ def _whole_units_bound(problem: Problem, costs: list[int], factors: list[float],
 
 def mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.0f} MiB"
+
+
+def or_tools(
+    without: str = "the partitioner exact needs OR-Tools (pip install 'mlcn_jax[exact]'); greedy works without it",
+) -> Any:
+    """OR-Tools' module `cp_model`; raises InputError with the message `without` if it is not installed."""
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise InputError(without) from error
+    return cp_model

@@ -43,7 +43,7 @@ class DeviceProfile:
       jax_version: version of jax when it was measured.
       image_shape, num_classes, lane_routing, compute_dtype: of the measured lanes; the profile is valid for these.
       batch_sizes: the measured batch sizes.
-      tiny_seconds: time of a training step of the tiny network (`slowness`).
+      tiny_seconds: time of a training step of the tiny network.
       memory_bytes: memory that programs may use.
       layer_seconds: for each `Layer.speed_class`, pairs of the logarithm (base 2) of a layer's number of parameters and
         of the seconds of a training step for each of its forward FLOPs; interpolated linearly in between.
@@ -100,10 +100,6 @@ class DeviceProfile:
     peak: Mapping[str, Amount] | None = None
     form_seconds: Mapping[FormName, Mapping[str, Amount]] = dataclasses.field(default_factory=dict)
     form_bytes: Mapping[FormName, Mapping[str, Amount]] = dataclasses.field(default_factory=dict)
-
-    def slowness(self, fastest: "DeviceProfile") -> float:
-        """How many times slower it is than another device on the tiny network (`cost.published_seconds`)."""
-        return self.tiny_seconds / fastest.tiny_seconds
 
     def lane_seconds(self, cost: "LaneCost", batch_size: int) -> float:
         """Seconds of a training step of a single lane in a program of its own.

@@ -10,10 +10,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from mlcn_jax.errors import InputError
+from mlcn_jax.placement.problem import or_tools
 
 _log = logging.getLogger(__name__)
-_UNITS = 10**6  # into which the longest possible time, and its price, are divided
+_UNITS = 10**6  # into which the longest possible time is divided
+_PRICES = 10**9  # into which the highest price is divided: products fit 64 bits for 4000 machines
+_ALIKE = 1 - 1e-9  # costs that differ by less are equal
 _HOUR = 3600
 
 
@@ -68,28 +70,23 @@ def apart(
 ) -> Apart | None:
     """The cheapest way to train all lanes apart by a deadline (OR-Tools CP-SAT); None if there is none.
 
-    Times are rounded up to a millionth of the longest possible one.
+    Of equally cheap ways it is the fastest; with `fastest`, of equally fast ones the cheapest. Times are rounded up to
+    a millionth of the longest that can be of use.
 
     Args:
       machines: kinds of machines.
       counts: number of lanes of each kind.
       most_machines: maximum number of machines to rent.
       deadline_seconds: time by which all lanes must be trained.
-      time_limit_seconds: time after which the best found so far is returned, with a warning.
+      time_limit_seconds: time after which the best found so far is returned, with a warning; as much again may go to
+        the choice among equals.
       fastest: whether to return the fastest way instead of the cheapest.
 
     Raises:
       InputError: OR-Tools is not installed.
     """
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError as error:
-        raise InputError("this needs OR-Tools: pip install 'mlcn_jax[exact]'") from error
-    finite = [
-        machine.startup_seconds + sum(n * s for n, s in zip(counts, machine.lane_seconds, strict=True) if s < math.inf)
-        for machine in machines
-    ]
-    longest = min(deadline_seconds, max([*finite, *(m.minimum_seconds for m in machines)])) or 1.0  # no lane fits any
+    cp_model = or_tools("this needs OR-Tools: pip install 'mlcn_jax[exact]'")
+    longest = min(deadline_seconds, _longest(machines, counts, deadline_seconds, fastest)) or 1.0  # no lane fits any
     unit = longest / _UNITS
     dearest = max((machine.price for machine in machines), default=0.0) or 1.0
     end = 2 * _UNITS  # more than all of it, rounded up
@@ -104,13 +101,13 @@ def apart(
         for _ in range(min(machine.available, most_machines, sum(counts))):
             used = model.new_bool_var("")
             held = [
-                model.new_int_var(0, count if seconds < math.inf else 0, "")
+                model.new_int_var(0, count if seconds <= end * unit else 0, "")
                 for count, seconds in zip(counts, machine.lane_seconds, strict=True)
             ]
             model.add(sum(held) >= used)
             for lanes, count in zip(held, counts, strict=True):
                 model.add(lanes <= count * used)
-            needed = [math.ceil(s / unit) if s < math.inf else 0 for s in machine.lane_seconds]
+            needed = [math.ceil(s / unit) if s <= end * unit else 0 for s in machine.lane_seconds]
             taken = sum(n * h for n, h in zip(needed, held, strict=True))
             taken += math.ceil(machine.startup_seconds / unit) * used
             least = math.ceil(machine.minimum_seconds / unit)
@@ -125,29 +122,55 @@ def apart(
             loads.append(used)
             in_pool.setdefault(pools[number], []).append(used)
             taken_by.append(taken)
-            spent.append(round(_UNITS * machine.price / dearest) * paid)
+            spent.append(round(_PRICES * machine.price / dearest) * paid)
     for kind, count in enumerate(counts):
         model.add(sum(held[kind] for _, _, held in slots) == count)
     model.add(sum(loads) <= most_machines)
     for pool, machine in zip(pools, machines, strict=True):
         if len(in_pool.get(pool, ())) > machine.available:
             model.add(sum(in_pool[pool]) <= machine.available)
-    if fastest:
-        last = model.new_int_var(0, end, "")
-        for taken in taken_by:
-            model.add(last >= taken)
-    model.minimize(last if fastest else sum(spent))
+    last = model.new_int_var(0, end, "")
+    for taken in taken_by:
+        model.add(last >= taken)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_seconds
-    status = solver.solve(model)
+    found = None
+    for goal in (last, sum(spent)) if fastest else (sum(spent), last):
+        model.minimize(goal)
+        status = solver.solve(model)
+        if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            rented = tuple((n, tuple(solver.value(x) for x in held)) for n, used, held in slots if solver.value(used))
+            found = priced(machines, rented)
+        if status != cp_model.OPTIMAL:
+            break
+        model.add(goal <= solver.value(goal))
     if status not in (cp_model.OPTIMAL, cp_model.INFEASIBLE):
         _log.warning(
             "machines for lanes trained apart: not solved within %g s; a better choice may exist", time_limit_seconds
         )
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return None
-    rented = tuple((n, tuple(solver.value(x) for x in held)) for n, used, held in slots if solver.value(used))
-    return priced(machines, rented)
+    return found
+
+
+def _longest(machines: Sequence[Machine], counts: Sequence[int], deadline_seconds: float, fastest: bool) -> float:
+    """The most seconds for which a machine of a cheapest, or fastest, way can be needed or billed.
+
+    All lanes on a single machine are a way, so that none that costs, or takes, more is of use.
+    """
+    alone = [
+        priced([machine], [(0, tuple(counts))])
+        for machine in machines
+        if all(s < math.inf for s, n in zip(machine.lane_seconds, counts, strict=True) if n)
+    ]
+    alone = [way for way in alone if way.seconds <= deadline_seconds]
+    soonest = min((way.seconds for way in alone), default=math.inf)
+    cheapest = min((way.cost for way in alone), default=math.inf)
+
+    def needed(machine: Machine) -> float:
+        lanes = sum(n * s for n, s in zip(counts, machine.lane_seconds, strict=True) if s < math.inf)
+        affordable = soonest if fastest else cheapest * _HOUR / machine.price if machine.price else math.inf
+        return max(machine.minimum_seconds, min(machine.startup_seconds + lanes, affordable))
+
+    return max(map(needed, machines), default=0.0)
 
 
 def priced(machines: Sequence[Machine], rented: Sequence[tuple[int, tuple[int, ...]]]) -> Apart:
@@ -174,10 +197,10 @@ P = TypeVar("P", bound=Priced)
 
 
 def front(ways: Iterable[P]) -> list[P]:
-    """The Pareto-optimal ways in time and cost, fastest first."""
+    """The Pareto-optimal ways in time and cost, fastest first; of equally cheap ones, the fastest."""
     kept: list[P] = []
     for way in sorted(ways, key=lambda way: (way.seconds, way.cost)):
-        if not kept or way.cost < kept[-1].cost:
+        if not kept or way.cost < kept[-1].cost * _ALIKE:
             kept.append(way)
     return kept
 

@@ -198,7 +198,9 @@ def _tree_seconds(kind: str, num_bytes: float, layout: Layout, cluster: Cluster,
         starts = []
         for host, count in layout:
             link = cluster.inside(host)
-            ready = sum(link.seconds(n * share or num_bytes) for n in _joined([1] * count))
+            # What the first device of a binomial tree receives: the k-th message from a subtree of up to 2^k devices.
+            subtrees = [min(2**k, count - 2**k) for k in range((count - 1).bit_length())]
+            ready = sum(link.seconds(n * share or num_bytes) for n in subtrees)
             starts.append((ready, host, count * share or num_bytes))
         return _meet(starts, cluster, sharing, grows=share > 0)[0]
 
@@ -220,12 +222,6 @@ def _meet(
     other_ready, other, sent = _meet(starts[half:], cluster, sharing, grows)
     arrived = max(ready, other_ready) + cluster.link(host, other, sharing).seconds(sent)
     return arrived, host, held + sent * grows
-
-
-def _joined(parts: Sequence[int]) -> list[int]:
-    """The messages that the first node of a binomial tree receives, the k-th from a subtree of up to 2^k nodes."""
-    rounds = (len(parts) - 1).bit_length()  # ceil(log2)
-    return [sum(parts[2**k : 2 ** (k + 1)]) for k in range(rounds)]
 
 
 def simulate_mesh(
@@ -279,7 +275,6 @@ def simulate_mesh(
         return counts[kind] * collective_seconds(kind, one, cluster, groups, algorithm=algorithm)
 
     return _step(
-        cluster,
         forward_share,
         lane_seconds,
         head_seconds,
@@ -297,7 +292,6 @@ def simulate_stacks(
     head_seconds: float,
     forward_share: float,
     head: int = 0,
-    head_update_seconds: float = 0.0,
     total_bytes: float = 0.0,
     exchange: str = "direct",
 ) -> StepTime:
@@ -315,7 +309,6 @@ def simulate_stacks(
       head_seconds: the head's time for loss, decoder and their gradients, while the others wait.
       forward_share: the fraction of the placement's seconds that is forward.
       head: number of the device that is the head.
-      head_update_seconds: the head's time to update the decoder, during the others' backward pass.
       total_bytes: bytes that are summed over the devices before the update, as clipping needs; 0 for none.
       exchange: one of `EXCHANGES`.
 
@@ -327,7 +320,6 @@ def simulate_stacks(
     _check_numbers("placement.seconds", placement.seconds, cluster.num_devices)
     _check_numbers("column_bytes", [column_bytes])
     _check_numbers("head_seconds", [head_seconds])
-    _check_numbers("head_update_seconds", [head_update_seconds])
     counts = Counter(placement.device_of)
     if exchange == "direct":
         others = [(cluster.link(cluster.hosts[head], cluster.hosts[d]), n) for d, n in counts.items() if d != head]
@@ -339,44 +331,27 @@ def simulate_stacks(
         gather = collective_seconds("all-gather", num_bytes, cluster, [group], algorithm=exchange)
         spread = collective_seconds("reduce-scatter", num_bytes, cluster, [group], algorithm=exchange)
         reduce = collective_seconds("all-reduce", total_bytes, cluster, [group], algorithm=exchange)
-
-    def on_head(seconds: float) -> list[float]:
-        return [seconds if d == head else 0.0 for d in range(cluster.num_devices)]
-
-    return _step(
-        cluster,
-        forward_share,
-        placement.seconds,
-        on_head(head_seconds),
-        on_head(head_update_seconds),
-        gather=gather,
-        spread=spread,
-        reduce=reduce,
-    )
+    on_head = [head_seconds if d == head else 0.0 for d in range(cluster.num_devices)]
+    return _step(forward_share, placement.seconds, on_head, gather=gather, spread=spread, reduce=reduce)
 
 
 def _step(
-    cluster: Cluster,
     forward_share: float,
     lane_seconds: Sequence[float],
     head_seconds: Sequence[float],
-    update_seconds: Sequence[float] = (),
     *,
     gather: float,
     spread: float,
-    reduce: float = 0.0,
+    reduce: float,
 ) -> StepTime:
     """The step from each device's computation and the times of the communication phases."""
-    update_seconds = update_seconds or [0.0] * cluster.num_devices
     if not 0 <= forward_share <= 1:
         raise InputError(f"forward_share is {forward_share}: give a share from 0 to 1, such as 0.33")
     if not max(lane_seconds) > 0:
         raise InputError("no device has anything to compute: give at least one of them lane seconds above 0")
-    backward = [(1 - forward_share) * s + u for s, u in zip(lane_seconds, update_seconds, strict=True)]
-    busy = (sum(parts) for parts in zip(lane_seconds, head_seconds, update_seconds, strict=True))
-    return StepTime(
-        forward_share * max(lane_seconds), gather, max(head_seconds), spread, max(backward), reduce, tuple(busy)
-    )
+    most = max(lane_seconds)
+    busy = tuple(lane + head for lane, head in zip(lane_seconds, head_seconds, strict=True))
+    return StepTime(forward_share * most, gather, max(head_seconds), spread, (1 - forward_share) * most, reduce, busy)
 
 
 def _check_name(what: str, name: str, known: Collection[str]) -> None:

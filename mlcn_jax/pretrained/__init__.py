@@ -14,7 +14,7 @@ def names() -> list[str]:
 
 def is_pretrained(workdir: Path) -> bool:
     """Whether a workdir is one of the package's own, into which nothing is written."""
-    return workdir.parent == _HERE
+    return workdir.resolve().parent == _HERE.resolve()
 
 
 def find_workdir(given: str) -> Path:
@@ -33,13 +33,13 @@ def output_folder(given: str, workdir: Path, name: str) -> Path:
     """Where a command writes: the folder given, `WORKDIR/name`, or for a pretrained model `./name-MODEL`."""
     if given:
         return Path(given).expanduser()
-    return Path(f"{name}-{workdir.name}") if is_pretrained(workdir) else workdir / name
+    return Path(f"{name}-{workdir.resolve().name}") if is_pretrained(workdir) else workdir / name
 
 
 def check_writable(workdir: Path, command: str) -> None:
     """Raises InputError for a command that writes into the workdir itself, if it is the package's own."""
     if is_pretrained(workdir):
         raise InputError(
-            f"{command} writes into the workdir, and {workdir.name} comes with the package: copy it "
+            f"{command} writes into the workdir, and {workdir.resolve().name} comes with the package: copy it "
             f"(cp -r {workdir} FOLDER) and give --workdir=FOLDER"
         )

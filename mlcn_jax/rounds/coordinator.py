@@ -196,7 +196,7 @@ def coordinate(
             check_worker(session, request)
             return meeting.join(request.worker, request.process)
 
-        handlers: dict[str, Callable[[Any], Any]] = {
+        handlers: dict[str, Callable[..., Any]] = {
             "join": join,
             "fetch": meeting.fetch,
             "push": meeting.push,

@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mlcn_jax import host
 from mlcn_jax.errors import Diverged
 from mlcn_jax.files import write_json
 from mlcn_jax.nn.calibration import trained_shapes, with_statistics, without_statistics
-from mlcn_jax.nn.model import count_parameters, param_shapes
+from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.rounds.vector import Vector, from_vector
 from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.evaluate import check_statistics
@@ -46,7 +45,8 @@ class Judge:
         self._writer = MetricsWriter(workdir, step)
         rows = read_rows(workdir / "metrics.jsonl")
         self._validated = {row["step"] for row in rows if row.get("split") == "validation"}
-        self._calibrating = calibration_images(session.train, session.config.train.batch_size)
+        settings = session.config.train
+        self._calibrating = calibration_images(session.train, settings.batch_size, settings.accumulation_steps)
         self._checkpoints.delete_after(step)  # checkpoints of rounds that were lost
         self._last = self._checkpoints.newest_step()
 
@@ -83,7 +83,7 @@ class Judge:
         check_statistics(statistics, step)
         calibrated = with_statistics(params, statistics)
         if len(session.validation.labels):
-            scores = self._runner.scores(session.validation, session.config.train.batch_size)
+            scores = self._runner.scores(session.validation, session.config.train.part_size)
             accuracy = scores.accuracy
             if not math.isfinite(scores.loss):
                 raise Diverged(f"step {step}: the validation loss is {scores.loss}; earlier checkpoints are kept")
@@ -107,9 +107,8 @@ class Judge:
           vector: the parameters at the end.
           about: facts about the rounds, for the summary.
         """
-        session, config = self._session, self._session.config
-        num_steps = session.num_steps
-        step = num_steps
+        session = self._session
+        step = session.num_steps
         self._load(vector, step)
         if len(session.validation.labels):
             like = {"params": trained_shapes(session.spec)}
@@ -121,17 +120,8 @@ class Judge:
         summary = {
             **final_results(session, self._runner, self._workdir, step),
             "best_step": step,
-            "steps": num_steps,
-            "parameters": count_parameters(session.spec)["total"],
-            "peak_memory_bytes": host.peak_memory_bytes(),
-            "data": {
-                "name": session.dataset.name,
-                "train_images": len(session.train.labels),
-                **session.dataset.provenance,
-            },
-            "config_hash": config.hash(),
+            "steps": session.num_steps,
             "rounds": dict(about),
-            **host.environment(),
         }
         write_json(self._workdir / "summary.json", summary)
         return summary

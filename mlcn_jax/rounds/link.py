@@ -57,6 +57,7 @@ _FINAL = (  # what no further try changes
 _TLS_WORDS = ("certificate", "tsi_protocol_failure", "ssl routines")  # a handshake may also fail because of the link
 _CLOSED_WORDS = ("Socket closed", "Connection reset")  # for example by a server that requires a certificate
 _OVERHEAD_BYTES = 2**16  # of a message, besides the change
+_REFUSAL_BYTES = 2000  # of a refusal's text: gRPC sends up to three times as many, and drops what has over 8 KiB
 _log = logging.getLogger(__name__)
 
 
@@ -128,14 +129,14 @@ class Tls:
 
 
 def serve(
-    handlers: Mapping[str, Callable[[Any], Any]], address: str, tls: Tls, workers: int, largest_bytes: int
+    handlers: Mapping[str, Callable[..., Any]], address: str, tls: Tls, workers: int, largest_bytes: int
 ) -> tuple[grpc.Server, int]:
     """Starts answering calls with `handlers`, by name; returns the server and its port.
 
     If a handler raises InputError, the call is refused, which is logged, and the worker ends with its message.
 
     Args:
-      handlers: by the names of `CALLS`.
+      handlers: by the names of `CALLS`; that of `fetch` is also given a function that says whether the caller is there.
       address: HOST:PORT to listen on; port 0 picks a free one.
       tls: certificates.
       workers: number of workers, which may all call at once.
@@ -145,7 +146,7 @@ def serve(
       InputError: the address cannot be used.
     """
 
-    host, _ = host_and_port("--serve", address)
+    host, _ = host_and_port("--serve", address, least=0)
     if tls.ca is None and not is_this_machine(host):
         _log.warning(
             "anyone who can reach %s can take part in this run and change it: --ca admits only your own", address
@@ -155,11 +156,12 @@ def serve(
         taken, _ = CALLS[name]
 
         def answer(request: Any, context: grpc.ServicerContext) -> Any:
+            more = [context.is_active] if name == "fetch" else []
             try:
-                return handlers[name](request)
+                return handlers[name](request, *more)
             except InputError as error:
                 _log.warning("worker %d is refused: %s", request.worker, error)
-                return context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+                return context.abort(grpc.StatusCode.FAILED_PRECONDITION, _shortened(str(error)))
 
         decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(taken)
         return grpc.unary_unary_rpc_method_handler(answer, decoder.decode, msgspec.msgpack.Encoder().encode)
@@ -255,9 +257,15 @@ class Client:
 def is_this_machine(host: str) -> bool:
     """Whether an address is of the loopback interface, which no other machine reaches."""
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _shortened(text: str) -> str:
+    content = text.encode(errors="replace")
+    short = content[:_REFUSAL_BYTES].decode(errors="ignore")
+    return f"{short}... see the coordinator's log" if len(content) > _REFUSAL_BYTES else short
 
 
 def _read(path: Path | None) -> bytes | None:

@@ -92,8 +92,12 @@ class Meeting:
             _log.info("worker %d was started again", worker)
         return run
 
-    def fetch(self, request: Fetch) -> Begin:
+    def fetch(self, request: Fetch, is_there: Callable[[], bool] = lambda: True) -> Begin:
         """What a worker is to do next; waits up to `wait_seconds` if there is nothing to do.
+
+        Args:
+          request: the worker's request.
+          is_there: whether the worker still waits for the answer: one that is gone does not hear of the run's end.
 
         Raises:
           InputError: the request is from another run, from a worker that does not exist, or from a process that
@@ -103,8 +107,9 @@ class Meeting:
         with self._condition:
             self._condition.wait_for(lambda: self._has_work(request), self._wait_seconds)
             if self._end:
-                self._heard.add(request.worker)
-                self._condition.notify_all()
+                if is_there():
+                    self._heard.add(request.worker)
+                    self._condition.notify_all()
                 return Begin(self._round, self._end)
             if not self._has_work(request):
                 return Begin(self._round, "wait")

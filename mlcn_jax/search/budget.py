@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from mlcn_jax.errors import InputError
 
 _ROUNDING = 1 + 1e-9  # the same sum in another order differs by less
-_STATE_BYTES = 16  # per parameter: value, gradient and Adam's two moments, float32
 FORM = "such as 'memory=12GiB flops=0.5x*8' or 'profile=gpu.json seconds=0.05, profile=cpu.json seconds=0.05'"
 _SIZES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SIZES |= {f"{prefix}B": 1000.0**power for power, prefix in enumerate("KMGT", 1)}

@@ -25,12 +25,7 @@ def step_flops(found: "Search", lanes: str) -> float:
     """FLOPs of one training step of all these lanes together."""
     spec = found.trainer.spec(lanes)
     batch_size = found.config.train.batch_size
-    return float(
-        sum(
-            group.count * cost.lane_cost(group.spec, spec.lane_settings, spec.image_shape).step_flops(batch_size)
-            for group in spec.lane_groups
-        )
-    )
+    return float(sum(g.count * cost.cost_of(spec, g.spec).step_flops(batch_size) for g in spec.lane_groups))
 
 
 def rows(found: "Search") -> list[dict[str, Any]]:

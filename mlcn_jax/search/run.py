@@ -181,7 +181,7 @@ def _model_bytes(found: Search, mix: Mix) -> float:
 def _own_folder() -> Path | None:
     """A folder that all processes of this user on this machine share and nobody else can write to, or None."""
     temporary = Path(tempfile.gettempdir()) / f"mlcn_jax-{os.getuid()}"
-    cache = Path(os.environ.get("MLCN_JAX_CACHE") or "~/.cache/mlcn_jax").expanduser() / f"workers-{platform.node()}"
+    cache = host.cache_folder() / f"workers-{platform.node()}"
     for folder in (temporary, cache):
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=folder is cache, exist_ok=True)

@@ -156,10 +156,6 @@ class Space:
         lanes[d].append(new)
         return True
 
-    def fits(self, mix: Mix) -> bool:
-        """Whether every device has room for its lanes."""
-        return all(bucket.fits(lanes) for bucket, lanes in zip(self.buckets, mix, strict=True))
-
     def imbalance(self, mix: Mix) -> float:
         """How much fuller the fullest device is than the mean of all that hold lanes, as a fraction of that mean."""
         fills = [bucket.fill(lanes) for bucket, lanes in zip(self.buckets, mix, strict=True) if lanes]
@@ -250,14 +246,13 @@ def make_space(
     published = costs == "published"
     menu = [LaneSpec(k, w, d) for k in kinds for w in range(1, max_width + 1) for d in range(1, max_depth + 1)]
 
-    def cost_of(lane: LaneSpec) -> cost.LaneCost:
-        return cost.lane_cost(lane, spec.lane_settings, spec.image_shape)
-
     def load_of(lane: LaneSpec) -> float:
-        return cost.published_seconds(lane, 1.0) if published else float(cost_of(lane).step_flops(batch_size))
+        return cost.published_seconds(lane) if published else float(cost.cost_of(spec, lane).step_flops(batch_size))
 
     def bytes_of(lane: LaneSpec) -> float:
-        return cost.published_memory_bytes(lane) if published else float(cost_of(lane).held_bytes(batch_size))
+        if published:
+            return cost.published_memory_bytes(lane)
+        return float(cost.cost_of(spec, lane).held_bytes(batch_size))
 
     unit = sum(group.count * load_of(group.spec) for group in parse_lanes(baseline))
     buckets: list[Bucket] = []
@@ -274,8 +269,8 @@ def make_space(
             lane_bytes = [bytes_of(lane) for lane in menu]
         else:
             limit = read_number(values["seconds"], "seconds", unit)
-            loads = [profile.model_seconds([cost_of(lane)], batch_size) for lane in menu]
-            lane_bytes = [profile.lane_bytes(cost_of(lane), batch_size) for lane in menu]
+            loads = [profile.model_seconds([cost.cost_of(spec, lane)], batch_size) for lane in menu]
+            lane_bytes = [profile.lane_bytes(cost.cost_of(spec, lane), batch_size) for lane in menu]
         memory = read_number(values["memory"], "memory", unit) if "memory" in values else None
         bucket = Bucket(
             name=profile.device if profile else "device",

@@ -117,7 +117,11 @@ class Classifier:
 
         Source: Sabour et al. 2017, section 3.
         """
-        return np.minimum(self.lengths(images) / self._certain_length, 1) ** self._probability_power
+        return np.minimum(self.scores(images), 1)
+
+    def scores(self, images: np.ndarray) -> np.ndarray:
+        """`probabilities` before they are limited to 1: they order the classes even if several are certain."""
+        return (self.lengths(images) / self._certain_length) ** self._probability_power
 
     def warm_up(self, most: int = MAX_BATCH) -> None:
         """Compiles the programs for 1, 2, 4 ... images up to `most`."""
@@ -174,26 +178,30 @@ class Artifact(Classifier):
             )
         row = jax.ShapeDtypeStruct(self.image_shape, jnp.uint8)
         check_runtime(runtime)
-        mixed = self.manifest["format"] == MIXED_FORMAT
+        mixed, files = self.manifest["format"] == MIXED_FORMAT, self.manifest.get("onnx", ())
+        if mixed and runtime != "auto" and (runtime != XLA or files):
+            raise InputError(f"{folder} has a runtime per lane: runtime {runtime!r} cannot be chosen, use auto")
         in_xla = functions or not mixed  # the lanes may all be for ONNX Runtime
-        programs = load_functions(folder, functions, jax.device_put(weights), row, self.manifest) if in_xla else []
-        if mixed:
-            if runtime != "auto" and (runtime != XLA or self.manifest["onnx"]):
-                raise InputError(f"{folder} has a runtime per lane: runtime {runtime!r} cannot be chosen, use auto")
-            lanes = parts.open_lanes(folder, self.manifest["onnx"])
+        try:
+            programs = load_functions(folder, functions, jax.device_put(weights), row, self.manifest) if in_xla else []
+            lanes = parts.open_lanes(folder, files)
+        finally:  # whatever was wrong with files of another export
             check_unchanged(folder, self.manifest)
+        if mixed:
             self._compute = functools.partial(apply_in_batches, parts.square_roots(parts.added_up(programs, lanes)))
             self._runtime = PER_LANE
             return
-        check_unchanged(folder, self.manifest)
         self._compute = functools.partial(apply_in_batches, programs)
-        converted = folder.resolve().parent / CONVERTED
+        path = folder.resolve()
+        converted = path.parent / CONVERTED
         required = runtime == ONNX
         if required or (runtime == "auto" and converted.is_file() and jax.default_backend() == "cpu"):
             from mlcn_jax.serving.runtime import choose  # needs onnxruntime, which the rest does not
 
             dtype = json.loads((folder / "config.json").read_text())["model"]["compute_dtype"]
-            self._compute = choose(self._compute, converted, self.manifest, self.image_shape, required, dtype, spin)
+            self._compute = choose(
+                self._compute, converted, self.manifest, self.image_shape, required, dtype, spin, path.name
+            )
             self._runtime = ONNX if required else XLA
 
 
@@ -337,8 +345,12 @@ def verified_manifest(
 
 
 def check_unchanged(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Raises InputError if an artifact was replaced while its files were read."""
-    if json.loads((folder / MANIFEST).read_text())["sha256"] != manifest["sha256"]:
+    """Raises InputError if an artifact was replaced, or removed, while its files were read."""
+    try:
+        now = json.loads((folder / MANIFEST).read_text())["sha256"]
+    except FileNotFoundError:
+        now = None
+    if now != manifest["sha256"]:
         raise InputError(f"{folder} was replaced while it was read: run the same command again")
 
 

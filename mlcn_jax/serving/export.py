@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
 from mlcn_jax import host
 from mlcn_jax.config import read_stored
@@ -93,10 +94,9 @@ def write(trained: Trained, folder: Path, command: str, source: Mapping[str, Any
     }
     write_json(folder / artifact.MODEL, description)
     np.savez(folder / artifact.WEIGHTS, **weights)  # type: ignore[arg-type]
-    structure, names = jax.tree.structure(trained.params["encoder"]), list(weights)
 
     def lengths(weights, images):
-        encoder = jax.tree.unflatten(structure, [weights[name] for name in names])
+        encoder = traverse_util.unflatten_dict(dict(weights), sep="/")
         return class_lengths(spec, encode(spec, encoder, to_pixels(images)))
 
     row = jax.ShapeDtypeStruct(spec.image_shape, jnp.uint8)

@@ -19,7 +19,8 @@ def text(exported: Artifact, summary: Mapping[str, Any], data_dir: str = "") -> 
 
     Args:
       exported: the model.
-      summary: what training wrote to `summary.json`; may be empty.
+      summary: what training wrote to `summary.json`; may be empty. Of lanes in several precisions, only what holds for
+        them.
       data_dir: folder of the images; the card names only its last part.
     """
     description, versions = exported.description, exported.manifest["versions"]
@@ -45,7 +46,7 @@ The configuration of the run is in `config.json`.
 
 ## Accuracy
 
-{_accuracy(summary, len(names))}
+{_accuracy(summary, len(names), "onnx" in exported.manifest)}
 This says nothing about other kinds of pictures, and every picture is assigned one of the classes above.
 
 ## Use
@@ -82,7 +83,9 @@ def _data(data: Mapping[str, Any], data_dir: str) -> str:
     return f"{_code(data.get('name', 'unknown'))}{count}. {printable(note)}".rstrip()
 
 
-def _accuracy(summary: Mapping[str, Any], num_classes: int) -> str:
+def _accuracy(summary: Mapping[str, Any], num_classes: int, mixed: bool) -> str:
+    if "test_accuracy" not in summary and mixed:
+        return "Not measured on test images."
     if "test_accuracy" not in summary:
         return "Not measured when the model was exported; `mlcn_jax evaluate --workdir=WORKDIR` measures it."
     whole = f"{summary['test_accuracy']:.2%} of the test images are classified correctly.\n"

@@ -10,7 +10,7 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from jax import lax
 from jaxtyping import Array, Float, UInt8
 
 from mlcn_jax.config import RunConfig, unused_fields
+from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
 from mlcn_jax.launch import program
@@ -29,7 +30,7 @@ from mlcn_jax.nn import capsules, tracing
 from mlcn_jax.nn.lanes import PUBLISHED_KINDS, JointConvParams, LaneGroup, apply_lane, first_input
 from mlcn_jax.nn.model import class_lengths, encode, join_lanes
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.serving.artifact import MIXED_FORMAT, MODEL, WEIGHTS, Artifact, verified_manifest
+from mlcn_jax.serving.artifact import MIXED_FORMAT, WEIGHTS, Artifact, check_unchanged, verified_manifest
 from mlcn_jax.serving.onnx_file import INPUT
 from mlcn_jax.serving.predict import export_is_current
 from mlcn_jax.serving.runtime import OUTPUT
@@ -55,6 +56,7 @@ class ExportedModel:
       encoder: its parameters.
       lanes: its lanes as text; `capsnet` if it has none.
       data: data settings of the run that trained it.
+      config: the content of its `config.json`.
     """
 
     artifact: Artifact
@@ -62,11 +64,12 @@ class ExportedModel:
     encoder: dict
     lanes: str
     data: DataSettings
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def lengths(self, images: UInt8[Array, "batch h w channels"]) -> Float[Array, "batch classes"]:
         """Lengths of the class capsules, computed in float32 whatever type the model was trained with."""
         spec = dataclasses.replace(self.spec, compute_dtype="float32")
-        return class_lengths(spec, encode(spec, self.encoder, _pixels(images)))
+        return class_lengths(spec, encode(spec, self.encoder, to_pixels(images)))
 
 
 def read_export(workdir: Path, data_dir: str = "") -> ExportedModel:
@@ -94,18 +97,21 @@ def read_export(workdir: Path, data_dir: str = "") -> ExportedModel:
             "--workdir=%s for an export of the newer model",
             *(folder, program(), workdir),
         )
-    config = RunConfig.from_dict(read_json(folder / "config.json"))
+    stored = read_json(folder / "config.json")
+    with np.load(folder / WEIGHTS, allow_pickle=False) as arrays:
+        weights = {name: jnp.asarray(array) for name, array in arrays.items()}
+    check_unchanged(folder, artifact.manifest)
+    config = RunConfig.from_dict(stored)
     config = config.replace(unused_fields(config))  # older exports could have them
     if data_dir:
         config = config.replace({"data.dir": data_dir})
-    with np.load(folder / WEIGHTS, allow_pickle=False) as arrays:
-        weights = {name: jnp.asarray(array) for name, array in arrays.items()}
     return ExportedModel(
         artifact=artifact,
         spec=config.model_spec(artifact.image_shape, len(artifact.class_names)),
         encoder=traverse_util.unflatten_dict(weights, sep="/"),
-        lanes=read_json(folder / MODEL)["lanes"],
+        lanes=artifact.description["lanes"],
         data=config.data,
+        config=stored,
     )
 
 
@@ -126,7 +132,7 @@ def without_vmap(spec: ModelSpec, encoder: dict) -> Callable[[Array], Array]:
         return jnp.stack([apply_lane(lane, group.spec, settings, x) for lane in lanes], axis=-1)
 
     def lengths(images: Array) -> Array:
-        x = _pixels(images)
+        x = to_pixels(images)
         with tracing.using(tracing.Target(platform="onnx")):  # leaves out what is done only for XLA on a CPU
             if spec.lane_groups:
                 v = join_lanes(spec, jnp.concatenate([columns(group, x) for group in spec.lane_groups], axis=-1))
@@ -238,7 +244,3 @@ def versions() -> dict[str, str]:
 
     others = {name: importlib.metadata.version(name) for name in _PACKAGES if name != "onnxruntime"}
     return {**others, "onnxruntime": onnxruntime.__version__}
-
-
-def _pixels(images: Array) -> Array:
-    return images.astype(jnp.float32) / 255.0  # same as batches.to_pixels, whose module needs the training packages

@@ -53,14 +53,18 @@ def predict(model: "Classifier", files: Sequence[Path], batch_size: int = 64) ->
             some = files[start : start + batch_size]
             read_ones = list(pool.map(read, some))
             good = [pixels for pixels in read_ones if not isinstance(pixels, str)]
-            probabilities = iter(model.probabilities(np.stack(good)) if good else ())
+            scores = iter(model.scores(np.stack(good)) if good else ())
             for path, pixels in zip(some, read_ones, strict=True):
                 if isinstance(pixels, str):
                     yield {"file": str(path), "error": pixels}
                     continue
-                own = next(probabilities)
-                best = int(np.argmax(own))
-                yield {"file": str(path), "class": model.class_names[best], "probability": float(own[best])}
+                yield {"file": str(path), **ranked(model.class_names, next(scores))[0]}
+
+
+def ranked(class_names: Sequence[str], scores: np.ndarray, count: int = 1) -> list[dict[str, Any]]:
+    """The `count` most probable classes, each as `class` and `probability`, from `Classifier.scores`, [classes]."""
+    most = np.argsort(-scores, kind="stable")[:count]
+    return [{"class": class_names[i], "probability": min(float(scores[i]), 1.0)} for i in most]
 
 
 def open_model(given: str, runtime: str = "auto", spin: bool = False) -> "Classifier":

@@ -136,6 +136,7 @@ def choose(
     required: bool,
     dtype: str = "float32",
     spin: bool = False,
+    name: str = "export",
 ) -> Compute:
     """The function that computes the lengths of an exported model.
 
@@ -147,12 +148,13 @@ def choose(
       required: whether to use ONNX Runtime always, or only where it is faster and can be used.
       dtype: what the export computes in; the converted model computes in float32.
       spin: as for `open_onnx`.
+      name: name of the export's folder, for the message if there is no converted model.
 
     Raises:
       InputError: ONNX Runtime is required and cannot be used, or computes other lengths than XLA. Where it is not
         required, a warning says why it is not used.
     """
-    problem = _problem(converted, manifest)
+    problem = _problem(converted, manifest, name)
     if dtype != "float32":
         problem = f"the export computes in {dtype} and a converted model in float32, which gives other lengths"
     if problem and required:
@@ -204,12 +206,14 @@ def difference(found: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.max(np.abs(found - wanted)) / (min(1.0, np.max(wanted)) or 1.0))
 
 
-def _problem(path: Path, manifest: Mapping[str, Any]) -> str:
+def _problem(path: Path, manifest: Mapping[str, Any], name: str = "export") -> str:
     """Why the converted model at `path` cannot be used in place of an export; empty if it can."""
     workdir = path.parent.parent
     again = f"{program()} onnx --workdir={workdir} converts it"
     if pretrained.is_pretrained(workdir):  # nothing is written into the package
         again = f"copy {workdir} to a folder of your own, and give that; {program()} onnx --workdir=COPY converts it"
+    elif name != "export":  # the only name that `onnx` reads
+        again = f"copy {workdir / name} to FOLDER/export, and give that; {program()} onnx --workdir=FOLDER converts it"
     if not path.is_file():
         return f"{path} is missing: {again}"
     try:

@@ -189,6 +189,11 @@ def _protocol(service: "BatchService"):
                 self._refuse(431, "the head of the request is too long")
             if len(self.pipeline) > _MAX_PIPELINED:
                 self._refuse(429, "too many requests were sent before the first was answered")
+            if self._coming_since is None and self.cycle.response_complete and not self.pipeline:
+                # It was answered before its body came, which has stopped the timer that closes idle connections.
+                self.timeout_keep_alive_task = self.loop.call_later(
+                    self.timeout_keep_alive, self.timeout_keep_alive_handler
+                )
 
         def on_message_begin(self):
             super().on_message_begin()

@@ -26,6 +26,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.serving import page
 from mlcn_jax.serving.http_service import IS_GONE, SMALL_BYTES, BatchService, Limits
 from mlcn_jax.serving.openapi import description
+from mlcn_jax.serving.predict import ranked
 
 if TYPE_CHECKING:
     from mlcn_jax.serving.artifact import Classifier
@@ -67,7 +68,7 @@ class Service(BatchService):
     computing = "/predict"
 
     def __init__(self, model: "Classifier", limits: Limits):
-        super().__init__(model.probabilities, np.zeros(model.image_shape, np.uint8), limits)
+        super().__init__(model.scores, np.zeros(model.image_shape, np.uint8), limits)
         self.model = model
 
     def routes(self) -> list[Route]:
@@ -110,15 +111,15 @@ class Service(BatchService):
         content = {"predictions": predictions, **({} if some else {"error": "none of the images can be read"})}
         return JSONResponse(content, 200 if some else 400)
 
-    def prediction(self, probabilities: np.ndarray, asked: Asked) -> dict[str, Any]:
-        """The answer for one picture, from its probabilities, [classes]."""
-        names, best = self.model.class_names, int(np.argmax(probabilities))
-        answer: dict[str, Any] = {"class": names[best], "probability": float(probabilities[best])}
+    def prediction(self, scores: np.ndarray, asked: Asked) -> dict[str, Any]:
+        """The answer for one picture, from its scores (`Classifier.scores`), [classes]."""
+        names = self.model.class_names
+        most = ranked(names, scores, max(asked.top, 1))
+        answer: dict[str, Any] = dict(most[0])
         if asked.every:
-            answer["probabilities"] = dict(zip(names, probabilities.tolist(), strict=True))
+            answer["probabilities"] = dict(zip(names, np.minimum(scores, 1).tolist(), strict=True))
         if asked.top:
-            most = np.argsort(-probabilities, kind="stable")[: asked.top]
-            answer["top"] = [{"class": names[i], "probability": float(probabilities[i])} for i in most]
+            answer["top"] = most
         return answer
 
     async def _about(self, request: Request) -> Response:

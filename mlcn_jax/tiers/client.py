@@ -1,6 +1,7 @@
 """A gateway's clients for the other tiers: requests to their nodes, health checks, time-outs, retries. Needs httpx."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -21,7 +22,7 @@ from mlcn_jax.tiers.health import Breaker, Times
 from mlcn_jax.tiers.node import PATH
 from mlcn_jax.tiers.policy import Policy
 
-_SECONDS_BETWEEN_LOOKS = 0.5  # health checks
+_SECONDS_BETWEEN_LOOKS, _MOST_BETWEEN_LOOKS = 0.5, 30.0  # health checks
 _SECONDS_BETWEEN_TRIES = 1.0  # of a tier that has been too slow for the deadline
 _GRACE_SECONDS = 0.02  # beyond a deadline, at which whoever waits answers first, and then cancels the request
 _LOOK_SECONDS = 2.0  # time-out of a health check
@@ -127,8 +128,8 @@ class Node:
         if times.mean is not None and seconds >= times.late:
             self.breaker.failed("no answer before the deadline", probe)
 
-    async def look(self) -> None:
-        """Checks whether it answers; the connection stays open for the next request.
+    async def look(self) -> bool:
+        """Checks whether it answers; returns False if that took too long. The connection stays open for a request.
 
         A failed check counts as a failed request: short deadlines may end all requests before they are late. After a
         pause it is the one that tries the node, unless a request already does.
@@ -143,8 +144,10 @@ class Node:
                 self.breaker.failed(f"status {status} in a health check", probe)
         except (httpx.HTTPError, wire.Refused, TimeoutError) as error:
             self.breaker.failed(f"no answer to a health check ({str(error) or repr(error)})", probe)
+            return not isinstance(error, TimeoutError)
         finally:
             self.breaker.ended(probe)
+        return True
 
     async def about(self, seconds: float) -> Any:
         """What it says of itself, within so many seconds.
@@ -195,6 +198,7 @@ class TierClient:
         self.most_waiting, self._waiting = math.inf, 0
         self._asked = 0.0
         self._home: dict[int, Times] = {}
+        self._packers = concurrent.futures.ThreadPoolExecutor()  # asyncio's own may be full of look-ups of names
 
     @property
     def is_available(self) -> bool:
@@ -300,7 +304,8 @@ class TierClient:
     async def _ask(self, node: Node, rows: np.ndarray, bits: int, deadline: float, probe: object | None) -> np.ndarray:
         times, started = node.times(len(rows)), time.monotonic()
         if rows.nbytes > _QUICK_BYTES:
-            body, asked = await asyncio.to_thread(self._pack, rows, bits)
+            loop = asyncio.get_running_loop()
+            body, asked = await loop.run_in_executor(self._packers, self._pack, rows, bits)
         else:
             body, asked = self._pack(rows, bits)
         sent = time.monotonic()  # nearly: a node is not to blame for what packing took
@@ -364,15 +369,24 @@ class TierClient:
 
         Runs until it is cancelled.
         """
+        await asyncio.gather(*map(self._watch, self.nodes))
+
+    async def _watch(self, node: Node) -> None:
+        pause = _SECONDS_BETWEEN_LOOKS
         while True:
-            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
-            looks = [node.look() for node in self.nodes if node.breaker.reason or node.is_cold]
-            for error in await asyncio.gather(*looks, return_exceptions=True):
-                if error is not None:
-                    _log.error("a health check of %s failed", self.name, exc_info=error)
+            await asyncio.sleep(pause)
+            in_time = True
+            if node.breaker.reason or node.is_cold:
+                try:
+                    in_time = await node.look()
+                except Exception:
+                    _log.exception("a health check of %s failed", self.name)
+            # A name that does not resolve keeps a thread after its check was cancelled, and others have to wait for it.
+            pause = _SECONDS_BETWEEN_LOOKS if in_time else min(2 * pause, _MOST_BETWEEN_LOOKS)
 
     async def close(self) -> None:
         """Closes all connections."""
+        self._packers.shutdown(wait=False)
         for node in self.nodes:
             await node.close()
 

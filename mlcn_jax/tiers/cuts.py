@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 from jaxtyping import Array, Float
 
 from mlcn_jax.data.batches import to_pixels
@@ -110,13 +111,7 @@ class Part:
 
     def _outputs_of_pixels(self, weights: Weights, pixels: Array) -> Array:
         """The lanes' outputs, computed as in the whole model, so that the sum over tiers has the same rounding."""
-        encoder: dict = {}
-        for name, array in weights.items():
-            node = encoder
-            *modules, leaf = name.split("/")
-            for module in modules:
-                node = node.setdefault(module, {})
-            node[leaf] = array
+        encoder = traverse_util.unflatten_dict(dict(weights), sep="/")
         for group in self.spec.lane_groups:
             if group.kind.normalises:
                 encoder[group.name][resnet.FOLDED] = jnp.ones(group.count, bool)
@@ -124,19 +119,12 @@ class Part:
 
     def _lanes(self, weights: Weights) -> list[tuple[LaneSpec, dict]]:
         """Each lane with those of its arrays that are in `weights`, nested."""
-        found = []
-        for group in self.spec.lane_groups:
-            for i in range(group.count):
-                params: dict = {}
-                for name, array in weights.items():
-                    first, *modules, leaf = name.split("/")
-                    if first == group.name:
-                        node = params
-                        for module in modules:
-                            node = node.setdefault(module, {})
-                        node[leaf] = array[i]
-                found.append((group.spec, params))
-        return found
+        encoder = traverse_util.unflatten_dict(dict(weights), sep="/")
+        return [
+            (group.spec, jax.tree.map(lambda array, i=i: array[i], encoder.get(group.name, {})))
+            for group in self.spec.lane_groups
+            for i in range(group.count)
+        ]
 
     def _lane(self, spec: LaneSpec) -> Lane:
         return Lane(spec, dataclasses.replace(self.spec.lane_settings, folded=LANE_KINDS[spec.kind].normalises))

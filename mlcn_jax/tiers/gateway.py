@@ -37,7 +37,7 @@ class _Own:
     def __init__(self, artifact: TierArtifact):
         self.class_names, self.image_shape = artifact.class_names, artifact.image_shape
         self.step, self.exported, self.runtime = artifact.step, artifact.exported, artifact.runtime
-        self.probabilities = artifact.part  # the rows of this service are squared lengths
+        self.scores = artifact.part  # the rows of this service are squared lengths
 
 
 class GatewayService(Service):
@@ -167,9 +167,8 @@ class GatewayService(Service):
             async with contextlib.aclosing(answers):
                 answer: Answer | None = first
                 if self.policy.groups:
-                    groups = self.policy.group_probabilities(first.sums[0], first.heard[0])
-                    coarse = max(groups, key=lambda name: groups[name])
-                    told = {"coarse": coarse, "probability": groups[coarse]}
+                    coarse, probability = self.policy.group(first.sums[0], first.heard[0])
+                    told = {"coarse": coarse, "probability": probability}
                     yield line(told | self._heard(first, 0, started, final=False))
                 while answer is not None:
                     told = self.prediction(answer.probabilities(0), asked) | self._heard(answer, 0, started)

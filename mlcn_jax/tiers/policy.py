@@ -107,10 +107,11 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         squares = np.clip(sums / max(self.weight(heard), 1e-30), 0, 1)
         return squares if self.power == 2 else np.sqrt(squares)
 
-    def group_probabilities(self, sums: Float[np.ndarray, " classes"], heard: Collection[str]) -> dict[str, float]:
-        """Probability of each group of classes: a group's squared length is the sum of those of its classes."""
-        squares = np.array([[sums[list(members)].sum() for members in self.groups.values()]])
-        return dict(zip(self.groups, self.probabilities(squares, heard)[0].tolist(), strict=True))
+    def group(self, sums: Float[np.ndarray, " classes"], heard: Collection[str]) -> tuple[str, float]:
+        """The longest group of classes, and its probability: its squared length is the sum of those of its classes."""
+        squares = {name: sums[list(members)].sum() for name, members in self.groups.items()}
+        longest = max(squares, key=lambda name: squares[name])  # several may have probability 1
+        return longest, float(self.probabilities(squares[longest][None, None], heard)[0, 0])
 
     def is_final(self, sums: Float[np.ndarray, "n classes"], heard: Collection[str]) -> Bool[np.ndarray, " n"]:
         """Whether each answer is final."""

@@ -93,7 +93,7 @@ def split(
         chosen = read_lanes(precision, trained.spec, _digest(_folded(trained)))
         squares = _squares_of(chosen, validation.images)
     else:
-        v = class_capsules(trained.spec, trained.params, validation, config.train.batch_size)
+        v = class_capsules(trained.spec, trained.params, validation, config.train.part_size)
         if fits:
             trained = _weighted(trained, v, validation)
         squares = np.square(v) * trained.spec.weights.astype(np.float32)

@@ -139,7 +139,7 @@ class Checkpoints:
             facts[_LANES] = list(lane_accuracies)
         items = {name: ocp.args.StandardSave(tree) for name, tree in copy.items()}
         signed = ocp.args.JsonSave({"facts": facts, "sha256": _sha256_of_json(facts)})
-        with _WriteErrors(self._directory):
+        with _write_errors(self._directory):
             self._ranks[step] = _ranks(facts)
             self._manager.save(step, args=ocp.args.Composite(**items, facts=signed), force=True)
 
@@ -149,7 +149,7 @@ class Checkpoints:
         Raises:
           InputError: it could not be written.
         """
-        with _WriteErrors(self._directory):
+        with _write_errors(self._directory):
             self._manager.wait_until_finished()
 
     def restore(
@@ -271,7 +271,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for a save in progress and stops the background threads."""
-        with _WriteErrors(self._directory):
+        with _write_errors(self._directory):
             self._manager.close()
 
 
@@ -346,22 +346,17 @@ def _reason(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-class _WriteErrors:
+@contextlib.contextmanager
+def _write_errors(directory: Path) -> Iterator[None]:
     """Turns a failed write into one clear error."""
-
-    def __init__(self, directory: Path):
-        self._directory = directory
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, traceback):
-        if isinstance(error, Exception):
-            reason = "no space left on device" if "No space left" in str(error) else _reason(error)
-            raise InputError(
-                f"a checkpoint could not be written to {self._directory}: {reason}. Free disk space or fix the "
-                "permissions, then run the same command again; it resumes from the newest intact checkpoint"
-            ) from error
+    try:
+        yield
+    except Exception as error:
+        reason = "no space left on device" if "No space left" in str(error) else _reason(error)
+        raise InputError(
+            f"a checkpoint could not be written to {directory}: {reason}. Free disk space or fix the permissions, then "
+            "run the same command again; it resumes from the newest intact checkpoint"
+        ) from error
 
 
 class _KeepBest:

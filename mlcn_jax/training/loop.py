@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import math
 import tempfile
@@ -21,7 +20,6 @@ from mlcn_jax.files import hold, read_json, write_json
 from mlcn_jax.launch import program
 from mlcn_jax.nn import tracing
 from mlcn_jax.nn.calibration import trained_shapes, with_statistics, without_statistics
-from mlcn_jax.nn.model import count_parameters
 from mlcn_jax.placement.cost import check_fits_memory
 from mlcn_jax.settings import TrainSettings
 from mlcn_jax.training import evaluate
@@ -94,20 +92,21 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         plan = session.plan(workdir)  # which keeps files there, and not in the workdir of another run
         state, algorithms = start_state(session, checkpoints)
         state, algorithms = processes.arrays_from_first(state), processes.from_first(algorithms)
-        for parts, (_, size) in itertools.product({1, settings.accumulation_steps}, settings.sizes()):
-            algorithms = algorithms_of(plan, spec, settings.batch_size // parts, algorithms, size)
+        for _, size in settings.sizes():
+            algorithms = algorithms_of(plan, spec, settings.part_size, algorithms, size)
         stack.enter_context(tracing.using(tracing.Target(algorithms=tracing.as_pairs(algorithms))))
         start = int(state.step)
         num_steps = max(session.num_steps, start)
         finished = processes.from_first(_finished_summary(workdir, start))
-        if start == num_steps and finished and _has_scores(finished, settings):
-            _log.info("%s is finished: %d steps", workdir, start)
+        if start == num_steps and finished:
             apart = processes.from_first(read_stored(workdir).train.lanes_apart if processes.is_first() else None)
             if len(validation.labels) and apart != settings.lanes_apart:
                 raise InputError(
                     f"{workdir} is finished, with train.lanes_apart={apart}, by which its best checkpoints were "
                     "chosen: leave it as it was, or train in another --workdir"
                 )
+        if start == num_steps and finished and _has_scores(finished, settings):
+            _log.info("%s is finished: %d steps", workdir, start)
             write_json(workdir / "config.json", config.to_dict())
             if finished.get("config_hash") != config.hash():  # it was shortened, or its teacher has moved
                 finished["config_hash"] = config.hash()
@@ -130,8 +129,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         )
         _check_alone(stop)
         _log.info("compiling the training step")
-        sizes = [session.image_size(step) for step in range(start + 1, num_steps + 1)] or [0]
-        compile_seconds = runner.compile(*batches.at(start), sizes=sizes)
+        compile_seconds = runner.compile(*batches.at(start), sizes=session.image_sizes(start, num_steps) or [0])
         check_step_fits(runner)
         write_json(workdir / "config.json", config.to_dict())
         (workdir / "summary.json").unlink(missing_ok=True)  # of a run that goes on, which is not finished any more
@@ -145,11 +143,11 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         trace = stack.enter_context(contextlib.ExitStack())
         first_profiled = start + max(0, min(10, num_steps - start - _PROFILED_STEPS))
 
-        calibrating = calibration_images(session.train, settings.batch_size)
+        calibrating = calibration_images(session.train, settings.batch_size, settings.accumulation_steps)
         by_lane = settings.lanes_apart and len(spec.lane_specs) > 1
 
         def score(split_name: str, split: Split, step: int) -> evaluate.Scores:
-            scores = runner.scores(split, settings.batch_size)
+            scores = runner.scores(split, settings.part_size)
             writer.write(step, split_name, {"loss": scores.loss, "accuracy": scores.accuracy})
             progress.say(f"step {step}  {split_name} loss {scores.loss:.4f}  accuracy {scores.accuracy:.2%}")
             return scores
@@ -158,7 +156,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             statistics = runner.calibrate(calibrating)
             evaluate.check_statistics(statistics, step)
             # A step's loss is from before its update, so a state is tried on the newest batch before saving.
-            loss = runner.scores(Split(*batches.at(step - 1)[:2]), settings.batch_size).loss
+            loss = runner.scores(Split(*batches.at(step - 1)[:2]), settings.part_size).loss
             if not math.isfinite(loss):
                 raise Diverged(f"step {step}: the loss after it is {loss}; earlier checkpoints are kept")
             scores = score("validation", validation, step) if validate else None
@@ -227,12 +225,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             "images_per_second": _throughput(workdir, settings.batch_size, settings.log_every),
             "input_share": log.input_share,
             "compile_seconds": compile_seconds,
-            "parameters": count_parameters(spec)["total"],
-            "peak_memory_bytes": host.peak_memory_bytes(),
-            "data": {"name": dataset.name, "train_images": len(session.train.labels), **dataset.provenance},
-            "config_hash": config.hash(),
             "parallel": plan.about,
-            **host.environment(),
         }
         write_json(workdir / "summary.json", summary)
         stop.check(f"after the end of {workdir}")

@@ -134,7 +134,6 @@ class StepLog:
         self._window: list[dict[str, float]] = []
         self._step = 0
         self._reported = False
-        self._images = 0
         self._seconds = 0.0  # spent on the steps read so far, without pauses
         self._window_seconds = 0.0
         self._input_seconds = 0.0
@@ -157,7 +156,6 @@ class StepLog:
         self._seconds += now - self._mark
         self._window_seconds += now - self._mark
         self._mark = now
-        self._images += self._batch_size
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
             raise Diverged(
                 f"step {step}: the loss is {values['loss']} and the norm of its gradient {values['grad_norm']}; "
@@ -211,8 +209,3 @@ class StepLog:
         Below 1 it is hidden behind the previous step, except where steps are computed in turn (`host.compute_in_turn`).
         """
         return self._input_seconds / self._seconds if self._seconds else 0.0
-
-    @property
-    def images_per_second(self) -> float | None:
-        """Training throughput so far, excluding compilation, evaluation and checkpointing."""
-        return self._images / self._seconds if self._seconds else None

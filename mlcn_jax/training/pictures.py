@@ -15,6 +15,7 @@ from mlcn_jax.training.evaluate import Scores
 
 _GAP = 0.3  # between pictures, for a name, as a share of their size
 _COLUMNS, _LEAST_COLUMNS = 10, 5  # of classes; fewer than the latter leave a margin, so that the title fits
+_EXAMPLES = 4  # of each class
 
 
 def write_pictures(workdir: Path, spec: ModelSpec, params: dict, dataset: datasets.Dataset, scores: Scores) -> None:
@@ -54,7 +55,7 @@ def save_confusion(path: Path, scores: Scores, class_names: Sequence[str]) -> No
 
 
 def save_reconstructions(
-    path: Path, spec: ModelSpec, params: dict, split: datasets.Split, class_names: Sequence[str], examples: int = 4
+    path: Path, spec: ModelSpec, params: dict, split: datasets.Split, class_names: Sequence[str]
 ) -> None:
     """Draws a column of images for each of up to 10 classes, each above its reconstruction from the predicted class.
 
@@ -63,7 +64,7 @@ def save_reconstructions(
     from matplotlib.figure import Figure
 
     labels = np.unique(split.labels)[:_COLUMNS]
-    shown = [np.flatnonzero(split.labels == label)[:examples] for label in labels]
+    shown = [np.flatnonzero(split.labels == label)[:_EXAMPLES] for label in labels]
     images = split.images[np.concatenate(shown)]
 
     @jax.jit
@@ -75,7 +76,7 @@ def save_reconstructions(
     pixels = images / np.float32(255), np.clip(reconstructions, 0, 1)
     height, width = (round(_GAP * size) + size for size in spec.image_shape[:2])
     # One picture of all: an axis for each image would take seconds to draw.
-    mosaic = np.ones((2 * examples * height, len(labels) * width, 3))
+    mosaic = np.ones((2 * _EXAMPLES * height, len(labels) * width, 3))
     across = 1.15 * max(_LEAST_COLUMNS, len(labels))
     figure = Figure(figsize=(across, 1.15 * len(labels) * len(mosaic) / len(mosaic[0]) + 0.4), layout="constrained")
     axes = figure.subplots()

@@ -4,6 +4,7 @@ The layers below take these values as plain arguments.
 """
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ from mlcn_jax.training.apart import check_lanes_apart
 from mlcn_jax.training.evaluate import Scores
 from mlcn_jax.training.optimizer import make_optimizer
 from mlcn_jax.training.plan import Plan, make_plan
+from mlcn_jax.training.stacks_runner import check_independent
 from mlcn_jax.training.trained import describe_model
 
 _log = logging.getLogger(__name__)
@@ -68,6 +70,17 @@ class Session:
         """`Augmentation.size` of a step, counted from 1; depends on the run's epochs, not on `train.num_steps`."""
         settings = self.config.train
         return settings.image_size((step - 1) / (settings.num_epochs * self.steps_per_epoch))
+
+    def image_sizes(self, start: int, end: int) -> list[int]:
+        """Every `image_size` of the steps after `start`, until `end`, and perhaps some that none of them has."""
+        settings = self.config.train
+        last = settings.num_epochs * self.steps_per_epoch
+        limits = [(0.0, 0), *settings.sizes()]
+        return [
+            size
+            for (begin, _), (until, size) in itertools.pairwise(limits)
+            if begin <= (end - 1) / last and start / last < until
+        ]
 
     @property
     def step_options(self) -> dict[str, Any]:
@@ -197,10 +210,10 @@ def check_learned(workdir: Path, dataset: datasets.Dataset, train: datasets.Spli
         )
 
 
-def calibration_images(train: datasets.Split, batch_size: int) -> list[np.ndarray]:
-    """Batches of training images, uint8, for `Runner.calibrate`: the same for every step."""
+def calibration_images(train: datasets.Split, batch_size: int, parts: int = 1) -> list[np.ndarray]:
+    """Batches of training images, uint8, each in equal parts, for `Runner.calibrate`: the same for every step."""
     count = max(1, min(_CALIBRATION_IMAGES, len(train.labels)) // batch_size)
-    return np.split(_some(train, count * batch_size), count)
+    return np.split(_some(train, count * batch_size), count * parts)
 
 
 def _some(train: datasets.Split, count: int) -> np.ndarray:
@@ -213,7 +226,7 @@ def whiten_from(spec: ModelSpec, params: dict, train: datasets.Split) -> dict:
     """Parameters with the whitening of some training images (`calibration.whiten`), if any lane has one."""
     if not any(group.kind.normalises for group in spec.lane_groups):
         return params
-    return whiten(spec, params, _some(train, min(_WHITENED_IMAGES, len(train.labels))) / np.float32(255))
+    return whiten(spec, params, _some(train, min(_WHITENED_IMAGES, len(train.labels))))
 
 
 def with_flips(data: DataSettings, score: Callable[[], Scores], split: str = "test") -> dict[str, float]:
@@ -244,9 +257,11 @@ def plan_of(config: RunConfig, spec: ModelSpec, kept: Path | None = None, batch_
         accumulation_steps=config.train.accumulation_steps,
         rounds=not config.train.obstacle_to_rounds,
     )
+    parts = config.train.accumulation_steps
     if plan.head is None:
-        data = plan.mesh.shape[DATA_AXIS] if plan.mesh is not None else 1
-        check_parts(spec, batch_size, data, config.train.accumulation_steps)
+        check_parts(spec, batch_size, plan.mesh.shape[DATA_AXIS] if plan.mesh is not None else 1, parts)
+    else:
+        check_independent(spec, parts)
     return plan
 
 

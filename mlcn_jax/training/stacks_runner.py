@@ -43,13 +43,21 @@ from mlcn_jax.training.step import TrainState
 _PLAIN = batches.Augmentation()
 
 
-def check_independent(spec: ModelSpec) -> None:
-    """Raises InputError if lanes that classify alone need one another's outputs for their gradients."""
+def check_independent(spec: ModelSpec, accumulation_steps: int = 1) -> None:
+    """Raises InputError if stacks cannot train a model, or not in so many parts of a batch.
+
+    They cannot if lanes that classify alone need one another's outputs for their gradients.
+    """
     if spec.ensemble_weight or (spec.decoder_gradient == "all" and spec.classifies_alone.any()):
         raise InputError(
             "stacks of lanes (parallel.plan=stacks, and searches) train lanes that classify alone without waiting for "
             "the others, so these cannot share their gradients: leave model.ensemble_weight at 0 and "
             "model.decoder_gradient at auto, or train with parallel.plan=mesh"
+        )
+    if accumulation_steps > 1:
+        raise InputError(
+            f"train.accumulation_steps={accumulation_steps} with parallel.plan=stacks, which computes a batch at "
+            "once: leave it at 1 and use model.remat=full, more devices or a smaller batch, or parallel.plan=mesh"
         )
 
 
@@ -94,12 +102,7 @@ class StacksRunner:
         self._spec, self._optimizer, self._stacks, self._clip_norm = spec, optimizer, stacks, clip_norm
         alone = spec.classifies_alone
         self._metrics = METRICS if alone.any() else METRICS[1:]
-        check_independent(spec)
-        if accumulation_steps > 1:
-            raise InputError(
-                f"train.accumulation_steps={accumulation_steps} with parallel.plan=stacks, which computes a batch at "
-                "once: leave it at 1 and use model.remat=full, more devices or a smaller batch, or parallel.plan=mesh"
-            )
+        check_independent(spec, accumulation_steps)
         self._step = StackStep(
             spec,
             optimizer,

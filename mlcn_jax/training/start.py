@@ -69,8 +69,9 @@ def start_state(session: Session, checkpoints: Checkpoints | None) -> tuple[Trai
         return state, dict(facts.get("conv", {}))
     spec, donor = session.spec, session.config.init_from
     params = init_params(spec, jax.random.key(session.config.train.seed))
-    params = whiten_from(spec, params, session.train)
-    if donor and processes.is_first():  # whose state all others take; it is not here, either, where a run is resumed
+    if not donor:
+        params = whiten_from(spec, params, session.train)
+    elif processes.is_first():  # whose state all others take; the donor is not here, either, where a run is resumed
         params = _adapt(params, spec, load_trained(pretrained.find_workdir(donor)))
     return jax.jit(TrainState.create, static_argnums=1)(params, session.optimizer), {}
 

@@ -61,7 +61,7 @@ class Teacher:
             return None
         ways = [images, images[:, :, ::-1]] if data.alternate_flips else [images]
         _log.info("computing the teacher's predictions for %s images", f"{len(images):,}")
-        return np.stack([self._of(way, session.config.train.batch_size) for way in ways], axis=1)
+        return np.stack([self._of(way, session.config.train.part_size) for way in ways], axis=1)
 
     def _of(self, images: np.ndarray, batch_size: int) -> Float32[np.ndarray, "n classes"]:
         assert self.distillation is not None

@@ -188,6 +188,22 @@ def test_a_step_is_never_faster_than_the_bound_by_which_sets_are_passed_over(pro
         assert all(way.seconds >= whole._least_seconds(chosen) for way in whole.on(chosen))
 
 
+def test_machines_that_are_fast_at_other_lanes_are_not_passed_over(profiles):
+    """Together they are faster than the sum of their speeds at the whole model."""
+
+    def leaning(factor, power):
+        layers = profiles["fast"].layer_seconds.items()
+        changed = {name: [(x, factor * s * 2 ** (power * (x - 10))) for x, s in pairs] for name, pairs in layers}
+        return dataclasses.replace(profiles["fast"], layer_seconds=changed)
+
+    task = dataclasses.replace(TASK, spec=dataclasses.replace(SPEC, lanes="mlcn1:w1*12,mlcn1:w4"))
+    lean = {"narrow": leaning(0.03, 0.3), "wide": leaning(0.7, -0.6)}
+    whole = market.Market(task, TERMS, offers(lean, Offer("narrow", 1.0), Offer("wide", 1.0)))
+    best = min(way.seconds for way in whole.on((0, 1)))
+    assert whole._least_seconds((0, 1)) <= best
+    assert whole.ways()[0].seconds == best
+
+
 def test_without_a_link_no_two_machines_train_together(profiles):
     alone = market.Market(TASK, dataclasses.replace(TERMS, link=None), offers(profiles, FAST, SLOW))
     assert all(len(way.machines) == 1 for way in alone.ways())
@@ -411,13 +427,14 @@ def test_the_command_finds_and_writes(profiles, tmp_path, capsys):
         ([f"--catalog={catalog}", "--deadline=soon"], "is not a time above 0"),
         ([f"--catalog={catalog}", "--startup_seconds=nan"], "--startup_seconds is nan: give a finite number"),
         (
-            [f"--catalog={catalog}", f"--output={tmp_path}/out", "--config.model.remat=full"],
+            [f"--catalog={catalog}", f"--output={tmp_path}/none", "--config.model.remat=full"],
             "model.remat is full, but device profiles predict",
         ),
         ([f"--catalog={catalog}", "--config.train.rounds.steps=5"], "training in rounds is not compared"),
     ):
         with pytest.raises(InputError, match=message):
             front.run(["cheapest", "--config=quickstart", *wrong])
+    assert not (tmp_path / "none").exists(), "a folder is made only for what is written"
 
 
 def test_fields_of_the_configuration_are_launched_however_they_were_written():

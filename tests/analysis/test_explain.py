@@ -18,8 +18,6 @@ from mlcn_jax.data.batches import Split
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules, model
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.training.checkpoint import Checkpoints
-from mlcn_jax.training.trained import load_trained
 
 SPEC = ModelSpec("mlcn", (18, 18, 1), 3, "mlcn2:w1*2, mlcn1:w1d2", decoder=(6,), conv="native")
 CAPSNET = ModelSpec("capsnet", (18, 18, 1), 3, decoder=(6,), conv="native")
@@ -218,17 +216,6 @@ def test_a_workdir_without_a_model(tmp_path):
     with pytest.raises(InputError, match="holds no run"):
         script.explain_run(tmp_path, tmp_path / "out", [0], num_ranked=1)
     assert not (tmp_path / "out").exists()
-
-
-def test_checkpoints_without_a_decoder_are_refused(finished, tmp_path):
-    for name in ("model.json", "config.json"):
-        shutil.copy(finished / name, tmp_path)
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
-    encoder = {"encoder": load_trained(finished).params["encoder"]}
-    checkpoints.save(20, {"params": encoder, "optimizer": {"count": jnp.zeros(())}}, {})
-    checkpoints.close()
-    with pytest.raises(InputError, match=r"hold no decoder \(only encoder\)"):
-        explain.load_explained(tmp_path)
 
 
 def test_a_description_of_another_model_is_refused(finished, tmp_path):

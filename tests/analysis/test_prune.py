@@ -132,6 +132,12 @@ def test_the_optimizer_keeps_what_it_knows_of_the_parameters_that_stay(run):
     )
 
 
+def test_a_pruned_run_recomputes_activations_as_before_if_its_lanes_need_it(run):
+    full = dataclasses.replace(run, config=run.config.replace({"model.remat": "full"}))
+    assert prune.prune_run(full, [0, 2]).config.model["remat"] == "full"
+    assert prune.prune_run(run, [0, 2]).config.model["remat"] == "none"
+
+
 def test_a_pruned_student_goes_on_with_its_teacher_wherever_that_is_and_with_no_other(config, workdir, tmp_path):
     student, small = shutil.copytree(workdir, tmp_path / "student"), tmp_path / "small"
     write_json(student / "config.json", config.replace({"train.teacher": "here"}).to_dict())
@@ -157,12 +163,24 @@ def test_lanes_are_ordered_from_the_least_useful_on():
 
 
 def test_greedy_order_keeps_one_of_two_equal_lanes():
-    labels = np.array([0, 1, 0, 1, 0])
+    labels = np.array([0, 1, 0, 1, 1])
     truth = np.eye(2)[labels]
-    weak = np.where(np.arange(5)[:, None] < 1, truth, 0.5)  # right of the first image, undecided of the others
-    v = np.stack([0.5 * truth, 0.5 * truth, 0.9 * weak], axis=-1).astype(np.float32)
+    most, few = (np.where(np.isin(np.arange(5), own)[:, None], truth, 0.5) for own in ((0, 1, 2, 3), (0, 4)))
+    v = np.stack([0.5 * most, 0.5 * most, 0.9 * few], axis=-1).astype(np.float32)  # undecided of the other images
     assert prune.ORDERS["alone"](v, labels) == [0, 1, 2]
     assert prune.ORDERS["greedy"](v, labels) == [0, 2, 1]
+
+
+@pytest.mark.parametrize("order", prune.ORDERS)
+def test_among_equals_the_lane_that_is_better_by_itself_stays_and_one_of_weight_0_goes_first(order):
+    labels = np.array([1, 0, 1, 0])
+    truth = np.eye(2)[labels]
+    weak = np.where(np.arange(4)[:, None] < 2, truth, 1 - truth)
+    for weight in (0.0, 0.1):
+        v = np.stack([truth, truth, weight * weak], axis=-1).astype(np.float32)
+        assert prune.ORDERS[order](v, labels) == [2, 0, 1]
+    misleading = np.stack([1 - truth, 0 * truth], axis=-1).astype(np.float32)
+    assert prune.ORDERS[order](misleading, labels) == [1, 0]
 
 
 def test_a_drop_of_accuracy_is_judged_in_percentage_points_of_the_ranking_images():

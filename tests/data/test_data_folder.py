@@ -73,6 +73,11 @@ def test_folder_that_does_not_fit_the_memory_says_what_would(tmp_path, monkeypat
         datasets.load("folder", directory=str(image_folder(tmp_path, {"a": 2, "b": 2})), image_size=64)
 
 
+def test_folder_at_a_size_that_no_picture_can_have_is_told_so(tmp_path):
+    with pytest.raises(InputError, match=r"the 4 images .* at 2147483648 pixels do not fit"):
+        datasets.load("folder", directory=str(image_folder(tmp_path, {"a": 2, "b": 2})), image_size=2**31)
+
+
 def test_folder_is_gray_only_if_every_image_is(tmp_path):
     image_folder(tmp_path, {"a": 2, "b": 2}, channels=1)
     gray = datasets.load("folder", directory=str(tmp_path), image_size=6)

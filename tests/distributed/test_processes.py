@@ -1,5 +1,6 @@
 """Runs of two processes: equal to one, stopped together, ended when one is lost, and refused where they do not fit."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -152,7 +153,7 @@ def test_a_process_that_does_not_come_or_differs_is_named(tmp_path, monkeypatch)
         (b"\xfe\x00", "something other than process 0 answers"),
         (b"HTTP/1.1 400 Bad Request", "something other than process 0 answers"),
         (b"process 2 of 3 did not join", "process 2 of 3 did not join"),
-        (b"", "process 0 answered at .*, but not all others joined"),
+        (b"", "process 0 did not answer at .*, where something closes connections"),
     ],
 )
 def test_what_is_not_process_0_is_told_apart(answer, said):
@@ -160,10 +161,12 @@ def test_what_is_not_process_0_is_told_apart(answer, said):
         port = other.getsockname()[1]
 
         def serve():
-            connection = other.accept()[0]
-            with connection:
-                connection.recv(16)
-                connection.sendall(answer)
+            with contextlib.suppress(OSError):
+                while True:
+                    connection = other.accept()[0]
+                    with connection:
+                        connection.recv(16)
+                        connection.sendall(answer)
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -171,14 +174,67 @@ def test_what_is_not_process_0_is_told_apart(answer, said):
         settings = RunConfig().replace(changes).parallel
         with pytest.raises(InputError, match=said):
             processes._roll_call(dataclasses.replace(settings, process=1))
+        other.shutdown(socket.SHUT_RDWR)
         thread.join()
+
+
+def settings_at(coordinator, process, **changes):
+    changes = {"processes": 2, "timeout_seconds": 10, "coordinator": coordinator, "process": process} | changes
+    return RunConfig().replace({f"parallel.{name}": value for name, value in changes.items()}).parallel
 
 
 def test_process_0_that_still_waits_for_another_has_been_found():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        problem = processes._report("127.0.0.1", port, 1, time.monotonic() + 0.2)
+        problem = processes._report("127.0.0.1", port, settings_at(f"127.0.0.1:{port}", 1), time.monotonic() + 0.2)
         assert problem == f"process 0 answered at 127.0.0.1:{port}, but not all others joined"
+
+
+@pytest.mark.parametrize(("listens", "found"), [("192.0.2.1", "127.0.0.1"), ("[::1]", "[::1]")])
+def test_process_0_is_found_wherever_its_machine_is_reached(listens, found):
+    """Its own name may stand for another address than elsewhere, and addresses may be translated on the way."""
+    port = processes.free_port()
+    first = threading.Thread(target=processes._roll_call, args=(settings_at(f"{listens}:{port}", 0),))
+    first.start()
+    processes._roll_call(settings_at(f"{found}:{port}", 1))
+    first.join()
+
+
+def join_and_leave(port, number):
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(str(number).encode())
+            time.sleep(0.1)
+            return
+
+
+def test_a_process_that_has_left_is_waited_for_again():
+    port, ended = processes.free_port(), []
+
+    def join(number):
+        processes._roll_call(settings_at(f"127.0.0.1:{port}", number, processes=3))
+        ended.append(number)
+
+    threads = [threading.Thread(target=join, args=(number,), daemon=True) for number in range(3)]
+    threads[0].start()
+    join_and_leave(port, 2)
+    threads[1].start()
+    threads[1].join(0.5)
+    assert ended == []
+    threads[2].start()
+    for thread in threads:
+        thread.join()
+    assert sorted(ended) == [0, 1, 2]
+
+
+def test_a_process_that_has_left_is_named():
+    port = processes.free_port()
+    leaving = threading.Thread(target=join_and_leave, args=(port, 1))
+    leaving.start()
+    with pytest.raises(InputError, match="process 1, 2 of 3 did not join"):
+        processes._roll_call(settings_at(f"127.0.0.1:{port}", 0, processes=3, timeout_seconds=1))
+    leaving.join()
 
 
 def test_a_second_signal_ends_a_run_with_its_own_code(capsys):
@@ -223,6 +279,8 @@ def test_a_coordinator_that_is_no_address_is_refused():
     nowhere = RunConfig().replace({**TWO, "parallel.process": 0, "parallel.coordinator": "nowhere"})
     with pytest.raises(InputError, match="'nowhere'; it must be HOST:PORT"):
         processes.join(nowhere.parallel, {})
+    with pytest.raises(InputError, match=r"parallel\.coordinator is '127\.0\.0\.1:0'; .* with a port from 1 to 65535"):
+        processes.join(dataclasses.replace(nowhere.parallel, coordinator="127.0.0.1:0"), {})
 
 
 def test_without_a_launcher_it_is_said_which_there_are(monkeypatch):

@@ -123,6 +123,32 @@ def test_a_case_is_kept_for_what_was_asked(tmp_path):
     assert made == [0]
 
 
+def test_the_row_written_just_before_the_end_is_read(tmp_path, monkeypatch):
+    """The coordinator writes it between two looks, and has ended at the second."""
+    folder, left = tmp_path / "case", [1, 0]
+
+    class Ending:
+        bytes_moved = 5
+
+        def __init__(self, *given):
+            folder.mkdir()
+            write_json(folder / "summary.json", {"rounds": {"digest": "d"}})
+
+        def is_running(self):
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write(f'{{"step": {len(left)}}}\n')
+            return bool(left.pop(0))
+
+        def end(self):
+            assert not left
+
+    for name in ("busy_cores", "product_gflops_per_second"):
+        monkeypatch.setattr(local_rounds, name, lambda: None)
+    monkeypatch.setattr(local_rounds, "Run", Ending)
+    monkeypatch.setattr(local_rounds, "programs_of", lambda folder: folder / "programs")
+    assert [row["step"] for row in local_rounds.timed({}, folder, "slow")["rows"]] == [2, 1]
+
+
 @pytest.mark.parametrize("what", ["timed", "plain", "summed"])
 def test_cases_of_all_kinds_are_refused_for_other_settings(what, tmp_path, monkeypatch):
     calls = {

@@ -183,6 +183,7 @@ def test_a_fault_waits_until_the_one_before_is_forgotten(monkeypatch):
 
 def test_requests_that_a_long_one_kept_back_count():
     assert tiers_late.omitted([], 50.0) == (0, 0)
+    assert tiers_late.omitted([100.0] * 10 + [60.0], 50.0)[0] == 0, "late, but faster than the median"
     assert tiers_late.omitted([10.0] * 99 + [45.0], 50.0) == (0, 0)
     # After a request of 105 ms, others would have taken 95, 85, ... and 5 ms, of which five are late.
     assert tiers_late.omitted([10.0] * 99 + [105.0], 50.0) == (9, 5)

@@ -1,6 +1,7 @@
 """Residual lanes: whitening, normalisation, folding, losses, independence of lanes, and their join."""
 
 import dataclasses
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +55,30 @@ def test_whitening_of_some_images_at_a_time_is_that_of_all(images, monkeypatch):
     monkeypatch.setattr(resnet, "_WHITENED_AT_ONCE", 3)
     for found, whole in zip(resnet.whitening(images), expected, strict=True):
         np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_lanes_are_whitened_with_the_bits_of_all_images_converted_at_once(signed, params, monkeypatch):
+    monkeypatch.setattr(resnet, "_WHITENED_AT_ONCE", 10)
+    images = np.random.default_rng(0).integers(0, 256, (1000, 12, 12, 3), np.uint8)
+    spec = dataclasses.replace(SPEC, signed_pixels=signed)
+    tracemalloc.start()
+    found = calibration.whiten(spec, params, images)["encoder"]["resnet_w1d3"]["trunk"]["whitening"]
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < images.size * 4, "no copy in float32"
+    pixels = np.asarray(lanes.first_input(jnp.asarray(images / np.float32(255)), signed, jnp.float32))
+    for name, expected in zip(("kernel", "bias"), resnet.whitening(pixels), strict=True):
+        np.testing.assert_array_equal(found[name][0], expected)
+        np.testing.assert_array_equal(found[name][-1], expected)
+
+
+def test_patches_are_in_the_order_on_which_the_bits_of_the_whitening_depend(images):
+    (found,) = resnet._patches(images, np.asarray)
+    expected = [images[:, i : 11 + i, j : 11 + j].reshape(-1, 3) for i in (0, 1) for j in (0, 1)]
+    np.testing.assert_array_equal(found, np.concatenate(expected, axis=1))
+    assert found.flags.c_contiguous
+    assert found.dtype == np.float64
 
 
 def test_training_normalises_each_group_of_images_alone(params, images):
@@ -236,7 +261,7 @@ def test_gradients_taken_lane_by_lane_are_those_of_the_whole_loss():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), found, expected)
     assert np.abs(found["resnet_w1d1"]["trunk"]["conv1_1"]).max() > 1e-4
     assert np.abs(found["mlcn1_w1d1"]["conv1"]["kernel"]).max() > 1e-4
-    assert not np.any(found["resnet_w1d1"]["trunk"]["whitening"]["kernel"])
+    assert not np.any(found["resnet_w1d3"]["trunk"]["whitening"]["kernel"])
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,8 @@ def test_without_time_for_the_best_the_exact_way_still_finds_one():
     problem = random_problem(1, lanes=40)
     problem = dataclasses.replace(problem, limit_bytes=[90.0, 120.0], most_lost=6.0)
     assert place_together("exact", problem, time_limit_seconds=1e-6).lost <= 6.0
+    with pytest.raises(NoRoom, match=r"no placement was found in 1e-06 s, and greedy finds none: use fewer lanes"):
+        place_together("exact", dataclasses.replace(problem, limit_bytes=[25.0, 25.0]), time_limit_seconds=1e-6)
 
 
 def brute_force(problem):
@@ -134,6 +136,14 @@ def test_devices_first_uses_forms_that_one_device_lacks():
     limited = FormProblem([lane] * 4, FORMS, memory, [4.0, 4.0])
     placed = place_devices_first("exact", limited)
     assert sorted(placed.form_of) == [0, 0, 0, 2], "a second lane in int8 has no room"
+
+
+def test_a_device_that_cannot_run_a_lane_does_not_hide_how_fast_the_others_are():
+    seconds = [[1.0, 1.07, math.inf]] * 7 + [[1.1, 1.13, 1.2]]
+    problem = FormProblem([[row] for row in seconds], ["a"])
+    best = place_together("exact", problem).makespan_seconds
+    for place in (place_forms_first, place_devices_first):
+        assert place("exact", problem).makespan_seconds == pytest.approx(best, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", sorted(set(PARTITIONERS) - {"random"}))

@@ -96,6 +96,17 @@ def test_a_device_that_is_thousands_of_times_as_fast_keeps_exact_from_no_optimum
     assert found.makespan_seconds == pytest.approx(brute_force(problem), rel=1e-4)
 
 
+@pytest.mark.parametrize("slow", [1e5, 1e18])
+@pytest.mark.parametrize("limits", [(), (5, 5, 0)])
+def test_a_slow_device_does_not_hide_how_fast_the_others_are(limits, slow):
+    """With limits, greedy finds no room for the lane that needs 3."""
+    rng = random.Random(0)
+    problem = Problem([[rng.uniform(1, 2), rng.uniform(1, 2), slow] for _ in range(8)], [1] * 7 + [3], limits)
+    found = partition("exact", problem, time_limit_seconds=60.0)
+    assert found.optimal
+    assert found.makespan_seconds == pytest.approx(brute_force(problem), rel=2e-5)
+
+
 def test_a_device_that_is_a_million_times_as_slow_takes_no_memory():
     tracemalloc.start()
     partition("karmarkar_karp", Problem([[1.0, 1e6]] * 3))

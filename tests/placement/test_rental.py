@@ -78,6 +78,35 @@ def test_lanes_apart_cost_as_little_as_by_brute_force(machines, counts, most, ti
     assert [sum(held[kind] for _, held in found.rented) for kind in (0, 1)] == list(counts)
 
 
+def test_of_equally_cheap_ways_the_fastest_is_taken():
+    """Two lanes on each of two equal machines cost as much as three and one."""
+    way = rental.apart([Machine(0.2, 180.0, 0.0, 2, (839.5,))], [4], 2, 2700.0)
+    assert [held for _, held in way.rented] == [(2,), (2,)]
+    ways = [rental.Apart((), 1859.0, 0.1 + 0.2), rental.Apart((), 2699.0, 0.3)]
+    assert rental.front(ways) == ways[:1], "costs that differ by rounding are equal"
+
+
+def test_of_equally_fast_ways_the_cheapest_is_taken():
+    """The second lane is the last to end, wherever the first goes."""
+    given = ((0.2, (500.0, 1000.0)), (0.2, (300.0, 1000.0)), (1.5, (500.0, 1000.0)))
+    machines = [Machine(price, 0.0, 0.0, 2, seconds) for price, seconds in given]
+    fastest = rental.apart(machines, [1, 1], 2, fastest=True)
+    assert fastest.seconds == 1000.0
+    assert fastest.cost == pytest.approx(0.2 * 1300 / 3600)
+
+
+@pytest.mark.parametrize(
+    ("other", "seconds"),
+    [(Machine(218.0, 0.0, 0.0, 1, (1000.0,)), 1030.0), (Machine(0.001, 0.0, 0.0, 1, (1e8,)), 1100)],
+)
+def test_a_machine_that_is_dear_or_slow_leaves_the_others_their_differences(other, seconds):
+    """Prices and times are integers to the solver."""
+    first, second = Machine(0.0016, 0.0, 0.0, 1, (1000.0,)), Machine(0.00152, 0.0, 0.0, 1, (seconds,))
+    least = min(machine.cost(4 * machine.lane_seconds[0]) for machine in (first, second))
+    assert rental.apart([first, second, other], [4], 1).cost == pytest.approx(least, rel=1e-6)
+    assert rental.apart([first, second, other], [4], 1, fastest=True).seconds == 4000.0
+
+
 def test_where_no_lane_fits_there_is_no_way():
     assert rental.apart([Machine(1.0, 0.0, 0.0, 1, (math.inf,))], [1], 1) is None
 

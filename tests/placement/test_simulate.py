@@ -140,33 +140,31 @@ def test_on_many_devices_a_ring_wins_with_large_messages_and_a_tree_with_small_o
 
 
 @settings(max_examples=60, deadline=None)
-@given(lanes=SECONDS, head=SECONDS, update=SECONDS, share=st.floats(0, 1), exchange=st.sampled_from(EXCHANGES))
-def test_one_device_takes_its_work_and_sends_nothing(lanes, head, update, share, exchange):
+@given(lanes=SECONDS, head=SECONDS, share=st.floats(0, 1), exchange=st.sampled_from(EXCHANGES))
+def test_one_device_takes_its_work_and_sends_nothing(lanes, head, share, exchange):
     placement = Placement("by hand", (0,), (lanes,), (), 0.0)
-    times = {"forward_share": share, "head_seconds": head, "head_update_seconds": update}
-    stacks = simulate_stacks(placement, one_host(1), column_bytes=4000, exchange=exchange, **times)
+    stacks = simulate_stacks(
+        placement, one_host(1), column_bytes=4000, head_seconds=head, forward_share=share, exchange=exchange
+    )
     exchanged = dict.fromkeys(COLLECTIVES, 4000)
     mesh = simulate_mesh(
         1, 1, one_host(1), lane_seconds=[lanes], head_seconds=[head], forward_share=share, exchanged=exchanged
     )
-    for step, work in ((stacks, lanes + head + update), (mesh, lanes + head)):
+    for step in (stacks, mesh):
         assert step.communication_seconds == 0
-        assert step.total_seconds == pytest.approx(work)
+        assert step.total_seconds == pytest.approx(lanes + head)
         assert step.idle_shares == pytest.approx((0.0,), abs=1e-12)
 
 
 def test_stacks_by_hand():
     cluster = Cluster((0, 0, 1), WITHIN, BETWEEN)
     placement = Placement("by hand", (0, 1, 1, 2), (1.0, 4.0, 2.0), (), 0.0)
-    step = simulate_stacks(
-        placement, cluster, column_bytes=4000, head_seconds=0.5, forward_share=0.25, head_update_seconds=3.0
-    )
+    step = simulate_stacks(placement, cluster, column_bytes=4000, head_seconds=0.5, forward_share=0.25)
     sent = WITHIN.seconds(8000) + BETWEEN.seconds(4000)
     assert step.gather_seconds == step.spread_seconds == pytest.approx(sent)
-    assert (step.forward_seconds, step.head_seconds) == (1.0, 0.5)
-    assert step.backward_seconds == 3.75  # device 0: 0.75 for its lane and 3 for the decoder
-    assert step.total_seconds == pytest.approx(5.25 + 2 * sent)
-    assert step.busy_seconds == (4.5, 4.0, 2.0)
+    assert (step.forward_seconds, step.head_seconds, step.backward_seconds) == (1.0, 0.5, 3.0)
+    assert step.total_seconds == pytest.approx(4.5 + 2 * sent)
+    assert step.busy_seconds == (1.5, 4.0, 2.0)
     assert step.idle_shares[1] == pytest.approx(1 - 4 / step.total_seconds)
 
 
@@ -297,7 +295,6 @@ def test_to_dict_holds_phases_total_and_idle_shares():
         (lambda: stacks(exchange="pigeon"), "'pigeon' is unknown: use one of direct, ring, tree"),
         (lambda: stacks(column_bytes=-4), "column_bytes holds -4"),
         (lambda: stacks(head_seconds=math.inf), "head_seconds holds inf"),
-        (lambda: stacks(head_update_seconds=-1), "head_update_seconds holds -1"),
         (lambda: stacks(placement=Placement("by hand", (0,), (1.0,), (), 0.0)), "placement.seconds has 1 entries"),
     ],
 )

@@ -1,5 +1,6 @@
 """Calls between workers and a coordinator: refusals, restarts and certificates."""
 
+import re
 import threading
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ PLAIN = Tls()
 REQUEST = Fetch("run", 0, "")
 
 
-def answer(request):
+def answer(request, is_there=None):
     if request.run != "run":
         raise InputError("of another run")
     return Begin(3, "full", bytes(10_000_000))
@@ -28,8 +29,9 @@ def take(change):
     return Receipt(True, str(len(change.content)))
 
 
-def started(address="127.0.0.1:0", tls=PLAIN):
-    return serve({"fetch": answer, "join": answer, "push": take}, address, tls, workers=1, largest_bytes=5_000_000)
+def started(address="127.0.0.1:0", tls=PLAIN, **calls):
+    handlers = {"fetch": answer, "join": answer, "push": take} | calls
+    return serve(handlers, address, tls, workers=1, largest_bytes=5_000_000)
 
 
 def client(port, tls=PLAIN):
@@ -54,6 +56,43 @@ def test_messages_up_to_a_size_and_refusals(caplog):
     assert mine.call("push", Change("run", 0, 3, "", bytes(5_000_000), {})).reason == "5000000"
     with pytest.raises(InputError, match=r"refuses: .*larger than max"):
         mine.call("push", Change("run", 0, 3, "", bytes(5_100_000), {}))
+    server.stop(None)
+
+
+@pytest.mark.parametrize("letter", ["a", "ä", "\n", "\ud800"])
+def test_a_refusal_that_is_too_long_for_grpc_is_cut(letter):
+    def refuse(request, is_there):
+        raise InputError("the configurations differ: " + 20_000 * letter)
+
+    server, port = started(fetch=refuse)
+    with pytest.raises(
+        InputError, match=r"(?s)refuses: the configurations differ: .{900,}\.\.\. see the coordinator's log"
+    ):
+        client(port).call("fetch", REQUEST)
+    server.stop(None)
+
+
+def test_it_is_known_whether_a_worker_still_waits():
+    seen, called, ended = [], threading.Event(), threading.Event()
+
+    def wait(request, is_there):
+        seen.append(is_there())
+        called.set()
+        until = time.monotonic() + 10
+        while is_there() and time.monotonic() < until:
+            time.sleep(0.01)
+        seen.append(is_there())
+        ended.set()
+        return Begin(3, "finished")
+
+    server, port = started(fetch=wait)
+    mine = client(port)
+    call = mine._calls["fetch"].future(REQUEST)
+    assert called.wait(10)
+    assert not call.done()
+    mine.close()
+    assert ended.wait(20)
+    assert seen == [True, False]
     server.stop(None)
 
 
@@ -192,12 +231,18 @@ def test_half_of_what_encryption_needs_is_refused():
             Tls(**half)
 
 
-@pytest.mark.parametrize("address", ["somewhere", "127.0.0.1:", "127.0.0.1:70000", ":80"])
+@pytest.mark.parametrize(
+    "address", ["somewhere", "127.0.0.1:", "127.0.0.1:70000", ":80", "::1:80", "http://127.0.0.1:80", "[]:80"]
+)
 def test_an_address_without_a_port_is_named(address):
-    with pytest.raises(InputError, match=f"--serve is '{address}'; it must be HOST:PORT"):
-        started(address)
-    with pytest.raises(InputError, match=f"--coordinator is '{address}'; it must be HOST:PORT"):
-        Client(address, PLAIN, lambda: None)
+    for flag, use in (("--serve", started), ("--coordinator", lambda given: Client(given, PLAIN, lambda: None))):
+        with pytest.raises(InputError, match=re.escape(f"{flag} is '{address}'; it must be HOST:PORT")):
+            use(address)
+
+
+def test_nothing_can_be_found_at_port_0():
+    with pytest.raises(InputError, match=r"--coordinator is '127\.0\.0\.1:0'; .* with a port from 1 to 65535"):
+        client(0)
 
 
 def test_files_that_hold_no_certificates_are_named(tmp_path):

@@ -34,9 +34,9 @@ class Bed:
             settings, "run", at(round_), round_, counted or {}, wait_seconds=0.0, clock=lambda: self.now
         )
 
-    def fetch(self, worker, have=None, sent=None):
+    def fetch(self, worker, have=None, sent=None, **given):
         digests = ["" if round_ is None else digest(at(round_), round_) for round_ in (have, sent)]
-        return self.meeting.fetch(Fetch("run", worker, *digests))
+        return self.meeting.fetch(Fetch("run", worker, *digests), **given)
 
     def push(self, worker, round_=0, value=1.0, run="run", **metrics):
         content = encode(np.full(3, value, np.float32), 32)
@@ -214,6 +214,21 @@ def test_the_end_waits_for_workers_to_hear_of_it():
     assert bed.fetch(1, 0).kind == "finished"
     waiting.join(10)
     assert heard == [None]
+
+
+def test_a_worker_that_was_gone_when_its_call_was_answered_has_not_heard_of_the_end():
+    """It would be started again, and look for a coordinator that has left."""
+
+    def give_up():
+        raise _Over
+
+    bed = Bed(1)
+    bed.meeting.finish()
+    bed.fetch(0, is_there=lambda: False)
+    with pytest.raises(_Over):
+        bed.meeting.wait_until_heard(5, give_up)
+    bed.fetch(0)
+    bed.meeting.wait_until_heard(5, give_up)
 
 
 def test_what_a_worker_is_told():

@@ -147,3 +147,6 @@ def test_methods_are_compared_at_equal_seconds():
     assert [row["mean_as_good_as_random_after"] for row in rows] == [1.0, 0.4]
     assert rows[0]["overhead"] == pytest.approx(0.1)
     assert rows[1]["begun"] == 2
+    rows[1]["begun"] = 3
+    means = [line.split(" | ")[3] for line in nas_compare.told({"methods": rows}).splitlines()[2:]]
+    assert means == ["50.00%", "-"], "a mean of those that were kept is not comparable"

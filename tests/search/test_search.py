@@ -61,7 +61,6 @@ def test_a_drawn_mix_fits_and_takes_no_further_lane(buckets, seed, tolerance):
     if space is None:
         return
     mix = space.draw(random.Random(seed))
-    assert space.fits(mix)
     for bucket, lanes in zip(buckets, mix, strict=True):
         assert slow_fits(bucket, lanes)
         assert not any(
@@ -78,7 +77,7 @@ def test_moves_stay_within_the_budgets_and_change_the_mix(buckets, seed):
     mix = space.draw(rng)
     for _ in range(5):
         new, move = space.mutate(rng, mix)
-        assert space.fits(new)
+        assert all(map(slow_fits, buckets, new))
         assert new != mix or move == "draw"
         mix = new
 

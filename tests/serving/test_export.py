@@ -87,6 +87,7 @@ def test_a_model_in_bfloat16_may_be_rounded_otherwise_than_its_export(exported, 
 def test_probabilities_are_lengths_of_at_most_one(loaded, rng, monkeypatch):
     monkeypatch.setattr(loaded, "lengths", lambda images: np.array([[0.2, 1.3]], np.float32))
     np.testing.assert_allclose(loaded.probabilities(np.zeros(1)), [[0.2, 1.0]])
+    np.testing.assert_allclose(loaded.scores(np.zeros(1)), [[0.2, 1.3]])
     monkeypatch.setattr(loaded, "_certain_length", 2.0)
     np.testing.assert_allclose(loaded.probabilities(np.zeros(1)), [[0.1, 0.65]])
 
@@ -308,6 +309,22 @@ def test_an_export_that_is_replaced_while_it_is_read_is_refused(copied, monkeypa
     monkeypatch.setattr(artifact, "read_weights", lambda path: (rewrite(copied, step=7), read(path))[1])
     with pytest.raises(InputError, match="was replaced while it was read: run the same command again"):
         artifact.Artifact(copied)
+
+
+def test_an_export_that_is_replaced_while_its_programs_are_read_is_told_so(copied, monkeypatch):
+    """However its files then fail: without them, with those of a newer jax, or without a manifest for a moment."""
+
+    def replaced(error, remove):
+        def load(*args):
+            (copied / "manifest.json").unlink() if remove else rewrite(copied, step=json.dumps(str(error)))
+            raise error
+
+        return load
+
+    for error, remove in ((FileNotFoundError(2, "gone"), False), (InputError("a newer jax"), True)):
+        monkeypatch.setattr(artifact, "load_functions", replaced(error, remove))
+        with pytest.raises(InputError, match="was replaced while it was read: run the same command again"):
+            artifact.Artifact(copied)
 
 
 def test_newer_versions_other_platforms_and_other_folders_are_named(copied, tmp_path):

@@ -106,6 +106,18 @@ def test_what_was_altered_or_is_not_there_is_refused(copied, tmp_path_factory, m
         script.export(copied)
 
 
+def test_an_export_that_is_replaced_while_it_is_read_is_refused(copied, monkeypatch):
+    read, manifest = onnx.read_json, copied / "export" / "manifest.json"
+
+    def read_later(path):
+        manifest.write_text(json.dumps({"sha256": "of another"}))
+        return read(path)
+
+    monkeypatch.setattr(onnx, "read_json", read_later)
+    with pytest.raises(InputError, match="was replaced while it was read"):
+        onnx.read_export(copied)
+
+
 def test_packages_that_are_not_installed_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr(onnx.importlib.util, "find_spec", lambda name: None if name == "jax2onnx" else name)
     with pytest.raises(InputError, match=r"^jax2onnx cannot be imported: in a clone, run `make onnx`"):

@@ -33,7 +33,7 @@ from mlcn_jax.serving.precision import export as precision_export
 from mlcn_jax.serving.precision import lanes as precision_lanes
 from mlcn_jax.serving.precision import mix as precision_mix
 from mlcn_jax.serving.precision import place as precision_place
-from mlcn_jax.serving.precision.make import lane_part, lanes_of, make
+from mlcn_jax.serving.precision.make import Made, lane_part, lanes_of, make
 from mlcn_jax.tiers import split
 from mlcn_jax.tiers.artifact import TierArtifact
 
@@ -58,18 +58,18 @@ def images(model):
     return model.data.load().test.images[:9]
 
 
-def mixed(model, workdir, folder, forms, calibration):
+def mixed(model, folder, forms, calibration):
     """An export with these forms of the lanes, and the lanes."""
     lanes = lanes_of(model.spec, model.encoder)
     chosen = [make(lane, form, calibration) for lane, form in zip(lanes, forms, strict=True)]
-    precision_export._written(folder, model, workdir, chosen, "mlcn_jax precision", calibration)
+    precision_export._written(folder, model, chosen, "mlcn_jax precision", calibration)
     return chosen
 
 
 @pytest.fixture(scope="module")
-def in_xla(model, workdir, images, tmp_path_factory):
+def in_xla(model, images, tmp_path_factory):
     folder = tmp_path_factory.mktemp("in_xla") / "export"
-    return folder, mixed(model, workdir, folder, [FLOAT32, BFLOAT16, FLOAT32], images)
+    return folder, mixed(model, folder, [FLOAT32, BFLOAT16, FLOAT32], images)
 
 
 def test_the_parts_of_all_lanes_are_the_squared_lengths(model, images):
@@ -136,6 +136,7 @@ def test_an_export_of_several_precisions_is_read_like_any_other(in_xla, model, i
     found = Artifact(folder)
     expected = np.sqrt(sum(np.asarray(own.call(images)) for own in chosen))
     np.testing.assert_allclose(found.lengths(images), expected, atol=2e-2)
+    assert json.loads((folder / "config.json").read_text()) == model.config
     assert 1e-5 < np.abs(found.lengths(images) - model.artifact.lengths(images)).max() < 2e-2
     assert found.probabilities(images).shape == (9, 10)
     with np.load(folder / "weights.npz") as arrays:
@@ -222,7 +223,12 @@ def test_forms_that_were_chosen_with_devices_are_exported_for_tiers_of_these_dev
     in_xla, model, workdir, images, tmp_path
 ):
     _, chosen = in_xla
-    precision_export._export_placed(tmp_path, model, workdir, chosen, "mlcn_jax precision", images)
+    data = {"name": "digits", "train_images": 1_200}
+    precision_export._export_placed(tmp_path, model, chosen, "mlcn_jax precision", images, data)
+    card = (tmp_path / "placed" / "README.md").read_text()
+    assert "`digits`, 1,200 training images." in card
+    assert "Not measured on test images." in card
+    assert "evaluate" not in card
     (tmp_path / "tiers.json").write_text(json.dumps(precision_export.tiers_of([2, 0, 2])))
     tiers = split.split(workdir, tmp_path / "tiers.json", out="placed", precision=tmp_path / "placed")
     found = {name: TierArtifact(tiers / name) for name in ("device0", "device2")}
@@ -457,6 +463,9 @@ def test_the_smallest_mix_of_forms_in_xla_is_measured_and_exported(
     about = json.loads((out / "precision.json").read_text())
     assert {lane["chosen"] for lane in about["lanes"]} == {"bfloat16 xla"}
     assert "times smaller" in capsys.readouterr().out
+    card = (out / "export" / "README.md").read_text()
+    assert f"{about['test_accuracy']['chosen']:.2%} of the test images" in card
+    assert "`digits`, " in card
     for found in (Artifact(out / "export"), Artifact(out / "export", "xla")):
         np.testing.assert_allclose(found.lengths(images), model.artifact.lengths(images), atol=0.03)
     front.run(["precision", *flags, "--choose=fastest"])
@@ -476,6 +485,30 @@ def test_the_smallest_mix_of_forms_in_xla_is_measured_and_exported(
         front.run(["precision", *flags, f"--output={out}", "--profiles=a.json"])
     assert len(json.loads((out / "precision.json").read_text())["lanes"]) == 3
     assert Artifact(out / "export").image_shape == model.artifact.image_shape
+
+
+def test_what_was_measured_is_kept_where_the_mix_cannot_be_exported(workdir, tmp_path, monkeypatch):
+    """A lane of weight 0 has no accuracy of its own."""
+
+    def made(lane, form, calibration):
+        return Made(form, 4, lambda images: np.full((len(images), 10), lane.index, np.float32))
+
+    def fail(*args):
+        raise InputError("they differ")
+
+    monkeypatch.setattr(onnx, "versions", dict)
+    monkeypatch.setattr(precision_export, "make", made)
+    monkeypatch.setattr(precision_export, "_written", fail)
+    file = tmp_path / "precision.json"
+    with pytest.raises(InputError, match=rf"^they differ; what was measured is in {file}$"):
+        front.run(["precision", f"--workdir={workdir}", f"--output={tmp_path}", "--rounds=1"])
+    about = json.loads(file.read_text())
+    alone = [lane["forms"][0]["accuracy_alone"] for lane in about["lanes"]]
+    assert alone[0] is None
+    assert alone[1] == alone[2] > 0
+    rest = {name: {"before": 1, "chosen": 1} for name in ("accuracy", "bytes", "milliseconds")}
+    rows = precision_export.table(about | rest | {"test_accuracy": {}, "proven": True, "placement": {}}).splitlines()
+    assert [row.split()[6] for row in rows[1 : len(FORMS) + 1]] == ["-"] * len(FORMS)
 
 
 def test_what_cannot_be_used_is_refused_before_anything_is_computed(workdir, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from mlcn_jax import pretrained
 from mlcn_jax.errors import InputError
@@ -27,6 +28,28 @@ def test_names_are_shown_and_not_obeyed(tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert out == f"{tmp_path}/a\\x1b[2J\\nb.png: cat\\x1b[1m, 50.0%\n"
     assert err == f"{tmp_path}/c\\r\\x1b]0;title\\x07.png: it is\\nno image\n"
+
+
+def test_of_several_classes_that_are_certain_the_one_with_the_longest_capsule_is_told(tmp_path):
+    class Long(artifact.Classifier):
+        class_names, image_shape, _certain_length, _probability_power = ("a", "b", "c"), (2, 2, 1), 1.0, 1
+
+        def lengths(self, images):
+            return np.tile(np.float32([1.1, 0.5, 1.3]), (len(images), 1))
+
+    Image.new("L", (2, 2)).save(tmp_path / "a.png")
+    (found,) = predict.predict(Long(), [tmp_path / "a.png"])
+    assert (found["class"], found["probability"]) == ("c", 1.0)
+    assert [one["class"] for one in predict.ranked("abc", Long().scores(np.zeros(1))[0], 3)] == ["c", "a", "b"]
+
+
+@pytest.mark.parametrize("given", [".", "../digits", "../../pretrained/digits"])
+def test_the_model_of_the_package_is_known_by_every_path(given, monkeypatch):
+    monkeypatch.chdir(pretrained.find_workdir("digits"))
+    workdir = pretrained.find_workdir(given)
+    assert str(pretrained.output_folder("", workdir, "explain")) == "explain-digits"
+    with pytest.raises(InputError, match="digits comes with the package: copy it"):
+        pretrained.check_writable(workdir, "export")
 
 
 def test_usual_names_are_shown_as_they_are():

@@ -142,6 +142,39 @@ def test_a_request_at_fault_is_told_so_after_one_that_was_answered_before_its_bo
     in_process(check)
 
 
+@pytest.mark.parametrize("parts", [[b"x"], [b"x", b"y"]])
+def test_a_connection_that_was_answered_before_its_body_came_is_closed_once_it_is_idle(parts):
+    async def check(app, slow, service):
+        async with connected(app, service) as (reader, writer, connections):
+            await until(lambda: connections)
+            (connection,) = connections
+            connection.timeout_keep_alive = 0.1
+            writer.write(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(parts))
+            assert b" 404 " in await reader.readuntil(b"\r\n\r\n")
+            for part in parts:
+                writer.write(part)
+                await asyncio.sleep(0.05)
+            await asyncio.wait_for(reader.read(), 3)
+
+    in_process(check)
+
+
+def test_a_request_behind_a_body_that_came_after_its_answer_may_take_longer_than_idle_connections_stay():
+    async def check(app, slow, service):
+        async with connected(app, service) as (reader, writer, connections):
+            await until(lambda: connections)
+            (connection,) = connections
+            connection.timeout_keep_alive = 0.1
+            writer.write(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n")
+            assert b" 404 " in await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"x" + requests(1))
+            await asyncio.sleep(0.3)
+            slow.go.set()
+            assert b" 200 " in await reader.read()
+
+    in_process(check)
+
+
 def test_no_more_requests_wait_on_a_connection_than_it_may_have(monkeypatch):
     monkeypatch.setattr(server_lib, "_MAX_PIPELINED", 3)
 

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import math
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -235,7 +236,7 @@ def test_a_package_of_onnx_runtime_of_another_name_is_used(tmp_path, monkeypatch
 
     own, converted = lengths_of([], "onnxruntime"), tmp_path / "model.onnx"
     converted.with_suffix(".json").write_text('{"sha256": "b"}')
-    monkeypatch.setattr(runtime, "_problem", lambda path, manifest: "")
+    monkeypatch.setattr(runtime, "_problem", lambda *args: "")
     monkeypatch.setattr(runtime, "open_onnx", lambda path, output, spin: own)
     monkeypatch.setattr(importlib.metadata, "version", version)
     found = runtime.choose(lengths_of([], "xla"), converted, {"sha256": "a"}, SHAPE, required=False)
@@ -251,7 +252,7 @@ def chosen(tmp_path, monkeypatch):
     """What `choose` returns for a slower model that differed so much on test images when it was converted."""
     converted = tmp_path / "model.onnx"
     monkeypatch.setenv("MLCN_JAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(runtime, "_problem", lambda path, manifest: "")
+    monkeypatch.setattr(runtime, "_problem", lambda *args: "")
     monkeypatch.setattr(
         runtime, "open_onnx", lambda path, output, spin: lengths_of([], "onnxruntime", lambda count: 0.002)
     )
@@ -334,7 +335,7 @@ def test_threads_of_onnx_runtime_spin_between_calls_only_if_told(tmp_path, monke
 @pytest.mark.parametrize(("error", "used"), [(1e-6, True), (1e-3, False), (float("nan"), False)])
 def test_a_required_runtime_must_compute_the_lengths_of_xla(monkeypatch, error, used):
     own, xla = lengths_of([], "onnxruntime", error=error), lengths_of([], "xla")
-    monkeypatch.setattr(runtime, "_problem", lambda path, manifest: "")
+    monkeypatch.setattr(runtime, "_problem", lambda *args: "")
     monkeypatch.setattr(runtime, "open_onnx", lambda path, output, spin: own)
     if used:
         assert runtime.choose(xla, Path("model.onnx"), {}, SHAPE, required=True) is own
@@ -349,5 +350,11 @@ def test_a_required_runtime_must_compute_the_lengths_of_xla(monkeypatch, error, 
 def test_an_unknown_runtime_and_one_without_a_model_are_refused(exported):
     with pytest.raises(InputError, match="runtime 'tensorrt' is unknown: use auto, xla, onnxruntime"):
         Artifact(exported / "export", runtime="tensorrt")
-    with pytest.raises(InputError, match=r"model\.onnx is missing"):
+    with pytest.raises(InputError, match=rf"model\.onnx is missing: .* onnx --workdir={exported} converts it"):
         open_model(str(exported / "export"), "onnxruntime")
+
+
+def test_an_export_of_another_name_is_converted_where_the_command_finds_it(exported, tmp_path):
+    folder = shutil.copytree(exported / "export", tmp_path / "digits-v1")
+    with pytest.raises(InputError, match=rf"missing: copy {folder} to FOLDER/export, .* onnx --workdir=FOLDER conv"):
+        open_model(str(folder), "onnxruntime")

@@ -348,10 +348,24 @@ def test_a_request_without_a_readable_picture_is_not_too_late():
     in_process(check, deadline_seconds=60.0)
 
 
+def test_classes_are_in_the_order_of_their_scores_and_no_probability_is_above_1():
+    slow = Slow()
+    slow.scores = lambda images: np.tile(np.float32([1.1, 1.3]), (len(images), 1))
+    service = Service(slow, Limits(2, 8, 1000, 4, 9, timeout_seconds=5))
+
+    async def asked():
+        async with service.running(None):
+            return await ask(application(service), pixel(0), query=b"top=all&probabilities")
+
+    (found,) = asyncio.run(asked())[2]["predictions"]
+    both = [{"class": "light", "probability": 1.0}, {"class": "dark", "probability": 1.0}]
+    assert found == {**both[0], "probabilities": {"dark": 1.0, "light": 1.0}, "top": both}
+
+
 def test_a_model_too_slow_for_the_deadline_is_named():
     slow = Slow()
     slow.go.set()
-    slow.probabilities = lambda images: time.sleep(0.02) or np.zeros((len(images), 2))
+    slow.scores = lambda images: time.sleep(0.02) or np.zeros((len(images), 2))
     limits = Limits(2, 8, 1000, 4, 9, timeout_seconds=5, deadline_seconds=0.01)
     with pytest.raises(InputError, match=r"a single image takes 0\.\d+ seconds.*--deadline_seconds=0\.01"):
         Service(slow, limits).warm_up()

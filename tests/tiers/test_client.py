@@ -1,6 +1,7 @@
 """Nodes that answer too much or too late, and clients that have gone, without a model."""
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import gzip
 import itertools
@@ -395,6 +396,62 @@ def test_health_checks_go_on_after_an_error_that_nobody_foresaw(monkeypatch, cap
 
     asyncio.run(check())
     assert "not foreseen" in caplog.text
+
+
+def test_a_node_whose_checks_take_too_long_is_checked_more_and_more_seldom():
+    """The look-up of a name goes on in a thread after its check was cancelled, and there are few of these threads."""
+    looks, is_back = {"gone": [], "down": [], "healthy": []}, asyncio.Event()
+
+    async def handler(request):
+        looks[request.url.host].append(time.monotonic())
+        if request.url.host == "gone" and not is_back.is_set():
+            await asyncio.sleep(60)
+        if request.url.host == "down":
+            raise httpx.ConnectError("refused")
+        return httpx.Response(200)
+
+    async def check():
+        client = tier_of(None)
+        client.nodes = [Node(f"http://{name}", True, httpx.MockTransport(handler)) for name in looks]
+        watching = asyncio.create_task(client.watch())
+        start = time.monotonic()
+        await asyncio.sleep(1)
+        assert not client.nodes[2].is_cold, "it does not wait for the others"
+        await asyncio.sleep(300)
+        gaps = [after - before for before, after in itertools.pairwise(looks["gone"])]
+        assert gaps == pytest.approx([2 + pause for pause in (1, 2, 4, 8, 16, *[30] * (len(gaps) - 5))])
+        assert len(looks["down"]) == pytest.approx(2 * (time.monotonic() - start), abs=10), "which costs nothing"
+        is_back.set()
+        await asyncio.sleep(33)
+        assert not client.nodes[0].is_cold, "it is found again"
+        looks["gone"].clear()
+        is_back.clear()
+        await asyncio.sleep(30)
+        assert len(looks["gone"]) >= 3, "the pauses begin anew"
+        watching.cancel()
+
+    in_no_time(check())
+
+
+def test_large_bodies_are_packed_while_look_ups_of_names_fill_the_threads_of_asyncio():
+    rows, looked_up = np.zeros((2**15, 1), np.float32), threading.Event()
+
+    async def handler(request):
+        digest = wire.digest_of(request.content)
+        sums = np.zeros((len(rows), 3), np.float32)
+        return httpx.Response(200, content=wire.pack_answer(made().digest, "edge", digest, sums))
+
+    async def check():
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(1))
+        looking = loop.run_in_executor(None, looked_up.wait, 5)
+        try:
+            assert (await tier_of(handler).ask(rows, 32, time.monotonic() + 60)).shape == (len(rows), 3)
+            assert not looking.done()
+        finally:
+            looked_up.set()
+
+    asyncio.run(check())
 
 
 def test_a_compressed_answer_is_not_expanded():

@@ -42,8 +42,12 @@ def test_probabilities_are_means_over_the_lanes_heard_and_groups_add_their_class
     sums = np.array([[1.0, 0.25, 0.04]], np.float32)
     np.testing.assert_allclose(policy.probabilities(sums, {"end"}), [[1.0, 0.5, 0.2]], rtol=1e-6)
     np.testing.assert_allclose(policy.probabilities(sums, {"end", "edge"}), [[0.5, 0.25, 0.1]], rtol=1e-6)
-    both = made(power=2).group_probabilities(np.float32([0.5, 0.25, 0.25]), {"end"})
-    assert both == pytest.approx({"ab": 0.75, "c": 0.25})
+    assert made(power=2).group(np.float32([0.5, 0.25, 0.25]), {"end"}) == ("ab", 0.75)
+
+
+def test_of_two_groups_that_are_certain_the_longer_is_named():
+    four = made(class_names=("a", "b", "c", "d"), groups={"ab": (0, 1), "cd": (2, 3)})
+    assert four.group(np.float32([0.6, 0.5, 0.8, 0.7]), {"end"}) == ("cd", 1.0)
 
 
 def test_a_policy_is_read_as_it_was_written_and_its_digest_tells_it_from_others(tmp_path):

@@ -1,5 +1,6 @@
 """Lanes trained apart: the same parameters and checkpoints as beside other lanes; settings that couple them refused."""
 
+import shutil
 from collections.abc import Sequence
 
 import jax
@@ -11,6 +12,7 @@ from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Batches
 from mlcn_jax.errors import InputError
+from mlcn_jax.files import read_json, write_json
 from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.evaluate import make_evaluator
 from mlcn_jax.training.loop import train
@@ -102,6 +104,15 @@ def test_a_lane_has_its_own_best_checkpoint_as_if_it_were_alone(tmp_path):
     copied.close()
     with pytest.raises(InputError, match=r"alone4 is finished, with train\.lanes_apart=True, by which its best"):
         train(read_stored(tmp_path / "alone4").replace({"train.lanes_apart": False}), tmp_path / "alone4")
+
+
+def test_how_the_best_checkpoints_of_a_run_were_chosen_is_kept_where_the_test_set_is_scored_later(per_lane, tmp_path):
+    workdir = shutil.copytree(per_lane, tmp_path / "run")
+    config, summary = read_stored(workdir), read_json(workdir / "summary.json")
+    write_json(workdir / "config.json", config.replace({"train.lanes_apart": True}).to_dict())
+    write_json(workdir / "summary.json", {k: v for k, v in summary.items() if not k.startswith("test_")})
+    with pytest.raises(InputError, match=r"run is finished, with train\.lanes_apart=True, by which its best"):
+        train(config, workdir)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,13 @@ import optax
 import pytest
 from made_params import made_params
 
-from mlcn_jax.data.batches import Augmentation
+from mlcn_jax.data.batches import Augmentation, Split
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import remat
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.training import loop, session, stack_programs, stacks_runner
+from mlcn_jax.training import evaluate, loop, session, stack_programs, stacks_runner
+from mlcn_jax.training.mesh_runner import MeshRunner
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
 from mlcn_jax.training.trained import load_trained
 
@@ -168,6 +169,37 @@ def test_a_run_goes_on_with_less_memory_as_if_nothing_had_changed(tiny, tmp_path
     assert tiny.replace(changes).hash() == tiny.hash()
 
 
+def test_a_run_in_parts_scores_and_calibrates_as_few_images_at_a_time(tiny, tmp_path, monkeypatch):
+    sizes = []
+
+    def calibrate(runner, batches):
+        sizes.extend(map(len, batches))
+        return {}
+
+    def scores(runner, split, batch_size, flips=False):
+        sizes.append(batch_size)
+        return evaluate.Scores(1.0, np.eye(10, dtype=int))
+
+    def lane_spreads(spec, params, split, batch_size):
+        sizes.append(batch_size)
+        return []
+
+    monkeypatch.setattr(MeshRunner, "calibrate", calibrate)
+    monkeypatch.setattr(MeshRunner, "scores", scores)
+    monkeypatch.setattr(evaluate, "lane_spreads", lane_spreads)
+    changes = {"train.accumulation_steps": 5, "train.num_steps": 1, "data.validation_fraction": 0.1}
+    loop.train(tiny.replace({"data.alternate_flips": True} | changes), tmp_path)
+    assert set(sizes) == {10}
+
+
+def test_images_are_calibrated_on_in_parts_in_the_same_order():
+    labels = np.arange(130, dtype=np.int32)
+    train = Split(labels.astype(np.uint8)[:, None, None, None], labels)
+    whole, parts = (session.calibration_images(train, 20, parts) for parts in (1, 4))
+    assert {len(part) for part in parts} == {5}
+    np.testing.assert_array_equal(np.concatenate(parts), np.concatenate(whole))
+
+
 _RESNET = {"model.lanes": "resnet:w1*2", "model.norm_group": 8}
 
 
@@ -186,6 +218,11 @@ _RESNET = {"model.lanes": "resnet:w1*2", "model.norm_group": 8}
         ),
         ({"train.accumulation_steps": 4, **_RESNET}, r"gives parts of 4 images: use a divisor of 2, the number of"),
         ({"train.accumulation_steps": 2, "parallel.plan": "stacks"}, r"stacks, which computes a batch at once"),
+        ({"train.accumulation_steps": 128, "parallel.plan": "stacks"}, r"stacks, which computes a batch at once"),
+        (
+            {"train.accumulation_steps": 3, "parallel.plan": "stacks", **_RESNET, "model.norm_group": 4},
+            r"stacks, which computes a batch at once",
+        ),
     ],
 )
 def test_settings_that_cannot_save_memory_are_refused(tiny, tmp_path, changes, message):

@@ -10,15 +10,21 @@ from mlcn_jax.training.optimizer import make_optimizer
 from mlcn_jax.training.session import optimizer_of
 
 
+def moves_of(optimizer, steps):
+    """How far each step takes one parameter with a constant gradient."""
+    params, moves = {"head": jnp.float32(0.0)}, []
+    state = optimizer.init(params)
+    for _ in range(steps):
+        updates, state = optimizer.update({"head": jnp.float32(1.0)}, state, params)
+        moves.append(-float(updates["head"]))
+    return moves
+
+
 def test_the_learning_rate_falls_once_an_epoch(tiny):
-    """One parameter, constant gradient: Adam then moves by the rate itself."""
+    """With a constant gradient, Adam moves by the rate itself."""
     settings = tiny.replace({"train.learning_rate": 0.1, "train.lr_decay": 0.5}).train
     optimizer = optimizer_of(settings, steps_per_epoch=3)
-    params, moves = jnp.float32(0.0), []
-    state = optimizer.init(params)
-    for _ in range(7):
-        updates, state = optimizer.update(jnp.float32(1.0), state, params)
-        moves.append(-float(updates))
+    moves = moves_of(optimizer, 7)
     np.testing.assert_allclose(moves, [0.1] * 3 + [0.05] * 3 + [0.025], rtol=1e-4)
 
 
@@ -27,11 +33,7 @@ def test_adamw_warms_up_and_ends_at_zero(tiny):
         {"train.optimizer": "adamw", "train.learning_rate": 0.1, "train.num_epochs": 4, "train.weight_decay": 0.0}
     ).train
     optimizer = optimizer_of(settings, steps_per_epoch=5)
-    params, moves = jnp.float32(0.0), []
-    state = optimizer.init(params)
-    for _ in range(21):
-        updates, state = optimizer.update(jnp.float32(1.0), state, params)
-        moves.append(-float(updates))
+    moves = moves_of(optimizer, 21)
     np.testing.assert_allclose(moves[:6], np.linspace(0, 0.1, 6), rtol=1e-4, atol=1e-7)
     assert moves[-1] == pytest.approx(0.0, abs=1e-7)
     assert moves[5:] == sorted(moves[5:], reverse=True)
@@ -41,11 +43,7 @@ def test_adamw_warms_up_and_ends_at_zero(tiny):
 def test_rates_fall_even_in_a_run_no_longer_than_its_warm_up(tiny, name):
     settings = tiny.replace({"train.optimizer": name, "train.num_epochs": 1, "train.weight_decay": 0.0}).train
     optimizer = optimizer_of(settings, steps_per_epoch=10)
-    params, moves = {"head": jnp.float32(0.0)}, []
-    state = optimizer.init(params)
-    for _ in range(11):
-        updates, state = optimizer.update({"head": jnp.float32(1.0)}, state, params)
-        moves.append(-float(updates["head"]))
+    moves = moves_of(optimizer, 11)
     assert 0 < moves[9] < 0.6 * max(moves)
     assert moves[10] == pytest.approx(0.0, abs=1e-7)
 

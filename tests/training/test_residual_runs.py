@@ -2,7 +2,9 @@
 
 import asyncio
 import dataclasses
+import itertools
 import json
+import types
 
 import jax
 import numpy as np
@@ -28,7 +30,7 @@ from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.evaluate import head_sums, scores_of
 from mlcn_jax.training.mesh_runner import MeshRunner
 from mlcn_jax.training.plan import Plan, algorithms_of
-from mlcn_jax.training.session import calibration_images, check_settings, open_session
+from mlcn_jax.training.session import Session, calibration_images, check_settings, open_session
 from mlcn_jax.training.stack_programs import Stack, make_stacks
 from mlcn_jax.training.stacks_runner import StacksRunner
 from mlcn_jax.training.step import TrainState
@@ -240,6 +242,18 @@ def test_calibration_batches_hold_all_classes_of_images_that_are_sorted_by_class
     batches = calibration_images(Split(labels[:, None, None, None], labels), 50)
     assert len(batches) == 8
     assert all(set(np.unique(batch)) == {0, 1, 2, 3} for batch in batches)
+
+
+@pytest.mark.parametrize("epochs", [1, 7])
+def test_the_sizes_to_compile_are_those_of_the_steps_to_take(epochs):
+    config = RunConfig().replace({"train.image_sizes": "9:0.35,12:0.5,14:0.7", "train.num_epochs": epochs})
+    session = types.SimpleNamespace(config=config, steps_per_epoch=20)
+    for start, end in itertools.combinations(range(0, 20 * epochs + 1, 5), 2):
+        expected = dict.fromkeys(Session.image_size(session, step) for step in range(start + 1, end + 1))
+        assert Session.image_sizes(session, start, end) == list(expected)
+    assert Session.image_sizes(session, 20 * epochs, 20 * epochs) == [], "at the end"
+    longer = types.SimpleNamespace(config=config.replace({"train.num_epochs": 10**9}), steps_per_epoch=20)
+    assert Session.image_sizes(longer, 0, 20 * 10**9) == [9, 12, 14, 0], "at once"
 
 
 @pytest.mark.long

@@ -144,6 +144,19 @@ def test_outputs_are_kept_where_a_run_sees_images_in_no_other_way(flips, shift, 
         assert found.shape == (8, 1 + flips, 3)
 
 
+def test_the_teacher_is_asked_about_as_many_images_as_a_step_computes_at_a_time(monkeypatch):
+    config = RunConfig().replace(TINY | {"train.accumulation_steps": 25})
+    session = types.SimpleNamespace(config=config, train=types.SimpleNamespace(images=IMAGES))
+    asked = []
+
+    def counted(images):
+        asked.append(len(images))
+        return probabilities(images)
+
+    assert len(Teacher(Distillation(counted, 0.5, 1.0)).kept(session)) == len(IMAGES)
+    assert set(asked) == {2}
+
+
 @pytest.fixture
 def student(tiny, finished):
     return tiny.replace({"train.teacher": str(finished), "model.lanes": "mlcn2:w1*2"})

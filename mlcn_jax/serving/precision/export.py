@@ -18,12 +18,12 @@ from mlcn_jax.config import RunConfig
 from mlcn_jax.data.batches import Split
 from mlcn_jax.data.datasets import Dataset, split_validation
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import make_folder, put_in_place, read_json, write_json
+from mlcn_jax.files import make_folder, put_in_place, write_json
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.forms import read_profiles
 from mlcn_jax.placement.problem import NoRoom
 from mlcn_jax.serving import artifact, model_card, onnx
-from mlcn_jax.serving.export import write_manifest
+from mlcn_jax.serving.export import flat_weights, write_manifest
 from mlcn_jax.serving.parts import FORMS, Form, model_digest, tolerance
 from mlcn_jax.serving.precision.lanes import write_lanes
 from mlcn_jax.serving.precision.make import Lane, Made, lanes_of, make
@@ -34,7 +34,6 @@ from mlcn_jax.training.session import check_learned
 
 FILE = "precision.json"
 PLACED, TIERS = "placed", "tiers.json"  # with device profiles: an export, and what `tiers split` takes
-CHOICES = ("smallest", "fastest")
 _RANKING_IMAGES = 5_000  # training images that the mix is chosen on if no validation images were held out
 _BATCH = 500  # images whose parts are computed in one call
 _log = logging.getLogger(__name__)
@@ -96,9 +95,10 @@ def precision(
     devices = read_profiles(model.spec, profiles, TASK) if profiles else []
     dataset = model.data.load()
     check_images(dataset, model)
-    config = RunConfig.from_dict(read_json(workdir / "export" / "config.json"))
+    config = RunConfig.from_dict(dict(model.config))
     train, ranking = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)
     check_learned(workdir, dataset, train)
+    data = {"name": dataset.name, "train_images": len(train.labels), **dataset.provenance}
     make_folder(results, "output")
     ranked_on = "validation"
     if not len(ranking.labels):
@@ -134,7 +134,7 @@ def precision(
                 return artifact.Artifact(written[mix])
             path = written[mix] = Path(temporary) / str(len(written))
             chosen = [own[form] for own, form in zip(made, mix, strict=True)]
-            return _written(path, model, workdir, chosen, command, ranking.images)
+            return _written(path, model, chosen, command, ranking.images)
 
         def seconds_of(mixes: Sequence[Mix]) -> list[float]:
             """Seconds of a call of the export as it was, and of each mix; they are open only meanwhile."""
@@ -142,17 +142,28 @@ def precision(
             return call_seconds(calls, model.spec.image_shape, terms.batch, terms.rounds).tolist()
 
         mix, tried = cheapest, dict[Mix, float]()
-        if fastest:
-            kinds = [str(lane) for lane in model.spec.lane_specs]
-            mix, tried = mixes_timed(
-                cheapest,
-                kinds,
-                len(FORMS),
-                lambda each: is_accurate(parts, each, ranking.labels, least),
-                lambda some: seconds_of(some)[1:],
-            )
-        # Also after others were tried: the least of several measurements is less than it takes.
-        before_seconds, chosen_seconds = seconds_of([mix])
+        measured = {
+            "terms": dataclasses.asdict(terms),
+            "lanes": _rows(lanes, made, mix, seconds, parts, ranking),
+            "ranked_on": ranked_on,
+            "packages": packages,
+            **host.environment(),
+        }
+        try:
+            if fastest:
+                kinds = [str(lane) for lane in model.spec.lane_specs]
+                mix, tried = mixes_timed(
+                    cheapest,
+                    kinds,
+                    len(FORMS),
+                    lambda each: is_accurate(parts, each, ranking.labels, least),
+                    lambda some: seconds_of(some)[1:],
+                )
+            # Also after others were tried: the least of several measurements is less than it takes.
+            before_seconds, chosen_seconds = seconds_of([mix])
+        except InputError as error:
+            write_json(results / FILE, measured)
+            raise InputError(f"{error}; what was measured is in {results / FILE}") from error
         if fastest and chosen_seconds > before_seconds:
             _log.warning(
                 "the export in %s is faster than every mix that was timed: it takes %.2f ms for %d images, the chosen "
@@ -160,10 +171,8 @@ def precision(
                 *(workdir / "export", 1000 * before_seconds, terms.batch, 1000 * chosen_seconds),
             )
         path, export = written[mix], opened(mix)
-        about = {
-            "terms": dataclasses.asdict(terms),
+        about = measured | {
             "lanes": _rows(lanes, made, mix, seconds, parts, ranking),
-            "ranked_on": ranked_on,
             "proven": proven and not fastest,
             "accuracy": {
                 "before": _accuracy(model.artifact.lengths, ranking),
@@ -175,7 +184,7 @@ def precision(
                 for name, own in (("before", model.artifact), ("chosen", export))
                 if config.train.score_test
             },
-            "bytes": {"before": _weight_bytes(workdir / "export"), "chosen": _weight_bytes(path)},
+            "bytes": {"before": _weight_bytes(model.artifact), "chosen": _weight_bytes(export)},
             "milliseconds": {"before": 1000 * before_seconds, "chosen": 1000 * chosen_seconds},
             "tried": [
                 {"forms": [str(FORMS[form]) for form in each], "milliseconds": 1000 * s}
@@ -183,9 +192,9 @@ def precision(
             ],
             "placement": {},
             "export": str(folder),
-            "packages": packages,
-            **host.environment(),
         }
+        tested = {"test_accuracy": about["test_accuracy"]["chosen"]} if about["test_accuracy"] else {}
+        _write_card(path, export, {"data": data, **tested}, model.data.dir)
         put_in_place(path, folder)
         write_json(results / FILE, about)
     if (results / PLACED / artifact.MANIFEST).is_file():  # of an earlier call, from other forms
@@ -202,7 +211,7 @@ def precision(
         write_json(results / FILE, about)
         forms = [{str(each.form): each for each in own} for own in made]
         chosen = [own[lane["exported"]] for own, lane in zip(forms, placed["lanes"], strict=True)]
-        _export_placed(results, model, workdir, chosen, command, ranking.images)
+        _export_placed(results, model, chosen, command, ranking.images, data)
         write_json(results / TIERS, tiers_of([lane["device"] for lane in placed["lanes"]]))
     return about
 
@@ -219,15 +228,16 @@ def tiers_of(devices: Sequence[int]) -> dict[str, Any]:
 def _export_placed(
     results: Path,
     model: onnx.ExportedModel,
-    workdir: Path,
     chosen: Sequence[Made],
     command: str,
     images: np.ndarray,
+    data: Mapping[str, Any],
 ) -> None:
     """Writes the forms that were chosen with devices as an export, in place of an older one."""
     with tempfile.TemporaryDirectory(dir=results, prefix=".placed-") as temporary:
-        _written(Path(temporary) / PLACED, model, workdir, chosen, command, images)
-        put_in_place(Path(temporary) / PLACED, results / PLACED)
+        made = Path(temporary) / PLACED
+        _write_card(made, _written(made, model, chosen, command, images), {"data": data}, model.data.dir)
+        put_in_place(made, results / PLACED)
 
 
 def check_images(dataset: Dataset, model: onnx.ExportedModel) -> None:
@@ -281,7 +291,8 @@ def _rows(
                     **dataclasses.asdict(each.form),
                     "bytes": each.num_bytes,
                     "milliseconds": 1000 * s,
-                    "accuracy_alone": mix_accuracy([[part]], [0], ranking.labels),
+                    # A lane of weight 0 adds nothing, from which no class follows.
+                    "accuracy_alone": mix_accuracy([[part]], [0], ranking.labels) if np.any(part) else None,
                 }
                 for each, s, part in zip(own, times, part_of, strict=True)
             ],
@@ -293,15 +304,14 @@ def _rows(
 def _written(
     folder: Path,
     model: onnx.ExportedModel,
-    workdir: Path,
     chosen: Sequence[Made],
     command: str,
     images: UInt8[np.ndarray, "n h w c"],
 ) -> artifact.Artifact:
-    """Writes the export of all lanes, each in its chosen form, and checks it on some images."""
+    """Writes the export of all lanes, each in its chosen form, and checks it on some images; it has no card yet."""
     folder.mkdir()
-    write_json(folder / "config.json", read_json(workdir / "export" / "config.json"))
-    arrays = artifact.read_weights(workdir / "export" / artifact.WEIGHTS)
+    write_json(folder / "config.json", model.config)
+    arrays = flat_weights(model.encoder)
     description = model.artifact.description | {
         "forms": [dataclasses.asdict(own.form) for own in chosen],
         "model_sha256": model_digest(model.spec.lanes, model.spec.weights.tolist(), arrays),
@@ -313,9 +323,12 @@ def _written(
     np.savez(folder / artifact.WEIGHTS, **weights)  # type: ignore[arg-type]
     write_manifest(folder, model.artifact.step, functions, command, files)
     exported = artifact.Artifact(folder)
-    (folder / model_card.FILE).write_text(model_card.text(exported, {}, model.data.dir))
     _check(exported, chosen, model.spec, images)
     return exported
+
+
+def _write_card(folder: Path, exported: artifact.Artifact, summary: Mapping[str, Any], data_dir: str) -> None:
+    (folder / model_card.FILE).write_text(model_card.text(exported, summary, data_dir))
 
 
 def _check(exported: artifact.Artifact, chosen: Sequence[Made], spec: ModelSpec, images: np.ndarray) -> None:
@@ -338,9 +351,9 @@ def _check(exported: artifact.Artifact, chosen: Sequence[Made], spec: ModelSpec,
             )
 
 
-def _weight_bytes(folder: Path) -> int:
+def _weight_bytes(exported: artifact.Artifact) -> int:
     """Bytes of the files that hold weights; ONNX files also hold the graph of their lane."""
-    files = artifact.verified_manifest(folder)["files"]
+    files = exported.manifest["files"]
     return sum(known["bytes"] for name, known in files.items() if name == artifact.WEIGHTS or name.endswith(".onnx"))
 
 
@@ -357,7 +370,7 @@ def table(about: Mapping[str, Any]) -> str:
                     form["runtime"],
                     f"{form['bytes'] / 1000:,.1f}",
                     f"{form['milliseconds']:.2f}",
-                    f"{form['accuracy_alone']:.2%}",
+                    "-" if form["accuracy_alone"] is None else f"{form['accuracy_alone']:.2%}",
                     chosen,
                 ]
             )

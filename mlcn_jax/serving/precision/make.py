@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 
 from mlcn_jax import host
+from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import resnet, tracing
 from mlcn_jax.nn.lanes import apply_lane
 from mlcn_jax.nn.model import join_lanes, params_of_lanes
 from mlcn_jax.nn.spec import ModelSpec, spec_of
+from mlcn_jax.serving.export import flat_weights
 from mlcn_jax.serving.onnx import to_onnx
 from mlcn_jax.serving.onnx_file import FULL_RANGE, INPUT, open_onnx
 from mlcn_jax.serving.parts import ONNX, OUTPUT, Form
@@ -106,7 +109,7 @@ def lane_part(
 ) -> Float[Array, "batch classes"]:
     """`Lane.part` as a pure function."""
     one = dataclasses.replace(spec_of(spec, [lane]), compute_dtype=precision, lane_weights=())
-    column = apply_lane(params, one.lane_specs[0], one.lane_settings, images.astype(jnp.float32) / 255.0)
+    column = apply_lane(params, one.lane_specs[0], one.lane_settings, to_pixels(images))
     v = join_lanes(one, column[..., None])[..., 0].astype(jnp.float32)
     return np.float32(spec.weights[lane]) * jnp.square(v)
 
@@ -117,16 +120,10 @@ def lanes_function(spec: ModelSpec, precisions: Mapping[int, str]) -> Callable[[
     def total(weights: Mapping[str, Array], images: Array) -> Array:
         parts = []
         for lane, precision in precisions.items():
-            params: dict = {}
-            for name, array in weights.items():
-                number, *modules, leaf = name.split("/")
-                if number != str(lane):
-                    continue
-                node = params
-                for module in modules:
-                    node = node.setdefault(module, {})
-                bits = array.dtype == BITS
-                node[leaf] = lax.bitcast_convert_type(array, jnp.dtype(precision)) if bits else array
+            params = traverse_util.unflatten_dict(dict(weights), sep="/")[str(lane)]
+            params = jax.tree.map(
+                lambda a, to=precision: lax.bitcast_convert_type(a, jnp.dtype(to)) if a.dtype == BITS else a, params
+            )
             parts.append(lane_part(spec, lane, params, images, precision))
         return sum(parts)  # type: ignore[return-value]
 
@@ -138,8 +135,7 @@ def stored(params: dict, lane: int, precision: str) -> dict[str, np.ndarray]:
 
     Whitening stays in float32, in which it is computed (`resnet.Trunk`).
     """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    arrays = {f"{lane}/{jax.tree_util.keystr(p, simple=True, separator='/')}": np.asarray(a) for p, a in leaves}
+    arrays = {f"{lane}/{name}": array for name, array in flat_weights(params).items()}
     if precision == "float32":
         return arrays
     as_it_is = {name for name, a in arrays.items() if a.dtype == bool or f"/{resnet.FROZEN}/" in name}
