@@ -53,7 +53,7 @@ from mlcn_jax.serving.parts import ONNX
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-VERSION = 3  # raised with every change after which results cannot stand beside older ones
+VERSION = 4  # raised with every change after which results cannot stand beside older ones
 SCALES = {"smoke": Scale("smoke", 1, 2, 600, 100), "full": Scale("full", 0)}
 HEADER = (
     *("", "on", "runs", "times smaller", "than the float32 export", "float32, %", "int8, %", "points"),
