@@ -1,6 +1,6 @@
 """Tables of small lanes: 8 bits, distillation, and forms chosen together with devices.
 
-Most of their results are not in the repository yet, so no page has a place for them. With the JSON file comes `@place`
+`distilled_lanes` has no results in the repository yet, so no page has a place for it. With the JSON file comes `@place`
 here, and in a page of docs/results the place itself, `<!-- made: NAME -->`.
 """
 
@@ -24,6 +24,7 @@ _PRECISIONS = ("float32", "int8")
 _WAYS = ("float32 xla", "float32 onnxruntime", "float32 onnxruntime, one file", "int8 onnxruntime")
 
 
+@place
 def small_lanes() -> str:
     result = experiment("small_lanes_full")
     runs, rows, kernels = result["runs"], [], []
@@ -113,6 +114,7 @@ def distillation_steps() -> str:
     return f"{table}\n\n{text}\n\n{measured_on(result, what)}"
 
 
+@place
 def forms_and_places() -> str:
     result = experiment("forms_and_places")
 

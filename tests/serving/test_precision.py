@@ -141,7 +141,6 @@ def test_activations_in_int8_are_cut_off_where_that_makes_results_better(monkeyp
 
     cut_off = error()
     monkeypatch.setattr(precision_make, "_PERCENTILES", (100,))
-
     assert cut_off < 0.5 * error()
 
 
