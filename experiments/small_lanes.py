@@ -230,14 +230,14 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     """Milliseconds of each row in each precision and runtime."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(max(5, 3 * len(rows)), 4.5), layout="constrained")
+    figure = Figure(figsize=(max(8, 3 * len(rows)), 7), layout="constrained")
     axes = figure.subplots()
     for i, way in enumerate(WAYS):
         values = [row["milliseconds"][way] for row in rows]
         axes.bar([left + 0.28 * i for left in range(len(rows))], values, 0.26, label=way)
-    axes.set_xticks([left + 0.28 for left in range(len(rows))], [row["row"] for row in rows])
+    axes.set_xticks([left + 0.42 for left in range(len(rows))], [row["row"] for row in rows])
     axes.set_ylabel("ms of a batch, all lanes")
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=2)
     return figure
 
 
