@@ -59,7 +59,7 @@ def test_messages_up_to_a_size_and_refusals(caplog):
     server.stop(None)
 
 
-@pytest.mark.parametrize("letter", ["a", "ä", "\n", "\ud800"], ids=["ascii", "two bytes", "newline", "surrogate"])
+@pytest.mark.parametrize("letter", ["a", "ä", "\n"], ids=["ascii", "two bytes", "newline"])
 def test_a_refusal_that_is_too_long_for_grpc_is_cut(letter):
     def refuse(request, is_there):
         raise InputError("the configurations differ: " + 20_000 * letter)
