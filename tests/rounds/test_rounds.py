@@ -114,8 +114,8 @@ def in_rounds(monkeypatch, config, folder, optimizer=None, **options):
 def test_what_a_run_begins_with_is_computed_and_not_sent(tiny, tmp_path, monkeypatch):
     kinds, fetch = [], coordinator.Meeting.fetch
 
-    def noted(self, request):
-        begin = fetch(self, request)
+    def noted(self, *request):
+        begin = fetch(self, *request)
         kinds.append((begin.round, begin.kind, len(begin.content)))
         return begin
 
