@@ -22,9 +22,7 @@ from mlcn_jax.launch import share_heaps
 from mlcn_jax.nn.calibration import calibrate, fold_statistics, whiten
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.serving import export
 from mlcn_jax.training.step import TrainState, compile_step, make_train_step
-from mlcn_jax.training.trained import Trained
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _ROOT = Path(__file__).parents[2]
@@ -60,6 +58,9 @@ def start_weights(network: Network, folded: bool = False) -> dict[str, np.ndarra
 
 def write_export(network: Network, folder: Path, dtype: str) -> None:
     """Writes the network as `mlcn_jax export` writes a trained one, to `folder/export`, in place of an older one."""
+    from mlcn_jax.serving import export  # not above: with the checkpoints, it is memory that training does not need
+    from mlcn_jax.training.trained import Trained
+
     spec = make_spec(network, dtype)
     shutil.rmtree(folder / "export", ignore_errors=True)  # the manifest lists all files that are there
     (folder / "export").mkdir()

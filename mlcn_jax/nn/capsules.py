@@ -5,12 +5,16 @@ Symbols follow Sabour et al. 2017: `u` primary capsules, `u_hat` prediction vect
 whatever the type of the inputs.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mlcn_jax.nn import tracing
+
+_TERMS = 8  # products that are added up at once on a CPU
 
 
 def squash(s: Float[Array, "*shape dim"]) -> Float[Array, "*shape dim"]:
@@ -102,11 +106,45 @@ def dynamic_routing(
     u_hat = jnp.einsum("bid,idx->ibx", u, flat(weights)).reshape(num_in, batch, num_out, out_dim)
     b = b[:, None]  # [in_capsules, batch, out_capsules] from now on
     for _ in range(num_routing_iters - 1):
-        v = squash(s).astype(u.dtype)
-        b = b + jnp.sum(u_hat * v[None], axis=-1, dtype=jnp.float32)
+        b = b + _agreement(u_hat, squash(s).astype(u.dtype))
         c = jax.nn.softmax(b, axis=-1).astype(u.dtype)
-        s = jnp.sum(c[..., None] * u_hat, axis=0, dtype=jnp.float32)
+        s = _total(u_hat, c)
     return squash(s).astype(u.dtype)
+
+
+@jax.custom_vjp
+def _agreement(u_hat, v):
+    """`u_hat_ji . v_j`, float32 [in_capsules, batch, classes]; u_hat [..., dim], v [batch, classes, dim]."""
+    return jnp.sum(u_hat * v[None], axis=-1, dtype=jnp.float32)
+
+
+@jax.custom_vjp
+def _total(u_hat, c):
+    """`sum_i c_ij u_hat_ji`, float32 [batch, classes, dim]; c [in_capsules, batch, classes]."""
+    if tracing.platform() != "cpu":
+        return jnp.sum(c[..., None] * u_hat, axis=0, dtype=jnp.float32)
+    # For a sum over so many, XLA would write all products to memory first: here only sums of eight.
+    terms = zip(*(jnp.split(a, math.gcd(len(a), _TERMS)) for a in (c, u_hat)), strict=True)
+    return jnp.sum(sum((c[..., None] * u_hat).astype(jnp.float32) for c, u_hat in terms), axis=0)
+
+
+# Each computes the gradient of the other.
+
+
+def _agreement_bwd(saved, g):
+    u_hat, v = saved
+    g = g.astype(u_hat.dtype)
+    return g[..., None] * v[None], _total(u_hat, g).astype(v.dtype)
+
+
+def _total_bwd(saved, g):
+    u_hat, c = saved
+    g = g.astype(u_hat.dtype)
+    return c[..., None] * g[None], _agreement(u_hat, g).astype(c.dtype)
+
+
+_agreement.defvjp(lambda u_hat, v: (_agreement(u_hat, v), (u_hat, v)), _agreement_bwd)
+_total.defvjp(lambda u_hat, c: (_total(u_hat, c), (u_hat, c)), _total_bwd)
 
 
 def single_capsule(

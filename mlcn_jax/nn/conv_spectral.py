@@ -20,9 +20,12 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from mlcn_jax.nn import tracing
+from mlcn_jax.nn import schedule, tracing
 
 _MAX_POINTS = 1024  # over both axes: B and C are dense in them
+# A kernel's spectrum is computed again in the backward pass if it is small, which is fast as it fits a cache, and many
+# lanes have one each; and if it is so large that it would be most of what a step holds.
+_SMALL_BYTES, _LARGE_BYTES = 4 * 2**20, 192 * 2**20
 _TRANSPOSED_FEATURES = 512  # widest first map, all phases together, for which transposing its windows saves time
 
 
@@ -204,17 +207,27 @@ def _correlate_fwd(spans, x, kernel):
     x_spectrum = matmul(a1, x.reshape(a1.shape[1], -1)).reshape(blocks, inputs, -1)
     x_spectrum = matmul(a2, x_spectrum).reshape(-1, *x.shape[1:])
     kernel_spectrum = _apply(b, kernel)
-    return _apply(c, matmul(x_spectrum, kernel_spectrum)), (x_spectrum, kernel_spectrum)
+    y = _apply(c, matmul(x_spectrum, kernel_spectrum))
+    held = _SMALL_BYTES < _bytes(kernel_spectrum) <= _LARGE_BYTES
+    return y, (x_spectrum, kernel_spectrum if held else kernel)
 
 
-def _correlate_bwd(spans, spectra, g):
-    x_spectrum, kernel_spectrum = spectra
+def _bytes(array):
+    return array.size * array.dtype.itemsize
+
+
+def _correlate_bwd(spans, saved, g):
+    x_spectrum, kernel_spectrum = saved  # or the kernel
     a1, a2, b, c = _constants(spans, g.dtype)
     blocks, outputs, _ = a2.shape
+    if len(kernel_spectrum) != len(x_spectrum):
+        kernel_spectrum = _apply(schedule.after(g, b), kernel_spectrum)
     g_spectrum = _apply(c.T, g)
     dx = matmul(g_spectrum, kernel_spectrum.transpose(0, 2, 1))
     dx = matmul(a2.transpose(0, 2, 1), dx.reshape(blocks, outputs, -1))
     dx = matmul(a1.T, dx.reshape(a1.shape[0], -1)).reshape(-1, *x_spectrum.shape[1:])
+    if _bytes(kernel_spectrum) > _LARGE_BYTES:
+        g = schedule.after(dx, g)  # holds one such spectrum at a time
     # The spectrum of g once more, images last: on a CPU, XLA's products over the second axis of both are slower.
     dkernel = _apply(b.T, matmul(_apply(c.T, g.transpose(0, 2, 1)), x_spectrum))
     return dx, dkernel.transpose(0, 2, 1)

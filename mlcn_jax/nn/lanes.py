@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from mlcn_jax.nn import capsules, conv, resnet, tracing
 from mlcn_jax.nn.cut_points import CutPoint, cut_point, name_of
 from mlcn_jax.nn.remat import held
-from mlcn_jax.nn.schedule import after
+from mlcn_jax.nn.schedule import after, gradient_once
 
 PRIMARY_DIM = 8
 LANE_ROUTINGS = ("published", "per_class")
@@ -234,7 +234,7 @@ def primary_capsules(
     features: Float[Array, "batch h w filters"], capsule_dim: int = PRIMARY_DIM
 ) -> Float[Array, "batch capsules dim"]:
     """Splits the filters at each position into capsules and squashes them (Sabour et al. 2017, section 4)."""
-    return capsules.squash(features.reshape(features.shape[0], -1, capsule_dim))
+    return capsules.squash(gradient_once(features.reshape(features.shape[0], -1, capsule_dim)))
 
 
 class Lane(nn.Module):

@@ -79,12 +79,13 @@ def test_routing_equals_the_slow_one(rng, out_dim, num_iters, with_prior):
     np.testing.assert_allclose(v, slow_routing(u, weights, num_iters, prior), rtol=2e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("out_dim", [2, 6])
-def test_routing_gradients_equal_those_of_the_plain_form(rng, out_dim):
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize(("num_in", "out_dim"), [(6, 2), (16, 6), (7, 1)])
+def test_routing_gradients_equal_those_of_the_plain_form(rng, num_in, out_dim, platform):
     """The identities that save memory change no gradient: compare with routing that keeps every u_hat."""
-    u = jnp.array(rng.normal(size=(2, 6, 4)), jnp.float32)
-    weights = jnp.array(rng.normal(size=(6, 3, 4, out_dim)), jnp.float32)
-    prior = jnp.array(rng.normal(size=(6, 3)), jnp.float32)
+    u = jnp.array(rng.normal(size=(2, num_in, 4)), jnp.float32)
+    weights = jnp.array(rng.normal(size=(num_in, 3, 4, out_dim)), jnp.float32)
+    prior = jnp.array(rng.normal(size=(num_in, 3)), jnp.float32)
 
     def plain(u, weights, prior):
         u_hat = jnp.einsum("bid,ijdm->bijm", u, weights)
@@ -100,7 +101,8 @@ def test_routing_gradients_equal_those_of_the_plain_form(rng, out_dim):
     def gradients(routing):
         return jax.jit(jax.grad(total(routing), argnums=(0, 1, 2)))(u, weights, prior)
 
-    ours, theirs = gradients(lambda u, w, p: capsules.dynamic_routing(u, w, 3, p)), gradients(plain)
+    with tracing.using(tracing.Target(platform=platform)):
+        ours, theirs = gradients(lambda u, w, p: capsules.dynamic_routing(u, w, 3, p)), gradients(plain)
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import conv, conv_winograd, tracing
+from mlcn_jax.nn import conv, conv_spectral, conv_winograd, tracing
 
 # x, kernel, stride, padding
 SHAPES = [
@@ -90,6 +90,22 @@ def test_values_and_gradients_are_those_of_the_definition(algorithm, x_shape, ke
     assert_close(y, expected)
     for actual, expected in zip(gradients, direct(x, kernel, stride, padding, g), strict=True):
         assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "held"), [(2**40, 2**41, False), (0, 2**40, True), (0, 0, False)], ids=["small", "held", "large"]
+)
+def test_spectra_of_kernels_are_held_or_computed_again(monkeypatch, small, large, held):
+    monkeypatch.setattr(conv_spectral, "_SMALL_BYTES", small)
+    monkeypatch.setattr(conv_spectral, "_LARGE_BYTES", large)
+    x, kernel = draw(0, 3, 13, 12, 4), draw(1, 5, 5, 4, 6)
+    y, pullback = jax.vjp(lambda x, kernel: conv.conv2d(x, kernel, stride=2, algorithm="fourier"), x, kernel)
+    assert_close(y, direct(x, kernel, 2, "VALID"))
+    g = draw(2, *y.shape)
+    for actual, expected in zip(pullback(g), direct(x, kernel, 2, "VALID", g), strict=True):
+        assert_close(actual, expected)
+    size = conv_spectral.spectrum_size(y.shape[1:3], kernel.shape, 2)
+    assert any(saved.shape[1:] == (16, 6) and saved.size >= size for saved in jax.tree.leaves(pullback)) == held
 
 
 def test_tiles_in_parts_give_what_the_whole_batch_gives(monkeypatch):
