@@ -38,7 +38,7 @@ from mlcn_jax.launch import EXIT_FAILED
 from mlcn_jax.nn import capsules, conv, losses, resnet
 from mlcn_jax.nn.distillation import Distillation
 from mlcn_jax.nn.model import apply_model, class_lengths, encode, init_params
-from mlcn_jax.serving import onnx
+from mlcn_jax.serving import export, onnx
 from mlcn_jax.training.step import TrainState, make_train_step
 
 TINY = networks.Network("mlcn2", (18, 18, 1), lanes=2, width=1)
@@ -253,7 +253,7 @@ def test_a_conversion_that_fails_costs_its_own_network_only(tmp_path, monkeypatc
         assert not (folder / "manifest.json").exists(), "a manifest that lists an older one is of a damaged export"
         (folder / "manifest.json").touch()
 
-    monkeypatch.setattr(in_mlcn_jax.export, "write", write)
+    monkeypatch.setattr(export, "write", write)
     python, calls = tmp_path / "python", tmp_path / "calls"
     python.write_text(f"#!/bin/sh\necho >> {calls}\n[ $(wc -l < {calls}) -gt 2 ] || {{ echo no such >&2; exit 1; }}\n")
     python.chmod(0o755)
