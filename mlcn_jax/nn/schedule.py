@@ -1,5 +1,5 @@
-"""The order in which a program computes, where XLA's own takes more memory: something after something else, and a
-batch a part at a time."""
+"""The order in which a program computes, where XLA's own takes more memory or time: something after something else, a
+gradient once for all that read it, and a batch a part at a time."""
 
 from collections.abc import Callable
 from typing import Any
