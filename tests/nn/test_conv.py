@@ -93,12 +93,14 @@ def test_values_and_gradients_are_those_of_the_definition(algorithm, x_shape, ke
 
 
 @pytest.mark.parametrize(
-    ("small", "large", "held"), [(2**40, 2**41, False), (0, 2**40, True), (0, 0, False)], ids=["small", "held", "large"]
+    ("batch", "small", "large", "held"),
+    [(9, 2**40, 2**41, False), (9, 0, 2**40, True), (9, 0, 0, False), (8, 2**40, 2**41, True), (8, 0, 0, True)],
+    ids=["small", "held", "large", "small of few images", "large of few images"],
 )
-def test_spectra_of_kernels_are_held_or_computed_again(monkeypatch, small, large, held):
+def test_spectra_of_kernels_are_held_or_computed_again(monkeypatch, batch, small, large, held):
     monkeypatch.setattr(conv_spectral, "_SMALL_BYTES", small)
     monkeypatch.setattr(conv_spectral, "_LARGE_BYTES", large)
-    x, kernel = draw(0, 3, 13, 12, 4), draw(1, 5, 5, 4, 6)
+    x, kernel = draw(0, batch, 13, 12, 4), draw(1, 5, 5, 4, 6)
     y, pullback = jax.vjp(lambda x, kernel: conv.conv2d(x, kernel, stride=2, algorithm="fourier"), x, kernel)
     assert_close(y, direct(x, kernel, 2, "VALID"))
     g = draw(2, *y.shape)
