@@ -24,8 +24,8 @@ from mlcn_jax.nn import schedule, tracing
 
 _MAX_POINTS = 1024  # over both axes: B and C are dense in them
 # A kernel's spectrum is computed again in the backward pass if it is small, which is fast as it fits a cache, and many
-# lanes have one each; and if it is so large that it would be most of what a step holds. With fewer
-# images than taps it is held: to compute it would take as long as their products.
+# lanes have one each; and if it is so large that it would be most of what a step holds. With fewer images than taps it
+# is held: to compute it would take as long as their products.
 _SMALL_BYTES, _LARGE_BYTES = 4 * 2**20, 192 * 2**20
 _TRANSPOSED_FEATURES = 512  # widest first map, all phases together, for which transposing its windows saves time
 
@@ -209,7 +209,7 @@ def _correlate_fwd(spans, x, kernel):
     x_spectrum = matmul(a2, x_spectrum).reshape(-1, *x.shape[1:])
     kernel_spectrum = _apply(b, kernel)
     y = _apply(c, matmul(x_spectrum, kernel_spectrum))
-    few = x.shape[1] < len(kernel)
+    few = isinstance(x.shape[1], int) and x.shape[1] < len(kernel)  # a symbolic batch has no backward pass
     held = few or _SMALL_BYTES < _bytes(kernel_spectrum) <= _LARGE_BYTES
     return y, (x_spectrum, kernel_spectrum if held else kernel)
 
