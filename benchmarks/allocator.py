@@ -3,7 +3,7 @@
     python -m benchmarks.allocator
 
 Each setting of the allocator has a process of its own for each model, and they take turns: that of `mlcn_jax train`
-(`launch.keep_memory`, `launch.share_heaps`), the same with one heap and with up to eight for each core, the
+(`allocator.keep_memory`, `allocator.share_heaps`), the same with one heap and with up to eight for each core, the
 defaults, and those with huge pages. Writes `benchmarks/results/allocator.json`: for each model the median and the
 slowest turn, and how many times as long as with the first the others take. glibc on Linux only.
 """

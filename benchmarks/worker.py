@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.networks import NETWORKS, NUM_CLASSES
-from mlcn_jax.launch import keep_memory
+from mlcn_jax.allocator import keep_memory
 
 _NUM_BATCHES = 4  # different ones, in turn
 

@@ -46,9 +46,10 @@ from experiments.repeated_report import (
 )
 from experiments.repeated_runs import Request, Series, asked, chosen, define_flags, scales
 from mlcn_jax import host
+from mlcn_jax.allocator import share_heaps
 from mlcn_jax.config import RunConfig
 from mlcn_jax.files import markdown, read_json, write_json
-from mlcn_jax.launch import launch_script, share_heaps
+from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.training import mesh_runner, step
 from mlcn_jax.training.session import optimizer_of

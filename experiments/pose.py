@@ -42,10 +42,11 @@ from experiments.data_parts import write_files
 from experiments.published_rows import configure
 from experiments.repeated_report import Records, caption, carry_out, draw_caption, kept_results, select, write
 from experiments.repeated_runs import Request, Scale, Series, asked, chosen, define_flags
+from mlcn_jax.allocator import share_heaps
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data.batches import Split
 from mlcn_jax.files import markdown, put_in_place
-from mlcn_jax.launch import launch_script, share_heaps
+from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.model import class_lengths, class_probabilities, encode, param_shapes
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.cost import matmul_flops

@@ -54,13 +54,14 @@ from experiments.scaling_by_parts_report import (
     table,
 )
 from mlcn_jax import host
+from mlcn_jax.allocator import return_unused_memory, share_heaps
 from mlcn_jax.analysis import describe_work
 from mlcn_jax.analysis.measure_device import Lab
 from mlcn_jax.config import RunConfig
 from mlcn_jax.distributed import traffic
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import markdown
-from mlcn_jax.launch import launch_script, share_heaps
+from mlcn_jax.launch import launch_script
 from mlcn_jax.placement.simulate import simulate_mesh
 from mlcn_jax.training.speeds import mean_seconds
 
@@ -163,7 +164,7 @@ def measure(config: RunConfig, what: str, turn_seconds: float) -> float:
     else:
         seconds = size / batch_size.measure({"": config}, 1, turn_seconds)[""][0]
     jax.clear_caches()
-    host.return_unused_memory()
+    return_unused_memory()
     return seconds
 
 

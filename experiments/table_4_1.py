@@ -37,10 +37,11 @@ from experiments.repeated_report import (
     write,
 )
 from experiments.repeated_runs import Request, Scale, Series, asked, chosen, define_flags, scales
+from mlcn_jax.allocator import share_heaps
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import markdown
-from mlcn_jax.launch import launch_script, share_heaps
+from mlcn_jax.launch import launch_script
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,11 +21,12 @@ import numpy as np
 from experiments import REPOSITORY
 from experiments.quota import Quota
 from mlcn_jax import host
+from mlcn_jax.allocator import keep_memory, share_heaps
 from mlcn_jax.analysis.measure_device import WHOLE_STEPS
 from mlcn_jax.config import RunConfig, flat
 from mlcn_jax.distributed import links, processes
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import keep_memory, program, share_heaps
+from mlcn_jax.launch import program
 from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.placement import cost
 from mlcn_jax.placement.profile import DeviceProfile

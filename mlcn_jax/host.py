@@ -1,6 +1,5 @@
 """This machine's cores, memory, devices and versions, and where compiled programs are cached."""
 
-import ctypes
 import datetime
 import hashlib
 import importlib.metadata
@@ -109,17 +108,6 @@ def peak_memory_bytes() -> int:
         return int(stats["peak_bytes_in_use"])
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def return_unused_memory() -> None:
-    """Returns unused memory held by the C library to the operating system, if the library supports it.
-
-    Compiling a training step takes hundreds of MiB that are not needed afterwards.
-    """
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl does not
-        if trim is not None:
-            trim(0)
 
 
 def compute_in_turn() -> None:

@@ -1,6 +1,5 @@
 """How a command starts and ends: its memory, log lines, and errors as one message."""
 
-import ctypes
 import errno
 import importlib.util
 import io
@@ -14,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from mlcn_jax.allocator import keep_memory
 from mlcn_jax.errors import Diverged, InputError, Stopped
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ EXIT_INPUT, EXIT_FAILED, EXIT_STOPPED = 2, 3, 75
 _NO_ACCESS = {
     getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "EISDIR", "ENOTDIR", "ENAMETOOLONG", "ELOOP")
 }
-_MMAP_MAX, _TOP_PAD, _TRIM_THRESHOLD, _ARENA_MAX = -4, -2, -1, -8  # of malloc.h
-_HEAP_BYTES = 2**26  # how far glibc's heaps of threads grow; one that is wholly free is kept if the pad is as large
 
 
 def program() -> str:
@@ -168,37 +166,6 @@ def _exit(code: int, message: str) -> None:
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
-
-
-def keep_memory() -> None:
-    """Lets glibc keep the memory that this process has freed for the buffers of the next step.
-
-    XLA allocates the buffers of a step on a CPU anew and frees them after it. By default glibc gives large ones back to
-    the system each time, and page faults then take up to half of a step (`benchmarks/allocator.py`). Call it before JAX
-    computes. It does nothing with another C library, or if `GLIBC_TUNABLES` or a `MALLOC_` variable is set.
-    """
-    _mallopt(_MMAP_MAX, 0)
-    _mallopt(_TRIM_THRESHOLD, -1)
-    _mallopt(_TOP_PAD, _HEAP_BYTES)
-
-
-def share_heaps(lanes: str) -> None:
-    """Has the threads of a step on a CPU take memory from one heap of glibc if there are no lanes, as in `model.lanes`.
-
-    Threads that share a heap wait for each other where they allocate often, as XLA's 3x3 convolutions do for each of
-    their blocks, so that a step of residual lanes can take longer with one heap. But only the first heap keeps blocks
-    of over 64 MiB, such as CapsNet's, whose step takes longer with several (`benchmarks/allocator.py`). Call it before
-    JAX looks for its devices, which starts its threads. It does nothing where `keep_memory` does nothing.
-    """
-    if not lanes:
-        _mallopt(_ARENA_MAX, 1)
-
-
-def _mallopt(parameter: int, value: int) -> None:
-    if sys.platform == "linux" and not any(name.startswith(("GLIBC_TUNABLES", "MALLOC_")) for name in os.environ):
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None:
-            mallopt(parameter, value)
 
 
 def _unraisable(failure: "sys.UnraisableHookArgs") -> None:

@@ -24,8 +24,8 @@ import pytest  # noqa: E402
 from made_files import cifar_bytes, idx_files, write_files  # noqa: E402
 
 from mlcn_jax import host  # noqa: E402
+from mlcn_jax.allocator import keep_memory  # noqa: E402
 from mlcn_jax.config import RunConfig  # noqa: E402
-from mlcn_jax.launch import keep_memory  # noqa: E402
 from mlcn_jax.serving import export  # noqa: E402
 from mlcn_jax.tiers import split  # noqa: E402
 from mlcn_jax.tiers.artifact import TierArtifact  # noqa: E402

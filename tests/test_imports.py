@@ -16,7 +16,7 @@ EXTRAS = (
     *("cryptography", "gradio", "grpc", "httptools", "httpx", "jax2onnx", "onnx", "onnxruntime", "optuna", "ortools"),
     *("prometheus_client", "python_multipart", "sqlalchemy", "starlette", "uvicorn", "uvloop"),
 )
-PURE = ("data", "data.batches", "distributed", "distributed.mesh", "host")
+PURE = ("allocator", "data", "data.batches", "distributed", "distributed.mesh", "host")
 PURE += ("training", "training.accumulate", "training.step")
 
 

@@ -14,15 +14,15 @@ from flax import traverse_util
 from benchmarks import networks
 from benchmarks.networks import Network
 from mlcn_jax import host
+from mlcn_jax.allocator import return_unused_memory, share_heaps
 from mlcn_jax.config import RunConfig
 from mlcn_jax.distributed.mesh import place_batch
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
-from mlcn_jax.launch import share_heaps
 from mlcn_jax.nn.calibration import calibrate, fold_statistics, whiten
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.training.step import TrainState, compile_step, make_train_step
+from mlcn_jax.training.step import TrainState, compile_step, make_train_step, step_block
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _ROOT = Path(__file__).parents[2]
@@ -98,7 +98,7 @@ class Program:
         self.spec = make_spec(network, dtype)
         share_heaps(self.spec.lanes)
         self.params = jax.device_put(traverse_util.unflatten_dict(weights, sep="/"))
-        self.compiled = self.state = None
+        self.compiled = self.state = self.block = None
 
     def train(self, images: np.ndarray, labels: np.ndarray):
         """Takes a training step; returns its loss, which `float` waits for."""
@@ -109,10 +109,12 @@ class Program:
             params, self.params = self.params, None  # the step takes them over
             self.state = TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
             self.compiled, _ = compile_step(self.spec, step, self.state, batch)
+            self.block = step_block(self.compiled)
             self.state, metrics = self.compiled(self.state, *batch)
             jax.block_until_ready(metrics)
-            host.return_unused_memory()  # as training does
+            return_unused_memory()  # as training does
             return metrics["loss"]
+        self.block.prepare()
         self.state, metrics = self.compiled(self.state, *batch)
         return metrics["loss"]
 

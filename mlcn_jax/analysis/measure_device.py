@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from mlcn_jax import host
+from mlcn_jax.allocator import return_unused_memory
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data import datasets
 from mlcn_jax.distributed import links, processes
@@ -211,7 +212,7 @@ def make_programs(lab: Lab) -> dict[tuple, Program]:
     programs |= {("head", *key): lab.head_step(*key) for key in itertools.product(_HEAD_LANES, BATCH_SIZES)}
     programs |= {("whole", *key): lab.whole_step(*key) for key in WHOLE_STEPS}
     programs |= {("tiny",): tiny_network()}
-    host.return_unused_memory()
+    return_unused_memory()
     return programs
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from mlcn_jax import host
+from mlcn_jax.allocator import return_unused_memory
 from mlcn_jax.analysis.workdir import stored_config
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data import batches, datasets
@@ -326,7 +326,7 @@ def inference_seconds(models: Sequence[tuple[ModelSpec, dict]], rounds: int) -> 
         seconds(program, params["encoder"], 2)
         calls = max(1, round(_TURN_SECONDS / seconds(program, params["encoder"], 2)))
         programs.append((program, params["encoder"], calls))
-    host.return_unused_memory()
+    return_unused_memory()
     result = np.zeros((rounds, len(models)))
     for turn in range(rounds):
         for i in np.roll(np.arange(len(models)), -turn):

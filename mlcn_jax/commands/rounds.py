@@ -21,12 +21,13 @@ from pathlib import Path
 
 from absl import flags
 
+from mlcn_jax.allocator import share_heaps
 from mlcn_jax.commands import arguments
 from mlcn_jax.commands.run_config import config_of, needed_workdir
 from mlcn_jax.commands.train import print_summary
 from mlcn_jax.distributed import processes
 from mlcn_jax.errors import Diverged, InputError
-from mlcn_jax.launch import EXIT_FAILED, share_heaps
+from mlcn_jax.launch import EXIT_FAILED
 from mlcn_jax.settings import RoundSettings
 
 _STOP_SECONDS = 20.0

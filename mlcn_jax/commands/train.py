@@ -14,9 +14,10 @@ from typing import Any
 
 from absl import flags
 
+from mlcn_jax.allocator import share_heaps
 from mlcn_jax.commands import arguments
 from mlcn_jax.commands.run_config import config_of, needed_workdir
-from mlcn_jax.launch import program, share_heaps
+from mlcn_jax.launch import program
 
 
 def define(values: flags.FlagValues) -> None:

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from mlcn_jax import host
+from mlcn_jax.allocator import return_unused_memory
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Augmentation
 from mlcn_jax.distributed import mesh as mesh_lib
@@ -19,7 +19,7 @@ from mlcn_jax.nn.distillation import Distillation
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.cost import largest_memory_bytes
 from mlcn_jax.training import evaluate
-from mlcn_jax.training.step import TrainState, compile_step, make_train_step
+from mlcn_jax.training.step import TrainState, compile_step, make_train_step, step_block
 
 _PLAIN = Augmentation()
 
@@ -81,6 +81,7 @@ class MeshRunner:
             size: compile_step(self._spec, self._make_step(size), self._state, batch) for size in dict.fromkeys(sizes)
         }
         self._compiled = {size: program for size, (program, _) in compiled.items()}
+        self._blocks = {size: step_block(program) for size, program in self._compiled.items()}
         self._untried = set(self._compiled)
         return sum(seconds for _, seconds in compiled.values())
 
@@ -94,11 +95,12 @@ class MeshRunner:
 
     def step(self, *batch: Any, size: int = 0) -> dict[str, Array]:
         """Starts a training step and returns its metrics; waits only for the first step of each program."""
+        self._blocks[size].prepare()
         self._state, metrics = self._compiled[size](self._state, *batch)
         if size in self._untried:
             self._untried.discard(size)
             jax.block_until_ready(metrics)
-            host.return_unused_memory()  # frees fragments left by the first step that would block later buffers
+            return_unused_memory()  # what only the first step has needed
         return metrics
 
     def wait(self) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from jaxtyping import Array
 
-from mlcn_jax import host
+from mlcn_jax.allocator import return_unused_memory
 from mlcn_jax.data import batches, datasets
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.distributed import exchange, messages
@@ -203,7 +203,7 @@ class StacksRunner:
         with ThreadPoolExecutor() as pool:
             compiled = pool.map(lambda program: program.compile(), lowered.values())
             self._programs |= dict(zip(lowered, compiled, strict=True))
-        host.return_unused_memory()
+        return_unused_memory()
         return time.monotonic() - started
 
     def step_bytes(self) -> dict[jax.Device, int]:

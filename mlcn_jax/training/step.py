@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from mlcn_jax import host
+from mlcn_jax.allocator import StepBlock, return_unused_memory
 from mlcn_jax.data import batches
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.nn import losses
@@ -230,5 +230,12 @@ def compile_step(
     where = jax.tree.map(lambda leaf: leaf.sharding, state)
     jitted = jax.jit(step_fn, donate_argnums=0, compiler_options=options, out_shardings=(where, None))
     compiled = jitted.lower(state, *batch).compile()
-    host.return_unused_memory()
+    return_unused_memory()
     return compiled, time.monotonic() - started
+
+
+def step_block(compiled: jax.stages.Compiled) -> StepBlock:
+    """What `prepare` is to be called of before each step; of no effect but on a single CPU device."""
+    devices = jax.local_devices()
+    memory = compiled.memory_analysis() if len(devices) == 1 and devices[0].platform == "cpu" else None
+    return StepBlock(memory.temp_size_in_bytes if memory else 0)

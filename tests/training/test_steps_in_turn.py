@@ -1,22 +1,18 @@
-"""Steps on a CPU: the memory that they hold, and whether the process keeps it for the next."""
+"""Steps on a CPU: one after the other, so that they hold the memory of one."""
 
-import ctypes
-import os
-import platform
 import subprocess
 import sys
-import threading
 from unittest import mock
 
 import jax
 import pytest
 
-from mlcn_jax import host, launch
+from mlcn_jax import host
 
 _STEPS = """
 import sys
 from mlcn_jax import host
-from mlcn_jax.launch import keep_memory, share_heaps
+from mlcn_jax.allocator import keep_memory, share_heaps
 
 keep_memory()
 share_heaps("")  # or what each heap keeps would count
@@ -64,41 +60,6 @@ def test_several_devices_of_a_cpu_keep_their_queues(monkeypatch, devices, queue)
     monkeypatch.setattr(host, "jax", mock.Mock(config=config))
     host.compute_in_turn()
     assert seen == ({} if queue else {"jax_cpu_enable_async_dispatch": False})
-
-
-@pytest.mark.parametrize(("lanes", "calls"), [("mlcn2:w4*2,resnet:w1*1", 0), ("", 1)])
-def test_only_capsnet_has_one_heap(monkeypatch, lanes, calls):
-    mallopt = mock.Mock()
-    monkeypatch.setattr(launch, "_mallopt", mallopt)
-    launch.share_heaps(lanes)
-    assert mallopt.call_count == calls
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="has glibc keep memory")
-@pytest.mark.skipif(any(name.startswith(("GLIBC_TUNABLES", "MALLOC_")) for name in os.environ), reason="set elsewhere")
-def test_a_thread_takes_the_memory_that_it_has_freed():
-    import resource
-
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-    size, faults = 40 * 2**20, []  # two do not fit into one heap of a thread
-
-    def work():
-        first = libc.malloc(size)
-        for _ in range(5):
-            before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-            second = libc.malloc(size)
-            libc.memset(second, 1, size)
-            libc.free(second)
-            faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
-        libc.free(first)
-
-    launch.keep_memory()
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert max(faults[1:]) < 2000  # a page each time would be 10,240
 
 
 @pytest.mark.long
