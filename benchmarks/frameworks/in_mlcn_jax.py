@@ -15,7 +15,6 @@ from benchmarks import networks
 from benchmarks.networks import Network
 from mlcn_jax import host
 from mlcn_jax.allocator import return_unused_memory, share_heaps
-from mlcn_jax.config import RunConfig
 from mlcn_jax.distributed.mesh import place_batch
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
@@ -58,7 +57,8 @@ def start_weights(network: Network, folded: bool = False) -> dict[str, np.ndarra
 
 def write_export(network: Network, folder: Path, dtype: str) -> None:
     """Writes the network as `mlcn_jax export` writes a trained one, to `folder/export`, in place of an older one."""
-    from mlcn_jax.serving import export  # not above: with the checkpoints, it is memory that training does not need
+    from mlcn_jax.config import RunConfig  # not above: with the checkpoints, it is memory that a step does not need
+    from mlcn_jax.serving import export
     from mlcn_jax.training.trained import Trained
 
     spec = make_spec(network, dtype)
