@@ -9,7 +9,7 @@ _MMAP_MAX, _TOP_PAD, _TRIM_THRESHOLD, _ARENA_MAX = -4, -2, -1, -8  # of malloc.h
 _HEAP_BYTES = 2**26  # how far glibc's heaps of threads grow; one that is wholly free is kept if the pad is as large
 _ALIGNMENT = 64  # of XLA's buffers on a CPU
 _LEAST_BLOCK = 2**24  # bytes; a smaller one may be held twice
-_MOST_MOVES = 16  # each costs a step's page faults
+_MOST_MOVES = 16  # each costs a step's page faults; then blocks are no longer watched
 _kept = False
 
 
@@ -60,7 +60,7 @@ class StepBlock:
 
     def __init__(self, num_bytes: int):
         self._num_bytes, self._address, self._moves = num_bytes, None, 0
-        self._watches = _kept and num_bytes >= _LEAST_BLOCK and _glibc_version() < (2, 39)
+        self._watches = _kept and num_bytes >= _LEAST_BLOCK and _blocks_move()
 
     def prepare(self) -> None:
         """Returns the pages of the last step's block if the next step will have another one.
@@ -94,5 +94,7 @@ def _mallopt(parameter: int, value: int) -> bool:
     return False
 
 
-def _glibc_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in platform.libc_ver()[1].split("."))
+def _blocks_move() -> bool:
+    """Whether this glibc has the bug that `StepBlock` is for."""
+    name, version = platform.libc_ver()
+    return name == "glibc" and tuple(int(part) for part in version.split(".")) < (2, 39)
