@@ -261,7 +261,7 @@ def test_gradients_taken_lane_by_lane_are_those_of_the_whole_loss():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), found, expected)
     assert np.abs(found["resnet_w1d1"]["trunk"]["conv1_1"]).max() > 1e-4
     assert np.abs(found["mlcn1_w1d1"]["conv1"]["kernel"]).max() > 1e-4
-    assert not np.any(found["resnet_w1d3"]["trunk"]["whitening"]["kernel"])
+    assert not np.any(found["resnet_w1d1"]["trunk"]["whitening"]["kernel"])
 
 
 @pytest.mark.parametrize(
