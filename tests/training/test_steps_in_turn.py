@@ -5,9 +5,15 @@ import sys
 from unittest import mock
 
 import jax
+import numpy as np
+import optax
 import pytest
 
-from mlcn_jax import host
+from mlcn_jax import allocator, host
+from mlcn_jax.nn.model import init_params
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.training.mesh_runner import MeshRunner
+from mlcn_jax.training.step import TrainState
 
 _STEPS = """
 import sys
@@ -60,6 +66,25 @@ def test_several_devices_of_a_cpu_keep_their_queues(monkeypatch, devices, queue)
     monkeypatch.setattr(host, "jax", mock.Mock(config=config))
     host.compute_in_turn()
     assert seen == ({} if queue else {"jax_cpu_enable_async_dispatch": False})
+
+
+def test_the_block_of_buffers_is_looked_for_before_each_step(monkeypatch):
+    called, sizes = [], []
+    monkeypatch.setattr(allocator.StepBlock, "prepare", lambda block: called.append("prepare"))
+    start = allocator.StepBlock.__init__
+    monkeypatch.setattr(allocator.StepBlock, "__init__", lambda block, size: sizes.append(size) or start(block, size))
+    spec, optimizer = ModelSpec("mlcn", (18, 18, 1), 2, lanes="mlcn2:w1*1", decoder=(4,)), optax.sgd(0.1)
+    runner = MeshRunner(spec, optimizer, None, reconstruction_weight=0.4, seed=0)
+    runner.start(TrainState.create(init_params(spec, jax.random.key(0)), optimizer))
+    batch = np.zeros((2, 18, 18, 1), np.uint8), np.zeros(2, np.int32)
+    runner.compile(*batch)
+    step = runner._compiled[0]
+    runner._compiled[0] = lambda *given: called.append("step") or step(*given)
+    for _ in range(2):
+        runner.step(*runner.place(*batch))
+    assert called == ["prepare", "step"] * 2
+    single = len(jax.local_devices()) == 1
+    assert sizes == [step.memory_analysis().temp_size_in_bytes if single else 0]
 
 
 @pytest.mark.long
