@@ -1,7 +1,6 @@
 """The configuration of a run: checked, stored in the workdir, and compared with the one stored there."""
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
@@ -11,7 +10,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from mlcn_jax.errors import InputError, differences
+from mlcn_jax.errors import InputError, did_you_mean, differences
 from mlcn_jax.files import read_json
 from mlcn_jax.nn.spec import MODELS, ModelSpec
 from mlcn_jax.settings import DataSettings, ParallelSettings, RoundSettings, TrainSettings, check
@@ -227,12 +226,6 @@ def default_config() -> ConfigDict:
     values = RunConfig().to_dict()
     values["model"] |= {name: tuple(value) for name, value in values["model"].items() if isinstance(value, list)}
     return ConfigDict(values)
-
-
-def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The end of a message about an unknown name: the closest known name, if any."""
-    nearest = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {prefix}{nearest[0]}?" if nearest else ""
 
 
 def _read_as(old: Any, text: str, field: str) -> Any:

@@ -1,5 +1,6 @@
 """The exceptions a user may see, and helpers for their messages."""
 
+import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,6 +23,12 @@ class Diverged(ArithmeticError):
 
 class Stopped(Exception):
     """A command was asked to stop (SIGTERM or Ctrl-C) and saved first what it had computed."""
+
+
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The end of a message about an unknown name: the closest known name, if any."""
+    nearest = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {prefix}{nearest[0]}?" if nearest else ""
 
 
 def differences(

@@ -9,8 +9,7 @@ from typing import Any
 
 from mlcn_jax.analysis.market import Market
 from mlcn_jax.analysis.ways import Task, Terms, Way
-from mlcn_jax.config import did_you_mean
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import InputError, did_you_mean
 from mlcn_jax.launch import program
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost

@@ -42,7 +42,6 @@ from mlcn_jax.training.trained import describe_model, load_trained, restore_best
 
 FILE = "pruned.json"
 TIMED_BATCH = 100
-_RANKING_IMAGES = 5000  # training images that rank lanes if a run has no validation images
 _TURN_SECONDS = 0.2
 
 
@@ -112,10 +111,7 @@ def load_prunable(workdir: Path, data_dir: str = "") -> Run:
     checkpoints.close()
     if "optimizer" not in like:
         state["optimizer"] = at_step(session.optimizer.init(without_statistics(state["params"])), saved["step"])
-    train, ranking, ranking_from = session.train, session.validation, "validation"
-    if not len(ranking.labels):
-        drawn = np.random.default_rng(0).permutation(len(train.labels))[:_RANKING_IMAGES]
-        ranking, ranking_from = train[np.sort(drawn)], "training"
+    ranking, ranking_from = datasets.ranking_images(session.train, session.validation)
     return Run(
         config=config.without_rounds(),
         spec=trained.spec,
@@ -125,7 +121,7 @@ def load_prunable(workdir: Path, data_dir: str = "") -> Run:
         step=saved["step"],
         conv=dict(saved.get("conv", {})),
         steps_per_epoch=session.steps_per_epoch,
-        training_digest=datasets.digest(train),
+        training_digest=datasets.digest(session.train),
         dataset={"name": session.dataset.name, **session.dataset.provenance},
         ranking=ranking,
         ranking_from=ranking_from,

@@ -1,12 +1,13 @@
 """The fields of a configuration as listed by `--help`, with defaults and meanings from the dataclasses."""
 
 import dataclasses
-import difflib
 import inspect
 import re
 import textwrap
 from collections.abc import Iterable
 from typing import Any
+
+from mlcn_jax.errors import did_you_mean
 
 _COLUMN, _WIDTH = 40, 118
 _ATTRIBUTE = re.compile(r"  (\w+(?:, \w+)*): (.+)")
@@ -65,5 +66,4 @@ def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """The end of a message about an unknown name: the closest known name, if any is close."""
     names = list(known)
     same_end = [one for one in names if one.rpartition(".")[2] == name.rpartition(".")[2]]
-    found = same_end or difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {prefix}{found[0]}?" if found else ""
+    return f"; did you mean {prefix}{same_end[0]}?" if same_end else did_you_mean(name, names, prefix)

@@ -3,12 +3,11 @@
 `python main.py --config=FILE --workdir=FOLDER` without a command trains; `--mode` names another of `MODES`.
 """
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import InputError, did_you_mean
 from mlcn_jax.launch import launch
 
 # Each command's module, loaded only when it is called, and its line in the list of commands.
@@ -58,7 +57,8 @@ def run(argv: Sequence[str]) -> int:
         return 0
     name = _mode(arguments) if arguments[0].startswith("-") else arguments.pop(0)
     if name not in COMMANDS:
-        raise InputError(f"there is no command {name!r}{_nearest(name)}; the commands are {', '.join(COMMANDS)}")
+        meant = did_you_mean(name, COMMANDS)
+        raise InputError(f"there is no command {name!r}{meant}; the commands are {', '.join(COMMANDS)}")
     module = importlib.import_module(f"mlcn_jax.{COMMANDS[name][0]}")
     return module.main(arguments) or 0
 
@@ -86,12 +86,7 @@ def _mode(arguments: list[str]) -> str:
             del arguments[i : i + (1 if equals else 2)]
             break
     if mode not in MODES:
-        raise InputError(f"--mode={mode} is not one of {', '.join(MODES)}{_nearest(mode)}")
+        raise InputError(f"--mode={mode} is not one of {', '.join(MODES)}{did_you_mean(mode, MODES)}")
     if mode != "sweep" and any(argument.lstrip("-").startswith("sweep=") for argument in arguments):
         raise InputError("--sweep needs --mode=sweep")
     return mode
-
-
-def _nearest(name: str) -> str:
-    found = difflib.get_close_matches(name, COMMANDS, n=1)
-    return f"; did you mean {found[0]}?" if found else ""

@@ -5,7 +5,6 @@ are int32 [n]; the consumer of the batches scales pixels to [0, 1].
 """
 
 import dataclasses
-import difflib
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from PIL import Image
 from mlcn_jax.data import sources
 from mlcn_jax.data.batches import Split
 from mlcn_jax.data.folder import read_folder
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import InputError, did_you_mean
 
 LABEL_KINDS = ("fine", "coarse")
 TEST_FRACTION = 0.2
@@ -24,6 +23,7 @@ _HELD_OUT_SEED = 0  # A held-out test set is the same in every run, whatever the
 _DIGITS_TEST_FRACTION = 0.2
 _DIGITS_SIZE = 28
 _FOLDER_SIZE = 32
+_RANKING_IMAGES = 5_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +77,8 @@ def load(
       InputError: an argument or a file cannot be used; the message says how to fix it.
     """
     if name not in DATASETS:
-        nearest = difflib.get_close_matches(name, DATASETS, n=1)
-        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-        raise InputError(f"Unknown dataset {name!r}; the known ones are {', '.join(DATASETS)}.{hint}")
+        meant = did_you_mean(name, DATASETS)
+        raise InputError(f"Unknown dataset {name!r}{meant}; the known ones are {', '.join(DATASETS)}.")
     if directory and not Path(directory).expanduser().is_dir():
         raise InputError(
             f"data.dir={directory} is not an existing folder: give --config.data.dir=FOLDER or, if a command takes no "
@@ -235,6 +234,17 @@ def split_validation(train: Split, fraction: float, seed: int, class_names: Sequ
         return train, train[:0]
     names = class_names or [str(label) for label in range(int(train.labels.max()) + 1)]
     return _hold_out(train, fraction, seed, names)
+
+
+def ranking_images(train: Split, validation: Split) -> tuple[Split, str]:
+    """The images on which parts of a trained model are compared, and the split they are from.
+
+    The "validation" images, or if none were held out, 5,000 "training" images, always the same ones.
+    """
+    if len(validation.labels):
+        return validation, "validation"
+    drawn = np.random.default_rng(0).permutation(len(train.labels))[:_RANKING_IMAGES]
+    return train[np.sort(drawn)], "training"
 
 
 def _check_fraction(name: str, fraction: float) -> None:

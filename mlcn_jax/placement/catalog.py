@@ -7,11 +7,10 @@ Price and SpotPrice; prices are dollars an hour. A plain CSV has `machine` and `
 import csv
 import dataclasses
 import datetime
-import difflib
 import math
 from pathlib import Path
 
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import InputError, did_you_mean
 
 PLAIN_COLUMNS = {
     "machine": "its name",
@@ -201,9 +200,8 @@ def _check_columns(path: Path, columns: list[str]) -> None:
     told = f"a plain catalog has {', '.join(PLAIN_COLUMNS)}; SkyPilot's starts with InstanceType"
     unknown = [column for column in columns if column not in PLAIN_COLUMNS]
     if unknown:
-        meant = difflib.get_close_matches(str(unknown[0]), PLAIN_COLUMNS, n=1)
-        hint = f" (did you mean {meant[0]}?)" if meant else ""
-        raise InputError(f"--catalog={path} has an unknown column {unknown[0]!r}{hint}: {told}")
+        meant = did_you_mean(str(unknown[0]), PLAIN_COLUMNS)
+        raise InputError(f"--catalog={path} has an unknown column {unknown[0]!r}{meant}; {told}")
     missing = [name for name in ("machine",) if name not in columns]
     missing += [] if {"price", "spot_price"} & set(columns) else ["price"]
     if missing:

@@ -279,7 +279,7 @@ def test_lanes_are_never_ranked_on_test_images(config, run, workdir, tmp_path, m
     about = json.loads((without / "model.json").read_text())
     about["training_images_sha256"] = datasets.digest(dataset.train)
     (without / "model.json").write_text(json.dumps(about))
-    monkeypatch.setattr(prune, "_RANKING_IMAGES", 60)
+    monkeypatch.setattr(datasets, "_RANKING_IMAGES", 60)
     drawn = prune.load_prunable(without)
     assert (drawn.ranking_from, len(drawn.ranking.labels)) == ("training", 60)
     images = {image.tobytes() for image in dataset.train.images}

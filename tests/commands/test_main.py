@@ -83,7 +83,7 @@ def test_lanes_that_say_nothing_are_told(capsys, tmp_path, known, said):
             ["field --config.train.batch;", "mean --config.train.batch_size?"],
         ),
         ((QUICKSTART, "--workdir=W", "--config.train.seed=x"), ["--config.train.seed=x"]),
-        ((QUICKSTART, "--workdir=W", "--config.data.name=mist"), ["mist", "Did you mean 'mnist'"]),
+        ((QUICKSTART, "--workdir=W", "--config.data.name=mist"), ["mist", "did you mean mnist?"]),
         ((QUICKSTART, "--workdir=W", "--config.train.batch_size=1439"), ["1439", "1438"]),
         (("--config=configs/none.py", "--workdir=W"), ["configs/none.py", "mlcn2_cifar"]),
         (("--workdir=W",), ["--config"]),

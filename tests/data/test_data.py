@@ -24,7 +24,7 @@ from mlcn_jax.training.step import make_input
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("fashion-mnist", {}, r"'fashion-mnist'; the known ones are mnist, .*folder\. Did you mean 'fashion_mnist'\?"),
+        ("fashion-mnist", {}, r"'fashion-mnist'; did you mean fashion_mnist\?; the known ones are mnist, .*folder\."),
         ("zzz", {}, r"'zzz'; the known ones are mnist, [^?]*$"),
         ("digits", {"test_fraction": 1.0}, r"test_fraction is 1\.0; expected at least 0 and less than 1"),
         ("digits", {"test_fraction": -0.1}, r"test_fraction is -0\.1"),

@@ -16,7 +16,7 @@ from jaxtyping import Float, UInt8
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data.batches import Split
-from mlcn_jax.data.datasets import Dataset, split_validation
+from mlcn_jax.data.datasets import Dataset, ranking_images, split_validation
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import make_folder, put_in_place, write_json
 from mlcn_jax.nn.spec import ModelSpec
@@ -34,7 +34,6 @@ from mlcn_jax.training.session import check_learned
 
 FILE = "precision.json"
 PLACED, TIERS = "placed", "tiers.json"  # with device profiles: an export, and what `tiers split` takes
-_RANKING_IMAGES = 5_000  # training images that the mix is chosen on if no validation images were held out
 _BATCH = 500  # images whose parts are computed in one call
 _log = logging.getLogger(__name__)
 
@@ -96,14 +95,12 @@ def precision(
     dataset = model.data.load()
     check_images(dataset, model)
     config = RunConfig.from_dict(dict(model.config))
-    train, ranking = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)
+    train, validation = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)
     check_learned(workdir, dataset, train)
     data = {"name": dataset.name, "train_images": len(train.labels), **dataset.provenance}
     make_folder(results, "output")
-    ranked_on = "validation"
-    if not len(ranking.labels):
-        drawn = np.random.default_rng(0).permutation(len(train.labels))[:_RANKING_IMAGES]
-        ranking, ranked_on = train[np.sort(drawn)], "training"
+    ranking, ranked_on = ranking_images(train, validation)
+    if ranked_on == "training":
         _log.warning(
             "no validation images were held out: the mix is chosen on training images, which overstates its accuracy"
         )
