@@ -19,8 +19,8 @@ def planted_seconds(costs, batch_size, crowding):
     seconds = 0.0
     for one in costs:
         seconds += 1e-5 + 2e-10 * one.parameters
-        for layer in one.layers:
-            slowness = 1e-11 * len(layer.speed_class) * (1 - 0.03 * np.log2(layer.kernel))
+        for layer, form in zip(one.layers, one.forms("cpu", batch_size), strict=True):
+            slowness = 1e-11 * len(layer.speed_class(form)) * (1 - 0.03 * np.log2(layer.kernel))
             seconds += slowness * batch_size * layer.flops
             seconds += 1e-9 * batch_size * layer.outputs * bool(layer.family)
     return seconds * (len(costs) * batch_size) ** crowding
@@ -45,8 +45,8 @@ def make_profile(kind="mlcn1"):
         batch_sizes=BATCH_SIZES,
         tiny_seconds=0.002,
         memory_bytes=2**30,
-        **fit.fit_lane_seconds(stacks, batch_sizes, seconds),
-        lane_bytes_of=fit.fit_bytes([lane(kind, depth=d).memory_features(50) for d in (1, 2)], [1000.0, 2000.0]),
+        **fit.fit_lane_seconds(stacks, batch_sizes, seconds, "cpu"),
+        lane_bytes_of=fit.fit_bytes([lane(kind, depth=d).memory_features("cpu", 50) for d in (1, 2)], [1000.0, 2000.0]),
         head_seconds_of=profile.head_features(0, 0) | {"step": 0.5, "images": 0.25},
         forward_share=0.3,
         link=None,

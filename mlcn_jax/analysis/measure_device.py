@@ -36,7 +36,10 @@ from mlcn_jax.training.step import TrainState, head_loss, make_train_step
 
 BATCH_SIZES = (50, 100)
 # Measured widths and depths: a designed subset of 1..5 times 1..5.
-_SIZES = ((1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (1, 2), (3, 2), (5, 2), (2, 3), (4, 3), (1, 5), (3, 5), (5, 4))
+_SIZES = (
+    *((1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (1, 2), (3, 2), (4, 2), (5, 2)),
+    *((2, 3), (4, 3), (1, 5), (3, 5), (5, 4)),
+)
 _GROUPS = (
     "mlcn1:w3d1*4, mlcn2:w2d3*4, mlcn1:w1d2*2, mlcn2:w4d1*2, mlcn1:w2d1*8, mlcn2:w1d2*8, resnet:w2d1*4, resnet:w1d2*2"
 )
@@ -235,13 +238,17 @@ def make_profile(
     for what, *key in programs:
         keys.setdefault(what, []).append(tuple(key))
     singles = [(group, batch_size) for group, batch_size in keys["step"] if group.count == 1]
-    memory_features = [cost.cost_of(lab.spec, group.spec).memory_features(batch_size) for group, batch_size in singles]
+    here = host.environment()
+    platform = here["platform"]
+    memory_features = [
+        cost.cost_of(lab.spec, group.spec).memory_features(platform, batch_size) for group, batch_size in singles
+    ]
     measured = (
         [[cost.cost_of(lab.spec, group.spec)] * group.count for group, _ in keys["step"]],
         [batch_size for _, batch_size in keys["step"]],
         [seconds["step", *key] for key in keys["step"]],
+        platform,
     )
-    here = host.environment()
     profile = DeviceProfile(
         device=here["device"],
         platform=here["platform"],

@@ -64,10 +64,12 @@ def forms_of(spec: "ModelSpec", text: str, rounds: int) -> Iterator[dict[str, An
 def main(argv: Sequence[str]) -> None:
     values = arguments.parse("profile", __doc__, define, argv)
 
+    from mlcn_jax import host
     from mlcn_jax.analysis import measure_device, measure_machine
     from mlcn_jax.files import make_folder
     from mlcn_jax.nn.lane_list import parse_lanes
 
+    host.compute_in_turn()  # before anything is computed, as `train` does
     if values.link_worker:
         measure_device.link_worker(**json.loads(values.link_worker))
         return

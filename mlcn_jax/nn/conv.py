@@ -149,6 +149,20 @@ def choose(
     return "im2col" if entries <= _IM2COL_MAX_ENTRIES else "native"
 
 
+def training_form(
+    backend: str, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], stride: int, padding: Padding, itemsize: int
+) -> str:
+    """What `choose` returns, of a convolution with its gradients; `fourier held` if the kernel's spectrum is held.
+
+    Arguments as for `choose`, and the bytes of a value. Time and memory change abruptly where it does.
+    """
+    algorithm = choose(backend, x_shape, kernel_shape, stride, padding)
+    if algorithm == "fourier":
+        size = conv_spectral.spectrum_size(_num_outputs(x_shape, kernel_shape, stride, padding), kernel_shape, stride)
+        return "fourier held" if conv_spectral.holds_spectrum(itemsize * size) else algorithm
+    return algorithm
+
+
 def _worth_tiles(batch: int, outputs: tuple[int, ...], channels: int, constant_kernel: bool) -> bool:
     """Whether `winograd` is faster than `native` on a CPU, for the smaller number of channels and filters."""
     tiles = conv_winograd.num_tiles(outputs)

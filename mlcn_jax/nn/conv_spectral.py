@@ -56,6 +56,11 @@ def spectrum_size(outputs, kernel_shape, stride):
     return 3 * first.points * second.points // 2 * stride**2 * math.prod(kernel_shape[2:])
 
 
+def holds_spectrum(num_bytes):
+    """Whether the spectrum of a kernel is held for the backward pass, if there are at least as many images as taps."""
+    return _SMALL_BYTES < num_bytes <= _LARGE_BYTES
+
+
 def conv2d(x, kernel, stride, pads):
     """As `conv.conv2d`, for pads ((top, bottom), (left, right))."""
     sizes = [n + sum(pad) for n, pad in zip(x.shape[1:3], pads, strict=True)]
@@ -210,8 +215,7 @@ def _correlate_fwd(spans, x, kernel):
     kernel_spectrum = _apply(b, kernel)
     y = _apply(c, matmul(x_spectrum, kernel_spectrum))
     few = isinstance(x.shape[1], int) and x.shape[1] < len(kernel)  # a symbolic batch has no backward pass
-    held = few or _SMALL_BYTES < _bytes(kernel_spectrum) <= _LARGE_BYTES
-    return y, (x_spectrum, kernel_spectrum if held else kernel)
+    return y, (x_spectrum, kernel_spectrum if few or holds_spectrum(_bytes(kernel_spectrum)) else kernel)
 
 
 def _bytes(array):

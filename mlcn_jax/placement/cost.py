@@ -13,7 +13,7 @@ from jax.extend import core as jex_core
 from jaxtyping import Array
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn import lanes, model
+from mlcn_jax.nn import conv, lanes, model
 from mlcn_jax.nn.lane_losses import losses_of_group
 from mlcn_jax.nn.model import apply_model, param_shapes
 from mlcn_jax.nn.spec import ModelSpec
@@ -32,6 +32,7 @@ class Layer:
       inputs, outputs: per image.
       kernel: parameters; 0 in a product of images with each other.
       family: the lane's kind if that kind normalises, which takes time in each of its layers; otherwise empty.
+      convolution: shapes of an image and of the kernel, stride and padding, as for `conv.choose`; None for a product.
     """
 
     name: str
@@ -41,17 +42,21 @@ class Layer:
     outputs: int
     kernel: int
     family: str = ""
+    convolution: tuple[tuple[int, ...], tuple[int, ...], int, conv.Padding] | None = None
 
     @property
     def places(self) -> int:
         """How often an image uses each parameter: the number of output pixels of a convolution."""
         return self.flops // (2 * self.kernel) if self.kernel else 0
 
-    @property
-    def speed_class(self) -> str:
-        """Layers of a class have similar speed; a strided one may be fused with the one before (`conv.lane_convs`)."""
+    def speed_class(self, form: str) -> str:
+        """Layers of a class have similar speed; a strided one may be fused with the one before (`conv.lane_convs`).
+
+        Args:
+          form: as in `LaneCost.forms`.
+        """
         name = f"{self.name} after {self.after}" if "stride" in self.name else self.name
-        return f"{self.family} {name}" if self.family else name
+        return f"{self.family} {name}{form}".lstrip()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,26 +114,38 @@ class LaneCost:
         values = math.prod(self.image_shape) + self.activations
         return self._item_bytes * batch_size * values + self.gradient_bytes + self.state_bytes
 
-    def memory_features(self, batch_size: int) -> dict[str, float]:
-        """Features for fitting the memory of a training step (`fit.fit_bytes`)."""
+    def forms(self, platform: str, batch_size: int) -> list[str]:
+        """For each layer, how a platform computes it: ` by ` and `conv.training_form`; empty for a product."""
+        return [_form(layer.convolution, platform, batch_size, self._item_bytes) for layer in self.layers]
+
+    def memory_features(self, platform: str, batch_size: int) -> dict[str, float]:
+        """Features for fitting the memory of a training step on a platform (`fit.fit_bytes`)."""
         features: dict[str, float] = {
             "step": 1,
             "parameters": self.parameters,
             "images": batch_size * math.prod(self.image_shape),
         }
-        for layer in self.layers:
+        for layer, form in zip(self.layers, self.forms(platform, batch_size), strict=True):
             for what, size in (
                 ("values", batch_size * (layer.inputs + layer.outputs)),
                 ("places", batch_size * layer.places),
                 ("kernel", layer.kernel),
             ):
-                key = f"{layer.family} {layer.name} after {layer.after}: {what}".strip()
+                key = f"{layer.family} {layer.name} after {layer.after}: {what}{form}".lstrip()
                 features[key] = features.get(key, 0) + size
         return features
 
     @property
     def _item_bytes(self) -> int:
         return jnp.dtype(self.settings.dtype).itemsize
+
+
+@functools.cache
+def _form(convolution: tuple | None, platform: str, batch_size: int, item_bytes: int) -> str:
+    if convolution is None:
+        return ""
+    shape, *rest = convolution
+    return f" by {conv.training_form(platform, (batch_size, *shape), *rest, item_bytes)}"
 
 
 @functools.cache
@@ -359,12 +376,12 @@ def _layers(program_of_one, program_of_two, family: str) -> Iterator[Layer]:
         if flops[0] == flops[1]:
             continue
         sizes = [(a.aval.size, b.aval.size) for a, b in zip(one.invars, two.invars, strict=True)]
-        name = "dot"
+        name, convolution = "dot", None
         if one.primitive.name == "conv_general_dilated":
-            kernel = one.invars[1].aval.shape
-            taps = "x".join(str(kernel[d]) for d in one.params["dimension_numbers"].rhs_spec[2:])
+            image, kernel = (value.aval.shape for value in one.invars)  # as in `conv.conv2d`
             stride = max(one.params["window_strides"])
-            name = f"conv {taps}" + (f" stride {stride}" if stride > 1 else "")
+            convolution = (image[1:], kernel, stride, tuple(one.params["padding"]))
+            name = f"conv {kernel[0]}x{kernel[1]}" + (f" stride {stride}" if stride > 1 else "")
         yield Layer(
             name=name,
             after=before,
@@ -373,6 +390,7 @@ def _layers(program_of_one, program_of_two, family: str) -> Iterator[Layer]:
             outputs=two.outvars[0].aval.size - one.outvars[0].aval.size,
             kernel=sum(a for a, b in sizes if a == b),
             family=family,
+            convolution=convolution,
         )
         before = name
 

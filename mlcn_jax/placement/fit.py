@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from mlcn_jax.placement.cost import LaneCost
+    from mlcn_jax.placement.cost import LaneCost, Layer
 from mlcn_jax.placement.profile import log_size
 
-_MEMORY_MARGIN = 1.02  # over what the fitted lanes need: lanes between them were up to 1 % above the fit
+_MEMORY_MARGIN = 1.03  # over what the fitted lanes need: lanes between them were up to 2.6 % above the fit
 _STRAIGHTNESS = 0.03  # weight of smoothness in seconds per FLOP over layer size, against relative errors of the fit
 _CROWDINGS = tuple(i / 100 for i in range(21))
 
@@ -20,6 +20,7 @@ def fit_lane_seconds(
     stacks: Sequence[Sequence["LaneCost"]],
     batch_sizes: Sequence[int],
     seconds: Sequence[float],
+    platform: str,
     crowdings: Sequence[float] = _CROWDINGS,
 ) -> dict[str, Any]:
     """The fields of a profile with which `DeviceProfile.stack_seconds` is closest to the measurements.
@@ -30,24 +31,25 @@ def fit_lane_seconds(
     Args:
       stacks: the lanes of each measured program.
       batch_sizes, seconds: those of each program.
+      platform: that of the device.
       crowdings: the values to try.
     """
     from scipy import optimize
 
-    layers = [[layer for cost in costs for layer in cost.layers] for costs in stacks]
+    layers = _layers_by_class(stacks, batch_sizes, platform)
     sizes: dict[str, list[float]] = {}
-    for layer in itertools.chain.from_iterable(layers):
-        sizes.setdefault(layer.speed_class, []).append(log_size(layer))
+    for name, layer in itertools.chain.from_iterable(layers):
+        sizes.setdefault(name, []).append(log_size(layer))
     knots = {name: np.arange(math.floor(min(of)), math.ceil(max(of)) + 1) for name, of in sizes.items()}
     places = dict(zip(knots, itertools.accumulate((len(of) for of in knots.values()), initial=0), strict=False))
     num_knots = sum(len(of) for of in knots.values())
 
-    families = sorted({layer.family for own in layers for layer in own if layer.family})
+    families = sorted({layer.family for own in layers for _, layer in own if layer.family})
     table = np.zeros((len(stacks), num_knots + len(families) + 2))
     for row, costs, own, batch_size in zip(table, stacks, layers, batch_sizes, strict=True):
-        for layer in own:
-            near = np.maximum(0.0, 1.0 - np.abs(knots[layer.speed_class] - log_size(layer)))
-            row[places[layer.speed_class] :][: len(near)] += batch_size * layer.flops * near
+        for name, layer in own:
+            near = np.maximum(0.0, 1.0 - np.abs(knots[name] - log_size(layer)))
+            row[places[name] :][: len(near)] += batch_size * layer.flops * near
             if layer.family:
                 row[num_knots + families.index(layer.family)] += batch_size * layer.outputs
         row[-2:] = len(costs), sum(cost.parameters for cost in costs)
@@ -78,16 +80,31 @@ def fit_lane_seconds(
     }
 
 
+def _layers_by_class(
+    stacks: Sequence[Sequence["LaneCost"]], batch_sizes: Sequence[int], platform: str
+) -> list[list[tuple[str, "Layer"]]]:
+    """The layers of each stack with their classes of speed."""
+    return [
+        [
+            (layer.speed_class(form), layer)
+            for cost in costs
+            for layer, form in zip(cost.layers, cost.forms(platform, batch_size), strict=True)
+        ]
+        for costs, batch_size in zip(stacks, batch_sizes, strict=True)
+    ]
+
+
 def residuals(
     stacks: Sequence[Sequence["LaneCost"]],
     batch_sizes: Sequence[int],
     seconds: Sequence[float],
+    platform: str,
     predict: Callable[[dict[str, Any], Sequence["LaneCost"], int], float],
 ) -> dict[str, list[float]]:
     """Leave-one-out residuals: log(measured / predicted seconds) of each program, predicted by a fit to all others.
 
     Args:
-      stacks, batch_sizes, seconds: as for `fit_lane_seconds`.
+      stacks, batch_sizes, seconds, platform: as for `fit_lane_seconds`.
       predict: seconds of a program, given the fields fitted, its lanes and its batch size.
 
     Returns:
@@ -95,19 +112,21 @@ def residuals(
       class that no other has, or larger or smaller than all of that class in the others.
     """
     found: dict[str, list[float]] = {"lane": [], "stack": []}
-    crowding = fit_lane_seconds(stacks, batch_sizes, seconds)["crowding"]
+    crowding = fit_lane_seconds(stacks, batch_sizes, seconds, platform)["crowding"]
+    layers = _layers_by_class(stacks, batch_sizes, platform)
     for i, own in enumerate(stacks):
         others = [j for j in range(len(stacks)) if j != i]
         sizes: dict[str, list[float]] = {}
-        for layer in (layer for j in others for cost in stacks[j] for layer in cost.layers):
-            sizes.setdefault(layer.speed_class, []).append(log_size(layer))
-        mine = [(sizes.get(layer.speed_class), log_size(layer)) for cost in own for layer in cost.layers]
+        for name, layer in (pair for j in others for pair in layers[j]):
+            sizes.setdefault(name, []).append(log_size(layer))
+        mine = [(sizes.get(name), log_size(layer)) for name, layer in layers[i]]
         if not all(known and min(known) <= size <= max(known) for known, size in mine):
             continue
         fitted = fit_lane_seconds(
             [stacks[j] for j in others],
             [batch_sizes[j] for j in others],
             [seconds[j] for j in others],
+            platform,
             crowdings=_CROWDINGS if len(own) > 1 else (crowding,),
         )
         predicted = predict(fitted, own, batch_sizes[i])

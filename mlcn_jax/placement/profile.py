@@ -46,7 +46,8 @@ class DeviceProfile:
       tiny_seconds: time of a training step of the tiny network.
       memory_bytes: memory that programs may use.
       layer_seconds: for each `Layer.speed_class`, pairs of the logarithm (base 2) of a layer's number of parameters and
-        of the seconds of a training step for each of its forward FLOPs; interpolated linearly in between.
+        of the seconds of a training step for each of its forward FLOPs; interpolated linearly in between. A layer in a
+        form that was not measured (`LaneCost.forms`) counts as in one that was; so in `lane_bytes_of`.
       step_seconds, parameter_seconds: additional time per step of a lane, and per parameter of it.
       crowding: all these grow with this power of the number of images in a stack (batch size times lanes), as values
         saved for the backward pass no longer fit the caches.
@@ -126,10 +127,11 @@ class DeviceProfile:
         """
         total = 0.0
         for cost in costs:
-            self._check_covers(cost, self.layer_seconds, {layer.speed_class for layer in cost.layers})
+            forms = cost.forms(self.platform, batch_size)
+            names = [layer.speed_class(form) for layer, form in zip(cost.layers, forms, strict=True)]
             total += self.step_seconds + self.parameter_seconds * cost.parameters
-            for layer in cost.layers:
-                sizes, seconds = zip(*self.layer_seconds[layer.speed_class], strict=True)
+            for layer, name in zip(cost.layers, self._covered(cost, self.layer_seconds, names), strict=True):
+                sizes, seconds = zip(*self.layer_seconds[name], strict=True)
                 total += batch_size * layer.flops * float(np.interp(log_size(layer), sizes, seconds))
                 total += batch_size * layer.outputs * self.value_seconds.get(layer.family, 0.0)
         images = images or len(costs) * batch_size
@@ -156,9 +158,9 @@ class DeviceProfile:
         Raises:
           InputError: as for `lane_seconds`.
         """
-        features = cost.memory_features(max(batch_size, min(self.batch_sizes)))
-        self._check_covers(cost, self.lane_bytes_of, features)
-        return sum(self.lane_bytes_of[name] * size for name, size in features.items())
+        features = cost.memory_features(self.platform, max(batch_size, min(self.batch_sizes)))
+        names = self._covered(cost, self.lane_bytes_of, features)
+        return sum(self.lane_bytes_of[name] * size for name, size in zip(names, features.values(), strict=True))
 
     def head_seconds(self, num_lanes: int, batch_size: int) -> float:
         """Seconds of loss, decoder and its update, from class capsules to their gradients."""
@@ -179,8 +181,11 @@ class DeviceProfile:
                 + f"\nmeasure one here with {program()} profile (--cores=N for a process of N cores)"
             )
 
-    def _check_covers(self, cost: "LaneCost", known: Collection[str], needed: Iterable[str]) -> None:
-        """Raises InputError if such lanes were not measured."""
+    def _covered(self, cost: "LaneCost", known: Collection[str], needed: Iterable[str]) -> list[str]:
+        """What is needed as it is known; in a form that was not measured, as the first that was.
+
+        Raises InputError if such lanes were not measured.
+        """
         given = {
             "image_shape": cost.image_shape,
             "num_classes": cost.settings.num_classes,
@@ -189,7 +194,8 @@ class DeviceProfile:
         }
         measured = {field: getattr(self, field) for field in given}
         rows = differences(measured, given, there="in the profile", here=f"for {cost.spec}")
-        rows += [f"  {name}: not in the profile, but in {cost.spec}" for name in needed if name not in known]
+        found = [name if name in known else _other_form(name, known) for name in needed]
+        rows += [f"  {name}: not in the profile, but in {cost.spec}" for name in found if name not in known]
         if rows:
             raise InputError(
                 "the device profile was measured with other lanes:\n"
@@ -197,6 +203,7 @@ class DeviceProfile:
                 + f"\nmeasure one with these, using {program()} profile (--data, --lane_routing, "
                 + "--compute_dtype)"
             )
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON."""
@@ -246,6 +253,12 @@ class DeviceProfile:
             raise InputError(f"{path}: {error}") from error
         except ValueError as error:
             raise InputError(f"{path} is damaged ({error}): {_MEASURE}") from error
+
+
+def _other_form(name: str, known: Iterable[str]) -> str:
+    """The first known name that differs only in the form of the layer (`LaneCost.forms`); the name if there is none."""
+    plain = name.partition(" by ")[0]
+    return next((other for other in known if other.partition(" by ")[0] == plain), name)
 
 
 def head_features(num_lanes: int, batch_size: int) -> dict[str, float]:

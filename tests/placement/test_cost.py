@@ -108,7 +108,9 @@ def test_costs_of_an_mlcn1_lane_by_hand():
         *("conv 9x9", "conv 3x3", "conv 3x3"),
         *("conv 9x9 stride 2", "dot"),
     ]
-    assert lane.layers[3].speed_class == "conv 9x9 stride 2 after conv 3x3"
+    forms = lane.forms("cpu", 100)
+    assert forms == [" by im2col", " by native", " by native", " by fourier", ""]
+    assert lane.layers[3].speed_class(forms[3]) == "conv 9x9 stride 2 after conv 3x3 by fourier"
     assert [layer.places for layer in lane.layers] == [400, 400, 400, 36, 1]
     assert lane.forward_flops_per_image == first + 2 * deep + primary + classes
     # the images need no gradient
@@ -152,7 +154,7 @@ def test_memory_of_a_lane_is_predicted_without_compiling_it():
         return cost.compiled_memory_bytes(step.lower(state, images, columns).compile())
 
     def features(spec):
-        return cost.lane_cost(spec, settings, shape).memory_features(batch_size)
+        return cost.lane_cost(spec, settings, shape).memory_features("cpu", batch_size)
 
     fitted = [
         lanes.LaneSpec("mlcn1", width, depth) for width, depth in ((1, 1), (3, 1), (5, 1), (1, 2), (4, 2), (2, 4))
