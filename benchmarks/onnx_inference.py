@@ -70,7 +70,6 @@ def compare_all(workdirs: list[Path], batches: list[int], rounds: int, out: Path
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{out} cannot be written ({error.strerror}): give another --out=FILE") from error
-    host.compute_in_turn()  # as those commands do
     results = {"rounds": rounds, "threads": host.num_cores(), **peers.environment(), "models": []}
     results["versions"] |= packages
     for workdir in workdirs:

@@ -38,7 +38,6 @@ from absl import flags
 
 from benchmarks import networks, peers
 from benchmarks.frameworks import in_mlcn_jax
-from mlcn_jax import host
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import conv
 from mlcn_jax.placement import cost
@@ -236,7 +235,6 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    host.compute_in_turn()  # before anything is computed, as in training
     chosen = networks.chosen(values.networks)
     results = peers.results_so_far(values, {"rounds": values.rounds}, "networks")
     probes = compile_probes()

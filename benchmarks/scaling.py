@@ -29,7 +29,6 @@ from absl import flags
 from matplotlib.figure import Figure
 
 from benchmarks import networks, peers
-from mlcn_jax import host
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn import tracing
@@ -184,7 +183,6 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    host.compute_in_turn()  # before anything is computed, as in training
     path = peers.RESULTS / "scaling.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     for sweep in [] if values.from_json else values.sweeps:

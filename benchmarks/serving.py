@@ -31,7 +31,6 @@ from PIL import Image
 
 from benchmarks import peers
 from benchmarks.http_clients import ask, ask_at
-from mlcn_jax import host
 from mlcn_jax.data.images import read_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import launch_script
@@ -264,7 +263,6 @@ def main(values: flags.FlagValues) -> None:
     if len(set(titles)) < len(titles):
         raise InputError(f"--artifacts: of the same lanes ({'; '.join(titles)}) the results hold only one model")
     settings = {name: values[name].value for name in ("rounds", "seconds", "clients", "max_batch", "workers")}
-    host.compute_in_turn()  # as the server does
     settings["server_versions"] = {name: importlib.metadata.version(name) for name in _PACKAGES}
     results = peers.results_so_far(values, settings, "models")
     for name, artifact in zip(titles, values.artifacts, strict=True):

@@ -27,7 +27,6 @@ from absl import flags
 
 from benchmarks import networks, peers, roofline
 from benchmarks.frameworks import in_artifact, in_mlcn_jax
-from mlcn_jax import host
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.calibration import fold_statistics
@@ -124,7 +123,6 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    host.compute_in_turn()  # as `predict` does
     chosen = networks.chosen(values.networks)
     results = peers.results_so_far(values, {"rounds": values.rounds}, "networks")
     rate = product_rate()

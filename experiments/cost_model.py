@@ -144,7 +144,6 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    host.compute_in_turn()  # before anything is computed, as `train` does
     with measure_machine.measuring(values) as finish:
         lab = measure_device.Lab(measure_device.lab_spec(values.data, values.lane_routing, values.compute_dtype))
         fitted = measure_device.make_programs(lab)

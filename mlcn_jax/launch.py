@@ -116,8 +116,20 @@ def _first_line(error: Exception) -> str:
 
 
 def launch_script(define: Callable[["FlagValues"], None], main: Callable[["FlagValues"], int | None]) -> None:
-    """`launch` for the `main` of a script, called with the parsed flags that `define` declares."""
-    launch(lambda: main(_parse_flags(define, sys.argv)))
+    """`launch` for the `main` of a script, called with the parsed flags that `define` declares.
+
+    Programs are computed as in training (`host.compute_in_turn`): of queued ones, which other threads compute, glibc
+    maps buffers of over 64 MiB anew in each call.
+    """
+
+    def run() -> int | None:
+        from mlcn_jax import host
+
+        values = _parse_flags(define, sys.argv)
+        host.compute_in_turn()
+        return main(values)
+
+    launch(run)
 
 
 def _parse_flags(define: Callable[["FlagValues"], None], argv: Sequence[str]) -> "FlagValues":

@@ -10,7 +10,7 @@ import pytest
 from conftest import REPOSITORY
 
 from mlcn_jax import config as config_lib
-from mlcn_jax import pretrained
+from mlcn_jax import host, pretrained
 from mlcn_jax.commands import arguments, fields, front
 from mlcn_jax.errors import InputError
 from mlcn_jax.search.settings import SearchSettings
@@ -102,6 +102,17 @@ def test_what_a_command_cannot_use(argv, message, tmp_path, monkeypatch):
     with pytest.raises(InputError, match=message):
         front.run(argv.split())
     assert not list(tmp_path.iterdir()) or argv.startswith("sweep")
+
+
+@pytest.mark.parametrize("given", ["--output=p.json", "--link_worker={}", "--sharing_worker={}"])
+def test_a_profile_is_measured_as_training_computes(given, tmp_path, monkeypatch):
+    def in_turn():
+        raise InputError("computes in turn")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(host, "compute_in_turn", in_turn)
+    with pytest.raises(InputError, match="computes in turn"):
+        front.run(["profile", given])
 
 
 def test_a_mistake_is_answered_before_jax_is_loaded():

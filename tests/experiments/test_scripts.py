@@ -11,7 +11,7 @@ import pytest
 from absl import flags
 
 from experiments import REPOSITORY, lane_collapse, repeated_runs, table_4_1
-from mlcn_jax import launch
+from mlcn_jax import host, launch
 from mlcn_jax.errors import InputError
 
 SCRIPTS = [
@@ -102,6 +102,14 @@ def test_names_that_the_terminal_cannot_show_are_escaped(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii", write_through=True))
     launch.launch(lambda: print("runs/größe"))
     assert out.getvalue() == b"runs/gr\\xf6\\xdfe\n"
+
+
+def test_programs_of_scripts_are_computed_as_in_training(monkeypatch):
+    done = []
+    monkeypatch.setattr(sys, "argv", ["script"])
+    monkeypatch.setattr(host, "compute_in_turn", lambda: done.append("in turn"))
+    launch.launch_script(lambda values: None, lambda values: done.append("main"))
+    assert done == ["in turn", "main"]
 
 
 def test_help_tells_what_there_is_to_give():

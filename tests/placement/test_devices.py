@@ -80,6 +80,16 @@ def test_an_unknown_layer_is_named(profile):
         dataclasses.replace(profile, layer_seconds=known).lane_seconds(lane(), 100)
 
 
+def test_a_form_that_was_not_measured_counts_as_one_that_was(profile):
+    """Profiles measured before forms were told apart have none."""
+    wide = lane("mlcn1", 4, 3)
+    assert {" by winograd", " by fourier held"} <= set(wide.forms("cpu", 100))
+    few = {name: curve for name, curve in profile.layer_seconds.items() if not name.endswith(("winograd", "held"))}
+    older = {name.partition(" by ")[0]: curve for name, curve in few.items()}
+    found = [dataclasses.replace(profile, layer_seconds=known).lane_seconds(wide, 100) for known in (few, older)]
+    assert found[0] == found[1] != profile.lane_seconds(wide, 100)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
