@@ -198,11 +198,12 @@ _FITTED_KINDS = (*lanes.PUBLISHED_KINDS, "resnet")
 
 
 def fitted_lanes() -> list[tuple[lanes.LaneGroup, int]]:
-    """The lanes to which a profile is fitted, as groups of one, each with one of the batch sizes."""
+    """The lanes to which a profile is fitted, as groups of one, each with both batch sizes."""
     return [
-        (lanes.LaneGroup(lanes.LaneSpec(kind, width, depth), 1), BATCH_SIZES[(i + j) % 2])
-        for i, (width, depth) in enumerate(_SIZES)
-        for j, kind in enumerate(_FITTED_KINDS)
+        (lanes.LaneGroup(lanes.LaneSpec(kind, width, depth), 1), batch_size)
+        for width, depth in _SIZES
+        for kind in _FITTED_KINDS
+        for batch_size in BATCH_SIZES
     ]
 
 
