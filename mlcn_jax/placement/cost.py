@@ -144,8 +144,8 @@ class LaneCost:
 def _form(convolution: tuple | None, platform: str, batch_size: int, item_bytes: int) -> str:
     if convolution is None:
         return ""
-    shape, *rest = convolution
-    return f" by {conv.training_form(platform, (batch_size, *shape), *rest, item_bytes)}"
+    shape, kernel, stride, pads = convolution
+    return f" by {conv.training_form(platform, (batch_size, *shape), kernel, stride, pads, item_bytes)}"
 
 
 @functools.cache
