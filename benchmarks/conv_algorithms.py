@@ -6,13 +6,11 @@
 Four lanes vmapped over their kernels, and one residual lane by itself, as each is computed; forward alone and with both
 gradients (of the first convolution: the kernel's alone, since images need none; that of residual lanes is not trained,
 so only its forward time counts), in interleaved rounds on the backend at hand. The first convolution of a residual
-lane's stage is also timed as training runs it before pooling ("pooled"): without the odd row and column, and on a CPU a
-part of the batch at a time, with the algorithm that is chosen for the whole; here `winograd` transforms the kernel for
-each part, in training once. In exports kernels are constants, transformed when the program is compiled, and
-nothing is differentiated. Of 3x3 convolutions of 8 images also the
-largest error, relative to the largest value of the convolution in float64. Writes
-`benchmarks/results/conv_algorithms_<backend>.json` after each case; what is there of this machine is kept, and not
-measured again.
+lane's stage is also timed together with its pooling ("pooled"), as training runs it: without the odd row and column,
+and on a CPU a part of the batch at a time. In exports kernels are constants, transformed when the program is compiled,
+and nothing is differentiated. Of 3x3 convolutions of 8 images also the largest error, relative to the largest value of
+the convolution in float64. Writes `benchmarks/results/conv_algorithms_<backend>.json` after each case; what is there of
+this machine is kept, and not measured again.
 """
 
 import functools
@@ -48,41 +46,43 @@ CASES = {  # lanes, image size, channels in, kernel size, filters, stride, paddi
     "resnet w4, 3x3x256": (1, 3, 256, 3, 256, 1, "SAME"),
     "resnet w8, 3x3x512": (1, 3, 512, 3, 512, 1, "SAME"),
 }
+POOLED = {  # image size, channels in, filters
+    "resnet w2, 31x31x24": (31, 24, 32),
+    "resnet w3, 31x31x24": (31, 24, 48),
+    "resnet w4, 31x31x24": (31, 24, 64),
+    "resnet w8, 31x31x24": (31, 24, 128),
+    "resnet w2, 15x15x32": (15, 32, 96),
+    "resnet w3, 15x15x48": (15, 48, 144),
+    "resnet w4, 15x15x64": (15, 64, 192),
+    "resnet w8, 15x15x128": (15, 128, 384),
+    "resnet w2, 7x7x96": (7, 96, 128),
+    "resnet w3, 7x7x144": (7, 144, 192),
+    "resnet w4, 7x7x192": (7, 192, 256),
+    "resnet w8, 7x7x384": (7, 384, 512),
+}
 _BATCHES = (1, 8, 100)
 _TURN_SECONDS = 0.05  # of each algorithm in a round, at least one call
 _RESNET_BATCHES = (*_BATCHES, networks.RESNET_BATCH)
 _EXPORT_BATCHES = (1, 8, 32)  # for which exports have programs
 
 
-def as_pooled(batch: int, size: int, channels: int, filters: int, dtype: str) -> tuple[int, conv.Padding]:
-    """Images at a time, and padding, of a residual lane's 3x3 convolution that pooling follows, in training."""
-    shape = (batch, size, size, channels)
-    kernel = jax.ShapeDtypeStruct((3, 3, channels, filters), dtype)
-    even = resnet._even(shape)
-    algorithm = conv.choose("cpu", shape, kernel.shape, 1, even)
-    parts = resnet._parts(algorithm, shape, kernel) if jax.default_backend() == "cpu" else 1
-    return batch // parts, even
-
-
-def listed(dtype: str) -> dict[str, tuple[tuple, int, int, bool]]:
-    """By title: a case of `CASES`, how many images are convolved at a time, of how many, and whether in an export."""
+def listed() -> dict[str, tuple[tuple, int, bool, bool]]:
+    """By title: a case as in `CASES`, its images, and whether pooling follows, or it is in an export."""
     found = {}
     for name, case in CASES.items():
-        lanes, size, channels, taps, filters, stride, padding = case
         residual = name.startswith("resnet")
         for batch in _RESNET_BATCHES if residual else _BATCHES:
-            found[f"{name}, batch {batch}"] = case, batch, batch, False
-        for batch in _EXPORT_BATCHES if residual and padding == "SAME" else ():
-            found[f"export, {name}, batch {batch}"] = case, batch, batch, True
-        if residual and padding == "SAME" and size > 3:  # pixels that nothing pools
-            whole = networks.RESNET_BATCH
-            part, even = as_pooled(whole, size, channels, filters, dtype)
-            case = lanes, size, channels, taps, filters, stride, even
-            found[f"{name}, pooled, batch {part} of {whole}"] = case, part, whole, False
+            found[f"{name}, batch {batch}"] = case, batch, False, False
+        for batch in _EXPORT_BATCHES if residual and case[-1] == "SAME" else ():
+            found[f"export, {name}, batch {batch}"] = case, batch, False, True
+    for name, (size, channels, filters) in POOLED.items():
+        batch = networks.RESNET_BATCH
+        case = 1, size, channels, 3, filters, 1, resnet.even((batch, size, size, channels))
+        found[f"{name}, pooled, batch {batch}"] = case, batch, True, False
     return found
 
 
-def compile_case(case, batch: int, algorithm: str, gradients: bool, constant: bool, dtype: str):
+def compile_case(case, batch: int, algorithm: str, gradients: bool, pooled: bool, constant: bool, dtype: str):
     """The compiled function and its arguments; raises InputError where the algorithm cannot do the shape."""
     lanes, size, channels, taps, filters, stride, padding = case
     first = channels < 8
@@ -91,6 +91,8 @@ def compile_case(case, batch: int, algorithm: str, gradients: bool, constant: bo
     kernels = jax.random.normal(kernel_key, (lanes, taps, taps, channels, filters), dtype)
 
     def forward(x, kernels):
+        if pooled:
+            return resnet.convolve_and_pool(algorithm, x[0], kernels[0])
         one = functools.partial(conv.conv2d, stride=stride, padding=padding, algorithm=algorithm)
         return jax.vmap(one, in_axes=(None if first else 0, 0))(x, kernels)
 
@@ -126,12 +128,14 @@ def errors(case) -> dict[str, float]:
     return found
 
 
-def measure(case, batch: int, gradients: bool, constant: bool, values: flags.FlagValues) -> dict[str, float]:
+def measure(
+    case, batch: int, gradients: bool, pooled: bool, constant: bool, values: flags.FlagValues
+) -> dict[str, float]:
     """Median milliseconds by algorithm, of calls in a row after one that is not timed."""
     programs = {}
     for name in conv.ALGORITHMS:
         try:
-            programs[name] = compile_case(case, batch, name, gradients, constant, values.dtype)
+            programs[name] = compile_case(case, batch, name, gradients, pooled, constant, values.dtype)
         except InputError:
             continue
     milliseconds: dict[str, list[float]] = {name: [] for name in programs}
@@ -157,11 +161,11 @@ def define(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> None:
     backend = jax.default_backend()
     results = peers.results_so_far(values, {"rounds": values.rounds, "dtype": values.dtype}, "cases")
-    for title, (case, batch, whole, constant) in listed(values.dtype).items():
+    for title, (case, batch, pooled, constant) in listed().items():
         if values.cases and not title.startswith(tuple(values.cases)):
             continue
         lanes, size, channels, taps, filters, stride, padding = case
-        shapes = (whole, size, size, channels), (taps, taps, channels, filters)
+        shapes = (batch, size, size, channels), (taps, taps, channels, filters)
         with peers.kept(values, results, "cases", title) as missing:
             if missing:
                 residual = title.startswith("resnet") and backend != "cpu"  # as in `resnet.Trunk`
@@ -169,8 +173,10 @@ def main(values: flags.FlagValues) -> None:
                 results["cases"][title] = {
                     "lanes": lanes,
                     "chosen": chosen,
-                    "forward_milliseconds": measure(case, batch, False, constant, values),
-                    "with_gradients_milliseconds": {} if constant else measure(case, batch, True, constant, values),
+                    "forward_milliseconds": measure(case, batch, False, pooled, constant, values),
+                    "with_gradients_milliseconds": {}
+                    if constant
+                    else measure(case, batch, True, pooled, constant, values),
                 }
                 if taps == 3 and padding == "SAME" and batch == 8 and not constant:
                     results["cases"][title]["errors"] = errors(case)

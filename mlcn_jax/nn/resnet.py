@@ -136,15 +136,10 @@ class Trunk(nn.Module):
 
     def _layer(self, x: Array, filters: int, name: str, pooled: bool = False) -> Array:
         kernel = self.param(name, _identity_start, (3, 3, x.shape[-1], filters)).astype(self.dtype)
-        if not pooled:
-            x = conv.conv2d(x, kernel, padding="SAME", algorithm=self._algorithm)
-        elif tracing.platform() == "cpu":
-            algorithm = self._algorithm
-            if algorithm == "auto":  # as for the whole batch
-                algorithm = conv.chosen(x.shape, kernel.shape, 1, _even(x.shape))
-            x = _convolve_and_pool(algorithm, x, kernel)
+        if pooled:
+            x = convolve_and_pool(self._algorithm, x, kernel)
         else:
-            x = _pool(conv.conv2d(x, kernel, padding=_even(x.shape), algorithm=self._algorithm))
+            x = conv.conv2d(x, kernel, padding="SAME", algorithm=self._algorithm)
         return GhostBatchNorm(self.group_size, self.folded, name=f"norm{name[4:]}")(x)
 
     @property
@@ -154,7 +149,18 @@ class Trunk(nn.Module):
         return self.algorithm
 
 
-def _even(shape: tuple[int, ...]) -> conv_winograd.Pads:
+def convolve_and_pool(
+    algorithm: str, x: Float[Array, "batch h w cin"], kernel: Float[Array, "3 3 cin cout"]
+) -> Float[Array, "batch h2 w2 cout"]:
+    """A convolution by an algorithm of `conv.conv2d`, and the largest of each 2x2 of its values."""
+    if tracing.platform() != "cpu":
+        return _pool(conv.conv2d(x, kernel, padding=even(x.shape), algorithm=algorithm))
+    if algorithm == "auto":  # as for the whole batch
+        algorithm = conv.chosen(x.shape, kernel.shape, 1, even(x.shape))
+    return _convolve_and_pool(algorithm, x, kernel)
+
+
+def even(shape: tuple[int, ...]) -> conv_winograd.Pads:
     """The padding with which a 3x3 convolution of x leaves out the odd last row and column that pooling leaves out."""
     return (1, 1 - shape[1] % 2), (1, 1 - shape[2] % 2)
 
@@ -169,18 +175,18 @@ def _convolve_and_pool(
     fit a cache. The backward pass needs only which of each four values was the largest; of equal ones the first gets
     the gradient.
     """
-    return _largest(conv.conv2d(x, kernel, padding=_even(x.shape), algorithm=algorithm))[0]
+    return _largest(conv.conv2d(x, kernel, padding=even(x.shape), algorithm=algorithm))[0]
 
 
 def _convolve_and_pool_fwd(algorithm, x, kernel):
-    convolve = conv.convolution(kernel, _even(x.shape), algorithm, x)
+    convolve = conv.convolution(kernel, even(x.shape), algorithm, x)
     pooled, which = in_parts(lambda x: (_largest(convolve(x)), ()), _parts(algorithm, x.shape, kernel), x)[0]
     return pooled, (x, kernel, which)
 
 
 def _convolve_and_pool_bwd(algorithm, saved, g):
     x, kernel, which = saved
-    gradients, finish = conv.gradients(kernel, _even(x.shape), algorithm, g)
+    gradients, finish = conv.gradients(kernel, even(x.shape), algorithm, g)
 
     def part(x, which, g):
         return gradients(x, _spread(g, which))
@@ -195,7 +201,7 @@ _convolve_and_pool.defvjp(_convolve_and_pool_fwd, _convolve_and_pool_bwd)
 def _parts(algorithm: str, shape: tuple[int, ...], kernel: Array) -> int:
     """In how many equal parts a batch is convolved: not of too few images, of which XLA's gradients are slow."""
     if algorithm == "winograd":
-        return conv_winograd.parts_of(shape, kernel.shape[-1], _even(shape))
+        return conv_winograd.parts_of(shape, kernel.shape[-1], even(shape))
     batch, height, width, _ = shape
     most = _PART_BYTES // (height * width * kernel.shape[-1] * kernel.dtype.itemsize)
     sizes = [size for size in range(min(_PART_IMAGES, batch), batch + 1) if batch % size == 0]

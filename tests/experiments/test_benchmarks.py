@@ -18,6 +18,7 @@ import pytest
 from absl import flags
 from conftest import REPOSITORY
 from flax import traverse_util
+from jax import lax
 
 from benchmarks import (
     conv_algorithms,
@@ -38,6 +39,8 @@ from mlcn_jax.launch import EXIT_FAILED
 from mlcn_jax.nn import capsules, conv, losses, resnet
 from mlcn_jax.nn.distillation import Distillation
 from mlcn_jax.nn.model import apply_model, class_lengths, encode, init_params
+from mlcn_jax.nn.spec import ModelSpec
+from mlcn_jax.placement.cost import cost_of
 from mlcn_jax.serving import export, onnx
 from mlcn_jax.training.step import TrainState, make_train_step
 
@@ -130,19 +133,21 @@ def test_warm_calls_are_traced_and_timed():
     assert 0 < sum(microseconds.values()) / 1e6 < os.cpu_count() * seconds
 
 
-@pytest.mark.parametrize(("size", "channels", "filters"), [(31, 24, 32), (15, 32, 96), (7, 192, 256)])
-def test_convolutions_before_pooling_are_timed_as_a_training_step_runs_them(size, channels, filters):
-    batch, padding = conv_algorithms.as_pooled(500, size, channels, filters, "float32")
-    x, kernel = jnp.zeros((500, size, size, channels)), jnp.zeros((3, 3, channels, filters))
-    algorithm = conv.choose("cpu", x.shape, kernel.shape, 1, padding)
-    step = jax.grad(lambda kernel: resnet._convolve_and_pool(algorithm, x, kernel).sum())
-    lowered = jax.jit(step).lower(kernel).as_text()
-    pads = "], [".join(f"{before}, {after}" for before, after in padding)
-    runs = rf"pad = \[\[{re.escape(pads)}\]\].*tensor<{batch}x{size}x{size}x{channels}xf32>"
-    assert re.search(runs if algorithm == "native" else rf"tensor<{batch}x{size}x{size}x{channels}xf32>", lowered)
-    assert batch < 500
-    timed = [(case[1:3], case[4], case[6], at_once) for case, at_once, *_ in conv_algorithms.listed("float32").values()]
-    assert ((size, channels), filters, padding, batch) in timed or channels == 24
+@pytest.mark.parametrize("algorithm", ["native", "winograd"])
+def test_convolutions_of_stages_are_timed_with_their_pooling(algorithm):
+    case = 1, 7, 8, 3, 5, 1, resnet.even((4, 7, 7, 8))
+    program, (x, kernels) = conv_algorithms.compile_case(case, 4, algorithm, False, True, False, "float32")
+    whole = lax.conv_general_dilated(x[0], kernels[0], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    pooled = whole[:, :6, :6].reshape(4, 3, 2, 3, 2, 5).max(axis=(2, 4))
+    np.testing.assert_allclose(program(x, kernels), pooled, atol=1e-3)
+
+
+def test_convolutions_of_stages_are_those_of_lanes():
+    for title, (size, channels, filters) in conv_algorithms.POOLED.items():
+        width = int(title.partition(",")[0].rpartition("w")[2])
+        spec = ModelSpec("mlcn", image_shape=(32, 32, 3), num_classes=10, lanes=f"resnet:w{width}d2")
+        shapes = [layer.convolution[:2] for layer in cost_of(spec, spec.lane_specs[0]).layers if layer.convolution]
+        assert ((size, size, channels), (3, 3, channels, filters)) in [(x[-3:], kernel) for x, kernel in shapes], title
 
 
 def test_the_error_of_an_algorithm_is_relative_to_the_largest_value(rng):

@@ -109,7 +109,7 @@ def test_costs_of_an_mlcn1_lane_by_hand():
         *("conv 9x9 stride 2", "dot"),
     ]
     forms = lane.forms("cpu", 100)
-    assert forms == [" by im2col", " by native", " by native", " by fourier", ""]
+    assert forms == [" by im2col", " by winograd", " by winograd", " by fourier", ""]
     assert lane.layers[3].speed_class(forms[3]) == "conv 9x9 stride 2 after conv 3x3 by fourier"
     assert [layer.places for layer in lane.layers] == [400, 400, 400, 36, 1]
     assert lane.forward_flops_per_image == first + 2 * deep + primary + classes

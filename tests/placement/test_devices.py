@@ -76,7 +76,7 @@ def test_lanes_that_were_not_measured_are_refused(profile, other, message):
 
 def test_an_unknown_layer_is_named(profile):
     known = {name: curve for name, curve in profile.layer_seconds.items() if not name.startswith("conv 3x3")}
-    with pytest.raises(InputError, match="conv 3x3 by native: not in the profile, but in mlcn1:w2d2"):
+    with pytest.raises(InputError, match="conv 3x3 by winograd: not in the profile, but in mlcn1:w2d2"):
         dataclasses.replace(profile, layer_seconds=known).lane_seconds(lane(), 100)
 
 
