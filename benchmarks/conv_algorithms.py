@@ -1,6 +1,7 @@
 """Every convolution algorithm on the shapes of lanes: what `conv.choose` was made from.
 
     python -m benchmarks.conv_algorithms
+    python -m benchmarks.conv_algorithms --cases=pooled --out=benchmarks/results/conv_pooled_cpu.json
     python -m benchmarks.conv_algorithms --cases=export --out=benchmarks/results/conv_exports_cpu.json
 
 Four lanes vmapped over their kernels, and one residual lane by itself, as each is computed; forward alone and with both
@@ -78,7 +79,7 @@ def listed() -> dict[str, tuple[tuple, int, bool, bool]]:
     for name, (size, channels, filters) in POOLED.items():
         batch = networks.RESNET_BATCH
         case = 1, size, channels, 3, filters, 1, resnet.even((batch, size, size, channels))
-        found[f"{name}, pooled, batch {batch}"] = case, batch, True, False
+        found[f"pooled, {name}, batch {batch}"] = case, batch, True, False
     return found
 
 
@@ -153,7 +154,7 @@ def measure(
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("rounds", 20, "interleaved rounds", lower_bound=1, flag_values=values)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "type of the arrays", flag_values=values)
-    known = "; ".join(["export", *CASES])
+    known = "; ".join(["pooled", "export", *CASES])
     flags.DEFINE_list("cases", [], f"beginnings of cases; empty for all: {known}", flag_values=values)
     peers.define_out(values, "conv_algorithms_BACKEND")
 
@@ -168,7 +169,7 @@ def main(values: flags.FlagValues) -> None:
         shapes = (batch, size, size, channels), (taps, taps, channels, filters)
         with peers.kept(values, results, "cases", title) as missing:
             if missing:
-                residual = title.startswith("resnet") and backend != "cpu"  # as in `resnet.Trunk`
+                residual = "resnet" in title and backend != "cpu"  # as in `resnet.Trunk`
                 chosen = "native" if residual else conv.choose(backend, *shapes, stride, padding, constant)
                 results["cases"][title] = {
                     "lanes": lanes,
