@@ -61,6 +61,7 @@ POOLED = {  # image size, channels in, filters
     "resnet w4, 7x7x192": (7, 192, 256),
     "resnet w8, 7x7x384": (7, 384, 512),
 }
+_OF_STAGES = ("native", "winograd")  # what is chosen for them
 _BATCHES = (1, 8, 100)
 _TURN_SECONDS = 0.05  # of each algorithm in a round, at least one call
 _RESNET_BATCHES = (*_BATCHES, networks.RESNET_BATCH)
@@ -134,7 +135,7 @@ def measure(
 ) -> dict[str, float]:
     """Median milliseconds by algorithm, of calls in a row after one that is not timed."""
     programs = {}
-    for name in conv.ALGORITHMS:
+    for name in _OF_STAGES if pooled else conv.ALGORITHMS:
         try:
             programs[name] = compile_case(case, batch, name, gradients, pooled, constant, values.dtype)
         except InputError:

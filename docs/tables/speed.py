@@ -388,6 +388,13 @@ def conv_exports() -> str:
 
 
 @place
+def conv_pooled() -> str:
+    result = benchmark("conv_pooled_cpu")
+    table = _conv_table(result, "with_gradients_milliseconds", "forward_milliseconds")
+    return f"{table}\n\n{measured_on(result, 'with gradients, forward alone', *_other_work(result['cases']))}"
+
+
+@place
 def conv_algorithms() -> str:
     result = benchmark("conv_algorithms_cpu")
     table = _conv_table(result, "with_gradients_milliseconds", "forward_milliseconds")
