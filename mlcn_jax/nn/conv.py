@@ -39,10 +39,9 @@ _FOURIER_MIN_TAPS = 25
 _FEW_CHANNELS = 8  # below, XLA's convolutions are slow
 _WINOGRAD_MIN_ROWS = 48 * 1024  # tiles of the batch times channels: with fewer, the kernel's transform costs too much
 _WINOGRAD_MIN_ROWS_CONSTANT = 4 * 1024  # where the kernel is a constant, transformed when the program is compiled
-_WINOGRAD_MIN_CHANNELS = 32  # geometric mean of channels and filters
-_WINOGRAD_MIN_CHANNELS_SPARSE = 96  # the same, where a quarter of the tiles or more is cut off
-_WINOGRAD_MIN_CHANNELS_CONSTANT = 64  # and filters, for a kernel that is a constant
-_WINOGRAD_MIN_CHANNELS_SUMMED = 32  # of images, for the gradient of the kernel
+_WINOGRAD_MIN_CHANNELS = 32  # and filters
+_WINOGRAD_MIN_CHANNELS_SPARSE = 96  # where a quarter of the tiles or more is cut off
+_WINOGRAD_MIN_CHANNELS_CONSTANT = 64  # for a kernel that is a constant
 _KN2ROW_MIN_CHANNELS = 128  # and filters, for a kernel that is a constant
 _KN2ROW_MAX_PIXELS, _KN2ROW_MAX_PIXELS_OF_IMAGE = 49, 9  # of all results, or of each
 _IM2COL_MAX_ENTRIES = 2**28  # the copied windows take 1 GiB in float32
@@ -93,27 +92,18 @@ def gradients(
 ) -> tuple[Callable[[Array, Array], tuple[Array, Array]], Callable[[Array], Array]]:
     """The gradients of `convolution`; the batch is that of the result's gradients.
 
-    With `winograd` and few channels, the gradient of the kernel is that of `native`, which is faster there.
-
     Returns:
       A function of x and the gradient of the result that returns the gradient of x and a float32 array to be added up
       over the parts, and a function that makes that sum the gradient of the kernel.
     """
-    plain = "native" if algorithm == "winograd" else algorithm
+    if algorithm == "winograd":
+        return conv_winograd.gradients(kernel, pads, batch)
 
     def one(x: Array, g: Array) -> tuple[Array, Array]:
-        dx, dkernel = jax.vjp(partial(conv2d, padding=pads, algorithm=plain), x, kernel)[1](g)
+        dx, dkernel = jax.vjp(partial(conv2d, padding=pads, algorithm=algorithm), x, kernel)[1](g)
         return dx, dkernel.astype(jnp.float32)
 
-    def finish(total: Array) -> Array:
-        return total.astype(kernel.dtype)
-
-    if algorithm != "winograd":
-        return one, finish
-    in_tiles, finish_tiles = conv_winograd.gradients(kernel, pads, batch)
-    if kernel.shape[2] >= _WINOGRAD_MIN_CHANNELS_SUMMED:
-        return in_tiles, finish_tiles
-    return lambda x, g: (in_tiles(x, g)[0], one(x, g)[1]), finish
+    return one, lambda total: total.astype(kernel.dtype)
 
 
 def choose(
@@ -150,7 +140,7 @@ def choose(
             few = batch * pixels <= _KN2ROW_MAX_PIXELS or pixels <= _KN2ROW_MAX_PIXELS_OF_IMAGE
             if constant_kernel and few and least >= _KN2ROW_MIN_CHANNELS:
                 return "kn2row"
-            return "winograd" if _worth_tiles(batch, outputs, kernel_shape[2:], constant_kernel) else "native"
+            return "winograd" if _worth_tiles(batch, outputs, least, constant_kernel) else "native"
         size = conv_spectral.spectrum_size(outputs, kernel_shape, stride)
         varies = forward_only and not (constant_kernel and size <= _MOST_FOLDED)
         least = _FOURIER_MIN_BATCH_FORWARD if varies else FOURIER_MIN_BATCH
@@ -174,15 +164,15 @@ def training_form(
     return algorithm
 
 
-def _worth_tiles(batch: int, outputs: tuple[int, ...], channels: tuple[int, ...], constant_kernel: bool) -> bool:
-    """Whether `winograd` is faster than `native` on a CPU, for the numbers of channels and filters."""
+def _worth_tiles(batch: int, outputs: tuple[int, ...], channels: int, constant_kernel: bool) -> bool:
+    """Whether `winograd` is faster than `native` on a CPU, for the smaller number of channels and filters."""
     tiles = conv_winograd.num_tiles(outputs)
-    rows = batch * tiles * min(channels)
+    rows = batch * tiles * channels
     if constant_kernel:
-        return min(channels) >= _WINOGRAD_MIN_CHANNELS_CONSTANT and rows >= _WINOGRAD_MIN_ROWS_CONSTANT
+        return channels >= _WINOGRAD_MIN_CHANNELS_CONSTANT and rows >= _WINOGRAD_MIN_ROWS_CONSTANT
     sparse = math.prod(outputs) < 0.75 * conv_winograd.TILE**2 * tiles
     least = _WINOGRAD_MIN_CHANNELS_SPARSE if sparse else _WINOGRAD_MIN_CHANNELS
-    return math.prod(channels) >= least**2 and rows >= _WINOGRAD_MIN_ROWS
+    return channels >= least and rows >= _WINOGRAD_MIN_ROWS
 
 
 def key_of(x_shape: tuple[int, ...], kernel_shape: tuple[int, ...], stride: int, padding: Padding) -> str:
