@@ -17,12 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
+from mlcn_jax import files
 from mlcn_jax.commands import front
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data import datasets
 from mlcn_jax.data.images import read_pixels
 from mlcn_jax.distributed import mesh
 from mlcn_jax.errors import Diverged, InputError
+from mlcn_jax.launch import lack_of_memory
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.partition import partition
 from mlcn_jax.placement.problem import Problem, uniform_seconds
@@ -141,6 +143,12 @@ def other_configuration() -> None:
 
 
 @_message
+def workdir_in_use() -> None:
+    with files.hold(Path("runs/mlcn2")), files.hold(Path("runs/mlcn2")):
+        pass
+
+
+@_message
 def no_run() -> None:
     read_stored(Path("runs/nothing"))
 
@@ -241,3 +249,8 @@ def diverged() -> None:
     log = StepLog(mock.Mock(), mock.Mock(), batch_size=100, every=1)
     log.add(12, {"loss": jnp.array(np.nan), "grad_norm": jnp.array(np.inf)})
     log.flush()
+
+
+@_message
+def no_memory() -> None:
+    raise InputError(lack_of_memory(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12884901888 bytes.")))
