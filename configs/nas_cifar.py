@@ -5,8 +5,8 @@
 
 It differs from the thesis (chapter 6) in what it scores, a tenth of the training images instead of the test images. So
 the thesis's mean model of 62.0 %, and best found 18.6 % better than before, are not comparable. It also counts what
-lanes take instead of using the thesis's formulas (but with search.costs=published), draws a device that is left less
-than 95 % full again (but with search.tolerance=1.0), and draws a mix again that another model has. Each device has 4
+lanes take instead of using the thesis's formulas (unless search.costs=published), draws a device that is left less
+than 95 % full again (unless search.tolerance=1.0), and draws a mix again that another model has. Each device has 4
 times the FLOPs of 4 lanes of width 2 and depth 4, as mlcn2 here; the thesis does not say whether it means each device
 or all together. Largest width and depth are those of its chapter 5. Takes 0.72 EFLOP (experiments/nas_sweeps.py), so it
 is for a GPU; on a small machine give --config.search.num_images=2000 --config.search.num_epochs=3
