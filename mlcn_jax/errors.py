@@ -25,6 +25,11 @@ class Stopped(Exception):
     """A command was asked to stop (SIGTERM or Ctrl-C) and saved first what it had computed."""
 
 
+def is_lack_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory ran out, on the host or on a device."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error))
+
+
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     """The end of a message about an unknown name: the closest known name, if any."""
     nearest = difflib.get_close_matches(name, list(known), n=1)

@@ -1,4 +1,4 @@
-"""Atomic file writes, locks, checks that a workdir can be used, and Markdown tables."""
+"""Atomic writes of files, locks, checks that a workdir can be used, and Markdown tables."""
 
 import contextlib
 import errno
@@ -15,6 +15,7 @@ from mlcn_jax.errors import Damaged, InputError
 
 if TYPE_CHECKING:
     import filelock
+    from matplotlib.figure import Figure
 
 
 @contextlib.contextmanager
@@ -33,6 +34,12 @@ def replacing(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             partial.unlink()
     _to_disk(path.parent)
+
+
+def write_figure(figure: "Figure", path: Path, **options: Any) -> None:
+    """Writes a figure with `Figure.savefig`; an older one at `path` stays if that fails."""
+    with replacing(path) as partial:
+        figure.savefig(partial, **options)
 
 
 def _to_disk(path: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mlcn_jax.allocator import keep_memory
-from mlcn_jax.errors import Diverged, InputError, Stopped
+from mlcn_jax.errors import Diverged, InputError, Stopped, is_lack_of_memory
 
 if TYPE_CHECKING:
     from absl.flags import FlagValues
@@ -40,7 +40,7 @@ def less_memory() -> str:
 
 def lack_of_memory(error: Exception) -> str:
     """What to tell of an error which says that memory ran out; empty for any other."""
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)):
+    if is_lack_of_memory(error):
         what = f"not enough memory ({_first_line(error)}): {less_memory()}"
         return f"{what}; the command serve needs less with a smaller --max_batch"
     return ""

@@ -24,6 +24,20 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_picture_that_cannot_be_written_leaves_the_one_before(tmp_path):
+    class Figure:
+        def savefig(self, path, **options):
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "a.png"
+    path.write_bytes(b"whole")
+    with pytest.raises(OSError, match="No space"):
+        files.write_figure(Figure(), path)
+    assert path.read_bytes() == b"whole"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_file_and_folder_are_on_disk_before_and_after_the_name_changes(tmp_path, monkeypatch):
     done = []
     fsync, replace = os.fsync, os.replace

@@ -11,7 +11,7 @@ from typing import Any
 from mlcn_jax.analysis.cheapest import duration
 from mlcn_jax.analysis.market import Market
 from mlcn_jax.analysis.ways import Choice, Way
-from mlcn_jax.files import markdown, write_json
+from mlcn_jax.files import markdown, write_figure, write_json
 from mlcn_jax.launch import program
 
 _PORT = 29500
@@ -93,7 +93,7 @@ def draw(market: Market, ways: Sequence[Way], best: Way, deadline_seconds: float
         axes.axvline(deadline_seconds / unit, color="C3", linewidth=1, label="deadline")
     axes.set(xlabel=name, ylabel="cost", ylim=(0, None))
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    write_figure(figure, path, dpi=120)
 
 
 def commands(market: Market, way: Way, base: Sequence[str]) -> list[str]:
@@ -148,9 +148,11 @@ def _on_cores(choice: Choice, first: int, count: int, command: str) -> str:
 def _apart(market: Market, way: Way, choices: Sequence[Choice], base: Sequence[str]) -> list[str]:
     groups, lines, folders = market.task.spec.lane_groups, [], []
     done = [0] * len(groups)
-    replaced = ("model.lanes", "model.lane_seeds", "data.split_seed", "train.lanes_apart", "train.checkpoint_every")
+    of_model, of_run = ("lanes", "lane_seeds", "lane_weights"), ("lanes_apart", "checkpoint_every")
+    replaced = ["data.split_seed", *(f"model.{name}" for name in of_model), *(f"train.{name}" for name in of_run)]
     kept = [flag for flag in base if not flag.startswith(tuple(f"--config.{name}=" for name in replaced))]
     kept += [f"--config.data.split_seed={market.task.split_seed}", "--config.train.lanes_apart=true"]
+    kept += ["--config.model.lane_weights=()"] if market.task.spec.lane_weights else []  # `join` gives weights
     seeds = market.task.spec.lane_seeds or range(sum(market.counts))
     first = [0, *itertools.accumulate(market.counts)]
     for i, (choice, held) in enumerate(zip(choices, way.lanes, strict=True)):

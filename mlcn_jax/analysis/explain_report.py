@@ -10,7 +10,7 @@ import numpy as np
 from mlcn_jax import host
 from mlcn_jax.analysis import explain
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import make_folder, markdown, write_json
+from mlcn_jax.files import make_folder, markdown, write_figure, write_json
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def draw_reconstructions(
         below.imshow(reconstruction.squeeze(), cmap="gray", vmin=0, vmax=1)
         color = "black" if row["class"] == row["predicted"] else "red"
         below.set_title(row["predicted"], fontsize=7, color=color, parse_math=False)
-    figure.savefig(path, dpi=110)
+    write_figure(figure, path, dpi=110)
 
 
 def draw_offsets(
@@ -147,7 +147,7 @@ def draw_offsets(
     colors = _draw_tiles(right, changes[..., None], offsets, names, cmap="RdBu_r", vmin=-limit, vmax=limit, pad=0.0)
     right.set_title("difference from the reconstruction", fontsize=9)
     below.colorbar(colors, ax=right, fraction=0.03, label="pixel value")
-    figure.savefig(path, dpi=110, bbox_inches="tight")
+    write_figure(figure, path, dpi=110, bbox_inches="tight")
 
 
 def _draw_tiles(
@@ -182,7 +182,7 @@ def draw_ranking(path: Path, ranking: Sequence[dict[str, Any]], num_images: int)
         axes.set_title(title, fontsize=9)
         axes.tick_params(labelsize=8)
     panels[0].invert_yaxis()
-    figure.savefig(path, dpi=110)
+    write_figure(figure, path, dpi=110)
 
 
 def table(ranking: Sequence[dict[str, Any]]) -> str:

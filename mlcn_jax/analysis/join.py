@@ -121,7 +121,7 @@ def join(
     parts = read_parts(workdirs, data_dir)
     lanes = [lane for part in parts for lane in part.lanes]
     _check_distinct(lanes)
-    spec, order = joined_spec(parts[0], lanes)
+    spec, order = joined_spec(parts, lanes)
     check_settings(joined_config(parts[0].config, spec), spec)
     session = parts[0].session
     if weights == "fitted" and not len(session.validation.labels):
@@ -271,8 +271,9 @@ def _check_distinct(lanes: Sequence[Lane]) -> None:
             )
 
 
-def joined_spec(first: Part, lanes: Sequence[Lane]) -> tuple[ModelSpec, list[int]]:
+def joined_spec(parts: Sequence[Part], lanes: Sequence[Lane]) -> tuple[ModelSpec, list[int]]:
     """The model of some lanes, without weights, and the lane of each column: equal lanes are next to each other."""
+    first = parts[0]
     kinds = list(dict.fromkeys(lane.spec for lane in lanes))
     order = [i for kind in kinds for i, lane in enumerate(lanes) if lane.spec == kind]
     seeds = [lanes[i].seed for i in order]
@@ -284,8 +285,22 @@ def joined_spec(first: Part, lanes: Sequence[Lane]) -> tuple[ModelSpec, list[int
         lane_seeds=() if None in seeds else tuple(seed for seed in seeds if seed is not None),
         margin_loss="per_lane_sum" if first.trained.spec.margin_loss == "joint" else first.trained.spec.margin_loss,
         decoder_gradient="none" if published else first.trained.spec.decoder_gradient,
+        norm_group=_norm_group(parts),
     )
     return dataclasses.replace(spec, lanes=",".join(map(str, spec.lane_groups))), order
+
+
+def _norm_group(parts: Sequence[Part]) -> int:
+    """The images that further training normalises together.
+
+    As many as the first lanes that normalise had, or the most below that divide a part of a batch of the first workdir.
+    """
+    normalise = [each for each in parts if any(group.kind.normalises for group in each.trained.spec.lane_groups)]
+    group, settings = (normalise or parts)[0].trained.spec.norm_group, parts[0].config.train
+    part = settings.batch_size // settings.accumulation_steps
+    if not normalise or part <= group:
+        return group
+    return max(size for size in range(1, group + 1) if part % size == 0)
 
 
 def columns_of(
@@ -352,7 +367,7 @@ def joined_config(config: RunConfig, spec: ModelSpec, teachers: Sequence[str] = 
     """
     changes: dict[str, Any] = {
         name: list(value) if isinstance(value := getattr(spec, field), tuple) else value
-        for field in ("lanes", "lane_weights", "lane_seeds", "margin_loss", "decoder_gradient")
+        for field in ("lanes", "lane_weights", "lane_seeds", "margin_loss", "decoder_gradient", "norm_group")
         for name in (f"model.{field}",)
     }
     lanes_apart = config.train.lanes_apart and bool(spec.lane_seeds)

@@ -34,7 +34,7 @@ from mlcn_jax.nn.calibration import trained_shapes, without_statistics
 from mlcn_jax.nn.model import class_lengths, encode, param_shapes
 from mlcn_jax.nn.spec import ModelSpec, rows_of, spec_of
 from mlcn_jax.training import evaluate
-from mlcn_jax.training.checkpoint import Checkpoints
+from mlcn_jax.training.checkpoint import Checkpoints, WriteError
 from mlcn_jax.training.optimizer import at_step
 from mlcn_jax.training.session import check_learned, check_remat, open_session, optimizer_of
 from mlcn_jax.training.teacher import Teacher, stored_digests
@@ -278,10 +278,11 @@ def save_run(
             write_json(workdir / "model.json", model | Teacher(digests=run.teachers).facts())
             write_json(workdir / name, about)
             put_in_place(workdir, output, replace=False)  # another command may have written it since `check_unused`
-    except OSError as error:
+    except (OSError, WriteError) as error:
+        reason = error.reason if isinstance(error, WriteError) else error.strerror
         raise InputError(
-            f"--output={output} cannot be written ({error.strerror}): give a new folder that you may write to, on a "
-            "disk with free space"
+            f"--output={output} cannot be written ({reason}): give a new folder that you may write to, on a disk with "
+            "free space"
         ) from error
 
 

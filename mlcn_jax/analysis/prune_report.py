@@ -14,7 +14,7 @@ from mlcn_jax.analysis import prune
 from mlcn_jax.analysis.prune import Run
 from mlcn_jax.analysis.workdir import train_command
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import make_folder, markdown, write_json
+from mlcn_jax.files import make_folder, markdown, write_figure, write_json
 from mlcn_jax.launch import program
 from mlcn_jax.nn.model import count_parameters
 from mlcn_jax.nn.spec import spec_of
@@ -63,7 +63,7 @@ def measure_and_prune(
         prune.save_run(small, output, accuracy, {**facts, **about})
         print(told(facts, output, fine_tuning(small, output)))
     _log.info("drawing prune.png")
-    draw(entries).savefig(results / "prune.png", dpi=120)
+    write_figure(draw(entries), results / "prune.png", dpi=120)
     print(f"written to {results / 'prune.json'} and {results / 'prune.png'}")
 
 

@@ -73,4 +73,5 @@ def told(about: Mapping[str, Any], output: Path) -> str:
     table = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     folder = shlex.quote(str(output))
     written = f"written to {output}; evaluate it: {program()} evaluate --workdir={folder}"
-    return "\n".join([*table, written, f"train it further: {train_command(read_stored(output), output)}"])
+    further = train_command(read_stored(output), output, placed=False)  # the sharding may not fit these lanes
+    return "\n".join([*table, written, f"train it further: {further}"])

@@ -70,9 +70,9 @@ def check_split(spec: ModelSpec, batch_size: int, data: int, lane: int) -> None:
     share, group = batch_size // data, min(spec.norm_group, batch_size)
     if share % group and any(lanes.kind.normalises for lanes in spec.lane_groups):
         raise InputError(
-            f"model.norm_group={group} images are normalised together, but parallel.data={data} gives each device "
-            f"{share} of a batch of {batch_size}: use model.norm_group={_nearest_divisor(share, group)} or another "
-            f"divisor of {share}, another batch or fewer devices"
+            f"model.norm_group={spec.norm_group}: {group} images are normalised together, but parallel.data={data} "
+            f"gives each device {share} of a batch of {batch_size}: use model.norm_group="
+            f"{_nearest_divisor(share, group)} or another divisor of {share}, another batch or fewer devices"
         )
     counts = [lanes.count for lanes in spec.lane_groups]
     if lane > 1 and not counts:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import InputError, is_lack_of_memory
 from mlcn_jax.nn import conv_kn2row, conv_spectral, conv_winograd, tracing
 
 # Limits of `choose` on a CPU, from benchmarks/conv_algorithms.py on 2 cores, with AVX-512 and without.
@@ -268,7 +268,9 @@ def compiler_options(backend: str, chains: bool) -> dict[str, str]:
     try:
         with jax.default_device(jax.devices(backend)[0]):
             jax.jit(lambda: jnp.zeros(()), compiler_options=options).lower().compile()
-    except Exception:  # jaxlib versions raise different types for an option that they do not know
+    except Exception as error:  # jaxlib versions raise different types for an option that they do not know
+        if is_lack_of_memory(error):
+            raise
         return {}
     return options
 

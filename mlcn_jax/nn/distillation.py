@@ -63,7 +63,8 @@ def model_probabilities(spec: ModelSpec, encoder: dict) -> Probabilities:
     """
 
     def probabilities(images: Float[Array, "batch h w channels"]) -> Float[Array, "batch classes"]:
-        squares = jnp.square(class_lengths(spec, encode(spec, encoder, images)))
+        arrays = jax.tree.map(jnp.asarray, encoder)  # of any device; closed over as NumPy's, convolutions refuse them
+        squares = jnp.square(class_lengths(spec, encode(spec, arrays, images)))
         return squares / jnp.maximum(jnp.sum(squares, axis=-1, keepdims=True), _TINY)
 
     return probabilities

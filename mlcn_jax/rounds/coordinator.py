@@ -106,8 +106,8 @@ def check_rounds(session: Session) -> int:
     group = min(spec.norm_group, settings.batch_size)
     if share % group and any(lanes.kind.normalises for lanes in spec.lane_groups):
         raise InputError(
-            f"model.norm_group={group} images are normalised together, but a worker's part of a batch has {share}: use "
-            f"a divisor of {share}"
+            f"model.norm_group={spec.norm_group}: {group} images are normalised together, but a worker's part of a "
+            f"batch has {share}: use a divisor of {share} as model.norm_group"
         )
     return -(-session.num_steps // rounds.steps)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig, flat
-from mlcn_jax.files import write_atomic, write_json
+from mlcn_jax.files import write_atomic, write_figure, write_json
 from mlcn_jax.launch import program
 from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.placement import cost
@@ -278,4 +278,4 @@ def draw(found: "Search", table: list[dict[str, Any]], summary: dict[str, Any], 
     drawn.set_xticks(range(len(counts)), list(counts), rotation=90, fontsize=7 if len(counts) < 30 else 5)
     drawn.set(title="how often each lane is in the models")
     drawn.yaxis.get_major_locator().set_params(integer=True)
-    figure.savefig(path, dpi=110)
+    write_figure(figure, path, dpi=110)

@@ -26,10 +26,10 @@ def check_parts(spec: ModelSpec, batch_size: int, data: int, parts: int) -> None
         )
     group = min(spec.norm_group, batch_size)
     if (share // parts) % group and any(lanes.kind.normalises for lanes in spec.lane_groups):
-        whole = share // group
         raise InputError(
-            f"model.norm_group={group} images are normalised together, but train.accumulation_steps={parts} gives "
-            f"parts of {share // parts} images: use a divisor of {whole}, the number of groups that a device has"
+            f"model.norm_group={spec.norm_group}: {group} images of a batch are normalised together, but "
+            f"train.accumulation_steps={parts} gives parts of {share // parts}: use a divisor of {share // group}, "
+            f"the number of groups that a device has, or a divisor of {share // parts} as model.norm_group"
         )
 
 

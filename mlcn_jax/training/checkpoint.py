@@ -18,7 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import InputError, is_lack_of_memory
 from mlcn_jax.files import check_workdir, tree_to_disk
 
 _log = logging.getLogger(__name__)
@@ -279,6 +279,14 @@ def _is_whole(folder: Path) -> bool:
     return all((folder / part).is_dir() for part in (*_PARTS, "facts"))
 
 
+class WriteError(InputError):
+    """A checkpoint could not be written; `reason` is the first line of the error that says why."""
+
+    def __init__(self, message: str, reason: str):
+        super().__init__(message)
+        self.reason = reason
+
+
 class _Damaged(Exception):
     """What was read does not match the SHA-256 stored with it."""
 
@@ -352,10 +360,13 @@ def _write_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if is_lack_of_memory(error):
+            raise
         reason = "no space left on device" if "No space left" in str(error) else _reason(error)
-        raise InputError(
+        raise WriteError(
             f"a checkpoint could not be written to {directory}: {reason}. Free disk space or fix the permissions, then "
-            "run the same command again; it resumes from the newest intact checkpoint"
+            "run the same command again; it resumes from the newest intact checkpoint",
+            reason,
         ) from error
 
 

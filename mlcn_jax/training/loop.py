@@ -15,7 +15,7 @@ from mlcn_jax import host
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data.batches import Batches, Split
 from mlcn_jax.distributed import processes
-from mlcn_jax.errors import Diverged, InputError, differences
+from mlcn_jax.errors import Damaged, Diverged, InputError, differences
 from mlcn_jax.files import hold, read_json, write_json
 from mlcn_jax.launch import program
 from mlcn_jax.nn import tracing
@@ -267,8 +267,11 @@ def _has_scores(summary: dict, settings: TrainSettings) -> bool:
 
 def _finished_summary(workdir: Path, step: int) -> dict | None:
     """The summary of a run that ended at `step`, if it exists and is complete."""
+    path = workdir / "summary.json"
+    if not path.exists():
+        return None
     try:
-        summary = read_json(workdir / "summary.json")
-    except InputError:
+        summary = read_json(path)
+    except Damaged:
         return None
     return summary if isinstance(summary, dict) and summary.get("steps") == step else None

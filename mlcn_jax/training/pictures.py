@@ -9,6 +9,7 @@ import numpy as np
 
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import to_pixels
+from mlcn_jax.files import write_figure
 from mlcn_jax.nn.model import apply_model, class_lengths
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.evaluate import Scores
@@ -51,7 +52,7 @@ def save_confusion(path: Path, scores: Scores, class_names: Sequence[str]) -> No
             axes.text(p, t, scores.confusion[t, p], ha="center", va="center", fontsize=7, color=color)
     beside = axes.inset_axes((1.03, 0.0, 0.04, 1.0))  # as tall as the matrix
     figure.colorbar(picture, cax=beside, label="share of the true class")
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    write_figure(figure, path, dpi=120, bbox_inches="tight")
 
 
 def save_reconstructions(
@@ -93,4 +94,4 @@ def save_reconstructions(
             text = axes.text(middle, top - 1, class_names[name], ha="center", va="bottom", fontsize=7, color=color)
             text.set_parse_math(False)
     axes.imshow(mosaic)
-    figure.savefig(path, dpi=110)
+    write_figure(figure, path, dpi=110)

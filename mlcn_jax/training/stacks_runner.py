@@ -48,7 +48,7 @@ def check_independent(spec: ModelSpec, accumulation_steps: int = 1) -> None:
 
     They cannot if lanes that classify alone need one another's outputs for their gradients.
     """
-    if spec.ensemble_weight or (spec.decoder_gradient == "all" and spec.classifies_alone.any()):
+    if spec.classifies_alone.any() and (spec.ensemble_weight or spec.decoder_gradient == "all"):
         raise InputError(
             "stacks of lanes (parallel.plan=stacks, and searches) train lanes that classify alone without waiting for "
             "the others, so these cannot share their gradients: leave model.ensemble_weight at 0 and "

@@ -98,7 +98,7 @@ def restore_best(
       like: as for `Checkpoints.restore`, which has the errors.
     """
     state, facts = checkpoints.restore(like, best=True)
-    if checkpoints.num_ranked_lanes != len(spec.lane_specs):
+    if not spec.lane_specs or checkpoints.num_ranked_lanes != len(spec.lane_specs):
         return state, facts
     found = {facts["step"]: state}
     steps = list[int]()

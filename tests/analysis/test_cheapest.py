@@ -247,6 +247,15 @@ def test_lanes_apart_are_a_way_where_lanes_learn_alone(profiles):
     assert f"join --workdir={','.join(folders)} --output=runs/cheapest --weights=equal" in joined
 
 
+def test_single_lanes_are_trained_without_the_weights_of_all(profiles):
+    spec = dataclasses.replace(TASK.spec, lane_weights=(1.0, 2.0, 1.0, 1.0, 1.0, 1.0))
+    apart = market.Market(dataclasses.replace(TASK, apart=True, spec=spec), TERMS, offers(profiles, FAST, SLOW))
+    way = next(way for way in apart.ways() if way.kind == "apart")
+    for given in ("--config=x", "--config.model.lane_weights=(1.0,2.0,1.0,1.0,1.0,1.0)"):
+        *trained, _ = cheapest_report.commands(apart, way, [given])
+        assert all(line.count("lane_weights=") == 1 and "--config.model.lane_weights=()" in line for line in trained)
+
+
 def test_spot_machines_save_at_the_best_interval_and_count_what_is_lost(profiles):
     terms = dataclasses.replace(TERMS, interruptions_per_hour=3.0, link=None)
     spot = market.Market(TASK, terms, offers(profiles, Offer("slow", 0.8, spot=True))).ways()[0]

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from PIL import Image
 
 from mlcn_jax.analysis import explain
@@ -173,7 +172,7 @@ def test_explain_a_run(finished, tmp_path, monkeypatch, caplog):
 
 def test_the_picture_of_an_image_says_what_is_added_to_what(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: drawn.append(figure))
+    monkeypatch.setattr(script, "write_figure", lambda figure, path, **how: drawn.append(figure))
     row = {"index": 7, "class": "cat", "predicted": "dog"}
     changed = np.random.default_rng(0).random((2, 3, 4, 4, 1))
     names = ["lane 0 (mlcn1:w1d1)", "lane 1 (mlcn1:w1d1)"]

@@ -241,18 +241,33 @@ RESIDUAL = {
 def test_a_joined_model_has_settings_that_it_can_be_trained_with():
     changes = {"model.margin_loss": "joint", "model.lane_seeds": "0", "train.rounds.steps": 5}
     config = RunConfig().replace(APART | RESIDUAL | changes)
-    first = SimpleNamespace(trained=SimpleNamespace(spec=config.model_spec((28, 28, 1), 10)))
+    first = SimpleNamespace(config=config, trained=SimpleNamespace(spec=config.model_spec((28, 28, 1), 10)))
     residual, published = (
         join_lib.Lane(LaneSpec(kind, 1), {}, seed, kind, 10) for seed, kind in enumerate(("resnet", "mlcn1"))
     )
-    mixed, _ = join_lib.joined_spec(first, [residual, published])
+    mixed, _ = join_lib.joined_spec([first], [residual, published])
     check_settings(join_lib.joined_config(config, mixed), mixed)
-    alike, _ = join_lib.joined_spec(first, [residual, dataclasses.replace(residual, seed=1)])
+    alike, _ = join_lib.joined_spec([first], [residual, dataclasses.replace(residual, seed=1)])
     kept = join_lib.joined_config(config, alike)
     check_settings(kept, alike)
     assert kept.data.augment_lanes
     assert kept.train.image_sizes == "20:0.5"
     assert kept.train.rounds == RoundSettings(), "or neither train nor rounds would take the workdir"
+
+
+@pytest.mark.parametrize(("batch", "group", "expected"), [(128, 125, 64), (100, 125, 125), (500, 125, 125), (12, 3, 3)])
+def test_images_that_a_joined_model_normalises_together_fit_the_batches_of_the_first_run(batch, group, expected):
+    def part(lanes, batch, group):
+        changes = {"model.lanes": lanes, "train.batch_size": batch, "model.norm_group": group}
+        config = RunConfig().replace(APART | {"model.lane_seeds": "0", "model.decoder_gradient": "auto"} | changes)
+        return SimpleNamespace(config=config, trained=SimpleNamespace(spec=config.model_spec((28, 28, 1), 10)))
+
+    parts = [part("mlcn1:w1", batch, 7), part("resnet:w1", 2 * group, group)]
+    lanes = [join_lib.Lane(LaneSpec(kind, 1), {}, seed, kind, 10) for seed, kind in enumerate(("mlcn1", "resnet"))]
+    spec, _ = join_lib.joined_spec(parts, lanes)
+    joined = join_lib.joined_config(parts[0].config, spec)
+    check_settings(joined, spec)
+    assert joined.model["norm_group"] == spec.norm_group == expected
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from conftest import TINY
 from made_params import made_params
@@ -375,13 +376,15 @@ def test_what_is_no_run_with_lanes_on_its_images_is_refused(config, workdir, tmp
 
 
 def test_a_folder_that_cannot_be_written_leaves_nothing(run, workdir, tmp_path, monkeypatch):
-    def full(path, value):
+    def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(prune, "write_json", full)
-    with pytest.raises(InputError, match=r"cannot be written .No space left"):
-        prune.save_run(run, tmp_path / "small", None, {})
-    assert not list(tmp_path.iterdir())
+    for place, name in ((prune, "write_json"), (ocp.CheckpointManager, "save")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, full)
+            with pytest.raises(InputError, match=r"--output=.*small cannot be written .(?i:no space left)"):
+                prune.save_run(run, tmp_path / "small", None, {})
+        assert not list(tmp_path.iterdir())
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="--results"):
         script.measure_and_prune([workdir], order="alone", rounds=0, results=tmp_path / "file" / "results")

@@ -373,3 +373,15 @@ def test_compiler_options_compile_and_are_empty_where_unknown():
         options = conv.compiler_options(jax.default_backend(), chains)
         assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
         assert conv.compiler_options("no such backend", chains) == {}
+
+
+def test_a_lack_of_memory_is_not_taken_for_an_unknown_option(monkeypatch):
+    def fail(function, **options):
+        raise MemoryError
+
+    conv.compiler_options.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "jit", fail)
+        with pytest.raises(MemoryError):
+            conv.compiler_options("cpu", False)
+    assert conv.compiler_options("cpu", True)

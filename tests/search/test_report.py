@@ -9,7 +9,6 @@ import time
 import types
 
 import pytest
-from matplotlib.figure import Figure
 
 from mlcn_jax.config import RunConfig
 from mlcn_jax.search import models, report
@@ -67,7 +66,7 @@ def test_the_last_results_are_written_whatever_the_clock_of_the_file_server_says
 
 def test_the_picture_names_what_it_shows_and_counts_whole_models(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: drawn.append(figure))
+    monkeypatch.setattr(report, "write_figure", lambda figure, path, **how: drawn.append(figure))
     device = {"fill": 0.9}
     row = {"state": "complete", "accuracy": 0.9, "train_seconds": 2.0, "step_flops": 1e9, "step_seconds": 0.01}
     table = [{**row, "model": i, "ended": 10.0 + i, "devices": [device]} for i in range(2)]

@@ -271,6 +271,13 @@ def test_a_failed_write_is_one_clear_error(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints._manager, "save", full)
     with pytest.raises(InputError, match=r"no space left on device.*run the same command again"):
         checkpoints.save(1, state_of(1), {})
+
+    def no_memory(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr(checkpoints._manager, "save", no_memory)
+    with pytest.raises(MemoryError):  # of which `launch` tells, without advice on disks
+        checkpoints.save(1, state_of(1), {})
     monkeypatch.undo()
     checkpoints.close()
 

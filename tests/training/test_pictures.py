@@ -1,6 +1,5 @@
 """The pictures of a test set."""
 
-import matplotlib.figure
 import numpy as np
 import pytest
 from made_params import made_params
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("real_pictures")
 @pytest.mark.parametrize(("class_names", "rotation"), [(("0", "1"), 0), (("cat", "horse"), 90)])
 def test_short_names_of_classes_are_upright_in_the_confusion_matrix(tmp_path, monkeypatch, class_names, rotation):
     drawn = []
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path, **how: drawn.append(figure))
+    monkeypatch.setattr(pictures, "write_figure", lambda figure, path, **how: drawn.append(figure))
     pictures.save_confusion(tmp_path / "confusion.png", Scores(0.1, np.array([[3, 1], [0, 2]])), class_names)
     labels = drawn[0].axes[0].get_xticklabels()
     assert [label.get_text() for label in labels] == list(class_names)
@@ -27,7 +26,7 @@ def test_short_names_of_classes_are_upright_in_the_confusion_matrix(tmp_path, mo
 def test_names_of_classes_are_drawn_as_they_are(tmp_path, monkeypatch):
     """Two dollar signs would begin and end a formula, which here is none."""
     drawn, names = [], ("$10_$20", "$20_$30")
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path, **how: drawn.append(figure))
+    monkeypatch.setattr(pictures, "write_figure", lambda figure, path, **how: drawn.append(figure))
     spec = ModelSpec("mlcn", (17, 17, 1), 2, "mlcn1:w1*1", decoder=(4,))
     split = Split(np.zeros((2, 17, 17, 1), np.uint8), np.array([0, 1]))
     pictures.save_confusion(tmp_path / "confusion.png", Scores(0.1, np.array([[3, 1], [0, 2]])), names)

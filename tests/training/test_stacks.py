@@ -1,5 +1,6 @@
 """Lanes in stacks compute what one device does, each device holds only its own, and a run moves between plans."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -16,6 +17,7 @@ from mlcn_jax.distributed import traffic
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training import loop, mesh_runner, stack_programs, stacks_runner, step
+from mlcn_jax.training.splits import Messages, can_stack
 from mlcn_jax.training.trained import load_trained
 
 UNEQUAL = ModelSpec(
@@ -238,6 +240,23 @@ def test_a_run_goes_on_in_stacks_as_if_it_had_never_moved(tiny, tmp_path):
     assert summary["test_accuracy"] == pytest.approx(whole["test_accuracy"], abs=0.01)
     laid_out = summary["parallel"]["lanes"].values()
     assert sorted(laid_out) == ["mlcn1:w1d1*1", "mlcn1:w1d1*1,mlcn2:w1d1*1"]
+
+
+@pytest.mark.parametrize(
+    ("lanes", "changes", "taken"),
+    [
+        ("resnet:w1*2", {}, True),
+        ("resnet:w1*2", {"ensemble_weight": 0.5}, False),
+        ("resnet:w1*2", {"decoder_gradient": "all"}, False),
+        ("mlcn1:w1*2", {"ensemble_weight": 0.5}, True),
+        ("mlcn1:w1*2", {"decoder_gradient": "all"}, True),
+    ],
+)
+def test_stacks_refuse_what_plans_leave_out(lanes, changes, taken):
+    spec = ModelSpec("mlcn", (18, 18, 1), 4, lanes, **changes)
+    with contextlib.nullcontext() if taken else pytest.raises(InputError, match="cannot share their gradients"):
+        stacks_runner.check_independent(spec)
+    assert can_stack(spec, Messages(parts=1)) == taken
 
 
 @pytest.mark.parametrize(

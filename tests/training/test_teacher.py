@@ -223,6 +223,16 @@ def test_models_of_other_kinds_teach_as_well(spec):
         np.testing.assert_allclose(found, squares.sum(-1) / squares.sum((1, 2))[:, None], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("changes", [{"lanes": "mlcn1:w1d2*2"}, {"lanes": "mlcn2:w1*2", "conv": "native"}])
+def test_a_teacher_of_any_convolution_algorithm_can_be_asked(changes):
+    spec = dataclasses.replace(MARGIN, **changes)
+    params, pixels = made_params(spec), jnp.asarray(IMAGES / np.float32(255))
+    encoder = teacher._encoder(Trained(spec, ("a", "b", "c"), params, 1))
+    found = jax.jit(model_probabilities(spec, encoder))(pixels)
+    expected = jax.jit(lambda encoder: model_probabilities(spec, encoder)(pixels))(params["encoder"])
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
 def test_a_teacher_that_learned_validation_images_is_told_of(student, finished, per_lane, caplog):
     """`finished` learned all images; `per_lane` held a fifth out, of which another seed holds others out."""
 

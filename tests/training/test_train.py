@@ -181,6 +181,28 @@ def test_a_lost_model_file_is_named(tiny, copied):
         loop.train(tiny, copied)
 
 
+def test_capsnet_ends_with_its_best_checkpoint_and_can_be_read(tiny, tmp_path):
+    changes = {"model.name": "capsnet", "model.lanes": "", "data.validation_fraction": 0.1}
+    few = {"train.num_steps": 2, "train.checkpoint_every": 1, "train.batch_size": 4, "train.score_test": False}
+    summary = loop.train(tiny.replace(changes | few), tmp_path)
+    assert summary["steps"] == 2
+    assert load_trained(tmp_path).step == summary["best_step"]
+
+
+def test_a_summary_that_cannot_be_read_is_not_taken_for_an_unfinished_run(tiny, copied, monkeypatch):
+    def fail(path, *args, **kwargs):
+        if path.name == "summary.json":
+            raise OSError(errno.EIO, "Input/output error")
+        return read(path, *args, **kwargs)
+
+    read = files.Path.read_text
+    monkeypatch.setattr(files.Path, "read_text", fail)
+    with pytest.raises(InputError, match=r"summary\.json cannot be read .Input/output error"):
+        loop.train(tiny, copied)
+    monkeypatch.undo()
+    assert (copied / "summary.json").exists()
+
+
 def test_a_damaged_summary_is_made_again(tiny, copied):
     first = json.loads((copied / "summary.json").read_text())
     (copied / "summary.json").write_text('{"a')
