@@ -95,6 +95,13 @@ def test_accuracy_with_each_further_lane_is_told_and_is_that_of_the_model(joined
     assert about["decoder_seconds"] > 0
 
 
+def test_the_next_command_leaves_out_devices_that_may_not_fit_the_joined_lanes(joined, tmp_path):
+    output, about = joined
+    on_two = read_stored(output).replace({"parallel.plan": "stacks", "parallel.lane": 2})
+    (tmp_path / "config.json").write_text(json.dumps(on_two.to_dict()))
+    assert "parallel" not in command.told(about, tmp_path)
+
+
 def test_accuracy_with_each_further_lane_is_that_of_joining_only_these(lanes, joined, tmp_path):
     _, about = joined
     two = join_lib.join(lanes[:2], tmp_path / "two", decoder_epochs=0)
