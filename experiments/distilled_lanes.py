@@ -133,10 +133,7 @@ def define(values: flags.FlagValues) -> None:
     define_flags(values, SCALES)
     values.set_default("scale", "full")
     flags.DEFINE_list("cases", list(CASES), f"Of {', '.join(CASES)}.", flag_values=values)
-    text = (
-        "Weight and temperature of the teacher, each trained; with `plain`, it has no label smoothing. mlcn lanes "
-        "use no temperature."
-    )
+    text = "Weight and temperature of the teacher, each trained; with `plain`, it has no label smoothing."
     flags.DEFINE_list("settings", ["w0.9t4"], text, flag_values=values)
     flags.DEFINE_bool("trial", False, "Score images held out of the training images.", flag_values=values)
     for name in ("cifar", "fashion"):

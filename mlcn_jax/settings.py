@@ -164,7 +164,7 @@ class TrainSettings:
       teacher: workdirs of trained models, separated by commas, whose mean probabilities are learned in addition to
         the labels; empty for none.
       teacher_weight: weight of the teacher in the loss; the labels get the rest.
-      teacher_temperature: softmax temperature for the teacher and for resnet lanes; no effect on the margin loss.
+      teacher_temperature: softmax temperature for the teacher, and for resnet lanes that learn from it.
       image_sizes: sizes at which resnet lanes (all lanes must be resnet) see training images, such as 20:0.35,28:0.7
         for 20 pixels in the first 35 % of the steps, 28 until 70 %, then the full size; empty for the full size
         throughout.

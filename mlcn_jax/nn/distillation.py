@@ -22,7 +22,7 @@ class Distillation:
     Attributes:
       probabilities: the teacher's probability of each class for images with pixels in [0, 1].
       weight: weight of the teacher in the loss, in (0, 1]; the labels get the rest.
-      temperature: that of `losses.soft_divergence`.
+      temperature: that of `losses.soften` for the teacher, and in `losses.soft_divergence` for residual lanes.
 
     Source: Hinton et al. 2015, arXiv 1503.02531, for soft targets; Beyer et al. 2022, arXiv 2106.05237, section 2, for
     a teacher that sees each image as its student does.
@@ -37,10 +37,11 @@ class Distillation:
     ) -> Float[Array, "batch classes"]:
         """Probability of each class for a loss that is linear in it, as the margin loss is: labels and teacher mixed.
 
-        No temperature is applied: lengths are not logits, and with any distribution but the teacher's own, the loss
-        would no longer be the expected margin loss.
+        The loss is then the expected margin loss of a label drawn from the softened teacher. Lengths are not logits and
+        have no temperature, so where it is above 1, lanes become less sure of a class than the teacher is.
         """
-        return (1 - self.weight) * jax.nn.one_hot(labels, soft.shape[-1]) + self.weight * soft
+        softened = losses.soften(soft, self.temperature)
+        return (1 - self.weight) * jax.nn.one_hot(labels, soft.shape[-1]) + self.weight * softened
 
     def cross_entropy(
         self,

@@ -61,13 +61,21 @@ def cross_entropy(
     return -jnp.sum(target * log_probabilities, axis=-1)
 
 
+def soften(probabilities: Float[Array, "batch classes"], temperature: float) -> Float[Array, "batch classes"]:
+    """Probabilities raised to the power 1 / T and normalised, which divides their logits by the temperature T > 0.
+
+    Source: Hinton et al. 2015, arXiv 1503.02531, equation 1.
+    """
+    return jax.nn.softmax(jnp.log(jnp.maximum(probabilities, _TINY)) / temperature)
+
+
 def soft_divergence(
     log_probabilities: Float[Array, "batch classes"], soft: Float[Array, "batch classes"], temperature: float
 ) -> Float[Array, " batch"]:
     """Distance of each image from a teacher's probabilities, in float32: 0 where both agree.
 
-    `T^2 KL(q || p)`, with q and p the probabilities of teacher and student raised to the power 1 / T and normalised,
-    which divides their logits by T. The factor T^2 keeps gradients as large at every temperature.
+    `T^2 KL(q || p)`, with q and p the probabilities of teacher and student at temperature T (`soften`). The factor T^2
+    keeps gradients as large at every temperature.
 
     Args:
       log_probabilities: of the student, normalised over classes.
