@@ -27,6 +27,8 @@ class Slow:
         self.sizes.append(len(images))
         if images[0].max() == 13:
             raise RuntimeError("thirteen")
+        if images[0].max() == 14:
+            raise MemoryError
         light = images.mean(axis=(1, 2, 3)) / 255
         return np.stack([1 - light, light], axis=1)
 

@@ -29,7 +29,7 @@ from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost, fit
-from mlcn_jax.placement.profile import DeviceProfile, head_features
+from mlcn_jax.placement.profile import MEASURED_KINDS, DeviceProfile, head_features
 from mlcn_jax.settings import ParallelSettings
 from mlcn_jax.training.session import optimizer_of
 from mlcn_jax.training.step import TrainState, head_loss, make_train_step
@@ -194,15 +194,12 @@ def tiny_network() -> Program:
     return Program(conv.compiler_options(jax.default_backend(), chains=True), step, kernel, rows)
 
 
-_FITTED_KINDS = (*lanes.PUBLISHED_KINDS, "resnet")
-
-
 def fitted_lanes() -> list[tuple[lanes.LaneGroup, int]]:
     """The lanes to which a profile is fitted, as groups of one, each with both batch sizes."""
     return [
         (lanes.LaneGroup(lanes.LaneSpec(kind, width, depth), 1), batch_size)
         for width, depth in _SIZES
-        for kind in _FITTED_KINDS
+        for kind in MEASURED_KINDS
         for batch_size in BATCH_SIZES
     ]
 

@@ -106,7 +106,7 @@ def _split(arguments: argparse.Namespace) -> None:
     key = _path("key", arguments.key)
     precision = Path(arguments.precision).expanduser() if arguments.precision else None
     folder = split.split(
-        workdir, Path(arguments.tiers), arguments.cut, key, arguments.data_dir, arguments.out, precision
+        workdir, Path(arguments.tiers).expanduser(), arguments.cut, key, arguments.data_dir, arguments.out, precision
     )
     print(split.describe(folder))
 
@@ -241,11 +241,11 @@ def _paths(option: str, text: str | None) -> list[Path]:
     names = [] if text is None else text.split(",")
     if not all(names):
         raise InputError(f"--{option}={text} has an empty file name: give files, or leave the option out")
-    return [Path(name) for name in names]
+    return [Path(name).expanduser() for name in names]
 
 
 def _path(option: str, text: str | None) -> Path | None:
     """The file of an option that takes one; an empty name is refused as in `_paths`."""
     if text is not None and not text:
         _paths(option, text)
-    return None if text is None else Path(text)
+    return None if text is None else Path(text).expanduser()

@@ -95,7 +95,8 @@ def read_catalog(path: Path, priced_on: str = "", today: datetime.date | None = 
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:  # Excel starts files with a BOM
             reader = csv.DictReader(file)
-            rows, columns = list(reader), list(reader.fieldnames or ())
+            rows = [(reader.line_num, row) for row in reader]  # blank lines are left out
+            columns = list(reader.fieldnames or ())
             changed = datetime.date.fromtimestamp(path.stat().st_mtime)
     except OSError as error:
         raise InputError(f"--catalog={path} cannot be read ({error.strerror}): give a CSV file with prices") from error
@@ -109,7 +110,7 @@ def read_catalog(path: Path, priced_on: str = "", today: datetime.date | None = 
         _check_columns(path, columns)
     offers: list[Offer] = []
     unused = 0
-    for number, row in enumerate(rows, start=2):
+    for number, row in rows:
         where = f"{path}, line {number}"
         if None in row or None in row.values():
             raise InputError(f"{where}: value count differs from the number of columns in the header")

@@ -125,7 +125,9 @@ class _Program:
                     self.model.add_hint(variables[d], sum(start[lane] == d for lane in lanes))
         for d in devices:
             if problem.limit_bytes[d] < UNLIMITED:
-                self.model.add(self.load(d, [round(b) for b in problem.memory_bytes]) <= int(problem.limit_bytes[d]))
+                self.model.add(
+                    self.load(d, [math.ceil(b) for b in problem.memory_bytes]) <= int(problem.limit_bytes[d])
+                )
         for d, e in itertools.pairwise(devices):  # equal devices are interchangeable too
             same_lanes = all(row[d] == row[e] for row in problem.seconds)
             same_rest = all(x[d] == x[e] for x in (problem.limit_bytes, problem.base_seconds))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 from mlcn_jax.host import name_of, num_cores
 from mlcn_jax.launch import program
 
+MEASURED_KINDS = ("mlcn1", "mlcn2", "resnet")  # of lanes in a profile
 FORM_BATCH = 50  # images in a step of which the forms of lanes are timed in training
 PROFILE_VERSION = 2  # a profile of format 1 lacks the fields that have a default, and is read with them
 # Numbers in a profile must be finite, and 0 or more.
@@ -196,6 +197,11 @@ class DeviceProfile:
         rows = differences(measured, given, there="in the profile", here=f"for {cost.spec}")
         found = [name if name in known else _other_form(name, known) for name in needed]
         rows += [f"  {name}: not in the profile, but in {cost.spec}" for name in found if name not in known]
+        if rows and cost.spec.kind not in MEASURED_KINDS:
+            raise InputError(
+                f"device profiles have no lanes of kind {cost.spec.kind}, only {', '.join(MEASURED_KINDS)}: leave the "
+                "profile out (parallel.plan=stacks then places lanes by what it times itself), or use other lanes"
+            )
         if rows:
             raise InputError(
                 "the device profile was measured with other lanes:\n"

@@ -14,7 +14,8 @@ from mlcn_jax.placement.problem import or_tools
 
 _log = logging.getLogger(__name__)
 _UNITS = 10**6  # into which the longest possible time is divided
-_PRICES = 10**9  # into which the highest price is divided: products fit 64 bits for 4000 machines
+_PRICES = 10**9  # at most, into which the highest price is divided
+_LARGEST = 2**61  # of the solver's sums
 _ALIKE = 1 - 1e-9  # costs that differ by less are equal
 _HOUR = 3600
 
@@ -94,6 +95,11 @@ def apart(
         end = min(end, math.floor(deadline_seconds / unit))
     model = cp_model.CpModel()
     slots, loads, spent, taken_by = [], [], [], []
+    most_paid = max(2 * _UNITS, *(math.ceil(machine.minimum_seconds / unit) for machine in machines), 0)
+    most_slots = max(1, sum(min(machine.available, most_machines, sum(counts)) for machine in machines))
+    prices = min(
+        _PRICES, _LARGEST // (most_paid * most_slots)
+    )  # so that what all machines cost is an integer of 64 bits
     pools = _pools(machines)
     in_pool: dict[str | int, list[Any]] = {}
     for number, machine in enumerate(machines):
@@ -122,7 +128,7 @@ def apart(
             loads.append(used)
             in_pool.setdefault(pools[number], []).append(used)
             taken_by.append(taken)
-            spent.append(round(_PRICES * machine.price / dearest) * paid)
+            spent.append(round(prices * machine.price / dearest) * paid)
     for kind, count in enumerate(counts):
         model.add(sum(held[kind] for _, _, held in slots) == count)
     model.add(sum(loads) <= most_machines)

@@ -34,8 +34,8 @@ class Interruptions:
         from scipy import special
 
         costs = self.per_second * self.checkpoint_seconds
-        if not costs:
-            return 0.0
+        if costs < 1e-12:  # below which the function is rounded to nothing; to first order, as Young 1974 has it
+            return math.sqrt(2 * costs) / self.per_second
         return float(1 + special.lambertw(-math.exp(-costs - 1)).real) / self.per_second
 
     def expected_seconds(self, work_seconds: float, interval_seconds: float) -> float:

@@ -103,7 +103,8 @@ def write(found: "Search", workdir: Path, test_accuracies: list[float], session:
     winner = models_lib.best(models)
     assert winner is not None
     complete = [row["accuracy"] for row in table if row["state"] == "complete" and row["model"] != "baseline"]
-    baseline = next((row["accuracy"] for row in table if row["model"] == "baseline"), None)
+    trained = (row for row in table if row["model"] == "baseline" and row["state"] == "complete")
+    baseline = next((row["accuracy"] for row in trained), None)
     drawn = [group for model in models if model.mix for group in parse_lanes(model.lanes)]
     histogram: collections.Counter[str] = collections.Counter()
     for group in drawn:

@@ -25,7 +25,7 @@ from mlcn_jax.placement import cost
 from mlcn_jax.search import models as models_lib
 from mlcn_jax.search import report, storage
 from mlcn_jax.search import settings as settings_lib
-from mlcn_jax.search.setup import Search, open_search
+from mlcn_jax.search.setup import Search, open_search, storage_url
 from mlcn_jax.search.space import Mix
 from mlcn_jax.search.study import Study
 from mlcn_jax.training.stop_signals import SignalWatch
@@ -50,7 +50,7 @@ def run(
       InputError: an input cannot be used, or no model could be trained; finished models are kept.
       Stopped: SIGTERM or Ctrl-C arrived; the message says how many models have ended.
     """
-    with files.hold(workdir), storage.storage_errors(settings.storage or str(workdir)):
+    with files.hold(workdir), storage.storage_errors(storage_url(settings, workdir)):
         found = open_search(config, settings, workdir, create=True, programs=programs)
         with _stoppable(found.study), worker_slot(found):
             started = time.monotonic()
@@ -81,7 +81,7 @@ def run(
 
 def work(config: RunConfig, settings: settings_lib.SearchSettings, workdir: Path) -> None:
     """Trains models of a search that another process started, until none is waiting; raises as `run` does."""
-    with storage.storage_errors(settings.storage or str(workdir)):
+    with storage.storage_errors(storage_url(settings, workdir)):
         if not settings.storage and not (workdir / "search.db").exists():
             raise InputError(
                 f"{workdir} holds no search: start it first, with the same command without --worker, or give the "
@@ -154,6 +154,8 @@ def worker_slot(found: Search) -> Iterator[None]:
         try:
             lock = next(filter(None, map(files.try_lock, paths)), None)
         except OSError as error:
+            if not any(path.is_symlink() or path.is_dir() for path in paths):
+                raise
             raise InputError(
                 f"{error}: this path is needed for the lock file of a worker: remove what is there"
             ) from error

@@ -97,6 +97,11 @@ def make_space(config: RunConfig, settings: SearchSettings) -> space_lib.Space:
     )
 
 
+def storage_url(settings: SearchSettings, workdir: Path) -> str:
+    """The database of a search: the one that is given, or a file in its workdir."""
+    return settings.storage or f"sqlite:///{workdir.resolve() / 'search.db'}"
+
+
 def open_search(
     config: RunConfig,
     settings: SearchSettings,
@@ -127,5 +132,5 @@ def open_search(
     } | facts_of(settings)
     facts[IMAGES], facts[VALIDATION] = datasets.digest(trainer.train), datasets.digest(trainer.validation)
     facts[PROFILES] = [host.sha256_of(path) for path in space_lib.profiles_of(settings.devices)]
-    url = settings.storage or f"sqlite:///{workdir.resolve() / 'search.db'}"
+    url = storage_url(settings, workdir)
     return Search(config, settings, trainer, space, Study(settings, facts, url, create=create))

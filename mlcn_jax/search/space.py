@@ -22,7 +22,7 @@ from mlcn_jax.search.budget import FORM, Bucket, amount, parse_device, read_numb
 Mix = tuple[tuple[int, ...], ...]
 
 MOVES = ("swap", "widen", "deepen", "move", "add", "remove")
-_MOST_LANES = 100_000  # on all devices
+_MOST_LANES = 10_000  # on all devices; a model may have as many of a kind
 _REDRAWS = 10  # of a device that ends less full than the tolerance requires
 _MOVE_TRIES = 100  # of a mutation, before a new mix is drawn
 _NEWCOMERS = 0.1  # when a mutated mix is filled up: share of the new lanes that are drawn from the whole menu

@@ -71,6 +71,7 @@ class Study:
         self.evaluate_seconds = 0.0  # spent by this process in training and scoring models
         self._first_seen: dict[int, float] = {}  # when each running trial without a model was first seen
         self._lost = False  # whether the last trial was given to another worker while this one trained it
+        self._interrupt: KeyboardInterrupt | None = None  # that ended the last trial
         self._plan: propose.Plan | None = None
         self._storage = open_storage(url, settings.heartbeat_seconds)
         import optuna  # `open_storage` has raised if it is missing
@@ -221,14 +222,16 @@ class Study:
         from optuna.trial import TrialState
 
         def objective(trial: "optuna.Trial") -> float:
-            self._lost = False
+            self._lost, self._interrupt = False, None
             try:
                 value = self._run(trial, space, evaluate)
             except optuna.exceptions.UpdateFinishedTrialError:
                 self._lost = True
                 raise
-            except KeyboardInterrupt:
-                trial.set_user_attr("stopped", True)
+            except KeyboardInterrupt as interrupt:
+                self._interrupt = interrupt  # optuna raises another error where the trial went to another worker
+                with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+                    trial.set_user_attr("stopped", True)
                 raise
             self._lost = self._storage.get_trial(trial._trial_id).state.is_finished()
             return value
@@ -248,6 +251,8 @@ class Study:
                 try:
                     self._study.optimize(objective, n_trials=1, catch=(_Failed,))
                 except Exception:
+                    if self._interrupt is not None:
+                        raise self._interrupt from None
                     if not self._lost:
                         raise
                     _log.warning("this worker sent no heartbeat for too long: its model went to another worker")

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlcn_jax.data.images import ignore_pillows_warning
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import InputError, is_lack_of_memory
 from mlcn_jax.serving.batching import Batcher, Full, Gone, Late
 
 SMALL_BYTES = 2**13  # reading a body up to this size takes less time than handing it to a thread
@@ -256,6 +256,9 @@ class BatchService:
         except Gone as error:
             raise ClientDisconnect from error
         except Exception as error:
+            if is_lack_of_memory(error):
+                _log.error("memory ran out for %d images", len(items))
+                raise HTTPException(503, "there is too little memory at the moment: try again", _RETRY) from error
             _log.error("the model failed: %s", (str(error).splitlines() or [repr(error)])[0])
             raise HTTPException(500, "the model failed") from error
         finally:

@@ -53,7 +53,7 @@ def tolerance(precisions: Sequence[str], weights: np.ndarray) -> float:
     rounded = {"cpu": "float32", "gpu": "tensorfloat32"}.get(jax.default_backend(), "bfloat16")
     precisions = [rounded if precision == "float32" else precision for precision in precisions]
     if set(precisions) == {"float32"}:
-        return _TOLERANCES["float32"]
+        return _TOLERANCES["float32"] * max(1.0, float(np.sqrt(np.mean(weights))))
     of_lanes = np.array([_TOLERANCES[precision] for precision in precisions])
     return float(np.sqrt(np.sum(weights * np.square(of_lanes))))
 

@@ -185,6 +185,7 @@ def _protocol(service: "BatchService"):
                 self._coming_since = self.loop.time()
             self._head_bytes += len(data)
             super().data_received(data)
+            self._head_bytes = max(self._head_bytes, 0)  # after a long body, trailers may be no longer than a head
             if self._head_bytes > _MAX_HEAD_BYTES:
                 self._refuse(431, "the head of the request is too long")
             if len(self.pipeline) > _MAX_PIPELINED:

@@ -310,6 +310,8 @@ class TierClient:
             body, asked = self._pack(rows, bits)
         sent = time.monotonic()  # nearly: a node is not to blame for what packing took
         left = deadline - sent
+        if left <= 0:
+            raise self._lost("time-out", "no time was left to ask it")
         patience = times.timeout
         until = left + _GRACE_SECONDS
         shape, status = (len(rows), self._classes), 0

@@ -74,6 +74,13 @@ def test_lanes_that_were_not_measured_are_refused(profile, other, message):
             predict(lane(**other), 100)
 
 
+def test_a_kind_that_no_profile_measures_is_not_asked_to_be_measured(profile):
+    with pytest.raises(
+        InputError, match=r"no lanes of kind resnet_caps, only mlcn1, mlcn2, resnet: leave the profile out"
+    ):
+        profile.lane_seconds(lane("resnet_caps"), 100)
+
+
 def test_an_unknown_layer_is_named(profile):
     known = {name: curve for name, curve in profile.layer_seconds.items() if not name.startswith("conv 3x3")}
     with pytest.raises(InputError, match="conv 3x3 by winograd: not in the profile, but in mlcn1:w2d2"):

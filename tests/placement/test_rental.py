@@ -53,6 +53,16 @@ def brute_force(machines, counts, most, deadline):
     return best, soonest
 
 
+def test_a_short_deadline_against_a_long_minimum_keeps_the_ways(caplog):
+    """What is paid, in millionths of the deadline, times what an hour costs must fit the solver's integers."""
+    year = 365 * 86400.0
+    machines = [Machine(1.0 + i, 180.0, year, 8, (100.0,)) for i in range(3)]
+    found = rental.apart(machines, (8,), 2, 600.0, time_limit_seconds=60.0)
+    assert found.rented == ((0, (4,)), (0, (4,)))
+    assert found.seconds == pytest.approx(580)
+    assert not caplog.messages
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     machines=MACHINES,
@@ -230,6 +240,12 @@ def test_a_plain_catalog_is_read(tmp_path):
         ("nas spot", 0.1, 10**6),
     ]
     assert (found[0].minimum_seconds, found[1].minimum_seconds) == (60.0, None)
+
+
+def test_a_row_is_named_by_its_line_of_the_file(tmp_path):
+    text = "machine,price,priced_on\n\n\nbox,1,2026-05-01\nnas,cheap,2026-05-01\n"
+    with pytest.raises(InputError, match=r"line 5"):
+        read_catalog(catalog(tmp_path, text), today=TODAY)
 
 
 def test_both_prices_of_a_row_share_what_is_available(tmp_path):

@@ -97,6 +97,20 @@ def test_an_interrupted_model_is_trained_again(tmp_path):
     assert len(calls) == 8
 
 
+def test_an_interrupt_counts_also_where_the_model_went_to_another_worker(tmp_path):
+    study = make_study(tmp_path)
+
+    def evaluate(lanes):
+        yield from planted(lanes)
+        for trial in study._trials():  # none yet while the baseline is trained
+            if trial.state == TrialState.RUNNING:
+                study._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(study, evaluate)
+
+
 def work_slowly(folder, main):
     """A worker in a process of its own, which notes what it begins and ends."""
 

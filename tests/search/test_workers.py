@@ -1,5 +1,6 @@
 """How many workers of searches run on a machine at once: their locks."""
 
+import errno
 import importlib.util
 import os
 import sys
@@ -86,6 +87,15 @@ def test_without_a_folder_of_its_own_a_search_runs_all_the_same(found, tmp_path,
     (tmp_path / "cache").write_text("")
     with run.worker_slot(found):
         assert "not counted" in caplog.text
+
+
+def test_an_error_of_the_machine_is_not_taken_for_something_in_the_way(found, monkeypatch):
+    def full(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "try_lock", full)
+    with pytest.raises(OSError, match="No space left"), run.worker_slot(found):
+        pass
 
 
 def test_a_folder_in_place_of_a_lock_is_reported(found, tmp_path):

@@ -10,6 +10,7 @@ import sys
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import REPOSITORY
@@ -23,13 +24,16 @@ from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import to_pixels
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules
-from mlcn_jax.nn.model import encode
+from mlcn_jax.nn.calibration import calibrate, fold_statistics
+from mlcn_jax.nn.model import class_lengths, encode, init_params
+from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.serving import artifact, export, model_card, onnx, predict
+from mlcn_jax.serving.parts import tolerance
 from mlcn_jax.serving.trained import TrainedModel
 from mlcn_jax.training import evaluate
 from mlcn_jax.training.session import open_session
 from mlcn_jax.training.start import check_resumable
-from mlcn_jax.training.trained import load_trained
+from mlcn_jax.training.trained import Trained, load_trained
 
 TRAINING_CODE = (
     "absl",
@@ -82,6 +86,26 @@ def test_a_model_in_bfloat16_may_be_rounded_otherwise_than_its_export(exported, 
         export._check(trained, SimpleNamespace(lengths=lambda images: loaded.lengths(images) + 1e-3))
     in_bfloat16 = dataclasses.replace(trained.spec, compute_dtype="bfloat16")
     export._check(dataclasses.replace(trained, spec=in_bfloat16), loaded)
+
+
+def test_a_residual_model_in_bfloat16_is_exported(tmp_path):
+    """Folded statistics are rounded with the kernels, which moves lengths by more than the order of sums does."""
+    spec = ModelSpec("mlcn", (12, 12, 1), 4, "resnet_caps:w1d2", decoder=(4,), compute_dtype="bfloat16")
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        pixels = jnp.asarray(rng.random((32, 12, 12, 1), np.float32))
+        params = jax.jit(functools.partial(calibrate, spec))(init_params(spec, jax.random.key(seed)), [pixels])
+        folded = fold_statistics(spec, params)
+        lengths = jax.jit(lambda images, p=folded: class_lengths(spec, encode(spec, p["encoder"], to_pixels(images))))
+        trained = Trained(spec, tuple("abcd"), params, 1)
+        export._check(trained, SimpleNamespace(lengths=lengths))
+        with pytest.raises(RuntimeError, match="differs from the model"):
+            export._check(trained, SimpleNamespace(lengths=lambda images, f=lengths: f(images) + 0.5))
+
+
+def test_large_weights_of_lanes_make_larger_lengths_that_are_rounded_more():
+    assert tolerance(["float32"] * 2, np.ones(2)) == 1e-5
+    assert tolerance(["float32"] * 2, np.array([1e4, 1e4])) == pytest.approx(1e-3)
 
 
 def test_probabilities_are_lengths_of_at_most_one(loaded, rng, monkeypatch):

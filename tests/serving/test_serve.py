@@ -274,6 +274,21 @@ def test_heads_and_trailers_without_an_end_are_refused(server):
         assert server.exchange(start + b"x" * 2**20)[:1] == [431]
 
 
+def test_a_long_body_is_no_room_for_long_trailers(server):
+    """Of a request that is answered before its body, which is read on and thrown away."""
+
+    def send_trailers(connection):
+        for _ in range(60):
+            connection.sendall(b"a:\r\n" * 10_000)
+            time.sleep(0.02)
+
+    with server.connect() as connection:
+        connection.sendall(b"POST /nothing HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(b"200000\r\n" + b"x" * 2**21 + b"\r\n0\r\n")
+        with pytest.raises(ConnectionError):
+            send_trailers(connection)
+
+
 def test_too_many_connections_are_refused_and_room_comes_again(server):
     deadline, idle = time.monotonic() + 60, []
     while server.exchange(request(b"", {}, "GET", "/health")) != [429]:

@@ -84,6 +84,7 @@ def test_a_model_that_fails_is_told_apart_from_a_bad_request():
     async def check(app, slow, service):
         slow.go.set()
         assert (await ask(app, pixel(13)))[0] == 500
+        assert (await ask(app, pixel(14)))[0] == 503, "memory ran out, and may be free again"
         service._row, usual = np.full_like(service._row, 13), service._row
         assert (await ask(app, b"", "/health", "GET"))[::2] == (503, {"status": "failing"})
         service._row = usual  # it works again, which no request has shown yet

@@ -70,6 +70,17 @@ def test_an_answer_without_end_is_not_kept():
     asyncio.run(check())
 
 
+def test_a_tier_is_not_asked_when_no_time_is_left_after_packing(monkeypatch):
+    async def check():
+        client = tier_of(lambda request: pytest.fail("it was asked"))
+        pack = client._pack
+        monkeypatch.setattr(client, "_pack", lambda *given: time.sleep(0.2) or pack(*given))
+        with pytest.raises(TierLost, match="no time was left to ask it"):
+            await ask(client, 0.1)
+
+    asyncio.run(check())
+
+
 def test_a_tier_that_is_too_far_for_a_deadline_is_not_sent_every_image():
     async def handler(request):
         await asyncio.sleep(0.2)
