@@ -284,7 +284,7 @@ def test_a_long_body_is_no_room_for_long_trailers(server):
 
     with server.connect() as connection:
         connection.sendall(b"POST /nothing HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
-        connection.sendall(b"200000\r\n" + b"x" * 2**21 + b"\r\n0\r\n")
+        connection.sendall(b"800000\r\n" + b"x" * 2**23 + b"\r\n0\r\n")
         with pytest.raises(ConnectionError):
             send_trailers(connection)
 
