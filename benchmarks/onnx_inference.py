@@ -95,7 +95,7 @@ def programs(model: "ExportedModel", workdir: Path, threads: int) -> dict[str, C
         raise InputError(
             f"{workdir} computes in {model.spec.compute_dtype}, its ONNX model in float32: nothing to compare"
         )
-    return {THEIRS: open_onnx(path, runtime.OUTPUT, threads), OURS: model.artifact.lengths}
+    return {THEIRS: open_onnx(path, runtime.OUTPUT, threads, spin=True), OURS: model.artifact.lengths}
 
 
 def compare(calls: dict[str, Callable], model: "ExportedModel", batch: int, rounds: int) -> dict:

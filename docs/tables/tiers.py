@@ -86,12 +86,14 @@ def _gateway(result: dict[str, Any]) -> str:
     return "\n\n".join([*parts, measured_on(result, what)])
 
 
-def _tables_measured_on(result: dict[str, Any]) -> str:
+def _tables_measured_on(
+    result: dict[str, Any], measured: str = "{tasks} tasks of {images} images, {runs} runs of each"
+) -> str:
     about, days = result["about"], sorted({time[:10] for time in result["starts"]})
     versions = list(result["starts"].values())[-1]["versions"]
     what = (
         f"`{about['model']}` on {NAMES[about['data']]}, one lane at an end, one at an edge, the others in the cloud; "
-        f"{about['tasks']} tasks of {about['images']} images, {about['runs']} runs of each"
+        + measured.format_map(about)
     )
     record = {"device": about["device"], "cpu_count": about["cpu_count"], "versions": versions}
     return measured_on(record, what, " to ".join(dict.fromkeys((days[0], days[-1]))))
@@ -149,7 +151,7 @@ def _cuts(result: dict[str, Any], homes: Sequence[str] = ("end", "edge")) -> str
     header = (
         f"trusted device | cut | bits | bytes an image (times those of pixels) | % longer at {' | at '.join(titles)}"
     )
-    return f"{table_of(header, rows)}\n\n{_tables_measured_on(result)}"
+    return f"{table_of(header, rows)}\n\n{_tables_measured_on(result, 'one task of {images} images, {runs} times')}"
 
 
 @place
