@@ -205,7 +205,7 @@ def test_costs_are_those_of_the_lanes_and_the_decoder_has_its_place():
         ("flops=1x flops=2x", "does not describe a device"),
         ("profile=/nowhere.json seconds=1", "cannot be read"),
         ("flops=1e400", "has room for inf lanes"),
-        ("flops=1e30", "at most 100,000 are tried: give smaller limits"),
+        ("flops=1e30", "at most 10,000 are tried: give smaller limits"),
         ("flops=1K", "not even the smallest lane"),
         ("memory=1KiB flops=1x", "not even the smallest lane"),
     ],
