@@ -216,7 +216,10 @@ _RESNET = {"model.lanes": "resnet:w1*2", "model.norm_group": 8}
             {"train.accumulation_steps": 4, "parallel.data": 8},
             r"each of parallel.data=8 devices has 2: use a divisor of 2",
         ),
-        ({"train.accumulation_steps": 4, **_RESNET}, r"norm_group=.*gives parts of 4: use a divisor of 2, the number of"),
+        (
+            {"train.accumulation_steps": 4, **_RESNET},
+            r"norm_group=.*gives parts of 4: use a divisor of 2, the number of",
+        ),
         ({"train.accumulation_steps": 2, "parallel.plan": "stacks"}, r"stacks, which computes a batch at once"),
         ({"train.accumulation_steps": 128, "parallel.plan": "stacks"}, r"stacks, which computes a batch at once"),
         (
