@@ -97,9 +97,7 @@ def apart(
     slots, loads, spent, taken_by = [], [], [], []
     most_paid = max(2 * _UNITS, *(math.ceil(machine.minimum_seconds / unit) for machine in machines), 0)
     most_slots = max(1, sum(min(machine.available, most_machines, sum(counts)) for machine in machines))
-    prices = min(
-        _PRICES, _LARGEST // (most_paid * most_slots)
-    )  # so that what all machines cost is an integer of 64 bits
+    prices = min(_PRICES, _LARGEST // (most_paid * most_slots))  # so that the cost of all machines fits 64 bits
     pools = _pools(machines)
     in_pool: dict[str | int, list[Any]] = {}
     for number, machine in enumerate(machines):
@@ -144,6 +142,7 @@ def apart(
     for goal in (last, sum(spent)) if fastest else (sum(spent), last):
         model.minimize(goal)
         status = solver.solve(model)
+        assert status != cp_model.MODEL_INVALID, "which is not to be taken for a lack of time"
         if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             rented = tuple((n, tuple(solver.value(x) for x in held)) for n, used, held in slots if solver.value(used))
             found = priced(machines, rented)

@@ -120,6 +120,11 @@ def test_lanes_that_do_not_fit_where_karmarkar_karp_wants_them_go_where_they_end
     assert partition("karmarkar_karp", problem).makespan_seconds < 60
 
 
+def test_exact_keeps_limits_that_fractions_of_bytes_would_exceed():
+    problem = Problem([[1.0, 9.0]] * 4, [1000.45] * 4, [4001.0, 9999.0])
+    assert sorted(partition("exact", problem).device_of) == [0, 0, 0, 1]
+
+
 def test_exact_out_of_time_is_no_worse_than_greedy(monkeypatch):
     problem = Problem([[3.1, 3.1], [5.0, 5.0], [2.2, 2.2]])
     greedy = partition("greedy", problem).makespan_seconds

@@ -124,6 +124,8 @@ def test_where_no_lane_fits_there_is_no_way():
 def test_checkpoints_that_cost_nothing_are_saved_at_every_step():
     assert Interruptions(1e-5, 100.0, 0.0).best_interval() == 0.0
     assert Interruptions(0.0, 100.0, 0.0).best_interval() == math.inf
+    rare = Interruptions(1e-17, 100.0, 1.0)
+    assert rare.best_interval() == pytest.approx(math.sqrt(2e17)), "to first order, where the exact one is not finite"
 
 
 def test_a_machine_that_another_beats_is_left_out():
