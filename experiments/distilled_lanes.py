@@ -5,8 +5,9 @@
     python -m experiments.distilled_lanes --workdir=runs/trial --trial --cases=cifar --settings=w0.5t1,w0.9t4plain
 
 For each case the teacher is trained first, once, or taken from the workdir of one trained before. Students are thinner
-lanes or, in the cases `of_15`, one lane like each of the teacher's fifteen. They have a tenth of its FLOPs, are trained
-for as many epochs on all training images, and read the test set once, when a run ends.
+lanes or, in the cases `of_10`, one lane like each of the teacher's ten. They have a tenth of its FLOPs, are trained
+for as many epochs on all training images, and read the test set once, when a run ends. With `--scale=few`, teachers and
+students are trained on 5,000 of the training images, for 60 epochs; 10,000 others tell the best checkpoint of a run.
 The share of the gap that is recovered is (distilled - labels) / (teacher - labels), of mean accuracies; it is judged
 over three seeds, where the gap is large enough and FLOPs and epochs are as said. Students of a setting that ends in
 `plain` have a teacher trained without label smoothing, which takes from a teacher what it knows of other classes.
@@ -57,7 +58,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 VERSION = 3  # raised with every change after which results cannot stand beside older ones
-SCALES = {"smoke": Scale("smoke", 1, 2, 600, 100), "full": Scale("full", 0)}
+FEW = "few"
+_HELD_OUT = 10_000
+SCALES = {
+    "smoke": Scale("smoke", 1, 2, 600, 100),
+    FEW: Scale(FEW, 60, num_train=5_000 + _HELD_OUT),
+    "full": Scale("full", 0),
+}
 HEADER = (
     *("", "teacher", "students", "FLOPs", "setting"),
     *("teacher, %", "labels, %", "distilled, %", "gap", "recovered, %", "target"),
@@ -66,7 +73,6 @@ TARGET, LEAST_GAP = 0.4, 1.5  # share of the gap, where the gap has so many poin
 MOST_FLOPS, SEEDS = 0.1, 3  # share of the teacher's FLOPs; trainings of each way
 LABELS = "labels"
 TEACHER, PLAIN = "teacher", "plain_teacher"  # ways; the second without label smoothing
-_HELD_OUT = 10_000
 _IMAGES = {"cifar10": 50_000, "fashion_mnist": 60_000}  # for training
 
 
@@ -101,16 +107,16 @@ class Case:
 TEACHERS = {
     "cifar10": Teacher("resnet_cifar", "resnet:w3d2*4"),
     "fashion_mnist": Teacher("resnet_fashion", "resnet:w3d2*4"),
-    "cifar10_of_15": Teacher("resnet_cifar", "resnet:w1d2*15"),
-    "fashion_mnist_of_15": Teacher("resnet_fashion", "resnet:w1d1*15"),
+    "cifar10_of_10": Teacher("resnet_cifar", "resnet:w1d2*10"),
+    "fashion_mnist_of_10": Teacher("resnet_fashion", "resnet:w1d2*10"),
 }
 # All lanes see the same view of an image, so that the teacher is asked once a step and not once for each lane.
 _ONE_VIEW = {"data.augment_lanes": False}
 CASES = {
     "cifar": Case("cifar10", "resnet:w1d2*2", _ONE_VIEW),
     "fashion": Case("fashion_mnist", "resnet:w1d2*2", _ONE_VIEW),
-    "cifar_of_15": Case("cifar10_of_15", "resnet:w1d2*1", _ONE_VIEW),
-    "fashion_of_15": Case("fashion_mnist_of_15", "resnet:w1d1*1", _ONE_VIEW),
+    "cifar_of_10": Case("cifar10_of_10", "resnet:w1d2*1", _ONE_VIEW),
+    "fashion_of_10": Case("fashion_mnist_of_10", "resnet:w1d2*1", _ONE_VIEW),
     "fashion_capsules": Case(
         "fashion_mnist",
         "mlcn2:w2*4",
@@ -186,7 +192,7 @@ def run(
         for name, teacher in TEACHERS.items()
         for kind in (TEACHER, PLAIN)
     }
-    make_config = functools.partial(configure_run, request.directories, teachers_at, trial)
+    make_config = functools.partial(configure_run, request.directories, teachers_at, request.scale.name == FEW, trial)
     name = "distilled_lanes_trial" if trial else "distilled_lanes"
     kept = kept_results(name, request.scale.name)
     series = Series(request, "distilled_lanes", VERSION, make_config, True, measure, kept)
@@ -209,20 +215,24 @@ def teachers_needed(series: Series, runs: Sequence[Facts]) -> list[Facts]:
 def configure_run(
     directories: Mapping[str, str],
     teachers_at: Mapping[tuple[str, str], Path],
+    few: bool,
     trial: bool,
     case: str,
     way: str,
     seed: int,
 ) -> RunConfig:
-    """The run of a case, or of the teacher of that name; `way` is `labels`, a setting, or a kind of teacher."""
+    """The run of a case, or of the teacher of that name; `way` is `labels`, a setting, or a kind of teacher.
+
+    Images are held out for validation in trials and where there are `few`.
+    """
     is_teacher = way in (TEACHER, PLAIN)
     name = case if is_teacher else CASES[case].teacher
     teacher = TEACHERS[name]
     config = config_named(teacher.config)
     changes: dict[str, Any] = {"train.seed": seed, "data.dir": directories[teacher.data], **teacher.changes}
-    if trial:
-        held_out = _HELD_OUT / _IMAGES[teacher.data]
-        changes |= {"data.validation_fraction": held_out, "data.split_seed": 0, "train.score_test": False}
+    if trial or few:
+        held_out = _HELD_OUT / (SCALES[FEW].num_train if few else _IMAGES[teacher.data])
+        changes |= {"data.validation_fraction": held_out, "data.split_seed": 0, "train.score_test": not trial}
     if is_teacher:
         plain = {"model.label_smoothing": 0.0} if way == PLAIN else {}
         return config.replace(changes | {"model.lanes": teacher.lanes} | plain)

@@ -53,7 +53,7 @@ from mlcn_jax.serving.parts import ONNX
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-VERSION = 4  # raised with every change after which results cannot stand beside older ones
+VERSION = 5  # raised with every change after which results cannot stand beside older ones
 SCALES = {"smoke": Scale("smoke", 1, 2, 600, 100), "full": Scale("full", 0)}
 HEADER = (
     *("", "on", "runs", "times smaller", "than the float32 export", "float32, %", "int8, %", "points"),
@@ -89,7 +89,8 @@ def run(request: Request, *, rows: Sequence[str], rounds: int, onnx_python: str)
     python = str(Path(onnx_python).expanduser().absolute())  # not resolved: it is a link in its environment
     if not Path(python).exists():
         raise InputError(f"--onnx_python={onnx_python} does not exist: `make precision` makes .venv-onnx")
-    runs = [{"row": row, "seed": seed} for seed in range(request.repeats) for row in rows]
+    vnni = host.has_vnni()  # told apart: machines with and without may have one name
+    runs = [{"row": row, "seed": seed, "vnni": vnni} for seed in range(request.repeats) for row in rows]
     make_config = functools.partial(configure_run, request.directories)
     measured = functools.partial(measure, python, rounds, request.scale.name != SMOKE)
     kept = kept_results("small_lanes", request.scale.name)
@@ -97,8 +98,9 @@ def run(request: Request, *, rows: Sequence[str], rounds: int, onnx_python: str)
     return carry_out(series, runs, text, report)
 
 
-def configure_run(directories: Mapping[str, str], row: str, seed: int) -> RunConfig:
-    """The run of a row and a seed."""
+def configure_run(directories: Mapping[str, str], row: str, seed: int, vnni: bool) -> RunConfig:
+    """The run of a row and a seed, the same on every CPU."""
+    del vnni
     config = config_named(ROWS[row])
     return config.replace({"train.seed": seed, "data.dir": directories[config.data.name]})
 
@@ -123,7 +125,6 @@ def measure(python: str, rounds: int, quiet: bool, folder: Path, summary: dict[s
     return {
         "precision": {name: about[name] for name in kept},
         "times": json.loads(times.splitlines()[-1]),
-        "vnni": host.has_vnni(),
         "busy_cores": [busy, busy_cores(must_be_quiet=False)],  # before and after
     }
 
@@ -146,12 +147,12 @@ def summarise(records: Records) -> list[dict[str, Any]]:
     """
     rows = []
     measured = [record for record in records if "times" in record]
-    for name, machine in itertools.product(ROWS, dict.fromkeys(place(record) for record in measured)):
-        mine = [record for record in select(measured, row=name) if place(record) == machine]
+    machines = dict.fromkeys((place(record), record["facts"]["vnni"]) for record in measured)
+    for name, (machine, vnni) in itertools.product(ROWS, machines):
+        every = select(measured, row=name, vnni=vnni)
+        mine = [record for record in every if place(record) == machine]
         if not mine:
             continue
-        vnni = mine[0]["vnni"]
-        every = [record for record in select(measured, row=name) if record["vnni"] == vnni]
         found = [record["precision"] for record in every]
         before, after = ([100 * about["test_accuracy"][way] for about in found] for way in ("before", "chosen"))
         gained = [now - then for then, now in zip(before, after, strict=True)]
@@ -165,7 +166,7 @@ def summarise(records: Records) -> list[dict[str, Any]]:
         rows.append(
             {
                 "row": name,
-                "machine": machine,
+                "machine": f"{machine}, {'with' if vnni else 'without'} VNNI",
                 "runs": len(mine),
                 **reached,
                 "least_points": min(gained),

@@ -28,8 +28,8 @@ KINDS = (distilled_lanes.TEACHER, distilled_lanes.PLAIN)
 TEACHERS = {(name, kind): Path(name) / kind for name in distilled_lanes.TEACHERS for kind in KINDS}
 
 
-def configured(case, way, trial=False):
-    return distilled_lanes.configure_run(DIRECTORIES, TEACHERS, trial, case, way, 1)
+def configured(case, way, trial=False, few=False):
+    return distilled_lanes.configure_run(DIRECTORIES, TEACHERS, few, trial, case, way, 1)
 
 
 @pytest.mark.parametrize("case", distilled_lanes.CASES)
@@ -106,8 +106,7 @@ def small_record(seed, milliseconds=(4.0, 2.0, 3.0, 1.0), after=0.899, device="m
     operators = {"milliseconds": 2.0, "share": {"Conv": 0.75, "rest": 0.25}}
     return PLACE | {
         "device": device,
-        "facts": {"row": "cifar_resnet", "seed": seed},
-        "vnni": vnni,
+        "facts": {"row": "cifar_resnet", "seed": seed, "vnni": vnni},
         "times": {
             "milliseconds": dict(zip(export_times.WAYS, milliseconds, strict=True)),
             "operators": {"float32": operators, "int8": operators},
@@ -155,9 +154,10 @@ def test_times_of_two_machines_are_not_averaged():
     assert fast["verdicts"] == {"smaller": "reached", "points": "below", "faster": "2 of 3 seeds"}
 
 
-def test_lanes_that_are_quantised_in_another_way_are_no_more_seeds():
-    """As on a CPU without VNNI instructions, whose sums of bytes would saturate."""
-    fast, slow = small_lanes.summarise([small_record(0), small_record(1), small_record(2, device="old", vnni=False)])
+@pytest.mark.parametrize("device", ["machine", "old"])
+def test_lanes_that_are_quantised_in_another_way_are_no_more_seeds(device):
+    """As on a CPU without VNNI instructions, whose sums of bytes would saturate, and which may have the same name."""
+    fast, slow = small_lanes.summarise([small_record(0), small_record(1), small_record(2, device=device, vnni=False)])
     assert fast["verdicts"]["points"] == "2 of 3 seeds"
     assert slow["verdicts"]["points"] == "1 of 3 seeds"
 
@@ -186,7 +186,6 @@ def test_what_is_compared_is_in_int8(tmp_path, monkeypatch):
         write_json(tmp_path / "precision" / "precision.json", about | {"lanes": lanes})
         if chosen.startswith("int8"):
             found = small_lanes.measure("python", 1, False, tmp_path, {})
-            assert found["vnni"] == host.has_vnni()
             assert "busy_cores" in found
             assert found["times"] == {"milliseconds": {}}
         else:
@@ -288,6 +287,15 @@ def test_trials_leave_the_test_set_alone():
         configured("cifar", "distilled")
 
 
+def test_with_few_images_others_are_held_out_and_the_test_set_is_scored():
+    for name in distilled_lanes.TEACHERS:
+        config = configured(name, "plain_teacher", few=True)
+        assert config.train.score_test
+        left = distilled_lanes.SCALES["few"].num_train * (1 - config.data.validation_fraction)
+        assert left == pytest.approx(5_000)
+        assert not configured(name, "teacher", trial=True, few=True).train.score_test
+
+
 def test_trials_take_no_teacher_that_may_have_learned_what_is_held_out(tmp_path):
     options = {"cases": ["cifar"], "settings": ["w0.9t4"]}
     teachers = {"cifar10": "mine", "fashion_mnist": ""}
@@ -337,10 +345,13 @@ def test_there_are_tables_for_the_docs_once_there_are_results(monkeypatch):
         },
     }
     monkeypatch.setattr(tables.small, "experiment", results.__getitem__)
-    assert "| CIFAR-10, resnet | machine, 2 cores (jax 1, python 3) | 2 | 4.00, reached |" in tables.small.small_lanes()
+    assert (
+        "| CIFAR-10, resnet | machine, 2 cores (jax 1, python 3), with VNNI | 2 | 4.00, reached |"
+        in tables.small.small_lanes()
+    )
     assert tables.small.small_lanes().count("| 5.00 | 90.00 | 89.90 | -0.10 (-0.10 to -0.10), reached |") == 2
     assert (
-        "| CIFAR-10, resnet | machine, 2 cores (jax 1, python 3) | int8 | 2.00 | Conv 75 %, rest 25 % |"
+        "| CIFAR-10, resnet | machine, 2 cores (jax 1, python 3), with VNNI | int8 | 2.00 | Conv 75 %, rest 25 % |"
         in tables.small.small_lanes()
     )
     assert "| 91.00 (90.00 to 92.00) | 92.50 (91.50 to 93.50) | 3.00 | 50 | reached |" in tables.small.distilled_lanes()
