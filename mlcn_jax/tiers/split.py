@@ -89,15 +89,15 @@ def split(
     _check_validation(workdir, len(validation.labels))
     chosen: list[Made] = []
     fits = precision is None and not trained.spec.lane_weights
+    trained = _folded(trained)  # as the tiers hold it: in bfloat16, folding changes what is rounded
     if precision is not None:
-        chosen = read_lanes(precision, trained.spec, _digest(_folded(trained)))
+        chosen = read_lanes(precision, trained.spec, _digest(trained))
         squares = _squares_of(chosen, validation.images)
     else:
         v = class_capsules(trained.spec, trained.params, validation, config.train.part_size)
         if fits:
             trained = _weighted(trained, v, validation)
         squares = np.square(v) * trained.spec.weights.astype(np.float32)
-    folded = _folded(trained)
     lanes = place(wishes_path, wishes, trained.spec, squares, validation.labels)
     for wish, own in zip(wishes.tiers, lanes, strict=True):
         if not trained.spec.weights[own].any():
@@ -105,7 +105,7 @@ def split(
                 f"{wishes_path}: the lanes of tier {wish.name}, {', '.join(map(str, own))}, have weight 0 in "
                 f"{workdir / _MODEL}, so it would have no answer: give it another lane"
             )
-    policy, parts = _policy(folded, wishes, lanes, cut, squares, validation)
+    policy, parts = _policy(trained, wishes, lanes, cut, squares, validation)
     changed = {"cut": cut if cut != PIXELS else "", "out": out if out != FOLDER else ""}
     given = {"tiers": wishes_path, **changed, "key": key, "data_dir": data_dir, "precision": precision}
     options = [f"--{name}={value}" for name, value in given.items() if value]
@@ -114,7 +114,7 @@ def split(
         made = Path(temporary) / "tiers"
         for i, tier in enumerate(policy.tiers):
             others = {other.name: part for other, part in zip(policy.tiers, parts, strict=True) if other != tier}
-            _write(made / tier.name, folded, policy, i, parts[i], {} if i else others, command, chosen)
+            _write(made / tier.name, trained, policy, i, parts[i], {} if i else others, command, chosen)
             if signing is not None:
                 content = (made / tier.name / artifact.MANIFEST).read_bytes()
                 (made / tier.name / SIGNATURE).write_bytes(signing.sign(content))
