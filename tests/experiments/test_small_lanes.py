@@ -11,7 +11,6 @@ from absl import flags
 from made_records import PLACE, made_request
 
 from experiments import REPOSITORY, distilled_lanes, export_times, forms_and_places, small_lanes
-from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import write_json
 from mlcn_jax.placement.cost import forward_flops
