@@ -5,9 +5,9 @@
     python -m experiments.distilled_lanes --workdir=runs/trial --trial --cases=cifar --settings=w0.5t1,w0.9t4plain
 
 For each case the teacher is trained first, once, or taken from the workdir of one trained before. Students are thinner
-lanes or, in the cases `of_11`, one lane like each of the teacher's eleven. They have a tenth of its FLOPs, are trained
+lanes or, in the cases `of_15`, one lane like each of the teacher's fifteen. They have a tenth of its FLOPs, are trained
 for as many epochs on all training images, and read the test set once, when a run ends. With `--scale=few`, teachers and
-students are trained on 5,000 of the training images, for 60 epochs; 10,000 others tell the best checkpoint of a run.
+students are trained on 5,000 of the training images, for 40 epochs; 10,000 others tell the best checkpoint of a run.
 The share of the gap that is recovered is (distilled - labels) / (teacher - labels), of mean accuracies; it is judged
 over three seeds, where the gap is large enough and FLOPs and epochs are as said. Students of a setting that ends in
 `plain` have a teacher trained without label smoothing, which takes from a teacher what it knows of other classes.
@@ -62,7 +62,7 @@ FEW = "few"
 _HELD_OUT = 10_000
 SCALES = {
     "smoke": Scale("smoke", 1, 2, 600, 100),
-    FEW: Scale(FEW, 60, num_train=5_000 + _HELD_OUT),
+    FEW: Scale(FEW, 40, num_train=5_000 + _HELD_OUT),
     "full": Scale("full", 0),
 }
 HEADER = (
@@ -107,16 +107,16 @@ class Case:
 TEACHERS = {
     "cifar10": Teacher("resnet_cifar", "resnet:w3d2*4"),
     "fashion_mnist": Teacher("resnet_fashion", "resnet:w3d2*4"),
-    "cifar10_of_11": Teacher("resnet_cifar", "resnet:w1d2*11"),
-    "fashion_mnist_of_11": Teacher("resnet_fashion", "resnet:w1d2*11"),
+    "cifar10_of_15": Teacher("resnet_cifar", "resnet:w1d2*15"),
+    "fashion_mnist_of_15": Teacher("resnet_fashion", "resnet:w1d2*15"),
 }
 # All lanes see the same view of an image, so that the teacher is asked once a step and not once for each lane.
 _ONE_VIEW = {"data.augment_lanes": False}
 CASES = {
     "cifar": Case("cifar10", "resnet:w1d2*2", _ONE_VIEW),
     "fashion": Case("fashion_mnist", "resnet:w1d2*2", _ONE_VIEW),
-    "cifar_of_11": Case("cifar10_of_11", "resnet:w1d2*1", _ONE_VIEW),
-    "fashion_of_11": Case("fashion_mnist_of_11", "resnet:w1d2*1", _ONE_VIEW),
+    "cifar_of_15": Case("cifar10_of_15", "resnet:w1d2*1", _ONE_VIEW),
+    "fashion_of_15": Case("fashion_mnist_of_15", "resnet:w1d2*1", _ONE_VIEW),
     "fashion_capsules": Case(
         "fashion_mnist",
         "mlcn2:w2*4",
