@@ -218,8 +218,8 @@ def _urls(text: str, names: Sequence[str]) -> dict[str, list[str]]:
         name, _, url = item.partition("=")
         if name not in names or not _is_url(url):
             raise InputError(
-                f"--nodes has {item!r}; give NAME=URL,... with a name of {', '.join(names)}, and a URL without user "
-                "and password, which all clients would see, such as http://edge:8001"
+                f"--nodes has {item!r}; give NAME=URL,... with a name of {', '.join(names)}, and a URL without user, "
+                "password or query, which all clients would see, such as http://edge:8001"
             )
         found.setdefault(name, []).append(url)
     return found
@@ -233,7 +233,9 @@ def _is_url(text: str) -> bool:
         url = httpx.URL(text)
     except httpx.InvalidURL:
         return False
-    return url.scheme in ("http", "https") and not url.userinfo and bool(url.raw_host) and 0 < (url.port or 80) < 2**16
+    port = 80 if url.port is None else url.port
+    plain = not (url.userinfo or url.query or url.fragment)  # what is asked comes after it, and clients see it
+    return url.scheme in ("http", "https") and plain and bool(url.raw_host) and 0 < port < 2**16
 
 
 def _paths(option: str, text: str | None) -> list[Path]:

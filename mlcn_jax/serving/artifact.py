@@ -311,7 +311,8 @@ def verified_manifest(
     path = folder / MANIFEST
     if not path.is_file():
         inside = folder / "export" / MANIFEST
-        hint = f"give {inside.parent}" if inside.is_file() else f"{program()} {command.split(' -')[0]} writes one"
+        has_export = inside.is_file() and command.startswith("export")  # and that is what is wanted
+        hint = f"give {inside.parent}" if has_export else f"{program()} {command.split(' -')[0]} writes one"
         raise InputError(f"{folder} is not {what}: it has no {MANIFEST}; {hint}")
     damaged = f"{folder} is damaged"
     remedy = f"copy the folder again, or make it again: {program()} {command}"

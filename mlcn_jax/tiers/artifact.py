@@ -63,6 +63,12 @@ class TierArtifact:
             _check_signature(folder, manifest, trusted)
         except OSError as error:
             raise InputError(f"{folder} cannot be read ({error.strerror or error}): make it readable") from error
+        try:
+            self._load(folder, manifest)
+        finally:  # whatever was wrong with files of another split
+            check_unchanged(folder, manifest)
+
+    def _load(self, folder: Path, manifest: dict[str, Any]) -> None:
         if not (folder / FILE).is_file() or FILE not in manifest["files"]:
             raise InputError(
                 f"{folder} is not a tier of a split model: it has no {FILE}; {program()} tiers split WORKDIR writes it"
@@ -110,7 +116,6 @@ class TierArtifact:
             self.runtime = PER_LANE
         image = jax.ShapeDtypeStruct(self.image_shape, jnp.uint8)
         self._home = {tier: load(HOME + tier, image) for tier in homes}
-        check_unchanged(folder, manifest)
 
     def part(self, rows: np.ndarray) -> np.ndarray:
         """What this tier's lanes add to the squared length of each class capsule, float32 [n, classes].
@@ -142,8 +147,9 @@ class TierArtifact:
 
 
 def _check_is_one_tier(folder: Path) -> None:
-    """Raises InputError, which names them, for the folder that holds those of all tiers."""
-    tiers = [] if (folder / FILE).is_file() else sorted(path.parent for path in folder.glob(f"*/{FILE}"))
+    """Raises InputError, which names them, for a folder that holds those of all tiers, and for the run that does."""
+    inside = [path for pattern in ("*", "*/*") for path in folder.glob(f"{pattern}/{FILE}")]
+    tiers = [] if (folder / FILE).is_file() else sorted(path.parent for path in inside)
     if tiers:
         raise InputError(
             f"{folder} holds the folders of several tiers: give that of one, {' or '.join(map(str, tiers))}"

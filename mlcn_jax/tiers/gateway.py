@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import re
 import threading
 import time
@@ -104,7 +105,7 @@ class GatewayService(Service):
             self.artifact.part(row)
             seconds.append(time.perf_counter() - started)
         self.own_ms = 1e3 * float(np.quantile(seconds, 0.95))
-        self.least_ms = self.own_ms + 1e3 * RESERVE_SECONDS
+        self.least_ms = _rounded_up(self.own_ms + 1e3 * RESERVE_SECONDS)
         if 0 < self.deadline_ms < self.least_ms:
             raise InputError(self._too_short(self.deadline_ms))
 
@@ -246,7 +247,7 @@ class GatewayService(Service):
 
     def _least_ms(self, count: int) -> float:
         of_all = 1e3 * (self.batcher.seconds_for(count) + RESERVE_SECONDS) if count > 1 else 0.0
-        return max(self.least_ms, of_all)
+        return max(self.least_ms, _rounded_up(of_all))
 
     def _too_short(self, milliseconds: float, count: int = 1) -> str:
         of_images = f" for {count} images" if count > 1 else ""
@@ -265,7 +266,7 @@ class GatewayService(Service):
             "bits": self._bits,
             "deadline_ms": self.deadline_ms,
             "own_p95_ms": round(self.own_ms, 2),
-            "least_deadline_ms": round(self.least_ms, 2),
+            "least_deadline_ms": self.least_ms,
             "may_stop": self._may_stop,
         }
 
@@ -334,6 +335,11 @@ class GatewayService(Service):
         if "text/html" in request.headers.get("accept", ""):
             return HTMLResponse(page.PAGE, headers={**page.HEADERS, "Vary": "Accept"})
         return await super()._about(request)
+
+
+def _rounded_up(milliseconds: float) -> float:
+    """To tenths, up: what clients are told is then long enough."""
+    return math.ceil(round(10 * milliseconds, 6)) / 10
 
 
 def _ms_of(seconds: float | None) -> float | None:

@@ -25,13 +25,19 @@ const cell = (row, text, kind) => {
   c.className = kind || "";
   return c;
 };
+const read = async r => {
+  const found = await r.json();
+  if (!r.ok) throw new Error(found.error);
+  return found;
+};
+const tell = error => { message.textContent = error.message; };
 function rowOf(s) {
   const row = tiers.insertRow(), button = document.createElement("button");
   cell(row, s.name);
   cell(row, s.lanes.join(", "));
   const cells = ["", "number", "number"].map(kind => cell(row, "", kind));
   button.addEventListener("click", () => fetch("tiers/" + s.name, {method: "POST", body: button.dataset.stops,
-    headers: {"Content-Type": "application/json"}}).then(r => r.json()).then(showTiers));
+    headers: {"Content-Type": "application/json"}}).then(read).then(showTiers).catch(tell));
   if ("available" in s && mayStop) row.insertCell().append(button);
   return [...cells, button];
 }
@@ -76,7 +82,7 @@ async function classify() {
     const given = deadline.value ? "?deadline_ms=" + encodeURIComponent(deadline.value) : "";
     const headers = {"Content-Type": "application/octet-stream"};
     const response = await fetch("refine" + given, {method: "POST", body: chosen, headers});
-    if (!response.ok) throw new Error((await response.json()).error);
+    if (!response.ok) await read(response);
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let rest = "";
     for (let part; !(part = await reader.read()).done;) {
@@ -91,13 +97,14 @@ async function classify() {
 }
 file.addEventListener("change", classify);
 again.addEventListener("click", classify);
-const look = () => fetch("tiers").then(r => r.json()).then(showTiers).catch(e => {
-  unreachable = true;
-  message.textContent = e.message;
-});
-fetch("./", {headers: {Accept: "application/json"}}).then(r => r.json()).then(about => {
-  mayStop = about.may_stop; showTiers(about.tiers); setInterval(look, 1000);
-});
+const missed = error => { unreachable = true; tell(error); };
+const look = () => fetch("tiers").then(read).then(showTiers).catch(missed);
+const start = () => fetch("./", {headers: {Accept: "application/json"}}).then(read).then(about => {
+  mayStop = about.may_stop;
+  showTiers(about.tiers);
+  setInterval(look, 1000);
+}).catch(error => { missed(error); setTimeout(start, 1000); });
+start();
 """
 
 PAGE = f"""<!DOCTYPE html>

@@ -146,7 +146,8 @@ def _limit(path: Path, tier: TierWish, spec: ModelSpec, flops: Sequence[int]) ->
     if share is not None and profile is None and most is None:
         if not 0 < share < 1:
             raise InputError(f"{path}: flops_share of {tier.name} is {share}; it must be between 0 and 1")
-        return lambda lanes: sum(flops[lane] for lane in lanes) <= share * sum(flops)
+        most_flops = share * sum(flops) * (1 + 1e-9)  # what fits exactly fits, whatever is rounded
+        return lambda lanes: sum(flops[lane] for lane in lanes) <= most_flops
     if share is None and profile is not None and most is not None:
         device = DeviceProfile.load(path.parent / profile)
         milliseconds = []

@@ -45,9 +45,11 @@ class Answer:
                 self.tier[image] = tier
 
     def lose(self, tier: str, which: Sequence[int], why: str) -> None:
-        """Records why a tier did not answer for some images."""
+        """Records why a tier did not answer for some images; what others have settled meanwhile, it has not lost."""
+        final = self.final
         for image in which:
-            self.lost[image][tier] = why
+            if not final[image]:
+                self.lost[image][tier] = why
 
     @property
     def final(self) -> Bool[np.ndarray, " n"]:

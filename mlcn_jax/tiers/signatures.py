@@ -74,5 +74,7 @@ def _check_installed() -> None:
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is missing: {_MAKE}") from error
     except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}): {_MAKE}") from error
+        raise InputError(f"{path} cannot be read ({error.strerror}): make it readable, or give another file") from error

@@ -32,7 +32,7 @@ from mlcn_jax.tiers.cuts import PIXELS, Part
 from mlcn_jax.tiers.placing import Wishes, check_given, lane_flops, place, read_wishes
 from mlcn_jax.training.evaluate import class_capsules
 from mlcn_jax.training.session import check_learned
-from mlcn_jax.training.trained import Trained
+from mlcn_jax.training.trained import Trained, load_trained
 
 FOLDER = "tiers"
 GOOD_VALIDATION_IMAGES = 5000  # with fewer, the bounds on what a threshold costs are wide
@@ -73,44 +73,48 @@ def split(
     """
     if precision is not None and cut != PIXELS:
         raise InputError(f"--cut={cut} splits lanes, but those of --precision stay whole: give --cut={PIXELS}")
-    if out and Path(out).name != out:
+    if out and (Path(out).name != out or out == ".."):
         raise InputError(f"--out={out} must be the name of a folder, which is made in {workdir}")
     signing = None if key is None else signatures.private_key(key)
-    config = stored_config(workdir, data_dir)
-    trained, dataset = load_with_data(workdir, config)
-    check_lanes_classify(trained.spec)
-    wishes = read_wishes(wishes_path, trained.class_names)
-    check_given(wishes_path, wishes, len(trained.spec.lane_specs))  # before anything is computed
-    folder = workdir / (out or FOLDER)
-    if folder.exists() and not any(folder.glob(f"*/{policies.FILE}")):
-        raise InputError(f"{folder} exists but holds no split model: move it away, because splitting would replace it")
-    train, validation = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)
-    check_learned(workdir, dataset, train)
-    _check_validation(workdir, len(validation.labels))
-    chosen: list[Made] = []
-    fits = precision is None and not trained.spec.lane_weights
-    trained = _folded(trained)  # as the tiers hold it: in bfloat16, folding changes what is rounded
-    if precision is not None:
-        chosen = read_lanes(precision, trained.spec, _digest(trained))
-        squares = _squares_of(chosen, validation.images)
-    else:
-        v = class_capsules(trained.spec, trained.params, validation, config.train.part_size)
-        if fits:
-            trained = _weighted(trained, v, validation)
-        squares = np.square(v) * trained.spec.weights.astype(np.float32)
-    lanes = place(wishes_path, wishes, trained.spec, squares, validation.labels)
-    for wish, own in zip(wishes.tiers, lanes, strict=True):
-        if not trained.spec.weights[own].any():
-            raise InputError(
-                f"{wishes_path}: the lanes of tier {wish.name}, {', '.join(map(str, own))}, have weight 0 in "
-                f"{workdir / _MODEL}, so it would have no answer: give it another lane"
-            )
-    policy, parts = _policy(trained, wishes, lanes, cut, squares, validation)
-    changed = {"cut": cut if cut != PIXELS else "", "out": out if out != FOLDER else ""}
-    given = {"tiers": wishes_path, **changed, "key": key, "data_dir": data_dir, "precision": precision}
-    options = [f"--{name}={value}" for name, value in given.items() if value]
-    command = shlex.join(["mlcn_jax", "tiers", "split", str(workdir), *options])
+    if not (workdir / _MODEL).is_file():
+        load_trained(workdir)  # raises, before a folder is created
     with hold(workdir), tempfile.TemporaryDirectory(dir=workdir, prefix=".tiers-") as temporary:
+        config = stored_config(workdir, data_dir)
+        trained, dataset = load_with_data(workdir, config)
+        check_lanes_classify(trained.spec)
+        wishes = read_wishes(wishes_path, trained.class_names)
+        check_given(wishes_path, wishes, len(trained.spec.lane_specs))  # before anything is computed
+        folder = workdir / (out or FOLDER)
+        if folder.exists() and not any(folder.glob(f"*/{policies.FILE}")):
+            raise InputError(
+                f"{folder} exists but holds no split model: move it away, because splitting would replace it"
+            )
+        train, validation = split_validation(dataset.train, config.data.validation_fraction, config.split_seed)
+        check_learned(workdir, dataset, train)
+        _check_validation(workdir, len(validation.labels))
+        chosen: list[Made] = []
+        fits = precision is None and not trained.spec.lane_weights
+        trained = _folded(trained)  # as the tiers hold it: in bfloat16, folding changes what is rounded
+        if precision is not None:
+            chosen = read_lanes(precision, trained.spec, _digest(trained))
+            squares = _squares_of(chosen, validation.images)
+        else:
+            v = class_capsules(trained.spec, trained.params, validation, config.train.part_size)
+            if fits:
+                trained = _weighted(trained, v, validation)
+            squares = np.square(v) * trained.spec.weights.astype(np.float32)
+        lanes = place(wishes_path, wishes, trained.spec, squares, validation.labels)
+        for wish, own in zip(wishes.tiers, lanes, strict=True):
+            if not trained.spec.weights[own].any():
+                raise InputError(
+                    f"{wishes_path}: the lanes of tier {wish.name}, {', '.join(map(str, own))}, have weight 0 in "
+                    f"{workdir / _MODEL}, so it would have no answer: give it another lane"
+                )
+        policy, parts = _policy(trained, wishes, lanes, cut, squares, validation)
+        changed = {"cut": cut if cut != PIXELS else "", "out": out if out != FOLDER else ""}
+        given = {"tiers": wishes_path, **changed, "key": key, "data_dir": data_dir, "precision": precision}
+        options = [f"--{name}={value}" for name, value in given.items() if value]
+        command = shlex.join(["mlcn_jax", "tiers", "split", str(workdir), *options])
         made = Path(temporary) / "tiers"
         for i, tier in enumerate(policy.tiers):
             others = {other.name: part for other, part in zip(policy.tiers, parts, strict=True) if other != tier}
@@ -118,13 +122,14 @@ def split(
             if signing is not None:
                 content = (made / tier.name / artifact.MANIFEST).read_bytes()
                 (made / tier.name / SIGNATURE).write_bytes(signing.sign(content))
-        precisions = [own.form.precision for own in chosen] or [trained.spec.compute_dtype] * len(trained.spec.weights)
+        computed = [trained.spec.compute_dtype] * len(trained.spec.weights)
+        precisions = [own.form.precision for own in chosen] or computed
         _check(made, policy, squares, validation, tolerance(precisions, trained.spec.weights))
         if fits:
             _store_weights(workdir, trained.spec.lane_weights)
             _log.info(
-                "weights of the lanes were fitted on %d validation images and are now in %s; exports made before have "
-                "none, and resuming the run drops them",
+                "weights of the lanes were fitted on %d validation images and are now in %s; exports made before "
+                "have none, and resuming the run drops them",
                 *(len(validation.labels), workdir / _MODEL),
             )
         put_in_place(made, folder)

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from made_tiers import LIMITS, Wire, key_files, lines_of, png, started, strict, with_policy
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from mlcn_jax.errors import InputError
@@ -197,6 +198,15 @@ def test_what_is_computed_at_home_is_timed_before_the_first_request(tiers, monke
     gateway = GatewayService(tiers["end"], {}, LIMITS)
     gateway.warm_up()
     assert (gateway.clients["edge"].home(1).mean, gateway.clients["edge"].home(2).mean) == (0.5, 0.7)
+
+
+def test_the_shortest_deadline_that_is_told_is_long_enough(tiers):
+    gateway = GatewayService(tiers["end"], {}, LIMITS)
+    gateway.warm_up()
+    told = gateway.about()["least_deadline_ms"]
+    gateway._check_deadline(told)
+    with pytest.raises(HTTPException, match=f"take {told:.1f} ms"):
+        gateway._check_deadline(told - 0.2)
 
 
 def test_a_default_deadline_is_any_number(tiers):

@@ -94,6 +94,22 @@ def test_what_is_said_of_an_image_is_about_that_image():
     assert answer.lost == [{}, {"cloud": "away"}]
 
 
+def test_an_image_that_others_have_settled_has_lost_nothing():
+    settles_some = msgspec.structs.replace(
+        POLICY, thresholds=POLICY.thresholds | {"end+cloud": Threshold(0.2, 1.0, 0.0, 0.0)}
+    )
+
+    async def check():
+        clients = {"edge": Says("edge", 0.05, TierLost("away")), "cloud": Says("cloud")}
+        clients["cloud"].says = np.array([[0.9, 0.1, 0.1], [0.1, 0.1, 0.1]], np.float32)
+        images, own, soon = np.repeat(IMAGES, 2, axis=0), np.repeat(OWN, 2, axis=0), time.monotonic() + 1.5
+        answers = [a async for a in refine(settles_some, images, own, clients, at_home, deadline=soon)]
+        assert answers[-1].heard[0] == {"end", "cloud"}
+        assert answers[-1].lost == [{}, {"edge": "away"}]
+
+    asyncio.run(check())
+
+
 def test_tiers_that_are_awaited_at_the_deadline_are_lost():
     async def check():
         clients = {name: Says(name, 60.0) for name in ("edge", "cloud")}

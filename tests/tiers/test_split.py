@@ -11,7 +11,7 @@ import pytest
 from made_profile import make_profile
 from made_tiers import key_files
 
-from mlcn_jax import host
+from mlcn_jax import files, host
 from mlcn_jax.config import read_stored
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
@@ -19,6 +19,7 @@ from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.cost import lane_cost
 from mlcn_jax.serving import artifact as artifacts
 from mlcn_jax.serving.trained import TrainedModel
+from mlcn_jax.tiers import artifact as tier_artifacts
 from mlcn_jax.tiers import placing, signatures, split
 from mlcn_jax.tiers.artifact import TierArtifact
 from mlcn_jax.training.trained import load_trained
@@ -60,6 +61,20 @@ def test_lanes_that_compute_in_bfloat16_add_up_as_far_as_that_goes(per_lane, ima
     assert 1e-3 < allowed[0] < 0.1
     total = sum(TierArtifact(folder / name).part(images) for name in ("end", "edge", "cloud"))
     np.testing.assert_allclose(np.sqrt(total), TrainedModel(workdir).lengths(images), atol=allowed[0])
+
+
+def test_a_workdir_cannot_be_trained_further_while_it_is_split(per_lane, tmp_path, monkeypatch):
+    def look(*given):
+        with pytest.raises(InputError, match="another process is training in"), files.hold(per_lane):
+            pass
+        raise InterruptedError
+
+    monkeypatch.setattr(split, "read_wishes", look)
+    with pytest.raises(InterruptedError):
+        split.split(per_lane, per_lane / "tiers.json")
+    with pytest.raises(InputError, match="none"):
+        split.split(tmp_path / "none", per_lane / "tiers.json")
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_split_is_of_the_model_with_the_parameters_it_had(per_lane, tiers_folder, tmp_path):
@@ -106,6 +121,29 @@ def test_lanes_that_are_not_the_policys_and_other_exports_are_refused(tiers_fold
         TierArtifact(copy)
     with pytest.raises(InputError, match="is not a tier of a split model"):
         TierArtifact(exported / "export")
+
+
+def test_a_tier_that_is_replaced_while_it_is_read_is_named_as_such(tiers_folder, exported, tmp_path, monkeypatch):
+    copy = shutil.copytree(tiers_folder / "edge", tmp_path / "edge")
+
+    def replaced(*given):
+        shutil.rmtree(copy)
+        raise FileNotFoundError(2, "No such file", str(copy))
+
+    monkeypatch.setattr(tier_artifacts, "load_functions", replaced)
+    with pytest.raises(InputError, match="was replaced while it was read"):
+        TierArtifact(copy)
+    with pytest.raises(InputError, match=r"several tiers: give that of one, .*/run/tiers/"):
+        TierArtifact(shutil.copytree(tiers_folder, tmp_path / "run" / "tiers").parent)
+    with pytest.raises(InputError, match=r"it has no manifest.json; .*tiers split WORKDIR writes one"):
+        TierArtifact(exported)
+
+
+def test_a_share_that_lanes_fit_exactly_is_enough(tmp_path):
+    spec = ModelSpec("mlcn", (28, 28, 1), 10, lanes="mlcn1:w1d2*10")
+    fits = placing._limit(tmp_path, placing.TierWish(name="a", flops_share=0.7), spec, placing.lane_flops(spec))
+    assert fits(range(7))
+    assert not fits(range(8))
 
 
 def resigned(folder, changes):
