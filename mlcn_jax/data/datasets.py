@@ -6,6 +6,7 @@ are int32 [n]; the consumer of the batches scales pixels to [0, 1].
 
 import dataclasses
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from mlcn_jax.data import sources
 from mlcn_jax.data.batches import Split
 from mlcn_jax.data.folder import read_folder
 from mlcn_jax.errors import InputError, did_you_mean
+
+_log = logging.getLogger(__name__)
 
 LABEL_KINDS = ("fine", "coarse")
 TEST_FRACTION = 0.2
@@ -184,6 +187,8 @@ def _folder(request: _Request) -> Dataset:
     images, labels, num_train, class_names = read_folder(root, request.image_size or _FOLDER_SIZE)
     everything = Split(images, labels)
     if num_train is not None:
+        if request.test_fraction not in (0, TEST_FRACTION):
+            _log.warning("data.test_fraction does nothing, because %s has a test folder", root)
         train, test = everything[:num_train], everything[num_train:]
         note = f"Images of {root}, with a test set of its own."
     elif request.test_fraction:

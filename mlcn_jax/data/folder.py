@@ -1,5 +1,6 @@
 """Folders of PNG and JPEG files, one folder per class, as arrays."""
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +12,8 @@ from tqdm import tqdm
 
 from mlcn_jax.data.images import upright
 from mlcn_jax.errors import InputError
+
+_log = logging.getLogger(__name__)
 
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 
@@ -47,6 +50,8 @@ def read_folder(
     if wrong := [name for name in class_names if any("\ud800" <= c <= "\udfff" for c in name)]:
         raise InputError(f"{train_root} has the class folder {wrong[0]!r}, whose name is not UTF-8: rename it.")
     train = _list_images(train_root, class_names)
+    if train_root != root:
+        _check_test(root, test_root)
     test = _list_images(test_root, class_names) if train_root != root and _folders(test_root) else []
     try:
         images = _read_images([path for path, _ in train + test], size)
@@ -65,6 +70,14 @@ def _folders(root: Path) -> list[Path]:
     return sorted(path for path in paths if path.is_dir() and not path.name.startswith("."))
 
 
+def _check_test(root: Path, test_root: Path) -> None:
+    """Refuses test images that would not be seen, and names what else is beside the training images."""
+    if test_root.exists() and not _folders(test_root):
+        raise InputError(f"{test_root} has no class folders: expected {test_root}/CLASS/1.png, as in {root / 'train'}.")
+    if others := [path.name for path in _folders(root) if path.name not in ("train", "test")]:
+        _log.warning("%s has the folders %s beside train, whose images are not used", root, ", ".join(others))
+
+
 def _list_images(root: Path, class_names: Sequence[str]) -> list[tuple[Path, int]]:
     """Path and label of every image under `root`."""
     found = []
@@ -75,6 +88,8 @@ def _list_images(root: Path, class_names: Sequence[str]) -> list[tuple[Path, int
         paths = [path for path in visible if path.suffix.lower() in _SUFFIXES]
         if not paths:
             raise InputError(f"{folder} has no images; expected files ending in {', '.join(_SUFFIXES)}.")
+        if inside := _folders(folder):
+            _log.warning("%s has folders inside, such as %s, whose images are not used", folder, inside[0].name)
         found += [(path, class_names.index(folder.name)) for path in paths]
     return found
 
@@ -87,7 +102,8 @@ def _read_images(paths: Sequence[Path], size: int) -> UInt8[np.ndarray, "n {size
     if refused:
         shown = "\n  ".join(refused[:3]) + ("\n  ..." if len(refused) > 3 else "")
         raise InputError(
-            f"{len(refused)} of {len(paths)} images cannot be used; make them readable, repair or remove them:"
+            f"{len(refused)} of {len(paths)} images cannot be used; make them readable, repair or remove them (a lack "
+            "of memory can look like damage):"
             f"\n  {shown}"
         )
     arrays = [image for image in images if not isinstance(image, str)]

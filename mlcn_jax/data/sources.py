@@ -30,6 +30,7 @@ from mlcn_jax.files import replacing
 from mlcn_jax.host import cache_folder, sha256_of
 
 _BLOCK_BYTES = 1 << 20
+_MOST_VALUES = 2**40  # of a header whose other axes are empty
 _TIMEOUT_SECONDS = 30.0
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)  # of no connection
 # Decompressed sizes of the official files, for messages about damaged archives.
@@ -216,6 +217,8 @@ def _read(path: Path, files: tuple[str, ...]) -> dict[str, bytes]:
                     content = archive.extractfile(member) if member.isreg() and name in files else None
                     if content is not None:
                         contents[name] = content.read()
+            while stream.read(_BLOCK_BYTES):  # to the end, where gzip has its checksum
+                pass
         except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
             expected_bytes = sum(_OFFICIAL_BYTES[file] for file in files)
             raise InputError(
@@ -320,7 +323,7 @@ def parse_idx(data: bytes, name: str, rank: int) -> UInt8[np.ndarray, "..."]:
         )
     shape = struct.unpack_from(f">{rank}I", data, 4)
     expected_bytes = 4 * (1 + rank) + math.prod(shape)
-    if len(data) != expected_bytes:
+    if len(data) != expected_bytes or math.prod(n or 1 for n in shape) > _MOST_VALUES:
         raise InputError(
             f"{name} is truncated or corrupted: its header says {' x '.join(map(str, shape))}, so "
             f"{expected_bytes:,} bytes are expected, but it has {len(data):,}. Replace it with a complete copy."

@@ -252,8 +252,12 @@ def _hear_all(port: int, settings: ParallelSettings, deadline: float) -> str:
                 here.append((int(connection.recv(16)), connection))
             here = [(number, connection) for number, connection in here if not _has_left(connection)]
         server.close()  # before jax listens there
-        names = ", ".join(map(str, sorted(missing)))
-        problem = f"process {names} of {settings.processes} did not join at {settings.coordinator}" if missing else ""
+        problem, joined = "", [number for number, _ in here]
+        if missing:
+            names = ", ".join(map(str, sorted(missing)))
+            problem = f"process {names} of {settings.processes} did not join at {settings.coordinator}"
+        elif twice := [number for number in joined if joined.count(number) > 1]:
+            problem = f"process {twice[0]} of {settings.processes} was started twice: give each its parallel.process"
         for _, connection in here:
             with contextlib.suppress(OSError):
                 connection.sendall((problem or _JOINED).encode())

@@ -13,6 +13,7 @@ import jax
 
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig, read_stored
+from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Batches, Split
 from mlcn_jax.distributed import processes
 from mlcn_jax.errors import Damaged, Diverged, InputError, differences
@@ -28,7 +29,7 @@ from mlcn_jax.training.finish import final_results
 from mlcn_jax.training.metrics import MetricsWriter, Progress, StepLog, read_rows
 from mlcn_jax.training.plan import algorithms_of, make_runner
 from mlcn_jax.training.room import check_step_fits
-from mlcn_jax.training.session import calibration_images, open_session, warn_of_unused
+from mlcn_jax.training.session import Session, calibration_images, open_session, warn_of_unused
 from mlcn_jax.training.start import announce, check_resumable, start_state
 from mlcn_jax.training.stop_signals import StopSignals
 from mlcn_jax.training.teacher import open_teacher
@@ -86,7 +87,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
         checkpoints = Checkpoints(workdir / "checkpoints")
         stack.callback(checkpoints.close)
         model_facts = session.model_facts() | teacher.facts()
-        _check_same(processes.gather(model_facts))
+        _check_same(processes.gather(model_facts | _scored_images(session)))
         if checkpoints.exist():
             check_resumable(session, workdir, model_facts)
         plan = session.plan(workdir)  # which keeps files there, and not in the workdir of another run
@@ -236,6 +237,12 @@ def _check_alone(stop: StopSignals) -> None:
     """Raises Stopped if a signal has arrived; processes of a run stop together, after a step."""
     if jax.process_count() == 1:
         stop.check("before the first step")
+
+
+def _scored_images(session: Session) -> dict[str, str]:
+    """Digests of the images that a run is scored on, of which each process computes its share."""
+    splits = {"validation": session.validation, "test": session.dataset.test}
+    return {f"{name}_images_sha256": datasets.digest(split) for name, split in splits.items()}
 
 
 def _check_same(facts: Sequence[dict[str, Any]]) -> None:

@@ -96,6 +96,11 @@ def test_truncated_idx_names_file_and_sizes(tmp_path):
         datasets.load("mnist", directory=str(tmp_path))
 
 
+def test_an_empty_idx_of_a_size_that_nothing_has_is_damaged():
+    with pytest.raises(InputError, match="its header says 0 x 4294967295 x 4294967295"):
+        sources.parse_idx(struct.pack(">HBB3I", 0, 8, 3, 0, 2**32 - 1, 2**32 - 1), "file", 3)
+
+
 def test_idx_with_trailing_bytes(tmp_path):
     with pytest.raises(InputError, match=r"labels.*11 bytes are expected, but it has 12"):
         sources.parse_idx(idx_bytes(np.zeros(3)) + b"\0", "labels", 1)
@@ -225,10 +230,14 @@ def test_only_expected_regular_members_are_read_and_nothing_is_written(tmp_path)
     assert [path.name for path in tmp_path.rglob("*")] == ["in", "cifar-100-binary.tar.gz"]
 
 
-@pytest.mark.parametrize("keep", [0.3, 0.6, 0.9, 0.999])
-def test_truncated_archive(tmp_path, keep):
+@pytest.mark.parametrize("damage", [0.3, 0.6, 0.9, 0.999, "cut at the end", "another checksum"])
+def test_truncated_archive(tmp_path, damage):
     content = tar_bytes("cifar-10-batches-bin", cifar10_files())
-    (tmp_path / "cifar-10-binary.tar.gz").write_bytes(content[: int(keep * len(content))])
+    if damage == "another checksum":  # at the end of what gzip wrote, before its length
+        content = content[:-8] + bytes([content[-8] ^ 1]) + content[-7:]
+    else:
+        content = content[: -4 if damage == "cut at the end" else int(damage * len(content))]
+    (tmp_path / "cifar-10-binary.tar.gz").write_bytes(content)
     with pytest.raises(InputError, match=r"cifar-10-binary\.tar\.gz .*truncated or corrupted.*184,380,000"):
         datasets.load("cifar10", directory=str(tmp_path))
 

@@ -42,6 +42,24 @@ def test_folder_with_a_test_set(tmp_path):
         datasets.load("folder", directory=str(tmp_path))
 
 
+def test_test_images_that_would_not_be_seen_are_named(tmp_path, caplog):
+    image_folder(tmp_path / "train", {"a": 3, "b": 4})
+    image_folder(tmp_path / "val", {"a": 1})
+    image_folder(tmp_path / "train" / "a", {"more": 2})
+    datasets.load("folder", directory=str(tmp_path), test_fraction=0.3)
+    assert "has the folders val beside train" in caplog.text
+    assert "a has folders inside, such as more" in caplog.text
+    image_folder(tmp_path / "test", {"a": 2, "b": 2})
+    datasets.load("folder", directory=str(tmp_path), test_fraction=0.3)
+    assert "data.test_fraction does nothing" in caplog.text
+    for name in ("a", "b"):
+        for path in (tmp_path / "test" / name).iterdir():
+            path.rename(tmp_path / "test" / f"{name}{path.name}")
+        (tmp_path / "test" / name).rmdir()
+    with pytest.raises(InputError, match=r"test has no class folders: expected .*test/CLASS/1\.png"):
+        datasets.load("folder", directory=str(tmp_path))
+
+
 def test_folder_with_a_class_called_train(tmp_path):
     image_folder(tmp_path, {"train": 4, "plane": 4})
     assert datasets.load("folder", directory=str(tmp_path)).class_names == ("plane", "train")

@@ -228,6 +228,25 @@ def test_a_process_that_has_left_is_waited_for_again():
     assert sorted(ended) == [0, 1, 2]
 
 
+def test_a_number_that_two_processes_have_is_named():
+    port, said = processes.free_port(), []
+
+    def join(number):
+        with pytest.raises(InputError) as told:
+            processes._roll_call(settings_at(f"127.0.0.1:{port}", number, processes=3))
+        said.append(str(told.value))
+
+    threads = [threading.Thread(target=join, args=(number,), daemon=True) for number in (0, 1, 1, 2)]
+    for thread in threads[:3]:
+        thread.start()
+    threads[1].join(0.5)
+    threads[3].start()
+    for thread in threads:
+        thread.join()
+    assert len(said) == 4
+    assert all("process 1 of 3 was started twice: give each its parallel.process" in one for one in said)
+
+
 def test_a_process_that_has_left_is_named():
     port = processes.free_port()
     leaving = threading.Thread(target=join_and_leave, args=(port, 1))

@@ -18,7 +18,7 @@ from mlcn_jax import files, pretrained
 from mlcn_jax.analysis import evaluate_workdir
 from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data import datasets
-from mlcn_jax.errors import Diverged, InputError, Stopped
+from mlcn_jax.errors import Damaged, Diverged, InputError, Stopped
 from mlcn_jax.files import read_json
 from mlcn_jax.nn import conv, model
 from mlcn_jax.nn.spec import ModelSpec
@@ -40,6 +40,17 @@ def test_a_process_with_other_images_is_named():
     loop._check_same([facts, dict(facts)])
     with pytest.raises(InputError, match=r"(?s)process 2 has other images.*'0123' in process 0, '4567' in process 2"):
         loop._check_same([facts, dict(facts), facts | {"training_images_sha256": "4567"}])
+
+
+def test_images_that_processes_score_together_are_compared_too(tiny):
+    session = open_session(tiny)
+    other = dataclasses.replace(session.dataset, test=session.dataset.test[1:])
+    facts = [loop._scored_images(one) for one in (session, dataclasses.replace(session, dataset=other))]
+    with pytest.raises(InputError, match=r"process 1 has other images(?s:.*)test_images_sha256"):
+        loop._check_same(facts)
+    facts[1] = loop._scored_images(dataclasses.replace(session, validation=session.train))
+    with pytest.raises(InputError, match="validation_images_sha256"):
+        loop._check_same(facts)
 
 
 def assert_same_bits(a, b):
@@ -175,6 +186,12 @@ def test_a_damaged_file_is_named(copied, name):
         evaluate_workdir.evaluate_workdir(read_stored(copied), copied)
 
 
+def test_a_model_file_that_holds_something_else_is_named(tiny, copied):
+    (copied / "model.json").write_text("[]")
+    with pytest.raises(Damaged, match=r"model\.json is damaged \(it holds no object\)"):
+        loop.train(tiny, copied)
+
+
 def test_a_lost_model_file_is_named(tiny, copied):
     (copied / "model.json").unlink()
     with pytest.raises(InputError, match=r"model\.json is missing"):
@@ -303,6 +320,7 @@ def test_what_does_nothing_with_a_models_lanes_is_told(caplog):
         ({"data.reflect": True}, "without data.max_shift, it does nothing"),
         ({"data.augment_lanes": True}, "no augmentation is given, so it does nothing"),
         ({"model.num_routing_iters": 5}, "iterations change nothing"),
+        ({"model.lanes": "mlcn1:w1*2", "model.lane_seeds": "3,3"}, "two lanes are mlcn1:w1d1 with seed 3"),
     ],
 )
 def test_a_setting_that_does_nothing_is_told(changes, said, caplog):
@@ -310,7 +328,7 @@ def test_a_setting_that_does_nothing_is_told(changes, said, caplog):
         config = RunConfig().replace(given)
         caplog.clear()
         warn_of_unused(config, config.model_spec((18, 18, 1), 4))
-        assert [said in message for message in caplog.messages] == [True] * len(given)
+        assert [said in message for message in caplog.messages] == [True] * bool(given)
 
 
 def test_a_signal_on_the_way_past_a_finished_run_is_heard(finished, tiny, monkeypatch):
