@@ -1,6 +1,7 @@
 """The exceptions a user may see, and helpers for their messages."""
 
 import difflib
+import errno
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -27,6 +28,8 @@ class Stopped(Exception):
 
 def is_lack_of_memory(error: Exception) -> bool:
     """Whether an error says that memory ran out, on the host or on a device."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error))
 
 

@@ -86,6 +86,14 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2) + "\n")
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """What a JSON file with an object holds; raises as `read_json`, and Damaged if it holds something else."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise Damaged(f"{path} is damaged (it holds no object): restore it from a copy, or use another workdir")
+    return content
+
+
 def read_json(path: Path) -> Any:
     """Reads JSON; raises InputError if the file is missing or cannot be read, and Damaged if it is not JSON."""
     try:

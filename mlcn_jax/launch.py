@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from absl.flags import FlagValues
 
 EXIT_INPUT, EXIT_FAILED, EXIT_STOPPED = 2, 3, 75
+_FAILING = {getattr(errno, name) for name in ("EIO", "EMFILE", "ENFILE", "ENODEV", "ENXIO", "ESTALE", "ETIMEDOUT")}
 _NO_ACCESS = {
     getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "EISDIR", "ENOTDIR", "ENAMETOOLONG", "ELOOP")
 }
@@ -101,6 +102,10 @@ def launch(command: Callable[[], int | None]) -> None:
             message = f"error: {error}: free disk space, then run the same command again"
         elif error.errno in _NO_ACCESS:
             message = f"error: {error}: give another file or folder, or make this one accessible"
+        elif error.errno in _FAILING:
+            message = f"error: {error}: mend the disk, the file system or the machine, then run the same command again"
+        elif told := lack_of_memory(error):
+            message = f"error: {told}"
         else:
             raise
     # Only here, where no exception holds the arrays and programs of its frames any more: what JAX has not freed when

@@ -9,6 +9,8 @@ from mlcn_jax.nn.model import count_parameters
 from mlcn_jax.placement import cost
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.placement.simulate import Link
+from mlcn_jax.training.accumulate import check_parts
+from mlcn_jax.training.session import check_settings
 
 
 def describe(
@@ -24,10 +26,15 @@ def describe(
     Args:
       config: the configuration.
       link, profile, most_devices: as for `describe_work.scaling`.
+
+    Raises:
+      InputError: the model cannot be trained with these settings.
     """
     image_shape, num_classes = config.data.shape()
     spec = config.model_spec(image_shape, num_classes)
     batch_size = config.train.batch_size
+    check_settings(config, spec)
+    check_parts(spec, batch_size, 1, config.train.accumulation_steps)
 
     def costs_of(lane: lanes.LaneSpec) -> dict[str, float]:
         one = cost.cost_of(spec, lane)

@@ -23,8 +23,10 @@ from mlcn_jax.analysis.workdir import train_command
 from mlcn_jax.config import RunConfig, flat, read_stored
 from mlcn_jax.data import datasets
 from mlcn_jax.errors import InputError, differences
+from mlcn_jax.files import read_json
 from mlcn_jax.nn import resnet
 from mlcn_jax.nn.calibration import without_statistics
+from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.nn.lanes import LANE_KINDS, LaneSpec
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.training.evaluate import class_capsules
@@ -42,6 +44,9 @@ _OF_LANES = (
 )
 # Which images a run has depends on these.
 _OF_IMAGES = ("name", "dir", "cache_dir", "label_kind", "image_size", "test_fraction", "validation_fraction")
+_OF_JOINED = (
+    *("lanes", "lane_weights", "lane_dropout", "lane_seeds", "margin_loss", "decoder_gradient", "norm_group"),
+)
 _WHITENING_TOLERANCE = 1e-2  # relative to the largest entry: other machines round eigenvectors differently
 
 
@@ -221,11 +226,20 @@ def check_alone(workdir: Path, spec: ModelSpec) -> None:
     """Raises InputError if a lane of a model did not learn to classify alone."""
     if not spec.lane_groups:
         raise InputError(f"{workdir} holds a {spec.name}, which has no lanes to join: give workdirs of an MLCN")
-    if spec.margin_loss == "joint" and (~spec.classifies_alone).any() and len(spec.lane_specs) > 1:
+    several = len(spec.lane_specs) > 1 or _was_one_of_several(workdir)
+    if spec.margin_loss == "joint" and (~spec.classifies_alone).any() and several:
         raise InputError(
             f"the lanes of {workdir} were trained on their joint length (model.margin_loss=joint), so none classifies "
             "alone: give runs with model.margin_loss=per_lane or per_lane_sum"
         )
+
+
+def _was_one_of_several(workdir: Path) -> bool:
+    """Whether all other lanes of a model were pruned, and the one that is left has not been trained since."""
+    path = workdir / prune.FILE
+    if not path.exists() or (workdir / "metrics.jsonl").exists():
+        return False
+    return sum(group.count for group in parse_lanes(read_json(path)["lanes"]["before"])) > 1
 
 
 def _facts(workdir: Path, trained: Trained, session: Session) -> dict[str, Any]:
@@ -282,6 +296,7 @@ def joined_spec(parts: Sequence[Part], lanes: Sequence[Lane]) -> tuple[ModelSpec
         first.trained.spec,
         lanes=",".join(str(lanes[i].spec) for i in order),
         lane_weights=(),
+        lane_dropout=0.0,  # that of a single lane that was trained on the joint length of all, its own
         lane_seeds=() if None in seeds else tuple(seed for seed in seeds if seed is not None),
         margin_loss="per_lane_sum" if first.trained.spec.margin_loss == "joint" else first.trained.spec.margin_loss,
         decoder_gradient="none" if published else first.trained.spec.decoder_gradient,
@@ -367,7 +382,7 @@ def joined_config(config: RunConfig, spec: ModelSpec, teachers: Sequence[str] = 
     """
     changes: dict[str, Any] = {
         name: list(value) if isinstance(value := getattr(spec, field), tuple) else value
-        for field in ("lanes", "lane_weights", "lane_seeds", "margin_loss", "decoder_gradient", "norm_group")
+        for field in _OF_JOINED
         for name in (f"model.{field}",)
     }
     lanes_apart = config.train.lanes_apart and bool(spec.lane_seeds)

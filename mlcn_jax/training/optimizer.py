@@ -65,8 +65,7 @@ def make_optimizer(
     if warmup_steps >= num_steps:
         warmup_steps = num_steps // 2
     if name == "adam":
-        rate = optax.exponential_decay(learning_rate, steps_per_epoch, lr_decay, staircase=True)
-        optimizer = optax.adam(rate, eps=1e-7)
+        optimizer = optax.adam(_staircase(learning_rate, steps_per_epoch, lr_decay), eps=1e-7)
     elif name == "adamw":
         rate = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, num_steps)
         optimizer = optax.adamw(rate, weight_decay=weight_decay)
@@ -77,18 +76,19 @@ def make_optimizer(
             "kernel": sgd if name == "sgd" else _muon(learning_rate, shape, momentum),
             "bias": _nesterov(bias_learning_rate, shape, weight_decay),
             "head": _nesterov(head_learning_rate, shape, weight_decay),
-            "whitening": _nesterov(bias_learning_rate, _falling(round(whitening_epochs * steps_per_epoch))),
+            "whitening": _nesterov(bias_learning_rate, _falling(whitening_epochs * steps_per_epoch)),
             "frozen": optax.set_to_zero(),
             "other": optax.adamw(lambda step: _OTHER_RATE * shape(step), weight_decay=1e-4),
         }
         optimizer = optax.partition(parts, lambda params: jax.tree_util.tree_map_with_path(_part, params))
     if lookahead:
-        optimizer = _lookahead(optimizer, lambda step: lookahead * (step / num_steps) ** 3)
+        optimizer = _lookahead(optimizer, lambda step: lookahead * (step / float(num_steps)) ** 3)
     optimizer = _without_frozen(optimizer)
     return optax.chain(_clip_by_global_norm(clip_norm), optimizer) if clip_norm else optimizer
 
 
 _OTHER_RATE = 1e-3
+_MANY_STEPS = 1e12  # over which nothing falls
 
 
 def _clip_by_global_norm(most: float) -> optax.GradientTransformationExtraArgs:
@@ -142,16 +142,23 @@ def _without_frozen(inner: optax.GradientTransformation) -> optax.GradientTransf
     return optax.GradientTransformation(inner.init, update)
 
 
+def _staircase(rate: float, steps_per_epoch: int, decay: float) -> Callable[[Array], Array]:
+    """As `optax.exponential_decay`, whose division rounds: at some steps it counts an epoch too few."""
+    return lambda step: rate * jnp.power(decay, jnp.asarray(step // steps_per_epoch, jnp.float32))
+
+
 def _triangle(warmup_steps: int, num_steps: int) -> Callable[[Array], Array]:
     def shape(step):
-        rising = _FIRST_RATE + (1 - _FIRST_RATE) * step / max(1, warmup_steps)
-        falling = (num_steps - step) / max(1, num_steps - warmup_steps)
+        rising = _FIRST_RATE + (1 - _FIRST_RATE) * step / float(max(1, warmup_steps))
+        falling = (float(num_steps) - step) / float(max(1, num_steps - warmup_steps))
         return jnp.clip(jnp.minimum(rising, falling) if warmup_steps else falling, 0.0)
 
     return shape
 
 
-def _falling(num_steps: int) -> Callable[[Array], Array]:
+def _falling(num_steps: float) -> Callable[[Array], Array]:
+    num_steps = float(round(min(num_steps, _MANY_STEPS)))
+
     def shape(step):
         return jnp.clip(1 - step / num_steps, 0.0) if num_steps else jnp.zeros(())
 

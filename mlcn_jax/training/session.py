@@ -18,13 +18,13 @@ from mlcn_jax.config import RunConfig
 from mlcn_jax.data import batches, datasets
 from mlcn_jax.distributed.mesh import DATA_AXIS
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import read_json
+from mlcn_jax.files import read_object
 from mlcn_jax.nn import resnet
 from mlcn_jax.nn.calibration import trained_shapes, whiten
 from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.nn.remat import OFFLOAD, has_host_memory
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.settings import DataSettings, ParallelSettings, TrainSettings
+from mlcn_jax.settings import DataSettings, ParallelSettings, TrainSettings, check
 from mlcn_jax.training.accumulate import check_parts
 from mlcn_jax.training.apart import check_lanes_apart
 from mlcn_jax.training.evaluate import Scores
@@ -136,7 +136,14 @@ def check_settings(config: RunConfig, spec: ModelSpec) -> None:
             raise InputError(
                 f"{field} is {given} with model.lanes={spec.lanes!r}: it needs lanes that all classify alone (resnet)"
             )
-    largest = max(spec.image_shape[:2])
+    smallest, largest = min(spec.image_shape[:2]), max(spec.image_shape[:2])
+    for field, value, most in (
+        ("max_shift", config.data.max_shift, smallest - 1),
+        ("cutout", config.data.cutout, largest),
+    ):
+        check(
+            value <= most, f"data.{field}", value, f"at most {most}, or nothing is left of images of {smallest} pixels"
+        )
     wrong = [size for _, size in config.train.sizes() if size and not resnet.MIN_SIZE <= size <= largest]
     if wrong:
         raise InputError(
@@ -170,6 +177,9 @@ def warn_of_unused(config: RunConfig, spec: ModelSpec) -> None:
             "parallel.partitioner is %s, which does nothing with parallel.plan=%s: give plan=stacks to use it",
             *(config.parallel.partitioner, config.parallel.plan),
         )
+    pairs = list(zip(spec.lane_specs, spec.lane_seeds, strict=False))
+    if twins := [f"{lane} with seed {seed}" for lane, seed in dict.fromkeys(pairs) if pairs.count((lane, seed)) > 1]:
+        _log.warning("model.lane_seeds: two lanes are %s, so they start equal: give each a seed of its own", twins[0])
     if config.data.reflect and not config.data.max_shift:
         _log.warning("data.reflect fills what shifts uncover: without data.max_shift, it does nothing")
     if config.data.augment_lanes and not (config.data.max_shift or config.data.mirrors or config.data.cutout):
@@ -202,7 +212,7 @@ def warn_of_unused(config: RunConfig, spec: ModelSpec) -> None:
 def check_learned(workdir: Path, dataset: datasets.Dataset, train: datasets.Split) -> None:
     """Raises InputError unless the run in a workdir learned from these training images of a dataset."""
     now = {"class_names": list(dataset.class_names), "training_images_sha256": datasets.digest(train)}
-    learned = read_json(workdir / "model.json")
+    learned = read_object(workdir / "model.json")
     if any(learned.get(name) != value for name, value in now.items()):
         raise InputError(
             f"{dataset.name} is not the data that {workdir} was trained on (the classes or the SHA-256 differ from its "
@@ -309,13 +319,14 @@ def step_options(config: RunConfig) -> dict[str, Any]:
 
 def optimizer_of(settings: TrainSettings, steps_per_epoch: int) -> optax.GradientTransformation:
     """The optimizer given by the settings."""
+    num_steps = settings.num_epochs * steps_per_epoch
     return make_optimizer(
         settings.optimizer,
         learning_rate=settings.learning_rate,
-        num_steps=settings.num_epochs * steps_per_epoch,
+        num_steps=num_steps,
         steps_per_epoch=steps_per_epoch,
         lr_decay=settings.lr_decay,
-        warmup_steps=round(settings.warmup_epochs * steps_per_epoch),
+        warmup_steps=round(min(settings.warmup_epochs * steps_per_epoch, num_steps)),
         weight_decay=settings.weight_decay,
         clip_norm=settings.clip_norm,
         momentum=settings.momentum,

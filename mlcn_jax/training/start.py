@@ -11,7 +11,7 @@ from mlcn_jax import pretrained
 from mlcn_jax.config import RunConfig, flat, model_defaults, read_stored
 from mlcn_jax.distributed import processes
 from mlcn_jax.errors import InputError, differences
-from mlcn_jax.files import read_json
+from mlcn_jax.files import read_object
 from mlcn_jax.nn.calibration import without_statistics
 from mlcn_jax.nn.model import count_parameters, init_params
 from mlcn_jax.nn.spec import ModelSpec
@@ -33,7 +33,7 @@ def check_resumable(session: Session, workdir: Path, mine: dict[str, Any]) -> No
       workdir: contains `config.json` and `model.json` of a run.
       mine: the content of `model.json` for this run (`Session.model_facts`).
     """
-    stored, theirs = read_stored(workdir), read_json(workdir / "model.json")
+    stored, theirs = read_stored(workdir), read_object(workdir / "model.json")
     if mine.get(TEACHERS) and mine[TEACHERS] == theirs.get(TEACHERS):  # the same models, which may have moved
         stored = stored.replace({"train.teacher": session.config.train.teacher})
     session.config.check_resumable(stored, workdir)

@@ -16,7 +16,7 @@ from mlcn_jax.config import RunConfig, read_stored
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Augmentation, Split, padded_batches, to_pixels
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import read_json
+from mlcn_jax.files import read_object
 from mlcn_jax.nn.calibration import fold_statistics
 from mlcn_jax.nn.distillation import Distillation, mean_probabilities, model_probabilities
 from mlcn_jax.training.session import Session
@@ -74,10 +74,7 @@ class Teacher:
 
 def stored_digests(workdir: Path) -> tuple[str, ...]:
     """`Teacher.digests` of the run in a workdir; empty if it had no teacher."""
-    model = read_json(workdir / "model.json")
-    if not isinstance(model, dict):
-        raise InputError(f"{workdir / 'model.json'} is damaged: restore it from a copy")
-    return tuple(model.get(TEACHERS, ()))
+    return tuple(read_object(workdir / "model.json").get(TEACHERS, ()))
 
 
 def open_teacher(session: Session) -> Teacher:
@@ -149,7 +146,7 @@ def validation_images_learned(workdir: Path, session: Session) -> int:
     if not len(session.validation.labels):
         return 0
     try:
-        config, learned = read_stored(workdir), read_json(workdir / "model.json").get("training_images_sha256")
+        config, learned = read_stored(workdir), read_object(workdir / "model.json").get("training_images_sha256")
     except InputError:  # a workdir of another version may be without
         return 0
     whole = session.dataset.train

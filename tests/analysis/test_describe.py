@@ -32,6 +32,18 @@ def test_numbers_are_those_of_the_whole_model(lanes, routing):
     assert found["parameters_per_lane"] == counts["per_lane"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"train.accumulation_steps": 3}, "train.accumulation_steps=3 does not divide train.batch_size"),
+        ({"train.image_sizes": "5:0.5"}, "train.image_sizes is 5:0.5 with model.lanes="),
+    ],
+)
+def test_what_cannot_be_trained_is_not_described(changes, said):
+    with pytest.raises(InputError, match=said):
+        describe.describe(RunConfig().replace(changes))
+
+
 def test_many_lanes_are_described_as_fast_as_one(monkeypatch):
     traced = []
     call = Lane.__call__

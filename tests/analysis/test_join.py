@@ -190,6 +190,10 @@ def test_where_the_model_cannot_be_written_is_told_before_anything_is_computed(l
 def test_lanes_that_need_one_another_and_workdirs_given_twice_are_refused(finished, lanes, tmp_path):
     with pytest.raises(InputError, match="joint length"):
         join_lib.join([finished, lanes[0]], tmp_path / "out")
+    pruned, run = tmp_path / "pruned", prune.load_prunable(finished)
+    prune.save_run(prune.prune_run(run, [0]), pruned, None, {"lanes": {"before": run.spec.lanes}})
+    with pytest.raises(InputError, match="joint length"):
+        join_lib.join([pruned, lanes[0]], tmp_path / "out")
     with pytest.raises(InputError, match="given twice"):
         join_lib.join([lanes[0], lanes[0] / ".." / "0"], tmp_path / "out")
     other = shutil.copytree(lanes[0], tmp_path / "other")
@@ -247,6 +251,10 @@ RESIDUAL = {
 
 def test_a_joined_model_has_settings_that_it_can_be_trained_with():
     changes = {"model.margin_loss": "joint", "model.lane_seeds": "0", "train.rounds.steps": 5}
+    dropped = RunConfig().replace(APART | changes | {"model.lane_dropout": 0.3, "train.lanes_apart": False})
+    one = SimpleNamespace(config=dropped, trained=SimpleNamespace(spec=dropped.model_spec((28, 28, 1), 10)))
+    spec, _ = join_lib.joined_spec([one], [join_lib.Lane(LaneSpec("mlcn1", 1), {}, seed, "one", 10) for seed in (0, 1)])
+    assert join_lib.joined_config(dropped, spec).model["lane_dropout"] == spec.lane_dropout == 0
     config = RunConfig().replace(APART | RESIDUAL | changes)
     first = SimpleNamespace(config=config, trained=SimpleNamespace(spec=config.model_spec((28, 28, 1), 10)))
     residual, published = (

@@ -330,6 +330,12 @@ def test_settings_that_have_no_rounds_are_refused(tiny, tmp_path, changes, messa
         coordinator.coordinate(tiny.replace(LONG | changes), tmp_path, "127.0.0.1:0")
 
 
+def test_parts_that_do_not_divide_a_batch_are_refused_by_the_coordinator(tiny, tmp_path):
+    session = open_session(tiny.replace(LONG | {"train.accumulation_steps": 7}))
+    with pytest.raises(InputError, match=r"train\.accumulation_steps=7 does not divide train.batch_size"):
+        Judge(session, tmp_path, 0)
+
+
 def test_an_ordinary_training_refuses_rounds(tiny, tmp_path):
     with pytest.raises(InputError, match=r"start it with .*mlcn_jax rounds"):
         loop.train(tiny.replace(LONG), tmp_path)

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from mlcn_jax.training.optimizer import make_optimizer
+from mlcn_jax.training.optimizer import at_step, make_optimizer
 from mlcn_jax.training.session import optimizer_of
 
 
@@ -26,6 +26,31 @@ def test_the_learning_rate_falls_once_an_epoch(tiny):
     optimizer = optimizer_of(settings, steps_per_epoch=3)
     moves = moves_of(optimizer, 7)
     np.testing.assert_allclose(moves, [0.1] * 3 + [0.05] * 3 + [0.025], rtol=1e-4)
+
+
+def test_every_epoch_of_a_compiled_run_begins_with_its_own_rate(tiny):
+    """Of steps over an epoch's 166, in float32 and by a compiled program, the floor is too small at some epochs."""
+    optimizer = optimizer_of(tiny.replace({"train.learning_rate": 0.1, "train.lr_decay": 0.5}).train, 166)
+    params = {"head": jnp.float32(0.0)}
+    state = optimizer.init(params)
+
+    @jax.jit
+    def move(state):
+        return optimizer.update({"head": jnp.float32(1.0)}, state, params)[0]["head"]
+
+    for epoch in range(8):
+        first, last = (move(at_step(state, 166 * epoch + step)) for step in (0, 165))
+        np.testing.assert_allclose(first / last, 1.0, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "muon"])
+def test_runs_may_be_longer_than_anyone_trains(tiny, name):
+    """As of one that `train.num_steps` ends."""
+    many = {"train.num_epochs": 500_000_000, "train.whitening_epochs": 1e308, "train.lookahead": 0.5}
+    optimizer = optimizer_of(tiny.replace({"train.optimizer": name} | many).train, 6)
+    params = {"trunk": {"whitening": {"bias": jnp.ones((1, 2))}}, "head": jnp.ones((1, 2, 2))}
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(updates))
 
 
 def test_adamw_warms_up_and_ends_at_zero(tiny):

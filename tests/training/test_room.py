@@ -87,7 +87,10 @@ def undone(monkeypatch):
     monkeypatch.setattr(ours, "handlers", [])
 
 
-@pytest.mark.parametrize("error", [RuntimeError("RESOURCE_EXHAUSTED: out of memory"), MemoryError("4 GiB")])
+_LACK = (RuntimeError("RESOURCE_EXHAUSTED: out of memory"), MemoryError("4 GiB"), OSError(errno.ENOMEM, "no memory"))
+
+
+@pytest.mark.parametrize("error", _LACK)
 def test_memory_that_runs_out_is_advised_on(capsys, undone, error):
     def command():
         raise error
@@ -98,7 +101,9 @@ def test_memory_that_runs_out_is_advised_on(capsys, undone, error):
     assert re.search(ADVICE, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("error", [Stopped("stopped"), Diverged("nan"), OSError(errno.ENOSPC, "full")])
+@pytest.mark.parametrize(
+    "error", [Stopped("stopped"), Diverged("nan"), OSError(errno.ENOSPC, "full"), OSError(errno.EIO, "i/o")]
+)
 def test_what_a_command_held_is_freed_before_its_error_ends_the_process(capsys, undone, error):
     """Arrays and programs that JAX has to free while Python ends can crash it."""
     held = []
