@@ -7,7 +7,8 @@
 For each case the teacher is trained first, once, or taken from the workdir of one trained before. Students are thinner
 lanes or, in the cases `of_15`, one lane like each of the teacher's fifteen. They have a tenth of its FLOPs, are trained
 for as many epochs on all training images, and read the test set once, when a run ends. With `--scale=few`, teachers and
-students are trained on 5,000 of the training images, for 40 epochs; 10,000 others tell the best checkpoint of a run.
+students are trained on 5,000 of the training images, for 40 epochs, with `--scale=fewer` on 2,500, for 60 epochs; 10,000
+others tell the best checkpoint of a run.
 The share of the gap that is recovered is (distilled - labels) / (teacher - labels), of mean accuracies; it is judged
 over three seeds, where the gap is large enough and FLOPs and epochs are as said. Students of a setting that ends in
 `plain` have a teacher trained without label smoothing, which takes from a teacher what it knows of other classes.
@@ -58,11 +59,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 VERSION = 3  # raised with every change after which results cannot stand beside older ones
-FEW = "few"
 _HELD_OUT = 10_000
 SCALES = {
     "smoke": Scale("smoke", 1, 2, 600, 100),
-    FEW: Scale(FEW, 40, num_train=5_000 + _HELD_OUT),
+    "few": Scale("few", 40, num_train=5_000 + _HELD_OUT),
+    "fewer": Scale("fewer", 60, num_train=2_500 + _HELD_OUT),
     "full": Scale("full", 0),
 }
 HEADER = (
@@ -192,7 +193,7 @@ def run(
         for name, teacher in TEACHERS.items()
         for kind in (TEACHER, PLAIN)
     }
-    make_config = functools.partial(configure_run, request.directories, teachers_at, request.scale.name == FEW, trial)
+    make_config = functools.partial(configure_run, request.directories, teachers_at, request.scale, trial)
     name = "distilled_lanes_trial" if trial else "distilled_lanes"
     kept = kept_results(name, request.scale.name)
     series = Series(request, "distilled_lanes", VERSION, make_config, True, measure, kept)
@@ -215,7 +216,7 @@ def teachers_needed(series: Series, runs: Sequence[Facts]) -> list[Facts]:
 def configure_run(
     directories: Mapping[str, str],
     teachers_at: Mapping[tuple[str, str], Path],
-    few: bool,
+    scale: Scale,
     trial: bool,
     case: str,
     way: str,
@@ -223,15 +224,16 @@ def configure_run(
 ) -> RunConfig:
     """The run of a case, or of the teacher of that name; `way` is `labels`, a setting, or a kind of teacher.
 
-    Images are held out for validation in trials and where there are `few`.
+    Images are held out for validation in trials and where there are few.
     """
     is_teacher = way in (TEACHER, PLAIN)
     name = case if is_teacher else CASES[case].teacher
     teacher = TEACHERS[name]
     config = config_named(teacher.config)
     changes: dict[str, Any] = {"train.seed": seed, "data.dir": directories[teacher.data], **teacher.changes}
+    few = scale.num_train > _HELD_OUT
     if trial or few:
-        held_out = _HELD_OUT / (SCALES[FEW].num_train if few else _IMAGES[teacher.data])
+        held_out = _HELD_OUT / (scale.num_train if few else _IMAGES[teacher.data])
         changes |= {"data.validation_fraction": held_out, "data.split_seed": 0, "train.score_test": not trial}
     if is_teacher:
         plain = {"model.label_smoothing": 0.0} if way == PLAIN else {}

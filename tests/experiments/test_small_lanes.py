@@ -27,8 +27,8 @@ KINDS = (distilled_lanes.TEACHER, distilled_lanes.PLAIN)
 TEACHERS = {(name, kind): Path(name) / kind for name in distilled_lanes.TEACHERS for kind in KINDS}
 
 
-def configured(case, way, trial=False, few=False):
-    return distilled_lanes.configure_run(DIRECTORIES, TEACHERS, few, trial, case, way, 1)
+def configured(case, way, trial=False, scale="full"):
+    return distilled_lanes.configure_run(DIRECTORIES, TEACHERS, distilled_lanes.SCALES[scale], trial, case, way, 1)
 
 
 @pytest.mark.parametrize("case", distilled_lanes.CASES)
@@ -286,13 +286,14 @@ def test_trials_leave_the_test_set_alone():
         configured("cifar", "distilled")
 
 
-def test_with_few_images_others_are_held_out_and_the_test_set_is_scored():
+@pytest.mark.parametrize(("scale", "images"), [("few", 5_000), ("fewer", 2_500)])
+def test_with_few_images_others_are_held_out_and_the_test_set_is_scored(scale, images):
     for name in distilled_lanes.TEACHERS:
-        config = configured(name, "plain_teacher", few=True)
+        config = configured(name, "plain_teacher", scale=scale)
         assert config.train.score_test
-        left = distilled_lanes.SCALES["few"].num_train * (1 - config.data.validation_fraction)
-        assert left == pytest.approx(5_000)
-        assert not configured(name, "teacher", trial=True, few=True).train.score_test
+        left = distilled_lanes.SCALES[scale].num_train * (1 - config.data.validation_fraction)
+        assert left == pytest.approx(images)
+        assert not configured(name, "teacher", trial=True, scale=scale).train.score_test
 
 
 def test_trials_take_no_teacher_that_may_have_learned_what_is_held_out(tmp_path):
