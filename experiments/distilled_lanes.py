@@ -7,8 +7,9 @@
 For each case the teacher is trained first, once, or taken from the workdir of one trained before. Students are thinner
 lanes or, in the cases `of_15`, one lane like each of the teacher's fifteen. They have a tenth of its FLOPs, are trained
 for as many epochs on all training images, and read the test set once, when a run ends. With `--scale=few`, teachers and
-students are trained on 5,000 of the training images, for 40 epochs, with `--scale=fewer` on 2,500, for 60 epochs; 10,000
-others tell the best checkpoint of a run.
+students are trained on 5,000 of the training images, for 40 epochs, with `--scale=fewer` on 2,500, for 60 epochs. Then
+10,000 other images tell the best checkpoint of a run.
+
 The share of the gap that is recovered is (distilled - labels) / (teacher - labels), of mean accuracies; it is judged
 over three seeds, where the gap is large enough and FLOPs and epochs are as said. Students of a setting that ends in
 `plain` have a teacher trained without label smoothing, which takes from a teacher what it knows of other classes.
