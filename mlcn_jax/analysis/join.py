@@ -44,9 +44,7 @@ _OF_LANES = (
 )
 # Which images a run has depends on these.
 _OF_IMAGES = ("name", "dir", "cache_dir", "label_kind", "image_size", "test_fraction", "validation_fraction")
-_OF_JOINED = (
-    *("lanes", "lane_weights", "lane_dropout", "lane_seeds", "margin_loss", "decoder_gradient", "norm_group"),
-)
+_SET = ("lanes", "lane_weights", "lane_dropout", "lane_seeds", "margin_loss", "decoder_gradient", "norm_group")
 _WHITENING_TOLERANCE = 1e-2  # relative to the largest entry: other machines round eigenvectors differently
 
 
@@ -382,7 +380,7 @@ def joined_config(config: RunConfig, spec: ModelSpec, teachers: Sequence[str] = 
     """
     changes: dict[str, Any] = {
         name: list(value) if isinstance(value := getattr(spec, field), tuple) else value
-        for field in _OF_JOINED
+        for field in _SET
         for name in (f"model.{field}",)
     }
     lanes_apart = config.train.lanes_apart and bool(spec.lane_seeds)
