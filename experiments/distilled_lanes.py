@@ -170,9 +170,11 @@ def run(
     """Trains what has not been trained yet, reports after each run, and returns the exit code."""
     cases = chosen("cases", cases, CASES)
     given = {data: Path(folder).expanduser() for data, folder in teachers.items() if folder}
-    if trial and given:
+    few = request.scale.num_train > _HELD_OUT
+    if (trial or few) and given:
+        holding = "--trial" if trial else f"--scale={request.scale.name}"
         raise InputError(
-            f"--trial holds training images out, which the teacher in {next(iter(given.values()))} may have learned: "
+            f"{holding} holds training images out, which the teacher in {next(iter(given.values()))} may have learned: "
             "leave --cifar_teacher and --fashion_teacher empty, so that teachers are trained without them"
         )
     if given and (plain := [setting for setting in settings if _teacher_of(setting) == PLAIN]):

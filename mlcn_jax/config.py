@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-import math
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def check_fields(section: str, cls: type, values: Mapping[str, Any]) -> None:
             good = dataclasses.is_dataclass(value)
         elif expected is float:
             good = isinstance(value, int | float) and not isinstance(value, bool)
-            check(not good or math.isfinite(value), f"{section}.{name}", value, "finite")
+            check(not good or abs(value) <= sys.float_info.max, f"{section}.{name}", value, "finite")
         elif expected in (int, str, bool):
             good = type(value) is expected
         else:
@@ -86,17 +86,6 @@ def check_fields(section: str, cls: type, values: Mapping[str, Any]) -> None:
             check(good, f"{section}.{name}", value, "a list of numbers" if float in kinds else "a list of integers")
         expected_name = getattr(expected, "__name__", "")
         check(good, f"{section}.{name}", value, f"of type {expected_name}")
-
-
-def _with_floats(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of `cls` in which integers given for numbers with a fraction are such: equal values have one hash."""
-    types = {f.name: f.type for f in dataclasses.fields(cls)}
-    converted = {
-        name: float(value) if types[name] is float else tuple(map(float, value))
-        for name, value in values.items()
-        if types[name] in (float, tuple[float, ...])
-    }
-    return {**values, **converted}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,16 +129,15 @@ class RunConfig:
                 if section == "train":
                     rounds = dict(given.get("rounds", {}))
                     check_fields("train.rounds", RoundSettings, rounds)
-                    given["rounds"] = RoundSettings(**_with_floats(RoundSettings, rounds))
+                    given["rounds"] = RoundSettings(**rounds)
                 check_fields(section, section_cls, given)
-                given = _with_floats(section_cls, given)
                 sections[section] = given if section == "model" else section_cls(**given)
             top = {name: values[name] for name in ("init_from", "profile") if name in values}
             for name, value in top.items():
                 kind = bool if name == "profile" else str
                 check(isinstance(value, kind), name, value, f"of type {kind.__name__}")
             return cls(**sections, **top)
-        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (TypeError, ValueError, AttributeError) as error:
             if isinstance(error, InputError):
                 raise
             raise InputError(f"the configuration must be nested as data, model, train, parallel: {error}") from error

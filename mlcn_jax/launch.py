@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from absl.flags import FlagValues
 
 EXIT_INPUT, EXIT_FAILED, EXIT_STOPPED = 2, 3, 75
-_FAILING = {getattr(errno, name) for name in ("EIO", "EMFILE", "ENFILE", "ENODEV", "ENXIO", "ESTALE", "ETIMEDOUT")}
+_FAILING = {getattr(errno, name) for name in ("EIO", "ENODEV", "ENXIO", "ESTALE")}
 _NO_ACCESS = {
     getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "EISDIR", "ENOTDIR", "ENAMETOOLONG", "ELOOP")
 }
@@ -102,8 +102,10 @@ def launch(command: Callable[[], int | None]) -> None:
             message = f"error: {error}: free disk space, then run the same command again"
         elif error.errno in _NO_ACCESS:
             message = f"error: {error}: give another file or folder, or make this one accessible"
-        elif error.errno in _FAILING:
-            message = f"error: {error}: mend the disk, the file system or the machine, then run the same command again"
+        elif error.errno in _FAILING:  # what may pass, as on a network's file system
+            code, message = EXIT_STOPPED, f"{error}: once the disk or file system works, run the same command again"
+        elif error.errno in (errno.EMFILE, errno.ENFILE):
+            message = f"error: {error}: close other programs, or raise the limit (ulimit -n)"
         elif told := lack_of_memory(error):
             message = f"error: {told}"
         else:

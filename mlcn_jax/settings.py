@@ -54,6 +54,7 @@ class DataSettings:
     def __post_init__(self):
         for field in ("max_shift", "cutout"):
             check(getattr(self, field) >= 0, f"data.{field}", getattr(self, field), "0 pixels or more")
+            check(getattr(self, field) <= 10**6, f"data.{field}", getattr(self, field), "at most 1000000 pixels")
         check(-1 <= self.split_seed < 2**32, "data.split_seed", self.split_seed, "-1 or more, and below 2**32")
         if self.flip:
             check(not self.alternate_flips, "data.alternate_flips", True, "false with data.flip, which also mirrors")
@@ -215,7 +216,7 @@ class TrainSettings:
         check(0 <= self.lookahead < 1, "train.lookahead", self.lookahead, "in [0, 1)")
         check(0 <= self.momentum < 1, "train.momentum", self.momentum, "in [0, 1)")
         check(0 < self.teacher_weight <= 1, "train.teacher_weight", self.teacher_weight, "in (0, 1]")
-        check(0 < self.teacher_temperature <= 100, "train.teacher_temperature", self.teacher_temperature, "in (0, 100]")
+        check(self.teacher_temperature > 0, "train.teacher_temperature", self.teacher_temperature, "above 0")
         self.sizes()
         if self.test_every_epoch:
             check(self.score_test, "train.score_test", False, "true with train.test_every_epoch")
@@ -291,7 +292,6 @@ class ParallelSettings:
     def __post_init__(self):
         for field, least in (("data", 1), ("lane", 1), ("processes", 0), ("process", -1), ("timeout_seconds", 1)):
             check(getattr(self, field) >= least, f"parallel.{field}", getattr(self, field), f"{least} or more")
-        check(self.timeout_seconds <= 10**6, "parallel.timeout_seconds", self.timeout_seconds, "at most 1000000")
         check(self.plan in PLANS, "parallel.plan", self.plan, " or ".join(PLANS))
         known = " or ".join(EXCHANGE_DTYPES)
         check(self.exchange_dtype in EXCHANGE_DTYPES, "parallel.exchange_dtype", self.exchange_dtype, known)

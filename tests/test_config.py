@@ -132,15 +132,6 @@ def test_what_rounds_gradients_is_fixed(tiny):
         rounded.check_resumable(tiny, Path("W"))
 
 
-def test_numbers_are_the_same_however_they_are_written(tiny):
-    values = tiny.to_dict()
-    values["train"] |= {"clip_norm": 1, "rounds": values["train"]["rounds"] | {"momentum": 0}}
-    whole = RunConfig.from_dict(values)
-    assert whole.hash() == tiny.replace({"train.clip_norm": 1.0, "train.rounds.momentum": 0.0}).hash()
-    weights = [tiny.replace({"model.lane_weights": given}) for given in ([1, 2], [1.0, 2.0])]
-    assert weights[0].hash() == weights[1].hash() != tiny.hash()
-
-
 def test_hash_ignores_places_only(tiny):
     assert tiny.replace({"data.dir": "elsewhere"}).hash() == tiny.hash()
     assert tiny.replace({"train.seed": 1}).hash() != tiny.hash()
@@ -155,9 +146,8 @@ def test_hash_ignores_places_only(tiny):
         ("model", "prior_bias", 1, "of type bool"),
         ("train", "seed", 2**32, "below 2"),
         ("train", "batch_size", 1.5, "of type int"),
-        ("train", "clip_norm", 10**400, "too large"),
-        ("train", "teacher_temperature", 1e4, r"in \(0, 100\]"),
-        ("parallel", "timeout_seconds", 10**10, "at most 1000000"),
+        ("train", "clip_norm", 10**400, "train.clip_norm is 1000.*it must be finite"),
+        ("data", "max_shift", 2**30, "at most 1000000"),
         ("train", "warmup_epochs", float("inf"), "train.warmup_epochs"),
     ],
 )

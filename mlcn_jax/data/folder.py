@@ -72,10 +72,14 @@ def _folders(root: Path) -> list[Path]:
 
 def _check_test(root: Path, test_root: Path) -> None:
     """Refuses test images that would not be seen, and names what else is beside the training images."""
-    if test_root.exists() and not _folders(test_root):
-        raise InputError(f"{test_root} has no class folders: expected {test_root}/CLASS/1.png, as in {root / 'train'}.")
+    inside = test_root.iterdir() if test_root.is_dir() and not _folders(test_root) else ()
+    if any(path.suffix.lower() in _SUFFIXES and not path.name.startswith(".") for path in inside):
+        raise InputError(
+            f"{test_root} has images but no class folders: expected {test_root}/CLASS/1.png, as in {root / 'train'}. "
+            "Without them, move it away, and a fixed part of the training images is the test set."
+        )
     if others := [path.name for path in _folders(root) if path.name not in ("train", "test")]:
-        _log.warning("%s has the folders %s beside train, whose images are not used", root, ", ".join(others))
+        _log.warning("%s has other folders beside train, whose images are not used: %s", root, ", ".join(others))
 
 
 def _list_images(root: Path, class_names: Sequence[str]) -> list[tuple[Path, int]]:

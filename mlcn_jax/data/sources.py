@@ -217,8 +217,7 @@ def _read(path: Path, files: tuple[str, ...]) -> dict[str, bytes]:
                     content = archive.extractfile(member) if member.isreg() and name in files else None
                     if content is not None:
                         contents[name] = content.read()
-            while stream.read(_BLOCK_BYTES):  # to the end, where gzip has its checksum
-                pass
+            _read_checksum(stream)
         except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
             expected_bytes = sum(_OFFICIAL_BYTES[file] for file in files)
             raise InputError(
@@ -229,6 +228,16 @@ def _read(path: Path, files: tuple[str, ...]) -> dict[str, bytes]:
     if missing := [name for name in files if name not in contents]:
         raise InputError(f"{path} has no regular member {', '.join(missing)}. Is it the binary version?")
     return contents
+
+
+def _read_checksum(stream: gzip.GzipFile) -> None:
+    """Reads the rest of a gzipped file, at whose end is its checksum; what may follow that is ignored, as by gunzip."""
+    try:
+        while stream.read(_BLOCK_BYTES):
+            pass
+    except gzip.BadGzipFile as error:
+        if "Not a gzipped file" not in str(error):
+            raise
 
 
 def _cached(source: Source, path: Path) -> dict[str, bytes] | None:
@@ -323,7 +332,9 @@ def parse_idx(data: bytes, name: str, rank: int) -> UInt8[np.ndarray, "..."]:
         )
     shape = struct.unpack_from(f">{rank}I", data, 4)
     expected_bytes = 4 * (1 + rank) + math.prod(shape)
-    if len(data) != expected_bytes or math.prod(n or 1 for n in shape) > _MOST_VALUES:
+    if math.prod(n or 1 for n in shape) > _MOST_VALUES:
+        raise InputError(f"{name} is corrupted: its header says {' x '.join(map(str, shape))}. Replace it.")
+    if len(data) != expected_bytes:
         raise InputError(
             f"{name} is truncated or corrupted: its header says {' x '.join(map(str, shape))}, so "
             f"{expected_bytes:,} bytes are expected, but it has {len(data):,}. Replace it with a complete copy."

@@ -27,6 +27,8 @@ _WATCHED = "MLCN_JAX_WATCHED"  # set for processes started by `watch`
 _MAY_DIFFER = ("parallel.process", "parallel.profile", "data.dir", "data.cache_dir")  # between the processes of a run
 _GRACE_SECONDS = 2.0  # for processes that fail for the same reason as the first
 _POLL_SECONDS = 0.1
+_LONGEST_SECONDS = 1e6  # that a socket can wait
+_REPLACED = "took its place: give each process its own parallel.process"
 _JOINED = "joined"  # the answer of process 0 once all processes have joined
 
 
@@ -225,8 +227,10 @@ def _roll_call(settings: ParallelSettings) -> None:
       InputError: some did not join; the message names them.
     """
     host, port = host_and_port("parallel.coordinator", settings.coordinator)
-    deadline = time.monotonic() + settings.timeout_seconds
+    deadline = time.monotonic() + min(settings.timeout_seconds, _LONGEST_SECONDS)
     problem = _hear_all(port, settings, deadline) if settings.process == 0 else _report(host, port, settings, deadline)
+    if problem.endswith(_REPLACED):
+        raise InputError(problem)
     if problem:
         raise InputError(f"{problem}, within parallel.timeout_seconds={settings.timeout_seconds}")
 
@@ -249,15 +253,16 @@ def _hear_all(port: int, settings: ParallelSettings, deadline: float) -> str:
             with contextlib.suppress(TimeoutError, ValueError, ConnectionError):
                 connection = open_until_answered.enter_context(server.accept()[0])
                 connection.settimeout(1.0)
-                here.append((int(connection.recv(16)), connection))
+                number = int(connection.recv(16))
+                for before in [other for known, other in here if known == number]:  # dead, or started with that number
+                    with contextlib.suppress(OSError):
+                        told = f"process {number} of {settings.processes} was started again, and that one {_REPLACED}"
+                        before.sendall(told.encode())
+                here = [(known, other) for known, other in here if known != number] + [(number, connection)]
             here = [(number, connection) for number, connection in here if not _has_left(connection)]
         server.close()  # before jax listens there
-        problem, joined = "", [number for number, _ in here]
-        if missing:
-            names = ", ".join(map(str, sorted(missing)))
-            problem = f"process {names} of {settings.processes} did not join at {settings.coordinator}"
-        elif twice := [number for number in joined if joined.count(number) > 1]:
-            problem = f"process {twice[0]} of {settings.processes} was started twice: give each its parallel.process"
+        names = ", ".join(map(str, sorted(missing)))
+        problem = f"process {names} of {settings.processes} did not join at {settings.coordinator}" if missing else ""
         for _, connection in here:
             with contextlib.suppress(OSError):
                 connection.sendall((problem or _JOINED).encode())

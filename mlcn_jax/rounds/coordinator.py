@@ -31,6 +31,7 @@ from mlcn_jax.rounds.meeting import Meeting
 from mlcn_jax.rounds.messages import Join
 from mlcn_jax.rounds.vector import Vector, compress, decode, digest, num_bytes, to_vector
 from mlcn_jax.settings import RoundSettings
+from mlcn_jax.training.accumulate import check_parts
 from mlcn_jax.training.checkpoint import ROUNDS, Checkpoints
 from mlcn_jax.training.plan import Plan, algorithms_of
 from mlcn_jax.training.session import Session, open_session, warn_of_unused
@@ -102,6 +103,7 @@ def check_rounds(session: Session) -> int:
             "use a multiple"
         )
     share, spec = settings.batch_size // rounds.workers, session.spec
+    check_parts(spec, settings.batch_size, 1, settings.accumulation_steps)  # in which the coordinator calibrates
     check_fits_memory(spec, host.total_memory_bytes())
     group = min(spec.norm_group, settings.batch_size)
     if share % group and any(lanes.kind.normalises for lanes in spec.lane_groups):

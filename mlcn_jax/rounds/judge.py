@@ -16,7 +16,6 @@ from mlcn_jax.files import write_json
 from mlcn_jax.nn.calibration import trained_shapes, with_statistics, without_statistics
 from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.rounds.vector import Vector, from_vector
-from mlcn_jax.training.accumulate import check_parts
 from mlcn_jax.training.checkpoint import Checkpoints
 from mlcn_jax.training.evaluate import check_statistics
 from mlcn_jax.training.finish import final_results
@@ -47,7 +46,6 @@ class Judge:
         rows = read_rows(workdir / "metrics.jsonl")
         self._validated = {row["step"] for row in rows if row.get("split") == "validation"}
         settings = session.config.train
-        check_parts(session.spec, settings.batch_size, 1, settings.accumulation_steps)
         self._calibrating = calibration_images(session.train, settings.batch_size, settings.accumulation_steps)
         self._checkpoints.delete_after(step)  # checkpoints of rounds that were lost
         self._last = self._checkpoints.newest_step()

@@ -241,7 +241,9 @@ def _check_alone(stop: StopSignals) -> None:
 
 def _scored_images(session: Session) -> dict[str, str]:
     """Digests of the images that a run is scored on, of which each process computes its share."""
-    splits = {"validation": session.validation, "test": session.dataset.test}
+    splits = {"validation": session.validation}
+    if session.config.train.score_test:
+        splits["test"] = session.dataset.test
     return {f"{name}_images_sha256": datasets.digest(split) for name, split in splits.items()}
 
 

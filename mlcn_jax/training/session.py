@@ -24,7 +24,7 @@ from mlcn_jax.nn.calibration import trained_shapes, whiten
 from mlcn_jax.nn.model import param_shapes
 from mlcn_jax.nn.remat import OFFLOAD, has_host_memory
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.settings import DataSettings, ParallelSettings, TrainSettings, check
+from mlcn_jax.settings import DataSettings, ParallelSettings, TrainSettings
 from mlcn_jax.training.accumulate import check_parts
 from mlcn_jax.training.apart import check_lanes_apart
 from mlcn_jax.training.evaluate import Scores
@@ -136,14 +136,7 @@ def check_settings(config: RunConfig, spec: ModelSpec) -> None:
             raise InputError(
                 f"{field} is {given} with model.lanes={spec.lanes!r}: it needs lanes that all classify alone (resnet)"
             )
-    smallest, largest = min(spec.image_shape[:2]), max(spec.image_shape[:2])
-    for field, value, most in (
-        ("max_shift", config.data.max_shift, smallest - 1),
-        ("cutout", config.data.cutout, largest),
-    ):
-        check(
-            value <= most, f"data.{field}", value, f"at most {most}, or nothing is left of images of {smallest} pixels"
-        )
+    largest = max(spec.image_shape[:2])
     wrong = [size for _, size in config.train.sizes() if size and not resnet.MIN_SIZE <= size <= largest]
     if wrong:
         raise InputError(
@@ -179,7 +172,11 @@ def warn_of_unused(config: RunConfig, spec: ModelSpec) -> None:
         )
     pairs = list(zip(spec.lane_specs, spec.lane_seeds, strict=False))
     if twins := [f"{lane} with seed {seed}" for lane, seed in dict.fromkeys(pairs) if pairs.count((lane, seed)) > 1]:
-        _log.warning("model.lane_seeds: two lanes are %s, so they start equal: give each a seed of its own", twins[0])
+        _log.warning("model.lane_seeds: several lanes are %s, which start equal: give each a seed of its own", twins[0])
+    shift, least = config.data.max_shift * (not config.data.reflect), min(spec.image_shape[:2])
+    for field, value, size in (("max_shift", shift, least), ("cutout", config.data.cutout, max(spec.image_shape[:2]))):
+        if value >= size:
+            _log.warning("data.%s is %d pixels of images of %d: nothing is left of some images", field, value, size)
     if config.data.reflect and not config.data.max_shift:
         _log.warning("data.reflect fills what shifts uncover: without data.max_shift, it does nothing")
     if config.data.augment_lanes and not (config.data.max_shift or config.data.mirrors or config.data.cutout):

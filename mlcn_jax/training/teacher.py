@@ -19,6 +19,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_object
 from mlcn_jax.nn.calibration import fold_statistics
 from mlcn_jax.nn.distillation import Distillation, mean_probabilities, model_probabilities
+from mlcn_jax.settings import check
 from mlcn_jax.training.session import Session
 from mlcn_jax.training.trained import Trained, load_trained
 
@@ -83,6 +84,7 @@ def open_teacher(session: Session) -> Teacher:
     names = [name.strip() for name in settings.teacher.split(",")] if settings.teacher else []
     if not names:
         return Teacher()
+    check(settings.teacher_temperature <= 100, "train.teacher_temperature", settings.teacher_temperature, "at most 100")
     if session.spec.ensemble_weight:
         raise InputError(
             f"train.teacher is {settings.teacher!r} with model.ensemble_weight={session.spec.ensemble_weight}, but "

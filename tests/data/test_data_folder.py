@@ -47,7 +47,7 @@ def test_test_images_that_would_not_be_seen_are_named(tmp_path, caplog):
     image_folder(tmp_path / "val", {"a": 1})
     image_folder(tmp_path / "train" / "a", {"more": 2})
     datasets.load("folder", directory=str(tmp_path), test_fraction=0.3)
-    assert "has the folders val beside train" in caplog.text
+    assert "has other folders beside train, whose images are not used: val" in caplog.text
     assert "a has folders inside, such as more" in caplog.text
     image_folder(tmp_path / "test", {"a": 2, "b": 2})
     datasets.load("folder", directory=str(tmp_path), test_fraction=0.3)
@@ -56,7 +56,7 @@ def test_test_images_that_would_not_be_seen_are_named(tmp_path, caplog):
         for path in (tmp_path / "test" / name).iterdir():
             path.rename(tmp_path / "test" / f"{name}{path.name}")
         (tmp_path / "test" / name).rmdir()
-    with pytest.raises(InputError, match=r"test has no class folders: expected .*test/CLASS/1\.png"):
+    with pytest.raises(InputError, match=r"test has images but no class folders: expected .*test/CLASS/1\.png"):
         datasets.load("folder", directory=str(tmp_path))
 
 

@@ -200,13 +200,22 @@ def test_process_0_is_found_wherever_its_machine_is_reached(listens, found):
     first.join()
 
 
-def join_and_leave(port, number):
+def connected(port, number):
+    """A connection as of a process that joins, once process 0 listens."""
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)) as connection:
-            connection.sendall(str(number).encode())
-            time.sleep(0.1)
-            return
+    while True:
+        try:
+            connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+            break
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+    connection.sendall(str(number).encode())
+    return connection
+
+
+def join_and_leave(port, number):
+    with connected(port, number):
+        time.sleep(0.1)
 
 
 def test_a_process_that_has_left_is_waited_for_again():
@@ -228,23 +237,22 @@ def test_a_process_that_has_left_is_waited_for_again():
     assert sorted(ended) == [0, 1, 2]
 
 
-def test_a_number_that_two_processes_have_is_named():
-    port, said = processes.free_port(), []
+def test_a_process_whose_number_another_one_takes_is_told_so():
+    port, ended = processes.free_port(), []
 
     def join(number):
-        with pytest.raises(InputError) as told:
-            processes._roll_call(settings_at(f"127.0.0.1:{port}", number, processes=3))
-        said.append(str(told.value))
+        processes._roll_call(settings_at(f"127.0.0.1:{port}", number, processes=3))
+        ended.append(number)
 
-    threads = [threading.Thread(target=join, args=(number,), daemon=True) for number in (0, 1, 1, 2)]
-    for thread in threads[:3]:
-        thread.start()
-    threads[1].join(0.5)
-    threads[3].start()
+    threads = [threading.Thread(target=join, args=(number,), daemon=True) for number in range(3)]
+    threads[0].start()
+    with connected(port, 1) as first:
+        threads[1].start()
+        assert first.recv(1024).endswith(b"took its place: give each process its own parallel.process")
+    threads[2].start()
     for thread in threads:
         thread.join()
-    assert len(said) == 4
-    assert all("process 1 of 3 was started twice: give each its parallel.process" in one for one in said)
+    assert sorted(ended) == [0, 1, 2]
 
 
 def test_a_process_that_has_left_is_named():

@@ -333,7 +333,7 @@ def test_settings_that_have_no_rounds_are_refused(tiny, tmp_path, changes, messa
 def test_parts_that_do_not_divide_a_batch_are_refused_by_the_coordinator(tiny, tmp_path):
     session = open_session(tiny.replace(LONG | {"train.accumulation_steps": 7}))
     with pytest.raises(InputError, match=r"train\.accumulation_steps=7 does not divide train.batch_size"):
-        Judge(session, tmp_path, 0)
+        coordinator.check_rounds(session)
 
 
 def test_an_ordinary_training_refuses_rounds(tiny, tmp_path):

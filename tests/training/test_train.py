@@ -320,7 +320,9 @@ def test_what_does_nothing_with_a_models_lanes_is_told(caplog):
         ({"data.reflect": True}, "without data.max_shift, it does nothing"),
         ({"data.augment_lanes": True}, "no augmentation is given, so it does nothing"),
         ({"model.num_routing_iters": 5}, "iterations change nothing"),
-        ({"model.lanes": "mlcn1:w1*2", "model.lane_seeds": "3,3"}, "two lanes are mlcn1:w1d1 with seed 3"),
+        ({"model.lanes": "mlcn1:w1*2", "model.lane_seeds": "3,3"}, "several lanes are mlcn1:w1d1 with seed 3"),
+        ({"data.max_shift": 18}, "data.max_shift is 18 pixels of images of 18: nothing is left of some images"),
+        ({"data.cutout": 18}, "data.cutout is 18 pixels of images of 18: nothing is left of some images"),
     ],
 )
 def test_a_setting_that_does_nothing_is_told(changes, said, caplog):
