@@ -173,10 +173,10 @@ def warn_of_unused(config: RunConfig, spec: ModelSpec) -> None:
     pairs = list(zip(spec.lane_specs, spec.lane_seeds, strict=False))
     if twins := [f"{lane} with seed {seed}" for lane, seed in dict.fromkeys(pairs) if pairs.count((lane, seed)) > 1]:
         _log.warning("model.lane_seeds: several lanes are %s, which start equal: give each a seed of its own", twins[0])
-    shift, least = config.data.max_shift * (not config.data.reflect), min(spec.image_shape[:2])
-    for field, value, size in (("max_shift", shift, least), ("cutout", config.data.cutout, max(spec.image_shape[:2]))):
-        if value >= size:
-            _log.warning("data.%s is %d pixels of images of %d: nothing is left of some images", field, value, size)
+    size, shift = spec.image_shape[:2], 0 if config.data.reflect else config.data.max_shift
+    for field, pixels, side in (("max_shift", shift, min(size)), ("cutout", config.data.cutout, max(size))):
+        if pixels >= side:
+            _log.warning("data.%s is %d pixels of images of %d: nothing is left of some images", field, pixels, side)
     if config.data.reflect and not config.data.max_shift:
         _log.warning("data.reflect fills what shifts uncover: without data.max_shift, it does nothing")
     if config.data.augment_lanes and not (config.data.max_shift or config.data.mirrors or config.data.cutout):
