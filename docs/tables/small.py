@@ -1,7 +1,7 @@
 """Tables of small lanes: 8 bits, distillation, and forms chosen together with devices.
 
-`distilled_lanes` has no results in the repository yet, so no page has a place for it. With the JSON file comes `@place`
-here, and in a page of docs/results the place itself, `<!-- made: NAME -->`.
+`distilled_lanes` has no results on all images in the repository yet, so no page has a place for it. With the JSON file
+comes `@place` here, and in a page of docs/results the place itself, `<!-- made: NAME -->`.
 """
 
 from collections.abc import Mapping
@@ -60,8 +60,10 @@ def small_lanes() -> str:
     )
 
 
-def _distilled(name: str) -> str:
-    result = experiment(name)
+def _distilled(*names: str) -> str:
+    """The rows of one scale after another."""
+    results = [experiment(name) for name in names]
+    runs = [run for result in results for run in result["runs"]]
     rows = [
         [
             row["case"] + ("" if row["split"] == "test" else " (validation images)"),
@@ -76,13 +78,14 @@ def _distilled(name: str) -> str:
             "-" if row["recovered"] is None else f"{100 * row['recovered']:.0f}",
             row["verdict"],
         ]
+        for result in results
         for row in result["rows"]
     ]
     header = (
         "case | teacher | students | FLOPs over the teacher's | setting | teacher, % | labels, % | distilled, % | "
         "gap | recovered, % | target"
     )
-    return f"{table_of(header, rows)}\n\n{runs_line(result['runs'])}\n\n{commands_of(result['runs'])}"
+    return f"{table_of(header, rows)}\n\n{runs_line(runs)}\n\n{commands_of(runs)}"
 
 
 def distilled_lanes() -> str:
@@ -92,6 +95,11 @@ def distilled_lanes() -> str:
 @place
 def distilled_trials() -> str:
     return _distilled("distilled_lanes_trial_full")
+
+
+@place
+def distilled_few() -> str:
+    return _distilled("distilled_lanes_few", "distilled_lanes_fewer")
 
 
 @place
