@@ -65,7 +65,8 @@ def fit_lane_seconds(
         slower = (images / images.min()) ** crowding
         return optimize.nnls(np.vstack([relative / units * slower[:, None], bends]), targets)
 
-    crowding = min(crowdings, key=lambda power: fit(power)[1])
+    # Of equally good ones the first, and not the one that rounding favours, which differs between CPUs.
+    crowding = min(crowdings, key=lambda power: round(fit(power)[1], 6))
     found = fit(crowding)[0] / units / images.min() ** crowding
     return {
         "layer_seconds": {

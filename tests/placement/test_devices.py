@@ -163,7 +163,10 @@ def test_residuals_are_of_programs_left_out_of_the_fit():
     stacks = [[lane("mlcn1", *size)] for size in ((1, 1), (2, 2), (3, 1), (3, 3), (4, 2), (5, 1), (5, 3))]
     stacks += [[lane("mlcn1", 3, 1)] * 3]
     seconds = [planted_seconds(stack, 50, 0.0) for stack in stacks]
-    seconds[3] *= 1.5
+    seconds[4] *= 1.5
+    assert fit.fit_lane_seconds(stacks, [50] * len(stacks), seconds, "cpu")["crowding"] == 0, (
+        "whatever rounding favours"
+    )
     blank = make_profile()
 
     def predict(fields, costs, batch_size):
@@ -171,7 +174,7 @@ def test_residuals_are_of_programs_left_out_of_the_fit():
 
     found = fit.residuals(stacks, [50] * len(stacks), seconds, "cpu", predict)
     assert len(found["stack"]) == 1
-    assert max(found["lane"]) == pytest.approx(np.log(1.5), abs=0.25)
+    assert max(found["lane"]) == pytest.approx(np.log(1.5), abs=0.05)
     assert len(found["lane"]) < 7  # the smallest and largest of a class are not left out
 
 
