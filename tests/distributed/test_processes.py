@@ -218,14 +218,19 @@ def join_and_leave(port, number):
         time.sleep(0.1)
 
 
-def test_a_process_that_has_left_is_waited_for_again():
-    port, ended = processes.free_port(), []
+def three_that_join(port):
+    """Threads of three processes that join, none of them started, and the numbers of those that have joined."""
+    ended = []
 
     def join(number):
         processes._roll_call(settings_at(f"127.0.0.1:{port}", number, processes=3))
         ended.append(number)
 
-    threads = [threading.Thread(target=join, args=(number,), daemon=True) for number in range(3)]
+    return [threading.Thread(target=join, args=(number,), daemon=True) for number in range(3)], ended
+
+
+def test_a_process_that_has_left_is_waited_for_again():
+    threads, ended = three_that_join(port := processes.free_port())
     threads[0].start()
     join_and_leave(port, 2)
     threads[1].start()
@@ -238,13 +243,7 @@ def test_a_process_that_has_left_is_waited_for_again():
 
 
 def test_a_process_whose_number_another_one_takes_is_told_so():
-    port, ended = processes.free_port(), []
-
-    def join(number):
-        processes._roll_call(settings_at(f"127.0.0.1:{port}", number, processes=3))
-        ended.append(number)
-
-    threads = [threading.Thread(target=join, args=(number,), daemon=True) for number in range(3)]
+    threads, ended = three_that_join(port := processes.free_port())
     threads[0].start()
     with connected(port, 1) as first:
         threads[1].start()
