@@ -19,7 +19,7 @@ leave the test set alone; give it a workdir of its own, and no teacher, which ma
 scored after their last step, but a teacher teaches with the parameters that classified these images best. A run that
 has ended is not repeated, one that was stopped goes on. Writes `distilled_lanes_SCALE`, for trials
 `distilled_lanes_trial_SCALE`, as JSON, Markdown and PNG to the workdir and, but for `smoke`, to `experiments/results/`,
-from where it goes on elsewhere as long as `--workdir`, by which students name their teacher, is the same.
+from where it goes on elsewhere; there a teacher is trained again if students are left that need it.
 
 Source: Mueller et al. 2019, arXiv 1906.02629, for teachers without label smoothing.
 """

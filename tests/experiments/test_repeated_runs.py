@@ -110,6 +110,25 @@ def test_runs_in_the_kept_results_have_ended_unless_they_are_of_another_kind(tmp
     assert [one["facts"] for one in second.records()] == facts[1:]
 
 
+def test_students_stay_where_the_workdir_of_their_teacher_is_another(tmp_path, directories, trained):
+    def series(name, teacher=None):
+        def configure(way):
+            config = table_4_1.configure_run(directories, ROW, "published", 0)
+            return config.replace({"train.teacher": str(teacher or tmp_path / name / "runs" / "teacher")})
+
+        request = made_request(tmp_path / name, directories, table_4_1.SCALES["smoke"])
+        return Series(request, "table_4_1", 1, configure, True, kept=tmp_path / "kept.json")
+
+    first = series("first")
+    first.train([{"way": "taught"}], lambda: None)
+    (record,) = first.records()
+    assert trained.configs[0].train.teacher == str(tmp_path / "first" / "runs" / "teacher")
+    record["data"]["copy"] = ""
+    write_json(tmp_path / "kept.json", {**first.marker, "runs": [record]})
+    assert [one["facts"] for one in series("second").records()] == [{"way": "taught"}]
+    assert not series("third", teacher=tmp_path / "another").records()
+
+
 def test_processes_report_one_after_the_other(tmp_path, directories, trained):
     """Each reads the results that are kept, adds its own, and writes them."""
     free = []
