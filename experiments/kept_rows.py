@@ -4,15 +4,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlcn_jax.errors import InputError, differences
 from mlcn_jax.files import read_json
 
 Row = Mapping[str, Any]
 
 
-def kept_rows(path: Path, about: Mapping[str, Any], name: str = "rows") -> list[dict[str, Any]]:
-    """The rows under a name in a file of results; none if it says something else than `about`."""
+def stored_results(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The results in a file, to which others with the same `about` can be added; empty if there is no such file.
+
+    Raises:
+      InputError: the file says something else than `about`, so that its results would be lost.
+    """
     stored = read_json(path) if path.exists() else {}
-    return stored.get(name, []) if is_row(stored, about) else []
+    if stored and (rows := differences(stored, about)):
+        raise InputError(
+            f"{path} holds results that cannot stand beside those asked for:\n"
+            + "\n".join(rows)
+            + "\nmove it away to begin anew"
+        )
+    return stored
 
 
 def is_row(row: Row, names: Row) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 from absl import flags
 
 from experiments import RESULTS
-from experiments.kept_rows import is_row, kept_rows, with_row
+from experiments.kept_rows import is_row, stored_results, with_row
 from experiments.published_rows import ROWS, configure_row
 from experiments.repeated_runs import chosen, command, define_data_dirs, directories
 from mlcn_jax import host
@@ -93,7 +93,7 @@ def compare(
         **host.environment(),
     }
     path = folder / f"lane_collapse_{row}.json"
-    runs = kept_rows(path, about, "runs")
+    runs = stored_results(path, about).get("runs", [])
     date = host.today()
     last_step = num_steps or len(dataset.train.labels) // published.train.batch_size
     for name in settings:

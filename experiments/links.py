@@ -144,7 +144,7 @@ def main(values: flags.FlagValues) -> None:
     profile = workers.one_core_profile(values.profile)
     path = Path(values.output)
     about = {"version": VERSION, "batch": _BATCH, "profile": digest(profile)}
-    rows = kept_rows.kept_rows(path, about)
+    rows = kept_rows.stored_results(path, about).get("rows", [])
     links, models = values.links.split(";"), values.models.split(";")
     if unknown := [link for link in links if link not in LINKS]:
         raise InputError(f"--links has {unknown[0]!r}; there are {'; '.join(LINKS)}")

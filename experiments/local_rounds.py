@@ -34,6 +34,7 @@ from typing import Any
 from absl import flags
 
 from experiments import REPOSITORY, RESULTS, packet_link, workers
+from experiments.kept_rows import stored_results
 from experiments.quiet import busy_cores
 from experiments.residual_lanes import product_gflops_per_second
 from experiments.round_runs import POLL_SECONDS, SLOW, WORKERS, Run, judged, programs_of, show
@@ -193,12 +194,7 @@ def measure(values: Any, path: Path) -> dict[str, Any]:
     }
     training = {name: value for name, value in (settings(values, 0) | rounds).items() if name != "data.dir"}
     about = {"version": VERSION, "training": training, "stated_accuracy": values.accuracy, **machine()}
-    stored = read_json(path) if path.exists() else {**about, "seeds": []}
-    if rows := differences(stored, about):
-        raise InputError(
-            f"{path} is of other settings:\n" + "\n".join(rows) + "\nmove it away, or give another --output"
-        )
-    seeds = stored["seeds"]
+    seeds = stored_results(path, about).get("seeds", [])
     wanted = range(values.first_seed, values.first_seed + values.repeats)
     if other := [one["seed"] for one in seeds if one["seed"] not in wanted]:
         raise InputError(f"{path} has seeds {other}, which are not asked for: give another --output")

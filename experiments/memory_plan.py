@@ -15,7 +15,7 @@ from typing import Any
 from absl import flags
 
 from experiments import RESULTS
-from experiments.kept_rows import kept_rows, with_row
+from experiments.kept_rows import stored_results, with_row
 from mlcn_jax import host
 from mlcn_jax.analysis.fit_memory import compiled_bytes, is_extrapolated, predicted_bytes
 from mlcn_jax.config import RunConfig
@@ -44,7 +44,7 @@ def define(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> None:
     path, about = Path(values.output), {"version": VERSION, **host.environment()}
-    rows = kept_rows(path, about)
+    rows = stored_results(path, about).get("rows", [])
     for number, model in enumerate((*MODELS, *OTHERS)):
         if values.only and str(number) not in values.only:
             continue

@@ -23,7 +23,7 @@ from configs import nas_cifar
 from experiments import RESULTS
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
-from mlcn_jax.errors import InputError
+from mlcn_jax.errors import InputError, differences
 from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.search import report, setup
@@ -95,12 +95,12 @@ def search_with(
 ) -> dict[str, Any]:
     """One search; its models in the order in which they ended, the last on `date` (UTC)."""
     folder = workdir / f"{method}-{seed}"
-    stored, models = folder / "run.json", settings.num_models
+    stored, asked = folder / "run.json", {"config_hash": config.hash(), **dataclasses.asdict(settings)}
     if stored.exists():
         run = json.loads(stored.read_text())
-        if sum(run["models"].values()) != models:
+        if rows := differences(run.get("asked", {}), asked):
             raise InputError(
-                f"{folder} holds a search of {sum(run['models'].values())} models, not {models}: give another --workdir"
+                f"{folder} holds a search of other settings:\n" + "\n".join(rows) + "\ngive another --workdir"
             )
         return run
     summary = search_run.run(config, settings, folder, programs)
@@ -112,6 +112,7 @@ def search_with(
         "method": method,
         "seed": seed,
         "date": datetime.datetime.fromtimestamp(rows[-1]["ended"], datetime.UTC).date().isoformat(),
+        "asked": asked,
         "models": summary["models"],
         "train_seconds": spent[-1],
         "session": summary["session"],

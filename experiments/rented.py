@@ -29,12 +29,13 @@ from typing import Any
 from absl import flags
 
 from experiments import REPOSITORY, RESULTS, workers
+from experiments.kept_rows import stored_results
 from experiments.simulator_check import digest
 from mlcn_jax import host
 from mlcn_jax.analysis import cheapest, cheapest_report, market
 from mlcn_jax.distributed.processes import free_port
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import read_json, write_json
+from mlcn_jax.files import write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.placement.catalog import Offer
 from mlcn_jax.placement.profile import DeviceProfile
@@ -270,9 +271,7 @@ def main(values: flags.FlagValues) -> None:
     output.mkdir(parents=True, exist_ok=True)
     path, about = output / "rented.json", {"training": training(values), "profile": digest(profile)}
     about |= {"kinds": {kind: list(of) for kind, of in KINDS.items()}}
-    stored = read_json(path) if path.exists() else {}
-    if any(stored.get(name) != value for name, value in about.items()):
-        stored = {}
+    stored = stored_results(path, about)
     slowness, startup = dict(stored.get("slowness", {})), dict(stored.get("startup_seconds", {}))
     times: list[list[dict[str, float]]] = stored.get("times", [[] for _ in sets()])
     rows: list[dict[str, Any]] = []

@@ -1,5 +1,6 @@
 """What a list of runs gives: means and spreads, tables as Markdown and pictures, and what was run, where and when."""
 
+import logging
 import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +12,14 @@ import filelock
 from experiments import RESULTS
 from experiments.repeated_runs import Facts, Series
 from mlcn_jax import host
-from mlcn_jax.files import write_json
+from mlcn_jax.files import read_json, write_json
 from mlcn_jax.launch import EXIT_FAILED
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SMOKE = "smoke"  # the scale whose results are in no way worth keeping
+_log = logging.getLogger("mlcn_jax.repeated_report")
 _COLORS = {"reached": "#d8f0d8", "below": "#f6dcdc"}
 
 Records = Sequence[dict[str, Any]]
@@ -124,12 +126,25 @@ def write(
     """Writes `NAME_SCALE` as JSON, Markdown and PNG to the workdir, and but for the scale `smoke` to the results.
 
     Each of `more` is one more picture, `NAME_SCALE_WHICH.png`. The JSON holds `summary`, the caption's `lines`, and
-    every run without its configuration, which the workdir has.
+    every run without its configuration, which the workdir has. Results that hold a run which is not among these stay
+    as they are, with a warning.
     """
     records = series.records()
     runs = [{field: value for field, value in record.items() if field != "config"} for record in records]
     result = {**series.marker, "caption": list(lines), **summary}
-    for folder in (series.workdir, RESULTS)[: 1 if series.scale.name == SMOKE else 2]:
+    folders = [series.workdir]
+    if series.scale.name != SMOKE:
+        kept, facts = kept_results(name, series.scale.name), [run["facts"] for run in runs]
+        lost = [run["facts"] for run in (read_json(kept)["runs"] if kept.exists() else []) if run["facts"] not in facts]
+        if lost:
+            _log.warning(
+                "%s stays as it is. It has runs of another version, other settings or other images, such as %s. "
+                "These results are in %s; move that file away to have them there",
+                kept, lost[0], series.workdir,
+            )  # fmt: skip
+        else:
+            folders.append(kept.parent)
+    for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}_{series.scale.name}"
         write_json(path.with_suffix(".json"), {**result, "runs": runs})

@@ -178,7 +178,7 @@ def disturbed(kills: int, quorum: int, rng: random.Random) -> dict[str, Any]:
 def measure(kills: int, seed: int, path: Path) -> dict[str, Any]:
     """What comes of runs whose processes are killed, one with a quorum of all workers and one with fewer.
 
-    The first is written to `path` before the second begins.
+    The first is written beside `path` before the second begins, in `*.begun.json`.
     """
     rng = random.Random(seed)
     parts = {quorum: kills // 2 + kills % 2 * (quorum == WORKERS) for quorum in (WORKERS, WORKERS - 1)}
@@ -186,7 +186,7 @@ def measure(kills: int, seed: int, path: Path) -> dict[str, Any]:
     for quorum, count in parts.items():
         if count:
             found[f"quorum {quorum}"] = disturbed(count, quorum, rng)
-            write_json(path, {"version": VERSION, **found, **host.environment()})
+            write_json(path.with_suffix(".begun.json"), {"version": VERSION, **found, **host.environment()})
     return {"version": VERSION, **found, "verdicts": kill_verdicts(kills, found)}
 
 
@@ -196,8 +196,10 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
-    found = measure(values.kills, 0, Path(values.output))
-    write_json(Path(values.output), {**found, **host.environment()})
+    path = Path(values.output)
+    found = measure(values.kills, 0, path)
+    write_json(path, {**found, **host.environment()})
+    path.with_suffix(".begun.json").unlink(missing_ok=True)
     print(found)
     show(found["verdicts"])
 

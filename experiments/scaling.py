@@ -22,7 +22,7 @@ from typing import Any
 from absl import flags
 
 from experiments import RESULTS, workers
-from experiments.kept_rows import is_row, kept_rows
+from experiments.kept_rows import is_row, stored_results
 from mlcn_jax import host
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
@@ -262,9 +262,9 @@ def main(values: flags.FlagValues) -> None:
     earlier = {} if values.measure else measured_earlier(path)
     about |= {name: earlier[name] for name in about if name in earlier}
     path.parent.mkdir(exist_ok=True)
+    stored = stored_results(path, about)
     results: dict[str, list[dict[str, Any]]] = {
-        name: [row for row in kept_rows(path, about, name) if not profile or row["where"] != SIMULATED]
-        for name in parts
+        name: [row for row in stored.get(name, []) if not profile or row["where"] != SIMULATED] for name in parts
     }
     for name, part in parts.items():
         for rows, over in part:

@@ -26,6 +26,7 @@ from experiments import RESULTS, workers
 from mlcn_jax import host
 from mlcn_jax.analysis import describe_work
 from mlcn_jax.config import RunConfig
+from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.spec import ModelSpec
@@ -173,9 +174,8 @@ def planned_over_fastest(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     longer = {}
     for lanes in {row["lanes"]: None for row in rows}:
         equal = [r for r in rows if r["lanes"] == lanes and r["slowness"] == 1]
-        splits = [r for r in equal if r.get("partitioner") != "round_robin"]
-        measured = [r["measured_seconds"] / r["slowness_then"] for r in splits]
-        picked = min(range(len(splits)), key=lambda i: splits[i]["predicted_seconds"])
+        measured = [r["measured_seconds"] / r["slowness_then"] for r in equal]
+        picked = min(range(len(equal)), key=lambda i: equal[i]["predicted_seconds"])
         longer[lanes] = measured[picked] / min(measured)
     return longer
 
@@ -190,9 +190,16 @@ def digest(profile: DeviceProfile) -> str:
 
 
 def stored_checks(path: Path, about: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The measurements that have ended, and the rows of one with the same profile and settings that was stopped."""
+    """The measurements that have ended, and the rows of one with the same profile and settings that was stopped.
+
+    Raises:
+      InputError: there are some of another version.
+    """
     checks = read_json(path)["checks"] if path.exists() else []
-    checks = [check for check in checks if check.get("version") == about["version"]]
+    if others := [check for check in checks if check.get("version") != about["version"]]:
+        raise InputError(
+            f"{path} has {len(others)} checks of another version of this script: move it away to begin anew"
+        )
     ended = [check for check in checks if len(check["rows"]) == len(configurations())]
     same = (check for check in checks if all(check.get(name) == value for name, value in about.items()))
     return ended, next((check["rows"] for check in same if check not in ended), [])

@@ -93,6 +93,7 @@ def main(values: flags.FlagValues) -> None:
         "lanes": spec.lanes,
         "numbers": lanes,
         "step": trained.step,
+        "model": trained.sha256,
         "data": dataset.name,
         "scale": values.scale,
         "images": scale[0],

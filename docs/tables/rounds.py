@@ -59,7 +59,7 @@ def round_kills() -> str:
     again = fmean(max(one["computed_again"].values()) for one in kills)
     what = (
         f"{len(kills)} kills at random moments, {coordinator} of them of the coordinator, {twice} of them followed by "
-        f"another while the process started; {again:.1f} rounds computed again in the mean; workers in a round, with a "
+        f"another while the process started; {again:.2f} rounds computed again in the mean; workers in a round, with a "
         f"quorum of 2 and of 1: {present}"
     )
     return f"{verdicts_table(result['verdicts'])}\n\n{measured_on(result, what)}"

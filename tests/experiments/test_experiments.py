@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from experiments import RESULTS, balance, links, packet_link, rented, scaling, simulator_check
+from mlcn_jax.errors import InputError
 from mlcn_jax.placement.profile import DeviceProfile
 
 
@@ -52,10 +53,11 @@ def test_a_check_of_the_simulator_goes_on_where_it_was(tmp_path):
     path, about = tmp_path / "check.json", {"version": 2, "rounds": 3, "profile": "abc"}
     assert simulator_check.stored_checks(path, about) == ([], [])
     ended = {**about, "rows": 48 * [{"lanes": "a"}]}
-    earlier = {**ended, "version": 1}
-    path.write_text(json.dumps({"checks": [earlier, ended, {**about, "rows": [{"lanes": "a"}]}]}))
+    path.write_text(json.dumps({"checks": [ended, {**about, "rows": [{"lanes": "a"}]}]}))
     assert simulator_check.stored_checks(path, about) == ([ended], [{"lanes": "a"}])
     assert simulator_check.stored_checks(path, {**about, "rounds": 4}) == ([ended], [])
+    with pytest.raises(InputError, match=r"has 2 checks of another version of this script: move it away"):
+        simulator_check.stored_checks(path, {**about, "version": 3})
 
 
 def test_rented_machines_are_nine_and_choices_are_judged_by_what_was_measured():

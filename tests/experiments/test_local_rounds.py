@@ -102,7 +102,10 @@ def test_results_of_other_settings_are_not_replaced(tmp_path):
     local_rounds.define(values)
     values(["local_rounds", f"--workdir={tmp_path}"])
     write_json(tmp_path / "out.json", {"version": 0, "seeds": [{"seed": 0}]})
-    with pytest.raises(InputError, match=r"out.json is of other settings:\n  version: 0 there, \d+ now"):
+    with pytest.raises(
+        InputError,
+        match=r"out.json holds results that cannot stand beside those asked for:\n  version: 0 there, \d+ now",
+    ):
         local_rounds.measure(values, tmp_path / "out.json")
 
 

@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 from made_records import ROW, made_record
+from matplotlib.figure import Figure
 from PIL import Image
 
 from experiments import batch_size, repeated_report, table_4_1
+from mlcn_jax.files import read_json
 
 
 def test_the_table_shows_spread_difference_and_what_is_missing():
@@ -83,3 +85,27 @@ def test_batch_sizes_are_told_relative_to_100():
     assert points[ROW, 300]["images_per_second"] == 7.0
     assert points[ROW, 300]["speedup"] is None
     assert "| 600 | 88.00, 1 run | -2.00 | 200 | 2.50 (2.00 to 3.00) |" in batch_size.text(records, speeds)
+
+
+def test_results_are_not_replaced_by_fewer(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(repeated_report, "RESULTS", tmp_path / "results")
+
+    def write(*seeds, accuracy=90.0):
+        records = [made_record(accuracy, row=ROW, seed=seed) | {"config": {}} for seed in seeds]
+        scale = table_4_1.SCALES["full"]
+        series = SimpleNamespace(records=lambda: records, scale=scale, workdir=tmp_path / "runs", marker={"version": 1})
+        repeated_report.write(series, "name", {}, "text", [], Figure())
+        return [
+            {
+                run["facts"]["seed"]: run["test_accuracy"]
+                for run in read_json(tmp_path / folder / "name_full.json")["runs"]
+            }
+            for folder in ("runs", "results")
+        ]
+
+    assert write(0, 1) == [{0: 90.0, 1: 90.0}] * 2
+    assert write(0, 1, 2, accuracy=91.0) == [{0: 91.0, 1: 91.0, 2: 91.0}] * 2
+    assert not caplog.messages
+    assert write(0, 2, 3) == [{0: 90.0, 2: 90.0, 3: 90.0}, {0: 91.0, 1: 91.0, 2: 91.0}]
+    assert "name_full.json stays as it is. It has runs of another version" in caplog.text
+    assert "'seed': 1}. These results are in" in caplog.text
