@@ -10,7 +10,7 @@ Names are loaded on first use, so that classifying with an `Artifact` loads no t
     >>> v, reconstructions = mlcn_jax.apply_model(spec, params, jnp.zeros((5, 28, 28, 1)))
     >>> v.shape, reconstructions.shape
     ((5, 10, 3), (5, 28, 28, 1))
-    >>> mlcn_jax.lengths(v).shape
+    >>> mlcn_jax.class_lengths(spec, v).shape
     (5, 10)
     >>> optimizer = optax.adam(1e-3)
     >>> train_step = jax.jit(mlcn_jax.make_train_step(spec, optimizer, reconstruction_weight=0.392, seed=0))
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from mlcn_jax.errors import InputError as InputError
     from mlcn_jax.nn.capsules import lengths as lengths
     from mlcn_jax.nn.model import apply_model as apply_model
+    from mlcn_jax.nn.model import class_lengths as class_lengths
+    from mlcn_jax.nn.model import class_probabilities as class_probabilities
     from mlcn_jax.nn.model import count_parameters as count_parameters
     from mlcn_jax.nn.model import init_params as init_params
     from mlcn_jax.nn.spec import ModelSpec as ModelSpec
@@ -48,6 +50,8 @@ _PLACES = {
     "TrainState": "training.step",
     "Trained": "training.trained",
     "apply_model": "nn.model",
+    "class_lengths": "nn.model",
+    "class_probabilities": "nn.model",
     "count_parameters": "nn.model",
     "init_params": "nn.model",
     "lengths": "nn.capsules",

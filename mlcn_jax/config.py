@@ -120,7 +120,9 @@ class RunConfig:
                     raise InputError(f"there is no field {name}{did_you_mean(name, _TOP)}")
             sections: dict[str, Any] = {}
             for section, section_cls in SECTIONS.items():
-                given = dict(values.get(section, {}))
+                given = values.get(section, {})
+                check(isinstance(given, Mapping), section, given, "a group of fields")
+                given = dict(given)
                 if section == "model":
                     defaults = model_defaults()
                     lists = [name for name, value in defaults.items() if isinstance(value, tuple)]

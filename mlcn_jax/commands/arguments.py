@@ -117,7 +117,10 @@ def execute(path: Path) -> "ConfigDict":
     from ml_collections import ConfigDict
 
     try:
-        found = runpy.run_path(str(path))["get_config"]()
+        names = runpy.run_path(str(path))
+        if "get_config" not in names:
+            raise InputError(f"{path} has no get_config(); --config takes a Python file with get_config()")
+        found = names["get_config"]()
     except InputError:
         raise
     except Exception as error:  # it is the user's program

@@ -6,6 +6,7 @@
 import importlib
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 
 from mlcn_jax.errors import InputError, did_you_mean
 from mlcn_jax.launch import launch
@@ -33,7 +34,8 @@ COMMANDS = {
     "tiers": ("commands.tiers", "splits a model's lanes over devices, and answers with them"),
 }
 MODES = ("train", "evaluate", "describe", "sweep", "export")
-_HELP = ("-h", "-help", "--help", "--helpfull")
+_HELP = ("help", "-h", "-help", "--help", "--helpfull")
+_VERSION = ("version", "-version", "--version")
 
 
 def main() -> None:
@@ -55,6 +57,9 @@ def run(argv: Sequence[str]) -> int:
     if not arguments or arguments[0] in _HELP:
         print(usage())
         return 0
+    if arguments[0] in _VERSION:
+        print(", ".join(f"{name} {metadata.version(name)}" for name in ("mlcn_jax", "jax", "flax", "optax")))
+        return 0
     name = _mode(arguments) if arguments[0].startswith("-") else arguments.pop(0)
     if name not in COMMANDS:
         meant = did_you_mean(name, COMMANDS)
@@ -69,7 +74,8 @@ def usage() -> str:
     return (
         f"{(importlib.import_module('mlcn_jax').__doc__ or '').splitlines()[0]}\n\n"
         f"mlcn_jax COMMAND [--FLAG=VALUE ...]\n\n{commands}\n\n"
-        "`mlcn_jax COMMAND --help` describes one; `mlcn_jax train --help` lists the fields of a configuration.\n"
+        "`mlcn_jax COMMAND --help` describes one; `mlcn_jax train --help` lists the fields of a configuration;\n"
+        "`mlcn_jax --version` prints the versions of the main packages.\n"
         "`python -m mlcn_jax COMMAND` and, in a clone, `python main.py COMMAND` are the same; without a command\n"
         f"main.py takes --mode=NAME, one of {', '.join(MODES)}, and trains by default.\n"
         "Exit codes: 0 done, 2 input that cannot be used, 3 failed, 75 stopped after saving: run it again to resume."

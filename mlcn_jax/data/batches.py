@@ -34,7 +34,10 @@ def steps_per_epoch(num_examples: int, batch_size: int) -> int:
       InputError: `batch_size` is below 1 or above `num_examples`.
     """
     if not 1 <= batch_size <= num_examples:
-        raise InputError(f"The batch size is {batch_size}; it must be 1 to {num_examples}, the training set's size.")
+        raise InputError(
+            f"the batch size is {batch_size}; it must be 1 to {num_examples}, the number of training images: lower "
+            "train.batch_size"
+        )
     return num_examples // batch_size
 
 
@@ -106,7 +109,7 @@ def padded_batches(split: Split, batch_size: int) -> Iterator[tuple[Images, Labe
       InputError: `batch_size` is below 1.
     """
     if batch_size < 1:
-        raise InputError(f"The batch size is {batch_size}; it must be at least 1.")
+        raise InputError(f"the batch size is {batch_size}; it must be 1 or more")
     for start in range(0, len(split.labels), batch_size):
         batch = split[start : start + batch_size]
         count = len(batch.labels)

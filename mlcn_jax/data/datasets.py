@@ -103,10 +103,12 @@ def check_settings(name: str, *, label_kind: str, image_size: int, test_fraction
     if label_kind not in LABEL_KINDS or (label_kind != LABEL_KINDS[0] and name != "cifar100"):
         raise InputError(f"label_kind is {label_kind!r}; expected 'fine', or, for the dataset 'cifar100', 'coarse'.")
     if image_size < 0 or (image_size and name != "folder"):
-        raise InputError(f"image_size is {image_size}; expected 0, or, for the dataset 'folder', a number of pixels.")
-    _check_fraction("test_fraction", test_fraction)
+        raise InputError(
+            f"data.image_size is {image_size}; expected 0, or, for the dataset 'folder', a number of pixels."
+        )
+    _check_fraction("data.test_fraction", test_fraction)
     if test_fraction != TEST_FRACTION and name != "folder":
-        raise InputError(f"test_fraction is {test_fraction}; {name} has test images: leave it at {TEST_FRACTION}.")
+        raise InputError(f"data.test_fraction is {test_fraction}; {name} has test images: leave it at {TEST_FRACTION}.")
 
 
 def _check(dataset: Dataset) -> None:
@@ -234,7 +236,7 @@ def split_validation(train: Split, fraction: float, seed: int, class_names: Sequ
     Raises:
       InputError: `fraction` is out of range, or a class has a single image.
     """
-    _check_fraction("validation_fraction", fraction)
+    _check_fraction("data.validation_fraction", fraction)
     if fraction == 0:
         return train, train[:0]
     names = class_names or [str(label) for label in range(int(train.labels.max()) + 1)]

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from mlcn_jax.errors import InputError
 from mlcn_jax.nn import capsules, conv, losses, tracing
 from mlcn_jax.nn.lanes import (
     ConvParams,
@@ -230,7 +231,22 @@ def apply_model(
     images: Float[Array, "batch h w channels"],
     classes: Int[Array, " batch"] | None = None,
 ) -> tuple[Float[Array, "batch classes dim"], Float[Array, "batch h w channels"]]:
-    """`CapsuleNetwork.__call__` as a pure function of its parameters: class capsules and reconstructions."""
+    """`CapsuleNetwork.__call__` as a pure function of its parameters: class capsules and reconstructions.
+
+    Args:
+      spec, params: the model.
+      images: pixels in [0, 1], in the model's `image_shape`.
+      classes: those whose capsules are decoded; None takes the longest capsule of each image.
+
+    Raises:
+      InputError: the images have another shape, or are integers.
+    """
+    if images.shape[1:] != spec.image_shape or jnp.issubdtype(images.dtype, jnp.integer):
+        expected = ", ".join(map(str, ("batch", *spec.image_shape)))
+        raise InputError(
+            f"images are {images.dtype} {list(images.shape)}; expected pixels in [0, 1], as float [{expected}]: divide "
+            "uint8 pixels by 255"
+        )
     return CapsuleNetwork(spec).apply({"params": params}, images, classes)  # type: ignore[return-value]
 
 

@@ -82,6 +82,16 @@ class ModelSpec:
     lane_seeds: tuple[int, ...] = ()
 
     def __post_init__(self):
+        for field in ("image_shape", "decoder", "lane_weights", "lane_seeds"):
+            if isinstance(value := getattr(self, field), list):  # which cannot be hashed
+                object.__setattr__(self, field, tuple(value))
+        shape = self.image_shape
+        if not (
+            isinstance(shape, tuple)
+            and len(shape) == 3
+            and all(isinstance(n, (int, np.integer)) and n > 0 for n in shape)
+        ):
+            raise InputError(f"image_shape is {shape!r}; it must be height, width and channels, such as (28, 28, 1)")
         for field, known in (
             ("name", MODELS),
             ("lane_routing", LANE_ROUTINGS),

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mlcn_jax import pretrained
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import read_json
 from mlcn_jax.nn.calibration import trained_shapes
@@ -48,13 +49,15 @@ def describe_model(spec: ModelSpec, class_names: Sequence[str], data_digest: str
 
 
 def load_trained(workdir: str | Path) -> Trained:
-    """Reads the best checkpoint of a workdir.
+    """Reads the best checkpoint of a workdir, or of a model that comes with the package, such as `digits`.
 
     Raises:
       InputError: the workdir holds no trained model, no checkpoint is intact, or none matches `model.json`.
     """
-    workdir = Path(workdir).expanduser()
+    workdir = pretrained.find_workdir(str(workdir))
     path = workdir / "model.json"
+    if (workdir / "manifest.json").exists():
+        raise InputError(f"{workdir} is an exported model: give the workdir of the run that it was exported from")
     if not path.exists():
         if any((workdir / "checkpoints").glob("[0-9]*")):
             raise InputError(

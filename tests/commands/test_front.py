@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from conftest import REPOSITORY
@@ -27,6 +28,13 @@ def test_the_list_names_every_command(capsys):
     assert front.run(["--help"]) == front.run([]) == 0
     listed = capsys.readouterr().out
     assert all(f"\n  {name:<10}{summary}" in listed for name, (_, summary) in front.COMMANDS.items())
+
+
+def test_versions_are_told(capsys):
+    assert front.run(["--version"]) == front.run(["version"]) == 0
+    assert set(capsys.readouterr().out.splitlines()) == {
+        f"mlcn_jax {version('mlcn_jax')}, jax {version('jax')}, flax {version('flax')}, optax {version('optax')}"
+    }
 
 
 @pytest.mark.parametrize("command", front.COMMANDS)
@@ -155,6 +163,9 @@ def test_a_file_goes_before_a_configuration_of_the_package(tmp_path, monkeypatch
     assert arguments.config_file("quickstart.py").resolve() == tmp_path / "quickstart.py"
     with pytest.raises(InputError, match=r"quickstart.py, line 1: RuntimeError: mine"):
         front.run(["describe", "--config=quickstart.py"])
+    (tmp_path / "quickstart.py").write_text("config = 3\n")
+    with pytest.raises(InputError, match=r"quickstart.py has no get_config\(\); --config takes a Python file"):
+        arguments.execute(tmp_path / "quickstart.py")
     (tmp_path / "quickstart.py").write_text("def get_config():\n    return 3\n")
     with pytest.raises(InputError, match=r"returns no ConfigDict"):
         front.run(["describe", "--config=quickstart.py"])

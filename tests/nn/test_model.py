@@ -229,3 +229,29 @@ def test_products_are_fused_where_lanes_have_chains_of_them(lanes, batch, dtype,
     monkeypatch.setattr(conv, "compiler_options", lambda platform, chains: chains)
     spec = ModelSpec("mlcn" if lanes else "capsnet", (32, 32, 3), 10, lanes=lanes, compute_dtype=dtype)
     assert spec.compiler_options("cpu", batch) == fused
+
+
+@pytest.mark.parametrize(
+    ("images", "found"),
+    [
+        (np.zeros((2, 18, 18, 1), np.uint8), r"uint8 \[2, 18, 18, 1\]"),
+        (np.zeros((2, 18, 17, 1), np.float32), r"float32 \[2, 18, 17, 1\]"),
+        (np.zeros((18, 18, 1), np.float32), r"float32 \[18, 18, 1\]"),
+    ],
+)
+def test_images_of_another_shape_or_range_are_refused(images, found):
+    expected = r"expected pixels in \[0, 1\], as float \[batch, 18, 18, 1\]: divide uint8 pixels by 255"
+    with pytest.raises(InputError, match=f"images are {found}; {expected}"):
+        model.apply_model(SMALL, {}, images)
+
+
+def test_lists_may_be_given_for_tuples():
+    spec = ModelSpec("mlcn", [18, 18, 1], 3, SMALL.lanes, decoder=[6, 5], lane_weights=[1.0, 0.5, 2.0])
+    assert spec == dataclasses.replace(SMALL, lane_weights=(1.0, 0.5, 2.0))
+    assert hash(spec) == hash(dataclasses.replace(SMALL, lane_weights=(1.0, 0.5, 2.0)))
+
+
+@pytest.mark.parametrize("shape", [(28, 28), (28, 28, 0), (28.0, 28, 1), "28x28x1"])
+def test_image_shapes_are_three_numbers_of_pixels(shape):
+    with pytest.raises(InputError, match=r"image_shape is .*; it must be height, width and channels, such as"):
+        ModelSpec("mlcn", shape, 10, "mlcn1:w1")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mlcn_jax import pretrained
 from mlcn_jax.errors import InputError
 from mlcn_jax.training import checkpoint
 from mlcn_jax.training.checkpoint import Checkpoints
@@ -280,6 +281,14 @@ def test_a_failed_write_is_one_clear_error(tmp_path, monkeypatch):
         checkpoints.save(1, state_of(1), {})
     monkeypatch.undo()
     checkpoints.close()
+
+
+def test_a_model_of_the_package_is_found_by_its_name_and_its_export_is_no_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trained = load_trained("digits")
+    assert len(trained.class_names) == 10
+    with pytest.raises(InputError, match="export is an exported model: give the workdir of the run that it was"):
+        load_trained(pretrained.find_export("digits"))
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
