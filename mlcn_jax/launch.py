@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 EXIT_INPUT, EXIT_FAILED, EXIT_STOPPED = 2, 3, 75
 _FAILING = {getattr(errno, name) for name in ("EIO", "ENODEV", "ENXIO", "ESTALE")}
-_NO_ACCESS = {
+NO_ACCESS = {
     getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "EISDIR", "ENOTDIR", "ENAMETOOLONG", "ELOOP")
 }
 
@@ -100,7 +100,7 @@ def launch(command: Callable[[], int | None]) -> None:
         code = EXIT_INPUT
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             message = f"error: {error}: free disk space, then run the same command again"
-        elif error.errno in _NO_ACCESS:
+        elif error.errno in NO_ACCESS:
             message = f"error: {error}: give another file or folder, or make this one accessible"
         elif error.errno in _FAILING:  # what may pass, as on a network's file system
             code, message = EXIT_STOPPED, f"{error}: once the disk or file system works, run the same command again"

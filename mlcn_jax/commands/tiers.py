@@ -14,10 +14,12 @@ Takes no configuration: mlcn_jax train --help lists the fields of one.
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
+import shlex
 import ssl
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,37 +180,59 @@ def _gateway(arguments: argparse.Namespace) -> None:
 def _listen(arguments: argparse.Namespace, packages: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]:
     """The limits, a bound socket, and uvicorn's settings of TLS."""
     server.check_packages(packages, "tiers,serve")
-    limits, tls = server.limits_of(arguments), {}
-    for option in ("tls_cert", "tls_key", "tls_clients"):
-        _path(option, getattr(arguments, option))
-    if not arguments.tls_cert and (arguments.tls_key or arguments.tls_clients):
+    limits = server.limits_of(arguments)
+    tls: dict[str, Any] = {}
+    cert, key, clients = (_path(name, getattr(arguments, name)) for name in ("tls_cert", "tls_key", "tls_clients"))
+    if not cert and (key or clients):
         raise InputError("--tls_key and --tls_clients need --tls_cert, the certificate of this server: give it as well")
-    if arguments.tls_cert:
+    if cert:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            context.load_cert_chain(arguments.tls_cert, arguments.tls_key or None)
-            if arguments.tls_clients:
-                context.load_verify_locations(arguments.tls_clients)
-        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-            raise InputError(f"--tls_cert, --tls_key or --tls_clients cannot be used: {error}") from error
-        tls = {"ssl_certfile": arguments.tls_cert, "ssl_keyfile": arguments.tls_key or None}
-        if arguments.tls_clients:
-            tls |= {"ssl_ca_certs": arguments.tls_clients, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+        with _usable("--tls_cert, --tls_key or --tls_clients", cert, key, clients):
+            _load_pair(context, cert, key)
+            if clients:
+                context.load_verify_locations(clients)
+        tls = {"ssl_certfile": cert, "ssl_keyfile": key}
+        if clients:
+            tls |= {"ssl_ca_certs": clients, "ssl_cert_reqs": ssl.CERT_REQUIRED}
     return limits, server.bind(arguments.host, arguments.port, secure=bool(tls)), tls
 
 
 def _client_tls(arguments: argparse.Namespace) -> ssl.SSLContext:
-    for option in ("ca", "cert", "cert_key"):
-        _path(option, getattr(arguments, option))
-    if arguments.cert_key and not arguments.cert:
+    """What a gateway asks nodes with."""
+    ca, cert, key = (_path(name, getattr(arguments, name)) for name in ("ca", "cert", "cert_key"))
+    if key and not cert:
         raise InputError("--cert_key is the key of a certificate: give --cert as well")
-    try:
-        context = ssl.create_default_context(cafile=arguments.ca or None)
-        if arguments.cert:
-            context.load_cert_chain(arguments.cert, arguments.cert_key or None)
-    except (OSError, ValueError) as error:
-        raise InputError(f"--ca, --cert or --cert_key cannot be used: {error}") from error
+    with _usable("--ca, --cert or --cert_key", ca, cert, key):
+        context = ssl.create_default_context(cafile=ca)
+        if cert:
+            _load_pair(context, cert, key)
     return context
+
+
+@contextlib.contextmanager
+def _usable(options: str, *files: Path | None) -> Iterator[None]:
+    """Raises InputError, which names the options, if a file cannot be read, or used in the block."""
+    try:
+        for file in filter(None, files):
+            file.open("rb").close()  # the errors of ssl do not name the file
+        yield
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise InputError(f"{options} cannot be used: {error}") from error
+
+
+def _load_pair(context: ssl.SSLContext, cert: Path, key: Path | None) -> None:
+    """Loads a certificate and its private key, by default in the same file; raises InputError if it is encrypted."""
+
+    def refuse() -> str:
+        file = key or cert
+        raise InputError(
+            f"the private key in {file} is encrypted, but passwords are not asked for: give an unencrypted one, "
+            f"as `openssl pkey -in {shlex.quote(str(file))} -out plain.pem` writes it"
+        )
+
+    context.load_cert_chain(cert, key, refuse)
 
 
 def _urls(text: str, names: Sequence[str]) -> dict[str, list[str]]:

@@ -5,6 +5,7 @@ you trust. Its manifest shows whether it was damaged, not who exported it.
 """
 
 import dataclasses
+import errno
 import functools
 import hashlib
 import json
@@ -19,7 +20,7 @@ import numpy as np
 
 from mlcn_jax import host
 from mlcn_jax.errors import InputError
-from mlcn_jax.launch import program
+from mlcn_jax.launch import NO_ACCESS, program
 from mlcn_jax.serving import parts
 from mlcn_jax.serving.parts import MAX_BATCH, ONNX, PER_LANE, XLA, Functions, call_sizes
 
@@ -28,6 +29,7 @@ MIXED_FORMAT = 2  # lanes in several precisions, some of them for ONNX Runtime
 MANIFEST, MODEL, WEIGHTS = "manifest.json", "model.json", "weights.npz"
 CONVERTED = "onnx/model.onnx"  # in the folder that holds the export
 RUNTIMES = ("auto", XLA, ONNX)
+UNREADABLE = {errno.ENOENT, *NO_ACCESS}  # other errors, such as too many open files, say nothing about a folder
 # Weights of up to this many bytes are compiled into the programs, already transformed: 1.8 times as fast for 8 images
 # on a CPU (benchmarks/results/exported.json), but each program takes ten times the memory of the weights.
 _COMPILED_IN_BYTES = 2**25
@@ -151,6 +153,7 @@ class Artifact(Classifier):
     Raises:
       InputError: the folder is not an export, was altered or truncated, is of a newer version, or cannot run on this
         platform; or the runtime is unknown or cannot be used.
+      OSError: the machine fails, as with too many open files.
     """
 
     def __init__(self, folder: str | Path, runtime: str = "auto", spin: bool = True):
@@ -168,6 +171,8 @@ class Artifact(Classifier):
         except (InputError, MemoryError):
             raise
         except OSError as error:
+            if error.errno not in UNREADABLE:
+                raise
             raise InputError(f"{folder} cannot be read ({error.strerror or error}): make it readable") from error
         except Exception as error:  # the files match the manifest, but their content cannot be read
             raise InputError(f"{folder} cannot be read ({error!r}): export the model again") from error

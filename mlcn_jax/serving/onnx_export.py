@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import replacing, write_json
+from mlcn_jax.files import make_folder, replacing, write_json
 from mlcn_jax.host import sha256_of
 from mlcn_jax.serving import onnx, runtime
 from mlcn_jax.serving.onnx_file import INPUT, open_onnx
@@ -21,7 +21,7 @@ def export(workdir: Path, data_dir: str = "", folder: Path | None = None) -> Pat
 
     Raises:
       InputError: there is no export or it is damaged, its run's images cannot be read, a package is not installed, or
-        the files cannot be written.
+        the folder cannot be written to.
     """
     versions = onnx.versions()
     model = onnx.read_export(workdir, data_dir)
@@ -35,14 +35,11 @@ def export(workdir: Path, data_dir: str = "", folder: Path | None = None) -> Pat
         "random": np.random.default_rng(0).integers(0, 256, (max(BATCHES), *model.spec.image_shape), np.uint8),
         "test": test,
     }
-    converted = onnx.convert(model)
     path = (folder or workdir / "onnx") / "model.onnx"
+    make_folder(path.parent, "output")
+    converted = onnx.convert(model)
     with replacing(path) as partial:
-        try:
-            path.parent.mkdir(exist_ok=True)
-            partial.write_bytes(converted.SerializeToString())
-        except OSError as error:
-            raise InputError(f"{path} cannot be written ({error.strerror}): give another --output=FOLDER") from error
+        partial.write_bytes(converted.SerializeToString())
         differences = check(model, partial, images)
         description = {
             "class_names": model.artifact.class_names,

@@ -27,7 +27,9 @@ def open_onnx(
         starts sooner, but XLA, decoding of images, a server or another open file has to do without their cores.
 
     Raises:
-      InputError: ONNX Runtime cannot be imported, or cannot read the file.
+      InputError: ONNX Runtime cannot be imported, or cannot use the file.
+      MemoryError: memory ran out; the function that is returned raises it too.
+      OSError: the file cannot be read.
     """
     try:
         import onnxruntime
@@ -37,21 +39,36 @@ def open_onnx(
         ) from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads or num_cores()
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # errors are raised anyway
     if not spin:
         options.add_session_config_entry("session.force_spinning_stop", "1")
+    path.read_bytes()  # raises what ONNX Runtime would take for damage, such as too many open files or a failing disk
     try:
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    except MemoryError:
-        raise
     except Exception as error:  # the exceptions of ONNX Runtime have no common base class
-        reason = (str(error).splitlines() or [repr(error)])[0][:200]
-        if "bad_alloc" in str(error) or "allocate memory" in str(error):
-            raise MemoryError(f"ONNX Runtime, {path}: {reason}") from error
+        _check_memory(path, error)
         raise InputError(
-            f"ONNX Runtime {onnxruntime.__version__} cannot read {path} ({reason}): install the version in the "
+            f"ONNX Runtime {onnxruntime.__version__} cannot read {path} ({_reason(error)}): install the version in the "
             "manifest, or write the file again"
         ) from error
     if FULL_RANGE in session.get_modelmeta().custom_metadata_map and not adds_bytes_exactly():
         _log.warning("%s has 8-bit weights whose sums may saturate on this CPU: export on this machine", path)
-    return lambda images: session.run([output], {INPUT: np.asarray(images)})[0]
+
+    def compute(images: np.ndarray) -> np.ndarray:
+        try:
+            return session.run([output], {INPUT: np.asarray(images)})[0]
+        except Exception as error:
+            _check_memory(path, error)
+            raise
+
+    return compute
+
+
+def _check_memory(path: Path, error: Exception) -> None:
+    """Raises MemoryError if an error of ONNX Runtime says that memory ran out."""
+    if isinstance(error, MemoryError) or "bad_alloc" in str(error) or "allocate memory" in str(error):
+        raise MemoryError(f"ONNX Runtime, {path}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).splitlines() or [repr(error)])[0][:200]

@@ -113,10 +113,14 @@ def export_is_current(workdir: Path) -> bool:
     from mlcn_jax.serving.artifact import MANIFEST
 
     manifest = workdir / "export" / MANIFEST
-    now = source_of(workdir)  # whose checkpoints may have been removed since
+    now = source_of(workdir)
     try:
         of = read_json(manifest).get("source") if manifest.is_file() else None
-        return of is not None and of["model"] == now["model"] and of["checkpoint"] >= now["checkpoint"]
+        if of is None or of["model"] != now["model"]:
+            return False
+        if now["checkpoint"] and "facts" in of:  # which earlier versions did not write
+            return of == now
+        return of["checkpoint"] >= now["checkpoint"]  # all checkpoints may have been removed since
     except (Damaged, AttributeError, KeyError, TypeError):
         return True  # whoever reads it says what is wrong
 
@@ -125,9 +129,16 @@ def source_of(workdir: Path) -> dict[str, Any]:
     """What an export of a training run depends on: its newest checkpoint, and its `model.json`."""
     from mlcn_jax.host import sha256_of
 
+    def digest(path: Path) -> str:
+        return sha256_of(path) if path.is_file() else ""
+
     steps = [int(path.name) for path in (workdir / "checkpoints").glob("*") if path.name.isdecimal()]
-    described = workdir / "model.json"  # lanes' weights may be fitted after training
-    return {"checkpoint": max(steps, default=0), "model": sha256_of(described) if described.is_file() else ""}
+    newest = max(steps, default=0)
+    return {
+        "checkpoint": newest,
+        "facts": digest(workdir / "checkpoints" / str(newest) / "facts" / "metadata"),  # a digest of its parameters too
+        "model": digest(workdir / "model.json"),  # lanes' weights may be fitted after training
+    }
 
 
 def _files_of(paths: Sequence[str]) -> list[Path]:

@@ -153,6 +153,7 @@ def choose(
     Raises:
       InputError: ONNX Runtime is required and cannot be used, or computes other lengths than XLA. Where it is not
         required, a warning says why it is not used.
+      OSError: it is required, and the machine fails while the converted model is read.
     """
     problem = _problem(converted, manifest, name)
     if dtype != "float32":
@@ -165,7 +166,7 @@ def choose(
         return xla
     try:
         own = open_onnx(converted, OUTPUT, spin=spin)
-    except InputError as error:
+    except (InputError, OSError) as error:
         if required:
             raise
         _log.warning("computing with XLA because ONNX Runtime cannot be used: %s", error)

@@ -94,7 +94,8 @@ def serve(service: "BatchService", listener: socket.socket, message: str, **sett
     server = Server(config)
     for number in (signal.SIGTERM, signal.SIGINT):  # until uvicorn sets its own; at the end it raises the signal again
         signal.signal(number, lambda *_: setattr(server, "should_exit", True))
-    signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))  # or it would end without answering
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))  # or it ends without answering
     server.run(sockets=[listener])
 
 

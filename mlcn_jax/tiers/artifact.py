@@ -19,6 +19,7 @@ from mlcn_jax.launch import program
 from mlcn_jax.serving.artifact import (
     MANIFEST,
     MODEL,
+    UNREADABLE,
     WEIGHTS,
     Function,
     apply_in_batches,
@@ -53,6 +54,7 @@ class TierArtifact:
     Raises:
       InputError: the folder is not such an artifact, was altered, is not signed by a trusted key, has lanes other
         than those in its policy, or cannot run here.
+      OSError: the machine fails, as with too many open files.
     """
 
     def __init__(self, folder: str | Path, trusted: Sequence[Path] = ()):
@@ -62,6 +64,8 @@ class TierArtifact:
             manifest = verified_manifest(folder, "a tier of a split model", "tiers split WORKDIR")
             _check_signature(folder, manifest, trusted)
         except OSError as error:
+            if error.errno not in UNREADABLE:
+                raise
             raise InputError(f"{folder} cannot be read ({error.strerror or error}): make it readable") from error
         try:
             self._load(folder, manifest)
@@ -86,6 +90,8 @@ class TierArtifact:
         except (InputError, MemoryError):
             raise
         except OSError as error:
+            if error.errno not in UNREADABLE:
+                raise
             raise InputError(f"{folder} cannot be read ({error.strerror or error}): make it readable") from error
         except Exception as error:  # the files match the manifest, but their content cannot be read
             raise InputError(f"{folder} cannot be read ({error!r}): split the model again") from error

@@ -32,6 +32,13 @@ _TIMED_RUNS = 50
 _JSON_LINES = "application/x-ndjson"
 
 
+class _Unsent(Response):
+    """The response to a client that has gone, which is not counted as an answer."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pass
+
+
 class _Own:
     """The gateway's own lanes as a model of a `Service`."""
 
@@ -150,7 +157,7 @@ class GatewayService(Service):
         try:
             asked = await self.read(request.scope, request.receive)
         except ClientDisconnect:
-            return Response()
+            return _Unsent()
         if len(asked.pixels) != 1:
             raise HTTPException(400, f"/refine takes one picture, not {len(asked.pixels)}")
         if not asked.good:
@@ -159,7 +166,7 @@ class GatewayService(Service):
         try:
             first = await anext(answers)  # before the response begins, so that a failure still has its own status
         except ClientDisconnect:
-            return Response()
+            return _Unsent()
 
         def line(values: dict[str, Any]) -> bytes:
             return json.dumps(values).encode() + b"\n"
@@ -325,7 +332,7 @@ class GatewayService(Service):
         try:
             body, _ = await self.receive(dict(request.headers.raw), request.receive, bytes, lambda body: True)
         except ClientDisconnect:
-            return Response()
+            return _Unsent()
         if request.headers.get("content-type") != "application/json" or body not in (b"true", b"false"):
             raise HTTPException(400, "send true to stop the tier or false to resume it, as application/json")
         self.clients[name].stopped = body == b"true"

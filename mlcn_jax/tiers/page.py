@@ -101,6 +101,7 @@ const missed = error => { unreachable = true; tell(error); };
 const look = () => fetch("tiers").then(read).then(showTiers).catch(missed);
 const start = () => fetch("./", {headers: {Accept: "application/json"}}).then(read).then(about => {
   mayStop = about.may_stop;
+  deadline.placeholder = about.deadline_ms || "none";
   showTiers(about.tiers);
   setInterval(look, 1000);
 }).catch(error => { missed(error); setTimeout(start, 1000); });

@@ -188,9 +188,15 @@ def _split(body: bytes, kind: type, most: int) -> tuple[Any, bytes]:
 
 
 def _quantised(rows: Float[np.ndarray, "n size"], bits: int) -> tuple[list[tuple[float, float]], bytes]:
-    """Values in fewer bits; below 16 bits, evenly spaced between the smallest and the largest of each row."""
-    if bits >= 16:
-        return [], rows.astype("<f2" if bits == 16 else "<f4").tobytes()
+    """Values in fewer bits; below 16 bits, evenly spaced between the smallest and the largest of each row.
+
+    With 16 bits, finite values beyond the range of float16 become its nearest.
+    """
+    if bits == 32:
+        return [], rows.astype("<f4").tobytes()
+    if bits == 16:
+        most = np.finfo(np.float16).max
+        return [], np.where(np.isfinite(rows), rows.clip(-most, most), rows).astype("<f2").tobytes()
     low, high = rows.min(axis=1), rows.max(axis=1)
     levels = 2**bits - 1
     scaled = (rows - low[:, None]) / np.maximum(high - low, 1e-30)[:, None] * levels

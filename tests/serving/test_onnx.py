@@ -9,6 +9,7 @@ import json
 import shutil
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -224,10 +225,14 @@ def test_images_of_another_shape_are_refused_before_the_conversion(copied, monke
         script.export(copied)
 
 
-@installed
-def test_where_nothing_can_be_written_is_named(copied):
+def test_the_folder_is_made_before_the_conversion(copied, monkeypatch):
+    monkeypatch.setattr(onnx, "versions", dict)
+    monkeypatch.setattr(onnx, "convert", Mock(side_effect=RuntimeError("converted")))
+    with pytest.raises(RuntimeError, match="converted"):
+        script.export(copied, folder=copied / "new" / "folder")
+    assert (copied / "new" / "folder").is_dir()
     (copied / "onnx").write_text("a file")
-    with pytest.raises(InputError, match=r"onnx/model\.onnx cannot be written"):
+    with pytest.raises(InputError, match=r"onnx cannot be written to .*: give another --output=FOLDER"):
         script.export(copied)
 
 

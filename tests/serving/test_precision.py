@@ -256,6 +256,13 @@ def test_forms_that_were_chosen_with_devices_are_exported_for_tiers_of_these_dev
         np.testing.assert_allclose(found[name].part(images), expected, atol=2e-2)
 
 
+def test_a_card_is_written_in_utf_8_whatever_the_locale(tmp_path, monkeypatch):
+    monkeypatch.setattr("io.text_encoding", lambda encoding, *_: encoding or "ascii")
+    monkeypatch.setattr(precision_export.model_card, "text", lambda *args: "größe 日本")
+    precision_export._write_card(tmp_path, None, {}, "")
+    assert (tmp_path / "README.md").read_text("utf-8") == "größe 日本"
+
+
 def test_an_altered_file_is_found(in_xla, tmp_path):
     folder = shutil.copytree(in_xla[0], tmp_path / "export")
     with (folder / "weights.npz").open("ab") as file:
@@ -538,6 +545,8 @@ def test_what_cannot_be_used_is_refused_before_anything_is_computed(workdir, tmp
     with pytest.raises(InputError, match="is the run's own folder, whose export would be replaced"):
         front.run(["precision", f"--workdir={workdir}", f"--output={workdir}"])
     other = shutil.copytree(workdir, tmp_path / "other")
+    with pytest.raises(InputError, match=r"other/export exists but is not an export that .* precision wrote"):
+        front.run(["precision", f"--workdir={workdir}", f"--output={other}"])
     about = json.loads((other / "model.json").read_text())
     (other / "model.json").write_text(json.dumps(about | {"training_images_sha256": "0"}))
     with pytest.raises(InputError, match=r"digits is not the data that .*other was trained on"):
@@ -580,6 +589,25 @@ def test_int8_is_measured_chosen_exported_and_split(workdir, model, images, tmp_
     tiers = split.split(workdir, workdir / "tiers.json", out="int8", precision=out / "export")
     parts = sum(TierArtifact(tiers / name).part(images) for name in ("end", "edge", "cloud"))
     np.testing.assert_allclose(np.sqrt(parts), found.lengths(images), atol=1e-2)
+
+
+@installed
+def test_int8_is_calibrated_on_one_batch_after_another(model, monkeypatch):
+    """Also on a last one that is smaller; the activations of all of them could take more memory than there is."""
+    from onnxruntime.quantization.calibrate import HistogramCollector
+
+    collect, held = HistogramCollector.collect, []
+
+    def look(collector, values):
+        held.append(max(map(len, values.values())))
+        collect(collector, values)
+
+    monkeypatch.setattr(HistogramCollector, "collect", look)
+    images = model.data.load().test.images[: precision_make.CALIBRATION_BATCH + 6]
+    lane = lanes_of(model.spec, model.encoder)[0]
+    found = make(lane, INT8, images)
+    assert held == [1, 1] * (len(precision_make._PERCENTILES) - 1)
+    np.testing.assert_allclose(found.call(images), make(lane, FLOAT32, images).call(images), atol=0.05)
 
 
 @installed

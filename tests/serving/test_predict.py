@@ -97,6 +97,26 @@ def test_a_workdir_is_used_by_its_export_only_while_that_is_newer_than_the_model
     assert "is older than the run's newest checkpoint" in caplog.text
 
 
+def test_an_export_of_a_run_that_was_trained_anew_is_not_used(exported, tmp_path):
+    shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
+    newest = max((tmp_path / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    fewer = newest.with_name("1")
+    newest.rename(fewer)
+    for other in (path for path in fewer.parent.iterdir() if path != fewer):
+        shutil.rmtree(other)
+    assert not predict.export_is_current(tmp_path), "fewer steps"
+    fewer.rename(newest)
+    assert predict.export_is_current(tmp_path)
+    facts = newest / "facts" / "metadata"
+    facts.write_text(facts.read_text().replace('"params": "', '"params": "0'))
+    assert not predict.export_is_current(tmp_path), "another seed"
+    manifest = tmp_path / "export" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["source"]["facts"]
+    manifest.write_text(json.dumps(content))
+    assert predict.export_is_current(tmp_path), "an earlier version wrote no facts"
+
+
 @pytest.mark.parametrize("source", [{}, "abc", {"model": "", "checkpoint": "1500"}, 3])
 def test_an_altered_manifest_is_left_to_whoever_reads_the_export(tmp_path, source):
     (tmp_path / "export").mkdir()

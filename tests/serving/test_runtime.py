@@ -1,5 +1,6 @@
 """The runtime that computes is the one measured to be faster, for the same lengths, on this CPU."""
 
+import errno
 import importlib.metadata
 import json
 import math
@@ -7,6 +8,7 @@ import shutil
 import sys
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -273,6 +275,12 @@ def test_a_model_that_differed_on_test_images_is_not_used(chosen, caplog):
     assert "its lengths differ from those of xla by 5e-05 on test images" in caplog.text
 
 
+def test_a_model_that_the_machine_fails_to_read_is_not_used(chosen, monkeypatch, caplog):
+    monkeypatch.setattr(runtime, "open_onnx", Mock(side_effect=OSError(errno.EIO, "I/O error")))
+    assert not isinstance(chosen(), runtime.Fastest)
+    assert "ONNX Runtime cannot be used: [Errno 5] I/O error" in caplog.text
+
+
 def test_measurements_of_another_cpu_are_kept_apart(chosen, monkeypatch):
     assert chosen().choice(1) == "xla"
     assert chosen().milliseconds
@@ -304,16 +312,52 @@ def test_lengths_of_nothing_but_zeros_are_equal():
     assert runtime.difference(zeros(images_of(1)), zeros(images_of(1))) == 0
 
 
-def test_a_lack_of_memory_is_not_taken_for_a_damaged_file(tmp_path, monkeypatch):
+@pytest.fixture
+def file(tmp_path):
+    """A file that a test lets ONNX Runtime open in its own way."""
+    path = tmp_path / "model.onnx"
+    path.touch()
+    return path
+
+
+def test_a_lack_of_memory_is_not_taken_for_a_damaged_file(file, monkeypatch):
     def no_memory(path, options, providers):
         raise RuntimeError("[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : std::bad_alloc")
 
     monkeypatch.setattr(pytest.importorskip("onnxruntime"), "InferenceSession", no_memory)
     with pytest.raises(MemoryError, match="bad_alloc"):
-        open_onnx(tmp_path / "model.onnx", runtime.OUTPUT)
+        open_onnx(file, runtime.OUTPUT)
 
 
-def test_threads_of_onnx_runtime_spin_between_calls_only_if_told(tmp_path, monkeypatch):
+def test_memory_that_runs_out_while_onnx_runtime_computes_is_told_as_such(file, monkeypatch):
+    class Session:
+        def __init__(self, path, options, providers):
+            self.said = "Failed to allocate memory for requested buffer of size 65536000"
+
+        def get_modelmeta(self):
+            return types.SimpleNamespace(custom_metadata_map={})
+
+        def run(self, outputs, inputs):
+            raise Exception(self.said)  # those of ONNX Runtime have no other base class
+
+    monkeypatch.setattr(pytest.importorskip("onnxruntime"), "InferenceSession", Session)
+    compute = open_onnx(file, runtime.OUTPUT)
+    with pytest.raises(MemoryError, match=r"ONNX Runtime, .*model.onnx: Failed to allocate memory"):
+        compute(np.zeros(1, np.uint8))
+
+
+def test_an_error_of_the_machine_is_not_taken_for_a_damaged_file(file, monkeypatch):
+    pytest.importorskip("onnxruntime")
+
+    def fail(path):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        open_onnx(file, runtime.OUTPUT)
+
+
+def test_threads_of_onnx_runtime_spin_between_calls_only_if_told(file, monkeypatch):
     opened: list = []
 
     class Session:
@@ -327,8 +371,8 @@ def test_threads_of_onnx_runtime_spin_between_calls_only_if_told(tmp_path, monke
             return types.SimpleNamespace(custom_metadata_map={})
 
     monkeypatch.setattr(pytest.importorskip("onnxruntime"), "InferenceSession", Session)
-    open_onnx(tmp_path / "model.onnx", runtime.OUTPUT)
-    open_onnx(tmp_path / "model.onnx", runtime.OUTPUT, spin=True)
+    open_onnx(file, runtime.OUTPUT)
+    open_onnx(file, runtime.OUTPUT, spin=True)
     assert opened == ["1", ""]
 
 

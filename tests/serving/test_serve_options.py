@@ -66,23 +66,32 @@ def test_options_that_make_no_sense_are_named(monkeypatch, option, said):
         main()
 
 
-def test_a_signal_just_before_the_server_runs_ends_it(monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "at_start", "ends"),
+    [
+        (signal.SIGTERM, signal.SIG_DFL, True),
+        (signal.SIGHUP, signal.SIG_DFL, True),
+        (signal.SIGHUP, signal.SIG_IGN, False),  # as nohup sets it
+    ],
+)
+def test_a_signal_just_before_the_server_runs_ends_it(monkeypatch, number, at_start, ends):
     ended = []
 
     def run(server, sockets):
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
         ended.append(server.should_exit)
 
     monkeypatch.setattr(uvicorn.Server, "run", run)
     monkeypatch.setattr(server_lib, "_complete", lambda service, config: None)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
+        signal.signal(number, at_start)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             server_lib.serve(SimpleNamespace(limits=Limits(1, 1, 1, 1, 1, 1.0)), listener, "")
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert ended == [True]
+    assert ended == [ends]
 
 
 def test_what_is_missing_is_named(monkeypatch):

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from mlcn_jax.errors import InputError
+from mlcn_jax.serving.http_service import application
 from mlcn_jax.serving.trained import TrainedModel
 from mlcn_jax.tiers import client as clients
 from mlcn_jax.tiers import health, signatures
@@ -355,6 +356,19 @@ def test_what_a_tier_says_twice_counts_once(tiers):
     assert answer.heard == [frozenset(), frozenset({"edge"})]
 
 
+def test_a_request_whose_client_has_gone_is_not_counted_as_answered(tiers):
+    async def check():
+        async with started(tiers, may_stop=True) as (_, gateway, _wires):
+            receive, send = AsyncMock(return_value={"type": "http.disconnect"}), AsyncMock()
+            scope = {"type": "http", "method": "POST", "query_string": b"", "root_path": "", "headers": []}
+            for path in ("/refine", "/predict", "/tiers/edge"):
+                await application(gateway)(scope | {"path": path}, receive, send)
+            assert not send.called
+            assert b"mlcn_jax_requests_total{" not in gateway.metrics.text()
+
+    asyncio.run(check())
+
+
 def test_tiers_can_be_stopped_from_the_page_where_that_is_allowed(thorough, images):
     async def check():
         async with started(thorough, may_stop=True) as (client, gateway, wires):
@@ -374,6 +388,7 @@ def test_tiers_can_be_stopped_from_the_page_where_that_is_allowed(thorough, imag
             )
             page = await client.get("/", headers={"Accept": "text/html"})
             assert "<script>" in page.text
+            assert 'deadline.placeholder = about.deadline_ms || "none"' in page.text
             assert "default-src 'none'" in page.headers["content-security-policy"]
             cut_off = AsyncMock(return_value={"type": "http.disconnect"})
             request = Request({"type": "http", "headers": [], "path_params": {"name": "edge"}}, cut_off)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -108,6 +109,16 @@ def test_an_altered_artifact_is_refused(tiers_folder, tmp_path):
         (copy / file).write_bytes(bytes(content))
         with pytest.raises(InputError, match=r"is damaged \(.* make it again: .* tiers split WORKDIR"):
             TierArtifact(copy)
+
+
+@pytest.mark.parametrize("read", ["verified_manifest", "read_weights"])
+@pytest.mark.parametrize(
+    ("error", "expected"), [(PermissionError(13, "Permission denied"), InputError), (OSError(5, "I/O error"), OSError)]
+)
+def test_a_failing_disk_is_not_taken_for_a_tier_that_nobody_may_read(tiers_folder, monkeypatch, read, error, expected):
+    monkeypatch.setattr(tier_artifacts, read, Mock(side_effect=error))
+    with pytest.raises(expected, match="make it readable" if expected is InputError else "I/O error$"):
+        TierArtifact(tiers_folder / "edge")
 
 
 def test_lanes_that_are_not_the_policys_and_other_exports_are_refused(tiers_folder, exported, tmp_path):

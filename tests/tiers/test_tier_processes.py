@@ -16,12 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import REPOSITORY
+from cryptography.hazmat.primitives import serialization
 from made_certificates import certificate
 from made_tiers import png
 
 from experiments.tiers_bed import url_of
 from mlcn_jax import host
-from mlcn_jax.commands.tiers import _parser, main
+from mlcn_jax.commands.tiers import _client_tls, _listen, _parser, main
 from mlcn_jax.errors import InputError
 
 SMALL = ("--max_batch=1", "--max_images=1")
@@ -245,6 +246,29 @@ def test_arguments_that_make_no_sense_are_named(tiers_folder, arguments, said):
     given = [argument.format(tiers_folder) for argument in arguments]
     with pytest.raises(InputError, match=re.escape(said)):
         main([*given, *(("--port=0", *SMALL) if given[0] != "split" else ())])
+
+
+def test_files_for_tls_are_found_in_the_home_folder_and_their_keys_have_no_password(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    pair = certificate(tmp_path, "a")
+    options = {"node": ("tls_cert", "tls_key", "tls_clients"), "gateway": ("cert", "cert_key", "ca")}
+
+    def load(command, cert, key):
+        files = (f"--{option}={file}" for option, file in zip(options[command], (cert, key, "~/a.crt"), strict=True))
+        arguments = _parser().parse_args([command, "end", "--port=0", *files])
+        return _listen(arguments, ()) if command == "node" else _client_tls(arguments)
+
+    _, listener, tls = load("node", "~/a.crt", "~/a.key")
+    listener.close()
+    assert [Path(tls[name]) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")] == [*pair[:2], pair[0]]
+    load("gateway", "~/a.crt", "~/a.key")
+    how = serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"secret")
+    (tmp_path / "encrypted.key").write_bytes(pair[3].private_bytes(serialization.Encoding.PEM, *how))
+    for command in options:
+        with pytest.raises(InputError, match=r"encrypted.key is encrypted, .* give an unencrypted one, as `openssl"):
+            load(command, "~/a.crt", "~/encrypted.key")
+        with pytest.raises(InputError, match=rf"cannot be used: .*{tmp_path}/none.key"):
+            load(command, "~/a.crt", "~/none.key")
 
 
 def test_a_split_needs_nothing_that_only_servers_need(monkeypatch):

@@ -32,6 +32,15 @@ def test_values_arrive_to_the_precision_of_their_bits(bits, error):
     np.testing.assert_allclose(wire.unpack_request(wire.pack_request("p", constant, bits), "p", (101,), FLOAT, 1)[1], 7)
 
 
+def test_values_too_large_for_16_bits_become_the_largest_but_not_those_that_are_not_finite():
+    rows = np.array([[70_000, -1e30, 1]], np.float32)
+    found = wire.unpack_request(wire.pack_request("p", rows, 16), "p", (3,), FLOAT, 1)[1]
+    np.testing.assert_array_equal(found, [[65_504, -65_504, 1]])
+    rows[0, 2] = np.inf
+    with pytest.raises(wire.Unfit, match="not all finite"):
+        wire.unpack_request(wire.pack_request("p", rows, 16), "p", (3,), FLOAT, 1)
+
+
 def test_fewer_bits_are_fewer_bytes():
     rows = np.random.default_rng(0).uniform(-1, 3, (1, 4000)).astype(np.float32)
     sizes = [len(wire.pack_request("p", rows, bits)) for bits in wire.BITS]

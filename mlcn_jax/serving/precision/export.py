@@ -18,7 +18,8 @@ from mlcn_jax.config import RunConfig
 from mlcn_jax.data.batches import Split
 from mlcn_jax.data.datasets import Dataset, ranking_images, split_validation
 from mlcn_jax.errors import InputError
-from mlcn_jax.files import make_folder, put_in_place, write_json
+from mlcn_jax.files import make_folder, put_in_place, read_object, write_atomic, write_json
+from mlcn_jax.launch import program
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.forms import read_profiles
 from mlcn_jax.placement.problem import NoRoom
@@ -89,8 +90,11 @@ def precision(
             "--output=FOLDER, or none for WORKDIR/precision"
         )
     for replaced in (folder, results / PLACED) if profiles else (folder,):
-        if replaced.exists() and not (replaced / artifact.MANIFEST).is_file():
-            raise InputError(f"{replaced} exists but is not an export: move it away, because it would be replaced")
+        if replaced.exists() and not _is_mix(replaced):
+            raise InputError(
+                f"{replaced} exists but is not an export that {program()} precision wrote: give another "
+                "--output=FOLDER, or move it away, because it would be replaced"
+            )
     devices = read_profiles(model.spec, profiles, TASK) if profiles else []
     dataset = model.data.load()
     check_images(dataset, model)
@@ -194,7 +198,7 @@ def precision(
         _write_card(path, export, {"data": data, **tested}, model.data.dir)
         put_in_place(path, folder)
         write_json(results / FILE, about)
-    if (results / PLACED / artifact.MANIFEST).is_file():  # of an earlier call, from other forms
+    if _is_mix(results / PLACED):  # of an earlier call, from other forms
         shutil.rmtree(results / PLACED)
         (results / TIERS).unlink(missing_ok=True)
     if devices:
@@ -211,6 +215,14 @@ def precision(
         _export_placed(results, model, chosen, command, ranking.images, data)
         write_json(results / TIERS, tiers_of([lane["device"] for lane in placed["lanes"]]))
     return about
+
+
+def _is_mix(folder: Path) -> bool:
+    """Whether a folder is an export of lanes in several precisions, going by its manifest."""
+    try:
+        return read_object(folder / artifact.MANIFEST).get("format") == artifact.MIXED_FORMAT
+    except InputError:
+        return False
 
 
 def tiers_of(devices: Sequence[int]) -> dict[str, Any]:
@@ -325,7 +337,7 @@ def _written(
 
 
 def _write_card(folder: Path, exported: artifact.Artifact, summary: Mapping[str, Any], data_dir: str) -> None:
-    (folder / model_card.FILE).write_text(model_card.text(exported, summary, data_dir))
+    write_atomic(folder / model_card.FILE, model_card.text(exported, summary, data_dir))
 
 
 def _check(exported: artifact.Artifact, chosen: Sequence[Made], spec: ModelSpec, images: np.ndarray) -> None:

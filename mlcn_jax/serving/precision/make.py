@@ -198,10 +198,16 @@ def _quantized_to(path: Path, exclude: list[str], batches: Sequence[np.ndarray],
 
     class Reader(quantization.CalibrationDataReader):
         def __init__(self) -> None:
-            self._batches: Iterator[dict] = iter({INPUT: batch} for batch in batches)
+            self._batches: Iterator[np.ndarray] = iter(())
+
+        def __len__(self) -> int:
+            return len(batches)
+
+        def set_range(self, start_index: int, end_index: int) -> None:
+            self._batches = iter(batches[start_index:end_index])
 
         def get_next(self) -> dict | None:
-            return next(self._batches, None)
+            return next(({INPUT: batch} for batch in self._batches), None)
 
     found, full_range = path.with_name(f"int8-{percentile:g}.onnx"), host.adds_bytes_exactly()
     methods = quantization.CalibrationMethod
@@ -220,7 +226,8 @@ def _quantized_to(path: Path, exclude: list[str], batches: Sequence[np.ndarray],
                 activation_type=quantization.QuantType.QUInt8,
                 reduce_range=not full_range,
                 calibrate_method=methods.MinMax if percentile == 100 else methods.Percentile,
-                extra_options={"CalibPercentile": percentile},
+                # Ranges are merged after each batch, whose activations alone are held in memory then.
+                extra_options={"CalibPercentile": percentile, "CalibStridedMinMax": 1},
             )
     except AssertionError as error:  # raised for ranges that are not finite
         raise _not_finite(lane, str(error)) from error
