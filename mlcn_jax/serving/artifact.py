@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mlcn_jax import host
+from mlcn_jax import host, pretrained
 from mlcn_jax.errors import InputError
 from mlcn_jax.launch import NO_ACCESS, program
 from mlcn_jax.serving import parts
@@ -139,7 +139,7 @@ class Artifact(Classifier):
     """A verified artifact, ready to classify.
 
     Args:
-      folder: one that `mlcn_jax export` wrote.
+      folder: one that `mlcn_jax export` wrote, or a model that comes with the package, such as `digits`.
       runtime: one of `RUNTIMES`. `xla` runs the exported programs; `onnxruntime` runs the model that `mlcn_jax onnx`
         converted and put next to the export; `auto` measures both for each batch size and uses the faster one
         (`runtime.Fastest`).
@@ -157,7 +157,7 @@ class Artifact(Classifier):
     """
 
     def __init__(self, folder: str | Path, runtime: str = "auto", spin: bool = True):
-        folder = Path(folder)
+        folder = pretrained.find_export(str(folder))
         try:
             self.manifest = verified_manifest(folder)
             self.description = description = json.loads((folder / MODEL).read_text())

@@ -97,6 +97,11 @@ def test_a_workdir_is_used_by_its_export_only_while_that_is_newer_than_the_model
     assert "is older than the run's newest checkpoint" in caplog.text
 
 
+def test_the_model_of_the_package_is_found_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert len(artifact.Artifact("digits").class_names) == 10
+
+
 def test_an_export_of_a_run_that_was_trained_anew_is_not_used(exported, tmp_path):
     shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
     newest = max((tmp_path / "checkpoints").iterdir(), key=lambda path: int(path.name))
