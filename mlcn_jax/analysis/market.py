@@ -64,7 +64,7 @@ class Market:
         kept = rental.undominated([c.machine for c in choices], alike, terms.most_machines)
         self.choices = [choices[n] for n in kept]
         self._speed = lru_cache(maxsize=None)(self._whole_seconds)
-        self._parts = lru_cache(maxsize=None)(self._parts_of_kinds)
+        self._least = lru_cache(maxsize=None)(self._least_kind_seconds)
         self._splits_of: dict[tuple, list[_Split]] = {}
 
     def ways(self, deadline_seconds: float = math.inf) -> list[Way]:
@@ -139,8 +139,8 @@ class Market:
         Some machines take a smaller part of their time for a kind of lane than others: its least part counts, as in
         `problem.lower_bound_seconds`. All parts add up to 1 where machines differ by one factor.
         """
-        rate = sum(self.choices[n].offer.devices / self._speed(n) for n in chosen)
-        work = sum(map(min, zip(*(self._parts(n) for n in chosen), strict=True)))
+        rate = sum(self.choices[n].offer.devices / self._least(n)[0] for n in chosen)
+        work = sum(map(min, zip(*(self._least(n)[1] for n in chosen), strict=True)))
         started = max(self.choices[n].machine.startup_seconds for n in chosen)
         return started + self.task.steps * self.task.step_share * work / rate
 
@@ -148,15 +148,21 @@ class Market:
         """A step of all lanes on one device of a machine."""
         return sum(self._kind_seconds(number))
 
-    def _parts_of_kinds(self, number: int) -> list[float]:
-        """The part of it that all lanes of each kind take."""
-        return [seconds / self._speed(number) for seconds in self._kind_seconds(number)]
+    def _least_kind_seconds(self, number: int) -> tuple[float, list[float]]:
+        """The least seconds of a step of all lanes on one device, and the part of it that all lanes of each kind take.
 
-    def _kind_seconds(self, number: int) -> list[float]:
+        The batch may be computed in equal shares: those that some devices have can take faster convolution algorithms.
+        """
+        most = max(choice.offer.devices for choice in self.choices) * self.terms.most_machines
+        shares = (n for n in range(1, most + 1) if self.task.batch_size % n == 0)
+        least = list(map(min, zip(*(self._kind_seconds(number, n) for n in shares), strict=True)))
+        return sum(least), [seconds / sum(least) for seconds in least]
+
+    def _kind_seconds(self, number: int, shares: int = 1) -> list[float]:
         profile, batch = self.choices[number].profile, self.task.batch_size
         images = batch * sum(self.counts)
         kinds = zip(self._costs, self.counts, strict=True)
-        return [count * profile.model_seconds([one], batch, images) for one, count in kinds]
+        return [shares * count * profile.model_seconds([one], batch // shares, images) for one, count in kinds]
 
     def on(self, chosen: tuple[int, ...]) -> list[Way]:
         """Every split that trains one run together on a set of machines, given by the numbers of their choices.

@@ -117,6 +117,10 @@ def _wait(children: dict[int, subprocess.Popen], settings: ParallelSettings, sig
     lost = {number: code for number, code in failed.items() if code not in (EXIT_INPUT, EXIT_FAILED, EXIT_STOPPED)}
     if not lost:
         return next(iter(failed.values()), 0)
+    if signals_seen and {*lost.values()} == {-signal.SIGTERM}:  # as they do that have no handler yet
+        name = signal.Signals(signals_seen[0]).name
+        print(f"stopped by {name} while processes started; run the same command again", file=sys.stderr)
+        return EXIT_STOPPED
     for number, code in lost.items():
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         print(f"error: process {number} of {settings.processes} was lost ({how})", file=sys.stderr)

@@ -43,7 +43,7 @@ class FormProblem:
       most_lost: upper limit of the sum of losses.
 
     Raises:
-      InputError: lengths are inconsistent, a number is negative, or a lane can run nowhere.
+      InputError: lengths are inconsistent, a number is out of range, or a lane can run nowhere.
     """
 
     seconds: Sequence[Sequence[Sequence[float]]]
@@ -85,6 +85,8 @@ class FormProblem:
                 )
             if field != "seconds" and not (values >= 0).all():
                 raise InputError(f"{field} must be at least 0")
+            if field in ("memory_bytes", "base_seconds") and np.isinf(values).any():
+                raise InputError(f"{field} must be finite")
         if not all(value > 0 for lane in self.seconds for row in lane for value in row):
             raise InputError("every lane's seconds must be above 0 on every device, or infinite")
         for lane, rows in enumerate(self.seconds):
@@ -94,6 +96,11 @@ class FormProblem:
     @property
     def num_devices(self) -> int:
         return len(self.seconds[0][0])
+
+    def can(self, lane: int, form: int, device: int) -> bool:
+        """Whether a lane in a form fits a device and `most_lost`, if it were alone."""
+        fits = self.memory_bytes[lane][form] <= self.limit_bytes[device]
+        return fits and self.losses[lane][form] <= self.most_lost
 
 
 def form_problem(
@@ -221,7 +228,11 @@ def place_together(name: str, problem: FormProblem, *, time_limit_seconds: float
         return _that_runs(found)
     best = _at_price(name, problem, high)
     if best.lost > problem.most_lost:
-        raise NoRoom(_too_lossy(problem, best.lost))
+        _check_least_loss(problem)
+        raise NoRoom(
+            f"{name} found no placement that loses at most {problem.most_lost:g}, only one that loses {best.lost:g}: "
+            "try exact, or allow more"
+        )
     for _ in range(_BISECTIONS):
         price = math.sqrt(max(low, 1 / _LARGEST_PRICE) * high)
         found = _at_price(name, problem, price)
@@ -234,9 +245,12 @@ def place_together(name: str, problem: FormProblem, *, time_limit_seconds: float
 
 
 def _that_runs(found: FormPlacement) -> FormPlacement:
-    """A placement, unless a lane is on a device where it runs in no form, which raises NoRoom."""
+    """A placement, unless a lane is on a device where it runs in no form that may be chosen, which raises NoRoom."""
     if math.isinf(found.makespan_seconds):
-        raise NoRoom("no placement was found in which each lane fits a device that runs it: try exact")
+        raise NoRoom(
+            "no placement was found in which each lane runs in a form that fits its device and loses no more than "
+            "allowed: try exact"
+        )
     return found
 
 
@@ -273,14 +287,11 @@ def _mean_seconds(problem: FormProblem, lane: int, form: int) -> float:
 
 def _plain_forms(problem: FormProblem) -> list[int]:
     """The form in which each lane loses least, the fastest on average of several."""
-    form_of = [
+    _check_least_loss(problem)
+    return [
         min((own, _mean_seconds(problem, lane, form), form) for form, own in enumerate(losses))[2]
         for lane, losses in enumerate(problem.losses)
     ]
-    lost = sum(problem.losses[lane][form] for lane, form in enumerate(form_of))
-    if lost > problem.most_lost:
-        raise NoRoom(_too_lossy(problem, lost))
-    return form_of
 
 
 def _faster_forms(
@@ -334,8 +345,9 @@ def _at_prices(name: str, problem: FormProblem, price: float, byte_price: float)
     forms, devices = range(len(problem.forms)), range(problem.num_devices)
 
     def seconds(i: int, f: int, d: int) -> float:
-        fits = problem.memory_bytes[i][f] <= problem.limit_bytes[d]
-        return problem.seconds[i][f][d] + price * problem.losses[i][f] if fits else math.inf
+        if not problem.can(i, f, d):
+            return math.inf
+        return problem.seconds[i][f][d] + (price * problem.losses[i][f] if price else 0.0)
 
     def choice(i: int, f: int, d: int) -> tuple[float, float, int]:
         held = problem.memory_bytes[i][f]
@@ -363,8 +375,11 @@ def _placement(
     return FormPlacement(tuple(form_of), tuple(device_of), tuple(seconds), lost, optimal)
 
 
-def _too_lossy(problem: FormProblem, lost: float) -> str:
-    return f"the lanes lose at least {lost:g} in forms that fit, but may lose only {problem.most_lost:g}: allow more"
+def _check_least_loss(problem: FormProblem) -> None:
+    """Raises NoRoom if the lanes lose too much even in the forms that lose least."""
+    least = sum(map(min, problem.losses))
+    if least > problem.most_lost:
+        raise NoRoom(f"the lanes lose at least {least:g}, but may lose only {problem.most_lost:g}: allow more")
 
 
 def _exactly(problem: FormProblem, time_limit_seconds: float) -> FormPlacement:
@@ -378,7 +393,7 @@ def _exactly(problem: FormProblem, time_limit_seconds: float) -> FormPlacement:
         for i, rows in enumerate(problem.seconds)
         for f, row in enumerate(rows)
         for d, value in enumerate(row)
-        if value <= enough
+        if value <= enough and problem.can(i, f, d)
     }
     for lane in range(len(problem.seconds)):
         model.add_exactly_one(v for (i, _, _), v in possible.items() if i == lane)
@@ -390,8 +405,8 @@ def _exactly(problem: FormProblem, time_limit_seconds: float) -> FormPlacement:
         if problem.limit_bytes[device] < UNLIMITED:
             held = sum(v * math.ceil(problem.memory_bytes[i][f]) for (i, f), v in here.items())
             model.add(held <= int(problem.limit_bytes[device]))
-    if problem.most_lost < UNLIMITED:
-        share = max(max(max(row) for row in problem.losses), problem.most_lost, 1e-12) / 10**12
+    if 0 < problem.most_lost < UNLIMITED:  # none of these forms loses more by itself
+        share = problem.most_lost / 10**12
         lost = sum(v * round(problem.losses[i][f] / share) for (i, f, _), v in possible.items())
         model.add(lost <= round(problem.most_lost / share) + len(problem.seconds))  # a rounding error for each lane
     model.minimize(longest)

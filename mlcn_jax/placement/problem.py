@@ -27,7 +27,7 @@ class Problem:
       lane_names, device_names: names for messages; if empty, numbers.
 
     Raises:
-      InputError: lengths are inconsistent, a number is negative, or there is no device or no lane.
+      InputError: lengths are inconsistent, a number is out of range, or there is no device or no lane.
     """
 
     seconds: Sequence[Sequence[float]]
@@ -54,11 +54,13 @@ class Problem:
             object.__setattr__(self, field, values)
         if any(len(row) != devices for row in self.seconds):
             raise InputError(f"every lane needs its seconds on all {devices} devices")
-        for field in ("memory_bytes", "limit_bytes", "base_seconds"):
-            if not min(getattr(self, field)) >= 0:
-                raise InputError(f"{field} holds {min(getattr(self, field))}: numbers must be 0 or more")
-        if not all(value > 0 for row in self.seconds for value in row):
-            raise InputError("every lane's seconds must be above 0 on every device")
+        for field, finite in (("memory_bytes", True), ("limit_bytes", False), ("base_seconds", True)):
+            for value in getattr(self, field):
+                if not value >= 0 or (finite and math.isinf(value)):
+                    told = "finite and 0 or more" if finite else "0 or more"
+                    raise InputError(f"{field} holds {value}: numbers must be {told}")
+        if not all(0 < value < math.inf for row in self.seconds for value in row):
+            raise InputError("every lane's seconds must be above 0 on every device, and finite")
 
     @property
     def num_devices(self) -> int:

@@ -32,6 +32,11 @@ Amount = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 FormName = Annotated[str, msgspec.Meta(pattern=r"^(train|infer) (float32|bfloat16|int8) \S+$")]
 Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 _SOME = msgspec.Meta(min_length=1)
+_NEEDED = {  # in fields that are mappings
+    "link": ("latency_seconds", "bytes_per_second"),
+    "sharing": ("devices", "slowdown", "spread"),
+    "peak": ("flops_per_second", "bytes_per_second"),
+}
 _MEASURE = f"measure one on that device with {program()} profile"
 
 
@@ -242,6 +247,11 @@ class DeviceProfile:
                 values[name] = msgspec.convert(value, fields[name])
             except msgspec.ValidationError as error:
                 raise InputError(f"the device profile is damaged, {name}: {value!r}: {error}: {_MEASURE}") from error
+        for name, needed in {**_NEEDED, "head_seconds_of": tuple(head_features(0, 0))}.items():
+            held = values.get(name)
+            for key in needed if held is not None else ():
+                if key not in held or (key.endswith("per_second") and not held[key]):
+                    raise InputError(f"the device profile is damaged, {name}: {key} is missing or 0: {_MEASURE}")
         return cls(**values)
 
     def save(self, path: Path) -> None:

@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.placement.problem import Placement
@@ -45,6 +46,7 @@ class Link:
 
 
 Links = Link | Mapping[int | str, Link]  # one for all hosts, or each host's
+Sharing = Mapping[int | str, int]  # how many messages share the link of each host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,13 +93,13 @@ class Cluster:
         """The link of a host to all others."""
         return self.between if isinstance(self.between, Link) else self.between[host]
 
-    def link(self, first: int | str, second: int | str, sharing: int = 1) -> Link:
-        """The link between devices of two hosts, or of one, if `sharing` messages share the link of a host."""
+    def link(self, first: int | str, second: int | str, sharing: Sharing = MappingProxyType({})) -> Link:
+        """The link between devices of two hosts, or of one; `sharing` messages share a host's link, by default 1."""
         if first == second:
             return self.inside(first)
-        a, b = self.outward(first), self.outward(second)
-        latency = max(a.latency_seconds, b.latency_seconds)
-        return Link(latency, min(a.bytes_per_second, b.bytes_per_second) / sharing)
+        ends = {host: self.outward(host) for host in (first, second)}
+        latency = max(link.latency_seconds for link in ends.values())
+        return Link(latency, min(link.bytes_per_second / sharing.get(host, 1) for host, link in ends.items()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,21 +167,21 @@ def collective_seconds(
     if any(not group or len(set(group)) < len(group) for group in groups):
         raise InputError("a group is empty or names a device twice: give each of its devices once")
     on_hosts = [Counter(cluster.hosts[device] for device in group) for group in groups]
-    leaving = Counter(host for counts in on_hosts if len(counts) > 1 for host in counts)
-    sharing = max(leaving.values(), default=1)
+    sharing = Counter(host for counts in on_hosts if len(counts) > 1 for host in counts)
     of_group = _ring_seconds if algorithm == "ring" else _tree_seconds
     # Groups distributed over alike hosts in the same way take the same time.
     layouts = {}
     for counts in on_hosts:
         layout = sorted(counts.items(), key=lambda entry: -entry[1])
-        layouts[tuple((n, cluster.inside(host), cluster.outward(host)) for host, n in layout)] = layout
+        alike = tuple((n, cluster.inside(host), cluster.outward(host), sharing[host]) for host, n in layout)
+        layouts[alike] = layout
     return max(of_group(kind, num_bytes, layout, cluster, sharing) for layout in layouts.values())
 
 
 Layout = Sequence[tuple[int | str, int]]  # the hosts of a group, and how many of its devices each has, most first
 
 
-def _ring_seconds(kind: str, num_bytes: float, layout: Layout, cluster: Cluster, sharing: int) -> float:
+def _ring_seconds(kind: str, num_bytes: float, layout: Layout, cluster: Cluster, sharing: Sharing) -> float:
     """Seconds for one group: every round takes as long as the slowest link between neighbours."""
     hosts = [host for host, _ in layout]
     size = sum(count for _, count in layout)
@@ -190,7 +192,7 @@ def _ring_seconds(kind: str, num_bytes: float, layout: Layout, cluster: Cluster,
     return rounds * max((link.seconds(num_bytes / size) for link in links), default=0.0)
 
 
-def _tree_seconds(kind: str, num_bytes: float, layout: Layout, cluster: Cluster, sharing: int) -> float:
+def _tree_seconds(kind: str, num_bytes: float, layout: Layout, cluster: Cluster, sharing: Sharing) -> float:
     """As `_ring_seconds`; the host with most devices comes first: it is ready last, so none waits."""
 
     def to_one(share: float) -> float:
@@ -209,7 +211,7 @@ def _tree_seconds(kind: str, num_bytes: float, layout: Layout, cluster: Cluster,
 
 
 def _meet(
-    starts: Sequence[tuple[float, int | str, float]], cluster: Cluster, sharing: int, grows: bool
+    starts: Sequence[tuple[float, int | str, float]], cluster: Cluster, sharing: Sharing, grows: bool
 ) -> tuple[float, int | str, float]:
     """Time at which the root of a binomial tree has received every message, the root, and the bytes it holds.
 

@@ -126,9 +126,11 @@ class _Count:
             steps.append([new - old for new, old in zip(out[:carried], ends, strict=True)])
             ends, last = out[:carried], out[carried:]
             if turn >= _STEADY_TURNS and len({tuple(step) for step in steps[-_STEADY_TURNS:]}) == 1:
-                rest = length - turn - 1
-                most = max(steps[-1], default=0)
-                return [e + rest * s for e, s in zip(ends, steps[-1], strict=True)] + [e + rest * most for e in last]
+                # Depths are maxima of sums, which are convex: if the last iteration adds as much, so do all before it.
+                near = [end + (length - turn - 2) * step for end, step in zip(ends, steps[-1], strict=True)]
+                out = _Count().follow(body, [*fixed, *near, *rows], 1)
+                if out[:carried] == [end + step for end, step in zip(near, steps[-1], strict=True)]:
+                    return out
         return [*ends, *last]
 
     def _branches(self, branches: Sequence[Any], before: list[int], times: int) -> list[int]:

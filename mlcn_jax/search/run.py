@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,9 @@ def run(
       Stopped: SIGTERM or Ctrl-C arrived; the message says how many models have ended.
     """
     with files.hold(workdir), storage.storage_errors(storage_url(settings, workdir)):
+        for name in ("config.json", "checkpoints"):
+            if (workdir / name).exists():
+                raise InputError(f"{workdir} holds a training run ({name}), not a search: give another --workdir")
         found = open_search(config, settings, workdir, create=True, programs=programs)
         with _stoppable(found.study), worker_slot(found):
             started = time.monotonic()
@@ -65,10 +68,7 @@ def run(
             report.write_trials(found, workdir)
             winner = models_lib.best(models)
             if winner is None:
-                reasons = [model.reason for model in models if model.reason]
-                raise InputError(
-                    "no model was trained to the end; the first failed with " + (reasons or ["no reason"])[0]
-                )
+                raise InputError(_why_none(models, settings))
             test = found.study.noted("test")
             if not test or test["index"] != winner.index:
                 _log.info("training model %d once more, to score it on the test set: %s", winner.index, winner.lanes)
@@ -77,6 +77,17 @@ def run(
         _log.info("drawing search.png, writing best_config.py and summary.json")
         session = {"wall_seconds": wall_seconds, "evaluate_seconds": found.study.evaluate_seconds}
         return report.write(found, workdir, test["accuracies"], session)
+
+
+def _why_none(models: Sequence[models_lib.Model], settings: settings_lib.SearchSettings) -> str:
+    """Why no model was trained to the end, and what to do."""
+    if any(model.state == "waiting" for model in models):
+        return (
+            f"search.max_training_seconds={settings.max_training_seconds:g} is used up, and no model was trained to "
+            "the end: raise it, and the same command continues the search"
+        )
+    reasons = [model.reason for model in models if model.reason]
+    return "no model was trained to the end; the first failed with " + (reasons or ["no reason"])[0]
 
 
 def work(config: RunConfig, settings: settings_lib.SearchSettings, workdir: Path) -> None:

@@ -128,8 +128,9 @@ def open_search(
     facts = {
         name: value
         for name, value in config.flat_as_before().items()
-        if name not in _FREE and (name == ROUNDING or not name.startswith("parallel."))
+        if name not in _FREE and not name.startswith("parallel.")
     } | facts_of(settings)
+    facts[ROUNDING] = config.parallel.exchange_dtype
     facts[IMAGES], facts[VALIDATION] = datasets.digest(trainer.train), datasets.digest(trainer.validation)
     facts[PROFILES] = [host.sha256_of(path) for path in space_lib.profiles_of(settings.devices)]
     url = storage_url(settings, workdir)

@@ -75,7 +75,7 @@ def storage_errors(url: str) -> Iterator[None]:
         if cause is None or isinstance(error, InputError):
             raise
         detail = (str(getattr(cause, "orig", None) or cause).strip().splitlines() or [type(cause).__name__])[0]
-        if "no column" in detail or "malformed" in detail or "not a database" in detail:
+        if re.search("no (such )?column|no such table|malformed|not a database", detail):
             raise InputError(
                 f"the search's storage {shown(url)} is damaged or belongs to another program ({detail}): restore it "
                 "from a backup, or start a new search with another search.storage or --workdir"

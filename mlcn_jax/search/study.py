@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mlcn_jax.errors import InputError, differences
 from mlcn_jax.search import propose
 from mlcn_jax.search.models import BASELINE, Model, model_from, model_of
-from mlcn_jax.search.settings import BEFORE, NOT_NOTED, SearchSettings
+from mlcn_jax.search.settings import BEFORE, NOT_NOTED, ROUNDING, VALIDATION, SearchSettings
 from mlcn_jax.search.space import Mix, Space
 from mlcn_jax.search.storage import open_storage, shown, storage_errors
 from mlcn_jax.search.trials import FAILURES, Score, reason_of
@@ -69,7 +69,7 @@ class Study:
     def __init__(self, settings: SearchSettings, facts: Mapping[str, Any], url: str, *, create: bool):
         self._settings = settings
         self.evaluate_seconds = 0.0  # spent by this process in training and scoring models
-        self._first_seen: dict[int, float] = {}  # when each running trial without a model was first seen
+        self._first_seen: dict[int, float] = {}  # when each running trial that had not begun was first seen
         self._lost = False  # whether the last trial was given to another worker while this one trained it
         self._interrupt: KeyboardInterrupt | None = None  # that ended the last trial
         self._plan: propose.Plan | None = None
@@ -109,6 +109,8 @@ class Study:
                         "same command without --worker"
                     )
         before = BEFORE | {name: mine.get(name) for name in NOT_NOTED}
+        if VALIDATION in theirs:  # searches that noted these images noted roundings, too, but at first not the default
+            before[ROUNDING] = "float32"
         theirs = {name: value for name, value in before.items() if name in mine} | theirs
         if rows := differences(theirs, mine, sorted(set(mine) | set(theirs))):
             raise InputError(
@@ -159,7 +161,7 @@ class Study:
             last = latest.get(index)
             if last is None:
                 self._study.enqueue_trial({}, user_attrs={"index": index})
-            elif last.state == TrialState.RUNNING and "model" not in last.user_attrs:
+            elif last.state == TrialState.RUNNING and not {"begun", "model"} & set(last.user_attrs):
                 first_seen = self._first_seen.setdefault(last.number, time.monotonic())
                 if time.monotonic() - first_seen > grace:
                     # Its worker died before its first heartbeat; until then Optuna does not count it as dead.
@@ -331,8 +333,9 @@ class Study:
         if "index" not in trial.user_attrs:
             raise _Failed("another worker took the last trial first")
         index = trial.user_attrs["index"]
-        mix, origin, lanes, _ = self._propose(index, trial, space)
         self._storage.record_heartbeat(trial._trial_id)  # Optuna's thread may not have sent one; see `enqueue`
+        trial.set_user_attr("begun", True)
+        mix, origin, lanes, _ = self._propose(index, trial, space)
         trial.set_user_attr("model", {"origin": origin, "lanes": lanes, "mix": mix})
         _log.info("model %d (%d of %d, %s): training %s", index, index + 1, self._settings.num_models, origin, lanes)
         try:

@@ -93,12 +93,19 @@ class Trainer:
                 f"search.num_images is {num_images}, but there are only {len(images.labels)} images: give fewer, "
                 "or 0 for all"
             )
-        if num_images:
-            _, images = datasets.split_validation(images, num_images / len(images.labels), settings.seed)
-        self.train, self.validation = datasets.split_validation(
-            images, config.data.validation_fraction, config.split_seed
-        )
-        self.steps_per_epoch = steps_per_epoch(len(self.train.labels), settings.batch_size)
+        try:
+            if num_images:
+                _, images = datasets.split_validation(images, num_images / len(images.labels), settings.seed)
+            self.train, self.validation = datasets.split_validation(
+                images, config.data.validation_fraction, config.split_seed
+            )
+            self.steps_per_epoch = steps_per_epoch(len(self.train.labels), settings.batch_size)
+        except InputError as error:
+            if not num_images:
+                raise
+            raise InputError(
+                f"search.num_images is {num_images}, too few: give more, or 0 for all ({error})"
+            ) from error
         self._optimizer = optimizer_of(dataclasses.replace(settings, num_epochs=num_epochs), self.steps_per_epoch)
         self._programs = {} if programs is None else programs
         self._calibration_images = calibration_images(self.train, settings.batch_size)

@@ -149,7 +149,7 @@ def predict_rounds(
     """Seconds of a step in local rounds of `ROUND_STEPS`; None if the batch cannot be divided among the devices.
 
     Each device computes all lanes from its part of the batch. After a round, each sends a byte for each parameter to
-    the host of the first, all at once over that one's link, and as many come back.
+    the host of the first, all at once over the links of their hosts, and as many come back.
     """
     try:
         mesh_lib.check_split(spec, batch_size, len(profiles), 1)
@@ -159,10 +159,11 @@ def predict_rounds(
         return None
     if not all(has_room(spec, share, 1, profile, parts) for profile in profiles):
         return None
-    first, *others = cluster.hosts
-    away = [host for host in others if host != first]
+    first = cluster.hosts[0]
+    away = collections.Counter(host for host in cluster.hosts if host != first)
+    sharing = {**away, first: away.total()}
     num_bytes = cost.estimated_parameters(spec)
-    longest = max((cluster.link(first, host, len(away)).seconds(num_bytes) for host in away), default=0.0)
+    longest = max((cluster.link(first, host, sharing).seconds(num_bytes) for host in away), default=0.0)
     step = predict_alone(spec, share, profiles, cluster, batch_size)
     return step.total_seconds + 2 * longest / ROUND_STEPS
 
@@ -199,9 +200,9 @@ def predict_mesh(
 ) -> simulate.StepTime:
     """Predicts a step on a mesh of devices given by their profiles, each slower than its profile by a factor.
 
-    No part of a split is predicted to be faster, for its work, than the whole on one device, and devices on one machine
-    slow each other down as the profiles say. Without a cluster, all devices are on one machine. `whole_batch` is given
-    where `batch_size` is only a share of it.
+    No part of a split is predicted to be faster, for its work, than the whole on one device, unless its share of the
+    batch takes faster convolution algorithms; devices on one machine slow each other down as the profiles say. Without
+    a cluster, all devices are on one machine. `whole_batch` is given where `batch_size` is only a share of it.
     """
     share = batch_size // data
     lanes = _lane_costs(spec, lane)

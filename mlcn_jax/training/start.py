@@ -54,6 +54,13 @@ def check_resumable(session: Session, workdir: Path, mine: dict[str, Any]) -> No
         )
 
 
+def check_no_search(workdir: Path) -> None:
+    """Raises InputError if a workdir holds a search, whose summary that of a run would replace."""
+    for name in ("search.db", "trials.json"):
+        if (workdir / name).exists():
+            raise InputError(f"{workdir} holds a search ({name}), not a run: give another --workdir")
+
+
 def start_state(session: Session, checkpoints: Checkpoints | None) -> tuple[TrainState, dict[str, str]]:
     """The state to start from, and the convolution algorithms that the run has used so far.
 

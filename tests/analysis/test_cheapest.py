@@ -18,6 +18,7 @@ from mlcn_jax.errors import InputError
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import simulate
 from mlcn_jax.placement.catalog import Offer
+from mlcn_jax.placement.cost import cost_of
 from mlcn_jax.placement.problem import Placement
 from mlcn_jax.placement.simulate import Link
 from mlcn_jax.placement.spot import Interruptions
@@ -186,6 +187,18 @@ def test_a_step_is_never_faster_than_the_bound_by_which_sets_are_passed_over(pro
     whole = market.Market(TASK, TERMS, offers(profiles, FAST, SLOW, Offer("fast-2", 5.0, devices=2)))
     for chosen in itertools.combinations_with_replacement(range(len(whole.choices)), 2):
         assert all(way.seconds >= whole._least_seconds(chosen) for way in whole.on(chosen))
+
+
+def test_machines_whose_shares_take_faster_algorithms_are_not_passed_over(profiles):
+    """Half a batch of these lanes takes less than half the seconds of the whole."""
+    spec = dataclasses.replace(SPEC, lanes="mlcn1:w2d2*2")
+    lane, fast = cost_of(spec, spec.lane_groups[0].spec), profiles["fast"]
+    assert 2 * fast.model_seconds([lane], 50, 200) < fast.model_seconds([lane], 100, 200)
+    free = dataclasses.replace(fast, link=FREE, head_seconds_of=dict.fromkeys(fast.head_seconds_of, 0.0))
+    task = dataclasses.replace(TASK, spec=spec)
+    whole = market.Market(task, dataclasses.replace(TERMS, link=Link(0.0, 1e18)), offers({"fast": free}, FAST))
+    best = min(way.seconds for way in whole.on((0, 0)))
+    assert 0.9 * best < whole._least_seconds((0, 0)) <= best
 
 
 def test_machines_that_are_fast_at_other_lanes_are_not_passed_over(profiles):

@@ -272,6 +272,17 @@ def test_a_second_signal_ends_a_run_with_its_own_code(capsys):
     assert "process 0 of 1 was lost (killed by SIGKILL)" in capsys.readouterr().err
 
 
+def test_a_signal_while_processes_start_is_no_loss(capsys):
+    """They end by it until they have a handler for it."""
+    children = {n: type("Ended", (), {"poll": lambda self: -signal.SIGTERM})() for n in range(2)}
+    settings = RunConfig().replace(TWO).parallel
+    assert processes._wait(children, settings, [signal.SIGINT]) == 75
+    told = "stopped by SIGINT while processes started; run the same command again\n"
+    assert capsys.readouterr().err == told
+    assert processes._wait(children, settings, []) == 75
+    assert "process 0 of 2 was lost (killed by SIGTERM)" in capsys.readouterr().err
+
+
 def test_a_signal_before_all_processes_have_started_reaches_them_all(monkeypatch):
     started = []
 

@@ -167,6 +167,29 @@ def test_a_loss_that_is_too_large_keeps_lanes_as_they_are():
         place_together("greedy", FormProblem([lane], FORMS, losses=[[0.1, 0.1, 1.0]], most_lost=0.0))
 
 
+def test_a_loss_that_a_partitioner_cannot_keep_to_is_not_called_the_least():
+    """Each lane loses nothing on the device that the other one gets."""
+    never = math.inf
+    lanes = [[[never, 1.0], [1.0, never]], [[1.0, never], [never, 1.0]]]
+    problem = FormProblem(lanes, FORMS[:2], losses=[[0.0, 0.2]] * 2, most_lost=0.3)
+    assert place_together("exact", problem).lost <= 0.3
+    with pytest.raises(NoRoom, match=r"round_robin found no placement .* at most 0\.3, only one .*0\.4: try exact"):
+        place_together("round_robin", problem)
+
+
+def test_forms_that_lose_too_much_by_themselves_change_nothing():
+    lane = [[1.0], [0.5]]
+    for name in ("exact", "greedy"):
+        for much in (math.inf, 1e10):
+            problem = FormProblem([lane] * 3, FORMS[:2], losses=[[0, 1e-3], [0, 1e-3], [0, much]], most_lost=0.0)
+            assert place_together(name, problem).form_of == (0, 0, 0)
+            some = dataclasses.replace(problem, most_lost=1.5e-3)
+            assert place_together(name, some).lost == 1e-3 or name != "exact"
+            assert place_together(name, some).lost <= 1.5e-3
+        unlimited = FormProblem([lane], FORMS[:2], losses=[[0, math.inf]])
+        assert place_together(name, unlimited).form_of == (1,)
+
+
 @pytest.mark.parametrize(
     ("seconds", "more", "message"),
     [
@@ -178,6 +201,8 @@ def test_a_loss_that_is_too_large_keeps_lanes_as_they_are():
         ([[[1.0]] * 3], {"losses": [[0.0, 0.1]]}, "losses must hold 1 x 3 numbers"),
         ([[[1.0]] * 3], {"losses": [[0.0, -0.1, 0.0]]}, "losses must be at least 0"),
         ([[[1.0, 1.0]] * 3], {"limit_bytes": [1.0]}, "limit_bytes must hold 2 numbers"),
+        ([[[1.0]] * 3], {"base_seconds": [math.inf]}, "base_seconds must be finite"),
+        ([[[1.0]] * 3], {"memory_bytes": [[1.0, math.inf, 1.0]]}, "memory_bytes must be finite"),
     ],
 )
 def test_bad_problems_are_refused(seconds, more, message):

@@ -196,6 +196,10 @@ def test_greedy_shortens_the_makespan_of_random_as_the_thesis_found():
         ({"seconds": [[float("nan")]]}, "above 0"),
         ({"seconds": [[1.0]], "memory_bytes": [1, 2]}, "2 entries for 1 lanes"),
         ({"seconds": [[1.0]], "limit_bytes": [-1]}, "0 or more"),
+        ({"seconds": [[1.0, float("inf")]]}, "above 0 on every device, and finite"),
+        ({"seconds": [[1.0]], "memory_bytes": [float("inf")]}, "memory_bytes holds inf: numbers must be finite"),
+        ({"seconds": [[1.0, 1.0]], "base_seconds": [1.0, float("nan")]}, "base_seconds holds nan"),
+        ({"seconds": [[1.0, 1.0]], "limit_bytes": [1.0, float("nan")]}, "limit_bytes holds nan"),
     ],
 )
 def test_a_problem_that_makes_no_sense_is_refused(arguments, message):

@@ -277,6 +277,8 @@ def test_a_catalog_from_a_spreadsheet_is_read(tmp_path):
         ("machine,price,devices\nbox,1,0\n", "devices is '0': give a whole number, 1 or more"),
         ("machine,prise\nbox,1\n", r"unknown column 'prise'; did you mean price\?"),
         ("machine\nbox\n", "has no column price"),
+        ("machine,price,price\nbox,1,2\n", "has the column 'price' twice: remove one"),
+        ("InstanceType,Price,Price\na,1,2\n", "has the column 'Price' twice"),
         ("machine,price\nbox,1,2\n", "line 2: value count differs from the number"),
         ("machine,price\n,1\n", "line 2: machine is empty"),
         ("machine,price\n", "has no rows"),

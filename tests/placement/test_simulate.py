@@ -90,6 +90,18 @@ def test_groups_share_the_link_of_a_host_that_they_leave_and_no_other():
     assert inside == pytest.approx(2 * WITHIN.seconds(2000))
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_link_that_is_not_shared_is_not_slower_because_others_are(algorithm):
+    slow, fast = Link(0.0, 1e8), Link(0.0, 1e9)
+    cluster = Cluster((0, 1, 2, 2), WITHIN, {0: slow, 1: fast, 2: fast})
+    both = collective_seconds("all-reduce", 1e6, cluster, [[0, 2], [1, 3]], algorithm=algorithm)
+    assert both == collective_seconds("all-reduce", 1e6, cluster, [[0, 2]], algorithm=algorithm)
+    alike = Cluster((0, 1, 2, 2, 3, 3), WITHIN, fast)  # of equal groups, some leave a host that others leave too
+    groups = [[2, 4], [3, 5], [0, 1]]
+    apart = [collective_seconds("all-reduce", 1e6, alike, some, algorithm=algorithm) for some in (groups, groups[2:])]
+    assert apart[0] == pytest.approx(2 * apart[1])
+
+
 @settings(max_examples=100, deadline=None)
 @given(kind=st.sampled_from(COLLECTIVES), num_bytes=BYTES, hosts=HOSTS, within=LINKS, between=LINKS)
 def test_a_ring_takes_what_its_messages_take(kind, num_bytes, hosts, within, between):

@@ -65,6 +65,28 @@ def test_a_loop_is_followed_turn_by_turn(length):
     assert side_by_side.depth == 1
 
 
+@pytest.mark.parametrize("length", [3, 4, 5, 10, 32, 100])
+def test_a_chain_that_another_one_overtakes_later_is_followed_to_the_end(length):
+    def loop(x):
+        start = x
+        for _ in range(30):
+            start = jnp.cos(start)
+
+        def turn(carry, _):
+            fast, slow = carry
+            fast = jnp.sin(jnp.sin(fast))
+            return (fast, slow + fast), jnp.exp(slow)
+
+        return jax.lax.scan(turn, (x, start), None, length=length)
+
+    fast, slow = 0, 30
+    for _ in range(length):
+        row, fast = slow + 1, fast + 2
+        slow = max(fast, slow) + 1
+    assert work_of(lambda x: loop(x)[0][1], jnp.ones(8)).depth == slow
+    assert work_of(lambda x: loop(x)[1], jnp.ones(8)).depth == row
+
+
 def test_of_branches_the_largest_counts():
     def choose(flag, x):
         return jax.lax.cond(flag, lambda x: jnp.exp(jnp.exp(x)), lambda x: x, x)

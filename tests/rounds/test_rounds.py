@@ -218,6 +218,12 @@ def test_the_run_of_another_command_is_not_written_over(tiny, tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == before
 
 
+def test_a_search_is_not_written_over(tiny, tmp_path):
+    (tmp_path / "trials.json").touch()
+    with pytest.raises(InputError, match="holds a search"):
+        coordinator.coordinate(tiny.replace(LONG), tmp_path, "127.0.0.1:0")
+
+
 def test_an_outer_step_that_is_not_finite_ends_the_run():
     vector = np.array([1.0, 2.0], np.float32)
     settings = RoundSettings(2, learning_rate=1e30)

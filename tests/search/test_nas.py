@@ -70,6 +70,21 @@ def test_when_every_model_fails_the_first_reason_is_given(tmp_path):
         run(config.replace({"train.learning_rate": 1e30}), settings, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["config.json", "checkpoints"])
+def test_a_training_run_is_not_written_over(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(InputError, match=f"holds a training run .{name}., not a search: give another --workdir"):
+        run(*make_config(), tmp_path)
+    assert not (tmp_path / "search.db").exists()
+
+
+def test_a_search_does_not_go_on_with_another_rounding(tmp_path):
+    config, settings = make_config()
+    setup.open_search(config, settings, tmp_path, create=True)
+    with pytest.raises(InputError, match=r"parallel.exchange_dtype: 'float32' there, 'bfloat16' now"):
+        setup.open_search(config.replace({"parallel.exchange_dtype": "bfloat16"}), settings, tmp_path, create=True)
+
+
 def test_a_worker_without_a_search_says_what_to_do(tmp_path):
     with pytest.raises(InputError, match="start it first, with the same command without --worker"):
         work(*make_config(), tmp_path)

@@ -22,7 +22,7 @@ def test_a_locked_storage(tmp_path, monkeypatch):
     holder = sqlite3.connect(tmp_path / "search.db", isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")
     with (
-        pytest.raises(InputError, match="another program has locked it"),
+        pytest.raises(InputError, match=r"another program has locked it.*Models that have finished are kept"),
         storage.storage_errors("sqlite:///search.db"),
     ):
         run(found)
@@ -51,7 +51,7 @@ def test_a_storage_that_fails_while_a_model_is_trained(tmp_path):
         yield from planted(lanes)
 
     found = make_study(tmp_path)
-    refused = pytest.raises(InputError, match=r"cannot be used .*Models that have finished are kept")
+    refused = pytest.raises(InputError, match=r"is damaged .*no such table: trial_intermediate_values")
     with refused, storage.storage_errors("sqlite:///search.db"):
         run(found, evaluate)
 
@@ -73,6 +73,14 @@ def test_storages_that_cannot_be_used(tmp_path):
         with pytest.raises(InputError, match=message) as error:
             study.Study(SETTINGS, {}, url, create=True)
         assert "secret" not in str(error.value)
+
+
+def test_tables_of_another_program(tmp_path):
+    connection = sqlite3.connect(tmp_path / "search.db")
+    connection.execute("CREATE TABLE version_info (x INTEGER)")
+    connection.close()
+    with pytest.raises(InputError, match=r"belongs to another program .no such column"):
+        make_study(tmp_path)
 
 
 def test_a_storage_of_another_version(tmp_path):

@@ -17,6 +17,7 @@ from mlcn_jax.errors import Diverged, InputError
 from mlcn_jax.search import models as models_lib
 from mlcn_jax.search import settings as settings_lib
 from mlcn_jax.search import space, study
+from mlcn_jax.search.run import _why_none
 
 
 def test_all_models_and_the_baseline_are_trained_once_and_a_second_run_trains_none(tmp_path):
@@ -264,6 +265,21 @@ def test_a_worker_that_was_taken_for_dead_goes_on_with_the_next_model(tmp_path):
     assert len(calls) == 8
 
 
+def test_a_worker_that_proposes_for_long_is_not_taken_for_dead(tmp_path, monkeypatch):
+    main, worker = make_study(tmp_path, num_models=1), make_study(tmp_path, num_models=1)
+    propose, states = worker._propose, []
+
+    def slowly(*args):
+        main._first_seen = dict.fromkeys(range(9), -math.inf)
+        main.enqueue()
+        states.extend(trial.state for trial in main._trials())
+        return propose(*args)
+
+    monkeypatch.setattr(worker, "_propose", slowly)
+    run(worker)
+    assert states == [TrialState.RUNNING]
+
+
 def test_a_small_evolution_evolves(tmp_path):
     models = run(make_study(tmp_path, method="evolution", num_models=4))
     assert [model.origin for model in models[1:3]] == ["draw", "draw"]
@@ -274,6 +290,21 @@ def test_training_seconds_end_a_search_that_then_goes_on(tmp_path):
     models = run(make_study(tmp_path, max_training_seconds=3.0))
     assert [model.state for model in models] == ["complete"] * 4 + ["waiting"] * 3  # with the baseline
     assert {model.state for model in run(make_study(tmp_path))} == {"complete"}
+
+
+def test_a_limit_that_is_used_up_before_any_model_has_ended_is_told(tmp_path):
+    def evaluate(lanes):
+        yield from planted(lanes)
+        if lanes != SETTINGS.baseline:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(make_study(tmp_path, max_training_seconds=1.0), evaluate)
+    models = run(make_study(tmp_path, max_training_seconds=1.0), evaluate)
+    assert models_lib.best(models) is None
+    told = _why_none(models, dataclasses.replace(SETTINGS, max_training_seconds=1.0))
+    assert told.startswith("search.max_training_seconds=1 is used up")
+    assert "raise it" in told
 
 
 def test_a_worker_needs_a_search(tmp_path):
@@ -315,6 +346,17 @@ def test_a_search_does_not_go_on_with_other_images_devices_or_rounding(tmp_path,
         opened("other")
     found.note("facts", {name: value for name, value in found.noted("facts").items() if name != images})
     opened("other")  # a search that did not note them goes on
+
+
+def test_a_search_that_noted_images_and_no_rounding_had_the_default(tmp_path):
+    def opened(**more):
+        facts = settings_lib.facts_of(SETTINGS) | {settings_lib.VALIDATION: "one", **more}
+        return make_study(tmp_path, facts=facts)
+
+    opened()
+    opened(**{settings_lib.ROUNDING: "float32"})
+    with pytest.raises(InputError, match="exchange_dtype: 'float32' there, 'bfloat16' now"):
+        opened(**{settings_lib.ROUNDING: "bfloat16"})
 
 
 def test_costs_are_part_of_what_must_agree_and_older_searches_have_exact_ones(tmp_path):

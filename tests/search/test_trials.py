@@ -147,7 +147,9 @@ def test_a_loss_that_is_not_finite_ends_the_trial():
     [
         ({"data__validation_fraction": "0"}, 0, "data.validation_fraction is 0: a search compares models"),
         ({}, 10**6, "search.num_images is 1000000, but there are only"),
-        ({"train__batch_size": "500"}, 200, "batch size is 500"),
+        ({"train__batch_size": "500"}, 200, "search.num_images is 200, too few: .*batch size is 500"),
+        ({}, 1, "search.num_images is 1, too few: give more, or 0 for all .*has 1 image"),
+        ({"train__batch_size": "5000"}, 0, "^the batch size is 5000"),
     ],
 )
 def test_what_cannot_be_trained(config, num_images, message):

@@ -72,6 +72,18 @@ def test_what_fits_in_parts_is_a_candidate(profile):
     assert [splits.predict_rounds(EQUAL, 200, [small] * 2, fast, parts) is None for parts in (1, 4)] == [True, False]
 
 
+def test_in_rounds_only_the_link_of_the_first_host_is_shared(profile):
+    fast, slow = simulate.Link(0.0, 1e8), simulate.Link(0.0, 1e6)
+    profiles, num_bytes = [dataclasses.replace(profile, memory_bytes=2**40)] * 5, cost.estimated_parameters(EQUAL)
+    seconds = []
+    for other in (simulate.Link(0.0, math.inf), slow, fast):
+        cluster = simulate.Cluster(range(5), fast, {0: fast, **dict.fromkeys(range(1, 5), other)})
+        seconds.append(splits.predict_rounds(EQUAL, 100, profiles, cluster))
+    assert seconds[2] == seconds[0], "the first one's link limits"
+    more = 2 * (slow.seconds(num_bytes) - 4 * fast.seconds(num_bytes)) / splits.ROUND_STEPS
+    assert seconds[1] - seconds[0] == pytest.approx(more)
+
+
 @pytest.mark.parametrize(("changes", "in_turn"), [({}, True), ({"ensemble_weight": 0.5}, False)])
 def test_of_lanes_with_losses_of_their_own_one_holds_activations(changes, in_turn):
     profile = make_profile("resnet")

@@ -366,6 +366,13 @@ def test_a_run_in_rounds_is_not_overwritten(tiny, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".json"] == []
 
 
+@pytest.mark.parametrize("name", ["search.db", "trials.json"])
+def test_a_search_is_not_written_over(tiny, tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(InputError, match=f"holds a search .{name}., not a run: give another --workdir"):
+        loop.train(tiny, tmp_path)
+
+
 def test_the_test_set_can_be_scored_later(finished, tiny, tmp_path):
     workdir, config = shutil.copytree(finished, tmp_path / "run"), tiny.replace({"train.score_test": False})
     (workdir / "summary.json").unlink()
