@@ -35,7 +35,7 @@ from mlcn_jax.training.accumulate import check_parts
 from mlcn_jax.training.checkpoint import ROUNDS, Checkpoints
 from mlcn_jax.training.plan import Plan, algorithms_of
 from mlcn_jax.training.session import Session, open_session, warn_of_unused
-from mlcn_jax.training.start import check_no_search, check_resumable, start_state
+from mlcn_jax.training.start import check_resumable, check_workdir, start_state
 from mlcn_jax.training.stop_signals import StopSignals
 
 _GRACE_SECONDS = 2.0  # time for calls that are still being answered at the end
@@ -172,7 +172,7 @@ def coordinate(
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignals())
         stack.enter_context(hold(workdir))
-        check_no_search(workdir)
+        check_workdir(workdir)
         session = open_session(config)
         warn_of_unused(config, session.spec)
         settings, num_rounds = config.train.rounds, check_rounds(session)

@@ -30,7 +30,7 @@ from mlcn_jax.training.metrics import MetricsWriter, Progress, StepLog, read_row
 from mlcn_jax.training.plan import algorithms_of, make_runner
 from mlcn_jax.training.room import check_step_fits
 from mlcn_jax.training.session import Session, calibration_images, open_session, warn_of_unused
-from mlcn_jax.training.start import announce, check_no_search, check_resumable, start_state
+from mlcn_jax.training.start import announce, check_resumable, check_workdir, start_state
 from mlcn_jax.training.stop_signals import StopSignals
 from mlcn_jax.training.teacher import open_teacher
 from mlcn_jax.training.trained import restore_best
@@ -62,7 +62,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             logging.getLogger("mlcn_jax").setLevel(logging.WARNING)
             workdir = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(hold(workdir))
-        check_no_search(workdir)
+        check_workdir(workdir)
         _log.info("loading %s", config.data.name)
         session = open_session(config)
         _check_alone(stop)

@@ -54,11 +54,16 @@ def check_resumable(session: Session, workdir: Path, mine: dict[str, Any]) -> No
         )
 
 
-def check_no_search(workdir: Path) -> None:
-    """Raises InputError if a workdir holds a search, whose summary that of a run would replace."""
-    for name in ("search.db", "trials.json"):
+def check_workdir(workdir: Path) -> None:
+    """Raises InputError if a workdir holds something else than a run, whose files those of a run would replace."""
+    for name, what in (("search.db", "a search"), ("trials.json", "a search"), ("manifest.json", "an exported model")):
         if (workdir / name).exists():
-            raise InputError(f"{workdir} holds a search ({name}), not a run: give another --workdir")
+            raise InputError(f"{workdir} holds {what} ({name}), not a run: give another --workdir")
+    if (workdir / "config.json").exists() and not (workdir / "checkpoints").exists():
+        try:
+            read_stored(workdir)
+        except InputError as error:
+            raise InputError(f"{error}: if this file is not of a run, give another --workdir") from error
 
 
 def start_state(session: Session, checkpoints: Checkpoints | None) -> tuple[TrainState, dict[str, str]]:

@@ -366,11 +366,25 @@ def test_a_run_in_rounds_is_not_overwritten(tiny, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".json"] == []
 
 
-@pytest.mark.parametrize("name", ["search.db", "trials.json"])
-def test_a_search_is_not_written_over(tiny, tmp_path, name):
-    (tmp_path / name).touch()
-    with pytest.raises(InputError, match=f"holds a search .{name}., not a run: give another --workdir"):
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("search.db", "", "holds a search .search.db., not a run: give another --workdir"),
+        ("trials.json", "[]", "holds a search .trials.json., not a run"),
+        ("manifest.json", "{}", "holds an exported model .manifest.json., not a run"),
+        (
+            "config.json",
+            '{"mine": 1}',
+            "config.json: there is no field mine.*: if this file is not of a run, give another",
+        ),
+        ("config.json", "mine", "config.json.*: if this file is not of a run, give another --workdir"),
+    ],
+)
+def test_what_is_no_run_is_not_written_over(name, content, message, tiny, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=message):
         loop.train(tiny, tmp_path)
+    assert (tmp_path / name).read_text() == content
 
 
 def test_the_test_set_can_be_scored_later(finished, tiny, tmp_path):
