@@ -611,6 +611,22 @@ def test_int8_is_calibrated_on_one_batch_after_another(model, monkeypatch):
 
 
 @installed
+def test_channels_of_the_last_convolution_have_one_range(model, images, tmp_path):
+    import onnx as onnx_package
+
+    lane = lanes_of(model.spec, model.encoder)[0]
+    path = precision_make._optimized(lane, tmp_path)
+    equalised = precision_make._equalised(path, [images[:5], images[5:]], "lane")
+    np.testing.assert_allclose(open_onnx(equalised, OUTPUT)(images), open_onnx(path, OUTPUT)(images), atol=1e-5)
+    probed = onnx_package.load(equalised)
+    name = [node.output[0] for node in probed.graph.node if node.op_type == "Conv"][-1]
+    probed.graph.output.append(onnx_package.helper.make_tensor_value_info(name, onnx_package.TensorProto.FLOAT, None))
+    onnx_package.save(probed, tmp_path / "found.onnx")
+    ranges = np.abs(open_onnx(tmp_path / "found.onnx", name)(images)).max(axis=(0, 2, 3))
+    np.testing.assert_allclose(ranges, 1.0, rtol=1e-4)
+
+
+@installed
 def test_scales_that_are_not_finite_are_one_error(model, images):
     lane = lanes_of(model.spec, jax.tree.map(lambda a: np.full_like(a, np.nan), model.encoder))[0]
     with pytest.raises(InputError, match=r"lane 0, mlcn1:w1d1: .* not finite"):
