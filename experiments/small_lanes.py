@@ -233,10 +233,12 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> "Figure":
 
     figure = Figure(figsize=(max(8, 3 * len(rows)), 7), layout="constrained")
     axes = figure.subplots()
+    width = 0.8 / len(WAYS)
     for i, way in enumerate(WAYS):
         values = [row["milliseconds"][way] for row in rows]
-        axes.bar([left + 0.28 * i for left in range(len(rows))], values, 0.26, label=way)
-    axes.set_xticks([left + 0.42 for left in range(len(rows))], [row["row"] for row in rows])
+        axes.bar([left + width * i for left in range(len(rows))], values, 0.95 * width, label=way)
+    names = [f"{row['row']}, {row['machine'].rpartition(', ')[2]}" for row in rows]
+    axes.set_xticks([left + 0.4 - width / 2 for left in range(len(rows))], names)
     axes.set_ylabel("ms of a batch, all lanes")
     figure.legend(loc="outside upper center", ncols=2)
     return figure
