@@ -98,6 +98,8 @@ def search_with(
     stored, asked = folder / "run.json", {"config_hash": config.hash(), **dataclasses.asdict(settings)}
     if stored.exists():
         run = json.loads(stored.read_text())
+        if "asked" not in run and sum(run["models"].values()) == settings.num_models:
+            return run  # of an older version, which noted no more
         if rows := differences(run.get("asked", {}), asked):
             raise InputError(
                 f"{folder} holds a search of other settings:\n" + "\n".join(rows) + "\ngive another --workdir"

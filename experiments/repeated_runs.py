@@ -162,7 +162,7 @@ class Series:
 
     def _is_of_now(self, record: Mapping[str, Any]) -> bool:
         try:
-            return self._hash(self._config(record["facts"])) == record["config_hash"]
+            return record["config_hash"] in self._hashes(self._config(record["facts"]))
         except KeyError:  # a row that there is no more
             return False
 
@@ -219,7 +219,7 @@ class Series:
         record: dict[str, Any] = {
             "facts": dict(facts),
             "command": self.request.command,
-            "config_hash": self._hash(config),
+            "config_hash": self._hashes(config)[0],
         }
         record["config"] = config.replace({"data.dir": "", "data.cache_dir": ""}).to_dict()
         if self._instead is None:
@@ -259,12 +259,12 @@ class Series:
         epochs = self.scale.num_epochs or config.train.num_epochs
         return config.replace({"train.num_epochs": epochs, "train.num_steps": self.scale.num_steps})
 
-    def _hash(self, config: RunConfig) -> str:
-        """A hash of the settings, in which it makes no difference where the workdir is that holds a teacher."""
-        teacher = Path(config.train.teacher)
+    def _hashes(self, config: RunConfig) -> tuple[str, str]:
+        """Of the settings: without the workdir in which a teacher may be, and with it, as older versions noted it."""
+        teacher, plain = Path(config.train.teacher), config
         if config.train.teacher and teacher.is_relative_to(self.workdir):
-            config = config.replace({"train.teacher": str(teacher.relative_to(self.workdir))})
-        return config.hash()
+            plain = config.replace({"train.teacher": str(teacher.relative_to(self.workdir))})
+        return plain.hash(), config.hash()
 
     def held_out(self, record: Mapping[str, Any]) -> int:
         """How many of the training images of a run are held out for validation."""
@@ -279,7 +279,7 @@ class Series:
 
     def _check(self, path: Path, record: dict[str, Any]) -> None:
         config, stored = self._config(record["facts"]), RunConfig.from_dict(record["config"])
-        if record["config_hash"] == self._hash(config):
+        if record["config_hash"] in self._hashes(config):
             return
         mine, theirs = flat(config.to_dict()), flat(stored.to_dict())
         fields = [field for field in mine if stored.replace({field: mine[field]}).hash() != stored.hash()]

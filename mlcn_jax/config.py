@@ -121,7 +121,7 @@ class RunConfig:
             sections: dict[str, Any] = {}
             for section, section_cls in SECTIONS.items():
                 given = values.get(section, {})
-                check(isinstance(given, Mapping), section, given, "a group of fields")
+                check(isinstance(given, Mapping | ConfigDict), section, given, "a group of fields")
                 given = dict(given)
                 if section == "model":
                     defaults = model_defaults()

@@ -203,6 +203,10 @@ def test_a_message_names_a_damaged_config_once(tmp_path):
     assert str(caught.value).count("config.json") == 1
 
 
+def test_a_config_dict_is_read_like_a_dictionary():
+    assert RunConfig.from_dict(default.get_config()) == RunConfig()
+
+
 def test_a_group_of_fields_that_is_none_is_named():
     with pytest.raises(InputError, match=r"^model is None; it must be a group of fields$"):
         RunConfig.from_dict({"model": None})

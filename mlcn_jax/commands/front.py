@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
         print(usage())
         return 0
     if arguments[0] in _VERSION:
-        print(", ".join(f"{name} {metadata.version(name)}" for name in ("mlcn_jax", "jax", "flax", "optax")))
+        print(", ".join(map(_version, ("mlcn_jax", "jax", "flax", "optax"))))
         return 0
     name = _mode(arguments) if arguments[0].startswith("-") else arguments.pop(0)
     if name not in COMMANDS:
@@ -80,6 +80,13 @@ def usage() -> str:
         f"main.py takes --mode=NAME, one of {', '.join(MODES)}, and trains by default.\n"
         "Exit codes: 0 done, 2 input that cannot be used, 3 failed, 75 stopped after saving: run it again to resume."
     )
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:  # a clone, or what predicts only
+        return f"{package} not installed"
 
 
 def _mode(arguments: list[str]) -> str:

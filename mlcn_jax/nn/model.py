@@ -241,11 +241,12 @@ def apply_model(
     Raises:
       InputError: the images have another shape, or are integers.
     """
-    if images.shape[1:] != spec.image_shape or jnp.issubdtype(images.dtype, jnp.integer):
+    is_integer = jnp.issubdtype(images.dtype, jnp.integer)
+    if is_integer or images.shape[1:] != spec.image_shape:
         expected = ", ".join(map(str, ("batch", *spec.image_shape)))
+        cure = "divide them by 255" if is_integer else "resize them"
         raise InputError(
-            f"images are {images.dtype} {list(images.shape)}; expected pixels in [0, 1], as float [{expected}]: divide "
-            "uint8 pixels by 255"
+            f"images are {images.dtype} {list(images.shape)}; expected pixels in [0, 1], as float [{expected}]: {cure}"
         )
     return CapsuleNetwork(spec).apply({"params": params}, images, classes)  # type: ignore[return-value]
 

@@ -106,7 +106,7 @@ def read_catalog(path: Path, priced_on: str = "", today: datetime.date | None = 
     if not rows:
         raise InputError(f"--catalog={path} has no rows: give a header line and a line for each machine")
     given = _day(priced_on, "--priced_on") if priced_on else None
-    if twice := [column for n, column in enumerate(columns) if column in columns[:n]]:
+    if twice := [column for n, column in enumerate(columns) if column and column in columns[:n]]:
         raise InputError(f"--catalog={path} has the column {twice[0]!r} twice: remove one")
     is_sky = "InstanceType" in columns
     if not is_sky:

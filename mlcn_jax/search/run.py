@@ -51,8 +51,9 @@ def run(
       Stopped: SIGTERM or Ctrl-C arrived; the message says how many models have ended.
     """
     with files.hold(workdir), storage.storage_errors(storage_url(settings, workdir)):
+        begun = (workdir / "search.db").exists() or (workdir / "trials.json").exists()
         for name in ("config.json", "checkpoints"):
-            if (workdir / name).exists():
+            if (workdir / name).exists() and not begun:
                 raise InputError(f"{workdir} holds a training run ({name}), not a search: give another --workdir")
         found = open_search(config, settings, workdir, create=True, programs=programs)
         with _stoppable(found.study), worker_slot(found):

@@ -101,7 +101,7 @@ class Trainer:
             )
             self.steps_per_epoch = steps_per_epoch(len(self.train.labels), settings.batch_size)
         except InputError as error:
-            if not num_images:
+            if not num_images or not 0 <= config.data.validation_fraction < 1:
                 raise
             raise InputError(
                 f"search.num_images is {num_images}, too few: give more, or 0 for all ({error})"

@@ -119,24 +119,27 @@ def export_is_current(workdir: Path) -> bool:
         if of is None or of["model"] != now["model"]:
             return False
         if now["checkpoint"] and "facts" in of:  # which earlier versions did not write
-            return of == now
+            newest = str(now["checkpoint"])
+            return of["facts"].get(newest) == now["facts"][newest]
         return of["checkpoint"] >= now["checkpoint"]  # all checkpoints may have been removed since
     except (Damaged, AttributeError, KeyError, TypeError):
         return True  # whoever reads it says what is wrong
 
 
 def source_of(workdir: Path) -> dict[str, Any]:
-    """What an export of a training run depends on: its newest checkpoint, and its `model.json`."""
+    """What an export of a training run depends on: its checkpoints, above all the newest, and its `model.json`."""
     from mlcn_jax.host import sha256_of
 
     def digest(path: Path) -> str:
-        return sha256_of(path) if path.is_file() else ""
+        try:
+            return sha256_of(path)
+        except FileNotFoundError:  # a run that goes on removes checkpoints meanwhile
+            return ""
 
-    steps = [int(path.name) for path in (workdir / "checkpoints").glob("*") if path.name.isdecimal()]
-    newest = max(steps, default=0)
+    saved = [path for path in (workdir / "checkpoints").glob("*") if path.name.isdecimal()]
     return {
-        "checkpoint": newest,
-        "facts": digest(workdir / "checkpoints" / str(newest) / "facts" / "metadata"),  # a digest of its parameters too
+        "checkpoint": max((int(path.name) for path in saved), default=0),
+        "facts": {path.name: digest(path / "facts" / "metadata") for path in saved},  # with a digest of the parameters
         "model": digest(workdir / "model.json"),  # lanes' weights may be fitted after training
     }
 

@@ -16,7 +16,7 @@ from mlcn_jax.nn.calibration import without_statistics
 from mlcn_jax.nn.model import count_parameters, init_params
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement.cost import forward_flops
-from mlcn_jax.training.checkpoint import Checkpoints
+from mlcn_jax.training.checkpoint import ROUNDS, Checkpoints
 from mlcn_jax.training.session import Session, whiten_from
 from mlcn_jax.training.step import TrainState
 from mlcn_jax.training.teacher import TEACHERS
@@ -56,10 +56,12 @@ def check_resumable(session: Session, workdir: Path, mine: dict[str, Any]) -> No
 
 def check_workdir(workdir: Path) -> None:
     """Raises InputError if a workdir holds something else than a run, whose files those of a run would replace."""
+    if (workdir / "checkpoints").exists() or (workdir / ROUNDS).exists():
+        return
     for name, what in (("search.db", "a search"), ("trials.json", "a search"), ("manifest.json", "an exported model")):
         if (workdir / name).exists():
             raise InputError(f"{workdir} holds {what} ({name}), not a run: give another --workdir")
-    if (workdir / "config.json").exists() and not (workdir / "checkpoints").exists():
+    if (workdir / "config.json").exists():
         try:
             read_stored(workdir)
         except InputError as error:

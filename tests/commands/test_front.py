@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 from conftest import REPOSITORY
@@ -28,6 +28,15 @@ def test_the_list_names_every_command(capsys):
     assert front.run(["--help"]) == front.run([]) == 0
     listed = capsys.readouterr().out
     assert all(f"\n  {name:<10}{summary}" in listed for name, (_, summary) in front.COMMANDS.items())
+
+
+def test_a_version_may_be_missing(capsys, monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    assert front.run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("mlcn_jax not installed, jax not installed")
 
 
 def test_versions_are_told(capsys):

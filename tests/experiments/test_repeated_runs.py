@@ -28,6 +28,7 @@ from experiments import (
 from experiments import table_4_1_tuning as tuning
 from experiments.repeated_runs import Series
 from mlcn_jax import host
+from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import Diverged, InputError, Stopped
 from mlcn_jax.files import write_json
 from mlcn_jax.training.stop_signals import StopSignals
@@ -123,6 +124,10 @@ def test_students_stay_where_the_workdir_of_their_teacher_is_another(tmp_path, d
     first.train([{"way": "taught"}], lambda: None)
     (record,) = first.records()
     assert trained.configs[0].train.teacher == str(tmp_path / "first" / "runs" / "teacher")
+    path = tmp_path / "first" / "runs" / "taught" / "run.json"
+    write_json(path, record | {"config_hash": RunConfig.from_dict(record["config"]).hash()})
+    assert len(first.records()) == 1, "an older version noted the hash with the path"
+    write_json(path, record)
     record["data"]["copy"] = ""
     write_json(tmp_path / "kept.json", {**first.marker, "runs": [record]})
     assert [one["facts"] for one in series("second").records()] == [{"way": "taught"}]

@@ -232,16 +232,16 @@ def test_products_are_fused_where_lanes_have_chains_of_them(lanes, batch, dtype,
 
 
 @pytest.mark.parametrize(
-    ("images", "found"),
+    ("images", "found", "cure"),
     [
-        (np.zeros((2, 18, 18, 1), np.uint8), r"uint8 \[2, 18, 18, 1\]"),
-        (np.zeros((2, 18, 17, 1), np.float32), r"float32 \[2, 18, 17, 1\]"),
-        (np.zeros((18, 18, 1), np.float32), r"float32 \[18, 18, 1\]"),
+        (np.zeros((2, 18, 18, 1), np.uint8), r"uint8 \[2, 18, 18, 1\]", "divide them by 255"),
+        (np.zeros((2, 18, 17, 1), np.float32), r"float32 \[2, 18, 17, 1\]", "resize them"),
+        (np.zeros((18, 18, 1), np.float32), r"float32 \[18, 18, 1\]", "resize them"),
     ],
 )
-def test_images_of_another_shape_or_range_are_refused(images, found):
-    expected = r"expected pixels in \[0, 1\], as float \[batch, 18, 18, 1\]: divide uint8 pixels by 255"
-    with pytest.raises(InputError, match=f"images are {found}; {expected}"):
+def test_images_of_another_shape_or_range_are_refused(images, found, cure):
+    expected = r"expected pixels in \[0, 1\], as float \[batch, 18, 18, 1\]"
+    with pytest.raises(InputError, match=f"images are {found}; {expected}: {cure}"):
         model.apply_model(SMALL, {}, images)
 
 

@@ -115,6 +115,11 @@ def test_an_export_of_a_run_that_was_trained_anew_is_not_used(exported, tmp_path
     facts = newest / "facts" / "metadata"
     facts.write_text(facts.read_text().replace('"params": "', '"params": "0'))
     assert not predict.export_is_current(tmp_path), "another seed"
+    shutil.copytree(exported / "checkpoints", tmp_path / "checkpoints", dirs_exist_ok=True)
+    assert predict.export_is_current(tmp_path)
+    assert len([*newest.parent.iterdir()]) > 1
+    shutil.rmtree(newest)
+    assert predict.export_is_current(tmp_path), "the best one was kept"
     manifest = tmp_path / "export" / "manifest.json"
     content = json.loads(manifest.read_text())
     del content["source"]["facts"]
