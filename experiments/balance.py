@@ -24,10 +24,9 @@ from typing import Any
 from absl import flags
 
 from experiments import RESULTS, workers
-from experiments.kept_rows import is_row
+from experiments.kept_rows import is_row, stored_results
 from experiments.simulator_check import digest
 from mlcn_jax import host
-from mlcn_jax.errors import InputError, differences
 from mlcn_jax.files import markdown, read_json, write_json
 from mlcn_jax.launch import launch_script
 from mlcn_jax.nn.lanes import PUBLISHED_KINDS
@@ -116,15 +115,9 @@ def measured_rows(path: Path, about: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises:
       InputError: they were measured with other settings, or elsewhere, than `about` says.
     """
-    stored = read_json(path) if path.exists() else {}
-    rows = stored.get("measured", [])
-    if rows and (differing := differences(stored, about)):
-        raise InputError(
-            f"{path} holds {len(rows)} measured draws that cannot stand beside those asked for:\n"
-            + "\n".join(differing)
-            + "\nmove it away, or give another --output"
-        )
-    return rows
+    if not path.exists() or not read_json(path).get("measured"):
+        return []  # what was simulated is simulated again
+    return stored_results(path, about)["measured"]
 
 
 def draw_picture(results: dict[str, Any], path: Path) -> None:

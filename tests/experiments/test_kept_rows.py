@@ -135,7 +135,7 @@ def test_balance_does_not_replace_what_was_measured_with_something_else(
     write_json(balance_path, read_json(balance_path) | stored)
     before = balance_path.read_text()
     monkeypatch.setattr(balance, "simulate", lambda *given: pytest.fail("it is refused before anything is done"))
-    message = rf"(?s)balance\.json holds 2 measured draws .*\n{told}\nmove it away, or give another --output"
+    message = rf"(?s)balance\.json holds results that cannot stand .*\n{told}\nmove it away to begin anew"
     with pytest.raises(InputError, match=message):
         balance.main(parsed(balance, *given, changed))
     assert balance_path.read_text() == before
