@@ -5,7 +5,7 @@
 The rule gives the largest lane to the device that is least loaded so far. At first all devices are empty, so the order
 in which they are listed breaks the tie. The draws are those of `experiments.balance`: lanes of width and depth 1..5 and
 cost width^2 * depth, on 4 devices with the thesis's speeds (1, 3.1, 4.2, 6), listed in each of the 24 orders.
-Simulated. Writes `experiments/results/tie_break.json`.
+Each draw is also placed at random, a hundred times. Simulated. Writes `experiments/results/tie_break.json`.
 """
 
 import itertools
@@ -24,19 +24,26 @@ from mlcn_jax.placement.problem import Problem, uniform_seconds
 SPEEDS = (1.0, 3.1, 4.2, 6.0)
 LANES = (6, 9, 12, 24)
 _RULES = ("greedy_published", "greedy")
+_PLACEMENTS = 100  # by chance, of each set of lanes
 
 
-def gains(speeds: tuple[float, ...], num_lanes: int, draws: int, seed: int) -> dict[str, float]:
-    """How many times longer random placement takes than each rule, mean over the draws."""
+def gains(num_lanes: int, draws: int, seed: int) -> dict[tuple[float, ...], dict[str, float]]:
+    """For each order of the devices, how many times longer random placement takes than each rule, mean over the draws.
+
+    Random placement, the mean of `_PLACEMENTS`, knows no order: it is the same for all.
+    """
     rng = random.Random(seed)
-    found: dict[str, list[float]] = {rule: [] for rule in _RULES}
-    for draw in range(draws):
+    found = {order: {rule: 0.0 for rule in _RULES} for order in itertools.permutations(SPEEDS)}
+    for _ in range(draws):
         costs = [rng.randint(1, 5) ** 2 * rng.randint(1, 5) for _ in range(num_lanes)]
-        problem = Problem(uniform_seconds(costs, [1 / speed for speed in speeds]))
-        by_chance = partition("random", problem, seed=draw).makespan_seconds
-        for rule in _RULES:
-            found[rule].append(by_chance / partition(rule, problem, seed=draw).makespan_seconds)
-    return {rule: statistics.mean(values) for rule, values in found.items()}
+        problem = Problem(uniform_seconds(costs, [1 / speed for speed in SPEEDS]))
+        placements = [partition("random", problem, seed=rng.getrandbits(32)) for _ in range(_PLACEMENTS)]
+        by_chance = statistics.fmean(placement.makespan_seconds for placement in placements)
+        for order, rules in found.items():
+            problem = Problem(uniform_seconds(costs, [1 / speed for speed in order]))
+            for rule in _RULES:
+                rules[rule] += by_chance / partition(rule, problem).makespan_seconds / draws
+    return found
 
 
 def define(values: flags.FlagValues) -> None:
@@ -45,14 +52,14 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(values: flags.FlagValues) -> None:
+    found = {n: gains(n, values.draws, values.seed) for n in LANES}
     result = {
         "random_over_rule": {
-            ", ".join(f"{speed:g}" for speed in speeds): {
-                str(n): gains(speeds, n, values.draws, values.seed) for n in LANES
-            }
-            for speeds in itertools.permutations(SPEEDS)
+            ", ".join(f"{speed:g}" for speed in order): {str(n): found[n][order] for n in LANES}
+            for order in itertools.permutations(SPEEDS)
         },
         "draws": values.draws,
+        "random_placements_per_draw": _PLACEMENTS,
         "seed": values.seed,
         "date": host.today(),
         **host.environment(),

@@ -141,7 +141,7 @@ def scaling() -> str:
     return (
         f"{table_of(header, rows)}\n\n{measured_on(result)}\n\nOn two real cores, the speed-up is {spans['lanes']} for "
         f"2 to 32 lanes of width 4, {spans['width']} for 8 lanes of width 1 to 6, and {spans['depth']} for 8 lanes of "
-        "depth 1 to 5. Relative to one process on both cores, the time of two processes that split the lanes is "
+        "depth 1 to 5. The speed-up of one process on both cores, over that of two processes that split the lanes: "
         f"{shares}."
     )
 
@@ -299,16 +299,23 @@ def published_scaling() -> str:
 @place
 def tie_break() -> str:
     result = experiment("tie_break")
-    lanes = list(next(iter(result["random_over_rule"].values())))
-    rows = []
-    for rule, title in (("greedy_published", "greedy, published"), ("greedy", "greedy")):
-        for i, listed in enumerate(("first", "second", "third", "last")):
-            orders = [found for order, found in result["random_over_rule"].items() if order.split(", ")[i] == "1"]
-            gains = [[found[count][rule] for found in orders] for count in lanes]
-            rows.append([title, listed, *(f"{min(each):.2f} to {max(each):.2f}" for each in gains)])
+    orders = result["random_over_rule"]
+    lanes = list(next(iter(orders.values())))
+
+    def row(title: str, rule: str, listed: str, slowest: int | None = None) -> list[str]:
+        those = [found for order, found in orders.items() if slowest is None or order.split(", ")[slowest] == "1"]
+        ends = [(min(gains), max(gains)) for gains in ([found[count][rule] for found in those] for count in lanes)]
+        return [title, listed, *(" to ".join(dict.fromkeys(f"{gain:.2f}" for gain in pair)) for pair in ends)]
+
+    rows = [
+        row("greedy, published", "greedy_published", listed, i)
+        for i, listed in enumerate(("first", "second", "third", "last"))
+    ]
+    rows.append(row("greedy", "greedy", "anywhere"))
     table = table_of(" | ".join(["rule", "the slowest is listed", *(f"{count} lanes" for count in lanes)]), rows)
-    draws = result["draws"]
+    chance = f"{result['random_placements_per_draw']} random placements of each"
+    told = f"simulated, means of {result['draws']} draws and {chance}, ranges over orders"
     return (
-        f"{table}\n\n{measured_on(result, f'simulated, means of {draws} draws, ranges over orders')}\n\n"
+        f"{table}\n\n{measured_on(result, told)}\n\n"
         "- `python -m experiments.tie_break`"
     )
