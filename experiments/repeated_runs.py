@@ -20,7 +20,7 @@ from experiments import data_parts
 from experiments.published_rows import NUM_EPOCHS
 from mlcn_jax import files, host
 from mlcn_jax.config import RunConfig, flat
-from mlcn_jax.errors import Diverged, InputError, Stopped, differences
+from mlcn_jax.errors import Diverged, InputError, Stopped, differences, is_lack_of_memory
 from mlcn_jax.files import read_json, write_json
 from mlcn_jax.training import loop
 from mlcn_jax.training.metrics import read_rows
@@ -229,7 +229,7 @@ class Series:
         try:
             found = self._instead(config, facts) if self._instead else loop.train(config, folder)
         except (Diverged, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            if isinstance(error, RuntimeError) and not is_lack_of_memory(error):
                 raise
             traceback.clear_frames(error.__traceback__)  # which may hold what there was no memory for
             record["failed"] = str(error).splitlines()[0]

@@ -33,7 +33,7 @@ def gains(num_lanes: int, draws: int, seed: int) -> dict[tuple[float, ...], dict
     Random placement, the mean of `_PLACEMENTS`, knows no order: it is the same for all.
     """
     rng = random.Random(seed)
-    found = {order: {rule: 0.0 for rule in _RULES} for order in itertools.permutations(SPEEDS)}
+    found = {order: dict.fromkeys(_RULES, 0.0) for order in itertools.permutations(SPEEDS)}
     for _ in range(draws):
         costs = [rng.randint(1, 5) ** 2 * rng.randint(1, 5) for _ in range(num_lanes)]
         problem = Problem(uniform_seconds(costs, [1 / speed for speed in SPEEDS]))

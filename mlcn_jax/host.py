@@ -81,7 +81,7 @@ def device_memory_bytes(device: jax.Device | None = None) -> int | None:
 
 
 def total_memory_bytes() -> int:
-    """Total memory for programs: of every accelerator in the run, or of this machine."""
+    """Total memory for programs, of every accelerator in the run, or of as many machines like this as processes."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     if all(found and "bytes_limit" in found for found in stats):
         return jax.process_count() * sum(int(found["bytes_limit"]) for found in stats if found)

@@ -315,7 +315,4 @@ def tie_break() -> str:
     table = table_of(" | ".join(["rule", "the slowest is listed", *(f"{count} lanes" for count in lanes)]), rows)
     chance = f"{result['random_placements_per_draw']} random placements of each"
     told = f"simulated, means of {result['draws']} draws and {chance}, ranges over orders"
-    return (
-        f"{table}\n\n{measured_on(result, told)}\n\n"
-        "- `python -m experiments.tie_break`"
-    )
+    return f"{table}\n\n{measured_on(result, told)}\n\n- `python -m experiments.tie_break`"

@@ -103,7 +103,7 @@ def task_of(config: Any, session: Any) -> Task:
         )
     check_parts(spec, train.batch_size, 1, train.accumulation_steps)
     validation = len(session.validation.labels)
-    residual = any(group.kind.normalises for group in spec.lane_groups)
+    residual = spec.normalises
     views = 2 if config.data.mirrors else 1
     test, epochs = len(session.dataset.test.labels), session.num_steps // session.steps_per_epoch
     scored = views * (validation + train.score_test * test) + train.test_every_epoch * epochs * test

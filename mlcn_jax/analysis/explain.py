@@ -6,7 +6,6 @@ A lane is one dimension of every class capsule. CapsNet's 16 dimensions are trea
 import functools
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,29 +14,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
-from mlcn_jax.analysis.workdir import load_with_data, stored_config
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import padded_batches, to_pixels
 from mlcn_jax.nn.model import class_lengths, encode, param_shapes, reconstruct
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.training.trained import Trained
 
 OFFSETS = tuple(i / 20 for i in range(-5, 6))  # thesis, figure 4.3
 _BATCH_SIZE = 50
-
-
-def load_explained(workdir: Path, data_dir: str = "") -> tuple[Trained, datasets.Dataset]:
-    """The trained model of a workdir, with its decoder, and the images of its configuration.
-
-    Args:
-      workdir: workdir of a training run.
-      data_dir: overrides `data.dir` of the run's configuration, if not empty.
-
-    Raises:
-      InputError: the workdir holds no trained model, its checkpoints do not match `model.json`, or the images do not
-        match the model.
-    """
-    return load_with_data(workdir, stored_config(workdir, data_dir))
 
 
 def column_names(spec: ModelSpec) -> list[str]:

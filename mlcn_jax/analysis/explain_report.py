@@ -9,6 +9,7 @@ import numpy as np
 
 from mlcn_jax import host
 from mlcn_jax.analysis import explain
+from mlcn_jax.analysis.workdir import load_with_data, stored_config
 from mlcn_jax.errors import InputError
 from mlcn_jax.files import make_folder, markdown, write_figure, write_json
 
@@ -32,7 +33,7 @@ def explain_run(
       InputError: the workdir, the images, their indices or the output folder cannot be used.
     """
     _log.info("loading %s, and the images", workdir)
-    trained, dataset = explain.load_explained(workdir, data_dir)
+    trained, dataset = load_with_data(workdir, stored_config(workdir, data_dir))
     spec, params, test = trained.spec, trained.params, dataset.test
     wrong = [index for index in indices if not 0 <= index < len(test.labels)]
     if wrong:

@@ -308,7 +308,7 @@ def _norm_group(parts: Sequence[Part]) -> int:
 
     As many as the first lanes that normalise had, or the most below that divide a part of a batch of the first workdir.
     """
-    normalise = [each for each in parts if any(group.kind.normalises for group in each.trained.spec.lane_groups)]
+    normalise = [each for each in parts if each.trained.spec.normalises]
     group, settings = (normalise or parts)[0].trained.spec.norm_group, parts[0].config.train
     part = settings.batch_size // settings.accumulation_steps
     if not normalise or part <= group:

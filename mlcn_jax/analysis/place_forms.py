@@ -27,7 +27,8 @@ def place_training(spec: ModelSpec, batch_size: int, files: Sequence[Path]) -> d
 
     Returns:
       The choice, ready for JSON, beside what the best placement takes with all lanes in one precision, which is what
-      `mlcn_jax train` can do. `memory` says whether the profiles hold the memory of forms; if not, it is ignored.
+      `mlcn_jax train` can do. `optimal` says whether the choice was proven to be the fastest in the time that is
+      allowed, `memory` whether the profiles hold the memory of forms; if not, it is ignored.
 
     Raises:
       InputError: the model has no lanes, or a profile cannot be used; NoRoom: the lanes do not fit the devices.
@@ -53,6 +54,7 @@ def place_training(spec: ModelSpec, batch_size: int, files: Sequence[Path]) -> d
         "makespan_seconds": placed.makespan_seconds,
         "in_one_precision_seconds": alike,
         "partitioner": partitioner,
+        "optimal": placed.optimal,
         "memory": bool(memory),
     }
 

@@ -21,7 +21,7 @@ from typing import Any
 from mlcn_jax import pretrained
 from mlcn_jax.analysis.join import join, settings_in_common
 from mlcn_jax.config import RunConfig, flat
-from mlcn_jax.errors import Diverged, InputError, differences
+from mlcn_jax.errors import Diverged, InputError, differences, is_lack_of_memory
 from mlcn_jax.files import make_folder, read_json, try_lock, write_json
 from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.nn.lanes import LaneSpec
@@ -58,7 +58,10 @@ _OWN = {"model.lanes", "model.lane_seeds", "train.lanes_apart"}  # fields that k
 
 @dataclasses.dataclass(frozen=True)
 class PoolLane:
-    """A lane to train: its name, its workdir of that name, the configuration of its run, and the FLOPs of that run."""
+    """A lane to train: its name, its workdir of that name, the configuration of its run, and its work.
+
+    `flops` are epochs times the FLOPs of one image's forward pass: they rank lanes that train on the same images.
+    """
 
     name: str
     workdir: Path
@@ -272,11 +275,12 @@ def work(
 def _check_joined(pool: Pool) -> None:
     """Raises InputError if lanes of a joined model are not, or no longer, lanes of the pool."""
     hashes = {lane.name: lane.config.hash() for lane in pool.lanes}
-    for count in range(1, len(pool.lanes) + 1):
-        made_of = _read(pool.made_of(count)) if pool.joined(count).exists() else {}
-        if others := [name for name, hashed in made_of.items() if hashes.get(name) != hashed]:
+    for made_of in sorted((pool.folder / "joined").glob("*.json")):  # of more lanes than there are now, too
+        joined = made_of.with_suffix("")
+        lanes = _read(made_of) if joined.exists() else {}
+        if others := [name for name, hashed in lanes.items() if hashes.get(name) != hashed]:
             raise InputError(
-                f"{pool.joined(count)} was joined of lanes that {FILE} no longer has, or has with another "
+                f"{joined} was joined of lanes that {FILE} no longer has, or has with another "
                 f"configuration: {', '.join(others)}. Remove that folder, and it is joined again of those of now; or "
                 "restore the lanes"
             )
@@ -323,7 +327,7 @@ def _left_to_others(what: str, name: str, cannot: dict[str, str]) -> Iterator[No
     try:
         yield
     except (InputError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+        if not isinstance(error, InputError) and not is_lack_of_memory(error):
             raise
         cannot[name] = str(error) or type(error).__name__
         _log.error("this machine cannot %s %s and leaves it to others: %s", what, name, error)

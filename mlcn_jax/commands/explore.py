@@ -23,11 +23,12 @@ def main(argv: Sequence[str]) -> None:
     workdir = arguments.given_workdir(values)
 
     from mlcn_jax import host
-    from mlcn_jax.analysis import explain, explorer_page
+    from mlcn_jax.analysis import explorer_page
+    from mlcn_jax.analysis.workdir import load_with_data, stored_config
 
     listener = explorer_page.listen(values.port)
     explorer_page.check_gradio()
     host.set_up_jax()
-    trained, dataset = explain.load_explained(workdir, values.data_dir)
+    trained, dataset = load_with_data(workdir, stored_config(workdir, values.data_dir))
     page = explorer_page.build(explorer_page.Explorer(trained, dataset.test))
     explorer_page.serve(page, listener)

@@ -92,7 +92,7 @@ def between_processes(devices: Sequence[jax.Device], within: Link, kept: Path | 
     if jax.process_count() == 1:
         return None
     machines = processes.everywhere(_machine)
-    stored = processes.from_first(_stored(kept, machines) if processes.is_first() else None)
+    stored = processes.in_first(lambda: _stored(kept, machines))
     if stored is None:
         _log.info("measuring the links between %d processes", len(machines))
         first = {device.process_index: device for device in reversed(devices)}

@@ -68,7 +68,7 @@ def check_split(spec: ModelSpec, batch_size: int, data: int, lane: int) -> None:
             f"{_nearest_divisor(batch_size, data)} or a batch of {max(1, round(batch_size / data)) * data}"
         )
     share, group = batch_size // data, min(spec.norm_group, batch_size)
-    if share % group and any(lanes.kind.normalises for lanes in spec.lane_groups):
+    if share % group and spec.normalises:
         raise InputError(
             f"model.norm_group={spec.norm_group}: {group} images are normalised together, but parallel.data={data} "
             f"gives each device {share} of a batch of {batch_size}: use model.norm_group="

@@ -47,13 +47,13 @@ def watch(settings: ParallelSettings) -> int:
     Raises:
       InputError: a single process is to be started, but there is no coordinator address.
     """
-    everywhere = settings.process >= 0
-    if everywhere and not settings.coordinator:
+    starts_one = settings.process >= 0
+    if starts_one and not settings.coordinator:
         raise InputError(
             f"parallel.process={settings.process} needs parallel.coordinator=HOST:PORT, an address of process 0's "
             "machine that all can reach; without parallel.process, all processes start on this machine"
         )
-    numbers = [settings.process] if everywhere else list(range(settings.processes))
+    numbers = [settings.process] if starts_one else list(range(settings.processes))
     coordinator = settings.coordinator or f"127.0.0.1:{free_port()}"
     children: dict[int, subprocess.Popen] = {}
     said = {number: tempfile.TemporaryFile() for number in numbers[1:]}  # noqa: SIM115
@@ -333,7 +333,7 @@ def _threads() -> set[int]:
 
 def _check_same_config(values: Mapping[str, Any]) -> None:
     mine = {name: value for name, value in values.items() if name not in _MAY_DIFFER}
-    first = from_first(mine)
+    first = in_first(lambda: mine)
     rows = differences(first, mine, here="here")
     differ = gather(bool(rows))
     if any(differ):
@@ -347,20 +347,6 @@ def is_first() -> bool:
     import jax
 
     return jax.process_index() == 0
-
-
-def from_first(value: Any) -> Any:
-    """Process 0's `value`, which must be JSON-serializable, in every process."""
-    import jax
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    if jax.process_count() == 1:
-        return value
-    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
-    mine = data if is_first() else np.zeros(size, np.uint8)
-    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(mine)).tobytes())
 
 
 def arrays_from_first(tree: Any) -> Any:
@@ -402,6 +388,11 @@ def everywhere(function: Callable[[], Any]) -> list[Any]:
     if failed:
         raise InputError("\n".join(f"process {i}: {parts[i]['error']}" for i in failed))
     return [part["value"] for part in parts]
+
+
+def in_first(function: Callable[[], Any]) -> Any:
+    """Calls a function in process 0 only, and returns its result in every process, as `everywhere` does."""
+    return everywhere(lambda: function() if is_first() else None)[0]
 
 
 def meet(where: str) -> None:

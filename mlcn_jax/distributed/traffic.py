@@ -79,7 +79,7 @@ def _layout(spec: ModelSpec, lane: int) -> tuple[list[PartitionSpec], list[int]]
 
 def _columns_get_gradients(spec: ModelSpec) -> bool:
     """Whether a loss of the joined columns reaches the lanes; lanes that classify alone have their own."""
-    return not spec.classifies_alone.all() or bool(spec.ensemble_weight) or spec.decoder_gradient == "all"
+    return not spec.classifies_alone.all() or spec.couples_lanes
 
 
 def _gathered_layers(spec: ModelSpec, lane: int) -> list[int]:

@@ -66,7 +66,7 @@ def outputs_and_loss(
     rule = _Rule(spec.label_smoothing, view, distillation, seen_by_teacher)
     if not spec.lane_groups:
         return model_outputs(spec, encoder, images, lane_axis), jnp.zeros(())
-    coupled = spec.ensemble_weight > 0 or spec.decoder_gradient == "all"
+    coupled = spec.couples_lanes
     shares = num_shares(lane_axis)
     columns, loss, first = [], jnp.zeros(()), 0
     for whole in spec.lane_groups:

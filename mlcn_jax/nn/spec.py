@@ -181,6 +181,17 @@ class ModelSpec:
         return np.array([LANE_KINDS[lane.kind].classifies for lane in self.lane_specs], bool)
 
     @property
+    def couples_lanes(self) -> bool:
+        """Whether lanes that classify alone learn from the joined columns as well, and there are any."""
+        coupled = self.ensemble_weight > 0 or self.decoder_gradient == "all"
+        return coupled and bool(self.classifies_alone.any())
+
+    @property
+    def normalises(self) -> bool:
+        """Whether there are lanes that normalise by batch statistics."""
+        return any(group.kind.normalises for group in self.lane_groups)
+
+    @property
     def certain_length(self) -> float:
         """Length of a class capsule that means probability 1: sqrt(L) if each of L lanes classifies alone.
 

@@ -21,7 +21,7 @@ class Target:
 
     Attributes:
       platform: such as `cpu`, `gpu` or `onnx`; if empty, that of JAX's default device.
-      batch: batch size for which algorithms are chosen if the traced one is symbolic; 0 takes the traced one.
+      batch: batch size for which algorithms are chosen, whatever the traced one is; 0 takes the traced one.
       algorithms: pairs of a convolution (`conv.key_of`) and its algorithm; for others, `conv.choose` decides.
       inference: whether batches are small and nothing is differentiated: a CPU then computes several residual lanes at
         a time, which takes the memory of all.

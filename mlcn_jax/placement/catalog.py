@@ -74,7 +74,7 @@ class Offer:
 
     @property
     def name(self) -> str:
-        """A unique display name."""
+        """Machine, place, and whether it is a spot offer, for display: offers of other rows may have the same."""
         return " ".join(part for part in (self.machine, self.zone or self.region, "spot" if self.spot else "") if part)
 
 

@@ -18,7 +18,7 @@ class _Filling:
         self.device_of = [-1] * len(problem.seconds)
 
     def fitting(self, lane: int) -> list[int]:
-        """Devices with room for a lane; raises InputError if there are none."""
+        """Devices with room for a lane; raises NoRoom if there are none."""
         needed = self._problem.memory_bytes[lane]
         devices = [d for d, free in enumerate(self.free_bytes) if needed <= free]
         if not devices:

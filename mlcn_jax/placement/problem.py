@@ -97,11 +97,6 @@ class Placement:
         """How much longer the last device takes than the mean: 0 if all finish together."""
         return self.makespan_seconds / (sum(self.seconds) / len(self.seconds)) - 1
 
-    def to_dict(self) -> dict:
-        """All fields, ready for JSON."""
-        more = {"makespan_seconds": self.makespan_seconds, "imbalance": self.imbalance}
-        return {**dataclasses.asdict(self), **more}
-
 
 def uniform_seconds(costs: Sequence[float], slowness: Sequence[float]) -> list[list[float]]:
     """Seconds of lanes on devices that differ by one factor: `costs[i] * slowness[d]`."""

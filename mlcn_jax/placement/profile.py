@@ -246,7 +246,8 @@ class DeviceProfile:
             try:
                 values[name] = msgspec.convert(value, fields[name])
             except msgspec.ValidationError as error:
-                raise InputError(f"the device profile is damaged, {name}: {value!r}: {error}: {_MEASURE}") from error
+                shown = "" if isinstance(value, (dict, list)) else f"{value!r}: "
+                raise InputError(f"the device profile is damaged, {name}: {shown}{error}: {_MEASURE}") from error
         for name, needed in {**_NEEDED, "head_seconds_of": tuple(head_features(0, 0))}.items():
             held = values.get(name)
             for key in needed if held is not None else ():

@@ -127,11 +127,6 @@ class StepTime:
         """The fraction of the step in which each device is idle."""
         return tuple(1 - busy / self.total_seconds for busy in self.busy_seconds)
 
-    def to_dict(self) -> dict:
-        """All fields, ready for JSON."""
-        more = ("communication_seconds", "total_seconds", "idle_shares")
-        return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in more}}
-
 
 def collective_seconds(
     kind: str, num_bytes: float, cluster: Cluster, groups: Sequence[Sequence[int]] = (), *, algorithm: str = "ring"

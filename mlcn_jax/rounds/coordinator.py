@@ -35,7 +35,7 @@ from mlcn_jax.training.accumulate import check_parts
 from mlcn_jax.training.checkpoint import ROUNDS, Checkpoints
 from mlcn_jax.training.plan import Plan, algorithms_of
 from mlcn_jax.training.session import Session, open_session, warn_of_unused
-from mlcn_jax.training.start import check_resumable, check_workdir, start_state
+from mlcn_jax.training.start import check_is_no_other, check_resumable, start_state
 from mlcn_jax.training.stop_signals import StopSignals
 
 _GRACE_SECONDS = 2.0  # time for calls that are still being answered at the end
@@ -106,7 +106,7 @@ def check_rounds(session: Session) -> int:
     check_parts(spec, settings.batch_size, 1, settings.accumulation_steps)  # in which the coordinator calibrates
     check_fits_memory(spec, host.total_memory_bytes())
     group = min(spec.norm_group, settings.batch_size)
-    if share % group and any(lanes.kind.normalises for lanes in spec.lane_groups):
+    if share % group and spec.normalises:
         raise InputError(
             f"model.norm_group={spec.norm_group}: {group} images are normalised together, but a worker's part of a "
             f"batch has {share}: use a divisor of {share} as model.norm_group"
@@ -172,7 +172,7 @@ def coordinate(
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignals())
         stack.enter_context(hold(workdir))
-        check_workdir(workdir)
+        check_is_no_other(workdir)
         session = open_session(config)
         warn_of_unused(config, session.spec)
         settings, num_rounds = config.train.rounds, check_rounds(session)

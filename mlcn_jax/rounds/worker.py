@@ -286,11 +286,11 @@ class Trainer:
         return tuple(each[start : start + self._share] for each in self._batches.at(step))
 
     def _compile(self, first: int, last: int) -> None:
-        sizes = dict.fromkeys(self._session.image_size(step + 1) for step in range(first, last))
-        if not sizes.keys() <= self._compiled:
+        sizes = {self._session.image_size(step + 1) for step in range(first, last)}
+        if not sizes <= self._compiled:
             _log.info("compiling the training step")
-            self._compiled |= sizes.keys()
-            self._runner.compile(*self._part(first), sizes=sorted(self._compiled))
+            self._compiled = sizes
+            self._runner.compile(*self._part(first), sizes=sorted(sizes))
             check_step_fits(self._runner)
 
     def _save(self) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig, flat
-from mlcn_jax.files import write_atomic, write_figure, write_json
+from mlcn_jax.files import markdown, write_atomic, write_figure, write_json
 from mlcn_jax.launch import program
 from mlcn_jax.nn.lane_list import parse_lanes
 from mlcn_jax.placement import cost
@@ -63,11 +63,12 @@ def write_trials(found: "Search", workdir: Path, least_seconds: float = 0.0) -> 
         return
     table = rows(found)
     write_json(workdir / "trials.json", table)
-    lines = ["| model | state | from | accuracy | training s | ms a step | GFLOP | fill | lanes |", "|" + "---|" * 9]
+    head = ("model", "state", "from", "accuracy", "training s", "ms a step", "GFLOP", "fill", "lanes")
+    lines = []
     for row in sorted(table, key=lambda row: -(row["accuracy"] or 0)):
         fills = [one["fill"] for one in row["devices"]]
-        cells = [
-            str(row["model"]),
+        cells = (
+            row["model"],
             row["state"] + (f": {_escaped(row['reason'])}" if row["reason"] else ""),
             row["origin"] + (f", repeats model {row['repeat_of']}" if row["repeat_of"] is not None else ""),
             f"{row['accuracy']:.2%}" if row["accuracy"] is not None else "",
@@ -76,9 +77,9 @@ def write_trials(found: "Search", workdir: Path, least_seconds: float = 0.0) -> 
             f"{row['step_flops'] / 1e9:.1f}" if row["step_flops"] else "",
             f"{min(fills):.0%} to {max(fills):.0%}" if fills else "",
             f"`{row['lanes']}`" if row["lanes"] else "",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    write_atomic(workdir / "trials.md", "\n".join(lines) + "\n")
+        )
+        lines.append(cells)
+    write_atomic(workdir / "trials.md", markdown(head, lines) + "\n")
 
 
 def _escaped(text: str) -> str:

@@ -187,8 +187,7 @@ def _model_bytes(found: Search, mix: Mix) -> float:
     """Memory of a training step of a model's lanes on this machine: what it takes, or more."""
     spec, batch_size = found.trainer.spec(found.space.text(mix)), found.config.train.batch_size
     return _PEAK * sum(
-        group.count * cost.lane_cost(group.spec, spec.lane_settings, spec.image_shape).held_bytes(batch_size)
-        for group in spec.lane_groups
+        group.count * cost.cost_of(spec, group.spec).held_bytes(batch_size) for group in spec.lane_groups
     )
 
 

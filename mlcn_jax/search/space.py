@@ -181,7 +181,7 @@ class Space:
         ]
 
     def text(self, mix: Mix) -> str:
-        """The lanes of all devices in the form of `model.lanes`, smallest first."""
+        """The lanes of all devices in the form of `model.lanes`, in the order of the menu."""
         counts = [0] * len(self.menu)
         for lane in itertools.chain.from_iterable(mix):
             counts[lane] += 1

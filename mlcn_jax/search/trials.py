@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from mlcn_jax.config import RunConfig
 from mlcn_jax.data import datasets
 from mlcn_jax.data.batches import Batches, steps_per_epoch
-from mlcn_jax.errors import Diverged, InputError
+from mlcn_jax.errors import Diverged, InputError, is_lack_of_memory
 from mlcn_jax.nn import conv, lanes
 from mlcn_jax.nn.model import init_params
 from mlcn_jax.nn.spec import ModelSpec
@@ -225,6 +225,6 @@ FAILURES = (InputError, Diverged, MemoryError, RuntimeError)  # errors that a mo
 
 def reason_of(error: Exception) -> str:
     """Why a model failed, on one line; raises the error again if the model did not cause it."""
-    if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+    if isinstance(error, RuntimeError) and not is_lack_of_memory(error):
         raise error
     return f"{type(error).__name__}: {(str(error).splitlines() or ['no details'])[0]}"

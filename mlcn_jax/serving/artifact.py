@@ -320,7 +320,8 @@ def verified_manifest(
         hint = f"give {inside.parent}" if has_export else f"{program()} {command.split(' -')[0]} writes one"
         raise InputError(f"{folder} is not {what}: it has no {MANIFEST}; {hint}")
     damaged = f"{folder} is damaged"
-    remedy = f"copy the folder again, or make it again: {program()} {command}"
+    again = f"copy the folder again, or make it again: {program()}"
+    remedy = f"{again} {command}"
     try:
         manifest = json.loads(path.read_text())
         version, files = manifest["format"], manifest["files"]
@@ -334,6 +335,8 @@ def verified_manifest(
         )
     if not whole or version not in (FORMAT, MIXED_FORMAT):
         raise InputError(f"{damaged} ({MANIFEST} was altered): {remedy}")
+    if version == MIXED_FORMAT and command.startswith("export"):
+        remedy = f"{again} precision --workdir=WORKDIR"
     try:
         named = {MODEL, WEIGHTS, *(f["file"] for f in manifest["functions"]), *manifest.get("onnx", ())}
         known = {str(name): (int(about["bytes"]), str(about["sha256"])) for name, about in files.items()}

@@ -103,15 +103,15 @@ class Metrics:
         """Counts one answer; `path` is one of the routes, or empty."""
         self._requests.labels(path, status).inc()
 
-    def counting(self, app: ASGIApp, paths: Sequence[str] = (), computing: str = "") -> ASGIApp:
-        """Wraps `app` to count its answers, separately for each of `paths`, and to time those of `computing`."""
+    def counting(self, app: ASGIApp, routes: Sequence[Route] = (), computing: str = "") -> ASGIApp:
+        """Wraps `app` to count its answers, separately for each of `routes`, and to time those of path `computing`."""
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             started = time.perf_counter()
 
             async def count(message: Message) -> None:
                 if message["type"] == "http.response.start":
-                    path = scope["path"] if scope["path"] in paths else ""
+                    path = next((route.path for route in routes if route.path_regex.match(scope["path"])), "")
                     self.count(message["status"], path)
                     if computing and path == computing:
                         self._seconds.observe(time.perf_counter() - started)
@@ -141,8 +141,8 @@ class BatchService:
     def __init__(self, compute: Callable[[np.ndarray], np.ndarray], row: np.ndarray, limits: Limits):
         self.limits, self._row = limits, row
         deadline = limits.deadline_seconds or float("inf")
-        self.batcher = Batcher(compute, limits.max_batch, limits.max_queue, self._count_batch, deadline)
         self.metrics = Metrics(lambda: self.batcher.waiting)
+        self.batcher = Batcher(compute, limits.max_batch, limits.max_queue, self.metrics.batch, deadline)
         ignore_pillows_warning()
         self._readers = concurrent.futures.ThreadPoolExecutor(_READERS, "reader")
         self._held_bytes = 0
@@ -265,9 +265,6 @@ class BatchService:
             for row in rows:  # the others of a request that has failed
                 row.cancel()
 
-    def _count_batch(self, size: int) -> None:
-        self.metrics.batch(size)
-
     def _too_large(self) -> HTTPException:
         return HTTPException(413, f"the body has more than {self.limits.max_body_bytes / 2**20:g} MiB")
 
@@ -303,7 +300,7 @@ def application(service: BatchService) -> ASGIApp:
     )
     app = Starlette(routes=routes, exception_handlers={HTTPException: refuse}, lifespan=service.running)
     app.router.redirect_slashes = False
-    counted = service.metrics.counting(app, [route.path for route in routes], service.computing)
+    counted = service.metrics.counting(app, routes, service.computing)
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         await (counted if scope["type"] == "http" else app)(scope, receive, send)

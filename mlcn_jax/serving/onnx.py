@@ -30,7 +30,7 @@ from mlcn_jax.nn import capsules, tracing
 from mlcn_jax.nn.lanes import PUBLISHED_KINDS, JointConvParams, LaneGroup, apply_lane, first_input
 from mlcn_jax.nn.model import class_lengths, encode, join_lanes
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.serving.artifact import MIXED_FORMAT, WEIGHTS, Artifact, check_unchanged, verified_manifest
+from mlcn_jax.serving.artifact import MANIFEST, MIXED_FORMAT, WEIGHTS, Artifact, check_unchanged, verified_manifest
 from mlcn_jax.serving.onnx_file import INPUT
 from mlcn_jax.serving.predict import export_is_current
 from mlcn_jax.serving.runtime import OUTPUT
@@ -81,10 +81,11 @@ def read_export(workdir: Path, data_dir: str = "") -> ExportedModel:
       InputError: there is no export, or it is damaged.
     """
     folder = workdir / "export"
+    if (workdir / MANIFEST).exists():
+        raise InputError(f"{workdir} is an exported model: give the workdir of its run, such as {workdir.parent}")
     if not folder.is_dir():
-        raise InputError(
-            f"{workdir} does not hold an exported model: run {program()} export --workdir={workdir} after training"
-        )
+        what = "does not hold an exported model" if workdir.is_dir() else "does not exist"
+        raise InputError(f"{workdir} {what}: train a model, then run {program()} export --workdir={workdir}")
     if verified_manifest(folder)["format"] == MIXED_FORMAT:
         raise InputError(
             f"{folder} holds lanes in several precisions, as {program()} precision writes them, which cannot be "
@@ -237,8 +238,9 @@ def versions() -> dict[str, str]:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise InputError(
-            f"{', '.join(missing)} cannot be imported: in a clone, run `make onnx`, which installs them into "
-            ".venv-onnx, and use .venv-onnx/bin/python; elsewhere, install them with pip in a separate environment"
+            f"{', '.join(missing)} cannot be imported: in a clone, run `make onnx WORKDIR=...` or `make precision "
+            "WORKDIR=...`, which install them into .venv-onnx and use .venv-onnx/bin/python; elsewhere, install them "
+            "with pip in a separate environment"
         )
     import onnxruntime  # asked for its version because its package has several names, such as onnxruntime-gpu
 

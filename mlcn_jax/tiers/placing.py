@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 
 from mlcn_jax.errors import InputError
 from mlcn_jax.nn.spec import ModelSpec
-from mlcn_jax.placement.cost import lane_cost
+from mlcn_jax.placement.cost import cost_of
 from mlcn_jax.placement.profile import DeviceProfile
 from mlcn_jax.tiers.policy import check_lanes
 
@@ -136,7 +136,7 @@ def place(
 
 def lane_flops(spec: ModelSpec) -> list[int]:
     """FLOPs of each lane's forward pass of one image."""
-    costs = [lane_cost(lane, spec.lane_settings, spec.image_shape) for lane in spec.lane_specs]
+    costs = [cost_of(spec, lane) for lane in spec.lane_specs]
     return [cost.forward_flops_per_image for cost in costs]
 
 
@@ -152,7 +152,7 @@ def _limit(path: Path, tier: TierWish, spec: ModelSpec, flops: Sequence[int]) ->
         device = DeviceProfile.load(path.parent / profile)
         milliseconds = []
         for lane in spec.lane_specs:
-            cost = lane_cost(lane, spec.lane_settings, spec.image_shape)
+            cost = cost_of(spec, lane)
             forward = cost.forward_flops_per_image / cost.step_flops(1)  # profiles are of training steps
             milliseconds.append(1e3 * forward * device.lane_seconds(cost, 1))
         return lambda lanes: sum(milliseconds[lane] for lane in lanes) <= most

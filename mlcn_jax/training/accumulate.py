@@ -25,7 +25,7 @@ def check_parts(spec: ModelSpec, batch_size: int, data: int, parts: int) -> None
             f"of {share}, such as {max(n for n in range(1, min(parts, share) + 1) if share % n == 0)}"
         )
     group = min(spec.norm_group, batch_size)
-    if (share // parts) % group and any(lanes.kind.normalises for lanes in spec.lane_groups):
+    if (share // parts) % group and spec.normalises:
         raise InputError(
             f"model.norm_group={spec.norm_group}: {group} images of a batch are normalised together, but "
             f"train.accumulation_steps={parts} gives parts of {share // parts}: use a divisor of {share // group}, "

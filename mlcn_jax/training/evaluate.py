@@ -50,7 +50,7 @@ class Scores:
       loss: the loss of training on labels, without a teacher, mean over images.
       confusion: entry [t, p] counts images of class t that were classified as p.
       nll: negative log-likelihood of the labels in nats, mean over images, from probabilities that are divided by their
-        sum over classes.
+        sum over classes; one below 1e-30 counts as 1e-30, 69 nats.
       calibration_error: mean difference between the largest of these probabilities and accuracy, over 15 bins of equal
         width, weighted by their images (Guo et al. 2017, section 2).
       lane_accuracies: of each lane alone; of each dimension of the class capsules for CapsNet.
@@ -118,7 +118,7 @@ def make_calibrator(spec: ModelSpec, mesh: Mesh | None = None) -> Callable[[dict
     With a mesh, the encoder's parameters must be sharded by it, as the statistics will be. If no lane normalises,
     the result is empty.
     """
-    if not any(group.kind.normalises for group in spec.lane_groups):
+    if not spec.normalises:
         return lambda encoder, batches: {}
     options = spec.compiler_options(jax.default_backend())
 

@@ -30,7 +30,7 @@ from mlcn_jax.training.metrics import MetricsWriter, Progress, StepLog, read_row
 from mlcn_jax.training.plan import algorithms_of, make_runner
 from mlcn_jax.training.room import check_step_fits
 from mlcn_jax.training.session import Session, calibration_images, open_session, warn_of_unused
-from mlcn_jax.training.start import announce, check_resumable, check_workdir, start_state
+from mlcn_jax.training.start import announce, check_is_no_other, check_resumable, start_state
 from mlcn_jax.training.stop_signals import StopSignals
 from mlcn_jax.training.teacher import open_teacher
 from mlcn_jax.training.trained import restore_best
@@ -62,7 +62,7 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             logging.getLogger("mlcn_jax").setLevel(logging.WARNING)
             workdir = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(hold(workdir))
-        check_workdir(workdir)
+        check_is_no_other(workdir)
         _log.info("loading %s", config.data.name)
         session = open_session(config)
         _check_alone(stop)
@@ -93,15 +93,15 @@ def train(config: RunConfig, workdir: Path) -> dict[str, Any]:
             check_resumable(session, workdir, model_facts)
         plan = session.plan(workdir)  # which keeps files there, and not in the workdir of another run
         state, algorithms = start_state(session, checkpoints)
-        state, algorithms = processes.arrays_from_first(state), processes.from_first(algorithms)
+        state, algorithms = processes.arrays_from_first(state), processes.in_first(lambda: algorithms)
         for _, size in settings.sizes():
             algorithms = algorithms_of(plan, spec, settings.part_size, algorithms, size)
         stack.enter_context(tracing.using(tracing.Target(algorithms=tracing.as_pairs(algorithms))))
         start = int(state.step)
         num_steps = max(session.num_steps, start)
-        finished = processes.from_first(_finished_summary(workdir, start))
+        finished = processes.in_first(lambda: _finished_summary(workdir, start))
         if start == num_steps and finished:
-            apart = processes.from_first(read_stored(workdir).train.lanes_apart if processes.is_first() else None)
+            apart = processes.in_first(lambda: read_stored(workdir).train.lanes_apart)
             if len(validation.labels) and apart != settings.lanes_apart:
                 raise InputError(
                     f"{workdir} is finished, with train.lanes_apart={apart}, by which its best checkpoints were "

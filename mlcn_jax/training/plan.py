@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ def make_plan(
         names = [f"{device.device_kind} {device.id}" for device in devices]
         speeds = speeds_of(spec, batch_size, devices, kept and kept / _SPEEDS) if None in profiles else None
         problem = speeds.problem(spec, names) if speeds else placement_problem(spec, batch_size, profiles, names)
-        placement = _in_first(lambda: dataclasses.asdict(partition.partition(partitioner, problem)))
+        placement = processes.in_first(lambda: dataclasses.asdict(partition.partition(partitioner, problem)))
         found = _stacks_plan(spec, devices, Placement(**placement), names)
         if speeds is None:
             return found
@@ -160,7 +160,7 @@ def make_plan(
             write_json(kept / _CHOICE, {"asked": asked, "choice": choice})
         return choice
 
-    fastest = _in_first(choose)
+    fastest = processes.in_first(choose)  # timing could give each a different answer
     data, lane, placement = (fastest[name] for name in ("data", "lane", "placement"))
     name = f"stacks over {lane} devices ({placement['partitioner']})" if placement else f"data={data}, lane={lane}"
     alone = cluster is not None and data * lane == 1
@@ -259,11 +259,6 @@ def algorithms_of(
         with jax.default_device(device):
             found = tracing.resolve(functools.partial(encode, spec), encoder, pixels, known=found)
     return found
-
-
-def _in_first(function: Callable[[], Any]) -> Any:
-    """What a function returns in process 0, in every process: timing could give each a different answer."""
-    return processes.everywhere(lambda: function() if processes.is_first() else None)[0]
 
 
 def _mesh_plan(spec: ModelSpec, batch_size: int, data: int, lane: int) -> Plan:

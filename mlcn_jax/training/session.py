@@ -144,7 +144,7 @@ def check_settings(config: RunConfig, spec: ModelSpec) -> None:
             f"can do, to the {largest} of the images, or empty"
         )
     check_remat(spec)
-    if any(group.kind.normalises for group in spec.lane_groups):
+    if spec.normalises:
         resnet.num_groups(config.train.batch_size, spec.norm_group)
         together = min(config.train.batch_size, spec.norm_group)
         for height, width in [(size, size) for _, size in config.train.sizes() if size] + [spec.image_shape[:2]]:
@@ -190,7 +190,7 @@ def warn_of_unused(config: RunConfig, spec: ModelSpec) -> None:
         value = getattr(spec, field)
         if value != getattr(ModelSpec, field) and not routing:
             _log.warning("model.%s is %s, which is for lanes of capsules: without any, it does nothing", field, value)
-    if config.train.optimizer in ("sgd", "muon") and not any(group.kind.normalises for group in spec.lane_groups):
+    if config.train.optimizer in ("sgd", "muon") and not spec.normalises:
         _log.warning(
             "train.optimizer is %s, which is for residual lanes (resnet): without any, AdamW with a peak rate of 0.001 "
             "trains all parameters, and train.learning_rate, momentum and weight_decay do nothing",
@@ -231,7 +231,7 @@ def _some(train: datasets.Split, count: int) -> np.ndarray:
 
 def whiten_from(spec: ModelSpec, params: dict, train: datasets.Split) -> dict:
     """Parameters with the whitening of some training images (`calibration.whiten`), if any lane has one."""
-    if not any(group.kind.normalises for group in spec.lane_groups):
+    if not spec.normalises:
         return params
     return whiten(spec, params, _some(train, min(_WHITENED_IMAGES, len(train.labels))))
 
@@ -296,7 +296,7 @@ def check_remat(spec: ModelSpec) -> None:
             f"model.remat={spec.remat} computes lanes again, and CapsNet has no lanes: leave it at none, and use "
             "train.accumulation_steps"
         )
-    if spec.classifies_alone.all() and not spec.ensemble_weight and spec.decoder_gradient != "all":
+    if spec.classifies_alone.all() and not spec.couples_lanes:
         raise InputError(
             f"model.remat={spec.remat} with model.lanes={spec.lanes!r}: lanes that classify alone hold one lane's "
             "activations already: leave it at none, and use train.accumulation_steps"

@@ -55,7 +55,7 @@ class Speeds:
 
     def problem(self, spec: ModelSpec, names: Sequence[str]) -> Problem:
         """The seconds of each lane on each device, interpolated by FLOPs on logarithmic axes."""
-        costs = [cost.lane_cost(kind, spec.lane_settings, spec.image_shape) for kind in spec.lane_specs]
+        costs = [cost.cost_of(spec, kind) for kind in spec.lane_specs]
         flops = {str(one.spec): math.log(one.step_flops(self.batch_size)) for one in costs}
         table = []
         for one in costs:
@@ -88,7 +88,7 @@ def speeds_of(
     asked: dict[str, Any] = {"devices": kinds, "batch_size": batch_size, "lanes": [str(lane) for lane in lanes_of]}
     asked["model"] = spec.digest
     # Looked up before anything is timed: near the threshold, another measurement could decide otherwise.
-    stored = processes.from_first(_stored(kept, asked) if processes.is_first() else None)
+    stored = processes.in_first(lambda: _stored(kept, asked))
     if stored is None:
         differ = len(set(kinds)) > 1 or _speeds_differ(devices)
         stored = _timed(spec, batch_size, devices, kinds, lanes_of) if differ else []
@@ -155,7 +155,7 @@ def _lanes_to_time(spec: ModelSpec, batch_size: int) -> list[lanes.LaneSpec]:
     """The lanes with the least and the most FLOPs."""
 
     def flops(lane: lanes.LaneSpec) -> int:
-        return cost.lane_cost(lane, spec.lane_settings, spec.image_shape).step_flops(batch_size)
+        return cost.cost_of(spec, lane).step_flops(batch_size)
 
     ranked = sorted(set(spec.lane_specs), key=lambda lane: (flops(lane), str(lane)))
     return list(dict.fromkeys((ranked[0], ranked[-1])))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from mlcn_jax.distributed import mesh as mesh_lib
 from mlcn_jax.distributed import traffic
 from mlcn_jax.errors import InputError
-from mlcn_jax.nn.lanes import LANE_KINDS, LaneSpec
+from mlcn_jax.nn.lanes import LANE_KINDS
 from mlcn_jax.nn.spec import ModelSpec
 from mlcn_jax.placement import cost, partition, simulate
 from mlcn_jax.placement.interval import Interval, around
@@ -106,12 +106,7 @@ def candidates(
 
 def can_stack(spec: ModelSpec, messages: Messages) -> bool:
     """Whether `StacksRunner` takes such a run."""
-    return messages.parts == 1 and not (_is_coupled(spec) and spec.classifies_alone.any())
-
-
-def _is_coupled(spec: ModelSpec) -> bool:
-    """Whether lanes that have losses of their own learn from one of the joined columns, too."""
-    return spec.ensemble_weight > 0 or spec.decoder_gradient == "all"
+    return messages.parts == 1 and not spec.couples_lanes
 
 
 def placements(problem: Problem, partitioners: Sequence[str]) -> list[Placement]:
@@ -174,7 +169,7 @@ def predict_apart(
     """Seconds in which all lanes take a step if each is trained alone; None if they do not fit the memory."""
     slower = _slower(profiles, [1.0] * len(profiles), cluster, range(len(profiles)))
     problem = placement_problem(spec, batch_size, profiles, [str(d) for d in range(len(profiles))], slower)
-    costs = [_lane_cost(spec, kind) for kind in spec.lane_specs]
+    costs = [cost.cost_of(spec, kind) for kind in spec.lane_specs]
     fits = [[needed_bytes(spec, [lane], batch_size, p, parts) <= p.memory_bytes for p in profiles] for lane in costs]
     heads = [factor * profile.head_seconds(1, batch_size) for profile, factor in zip(profiles, slower, strict=True)]
     table = [[lane + head for lane, head in zip(row, heads, strict=True)] for row in problem.seconds]
@@ -239,7 +234,9 @@ def predict_stacks(
     slower = _slower(profiles, slowness, cluster, placement.device_of)
     seconds = []
     for d, (profile, factor) in enumerate(zip(profiles, slower, strict=True)):
-        lanes = [_lane_cost(spec, kind) for kind, device in zip(kinds, placement.device_of, strict=True) if device == d]
+        lanes = [
+            cost.cost_of(spec, kind) for kind, device in zip(kinds, placement.device_of, strict=True) if device == d
+        ]
         seconds.append(factor * profile.model_seconds(lanes, batch_size, batch_size * num_lanes) if lanes else 0.0)
     return simulate.simulate_stacks(
         dataclasses.replace(placement, seconds=tuple(seconds)),
@@ -261,7 +258,7 @@ def interval(
     cluster: simulate.Cluster | None = None,
 ) -> Interval | None:
     """The interval around a prediction for stacks, or for a mesh where there is no placement."""
-    costs = {kind: _lane_cost(spec, kind) for kind in set(spec.lane_specs)}
+    costs = {kind: cost.cost_of(spec, kind) for kind in set(spec.lane_specs)}
     lanes_of = [
         [
             (kind, profile.lane_seconds(costs[kind], max(profile.batch_sizes)))
@@ -297,7 +294,7 @@ def placement_problem(
     The head's work is not included: while the first device does it, the others wait. Its memory is set aside there.
     """
     kinds = spec.lane_specs
-    costs = [_lane_cost(spec, kind) for kind in kinds]
+    costs = [cost.cost_of(spec, kind) for kind in kinds]
     names = [f"lane {i} ({kind})" for i, kind in enumerate(kinds)]
     known = [profile for profile in profiles if profile is not None]
     if not known:
@@ -330,7 +327,7 @@ def needed_bytes(
     sum of their gradients. The decoder is that of `spec`, or smaller: lanes may be trained apart.
     """
     size = batch_size // parts
-    in_turn = [one for one in lanes if LANE_KINDS[one.spec.kind].classifies and not _is_coupled(spec)]
+    in_turn = [one for one in lanes if LANE_KINDS[one.spec.kind].classifies and not spec.couples_lanes]
     held = sum(profile.lane_bytes(one, size) for one in lanes if one not in in_turn)
     held += sum(one.state_bytes + one.gradient_bytes for one in in_turn)
     held += max((profile.lane_bytes(one, size) - one.state_bytes - one.gradient_bytes for one in in_turn), default=0.0)
@@ -340,11 +337,7 @@ def needed_bytes(
 
 def _lane_costs(spec: ModelSpec, lane: int) -> list[cost.LaneCost]:
     """Costs of the lanes of one of `lane` devices among which each group is divided."""
-    return [_lane_cost(spec, group.spec) for group in spec.lane_groups for _ in range(group.count // lane)]
-
-
-def _lane_cost(spec: ModelSpec, lane: LaneSpec) -> cost.LaneCost:
-    return cost.lane_cost(lane, spec.lane_settings, spec.image_shape)
+    return [cost.cost_of(spec, group.spec) for group in spec.lane_groups for _ in range(group.count // lane)]
 
 
 def column_value_bytes(spec: ModelSpec, exchange_dtype: str) -> int:

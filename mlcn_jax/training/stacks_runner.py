@@ -48,7 +48,7 @@ def check_independent(spec: ModelSpec, accumulation_steps: int = 1) -> None:
 
     They cannot if lanes that classify alone need one another's outputs for their gradients.
     """
-    if spec.classifies_alone.any() and (spec.ensemble_weight or spec.decoder_gradient == "all"):
+    if spec.couples_lanes:
         raise InputError(
             "stacks of lanes (parallel.plan=stacks, and searches) train lanes that classify alone without waiting for "
             "the others, so these cannot share their gradients: leave model.ensemble_weight at 0 and "
@@ -263,7 +263,7 @@ class StacksRunner:
 
     def calibrate(self, batches: Sequence[np.ndarray]) -> dict:
         """Collects the statistics for evaluation of the current parameters, for `scores`, and returns them."""
-        if not any(group.kind.normalises for group in self._spec.lane_groups):
+        if not self._spec.normalises:
             return {}
         shapes = trained_shapes(self._spec)["encoder"]
         whole = {

@@ -54,7 +54,7 @@ def check_resumable(session: Session, workdir: Path, mine: dict[str, Any]) -> No
         )
 
 
-def check_workdir(workdir: Path) -> None:
+def check_is_no_other(workdir: Path) -> None:
     """Raises InputError if a workdir holds something else than a run, whose files those of a run would replace."""
     if (workdir / "checkpoints").exists() or (workdir / ROUNDS).exists():
         return

@@ -11,7 +11,7 @@ from typing import Any
 from mlcn_jax import host
 from mlcn_jax.config import RunConfig
 from mlcn_jax.errors import Damaged, Diverged, InputError
-from mlcn_jax.files import check_workdir, make_folder, read_json, write_json
+from mlcn_jax.files import check_workdir, make_folder, markdown, read_json, write_json
 from mlcn_jax.launch import lack_of_memory
 from mlcn_jax.training.loop import train
 
@@ -145,13 +145,13 @@ def report(rows: list[dict[str, Any]]) -> str:
     groups = sorted(over_seeds(rows), key=lambda group: (group["mean"] is None, -(group["mean"] or 0.0)))
     if groups:
         fields = [field for field in _fields(rows[0]) if field != _SEED]
-        lines = [[*fields, "seeds", f"mean {score}", "min to max"]]
+        lines = []
         for group in groups:
             failed = f" ({len(group['failed'])} failed)" if group["failed"] else ""
             known = group["mean"] is not None
             numbers = [_number(group["mean"]), f"{group['min']:.4g} to {group['max']:.4g}"] if known else ["", ""]
             lines.append([*(group[field] for field in fields), f"{len(group['seeds'])}{failed}", *numbers])
-        parts.append("over seeds:\n" + _markdown(lines))
+        parts.append("over seeds:\n" + markdown([*fields, "seeds", f"mean {score}", "min to max"], lines))
     return "\n\n".join(parts)
 
 
@@ -159,13 +159,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table, the best first; those that failed come last."""
     fields = _fields(rows[0])
     columns = [name for name in _COLUMNS if any(name in row for row in rows)]
-    lines = [[*fields, *columns]]
+    lines = []
     for row in _sorted(rows):
         numbers = [_number(row[name]) if name in row else "" for name in columns]
         if "error" in row:
             numbers = ["failed: " + row["error"].splitlines()[0], *[""] * (len(columns) - 1)]
         lines.append([str(row[f]) for f in fields] + numbers)
-    return _markdown(lines)
+    return markdown([*fields, *columns], lines)
 
 
 def _fields(row: dict[str, Any]) -> list[str]:
@@ -183,11 +183,6 @@ def _sorted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows, the best first; those without the score that ranks them, then those that failed, come last."""
     score = _ranked_by(rows)
     return sorted(rows, key=lambda row: ("error" in row, -row.get(score, 0.0)))
-
-
-def _markdown(lines: list[list[str]]) -> str:
-    """A table; the first line is its head."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in (lines[0], ["---"] * len(lines[0]), *lines[1:]))
 
 
 def _number(value: float | None) -> str:

@@ -12,6 +12,7 @@ from PIL import Image
 
 from mlcn_jax.analysis import explain
 from mlcn_jax.analysis import explain_report as script
+from mlcn_jax.analysis.workdir import load_with_data, stored_config
 from mlcn_jax.commands.explain import read_numbers
 from mlcn_jax.data.batches import Split
 from mlcn_jax.errors import InputError
@@ -137,7 +138,7 @@ def test_explain_a_run(finished, tmp_path, monkeypatch, caplog):
         results = script.explain_run(finished, tmp_path / "a", [], num_ranked=30)
     assert caplog.messages[0] == f"loading {finished}, and the images"
     assert caplog.messages[-1] == "measuring what each lane changes, on 30 test images"
-    trained, dataset = explain.load_explained(finished)
+    trained, dataset = load_with_data(finished, stored_config(finished))
     pixels = dataset.test.images / np.float32(255)
     v, reconstructions = model.apply_model(trained.spec, trained.params, pixels)
     predicted = np.argmax(capsules.lengths(v), axis=-1)
@@ -222,4 +223,4 @@ def test_a_description_of_another_model_is_refused(finished, tmp_path):
     path = tmp_path / "run" / "model.json"
     path.write_text(path.read_text().replace("mlcn1:w1*2", "mlcn1:w1*3"))
     with pytest.raises(InputError, match=r"model\.json does not match .*checkpoints.*restore the file"):
-        explain.load_explained(tmp_path / "run")
+        load_with_data(tmp_path / "run", stored_config(tmp_path / "run"))

@@ -16,6 +16,7 @@ from conftest import REPOSITORY
 from PIL import Image
 
 from mlcn_jax.analysis import explain, explorer_page
+from mlcn_jax.analysis.workdir import load_with_data, stored_config
 from mlcn_jax.data import images
 from mlcn_jax.data.batches import Split
 from mlcn_jax.errors import InputError
@@ -207,7 +208,7 @@ class Page:
 
 
 def test_the_page_in_a_browser(run, browser, url, tmp_path):
-    trained, dataset = explain.load_explained(run)
+    trained, dataset = load_with_data(run, stored_config(run))
     explorer = explorer_page.Explorer(trained, dataset.test)
     zeros = explorer.images_of_class[0]
     look = explorer.look(explorer.images[zeros[0]])

@@ -157,11 +157,12 @@ def test_lanes_are_joined_on_the_images_of_this_machine(tmp_path):
 def test_a_model_of_lanes_that_have_changed_is_not_kept_for_that_of_now(tmp_path):
     text = LANES.replace("join_at = [2, 3]", "")
     Recorder().work(read(tmp_path, text))
-    changed = read(tmp_path, text.replace("seeds = [0, 1]", "seeds = [0, 2]"))
-    with pytest.raises(
-        InputError, match=f"joined/3 was joined of lanes that .* no longer has, .*: {NAMES[1]}\\. Remove"
-    ):
-        Recorder().work(changed)
+    for seeds in ("[0]", "[0, 2]"):
+        changed = read(tmp_path, text.replace("seeds = [0, 1]", f"seeds = {seeds}"))
+        with pytest.raises(
+            InputError, match=f"joined/3 was joined of lanes that .* no longer has, .*: {NAMES[1]}\\. Remove"
+        ):
+            Recorder().work(changed)
     shutil.rmtree(tmp_path / "joined" / "3")
     again = Recorder()
     again.work(changed)

@@ -45,7 +45,7 @@ def test_each_process_has_its_link_to_the_first(monkeypatch):
     monkeypatch.setattr(links.jax, "process_count", lambda: 3)
     monkeypatch.setattr(links, "_measure_with_first", lambda first, other: vars(Link(seconds[other], 1e6 * other)))
     monkeypatch.setattr(links.processes, "everywhere", lambda function: ["x", "x", "y"])
-    monkeypatch.setattr(links.processes, "from_first", lambda value: value)
+    monkeypatch.setattr(links.processes, "in_first", lambda function: function())
 
     class Device:
         def __init__(self, process):

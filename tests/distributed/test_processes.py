@@ -330,6 +330,22 @@ def test_without_a_launcher_it_is_said_which_there_are(monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("first", [True, False])
+def test_what_process_0_cannot_read_stops_all(monkeypatch, first):
+    def read():
+        assert first, "the others do not read"
+        raise InputError("no permission")
+
+    def gather(mine):
+        assert mine == ({"error": "no permission"} if first else {"value": None})
+        return [{"error": "no permission"}, {"value": None}]
+
+    monkeypatch.setattr(processes, "is_first", lambda: first)
+    monkeypatch.setattr(processes, "gather", gather)
+    with pytest.raises(InputError, match="process 0: no permission"):
+        processes.in_first(read)
+
+
 def test_what_no_process_can_start_is_said_once(tmp_path):
     code, _, err = run(tmp_path, {**TWO, "parallel.lane": 1})
     assert code == 2

@@ -279,6 +279,18 @@ def test_a_lane_that_classifies_alone_learns_nothing_from_the_others(changes, in
     assert np.array_equal(*own) == independent
 
 
+def test_the_blend_of_the_losses_of_lanes_and_of_their_ensemble_equals_numpy():
+    logits = 3 * np.random.default_rng(0).normal(size=(6, 4, 3))
+    log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    labels = np.arange(6) % 4
+    truth = 0.9 * np.eye(4)[labels] + 0.1 / 4
+    of_lanes = -np.einsum("nk,nkl->n", truth, log_p)
+    of_ensemble = -np.einsum("nk,nk->n", truth, np.log(np.exp(log_p).mean(axis=2)))
+    spec = dataclasses.replace(SPEC, lanes="resnet:w1d3*3", ensemble_weight=0.3)
+    found = model.lane_cross_entropy(spec, jnp.asarray(log_p, jnp.float32), jnp.asarray(labels))
+    np.testing.assert_allclose(found, 0.7 * of_lanes + 0.3 * 3 * of_ensemble, rtol=1e-5)
+
+
 def test_published_lanes_learn_nothing_from_lanes_that_classify_alone():
     """Without the decoder, which all lanes feed."""
     params, images, labels = mixed()

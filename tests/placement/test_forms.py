@@ -265,6 +265,7 @@ def test_lanes_are_placed_for_training_in_a_form_each(tmp_path):
     found = place_training(SPEC, 100, saved_profiles(tmp_path))
     assert found["makespan_seconds"] == pytest.approx(0.2)
     assert found["in_one_precision_seconds"] == pytest.approx({"float32": 0.4, "bfloat16": 0.3})
+    assert found["optimal"]
     assert sorted((lane["form"], lane["device"]) for lane in found["lanes"]) == [
         *[("bfloat16 native", 0)] * 2,
         *[("float32 native", 1)] * 2,

@@ -275,15 +275,6 @@ def test_1024_devices_on_128_hosts_take_milliseconds():
     assert time.process_time() - started < 0.5
 
 
-def test_to_dict_holds_phases_total_and_idle_shares():
-    placement = Placement("by hand", (0, 1), (1.0, 2.0), (), 0.0)
-    step = simulate_stacks(placement, one_host(2), column_bytes=4000, head_seconds=0.5, forward_share=0.3)
-    values = step.to_dict()
-    phases = ("forward", "gather", "head", "spread", "backward", "reduce")
-    assert values["total_seconds"] == pytest.approx(sum(values[f"{phase}_seconds"] for phase in phases))
-    assert values["idle_shares"] == step.idle_shares
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -25,10 +25,10 @@ def make_config(**changes):
 
 
 @pytest.mark.long
-def test_a_trial_takes_the_steps_of_the_ordinary_runner():
+@pytest.mark.parametrize("lanes", ["mlcn2:w1*3,mlcn1:w1", "resnet:w1d1*2"])
+def test_a_trial_takes_the_steps_of_the_ordinary_runner(lanes):
     config = make_config(data__max_shift="2")
     trainer = trials.Trainer(config, num_epochs=1, num_repeats=1, num_images=300)
-    lanes = "mlcn2:w1*3,mlcn1:w1"
     spec = trainer.spec(lanes)
     start = trainer._start_state(spec, 0)
     *_, (score, _, (state,)) = trainer._train(lanes)
@@ -50,7 +50,8 @@ def test_a_trial_takes_the_steps_of_the_ordinary_runner():
     ):
         np.testing.assert_allclose(mine, theirs, atol=2e-4, err_msg=jax.tree_util.keystr(path))
     assert score.steps == trainer.steps_per_epoch == 4
-    assert score.accuracy == runner.scores(trainer.validation, 50).accuracy
+    runner.calibrate(trainer._calibration_images)
+    assert score.repeats == (runner.scores(trainer.validation, 50).accuracy,)
 
 
 def test_a_trial_sees_images_mirrored_and_resized_as_a_run_does(monkeypatch):

@@ -374,6 +374,7 @@ def test_tiers_can_be_stopped_from_the_page_where_that_is_allowed(thorough, imag
         async with started(thorough, may_stop=True) as (client, gateway, wires):
             send = functools.partial(client.post, headers={"Content-Type": "application/json"})
             assert (await send("/tiers/edge", content=b"true")).json()[1]["stopped"]
+            assert 'path="/tiers/{name}",status="200"} 1.0' in (await client.get("/metrics")).text
             assert (await lines_of(client, images[0]))[-1]["lanes"] == [1, 2]
             assert wires["edge"].asked == 0
             assert not (await send("/tiers/edge", content=b"false")).json()[1]["stopped"]

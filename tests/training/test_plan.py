@@ -141,7 +141,7 @@ def test_what_was_kept_is_taken_before_anything_is_timed(tmp_path, monkeypatch):
     answers, two = [True, False], jax.devices()[:2]
     monkeypatch.setattr(speeds.jax, "process_count", lambda: 2)
     monkeypatch.setattr(speeds.processes, "everywhere", lambda function: [function()])
-    monkeypatch.setattr(speeds.processes, "from_first", lambda value: value)
+    monkeypatch.setattr(speeds.processes, "in_first", lambda function: function())
     monkeypatch.setattr(speeds, "_speeds_differ", lambda devices: answers.pop(0))
     monkeypatch.setattr(speeds, "_seconds", lambda *args: 1.0)
     differ = [speeds.speeds_of(EQUAL, 100, two, tmp_path / "differ.json") for _ in range(2)]
@@ -337,7 +337,6 @@ def test_a_run_of_processes_measures_its_links_and_takes_the_fastest(profile, tm
     two = [types.SimpleNamespace(process_index=i, platform="cpu", device_kind="cpu", id=i) for i in range(2)]
     monkeypatch.setattr(plan.jax, "devices", lambda: two)
     monkeypatch.setattr(plan, "_profiles", lambda files, devices: [profile] * 2)
-    monkeypatch.setattr(plan, "_in_first", lambda function: function())
     monkeypatch.setattr(links.processes, "everywhere", lambda function: [function()] * 2)
     measured = []
 
@@ -346,7 +345,7 @@ def test_a_run_of_processes_measures_its_links_and_takes_the_fastest(profile, tm
         return simulate.Link(5.0, 1.25e6)
 
     monkeypatch.setattr(links, "measure", measure)
-    monkeypatch.setattr(links.processes, "from_first", lambda value: value)
+    monkeypatch.setattr(links.processes, "in_first", lambda function: function())
     with caplog.at_level("INFO", logger="mlcn_jax"):
         found = plan.make_plan(EQUAL, 100, kind="auto", kept=tmp_path)
     monkeypatch.setattr(plan, "candidates", None)

@@ -52,7 +52,7 @@ def lane_calls(spec: ModelSpec, lane: LaneSpec, forms: Container[str] | None = N
     spec = dataclasses.replace(spec, lanes=str(lane), lane_seeds=(), lane_weights=())
     images = np.random.default_rng(0).integers(0, 256, (_IMAGES, *spec.image_shape), np.uint8)
     params = init_params(spec, jax.random.key(0))
-    if any(group.kind.normalises for group in spec.lane_groups):
+    if spec.normalises:
         whole = dataclasses.replace(spec, norm_group=_IMAGES)
         params = calibrate(whole, params, [to_pixels(jnp.asarray(images))])
     encoder, calls = fold_statistics(spec, params)["encoder"], {}
