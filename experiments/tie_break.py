@@ -32,12 +32,12 @@ def gains(num_lanes: int, draws: int, seed: int) -> dict[tuple[float, ...], dict
 
     Random placement, the mean of `_PLACEMENTS`, knows no order: it is the same for all.
     """
-    rng = random.Random(seed)
+    rng, chance = random.Random(seed), random.Random(seed)
     found = {order: dict.fromkeys(_RULES, 0.0) for order in itertools.permutations(SPEEDS)}
     for _ in range(draws):
         costs = [rng.randint(1, 5) ** 2 * rng.randint(1, 5) for _ in range(num_lanes)]
         problem = Problem(uniform_seconds(costs, [1 / speed for speed in SPEEDS]))
-        placements = [partition("random", problem, seed=rng.getrandbits(32)) for _ in range(_PLACEMENTS)]
+        placements = [partition("random", problem, seed=chance.getrandbits(32)) for _ in range(_PLACEMENTS)]
         by_chance = statistics.fmean(placement.makespan_seconds for placement in placements)
         for order, rules in found.items():
             problem = Problem(uniform_seconds(costs, [1 / speed for speed in order]))

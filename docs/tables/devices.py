@@ -141,8 +141,8 @@ def scaling() -> str:
     return (
         f"{table_of(header, rows)}\n\n{measured_on(result)}\n\nOn two real cores, the speed-up is {spans['lanes']} for "
         f"2 to 32 lanes of width 4, {spans['width']} for 8 lanes of width 1 to 6, and {spans['depth']} for 8 lanes of "
-        "depth 1 to 5. The speed-up of one process on both cores, over that of two processes that split the lanes: "
-        f"{shares}."
+        "depth 1 to 5. Divided by that of two processes that split the lanes, the speed-up of one process on both "
+        f"cores is {shares}."
     )
 
 

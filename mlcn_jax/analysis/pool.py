@@ -277,12 +277,12 @@ def _check_joined(pool: Pool) -> None:
     hashes = {lane.name: lane.config.hash() for lane in pool.lanes}
     for made_of in sorted((pool.folder / "joined").glob("*.json")):  # of more lanes than there are now, too
         joined = made_of.with_suffix("")
-        lanes = _read(made_of) if joined.exists() else {}
+        lanes = _read(made_of) if joined.name.isdigit() and joined.exists() else {}
         if others := [name for name, hashed in lanes.items() if hashes.get(name) != hashed]:
             raise InputError(
                 f"{joined} was joined of lanes that {FILE} no longer has, or has with another "
-                f"configuration: {', '.join(others)}. Remove that folder, and it is joined again of those of now; or "
-                "restore the lanes"
+                f"configuration: {', '.join(others)}. Move or remove that folder, and models that are due are joined "
+                "of the lanes of now; or restore the lanes"
             )
 
 

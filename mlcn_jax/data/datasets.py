@@ -1,7 +1,7 @@
 """Named datasets and folders of images, as arrays in memory.
 
 A dataset is one function and one line in `DATASETS`. Images are uint8 [n, height, width, channels], labels
-are int32 [n]; the consumer of the batches scales pixels to [0, 1].
+are int32 [n]; who uses them scales pixels to [0, 1].
 """
 
 import dataclasses

@@ -391,7 +391,11 @@ def everywhere(function: Callable[[], Any]) -> list[Any]:
 
 
 def in_first(function: Callable[[], Any]) -> Any:
-    """Calls a function in process 0 only, and returns its result in every process, as `everywhere` does."""
+    """Calls a function in process 0 only, and returns its result, which must be JSON-serializable, in every process.
+
+    Raises:
+      InputError: the function raised it; all processes raise it, so that none is left waiting.
+    """
     return everywhere(lambda: function() if is_first() else None)[0]
 
 

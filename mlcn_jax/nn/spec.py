@@ -182,7 +182,7 @@ class ModelSpec:
 
     @property
     def couples_lanes(self) -> bool:
-        """Whether lanes that classify alone learn from the joined columns as well, and there are any."""
+        """Whether there are lanes that classify alone and learn from the joined columns as well."""
         coupled = self.ensemble_weight > 0 or self.decoder_gradient == "all"
         return coupled and bool(self.classifies_alone.any())
 

@@ -333,10 +333,10 @@ def verified_manifest(
             f"{folder} is of format {version}, from a newer mlcn_jax than this one, which reads format {MIXED_FORMAT}: "
             "update mlcn_jax, or export the model again with this version"
         )
+    if version == MIXED_FORMAT and command.startswith("export"):
+        remedy = f"{again} precision --workdir=WORKDIR, with --profiles if its lanes were placed"
     if not whole or version not in (FORMAT, MIXED_FORMAT):
         raise InputError(f"{damaged} ({MANIFEST} was altered): {remedy}")
-    if version == MIXED_FORMAT and command.startswith("export"):
-        remedy = f"{again} precision --workdir=WORKDIR"
     try:
         named = {MODEL, WEIGHTS, *(f["file"] for f in manifest["functions"]), *manifest.get("onnx", ())}
         known = {str(name): (int(about["bytes"]), str(about["sha256"])) for name, about in files.items()}

@@ -82,10 +82,10 @@ def read_export(workdir: Path, data_dir: str = "") -> ExportedModel:
     """
     folder = workdir / "export"
     if (workdir / MANIFEST).exists():
-        raise InputError(f"{workdir} is an exported model: give the workdir of its run, such as {workdir.parent}")
+        raise InputError(f"{workdir} is an exported model: give the workdir of the run that it was exported from")
     if not folder.is_dir():
         what = "does not hold an exported model" if workdir.is_dir() else "does not exist"
-        raise InputError(f"{workdir} {what}: train a model, then run {program()} export --workdir={workdir}")
+        raise InputError(f"{workdir} {what}: once a run has trained, {program()} export --workdir=WORKDIR exports it")
     if verified_manifest(folder)["format"] == MIXED_FORMAT:
         raise InputError(
             f"{folder} holds lanes in several precisions, as {program()} precision writes them, which cannot be "

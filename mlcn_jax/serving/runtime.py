@@ -222,8 +222,10 @@ def _problem(path: Path, manifest: Mapping[str, Any], name: str = "export") -> s
         if not isinstance(known, dict):
             raise ValueError("its .json holds no object")
         _difference_on_test_images(known)
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, ValueError) as error:
         return f"{path} cannot be read ({error}): {again} again"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror or error}; the converted model may be intact"
     if known.get("export") != manifest["sha256"]:
         return f"{path} was converted from another export: {again} again"
     if known.get("sha256") != digest:

@@ -160,7 +160,7 @@ def test_a_model_of_lanes_that_have_changed_is_not_kept_for_that_of_now(tmp_path
     for seeds in ("[0]", "[0, 2]"):
         changed = read(tmp_path, text.replace("seeds = [0, 1]", f"seeds = {seeds}"))
         with pytest.raises(
-            InputError, match=f"joined/3 was joined of lanes that .* no longer has, .*: {NAMES[1]}\\. Remove"
+            InputError, match=f"joined/3 was joined of lanes that .* no longer has, .*: {NAMES[1]}\\. Move"
         ):
             Recorder().work(changed)
     shutil.rmtree(tmp_path / "joined" / "3")

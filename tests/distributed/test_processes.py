@@ -329,7 +329,6 @@ def test_without_a_launcher_it_is_said_which_there_are(monkeypatch):
         processes.join(RunConfig().replace({"parallel.processes": 0}).parallel, {})
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("first", [True, False])
 def test_what_process_0_cannot_read_stops_all(monkeypatch, first):
     def read():
@@ -346,6 +345,7 @@ def test_what_process_0_cannot_read_stops_all(monkeypatch, first):
         processes.in_first(read)
 
 
+@pytest.mark.long
 def test_what_no_process_can_start_is_said_once(tmp_path):
     code, _, err = run(tmp_path, {**TWO, "parallel.lane": 1})
     assert code == 2

@@ -103,7 +103,7 @@ def test_a_form_that_was_not_measured_counts_as_one_that_was(profile):
         ({"version": 0}, "format 0, but format 2 is expected"),
         ({"forward_share": "a third"}, "damaged, forward_share: 'a third'"),
         ({"tiny_seconds": -1.0}, "damaged, tiny_seconds: -1.0"),
-        ({"layer_seconds": {"dot": [[1.0]]}}, "damaged, layer_seconds"),
+        ({"layer_seconds": {"dot": [[1.0]]}}, "damaged, layer_seconds: Expected"),
         ({"layer_seconds": {"dot": []}}, "damaged, layer_seconds"),
         ({"link": {"latency_seconds": None}}, "damaged, link"),
         ({"link": {"latency_seconds": 1e-5}}, "damaged, link: bytes_per_second is missing or 0"),

@@ -1,6 +1,7 @@
 """Forms and devices chosen at once: against brute force, and against one after the other, in both orders."""
 
 import dataclasses
+import importlib.util
 import itertools
 import json
 import math
@@ -261,11 +262,13 @@ def saved_profiles(folder, **num_bytes):
     return files
 
 
-def test_lanes_are_placed_for_training_in_a_form_each(tmp_path):
+def test_lanes_are_placed_for_training_in_a_form_each(tmp_path, monkeypatch):
     found = place_training(SPEC, 100, saved_profiles(tmp_path))
     assert found["makespan_seconds"] == pytest.approx(0.2)
     assert found["in_one_precision_seconds"] == pytest.approx({"float32": 0.4, "bfloat16": 0.3})
     assert found["optimal"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not place_training(SPEC, 100, saved_profiles(tmp_path))["optimal"], "without OR-Tools"
     assert sorted((lane["form"], lane["device"]) for lane in found["lanes"]) == [
         *[("bfloat16 native", 0)] * 2,
         *[("float32 native", 1)] * 2,

@@ -1,6 +1,8 @@
 """A worker of a run in rounds: what it keeps, repeats, and drops."""
 
 import dataclasses
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -43,6 +45,17 @@ def test_a_worker_repeats_a_round_only_from_the_same_parameters(trainer, rng):
     again._kept = dataclasses.replace(again._kept, after=np.full_like(vector, np.inf))
     with pytest.raises(Diverged, match="worker 1, step 8: the change is too large to be sent"):
         again.change(1, vector, True, lambda: None)
+
+
+def test_a_round_compiles_the_image_sizes_that_its_steps_have(monkeypatch):
+    sizes, runner = [16, 16, 20, 20, 20, 20], Mock()
+    one = object.__new__(worker.Trainer)
+    one._session, one._runner, one._compiled = SimpleNamespace(image_size=lambda step: sizes[step - 1]), runner, set()
+    one._part = lambda step: ()
+    monkeypatch.setattr(worker, "check_step_fits", lambda runner: None)
+    for first in (0, 2, 4, 0):  # a restarted coordinator may begin again
+        one._compile(first, first + 2)
+    assert [call.kwargs["sizes"] for call in runner.compile.call_args_list] == [[16], [20], [16]]
 
 
 def test_what_a_change_left_out_is_added_to_the_next_only_if_it_counted(trainer, rng):

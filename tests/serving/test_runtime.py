@@ -211,6 +211,9 @@ def test_a_converted_model_that_cannot_be_used_is_named(exported, tmp_path, monk
     converted.with_suffix(".json").write_text(json.dumps(description | {"export": manifest["sha256"]}))
     converted.write_bytes(b"other")
     refused("was altered or truncated")
+    with monkeypatch.context() as failing:
+        failing.setattr(runtime.host, "sha256_of", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+        refused("model.onnx cannot be read: Input/output error; the converted model may be intact$")
     converted.write_bytes(b"model")
     for checked in ([], {"largest_difference": {"test": None}}):
         about = description | {"export": manifest["sha256"], "checked": checked}
